@@ -1,0 +1,6 @@
+"""Optimizers over sharded main weights; the names are Megatron-Core's."""
+
+from megatron.core.optimizer.optimizer import MegatronOptimizer, StepResult, get_megatron_optimizer
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
+
+__all__ = ["MegatronOptimizer", "OptimizerConfig", "StepResult", "get_megatron_optimizer"]

@@ -1,0 +1,106 @@
+"""The optimizer of a model: gradient norm, clipping and the update of the main weights, in one step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm, count_zeros, get_grad_norm, get_params_norm
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.optimizer.param_groups import get_param_groups
+
+
+class StepResult(NamedTuple):
+    """What a step did; the tensors stay on the device until somebody reads them."""
+
+    update_successful: bool
+    grad_norm: Tensor
+    """[] norm before clipping."""
+    num_zeros_in_grad: Tensor | None
+    """[] zeros in the gradient after clipping; None where they are not counted."""
+
+
+class MegatronOptimizer:
+    """A ``torch.optim`` optimizer over main weights whose step also takes the gradient's norm and clips it."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, config: OptimizerConfig) -> None:
+        self.optimizer = optimizer
+        self.config = config
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.optimizer.param_groups
+
+    def get_parameters(self) -> list[Tensor]:
+        """All parameters, in the order of the groups."""
+        return [param for group in self.param_groups for param in group["params"]]
+
+    @torch.no_grad()
+    def step(self) -> StepResult:
+        """The main weights are updated from the gradients, which are clipped first.
+
+        Ranks: all ranks of the gradients' meshes; does not block the host.
+        """
+        params = self.get_parameters()
+        grad_norm = get_grad_norm(params)
+        if self.config.clip_grad > 0:
+            clip_grad_by_total_norm(params, self.config.clip_grad, grad_norm)
+        num_zeros = count_zeros(params) if self.config.log_num_zeros_in_grad else None
+        self.optimizer.step()
+        return StepResult(True, grad_norm, num_zeros)
+
+    def params_norm(self) -> Tensor:
+        """[] norm of all main weights. Ranks: as ``step``."""
+        return get_params_norm(self.get_parameters())
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Gradients are gone (or zero, with ``set_to_none=False``)."""
+        self.optimizer.zero_grad(set_to_none=set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state_dict)
+
+
+def get_megatron_optimizer(config: OptimizerConfig, model_chunks: Sequence[torch.nn.Module]) -> MegatronOptimizer:
+    """The optimizer over all trainable parameters of the model.
+
+    Args:
+        config: ``lr`` must be set.
+        model_chunks: the parts of the model, wrapped by ``FullyShardedDataParallel`` or plain modules.
+
+    Raises:
+        ValueError: ``config.lr`` is None, or nothing is trainable.
+
+    Ranks: local.
+    """
+    if config.lr is None:
+        raise ValueError("OptimizerConfig.lr must be set, got None; give the largest learning rate of the schedule")
+    named = [item for chunk in model_chunks for item in chunk.named_parameters()]
+    groups = get_param_groups(named, config)
+    params = [param for group in groups for param in group["params"]]
+    optimizer = _torch_optimizer(config, groups, fused=_can_fuse(params))
+    if any(isinstance(param, DTensor) for param in params):
+        from megatron.core.distributed.fsdp import fully_shard_optimizer
+
+        # Without it the model weights that the next forward reads would stay those of before the step.
+        optimizer = fully_shard_optimizer(optimizer)
+    return MegatronOptimizer(optimizer, config)
+
+
+def _can_fuse(params: Sequence[Tensor]) -> bool:
+    return all(param.device.type == "cuda" and param.is_floating_point() for param in params)
+
+
+def _torch_optimizer(config: OptimizerConfig, groups: list[dict[str, Any]], *, fused: bool) -> torch.optim.Optimizer:
+    kernel = {"fused": True} if fused else {"foreach": True}
+    if config.optimizer == "sgd":
+        return torch.optim.SGD(groups, momentum=config.sgd_momentum, **kernel)
+    betas = (config.adam_beta1, config.adam_beta2)
+    return torch.optim.AdamW(groups, betas=betas, eps=config.adam_eps, **kernel)

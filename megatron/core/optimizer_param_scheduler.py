@@ -1,0 +1,196 @@
+"""Learning rate and weight decay as functions of the number of samples seen."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Protocol
+
+LR_DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
+LR_WSD_DECAY_STYLES = ("exponential", "linear", "cosine", "minus_sqrt")
+WD_INCR_STYLES = ("constant", "linear", "cosine")
+
+_COMPARED = (
+    "init_lr",
+    "max_lr",
+    "min_lr",
+    "lr_warmup_steps",
+    "lr_decay_steps",
+    "lr_decay_style",
+    "start_wd",
+    "end_wd",
+    "wd_incr_steps",
+    "wd_incr_style",
+    "wsd_decay_steps",
+    "lr_wsd_decay_style",
+)
+
+
+class HasParamGroups(Protocol):
+    """An optimizer, as far as the scheduler knows it."""
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]: ...
+
+
+class OptimizerParamScheduler:
+    """Sets ``lr`` and ``weight_decay`` of each parameter group from the number of steps; training counts samples.
+
+    A group's own ``max_lr``, ``min_lr`` and ``wd_mult`` are respected.
+
+    Args:
+        init_lr: rate at step 0 of a warm-up.
+        max_lr: rate at the end of the warm-up.
+        min_lr: rate at ``lr_decay_steps`` and after.
+        lr_warmup_steps: steps of linear growth from ``init_lr`` to ``max_lr``.
+        lr_decay_steps: step at which the decay has ended, the warm-up included.
+        start_wd: weight decay at step 0; with ``end_wd``, ``wd_incr_steps`` and ``wd_incr_style`` its growth.
+        wsd_decay_steps: length of the last phase of ``WSD`` (warm-up, stable, decay).
+        use_checkpoint_opt_param_scheduler: ``load_state_dict`` takes the saved schedule.
+        override_opt_param_scheduler: ``load_state_dict`` keeps this schedule. With neither, they must be equal.
+
+    Raises:
+        ValueError: a value is out of range, or both of the last two are set.
+
+    Ranks: local.
+    Source: names and formulas are Megatron-Core's; WSD is arXiv:2404.06395.
+    """
+
+    def __init__(
+        self,
+        optimizer: HasParamGroups,
+        *,
+        init_lr: float,
+        max_lr: float,
+        min_lr: float,
+        lr_warmup_steps: int,
+        lr_decay_steps: int,
+        lr_decay_style: str,
+        start_wd: float,
+        end_wd: float,
+        wd_incr_steps: int,
+        wd_incr_style: str,
+        use_checkpoint_opt_param_scheduler: bool = False,
+        override_opt_param_scheduler: bool = False,
+        wsd_decay_steps: int | None = None,
+        lr_wsd_decay_style: str | None = None,
+    ) -> None:
+        self.optimizer = optimizer
+        self.init_lr, self.max_lr, self.min_lr = init_lr, float(max_lr), min_lr
+        self.lr_warmup_steps, self.lr_decay_steps, self.lr_decay_style = lr_warmup_steps, lr_decay_steps, lr_decay_style
+        self.start_wd, self.end_wd = start_wd, end_wd
+        self.wd_incr_steps, self.wd_incr_style = wd_incr_steps, wd_incr_style
+        self.wsd_decay_steps, self.lr_wsd_decay_style = wsd_decay_steps, lr_wsd_decay_style
+        self.use_checkpoint = use_checkpoint_opt_param_scheduler
+        self.override = override_opt_param_scheduler
+        self.num_steps = 0
+        self._check()
+        self.step(0)
+
+    def _check(self) -> None:
+        rules = (
+            (0 <= self.min_lr <= self.max_lr, f"0 <= min_lr <= max_lr, got {self.min_lr} and {self.max_lr}"),
+            (self.init_lr <= self.max_lr, f"init_lr <= max_lr, got {self.init_lr} and {self.max_lr}"),
+            (self.lr_decay_steps > 0, f"lr_decay_steps > 0, got {self.lr_decay_steps}"),
+            (
+                0 <= self.lr_warmup_steps < self.lr_decay_steps,
+                f"0 <= lr_warmup_steps < lr_decay_steps, got {self.lr_warmup_steps} and {self.lr_decay_steps}",
+            ),
+            (self.lr_decay_style in LR_DECAY_STYLES, f"lr_decay_style in {LR_DECAY_STYLES}, got {self.lr_decay_style}"),
+            (0 <= self.start_wd <= self.end_wd, f"0 <= start_wd <= end_wd, got {self.start_wd} and {self.end_wd}"),
+            (self.wd_incr_style in WD_INCR_STYLES, f"wd_incr_style in {WD_INCR_STYLES}, got {self.wd_incr_style}"),
+            (
+                self.wd_incr_style != "constant" or self.start_wd == self.end_wd,
+                f"start_wd == end_wd for a constant weight decay, got {self.start_wd} and {self.end_wd}",
+            ),
+            (
+                self.lr_decay_style != "WSD"
+                or (self.wsd_decay_steps is not None and self.lr_wsd_decay_style in LR_WSD_DECAY_STYLES),
+                f"wsd_decay_steps and lr_wsd_decay_style in {LR_WSD_DECAY_STYLES} for WSD, "
+                f"got {self.wsd_decay_steps} and {self.lr_wsd_decay_style}",
+            ),
+            (not (self.override and self.use_checkpoint), "not both override and use_checkpoint_opt_param_scheduler"),
+        )
+        for holds, rule in rules:
+            if not holds:
+                raise ValueError(f"of the schedule must hold: {rule}")
+
+    def get_lr(self, param_group: dict[str, Any]) -> float:
+        """Learning rate of a group after ``num_steps`` steps."""
+        max_lr: float = param_group.get("max_lr", self.max_lr)
+        min_lr: float = param_group.get("min_lr", self.min_lr)
+        if self.lr_warmup_steps > 0 and self.num_steps <= self.lr_warmup_steps:
+            return self.init_lr + (max_lr - self.init_lr) * self.num_steps / self.lr_warmup_steps
+        if self.lr_decay_style == "constant":
+            return max_lr
+        if self.num_steps > self.lr_decay_steps:
+            return min_lr
+        if self.lr_decay_style == "inverse-square-root":
+            return max(min_lr, max_lr * math.sqrt(max(self.lr_warmup_steps, 1) / max(self.num_steps, 1)))
+        return min_lr + self._decay_factor() * (max_lr - min_lr)
+
+    def _decay_factor(self) -> float:
+        """1 at the end of the warm-up, 0 at ``lr_decay_steps``."""
+        if self.lr_decay_style == "WSD":
+            assert self.wsd_decay_steps is not None
+            decayed = self.num_steps - (self.lr_decay_steps - self.wsd_decay_steps)
+            return 1.0 if decayed <= 0 else _wsd_factor(self.lr_wsd_decay_style, decayed / self.wsd_decay_steps)
+        progress = (self.num_steps - self.lr_warmup_steps) / (self.lr_decay_steps - self.lr_warmup_steps)
+        return 1.0 - progress if self.lr_decay_style == "linear" else _half_cosine(progress)
+
+    def get_wd(self, param_group: dict[str, Any]) -> float:
+        """Weight decay of a group after ``num_steps`` steps."""
+        if self.wd_incr_style == "constant" or self.num_steps > self.wd_incr_steps:
+            wd = self.end_wd
+        else:
+            progress = self.num_steps / self.wd_incr_steps
+            factor = progress if self.wd_incr_style == "linear" else _half_cosine(1.0 - progress)
+            wd = self.start_wd + factor * (self.end_wd - self.start_wd)
+        return wd * float(param_group.get("wd_mult", 1.0))
+
+    def step(self, increment: int) -> None:
+        """``increment`` more steps are counted, and all groups have the rates that belong to the count."""
+        self.num_steps += increment
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.get_lr(group)
+            group["weight_decay"] = self.get_wd(group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The schedule and its position, as plain values."""
+        return {name: getattr(self, name) for name in (*_COMPARED, "num_steps")}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """The position is the saved one; the schedule is the saved one, this one, or both are equal (see the class).
+
+        Raises:
+            ValueError: the schedules differ and neither side was chosen; the message names the values.
+        """
+        differing = {name: state_dict[name] for name in _COMPARED if state_dict[name] != getattr(self, name)}
+        if differing and not self.override and not self.use_checkpoint:
+            listed = ", ".join(f"{name}: now {getattr(self, name)}, saved {saved}" for name, saved in differing.items())
+            raise ValueError(
+                f"the schedule must equal that of the checkpoint, got {listed}; choose with "
+                "--override-opt-param-scheduler (take the command line's) or --use-checkpoint-opt-param-scheduler"
+            )
+        if self.use_checkpoint:
+            for name, saved in differing.items():
+                setattr(self, name, saved)
+            for group in self.optimizer.param_groups:
+                for name in {"max_lr", "min_lr"} & differing.keys():
+                    if name in group and not group.get("is_decoupled_lr", False):
+                        group[name] = differing[name]
+        self.num_steps = 0
+        self.step(state_dict["num_steps"])
+
+
+def _half_cosine(progress: float) -> float:
+    return 0.5 * (math.cos(math.pi * progress) + 1.0)
+
+
+def _wsd_factor(style: str | None, progress: float) -> float:
+    if style == "linear":
+        return 1.0 - progress
+    if style == "cosine":
+        return _half_cosine(progress)
+    if style == "minus_sqrt":
+        return 1.0 - math.sqrt(progress)
+    return 2.0 * math.pow(0.5, progress) - 1.0
