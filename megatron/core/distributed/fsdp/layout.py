@@ -1,0 +1,380 @@
+"""Where each tensor of a unit lies in one flat buffer that ranks share in equal segments, cut only between rows.
+
+A tensor that crosses two or more rank boundaries needs a segment that is a multiple of its row; one that crosses a
+single boundary only needs the right start; one inside a segment needs nothing. So the segment is a multiple of the
+rows of the *large* tensors alone, which is far less than the lowest common multiple of all rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import count
+
+import torch
+
+# Alignment is given up (64, 32, 16, ... elements) only where it makes the buffer larger than this factor.
+_ALIGNMENT_WORTH = 1.01
+# Partitions are searched over this many kinds of tensors at most (Bell(7) = 877); smaller kinds go together.
+_MAX_KINDS = 7
+# Partitions of one size that are really packed, best bound first, before the search goes on to more buffers.
+_MAX_TRIALS = 24
+# A segment that first fit overruns grows by this share of the overrun, and faster after so many trials.
+_OVERRUN_SHARE = 4
+_FINE_TRIALS = 32
+
+
+@dataclass(frozen=True)
+class TensorSlot:
+    """A tensor's place in the full buffer: ``shape`` from element ``start`` on, contiguous."""
+
+    shape: torch.Size
+    start: int
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def rows(self) -> int:
+        """Entries of dim 0; 1 for a tensor without dimensions."""
+        return self.shape[0] if len(self.shape) > 0 else 1
+
+    @property
+    def row_numel(self) -> int:
+        """Elements of a row: 1 for tensors of 0 and 1 dimensions, 0 where a later dimension is 0."""
+        return math.prod(self.shape[1:])
+
+
+@dataclass(frozen=True)
+class FlatLayout:
+    """Tensors in a buffer of ``num_ranks`` segments of ``segment_numel`` elements; rank k owns segment k.
+
+    Every boundary between segments falls between rows of every tensor, and tensors do not overlap.
+
+    Raises:
+        ValueError: the slots break one of these rules.
+    """
+
+    slots: tuple[TensorSlot, ...]
+    num_ranks: int
+    segment_numel: int
+
+    def __post_init__(self) -> None:
+        for index, slot in enumerate(self.slots):
+            if not _cuts_fall_on_rows(slot, self.segment_numel):
+                raise ValueError(
+                    f"every rank boundary must fall between rows, got tensor {index} of shape {list(slot.shape)} at "
+                    f"{slot.start} with segments of {self.segment_numel}; make layouts with pack_rows"
+                )
+        filled = sorted((slot.start, slot.start + slot.numel) for slot in self.slots if slot.numel)
+        ends = [0, *(end for _, end in filled)]
+        starts = [*(start for start, _ in filled), self.total_numel]
+        if any(end > start for end, start in zip(ends, starts, strict=True)):
+            raise ValueError(
+                f"tensors must not overlap and must lie in [0, {self.total_numel}), got the ranges {filled}; "
+                "make layouts with pack_rows"
+            )
+
+    @property
+    def total_numel(self) -> int:
+        """Elements of the full buffer, with padding."""
+        return self.num_ranks * self.segment_numel
+
+    @cached_property
+    def used_numel(self) -> int:
+        """Elements of the tensors."""
+        return sum(slot.numel for slot in self.slots)
+
+    @property
+    def padding_numel(self) -> int:
+        return self.total_numel - self.used_numel
+
+    @property
+    def padding_fraction(self) -> float:
+        """Padding elements for each used one; 0 for a layout without elements."""
+        return self.padding_numel / self.used_numel if self.used_numel else 0.0
+
+    def rows(self, index: int, rank: int) -> tuple[int, int]:
+        """Rows [begin, end) of tensor ``index`` that ``rank`` owns; begin == end where it owns none."""
+        slot = self.slots[index]
+        begin, end = (
+            rows_before(cut * self.segment_numel, start=slot.start, row_numel=slot.row_numel, num_rows=slot.rows)
+            for cut in (rank, rank + 1)
+        )
+        return begin, end
+
+    def row_ranges(self, index: int) -> tuple[tuple[int, int], ...]:
+        """[num_ranks] rows [begin, end) of tensor ``index`` on each rank; together they are all rows in order."""
+        return tuple(self.rows(index, rank) for rank in range(self.num_ranks))
+
+    def local_start(self, index: int, rank: int) -> int:
+        """Offset, in elements within the rank's segment, of its first row of tensor ``index``; 0 if it has none."""
+        begin, end = self.rows(index, rank)
+        slot = self.slots[index]
+        return slot.start + begin * slot.row_numel - rank * self.segment_numel if end > begin else 0
+
+
+def rows_before(position: int, *, start: int, row_numel: int, num_rows: int) -> int:
+    """Rows that begin before element ``position`` of the full buffer, of a tensor that begins at ``start``.
+
+    Rows without elements all begin at ``start``, so that the rank whose segment holds ``start`` owns them.
+    """
+    if row_numel == 0:
+        return num_rows if position > start else 0
+    return min(max(-((start - position) // row_numel), 0), num_rows)
+
+
+def pack_rows(shapes: Sequence[torch.Size], *, num_ranks: int, alignment: int = 64) -> FlatLayout:
+    """Place tensors in one flat buffer of little padding so that every rank boundary falls between rows.
+
+    Args:
+        shapes: [T] shapes of the tensors, in parameter order; any dimensions, 0 and empty ones too.
+        num_ranks: ranks that share the buffer evenly.
+        alignment: elements; segments and starts are multiples of it. Where that would make the buffer more than 1 %
+            larger (many rows that are no multiple of it), the largest alignment/2^k that does not is taken instead.
+
+    Returns:
+        The layout, its slots in the order of ``shapes``.
+
+    Raises:
+        ValueError: ``num_ranks`` or ``alignment`` is not positive.
+
+    Ranks: pure; every rank computes the same answer.
+    Source: ZeRO (arXiv:1910.02054) section 5 for the flat partition; the row rule is ours.
+    """
+    if num_ranks < 1 or alignment < 1:
+        raise ValueError(f"num_ranks and alignment must be positive, got {num_ranks} and {alignment}")
+    slots = [TensorSlot(torch.Size(shape), 0) for shape in shapes]
+    if not slots:
+        return FlatLayout((), num_ranks, 0)
+    least_segment = _least_segment(_kinds(slots), num_ranks, 1)
+    # A few elements of alignment for each tensor and rank are not worth an unaligned start.
+    allowed = max(_ALIGNMENT_WORTH * least_segment, least_segment + alignment * (2 + len(slots) / num_ranks))
+    best = _pack_aligned(slots, num_ranks, alignment)
+    while alignment > 1 and best.segment_numel > allowed:
+        alignment = alignment // 2 if alignment % 2 == 0 else 1
+        layout = _pack_aligned(slots, num_ranks, alignment)
+        if layout.segment_numel * _ALIGNMENT_WORTH < best.segment_numel:
+            best = layout
+    return best
+
+
+def group_by_rows(
+    shapes: Sequence[torch.Size], *, num_ranks: int, alignment: int = 64, max_padding: float = 0.02
+) -> list[list[int]]:
+    """Partition tensors into the fewest buffers whose layouts together keep to a budget of padding.
+
+    Row sizes are kept together first; where that does not keep the budget, tensors of one shape may also move to the
+    buffer of another row size, to fill its tail. The search is bounded, so a better partition may exist.
+
+    Args:
+        shapes: [T] shapes of the tensors, in parameter order.
+        num_ranks: ranks that share each buffer evenly.
+        alignment: elements, as for ``pack_rows``.
+        max_padding: padding elements allowed for each used one, over all buffers together; besides,
+            ``alignment * num_ranks`` elements are always allowed, so that tiny units stay in one buffer.
+
+    Returns:
+        Indices of the tensors of each buffer, ascending, ordered by their first index; where no partition that was
+        tried keeps the budget, the one with the least padding.
+
+    Raises:
+        ValueError: ``num_ranks`` or ``alignment`` is not positive.
+
+    Ranks: pure; every rank computes the same answer.
+    """
+    slots = [TensorSlot(torch.Size(shape), 0) for shape in shapes]
+    allowed = max_padding * sum(slot.numel for slot in slots) + alignment * num_ranks
+    packed: dict[tuple[int, ...], int] = {}
+
+    def padding(group: tuple[int, ...]) -> int:
+        if group not in packed:
+            layout = pack_rows([shapes[index] for index in group], num_ranks=num_ranks, alignment=alignment)
+            packed[group] = layout.padding_numel
+        return packed[group]
+
+    by_row = _Kinds(slots, num_ranks, alignment, key=lambda slot: slot.row_numel)
+    by_shape = _Kinds(slots, num_ranks, alignment, key=lambda slot: tuple(slot.shape))
+    everything = tuple(range(len(slots)))
+    best, least = [everything], padding(everything)
+    for num_groups in range(2, max(len(by_row.members), len(by_shape.members)) + 1):
+        for kinds in (by_row, by_shape):
+            if least <= allowed:
+                break
+            for groups in kinds.partitions(num_groups)[:_MAX_TRIALS]:
+                total = sum(padding(group) for group in groups)
+                if total < least:
+                    best, least = groups, total
+    return [list(group) for group in best if group]
+
+
+class _Kinds:
+    """Tensors put together by a key, and the partitions of these kinds into buffers."""
+
+    def __init__(
+        self, slots: Sequence[TensorSlot], num_ranks: int, alignment: int, key: Callable[[TensorSlot], Hashable]
+    ) -> None:
+        self._slots, self._num_ranks, self._alignment = slots, num_ranks, alignment
+        found: dict[Hashable, list[int]] = defaultdict(list)
+        for index, slot in enumerate(slots):
+            found[key(slot)].append(index)
+        by_size = sorted(found.values(), key=lambda members: -sum(slots[index].numel for index in members))
+        rest = [index for members in by_size[_MAX_KINDS - 1 :] for index in members]
+        self.members = by_size[: _MAX_KINDS - 1] + ([rest] if rest else [])
+        self._bounds: dict[tuple[int, ...], int] = {}
+
+    def partitions(self, num_groups: int) -> list[list[tuple[int, ...]]]:
+        """All partitions into ``num_groups`` groups of tensor indices, the one of least possible padding first."""
+        partitions = [
+            [tuple(sorted(index for kind in group for index in self.members[kind])) for group in groups]
+            for groups in _partitions(len(self.members), num_groups)
+        ]
+        ordered = [sorted(groups) for groups in partitions]
+        return sorted(ordered, key=lambda groups: (sum(self._least_numel(group) for group in groups), groups))
+
+    def _least_numel(self, group: tuple[int, ...]) -> int:
+        if group not in self._bounds:
+            kinds = _kinds([self._slots[index] for index in group])
+            self._bounds[group] = self._num_ranks * _least_segment(kinds, self._num_ranks, self._alignment)
+        return self._bounds[group]
+
+
+def _partitions(num_items: int, num_groups: int) -> Iterator[list[list[int]]]:
+    """Each way to put items 0..num_items-1 into exactly ``num_groups`` groups, once."""
+
+    def place(item: int, groups: list[list[int]]) -> Iterator[list[list[int]]]:
+        if num_groups - len(groups) > num_items - item:
+            return
+        if item == num_items:
+            yield groups
+            return
+        for at, group in enumerate(groups):
+            yield from place(item + 1, [*groups[:at], [*group, item], *groups[at + 1 :]])
+        if len(groups) < num_groups:
+            yield from place(item + 1, [*groups, [item]])
+
+    return place(0, [])
+
+
+def _cuts_fall_on_rows(slot: TensorSlot, segment: int) -> bool:
+    """True if no multiple of ``segment`` lies inside a row of the tensor."""
+    end = slot.start + slot.numel
+    if slot.numel == 0 or segment == 0:
+        return True  # a filled tensor in empty segments fails the range rule
+    first = (slot.start // segment + 1) * segment
+    if first >= end:
+        return True
+    return (first - slot.start) % slot.row_numel == 0 and (first + segment >= end or segment % slot.row_numel == 0)
+
+
+def _kinds(slots: Sequence[TensorSlot]) -> dict[tuple[int, int], int]:
+    """(numel, row_numel) of the tensors that have elements -> how many there are."""
+    kinds: dict[tuple[int, int], int] = defaultdict(int)
+    for slot in slots:
+        if slot.numel:
+            kinds[slot.numel, slot.row_numel] += 1
+    return kinds
+
+
+def _least_segment(kinds: dict[tuple[int, int], int], num_ranks: int, alignment: int) -> int:
+    """The least segment that holds the tensors and that none of them rules out by itself."""
+    aligned_numel = sum(_round_up(numel, alignment) * number for (numel, _), number in kinds.items())
+    return _next_segment(kinds, alignment, at_least=max(-(-aligned_numel // num_ranks), alignment))
+
+
+def _next_segment(kinds: dict[tuple[int, int], int], alignment: int, *, at_least: int) -> int:
+    """The least segment from ``at_least`` on that no tensor rules out by its size and row alone.
+
+    A tensor of more than two segments crosses two boundaries, so its row must divide the segment. One of more than
+    one segment crosses at least one boundary: its row divides the segment or its start can be chosen.
+    """
+    granules = [(numel, math.lcm(row, alignment)) for numel, row in kinds]
+    segment = at_least
+    while True:
+        step = math.lcm(alignment, *(granule for numel, granule in granules if numel > 2 * segment))
+        if segment % step == 0:
+            if all(_can_cross_once(numel, granule, segment) for numel, granule in granules):
+                return segment
+            segment += 1
+            continue
+        # Past half a tensor's size its row no longer has to divide the segment, and the step may shrink.
+        halves = [-(-numel // 2) for numel, _ in granules if numel > 2 * segment]
+        segment = min([_round_up(segment, step), *halves])
+
+
+def _can_cross_once(numel: int, granule: int, segment: int) -> bool:
+    return numel <= segment or segment % granule == 0 or numel + segment % granule <= 2 * segment
+
+
+def _pack_aligned(slots: Sequence[TensorSlot], num_ranks: int, alignment: int) -> FlatLayout:
+    """The layout of the least segment that first fit fills, its starts and its segment multiples of ``alignment``."""
+    kinds = _kinds(slots)
+    filled = sorted(
+        (index for index, slot in enumerate(slots) if slot.numel), key=lambda index: _priority(slots[index])
+    )
+    segment = _least_segment(kinds, num_ranks, alignment)
+    for trial in count():
+        # The larger first: what crosses boundaries wants the long free stretch, what does not fills the gaps.
+        order = sorted(filled, key=lambda index: slots[index].numel <= segment)
+        starts, end = _place(slots, order, segment, alignment)
+        if end <= num_ranks * segment:
+            break
+        step = max(1, (end - num_ranks * segment) // (_OVERRUN_SHARE * num_ranks))
+        coarse = segment // 256 if trial > _FINE_TRIALS else 0
+        segment = _next_segment(kinds, alignment, at_least=segment + max(step, coarse))
+    placed = tuple(TensorSlot(slot.shape, start) for slot, start in zip(slots, starts, strict=True))
+    return FlatLayout(placed, num_ranks, segment)
+
+
+def _priority(slot: TensorSlot) -> tuple[int, int]:
+    """Large rows first, since they are the hardest to place; single elements last, since they fit anywhere."""
+    return -slot.row_numel, -slot.numel
+
+
+def _place(slots: Sequence[TensorSlot], order: list[int], segment: int, alignment: int) -> tuple[list[int], int]:
+    """Starts [T] of the tensors by first fit in this order, as if the buffer had no end, and the end of the last."""
+    starts = [0] * len(slots)
+    gaps: list[tuple[int, int]] = []
+    end = 0
+    for index in order:
+        numel, granule = slots[index].numel, math.lcm(slots[index].row_numel, alignment)
+        for at, (gap_begin, gap_end) in enumerate(gaps):
+            if gap_end - gap_begin < numel:
+                continue
+            start = _first_start(gap_begin, numel, granule, segment, alignment)
+            if start + numel <= gap_end:
+                pieces = ((gap_begin, start), (start + numel, gap_end))
+                gaps[at : at + 1] = [(begin, stop) for begin, stop in pieces if stop > begin]
+                break
+        else:
+            start = _first_start(end, numel, granule, segment, alignment)
+            if start > end:
+                gaps.append((end, start))
+            end = start + numel
+        starts[index] = start
+    return starts, end
+
+
+def _first_start(position: int, numel: int, granule: int, segment: int, alignment: int) -> int:
+    """The least aligned start from ``position`` on at which no boundary cuts a row.
+
+    ``granule`` is the least multiple of the row that keeps the alignment. One of this segment, a start that crosses
+    its end, and the same two in the next segment must do, since ``_can_cross_once`` holds.
+    """
+    start = _round_up(position, alignment)
+    for boundary in ((start // segment + 1) * segment, (start // segment + 2) * segment):
+        start = max(start, boundary - segment)
+        if start + numel <= boundary:
+            return start
+        crossing = boundary - (boundary - start) // granule * granule
+        if crossing < boundary and (segment % granule == 0 or crossing + numel <= boundary + segment):
+            return crossing
+    raise AssertionError(f"a tensor of {numel} elements in granules of {granule} does not fit segments of {segment}")
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
