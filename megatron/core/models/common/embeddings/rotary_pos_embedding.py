@@ -1,0 +1,140 @@
+"""Rotary position embedding: the tables of angles and their application to queries and keys.
+
+Shapes: s sequence, b batch, n heads, d head width, r rotated width (d * rotary_percent, even).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+
+class RotaryEmbedding(torch.nn.Module):
+    """Angles of each position and frequency, computed in fp32 and kept for each length and device.
+
+    It owns no parameters and no buffers: tables are made where and when they are first asked for, so that a model
+    that was built on the meta device has the right ones.
+
+    Args:
+        kv_channels: width of one head.
+        rotary_percent: the share of it, from the front, that is rotated.
+        seq_len_interpolation_factor: positions are divided by it.
+        rope_scaling: stretch low frequencies by ``rope_scaling_factor`` as Llama 3.1 does.
+
+    Raises:
+        ValueError: the rotated width is not even and positive.
+
+    Source: RoFormer (arXiv:2104.09864); Llama 3.1's scaling with an original length of 8,192.
+    """
+
+    def __init__(
+        self,
+        kv_channels: int,
+        rotary_percent: float,
+        rotary_interleaved: bool = False,
+        seq_len_interpolation_factor: float | None = None,
+        rotary_base: float = 10000,
+        rope_scaling: bool = False,
+        rope_scaling_factor: float = 8.0,
+    ) -> None:
+        super().__init__()
+        self.rotated_width = int(kv_channels * rotary_percent) if rotary_percent < 1.0 else kv_channels
+        if self.rotated_width < 2 or self.rotated_width % 2 != 0:
+            raise ValueError(
+                f"kv_channels * rotary_percent must be even and positive, got {kv_channels} * {rotary_percent} ="
+                f" {self.rotated_width}; change rotary_percent or kv_channels"
+            )
+        self.rotary_interleaved = rotary_interleaved
+        self.seq_len_interpolation_factor = seq_len_interpolation_factor
+        self.rotary_base = rotary_base
+        self.rope_scaling, self.rope_scaling_factor = rope_scaling, rope_scaling_factor
+        self._tables: dict[tuple[int, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def get_cos_sin(self, max_seq_len: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines [s, r/2] in fp32 of every position below ``max_seq_len``."""
+        key = (max_seq_len, device)
+        if key not in self._tables:
+            # Tables made under inference_mode could not be saved for backward later.
+            with torch.inference_mode(False), torch.no_grad():
+                angles = self._angles(max_seq_len, device)
+                self._tables[key] = (angles.cos(), angles.sin())
+        return self._tables[key]
+
+    def forward(self, max_seq_len: int, device: torch.device | None = None) -> torch.Tensor:
+        """Angles [s, 1, 1, r], each frequency twice: halves side by side, or pairs where interleaved."""
+        angles = self._angles(max_seq_len, device or torch.get_default_device())
+        repeated = (
+            angles.repeat_interleave(2, dim=-1) if self.rotary_interleaved else torch.cat((angles, angles), dim=-1)
+        )
+        return repeated[:, None, None, :]
+
+    def _angles(self, max_seq_len: int, device: torch.device) -> torch.Tensor:
+        positions = torch.arange(max_seq_len, dtype=torch.float32, device=device)
+        if self.seq_len_interpolation_factor is not None:
+            positions = positions * (1 / self.seq_len_interpolation_factor)
+        return torch.outer(positions, self._frequencies(device))
+
+    def _frequencies(self, device: torch.device) -> torch.Tensor:
+        exponents = torch.arange(0, self.rotated_width, 2, dtype=torch.float32, device=device) / self.rotated_width
+        frequencies = 1.0 / (self.rotary_base**exponents)
+        return scale_frequencies(frequencies, self.rope_scaling_factor) if self.rope_scaling else frequencies
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_tables": {}}
+
+
+def scale_frequencies(
+    frequencies: torch.Tensor,
+    factor: float,
+    *,
+    low_freq_factor: float = 1.0,
+    high_freq_factor: float = 4.0,
+    original_length: int = 8192,
+) -> torch.Tensor:
+    """Frequencies for contexts ``factor`` times longer: short waves stay, long ones are divided, between them a blend.
+
+    Source: Llama 3.1 ("llama3" rope scaling).
+    """
+    turns = original_length * frequencies / (2 * math.pi)
+    blend = ((turns - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0.0, 1.0)
+    return frequencies * (blend + (1 - blend) / factor)
+
+
+def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: bool = False) -> torch.Tensor:
+    """Heads [s, b, ..., d], their first r channels turned by the angles of [s, r/2]; contiguous, in the dtype of x."""
+    shape = (cos.shape[0],) + (1,) * (x.dim() - 2) + (cos.shape[1],)
+    rotated: torch.Tensor = _Rotate.apply(x, cos.view(shape), sin.view(shape), interleaved)  # type: ignore[no-untyped-call, unused-ignore]
+    return rotated
+
+
+class _Rotate(torch.autograd.Function):
+    """A rotation's gradient is the rotation back, so nothing but the tables is kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
+        ctx.save_for_backward(cos, sin)
+        ctx.interleaved = interleaved
+        return _rotate(x, cos, sin, interleaved, 1.0)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _rotate(grad_outputs[0], cos, sin, ctx.interleaved, -1.0), None, None, None
+
+
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool, sign: float) -> torch.Tensor:
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    half = cos.shape[-1]
+    if interleaved:
+        first, second = slice(0, 2 * half, 2), slice(1, 2 * half, 2)
+    else:
+        first, second = slice(0, half), slice(half, 2 * half)
+    x1, x2, out1, out2 = x[..., first], x[..., second], out[..., first], out[..., second]
+    torch.mul(x1, cos, out=out1).addcmul_(x2, sin, value=-sign)
+    torch.mul(x2, cos, out=out2).addcmul_(x1, sin, value=sign)
+    if x.shape[-1] > 2 * half:
+        out[..., 2 * half :] = x[..., 2 * half :]
+    return out

@@ -1,0 +1,259 @@
+"""The GPT language model.
+
+Shapes: b batch, s sequence, h hidden size, v vocabulary. Activations are [s, b, h], what goes in and out [b, s, ...].
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.tensor_parallel import ColumnParallelLinear, vocab_parallel_cross_entropy
+from megatron.core.transformer.enums import ModelType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.parameter_init import initialize_model
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
+
+if TYPE_CHECKING:
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+_POSITION_EMBEDDINGS = ("learned_absolute", "rope", "none")
+
+
+class GPTModel(MegatronModule):
+    """A decoder-only transformer whose parameters have Megatron-Core's names and layouts.
+
+    It is built on torch's default device (``with torch.device(...):`` chooses another). Initial weights are a function
+    of ``config.init_seed``, parameter name and shape; on the meta device they are left out, and ``to_empty`` and
+    then each module's ``reset_parameters()`` gives the same bits.
+
+    Args:
+        transformer_layer_spec: of one layer, or of the block.
+        vocab_size: rows of the embedding, padding included.
+        max_sequence_length: reach of learned positions.
+        pre_process: has the embedding. post_process: has the final norm and the output layer.
+        parallel_output: with one tensor-parallel rank, logits are whole either way.
+        share_embeddings_and_output_weights: the output layer uses the word embedding's weight and has none of its own.
+        rotary_percent, rotary_base, rope_scaling, rope_scaling_factor, seq_len_interpolation_factor: see
+            ``RotaryEmbedding``; only used with position_embedding_type="rope".
+        scatter_embedding_sequence_parallel: without sequence parallelism there is nothing to scatter.
+        pg_collection: groups for tensor, pipeline, context and expert parallelism must be of one rank (or None).
+
+    Raises:
+        ValueError: an argument is out of its range.
+        NotImplementedError: an argument asks for what is not served, by name.
+
+    Source: Megatron-Core's GPTModel (names, signature, layouts and order of operations).
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        transformer_layer_spec: ModuleSpec | TransformerBlockSubmodules,
+        vocab_size: int,
+        max_sequence_length: int,
+        pre_process: bool = True,
+        post_process: bool = True,
+        fp16_lm_cross_entropy: bool = False,
+        parallel_output: bool = True,
+        share_embeddings_and_output_weights: bool = False,
+        position_embedding_type: Literal["learned_absolute", "rope", "none"] = "learned_absolute",
+        rotary_percent: float = 1.0,
+        rotary_base: float = 10000,
+        rope_scaling: bool = False,
+        rope_scaling_factor: float = 8.0,
+        scatter_embedding_sequence_parallel: bool = True,
+        seq_len_interpolation_factor: float | None = None,
+        mtp_block_spec: ModuleSpec | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        super().__init__(config)
+        _check_arguments(
+            vocab_size,
+            max_sequence_length,
+            fp16_lm_cross_entropy,
+            position_embedding_type,
+            mtp_block_spec,
+            pg_collection,
+        )
+        self.transformer_layer_spec = transformer_layer_spec
+        self.vocab_size, self.max_sequence_length = vocab_size, max_sequence_length
+        self.pre_process, self.post_process = pre_process, post_process
+        self.parallel_output = parallel_output
+        self.share_embeddings_and_output_weights = share_embeddings_and_output_weights
+        self.position_embedding_type = position_embedding_type
+        self.model_type = ModelType.encoder_or_decoder
+        self.pg_collection = pg_collection
+        self.rotary_pos_emb: RotaryEmbedding | None = None
+        if position_embedding_type == "rope":
+            self.rotary_pos_emb = RotaryEmbedding(
+                config.kv_channels or 1,
+                rotary_percent,
+                config.rotary_interleaved,
+                seq_len_interpolation_factor,
+                rotary_base,
+                rope_scaling,
+                rope_scaling_factor,
+            )
+        device = torch.get_default_device()
+        with torch.device("meta"):
+            self._build_modules()
+        initialize_model(self, device)
+
+    def _build_modules(self) -> None:
+        config = self.config
+        if self.pre_process:
+            self.embedding = LanguageModelEmbedding(
+                config, self.vocab_size, self.max_sequence_length, self.position_embedding_type
+            )
+            self._mark_shared(self.embedding.word_embeddings)
+        self.decoder = TransformerBlock(
+            config,
+            self.transformer_layer_spec,
+            pre_process=self.pre_process,
+            post_process=self.post_process,
+            pg_collection=self.pg_collection,
+        )
+        if self.post_process:
+            self.output_layer = ColumnParallelLinear(
+                config.hidden_size,
+                self.vocab_size,
+                config=config,
+                init_method=config.init_method,
+                bias=False,
+                skip_bias_add=False,
+                gather_output=not self.parallel_output,
+                skip_weight_param_allocation=self.pre_process and self.share_embeddings_and_output_weights,
+            )
+            if self.output_layer.weight is not None:
+                self._mark_shared(self.output_layer)
+
+    def _mark_shared(self, module: Any) -> None:
+        """The weight carries the attributes by which optimizers and engines know it."""
+        module.set_parameter_attribute("weight", "is_embedding_or_output_parameter", True)
+        if self.share_embeddings_and_output_weights:
+            module.set_parameter_attribute("weight", "shared_embedding", True)
+
+    def set_input_tensor(self, input_tensor: torch.Tensor | list[torch.Tensor] | None) -> None:
+        """The decoder starts from this [s, b, h] (or a list of one) where the model has no embedding.
+
+        Raises:
+            ValueError: a list of another length than one.
+        """
+        if isinstance(input_tensor, list):
+            if len(input_tensor) != 1:
+                raise ValueError(f"set_input_tensor must be given one tensor, got a list of {len(input_tensor)}")
+            input_tensor = input_tensor[0]
+        self.decoder.set_input_tensor(input_tensor)
+
+    def shared_embedding_or_output_weight(self) -> torch.Tensor | None:
+        """The word embedding's weight, on a last stage without embedding the output layer's, else None."""
+        if self.pre_process:
+            return self.embedding.word_embeddings.weight
+        return self.output_layer.weight if self.post_process else None
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None,
+        position_ids: torch.Tensor | None,
+        attention_mask: torch.Tensor | None,
+        decoder_input: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        inference_context: None = None,
+        packed_seq_params: None = None,
+        extra_block_kwargs: dict[str, Any] | None = None,
+        runtime_gather_output: bool | None = None,
+        *,
+        inference_params: None = None,
+        loss_mask: torch.Tensor | None = None,
+        padding_mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The loss of each token [b, s] in fp32 where labels are given, else logits [b, s, v].
+
+        A model without output layer returns hidden states [s, b, h].
+
+        Args:
+            input_ids: [b, s] tokens.
+            position_ids: [b, s], read only where positions are learned; None: 0, 1, ... in each sample.
+            attention_mask: see ``DotProductAttention.forward``; None is causal.
+            decoder_input: [s, b, h], used instead of the embedding.
+            labels: [b, s] tokens to predict.
+            extra_block_kwargs: further arguments of the decoder's forward.
+            loss_mask: read by the caller's loss function only: the loss is per token, and none is masked here.
+            padding_mask: of experts' routers in Megatron-Core; a dense model has no use for it.
+
+        Raises:
+            NotImplementedError: an inference context or packed sequences are given.
+        """
+        _check_forward(
+            inference_context=inference_context, packed_seq_params=packed_seq_params, inference_params=inference_params
+        )
+        if decoder_input is None and self.pre_process:
+            decoder_input = self.embedding(input_ids=input_ids, position_ids=position_ids)
+        cos, sin = self._rotary_tables(decoder_input)
+        hidden_states: torch.Tensor = self.decoder(
+            decoder_input,
+            attention_mask,
+            rotary_pos_cos=cos,
+            rotary_pos_sin=sin,
+            **(extra_block_kwargs or {}),
+        )
+        if not self.post_process:
+            return hidden_states
+        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        logits: torch.Tensor
+        logits, _ = self.output_layer(hidden_states, weight=weight, runtime_gather_output=runtime_gather_output)
+        if labels is None:
+            return logits.transpose(0, 1).contiguous()
+        return self.compute_language_model_loss(labels, logits)
+
+    def compute_language_model_loss(self, labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """The loss of each token [b, s] of labels [b, s] and logits [s, b, v]."""
+        return vocab_parallel_cross_entropy(logits, labels.t()).t().contiguous()
+
+    def _rotary_tables(self, decoder_input: torch.Tensor | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        if self.rotary_pos_emb is None:
+            return None, None
+        hidden_states = decoder_input if self.pre_process else self.decoder.input_tensor
+        assert hidden_states is not None, "a first stage has an embedding; a later one is refused by the decoder"
+        return self.rotary_pos_emb.get_cos_sin(hidden_states.shape[0], hidden_states.device)
+
+
+def _check_arguments(
+    vocab_size: int,
+    max_sequence_length: int,
+    fp16_lm_cross_entropy: bool,
+    position_embedding_type: str,
+    mtp_block_spec: ModuleSpec | None,
+    pg_collection: ProcessGroupCollection | None,
+) -> None:
+    if vocab_size < 1 or max_sequence_length < 1:
+        raise ValueError(
+            f"vocab_size and max_sequence_length must be at least 1, got {vocab_size} and {max_sequence_length}"
+        )
+    if position_embedding_type not in _POSITION_EMBEDDINGS:
+        raise NotImplementedError(
+            f"position_embedding_type must be one of {', '.join(_POSITION_EMBEDDINGS)}, got {position_embedding_type!r}"
+        )
+    if fp16_lm_cross_entropy:
+        raise NotImplementedError("fp16_lm_cross_entropy must be False, got True: the cross entropy is always in fp32")
+    if mtp_block_spec is not None:
+        raise NotImplementedError("mtp_block_spec must be None, got a spec: multi-token prediction is not served")
+    for name in ("tp", "pp", "cp", "ep"):
+        group = getattr(pg_collection, name, None)
+        if group is not None and group.size() > 1:
+            raise NotImplementedError(
+                f"pg_collection.{name} must be of one rank (or None), got {group.size()} ranks: this parallelism is not"
+                " served yet"
+            )
+
+
+def _check_forward(**not_served: object) -> None:
+    for name, value in not_served.items():
+        if value is not None:
+            raise NotImplementedError(f"GPTModel.forward({name}=...) is not served, got {value!r}; leave it out")

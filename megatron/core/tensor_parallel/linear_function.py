@@ -1,0 +1,100 @@
+"""The linear map whose backward writes the weight gradient where the engine wants it.
+
+[Note: main gradient contract] A weight may carry attributes that its owner (a sharding engine) set:
+
+- ``weight.get_main_grad()`` returns a tensor of the weight's full shape, in any float dtype;
+- ``weight.overwrite_main_grad``, valid right after that call: True where the tensor holds nothing yet, False where the
+  gradient is to be added to what it holds;
+- ``weight.grad_added_to_main_grad`` is set to True here once the gradient stands there; autograd then gets no
+  gradient for the weight.
+
+Each use of a weight in a backward pass calls ``get_main_grad`` once, so a weight used twice is written, then added to.
+
+Shapes: i input size, o output size, t tokens (all leading dims together).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+
+def linear_with_main_grad(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, write_main_grad: bool = True
+) -> torch.Tensor:
+    """[..., i] times [o, i] transposed, plus [o], is [..., o].
+
+    Args:
+        write_main_grad: False leaves the weight's gradient to autograd whatever attributes the weight carries.
+    """
+    if torch.is_autocast_enabled(x.device.type):
+        return F.linear(x, weight, bias)
+    output: torch.Tensor = _LinearWithMainGrad.apply(x, weight, bias, write_main_grad)  # type: ignore[no-untyped-call, unused-ignore]
+    return output
+
+
+class _LinearWithMainGrad(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, write_main_grad: bool
+    ) -> torch.Tensor:
+        needs_x, needs_weight = ctx.needs_input_grad[:2]
+        # The weight goes through save_for_backward so that autograd sees writes into it; the attributes of the contract
+        # are on the Parameter object, which saved tensors do not keep.
+        ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None)
+        ctx.weight = weight if write_main_grad else None
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (grad_output,) = grad_outputs
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        x, weight = ctx.saved_tensors
+        grad_x = grad_weight = grad_bias = None
+        if needs_x:
+            grad_x = grad_output.matmul(weight)
+        if needs_weight or needs_bias:
+            grad_rows = grad_output.reshape(-1, grad_output.shape[-1])
+            if needs_bias:
+                grad_bias = grad_rows.sum(0)
+            if needs_weight:
+                grad_weight = _weight_gradient(ctx.weight, grad_rows, x.reshape(-1, x.shape[-1]))
+        return grad_x, grad_weight, grad_bias, None
+
+
+def _weight_gradient(weight: Any, grad_rows: torch.Tensor, x_rows: torch.Tensor) -> torch.Tensor | None:
+    """The gradient [o, i] of [t, o] and [t, i], or None once it stands in the weight's main gradient."""
+    get_main_grad = getattr(weight, "get_main_grad", None)
+    # With create_graph the gradient must itself be differentiable, which a write into a buffer is not.
+    if get_main_grad is None or torch.is_grad_enabled():
+        return grad_rows.t().mm(x_rows)
+    main_grad = get_main_grad()
+    if weight.overwrite_main_grad:
+        _write_product(main_grad, grad_rows.t(), x_rows)
+    else:
+        _add_product(main_grad, grad_rows.t(), x_rows)
+    weight.grad_added_to_main_grad = True
+    return None
+
+
+def _write_product(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    if out.dtype == a.dtype:
+        torch.mm(a, b, out=out)
+    else:
+        out.copy_(_product(out.dtype, a, b))
+
+
+def _add_product(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    if out.dtype == a.dtype:
+        out.addmm_(a, b)
+    else:
+        out.add_(_product(out.dtype, a, b))
+
+
+def _product(dtype: torch.dtype, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """The product in ``dtype`` where the device's GEMM can end in it, else in the dtype of the operands."""
+    if a.is_cuda and dtype is torch.float32 and a.dtype in (torch.bfloat16, torch.float16):
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return torch.mm(a, b)

@@ -1,0 +1,154 @@
+"""Self-attention with a fused query-key-value projection.
+
+Shapes: s sequence, b batch, h hidden size, n query heads, g key and value heads (groups), d head width.
+The projection's output holds, group after group, the group's n/g query heads, then its key head, then its value head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from megatron.core.models.common.embeddings.rotary_pos_embedding import apply_rotary
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+
+if TYPE_CHECKING:
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+@dataclass
+class SelfAttentionSubmodules:
+    """What a self-attention is built of."""
+
+    linear_qkv: ModuleSpec | type
+    core_attention: ModuleSpec | type
+    linear_proj: ModuleSpec | type
+    q_layernorm: ModuleSpec | type | None = None
+    k_layernorm: ModuleSpec | type | None = None
+
+
+class SelfAttention(MegatronModule):
+    """Projects to queries, keys and values, normalises and rotates them where configured, attends, projects back.
+
+    Raises:
+        ValueError: the spec and ``config.qk_layernorm`` disagree about the norms of queries and keys.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: SelfAttentionSubmodules,
+        layer_number: int,
+        attn_mask_type: AttnMaskType = AttnMaskType.causal,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        super().__init__(config)
+        self.layer_number = layer_number
+        self.num_heads, self.num_groups = config.num_attention_heads, config.num_query_groups or 1
+        self.head_width = config.kv_channels or 1
+        linear: dict[str, Any] = {"config": config, "init_method": config.init_method}
+        self.linear_qkv = build_module(
+            submodules.linear_qkv,
+            config.hidden_size,
+            (self.num_heads + 2 * self.num_groups) * self.head_width,
+            gather_output=False,
+            bias=config.add_bias_linear or config.add_qkv_bias,
+            skip_bias_add=False,
+            **linear,
+        )
+        self.core_attention = build_module(
+            submodules.core_attention,
+            config=config,
+            layer_number=layer_number,
+            attn_mask_type=attn_mask_type,
+            attention_type="self",
+            pg_collection=pg_collection,
+        )
+        linear["init_method"] = config.output_layer_init_method
+        self.linear_proj = build_module(
+            submodules.linear_proj,
+            self.num_heads * self.head_width,
+            config.hidden_size,
+            input_is_parallel=True,
+            bias=config.add_bias_linear,
+            skip_bias_add=True,
+            **linear,
+        )
+        self._check_norms(submodules)
+        self.q_layernorm = self._build_norm(submodules.q_layernorm)
+        self.k_layernorm = self._build_norm(submodules.k_layernorm)
+
+    def _check_norms(self, submodules: SelfAttentionSubmodules) -> None:
+        for name in ("q_layernorm", "k_layernorm"):
+            in_spec = getattr(submodules, name) not in (None, IdentityOp)
+            if in_spec != self.config.qk_layernorm:
+                raise ValueError(
+                    f"the layer spec and TransformerConfig must agree on qk_layernorm, got {in_spec} in the spec"
+                    f" ({name}) and {self.config.qk_layernorm} in the config; pass the same value to both"
+                )
+
+    def _build_norm(self, spec: ModuleSpec | type | None) -> torch.nn.Module | None:
+        if spec is None or spec is IdentityOp:
+            return None
+        norm: torch.nn.Module = build_module(
+            spec, config=self.config, hidden_size=self.head_width, eps=self.config.layernorm_epsilon
+        )
+        return norm
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        rotary_pos_emb: torch.Tensor | None = None,
+        rotary_pos_cos: torch.Tensor | None = None,
+        rotary_pos_sin: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """[s, b, h] -> [s, b, h] and the bias [h] that is still to be added (or None).
+
+        Args:
+            attention_mask: see ``DotProductAttention.forward``; None is causal.
+            rotary_pos_emb: angles [s, 1, 1, r] as ``RotaryEmbedding`` gives them, where the tables are not given.
+            rotary_pos_cos: [s, r/2] table of cosines (r: the rotated width), and ``rotary_pos_sin`` of sines.
+        """
+        query, key, value = self.get_query_key_value_tensors(hidden_states)
+        if rotary_pos_emb is not None:
+            rotary_pos_cos, rotary_pos_sin = self._tables(rotary_pos_emb)
+        if rotary_pos_cos is not None and rotary_pos_sin is not None:
+            interleaved = self.config.rotary_interleaved
+            query = apply_rotary(query, rotary_pos_cos, rotary_pos_sin, interleaved=interleaved)
+            key = apply_rotary(key, rotary_pos_cos, rotary_pos_sin, interleaved=interleaved)
+        # The groups' query heads side by side: a view of what a rotation or norm wrote, else the one copy.
+        query = query.flatten(2, 3)
+        if self.config.recompute_granularity == "selective" and self.training:
+            context = checkpoint(self.core_attention, query, key, value, attention_mask, use_reentrant=False)
+        else:
+            context = self.core_attention(query, key, value, attention_mask)
+        output, bias = self.linear_proj(context)
+        return output, bias
+
+    def get_query_key_value_tensors(
+        self, hidden_states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """[s, b, h] -> queries [s, b, g, n/g, d], keys [s, b, g, d] and values [s, b, g, d]."""
+        mixed, _ = self.linear_qkv(hidden_states)
+        mixed = mixed.unflatten(-1, (self.num_groups, -1, self.head_width))
+        query, key, value = mixed.split([self.num_heads // self.num_groups, 1, 1], dim=3)
+        key, value = key.squeeze(3), value.squeeze(3)
+        if self.q_layernorm is not None:
+            query = self.q_layernorm(query)
+        if self.k_layernorm is not None:
+            key = self.k_layernorm(key)
+        return query, key, value
+
+    def _tables(self, angles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """[s, 1, 1, r] angles, each twice -> [s, r/2] cosines and sines."""
+        angles = angles[:, 0, 0]
+        angles = angles[:, ::2] if self.config.rotary_interleaved else angles[:, : angles.shape[-1] // 2]
+        return angles.cos(), angles.sin()

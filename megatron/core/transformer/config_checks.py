@@ -1,0 +1,168 @@
+"""What a TransformerConfig must hold: tables of (condition, message), each row a test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+_MOE = "mixture of experts is not served yet"
+_RECIPES = "reduced-precision recipes beyond bf16 are not served"
+
+NOT_SERVED: dict[str, tuple[tuple[object, ...], str]] = {
+    "apply_residual_connection_post_layernorm": ((False,), "only pre-norm layers are served"),
+    "fp16": ((False,), "fp16 needs loss scaling, which is not served; use bf16"),
+    "fp8": ((None,), _RECIPES),
+    "fp4": ((None,), _RECIPES),
+    "enable_autocast": ((False,), "layers compute in params_dtype; set that instead"),
+    "distribute_saved_activations": ((False,), "it needs tensor parallelism, which is not served yet"),
+    "tensor_model_parallel_size": ((1,), "tensor parallelism is not served yet"),
+    "pipeline_model_parallel_size": ((1,), "pipeline parallelism is not served yet"),
+    "virtual_pipeline_model_parallel_size": ((None,), "pipeline parallelism is not served yet"),
+    "context_parallel_size": ((1,), "context parallelism is not served yet"),
+    "expert_model_parallel_size": ((1,), "expert parallelism is not served yet"),
+    "expert_tensor_parallel_size": ((None, 1), "expert parallelism is not served yet"),
+    "sequence_parallel": ((False,), "it needs tensor parallelism, which is not served yet"),
+    "num_moe_experts": ((None,), _MOE),
+    "moe_router_topk": ((2,), _MOE),
+    "moe_ffn_hidden_size": ((None,), _MOE),
+    "moe_grouped_gemm": ((False,), _MOE),
+    "moe_aux_loss_coeff": ((0.0,), _MOE),
+    "moe_z_loss_coeff": ((None,), _MOE),
+    "moe_shared_expert_intermediate_size": ((None,), _MOE),
+    "moe_layer_freq": ((1,), _MOE),
+    "moe_router_load_balancing_type": (("aux_loss",), _MOE),
+    "moe_token_dispatcher_type": (("allgather",), _MOE),
+    "moe_router_pre_softmax": ((False,), _MOE),
+    "multi_latent_attention": ((False,), "only multi-head and grouped-query attention are served"),
+    "mtp_num_layers": ((None,), "multi-token prediction is not served"),
+    "window_size": ((None,), "sliding-window attention is not served"),
+    "softmax_type": (("vanilla",), "only the plain softmax is served"),
+    "qk_l2_norm": ((False,), "queries and keys can have the configured normalization only (qk_layernorm)"),
+    "use_mup": ((False,), "maximal update parametrisation is not served"),
+    "cpu_offloading": ((False,), "activations are not offloaded; use recompute_granularity"),
+}
+"""Field: (values that are served, why others are not)."""
+
+Condition = Callable[["TransformerConfig"], bool]
+
+CONTRADICTIONS: list[tuple[Condition, str]] = [
+    (lambda c: c.num_layers < 1, "num_layers must be at least 1, got {num_layers}"),
+    (lambda c: c.hidden_size < 1, "hidden_size must be at least 1, got {hidden_size}"),
+    (lambda c: c.num_attention_heads < 1, "num_attention_heads must be at least 1, got {num_attention_heads}"),
+    (
+        lambda c: c.ffn_hidden_size is not None and c.ffn_hidden_size < 1,
+        "ffn_hidden_size must be at least 1 (or None for 4 * hidden_size), got {ffn_hidden_size}",
+    ),
+    (
+        lambda c: c.kv_channels is not None and c.kv_channels < 1,
+        "kv_channels must be at least 1 (or None for hidden_size // num_attention_heads), got {kv_channels}",
+    ),
+    (
+        lambda c: c.kv_channels is None and c.hidden_size % c.num_attention_heads != 0,
+        "hidden_size must be a multiple of num_attention_heads, got {hidden_size} and {num_attention_heads}; change"
+        " one of them or set kv_channels",
+    ),
+    (
+        lambda c: c.num_query_groups is not None and c.num_query_groups < 1,
+        "num_query_groups must be at least 1 (or None for as many as heads), got {num_query_groups}",
+    ),
+    (
+        lambda c: c.num_query_groups is not None and c.num_attention_heads % c.num_query_groups != 0,
+        "num_attention_heads must be a multiple of num_query_groups, got {num_attention_heads} and {num_query_groups}",
+    ),
+    (lambda c: not 0.0 <= c.hidden_dropout < 1.0, "hidden_dropout must be in [0, 1), got {hidden_dropout}"),
+    (lambda c: not 0.0 <= c.attention_dropout < 1.0, "attention_dropout must be in [0, 1), got {attention_dropout}"),
+    (lambda c: c.layernorm_epsilon <= 0.0, "layernorm_epsilon must be positive, got {layernorm_epsilon}"),
+    (lambda c: c.init_method_std < 0.0, "init_method_std must not be negative, got {init_method_std}"),
+    (
+        lambda c: c.normalization not in ("LayerNorm", "RMSNorm"),
+        "normalization must be 'LayerNorm' or 'RMSNorm', got {normalization!r}",
+    ),
+    (
+        lambda c: isinstance(c.activation_func, str) and c.activation_func not in _activation_names(),
+        "activation_func must be a function or one of gelu, silu, swish, relu, squared_relu, got {activation_func!r}",
+    ),
+    (
+        lambda c: c.bias_activation_fusion and not _fusible_activation(c),
+        "bias_activation_fusion must go with GELU or gated SiLU (and GELU without a gate with add_bias_linear), got"
+        " {activation_func!r}; turn the fusion off",
+    ),
+    (
+        lambda c: c.params_dtype not in (torch.float32, torch.bfloat16),
+        "params_dtype must be torch.float32 or torch.bfloat16, got {params_dtype}",
+    ),
+    (
+        lambda c: c.bf16 and c.params_dtype is not torch.bfloat16,
+        "bf16 must go with params_dtype=torch.bfloat16, got {params_dtype}; pass params_dtype=torch.bfloat16",
+    ),
+    (
+        lambda c: c.apply_query_key_layer_scaling and not c.attention_softmax_in_fp32,
+        "apply_query_key_layer_scaling must go with attention_softmax_in_fp32, got False; pass True",
+    ),
+    (
+        lambda c: c.recompute_granularity not in (None, "full", "selective"),
+        "recompute_granularity must be 'full', 'selective' or None, got {recompute_granularity!r}",
+    ),
+    (
+        lambda c: c.recompute_granularity == "full" and c.recompute_method not in ("uniform", "block"),
+        "recompute_granularity='full' must go with recompute_method 'uniform' or 'block', got {recompute_method!r}",
+    ),
+    (
+        lambda c: c.recompute_granularity == "full" and not 1 <= (c.recompute_num_layers or 0) <= c.num_layers,
+        "recompute_granularity='full' must go with recompute_num_layers from 1 to num_layers ({num_layers}), got"
+        " {recompute_num_layers}",
+    ),
+    (
+        lambda c: c.recompute_granularity != "full" and c.recompute_method is not None,
+        "recompute_method must go with recompute_granularity='full', got granularity {recompute_granularity!r} and"
+        " method {recompute_method!r}",
+    ),
+    (
+        lambda c: c.recompute_granularity != "full" and c.recompute_num_layers is not None,
+        "recompute_num_layers must go with recompute_granularity='full', got granularity {recompute_granularity!r}"
+        " and {recompute_num_layers} layers",
+    ),
+    (
+        lambda c: c.recompute_modules is not None and c.recompute_granularity != "selective",
+        "recompute_modules must go with recompute_granularity='selective', got {recompute_granularity!r}",
+    ),
+    (
+        lambda c: c.recompute_modules is not None and list(c.recompute_modules) != ["core_attn"],
+        "recompute_modules must be ['core_attn'], got {recompute_modules!r}; use recompute_granularity='full' for more",
+    ),
+]
+
+
+def check_config(config: TransformerConfig) -> None:
+    """The configuration is served and consistent, or the first field that is not is named.
+
+    Raises:
+        NotImplementedError: a field of ``NOT_SERVED`` has another value than those served.
+        ValueError: a row of ``CONTRADICTIONS`` holds.
+    """
+    for name, (served, reason) in NOT_SERVED.items():
+        value = getattr(config, name)
+        if value not in served:
+            wanted = " or ".join(map(repr, served))
+            raise NotImplementedError(f"TransformerConfig.{name} must be {wanted}, got {value!r}: {reason}")
+    for holds, message in CONTRADICTIONS:
+        if holds(config):
+            raise ValueError("TransformerConfig." + message.format_map(vars(config)))
+
+
+def _activation_names() -> list[str]:
+    from megatron.core.transformer.transformer_config import ACTIVATIONS
+
+    return list(ACTIVATIONS)
+
+
+def _fusible_activation(config: TransformerConfig) -> bool:
+    function = config.activation_func
+    if function in ("gelu", torch.nn.functional.gelu):
+        return config.gated_linear_unit or config.add_bias_linear
+    return function in ("silu", "swish", torch.nn.functional.silu) and config.gated_linear_unit

@@ -1,0 +1,129 @@
+"""The core of attention: softmax(q k^T) v, fused where no mask is given.
+
+Shapes: s sequence, b batch, n query heads, g key and value heads, d head width.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+
+if TYPE_CHECKING:
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+_MASKED = -10000.0  # Megatron-Core's value: a row that is masked everywhere becomes uniform, not NaN.
+
+
+class DotProductAttention(MegatronModule):
+    """Causal attention without parameters; the part that selective recomputation repeats.
+
+    Source: arXiv:1706.03762, grouped as in arXiv:2305.13245; the layer scaling is Megatron-Core's.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType = AttnMaskType.causal,
+        attention_type: str = "self",
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        super().__init__(config)
+        if attn_mask_type is not AttnMaskType.causal:
+            raise NotImplementedError(f"attn_mask_type must be causal, got {attn_mask_type}: others are not served")
+        if attention_type != "self":
+            raise NotImplementedError(f"attention_type must be 'self', got {attention_type!r}: GPT has no other")
+        self.attention_dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        self.layer_scale = float(max(1, layer_number)) if config.apply_query_key_layer_scaling else 1.0
+        scale = softmax_scale if softmax_scale is not None else config.softmax_scale
+        self.softmax_scale = 1.0 / math.sqrt(config.kv_channels or 1) if scale is None else scale
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        """The context [s, b, n * d] of query [s, b, n, d], key and value [s, b, g, d].
+
+        Args:
+            attention_mask: bool, broadcastable to [b, n, s, s], True where a key is hidden; then nothing else is
+                (as in Megatron-Core, it stands in the causal mask's place). None: causal.
+
+        Raises:
+            TypeError: the mask is not of dtype bool.
+            RuntimeError: ``config.deterministic_mode`` on CUDA without torch's deterministic algorithms.
+        """
+        self._check(query, attention_mask)
+        query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        dropout = self.attention_dropout if self.training else 0.0
+        if attention_mask is None and self.layer_scale == 1.0:
+            context = fused_causal_attention(query, key, value, scale=self.softmax_scale, dropout=dropout)
+        else:
+            context = self._explicit(query, key, value, attention_mask, dropout)
+        return context.permute(2, 0, 1, 3).flatten(2)
+
+    def _explicit(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        dropout: float,
+    ) -> torch.Tensor:
+        """[b, n, s, d] with [b, g, s, d] twice -> [b, n, s, d], with all scores in memory."""
+        key, value = _expand_heads(key, value, query.shape[1])
+        scores = (query * (self.softmax_scale / self.layer_scale)) @ key.transpose(-1, -2)
+        if self.config.attention_softmax_in_fp32:
+            scores = scores.float()
+        if self.layer_scale != 1.0:
+            scores = scores * self.layer_scale
+        if attention_mask is None:
+            attention_mask = causal_mask(scores.shape[-2], scores.shape[-1], scores.device)
+        probs = scores.masked_fill(attention_mask, _MASKED).softmax(dim=-1).to(query.dtype)
+        return F.dropout(probs, p=dropout, training=dropout > 0.0) @ value
+
+    def _check(self, query: torch.Tensor, attention_mask: torch.Tensor | None) -> None:
+        if attention_mask is not None and attention_mask.dtype is not torch.bool:
+            raise TypeError(
+                f"attention_mask must be of dtype bool with True where a key is hidden, got {attention_mask.dtype};"
+                " pass e.g. mask < 0.5"
+            )
+        if self.config.deterministic_mode and query.is_cuda and not torch.are_deterministic_algorithms_enabled():
+            raise RuntimeError(
+                "deterministic_mode must go with torch's deterministic algorithms, got them off; call"
+                " torch.use_deterministic_algorithms(True) before the first forward pass"
+            )
+
+
+def fused_causal_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, scale: float, dropout: float
+) -> torch.Tensor:
+    """Causal attention of [b, n, s, d] with [b, g, s, d] twice, by torch's fused kernels; no mask is made."""
+    grouped = key.shape[1] != query.shape[1]
+    # Only the half-precision CUDA kernels take groups as they are; elsewhere torch would fall back to the unfused path.
+    if grouped and not (query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)):
+        key, value = _expand_heads(key, value, query.shape[1])
+        grouped = False
+    return F.scaled_dot_product_attention(
+        query, key, value, dropout_p=dropout, is_causal=True, scale=scale, enable_gqa=grouped
+    )
+
+
+def causal_mask(num_queries: int, num_keys: int, device: torch.device) -> torch.Tensor:
+    """[s, s] bool, True where a key comes after its query."""
+    return torch.ones(num_queries, num_keys, dtype=torch.bool, device=device).triu(diagonal=1)
+
+
+def _expand_heads(key: torch.Tensor, value: torch.Tensor, num_heads: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """[b, g, s, d] -> [b, n, s, d]: each key and value head repeated for the query heads of its group."""
+    repeats = num_heads // key.shape[1]
+    if repeats == 1:
+        return key, value
+    return key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)

@@ -1,0 +1,21 @@
+"""Kinds of model, layer and attention mask, under Megatron-Core's names."""
+
+from __future__ import annotations
+
+import enum
+
+
+class ModelType(enum.Enum):
+    """What a model is to a pipeline schedule."""
+
+    encoder_or_decoder = 1
+
+
+class AttnMaskType(enum.Enum):
+    """Which keys a query may see where no mask is given. ``causal`` is what is served."""
+
+    padding = 1
+    causal = 2
+    no_mask = 3
+    padding_causal = 4
+    arbitrary = 5

@@ -1,0 +1,90 @@
+"""The feed-forward part of a layer.
+
+Shapes: s sequence, b batch, h hidden size, f MLP width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+
+from megatron.core.fusions.bias_activation import bias_geglu, bias_gelu, geglu, swiglu
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+
+if TYPE_CHECKING:
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+@dataclass
+class MLPSubmodules:
+    """What an MLP is built of."""
+
+    linear_fc1: ModuleSpec | type
+    linear_fc2: ModuleSpec | type
+
+
+class MLP(MegatronModule):
+    """fc2(activation(fc1(x))); gated, fc1 has 2f outputs: all gates, then all ups."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: MLPSubmodules,
+        is_expert: bool = False,
+        input_size: int | None = None,
+        ffn_hidden_size: int | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        super().__init__(config)
+        self.input_size = config.hidden_size if input_size is None else input_size
+        width = ffn_hidden_size or config.ffn_hidden_size or 4 * config.hidden_size
+        self.activation_func = config.activation_func
+        self.linear_fc1 = build_module(
+            submodules.linear_fc1,
+            self.input_size,
+            2 * width if config.gated_linear_unit else width,
+            config=config,
+            init_method=config.init_method,
+            gather_output=False,
+            bias=config.add_bias_linear,
+            # The GEMM adds the bias for nothing, unless one function of bias and activation is asked for.
+            skip_bias_add=config.bias_activation_fusion,
+            is_expert=is_expert,
+        )
+        self.linear_fc2 = build_module(
+            submodules.linear_fc2,
+            width,
+            config.hidden_size,
+            config=config,
+            init_method=config.output_layer_init_method,
+            input_is_parallel=True,
+            bias=config.add_bias_linear,
+            skip_bias_add=True,
+            is_expert=is_expert,
+        )
+
+    def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """[s, b, h] -> [s, b, h] and the bias [h] that is still to be added (or None)."""
+        intermediate, bias = self.linear_fc1(hidden_states)
+        output, output_bias = self.linear_fc2(self._activate(intermediate, bias))
+        return output, output_bias
+
+    def _activate(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """[s, b, f] (or [s, b, 2f] where gated) -> [s, b, f]; ``bias`` is None where it is in x already."""
+        gated, function = self.config.gated_linear_unit, self.activation_func
+        if gated and function is F.silu:
+            return swiglu(x if bias is None else x + bias)
+        if self.config.bias_activation_fusion:
+            if gated:
+                return geglu(x) if bias is None else bias_geglu(bias, x)
+            assert bias is not None, "checked with the configuration"
+            return bias_gelu(bias, x)
+        if gated:
+            gate, up = x.chunk(2, dim=-1)
+            return function(gate) * up  # type: ignore[operator]
+        return function(x)  # type: ignore[operator]

@@ -1,0 +1,167 @@
+"""Initial weights that are a function of seed, parameter name and full shape alone.
+
+[Note: names at construction] A module that is built by itself fills its parameters under its own short names. A model
+knows the full names only when it is complete, so it builds its submodules on the meta device, and ``initialize_model``
+names them and materialises them by exactly the calls that meta-device initialisation makes (``to_empty``, then
+``reset_parameters``): the two cannot differ, and nothing is drawn twice.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+InitMethod = Callable[[torch.Tensor], Any]
+
+
+class NormalInit:
+    """Fills a tensor from normal(0, std); callable with the tensor alone, as Megatron-Core's init methods are."""
+
+    def __init__(self, std: float) -> None:
+        self.std = std
+
+    def __call__(self, tensor: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
+        with torch.no_grad():
+            return tensor.normal_(0.0, self.std, generator=generator)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(std={self.std})"
+
+
+class ConfigInit(NormalInit):
+    """The default that the configuration derived from ``init_method_std``: derived anew when the configuration is."""
+
+
+class ConstantInit:
+    """Fills a tensor with one value: ones for norms, zeros for biases."""
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            return tensor.fill_(self.value)
+
+
+def parameter_seed(init_seed: int, name: str, shape: torch.Size) -> int:
+    """A seed in [0, 2**63) that depends on nothing but its arguments (never on ``hash()``, ranks or order).
+
+    Source: ours.
+    """
+    text = f"{init_seed}/{name}/{'x'.join(map(str, shape))}"
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+
+
+@torch.no_grad()
+def initialize_parameter(
+    parameter: torch.Tensor, *, name: str, init_method: InitMethod, init_seed: int, on_cpu: bool
+) -> None:
+    """Fill one full parameter with the values that its name and shape stand for.
+
+    Normal values are drawn in fp32 and rounded, so that a bf16 model starts at the rounded weights of the fp32 model.
+
+    Args:
+        parameter: the full (unsharded) parameter, on a real device.
+        name: its full name in the unwrapped model.
+        init_method: ``NormalInit`` draws from the parameter's own generator; any other callable runs with torch's
+            default generators seeded for this parameter alone and put back afterwards.
+        on_cpu: draw on the CPU and copy, whatever the parameter's device is: the same values on every kind of device.
+    """
+    if parameter.is_meta:
+        return
+    if isinstance(init_method, ConstantInit):
+        init_method(parameter)
+        return
+    seed = parameter_seed(init_seed, name, parameter.shape)
+    device = torch.device("cpu") if on_cpu else parameter.device
+    values = torch.empty(parameter.shape, dtype=torch.float32, device=device)
+    if isinstance(init_method, NormalInit):
+        init_method(values, torch.Generator(device=device).manual_seed(seed))
+    else:
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            _seed_default_generator(device, seed)
+            init_method(values)
+    parameter.copy_(values)
+
+
+def _seed_default_generator(device: torch.device, seed: int) -> None:
+    # Only the generators that fork_rng puts back: torch.manual_seed would reseed every CUDA device.
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            torch.cuda.manual_seed(seed)
+
+
+class InitializedParameters(torch.nn.Module):
+    """A module that owns parameters directly and can refill them at any time with their initial values.
+
+    ``parameter_prefix`` is the module's full name in the unwrapped model (empty while it stands alone).
+    """
+
+    parameter_prefix: str
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.parameter_prefix = ""
+        self._init_methods: dict[str, InitMethod] = {}
+        self._parameter_attributes: dict[str, dict[str, Any]] = {}
+
+    def add_parameter(self, name: str, shape: tuple[int, ...], init_method: InitMethod, **attributes: Any) -> None:
+        """Register an unfilled parameter of the configured dtype, with ``attributes`` that survive ``to_empty``."""
+        parameter = torch.nn.Parameter(torch.empty(shape, dtype=self.config.params_dtype))
+        self.register_parameter(name, parameter)
+        self._init_methods[name] = init_method
+        self._parameter_attributes[name] = attributes
+
+    def set_parameter_attribute(self, name: str, attribute: str, value: Any) -> None:
+        """The parameter carries the attribute from now on, also after ``to_empty`` and ``reset_parameters``."""
+        self._parameter_attributes[name][attribute] = value
+        setattr(self.get_parameter(name), attribute, value)
+
+    def reset_parameters(self) -> None:
+        """This module's own parameters hold their initial values (ranks: each alone, no communication).
+
+        Random ones are left as they are where ``config.perform_initialization`` is off.
+        """
+        for name, parameter in self.named_parameters(recurse=False):
+            init_method = self._init_methods[name]
+            for attribute, value in self._parameter_attributes[name].items():
+                setattr(parameter, attribute, value)
+            if self.config.perform_initialization or isinstance(init_method, ConstantInit):
+                initialize_parameter(
+                    parameter,
+                    name=f"{self.parameter_prefix}.{name}" if self.parameter_prefix else name,
+                    init_method=init_method,
+                    init_seed=self.config.init_seed,
+                    on_cpu=self.config.use_cpu_initialization,
+                )
+
+
+def initialize_model(model: torch.nn.Module, device: torch.device) -> None:
+    """Every parameter of a model that was built on the meta device is on ``device``, named and filled.
+
+    On the meta device only the names are told. See [Note: names at construction].
+
+    Raises:
+        ValueError: a module owns parameters and has no ``reset_parameters()``.
+    """
+    for name, module in model.named_modules():
+        owned = [parameter_name for parameter_name, _ in module.named_parameters(recurse=False)]
+        if isinstance(module, InitializedParameters):
+            module.parameter_prefix = name
+        if owned and not callable(getattr(module, "reset_parameters", None)):
+            raise ValueError(
+                f"every module that owns parameters must have reset_parameters(), got {type(module).__name__} at"
+                f" {name!r} with {owned}; give it one that refills its own parameters"
+            )
+        if device.type != "meta":
+            module.to_empty(device=device, recurse=False)
+        if owned:
+            module.reset_parameters()

@@ -1,0 +1,140 @@
+"""The stack of layers, with recomputation of layers where configured.
+
+Shapes: s sequence, b batch, h hidden size, r rotated width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module, get_module
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+if TYPE_CHECKING:
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+@dataclass
+class TransformerBlockSubmodules:
+    """The specs of a block's layers, one each, and of the norm after the last (None: no norm)."""
+
+    layer_specs: list[ModuleSpec] | None = None
+    layer_norm: ModuleSpec | type | None = None
+
+
+class TransformerBlock(MegatronModule):
+    """``config.num_layers`` layers and a final norm.
+
+    Args:
+        spec: of one layer (all are built from it, with the configured norm at the end), or a block's submodules.
+        post_layer_norm: there is a norm after the last layer (only where ``post_process``).
+        pre_process: False: the input is what ``set_input_tensor`` was last given.
+
+    Raises:
+        ValueError: the submodules hold another number of layer specs than ``config.num_layers``.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        spec: TransformerBlockSubmodules | ModuleSpec,
+        post_layer_norm: bool = True,
+        pre_process: bool = True,
+        post_process: bool = True,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        super().__init__(config)
+        self.pre_process, self.post_process = pre_process, post_process
+        self.input_tensor: torch.Tensor | None = None
+        submodules = _block_submodules(config, spec)
+        self.layers = torch.nn.ModuleList(
+            build_module(layer_spec, config=config, layer_number=number, pg_collection=pg_collection)
+            for number, layer_spec in enumerate(submodules.layer_specs or [], start=1)
+        )
+        self.num_layers_per_pipeline_rank = len(self.layers)
+        self.final_layernorm: torch.nn.Module | None = None
+        if post_process and post_layer_norm and submodules.layer_norm is not None:
+            self.final_layernorm = build_module(
+                submodules.layer_norm, config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon
+            )
+
+    def set_input_tensor(self, input_tensor: torch.Tensor | None) -> None:
+        """Forward starts from this [s, b, h] where the block is not the first stage."""
+        self.input_tensor = input_tensor
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor | None,
+        attention_mask: torch.Tensor | None,
+        rotary_pos_emb: torch.Tensor | None = None,
+        rotary_pos_cos: torch.Tensor | None = None,
+        rotary_pos_sin: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """[s, b, h] -> [s, b, h]; the other arguments as in ``SelfAttention.forward``.
+
+        Raises:
+            RuntimeError: a later stage runs before ``set_input_tensor``.
+        """
+        if not self.pre_process:
+            hidden_states = self.input_tensor
+        if hidden_states is None:
+            raise RuntimeError("the block must have an input, got None; call set_input_tensor or pass hidden_states")
+        rest = (attention_mask, rotary_pos_emb, rotary_pos_cos, rotary_pos_sin)
+        for layers, recompute in self._chunks():
+            if recompute:
+                run = _Layers(layers)
+                hidden_states = checkpoint(run, hidden_states, *rest, use_reentrant=False, preserve_rng_state=True)
+            else:
+                hidden_states = _Layers(layers)(hidden_states, *rest)
+        if self.final_layernorm is not None:
+            hidden_states = self.final_layernorm(hidden_states)
+        return hidden_states
+
+    def _chunks(self) -> list[tuple[list[torch.nn.Module], bool]]:
+        """Layers in order of execution, in chunks, each with whether it is recomputed as one."""
+        layers, config = list(self.layers), self.config
+        # Without gradients nothing is saved, so there is nothing to recompute.
+        if config.recompute_granularity != "full" or not (self.training and torch.is_grad_enabled()):
+            return [(layers, False)]
+        size = config.recompute_num_layers or 1
+        if config.recompute_method == "block":
+            return [([layer], True) for layer in layers[:size]] + [(layers[size:], False)]
+        return [(layers[start : start + size], True) for start in range(0, len(layers), size)]
+
+
+class _Layers:
+    """Runs layers one after the other; called a second time by recomputation."""
+
+    def __init__(self, layers: list[torch.nn.Module]) -> None:
+        self.layers = layers
+
+    def __call__(self, hidden_states: torch.Tensor, *rest: Any) -> torch.Tensor:
+        for layer in self.layers:
+            hidden_states = layer(hidden_states, *rest)
+        return hidden_states
+
+
+def _block_submodules(
+    config: TransformerConfig, spec: TransformerBlockSubmodules | ModuleSpec
+) -> TransformerBlockSubmodules:
+    if isinstance(spec, ModuleSpec):
+        if issubclass(get_module(spec), TransformerLayer):
+            return TransformerBlockSubmodules(layer_specs=[spec] * config.num_layers, layer_norm=WrappedTorchNorm)
+        spec = spec.submodules
+    if not isinstance(spec, TransformerBlockSubmodules):
+        raise TypeError(
+            f"a block's spec must be a ModuleSpec of a TransformerLayer or TransformerBlockSubmodules, got {spec!r}"
+        )
+    if len(spec.layer_specs or []) != config.num_layers:
+        raise ValueError(
+            f"TransformerBlockSubmodules.layer_specs must hold num_layers ({config.num_layers}) specs, got"
+            f" {len(spec.layer_specs or [])}"
+        )
+    return spec

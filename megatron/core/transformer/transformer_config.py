@@ -1,0 +1,205 @@
+"""The configuration of a transformer: Megatron-Core's field names and defaults; what is not served is refused."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+
+from megatron.core.transformer.config_checks import check_config
+from megatron.core.transformer.parameter_init import ConfigInit, InitMethod
+
+
+def squared_relu(x: torch.Tensor) -> torch.Tensor:
+    """relu(x)^2, elementwise. Source: Primer (arXiv:2109.08668)."""
+    return torch.square(F.relu(x))
+
+
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "gelu": F.gelu,
+    "silu": F.silu,
+    "swish": F.silu,
+    "relu": F.relu,
+    "squared_relu": squared_relu,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformerConfig:
+    """How a transformer is built and computed.
+
+    Frozen: what is checked here stays as checked; ``dataclasses.replace`` makes another one.
+
+    Raises:
+        ValueError: a field is out of its range or contradicts another.
+        NotImplementedError: a field asks for something lawful that is not served; the message names it and says why.
+
+    Source: the names, meanings and defaults of Megatron-Core's TransformerConfig, except where a field says otherwise.
+    """
+
+    num_layers: int
+    """Transformer layers."""
+    hidden_size: int
+    """Width of the residual stream."""
+    num_attention_heads: int
+    """Query heads of each layer."""
+    num_query_groups: int | None = None
+    """Key and value heads of each layer; None: as many as query heads."""
+    ffn_hidden_size: int | None = None
+    """Width between the two linear layers of the MLP; None: 4 * hidden_size."""
+    kv_channels: int | None = None
+    """Width of one head; None: hidden_size // num_attention_heads."""
+    hidden_dropout: float = 0.1
+    """Probability of dropping an element of the embedding's and each sublayer's output, in training."""
+    attention_dropout: float = 0.1
+    """Probability of dropping an attention probability, in training."""
+    fp32_residual_connection: bool = False
+    """The residual stream stays in fp32 whatever ``params_dtype`` is."""
+    apply_residual_connection_post_layernorm: bool = False
+    """Refused when set: BERT's order of residual and norm."""
+    layernorm_epsilon: float = 1e-5
+    """Added to the variance (or mean square) in every norm."""
+    layernorm_zero_centered_gamma: bool = False
+    """Norm weights are stored as their distance from 1."""
+    add_bias_linear: bool = True
+    """All linear layers but the output layer have a bias."""
+    add_qkv_bias: bool = False
+    """The query-key-value projection has a bias even where ``add_bias_linear`` is off."""
+    gated_linear_unit: bool = False
+    """The MLP is activation(gate) * up, with gate and up fused in ``linear_fc1`` in this order."""
+    activation_func: Callable[[torch.Tensor], torch.Tensor] | str = F.gelu
+    """The MLP's activation: a function, or one of the names in ``ACTIVATIONS``. F.gelu is the exact (erf) form."""
+    normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
+    """The norm of every normalisation layer."""
+    qk_layernorm: bool = False
+    """Queries and keys are normalised per head; the layer spec must be asked for it too."""
+    rotary_interleaved: bool = False
+    """Rotary embedding turns pairs (0, 1), (2, 3), ... instead of pairs of the first and the second half."""
+    softmax_scale: float | None = None
+    """Factor on query-key products; None: 1 / sqrt(kv_channels)."""
+
+    init_method: InitMethod | None = None
+    """Fills embedding, output, query-key-value and first MLP weights; None: normal(0, init_method_std)."""
+    output_layer_init_method: InitMethod | None = None
+    """Fills the last linear layer of attention and MLP; None: normal(0, init_method_std / sqrt(2 * num_layers))."""
+    embedding_init_method: InitMethod | None = None
+    """Fills the embeddings; None: as ``init_method``, or normal(0, embedding_init_method_std) where that is given."""
+    init_method_std: float = 0.02
+    """Standard deviation of the default initial weights."""
+    embedding_init_method_std: float | None = None
+    """Standard deviation of the default initial embeddings; None: as ``init_method_std``."""
+    init_seed: int = 1234
+    """Initial weights are a function of this, of the parameter's full name and of its full shape. Ours; 1234 is
+    Megatron-LM's default ``--seed``."""
+    perform_initialization: bool = True
+    """Off: random initial weights are left unwritten, for models that are about to be loaded."""
+    use_cpu_initialization: bool = False
+    """Initial weights are drawn on the CPU and copied: the same on every kind of device, and slower."""
+
+    apply_query_key_layer_scaling: bool = False
+    """Query-key products are divided by the layer's number, and multiplied back in the fp32 softmax."""
+    attention_softmax_in_fp32: bool = True
+    """The unfused attention computes its softmax in fp32. Fused attention always does."""
+    bf16: bool = False
+    """Says that the model trains in bf16; ``params_dtype`` must then be torch.bfloat16."""
+    fp16: bool = False
+    """Refused when set."""
+    params_dtype: torch.dtype = torch.float32
+    """Dtype in which parameters are created and layers compute."""
+    deterministic_mode: bool = False
+    """On CUDA, a forward pass demands that ``torch.use_deterministic_algorithms(True)`` was called."""
+    calculate_per_token_loss: bool = False
+    """The training loop scales gradients by the number of tokens; the model computes the same either way."""
+    init_model_with_meta_device: bool = False
+    """The training loop builds the model on the meta device; the model's values are the same either way."""
+
+    recompute_granularity: Literal["full", "selective"] | None = None
+    """Recompute in backward: whole layers ("full"), the core of attention ("selective"), or nothing (None)."""
+    recompute_method: Literal["uniform", "block"] | None = None
+    """With "full": chunks of ``recompute_num_layers`` layers ("uniform") or the first so many layers ("block")."""
+    recompute_num_layers: int | None = None
+    """Layers of a chunk ("uniform") or layers that are recomputed ("block")."""
+    recompute_modules: tuple[str, ...] | list[str] | None = None
+    """What "selective" recomputes; None or ["core_attn"]."""
+    distribute_saved_activations: bool = False
+    """Refused when set."""
+
+    gradient_accumulation_fusion: bool = True
+    """Linear layers write weight gradients into ``weight.get_main_grad()`` where the engine offers it. On by default,
+    unlike Megatron-Core, since it needs no extra package here."""
+    bias_activation_fusion: bool = False
+    """Bias and activation in one function. As in Megatron-Core, GELU is then the tanh form."""
+    bias_dropout_fusion: bool = False
+    """On or off, bias, dropout and residual are one function with the same result."""
+    masked_softmax_fusion: bool = False
+    """On or off, attention is fused where no mask is given."""
+    apply_rope_fusion: bool = False
+    """On or off, the rotary embedding is one function with the same result."""
+    persist_layer_norm: bool = False
+    """On or off, norms are torch's fused kernels."""
+    cross_entropy_loss_fusion: bool = False
+    """On or off, the cross entropy is one function that keeps no fp32 copy of the logits."""
+
+    tensor_model_parallel_size: int = 1
+    """Degree of tensor parallelism; only 1 is served."""
+    pipeline_model_parallel_size: int = 1
+    """Degree of pipeline parallelism; only 1 is served."""
+    virtual_pipeline_model_parallel_size: int | None = None
+    """Refused when set."""
+    context_parallel_size: int = 1
+    """Degree of context parallelism; only 1 is served."""
+    expert_model_parallel_size: int = 1
+    """Degree of expert parallelism; only 1 is served."""
+    expert_tensor_parallel_size: int | None = None
+    """Degree of tensor parallelism of experts; only None and 1 are served."""
+    sequence_parallel: bool = False
+    """Refused when set."""
+
+    num_moe_experts: int | None = None
+    """Refused when set, as are the fields below."""
+    moe_router_topk: int = 2
+    moe_ffn_hidden_size: int | None = None
+    moe_grouped_gemm: bool = False
+    moe_aux_loss_coeff: float = 0.0
+    moe_z_loss_coeff: float | None = None
+    moe_shared_expert_intermediate_size: int | None = None
+    moe_layer_freq: int | list[int] = 1
+    moe_router_load_balancing_type: str = "aux_loss"
+    moe_token_dispatcher_type: str = "allgather"
+    moe_router_pre_softmax: bool = False
+    multi_latent_attention: bool = False
+    mtp_num_layers: int | None = None
+    window_size: tuple[int, int] | None = None
+    softmax_type: str = "vanilla"
+    qk_l2_norm: bool = False
+    use_mup: bool = False
+    fp8: str | None = None
+    fp4: str | None = None
+    enable_autocast: bool = False
+    cpu_offloading: bool = False
+
+    def __post_init__(self) -> None:
+        check_config(self)
+        self._derive("num_query_groups", self.num_query_groups or self.num_attention_heads)
+        self._derive("ffn_hidden_size", self.ffn_hidden_size or 4 * self.hidden_size)
+        self._derive("kv_channels", self.kv_channels or self.hidden_size // self.num_attention_heads)
+        if isinstance(self.activation_func, str):
+            self._derive("activation_func", ACTIVATIONS[self.activation_func])
+        self._derive_init_method("init_method", self.init_method_std)
+        self._derive_init_method("output_layer_init_method", self.init_method_std / math.sqrt(2.0 * self.num_layers))
+        if self.embedding_init_method is None and self.embedding_init_method_std is None:
+            self._derive("embedding_init_method", self.init_method)
+        elif self.embedding_init_method_std is not None:
+            self._derive_init_method("embedding_init_method", self.embedding_init_method_std)
+
+    def _derive(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+
+    def _derive_init_method(self, name: str, std: float) -> None:
+        given = getattr(self, name)
+        if given is None or isinstance(given, ConfigInit):
+            self._derive(name, ConfigInit(std))
