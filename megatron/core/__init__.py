@@ -1,0 +1,1 @@
+"""Model, data and distribution code under the import paths that Megatron-Core users know."""

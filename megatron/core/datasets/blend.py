@@ -1,0 +1,51 @@
+"""Which corpora are blended, and with what weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+Blend = tuple[list[str], list[float] | None]
+"""Prefixes [D] of corpora, and their weights [D] or None (in proportion to their sizes)."""
+
+
+def get_blend_from_list(blend: Sequence[str] | None) -> Blend | None:
+    """Read what follows ``--data-path``: prefixes ("a b c") or weights and prefixes in turn ("0.3 a 0.7 b").
+
+    Raises:
+        ValueError: some of the places for weights hold numbers and some do not.
+
+    Source: Megatron-Core's rule: the list holds weights where it has an even length and every other word is a number.
+    """
+    if blend is None:
+        return None
+    words = [word.strip() for word in blend]
+    if not words:
+        raise ValueError("a blend must name one corpus or more, got an empty list")
+    weights = [_number(word) for word in words[0::2]] if len(words) % 2 == 0 else [None]
+    if all(weight is None for weight in weights):
+        return words, None
+    known = [weight for weight in weights if weight is not None]
+    if len(known) != len(weights):
+        raise ValueError(f"a blend is prefixes, or weights and prefixes in turn (0.3 a 0.7 b), got {' '.join(words)!r}")
+    return words[1::2], known
+
+
+def sizes_per_dataset(weights: Sequence[float], sizes: Sequence[int], *, surplus: float = 0.0) -> list[list[int]]:
+    """Return how many samples [D, 3] each corpus gives to each part.
+
+    Args:
+        weights: [D] weights that sum to one.
+        sizes: [3] samples asked of the blend.
+        surplus: share by which each corpus holds more than it gives, since a blend may draw a little beyond it.
+
+    Source: Megatron-Core's rule, two roundings upwards; without both, other samples are drawn.
+    """
+    return [[math.ceil(math.ceil(size * weight) * (1 + surplus)) for size in sizes] for weight in weights]
+
+
+def _number(word: str) -> float | None:
+    try:
+        return float(word)
+    except ValueError:
+        return None

@@ -1,0 +1,122 @@
+"""Index arrays on disk: complete and right, or not there.
+
+A set of arrays is a few ``.npy`` files and a description. Each file is written under a temporary name and renamed, the
+description last; it holds the size and checksum of each array file. So a killed builder leaves nothing that is believed,
+and builders that run at once write the same bytes over each other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import tempfile
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import IO
+
+import numpy
+
+logger = logging.getLogger(__name__)
+
+Arrays = Mapping[str, numpy.ndarray]
+
+
+class IndexCache:
+    """Keeps the arrays that one description stands for in one folder.
+
+    Args:
+        folder: where the files are, made when needed.
+        stem: beginning of all file names; holds a hash of the description.
+        description: what the arrays were built from, as text; another description is another set of arrays.
+        must_write: whether a folder that cannot be written to is an error; else the arrays stay in memory.
+    """
+
+    def __init__(self, folder: str, stem: str, description: str, *, must_write: bool = True) -> None:
+        self.folder = folder
+        self.stem = stem
+        self.description = description
+        self.must_write = must_write
+
+    def load_or_build(self, build: Callable[[], Arrays]) -> Arrays:
+        """Return the arrays, mapped from disk where they are cached and right, else built and cached.
+
+        Raises:
+            OSError: the folder cannot be written to, and ``must_write``.
+        """
+        try:
+            arrays = self._load()
+        except (OSError, ValueError) as error:
+            logger.warning("cached indices %s are damaged (%s); building them again", self._path(""), error)
+            arrays = None
+        if arrays is not None:
+            return arrays
+        built = build()
+        try:
+            self._save(built)
+        except OSError as error:
+            remedy = "give another folder as path_to_cache (--data-cache-path)"
+            if self.must_write:
+                raise OSError(f"the index cache {self.folder} must be writable, got: {error}; {remedy}") from error
+            logger.warning("indices are not cached, %s cannot be written (%s); %s", self.folder, error, remedy)
+        return built
+
+    def _path(self, name: str) -> str:
+        return os.path.join(self.folder, f"{self.stem}-{name}")
+
+    def _load(self) -> Arrays | None:
+        """Map the arrays; None where there are none; ValueError where they are not what their description says."""
+        if not os.path.isfile(self._path("description.txt")):
+            return None
+        with open(self._path("description.txt"), encoding="utf-8") as stream:
+            content = json.load(stream)
+        if not isinstance(content, dict) or content.get("description") != self.description:
+            raise ValueError("the description is of something else")
+        arrays = {}
+        for name, (num_bytes, checksum) in content["files"].items():
+            path = self._path(f"{name}.npy")
+            if os.path.getsize(path) != num_bytes or _checksum(path) != checksum:
+                raise ValueError(f"{name}.npy is not what was written")
+            arrays[name] = numpy.load(path, mmap_mode="r", allow_pickle=False)
+        return arrays
+
+    def _save(self, arrays: Arrays) -> None:
+        os.makedirs(self.folder, exist_ok=True)
+        files = {}
+        for name, array in arrays.items():
+            path = self._path(f"{name}.npy")
+            with _replacing(path) as stream:
+                numpy.save(stream, array, allow_pickle=False)
+                stream.flush()
+                files[name] = (os.path.getsize(stream.name), _checksum(stream.name))
+        with _replacing(self._path("description.txt")) as stream:
+            content = {"description": self.description, "files": files}
+            stream.write(json.dumps(content, indent=1).encode())
+
+
+@contextlib.contextmanager
+def _replacing(path: str) -> Iterator[IO[bytes]]:
+    """Open a temporary file that becomes ``path`` when the block ends well, and is removed when it does not."""
+    stream = tempfile.NamedTemporaryFile(  # noqa: SIM115 - closed below, before the rename
+        dir=os.path.dirname(path), prefix=os.path.basename(path) + ".partial-", delete=False
+    )
+    try:
+        with stream:
+            yield stream  # type: ignore[misc]
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.chmod(stream.name, 0o644)  # temporary files are private; a cache may be shared
+        os.replace(stream.name, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.remove(stream.name)
+        raise
+
+
+def _checksum(path: str) -> int:
+    checksum = 0
+    with open(path, "rb") as stream:
+        while piece := stream.read(1 << 22):
+            checksum = zlib.crc32(piece, checksum)
+    return checksum

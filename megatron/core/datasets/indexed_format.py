@@ -1,0 +1,211 @@
+"""The ``MMIDIDX`` index file: its fields, written and read byte for byte as Megatron does.
+
+Layout, little endian: magic [9 bytes], version [u64], dtype code [u8], number of sequences S [u64], number of document
+bounds B [u64], then sequence lengths [S, i32] in tokens, sequence pointers [S, i64] in bytes into the ``.bin`` file,
+document bounds [B, i64] in sequences (the first is 0, the last is S), and for multimodal corpora modes [S, i8].
+
+Source: Megatron-Core's indexed dataset format, version 1.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy
+
+MAGIC = b"MMIDIDX\x00\x00"
+VERSION = 1
+_HEADER = struct.Struct("<9sQBQQ")
+
+
+class DType(Enum):
+    """The codes that stand for token types in an index file."""
+
+    uint8 = 1
+    int8 = 2
+    int16 = 3
+    int32 = 4
+    int64 = 5
+    float64 = 6
+    float32 = 7
+    uint16 = 8
+
+    @classmethod
+    def code_from_dtype(cls, value: type[numpy.number]) -> int:
+        """Return the code of a numpy type.
+
+        Raises:
+            ValueError: the format has no code for it.
+        """
+        name = numpy.dtype(value).name
+        if name not in cls.__members__:
+            raise ValueError(f"the token dtype must be one of {', '.join(cls.__members__)}, got {name}")
+        return cls[name].value
+
+    @classmethod
+    def dtype_from_code(cls, value: int) -> type[numpy.number]:
+        """Return the numpy type of a code; raises ValueError for a code that the format does not have."""
+        return getattr(numpy, cls(value).name)
+
+    @staticmethod
+    def size(key: int | type[numpy.number]) -> int:
+        """Return the bytes of one token of a code or numpy type."""
+        return numpy.dtype(DType.dtype_from_code(key) if isinstance(key, int) else key).itemsize
+
+    @staticmethod
+    def optimal_dtype(cardinality: int | None) -> type[numpy.number]:
+        """Return the smallest type for a vocabulary: uint16 below 65,500 ids (Megatron's bound), else int32."""
+        return numpy.uint16 if cardinality is not None and cardinality < 65500 else numpy.int32
+
+
+def get_idx_path(path_prefix: str) -> str:
+    """Return the path of the index file of a corpus."""
+    return path_prefix + ".idx"
+
+
+def get_bin_path(path_prefix: str) -> str:
+    """Return the path of the token file of a corpus."""
+    return path_prefix + ".bin"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequenceIndex:
+    """Where each sequence and document of a corpus lies in its ``.bin`` file."""
+
+    dtype: type[numpy.number]
+    """Type of a token."""
+    lengths: numpy.ndarray
+    """[S] int32, tokens in each sequence."""
+    pointers: numpy.ndarray
+    """[S] int64, byte at which each sequence starts."""
+    document_bounds: numpy.ndarray
+    """[B] int64, sequence at which each document starts, and S at the end."""
+    modes: numpy.ndarray | None
+    """[S] int8, mode of each sequence of a multimodal corpus."""
+
+
+def write_index(
+    path: str,
+    dtype: type[numpy.number],
+    lengths: Sequence[int],
+    document_bounds: Sequence[int],
+    modes: Sequence[int] | None = None,
+) -> None:
+    """Write an index file under a temporary name and rename it: ``path`` holds the whole index or what it held before.
+
+    Args:
+        lengths: [S] tokens in each sequence, in the order of the ``.bin`` file.
+        document_bounds: [B] sequence at which each document starts, and S at the end.
+        modes: [S] for a multimodal corpus.
+    """
+    length_array = numpy.asarray(lengths, dtype=numpy.int32)
+    pointers = numpy.zeros(length_array.size, dtype=numpy.int64)
+    numpy.cumsum(length_array[:-1].astype(numpy.int64) * DType.size(dtype), out=pointers[1:])
+    header = _HEADER.pack(MAGIC, VERSION, DType.code_from_dtype(dtype), length_array.size, len(document_bounds))
+    partial = f"{path}.partial-{os.getpid()}"
+    try:
+        with open(partial, "wb") as stream:
+            stream.write(header)
+            stream.write(length_array.astype("<i4").tobytes())
+            stream.write(pointers.astype("<i8").tobytes())
+            stream.write(numpy.asarray(document_bounds, dtype="<i8").tobytes())
+            if modes is not None:
+                stream.write(numpy.asarray(modes, dtype=numpy.int8).tobytes())
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(partial, path)
+    finally:
+        if os.path.exists(partial):
+            os.remove(partial)
+
+
+def read_index(path: str, *, multimodal: bool = False) -> SequenceIndex:
+    """Map an index file into memory and check it.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is no index of version 1, its dtype is unknown, its size is not what its header says, or its
+            fields contradict each other. The message names the file and the field.
+    """
+    num_bytes = _size_of(path)
+    with open(path, "rb") as stream:
+        header = stream.read(_HEADER.size)
+    if not header.startswith(MAGIC[: len(header)]) or not header:
+        raise ValueError(f"{path} is not a Megatron index: it must start with {MAGIC!r}, got {header[:9]!r}")
+    if len(header) < _HEADER.size:
+        raise ValueError(f"{path} is truncated: an index has a header of {_HEADER.size} bytes, got {num_bytes} bytes")
+    _, version, code, num_sequences, num_bounds = _HEADER.unpack(header)
+    if version != VERSION:
+        raise ValueError(f"{path}: the version of an index must be {VERSION}, got {version}")
+    if code not in [dtype.value for dtype in DType]:
+        known = ", ".join(f"{dtype.value} ({dtype.name})" for dtype in DType)
+        raise ValueError(f"{path}: the dtype code must be one of {known}, got {code}")
+    _check_size(path, num_bytes, num_sequences, num_bounds, multimodal)
+    fields = numpy.memmap(path, dtype=numpy.uint8, mode="r")
+
+    def field(dtype: str, count: int, start: int) -> numpy.ndarray:
+        return numpy.frombuffer(fields, dtype=dtype, count=count, offset=start)
+
+    start = _HEADER.size
+    index = SequenceIndex(
+        dtype=DType.dtype_from_code(code),
+        lengths=field("<i4", num_sequences, start),
+        pointers=field("<i8", num_sequences, start + 4 * num_sequences),
+        document_bounds=field("<i8", num_bounds, start + 12 * num_sequences),
+        modes=field("i1", num_sequences, start + 12 * num_sequences + 8 * num_bounds) if multimodal else None,
+    )
+    _check_fields(path, index)
+    return index
+
+
+def check_tokens_present(index: SequenceIndex, idx_path: str, bin_path: str) -> None:
+    """Check that the token file holds every sequence of the index.
+
+    Raises:
+        FileNotFoundError: there is no token file.
+        ValueError: it is shorter than the index says.
+    """
+    num_bytes = _size_of(bin_path)
+    if index.lengths.size == 0:
+        return
+    needed = int((index.pointers + index.lengths.astype(numpy.int64) * DType.size(index.dtype)).max())
+    if num_bytes < needed:
+        raise ValueError(
+            f"{bin_path} is truncated: {idx_path} says that it holds {needed} bytes or more, got {num_bytes}; "
+            "copy or prepare the corpus again"
+        )
+
+
+def _size_of(path: str) -> int:
+    if not os.path.isfile(path):
+        raise FileNotFoundError(f"{path} must exist: a corpus is a pair of files, <prefix>.bin and <prefix>.idx")
+    return os.path.getsize(path)
+
+
+def _check_size(path: str, num_bytes: int, num_sequences: int, num_bounds: int, multimodal: bool) -> None:
+    without_modes = _HEADER.size + 12 * num_sequences + 8 * num_bounds
+    with_modes = without_modes + num_sequences
+    if num_bytes == with_modes or (num_bytes == without_modes and not multimodal):
+        return
+    expected = f"{with_modes if multimodal else without_modes} bytes"
+    counts = f"{num_sequences} sequences and {num_bounds} document bounds"
+    if multimodal and num_bytes == without_modes:
+        raise ValueError(f"{path} has no modes: a multimodal index of {counts} has {expected}, got {num_bytes}")
+    fault = "is truncated" if num_bytes < without_modes else "has bytes that do not belong to an index"
+    raise ValueError(f"{path} {fault}: its header says {counts}, which is {expected}, got {num_bytes}")
+
+
+def _check_fields(path: str, index: SequenceIndex) -> None:
+    bounds, num_sequences = index.document_bounds, index.lengths.size
+    if bounds.size == 0 or bounds[0] != 0 or bounds[-1] != num_sequences or numpy.any(bounds[1:] < bounds[:-1]):
+        ends = f"{bounds[0]} to {bounds[-1]}" if bounds.size else "none"
+        raise ValueError(f"{path}: document bounds must rise from 0 to {num_sequences} sequences, got {ends}")
+    if num_sequences and (index.lengths.min() < 0 or index.pointers.min() < 0):
+        raise ValueError(
+            f"{path}: sequence lengths and pointers must not be negative, "
+            f"got {index.lengths.min()} tokens and byte {index.pointers.min()}"
+        )

@@ -1,0 +1,170 @@
+"""Document, sample and shuffle indices of GPT training: how a corpus becomes a shuffled list of samples.
+
+The documents of all epochs are shuffled and laid end to end; the samples are cut from this line, each ``sequence_length``
+tokens after the last; then the samples are shuffled. Where the last epoch is needed in small part only, it is shuffled by
+itself and comes last, so that no document is seen twice while others are not seen at all ("separate last epoch").
+
+Everything here is numpy over whole arrays: no loop over documents or samples.
+
+Source: Megatron-Core's GPT dataset; the order in which the random state is used decides which samples are drawn.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy
+
+SEPARATE_LAST_EPOCH_THRESHOLD = 0.80
+"""The last epoch is separate where it gives fewer samples than this share of an epoch's (Megatron's value)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleIndices:
+    """The three indices of a dataset."""
+
+    document_index: numpy.ndarray
+    """[E * D] int32, document ids of all epochs in shuffled order."""
+    sample_index: numpy.ndarray
+    """[N + 1, 2] int32 or int64, where sample n starts: position in ``document_index``, token in that document."""
+    shuffle_index: numpy.ndarray
+    """[N] uint32 or int64, the sample drawn at each position."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpochPlan:
+    """How often the documents are passed over."""
+
+    num_epochs: int
+    separate_last_epoch: bool
+    num_samples_before_last_epoch: int
+    """Samples that end before the last epoch; only meaningful with ``separate_last_epoch``."""
+
+
+def plan_epochs(
+    *, tokens_per_epoch: int, num_samples: int | None, sequence_length: int, extra_tokens: int
+) -> EpochPlan:
+    """Return how many epochs hold ``num_samples`` samples (one epoch when None), and whether the last is separate.
+
+    Args:
+        tokens_per_epoch: tokens of all documents; positive.
+        extra_tokens: 1 where a sample has one token more than ``sequence_length`` (the last label), else 0.
+    """
+    if num_samples is None:
+        return EpochPlan(num_epochs=1, separate_last_epoch=False, num_samples_before_last_epoch=0)
+    num_epochs = max(1, -(-(num_samples * sequence_length + extra_tokens) // tokens_per_epoch))
+    if num_epochs == 1:
+        return EpochPlan(num_epochs=1, separate_last_epoch=False, num_samples_before_last_epoch=0)
+    before_last = ((num_epochs - 1) * tokens_per_epoch - extra_tokens) // sequence_length
+    samples_per_epoch = (tokens_per_epoch - extra_tokens) // sequence_length
+    separate = num_samples - before_last < int(SEPARATE_LAST_EPOCH_THRESHOLD * samples_per_epoch)
+    return EpochPlan(num_epochs=num_epochs, separate_last_epoch=separate, num_samples_before_last_epoch=before_last)
+
+
+def build_sample_indices(
+    *,
+    documents: numpy.ndarray,
+    lengths: numpy.ndarray,
+    num_samples: int | None,
+    sequence_length: int,
+    extra_tokens: int,
+    drop_last_partial: bool,
+    seed: int,
+) -> SampleIndices:
+    """Build the three indices.
+
+    Args:
+        documents: [D] int32 ids of the documents to draw from; one at least holds a token.
+        lengths: [S] int32 tokens of every document of the corpus.
+        num_samples: samples wanted; there may be more, since whole epochs are cut up. None: those of one epoch.
+        drop_last_partial: leave out the tokens at the end that do not fill a sample.
+
+    Ranks: pure; every rank computes the same answer.
+    """
+    tokens_per_epoch = int(lengths[documents].sum(dtype=numpy.int64))
+    plan = plan_epochs(
+        tokens_per_epoch=tokens_per_epoch,
+        num_samples=num_samples,
+        sequence_length=sequence_length,
+        extra_tokens=extra_tokens,
+    )
+    random_state = numpy.random.RandomState(seed)
+    document_index = build_document_index(documents, plan, random_state)
+    sample_index = build_sample_index(
+        lengths,
+        document_index,
+        num_samples=_count_samples(
+            plan.num_epochs * tokens_per_epoch - extra_tokens, sequence_length, drop_last_partial
+        ),
+        sequence_length=sequence_length,
+        extra_tokens=extra_tokens,
+    )
+    total = sample_index.shape[0] - 1
+    first = plan.num_samples_before_last_epoch if plan.separate_last_epoch else total
+    return SampleIndices(
+        document_index=document_index,
+        sample_index=sample_index,
+        shuffle_index=build_shuffle_index(first, total, random_state),
+    )
+
+
+def build_document_index(
+    documents: numpy.ndarray, plan: EpochPlan, random_state: numpy.random.RandomState
+) -> numpy.ndarray:
+    """Return [E * D] int32 document ids of all epochs, shuffled together, except a separate last epoch."""
+    num_shuffled_together = plan.num_epochs - plan.separate_last_epoch
+    document_index = numpy.tile(documents.astype(numpy.int32), plan.num_epochs)
+    boundary = num_shuffled_together * documents.size
+    random_state.shuffle(document_index[:boundary])
+    if plan.separate_last_epoch:
+        random_state.shuffle(document_index[boundary:])
+    return document_index
+
+
+def build_sample_index(
+    lengths: numpy.ndarray,
+    document_index: numpy.ndarray,
+    *,
+    num_samples: int,
+    sequence_length: int,
+    extra_tokens: int,
+) -> numpy.ndarray:
+    """Return [N + 1, 2], where each sample starts: position in ``document_index``, and token in that document.
+
+    Sample n holds the tokens from start n to start n + 1, and ``extra_tokens`` more. Row N is where the last one ends.
+
+    With an extra token a start is the document that holds the token there (empty documents hold none). Without, it is
+    the document where the sample before ends, behind its last token where the two ends coincide.
+    """
+    ends = numpy.cumsum(lengths[document_index], dtype=numpy.int64)
+    total = int(ends[-1])
+    starts = numpy.arange(num_samples + 1, dtype=numpy.int64) * sequence_length
+    in_document = numpy.searchsorted(ends, starts, side="right" if extra_tokens else "left")
+    in_document[0] = 0
+    if num_samples and int(starts[-1]) > total - extra_tokens:  # a last sample that is not full
+        in_document[-1] = document_index.size - 1
+        starts[-1] = total - extra_tokens
+    offsets = starts - (ends[in_document] - lengths[document_index[in_document]])
+    widest = max(document_index.size, int(lengths.max()))
+    dtype = numpy.int32 if widest <= numpy.iinfo(numpy.int32).max else numpy.int64
+    return numpy.stack([in_document, offsets], axis=1).astype(dtype)
+
+
+def build_shuffle_index(num_first: int, num_samples: int, random_state: numpy.random.RandomState) -> numpy.ndarray:
+    """Return [N] sample numbers: the first ``num_first`` shuffled among themselves, then the others."""
+    dtype = numpy.int64 if num_samples >= numpy.iinfo(numpy.uint32).max - 1 else numpy.uint32
+    shuffle_index = numpy.arange(num_samples, dtype=dtype)
+    random_state.shuffle(shuffle_index[:num_first])
+    if num_first < num_samples:
+        random_state.shuffle(shuffle_index[num_first:])
+    return shuffle_index
+
+
+def _count_samples(num_tokens: int, sequence_length: int, drop_last_partial: bool) -> int:
+    if drop_last_partial:
+        return max(0, num_tokens // sequence_length)
+    exact = max(0, -(-num_tokens // sequence_length))
+    # Megatron divides in float32, which beyond 2**24 tokens may lose samples; as many are shuffled here, so that the
+    # same ones are drawn. Where it would invent samples that the tokens cannot fill it fails, and the exact count serves.
+    return min(exact, math.ceil(numpy.float32(num_tokens) / numpy.float32(sequence_length)))

@@ -1,0 +1,84 @@
+"""The three parts of a corpus, and where each begins and ends."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from enum import Enum
+from itertools import pairwise
+
+import numpy
+
+
+class Split(Enum):
+    """The parts that a corpus is divided into; the value is the position in ``split`` strings and size lists."""
+
+    train = 0
+    valid = 1
+    test = 2
+
+
+Bookends = tuple[float, float]
+
+
+def normalize(weights: Sequence[float]) -> list[float]:
+    """Scale ``weights`` [D] so that they sum to one, in numpy's float64 summation order (as Megatron does, to the last bit).
+
+    Raises:
+        ValueError: a weight is negative or not finite, or all are zero.
+    """
+    array = numpy.array(weights, dtype=numpy.float64)
+    total = numpy.sum(array)
+    if not numpy.all(numpy.isfinite(array)) or numpy.any(array < 0) or not total > 0:
+        raise ValueError(f"weights must be finite, not negative and not all zero, got {list(weights)}")
+    return (array / total).tolist()
+
+
+def parse_and_normalize_split(split: str) -> list[float]:
+    """Read a split string ("969,30,1") into [3] shares of train, valid and test that sum to one; missing ones are zero.
+
+    Raises:
+        ValueError: there is no number, more than three, or all are zero.
+    """
+    numbers = re.findall(r"[.0-9]+", split)
+    try:
+        shares = [float(number) for number in numbers]
+    except ValueError:
+        shares = []
+    if not 1 <= len(shares) <= len(Split):
+        raise ValueError(
+            f"split must be one to {len(Split)} numbers divided by commas (e.g. '969,30,1'), got {split!r}"
+        )
+    return normalize(shares + [0.0] * (len(Split) - len(shares)))
+
+
+def convert_split_vector_to_split_matrix(
+    vector_a: Sequence[float], vector_b: Sequence[float] | None = None
+) -> list[Bookends | None]:
+    """Turn shares [3] into the start and end of each part, as fractions of the corpus; an empty part is None.
+
+    With ``vector_b`` a part is where both divisions agree.
+
+    Source: Megatron-Core's rule. The ends are running sums in float64: their rounding decides which document is where.
+    """
+    bookends = []
+    for (start_a, end_a), (start_b, end_b) in zip(_bookends(vector_a), _bookends(vector_b or vector_a), strict=True):
+        start, end = max(start_a, start_b), min(end_a, end_b)
+        bookends.append((start, end) if start < end else None)
+    return bookends
+
+
+def _bookends(shares: Sequence[float]) -> list[Bookends]:
+    ends = [0.0]
+    for share in shares:
+        ends.append(ends[-1] + share)
+    return list(pairwise(ends))
+
+
+def documents_of(bookends: Bookends, num_documents: int) -> numpy.ndarray:
+    """Return the document ids [n] (int32, ascending) of a part of a corpus.
+
+    Source: Megatron-Core's rounding (Python's ``round``, halves to even).
+    """
+    start, end = (round(fraction * float(num_documents)) for fraction in bookends)
+    return numpy.arange(start, end, dtype=numpy.int32)
