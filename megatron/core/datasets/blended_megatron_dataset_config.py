@@ -27,8 +27,8 @@ class BlendedMegatronDatasetConfig:
     """Tokens that the model sees of a sample."""
 
     blend: Blend | None = None
-    """Prefixes [D] and weights [D] of the corpora that ``split`` divides. Weights of None: in proportion to their sizes.
-    Without ``blend`` and ``blend_per_split`` the data is mock data."""
+    """Prefixes [D] and weights [D] of the corpora that ``split`` divides. Weights of None stand for
+    their sizes. Without ``blend`` and ``blend_per_split`` the data is mock data."""
 
     blend_per_split: list[Blend | None] | None = None
     """A blend, or None, for each of train, valid and test, instead of ``blend`` and ``split``."""

@@ -1,10 +1,10 @@
 """Which corpus gives each sample of a blend.
 
 The rule is greedy: at step i the sample comes from the corpus that lags furthest behind its share,
-``weight * i - given`` (the first one where two lag alike). Each step needs the counts of the step before, but a step's choice soon no longer
-depends on where the counts started. So the steps are cut into lanes that run side by side, each from guessed counts; a
-lane whose guess differs from the end of the lane before runs again from there, until all join. The result is what
-the loop gives, bit for bit, in the time of a few lanes.
+``weight * i - given`` (the first one where two lag alike). Each step needs the counts of the step before, but a step's
+choice soon no longer depends on where the counts started. So the steps are cut into lanes that run side by side, each
+from guessed counts; a lane whose guess differs from the end of the lane before runs again from there, until all join.
+The result is what the loop gives, bit for bit, in the time of a few lanes.
 
 Source: the rule is Megatron-Core's (float64, the comparison order included); running it in lanes is ours.
 """
@@ -95,7 +95,7 @@ def _run(
 def _guess_counts(weights: numpy.ndarray, limits: numpy.ndarray, starts: numpy.ndarray) -> numpy.ndarray:
     """Return [L, D] counts that sum to each lane's start and lie within one of each corpus's share."""
     shares = weights * starts[:, None].astype(numpy.float64)
-    counts = numpy.minimum(numpy.floor(shares).astype(numpy.int64), limits)
+    counts: numpy.ndarray = numpy.minimum(numpy.floor(shares).astype(numpy.int64), limits)
     missing = starts - counts.sum(axis=1)
     rank = numpy.argsort(numpy.argsort(counts - shares, axis=1, kind="stable"), axis=1, kind="stable")
     counts += rank < missing[:, None]

@@ -134,7 +134,7 @@ class GPTDataset(MegatronDataset):
     @staticmethod
     def numel_low_level_dataset(low_level_dataset: Any) -> int:
         """Return the sequences of the corpus: GPT splits are cut between sequences."""
-        return low_level_dataset.sequence_lengths.shape[0]
+        return int(low_level_dataset.sequence_lengths.shape[0])
 
     @staticmethod
     def build_low_level_dataset(dataset_path: str | None, config: GPTDatasetConfig) -> Any:
@@ -152,10 +152,10 @@ class GPTDataset(MegatronDataset):
 
     def _key_contents(self) -> dict[str, Any]:
         lengths = self.dataset.sequence_lengths
-        return {"num_sequences": int(lengths.size), "lengths_crc32": zlib.crc32(numpy.ascontiguousarray(lengths))}
+        return {"num_sequences": int(lengths.size), "lengths_crc32": zlib.crc32(lengths.tobytes())}
 
     def __len__(self) -> int:
-        return self.sample_index.shape[0] - 1
+        return int(self.sample_index.shape[0]) - 1
 
     def __getitem__(self, idx: int | None) -> dict[str, torch.Tensor]:
         """Return a sample: tokens, labels, position_ids [S] int64, loss_mask [S] float32, and the mask if asked for.
@@ -194,9 +194,7 @@ class GPTDataset(MegatronDataset):
     def _text(self, idx: int) -> numpy.ndarray:
         """Return the tokens [S + extra] int64 of a sample, padded where the corpus ends in it."""
         if not -len(self) <= idx < len(self):
-            raise IndexError(
-                f"the {self.index_split.name} dataset of {self.dataset_path} holds {len(self)} samples, got {idx}"
-            )
+            raise IndexError(f"{self._part()} holds {len(self)} samples, got index {idx}")
         extra = int(self.config.add_extra_token_to_sequence)
         sample = int(self.shuffle_index[idx])
         (first, start), (last, end) = self.sample_index[sample].tolist(), self.sample_index[sample + 1].tolist()
@@ -218,11 +216,9 @@ class GPTDataset(MegatronDataset):
     def _check_tokens(self) -> None:
         lengths, extra = self.dataset.sequence_lengths, int(self.config.add_extra_token_to_sequence)
         num_tokens = int(lengths[self.indices].sum(dtype=numpy.int64))
-        part = f"the {self.index_split.name} part of {self.dataset_path}"
+        part = self._part()
         if num_tokens == 0:
-            raise ValueError(
-                f"{part} must hold tokens, got {len(self.indices)} documents without any; change the split"
-            )
+            raise ValueError(f"{part} must hold tokens, got {len(self.indices)} empty documents; change the split")
         needed = self.config.sequence_length + extra
         if num_tokens >= needed or (self.num_samples is None and self._keeps_partial_sample()):
             return
@@ -233,6 +229,9 @@ class GPTDataset(MegatronDataset):
             )
         effect = "holds no sample" if not self.num_samples else "repeats documents within a sample"
         logger.warning("%s %s: a sample takes %d tokens, it has %d", part, effect, needed, num_tokens)
+
+    def _part(self) -> str:
+        return f"the {self.index_split.name} part of {self.dataset_path}"
 
     def _keeps_partial_sample(self) -> bool:
         return self.index_split is Split.valid and not self.config.drop_last_partial_validation_sequence
@@ -275,7 +274,7 @@ class MockGPTDataset(GPTDataset):
 
 
 def _pad_token_id(config: GPTDatasetConfig) -> int:
-    """Return the tokenizer's padding id, or one that no corpus holds: where there is none, or it has another meaning."""
+    """Return the tokenizer's padding id, or -1 where there is none or it has another meaning."""
     try:
         pad = config.tokenizer.pad
     except (AttributeError, NotImplementedError):
@@ -285,4 +284,4 @@ def _pad_token_id(config: GPTDatasetConfig) -> int:
     others = [getattr(config.tokenizer, name, None) for name in ("eod", "bos", "eos", "cls", "sep", "mask")]
     if pad in others and not config.allow_ambiguous_pad_tokens:
         return NO_PAD_TOKEN
-    return pad
+    return int(pad)

@@ -1,8 +1,8 @@
 """Index arrays on disk: complete and right, or not there.
 
-A set of arrays is a few ``.npy`` files and a description. Each file is written under a temporary name and renamed, the
-description last; it holds the size and checksum of each array file. So a killed builder leaves nothing that is believed,
-and builders that run at once write the same bytes over each other.
+A set of arrays is a few ``.npy`` files and a description. Each file is written under a temporary name and
+renamed, the description last; it holds the size and checksum of each array file. So a killed builder leaves nothing
+that is believed, and builders that run at once write the same bytes over each other.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class IndexCache:
         """
         try:
             arrays = self._load()
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, KeyError, TypeError) as error:
             logger.warning("cached indices %s are damaged (%s); building them again", self._path(""), error)
             arrays = None
         if arrays is not None:
@@ -103,7 +103,7 @@ def _replacing(path: str) -> Iterator[IO[bytes]]:
     )
     try:
         with stream:
-            yield stream  # type: ignore[misc]
+            yield stream
             stream.flush()
             os.fsync(stream.fileno())
         os.chmod(stream.name, 0o644)  # temporary files are private; a cache may be shared

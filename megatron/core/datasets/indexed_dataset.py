@@ -20,7 +20,7 @@ from megatron.core.datasets.indexed_format import (
 __all__ = ["DType", "IndexedDataset", "IndexedDatasetBuilder", "get_bin_path", "get_idx_path"]
 
 
-class IndexedDataset(torch.utils.data.Dataset):
+class IndexedDataset(torch.utils.data.Dataset[Any]):
     """The sequences of a corpus, each an array of tokens [n] that may not be written to.
 
     Args:

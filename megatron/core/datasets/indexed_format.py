@@ -49,7 +49,8 @@ class DType(Enum):
     @classmethod
     def dtype_from_code(cls, value: int) -> type[numpy.number]:
         """Return the numpy type of a code; raises ValueError for a code that the format does not have."""
-        return getattr(numpy, cls(value).name)
+        dtype: type[numpy.number] = getattr(numpy, cls(value).name)
+        return dtype
 
     @staticmethod
     def size(key: int | type[numpy.number]) -> int:

@@ -1,4 +1,4 @@
-"""What every dataset over one corpus has: its part of the documents, and a description that names its cached indices."""
+"""What every dataset over one corpus has: its part of the documents, and a description that names its indices."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatr
 from megatron.core.datasets.split import Split
 
 
-class MegatronDataset(ABC, torch.utils.data.Dataset):
+class MegatronDataset(ABC, torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     """Samples from one part of one corpus.
 
     Args:

@@ -1,8 +1,8 @@
 """Document, sample and shuffle indices of GPT training: how a corpus becomes a shuffled list of samples.
 
-The documents of all epochs are shuffled and laid end to end; the samples are cut from this line, each ``sequence_length``
-tokens after the last; then the samples are shuffled. Where the last epoch is needed in small part only, it is shuffled by
-itself and comes last, so that no document is seen twice while others are not seen at all ("separate last epoch").
+The documents of all epochs are shuffled and laid end to end; the samples are cut from this line, each
+``sequence_length`` tokens after the last; then the samples are shuffled. Where the last epoch is needed in small part
+only, it is shuffled by itself and comes last: its few samples are then not spread among those of full epochs.
 
 Everything here is numpy over whole arrays: no loop over documents or samples.
 
@@ -166,5 +166,5 @@ def _count_samples(num_tokens: int, sequence_length: int, drop_last_partial: boo
         return max(0, num_tokens // sequence_length)
     exact = max(0, -(-num_tokens // sequence_length))
     # Megatron divides in float32, which beyond 2**24 tokens may lose samples; as many are shuffled here, so that the
-    # same ones are drawn. Where it would invent samples that the tokens cannot fill it fails, and the exact count serves.
+    # same ones are drawn. Where it invents samples that the tokens cannot fill it fails; the exact count serves there.
     return min(exact, math.ceil(numpy.float32(num_tokens) / numpy.float32(sequence_length)))

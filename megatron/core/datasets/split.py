@@ -22,7 +22,7 @@ Bookends = tuple[float, float]
 
 
 def normalize(weights: Sequence[float]) -> list[float]:
-    """Scale ``weights`` [D] so that they sum to one, in numpy's float64 summation order (as Megatron does, to the last bit).
+    """Scale ``weights`` [D] to sum to one, in numpy's float64 summation order (as Megatron does, to the last bit).
 
     Raises:
         ValueError: a weight is negative or not finite, or all are zero.
@@ -31,7 +31,8 @@ def normalize(weights: Sequence[float]) -> list[float]:
     total = numpy.sum(array)
     if not numpy.all(numpy.isfinite(array)) or numpy.any(array < 0) or not total > 0:
         raise ValueError(f"weights must be finite, not negative and not all zero, got {list(weights)}")
-    return (array / total).tolist()
+    normalized: list[float] = (array / total).tolist()
+    return normalized
 
 
 def parse_and_normalize_split(split: str) -> list[float]:
