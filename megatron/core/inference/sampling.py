@@ -34,7 +34,13 @@ def generate(
     Ranks: all ranks of a sharded model call it together, with the same tokens and generators of the same state, so that
     they run the same forward passes and draw the same tokens; it communicates only through the model.
     """
-    if num_tokens < 0 or temperature < 0.0 or top_k < 0 or tokens.shape[1] < 1 or (max_context or 1) < 1:
+    if (
+        num_tokens < 0
+        or temperature < 0.0
+        or top_k < 0
+        or tokens.shape[1] < 1
+        or (max_context is not None and max_context < 1)
+    ):
         raise ValueError(
             "num_tokens, temperature and top_k must not be negative, and tokens and max_context at least 1 long, got"
             f" {num_tokens}, {temperature}, {top_k}, {tokens.shape[1]} and {max_context}"

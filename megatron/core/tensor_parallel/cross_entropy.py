@@ -50,12 +50,8 @@ class _CrossEntropy(torch.autograd.Function):
         start = 0
         for chunk, out in zip(_chunks(rows), _chunks(grad), strict=True):
             here = slice(start, start + chunk.shape[0])
-            softmax = (
-                chunk.float().sub_(log_sums[here, None])
-                if chunk.dtype != torch.float32
-                else chunk - log_sums[here, None]
-            )
-            softmax.exp_().scatter_add_(1, labels[here], softmax.new_full((1, 1), -1.0).expand(chunk.shape[0], 1))
+            softmax = (chunk - log_sums[here, None]).exp_()  # in fp32, the wider of the two
+            softmax.scatter_add_(1, labels[here], softmax.new_full((1, 1), -1.0).expand(chunk.shape[0], 1))
             torch.mul(softmax, grad_loss[here], out=out)
             start = here.stop
         return grad.view(logits.shape), None

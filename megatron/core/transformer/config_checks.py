@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from megatron.core.transformer.parameter_init import ConfigInit, InheritedInit
+
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -79,6 +81,15 @@ CONTRADICTIONS: list[tuple[Condition, str]] = [
     (lambda c: not 0.0 <= c.attention_dropout < 1.0, "attention_dropout must be in [0, 1), got {attention_dropout}"),
     (lambda c: c.layernorm_epsilon <= 0.0, "layernorm_epsilon must be positive, got {layernorm_epsilon}"),
     (lambda c: c.init_method_std < 0.0, "init_method_std must not be negative, got {init_method_std}"),
+    (
+        lambda c: (
+            c.embedding_init_method_std is not None
+            and c.embedding_init_method is not None
+            and not isinstance(c.embedding_init_method, ConfigInit | InheritedInit)
+        ),
+        "embedding_init_method_std must not go with embedding_init_method, got {embedding_init_method_std}; leave one"
+        " of them out",
+    ),
     (
         lambda c: c.normalization not in ("LayerNorm", "RMSNorm"),
         "normalization must be 'LayerNorm' or 'RMSNorm', got {normalization!r}",

@@ -38,6 +38,16 @@ class ConfigInit(NormalInit):
     """The default that the configuration derived from ``init_method_std``: derived anew when the configuration is."""
 
 
+class InheritedInit:
+    """Another field's init method, taken over by the configuration: taken over anew when the configuration is."""
+
+    def __init__(self, init_method: InitMethod) -> None:
+        self.init_method = init_method
+
+    def __call__(self, tensor: torch.Tensor) -> Any:
+        return self.init_method(tensor)
+
+
 class ConstantInit:
     """Fills a tensor with one value: ones for norms, zeros for biases."""
 
@@ -75,6 +85,8 @@ def initialize_parameter(
     """
     if parameter.is_meta:
         return
+    if isinstance(init_method, InheritedInit):
+        init_method = init_method.init_method
     if isinstance(init_method, ConstantInit):
         init_method(parameter)
         return
@@ -150,16 +162,17 @@ def initialize_model(model: torch.nn.Module, device: torch.device) -> None:
     On the meta device only the names are told. See [Note: names at construction].
 
     Raises:
-        ValueError: a module owns parameters and has no ``reset_parameters()``.
+        ValueError: a module owns parameters or buffers and has no ``reset_parameters()``.
     """
     for name, module in model.named_modules():
-        owned = [parameter_name for parameter_name, _ in module.named_parameters(recurse=False)]
+        owned = [tensor_name for tensor_name, _ in module.named_parameters(recurse=False)]
+        owned += [tensor_name for tensor_name, _ in module.named_buffers(recurse=False)]
         if isinstance(module, InitializedParameters):
             module.parameter_prefix = name
         if owned and not callable(getattr(module, "reset_parameters", None)):
             raise ValueError(
-                f"every module that owns parameters must have reset_parameters(), got {type(module).__name__} at"
-                f" {name!r} with {owned}; give it one that refills its own parameters"
+                "every module that owns parameters or buffers must have reset_parameters(), got"
+                f" {type(module).__name__} at {name!r} with {owned}; give it one that refills its own tensors"
             )
         if device.type != "meta":
             module.to_empty(device=device, recurse=False)

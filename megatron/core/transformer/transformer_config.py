@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron.core.transformer.config_checks import check_config
-from megatron.core.transformer.parameter_init import ConfigInit, InitMethod
+from megatron.core.transformer.parameter_init import ConfigInit, InheritedInit, InitMethod
 
 
 def squared_relu(x: torch.Tensor) -> torch.Tensor:
@@ -191,10 +191,7 @@ class TransformerConfig:
             self._derive("activation_func", ACTIVATIONS[self.activation_func])
         self._derive_init_method("init_method", self.init_method_std)
         self._derive_init_method("output_layer_init_method", self.init_method_std / math.sqrt(2.0 * self.num_layers))
-        if self.embedding_init_method is None and self.embedding_init_method_std is None:
-            self._derive("embedding_init_method", self.init_method)
-        elif self.embedding_init_method_std is not None:
-            self._derive_init_method("embedding_init_method", self.embedding_init_method_std)
+        self._derive_embedding_init_method()
 
     def _derive(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
@@ -203,3 +200,13 @@ class TransformerConfig:
         given = getattr(self, name)
         if given is None or isinstance(given, ConfigInit):
             self._derive(name, ConfigInit(std))
+
+    def _derive_embedding_init_method(self) -> None:
+        given, std = self.embedding_init_method, self.embedding_init_method_std
+        if given is not None and not isinstance(given, ConfigInit | InheritedInit):
+            return
+        assert self.init_method is not None, "derived before"
+        if std is not None:
+            self._derive("embedding_init_method", ConfigInit(std))
+        else:
+            self._derive("embedding_init_method", InheritedInit(self.init_method))

@@ -1,0 +1,83 @@
+"""Recomputation changes memory, never numbers: with dropout on, every bit is the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.core.models.tiny_gpt import build_gpt, random_tokens
+
+METHODS: list[dict[str, Any]] = [
+    {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2},
+    {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 3},
+    {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2},
+    {"recompute_granularity": "selective"},
+    {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+]
+ARGUMENTS = {"position_embedding_type": "rope"}
+FIELDS: dict[str, Any] = {
+    "num_layers": 3,
+    "num_query_groups": 2,
+    "hidden_dropout": 0.2,
+    "attention_dropout": 0.3,
+    "gated_linear_unit": True,
+    "activation_func": "silu",
+}
+
+
+def _train_step(masked: bool, **fields: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor], list[int]]:
+    """Losses [b, s], gradients, and how often each layer ran."""
+    model = build_gpt(ARGUMENTS, **FIELDS, **fields)
+    calls = [0] * len(model.decoder.layers)
+    for number, layer in enumerate(model.decoder.layers):
+        layer.register_forward_pre_hook(lambda *_, number=number: calls.__setitem__(number, calls[number] + 1))
+    inputs, positions, labels = random_tokens()
+    mask = torch.ones(9, 9).tril() < 0.5 if masked else None
+    torch.manual_seed(11)
+    losses = model(inputs, positions, mask, labels=labels)
+    losses.mean().backward()
+    return losses, {name: p.grad for name, p in model.named_parameters()}, calls
+
+
+@pytest.mark.parametrize("fields", METHODS, ids=lambda fields: "-".join(str(value) for value in fields.values()))
+@pytest.mark.parametrize("masked", [False, True])
+def test_losses_and_gradients_are_bitwise_equal(fields: dict[str, Any], masked: bool) -> None:
+    losses, gradients, calls = _train_step(masked)
+    again, again_gradients, again_calls = _train_step(masked, **fields)
+    assert torch.equal(losses, again)
+    for name, gradient in gradients.items():
+        assert torch.equal(gradient, again_gradients[name]), name
+    assert calls == [1, 1, 1]
+    recomputed = {"uniform": [2, 2, 2], "block": [2, 2, 1]}.get(fields.get("recompute_method", ""), [1, 1, 1])
+    assert again_calls == recomputed
+
+
+def test_dropout_is_on() -> None:
+    """Else the equality above would not show that the generator's state is put back."""
+    losses, _, _ = _train_step(False)
+    model = build_gpt(ARGUMENTS, **FIELDS).eval()
+    inputs, positions, labels = random_tokens()
+    assert not torch.equal(losses, model(inputs, positions, None, labels=labels))
+
+
+def test_selective_recomputation_repeats_the_core_of_attention_only() -> None:
+    model = build_gpt(ARGUMENTS, **FIELDS, recompute_granularity="selective")
+    calls: list[str] = []
+    attention = model.decoder.layers[0].self_attention
+    for name in ("core_attention", "linear_qkv", "linear_proj"):
+        getattr(attention, name).register_forward_pre_hook(lambda *_, name=name: calls.append(name))
+    inputs, positions, labels = random_tokens()
+    model(inputs, positions, None, labels=labels).mean().backward()
+    assert sorted(calls) == ["core_attention", "core_attention", "linear_proj", "linear_qkv"]
+
+
+def test_evaluation_recomputes_nothing() -> None:
+    model = build_gpt(ARGUMENTS, **FIELDS, **METHODS[0]).eval()
+    calls: list[int] = []
+    model.decoder.layers[0].register_forward_pre_hook(lambda *_: calls.append(1))
+    inputs, positions, labels = random_tokens()
+    model(inputs, positions, None, labels=labels).mean().backward()
+    assert calls == [1]

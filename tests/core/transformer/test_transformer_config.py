@@ -1,0 +1,150 @@
+"""A setting is in effect or refused by name: each row of the tables is a test."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megatron.core.transformer.config_checks import CONTRADICTIONS, NOT_SERVED
+from megatron.core.transformer.transformer_config import TransformerConfig, squared_relu
+
+BASE: dict[str, Any] = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4}
+
+ASKED_FOR: dict[str, Any] = {
+    "apply_residual_connection_post_layernorm": True,
+    "fp16": True,
+    "fp8": "hybrid",
+    "fp4": "e2m1",
+    "enable_autocast": True,
+    "distribute_saved_activations": True,
+    "tensor_model_parallel_size": 2,
+    "pipeline_model_parallel_size": 2,
+    "virtual_pipeline_model_parallel_size": 2,
+    "context_parallel_size": 2,
+    "expert_model_parallel_size": 2,
+    "expert_tensor_parallel_size": 2,
+    "sequence_parallel": True,
+    "num_moe_experts": 8,
+    "moe_router_topk": 1,
+    "moe_ffn_hidden_size": 24,
+    "moe_grouped_gemm": True,
+    "moe_aux_loss_coeff": 0.01,
+    "moe_z_loss_coeff": 0.001,
+    "moe_shared_expert_intermediate_size": 24,
+    "moe_layer_freq": [0, 1],
+    "moe_router_load_balancing_type": "sinkhorn",
+    "moe_token_dispatcher_type": "alltoall",
+    "moe_router_pre_softmax": True,
+    "multi_latent_attention": True,
+    "mtp_num_layers": 1,
+    "window_size": (4, 0),
+    "softmax_type": "learnable",
+    "qk_l2_norm": True,
+    "use_mup": True,
+    "cpu_offloading": True,
+}
+
+CONTRADICTORY: list[tuple[dict[str, Any], str]] = [
+    ({"num_layers": 0}, "num_layers must be at least 1, got 0"),
+    ({"hidden_size": 0}, "hidden_size must be at least 1, got 0"),
+    ({"num_attention_heads": 0}, "num_attention_heads must be at least 1, got 0"),
+    ({"ffn_hidden_size": 0}, "ffn_hidden_size must be at least 1"),
+    ({"kv_channels": 0}, "kv_channels must be at least 1"),
+    ({"num_attention_heads": 3}, "hidden_size must be a multiple of num_attention_heads, got 16 and 3"),
+    ({"num_query_groups": 0}, "num_query_groups must be at least 1"),
+    ({"num_query_groups": 3}, "num_attention_heads must be a multiple of num_query_groups, got 4 and 3"),
+    ({"hidden_dropout": 1.0}, r"hidden_dropout must be in \[0, 1\), got 1.0"),
+    ({"attention_dropout": -0.1}, r"attention_dropout must be in \[0, 1\), got -0.1"),
+    ({"layernorm_epsilon": 0.0}, "layernorm_epsilon must be positive, got 0.0"),
+    ({"init_method_std": -1.0}, "init_method_std must not be negative, got -1.0"),
+    (
+        {"embedding_init_method_std": 1.0, "embedding_init_method": torch.nn.init.zeros_},
+        "embedding_init_method_std must not go with embedding_init_method, got 1.0",
+    ),
+    ({"normalization": "BatchNorm"}, "normalization must be 'LayerNorm' or 'RMSNorm', got 'BatchNorm'"),
+    ({"activation_func": "tanh"}, "activation_func must be .* got 'tanh'"),
+    ({"activation_func": "relu", "bias_activation_fusion": True}, "bias_activation_fusion must go with .* got 'relu'"),
+    ({"params_dtype": torch.float16}, "params_dtype must be .* got torch.float16"),
+    ({"bf16": True}, "bf16 must go with params_dtype=torch.bfloat16, got torch.float32"),
+    ({"apply_query_key_layer_scaling": True, "attention_softmax_in_fp32": False}, "attention_softmax_in_fp32"),
+    ({"recompute_granularity": "all"}, "recompute_granularity must be 'full', 'selective' or None, got 'all'"),
+    ({"recompute_granularity": "full"}, "recompute_method 'uniform' or 'block', got None"),
+    ({"recompute_granularity": "full", "recompute_method": "block"}, "recompute_num_layers from 1 to num_layers"),
+    ({"recompute_method": "block"}, "recompute_method must go with recompute_granularity='full'"),
+    ({"recompute_granularity": "selective", "recompute_num_layers": 1}, "recompute_num_layers must go with"),
+    ({"recompute_modules": ["core_attn"]}, "recompute_modules must go with recompute_granularity='selective'"),
+    ({"recompute_granularity": "selective", "recompute_modules": ["mlp"]}, r"must be \['core_attn'\], got \['mlp'\]"),
+]
+
+
+def test_every_row_of_the_tables_has_a_test() -> None:
+    assert ASKED_FOR.keys() == NOT_SERVED.keys()
+    assert len(CONTRADICTORY) == len(CONTRADICTIONS)
+
+
+@pytest.mark.parametrize("name", ASKED_FOR)
+def test_what_is_not_served_is_refused_by_name_with_the_reason(name: str) -> None:
+    with pytest.raises(NotImplementedError, match=rf"TransformerConfig\.{name} must be .+, got .+: \w+"):
+        TransformerConfig(**BASE, **{name: ASKED_FOR[name]})
+
+
+@pytest.mark.parametrize("row", range(len(CONTRADICTORY)))
+def test_each_contradiction_is_refused(row: int) -> None:
+    """By its own row of the table, not by another that happens to match."""
+    fields, message = CONTRADICTORY[row]
+    with pytest.raises(ValueError, match=message):
+        TransformerConfig(**{**BASE, **fields})
+    probe = dataclasses.make_dataclass("Probe", [])()
+    defaults = {field.name: field.default for field in dataclasses.fields(TransformerConfig)}
+    vars(probe).update({**defaults, **BASE, **fields})
+    assert CONTRADICTIONS[row][0](probe)
+
+
+def test_an_unknown_field_is_refused_by_name() -> None:
+    with pytest.raises(TypeError, match="hidden_sise"):
+        TransformerConfig(**BASE, hidden_sise=3)
+
+
+def test_what_was_checked_cannot_be_changed_afterwards() -> None:
+    config = TransformerConfig(**BASE)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.tensor_model_parallel_size = 2  # type: ignore[misc]
+
+
+def test_sizes_are_derived_as_in_megatron_core() -> None:
+    config = TransformerConfig(**BASE)
+    assert (config.ffn_hidden_size, config.kv_channels, config.num_query_groups) == (64, 4, 4)
+    assert config.activation_func is F.gelu
+
+
+@pytest.mark.parametrize(
+    ("name", "function"), [("gelu", F.gelu), ("silu", F.silu), ("relu", F.relu), ("squared_relu", squared_relu)]
+)
+def test_an_activation_may_be_named(name: str, function: object) -> None:
+    assert TransformerConfig(**BASE, activation_func=name).activation_func is function
+
+
+def test_replacing_the_standard_deviation_replaces_the_derived_init_methods() -> None:
+    """Else the new value would be silently without effect."""
+    config = dataclasses.replace(TransformerConfig(**BASE), init_method_std=0.5)
+    tensor = torch.empty(10_000)
+    for method, std in [
+        (config.init_method, 0.5),
+        (config.output_layer_init_method, 0.25),
+        (config.embedding_init_method, 0.5),
+    ]:
+        assert method is not None
+        method(tensor)
+        assert tensor.std().item() == pytest.approx(std, rel=0.05)
+
+
+def test_replacing_keeps_given_init_methods_and_the_embedding_follows_the_new_one() -> None:
+    config = TransformerConfig(**BASE, init_method=torch.nn.init.zeros_)
+    assert dataclasses.replace(config, init_method_std=0.5).init_method is torch.nn.init.zeros_
+    embedding_init_method = dataclasses.replace(config, init_method=torch.nn.init.ones_).embedding_init_method
+    assert embedding_init_method is not None
+    assert embedding_init_method(torch.empty(2)).tolist() == [1.0, 1.0]
