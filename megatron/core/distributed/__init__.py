@@ -1,0 +1,1 @@
+"""Data parallelism in its forms."""

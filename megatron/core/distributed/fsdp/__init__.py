@@ -1,0 +1,25 @@
+"""Fully sharded data parallelism. Start with ``fully_shard``; how it works stands in DESIGN.md and SCHEDULE.md."""
+
+from megatron.core.distributed.fsdp.context import FsdpContext
+from megatron.core.distributed.fsdp.dbuffer import DBuffer
+from megatron.core.distributed.fsdp.distributed_index import FSDPDistributedIndex
+from megatron.core.distributed.fsdp.fully_shard import fully_shard, fully_shard_context, microbatch
+from megatron.core.distributed.fsdp.mixed_precision import MixedPrecisionPolicy
+from megatron.core.distributed.fsdp.module import FsdpModule
+from megatron.core.distributed.fsdp.optimizer import fully_shard_optimizer
+from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup
+from megatron.core.distributed.fsdp.placement import Placements
+
+__all__ = [
+    "DBuffer",
+    "FSDPDistributedIndex",
+    "FsdpContext",
+    "FsdpModule",
+    "FsdpParameterGroup",
+    "MixedPrecisionPolicy",
+    "Placements",
+    "fully_shard",
+    "fully_shard_context",
+    "fully_shard_optimizer",
+    "microbatch",
+]

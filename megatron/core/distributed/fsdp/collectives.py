@@ -1,0 +1,136 @@
+"""The only code that moves bytes between ranks: one class per transport, one interface for all."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from megatron.core.distributed.fsdp.torch_versions import all_gather_single, reduce_scatter_single
+
+
+class Transport(Protocol):
+    """Moves flat buffers along one mesh axis. Every rank of the axis must call, in the same order.
+
+    Calls are issued on the current stream and return without waiting for the device.
+    """
+
+    size: int
+    rank: int
+    widens: bool  # reduce_scatter and all_reduce may write their sum in a wider dtype than that of the pieces
+
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> None:
+        """Afterwards ``full`` [size * S] holds the ranks' ``shard`` [S] in rank order; ``shard`` may lie in ``full``."""
+
+    def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor) -> None:
+        """Afterwards ``shard`` [S] holds this rank's segment of the sum of all ranks' ``full`` [size * S]."""
+
+    def all_reduce(self, out: torch.Tensor, full: torch.Tensor) -> None:
+        """Afterwards ``out`` [size * S] holds the sum of all ranks' ``full`` [size * S]; both may be the same."""
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Afterwards ``tensor`` holds what it held on the axis's first rank."""
+
+
+class LocalTransport:
+    """One rank alone: nothing to move but from one buffer to the other."""
+
+    size = 1
+    rank = 0
+    widens = True
+
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> None:
+        if full.data_ptr() != shard.data_ptr():
+            full.copy_(shard)
+
+    def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor) -> None:
+        if full.data_ptr() != shard.data_ptr():
+            shard.copy_(full)
+
+    def all_reduce(self, out: torch.Tensor, full: torch.Tensor) -> None:
+        self.reduce_scatter(out, full)
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        pass
+
+
+class ProcessGroupTransport:
+    """The group's own collectives, straight between arena and shard; for NCCL over any network.
+
+    ``gather_group`` holds the same ranks; where it is another communicator, gathers run beside reductions.
+    """
+
+    widens = False
+
+    def __init__(self, group: ProcessGroup, gather_group: ProcessGroup) -> None:
+        self.group = group
+        self.gather_group = gather_group
+        self.size = group.size()
+        self.rank = group.rank()
+
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> None:
+        all_gather_single(full, shard, group=self.gather_group)
+
+    def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor) -> None:
+        # SUM, never AVG: symmetric-memory kernels are chosen for SUM alone, and the scale is applied in fp32 later.
+        reduce_scatter_single(shard, full, op=dist.ReduceOp.SUM, group=self.group)
+
+    def all_reduce(self, out: torch.Tensor, full: torch.Tensor) -> None:
+        if out.data_ptr() != full.data_ptr():
+            out.copy_(full)
+        dist.all_reduce(out, op=dist.ReduceOp.SUM, group=self.group)
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        dist.broadcast(tensor, src=dist.get_global_rank(self.group, 0), group=self.group)
+
+
+class RankOrderTransport(ProcessGroupTransport):
+    """Sums in rank order: pieces travel as they are and are added on the rank that owns them, in fp32 or wider.
+
+    The sum of a gradient does not depend on the strategy (scattered or not), on the number of buffers, or on
+    the library's ring, so strategies can be compared bit for bit. It is the transport of gloo groups; the cost
+    is one copy of the full buffer. [Note: fixed order of reduction] in DESIGN.md.
+    """
+
+    widens = True
+
+    def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor) -> None:
+        pieces = torch.empty_like(full)
+        dist.all_to_all_single(pieces, full, group=self.group)
+        shard.copy_(_sum_in_order(pieces.view(self.size, -1)))
+
+    def all_reduce(self, out: torch.Tensor, full: torch.Tensor) -> None:
+        padded = torch.nn.functional.pad(full, (0, -full.numel() % self.size))
+        shard = torch.empty(padded.numel() // self.size, dtype=out.dtype, device=out.device)
+        self.reduce_scatter(shard, padded)
+        total = torch.empty_like(padded, dtype=out.dtype)
+        all_gather_single(total, shard, group=self.group)
+        out.copy_(total[: out.numel()])
+
+
+def _sum_in_order(pieces: torch.Tensor) -> torch.Tensor:
+    """[S] sum of ``pieces`` [R, S], from rank 0 upwards."""
+    total = pieces[0].to(torch.promote_types(pieces.dtype, torch.float32), copy=True)
+    for piece in pieces[1:]:
+        total += piece
+    return total
+
+
+def make_transport(group: ProcessGroup, gather_group: ProcessGroup, device: torch.device) -> Transport:
+    """The transport for buffers on ``device`` between the ranks of ``group``.
+
+    Raises:
+        ValueError: the group's backend does not serve the device.
+    """
+    if group.size() == 1:
+        return LocalTransport()
+    if device.type == "cuda":
+        backend = dist.get_backend(group)
+        if "nccl" not in backend:
+            raise ValueError(
+                f"a group for CUDA tensors must have the nccl backend, got {backend!r}; pass a mesh on 'cuda'"
+            )
+        return ProcessGroupTransport(group, gather_group)
+    return RankOrderTransport(group, gather_group)

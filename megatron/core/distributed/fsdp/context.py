@@ -1,0 +1,582 @@
+"""One step, in order: what runs when a unit is entered or left, forward and backward, and the plan that is learned from it."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from megatron.core.distributed.fsdp.gatherer import Gatherer
+from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup
+from megatron.core.distributed.fsdp.plan import Plan, RangePlan, Recorder, Use
+from megatron.core.distributed.fsdp.reducer import Reducer
+from megatron.core.distributed.fsdp.streams import CudaStreams, Streams, make_streams
+from megatron.core.distributed.fsdp.unit import FsdpUnit, Phase
+
+logger = logging.getLogger(__name__)
+
+
+class GraphToken:
+    """Stands for the autograd graph of one outermost forward; hooks in the graph hold it.
+
+    Attributes:
+        generation: where gathered weights lived when the graph saved them.
+        is_done: a backward has run through the graph.
+    """
+
+    __slots__ = ("__weakref__", "generation", "is_done")
+
+    def __init__(self, generation: int) -> None:
+        self.generation = generation
+        self.is_done = False
+
+
+class _BackwardEnd:
+    """What autograd calls at a backward's end. It dies with the backward, also with one that failed."""
+
+    def __init__(self, context: FsdpContext) -> None:
+        self._context = weakref.ref(context)
+
+    def __call__(self) -> None:
+        context = self._context()
+        if context is not None:
+            context.end_backward()
+
+
+class FsdpContext:
+    """Streams, order, plan and microbatch state of the units under one root (or of sibling roots that share it).
+
+    Ranks: units are used in the same order on all ranks; everything here follows from that order alone.
+    """
+
+    def __init__(self, device: torch.device, streams: Streams | None = None, *, is_shared: bool = False) -> None:
+        self.device = device
+        self.is_shared = is_shared  # made by fully_shard_context: units stay in it whatever lies above them
+        self.streams = streams or make_streams(device)
+        self.gatherer = Gatherer(self.streams)
+        self_ref = weakref.ref(self)
+        self.gatherer.can_move = lambda: (own := self_ref()) is not None and not own._graphs_are_open()
+        self.reducer = Reducer(self.streams)
+        self.is_last_microbatch = True
+        self.plan: Plan | None = None
+        self._units: list[weakref.ref[FsdpUnit]] = []
+        self._groups: list[weakref.ref[FsdpParameterGroup]] = []
+        self._owners: list[weakref.ref[FsdpUnit]] = []  # of the groups
+        self._depth = 0
+        self._scope_depth = 0
+        self._epoch_is_open = False  # the next forward uses the epoch that was opened for it
+        # Backward
+        self._backward_end: weakref.ref[_BackwardEnd] | None = None
+        self._open_units: list[
+            FsdpUnit
+        ] = []  # their gradients are owed or not reduced yet, in the order of their begin
+        self._claiming: list[FsdpUnit] = []  # their backward holds weights
+        self._lingering: list[FsdpUnit] = []  # of these, the ones that hold weights until the second next unit begins
+        # Plan
+        self._recorder: Recorder | None = None
+        self._candidate: Plan | None = None
+        self._last_uses: tuple[Use, ...] = ()
+        self._cursor = -1
+        self._in_plan = False
+        self._wants_record = True
+        self._has_told = False
+        self._generation = 0
+        self._token = GraphToken(0)
+        self._tokens: list[weakref.ref[GraphToken]] = []
+        self._arenas: list[torch.Tensor] = []
+
+    @property
+    def poisons(self) -> bool:
+        """Released ranges are filled with NaN: a debugging aid that turns a use after release into NaN losses."""
+        return self.gatherer.poisons
+
+    @poisons.setter
+    def poisons(self, value: bool) -> None:
+        self.gatherer.poisons = self.reducer.poisons = value
+
+    # ---- units --------------------------------------------------------------------------------------------------
+
+    def register(self, unit: FsdpUnit) -> None:
+        """Afterwards the unit belongs to this context, which drops its plan, since it does not know the unit."""
+        unit.context, unit.index = self, len(self._units)
+        self._units.append(weakref.ref(unit))
+        for group in unit.own_groups:
+            group.index, group.context = len(self._groups), weakref.ref(self)
+            self._groups.append(weakref.ref(group))
+            self._owners.append(self._units[-1])
+        self._leave_plan()
+
+    def disband(self) -> bool:
+        """Afterwards, if it was at rest, this context has no units left; the caller registers them elsewhere."""
+        if self._depth or self._claiming or self._open_units or self._graphs_are_open():
+            return False
+        self._leave_plan()
+        self._units.clear()
+        self._groups.clear()
+        self._owners.clear()
+        return True
+
+    @property
+    def units(self) -> list[FsdpUnit]:
+        """The units that still exist, in the order of their registration."""
+        return [unit for ref in self._units if (unit := ref()) is not None]
+
+    @property
+    def groups(self) -> list[FsdpParameterGroup]:
+        """The groups that still exist."""
+        return [group for ref in self._groups if (group := ref()) is not None]
+
+    # ---- microbatches -------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def microbatch(self, *, is_first: bool, is_last: bool) -> Iterator[None]:
+        """In the scope, weights are synchronised once (``is_first``) or not at all, and gradients summed over ranks
+        at rest placement only, or (``is_last``) to the optimizer's."""
+        previous = self.is_last_microbatch
+        if is_first and not self._epoch_is_open:
+            self._open_epoch()
+        self._epoch_is_open = False
+        self.is_last_microbatch = is_last
+        self._scope_depth += 1
+        if is_first:
+            for group in self.groups:
+                if group.trainable and group.has_partial:
+                    group.drop_partial()  # left by a step that was given up
+        try:
+            yield
+        finally:
+            self._scope_depth -= 1
+            self.is_last_microbatch = previous
+
+    def _open_epoch(self) -> None:
+        if isinstance(self.streams, CudaStreams):
+            self.streams.follow_caller()
+        self.gatherer.new_epoch()
+
+    def prepare_forward(self) -> None:
+        """Afterwards the weights of the step to come are final, and the first unit's are on their way.
+
+        Ranks: all. Call it after the optimizer has stepped; the next forward or first microbatch uses what it began.
+        """
+        self._recover()
+        self._open_epoch()
+        self._epoch_is_open = True
+        if self.plan is not None and self._depth == 0:
+            self.gatherer.release_idle()
+            self._prefetch_use(self.plan.uses[0], forward=True)
+
+    def weights_changed(self) -> None:
+        """Afterwards nothing that was gathered ahead is used: main weights were written since."""
+        self._epoch_is_open = False
+        self.gatherer.release_idle()
+        for group in self.groups:
+            group.synced_epoch = -1
+
+    # ---- forward ------------------------------------------------------------------------------------------------
+
+    def enter_forward(self, unit: FsdpUnit) -> bool:
+        """Afterwards the unit's weights are whole and its module holds them; True if this recomputes activations.
+
+        Ranks: all.
+        """
+        if torch._C._current_graph_task_id() != -1:
+            self.begin_unit_backward(unit)
+            return True
+        if self._depth == 0:
+            self._begin_forward()
+        self._depth += 1
+        unit.forward_depth += 1
+        unit.phase = Phase.FORWARD
+        for group in unit.groups:
+            group.num_users += 1
+        self._use(unit, backward=False)
+        return False
+
+    def leave_forward(self, unit: FsdpUnit, tensors: list[torch.Tensor]) -> None:
+        """Afterwards the unit's weights are released, and its backward begins with the gradient of any of ``tensors``.
+
+        Not called for a forward that recomputed: its weights stay for the backward that it is part of.
+        """
+        if tensors:
+            hook = _OutputHook(self, unit, self._token)
+            for tensor in tensors:
+                tensor.register_hook(hook)
+            if unit.last_token is not None and unit.last_token() is self._token:
+                unit.is_deferred = True  # used twice in one graph: its gradients are whole only at the end
+            unit.last_token = weakref.ref(self._token)
+        unit.forward_depth -= 1
+        if unit.forward_depth == 0 and unit.phase is Phase.FORWARD:
+            unit.phase = Phase.RESTING
+        self._depth -= 1
+        keeps = self._keeps and bool(tensors)
+        for group in unit.groups:
+            group.num_users -= 1
+            if not keeps:
+                self.gatherer.release(group)
+        if self._depth == 0 and not tensors:
+            self.gatherer.release_idle()
+
+    @property
+    def _keeps(self) -> bool:
+        """True if the unit that ran last runs again at once."""
+        return self._in_plan and self.plan is not None and self.plan.kept[self._cursor]
+
+    def _begin_forward(self) -> None:
+        if isinstance(self.streams, CudaStreams):
+            self.streams.follow_caller()
+        self._recover()
+        if self._scope_depth == 0:
+            if not self._epoch_is_open:
+                self._open_epoch()
+            self._epoch_is_open = False
+        self._check_trainable()
+        for group in self.groups:
+            if group.trainable:
+                group.watch_gradients()
+                group.free_main_grad_if_cleared()
+        self._turn_page()
+        self._token = GraphToken(self._generation)
+        self._tokens.append(weakref.ref(self._token))
+
+    def _check_trainable(self) -> None:
+        for group in self.groups:
+            for parameter, managed in zip(group.sharded, group.parameters, strict=True):
+                if parameter.requires_grad is not group.trainable:
+                    raise RuntimeError(
+                        f"requires_grad of {managed.name} must stay {group.trainable}, as it was when fully_shard was "
+                        f"called, got {parameter.requires_grad}; freeze or unfreeze parameters before fully_shard"
+                    )
+
+    # ---- backward -----------------------------------------------------------------------------------------------
+
+    def begin_unit_backward(self, unit: FsdpUnit) -> None:
+        """Afterwards the unit's weights are whole for its backward. Ranks: all."""
+        self._open_backward()
+        if unit.phase is Phase.BACKWARD:
+            return
+        unit.phase = Phase.BACKWARD
+        self._release_lingering()
+        if unit.lingers:
+            self._lingering.append(unit)
+        self._claiming.append(unit)
+        for group in unit.groups:
+            group.num_claims += 1
+        self._open(unit)
+        self._use(unit, backward=True)
+
+    def _open_backward(self) -> None:
+        if self._backward_end is not None:
+            if self._backward_end() is not None:
+                return
+            self._recover()
+        end = _BackwardEnd(self)
+        self._backward_end = weakref.ref(end)
+        torch.autograd.Variable._execution_engine.queue_callback(end)
+
+    def _open(self, unit: FsdpUnit) -> None:
+        """Afterwards this backward owes the gradients of the unit's own parameters."""
+        if unit.is_open or not unit.trainable_groups:
+            return
+        unit.is_open = True
+        unit.num_incomplete = len(unit.trainable_groups)
+        for group in unit.trainable_groups:
+            group.begin_pending()
+        self._open_units.append(unit)
+
+    def open_group(self, group: FsdpParameterGroup) -> None:
+        """Afterwards this backward owes the group's gradients: one of them has arrived, or is about to be written."""
+        self._open_backward()
+        self._open(self._owner(group))
+
+    def _owner(self, group: FsdpParameterGroup) -> FsdpUnit:
+        owner = self._owners[group.index]()
+        assert owner is not None, "a group lives no longer than its unit"
+        return owner
+
+    def acquire_staging(self, group: FsdpParameterGroup) -> None:
+        """Afterwards backward may write gradients of the group in place."""
+        self.open_group(group)
+        self.reducer.stage(group)
+
+    def complete_group(self, group: FsdpParameterGroup) -> None:
+        """Afterwards, if this was the last of its unit's groups, the unit's gradients are on their way to their owners.
+
+        Ranks: all. Units whose backward began earlier go first, with what they have: a parameter that got no gradient
+        on this rank may have got one on another, and reductions must be issued in one order. For the same reason
+        units that hold others, or whose weights others use, wait for backward's end.
+        [Note: one order of reductions] in DESIGN.md.
+        """
+        unit = self._owner(group)
+        unit.num_incomplete -= 1
+        if unit.num_incomplete > 0 or unit.is_deferred:
+            return
+        for earlier in list(self._open_units):
+            if earlier is unit:
+                break
+            if not earlier.is_deferred:
+                self._reduce(earlier)
+        self._reduce(unit)
+
+    def _reduce(self, unit: FsdpUnit) -> None:
+        unit.is_open = False
+        self._open_units.remove(unit)
+        for group in unit.trainable_groups:
+            group.num_pending = 0
+            self.reducer.reduce(group, is_last=self.is_last_microbatch)
+        if unit not in self._lingering:
+            self._close(unit)
+
+    def _close(self, unit: FsdpUnit) -> None:
+        """Afterwards the unit's backward no longer holds any weights."""
+        if unit.phase is not Phase.BACKWARD:
+            return
+        unit.phase = Phase.RESTING
+        self._claiming.remove(unit)
+        for group in unit.groups:
+            group.num_claims -= 1
+            self.gatherer.release(group)
+
+    def _release_lingering(self) -> None:
+        """Afterwards weights that get no gradient here are released for all units but the last one.
+
+        Such weights (frozen, or tied and owned by another unit) have no event that says when backward is done with
+        them. Autograd runs what was recorded later first, so once the second next unit has begun, all that could
+        read them has run; the version fence would catch an exception to that.
+        """
+        while len(self._lingering) >= 2:
+            unit = self._lingering.pop(0)
+            if not unit.is_open:
+                self._close(unit)
+
+    def end_backward(self) -> None:
+        """Afterwards every gradient of this backward is in ``param.grad`` and nothing stays gathered. Ranks: all."""
+        self._backward_end = None
+        for unit in list(self._open_units):
+            self._reduce(unit)
+        if self.is_last_microbatch:
+            for group in self.groups:
+                if group.trainable and group.has_partial:
+                    self.reducer.reduce(group, is_last=True)
+        self._lingering.clear()
+        for unit in list(self._claiming):
+            self._close(unit)
+        self.reducer.finish()
+        self.gatherer.release_idle()
+        self._end_record()
+
+    # ---- failure ------------------------------------------------------------------------------------------------
+
+    @property
+    def epoch_is_open(self) -> bool:
+        """True between ``prepare_forward`` and the forward or microbatch that it prepared."""
+        return self._epoch_is_open
+
+    @property
+    def has_failed(self) -> bool:
+        """True after a backward that did not reach its end."""
+        return self._backward_end is not None and self._backward_end() is None
+
+    def _recover(self) -> None:
+        if self.has_failed:
+            logger.warning(
+                "the last backward did not finish: its gradients are dropped, and what it had gathered is released"
+            )
+            self.abandon()
+
+    def abandon(self) -> None:
+        """Afterwards nothing of the step that was under way is left: nothing gathered, no gradient half reduced."""
+        self._backward_end = None
+        self._depth = 0
+        for unit in self.units:
+            unit.phase, unit.forward_depth, unit.is_open = Phase.RESTING, 0, False
+        for group in self.groups:
+            group.num_users = group.num_claims = 0
+            if group.trainable:
+                self.reducer.abandon(group)
+                if group.has_partial:
+                    group.drop_partial()
+        for units in (self._open_units, self._claiming, self._lingering):
+            units.clear()
+        self.reducer.finish()
+        self.gatherer.release_idle()
+        self._forget_record()
+
+    # ---- the user's view of a unit ------------------------------------------------------------------------------
+
+    def pin(self, unit: FsdpUnit) -> None:
+        """Afterwards the unit's weights are whole until ``unpin``. Ranks: all."""
+        if self._depth == 0 and self._scope_depth == 0 and not self._epoch_is_open:
+            self._open_epoch()
+        for group in unit.groups:
+            group.pinned = True
+            self.gatherer.acquire(group, forward=True)
+
+    def unpin(self, unit: FsdpUnit) -> None:
+        """Afterwards the unit's weights are released, unless a pass is using them."""
+        for group in unit.groups:
+            group.pinned = False
+            self.gatherer.release(group)
+
+    # ---- the plan -----------------------------------------------------------------------------------------------
+
+    def _use(self, unit: FsdpUnit, *, backward: bool) -> None:
+        """Afterwards compute may read the unit's weights, and, where the plan holds, the next unit's are on their way."""
+        if self._recorder is not None:
+            self._recorder.use(unit.index, backward=backward)
+        following = self._advance(Use(unit.index, backward), unit)
+        for group in unit.groups:
+            self.gatherer.acquire(group, forward=not backward)
+        if following is not None and (not following.backward or torch.is_grad_enabled() or backward):
+            self._prefetch_use(following, forward=not following.backward)
+
+    def _advance(self, use: Use, unit: FsdpUnit) -> Use | None:
+        """The use that the plan says comes next, or None where this one is not the plan's."""
+        plan = self.plan
+        if plan is None or not self._in_plan:
+            return None
+        cursor = self._cursor + 1
+        if cursor < len(plan.uses) and plan.uses[cursor] == use:
+            self._cursor = cursor
+            return plan.uses[cursor + 1] if cursor + 1 < len(plan.uses) else None
+        self._depart(unit, use)
+        return None
+
+    def _depart(self, unit: FsdpUnit, use: Use) -> None:
+        self._in_plan = self.reducer.follows_plan = False
+        self._wants_record = True
+        if not self._has_told:
+            self._has_told = True
+            logger.warning(
+                "unit %s ran %s out of the planned order: weights are gathered on demand, without overlap, until an "
+                "order repeats",
+                unit.name,
+                "backward" if use.backward else "forward",
+            )
+
+    def _prefetch_use(self, use: Use, *, forward: bool) -> None:
+        unit = self._units[use.unit]()
+        if unit is not None:
+            for group in unit.groups:
+                self.gatherer.prefetch(group, forward=forward)
+
+    def _turn_page(self) -> None:
+        """At the start of an outermost forward: take a new plan if there is one, and start or go on with a step."""
+        if self._graphs_are_open():
+            return  # a graph waits for its backward: the step goes on
+        self._tokens.clear()
+        if self._recorder is not None:
+            self._end_record()
+        if self._candidate is not None:
+            self._adopt(self._candidate)
+            self._candidate = None
+        self._cursor = -1
+        self._in_plan = self.reducer.follows_plan = self.plan is not None
+        if not self._in_plan or self._wants_record:
+            self._start_record()
+        if not self._epoch_holds_prefetch:
+            self.gatherer.release_idle()
+
+    @property
+    def _epoch_holds_prefetch(self) -> bool:
+        """True if what is gathered was gathered for the forward that begins."""
+        return all(group.synced_epoch == self.gatherer.epoch for group in self.gatherer.live)
+
+    def _graphs_are_open(self) -> bool:
+        return any((token := ref()) is not None and not token.is_done for ref in self._tokens)
+
+    def _start_record(self) -> None:
+        self._recorder = self.gatherer.recorder = self.reducer.recorder = Recorder()
+
+    def _forget_record(self) -> None:
+        self._recorder = self.gatherer.recorder = self.reducer.recorder = None
+
+    def _end_record(self) -> None:
+        """Afterwards, if a step is over, its record has become a plan, or confirmed the one there is."""
+        recorder = self._recorder
+        if recorder is None or not recorder.uses:
+            return
+        if self._graphs_are_open() and not recorder.is_too_long:
+            return
+        self._forget_record()
+        uses = tuple(recorder.uses)
+        if self.plan is not None and uses == self.plan.uses[: len(uses)]:
+            self._wants_record = False  # the order that is planned, or its forward alone
+            return
+        repeats, self._last_uses = uses == self._last_uses, uses
+        grows = self.plan is None or not any(use.backward for use in self.plan.uses)
+        if not (repeats or grows) or recorder.is_too_long:
+            return
+        self._candidate = recorder.plan(
+            weight_nbytes={g.index: g.weight_storage.nbytes for g in self.groups if g.weight_storage is not None},
+            staging_nbytes={g.index: g.staging_storage.nbytes for g in self.groups if g.trainable},
+            groups_of={unit.index: [group.index for group in unit.groups] for unit in self.units},
+        )
+
+    def _adopt(self, plan: Plan) -> None:
+        """Afterwards buffers lie where the plan says. No graph is waiting for its backward."""
+        self._leave_plan()
+        groups = {group.index: group for group in self.groups}
+        for ranges, move in ((plan.weights, "weights"), (plan.staging, "staging")):
+            self._fill_arena(ranges, groups, move)
+        self.plan = plan
+        self._wants_record = self._has_told = False
+        self.reducer.predecessor = {
+            index: groups[before]
+            for index in plan.staging.groups
+            if (before := plan.staging_predecessor(index)) is not None
+        }
+
+    def _fill_arena(self, ranges: RangePlan, groups: dict[int, FsdpParameterGroup], kind: str) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # memory of the first step, in blocks that would fragment the rest
+        arena = torch.zeros(ranges.nbytes, dtype=torch.uint8, device=self.device)
+        self._arenas.append(arena)
+        owner: Any = self.gatherer if kind == "weights" else self.reducer
+        owner.overlapping = {i: [groups[o] for o in ranges.overlapping(i)] for i in ranges.groups}
+        for index in ranges.groups:
+            group = groups[index]
+            storage = group.weight_storage if kind == "weights" else group.staging_storage
+            assert storage is not None
+            flat = arena[ranges.offset(index) : ranges.offset(index) + storage.nbytes].view(storage.dtype)
+            (group.move_weights if kind == "weights" else group.move_staging)(flat)
+
+    def _leave_plan(self) -> None:
+        """Afterwards every group has memory of its own, none of it taken."""
+        self.gatherer.release_idle()
+        for group in self.groups:
+            storage = group.weight_storage
+            if storage is not None and storage.in_arena and not group.is_gathered:
+                group.move_weights(None)
+                storage.free()
+            if group.trainable and group.staging_storage.in_arena:
+                group.move_staging(None)
+                group.staging_storage.free()
+        self.gatherer.overlapping, self.reducer.overlapping, self.reducer.predecessor = {}, {}, {}
+        self._arenas.clear()
+        self.plan = None
+        self._generation += 1
+        self._in_plan = self.reducer.follows_plan = False
+        self._wants_record = True
+
+
+class _OutputHook:
+    """Begins a unit's backward when the gradient of one of its outputs arrives."""
+
+    __slots__ = ("context", "token", "unit")
+
+    def __init__(self, context: FsdpContext, unit: FsdpUnit, token: GraphToken) -> None:
+        self.context, self.unit, self.token = context, unit, token
+
+    def __call__(self, grad: torch.Tensor) -> None:
+        token = self.token
+        if token.is_done and token.generation != self.context._generation:
+            raise RuntimeError(
+                f"backward runs a second time through a graph of {self.unit.name} that was made before weights moved to "
+                "their planned addresses; keep graphs only within a step, or run forward again"
+            )
+        token.is_done = True
+        self.context.begin_unit_backward(self.unit)

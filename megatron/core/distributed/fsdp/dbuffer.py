@@ -1,0 +1,114 @@
+"""One flat buffer, distributed: where its elements rest on each mesh axis, and how it moves to another placement."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from megatron.core.distributed.fsdp.collectives import Transport
+from megatron.core.distributed.fsdp.layout import FlatLayout, rows_before
+
+
+class DBuffer:
+    """The elements of a layout that this rank holds under one placement per axis.
+
+    Args:
+        layout: where each tensor lies in the full buffer.
+        placements: [A] one per axis: ``Replicate``, ``Shard(0)`` or ``Partial``.
+        axes: [A] transports of the mesh axes, outermost first.
+        local: [local_numel] storage to use; made (uninitialised) when None.
+
+    The innermost axis cuts the full buffer first and each outer axis cuts what is left, so that the piece of an
+    inner rank is contiguous whatever the outer axes do. [Note: cuts go inside out] in DESIGN.md.
+    """
+
+    def __init__(
+        self,
+        layout: FlatLayout,
+        placements: Sequence[Placement],
+        axes: Sequence[Transport],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        local: torch.Tensor | None = None,
+    ) -> None:
+        self.layout = layout
+        self.placements = tuple(placements)
+        self.axes = tuple(axes)
+        self.dtype = dtype
+        self.begin, self.end = local_range(layout, self.placements, self.axes)
+        self.local = torch.empty(self.end - self.begin, dtype=dtype, device=device) if local is None else local
+        if self.local.numel() != self.end - self.begin:
+            raise ValueError(f"the local storage must have {self.end - self.begin} elements, got {self.local.numel()}")
+
+    @property
+    def local_nbytes(self) -> int:
+        """Bytes that this rank holds."""
+        return self.local.numel() * self.local.element_size()
+
+    def view(self, index: int) -> torch.Tensor:
+        """The part of tensor ``index`` that lies here: its whole rows [rows_here, ...], or all of a 0-dim tensor."""
+        slot = self.layout.slots[index]
+        if not slot.shape:
+            return self.local[slot.start - self.begin : slot.start - self.begin + 1].view(())
+        first, stop = (
+            rows_before(position, start=slot.start, row_numel=slot.row_numel, num_rows=slot.rows)
+            for position in (self.begin, self.end)
+        )
+        offset = slot.start + first * slot.row_numel - self.begin if stop > first else 0
+        return self.local[offset : offset + (stop - first) * slot.row_numel].view(stop - first, *slot.shape[1:])
+
+    def piece(self, placements: Sequence[Placement]) -> torch.Tensor:
+        """A view of the part of this buffer that rests here under ``placements``, which must lie inside it."""
+        begin, end = local_range(self.layout, placements, self.axes)
+        assert self.begin <= begin and end <= self.end, "a piece lies inside its buffer"
+        return self.local[begin - self.begin : end - self.begin]
+
+    def gather(self, out: DBuffer) -> None:
+        """Afterwards ``out``, whose axes are replicated where this buffer's may be sharded, holds the elements.
+
+        ``self.local`` may lie in ``out.local``, at its own place. Ranks: all of each axis that changes.
+        """
+        placements, source = list(self.placements), self.local
+        for axis, transport in enumerate(self.axes):  # outermost first: undoes the last cut first
+            if isinstance(placements[axis], Shard) and isinstance(out.placements[axis], Replicate):
+                placements[axis] = Replicate()
+                target = out.piece(placements)
+                transport.all_gather(target, source)
+                source = target
+        if tuple(placements) != out.placements:
+            raise ValueError(f"gather goes from shards to replicas, got {self.placements} -> {out.placements}")
+        if source.data_ptr() != out.local.data_ptr():
+            out.local.copy_(source)
+
+    def reduce(self, out: torch.Tensor, placements: Sequence[Placement]) -> None:
+        """Afterwards ``out`` holds the sum over the axes that stop being partial, at rest under ``placements``.
+
+        Destroys nothing here unless ``out`` lies in this buffer. Ranks: all of each axis that changes.
+
+        Raises:
+            NotImplementedError: more than one axis would change.
+        """
+        changed = [a for a, (now, then) in enumerate(zip(self.placements, placements, strict=True)) if now != then]
+        if len(changed) != 1 or not isinstance(self.placements[changed[0]], Partial):
+            raise NotImplementedError(
+                f"one partial axis is reduced at a time, got {self.placements} -> {tuple(placements)}"
+            )
+        transport, target = self.axes[changed[0]], placements[changed[0]]
+        if isinstance(target, Shard):
+            transport.reduce_scatter(out, self.local)
+            return
+        transport.all_reduce(out, self.local)
+
+
+def local_range(layout: FlatLayout, placements: Sequence[Placement], axes: Sequence[Transport]) -> tuple[int, int]:
+    """[begin, end) of the full buffer that rests on this rank under ``placements``; pure."""
+    begin, numel = 0, layout.total_numel
+    for placement, transport in reversed(list(zip(placements, axes, strict=True))):
+        if isinstance(placement, Shard):
+            numel //= transport.size
+            begin += transport.rank * numel
+    return begin, begin + numel

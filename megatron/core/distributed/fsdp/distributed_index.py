@@ -1,0 +1,111 @@
+"""Where each process group is: a frozen table that the engine is given and never changes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+
+@dataclass(frozen=True)
+class FSDPDistributedIndex:
+    """The meshes and process groups over which a model is sharded.
+
+    Args:
+        device_mesh: mesh of the dense parameters, with axis names.
+        dp_shard_dim: name of the axis over which weights are sharded.
+        dp_outer_dim: name of the axis over which the sharded model is replicated (hybrid sharding).
+        tp_dim: name of the tensor-parallel axis.
+        hybrid_fsdp_group: the dense group over outer and inner axis together.
+        hybrid_fsdp_expt_group: the same for expert parameters.
+        hsdp_outer_dp_shard: optimizer state is sharded over the outer axis too.
+        expt_device_mesh: mesh of the expert parameters, with the same axis names.
+        fsdp_group_ag: group with the ranks of the sharding axis that serves all-gathers alone, so that they run
+            beside reductions (collectives of one NCCL communicator run one after the other).
+        expt_fsdp_group_ag: the same for expert parameters.
+
+    Raises:
+        ValueError: an axis name that the mesh does not have, or a group whose ranks do not fit the mesh.
+
+    Ranks: made by every rank of the mesh; communicates nothing. The groups belong to the caller.
+    """
+
+    device_mesh: DeviceMesh
+    dp_shard_dim: str | None = None
+    dp_outer_dim: str | None = None
+    tp_dim: str | None = None
+    hybrid_fsdp_group: ProcessGroup | None = None
+    hybrid_fsdp_expt_group: ProcessGroup | None = None
+    hsdp_outer_dp_shard: bool = False
+    expt_device_mesh: DeviceMesh | None = None
+    fsdp_group_ag: ProcessGroup | None = None
+    expt_fsdp_group_ag: ProcessGroup | None = None
+
+    def __post_init__(self) -> None:
+        for mesh_name in ("device_mesh", "expt_device_mesh"):
+            mesh: DeviceMesh | None = getattr(self, mesh_name)
+            if mesh is None:
+                continue
+            for axis_name in ("dp_shard_dim", "dp_outer_dim"):
+                axis = getattr(self, axis_name)
+                if axis is not None and axis not in (mesh.mesh_dim_names or ()):
+                    raise ValueError(
+                        f"{axis_name} must name an axis of {mesh_name} {mesh.mesh_dim_names}, got {axis!r}"
+                    )
+        for is_expert, group in ((False, self.fsdp_group_ag), (True, self.expt_fsdp_group_ag)):
+            if group is not None and group.size() != self.get_fsdp_group(is_expert).size():
+                raise ValueError(
+                    f"the all-gather group must hold the {self.get_fsdp_group(is_expert).size()} ranks of the sharding "
+                    f"axis, got {group.size()} ranks"
+                )
+
+    def get_root_mesh(self, is_expert_parallel: bool = False) -> DeviceMesh:
+        """The whole mesh of the dense or the expert parameters."""
+        if not is_expert_parallel:
+            return self.device_mesh
+        if self.expt_device_mesh is None:
+            raise ValueError("expert parameters need expt_device_mesh, got None; pass it to FSDPDistributedIndex")
+        return self.expt_device_mesh
+
+    def get_submesh(
+        self, mesh_dim_names: str | tuple[str, ...] | list[str], is_expert_parallel: bool = False
+    ) -> DeviceMesh:
+        """The mesh of the named axes that holds this rank."""
+        names = (mesh_dim_names,) if isinstance(mesh_dim_names, str) else tuple(mesh_dim_names)
+        mesh = self.get_root_mesh(is_expert_parallel)
+        missing = [name for name in names if name not in (mesh.mesh_dim_names or ())]
+        if missing:
+            raise ValueError(f"submesh axes must be among {mesh.mesh_dim_names}, got {missing}")
+        return mesh if names == mesh.mesh_dim_names else mesh[names]
+
+    def get_fsdp_group(self, is_expert_parallel: bool = False, independent_all_gather: bool = False) -> ProcessGroup:
+        """The group over which weights are sharded; with ``independent_all_gather`` the one kept for all-gathers.
+
+        Where no group was given for all-gathers alone, it is the sharding group itself.
+        """
+        if independent_all_gather:
+            group = self.expt_fsdp_group_ag if is_expert_parallel else self.fsdp_group_ag
+            if group is not None:
+                return group
+        return self._axis_group("dp_shard_dim", is_expert_parallel)
+
+    def get_outer_fsdp_group(self, is_expert_parallel: bool = False) -> ProcessGroup | None:
+        """The group over which the sharded model is replicated, or None without hybrid sharding."""
+        return None if self.dp_outer_dim is None else self._axis_group("dp_outer_dim", is_expert_parallel)
+
+    def get_dp_group(self, is_expert_parallel: bool = False) -> ProcessGroup:
+        """The group of all data-parallel ranks: outer and inner together."""
+        if self.dp_outer_dim is None:
+            return self.get_fsdp_group(is_expert_parallel)
+        group = self.hybrid_fsdp_expt_group if is_expert_parallel else self.hybrid_fsdp_group
+        if group is None:
+            name = "hybrid_fsdp_expt_group" if is_expert_parallel else "hybrid_fsdp_group"
+            raise ValueError(f"hybrid sharding over {self.dp_outer_dim!r} needs {name}, got None")
+        return group
+
+    def _axis_group(self, axis_field: str, is_expert_parallel: bool) -> ProcessGroup:
+        axis = getattr(self, axis_field)
+        if axis is None:
+            raise ValueError(f"{axis_field} must name an axis of the mesh, got None")
+        return self.get_root_mesh(is_expert_parallel).get_group(axis)

@@ -1,0 +1,136 @@
+"""Full weights on demand and ahead of it: who holds them, in which memory, and what a gather must wait for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup
+from megatron.core.distributed.fsdp.plan import Recorder
+from megatron.core.distributed.fsdp.streams import Edge, Role, Streams
+
+
+class Gatherer:
+    """Gathers and releases the weights of groups on the gather stream.
+
+    ``epoch`` counts the steps' weights: a group is synchronised from its main weights once per epoch.
+    """
+
+    def __init__(self, streams: Streams) -> None:
+        self.streams = streams
+        self.epoch = 0
+        self.recorder: Recorder | None = None
+        self.poisons = False
+        self.live: dict[FsdpParameterGroup, None] = {}  # groups whose weights are gathered or on their way
+        self.num_gathers = 0
+        self.overlapping: dict[int, list[FsdpParameterGroup]] = {}  # groups that share addresses in the arena
+        self.can_move: Callable[[], bool] = lambda: True
+        self._updated: Any = None
+        self._released: Any = None
+
+    def new_epoch(self) -> None:
+        """Afterwards main weights may have changed: each group is synchronised before its next forward."""
+        self.epoch += 1
+        self._updated = self.streams.record(Role.COMPUTE)
+
+    def prefetch(self, group: FsdpParameterGroup, *, forward: bool) -> None:
+        """Afterwards the group's weights are on their way. Ranks: all of the group's mesh, in the same order."""
+        is_stale = forward and group.synced_epoch != self.epoch
+        if group.is_gathered and not is_stale:
+            return
+        if not group.needs_gather and not is_stale:
+            return
+        self._make_room(group)
+        self.streams.wait(Edge.WEIGHTS_UPDATED, self._updated)
+        self._updated = None
+        with torch.no_grad(), self.streams.on(Role.GATHER):
+            if forward:
+                self._sync(group, is_stale)
+            if group.needs_gather:
+                group.gather()
+                self.num_gathers += 1
+        group.gathered = self.streams.record(Role.GATHER)
+        group.is_gathered = True
+        if group.needs_gather:
+            self.live[group] = None
+            if self.recorder is not None:
+                self.recorder.gathered(group.index)
+
+    def _sync(self, group: FsdpParameterGroup, is_stale: bool) -> None:
+        # What every rank must take part in goes by the epoch alone, which is the same on all of them.
+        version = group.main_version
+        if is_stale or (group.needs_gather and version != group.synced_version):
+            group.sync()
+            group.synced_epoch, group.synced_version = self.epoch, version
+
+    def acquire(self, group: FsdpParameterGroup, *, forward: bool) -> None:
+        """Afterwards compute may read the group's weights, and modules hold them. Ranks: as ``prefetch``."""
+        self.prefetch(group, forward=forward)
+        if group.gathered is not None:
+            self.streams.wait(Edge.WEIGHTS_GATHERED, group.gathered)
+            group.gathered = None
+        if group.needs_gather:
+            group.set_fence(True)
+        group.install_unsharded()
+
+    def release(self, group: FsdpParameterGroup) -> None:
+        """Afterwards the group's full weights may be overwritten, unless somebody still uses them."""
+        if group.num_users or group.num_claims or group.pinned:
+            return
+        group.install_sharded()
+        if not group.needs_gather or not group.is_gathered:
+            return
+        storage = group.weight_storage
+        assert storage is not None
+        if group.gathered is not None:  # prefetched and never used
+            self.streams.wait(Edge.GATHER_BEFORE_FREE, group.gathered)
+            group.gathered = None
+        group.set_fence(False)
+        if self.poisons:
+            group.full_weight.local.data.fill_(float("nan"))
+        storage.free()
+        self._released = self.streams.record(Role.COMPUTE)
+        group.is_gathered = False
+        del self.live[group]
+        if self.recorder is not None:
+            self.recorder.released(group.index)
+
+    def release_idle(self) -> None:
+        """Afterwards nothing is gathered that nobody uses."""
+        for group in list(self.live):
+            self.release(group)
+
+    def _make_room(self, group: FsdpParameterGroup) -> None:
+        storage = group.weight_storage
+        if storage is None:
+            return
+        if storage.in_arena and not group.is_gathered:
+            for other in self.overlapping.get(group.index, ()):
+                if other.is_gathered:
+                    self.release(other)
+                    if other.is_gathered:
+                        self._leave_arena(group, other)
+                        break
+        if storage.in_arena:
+            # Compute runs in order, so its latest release comes after that of whatever was in this range.
+            is_read = group.is_gathered
+            self.streams.wait(Edge.RANGE_RELEASED, self.streams.record(Role.COMPUTE) if is_read else self._released)
+            return
+        storage.allocate()
+        self.streams.wait(Edge.RANGE_RELEASED, self.streams.record(Role.COMPUTE))
+
+    def _leave_arena(self, group: FsdpParameterGroup, other: FsdpParameterGroup) -> None:
+        """Afterwards the group has memory of its own, because another still uses the range that they share."""
+        if not self.can_move():
+            raise RuntimeError(
+                f"the weights of {group.parameters[0].name} and {other.parameters[0].name} share addresses, because they were "
+                "never needed together, and now are, while a graph still refers to them; finish its backward (or delete "
+                "its loss) before using the units in this order"
+            )
+        group.move_weights(None)
+        for overlap in self.overlapping.values():
+            if group in overlap:
+                overlap.remove(group)
+        self.overlapping.pop(group.index, None)

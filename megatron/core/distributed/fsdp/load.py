@@ -1,0 +1,61 @@
+"""``load_state_dict`` on sharded modules: full or sharded tensors go into the main weights, also with ``assign=True``."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from megatron.core.distributed.fsdp.row_shard import RowShard
+from megatron.core.distributed.fsdp.unit import FsdpUnit
+
+
+def watch_loads(unit: FsdpUnit, modules: Sequence[tuple[str, nn.Module]]) -> None:
+    """Afterwards ``load_state_dict`` of these modules loads into the unit's main weights.
+
+    A value of another shape is left to ``load_state_dict``, which refuses it by name, as it does missing and extra
+    keys. What was gathered ahead is dropped, so that the next forward sees what was loaded.
+    """
+    unit_ref = weakref.ref(unit)
+
+    def before_load(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+        unit = unit_ref()
+        if unit is None:
+            return
+        for key, parameter in module._parameters.items():
+            value = state_dict.get(prefix + key)
+            if isinstance(parameter, DTensor) and isinstance(value, torch.Tensor) and value.shape == parameter.shape:
+                _copy(parameter, value)
+                state_dict[prefix + key] = parameter
+        if unit.context is not None:
+            unit.context.weights_changed()
+
+    for _, module in modules:
+        if any(parameter is not None for parameter in module._parameters.values()):
+            module.register_load_state_dict_pre_hook(before_load)
+
+
+@torch.no_grad()
+def _copy(parameter: DTensor, value: torch.Tensor) -> None:
+    """Afterwards the parameter equals ``value``, a full tensor or a DTensor of any placement. Ranks: all, for a DTensor."""
+    local = parameter._local_tensor
+    if isinstance(value, DTensor):
+        if value.placements == parameter.placements and value.device_mesh == parameter.device_mesh:
+            local.copy_(value._local_tensor)
+            return
+        value = value.full_tensor()
+    local.copy_(local_rows(parameter, value))
+
+
+def local_rows(parameter: DTensor, full: torch.Tensor) -> torch.Tensor:
+    """The rows of ``full`` that this rank owns of ``parameter``; all of it where the parameter is replicated."""
+    mesh = parameter.device_mesh
+    for axis, placement in enumerate(parameter.placements):
+        if isinstance(placement, RowShard):
+            begin, end = placement.rows(full.shape[0], rank=mesh.get_local_rank(axis), num_ranks=mesh.size(axis))
+            return full[begin:end]
+    return full

@@ -1,0 +1,111 @@
+"""Any ``torch.optim`` optimizer on sharded parameters: checked before its step, seen by the next forward."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from megatron.core.distributed.fsdp.context import FsdpContext
+from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup
+
+OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
+
+
+def fully_shard_optimizer(optimizer: OptimizerT) -> OptimizerT:
+    """Afterwards the optimizer refuses to step where that would train on wrong gradients, and frees them when cleared.
+
+    The parameters of a sharded model work with any ``torch.optim`` optimizer as they are; its state is sharded like
+    them. What this adds: ``step`` is refused after a backward that failed or that was not a step's last microbatch;
+    gradients in another dtype than the main weights are cast for the step; ``zero_grad(set_to_none=True)`` frees the
+    memory of main gradients at once; weights that were gathered ahead of the step are gathered anew.
+
+    Args:
+        optimizer: built over the parameters of a model *after* ``fully_shard``.
+
+    Returns:
+        ``optimizer``.
+
+    Raises:
+        ValueError: it holds parameters from before ``fully_shard``, whose update no forward would see.
+
+    Ranks: all that hold the parameters.
+    """
+    groups = _groups_of(optimizer)
+    watch = _StepWatch(groups)
+    optimizer.register_step_pre_hook(watch.before_step)
+    optimizer.register_step_post_hook(watch.after_step)
+    zero_grad = optimizer.zero_grad
+
+    def zero_grad_and_free(set_to_none: bool = True) -> None:
+        zero_grad(set_to_none=set_to_none)
+        for group in groups:
+            group.free_main_grad_if_cleared()
+
+    optimizer.zero_grad = zero_grad_and_free  # type: ignore[method-assign]
+    return optimizer
+
+
+class _StepWatch:
+    """What happens around a step."""
+
+    def __init__(self, groups: list[FsdpParameterGroup]) -> None:
+        self._groups = groups
+        self._cast = [
+            (parameter, parameter.dtype)
+            for group in groups
+            if group.dtypes.main_grads != group.dtypes.main_params
+            for parameter in group.sharded
+        ]
+        self._kept: list[tuple[nn.Parameter, torch.Tensor]] = []
+
+    def _contexts(self) -> list[FsdpContext]:
+        found = (group.context() for group in self._groups if group.context is not None)
+        return list(dict.fromkeys(context for context in found if context is not None))
+
+    def before_step(self, *_: Any) -> None:
+        for context in self._contexts():
+            if context.has_failed:
+                raise RuntimeError(
+                    "optimizer.step() needs the gradients of a whole backward, but the last one did not finish; call "
+                    "zero_grad() and run forward and backward again"
+                )
+        partial = [group.parameters[0].name for group in self._groups if group.has_partial]
+        if partial:
+            raise RuntimeError(
+                "optimizer.step() needs gradients reduced over the ranks, but the last microbatch has not come: "
+                f"{partial[0]} and {len(partial) - 1} other groups hold sums of this rank alone; run the last backward "
+                "under microbatch(model, is_last=True), or outside of no_sync()"
+            )
+        for parameter, dtype in self._cast:
+            if parameter.grad is not None:
+                self._kept.append((parameter, parameter.grad))
+                parameter.grad = parameter.grad.to(dtype)
+
+    def after_step(self, *_: Any) -> None:
+        for parameter, grad in self._kept:
+            parameter.grad = grad
+        self._kept.clear()
+        for context in self._contexts():
+            if context.epoch_is_open:
+                context.weights_changed()
+
+
+def _groups_of(optimizer: torch.optim.Optimizer) -> list[FsdpParameterGroup]:
+    groups: dict[FsdpParameterGroup, None] = {}
+    for param_group in optimizer.param_groups:
+        for parameter in param_group["params"]:
+            reference: weakref.ref[FsdpParameterGroup] | None = getattr(parameter, "_fsdp_group", None)
+            group = None if reference is None else reference()
+            if group is None:
+                continue
+            if not any(parameter is sharded for sharded in group.sharded):
+                raise ValueError(
+                    f"the optimizer must be built after fully_shard, got a parameter of shape {list(parameter.shape)} from "
+                    "before it, whose update no forward would see; build it over model.parameters() once all layers are wrapped"
+                )
+            if group.trainable:
+                groups[group] = None
+    return list(groups)

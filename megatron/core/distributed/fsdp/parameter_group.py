@@ -1,0 +1,459 @@
+"""The parameters of a unit that share dtype, placements and a layout: their buffers, and what is done to them.
+
+A group is state without order: it gathers, releases and reduces when told to. When, on which stream and after which
+event is the context's business.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from megatron.core.distributed.fsdp.collectives import Transport
+from megatron.core.distributed.fsdp.dbuffer import DBuffer
+from megatron.core.distributed.fsdp.layout import FlatLayout, pack_rows
+from megatron.core.distributed.fsdp.mixed_precision import GroupDtypes
+from megatron.core.distributed.fsdp.placement import Placements
+from megatron.core.distributed.fsdp.row_shard import RowShard
+from megatron.core.distributed.fsdp.storage import FlatStorage
+
+# Version counters of gathered and of released weights. [Note: version fence] in DESIGN.md.
+_GATHERED, _RELEASED = 0, 1
+
+
+@dataclass(frozen=True)
+class GroupMesh:
+    """The data-parallel axes of a group: the mesh that its DTensors name, and a transport for each axis."""
+
+    mesh: DeviceMesh
+    axes: tuple[Transport, ...]
+
+    @property
+    def size(self) -> int:
+        """Data-parallel ranks."""
+        return self.mesh.size()
+
+
+@dataclass(eq=False)
+class ManagedParameter:
+    """A parameter as its user made it, and where modules hold it.
+
+    Args:
+        name: its name within the unit.
+        original: the parameter before sharding.
+        holders: the ``_parameters`` dicts that hold it, with the key; several where weights are tied.
+    """
+
+    name: str
+    original: nn.Parameter
+    holders: list[tuple[dict[str, nn.Parameter | None], str]] = field(default_factory=list)
+    original_id: int = 0
+
+
+class FsdpParameterGroup:
+    """Shards parameters into flat buffers and stands in for them: sharded DTensors at rest, full views in use.
+
+    Args:
+        parameters: [T] parameters of one dtype and one ``requires_grad``.
+        group_mesh: data-parallel mesh and transports.
+        placements: where weights, gradients and optimizer state rest.
+        dtypes: dtypes of the buffers.
+        grad_divisor: what reduced gradients are divided by, besides the averaging that placements ask for.
+        device: where the buffers live.
+
+    Ranks: every rank of the mesh must construct; weights are made equal to the first rank's.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[ManagedParameter],
+        *,
+        group_mesh: GroupMesh,
+        placements: Placements,
+        dtypes: GroupDtypes,
+        grad_divisor: float | Fraction,
+        device: torch.device,
+    ) -> None:
+        self.parameters = list(parameters)
+        self.group_mesh, self.placements, self.dtypes, self.device = group_mesh, placements, dtypes, device
+        self.index = -1  # place among the context's groups
+        self.trainable = self.parameters[0].original.requires_grad
+        self.grad_scale = _grad_scale(placements, group_mesh.axes, grad_divisor)
+        self.layout = _layout_of(self.parameters, placements, group_mesh.axes)
+        self.needs_gather = any(isinstance(p, Shard) for p in placements.parameter)
+        self._make_weights()
+        self.sharded = [self._sharded_parameter(i, p) for i, p in enumerate(self.parameters)]
+        self.unsharded = [self._unsharded_parameter(i, p) for i, p in enumerate(self.parameters)]
+        self._switch = [
+            (holder, key, sharded, unsharded)
+            for parameter, sharded, unsharded in zip(self.parameters, self.sharded, self.unsharded, strict=True)
+            for holder, key in parameter.holders
+        ]
+        for parameter, sharded in zip(self.parameters, self.sharded, strict=True):
+            # Whoever meets either elsewhere (a tied weight, an optimizer) finds this group.
+            parameter.original._fsdp_group = sharded._fsdp_group = weakref.ref(self)  # type: ignore[attr-defined]
+            parameter.original_id = id(parameter.original)
+            parameter.original = None  # type: ignore[assignment]  # its memory is not needed any more
+        self.install_sharded()
+        if self.trainable:
+            self._make_gradients()
+        if self.weight_storage is not None:
+            self.weight_storage.free()
+        self._nodes: list[Any] = []
+        self._fired = [False] * len(self.parameters)
+        # State that the context keeps here, so that it finds it without a look-up.
+        self.num_users = 0  # forwards that are running on the gathered weights
+        self.num_claims = 0  # units whose backward needs the gathered weights
+        self.pinned = False  # the user asked for the gathered weights
+        self.gathered: Any = None  # event of the gather; None at rest, and once compute has waited for it
+        self.is_gathered = not self.needs_gather
+        self.synced_epoch = -1
+        self.synced_version = -1
+        self.context: weakref.ref[Any] | None = None
+        self.num_pending = 0  # parameters whose gradient this backward still owes; 0 outside of one
+        self.staging_held = False  # backward may write to the staging buffer
+        self.reduced: Any = None  # event of the last reduction that read the staging buffer
+
+    # ---- construction -------------------------------------------------------------------------------------------
+
+    def _buffer(
+        self, placements: Sequence[Placement], dtype: torch.dtype, local: torch.Tensor | None = None
+    ) -> DBuffer:
+        return DBuffer(self.layout, placements, self.group_mesh.axes, dtype=dtype, device=self.device, local=local)
+
+    def _make_weights(self) -> None:
+        """Afterwards model and main weight hold the first rank's original values."""
+        replicas = [Replicate()] * len(self.group_mesh.axes)
+        full = self._buffer(
+            replicas,
+            self.dtypes.compute,
+            torch.zeros(self.layout.total_numel, dtype=self.dtypes.compute, device=self.device),
+        )
+        for index, parameter in enumerate(self.parameters):
+            full.view(index).copy_(parameter.original.data)
+        for axis in self.group_mesh.axes:
+            axis.broadcast(full.local)
+        if self.needs_gather:
+            self.model_weight = self._buffer(self.placements.parameter, self.dtypes.compute)
+            self.model_weight.local.copy_(full.piece(self.placements.parameter))
+        else:
+            self.model_weight = full
+        main_piece = full.piece(self.placements.optimizer)
+        same_dtype = self.dtypes.main_params == self.dtypes.compute
+        if same_dtype and tuple(self.placements.parameter) == tuple(self.placements.optimizer):
+            self.main_weight = self.model_weight
+        elif same_dtype and not self.needs_gather:
+            self.main_weight = self._buffer(self.placements.optimizer, self.dtypes.main_params, main_piece)
+        else:
+            self.main_weight = self._buffer(self.placements.optimizer, self.dtypes.main_params)
+            self.main_weight.local.copy_(main_piece)
+        # Writes go through an alias with a version counter of its own: what autograd saved is not "modified" by it.
+        self._model_alias = self.model_weight.local.data
+        self.weight_storage: FlatStorage | None = None
+        if self.needs_gather:
+            self.weight_storage = FlatStorage(self.layout.total_numel, self.dtypes.compute, self.device)
+            full = self._buffer(replicas, self.dtypes.compute, self.weight_storage.flat)
+        self.full_weight = full
+
+    def _sharded_parameter(self, index: int, parameter: ManagedParameter) -> nn.Parameter:
+        sharded = nn.Parameter(self._dtensor(self.main_weight, index), requires_grad=self.trainable)
+        sharded.__dict__.update(parameter.original.__dict__)
+        if self.dtypes.main_grads != self.dtypes.main_params and self.trainable:
+            sharded.grad_dtype = None  # whatever main_grads_dtype is; fully_shard_optimizer casts for the step
+        return sharded
+
+    def _dtensor(self, buffer: DBuffer, index: int) -> DTensor:
+        slot = self.layout.slots[index]
+        stride = torch.empty(slot.shape, device="meta").stride()
+        placements = [self._dtensor_placement(p, index) for p in buffer.placements]
+        return DTensor.from_local(
+            buffer.view(index), self.group_mesh.mesh, placements, run_check=False, shape=slot.shape, stride=stride
+        )
+
+    def _dtensor_placement(self, placement: Placement, index: int) -> Placement:
+        if not isinstance(placement, Shard):
+            return Replicate()
+        return RowShard.of(self.layout, index)
+
+    def _unsharded_parameter(self, index: int, parameter: ManagedParameter) -> nn.Parameter:
+        unsharded = nn.Parameter(self.full_weight.view(index), requires_grad=self.trainable)
+        unsharded.__dict__.update(parameter.original.__dict__)
+        return unsharded
+
+    def _make_gradients(self) -> None:
+        """Afterwards buffers for gradients exist, none of which takes memory before it is written."""
+        self.accumulates_partial = tuple(self.placements.gradient) != tuple(self.placements.optimizer)
+        total = self.layout.total_numel
+        self.staging_storage = FlatStorage(total, self.dtypes.grad_comm, self.device)
+        partial = [Partial()] * len(self.group_mesh.axes)
+        self._staging = self._buffer(partial, self.dtypes.grad_comm, self.staging_storage.flat)
+        self._staging_views = [self._staging.view(i) for i in range(len(self.parameters))]
+        self._written = [False] * len(self.parameters)
+        self.main_grad_storage = FlatStorage(self.main_weight.local.numel(), self.dtypes.main_grads, self.device)
+        main_grad = self._buffer(self.placements.optimizer, self.dtypes.main_grads, self.main_grad_storage.flat)
+        self._grads = [self._dtensor(main_grad, i) for i in range(len(self.parameters))]
+        self._partial_storage = FlatStorage(total, self.dtypes.main_grads, self.device)
+        self.has_partial = False
+        for storage in (self.staging_storage, self.main_grad_storage, self._partial_storage):
+            storage.free()
+        self._offer_main_grads()
+
+    def _offer_main_grads(self) -> None:
+        """Afterwards layers may write weight gradients in place. [Note: gradients written in place] in DESIGN.md."""
+        group = weakref.ref(self)
+        for index, parameter in enumerate(self.unsharded):
+            parameter.get_main_grad = _main_grad_getter(group, index)  # type: ignore[attr-defined]
+            parameter.overwrite_main_grad = True  # type: ignore[attr-defined]
+            parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+
+    def watch_gradients(self) -> None:
+        """Afterwards the context hears when a backward has computed all gradients of the group.
+
+        Gradient accumulation remembers the stream on which its node is made, so this runs on the first forward's.
+        The node's hook runs when all uses in one backward are differentiated, also if the gradient was written in place.
+        """
+        if self._nodes or not self.trainable:
+            return
+        group = weakref.ref(self)
+        for index, parameter in enumerate(self.unsharded):
+            node = torch.autograd.graph.get_gradient_edge(parameter).node
+            node.register_hook(_completion_hook(group, index))
+            self._nodes.append(node)
+
+    def add_holder(self, original: nn.Parameter, holder: dict[str, nn.Parameter | None], key: str) -> None:
+        """Afterwards another module, which is tied to one of these weights, holds the sharded parameter too."""
+        index = next(
+            i for i, p in enumerate(self.parameters) if original is self.sharded[i] or p.original_id == id(original)
+        )
+        self.parameters[index].holders.append((holder, key))
+        self._switch.append((holder, key, self.sharded[index], self.unsharded[index]))
+        holder[key] = self.sharded[index]
+
+    # ---- weights ------------------------------------------------------------------------------------------------
+
+    def install_sharded(self) -> None:
+        """Afterwards modules hold the sharded parameters."""
+        for holder, key, sharded, _ in self._switch:
+            holder[key] = sharded
+
+    def install_unsharded(self) -> None:
+        """Afterwards modules hold the full parameters."""
+        for holder, key, _, unsharded in self._switch:
+            holder[key] = unsharded
+
+    def sync(self) -> None:
+        """Afterwards the model weight equals the main weight. Ranks: all, where the model weight is replicated."""
+        if self.main_weight is self.model_weight:
+            return
+        piece = self.model_weight.piece(self.placements.optimizer).data
+        if piece.data_ptr() != self.main_weight.local.data_ptr():
+            piece.copy_(self.main_weight.local)
+        if piece.numel() != self._model_alias.numel():
+            source = self._buffer(self.placements.optimizer, self.dtypes.compute, piece)
+            source.gather(self._buffer(self.placements.parameter, self.dtypes.compute, self._model_alias))
+
+    @property
+    def main_version(self) -> int:
+        """Grows with each in-place write to the main weights that autograd's version counter sees."""
+        return self.main_weight.local._version
+
+    def gather(self) -> None:
+        """Afterwards the full weights are whole. Ranks: all of the mesh."""
+        self.model_weight.gather(self.full_weight)
+
+    def set_fence(self, gathered: bool) -> None:
+        """Afterwards autograd refuses (or, gathered, accepts) to use what it saved of these weights."""
+        fence = self.unsharded[0]
+        torch._C._autograd._unsafe_set_version_counter((fence,), (_GATHERED if gathered else _RELEASED,))
+
+    def move_weights(self, flat: torch.Tensor | None) -> None:
+        """Afterwards the full weights live in ``flat`` [total_numel], or in memory of their own if None.
+
+        The caller makes sure that no graph will look for them at the old address.
+        """
+        assert self.weight_storage is not None
+        self.weight_storage.move(flat)
+        self.full_weight.local = self.weight_storage.flat
+        for index, parameter in enumerate(self.unsharded):
+            parameter.data = self.full_weight.view(index)
+
+    # ---- gradients ----------------------------------------------------------------------------------------------
+
+    def move_staging(self, flat: torch.Tensor | None) -> None:
+        """Afterwards gradients are staged in ``flat`` [total_numel], or in memory of their own if None."""
+        self.staging_storage.move(flat)
+        self._staging.local = self.staging_storage.flat
+        self._staging_views = [self._staging.view(i) for i in range(len(self.parameters))]
+
+    def hold_staging(self) -> None:
+        """Afterwards backward may write to the staging buffer."""
+        if not self.staging_held:
+            assert self.context is not None
+            self.context().acquire_staging(self)  # type: ignore[union-attr]
+
+    def write_target(self, index: int) -> torch.Tensor:
+        """The staged gradient of parameter ``index``, full shape, to be written or, if it was before, added to."""
+        self.unsharded[index].overwrite_main_grad = not self._written[index]  # type: ignore[attr-defined]
+        self._written[index] = True
+        return self._staging_views[index]
+
+    def stage_grads(self) -> None:
+        """Afterwards the staging buffer holds this backward's whole local gradient; what got none counts as zero."""
+        copied: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
+        added: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
+        zeroed: list[torch.Tensor] = []
+        for index, parameter in enumerate(self.unsharded):
+            target, grad = self._staging_views[index], parameter.grad
+            if grad is not None:
+                targets, grads = added if self._written[index] else copied
+                targets.append(target)
+                grads.append(grad)
+                parameter.grad = None
+            elif not self._written[index]:
+                zeroed.append(target)
+            self._written[index] = False
+        with torch.no_grad():
+            if copied[0]:
+                torch._foreach_copy_(*copied)
+            if added[0]:
+                torch._foreach_add_(*added)
+            if zeroed:
+                torch._foreach_zero_(zeroed)
+
+    def begin_pending(self) -> None:
+        """Afterwards this backward owes the gradient of every parameter."""
+        self.num_pending = len(self.parameters)
+        self._fired = [False] * len(self.parameters)
+
+    def drop_grads(self) -> None:
+        """Afterwards nothing is left of a backward that did not finish."""
+        for parameter in self.unsharded:
+            parameter.grad = None
+        self.num_pending = 0
+        self._written = [False] * len(self.parameters)
+
+    def accumulate_partial(self) -> None:
+        """Afterwards the staged gradient is part of this rank's own sum over microbatches, in ``main_grads_dtype``."""
+        if self.has_partial:
+            self._partial_storage.flat.add_(self._staging.local)
+        else:
+            self._partial_storage.allocate()
+            self._partial_storage.flat.copy_(self._staging.local)
+            self.has_partial = True
+
+    @property
+    def holds_own_memory(self) -> bool:
+        """True if a reduction reads memory outside of the arena."""
+        return self._partial_storage.allocated or not self.staging_storage.in_arena
+
+    def free_own_memory(self) -> None:
+        """Afterwards gradients that have been reduced take no memory outside of the arena."""
+        self.staging_storage.free()
+        if not self.has_partial:
+            self._partial_storage.free()
+
+    def drop_partial(self) -> None:
+        """Afterwards this rank's own sum over microbatches is empty."""
+        self.has_partial = False
+        self._partial_storage.free()
+
+    def prepare_main_grad(self) -> bool:
+        """Afterwards ``param.grad`` is the main gradient; True if it holds nothing yet, to be overwritten."""
+        grads = [parameter.grad for parameter in self.sharded]
+        if all(grad is None for grad in grads):
+            self.main_grad_storage.allocate()
+            for parameter, own in zip(self.sharded, self._grads, strict=True):
+                parameter.grad = own
+            return True
+        self.main_grad_storage.allocate()
+        for parameter, grad, own in zip(self.sharded, grads, self._grads, strict=True):
+            if grad is None:
+                own._local_tensor.zero_()
+            elif grad is not own:
+                own._local_tensor.copy_(grad._local_tensor if isinstance(grad, DTensor) else grad)
+            parameter.grad = own
+        return False
+
+    def reduce(self, *, overwrite: bool) -> None:
+        """Afterwards the main gradient holds (``overwrite``) or has grown by the mean of the ranks' staged gradients.
+
+        Ranks: all of the mesh.
+        """
+        if self.has_partial:
+            self._partial_storage.flat.add_(self._staging.local)
+            self._staging.local.copy_(self._partial_storage.flat)
+            self.has_partial = False
+        main = self.main_grad_storage.flat
+        widens = all(axis.widens for axis in self.group_mesh.axes)
+        if overwrite and (widens or self.dtypes.main_grads == self.dtypes.grad_comm):
+            self._staging.reduce(main, self.placements.optimizer)
+            if self.grad_scale != 1.0:
+                main.mul_(self.grad_scale)
+            return
+        piece = torch.empty_like(main, dtype=self.dtypes.main_grads if widens else self.dtypes.grad_comm)
+        self._staging.reduce(piece, self.placements.optimizer)
+        if overwrite:
+            main.copy_(piece).mul_(self.grad_scale)
+        else:
+            main.add_(piece, alpha=self.grad_scale)
+
+    def free_main_grad_if_cleared(self) -> None:
+        """Afterwards the main gradient takes no memory if the user has set ``param.grad`` to None."""
+        if self.main_grad_storage.allocated and all(parameter.grad is None for parameter in self.sharded):
+            self.main_grad_storage.free()
+
+
+def _completion_hook(group: weakref.ref[FsdpParameterGroup], index: int) -> Callable[..., None]:
+    def on_accumulated(*_: Any) -> None:
+        owner = group()
+        if owner is None or owner.context is None:
+            return
+        context = owner.context()
+        if owner.num_pending == 0:
+            context.open_group(owner)  # type: ignore[union-attr]
+        if owner._fired[index]:
+            return
+        owner._fired[index] = True
+        owner.num_pending -= 1
+        if owner.num_pending == 0:
+            context.complete_group(owner)  # type: ignore[union-attr]
+
+    return on_accumulated
+
+
+def _main_grad_getter(group: weakref.ref[FsdpParameterGroup], index: int) -> Callable[[], torch.Tensor]:
+    def get_main_grad() -> torch.Tensor:
+        owner = group()
+        if owner is None:
+            raise RuntimeError("the weight's FSDP group is gone: its model was deleted before this backward")
+        owner.hold_staging()
+        return owner.write_target(index)
+
+    return get_main_grad
+
+
+def _layout_of(parameters: Sequence[ManagedParameter], placements: Placements, axes: Sequence[Transport]) -> FlatLayout:
+    num_ranks = 1
+    for axis, kinds in zip(
+        axes, zip(placements.parameter, placements.gradient, placements.optimizer, strict=True), strict=True
+    ):
+        if any(isinstance(p, Shard) for p in kinds):
+            num_ranks *= axis.size
+    return pack_rows([p.original.shape for p in parameters], num_ranks=num_ranks)
+
+
+def _grad_scale(placements: Placements, axes: Sequence[Transport], grad_divisor: float | Fraction) -> float:
+    divisor = Fraction(grad_divisor)
+    for placement, axis in zip(placements.gradient, axes, strict=True):
+        if isinstance(placement, Shard) or placement.reduce_op == "avg":  # type: ignore[attr-defined]
+            divisor *= axis.size
+    return float(1 / divisor)

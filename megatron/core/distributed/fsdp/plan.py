@@ -1,0 +1,147 @@
+"""The plan: in which order units really run, and where their buffers lie so that ranges alive together never overlap."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import NamedTuple
+
+from megatron.core.distributed.fsdp.arena import ArenaPlan, LiveRange, plan_arena
+
+# A record longer than this many uses is not a step; it is dropped rather than kept growing.
+_MAX_USES = 100_000
+
+
+class Use(NamedTuple):
+    """One use of a unit's weights."""
+
+    unit: int
+    backward: bool
+
+
+@dataclass(frozen=True)
+class RangePlan:
+    """Addresses of the groups' ranges in one arena."""
+
+    groups: tuple[int, ...]
+    arena: ArenaPlan
+
+    @property
+    def nbytes(self) -> int:
+        return self.arena.nbytes
+
+    def offset(self, group: int) -> int:
+        """Bytes from the arena's start."""
+        return self.arena.offsets[self.groups.index(group)]
+
+    def overlapping(self, group: int) -> tuple[int, ...]:
+        """Groups whose range shares addresses with the group's."""
+        return tuple(self.groups[other] for other in self.arena.overlapping[self.groups.index(group)])
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a step does, from its first forward to the end of its last backward.
+
+    Attributes:
+        uses: [U] uses of units, in order.
+        kept: [U] True where forward turns into backward, which needs the weights of what ran last first.
+        weights: ranges of the gathered weights.
+        staging: ranges of the gradient staging buffers.
+        staging_order: groups in the order in which backward began to write their gradients.
+    """
+
+    uses: tuple[Use, ...]
+    kept: tuple[bool, ...]
+    weights: RangePlan
+    staging: RangePlan
+    staging_order: tuple[int, ...]
+
+    def staging_predecessor(self, group: int) -> int | None:
+        """The group whose reduction reads the range that ``group`` will write next; None if none did in this step."""
+        if group not in self.staging_order:
+            return None
+        overlapping = set(self.staging.overlapping(group))
+        earlier = [g for g in self.staging_order[: self.staging_order.index(group)] if g in overlapping]
+        return earlier[-1] if earlier else None
+
+
+@dataclass
+class Recorder:
+    """Writes down the uses and live ranges of one step; time is counted in uses."""
+
+    uses: list[Use] = field(default_factory=list)
+    _weights: dict[int, list[LiveRange]] = field(default_factory=lambda: defaultdict(list))
+    _staging: dict[int, list[LiveRange]] = field(default_factory=lambda: defaultdict(list))
+    _open: dict[tuple[str, int], int] = field(default_factory=dict)
+    _staging_order: list[int] = field(default_factory=list)
+
+    @property
+    def _now(self) -> int:
+        return max(len(self.uses) - 1, 0)
+
+    @property
+    def is_too_long(self) -> bool:
+        return len(self.uses) > _MAX_USES
+
+    def use(self, unit: int, *, backward: bool) -> None:
+        self.uses.append(Use(unit, backward))
+
+    def gathered(self, group: int) -> None:
+        self._open.setdefault(("weights", group), self._now)
+
+    def released(self, group: int) -> None:
+        begin = self._open.pop(("weights", group), None)
+        if begin is not None:
+            # The next run gathers one use ahead of this one.
+            self._weights[group].append(LiveRange(group, max(begin - 1, 0), self._now + 1))
+
+    def staged(self, group: int) -> None:
+        if ("staging", group) not in self._open:
+            self._open["staging", group] = self._now
+            if group not in self._staging_order:
+                self._staging_order.append(group)
+
+    def reduced(self, group: int) -> None:
+        begin = self._open.pop(("staging", group), None)
+        if begin is not None:
+            # The reduction still reads while the next unit's backward writes.
+            self._staging[group].append(LiveRange(group, begin, self._now + 2))
+
+    def plan(
+        self, *, weight_nbytes: Mapping[int, int], staging_nbytes: Mapping[int, int], groups_of: Mapping[int, list[int]]
+    ) -> Plan:
+        """The plan that repeats what was recorded, with gathers one use ahead.
+
+        Args:
+            weight_nbytes: bytes of each group's gathered weights.
+            staging_nbytes: bytes of each group's staging buffer.
+            groups_of: groups whose weights a unit uses.
+        """
+        for kind, group in list(self._open):
+            (self.released if kind == "weights" else self.reduced)(group)
+        kept = [False] * len(self.uses)
+        for at, (use, following) in enumerate(pairwise(self.uses)):
+            if use.backward or not following.backward:
+                continue
+            kept[at] = True  # here forward turns into backward
+            again = self.uses.index(Use(use.unit, True), at) if Use(use.unit, True) in self.uses[at:] else at
+            for group in groups_of[use.unit]:
+                if self._weights[group]:
+                    self._weights[group].append(LiveRange(group, at, again + 1))
+        return Plan(
+            tuple(self.uses),
+            tuple(kept),
+            _range_plan(self._weights, weight_nbytes),
+            _range_plan(self._staging, staging_nbytes),
+            tuple(self._staging_order),
+        )
+
+
+def _range_plan(ranges: Mapping[int, list[LiveRange]], nbytes: Mapping[int, int]) -> RangePlan:
+    groups = tuple(group for group in sorted(ranges) if ranges[group] and group in nbytes)
+    local = {group: index for index, group in enumerate(groups)}
+    live = [LiveRange(local[group], r.begin, r.end) for group in groups for r in ranges[group]]
+    return RangePlan(groups, plan_arena([nbytes[group] for group in groups], live))

@@ -1,0 +1,114 @@
+"""Gradients from backward's first write to the optimizer: staged, reduced on their own stream, accumulated."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup
+from megatron.core.distributed.fsdp.plan import Recorder
+from megatron.core.distributed.fsdp.streams import Edge, Role, Streams
+
+
+class Reducer:
+    """Reduces the gradients of groups on the reduce stream."""
+
+    def __init__(self, streams: Streams) -> None:
+        self.streams = streams
+        self.recorder: Recorder | None = None
+        self.poisons = False
+        self.num_reductions = 0
+        self.overlapping: dict[int, list[FsdpParameterGroup]] = {}  # groups that share addresses in the arena
+        self.predecessor: dict[int, FsdpParameterGroup] = {}  # whose reduction read a group's range last
+        self.follows_plan = False
+        self._last: Any = None
+        self._finished: list[FsdpParameterGroup] = []
+        self._reading: list[FsdpParameterGroup] = []  # groups with memory of their own that a reduction still reads
+
+    def stage(self, group: FsdpParameterGroup) -> None:
+        """Afterwards backward may write the group's gradients to its staging buffer."""
+        if group.staging_held:
+            return
+        self._free_read(keep=1)
+        if group in self._reading:
+            self._free(group)
+        elif group.reduced is not None:  # it was reduced in this backward already
+            self.streams.wait(Edge.STAGING_REDUCED, group.reduced)
+        storage = group.staging_storage
+        if storage.in_arena:
+            self._make_room(group)
+        else:
+            storage.allocate()
+        group.staging_held = True
+        if self.recorder is not None:
+            self.recorder.staged(group.index)
+
+    def _make_room(self, group: FsdpParameterGroup) -> None:
+        for other in self.overlapping.get(group.index, ()):
+            if other.staging_held:
+                # The range is taken, out of plan: this group gets memory of its own. No graph refers to staging.
+                group.move_staging(None)
+                self.overlapping = {k: [g for g in v if g is not group] for k, v in self.overlapping.items()}
+                return
+        predecessor = self.predecessor.get(group.index)
+        if not self.follows_plan:
+            self.streams.wait(Edge.STAGING_REDUCED, self._last)
+        elif predecessor is not None:
+            self.streams.wait(Edge.STAGING_REDUCED, predecessor.reduced)
+
+    def reduce(self, group: FsdpParameterGroup, *, is_last: bool) -> None:
+        """Afterwards the gradient of this backward is part of the group's sum; with ``is_last`` so is every rank's.
+
+        Ranks: all of the group's mesh, in the same order.
+        """
+        self.stage(group)
+        group.stage_grads()
+        if group.accumulates_partial and not is_last:
+            group.accumulate_partial()
+            group.staging_held = False
+            group.staging_storage.free()
+        else:
+            self._launch(group)
+        if self.recorder is not None:
+            self.recorder.reduced(group.index)
+
+    def _launch(self, group: FsdpParameterGroup) -> None:
+        overwrite = group.prepare_main_grad()
+        self.streams.wait(Edge.GRADS_WRITTEN, self.streams.record(Role.COMPUTE))
+        with torch.no_grad(), self.streams.on(Role.REDUCE):
+            group.reduce(overwrite=overwrite)
+            if self.poisons:
+                group.staging_storage.flat.fill_(float("nan"))
+        self.num_reductions += 1
+        group.reduced = self._last = self.streams.record(Role.REDUCE)
+        group.staging_held = False
+        self._finished.append(group)
+        if group.holds_own_memory:
+            self._reading.append(group)
+
+    def _free_read(self, *, keep: int) -> None:
+        """Afterwards at most ``keep`` groups still hold memory of their own for a reduction."""
+        while len(self._reading) > keep:
+            self._free(self._reading[0])
+
+    def _free(self, group: FsdpParameterGroup) -> None:
+        self._reading.remove(group)
+        self.streams.wait(Edge.REDUCE_BEFORE_FREE, group.reduced)
+        group.free_own_memory()
+
+    def finish(self) -> None:
+        """Afterwards work on the compute stream sees all reduced gradients."""
+        self.streams.wait(Edge.GRADS_REDUCED, self._last)
+        self._free_read(keep=0)
+        for group in self._finished:
+            group.reduced = None
+        self._finished.clear()
+        self._last = None
+
+    def abandon(self, group: FsdpParameterGroup) -> None:
+        """Afterwards nothing is left of the group's unfinished backward."""
+        group.drop_grads()
+        if group.staging_held:
+            group.staging_held = False
+            group.staging_storage.free()
