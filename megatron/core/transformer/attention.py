@@ -124,6 +124,9 @@ class SelfAttention(MegatronModule):
             interleaved = self.config.rotary_interleaved
             query = apply_rotary(query, rotary_pos_cos, rotary_pos_sin, interleaved=interleaved)
             key = apply_rotary(key, rotary_pos_cos, rotary_pos_sin, interleaved=interleaved)
+            if self.q_layernorm is None:
+                # As a view it would keep the whole projection in memory until backward, for the sake of its third part.
+                value = value.contiguous()
         # The groups' query heads side by side: a view of what a rotation or norm wrote, else the one copy.
         query = query.flatten(2, 3)
         if self.config.recompute_granularity == "selective" and self.training:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megatron.core.transformer.parameter_init import ConfigInit, InheritedInit
+from megatron.core.transformer.enums import AttnBackend
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -21,6 +21,10 @@ NOT_SERVED: dict[str, tuple[tuple[object, ...], str]] = {
     "fp8": ((None,), _RECIPES),
     "fp4": ((None,), _RECIPES),
     "enable_autocast": ((False,), "layers compute in params_dtype; set that instead"),
+    "embedding_init_method_std": (
+        (None,),
+        "it would exempt embeddings from weight decay too, which is not served; use embedding_init_method",
+    ),
     "distribute_saved_activations": ((False,), "it needs tensor parallelism, which is not served yet"),
     "tensor_model_parallel_size": ((1,), "tensor parallelism is not served yet"),
     "pipeline_model_parallel_size": ((1,), "pipeline parallelism is not served yet"),
@@ -82,21 +86,16 @@ CONTRADICTIONS: list[tuple[Condition, str]] = [
     (lambda c: c.layernorm_epsilon <= 0.0, "layernorm_epsilon must be positive, got {layernorm_epsilon}"),
     (lambda c: c.init_method_std < 0.0, "init_method_std must not be negative, got {init_method_std}"),
     (
-        lambda c: (
-            c.embedding_init_method_std is not None
-            and c.embedding_init_method is not None
-            and not isinstance(c.embedding_init_method, ConfigInit | InheritedInit)
-        ),
-        "embedding_init_method_std must not go with embedding_init_method, got {embedding_init_method_std}; leave one"
-        " of them out",
-    ),
-    (
         lambda c: c.normalization not in ("LayerNorm", "RMSNorm"),
         "normalization must be 'LayerNorm' or 'RMSNorm', got {normalization!r}",
     ),
     (
         lambda c: isinstance(c.activation_func, str) and c.activation_func not in _activation_names(),
         "activation_func must be a function or one of gelu, silu, swish, relu, squared_relu, got {activation_func!r}",
+    ),
+    (
+        lambda c: isinstance(c.attention_backend, str) and c.attention_backend not in AttnBackend.__members__,
+        "attention_backend must be one of flash, fused, unfused, local, auto, got {attention_backend!r}",
     ),
     (
         lambda c: c.bias_activation_fusion and not _fusible_activation(c),

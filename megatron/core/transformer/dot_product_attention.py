@@ -6,12 +6,14 @@ Shapes: s sequence, b batch, n query heads, g key and value heads, d head width.
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 
 if TYPE_CHECKING:
@@ -19,6 +21,11 @@ if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
 _MASKED = -10000.0  # Megatron-Core's value: a row that is masked everywhere becomes uniform, not NaN.
+
+_KERNELS: dict[object, SDPBackend] = {
+    AttnBackend.flash: SDPBackend.FLASH_ATTENTION,
+    AttnBackend.fused: SDPBackend.CUDNN_ATTENTION,
+}
 
 
 class DotProductAttention(MegatronModule):
@@ -44,6 +51,9 @@ class DotProductAttention(MegatronModule):
             raise NotImplementedError(f"attention_type must be 'self', got {attention_type!r}: GPT has no other")
         self.attention_dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self.layer_scale = float(max(1, layer_number)) if config.apply_query_key_layer_scaling else 1.0
+        backend = config.attention_backend
+        self.fused = self.layer_scale == 1.0 and backend not in (AttnBackend.unfused, AttnBackend.local)
+        self.only_kernel = _KERNELS.get(backend)
         scale = softmax_scale if softmax_scale is not None else config.softmax_scale
         self.softmax_scale = 1.0 / math.sqrt(config.kv_channels or 1) if scale is None else scale
 
@@ -63,8 +73,9 @@ class DotProductAttention(MegatronModule):
         self._check(query, attention_mask)
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         dropout = self.attention_dropout if self.training else 0.0
-        if attention_mask is None and self.layer_scale == 1.0:
-            context = fused_causal_attention(query, key, value, scale=self.softmax_scale, dropout=dropout)
+        if attention_mask is None and self.fused:
+            with self._kernels(query):
+                context = fused_causal_attention(query, key, value, scale=self.softmax_scale, dropout=dropout)
         else:
             context = self._explicit(query, key, value, attention_mask, dropout)
         return context.permute(2, 0, 1, 3).flatten(2)
@@ -88,6 +99,11 @@ class DotProductAttention(MegatronModule):
             attention_mask = causal_mask(scores.shape[-2], scores.shape[-1], scores.device)
         probs = scores.masked_fill(attention_mask, _MASKED).softmax(dim=-1).to(query.dtype)
         return F.dropout(probs, p=dropout, training=dropout > 0.0) @ value
+
+    def _kernels(self, query: torch.Tensor) -> AbstractContextManager[None]:
+        if self.only_kernel is None or not query.is_cuda:
+            return nullcontext()
+        return sdpa_kernel(self.only_kernel)
 
     def _check(self, query: torch.Tensor, attention_mask: torch.Tensor | None) -> None:
         if attention_mask is not None and attention_mask.dtype is not torch.bool:

@@ -1,4 +1,4 @@
-"""Kinds of model, layer and attention mask, under Megatron-Core's names."""
+"""Kinds of model, layer, attention mask and attention kernels, under Megatron-Core's names."""
 
 from __future__ import annotations
 
@@ -19,3 +19,13 @@ class AttnMaskType(enum.Enum):
     no_mask = 3
     padding_causal = 4
     arbitrary = 5
+
+
+class AttnBackend(enum.Enum):
+    """Which kernels attention uses; see ``TransformerConfig.attention_backend``."""
+
+    flash = 1
+    fused = 2
+    unfused = 3
+    local = 4
+    auto = 5

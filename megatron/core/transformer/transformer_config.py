@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron.core.transformer.config_checks import check_config
+from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.parameter_init import ConfigInit, InheritedInit, InitMethod
 
 
@@ -57,6 +58,9 @@ class TransformerConfig:
     """Probability of dropping an element of the embedding's and each sublayer's output, in training."""
     attention_dropout: float = 0.1
     """Probability of dropping an attention probability, in training."""
+    attention_backend: AttnBackend | str = AttnBackend.auto
+    """Which kernels attention uses where no mask is given: torch's choice (auto), on CUDA the flash or the cuDNN kernel
+    alone (flash, fused), or all scores in memory (unfused, local)."""
     fp32_residual_connection: bool = False
     """The residual stream stays in fp32 whatever ``params_dtype`` is."""
     apply_residual_connection_post_layernorm: bool = False
@@ -87,11 +91,11 @@ class TransformerConfig:
     output_layer_init_method: InitMethod | None = None
     """Fills the last linear layer of attention and MLP; None: normal(0, init_method_std / sqrt(2 * num_layers))."""
     embedding_init_method: InitMethod | None = None
-    """Fills the embeddings; None: as ``init_method``, or normal(0, embedding_init_method_std) where that is given."""
+    """Fills the embeddings; None: as ``init_method``."""
     init_method_std: float = 0.02
     """Standard deviation of the default initial weights."""
     embedding_init_method_std: float | None = None
-    """Standard deviation of the default initial embeddings; None: as ``init_method_std``."""
+    """Refused when set: in Megatron-Core it also exempts embeddings from weight decay. Use embedding_init_method."""
     init_seed: int = 1234
     """Initial weights are a function of this, of the parameter's full name and of its full shape. Ours; 1234 is
     Megatron-LM's default ``--seed``."""
@@ -148,6 +152,8 @@ class TransformerConfig:
     """Degree of tensor parallelism; only 1 is served."""
     pipeline_model_parallel_size: int = 1
     """Degree of pipeline parallelism; only 1 is served."""
+    pipeline_dtype: torch.dtype | None = None
+    """Dtype of what pipeline stages send each other; with one stage nothing is sent."""
     virtual_pipeline_model_parallel_size: int | None = None
     """Refused when set."""
     context_parallel_size: int = 1
@@ -187,11 +193,15 @@ class TransformerConfig:
         self._derive("num_query_groups", self.num_query_groups or self.num_attention_heads)
         self._derive("ffn_hidden_size", self.ffn_hidden_size or 4 * self.hidden_size)
         self._derive("kv_channels", self.kv_channels or self.hidden_size // self.num_attention_heads)
+        if isinstance(self.attention_backend, str):
+            self._derive("attention_backend", AttnBackend[self.attention_backend])
         if isinstance(self.activation_func, str):
             self._derive("activation_func", ACTIVATIONS[self.activation_func])
         self._derive_init_method("init_method", self.init_method_std)
         self._derive_init_method("output_layer_init_method", self.init_method_std / math.sqrt(2.0 * self.num_layers))
-        self._derive_embedding_init_method()
+        if self.embedding_init_method is None or isinstance(self.embedding_init_method, InheritedInit):
+            assert self.init_method is not None, "derived above"
+            self._derive("embedding_init_method", InheritedInit(self.init_method))
 
     def _derive(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
@@ -200,13 +210,3 @@ class TransformerConfig:
         given = getattr(self, name)
         if given is None or isinstance(given, ConfigInit):
             self._derive(name, ConfigInit(std))
-
-    def _derive_embedding_init_method(self) -> None:
-        given, std = self.embedding_init_method, self.embedding_init_method_std
-        if given is not None and not isinstance(given, ConfigInit | InheritedInit):
-            return
-        assert self.init_method is not None, "derived before"
-        if std is not None:
-            self._derive("embedding_init_method", ConfigInit(std))
-        else:
-            self._derive("embedding_init_method", InheritedInit(self.init_method))

@@ -95,6 +95,43 @@ def test_a_copy_and_a_pickle_compute_the_same() -> None:
     assert torch.equal(pickle.loads(pickle.dumps(model))(inputs, positions, None), expected)
 
 
+def test_the_fused_projection_is_not_kept_for_backward_once_rotated() -> None:
+    """Queries and keys are rewritten by the rotation; a value that is a view would keep all three a second time."""
+    model = build_gpt({"position_embedding_type": "rope"}, num_layers=1)
+    projections: list[torch.Tensor] = []  # held, so that nothing else can get their addresses
+    kept: set[int] = set()
+
+    def note_projection(_module: Any, _args: Any, output: Any) -> None:
+        projections.append(output[0])
+
+    def note_kept(tensor: torch.Tensor) -> torch.Tensor:
+        kept.add(tensor.untyped_storage().data_ptr())
+        return tensor
+
+    model.decoder.layers[0].self_attention.linear_qkv.register_forward_hook(note_projection)
+    inputs, positions, _ = random_tokens()
+    with torch.autograd.graph.saved_tensors_hooks(note_kept, lambda tensor: tensor):
+        attended = model.decoder.layers[0].self_attention(
+            model.embedding(inputs, positions), None, model.rotary_pos_emb(inputs.shape[1])
+        )
+    assert attended[0].requires_grad and kept and projections[0].untyped_storage().data_ptr() not in kept
+
+
+def test_angles_serve_as_well_as_tables() -> None:
+    """Megatron-Core's ``rotary_pos_emb`` argument, for callers that run a layer themselves."""
+    for interleaved in (False, True):
+        model = build_gpt({"position_embedding_type": "rope", "rotary_percent": 0.5}, rotary_interleaved=interleaved)
+        x = torch.randn(5, 2, 16)
+        rope = model.rotary_pos_emb
+        cos, sin = rope.get_cos_sin(5, x.device)
+        by_tables = model.decoder(x, None, rotary_pos_cos=cos, rotary_pos_sin=sin)
+        torch.testing.assert_close(model.decoder(x, None, rotary_pos_emb=rope(5)), by_tables)
+
+
+def test_megatron_cores_quickstart_configuration_is_accepted() -> None:
+    build_gpt(use_cpu_initialization=True, pipeline_dtype=torch.float32)
+
+
 def test_rotary_tables_made_in_inference_mode_serve_training() -> None:
     model = build_gpt({"position_embedding_type": "rope"})
     inputs, positions, labels = random_tokens()

@@ -68,6 +68,25 @@ def test_other_kinds_of_attention_are_refused() -> None:
         DotProductAttention(config, 1, attention_type="cross")
 
 
+@pytest.mark.parametrize(("backend", "fused"), [("auto", 1), ("flash", 1), ("fused", 1), ("unfused", 0), ("local", 0)])
+def test_the_backend_chooses_the_path(backend: str, fused: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    real = torch.nn.functional.scaled_dot_product_attention
+    counted = lambda *args, **kwargs: (calls.append(1), real(*args, **kwargs))[1]  # noqa: E731
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", counted)
+    context = _attention(attention_backend=backend, attention_dropout=0.0)(*_inputs(), None)
+    assert len(calls) == fused
+    torch.testing.assert_close(context, _attention(attention_dropout=0.0)(*_inputs(), None), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["flash", "fused"])
+def test_a_named_kernel_runs_on_cuda(backend: str) -> None:
+    query, key, value = _inputs("cuda", torch.bfloat16, width=64)
+    attention = _attention(attention_backend=backend, hidden_size=256, attention_dropout=0.0)
+    attention(query, key, value, None).float().sum().backward()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION])
 def test_cuda_runs_grouped_bf16_attention_in_fused_kernels(backend: SDPBackend) -> None:

@@ -10,7 +10,7 @@ import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.parameter_init import parameter_seed
+from megatron.core.transformer.parameter_init import NormalInit, parameter_seed
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from tests.core.models.tiny_gpt import build_gpt, random_tokens
@@ -116,8 +116,8 @@ def test_zero_centred_norms_start_at_zero() -> None:
     assert torch.equal(weight, torch.zeros_like(weight))
 
 
-def test_embeddings_may_have_their_own_standard_deviation() -> None:
-    model = build_gpt(embedding_init_method_std=1.0, hidden_size=64)
+def test_embeddings_may_have_their_own_init_method() -> None:
+    model = build_gpt(embedding_init_method=NormalInit(1.0), hidden_size=64)
     assert model.embedding.word_embeddings.weight.std().item() == pytest.approx(1.0, rel=0.1)
     assert model.output_layer.weight.std().item() == pytest.approx(0.02, rel=0.1)
 

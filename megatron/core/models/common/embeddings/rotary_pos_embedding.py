@@ -12,7 +12,7 @@ import torch
 
 
 class RotaryEmbedding(torch.nn.Module):
-    """Angles of each position and frequency, computed in fp32 and kept for each length and device.
+    """Angles of each position and frequency, computed in fp32 and kept for each device.
 
     It owns no parameters and no buffers: tables are made where and when they are first asked for, so that a model
     that was built on the meta device has the right ones.
@@ -50,17 +50,19 @@ class RotaryEmbedding(torch.nn.Module):
         self.seq_len_interpolation_factor = seq_len_interpolation_factor
         self.rotary_base = rotary_base
         self.rope_scaling, self.rope_scaling_factor = rope_scaling, rope_scaling_factor
-        self._tables: dict[tuple[int, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._tables: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def get_cos_sin(self, max_seq_len: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines [s, r/2] in fp32 of every position below ``max_seq_len``."""
-        key = (max_seq_len, device)
-        if key not in self._tables:
-            # Tables made under inference_mode could not be saved for backward later.
+        known = self._tables[device][0].shape[0] if device in self._tables else 0
+        if known < max_seq_len:
+            # Doubled, since generation asks for one more position each time. Tables made under inference_mode could not
+            # be saved for backward later.
             with torch.inference_mode(False), torch.no_grad():
-                angles = self._angles(max_seq_len, device)
-                self._tables[key] = (angles.cos(), angles.sin())
-        return self._tables[key]
+                angles = self._angles(max(max_seq_len, 2 * known), device)
+                self._tables[device] = (angles.cos(), angles.sin())
+        cos, sin = self._tables[device]
+        return cos[:max_seq_len], sin[:max_seq_len]
 
     def forward(self, max_seq_len: int, device: torch.device | None = None) -> torch.Tensor:
         """Angles [s, 1, 1, r], each frequency twice: halves side by side, or pairs where interleaved."""
