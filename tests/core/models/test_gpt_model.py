@@ -22,6 +22,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from tests.core.models.tiny_gpt import build_gpt, load_fixture, random_tokens
 
 
+def test_the_seeded_loss_is_pinned() -> None:
+    """A refactor must leave it; a change of the initial weights must be deliberate."""
+    model = build_gpt({"position_embedding_type": "rope"}, init_method_std=0.2, gated_linear_unit=True)
+    inputs, positions, labels = random_tokens()
+    assert model(inputs, positions, None, labels=labels).mean().item() == pytest.approx(4.136923, abs=1e-5)
+
+
 def test_two_stages_give_what_one_model_gives() -> None:
     """A stage without embedding starts from set_input_tensor, one without output layer ends in hidden states."""
     whole = build_gpt({"position_embedding_type": "rope"}, num_layers=2)
