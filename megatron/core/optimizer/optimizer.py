@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from megatron.core.distributed.fsdp import fully_shard_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm, count_zeros, get_grad_norm, get_params_norm
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.param_groups import get_param_groups
@@ -87,8 +88,6 @@ def get_megatron_optimizer(config: OptimizerConfig, model_chunks: Sequence[torch
     params = [param for group in groups for param in group["params"]]
     optimizer = _torch_optimizer(config, groups, fused=_can_fuse(params))
     if any(isinstance(param, DTensor) for param in params):
-        from megatron.core.distributed.fsdp import fully_shard_optimizer
-
         # Without it the model weights that the next forward reads would stay those of before the step.
         optimizer = fully_shard_optimizer(optimizer)
     return MegatronOptimizer(optimizer, config)

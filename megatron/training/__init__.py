@@ -1,0 +1,1 @@
+"""Training from the command line: flags, loop, checkpoints, logs."""

@@ -1,0 +1,352 @@
+"""The command line: maps flags to the dataclasses of the components that read them, and knows nothing else."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.transformer.transformer_config import TransformerConfig, squared_relu
+from megatron.training.batches import BatchConfig
+from megatron.training.checkpointing import CheckpointConfig
+from megatron.training.data import DataConfig
+from megatron.training.distributed_init import DistributedConfig, world_size_of_environment
+from megatron.training.flag_conflicts import conflicts_of
+from megatron.training.flag_parser import FlagError, FlagParser
+from megatron.training.flags_always_so import ALWAYS_SO
+from megatron.training.flags_checkpoint import add_checkpoint_flags, add_logging_flags
+from megatron.training.flags_data import add_data_flags
+from megatron.training.flags_distributed import add_distributed_flags
+from megatron.training.flags_model import add_model_flags
+from megatron.training.flags_refused import REFUSED, REFUSED_FAMILIES
+from megatron.training.flags_training import add_training_flags
+from megatron.training.garbage import GarbageConfig
+from megatron.training.gpt_config import GPTConfig
+from megatron.training.loop import LoopConfig
+from megatron.training.metrics import LoggingConfig
+from megatron.training.schedule import ScheduleConfig
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """All settings of a run, one part for each component."""
+
+    model: GPTConfig
+    batch: BatchConfig
+    data: DataConfig
+    optimizer: OptimizerConfig
+    schedule: ScheduleConfig
+    loop: LoopConfig
+    garbage: GarbageConfig
+    checkpoint: CheckpointConfig
+    logging: LoggingConfig
+    distributed: DistributedConfig
+    ddp: DistributedDataParallelConfig
+
+
+def build_parser() -> FlagParser:
+    """The parser of all flags."""
+    parser = FlagParser(
+        prog="pretrain_gpt.py",
+        description="Trains a GPT model: torchrun --nproc-per-node N pretrain_gpt.py <flags of Megatron-LM>",
+        always_so=ALWAYS_SO,
+        refused=REFUSED,
+        refused_families=REFUSED_FAMILIES,
+    )
+    for add_flags in (
+        add_model_flags,
+        add_training_flags,
+        add_data_flags,
+        add_checkpoint_flags,
+        add_logging_flags,
+        add_distributed_flags,
+    ):
+        add_flags(parser)
+    return parser
+
+
+def parse_settings(argv: Sequence[str], *, world_size: int | None = None) -> Settings:
+    """The settings that a command line stands for, checked; nothing is allocated.
+
+    Args:
+        world_size: data-parallel ranks; None: those that torchrun started.
+
+    Raises:
+        FlagError: flags are unknown, refused, malformed or do not go together; the message names all that were found.
+    """
+    args = build_parser().parse_flags(argv)
+    if messages := conflicts_of(args):
+        raise FlagError("\n".join(messages))
+    try:
+        return settings_from_args(args, world_size=world_size or world_size_of_environment())
+    except (ValueError, NotImplementedError) as error:
+        raise FlagError(str(error)) from error
+
+
+def settings_from_args(args: Namespace, *, world_size: int) -> Settings:
+    """Every flag reaches the component that it belongs to.
+
+    Raises:
+        ValueError, NotImplementedError: a component refuses its settings.
+    """
+    batch = BatchConfig(
+        micro_batch_size=args.micro_batch_size,
+        global_batch_size=args.micro_batch_size * world_size
+        if args.global_batch_size is None
+        else args.global_batch_size,
+        data_parallel_size=world_size,
+    )
+    loop = _loop(args, batch)
+    return Settings(
+        model=_model(args),
+        batch=batch,
+        data=_data(args),
+        optimizer=_optimizer(args),
+        schedule=_schedule(args, batch, loop),
+        loop=loop,
+        garbage=GarbageConfig(
+            manual=args.manual_gc, interval=args.manual_gc_interval, at_evaluation=args.manual_gc_eval
+        ),
+        checkpoint=_checkpoint(args),
+        logging=_logging(args),
+        distributed=DistributedConfig(
+            backend=args.distributed_backend, timeout_minutes=args.distributed_timeout_minutes
+        ),
+        ddp=_ddp(args),
+    )
+
+
+def _model(args: Namespace) -> GPTConfig:
+    return GPTConfig(
+        transformer=_transformer(args),
+        max_position_embeddings=args.max_position_embeddings,
+        position_embedding_type=args.position_embedding_type,
+        rotary_base=args.rotary_base,
+        rotary_percent=args.rotary_percent,
+        rope_scaling=args.use_rope_scaling,
+        rope_scaling_factor=args.rope_scaling_factor,
+        rotary_seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        make_vocab_size_divisible_by=args.make_vocab_size_divisible_by,
+        init_on_meta_device=args.init_model_with_meta_device,
+    )
+
+
+_SAME_NAME_IN_TRANSFORMER_CONFIG = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "kv_channels",
+    "rotary_interleaved",
+    "normalization",
+    "qk_layernorm",
+    "add_bias_linear",
+    "add_qkv_bias",
+    "attention_backend",
+    "attention_dropout",
+    "hidden_dropout",
+    "init_method_std",
+    "use_cpu_initialization",
+    "perform_initialization",
+    "init_model_with_meta_device",
+    "bf16",
+    "fp32_residual_connection",
+    "apply_query_key_layer_scaling",
+    "bias_dropout_fusion",
+    "masked_softmax_fusion",
+    "apply_rope_fusion",
+    "persist_layer_norm",
+    "cross_entropy_loss_fusion",
+    "gradient_accumulation_fusion",
+    "deterministic_mode",
+    "calculate_per_token_loss",
+    "recompute_granularity",
+    "recompute_method",
+    "recompute_num_layers",
+    "recompute_modules",
+)
+
+
+def _transformer(args: Namespace) -> TransformerConfig:
+    settings: dict[str, Any] = {name: getattr(args, name) for name in _SAME_NAME_IN_TRANSFORMER_CONFIG}
+    if args.swiglu:
+        settings |= {"gated_linear_unit": True, "activation_func": F.silu}
+        settings["bias_activation_fusion"] = args.bias_swiglu_fusion
+    elif args.squared_relu:
+        settings["activation_func"] = squared_relu
+    else:
+        # Without a bias there is nothing to fuse GELU with, and Megatron-LM takes the exact GELU then.
+        settings["bias_activation_fusion"] = args.bias_gelu_fusion and args.add_bias_linear
+    return TransformerConfig(
+        **settings,
+        num_query_groups=args.num_query_groups if args.group_query_attention else None,
+        layernorm_epsilon=args.norm_epsilon,
+        layernorm_zero_centered_gamma=args.apply_layernorm_1p,
+        params_dtype=_compute_dtype(args),
+        # As in Megatron-LM, scores that are scaled by layer are always brought back in an fp32 softmax.
+        attention_softmax_in_fp32=args.attention_softmax_in_fp32 or args.apply_query_key_layer_scaling,
+        init_seed=args.seed,
+    )
+
+
+def _compute_dtype(args: Namespace) -> torch.dtype:
+    return torch.bfloat16 if args.bf16 else torch.float32
+
+
+def _loop(args: Namespace, batch: BatchConfig) -> LoopConfig:
+    iterations = args.train_iters
+    if iterations is None:
+        iterations = args.train_samples // batch.global_batch_size
+    return LoopConfig(
+        train_iters=iterations,
+        train_samples=iterations * batch.global_batch_size if args.train_samples is None else args.train_samples,
+        eval_interval=args.eval_interval,
+        eval_iters=args.eval_iters,
+        exit_interval=args.exit_interval,
+        exit_duration_mins=args.exit_duration_in_mins,
+        exit_signal_handler=args.exit_signal_handler,
+        check_finite=args.check_for_nan_in_loss_and_grad,
+        empty_unused_memory_level=args.empty_unused_memory_level,
+        seed=args.seed,
+        deterministic=args.deterministic_mode,
+    )
+
+
+def _data(args: Namespace) -> DataConfig:
+    def paths(given: list[str] | None) -> tuple[str, ...] | None:
+        return tuple(given) if given else None
+
+    return DataConfig(
+        data_path=paths(args.data_path),
+        train_data_path=paths(args.train_data_path),
+        valid_data_path=paths(args.valid_data_path),
+        test_data_path=paths(args.test_data_path),
+        mock_data=args.mock_data,
+        split=args.split,
+        cache_path=args.data_cache_path,
+        seq_length=args.seq_length,
+        seed=args.seed,
+        num_workers=args.num_workers,
+        mmap_bin_files=args.mmap_bin_files,
+        eod_mask_loss=args.eod_mask_loss,
+        tokenizer_type=args.tokenizer_type,
+        tokenizer_model=args.tokenizer_model,
+        vocab_size=args.vocab_size,
+    )
+
+
+def _optimizer(args: Namespace) -> OptimizerConfig:
+    return OptimizerConfig(
+        optimizer=args.optimizer,
+        lr=args.lr,
+        min_lr=args.min_lr,
+        decoupled_lr=args.decoupled_lr,
+        decoupled_min_lr=args.decoupled_min_lr,
+        weight_decay=args.weight_decay,
+        adam_beta1=args.adam_beta1,
+        adam_beta2=args.adam_beta2,
+        adam_eps=args.adam_eps,
+        sgd_momentum=args.sgd_momentum,
+        clip_grad=args.clip_grad,
+        log_num_zeros_in_grad=args.log_num_zeros_in_grad,
+    )
+
+
+def _schedule(args: Namespace, batch: BatchConfig, loop: LoopConfig) -> ScheduleConfig:
+    def samples(iterations: int | None, given: int | None) -> int | None:
+        return given if iterations is None else iterations * batch.global_batch_size
+
+    decay = samples(args.lr_decay_iters, args.lr_decay_samples) or loop.train_samples
+    warmup: float = samples(args.lr_warmup_iters or None, args.lr_warmup_samples) or 0
+    if args.lr_warmup_fraction is not None:
+        warmup = args.lr_warmup_fraction * decay
+    constant_decay = args.weight_decay_incr_style == "constant"
+    return ScheduleConfig(
+        decay_samples=decay,
+        warmup_samples=warmup,
+        warmup_init_lr=args.lr_warmup_init,
+        decay_style=args.lr_decay_style,
+        wsd_decay_samples=samples(args.lr_wsd_decay_iters, args.lr_wsd_decay_samples),
+        wsd_decay_style=args.lr_wsd_decay_style,
+        start_weight_decay=args.weight_decay if constant_decay else args.start_weight_decay,
+        end_weight_decay=args.weight_decay if constant_decay else args.end_weight_decay,
+        weight_decay_incr_samples=loop.train_samples,
+        weight_decay_incr_style=args.weight_decay_incr_style,
+        override_checkpoint=args.override_opt_param_scheduler,
+        use_checkpoint=args.use_checkpoint_opt_param_scheduler,
+    )
+
+
+def _checkpoint(args: Namespace) -> CheckpointConfig:
+    return CheckpointConfig(
+        save=args.save,
+        save_interval=args.save_interval,
+        save_optim=not args.no_save_optim,
+        save_rng=not args.no_save_rng,
+        async_save=args.async_save,
+        load=args.load,
+        load_step=args.ckpt_step,
+        exit_on_missing=args.exit_on_missing_checkpoint,
+        load_optim=not args.no_load_optim,
+        load_rng=not args.no_load_rng,
+        finetune=args.finetune,
+    )
+
+
+def _logging(args: Namespace) -> LoggingConfig:
+    return LoggingConfig(
+        log_interval=args.log_interval,
+        log_throughput=args.log_throughput,
+        log_params_norm=args.log_params_norm,
+        logging_level=args.logging_level,
+        tensorboard_dir=args.tensorboard_dir,
+        tensorboard_queue_size=args.tensorboard_queue_size,
+        timers_to_tensorboard=args.log_timers_to_tensorboard,
+        memory_to_tensorboard=args.log_memory_to_tensorboard,
+        validation_ppl_to_tensorboard=args.log_validation_ppl_to_tensorboard,
+        wandb_project=args.wandb_project,
+        wandb_entity=args.wandb_entity,
+        wandb_exp_name=args.wandb_exp_name,
+        wandb_save_dir=args.wandb_save_dir,
+    )
+
+
+def _ddp(args: Namespace) -> DistributedDataParallelConfig:
+    """Without ``--use-megatron-fsdp``: plain data parallelism, or (distributed optimizer) sharded optimizer state."""
+    strategy = args.data_parallel_sharding_strategy
+    if not args.use_megatron_fsdp and args.use_distributed_optimizer:
+        strategy = "optim"
+    main_grads, grad_comm = _gradient_dtypes(args)
+    main_params = _DTYPES.get(args.megatron_fsdp_main_params_dtype, _compute_dtype(args))
+    return DistributedDataParallelConfig(
+        use_megatron_fsdp=args.use_megatron_fsdp,
+        use_distributed_optimizer=args.use_distributed_optimizer,
+        data_parallel_sharding_strategy=strategy,
+        overlap_grad_reduce=args.overlap_grad_reduce,
+        overlap_param_gather=args.overlap_param_gather,
+        megatron_fsdp_main_params_dtype=main_params,
+        megatron_fsdp_main_grads_dtype=main_grads,
+        megatron_fsdp_grad_comm_dtype=grad_comm,
+        suggested_communication_unit_size=args.suggested_communication_unit_size,
+    )
+
+
+def _gradient_dtypes(args: Namespace) -> tuple[torch.dtype, torch.dtype]:
+    """(main gradients, gradients on the wire).
+
+    As in Megatron-LM, both are fp32 in bf16 training unless ``--grad-reduce-in-bf16`` is given; unlike there, a dtype
+    that is given by its own flag is in effect either way.
+    """
+    in_fp32 = args.accumulate_allreduce_grads_in_fp32 or not args.grad_reduce_in_bf16
+    default = torch.float32 if in_fp32 else _compute_dtype(args)
+    main_grads = _DTYPES.get(args.megatron_fsdp_main_grads_dtype, default)
+    return main_grads, _DTYPES.get(args.megatron_fsdp_grad_comm_dtype, main_grads)

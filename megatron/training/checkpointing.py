@@ -1,0 +1,234 @@
+"""Checkpoints of a run: ``<save>/iter_0000010/`` directories and a file that names the latest complete one.
+
+The engine writes a directory beside its final name and renames it when it is complete; only then does the tracker file
+change, and it changes at once. So whatever is killed when, the tracker names a complete checkpoint, or none is there.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron.core.distributed.fsdp import load_checkpoint, save_checkpoint
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.training.dropout_seed import rng_state, set_rng_state
+from megatron.training.train_state import TrainState
+
+TRACKER = "latest_checkpointed_iteration.txt"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """Where and when checkpoints are written, and what is loaded at the start."""
+
+    save: str | None = None
+    """Folder of the checkpoints of this run; None: nothing is saved."""
+
+    save_interval: int | None = None
+    """Iterations between saves; None: only where training ends."""
+
+    save_optim: bool = True
+    save_rng: bool = True
+
+    async_save: bool = False
+    """Write while training goes on; it costs a copy of the state in host memory."""
+
+    load: str | None = None
+    """Folder to load the latest checkpoint from; None: start from scratch."""
+
+    load_step: int | None = None
+    """Iteration to load instead of the latest."""
+
+    exit_on_missing: bool = False
+    """A folder without a checkpoint is an error, instead of a start from scratch."""
+
+    load_optim: bool = True
+    load_rng: bool = True
+
+    finetune: bool = False
+    """Load weights alone, and start at iteration 0."""
+
+
+class Checkpointer:
+    """Saves and loads a run.
+
+    Args:
+        architecture: plain values that a checkpoint must have in common with the model, under names that a user knows.
+        seed: of dropout, kept with the state of random numbers.
+
+    Ranks: all make the same calls in the same order.
+    """
+
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        model: torch.nn.Module,
+        optimizer: MegatronOptimizer,
+        scheduler: OptimizerParamScheduler,
+        *,
+        architecture: Mapping[str, Any],
+        seed: int,
+    ) -> None:
+        self.config, self.model, self.optimizer, self.scheduler = config, model, optimizer, scheduler
+        self.architecture, self.seed = dict(architecture), seed
+        self.last_saved_iteration: int | None = None
+        self._pending: tuple[Any, int] | None = None
+
+    def is_due(self, iteration: int) -> bool:
+        """Whether ``--save-interval`` asks for a checkpoint after this iteration."""
+        interval = self.config.save_interval
+        return self.config.save is not None and interval is not None and iteration % interval == 0
+
+    def save(self, state: TrainState) -> None:
+        """The run can be continued from here, or (``async_save``) can be once ``finish`` has returned.
+
+        Ranks: all; blocks until written, or until the state is copied.
+        """
+        if self.config.save is None or self.last_saved_iteration == state.iteration:
+            return
+        self.finish()
+        path = checkpoint_path(self.config.save, state.iteration)
+        if dist.get_rank() == 0:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        extra: dict[str, Any] = {
+            "architecture": self.architecture,
+            "state": state.as_dict(),
+            "scheduler": self.scheduler.state_dict(),
+        }
+        if self.config.save_rng:
+            extra["rng"] = rng_state(self.seed)
+        handle = save_checkpoint(
+            self.model,
+            self.optimizer.optimizer if self.config.save_optim else None,
+            path,
+            extra_state=extra,
+            async_save=self.config.async_save,
+        )
+        self.last_saved_iteration = state.iteration
+        if handle is None:
+            self._announce(state.iteration)
+        else:
+            self._pending = (handle, state.iteration)
+
+    def finish(self) -> None:
+        """A save that was still being written is complete. Ranks: all; blocks."""
+        if self._pending is not None:
+            handle, iteration = self._pending
+            self._pending = None
+            handle.wait()
+            self._announce(iteration)
+
+    def load(self) -> TrainState:
+        """Model, optimizer, scheduler and random numbers are those of the checkpoint; returns where training stands.
+
+        Without ``load``, or without a checkpoint there, nothing changes and training starts from scratch.
+
+        Raises:
+            FileNotFoundError: a checkpoint was asked for by its iteration or by the tracker and is not there.
+            ValueError: the checkpoint is of another model or schedule; the message names what differs.
+
+        Ranks: all; blocks.
+        """
+        if self.config.load is None:
+            return TrainState()
+        iteration = self._iteration_to_load(Path(self.config.load))
+        if iteration is None:
+            return TrainState()
+        path = checkpoint_path(self.config.load, iteration)
+        with_optimizer = self.config.load_optim and not self.config.finetune
+        extra = load_checkpoint(self.model, self.optimizer.optimizer, path, load_optimizer=with_optimizer)
+        _check_architecture(extra, self.architecture, path)
+        if self.config.finetune:
+            print_rank_0(f" loaded the weights of {path}; training starts at iteration 0")
+            return TrainState()
+        self.scheduler.load_state_dict(extra["scheduler"])
+        if self.config.load_rng:
+            if "rng" not in extra:
+                raise ValueError(f"{path} must hold the state of random numbers, got none; load it with --no-load-rng")
+            self.seed = set_rng_state(extra["rng"])
+        print_rank_0(f" loaded {path}; training continues after iteration {iteration}")
+        if self.config.save is not None and os.path.realpath(self.config.save) == os.path.realpath(self.config.load):
+            self.last_saved_iteration = iteration
+        return TrainState(**extra["state"])
+
+    def _iteration_to_load(self, folder: Path) -> int | None:
+        if self.config.load_step is not None:
+            return self.config.load_step
+        iteration = latest_iteration(folder)
+        if iteration is None:
+            if self.config.exit_on_missing:
+                raise FileNotFoundError(f"--load {folder} must have a checkpoint, got no {TRACKER} there")
+            print_rank_0(f" no checkpoint in {folder} (no {TRACKER}): training starts from scratch")
+        return iteration
+
+    def _announce(self, iteration: int) -> None:
+        """The tracker names the iteration."""
+        assert self.config.save is not None
+        if dist.get_rank() == 0:
+            write_tracker(Path(self.config.save), iteration)
+            print(f" saved iteration {iteration} in {checkpoint_path(self.config.save, iteration)}", flush=True)
+        # No rank ends, or starts the next save, before the tracker names this one.
+        dist.barrier()
+
+
+def checkpoint_path(folder: str | Path, iteration: int) -> Path:
+    """The directory of an iteration's checkpoint; Megatron-LM's name."""
+    return Path(folder) / f"iter_{iteration:07d}"
+
+
+def latest_iteration(folder: Path) -> int | None:
+    """The iteration that rank 0 reads in the tracker, on all ranks; None where there is no tracker.
+
+    Raises:
+        ValueError: the tracker does not hold a number.
+
+    Ranks: all; blocks.
+    """
+    found: list[Any] = [None]
+    if dist.get_rank() == 0 and (folder / TRACKER).exists():
+        found = [(folder / TRACKER).read_text().strip()]
+    dist.broadcast_object_list(found, src=0)
+    if found[0] is None:
+        return None
+    try:
+        return int(found[0])
+    except ValueError:
+        raise ValueError(f"{folder / TRACKER} must hold the number of an iteration, got {found[0]!r}") from None
+
+
+def write_tracker(folder: Path, iteration: int) -> None:
+    """The tracker names ``iteration``; at no moment is it missing or half written."""
+    beside = folder / f".{TRACKER}.new"
+    with open(beside, "w") as file:
+        file.write(str(iteration))
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(beside, folder / TRACKER)
+
+
+def print_rank_0(text: str) -> None:
+    """Rank 0 prints the line."""
+    if dist.get_rank() == 0:
+        print(text, flush=True)
+
+
+def _check_architecture(extra: Mapping[str, Any], architecture: Mapping[str, Any], path: Path) -> None:
+    saved = extra["architecture"]
+    names = [*architecture, *(name for name in saved if name not in architecture)]
+    differing = [
+        f"{name}: now {architecture.get(name)}, saved {saved.get(name)}"
+        for name in names
+        if architecture.get(name) != saved.get(name)
+    ]
+    if differing:
+        raise ValueError(
+            f"the model must be that of the checkpoint {path}, got {', '.join(differing)}; give the flags that the "
+            "checkpoint was trained with, or another --load"
+        )

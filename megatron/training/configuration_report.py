@@ -1,0 +1,100 @@
+"""What is in effect, printed once by rank 0."""
+
+from __future__ import annotations
+
+import dataclasses
+import platform
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from megatron.training.flops import FLOP_CONVENTION
+
+if TYPE_CHECKING:
+    from megatron.training.arguments import Settings
+
+_STRATEGY_MEANING = {
+    "no_shard": "plain data parallelism: every rank holds all weights, gradients and optimizer state",
+    "optim": "optimizer state is sharded",
+    "optim_grads": "optimizer state and gradients are sharded",
+    "optim_grads_params": "optimizer state, gradients and weights are sharded",
+}
+
+
+def count_parameters(model: torch.nn.Module) -> tuple[int, int]:
+    """(elements of all parameters, elements that this rank holds of them)."""
+    total = held = 0
+    for parameter in model.parameters():
+        total += parameter.numel()
+        held += getattr(parameter, "_local_tensor", parameter).numel()
+    return total, held
+
+
+def report_configuration(
+    settings: Settings, *, device: torch.device, model: torch.nn.Module, padded_vocab_size: int, flops_per_sample: int
+) -> str:
+    """The lines that say what is in effect.
+
+    Ranks: all (parameters of each rank are gathered); blocks.
+    """
+    total, held = count_parameters(model)
+    held_by_rank: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(held_by_rank, held)
+    ddp, batch, loop = settings.ddp, settings.batch, settings.loop
+    strategy = ddp.data_parallel_sharding_strategy
+    rows = {
+        "device": f"{device.type}, {dist.get_backend()}, {dist.get_world_size()} ranks",
+        "versions": f"python {platform.python_version()}, torch {torch.__version__}",
+        "time-out of communication": f"{settings.distributed.timeout_minutes} minutes",
+        "sharding strategy": f"{strategy} ({_STRATEGY_MEANING[strategy]})",
+        "data-parallel group": f"{batch.data_parallel_size} ranks; no other parallelism",
+        "overlap": f"gradient reduction {ddp.overlap_grad_reduce}, parameter gathering {ddp.overlap_param_gather}",
+        "compute dtype": _name(settings.model.transformer.params_dtype),
+        "main weights": _name(ddp.megatron_fsdp_main_params_dtype),
+        "main gradients": _name(ddp.megatron_fsdp_main_grads_dtype),
+        "gradients on the wire": _name(ddp.megatron_fsdp_grad_comm_dtype),
+        "parameters": f"{total:,} in all; {min(held_by_rank):,} to {max(held_by_rank):,} on a rank",
+        "vocabulary": f"padded to {padded_vocab_size:,} ids",
+        "global batch": (
+            f"{batch.global_batch_size} samples = {batch.num_microbatches} microbatches * "
+            f"{batch.data_parallel_size} ranks * {batch.micro_batch_size}; "
+            f"{batch.global_batch_size * settings.data.seq_length:,} tokens"
+        ),
+        "length": f"{loop.train_iters} iterations, {loop.train_iters * batch.global_batch_size} samples",
+        "gradient": "mean over tokens"
+        if settings.model.transformer.calculate_per_token_loss
+        else "mean over microbatches",
+        "checkpoint format": "fsdp_dtensor (a PyTorch DCP directory of DTensors)",
+        "model FLOPs": f"{flops_per_sample:.4e} of a sample. {FLOP_CONVENTION}",
+    }
+    width = max(map(len, rows))
+    lines = [f"  {name} {'.' * (width + 3 - len(name))} {value}" for name, value in rows.items()]
+    return "\n".join(("effective configuration:", *lines, *_all_settings(settings)))
+
+
+def _all_settings(settings: Settings) -> list[str]:
+    """One line for each part of the settings, with every value that differs from its default."""
+    lines = ["settings that differ from their defaults:"]
+    for part in dataclasses.fields(settings):
+        value = getattr(settings, part.name)
+        changed = ", ".join(f"{name}={_name(setting)}" for name, setting in _changed(value).items())
+        lines.append(f"  {part.name}: {changed or 'none'}")
+    return lines
+
+
+def _changed(config: Any) -> dict[str, Any]:
+    changed: dict[str, Any] = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            changed |= _changed(value)
+        elif field.default is dataclasses.MISSING or value != field.default:
+            changed[field.name] = value
+    return changed
+
+
+def _name(value: Any) -> str:
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    return getattr(value, "__name__", None) or str(value)

@@ -1,0 +1,104 @@
+"""The data of a run: tokenizer, and datasets for training, validation and test."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from megatron.core.datasets.blend import get_blend_from_list
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.tokenizers import MegatronTokenizerBase, build_tokenizer
+
+DEFAULT_SPLIT = "969,30,1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Where samples come from and how they are cut."""
+
+    data_path: tuple[str, ...] | None = None
+    """A prefix, or weights and prefixes in turn, that ``split`` divides; None: one of the next three, or mock data."""
+
+    train_data_path: tuple[str, ...] | None = None
+    valid_data_path: tuple[str, ...] | None = None
+    test_data_path: tuple[str, ...] | None = None
+
+    mock_data: bool = False
+    """Made-up samples."""
+
+    split: str | None = None
+    """Parts for training, validation and test of ``data_path``; None: ``DEFAULT_SPLIT``."""
+
+    cache_path: str | None = None
+    """Folder of the index cache; None: beside the data."""
+
+    seq_length: int
+    """Tokens of a sample."""
+
+    seed: int = 1234
+    """Of the order of samples."""
+
+    num_workers: int = 2
+    """Loader processes of a rank; 0 loads in the training process."""
+
+    mmap_bin_files: bool = True
+    eod_mask_loss: bool = False
+    """No loss where a document ends."""
+
+    tokenizer_type: str = "ByteLevelTokenizer"
+    tokenizer_model: str | None = None
+    vocab_size: int | None = None
+    """Of NullTokenizer; of others it must be what they have."""
+
+
+class Datasets(NamedTuple):
+    """What is trained on, validated on and tested on; None where there is nothing."""
+
+    train: Any
+    valid: Any
+    test: Any
+
+
+def tokenizer_of(config: DataConfig) -> MegatronTokenizerBase:
+    """The tokenizer that the data were made with."""
+    return build_tokenizer(config.tokenizer_type, config.tokenizer_model, config.vocab_size)
+
+
+def build_gpt_datasets(config: DataConfig, tokenizer: MegatronTokenizerBase, sizes: Sequence[int]) -> Datasets:
+    """GPT datasets of at least ``sizes`` samples.
+
+    Args:
+        sizes: [3] samples of training, validation and test; 0 where nothing is drawn.
+
+    Raises:
+        ValueError: the data do not give as many samples.
+
+    Ranks: all; one rank of each node builds the indices, the others wait for it.
+    """
+    per_split = (config.train_data_path, config.valid_data_path, config.test_data_path)
+    dataset_config = GPTDatasetConfig(
+        random_seed=config.seed,
+        sequence_length=config.seq_length,
+        blend=get_blend_from_list(config.data_path),
+        blend_per_split=[get_blend_from_list(path) for path in per_split] if any(per_split) else None,
+        split=(config.split or DEFAULT_SPLIT) if config.data_path else config.split,
+        path_to_cache=config.cache_path,
+        mmap_bin_files=config.mmap_bin_files,
+        tokenizer=tokenizer,
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=config.eod_mask_loss,
+        create_attention_mask=False,
+    )
+    kind = MockGPTDataset if config.mock_data else GPTDataset
+    built = BlendedMegatronDatasetBuilder(kind, list(sizes), lambda: True, dataset_config).build()
+    for name, dataset, size in zip(("training", "validation", "test"), built, sizes, strict=True):
+        held = 0 if dataset is None else len(dataset)
+        if held < size and (name == "training" or held > 0):
+            raise ValueError(
+                f"the data must give {size} samples for {name}, got {held}; give weights with --data-path (they "
+                "are repeated then), shorten the run or its evaluations, or change --split"
+            )
+    return Datasets(*(dataset if size > 0 else None for dataset, size in zip(built, sizes, strict=True)))

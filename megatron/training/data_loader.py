@@ -1,0 +1,38 @@
+"""Brings microbatches from a dataset to the device."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from megatron.training.batches import SequentialBatchSampler
+
+
+def iterate_batches(
+    dataset: Dataset[Any], sampler: SequentialBatchSampler, *, num_workers: int, device: torch.device
+) -> Iterator[dict[str, Tensor]]:
+    """Yield microbatches on ``device``: one tensor for each key of the samples, stacked over [B].
+
+    Loader processes do not hear SIGTERM: a scheduler sends it to all processes, and training must read its data until
+    it has saved. They end with the iterator.
+
+    Ranks: each rank its own; does not block the host on the device.
+    """
+    loader: DataLoader[Any] = DataLoader(
+        dataset,
+        batch_sampler=sampler,
+        num_workers=num_workers,
+        pin_memory=device.type == "cuda",
+        worker_init_fn=_ignore_termination if num_workers > 0 else None,
+    )
+    for batch in loader:
+        yield {key: value.to(device, non_blocking=True) for key, value in batch.items()}
+
+
+def _ignore_termination(worker: int) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)

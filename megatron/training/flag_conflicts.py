@@ -1,0 +1,291 @@
+"""Combinations of flags that are not served: a table of (name, condition, message), one test a row."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Conflict:
+    """``message`` is formatted with the flags' values where ``when`` is true."""
+
+    name: str
+    when: Callable[[Namespace], bool]
+    message: str
+
+
+def conflicts_of(args: Namespace) -> list[str]:
+    """The messages of all rows that hold for these flags."""
+    return [row.message.format(**vars(args)) for row in CONFLICTS if row.when(args)]
+
+
+def _missing(flag: str) -> Conflict:
+    dest = flag.removeprefix("--").replace("-", "_")
+    return Conflict(f"no {dest}", lambda args: getattr(args, dest) is None, f"{flag} must be given, got none")
+
+
+def _needs_load(dest: str, flag: str) -> Conflict:
+    return Conflict(
+        f"{dest} without load", lambda args: getattr(args, dest) and args.load is None, f"{flag} needs --load, got none"
+    )
+
+
+def _data_sources(args: Namespace) -> int:
+    per_split = (args.train_data_path, args.valid_data_path, args.test_data_path)
+    return bool(args.mock_data) + bool(args.data_path) + any(per_split)
+
+
+def _by_samples(args: Namespace) -> bool:
+    return bool(args.lr_decay_samples or args.lr_warmup_samples or args.lr_wsd_decay_samples)
+
+
+def _by_iterations(args: Namespace) -> bool:
+    return bool(args.lr_decay_iters or args.lr_warmup_iters or args.lr_wsd_decay_iters)
+
+
+def _has_explicit_dtype(args: Namespace, dtype: str) -> bool:
+    return dtype in (args.megatron_fsdp_main_grads_dtype, args.megatron_fsdp_grad_comm_dtype)
+
+
+CONFLICTS: tuple[Conflict, ...] = (
+    *map(
+        _missing,
+        (
+            "--num-layers",
+            "--hidden-size",
+            "--num-attention-heads",
+            "--seq-length",
+            "--max-position-embeddings",
+            "--micro-batch-size",
+            "--lr",
+        ),
+    ),
+    Conflict(
+        "positions shorter than samples",
+        lambda a: None not in (a.seq_length, a.max_position_embeddings) and a.max_position_embeddings < a.seq_length,
+        "--max-position-embeddings must be at least --seq-length, got {max_position_embeddings} and {seq_length}",
+    ),
+    Conflict(
+        "query groups without grouped attention",
+        lambda a: a.num_query_groups != 1 and not a.group_query_attention,
+        "--num-query-groups {num_query_groups} needs --group-query-attention",
+    ),
+    Conflict(
+        "rotary settings without rotary positions",
+        lambda a: (
+            a.position_embedding_type != "rope"
+            and (
+                a.rotary_base != 10000
+                or a.rotary_percent != 1.0
+                or a.rotary_interleaved
+                or a.use_rope_scaling
+                or a.rotary_seq_len_interpolation_factor is not None
+            )
+        ),
+        "flags of rotary positions need --position-embedding-type rope, got {position_embedding_type}",
+    ),
+    Conflict(
+        "rope scaling factor without rope scaling",
+        lambda a: a.rope_scaling_factor != 8.0 and not a.use_rope_scaling,
+        "--rope-scaling-factor {rope_scaling_factor} needs --use-rope-scaling",
+    ),
+    Conflict(
+        "two activations",
+        lambda a: a.swiglu and a.squared_relu,
+        "--swiglu and --squared-relu are two activations; give one",
+    ),
+    Conflict(
+        "qkv bias twice",
+        lambda a: a.add_qkv_bias and a.add_bias_linear,
+        "--add-qkv-bias belongs to --disable-bias-linear: without it all linear layers have a bias",
+    ),
+    Conflict(
+        "selective recomputation by layers",
+        lambda a: (
+            a.recompute_granularity != "full" and (a.recompute_method is not None or a.recompute_num_layers is not None)
+        ),
+        "--recompute-method and --recompute-num-layers belong to --recompute-granularity full, got "
+        "{recompute_granularity}",
+    ),
+    Conflict(
+        "full recomputation without layers",
+        lambda a: a.recompute_granularity == "full" and (a.recompute_method is None or a.recompute_num_layers is None),
+        "--recompute-granularity full needs --recompute-method and --recompute-num-layers, got {recompute_method} and "
+        "{recompute_num_layers}",
+    ),
+    Conflict(
+        "recomputed modules without selective recomputation",
+        lambda a: a.recompute_modules is not None and a.recompute_granularity != "selective",
+        "--recompute-modules belongs to --recompute-granularity selective, got {recompute_granularity}",
+    ),
+    Conflict(
+        "no length of training",
+        lambda a: (a.train_iters is None) == (a.train_samples is None),
+        "one of --train-iters and --train-samples must be given, got {train_iters} and {train_samples}",
+    ),
+    Conflict(
+        "samples in a schedule of iterations",
+        lambda a: a.train_iters is not None and a.train_samples is None and _by_samples(a),
+        "with --train-iters, give --lr-decay-iters, --lr-warmup-iters and --lr-wsd-decay-iters instead of samples",
+    ),
+    Conflict(
+        "iterations in a schedule of samples",
+        lambda a: a.train_samples is not None and a.train_iters is None and _by_iterations(a),
+        "with --train-samples, give --lr-decay-samples, --lr-warmup-samples and --lr-wsd-decay-samples instead of "
+        "iterations",
+    ),
+    Conflict(
+        "warm-up given twice",
+        lambda a: a.lr_warmup_fraction is not None and bool(a.lr_warmup_iters or a.lr_warmup_samples),
+        "--lr-warmup-fraction and --lr-warmup-iters or --lr-warmup-samples are two warm-ups; give one",
+    ),
+    Conflict(
+        "a warm-up of all or more",
+        lambda a: a.lr_warmup_fraction is not None and not 0 <= a.lr_warmup_fraction < 1,
+        "--lr-warmup-fraction must be at least 0 and below 1, got {lr_warmup_fraction}",
+    ),
+    Conflict(
+        "wsd without its last phase",
+        lambda a: a.lr_decay_style == "WSD" and a.lr_wsd_decay_iters is None and a.lr_wsd_decay_samples is None,
+        "--lr-decay-style WSD needs --lr-wsd-decay-iters or --lr-wsd-decay-samples, got none",
+    ),
+    Conflict(
+        "last phase without wsd",
+        lambda a: (
+            a.lr_decay_style != "WSD" and (a.lr_wsd_decay_iters is not None or a.lr_wsd_decay_samples is not None)
+        ),
+        "--lr-wsd-decay-iters and --lr-wsd-decay-samples belong to --lr-decay-style WSD, got {lr_decay_style}",
+    ),
+    Conflict(
+        "style of the last phase without wsd",
+        lambda a: a.lr_decay_style != "WSD" and a.lr_wsd_decay_style != "exponential",
+        "--lr-wsd-decay-style {lr_wsd_decay_style} belongs to --lr-decay-style WSD, got {lr_decay_style}",
+    ),
+    Conflict(
+        "decoupled floor without decoupled rate",
+        lambda a: a.decoupled_min_lr is not None and a.decoupled_lr is None,
+        "--decoupled-min-lr needs --decoupled-lr, got none",
+    ),
+    Conflict(
+        "growing weight decay without its ends",
+        lambda a: (
+            a.weight_decay_incr_style != "constant" and (a.start_weight_decay is None or a.end_weight_decay is None)
+        ),
+        "--weight-decay-incr-style {weight_decay_incr_style} needs --start-weight-decay and --end-weight-decay",
+    ),
+    Conflict(
+        "ends of a constant weight decay",
+        lambda a: (
+            a.weight_decay_incr_style == "constant"
+            and (a.start_weight_decay is not None or a.end_weight_decay is not None)
+        ),
+        "--start-weight-decay and --end-weight-decay need --weight-decay-incr-style linear or cosine, got constant",
+    ),
+    Conflict(
+        "two schedules",
+        lambda a: a.override_opt_param_scheduler and a.use_checkpoint_opt_param_scheduler,
+        "--override-opt-param-scheduler and --use-checkpoint-opt-param-scheduler exclude each other; give one",
+    ),
+    Conflict(
+        "sharding without the engine",
+        lambda a: not a.use_megatron_fsdp and a.data_parallel_sharding_strategy != "no_shard",
+        "--data-parallel-sharding-strategy {data_parallel_sharding_strategy} needs --use-megatron-fsdp",
+    ),
+    Conflict(
+        "gather without anything sharded",
+        lambda a: a.overlap_param_gather and not (a.use_megatron_fsdp or a.use_distributed_optimizer),
+        "--overlap-param-gather needs --use-megatron-fsdp or --use-distributed-optimizer: nothing is gathered without",
+    ),
+    Conflict(
+        "bf16 reduction of fp32 training",
+        lambda a: a.grad_reduce_in_bf16 and not a.bf16,
+        "--grad-reduce-in-bf16 needs --bf16; in fp32 training use --megatron-fsdp-grad-comm-dtype bf16",
+    ),
+    Conflict(
+        "two dtypes of gradients",
+        lambda a: (
+            a.accumulate_allreduce_grads_in_fp32
+            and (a.grad_reduce_in_bf16 or _has_explicit_dtype(a, "bf16") or _has_explicit_dtype(a, "fp16"))
+        ),
+        "--accumulate-allreduce-grads-in-fp32 excludes --grad-reduce-in-bf16 and gradient dtypes other than fp32",
+    ),
+    Conflict(
+        "no data",
+        lambda a: _data_sources(a) == 0,
+        "data must be given by --data-path, --train-data-path or --mock-data, got none",
+    ),
+    Conflict(
+        "two sources of data",
+        lambda a: _data_sources(a) > 1,
+        "--data-path, --train-data-path (with its valid and test) and --mock-data exclude each other; give one",
+    ),
+    Conflict(
+        "a split of what is split",
+        lambda a: a.split is not None and not a.data_path and not a.mock_data,
+        "--split {split} belongs to --data-path; --train-data-path and the like are not split",
+    ),
+    Conflict(
+        "a tokenizer without its file",
+        lambda a: a.tokenizer_type in ("HuggingFaceTokenizer", "SentencePieceTokenizer") and a.tokenizer_model is None,
+        "--tokenizer-type {tokenizer_type} needs --tokenizer-model, got none",
+    ),
+    Conflict(
+        "a file without its tokenizer",
+        lambda a: a.tokenizer_type in ("ByteLevelTokenizer", "NullTokenizer") and a.tokenizer_model is not None,
+        "--tokenizer-model {tokenizer_model} does not belong to --tokenizer-type {tokenizer_type}",
+    ),
+    Conflict(
+        "a null tokenizer without its size",
+        lambda a: a.tokenizer_type == "NullTokenizer" and a.vocab_size is None,
+        "--tokenizer-type NullTokenizer needs --vocab-size, got none",
+    ),
+    Conflict(
+        "negative workers",
+        lambda a: a.num_workers < 0,
+        "--num-workers must not be negative, got {num_workers}",
+    ),
+    *(
+        Conflict(
+            f"{dest} without save",
+            lambda a, dest=dest: getattr(a, dest) and a.save is None,  # type: ignore[misc]
+            f"--{dest.replace('_', '-')} needs --save, got none",
+        )
+        for dest in ("save_interval", "async_save", "no_save_optim", "no_save_rng", "exit_signal_handler")
+    ),
+    Conflict(
+        "a save interval of nothing",
+        lambda a: a.save_interval is not None and a.save_interval < 1,
+        "--save-interval must be at least 1, got {save_interval}",
+    ),
+    _needs_load("finetune", "--finetune"),
+    _needs_load("no_load_optim", "--no-load-optim"),
+    _needs_load("no_load_rng", "--no-load-rng"),
+    _needs_load("exit_on_missing_checkpoint", "--exit-on-missing-checkpoint"),
+    _needs_load("use_checkpoint_opt_param_scheduler", "--use-checkpoint-opt-param-scheduler"),
+    Conflict(
+        "a step without load",
+        lambda a: a.ckpt_step is not None and a.load is None,
+        "--ckpt-step {ckpt_step} needs --load, got none",
+    ),
+    Conflict(
+        "finetuning from where it ended",
+        lambda a: a.finetune and a.use_checkpoint_opt_param_scheduler,
+        "--finetune starts a new schedule; leave out --use-checkpoint-opt-param-scheduler",
+    ),
+    Conflict(
+        "a wandb account without a project",
+        lambda a: bool(a.wandb_entity or a.wandb_exp_name or a.wandb_save_dir) and not a.wandb_project,
+        "--wandb-entity, --wandb-exp-name and --wandb-save-dir need --wandb-project, got none",
+    ),
+    Conflict(
+        "scalars without a writer",
+        lambda a: (
+            (a.log_timers_to_tensorboard or a.log_memory_to_tensorboard or a.log_validation_ppl_to_tensorboard)
+            and not (a.tensorboard_dir or a.wandb_project)
+        ),
+        "--log-timers-to-tensorboard, --log-memory-to-tensorboard and --log-validation-ppl-to-tensorboard need "
+        "--tensorboard-dir or --wandb-project, got none",
+    ),
+)

@@ -1,0 +1,71 @@
+"""Flags of Megatron-LM that name what always holds here."""
+
+from __future__ import annotations
+
+from megatron.training.flag_parser import AlwaysSo
+
+ALWAYS_SO: dict[str, AlwaysSo] = {
+    "--use-mcore-models": AlwaysSo(fact="models have Megatron-Core's structure and parameter names"),
+    "--transformer-impl": AlwaysSo(
+        fact="layers are PyTorch's and the framework's own",
+        values=("local",),
+        otherwise="layers of transformer-engine are not served yet",
+    ),
+    "--use-flash-attn": AlwaysSo(
+        fact="attention takes the FlashAttention kernel wherever PyTorch has it for the device"
+    ),
+    "--tensor-model-parallel-size": AlwaysSo(
+        fact="no tensor parallelism", values=("1",), otherwise="tensor parallelism is not served yet"
+    ),
+    "--pipeline-model-parallel-size": AlwaysSo(
+        fact="no pipeline parallelism", values=("1",), otherwise="pipeline parallelism is not served yet"
+    ),
+    "--context-parallel-size": AlwaysSo(
+        fact="no context parallelism", values=("1",), otherwise="context parallelism is not served yet"
+    ),
+    "--expert-model-parallel-size": AlwaysSo(
+        fact="no expert parallelism", values=("1",), otherwise="expert parallelism is not served yet"
+    ),
+    "--expert-tensor-parallel-size": AlwaysSo(
+        fact="no expert parallelism", values=("1",), otherwise="expert parallelism is not served yet"
+    ),
+    "--num-distributed-optimizer-instances": AlwaysSo(
+        fact="one instance, over all data-parallel ranks", values=("1",), otherwise="hybrid sharding is not served yet"
+    ),
+    "--outer-dp-sharding-strategy": AlwaysSo(
+        fact="there is no outer data-parallel axis", values=("no_shard",), otherwise="hybrid sharding is not served yet"
+    ),
+    "--megatron-fsdp-version": AlwaysSo(
+        fact="there is one engine, built on DTensors as version 2 is",
+        values=("2",),
+        otherwise="there is no version 1 here",
+    ),
+    "--fsdp-double-buffer": AlwaysSo(fact="gathered weights lie in one arena with fixed addresses"),
+    "--ckpt-format": AlwaysSo(
+        fact="PyTorch DCP directories of DTensors, the default here",
+        values=("fsdp_dtensor",),
+        otherwise="checkpoints are PyTorch DCP directories of DTensors (fsdp_dtensor); other formats are not served",
+    ),
+    "--auto-detect-ckpt-format": AlwaysSo(
+        fact="there is one format, and a foreign directory is refused when it is loaded"
+    ),
+    "--dist-ckpt-strictness": AlwaysSo(
+        fact="missing, extra and mis-shaped keys are errors",
+        values=("raise_all",),
+        otherwise="missing, extra and mis-shaped keys are always errors (raise_all)",
+    ),
+    "--ckpt-fully-parallel-save": AlwaysSo(fact="each rank writes the rows that it owns"),
+    "--ckpt-fully-parallel-load": AlwaysSo(fact="each rank reads the rows that it owns"),
+    "--dataloader-type": AlwaysSo(
+        fact="one pass over the samples, in order",
+        values=("single",),
+        otherwise="other orders of samples are not served",
+    ),
+    "--no-create-attention-mask-in-dataloader": AlwaysSo(fact="the causal mask is the attention kernel's own"),
+    "--enable-experimental": AlwaysSo(fact="nothing stands behind this switch"),
+    "--cuda-graph-impl": AlwaysSo(fact="no CUDA graphs", values=("none",), otherwise="CUDA graphs are not served yet"),
+    "--rerun-mode": AlwaysSo(fact="no step is run twice", values=("disabled",), otherwise="reruns are not served"),
+    "--no-one-logger": AlwaysSo(fact="nothing is reported to one_logger"),
+    "--disable-jit-fuser": AlwaysSo(fact="nothing is compiled just in time"),
+    "--no-async-tensor-model-parallel-allreduce": AlwaysSo(fact="there is no tensor parallelism"),
+}

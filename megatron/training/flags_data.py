@@ -1,0 +1,36 @@
+"""Flags of data and tokenizers: names, types and defaults are Megatron-LM's unless the help says otherwise."""
+
+from __future__ import annotations
+
+import argparse
+
+from megatron.core.tokenizers import TOKENIZER_TYPES
+
+
+def add_data_flags(parser: argparse.ArgumentParser) -> None:
+    """``parser`` knows the flags that ``DataConfig`` is made from."""
+    group = parser.add_argument_group("data")
+    group.add_argument("--data-path", nargs="*", help="a prefix of .bin and .idx, or weights and prefixes in turn")
+    group.add_argument("--train-data-path", nargs="*", help="as --data-path, for training alone")
+    group.add_argument("--valid-data-path", nargs="*", help="as --data-path, for validation alone")
+    group.add_argument("--test-data-path", nargs="*", help="as --data-path, for the test alone")
+    group.add_argument("--split", type=_unquoted, help="parts for training, validation and test (default: 969,30,1)")
+    group.add_argument("--data-cache-path", help="folder of the index cache (default: beside the data)")
+    group.add_argument("--mock-data", action="store_true", help="made-up samples instead of --data-path")
+    group.add_argument("--seq-length", type=int, help="tokens of a sample")
+    group.add_argument("--num-workers", type=int, default=2, help="loader processes of a rank (default: 2)")
+    group.add_argument(
+        "--no-mmap-bin-files", dest="mmap_bin_files", action="store_false", help="read .bin files, no maps"
+    )
+    group.add_argument("--eod-mask-loss", action="store_true", help="no loss where a document ends")
+    group = parser.add_argument_group("tokenizer")
+    group.add_argument(
+        "--tokenizer-type", choices=TOKENIZER_TYPES, default=TOKENIZER_TYPES[0], help=f"(default: {TOKENIZER_TYPES[0]})"
+    )
+    group.add_argument("--tokenizer-model", help="file of a HuggingFace or SentencePiece tokenizer")
+    group.add_argument("--vocab-size", type=int, help="of NullTokenizer; of other tokenizers it must be what they have")
+
+
+def _unquoted(text: str) -> str:
+    """Launch scripts pass quotes on when they keep flags in an array of strings."""
+    return text.strip("'\"")

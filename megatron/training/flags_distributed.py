@@ -1,0 +1,64 @@
+"""Flags of ranks and sharding: names, types and defaults are Megatron-LM's unless the help says otherwise."""
+
+from __future__ import annotations
+
+import argparse
+
+STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+DTYPES = ("fp32", "bf16", "fp16", "auto")
+
+
+def add_distributed_flags(parser: argparse.ArgumentParser) -> None:
+    """``parser`` knows the flags of process groups and of the sharding engine."""
+    group = parser.add_argument_group("ranks")
+    group.add_argument(
+        "--distributed-backend",
+        choices=["nccl", "gloo"],
+        help="nccl trains on CUDA devices, gloo on CPUs (default: nccl where there are CUDA devices)",
+    )
+    group.add_argument(
+        "--distributed-timeout-minutes", type=int, default=10, help="until a missing rank is an error (default: 10)"
+    )
+    _add_sharding_flags(parser.add_argument_group("sharding"))
+
+
+def _add_sharding_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--use-megatron-fsdp", action="store_true", help="shard by --data-parallel-sharding-strategy")
+    group.add_argument(
+        "--data-parallel-sharding-strategy",
+        choices=STRATEGIES,
+        default="no_shard",
+        help="what is sharded (default: no_shard)",
+    )
+    group.add_argument(
+        "--use-distributed-optimizer",
+        action="store_true",
+        help="shard optimizer state; with --use-megatron-fsdp the strategy says what is sharded",
+    )
+    group.add_argument("--overlap-grad-reduce", action="store_true", help="reduce gradients while backward goes on")
+    group.add_argument("--overlap-param-gather", action="store_true", help="gather weights while the model computes")
+    group.add_argument("--megatron-fsdp-main-params-dtype", choices=DTYPES, default="fp32", help="(default: fp32)")
+    group.add_argument(
+        "--megatron-fsdp-main-grads-dtype",
+        choices=DTYPES,
+        default="auto",
+        help="auto: fp32, or the compute dtype with --grad-reduce-in-bf16 (default: auto)",
+    )
+    group.add_argument(
+        "--megatron-fsdp-grad-comm-dtype",
+        choices=DTYPES,
+        default="auto",
+        help="auto: that of main gradients (default: auto)",
+    )
+    group.add_argument(
+        "--grad-reduce-in-bf16", action="store_true", help="keep and reduce gradients in the compute dtype"
+    )
+    group.add_argument(
+        "--accumulate-allreduce-grads-in-fp32", action="store_true", help="keep and reduce gradients in fp32"
+    )
+    group.add_argument(
+        "--init-model-with-meta-device", action="store_true", help="create weights unit by unit, sharded"
+    )
+    group.add_argument(
+        "--suggested-communication-unit-size", type=int, help="elements that gathers ahead of use may hold at once"
+    )

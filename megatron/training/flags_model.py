@@ -1,0 +1,111 @@
+"""Flags of the model: names, types and defaults are Megatron-LM's."""
+
+from __future__ import annotations
+
+import argparse
+
+
+def add_model_flags(parser: argparse.ArgumentParser) -> None:
+    """``parser`` knows the flags that ``model_settings`` reads."""
+    _add_shape_flags(parser.add_argument_group("model"))
+    _add_block_flags(parser.add_argument_group("layers of the model"))
+    _add_numerics_flags(parser.add_argument_group("numerics of the model"))
+
+
+def _add_shape_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--num-layers", type=int, help="transformer layers")
+    group.add_argument("--hidden-size", type=int, help="width of the residual stream")
+    group.add_argument("--ffn-hidden-size", type=int, help="width inside the MLP (default: 4 * hidden size)")
+    group.add_argument("--num-attention-heads", type=int, help="query heads")
+    group.add_argument("--kv-channels", type=int, help="width of a head (default: hidden size / heads)")
+    group.add_argument("--group-query-attention", action="store_true", help="share keys and values between query heads")
+    group.add_argument("--num-query-groups", type=int, default=1, help="key and value heads (default: 1)")
+    group.add_argument("--max-position-embeddings", type=int, help="longest sequence that the model can take")
+    group.add_argument(
+        "--position-embedding-type",
+        choices=["learned_absolute", "rope", "none"],
+        default="learned_absolute",
+        help="how positions are encoded (default: learned_absolute)",
+    )
+    group.add_argument("--rotary-base", type=int, default=10000, help="base of the rotary frequencies (default: 10000)")
+    group.add_argument("--rotary-percent", type=float, default=1.0, help="part of a head that turns (default: 1.0)")
+    group.add_argument("--rotary-interleaved", action="store_true", help="turn neighbouring pairs of a head")
+    group.add_argument("--use-rope-scaling", action="store_true", help="scale rotary frequencies as Llama 3.1 does")
+    group.add_argument("--rope-scaling-factor", type=float, default=8.0, help="by this factor (default: 8.0)")
+    group.add_argument("--rotary-seq-len-interpolation-factor", type=int, help="squeeze positions by this factor")
+    group.add_argument(
+        "--make-vocab-size-divisible-by", type=int, default=128, help="pad the vocabulary (default: 128)"
+    )
+    group.add_argument("--untie-embeddings-and-output-weights", action="store_true", help="two matrices instead of one")
+
+
+def _add_block_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--swiglu", action="store_true", help="gated SiLU instead of GELU")
+    group.add_argument("--squared-relu", action="store_true", help="squared ReLU instead of GELU")
+    group.add_argument(
+        "--normalization", choices=["LayerNorm", "RMSNorm"], default="LayerNorm", help="norm of the layers"
+    )
+    group.add_argument("--norm-epsilon", type=float, default=1e-5, help="epsilon of the norms (default: 1e-5)")
+    group.add_argument("--apply-layernorm-1p", action="store_true", help="store norm weights as distance from 1")
+    group.add_argument("--qk-layernorm", action="store_true", help="normalise queries and keys per head")
+    group.add_argument(
+        "--disable-bias-linear", dest="add_bias_linear", action="store_false", help="linear layers have no bias"
+    )
+    group.add_argument("--add-qkv-bias", action="store_true", help="a bias in the query-key-value layer alone")
+    group.add_argument("--attention-dropout", type=float, default=0.1, help="dropout of probabilities (default: 0.1)")
+    group.add_argument("--hidden-dropout", type=float, default=0.1, help="dropout of sublayer outputs (default: 0.1)")
+    group.add_argument(
+        "--init-method-std", type=float, default=0.02, help="deviation of initial weights (default: 0.02)"
+    )
+    group.add_argument("--use-cpu-initialization", action="store_true", help="draw initial weights on the CPU")
+    group.add_argument(
+        "--no-initialization",
+        dest="perform_initialization",
+        action="store_false",
+        help="leave random initial weights unwritten, for a model that is loaded",
+    )
+
+
+def _add_numerics_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--bf16", action="store_true", help="compute in bfloat16 (default: fp32)")
+    group.add_argument("--fp32-residual-connection", action="store_true", help="residual stream in fp32")
+    group.add_argument(
+        "--attention-backend",
+        choices=["flash", "fused", "unfused", "local", "auto"],
+        default="auto",
+        help="kernels of attention: torch's choice, on CUDA flash or cuDNN (fused) alone, or all scores in memory",
+    )
+    group.add_argument("--attention-softmax-in-fp32", action="store_true", help="softmax of unfused attention in fp32")
+    group.add_argument(
+        "--apply-query-key-layer-scaling", action="store_true", help="divide scores by the layer's number"
+    )
+    group.add_argument(
+        "--no-bias-gelu-fusion",
+        dest="bias_gelu_fusion",
+        action="store_false",
+        help="exact GELU apart from the bias (default: one function, GELU in its tanh form)",
+    )
+    for fused in ("bias_swiglu", "bias_dropout", "masked_softmax", "rope"):
+        group.add_argument(
+            f"--no-{fused.replace('_', '-')}-fusion",
+            dest=f"{'apply_' if fused == 'rope' else ''}{fused}_fusion",
+            action="store_false",
+            help=f"compute {fused.replace('_', ' and ')} apart",
+        )
+    group.add_argument(
+        "--no-persist-layer-norm", dest="persist_layer_norm", action="store_false", help="plain norm kernels"
+    )
+    group.add_argument("--cross-entropy-loss-fusion", action="store_true", help="cross entropy as one function")
+    group.add_argument(
+        "--no-gradient-accumulation-fusion",
+        dest="gradient_accumulation_fusion",
+        action="store_false",
+        help="linear layers hand weight gradients to autograd instead of writing them where they are reduced",
+    )
+    group.add_argument("--deterministic-mode", action="store_true", help="only kernels with a fixed order of reduction")
+    group.add_argument(
+        "--recompute-granularity", choices=["full", "selective"], help="recompute activations in backward"
+    )
+    group.add_argument("--recompute-method", choices=["uniform", "block"], help="which layers are recomputed with full")
+    group.add_argument("--recompute-num-layers", type=int, help="layers of a recomputed chunk, or recomputed layers")
+    group.add_argument("--recompute-modules", nargs="*", help="what selective recomputes (default: core_attn)")

@@ -1,0 +1,104 @@
+"""Flags of training: batches, optimizer, schedule, loop. Names, types and defaults are Megatron-LM's."""
+
+from __future__ import annotations
+
+import argparse
+
+from megatron.core.optimizer_param_scheduler import LR_DECAY_STYLES, LR_WSD_DECAY_STYLES, WD_INCR_STYLES
+
+
+def add_training_flags(parser: argparse.ArgumentParser) -> None:
+    """``parser`` knows the flags of batches, optimizer, schedule, evaluation and the loop."""
+    _add_batch_flags(parser.add_argument_group("batches and length of training"))
+    _add_optimizer_flags(parser.add_argument_group("optimizer"))
+    _add_schedule_flags(parser.add_argument_group("learning rate and weight decay"))
+    _add_loop_flags(parser.add_argument_group("training loop"))
+
+
+def _add_batch_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--micro-batch-size", type=int, help="samples of a rank in one forward")
+    group.add_argument("--global-batch-size", type=int, help="samples of a step (default: micro batch size * ranks)")
+    group.add_argument("--train-iters", type=int, help="iterations to train, over all runs")
+    group.add_argument("--train-samples", type=int, help="samples to train, over all runs; instead of --train-iters")
+    group.add_argument(
+        "--seed", type=int, default=1234, help="of initial weights, data order and dropout (default: 1234)"
+    )
+    group.add_argument(
+        "--calculate-per-token-loss", action="store_true", help="weigh each token of the global batch alike"
+    )
+
+
+def _add_optimizer_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--optimizer", choices=["adam", "sgd"], default="adam", help="adam is AdamW (default: adam)")
+    group.add_argument("--adam-beta1", type=float, default=0.9, help="decay of the first moment (default: 0.9)")
+    group.add_argument("--adam-beta2", type=float, default=0.999, help="decay of the second moment (default: 0.999)")
+    group.add_argument("--adam-eps", type=float, default=1e-8, help="added to the denominator (default: 1e-8)")
+    group.add_argument("--sgd-momentum", type=float, default=0.9, help="momentum of sgd (default: 0.9)")
+    group.add_argument(
+        "--clip-grad", type=float, default=1.0, help="largest gradient norm; 0: no clipping (default: 1.0)"
+    )
+    group.add_argument(
+        "--no-check-for-nan-in-loss-and-grad",
+        dest="check_for_nan_in_loss_and_grad",
+        action="store_false",
+        help="go on when loss or gradient is not finite",
+    )
+
+
+def _add_schedule_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--lr", type=float, help="largest learning rate")
+    group.add_argument("--min-lr", type=float, default=0.0, help="learning rate after the decay (default: 0)")
+    group.add_argument("--decoupled-lr", type=float, help="largest learning rate of embedding and output layer")
+    group.add_argument("--decoupled-min-lr", type=float, help="their learning rate after the decay")
+    group.add_argument("--lr-decay-style", choices=LR_DECAY_STYLES, default="linear", help="(default: linear)")
+    group.add_argument("--lr-decay-iters", type=int, help="iteration at which the decay ends (default: --train-iters)")
+    group.add_argument("--lr-decay-samples", type=int, help="sample at which the decay ends (default: --train-samples)")
+    group.add_argument(
+        "--lr-wsd-decay-style", choices=LR_WSD_DECAY_STYLES, default="exponential", help="last phase of WSD"
+    )
+    group.add_argument("--lr-wsd-decay-iters", type=int, help="iterations of the last phase of WSD")
+    group.add_argument("--lr-wsd-decay-samples", type=int, help="samples of the last phase of WSD")
+    group.add_argument("--lr-warmup-fraction", type=float, help="part of the decay that is warm-up")
+    group.add_argument("--lr-warmup-iters", type=int, default=0, help="iterations of warm-up (default: 0)")
+    group.add_argument("--lr-warmup-samples", type=int, default=0, help="samples of warm-up (default: 0)")
+    group.add_argument(
+        "--lr-warmup-init", type=float, default=0.0, help="learning rate where warm-up starts (default: 0)"
+    )
+    group.add_argument("--weight-decay", type=float, default=0.01, help="decay of matrices (default: 0.01)")
+    group.add_argument("--start-weight-decay", type=float, help="weight decay at the start, where it grows")
+    group.add_argument("--end-weight-decay", type=float, help="weight decay at the end, where it grows")
+    group.add_argument("--weight-decay-incr-style", choices=WD_INCR_STYLES, default="constant", help="how it grows")
+    group.add_argument(
+        "--override-opt-param-scheduler",
+        "--override-opt_param-scheduler",
+        dest="override_opt_param_scheduler",
+        action="store_true",
+        help="the command line's schedule replaces that of the checkpoint",
+    )
+    group.add_argument(
+        "--use-checkpoint-opt-param-scheduler",
+        "--use-checkpoint-opt_param-scheduler",
+        dest="use_checkpoint_opt_param_scheduler",
+        action="store_true",
+        help="the checkpoint's schedule replaces that of the command line",
+    )
+
+
+def _add_loop_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--eval-interval", type=int, default=1000, help="iterations between evaluations (default: 1000)")
+    group.add_argument("--eval-iters", type=int, default=100, help="global batches of an evaluation (default: 100)")
+    group.add_argument("--exit-interval", type=int, help="save and end after an iteration that this divides")
+    group.add_argument("--exit-duration-in-mins", type=int, help="save and end after so many minutes")
+    group.add_argument("--exit-signal-handler", action="store_true", help="save and end on SIGTERM")
+    group.add_argument("--manual-gc", action="store_true", help="collect garbage on all ranks at the same iterations")
+    group.add_argument("--manual-gc-interval", type=int, default=0, help="iterations between collections (0: none)")
+    group.add_argument(
+        "--no-manual-gc-eval", dest="manual_gc_eval", action="store_false", help="do not collect around evaluations"
+    )
+    group.add_argument(
+        "--empty-unused-memory-level",
+        type=int,
+        choices=[0, 1, 2],
+        default=0,
+        help="return unused CUDA memory after (1) or before and after (2) each step (default: 0, never)",
+    )

@@ -1,0 +1,49 @@
+"""Garbage collection at iterations that all ranks have in common, so that no rank waits for another's collection."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class GarbageConfig:
+    """When garbage is collected."""
+
+    manual: bool = False
+    """Python's own collection by thresholds is off."""
+
+    interval: int = 0
+    """Iterations between collections; 0: none."""
+
+    at_evaluation: bool = True
+    """Collect before and after an evaluation."""
+
+    def __post_init__(self) -> None:
+        if self.interval < 0:
+            raise ValueError(f"--manual-gc-interval must not be negative, got {self.interval}")
+        if self.interval and not self.manual:
+            raise ValueError(f"--manual-gc-interval {self.interval} needs --manual-gc")
+
+
+class GarbageCollector:
+    """Does what the configuration says; Python's own collection is on again after ``close``."""
+
+    def __init__(self, config: GarbageConfig) -> None:
+        self.config = config
+        self._was_enabled = gc.isenabled()
+        if config.manual:
+            gc.disable()
+            gc.collect()
+
+    def after_step(self, iteration: int) -> None:
+        if self.config.manual and self.config.interval and iteration % self.config.interval == 0:
+            gc.collect()
+
+    def around_evaluation(self) -> None:
+        if self.config.manual and self.config.at_evaluation:
+            gc.collect()
+
+    def close(self) -> None:
+        if self.config.manual and self._was_enabled:
+            gc.enable()

@@ -1,0 +1,105 @@
+"""What a GPT model is, beside its transformer layers, and how it is built."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+_ARCHITECTURE = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "kv_channels",
+    "gated_linear_unit",
+    "normalization",
+    "layernorm_epsilon",
+    "layernorm_zero_centered_gamma",
+    "add_bias_linear",
+    "add_qkv_bias",
+    "qk_layernorm",
+    "rotary_interleaved",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPTConfig:
+    """A GPT model up to the size of its vocabulary, which the tokenizer knows."""
+
+    transformer: TransformerConfig
+
+    max_position_embeddings: int
+    """Longest sequence that the model can take."""
+
+    position_embedding_type: str = "learned_absolute"
+    rotary_base: int = 10000
+    rotary_percent: float = 1.0
+    rope_scaling: bool = False
+    rope_scaling_factor: float = 8.0
+    rotary_seq_len_interpolation_factor: int | None = None
+
+    share_embeddings_and_output_weights: bool = True
+    """The output layer uses the word embedding's weight."""
+
+    make_vocab_size_divisible_by: int = 128
+    """The vocabulary is padded to a multiple of it: matrices of odd sizes are slow."""
+
+    init_on_meta_device: bool = False
+    """The engine creates the weights unit by unit, so that no rank ever holds all of them."""
+
+    def padded_vocab_size(self, vocab_size: int) -> int:
+        """The smallest multiple of ``make_vocab_size_divisible_by`` that is not below ``vocab_size``."""
+        return -(-vocab_size // self.make_vocab_size_divisible_by) * self.make_vocab_size_divisible_by
+
+    def architecture(self, vocab_size: int) -> dict[str, Any]:
+        """Plain values that two models must have in common to share weights, under their names as flags."""
+        own = (
+            "max_position_embeddings",
+            "position_embedding_type",
+            "rotary_base",
+            "rotary_percent",
+            "rope_scaling",
+            "rope_scaling_factor",
+            "rotary_seq_len_interpolation_factor",
+            "share_embeddings_and_output_weights",
+        )
+        values: dict[str, Any] = {name: getattr(self.transformer, name) for name in _ARCHITECTURE}
+        values |= {name: getattr(self, name) for name in own}
+        activation = self.transformer.activation_func
+        values["activation_func"] = activation if isinstance(activation, str) else activation.__name__
+        values["padded_vocab_size"] = self.padded_vocab_size(vocab_size)
+        return values
+
+
+def build_gpt_model(config: GPTConfig, *, vocab_size: int, device: torch.device) -> GPTModel:
+    """A GPT model on ``device``, or on the meta device where the configuration says so.
+
+    Args:
+        vocab_size: the tokenizer's, without padding.
+
+    Ranks: each alone; all get the same weights.
+    """
+    spec = get_gpt_layer_local_spec(
+        qk_layernorm=config.transformer.qk_layernorm, normalization=config.transformer.normalization
+    )
+    with torch.device("meta" if config.init_on_meta_device else device):
+        return GPTModel(
+            config.transformer,
+            spec,
+            config.padded_vocab_size(vocab_size),
+            config.max_position_embeddings,
+            share_embeddings_and_output_weights=config.share_embeddings_and_output_weights,
+            position_embedding_type=config.position_embedding_type,  # type: ignore[arg-type]
+            rotary_percent=config.rotary_percent,
+            rotary_base=config.rotary_base,
+            rope_scaling=config.rope_scaling,
+            rope_scaling_factor=config.rope_scaling_factor,
+            seq_len_interpolation_factor=config.rotary_seq_len_interpolation_factor,
+        )

@@ -1,0 +1,107 @@
+"""The lines of the training log, in the form that parsers of Megatron-LM's logs read: ``name: value`` between bars."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from datetime import datetime
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogRecord:
+    """What is known of the iterations since the last line."""
+
+    iteration: int
+    train_iters: int
+    consumed_samples: int
+    ms_per_iteration: float
+    learning_rate: float
+    decoupled_learning_rate: float | None
+    global_batch_size: int
+    loss: float
+    """Mean over the iterations of the mean over each global batch."""
+    grad_norm: float
+    num_zeros: float | None
+    params_norm: float | None
+    skipped_iterations: int
+    nan_iterations: int
+    tflops_per_device: float | None
+    """None: throughput is not logged, nor are tokens."""
+    tokens_per_second_per_device: float | None
+    memory: dict[str, float]
+    """MiB by kind."""
+
+    def scalars(self) -> dict[str, float]:
+        """The values under the names that Megatron-LM gives them in TensorBoard, without time and memory."""
+        values = {
+            "lm loss": self.loss,
+            "learning-rate": self.learning_rate,
+            "batch-size": float(self.global_batch_size),
+            "loss-scale": 1.0,
+            "grad-norm": self.grad_norm,
+            "num-zeros": self.num_zeros,
+            "params-norm": self.params_norm,
+            "decoupled-learning-rate": self.decoupled_learning_rate,
+        }
+        return {name: value for name, value in values.items() if value is not None}
+
+    def time_scalars(self) -> dict[str, float]:
+        """Seconds per iteration and throughput."""
+        values = {
+            "iteration-time": self.ms_per_iteration / 1000.0,
+            "throughput": self.tflops_per_device,
+            "tokens-per-second-per-device": self.tokens_per_second_per_device,
+        }
+        return {name: value for name, value in values.items() if value is not None}
+
+
+def format_log_line(record: LogRecord, *, now: datetime | None = None) -> str:
+    """The line of a record. Loss scale is always 1: bf16 and fp32 need none."""
+    time = (now or datetime.now()).strftime("%Y-%m-%d %H:%M:%S")
+    parts = [
+        f" [{time}] iteration {record.iteration:8d}/{record.train_iters:8d}",
+        f"consumed samples: {record.consumed_samples:12d}",
+        f"elapsed time per iteration (ms): {record.ms_per_iteration:.1f}",
+    ]
+    if record.tflops_per_device is not None and record.tokens_per_second_per_device is not None:
+        parts.append(
+            f"throughput per GPU (TFLOP/s/GPU): {record.tflops_per_device:.{_digits(record.tflops_per_device)}f}"
+        )
+        parts.append(f"tokens per second per GPU (tokens/s/GPU): {record.tokens_per_second_per_device:.1f}")
+    parts.append(f"learning rate: {record.learning_rate:.6E}")
+    if record.decoupled_learning_rate is not None:
+        parts.append(f"decoupled learning rate: {record.decoupled_learning_rate:.6E}")
+    parts += [
+        f"global batch size: {record.global_batch_size:5d}",
+        f"lm loss: {record.loss:.8E}",
+        "loss scale: 1.0",
+        f"grad norm: {record.grad_norm:.6f}",
+    ]
+    if record.num_zeros is not None:
+        parts.append(f"num zeros: {record.num_zeros:.0f}")
+    if record.params_norm is not None:
+        parts.append(f"params norm: {record.params_norm:.6f}")
+    parts += [
+        f"number of skipped iterations: {record.skipped_iterations:3d}",
+        f"number of nan iterations: {record.nan_iterations:3d}",
+        *(f"{kind} (MiB): {mebibytes:.1f}" for kind, mebibytes in record.memory.items()),
+    ]
+    return " | ".join(parts) + " |"
+
+
+def _digits(value: float) -> int:
+    """One digit after the point as in Megatron-LM, more where a slow device would show 0.0."""
+    return 1 if value >= 10 else 4
+
+
+def format_evaluation(where: str, loss: float) -> str:
+    """The three lines of an evaluation.
+
+    Args:
+        where: "iteration 10" or "iteration 10 on validation set".
+        loss: mean over all tokens.
+    """
+    perplexity = math.exp(min(20.0, loss))
+    line = f" validation loss at {where} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity:.6E} | "
+    bar = "-" * (len(line) + 1)
+    return f"{bar}\n{line}\n{bar}"

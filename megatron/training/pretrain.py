@@ -1,0 +1,215 @@
+"""Pretraining from start to end: ranks, model, data, resume, loop, last evaluation."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
+
+from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.training.arguments import Settings
+from megatron.training.batches import BatchConfig, SequentialBatchSampler
+from megatron.training.checkpointing import Checkpointer, print_rank_0
+from megatron.training.configuration_report import report_configuration
+from megatron.training.data import Datasets, tokenizer_of
+from megatron.training.data_loader import iterate_batches
+from megatron.training.distributed_init import initialize_distributed, set_deterministic
+from megatron.training.dropout_seed import seed_everything
+from megatron.training.evaluation import evaluate
+from megatron.training.flops import flops_per_sample
+from megatron.training.garbage import GarbageCollector
+from megatron.training.loop import LoopConfig, TrainingLoop
+from megatron.training.metrics import MetricLog, build_writers
+from megatron.training.schedule import build_scheduler
+from megatron.training.step_agreement import StepAgreement, TerminationSignal
+from megatron.training.train_state import TrainState
+from megatron.training.train_step import Batch, ForwardStep, TrainStep
+
+ModelProvider = Callable[[Settings, int, torch.device], torch.nn.Module]
+"""(settings, size of the vocabulary, device) -> the model, unwrapped; on the meta device if the settings say so."""
+
+DatasetProvider = Callable[[Settings, Any, Sequence[int]], Datasets]
+"""(settings, tokenizer, [3] samples of training, validation and test) -> datasets of dicts of tensors."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingSetup:
+    """All that a run consists of before its first step."""
+
+    settings: Settings
+    device: torch.device
+    datasets: Datasets
+    model: FullyShardedDataParallel
+    optimizer: MegatronOptimizer
+    scheduler: OptimizerParamScheduler
+    architecture: dict[str, Any]
+    """Plain values that tell this model from others."""
+    flops_per_sample: int
+
+
+def pretrain(
+    settings: Settings,
+    *,
+    model_provider: ModelProvider,
+    datasets_provider: DatasetProvider,
+    forward_step: ForwardStep,
+) -> TrainState:
+    """The model is trained to the end that the settings name, evaluated and saved; returns where training stands.
+
+    Raises:
+        RuntimeError: ranks or devices are missing, or a loss is not finite.
+        ValueError: data or checkpoint do not fit the settings.
+
+    Ranks: all.
+    """
+    start_time = time.time()
+    owns_group = not dist.is_initialized()
+    device = initialize_distributed(settings.distributed)
+    if settings.logging.logging_level is not None:
+        logging.getLogger().setLevel(settings.logging.logging_level)
+    if settings.loop.deterministic:
+        set_deterministic()
+    seed_everything(settings.loop.seed)
+    setup = _set_up(settings, device, model_provider, datasets_provider)
+    print_rank_0(_report(setup))
+    state = _train(setup, forward_step, start_time)
+    if owns_group:
+        dist.destroy_process_group()
+    return state
+
+
+def _set_up(
+    settings: Settings, device: torch.device, model_provider: ModelProvider, datasets_provider: DatasetProvider
+) -> TrainingSetup:
+    """Data first: what is wrong with them is found before a model is allocated."""
+    tokenizer = tokenizer_of(settings.data)
+    datasets = datasets_provider(settings, tokenizer, _sizes(settings.loop, settings.batch))
+    module = model_provider(settings, tokenizer.vocab_size, device)
+    model = FullyShardedDataParallel(settings.model.transformer, settings.ddp, module, device=device)
+    optimizer = get_megatron_optimizer(settings.optimizer, [model])
+    architecture = settings.model.architecture(tokenizer.vocab_size)
+    return TrainingSetup(
+        settings=settings,
+        device=device,
+        datasets=datasets,
+        model=model,
+        optimizer=optimizer,
+        scheduler=build_scheduler(settings.schedule, settings.optimizer, optimizer),
+        architecture=architecture,
+        flops_per_sample=flops_per_sample(
+            settings.model.transformer,
+            seq_length=settings.data.seq_length,
+            vocab_size=architecture["padded_vocab_size"],
+        ),
+    )
+
+
+def _report(setup: TrainingSetup) -> str:
+    return report_configuration(
+        setup.settings,
+        device=setup.device,
+        model=setup.model,
+        padded_vocab_size=setup.architecture["padded_vocab_size"],
+        flops_per_sample=setup.flops_per_sample,
+    )
+
+
+def _train(setup: TrainingSetup, forward_step: ForwardStep, start_time: float) -> TrainState:
+    settings, device = setup.settings, setup.device
+    checkpointer = Checkpointer(
+        settings.checkpoint,
+        setup.model,
+        setup.optimizer,
+        setup.scheduler,
+        architecture=setup.architecture,
+        seed=settings.loop.seed,
+    )
+    state = checkpointer.load()
+    log = MetricLog(
+        settings.logging,
+        settings.batch,
+        device=device,
+        train_iters=settings.loop.train_iters,
+        flops_per_sample=setup.flops_per_sample,
+        tokens_per_sample=settings.data.seq_length,
+        writers=build_writers(settings.logging, setup.architecture),
+    )
+    termination = TerminationSignal() if settings.loop.exit_signal_handler else None
+    garbage = GarbageCollector(settings.garbage)
+    loop = TrainingLoop(
+        settings.loop,
+        settings.batch,
+        step=TrainStep(
+            setup.model,
+            setup.optimizer,
+            setup.scheduler,
+            forward_step,
+            settings.batch,
+            seed=checkpointer.seed,
+            per_token_loss=settings.model.transformer.calculate_per_token_loss,
+            rank=dist.get_rank(),
+            device=device,
+        ),
+        forward_step=forward_step,
+        state=state,
+        train_batches=_batches(setup, setup.datasets.train, state.consumed_train_samples),
+        valid_batches=_batches(setup, setup.datasets.valid, state.consumed_valid_samples),
+        checkpointer=checkpointer,
+        agreement=StepAgreement(
+            device,
+            check_finite=settings.loop.check_finite,
+            termination=termination,
+            duration_mins=settings.loop.exit_duration_mins,
+            start_time=start_time,
+        ),
+        log=log,
+        garbage=garbage,
+        device=device,
+    )
+    try:
+        reason = loop.run()
+        if state.iteration >= settings.loop.train_iters:
+            loop.evaluate(f"iteration {state.iteration} on validation set")
+            _test(setup, forward_step, state, log)
+        print_rank_0(f" training ended after iteration {state.iteration}: {reason}")
+    finally:
+        garbage.close()
+        log.close()
+        if termination is not None:
+            termination.restore()
+    return state
+
+
+def _sizes(loop: LoopConfig, batch: BatchConfig) -> tuple[int, int, int]:
+    """Samples of training, validation and test that the whole run draws; as in Megatron-LM."""
+    evaluations = loop.train_iters // loop.eval_interval + 1
+    per_evaluation = loop.eval_iters * batch.global_batch_size
+    return loop.train_iters * batch.global_batch_size, evaluations * per_evaluation, per_evaluation
+
+
+def _batches(setup: TrainingSetup, dataset: Any, consumed_samples: int) -> Iterator[Batch] | None:
+    if dataset is None:
+        return None
+    sampler = SequentialBatchSampler(
+        setup.settings.batch, rank=dist.get_rank(), total_samples=len(dataset), consumed_samples=consumed_samples
+    )
+    return iterate_batches(dataset, sampler, num_workers=setup.settings.data.num_workers, device=setup.device)
+
+
+def _test(setup: TrainingSetup, forward_step: ForwardStep, state: TrainState, log: MetricLog) -> None:
+    """The loss on the test data is logged, where there are any."""
+    batches = _batches(setup, setup.datasets.test, 0)
+    if batches is None:
+        return
+    loop = setup.settings.loop
+    loss = evaluate(
+        setup.model, forward_step, batches, setup.settings.batch, eval_iters=loop.eval_iters, device=setup.device
+    )
+    log.write_evaluation(f"iteration {state.iteration} on test set", "test", loss, state.iteration)

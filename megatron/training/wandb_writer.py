@@ -1,0 +1,28 @@
+"""Weights & Biases; the only file that imports it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class WandbWriter:
+    """Scalars go to a run of Weights & Biases.
+
+    Raises:
+        RuntimeError: the package is not installed.
+    """
+
+    def __init__(self, *, project: str, entity: str, name: str, folder: str, settings: dict[str, Any]) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise RuntimeError(
+                "--wandb-project needs the package wandb, which is not installed: pip install wandb"
+            ) from error
+        self._run = wandb.init(project=project, entity=entity or None, name=name, dir=folder or None, config=settings)
+
+    def add_scalars(self, scalars: dict[str, float], iteration: int) -> None:
+        self._run.log(scalars, step=iteration)
+
+    def close(self) -> None:
+        self._run.finish()

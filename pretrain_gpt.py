@@ -1,0 +1,51 @@
+"""Pretrains a GPT model: ``torchrun --nproc-per-node N pretrain_gpt.py <flags>``; ``--help`` lists the flags."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megatron.core.tokenizers import MegatronTokenizerBase
+from megatron.training.arguments import Settings, parse_settings
+from megatron.training.data import Datasets, build_gpt_datasets
+from megatron.training.distributed_init import rank_of_environment
+from megatron.training.flag_parser import FlagError
+from megatron.training.gpt_config import build_gpt_model
+from megatron.training.pretrain import pretrain
+from megatron.training.train_step import Batch
+
+
+def model_provider(settings: Settings, vocab_size: int, device: torch.device) -> torch.nn.Module:
+    """The GPT model that the settings describe, not yet sharded."""
+    return build_gpt_model(settings.model, vocab_size=vocab_size, device=device)
+
+
+def datasets_provider(settings: Settings, tokenizer: MegatronTokenizerBase, sizes: Sequence[int]) -> Datasets:
+    """GPT samples for training, validation and test."""
+    return build_gpt_datasets(settings.data, tokenizer, sizes)
+
+
+def forward_step(batch: Batch, model: torch.nn.Module) -> tuple[Tensor, Tensor]:
+    """([] sum of the losses of the tokens that count, [] how many they are)."""
+    losses = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+    mask = batch["loss_mask"]
+    return (losses.float() * mask).sum(), mask.sum()
+
+
+def main(argv: Sequence[str]) -> int:
+    """Train as the flags say; returns the exit status, 2 where they cannot be served."""
+    try:
+        settings = parse_settings(argv)
+    except FlagError as error:
+        if rank_of_environment() == 0:
+            print("\n".join(f"pretrain_gpt.py: error: {line}" for line in str(error).splitlines()), file=sys.stderr)
+        return 2
+    pretrain(settings, model_provider=model_provider, datasets_provider=datasets_provider, forward_step=forward_step)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

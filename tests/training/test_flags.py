@@ -1,0 +1,242 @@
+"""Each flag has one of three fates, none is ignored, and what is wrong with a command line is said at once."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.training.arguments import build_parser, parse_settings, settings_from_args
+from megatron.training.flag_parser import FlagError
+from tests.training.launch_lines import DEEPSEEK_V3, LLAMA3_8B, LLAMA3_8B_AS_SERVED
+
+MINIMAL = [
+    "--num-layers",
+    "2",
+    "--hidden-size",
+    "16",
+    "--num-attention-heads",
+    "4",
+    "--seq-length",
+    "8",
+    "--max-position-embeddings",
+    "8",
+    "--micro-batch-size",
+    "2",
+    "--train-iters",
+    "4",
+    "--lr",
+    "1e-3",
+    "--mock-data",
+]
+
+
+def _fates(line: str) -> dict[str, set[str]]:
+    parser = build_parser()
+    fates: dict[str, set[str]] = {"in effect": set(), "always so": set(), "refused": set()}
+    for flag in re.findall(r"--[a-z][a-z0-9-]*", line):
+        found = [
+            fate
+            for fate, holds in (
+                ("in effect", flag in parser._option_string_actions),
+                ("always so", flag in parser.always_so),
+                ("refused", parser.reason_against(flag) is not None),
+            )
+            if holds
+        ]
+        assert len(found) == 1, f"{flag} must have one fate, has {found}"
+        fates[found[0]].add(flag)
+    return fates
+
+
+@pytest.mark.parametrize("line", [LLAMA3_8B, DEEPSEEK_V3], ids=["llama3_8b", "deepseek_v3"])
+def test_each_flag_of_the_published_launch_lines_has_one_fate(line: str) -> None:
+    fates = _fates(line)
+    assert len(fates["in effect"]) > 50
+    assert all(fates.values())
+
+
+@pytest.mark.parametrize("line", [LLAMA3_8B, DEEPSEEK_V3], ids=["llama3_8b", "deepseek_v3"])
+def test_a_launch_line_is_refused_with_every_reason_at_once(line: str) -> None:
+    refused = _fates(line)["refused"]
+    with pytest.raises(FlagError) as caught:
+        parse_settings(line.split(), world_size=8)
+    lines = str(caught.value).splitlines()
+    assert {text.split()[0] for text in lines} >= refused
+    assert all(" is refused: " in text or " must be " in text for text in lines)
+
+
+def test_the_launch_line_without_what_is_refused_is_in_effect() -> None:
+    settings = parse_settings(LLAMA3_8B_AS_SERVED.split(), world_size=8)
+    assert settings.batch.num_microbatches == 16
+    assert settings.loop.train_iters == 1953125000 // 128
+    assert settings.schedule.warmup_samples == 3906252
+    assert settings.data.split == "99,1,0"
+    assert settings.model.transformer.layernorm_zero_centered_gamma
+    assert settings.model.padded_vocab_size(128257) == 128384
+    assert settings.optimizer.decoupled_min_lr == 4.5e-5
+    assert settings.ddp.data_parallel_sharding_strategy == "optim_grads_params"
+
+
+def test_flags_that_name_a_fact_leave_the_settings_as_they_are() -> None:
+    facts = [token for flag, so in build_parser().always_so.items() for token in (flag, *so.values[:1])]
+    assert build_parser().parse_flags(MINIMAL + facts) == build_parser().parse_flags(MINIMAL)
+
+
+@pytest.mark.parametrize(("flag", "so"), [(f, so) for f, so in build_parser().always_so.items() if so.values])
+def test_another_value_of_a_fact_is_refused(flag: str, so: Any) -> None:
+    with pytest.raises(FlagError, match=f"{flag} must be .*got 7"):
+        parse_settings([*MINIMAL, flag, "7"], world_size=1)
+    with pytest.raises(FlagError, match=f"{flag} takes one value"):
+        parse_settings([*MINIMAL, flag], world_size=1)
+
+
+def test_values_may_follow_an_equals_sign() -> None:
+    assert parse_settings([*MINIMAL, "--tensor-model-parallel-size=1", "--seed=7"], world_size=1).loop.seed == 7
+
+
+def test_every_refusal_has_a_reason_and_is_not_served_elsewhere() -> None:
+    parser = build_parser()
+    for flag, reason in parser.refused.items():
+        assert flag not in parser._option_string_actions and flag not in parser.always_so
+        assert reason and parser.reason_against(flag) == reason
+    for start, reason in parser.refused_families:
+        assert reason and not any(flag.startswith(start) for flag in parser._option_string_actions)
+
+
+def test_unknown_flags_are_refused_with_the_nearest_name_and_abbreviations_are_unknown() -> None:
+    with pytest.raises(FlagError) as caught:
+        parse_settings([*MINIMAL, "--num-layer", "3", "--fp16", "--xyzzy"], world_size=1)
+    assert "--num-layer is unknown; did you mean --num-layers?" in str(caught.value)
+    assert "--fp16 is refused: " in str(caught.value)
+    assert "--xyzzy is unknown; see --help" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "extra", [["--num-layers", "two"], ["--optimizer", "muon"], ["stray"], ["--use-mcore-models", "1"]]
+)
+def test_malformed_command_lines_are_refused(extra: list[str]) -> None:
+    with pytest.raises(FlagError):
+        parse_settings([*MINIMAL, *extra], world_size=1)
+
+
+def test_help_names_every_flag() -> None:
+    parser = build_parser()
+    text = parser.format_help()
+    assert all(flag in text for flag in [*parser._option_string_actions, *parser.always_so])
+    assert all(action.help for action in parser._actions)
+
+
+class _RecordingNamespace(Namespace):
+    """Remembers which flags were read."""
+
+    def __getattribute__(self, name: str) -> Any:
+        if not name.startswith("_"):
+            object.__getattribute__(self, "_read").add(name)
+        return object.__getattribute__(self, name)
+
+
+def _read_flags(argv: list[str]) -> set[str]:
+    args = build_parser().parse_flags(argv)
+    recording = _RecordingNamespace()
+    recording._read = set()  # type: ignore[attr-defined]
+    recording.__dict__.update(vars(args))
+    settings_from_args(recording, world_size=1)
+    return recording._read  # type: ignore[attr-defined, no-any-return]
+
+
+def test_every_flag_is_read_into_the_settings() -> None:
+    everything = _read_flags(MINIMAL) | _read_flags([*MINIMAL, "--swiglu", "--group-query-attention"])
+    everything |= _read_flags(
+        [*MINIMAL, "--weight-decay-incr-style", "linear", "--start-weight-decay", "0", "--end-weight-decay", "1"]
+    )
+    dests = {action.dest for action in build_parser()._actions if action.dest != "help"}
+    assert dests - everything == set()
+
+
+def test_every_setting_is_read_by_a_component() -> None:
+    """A field that no code reads would be a flag that is accepted and ignored."""
+    import dataclasses
+
+    settings = parse_settings(MINIMAL, world_size=1)
+    sources = [*Path("megatron/training").glob("*.py"), *Path("megatron/core/optimizer").glob("*.py")]
+    text = "\n".join(path.read_text() for path in sources if path.name != "arguments.py")
+    for part in dataclasses.fields(settings):
+        if part.name == "ddp":
+            continue  # the engine's own; its tests see to it
+        for field in dataclasses.fields(getattr(settings, part.name)):
+            assert re.search(rf"\.{field.name}\b|\"{field.name}\"", text), f"{part.name}.{field.name} is never read"
+
+
+def test_defaults_are_those_of_megatron_lm() -> None:
+    args = vars(build_parser().parse_flags([]))
+    expected = {
+        "attention_dropout": 0.1, "hidden_dropout": 0.1, "weight_decay": 0.01, "clip_grad": 1.0, "adam_beta1": 0.9,
+        "adam_beta2": 0.999, "adam_eps": 1e-8, "sgd_momentum": 0.9, "init_method_std": 0.02, "norm_epsilon": 1e-5,
+        "rotary_base": 10000, "rotary_percent": 1.0, "make_vocab_size_divisible_by": 128, "num_query_groups": 1,
+        "position_embedding_type": "learned_absolute", "normalization": "LayerNorm", "seed": 1234, "log_interval": 100,
+        "eval_interval": 1000, "eval_iters": 100, "lr_decay_style": "linear", "min_lr": 0.0, "lr_warmup_iters": 0,
+        "lr_warmup_samples": 0, "lr_warmup_init": 0.0, "num_workers": 2, "distributed_timeout_minutes": 10,
+        "data_parallel_sharding_strategy": "no_shard", "optimizer": "adam", "global_batch_size": None, "save": None,
+        "megatron_fsdp_main_params_dtype": "fp32", "megatron_fsdp_main_grads_dtype": "auto",
+        "megatron_fsdp_grad_comm_dtype": "auto", "check_for_nan_in_loss_and_grad": True, "mmap_bin_files": True,
+        "gradient_accumulation_fusion": True, "bf16": False, "manual_gc_interval": 0, "lr_wsd_decay_style": "exponential",
+    }  # fmt: skip
+    assert {name: args[name] for name in expected} == expected
+
+
+def test_schedule_counts_samples_whatever_it_was_given_in() -> None:
+    by_iterations = parse_settings([*MINIMAL, "--lr-warmup-iters", "1", "--lr-decay-iters", "3"], world_size=2)
+    assert (by_iterations.schedule.warmup_samples, by_iterations.schedule.decay_samples) == (4, 12)
+    assert by_iterations.loop.train_samples == 16
+    by_fraction = parse_settings([*MINIMAL, "--lr-warmup-fraction", "0.25"], world_size=2)
+    assert by_fraction.schedule.warmup_samples == 4.0
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ([], (torch.float32, torch.float32, torch.float32)),
+        (["--bf16"], (torch.float32, torch.float32, torch.float32)),
+        (["--bf16", "--grad-reduce-in-bf16"], (torch.float32, torch.bfloat16, torch.bfloat16)),
+        (["--bf16", "--megatron-fsdp-grad-comm-dtype", "bf16"], (torch.float32, torch.float32, torch.bfloat16)),
+        (["--bf16", "--megatron-fsdp-main-grads-dtype", "bf16"], (torch.float32, torch.bfloat16, torch.bfloat16)),
+        (["--bf16", "--megatron-fsdp-main-params-dtype", "auto"], (torch.bfloat16, torch.float32, torch.float32)),
+        (["--bf16", "--accumulate-allreduce-grads-in-fp32"], (torch.float32, torch.float32, torch.float32)),
+    ],
+)
+def test_dtypes_of_main_weights_and_gradients(flags: list[str], expected: tuple[torch.dtype, ...]) -> None:
+    ddp = parse_settings([*MINIMAL, *flags], world_size=1).ddp
+    got = (ddp.megatron_fsdp_main_params_dtype, ddp.megatron_fsdp_main_grads_dtype, ddp.megatron_fsdp_grad_comm_dtype)
+    assert got == expected
+
+
+@pytest.mark.parametrize(
+    ("flags", "strategy"),
+    [
+        ([], "no_shard"),
+        (["--use-distributed-optimizer"], "optim"),
+        (["--use-megatron-fsdp", "--data-parallel-sharding-strategy", "optim_grads"], "optim_grads"),
+        (["--use-megatron-fsdp", "--use-distributed-optimizer"], "no_shard"),
+    ],
+)
+def test_what_is_sharded(flags: list[str], strategy: str) -> None:
+    assert parse_settings([*MINIMAL, *flags], world_size=1).ddp.data_parallel_sharding_strategy == strategy
+
+
+def test_errors_of_components_name_what_must_hold() -> None:
+    with pytest.raises(FlagError, match="multiple of --micro-batch-size"):
+        parse_settings([*MINIMAL, "--global-batch-size", "6"], world_size=2)
+    with pytest.raises(FlagError, match="hidden_size must be a multiple"):
+        parse_settings([*MINIMAL, "--num-attention-heads", "3"], world_size=1)
+
+
+def test_the_parser_is_no_place_for_defaults_of_dataclasses_to_hide() -> None:
+    """argparse would take a later default over an explicit None."""
+    assert isinstance(build_parser(), argparse.ArgumentParser)
+    assert parse_settings(MINIMAL, world_size=3).batch.global_batch_size == 6
