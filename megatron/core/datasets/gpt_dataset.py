@@ -63,6 +63,12 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
     hybrid_context_parallel: bool = False
     """Not served."""
 
+    data_parallel_size: int = 1
+    """Any: only ``hybrid_context_parallel`` would ask for it; samples are the same whatever the number of ranks."""
+
+    sequence_parallel_size: int = 0
+    """Any, for the same reason."""
+
     inter_document_masking: bool = False
     """Not served."""
 

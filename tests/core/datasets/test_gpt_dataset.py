@@ -202,6 +202,14 @@ def test_fields_that_are_not_served_are_refused_by_name(settings: dict[str, Any]
         config(**settings)
 
 
+def test_number_of_ranks_does_not_change_the_samples(tmp_path: Path) -> None:
+    """Megatron's launch code passes these fields on; a global batch holds the same samples whatever they are."""
+    prefix = write_corpus(tmp_path / "a", [list(range(1, 200))])
+    alone = _train(prefix, 8, tmp_path / "1")
+    among_many = _train(prefix, 8, tmp_path / "2", data_parallel_size=64, sequence_parallel_size=8)
+    assert texts(alone) == texts(among_many)
+
+
 def test_unknown_fields_are_refused_by_name() -> None:
     with pytest.raises(TypeError, match="renormalize_blend_weights"):
         GPTDatasetConfig(random_seed=1, sequence_length=2, renormalize_blend_weights=True)  # type: ignore[call-arg]
