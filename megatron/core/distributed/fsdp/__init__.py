@@ -4,6 +4,7 @@ from megatron.core.distributed.fsdp.context import FsdpContext
 from megatron.core.distributed.fsdp.dbuffer import DBuffer
 from megatron.core.distributed.fsdp.distributed_index import FSDPDistributedIndex
 from megatron.core.distributed.fsdp.fully_shard import fully_shard, fully_shard_context, microbatch
+from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
 from megatron.core.distributed.fsdp.mixed_precision import MixedPrecisionPolicy
 from megatron.core.distributed.fsdp.module import FsdpModule
 from megatron.core.distributed.fsdp.optimizer import fully_shard_optimizer
@@ -16,6 +17,7 @@ __all__ = [
     "FsdpContext",
     "FsdpModule",
     "FsdpParameterGroup",
+    "FullyShardedDataParallel",
     "MixedPrecisionPolicy",
     "Placements",
     "fully_shard",

@@ -62,6 +62,8 @@ class FsdpContext:
         self.gatherer.can_move = lambda: (own := self_ref()) is not None and not own._graphs_are_open()
         self.reducer = Reducer(self.streams)
         self.is_last_microbatch = True
+        self.overlaps_gather = True  # the next unit's weights are gathered ahead of its use
+        self.gather_ahead_numel = 0  # elements to have on their way; at least one unit is
         self.plan: Plan | None = None
         self._units: list[weakref.ref[FsdpUnit]] = []
         self._groups: list[weakref.ref[FsdpParameterGroup]] = []
@@ -88,6 +90,15 @@ class FsdpContext:
         self._token = GraphToken(0)
         self._tokens: list[weakref.ref[GraphToken]] = []
         self._arenas: list[torch.Tensor] = []
+
+    @property
+    def overlaps_reduce(self) -> bool:
+        """A unit's gradients are reduced while the next backward runs; off, compute waits for each reduction."""
+        return self.reducer.overlaps
+
+    @overlaps_reduce.setter
+    def overlaps_reduce(self, value: bool) -> None:
+        self.reducer.overlaps = value
 
     @property
     def poisons(self) -> bool:
@@ -150,6 +161,15 @@ class FsdpContext:
             yield
         finally:
             self._scope_depth -= 1
+            self.is_last_microbatch = previous
+
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """In the scope, backward leaves gradients where they rest between microbatches."""
+        previous, self.is_last_microbatch = self.is_last_microbatch, False
+        try:
+            yield
+        finally:
             self.is_last_microbatch = previous
 
     def _open_epoch(self) -> None:
@@ -312,12 +332,12 @@ class FsdpContext:
         """
         unit = self._owner(group)
         unit.num_incomplete -= 1
-        if unit.num_incomplete > 0 or unit.is_deferred:
+        if unit.num_incomplete > 0 or unit.waits_for_end:
             return
         for earlier in list(self._open_units):
             if earlier is unit:
                 break
-            if not earlier.is_deferred:
+            if not earlier.waits_for_end:
                 self._reduce(earlier)
         self._reduce(unit)
 
@@ -358,15 +378,23 @@ class FsdpContext:
         for unit in list(self._open_units):
             self._reduce(unit)
         if self.is_last_microbatch:
-            for group in self.groups:
-                if group.trainable and group.has_partial:
-                    self.reducer.reduce(group, is_last=True)
+            self._reduce_partial()
         self._lingering.clear()
         for unit in list(self._claiming):
             self._close(unit)
         self.reducer.finish()
         self.gatherer.release_idle()
         self._end_record()
+
+    def reduce_partial(self) -> None:
+        """Afterwards gradients that microbatches left unreduced are in ``param.grad``. Ranks: all."""
+        self._reduce_partial()
+        self.reducer.finish()
+
+    def _reduce_partial(self) -> None:
+        for group in self.groups:
+            if group.trainable and group.has_partial:
+                self.reducer.reduce(group, is_last=True)
 
     # ---- failure ------------------------------------------------------------------------------------------------
 
@@ -430,20 +458,21 @@ class FsdpContext:
         following = self._advance(Use(unit.index, backward), unit)
         for group in unit.groups:
             self.gatherer.acquire(group, forward=not backward)
-        if following is not None and (not following.backward or torch.is_grad_enabled() or backward):
-            self._prefetch_use(following, forward=not following.backward)
+        for use in following if self.overlaps_gather else ():
+            if not use.backward or backward or torch.is_grad_enabled():
+                self._prefetch_use(use, forward=not use.backward)
 
-    def _advance(self, use: Use, unit: FsdpUnit) -> Use | None:
-        """The use that the plan says comes next, or None where this one is not the plan's."""
+    def _advance(self, use: Use, unit: FsdpUnit) -> tuple[Use, ...]:
+        """The uses that the plan gathers weights for now; none where this use is not the plan's."""
         plan = self.plan
         if plan is None or not self._in_plan:
-            return None
+            return ()
         cursor = self._cursor + 1
         if cursor < len(plan.uses) and plan.uses[cursor] == use:
             self._cursor = cursor
-            return plan.uses[cursor + 1] if cursor + 1 < len(plan.uses) else None
+            return plan.ahead[cursor]
         self._depart(unit, use)
-        return None
+        return ()
 
     def _depart(self, unit: FsdpUnit, use: Use) -> None:
         self._in_plan = self.reducer.follows_plan = False
@@ -514,7 +543,12 @@ class FsdpContext:
             weight_nbytes={g.index: g.weight_storage.nbytes for g in self.groups if g.weight_storage is not None},
             staging_nbytes={g.index: g.staging_storage.nbytes for g in self.groups if g.trainable},
             groups_of={unit.index: [group.index for group in unit.groups] for unit in self.units},
+            ahead_nbytes=self._ahead_nbytes(),
         )
+
+    def _ahead_nbytes(self) -> int:
+        sizes = [g.dtypes.compute.itemsize for g in self.groups if g.needs_gather]
+        return self.gather_ahead_numel * max(sizes, default=0)
 
     def _adopt(self, plan: Plan) -> None:
         """Afterwards buffers lie where the plan says. No graph is waiting for its backward."""

@@ -75,6 +75,13 @@ class Gatherer:
             group.set_fence(True)
         group.install_unsharded()
 
+    def wait_for_gathers(self) -> None:
+        """Afterwards work on the compute stream sees whatever was gathered ahead."""
+        for group in self.live:
+            if group.gathered is not None:
+                self.streams.wait(Edge.WEIGHTS_GATHERED, group.gathered)
+                group.gathered = None
+
     def release(self, group: FsdpParameterGroup) -> None:
         """Afterwards the group's full weights may be overwritten, unless somebody still uses them."""
         if group.num_users or group.num_claims or group.pinned:

@@ -119,6 +119,7 @@ class FsdpParameterGroup:
         self.synced_epoch = -1
         self.synced_version = -1
         self.context: weakref.ref[Any] | None = None
+        self.is_shared = False  # other units use its weights too
         self.num_pending = 0  # parameters whose gradient this backward still owes; 0 outside of one
         self.staging_held = False  # backward may write to the staging buffer
         self.reduced: Any = None  # event of the last reduction that read the staging buffer
@@ -266,6 +267,12 @@ class FsdpParameterGroup:
         """Grows with each in-place write to the main weights that autograd's version counter sees."""
         return self.main_weight.local._version
 
+    def broadcast_replicas(self) -> None:
+        """Afterwards main weights that are replicated over an axis equal its first rank's. Ranks: all of the mesh."""
+        for placement, axis in zip(self.main_weight.placements, self.group_mesh.axes, strict=True):
+            if isinstance(placement, Replicate):
+                axis.broadcast(self.main_weight.local)
+
     def gather(self) -> None:
         """Afterwards the full weights are whole. Ranks: all of the mesh."""
         self.model_weight.gather(self.full_weight)
@@ -405,6 +412,19 @@ class FsdpParameterGroup:
             main.copy_(piece).mul_(self.grad_scale)
         else:
             main.add_(piece, alpha=self.grad_scale)
+
+    @property
+    def has_main_grad(self) -> bool:
+        """True if the main gradient holds anything."""
+        return self.trainable and any(parameter.grad is not None for parameter in self.sharded)
+
+    def clear_grads(self) -> None:
+        """Afterwards there is no gradient of the group, and none takes memory."""
+        if self.trainable:
+            for parameter in self.sharded:
+                parameter.grad = None
+            self.main_grad_storage.free()
+            self.drop_partial()
 
     def free_main_grad_if_cleared(self) -> None:
         """Afterwards the main gradient takes no memory if the user has set ``param.grad`` to None."""

@@ -47,6 +47,7 @@ class Plan:
 
     Attributes:
         uses: [U] uses of units, in order.
+        ahead: [U] uses whose weights are gathered when a use begins; they come soon after it.
         kept: [U] True where forward turns into backward, which needs the weights of what ran last first.
         weights: ranges of the gathered weights.
         staging: ranges of the gradient staging buffers.
@@ -54,6 +55,7 @@ class Plan:
     """
 
     uses: tuple[Use, ...]
+    ahead: tuple[tuple[Use, ...], ...]
     kept: tuple[bool, ...]
     weights: RangePlan
     staging: RangePlan
@@ -95,8 +97,7 @@ class Recorder:
     def released(self, group: int) -> None:
         begin = self._open.pop(("weights", group), None)
         if begin is not None:
-            # The next run gathers one use ahead of this one.
-            self._weights[group].append(LiveRange(group, max(begin - 1, 0), self._now + 1))
+            self._weights[group].append(LiveRange(group, begin, self._now + 1))
 
     def staged(self, group: int) -> None:
         if ("staging", group) not in self._open:
@@ -111,17 +112,27 @@ class Recorder:
             self._staging[group].append(LiveRange(group, begin, self._now + 2))
 
     def plan(
-        self, *, weight_nbytes: Mapping[int, int], staging_nbytes: Mapping[int, int], groups_of: Mapping[int, list[int]]
+        self,
+        *,
+        weight_nbytes: Mapping[int, int],
+        staging_nbytes: Mapping[int, int],
+        groups_of: Mapping[int, list[int]],
+        ahead_nbytes: int = 0,
     ) -> Plan:
-        """The plan that repeats what was recorded, with gathers one use ahead.
+        """The plan that repeats what was recorded, with gathers ahead of their use.
 
         Args:
             weight_nbytes: bytes of each group's gathered weights.
             staging_nbytes: bytes of each group's staging buffer.
             groups_of: groups whose weights a unit uses.
+            ahead_nbytes: bytes of weights to have on their way; at least those of one use are.
         """
         for kind, group in list(self._open):
             (self.released if kind == "weights" else self.reduced)(group)
+        sizes = {unit: sum(weight_nbytes.get(group, 0) for group in groups) for unit, groups in groups_of.items()}
+        begins, ahead = self._gather_ahead(sizes, ahead_nbytes)
+        for group, ranges in self._weights.items():
+            self._weights[group] = [LiveRange(group, begins[r.begin], r.end) for r in ranges]
         kept = [False] * len(self.uses)
         for at, (use, following) in enumerate(pairwise(self.uses)):
             if use.backward or not following.backward:
@@ -133,11 +144,28 @@ class Recorder:
                     self._weights[group].append(LiveRange(group, at, again + 1))
         return Plan(
             tuple(self.uses),
+            tuple(ahead),
             tuple(kept),
             _range_plan(self._weights, weight_nbytes),
             _range_plan(self._staging, staging_nbytes),
             tuple(self._staging_order),
         )
+
+    def _gather_ahead(self, nbytes: Mapping[int, int], ahead_nbytes: int) -> tuple[list[int], list[tuple[Use, ...]]]:
+        """[U] the use at whose begin the weights of each use are gathered, and [U] the uses gathered at each."""
+        begins, upto = list(range(len(self.uses))), 0
+        ahead: list[tuple[Use, ...]] = []
+        for now in range(len(self.uses)):
+            upto = max(upto, now)
+            first = upto + 1
+            while upto + 1 < len(self.uses):
+                on_their_way = sum(nbytes.get(use.unit, 0) for use in self.uses[now + 1 : upto + 1])
+                if upto > now and on_their_way >= ahead_nbytes:
+                    break
+                upto += 1
+                begins[upto] = now
+            ahead.append(tuple(self.uses[first : upto + 1]))
+        return begins, ahead
 
 
 def _range_plan(ranges: Mapping[int, list[LiveRange]], nbytes: Mapping[int, int]) -> RangePlan:

@@ -18,6 +18,7 @@ class Reducer:
         self.streams = streams
         self.recorder: Recorder | None = None
         self.poisons = False
+        self.overlaps = True
         self.num_reductions = 0
         self.overlapping: dict[int, list[FsdpParameterGroup]] = {}  # groups that share addresses in the arena
         self.predecessor: dict[int, FsdpParameterGroup] = {}  # whose reduction read a group's range last
@@ -86,6 +87,8 @@ class Reducer:
         self._finished.append(group)
         if group.holds_own_memory:
             self._reading.append(group)
+        if not self.overlaps:
+            self.streams.wait(Edge.GRADS_REDUCED, self._last)
 
     def _free_read(self, *, keep: int) -> None:
         """Afterwards at most ``keep`` groups still hold memory of their own for a reduction."""

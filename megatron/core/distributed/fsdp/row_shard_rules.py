@@ -119,6 +119,8 @@ class _Rules:
             raise NotImplementedError(f"{schema.op} would draw other numbers on unevenly split rows; {_REMEDY}")
         if schema.op in DTensor._op_dispatcher._custom_op_handlers:
             raise NotImplementedError(f"{schema.op} takes all shards to be even, which RowShard is not; {_REMEDY}")
+        if _writes_elements_split_alike(schema, inputs):
+            return OutputSharding(None)
         if _is_row_wise(schema):
             with contextlib.suppress(_NotRowWiseError):
                 return self._propagate_with(schema, inputs, self._splits(inputs))
@@ -217,6 +219,23 @@ def _is_row_wise(schema: OpSchema) -> bool:
     if _is_list_operation(schema):
         return name not in _LIST_REDUCTIONS
     return torch.Tag.pointwise in schema.op.tags or name in _ROW_WISE or name in _FACTORIES
+
+
+def _writes_elements_split_alike(schema: OpSchema, inputs: list[_Input]) -> bool:
+    """True for a list operation in place whose tensors of each element lie alike; torch has no rules for some."""
+    if not _is_list_operation(schema) or schema.op._schema.returns:
+        return False
+    placements: dict[int, tuple[Placement, ...]] = {}
+    for found in inputs:
+        # Scalars, such as the number of steps, are the same on all ranks.
+        if not _shape(found.spec) and found.spec.is_replicated():
+            continue
+        if (
+            found.element is None
+            or placements.setdefault(found.element, found.spec.placements) != found.spec.placements
+        ):
+            return False
+    return not any(p.is_partial() for all_axes in placements.values() for p in all_axes)
 
 
 def _base_name(schema: OpSchema) -> str:

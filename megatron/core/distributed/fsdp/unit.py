@@ -29,12 +29,11 @@ class FsdpUnit:
         name: name of the module within its root; for messages.
         own_groups: groups of the parameters that this unit manages.
         borrowed_groups: groups of other units that hold weights tied to this unit's; gathered for it too.
-        is_deferred: its gradients are reduced at backward's end: units lie inside this one, or its weights are used
-            by others or several times, so that they are whole only then.
+        is_deferred: its gradients are reduced at backward's end: units lie inside this one, or it runs several times
+            in one graph.
         phase: what it is doing.
         is_open: a backward owes gradients of its own groups, or has not reduced them yet.
         num_incomplete: own groups whose gradients the backward still owes.
-        lingers: it holds weights in backward that get no gradient from it.
         last_token: the graph that it ran in last.
     """
 
@@ -52,7 +51,25 @@ class FsdpUnit:
     last_token: weakref.ref[GraphToken] | None = None
 
     def __post_init__(self) -> None:
-        self.groups = self.own_groups + self.borrowed_groups
+        self.borrowed_groups, borrowed = [], self.borrowed_groups
+        self.groups = list(self.own_groups)
         self.trainable_groups = [group for group in self.own_groups if group.trainable]
         self.is_deferred = self.has_nested
-        self.lingers = not self.has_nested and len(self.trainable_groups) < len(self.groups)
+        for group in borrowed:
+            self.borrow(group)
+
+    def borrow(self, group: FsdpParameterGroup) -> None:
+        """Afterwards the group, which another unit owns, is gathered for this one too."""
+        group.is_shared = True
+        self.borrowed_groups.append(group)
+        self.groups.append(group)
+
+    @property
+    def waits_for_end(self) -> bool:
+        """True if its gradients are whole only at backward's end."""
+        return self.is_deferred or any(group.is_shared for group in self.own_groups)
+
+    @property
+    def lingers(self) -> bool:
+        """True if its backward holds weights that get no gradient from it."""
+        return not self.has_nested and len(self.trainable_groups) < len(self.groups)

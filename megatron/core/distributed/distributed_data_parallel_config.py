@@ -1,0 +1,113 @@
+"""How gradients and weights are shared among data-parallel ranks: Megatron-Core's settings, as far as they are served."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Literal
+
+import torch
+
+
+@dataclass(kw_only=True)
+class DistributedDataParallelConfig:
+    """Settings of ``FullyShardedDataParallel``, under Megatron-Core's names.
+
+    Raises:
+        NotImplementedError: a setting that is not served, by name.
+        ValueError: an unknown strategy.
+    """
+
+    use_megatron_fsdp: bool = False
+    """Shard as ``data_parallel_sharding_strategy`` says; without it the only strategy is ``no_shard``."""
+
+    data_parallel_sharding_strategy: Literal["no_shard", "optim", "optim_grads", "optim_grads_params"] = "no_shard"
+    """What is sharded: nothing, optimizer state (ZeRO-1), gradients too (ZeRO-2), weights too (ZeRO-3)."""
+
+    use_distributed_optimizer: bool = False
+    """Megatron's flag for sharded optimizer state; the strategy decides here, so it must not contradict it."""
+
+    overlap_grad_reduce: bool = False
+    """A unit's gradients are reduced while the backward of the next runs; off, compute waits for each reduction."""
+
+    overlap_param_gather: bool = False
+    """The next unit's weights are gathered while this one computes; off, each is gathered when it is needed."""
+
+    megatron_fsdp_main_params_dtype: torch.dtype | None = torch.float32
+    """Dtype of main weights; None: the model's."""
+
+    megatron_fsdp_main_grads_dtype: torch.dtype | None = None
+    """Dtype in which gradients are accumulated; None: that of the main weights."""
+
+    megatron_fsdp_grad_comm_dtype: torch.dtype | None = None
+    """Dtype of gradients on the wire; None: the model's, or fp32 with ``grad_reduce_in_fp32``."""
+
+    grad_reduce_in_fp32: bool = False
+    """Reduce gradients in fp32, where ``megatron_fsdp_grad_comm_dtype`` does not say otherwise."""
+
+    suggested_communication_unit_size: int | None = None
+    """Elements to have on their way: units are gathered ahead until they hold as many; None: one unit ahead."""
+
+    fsdp_all_gather_in_start_param_sync: bool = True
+    """``start_param_sync`` gathers the first unit's weights before the forward loop."""
+
+    check_for_nan_in_grad: bool = False
+    """``finish_grad_sync`` raises on every rank if any gradient is not finite; costs a host synchronisation."""
+
+    num_distributed_optimizer_instances: int = 1
+    outer_dp_sharding_strategy: Literal["no_shard", "optim"] = "no_shard"
+    bucket_size: int | None = None
+    average_in_collective: bool = False
+    fp8_param_gather: bool = False
+    keep_fp8_transpose_cache: bool = False
+    nccl_ub: bool = False
+    use_symm_mem: bool = False
+    fsdp_double_buffer: bool = False
+    align_param_gather: bool = False
+    delay_wgrad_compute: bool = False
+    disable_symmetric_registration: bool = False
+    reduce_scatter_with_fp32_accumulation: bool = False
+    pad_buckets_for_high_nccl_busbw: bool = False
+    preserve_fp32_weights: bool = True
+    gradient_reduce_div_fusion: bool = True
+
+    def __post_init__(self) -> None:
+        strategies = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+        if self.data_parallel_sharding_strategy not in strategies:
+            raise ValueError(
+                f"data_parallel_sharding_strategy must be one of {', '.join(strategies)}, got "
+                f"{self.data_parallel_sharding_strategy!r}"
+            )
+        if not self.use_megatron_fsdp and self.data_parallel_sharding_strategy != "no_shard":
+            raise ValueError(
+                f"data_parallel_sharding_strategy={self.data_parallel_sharding_strategy!r} needs use_megatron_fsdp=True"
+            )
+        if self.suggested_communication_unit_size is not None and self.suggested_communication_unit_size < 1:
+            raise ValueError(
+                "suggested_communication_unit_size must be at least 1 element, got "
+                f"{self.suggested_communication_unit_size}"
+            )
+        defaults = {field.name: field.default for field in fields(self)}
+        for name, reason in NOT_SERVED.items():
+            if getattr(self, name) != defaults[name]:
+                raise NotImplementedError(f"{name} must be {defaults[name]!r}, got {getattr(self, name)!r}: {reason}")
+
+
+# Settings that are known, and served only at their default: each with the reason. One test a row.
+NOT_SERVED = {
+    "num_distributed_optimizer_instances": "hybrid sharding is not served yet",
+    "outer_dp_sharding_strategy": "hybrid sharding is not served yet",
+    "bucket_size": "gradients are reduced unit by unit; choose units with fsdp_unit_modules",
+    "average_in_collective": "gradients are summed on the wire and scaled once in the main gradient's dtype",
+    "fp8_param_gather": "weights are gathered in the model's dtype",
+    "keep_fp8_transpose_cache": "there are no FP8 weights",
+    "nccl_ub": "symmetric memory is not served yet",
+    "use_symm_mem": "symmetric memory is not served yet",
+    "fsdp_double_buffer": "buffers lie at fixed addresses of an arena always, planned from the first step",
+    "align_param_gather": "there are no pipeline stages to align",
+    "delay_wgrad_compute": "weight gradients are computed in backward",
+    "disable_symmetric_registration": "symmetric memory is not served yet",
+    "reduce_scatter_with_fp32_accumulation": "set megatron_fsdp_grad_comm_dtype=torch.float32 instead",
+    "pad_buckets_for_high_nccl_busbw": "buffers are padded to rows and to 64 elements",
+    "preserve_fp32_weights": "main weights always rest in megatron_fsdp_main_params_dtype",
+    "gradient_reduce_div_fusion": "the scale is always applied with the reduction",
+}

@@ -1,0 +1,262 @@
+"""The door for Megatron code: a configuration and process groups in, ``fully_shard`` calls out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from fractions import Fraction
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.fsdp.context import FsdpContext
+from megatron.core.distributed.fsdp.distributed_index import FSDPDistributedIndex
+from megatron.core.distributed.fsdp.fully_shard import contexts_of, fully_shard
+from megatron.core.distributed.fsdp.mixed_precision import MixedPrecisionPolicy
+from megatron.core.distributed.fsdp.module import FsdpModule, fsdp_modules
+from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup
+from megatron.core.distributed.fsdp.placement import strategy_placements
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+_AXIS = "dp_cp"
+
+
+class FullyShardedDataParallel(nn.Module):
+    """A model whose weights, gradients and optimizer state are sharded over the data-parallel ranks.
+
+    Args:
+        config: read for ``calculate_per_token_loss``: gradients are then summed over ranks, not averaged.
+        ddp_config: strategy, dtypes and overlap.
+        module: the model, changed in place; parameters on the meta device are made here, unit by unit.
+        fsdp_unit_modules: classes (or names of classes) of the modules that are units. None: transformer layers, the
+            embedding and the output layer, each by itself. What is in no unit belongs to the root.
+        disable_bucketing: must be False: gradients are reduced unit by unit.
+        device: the device of the ranks' shards; None: the current CUDA device where the group is NCCL's, else the CPU.
+        pg_collection: its ``dp_cp`` (or, if None, ``dp``) is the sharding group; None: all ranks.
+
+    Raises:
+        ValueError: the collection has no data-parallel group; a unit class that the model does not hold.
+        NotImplementedError: ``disable_bucketing=True``, or a setting that is not served.
+
+    Ranks: all of the sharding group; weights become those of its first rank.
+    Source: Megatron-Core's class of this name (signature and methods).
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        ddp_config: DistributedDataParallelConfig,
+        module: nn.Module,
+        fsdp_unit_modules: Sequence[type[nn.Module] | str] | None = None,
+        disable_bucketing: bool = False,
+        device: torch.device | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        super().__init__()
+        if disable_bucketing:
+            raise NotImplementedError("disable_bucketing must be False, got True: gradients are reduced unit by unit")
+        self.config, self.ddp_config, self.module = config, ddp_config, module
+        self.pg_collection = pg_collection or ProcessGroupCollection.data_parallel()
+        self.dist_index = _distributed_index(self.pg_collection, device)
+        group = self.dist_index.get_fsdp_group()
+        sums = getattr(config, "calculate_per_token_loss", False)
+        self._shard = _Sharder(
+            mesh=self.dist_index.get_submesh(_AXIS),
+            ddp_config=ddp_config,
+            grad_divisor=Fraction(1, group.size()) if sums else Fraction(1),
+            gather_group=self.dist_index.get_fsdp_group(independent_all_gather=True),
+        )
+        for unit in _units(module, fsdp_unit_modules):
+            self._shard(unit)
+        self._shard(module)
+        _tie_output_layer(module)
+        for context in self._contexts():
+            context.overlaps_gather = ddp_config.overlap_param_gather
+            context.overlaps_reduce = ddp_config.overlap_grad_reduce
+            context.gather_ahead_numel = ddp_config.suggested_communication_unit_size or 0
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward. Ranks: all."""
+        return self.module(*args, **kwargs)
+
+    def _contexts(self) -> list[FsdpContext]:
+        return contexts_of(self.module)
+
+    @property
+    def parameter_groups(self) -> list[FsdpParameterGroup]:
+        """All parameter groups of the model, in the order of ``modules()``."""
+        return [group for module in fsdp_modules(self.module) for group in module.parameter_groups]
+
+    # ---- weights ------------------------------------------------------------------------------------------------
+
+    def start_param_sync(self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False) -> None:
+        """Afterwards the step's weights are final and the first unit's are being gathered. Ranks: all.
+
+        Call it after the optimizer's step. It does nothing where ``fsdp_all_gather_in_start_param_sync`` is off (and
+        nothing is asked to be forced): the first forward then gathers.
+        """
+        if self.ddp_config.fsdp_all_gather_in_start_param_sync or force_sync or force_dispatch:
+            for context in self._contexts():
+                context.prepare_forward()
+        if force_sync:
+            self.synchronize_param_gather()
+
+    def synchronize_param_gather(self) -> None:
+        """Afterwards work on the caller's stream sees whatever was gathered ahead."""
+        for context in self._contexts():
+            context.gatherer.wait_for_gathers()
+
+    @torch.no_grad()
+    def broadcast_params(self) -> None:
+        """Afterwards replicated main weights equal the first rank's; sharded ones have one owner each. Ranks: all."""
+        for group in self.parameter_groups:
+            group.broadcast_replicas()
+        for context in self._contexts():
+            context.weights_changed()
+
+    # ---- gradients ----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """In the scope, backward does not reduce gradients further than they rest between microbatches."""
+        with ExitStack() as scopes:
+            for context in self._contexts():
+                scopes.enter_context(context.accumulate())
+            yield
+
+    def start_grad_sync(self, *unused: Any) -> None:
+        """Afterwards gradients that rest unreduced are being reduced: those of ``no_sync`` alone. Ranks: all."""
+        for context in self._contexts():
+            context.reduce_partial()
+
+    def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
+        """Afterwards ``param.grad`` holds the gradients of the whole step. Ranks: all.
+
+        Raises:
+            RuntimeError: with ``check_for_nan_in_grad``, a gradient that is not finite; on every rank.
+        """
+        self.start_grad_sync()
+        if self.ddp_config.check_for_nan_in_grad:
+            self._check_finite()
+
+    def _check_finite(self) -> None:
+        groups = [group for group in self.parameter_groups if group.has_main_grad]
+        if not groups:
+            return
+        finite = torch.stack([group.main_grad_storage.flat.isfinite().all() for group in groups]).to(torch.int32)
+        dist.all_reduce(finite, op=dist.ReduceOp.MIN, group=self.dist_index.get_dp_group())
+        if not finite.all():
+            group = groups[int((finite == 0).nonzero()[0])]
+            raise RuntimeError(
+                f"gradients must be finite, got NaN or infinity among those of {group.parameters[0].name} and the "
+                f"{len(group.parameters) - 1} parameters beside it (rank {dist.get_rank()} and all others stop here)"
+            )
+
+    @torch.no_grad()
+    def scale_gradients(self, scaling_factor: float | torch.Tensor) -> None:
+        """Afterwards every main gradient is ``scaling_factor`` times what it was."""
+        flats = [group.main_grad_storage.flat for group in self.parameter_groups if group.has_main_grad]
+        if flats:
+            torch._foreach_mul_(flats, scaling_factor)
+
+    def zero_grad_buffer(self) -> None:
+        """Afterwards there are no gradients, and they take no memory."""
+        for group in self.parameter_groups:
+            group.clear_grads()
+
+    # ---- state --------------------------------------------------------------------------------------------------
+
+    def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
+        """The sharded main weights under the names of the unwrapped model."""
+        return self.module.state_dict(prefix=prefix, keep_vars=keep_vars)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Afterwards the main weights equal ``state_dict``: full tensors or DTensors under the unwrapped model's names.
+
+        Raises:
+            RuntimeError: missing, extra or mis-shaped keys (``strict``), by name.
+        """
+        return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
+
+
+class _Sharder:
+    """``fully_shard`` with the settings of one model."""
+
+    def __init__(
+        self, *, mesh: DeviceMesh, ddp_config: DistributedDataParallelConfig, grad_divisor: Fraction, gather_group: Any
+    ) -> None:
+        comm_dtype = ddp_config.megatron_fsdp_grad_comm_dtype
+        if comm_dtype is None and ddp_config.grad_reduce_in_fp32:
+            comm_dtype = torch.float32
+        self._arguments = {
+            "mesh": mesh,
+            "placements": strategy_placements(ddp_config.data_parallel_sharding_strategy),
+            "mixed_precision_policy": MixedPrecisionPolicy(
+                main_params_dtype=ddp_config.megatron_fsdp_main_params_dtype,
+                main_grads_dtype=ddp_config.megatron_fsdp_main_grads_dtype,
+                grad_comm_dtype=comm_dtype,
+            ),
+            "grad_divisor": grad_divisor,
+            "fsdp_group_ag": gather_group,
+        }
+
+    def __call__(self, module: nn.Module) -> None:
+        fully_shard(module, **self._arguments)
+
+
+def _distributed_index(groups: ProcessGroupCollection, device: torch.device | None) -> FSDPDistributedIndex:
+    group = groups.dp_cp or groups.dp
+    if group is None:
+        raise ValueError("pg_collection must hold a data-parallel group in dp_cp or dp, got None in both")
+    if device is None:
+        is_cuda = torch.cuda.is_available() and "nccl" in dist.get_backend(group)
+        device = torch.device("cuda" if is_cuda else "cpu")
+    mesh = DeviceMesh.from_group(group, device.type, mesh_dim_names=(_AXIS,))
+    return FSDPDistributedIndex(mesh, dp_shard_dim=_AXIS, fsdp_group_ag=groups.dp_cp_ag)
+
+
+def _units(model: nn.Module, classes: Sequence[type[nn.Module] | str] | None) -> list[nn.Module]:
+    """The modules that become units, innermost first, in the order of ``modules()``."""
+    if classes is None:
+        output_layer = getattr(model, "output_layer", None)
+        found = [
+            m for m in model.modules() if isinstance(m, TransformerLayer | LanguageModelEmbedding) or m is output_layer
+        ]
+    else:
+        names = {c for c in classes if isinstance(c, str)}
+        types = tuple(c for c in classes if not isinstance(c, str))
+        found = [m for m in model.modules() if isinstance(m, types) or type(m).__name__ in names]
+        absent = names - {type(m).__name__ for m in found}
+        absent |= {c.__name__ for c in types if not any(isinstance(m, c) for m in found)}
+        if absent:
+            raise ValueError(
+                f"fsdp_unit_modules must be classes of modules in the model, got {sorted(absent)}, which it lacks"
+            )
+    return [module for module in reversed(found) if module is not model]
+
+
+def _tie_output_layer(model: nn.Module) -> None:
+    """Afterwards an output layer that is given the embedding's weight has it gathered when it runs.
+
+    The model hands the weight over before the output layer runs, when it is sharded; the layer's unit borrows the
+    embedding's group, and a hook puts the gathered weight in its place.
+    """
+    output_layer = getattr(model, "output_layer", None)
+    shares = getattr(model, "share_embeddings_and_output_weights", False) and getattr(model, "pre_process", False)
+    if not shares or not isinstance(output_layer, FsdpModule):
+        return
+    embedding = model.embedding.word_embeddings  # type: ignore[union-attr]
+    group = embedding.weight._fsdp_group()  # type: ignore[union-attr, operator]
+    output_layer._fsdp_unit.borrow(group)
+
+    def with_gathered_weight(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return args, {**kwargs, "weight": embedding.weight}  # type: ignore[union-attr]
+
+    output_layer.register_forward_pre_hook(with_gathered_weight, with_kwargs=True)
