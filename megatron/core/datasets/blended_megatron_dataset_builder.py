@@ -15,6 +15,7 @@ from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
 from megatron.core.datasets.build_once import build_once_per_node
 from megatron.core.datasets.megatron_dataset import MegatronDataset
+from megatron.core.datasets.rank_logging import warn_on_rank_0
 from megatron.core.datasets.split import Bookends, Split, documents_of, normalize
 
 logger = logging.getLogger(__name__)
@@ -175,7 +176,9 @@ class BlendedMegatronDatasetBuilder:
             documents = numpy.empty(0) if bookends is None else documents_of(bookends, num_pieces)
             datasets.append(self._build_part(corpus, prefix, documents, size, split) if documents.size else None)
             if bookends is not None and not documents.size:
-                logger.warning("the %s part of %s has no documents (of %d): no dataset", split.name, prefix, num_pieces)
+                warn_on_rank_0(
+                    logger, "the %s part of %s has no documents (of %d): no dataset", split.name, prefix, num_pieces
+                )
         return datasets
 
     def _build_part(

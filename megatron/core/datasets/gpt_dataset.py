@@ -16,6 +16,7 @@ from megatron.core.datasets.index_cache import Arrays, IndexCache
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.megatron_dataset import MegatronDataset
 from megatron.core.datasets.mock_corpus import MockGPTLowLevelDataset
+from megatron.core.datasets.rank_logging import warn_on_rank_0
 from megatron.core.datasets.sample_indices import build_sample_indices
 from megatron.core.datasets.sample_masks import attention_mask_of, loss_mask_of, position_ids_of
 from megatron.core.datasets.split import Split
@@ -234,7 +235,7 @@ class GPTDataset(MegatronDataset):
                 "shorten sequence_length"
             )
         effect = "holds no sample" if not self.num_samples else "repeats documents within a sample"
-        logger.warning("%s %s: a sample takes %d tokens, it has %d", part, effect, needed, num_tokens)
+        warn_on_rank_0(logger, "%s %s: a sample takes %d tokens, it has %d", part, effect, needed, num_tokens)
 
     def _part(self) -> str:
         return f"the {self.index_split.name} part of {self.dataset_path}"

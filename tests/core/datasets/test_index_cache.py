@@ -166,6 +166,20 @@ def test_nodes_that_share_a_folder_build_at_once(tmp_path: Path) -> None:
     assert not [path.name for path in (tmp_path / "cache").iterdir() if "partial" in path.name]
 
 
+def _warnings_of_a_missing_part(prefix: str, cache: str) -> int:
+    records = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    logging.getLogger("megatron.core.datasets").addHandler(handler)
+    build([1, 1, 1], config(blend=([prefix], None), split="99,1,0", path_to_cache=cache))
+    return len(records)
+
+
+def test_warnings_that_all_ranks_share_are_logged_once(tmp_path: Path) -> None:
+    prefix = write_corpus(tmp_path / "a", [[1] * 40] * 3)
+    assert run_ranks(2, _warnings_of_a_missing_part, prefix, str(tmp_path / "cache")) == [1, 0]
+
+
 def _fail_on_rank_0() -> str:
     def build_or_fail() -> None:
         if os.environ["LOCAL_RANK"] == "0":
