@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import TransformerConfig, squared_relu
 from megatron.training.batches import BatchConfig
@@ -323,12 +323,13 @@ def _logging(args: Namespace) -> LoggingConfig:
 def _ddp(args: Namespace) -> DistributedDataParallelConfig:
     """Without ``--use-megatron-fsdp``: plain data parallelism, or (distributed optimizer) sharded optimizer state."""
     strategy = args.data_parallel_sharding_strategy
-    if not args.use_megatron_fsdp and args.use_distributed_optimizer:
+    shards_optimizer_alone = args.use_distributed_optimizer and not args.use_megatron_fsdp
+    if shards_optimizer_alone:
         strategy = "optim"
     main_grads, grad_comm = _gradient_dtypes(args)
     main_params = _DTYPES.get(args.megatron_fsdp_main_params_dtype, _compute_dtype(args))
     return DistributedDataParallelConfig(
-        use_megatron_fsdp=args.use_megatron_fsdp,
+        use_megatron_fsdp=args.use_megatron_fsdp or shards_optimizer_alone,
         use_distributed_optimizer=args.use_distributed_optimizer,
         data_parallel_sharding_strategy=strategy,
         overlap_grad_reduce=args.overlap_grad_reduce,

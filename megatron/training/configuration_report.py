@@ -89,7 +89,9 @@ def _changed(config: Any) -> dict[str, Any]:
         value = getattr(config, field.name)
         if dataclasses.is_dataclass(value):
             changed |= _changed(value)
-        elif field.default is dataclasses.MISSING or value != field.default:
+        elif not field.name.endswith("init_method") and (
+            field.default is dataclasses.MISSING or value != field.default
+        ):
             changed[field.name] = value
     return changed
 

@@ -28,6 +28,7 @@ def iterate_batches(
         batch_sampler=sampler,
         num_workers=num_workers,
         pin_memory=device.type == "cuda",
+        generator=torch.Generator(),
         worker_init_fn=_ignore_termination if num_workers > 0 else None,
     )
     for batch in loader:

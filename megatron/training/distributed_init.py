@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+from megatron.core.process_groups_config import ProcessGroupCollection
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +69,20 @@ def initialize_distributed(config: DistributedConfig) -> torch.device:
             f"got: {error}; look for ranks that did not start, and start all of them with torchrun"
         ) from error
     return device
+
+
+def data_parallel_groups(config: DistributedConfig) -> ProcessGroupCollection:
+    """All ranks are data-parallel; weights are gathered through a communicator of their own.
+
+    One communicator runs its collectives one after the other, so gathers and reductions overlap only on two.
+
+    Ranks: all; blocks until all have made the second group.
+    """
+    groups = ProcessGroupCollection.data_parallel()
+    if dist.get_world_size() == 1:
+        return groups
+    gathers = dist.new_group(timeout=timedelta(minutes=config.timeout_minutes))
+    return replace(groups, dp_cp_ag=gathers)
 
 
 def _device(backend: str) -> torch.device:

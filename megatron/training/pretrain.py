@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
 
+from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.training.arguments import Settings
@@ -20,7 +20,7 @@ from megatron.training.checkpointing import Checkpointer, print_rank_0
 from megatron.training.configuration_report import report_configuration
 from megatron.training.data import Datasets, tokenizer_of
 from megatron.training.data_loader import iterate_batches
-from megatron.training.distributed_init import initialize_distributed, set_deterministic
+from megatron.training.distributed_init import data_parallel_groups, initialize_distributed, set_deterministic
 from megatron.training.dropout_seed import seed_everything
 from megatron.training.evaluation import evaluate
 from megatron.training.flops import flops_per_sample
@@ -92,7 +92,13 @@ def _set_up(
     tokenizer = tokenizer_of(settings.data)
     datasets = datasets_provider(settings, tokenizer, _sizes(settings.loop, settings.batch))
     module = model_provider(settings, tokenizer.vocab_size, device)
-    model = FullyShardedDataParallel(settings.model.transformer, settings.ddp, module, device=device)
+    model = FullyShardedDataParallel(
+        settings.model.transformer,
+        settings.ddp,
+        module,
+        device=device,
+        pg_collection=data_parallel_groups(settings.distributed),
+    )
     optimizer = get_megatron_optimizer(settings.optimizer, [model])
     architecture = settings.model.architecture(tokenizer.vocab_size)
     return TrainingSetup(

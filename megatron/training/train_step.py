@@ -95,9 +95,11 @@ class TrainStep:
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         count = self.batch.num_microbatches
         for index in range(count):
+            data = next(batches)
+            # After the data: loaders may draw random numbers, and dropout must not depend on that.
             seed_microbatch(self.seed, iteration, index * self.batch.data_parallel_size + self.rank)
             with self._microbatch(is_first=index == 0, is_last=index == count - 1):
-                loss, tokens = self.forward_step(next(batches), self.model)
+                loss, tokens = self.forward_step(data, self.model)
                 sums += torch.stack((loss.detach().double(), tokens.detach().double()))
                 torch.autograd.backward(self._scaled(loss, tokens))
         return sums
