@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import math
 import types
 from collections.abc import Callable, Sequence
@@ -129,13 +128,16 @@ class _Rules:
         return self._propagate_with(schema, inputs, {})
 
     def _splits(self, inputs: list[_Input]) -> dict[_Place, _Split]:
-        """The split that each place works in: that of what is written there, else the first found."""
-        splits: dict[_Place, _Split] = {}
+        """The split that each place works in: that of what is written there, which cannot move, else the first."""
+        splits: dict[_Place, _Split | None] = {}
         for found in sorted(inputs, key=lambda found: not found.is_written):
             for axis, placement in enumerate(found.spec.placements):
+                place = found.element, axis
                 if isinstance(placement, self._row_shard) and found.element is not None:
-                    splits.setdefault((found.element, axis), (placement, _shape(found.spec)))
-        return splits
+                    splits.setdefault(place, (placement, _shape(found.spec)))
+                elif found.is_written:
+                    splits.setdefault(place, None)
+        return {place: split for place, split in splits.items() if split is not None}
 
     def _propagate_with(self, schema: OpSchema, inputs: list[_Input], splits: dict[_Place, _Split]) -> OutputSharding:
         """Propagate with these splits as ``Shard(0)`` and others as ``Replicate()``, then put them back."""
@@ -149,7 +151,7 @@ class _Rules:
         output_spec = _put_back_output(result.output_spec, _is_list_operation(schema), splits)
         _check_splits(schema, inputs, specs, output_spec, splits)
         is_moved = [found.spec.placements != spec.placements for found, spec in zip(inputs, specs, strict=True)]
-        _refuse_lost_writes(schema, list(itertools.compress(inputs, is_moved)))
+        _refuse_lost_writes(schema, inputs, is_moved, output_spec)
         moved_to = _replace_specs(moved_to, specs)
         if result.use_val_from_redistribute_schema and schema.op in self._propagator.op_to_shape_and_stride_idx:
             assert isinstance(output_spec, DTensorSpec)
@@ -336,12 +338,14 @@ def _check_splits(
             raise _NotRowWiseError
 
 
-def _refuse_lost_writes(schema: OpSchema, moved: list[_Input]) -> None:
-    for found in moved:
-        if found.is_written or found.is_keyword:
+def _refuse_lost_writes(schema: OpSchema, inputs: list[_Input], is_moved: list[bool], output: Any) -> None:
+    """Raise if what is written would be a copy, or be placed otherwise than the tensor that it is written to."""
+    for found, moves in zip(inputs, is_moved, strict=True):
+        is_replaced = isinstance(output, DTensorSpec) and output.placements != found.spec.placements
+        if (moves and found.is_keyword) or (found.is_written and (moves or is_replaced)):
             raise NotImplementedError(
-                f"{schema.op} would write into a copy of a tensor placed by {found.spec.placements}, and what it "
-                f"writes would be lost; {_REMEDY}"
+                f"{schema.op} would have to move a tensor placed by {found.spec.placements} that it is to write, and "
+                f"what it writes would be lost; {_REMEDY}"
             )
 
 
