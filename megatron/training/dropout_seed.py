@@ -39,14 +39,14 @@ def seed_everything(seed: int) -> None:
 
 
 def rng_state(seed: int) -> dict[str, Any]:
-    """Plain values from which ``set_rng_state`` continues; ``seed`` is that of ``seed_microbatch``."""
+    """Plain values (no tensors) from which ``set_rng_state`` continues; ``seed`` is that of ``seed_microbatch``."""
     version, internal, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = cast(tuple[str, np.ndarray, int, int, float], np.random.get_state())
     return {
         "seed": seed,
-        "python": (version, list(internal), gauss),
-        "numpy": (kind, torch.from_numpy(keys.astype(np.int64)), int(position), int(has_gauss), float(cached)),
-        "torch": torch.get_rng_state(),
+        "python": [version, list(internal), gauss],
+        "numpy": [kind, keys.tolist(), int(position), int(has_gauss), float(cached)],
+        "torch": torch.get_rng_state().numpy().tobytes(),
     }
 
 
@@ -55,6 +55,6 @@ def set_rng_state(state: dict[str, Any]) -> int:
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     kind, keys, position, has_gauss, cached = state["numpy"]
-    np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached))
-    torch.set_rng_state(state["torch"])
+    np.random.set_state((kind, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
+    torch.set_rng_state(torch.frombuffer(bytearray(state["torch"]), dtype=torch.uint8))
     return int(state["seed"])

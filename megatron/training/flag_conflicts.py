@@ -97,11 +97,6 @@ CONFLICTS: tuple[Conflict, ...] = (
         "--swiglu and --squared-relu are two activations; give one",
     ),
     Conflict(
-        "qkv bias twice",
-        lambda a: a.add_qkv_bias and a.add_bias_linear,
-        "--add-qkv-bias belongs to --disable-bias-linear: without it all linear layers have a bias",
-    ),
-    Conflict(
         "selective recomputation by layers",
         lambda a: (
             a.recompute_granularity != "full" and (a.recompute_method is not None or a.recompute_num_layers is not None)

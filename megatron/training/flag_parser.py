@@ -47,6 +47,7 @@ class FlagParser(argparse.ArgumentParser):
         facts = "\n".join(f"  {' '.join((flag, *so.values[:1]))}: {so.fact}" for flag, so in sorted(always_so.items()))
         super().__init__(
             prog=prog,
+            usage="%(prog)s <flags>",
             description=description,
             allow_abbrev=False,
             formatter_class=argparse.RawDescriptionHelpFormatter,

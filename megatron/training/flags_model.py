@@ -51,7 +51,9 @@ def _add_block_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--disable-bias-linear", dest="add_bias_linear", action="store_false", help="linear layers have no bias"
     )
-    group.add_argument("--add-qkv-bias", action="store_true", help="a bias in the query-key-value layer alone")
+    group.add_argument(
+        "--add-qkv-bias", action="store_true", help="a bias in the query-key-value layer, whatever others have"
+    )
     group.add_argument("--attention-dropout", type=float, default=0.1, help="dropout of probabilities (default: 0.1)")
     group.add_argument("--hidden-dropout", type=float, default=0.1, help="dropout of sublayer outputs (default: 0.1)")
     group.add_argument(

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -166,7 +167,7 @@ def _train(setup: TrainingSetup, forward_step: ForwardStep, start_time: float) -
         forward_step=forward_step,
         state=state,
         train_batches=_batches(setup, setup.datasets.train, state.consumed_train_samples),
-        valid_batches=_batches(setup, setup.datasets.valid, state.consumed_valid_samples),
+        valid_batches=_batches(setup, setup.datasets.valid, state.consumed_valid_samples, repeats=True),
         checkpointer=checkpointer,
         agreement=StepAgreement(
             device,
@@ -200,13 +201,22 @@ def _sizes(loop: LoopConfig, batch: BatchConfig) -> tuple[int, int, int]:
     return loop.train_iters * batch.global_batch_size, evaluations * per_evaluation, per_evaluation
 
 
-def _batches(setup: TrainingSetup, dataset: Any, consumed_samples: int) -> Iterator[Batch] | None:
+def _batches(
+    setup: TrainingSetup, dataset: Any, consumed_samples: int, *, repeats: bool = False
+) -> Iterator[Batch] | None:
+    """Microbatches of this rank; ``repeats`` starts over where the samples end (a resumed run may evaluate more often)."""
     if dataset is None:
         return None
     sampler = SequentialBatchSampler(
         setup.settings.batch, rank=dist.get_rank(), total_samples=len(dataset), consumed_samples=consumed_samples
     )
-    return iterate_batches(dataset, sampler, num_workers=setup.settings.data.num_workers, device=setup.device)
+    one_pass = iterate_batches(dataset, sampler, num_workers=setup.settings.data.num_workers, device=setup.device)
+    return chain(one_pass, _forever(lambda: _batches(setup, dataset, 0))) if repeats else one_pass
+
+
+def _forever(make: Callable[[], Iterator[Batch] | None]) -> Iterator[Batch]:
+    while (batches := make()) is not None:
+        yield from batches
 
 
 def _test(setup: TrainingSetup, forward_step: ForwardStep, state: TrainState, log: MetricLog) -> None:

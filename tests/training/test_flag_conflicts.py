@@ -23,7 +23,6 @@ CASES: dict[str, tuple[str, str]] = {
     "rotary settings without rotary positions": ("--rotary-base 500000", ""),
     "rope scaling factor without rope scaling": ("--position-embedding-type rope --rope-scaling-factor 4", ""),
     "two activations": ("--swiglu --squared-relu", ""),
-    "qkv bias twice": ("--add-qkv-bias", ""),
     "selective recomputation by layers": ("--recompute-granularity selective --recompute-num-layers 1", ""),
     "full recomputation without layers": ("--recompute-granularity full --recompute-method uniform", ""),
     "recomputed modules without selective recomputation": ("--recompute-modules core_attn", ""),

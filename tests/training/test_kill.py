@@ -1,0 +1,104 @@
+"""Processes that are killed or told to end: what is left on disk is a checkpoint from which the run goes on."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron.training.checkpointing import TRACKER
+from tests.training.tiny_run import SHARDED, TINY
+
+_ROOT = Path(__file__).parents[2]
+_RESUMABLE = f"{TINY} {SHARDED} --train-iters 30 --lr-decay-iters 30 --save-interval 2 --distributed-timeout-minutes 1"
+
+
+def _start(flags: str, *, ranks: int = 2) -> list[subprocess.Popen[str]]:
+    """Two ranks as torchrun would start them, without torchrun to end the one when the other dies."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = os.environ | {
+        "WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONUNBUFFERED": "1",
+    }
+    return [
+        subprocess.Popen(
+            [sys.executable, "pretrain_gpt.py", *flags.split()],
+            cwd=_ROOT,
+            env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
+
+
+def _finish(processes: list[subprocess.Popen[str]]) -> str:
+    outputs = [process.communicate(timeout=120)[0] for process in processes]
+    assert all(process.returncode == 0 for process in processes), "\n".join(outputs)
+    return outputs[0]
+
+
+def _losses(output: str) -> dict[int, str]:
+    return {int(i): loss for i, loss in re.findall(r"iteration +(\d+)/.*?lm loss: (\S+)", output)}
+
+
+def _read_until(process: subprocess.Popen[str], text: str) -> str:
+    assert process.stdout is not None
+    seen = ""
+    for line in process.stdout:
+        seen += line
+        if text in line:
+            return seen
+    raise AssertionError(f"{text!r} never came:\n{seen}")
+
+
+def test_sigterm_saves_and_ends_and_the_run_goes_on(tmp_path: Path) -> None:
+    """The signal goes to one rank alone; loader processes live on until their rank has saved."""
+    flags = (
+        f"{_RESUMABLE} --train-iters 100000 --exit-signal-handler --num-workers 1 --save {tmp_path} --load {tmp_path}"
+    )
+    processes = _start(flags)
+    seen = _read_until(processes[0], "iteration        3/")
+    processes[1].send_signal(signal.SIGTERM)
+    output = seen + _finish(processes)
+    assert "SIGTERM was received" in output
+    iteration = int((tmp_path / TRACKER).read_text())
+    assert iteration >= 3 and f"training ended after iteration {iteration}" in output
+
+
+@pytest.mark.parametrize(("kills", "iterations"), [(1, 12), pytest.param(20, 400, marks=pytest.mark.slow)])
+def test_a_killed_run_goes_on_to_the_last_bit(tmp_path: Path, kills: int, iterations: int) -> None:
+    """A rank is killed at random moments of training and of saving; the other notices and ends by itself."""
+    flags = f"{_RESUMABLE} --train-iters {iterations}"
+    expected = _losses(_finish(_start(flags.replace("--save-interval 2", ""))))
+    assert len(expected) == iterations
+    flags += f" --save {tmp_path} --load {tmp_path}"
+    generator = random.Random(kills)
+    for _ in range(kills):
+        processes = _start(flags)
+        seen = _read_until(processes[0], "iteration  ")
+        time.sleep(generator.uniform(0.0, 1.0))
+        victim = generator.randrange(2)
+        processes[victim].kill()
+        outputs = [process.communicate(timeout=90)[0] for process in processes]
+        got = _losses(seen + outputs[0])
+        assert got == {iteration: expected[iteration] for iteration in got}
+    final = _losses(_finish(_start(flags)))
+    assert final == {iteration: expected[iteration] for iteration in final}
+    assert (tmp_path / TRACKER).read_text() == str(iterations)
+    # What a kill left half written is gone after the next save.
+    assert all(re.fullmatch(r"iter_\d{7}", path.name) for path in tmp_path.iterdir() if path.is_dir())
