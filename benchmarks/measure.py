@@ -1,0 +1,136 @@
+"""Times an engine's steps as they are compared: a barrier and a synchronise around each, every rank's slowest counted."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.engines import Batch, Engine
+
+GIB = 2**30
+
+
+@dataclass(kw_only=True)
+class Measurement:
+    """What was seen of one engine: [S] entries are steps, warm-up included; memory is the most of any rank."""
+
+    name: str
+    num_warmup: int
+    losses: list[float] = field(default_factory=list)
+    """Mean over ranks and microbatches."""
+    grad_norms: list[float] = field(default_factory=list)
+    """Empty unless asked for."""
+    step_ms: list[float] = field(default_factory=list)
+    """Of the slowest rank."""
+    host_ms: list[float] = field(default_factory=list)
+    """Until the step's Python returns, of the slowest rank."""
+    peak_allocated: int = 0
+    """Bytes, from construction to the end."""
+    peak_reserved: int = 0
+    steady_allocated: int = 0
+    """Peak of the measured steps alone, without construction and warm-up."""
+
+    @property
+    def median_ms(self) -> float:
+        return statistics.median(self.step_ms[self.num_warmup :])
+
+    @property
+    def min_ms(self) -> float:
+        return min(self.step_ms[self.num_warmup :])
+
+    @property
+    def median_host_ms(self) -> float:
+        return statistics.median(self.host_ms[self.num_warmup :])
+
+
+def make_batch(
+    step: int, *, num_microbatches: int, num_tokens: int, vocab_size: int, seed: int, device: torch.device
+) -> Batch:
+    """The tokens of one step of this rank: a function of seed, step, microbatch and rank, the same for each engine.
+
+    Small token numbers are more frequent (as the cube of a uniform number), so that there is something to learn and
+    a wrong engine's loss departs from a right one's.
+    """
+    batch = []
+    for index in range(num_microbatches):
+        key = ((seed * 100_003 + step) * 1_009 + index) * 4_099 + dist.get_rank()
+        uniform = torch.rand(1, num_tokens + 1, generator=torch.Generator().manual_seed(key))
+        tokens = (uniform.pow(3) * vocab_size).long().clamp_(max=vocab_size - 1).to(device)
+        batch.append((tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()))
+    return batch
+
+
+def run_steps(
+    engine: Engine, batches: list[Batch], measurement: Measurement, device: torch.device, *, with_grad_norm: bool
+) -> None:
+    """Afterwards ``measurement`` has grown by the batches' steps. Ranks: all; blocks.
+
+    With ``with_grad_norm`` each step also computes the gradient's norm, inside its time.
+    """
+    norms = measurement.grad_norms
+
+    def before_update() -> None:
+        norms.append(engine.grad_norm())
+
+    for index, batch in enumerate(batches):
+        if index == measurement.num_warmup:
+            _note_memory(measurement, device, steady=False)
+        _barrier(device)
+        _synchronize(device)
+        started = time.perf_counter()
+        loss = engine.step(batch, before_update=before_update if with_grad_norm else None)
+        returned = time.perf_counter()
+        _synchronize(device)
+        ended = time.perf_counter()
+        times = _max_over_ranks([(ended - started) * 1e3, (returned - started) * 1e3], device)
+        measurement.step_ms.append(times[0])
+        measurement.host_ms.append(times[1])
+        dist.all_reduce(loss)
+        measurement.losses.append(loss.item() / dist.get_world_size())
+    _note_memory(measurement, device, steady=True)
+
+
+def start_memory(device: torch.device) -> int:
+    """Afterwards the peaks count from here; returns the bytes that are allocated already, the most of any rank."""
+    gc.collect()
+    if device.type != "cuda":
+        return 0
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    return int(_max_over_ranks([torch.cuda.memory_allocated(device)], device)[0])
+
+
+def _note_memory(measurement: Measurement, device: torch.device, *, steady: bool) -> None:
+    if device.type != "cuda":
+        return
+    peaks = [torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)]
+    allocated, reserved = (int(value) for value in _max_over_ranks(peaks, device))
+    measurement.peak_allocated = max(measurement.peak_allocated, allocated)
+    measurement.peak_reserved = max(measurement.peak_reserved, reserved)
+    if steady:
+        measurement.steady_allocated = allocated
+    torch.cuda.reset_peak_memory_stats(device)
+
+
+def _max_over_ranks(values: list[float] | list[int], device: torch.device) -> list[float]:
+    tensor = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+    return tensor.tolist()
+
+
+def _barrier(device: torch.device) -> None:
+    if device.type == "cuda":
+        dist.barrier(device_ids=[device.index])
+    else:
+        dist.barrier()
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

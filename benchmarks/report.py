@@ -1,0 +1,126 @@
+"""The page that a comparison leaves: how it was run, the table, the losses."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.engines import WHAT_THEY_ARE
+from benchmarks.loss_check import FIRST_LOSS_TOLERANCE, LOSS_TOLERANCE, NORM_TOLERANCE, differences, largest_difference
+from benchmarks.measure import GIB, Measurement
+
+
+def page(title: str, facts: Sequence[tuple[str, str]], sections: Sequence[str]) -> str:
+    """A markdown page."""
+    lines = [f"- {name}: {value}" for name, value in facts]
+    return "\n\n".join([f"# {title}", "\n".join(lines), *sections]) + "\n"
+
+
+def facts_of_run(device: torch.device, num_parameters: int, extra: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    """What a reader needs to run it again."""
+    command = (
+        f"torchrun --nproc-per-node {dist.get_world_size()} {shlex.join(['benchmarks/compare.py', *sys.argv[1:]])}"
+    )
+    if device.type == "cuda":
+        nccl = ".".join(str(part) for part in torch.cuda.nccl.version())  # type: ignore[no-untyped-call]
+        versions = f"CUDA {torch.version.cuda}, NCCL {nccl}"
+        hardware = torch.cuda.get_device_name(device)
+    else:
+        versions, hardware = "no CUDA", platform.machine()
+    environment = [f"{key}={os.environ[key]}" for key in sorted(os.environ) if key.startswith(("NCCL_", "TORCH_SYMM_"))]
+    return [
+        ("command", f"`{command}`"),
+        ("commit", commit()),
+        ("date", f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"),
+        ("versions", f"Python {platform.python_version()}, torch {torch.__version__}, {versions}"),
+        ("environment", ", ".join(environment) or "no NCCL settings"),
+        ("world size", f"{dist.get_world_size()} x {hardware}, {dist.get_backend()}"),
+        ("parameters", f"{num_parameters / 1e9:.3f} billion"),
+        *extra,
+    ]
+
+
+def commit() -> str:
+    """The commit of the source: git's word, else the variable ``COMMIT``, else "unknown"."""
+    root = Path(__file__).resolve().parents[1]
+    try:
+        asked = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+        answer = subprocess.run(asked, capture_output=True, text=True, timeout=10, check=True)
+        return answer.stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return os.environ.get("COMMIT", "unknown")
+
+
+def times_table(measurements: Sequence[Measurement]) -> str:
+    """Times, ratios and memory, a row for each engine."""
+    by_name = {m.name: m for m in measurements}
+    ideal, fsdp2 = by_name.get("ideal"), by_name.get("fsdp2")
+    rows = [
+        "| engine | median ms | min ms | host ms | ideal / it | fsdp2 / it | peak allocated / reserved GiB | steady peak GiB | last loss |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for m in measurements:
+        rows.append(
+            f"| {m.name} | {m.median_ms:.1f} | {m.min_ms:.1f} | {m.median_host_ms:.1f} | {_ratio(ideal, m)} | "
+            f"{_ratio(fsdp2, m)} | {m.peak_allocated / GIB:.1f} / {m.peak_reserved / GIB:.1f} | "
+            f"{m.steady_allocated / GIB:.1f} | {m.losses[-1]:.4f} |"
+        )
+    notes = [
+        "Median and minimum over the measured steps of the slowest rank's time. Host: median time until the step's Python",
+        "returns, without waiting for the device. Ratios of medians: higher is better. Peak: from construction to the end,",
+        "the most of any rank; steady peak: of the measured steps alone.",
+    ]
+    engines = [f"- `{m.name}`: {WHAT_THEY_ARE[m.name]}" for m in measurements]
+    return "\n".join(["## Times and memory", "", *rows, "", *notes, "", *engines])
+
+
+def losses_table(measurements: Sequence[Measurement]) -> str:
+    """The loss of each step, and the gradient's norm where it was taken, a column for each engine."""
+    sections = [_series_table("Losses", measurements, [m.losses for m in measurements])]
+    if measurements and measurements[0].grad_norms:
+        sections.append(_series_table("Gradient norms", measurements, [m.grad_norms for m in measurements]))
+    return "\n\n".join(sections)
+
+
+def check_section(measurements: Sequence[Measurement], reference: Measurement) -> tuple[str, list[str]]:
+    """(what the check says, the faults that it found) for each engine of ours against ``reference``."""
+    lines = [
+        f"Relative to `{reference.name}`; tolerated: {FIRST_LOSS_TOLERANCE:.1e} for the first loss, {LOSS_TOLERANCE:.1e} "
+        f"for later ones, {NORM_TOLERANCE:.1e} for gradient norms (reasons: `benchmarks/loss_check.py`).",
+        "",
+    ]
+    faults: list[str] = []
+    for m in measurements:
+        if not m.name.startswith("ours"):
+            continue
+        found = differences(m, reference)
+        faults += found
+        lines.append(
+            f"- `{m.name}`: {'equal within noise' if not found else f'{len(found)} FAULTS'}; largest difference of a loss "
+            f"{largest_difference(m.losses, reference.losses):.1e}, of a gradient norm "
+            f"{largest_difference(m.grad_norms, reference.grad_norms):.1e}"
+        )
+    return "\n".join(["## Check", "", *lines, *(f"  - {fault}" for fault in faults)]), faults
+
+
+def _series_table(title: str, measurements: Sequence[Measurement], series: Sequence[Sequence[float]]) -> str:
+    rows = [
+        "| step | " + " | ".join(m.name for m in measurements) + " |",
+        "|---|" + "---|" * len(measurements),
+    ]
+    for step, values in enumerate(zip(*series, strict=True), start=1):
+        rows.append(f"| {step} | " + " | ".join(f"{value:.5f}" for value in values) + " |")
+    return "\n".join([f"## {title}", "", *rows])
+
+
+def _ratio(better: Measurement | None, measurement: Measurement) -> str:
+    return "-" if better is None else f"{better.median_ms / measurement.median_ms:.3f}"
