@@ -14,9 +14,9 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.training.batches import BatchConfig
 from megatron.training.log_line import LogRecord, format_evaluation, format_log_line
 from megatron.training.memory import memory_in_mib
-from megatron.training.tensorboard_writer import TensorboardWriter
+from megatron.training.tensorboard_writer import TensorboardWriter, require_tensorboard
 from megatron.training.train_step import StepRecord
-from megatron.training.wandb_writer import WandbWriter
+from megatron.training.wandb_writer import WandbWriter, require_wandb
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +49,11 @@ class LoggingConfig:
             raise ValueError(f"--log-interval must be at least 1, got {self.log_interval}")
         if self.wandb_project and not self.wandb_exp_name:
             raise ValueError("--wandb-project needs --wandb-exp-name, got none")
+        # Here, so that a missing package is found before anything is allocated, and on all ranks.
+        if self.tensorboard_dir:
+            require_tensorboard()
+        if self.wandb_project:
+            require_wandb()
 
 
 class ScalarWriter(Protocol):
@@ -60,11 +65,7 @@ class ScalarWriter(Protocol):
 
 
 def build_writers(config: LoggingConfig, settings: dict[str, Any]) -> list[ScalarWriter]:
-    """The writers that were asked for; on ranks other than 0 none.
-
-    Raises:
-        RuntimeError: a package is not installed.
-    """
+    """The writers that were asked for; on ranks other than 0 none."""
     writers: list[ScalarWriter] = []
     if dist.get_rank() != 0:
         return writers

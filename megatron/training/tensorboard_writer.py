@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 
-class TensorboardWriter:
-    """Scalars go to event files in a folder.
+
+def require_tensorboard() -> None:
+    """The package is there.
 
     Raises:
-        RuntimeError: the package is not installed.
+        ValueError: it is not installed.
     """
+    if find_spec("tensorboard") is None:
+        raise ValueError(
+            "--tensorboard-dir needs the package tensorboard, which is not installed: pip install tensorboard"
+        )
+
+
+class TensorboardWriter:
+    """Scalars go to event files in a folder."""
 
     def __init__(self, folder: str, *, queue_size: int) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise RuntimeError(
-                "--tensorboard-dir needs the package tensorboard, which is not installed: pip install tensorboard"
-            ) from error
+        from torch.utils.tensorboard import SummaryWriter
+
         self._writer = SummaryWriter(log_dir=folder, max_queue=queue_size)
 
     def add_scalars(self, scalars: dict[str, float], iteration: int) -> None:

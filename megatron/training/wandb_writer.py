@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 
-class WandbWriter:
-    """Scalars go to a run of Weights & Biases.
+def require_wandb() -> None:
+    """The package is there.
 
     Raises:
-        RuntimeError: the package is not installed.
+        ValueError: it is not installed.
     """
+    if find_spec("wandb") is None:
+        raise ValueError("--wandb-project needs the package wandb, which is not installed: pip install wandb")
+
+
+class WandbWriter:
+    """Scalars go to a run of Weights & Biases."""
 
     def __init__(self, *, project: str, entity: str, name: str, folder: str, settings: dict[str, Any]) -> None:
-        try:
-            import wandb
-        except ImportError as error:
-            raise RuntimeError(
-                "--wandb-project needs the package wandb, which is not installed: pip install wandb"
-            ) from error
+        import wandb
+
         self._run = wandb.init(project=project, entity=entity or None, name=name, dir=folder or None, config=settings)
 
     def add_scalars(self, scalars: dict[str, float], iteration: int) -> None:

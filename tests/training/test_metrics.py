@@ -1,0 +1,92 @@
+"""Means and rates of the log, and writers that are missing."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.training import metrics
+from megatron.training.batches import BatchConfig
+from megatron.training.metrics import LoggingConfig, MetricLog, build_writers
+from megatron.training.train_step import StepRecord
+from tests.support.launch import run_ranks
+
+_CPU = torch.device("cpu")
+
+
+class _Kept:
+    def __init__(self) -> None:
+        self.scalars: dict[str, float] = {}
+
+    def add_scalars(self, scalars: dict[str, float], iteration: int) -> None:
+        self.scalars |= scalars | {"iteration": iteration}
+
+    def close(self) -> None: ...
+
+
+def _log_two_steps() -> dict[str, float]:
+    """Rank r has a loss of (r + 1) per token on 1 token in step 1, and 3 on 3 tokens in step 2 (NaN in step 3)."""
+    import torch.distributed as dist
+
+    rank, writer = dist.get_rank(), _Kept()
+    log = MetricLog(
+        LoggingConfig(log_throughput=True),
+        BatchConfig(micro_batch_size=1, global_batch_size=2, data_parallel_size=2),
+        device=_CPU,
+        train_iters=9,
+        flops_per_sample=10**12,
+        tokens_per_sample=5,
+        writers=[writer],
+    )
+    losses = [(rank + 1.0, 1.0), (9.0, 3.0 - 2 * rank), (float("nan"), 1.0)]
+    log.start_clock()
+    for loss, tokens in losses:
+        sums = torch.tensor([loss, tokens], dtype=torch.float64)
+        log.add_step(StepRecord(sums, torch.tensor(2.0), None, True))
+    optimizer = get_megatron_optimizer(OptimizerConfig(lr=0.5), [torch.nn.Linear(2, 2)])
+    log.write(iteration=3, consumed_samples=6, optimizer=optimizer)
+    return writer.scalars
+
+
+def test_the_loss_is_the_mean_over_the_tokens_of_each_global_batch() -> None:
+    zero, one = run_ranks(2, _log_two_steps)
+    assert one == {}
+    # (1 + 2) / 2 and (9 + 9) / (3 + 1); the step that is not finite is counted, not averaged
+    assert zero["lm loss"] == pytest.approx((1.5 + 4.5) / 2)
+    assert zero["learning-rate"] == 0.5
+    assert zero["grad-norm"] == 2.0
+
+
+def test_missing_packages_are_refused_with_the_command_that_installs_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron.training.wandb_writer.find_spec", lambda name: None)
+    monkeypatch.setattr("megatron.training.tensorboard_writer.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="pip install wandb"):
+        LoggingConfig(wandb_project="p", wandb_exp_name="e")
+    with pytest.raises(ValueError, match="pip install tensorboard"):
+        LoggingConfig(tensorboard_dir="t")
+
+
+def test_wandb_gets_scalars_and_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[str, Any]] = []
+    wandb = ModuleType("wandb")
+    wandb.__spec__ = SimpleNamespace()  # type: ignore[assignment]
+    wandb.init = lambda **kwargs: SimpleNamespace(  # type: ignore[attr-defined]
+        log=lambda scalars, step: calls.append(("log", (scalars, step))), finish=lambda: calls.append(("finish", None))
+    )
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setattr(metrics.dist, "get_rank", lambda: 0)
+    (writer,) = build_writers(LoggingConfig(wandb_project="p", wandb_exp_name="e"), {"hidden_size": 4})
+    writer.add_scalars({"lm loss": 1.0}, 7)
+    writer.close()
+    assert calls == [("log", ({"lm loss": 1.0}, 7)), ("finish", None)]
+
+
+@pytest.mark.parametrize("settings", [{"log_interval": 0}, {"wandb_project": "p"}])
+def test_settings_that_cannot_be_are_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"(at least 1|needs --wandb-exp-name)"):
+        LoggingConfig(**settings)
