@@ -1,5 +1,6 @@
 """Fully sharded data parallelism. Start with ``fully_shard``; how it works stands in DESIGN.md and SCHEDULE.md."""
 
+from megatron.core.distributed.fsdp.checkpoint import load_checkpoint, save_checkpoint
 from megatron.core.distributed.fsdp.context import FsdpContext
 from megatron.core.distributed.fsdp.dbuffer import DBuffer
 from megatron.core.distributed.fsdp.distributed_index import FSDPDistributedIndex
@@ -23,5 +24,7 @@ __all__ = [
     "fully_shard",
     "fully_shard_context",
     "fully_shard_optimizer",
+    "load_checkpoint",
     "microbatch",
+    "save_checkpoint",
 ]

@@ -1,0 +1,90 @@
+"""Ranks that succeed or fail together: a step that one of them cannot take raises the reason on all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+LocalT = TypeVar("LocalT")
+ResultT = TypeVar("ResultT")
+
+# Raised on the other ranks as what they are; any other exception arrives as a RuntimeError that names its class.
+_KINDS: dict[str, type[Exception]] = {
+    kind.__name__: kind
+    for kind in (ValueError, TypeError, FileNotFoundError, FileExistsError, NotImplementedError, OSError, RuntimeError)
+}
+_MAX_RANKS_NAMED = 8
+
+
+@dataclass(frozen=True)
+class _Failure:
+    kind: str
+    text: str
+    ranks: tuple[int, ...]
+
+    def exception(self) -> Exception:
+        named = ", ".join(map(str, self.ranks[:_MAX_RANKS_NAMED]))
+        more = f" and {len(self.ranks) - _MAX_RANKS_NAMED} more" if len(self.ranks) > _MAX_RANKS_NAMED else ""
+        where = f"rank {named}" if len(self.ranks) == 1 else f"ranks {named}{more}"
+        return _KINDS.get(self.kind, RuntimeError)(f"{self.text} [{where}]")
+
+
+def agree(
+    local: Callable[[], LocalT],
+    first: Callable[[list[LocalT]], ResultT],
+    *,
+    group: dist.ProcessGroup | None = None,
+) -> ResultT:
+    """Run ``local`` on every rank and ``first`` on what all returned, on rank 0; every rank returns what that returned.
+
+    Args:
+        local: what each rank does; its result is pickled.
+        first: runs on rank 0 alone, with [R] results in rank order, and only if no rank failed.
+        group: all ranks; the default group when None.
+
+    Raises:
+        Exception: any rank's ``local``, or ``first``, raised: its class (where it is a common one) and message, with
+            the ranks that failed; on all ranks.
+
+    Ranks: all; blocks. One gather and one broadcast, whatever happens.
+    """
+    value: LocalT | None = None
+    failure: _Failure | None = None
+    cause: Exception | None = None
+    rank = dist.get_rank()
+    try:
+        value = local()
+    except Exception as error:
+        failure, cause = _failure_of(error, rank), error
+    outcomes: list[Any] | None = [None] * dist.get_world_size() if rank == 0 else None
+    dist.gather_object((value, failure), outcomes, dst=0, group=group)
+    verdict: list[Any] = [None]
+    if outcomes is not None:
+        try:
+            failure = _first_failure([failed for _, failed in outcomes])
+            verdict = [(None if failure else first([result for result, _ in outcomes]), failure)]
+        except Exception as error:
+            verdict, cause = [(None, _failure_of(error, rank))], error
+    dist.broadcast_object_list(verdict, src=0, group=group)
+    result, failure = verdict[0]
+    if failure is not None:
+        raise failure.exception() from cause
+    return result
+
+
+def _failure_of(error: Exception, rank: int) -> _Failure:
+    kind = type(error).__name__
+    text = str(error) if kind in _KINDS else f"{kind}: {error}"
+    return _Failure(kind, text, (rank,))
+
+
+def _first_failure(failures: Sequence[_Failure | None]) -> _Failure | None:
+    """The failure of the lowest rank, with all ranks that failed the same way."""
+    found = [failure for failure in failures if failure is not None]
+    if not found:
+        return None
+    same = [f.ranks[0] for f in found if (f.kind, f.text) == (found[0].kind, found[0].text)]
+    return _Failure(found[0].kind, found[0].text, tuple(same))

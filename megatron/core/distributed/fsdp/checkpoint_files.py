@@ -1,0 +1,251 @@
+"""Chunks to and from the files of a PyTorch distributed checkpoint (DCP), which any of its readers can read.
+
+DCP's own planners gather a plan from all ranks before anyone writes, and one after. Here each rank knows what to write,
+so only what was written is gathered, once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import math
+import os
+import pickle
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorProperties, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.storage import WriteResult
+
+from megatron.core.distributed.fsdp.checkpoint_chunks import Chunk, local_chunk
+from megatron.core.distributed.fsdp.checkpoint_folder import MARKER
+from megatron.core.distributed.fsdp.checkpoint_state import NamedTensor
+
+_ONE_BYTE_ITEM = torch.Size([0])
+
+
+@dataclasses.dataclass
+class Written:
+    """What one rank wrote: the items, and where in which file each is."""
+
+    plan: SavePlan
+    results: list[WriteResult]
+
+
+def write_data(folder: Path, chunks: Sequence[Chunk], values: Mapping[str, bytes], *, rank: int) -> Written:
+    """Afterwards this rank's file is on disk. ``values`` are serialised already. Ranks: each, on its own."""
+    data: dict[MetadataIndex, torch.Tensor | bytes] = {}
+    items = []
+    for name, packed in values.items():
+        item = WriteItem(index=MetadataIndex(name), type=WriteItemType.BYTE_IO)
+        items.append(item)
+        data[item.index] = packed
+    for chunk in chunks:
+        properties = TensorProperties(dtype=chunk.local.dtype)
+        item = WriteItem(
+            index=MetadataIndex(chunk.name, chunk.offsets),
+            type=WriteItemType.SHARD,
+            tensor_data=TensorWriteData(chunk=chunk.metadata, properties=properties, size=chunk.size),
+        )
+        items.append(item)
+        data[item.index] = chunk.local
+    plan = SavePlan(items)
+    if not items:
+        return Written(plan, [])
+    # Without copies ahead: they would run on the current device of whichever thread this is.
+    writer = FileSystemWriter(folder, sync_files=True, per_thread_copy_ahead=0)
+    writer.set_up_storage_writer(rank == 0, rank=rank, use_collectives=True)
+    plan = writer.prepare_local_plan(plan)
+    # Names the file by the place in the list.
+    plan = writer.prepare_global_plan([SavePlan([])] * rank + [plan])[rank]
+    results = writer.write_data(plan, _WritePlanner(data)).value()
+    return Written(SavePlan(items), results)
+
+
+def write_metadata(folder: Path, written: Sequence[Written]) -> None:
+    """Afterwards the folder says what is in it and is complete. Ranks: one, when all have written.
+
+    Raises:
+        RuntimeError: the ranks together did not write a tensor whole, or wrote part of it twice.
+    """
+    _, metadata = create_default_global_save_plan([rank.plan for rank in written])
+    for name, stored in metadata.state_dict_metadata.items():
+        if isinstance(stored, TensorStorageMetadata):
+            numel = sum(math.prod(chunk.sizes) for chunk in stored.chunks)
+            if numel != math.prod(stored.size):
+                raise RuntimeError(
+                    f"all ranks together must write the {math.prod(stored.size)} elements of {name} once, got {numel}; "
+                    "save_checkpoint must be called by all ranks, with the same model"
+                )
+    writer = FileSystemWriter(folder, sync_files=True)
+    writer.set_up_storage_writer(True, rank=0, use_collectives=True)
+    writer.finish(metadata, [rank.results for rank in written])
+
+
+class CheckpointReader:
+    """Reads a complete folder.
+
+    Raises:
+        ValueError: its metadata cannot be read.
+
+    Ranks: each reads what it needs, on its own.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._reader = FileSystemReader(folder)
+        try:
+            self.metadata: Metadata = self._reader.read_metadata()
+        except (pickle.UnpicklingError, EOFError, AttributeError, ImportError, IndexError, ValueError) as error:
+            raise ValueError(f"{folder / MARKER} must be the metadata of a checkpoint, got {error!r}") from error
+        self._reader.set_up_storage_reader(self.metadata, is_coordinator=False)
+
+    def values(self, names: Sequence[str]) -> dict[str, Any]:
+        """Plain values by name; tensors in them are on the CPU.
+
+        Raises:
+            FileNotFoundError: as ``plan``.
+        """
+        items = [
+            ReadItem(
+                type=LoadItemType.BYTE_IO,
+                dest_index=MetadataIndex(name),
+                dest_offsets=_ONE_BYTE_ITEM,
+                storage_index=MetadataIndex(name),
+                storage_offsets=_ONE_BYTE_ITEM,
+                lengths=_ONE_BYTE_ITEM,
+            )
+            for name in names
+        ]
+        self._check_files(items)
+        planner = _ReadPlanner({})
+        self._read(items, planner)
+        return {name: planner.values[name] for name in names}
+
+    def plan(self, tensors: Sequence[NamedTensor]) -> ReadPlan:
+        """How to read the parts that this rank holds of tensors that were found in the checkpoint, by first name.
+
+        Raises:
+            FileNotFoundError: a file that has some of it is gone or too short.
+        """
+        items: list[ReadItem] = []
+        targets: dict[str, torch.Tensor] = {}
+        for entry in tensors:
+            chunk = local_chunk(entry.name, entry.tensor)
+            if chunk is None or chunk.local.numel() == 0:
+                continue
+            stored = self.metadata.state_dict_metadata[entry.name]
+            assert isinstance(stored, TensorStorageMetadata)
+            items += create_read_items_for_chunk_list(entry.name, stored, [chunk.metadata])
+            targets[entry.name] = chunk.local
+        self._check_files(items)
+        return ReadPlan(items, targets)
+
+    def read(self, plan: ReadPlan) -> None:
+        """Afterwards the plan's tensors have the checkpoint's values, in place, converted to their dtype."""
+        self._read(plan.items, _ReadPlanner(plan.targets))
+
+    def _read(self, items: list[ReadItem], planner: _ReadPlanner) -> None:
+        with torch.no_grad():
+            self._reader.read_data(LoadPlan(items), planner).wait()
+
+    def _check_files(self, items: Sequence[ReadItem]) -> None:
+        needed: dict[str, int] = {}
+        for item in items:
+            place = self.metadata.storage_data[item.storage_index]
+            end = place.offset + place.length
+            needed[place.relative_path] = max(needed.get(place.relative_path, 0), end)
+        for name, nbytes in needed.items():
+            path = self.folder / name
+            have = os.path.getsize(path) if path.is_file() else None
+            if have is None or have < nbytes:
+                raise FileNotFoundError(
+                    f"{path} must have {nbytes} bytes or more, got {'no file' if have is None else f'{have} bytes'}: "
+                    "the checkpoint was damaged after it was written; load another one"
+                )
+
+
+@dataclasses.dataclass(frozen=True)
+class ReadPlan:
+    """What a rank reads, and by name the memory that it goes to."""
+
+    items: list[ReadItem]
+    targets: dict[str, torch.Tensor]
+
+
+def packed(value: Any) -> bytes:
+    """A plain value as DCP stores what is no tensor."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+class _WritePlanner(SavePlanner):
+    """Answers the one question that DCP's writer asks: what are the data of an item."""
+
+    def __init__(self, data: Mapping[MetadataIndex, torch.Tensor | bytes]) -> None:
+        self._data = data
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        data = self._data[write_item.index]
+        return io.BytesIO(data) if isinstance(data, bytes) else data
+
+    def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
+        raise AssertionError("the plan is made")
+
+    def create_local_plan(self) -> SavePlan:
+        raise AssertionError("the plan is made")
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        raise AssertionError("the plan is made")
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        raise AssertionError("the plan is made")
+
+
+class _ReadPlanner(LoadPlanner):
+    """Tells DCP's reader where the data of an item go."""
+
+    def __init__(self, targets: Mapping[str, torch.Tensor]) -> None:
+        self._targets = targets
+        self.values: dict[str, Any] = {}
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        self.values[read_item.dest_index.fqn] = torch.load(value, map_location="cpu", weights_only=True)
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        target = self._targets[read_item.dest_index.fqn]
+        for dim, (begin, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
+            target = target.narrow(dim, begin, length)
+        return target
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        pass  # written in place
+
+    def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
+        raise AssertionError("the plan is made")
+
+    def create_local_plan(self) -> LoadPlan:
+        raise AssertionError("the plan is made")
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        raise AssertionError("the plan is made")
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        raise AssertionError("the plan is made")

@@ -1,0 +1,189 @@
+"""A checkpoint's folder is there whole or not at all, whenever a process is killed.
+
+A save writes to ``<path>.tmp-<token>`` beside its final name. DCP's ``.metadata`` comes last, when all data is on disk.
+Then an older checkpoint of that name moves to ``<path>.old-<token>``, the new one to its name, and the older is deleted.
+Between the two moves there is nothing at ``path``; a reader that finds it so takes the folder beside it.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+import secrets
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+MARKER = ".metadata"
+_DATA_SUFFIX = ".distcp"
+_BESIDE = re.compile(r"(?P<name>.+)\.(?P<kind>tmp|old)-(?P<token>[0-9a-f]{12})")
+
+
+@dataclass
+class FolderInProgress:
+    """A folder that is being written; its lock lives as long as the process that writes it.
+
+    Args:
+        path: the final name.
+        beside: where it is written.
+        lock: descriptor that holds the lock.
+    """
+
+    path: Path
+    beside: Path
+    lock: int
+
+    def publish(self) -> None:
+        """Afterwards the folder is at its final name, and on disk; what was there before is gone.
+
+        Its files, and the marker last, must have been written and synchronised. Ranks: one.
+        """
+        sync_folder(self.beside)
+        if not is_complete(self.beside):
+            raise RuntimeError(f"{self.beside} must hold {MARKER} before it can become {self.path}")
+        old = self.beside.with_name(self.beside.name.replace(".tmp-", ".old-"))
+        if self.path.exists():
+            os.rename(self.path, old)
+        os.rename(self.beside, self.path)
+        sync_folder(self.path.parent)
+        shutil.rmtree(old, ignore_errors=True)
+        self._unlock()
+
+    def discard(self) -> None:
+        """Afterwards nothing is left of it beside its final name; does nothing to a published one."""
+        shutil.rmtree(self.beside, ignore_errors=True)
+        self._unlock()
+
+    def _unlock(self) -> None:
+        if self.lock >= 0:
+            os.close(self.lock)
+            self.lock = -1
+
+
+def begin_folder(path: Path) -> FolderInProgress:
+    """Afterwards there is an empty folder beside ``path``, and leftovers of killed saves in the same folder are gone.
+
+    Raises:
+        FileExistsError: there is something at ``path`` that is no checkpoint and must not be deleted.
+
+    Ranks: one.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _recover(path)
+    _check_replaceable(path)
+    _clean(path)
+    beside = path.with_name(f"{path.name}.tmp-{secrets.token_hex(6)}")
+    beside.mkdir()
+    lock = os.open(beside, os.O_RDONLY | os.O_DIRECTORY)
+    _try_lock(lock)
+    return FolderInProgress(path, beside, lock)
+
+
+def find_folder(path: Path) -> Path:
+    """The complete checkpoint that ``path`` names, which a kill may have left beside it.
+
+    Raises:
+        FileNotFoundError: there is none, or it is not complete.
+    """
+    if not path.exists():
+        beside = _survivor(path)
+        if beside is None:
+            raise FileNotFoundError(f"a checkpoint must be at {path}, got nothing there; check the path")
+        return beside
+    if not is_complete(path):
+        found = sorted(entry.name for entry in path.iterdir()) if path.is_dir() else "a file"
+        raise FileNotFoundError(
+            f"{path} must be a complete checkpoint, got no {MARKER} in it (it holds {found or 'nothing'}): it was not "
+            "written to its end, or is no checkpoint of this format; load another one"
+        )
+    return path
+
+
+def is_complete(folder: Path) -> bool:
+    """True if everything was written: the marker comes last."""
+    return (folder / MARKER).is_file()
+
+
+def sync_folder(folder: Path) -> None:
+    """Afterwards the names in the folder are on disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _survivor(path: Path) -> Path | None:
+    """What a kill between the two moves left of ``path``: the new checkpoint, else the old one."""
+    for old in sorted(path.parent.glob(f"{_escaped(path.name)}.old-*")):
+        new = old.with_name(old.name.replace(".old-", ".tmp-"))
+        for folder in (new, old):
+            if _BESIDE.fullmatch(folder.name) and is_complete(folder):
+                return folder
+    return None
+
+
+def _recover(path: Path) -> None:
+    if not path.exists():
+        beside = _survivor(path)
+        if beside is not None:
+            os.rename(beside, path)
+            sync_folder(path.parent)
+
+
+def _check_replaceable(path: Path) -> None:
+    if not path.exists():
+        return
+    if not path.is_dir():
+        raise FileExistsError(f"a checkpoint cannot replace the file {path}; choose another path")
+    entries = list(path.iterdir())
+    foreign = [entry.name for entry in entries if entry.name != MARKER and entry.suffix != _DATA_SUFFIX]
+    if foreign and (not is_complete(path) or any(entry.is_dir() for entry in entries)):
+        raise FileExistsError(
+            f"{path} must be a checkpoint, an empty folder or not there, since it is replaced as a whole, got a folder "
+            f"with {sorted(foreign)[:5]} and {max(len(foreign) - 5, 0)} others; choose another path"
+        )
+
+
+def _clean(path: Path) -> None:
+    """Afterwards what killed saves left in the folder of ``path`` is gone; what a living one is writing stays."""
+    for entry in sorted(path.parent.iterdir()):
+        match = _BESIDE.fullmatch(entry.name)
+        if match is None or not entry.is_dir():
+            continue
+        final = path.with_name(match["name"])
+        if not final.exists() and _survivor(final) is not None:
+            continue  # all that is left of another checkpoint; its own next save puts it back
+        if match["kind"] == "tmp":
+            _remove_unless_locked(entry, is_own=match["name"] == path.name)
+        else:
+            shutil.rmtree(entry, ignore_errors=True)
+
+
+def _remove_unless_locked(folder: Path, *, is_own: bool) -> None:
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except FileNotFoundError:
+        return
+    try:
+        locked = _try_lock(descriptor)
+        # A file system without locks does not say who lives: then only leftovers of this very path are taken for dead.
+        if locked or (locked is None and is_own):
+            shutil.rmtree(folder, ignore_errors=True)
+    finally:
+        os.close(descriptor)
+
+
+def _try_lock(descriptor: int) -> bool | None:
+    """True if the lock is ours now, False if another process (or save) has it, None where there are no locks."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return False if error.errno in (errno.EWOULDBLOCK, errno.EACCES) else None
+    return True
+
+
+def _escaped(name: str) -> str:
+    return re.sub(r"([*?[])", r"[\1]", name)

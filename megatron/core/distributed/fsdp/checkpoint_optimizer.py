@@ -1,0 +1,250 @@
+"""What a checkpoint holds of an optimizer: state and hyperparameters under the names of the parameters that they serve.
+
+Groups may be ordered otherwise when it is loaded, since nothing goes by position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import STORAGE_TYPES, TensorStorageMetadata
+from torch.distributed.tensor import DTensor
+
+from megatron.core.distributed.fsdp.checkpoint_problems import Problems
+from megatron.core.distributed.fsdp.checkpoint_state import OPTIMIZER, NamedTensor, plain_copy
+
+STATE = f"{OPTIMIZER}state."
+PARAM_GROUPS = f"{OPTIMIZER}param_groups"
+KIND = f"{OPTIMIZER}kind"
+# How a process computes an update, not which update; a checkpoint of a GPU run must load on a CPU.
+_EXECUTION = ("capturable", "differentiable", "foreach", "fused")
+
+
+def torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
+    """The ``torch.optim`` optimizer that ``optimizer`` is, or holds as ``.optimizer``.
+
+    Raises:
+        TypeError: neither.
+    """
+    found = optimizer
+    while not isinstance(found, torch.optim.Optimizer):
+        found = getattr(found, "optimizer", None)
+        if found is None:
+            raise TypeError(
+                f"optimizer must be a torch.optim optimizer or hold one as .optimizer, got {type(optimizer).__name__}"
+            )
+    return found
+
+
+@dataclass(frozen=True)
+class OptimizerEntries:
+    """What is saved of an optimizer: ``tensors`` and plain ``values`` by name."""
+
+    tensors: list[NamedTensor]
+    values: dict[str, Any]
+
+
+def optimizer_entries(optimizer: torch.optim.Optimizer, model: Sequence[NamedTensor]) -> OptimizerEntries:
+    """The optimizer's state, by name.
+
+    Raises:
+        ValueError: it holds a parameter that the model does not.
+        TypeError: state that is neither a tensor nor plain.
+    """
+    names = _names_of_parameters(optimizer, model)
+    tensors: list[NamedTensor] = []
+    values: dict[str, Any] = {}
+    scalars: dict[str, None] = {}
+    for parameter, (name, *_) in names.items():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if not isinstance(key, str) or "." in key:
+                raise TypeError(f"the optimizer's state of {name} must have keys without a dot, got {key!r}")
+            full = f"{STATE}{name}.{key}"
+            if not isinstance(value, torch.Tensor):
+                values[full] = plain_copy(value, full)
+                continue
+            tensors.append(NamedTensor((full,), value))
+            if _is_scalar(parameter, key, value):
+                scalars[key] = None
+    values[PARAM_GROUPS] = [
+        {"params": [names[p][0] for p in group["params"]], **_hyperparameters(group)}
+        for group in optimizer.param_groups
+    ]
+    values[KIND] = {
+        "class": type(optimizer).__name__,
+        "hyperparameters": _default_names(optimizer),
+        "scalar_state": list(scalars),
+    }
+    return OptimizerEntries(tensors, values)
+
+
+@dataclass
+class OptimizerLoad:
+    """A checkpoint's optimizer state that waits to be put in place.
+
+    Args:
+        optimizer: where it goes.
+        groups: [G] hyperparameters of each of the optimizer's groups.
+        tensors: tensors to read into, under the names in the checkpoint.
+        state: the optimizer's state to come; holds ``tensors``.
+        values: (parameter, key) of the plain values, by their name in the checkpoint.
+    """
+
+    optimizer: torch.optim.Optimizer
+    groups: list[dict[str, Any]] = field(default_factory=list)
+    tensors: list[NamedTensor] = field(default_factory=list)
+    state: dict[torch.Tensor, dict[str, Any]] = field(default_factory=dict)
+    values: dict[str, tuple[torch.Tensor, str]] = field(default_factory=dict)
+
+    def install(self, values: Mapping[str, Any]) -> None:
+        """Afterwards the optimizer has the state, and nothing of its own from before."""
+        for name, (parameter, key) in self.values.items():
+            self.state[parameter][key] = values[name]
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                self.optimizer.state.pop(parameter, None)
+        self.optimizer.state.update(self.state)
+        for group, hyperparameters in zip(self.optimizer.param_groups, self.groups, strict=True):
+            for key, value in hyperparameters.items():
+                own = group.get(key)
+                if isinstance(own, torch.Tensor):
+                    own.copy_(torch.as_tensor(value))  # whoever captured its address sees the new value
+                else:
+                    group[key] = value
+
+
+def prepare_load(
+    optimizer: torch.optim.Optimizer,
+    model: Sequence[NamedTensor],
+    saved: Mapping[str, STORAGE_TYPES],
+    values: Mapping[str, Any],
+    problems: Problems,
+) -> OptimizerLoad:
+    """Match a checkpoint's optimizer with this one by names; what does not match is added to ``problems``.
+
+    Args:
+        saved: all of the checkpoint's entries.
+        values: the plain ones of the optimizer, loaded.
+
+    Raises:
+        ValueError: the optimizer holds a parameter that the model does not.
+
+    Nothing of the optimizer changes. State that it does not have yet is made, as zeros.
+    """
+    names = _names_of_parameters(optimizer, model)
+    load = OptimizerLoad(optimizer)
+    groups, kind = values[PARAM_GROUPS], values[KIND]
+    of_name = {name: group for group in groups for name in group["params"]}
+    saved_name = {p: next((n for n in own if n in of_name), None) for p, own in names.items()}
+    problems.missing += [names[p][0] for p, name in saved_name.items() if name is None]
+    problems.extra += [name for name in of_name if name not in set(saved_name.values())]
+    defaults = _default_names(optimizer)
+    problems.missing += [f"hyperparameter {key}" for key in defaults if key not in kind["hyperparameters"]]
+    problems.extra += [f"hyperparameter {key}" for key in kind["hyperparameters"] if key not in defaults]
+    if problems:
+        return load
+    for index, group in enumerate(optimizer.param_groups):
+        members = [of_name[saved_name[p]] for p in group["params"]]
+        load.groups.append(_shared_hyperparameters(index, members, problems))
+    parameters = {name: p for p, name in saved_name.items()}
+    group_of = {p: group for group in optimizer.param_groups for p in group["params"]}
+    for full, stored in saved.items():
+        if not full.startswith(STATE):
+            continue
+        name, _, key = full.removeprefix(STATE).rpartition(".")
+        parameter = parameters.get(name)
+        if parameter is None:
+            problems.extra.append(full)
+            continue
+        state = load.state.setdefault(parameter, {})
+        if not isinstance(stored, TensorStorageMetadata):
+            load.values[full] = parameter, key
+            continue
+        is_scalar = key in kind["scalar_state"]
+        if not is_scalar and stored.size != parameter.shape:
+            problems.misshaped.append(f"{full} (saved {list(stored.size)}, parameter {list(parameter.shape)})")
+            continue
+        make = _scalar_state if is_scalar else _parameter_state
+        state[key] = make(optimizer.state.get(parameter, {}).get(key), parameter, stored, group_of[parameter])
+        load.tensors.append(NamedTensor((full,), state[key]))
+    return load
+
+
+def _names_of_parameters(
+    optimizer: torch.optim.Optimizer, model: Sequence[NamedTensor]
+) -> dict[torch.Tensor, tuple[str, ...]]:
+    """The names of each of the optimizer's parameters, in the order of its groups."""
+    names = {id(entry.tensor): entry.names for entry in model}
+    found: dict[torch.Tensor, tuple[str, ...]] = {}
+    for index, group in enumerate(optimizer.param_groups):
+        for position, parameter in enumerate(group["params"]):
+            if id(parameter) not in names:
+                raise ValueError(
+                    f"each parameter of the optimizer must be one of the model's, got one of shape "
+                    f"{list(parameter.shape)} (group {index}, position {position}) that is not; build the optimizer over "
+                    "model.parameters() after fully_shard, and pass that model"
+                )
+            found[parameter] = names[id(parameter)]
+    return found
+
+
+def _is_scalar(parameter: torch.Tensor, key: str, value: torch.Tensor) -> bool:
+    """True for state that counts or averages for the parameter as a whole, such as ``step``."""
+    if value.dim() > 0:
+        return False
+    return not isinstance(value, DTensor) if isinstance(parameter, DTensor) else parameter.dim() > 0 or key == "step"
+
+
+def _scalar_state(
+    own: torch.Tensor | None, parameter: torch.Tensor, stored: TensorStorageMetadata, group: Mapping[str, Any]
+) -> torch.Tensor:
+    if own is not None and own.shape == stored.size:
+        return own
+    # Where torch.optim makes it: kernels that do not synchronise with the host read it on the device.
+    on_device = bool(group.get("capturable") or group.get("fused"))
+    device = parameter.device if on_device else torch.device("cpu")
+    return torch.zeros(stored.size, dtype=stored.properties.dtype, device=device)
+
+
+def _parameter_state(
+    own: torch.Tensor | None, parameter: torch.Tensor, stored: TensorStorageMetadata, group: Mapping[str, Any]
+) -> torch.Tensor:
+    if own is not None and own.shape == parameter.shape:
+        return own
+    is_floating = stored.properties.dtype.is_floating_point and parameter.dtype.is_floating_point
+    with torch.no_grad():
+        return torch.zeros_like(parameter, dtype=parameter.dtype if is_floating else stored.properties.dtype)
+
+
+def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
+    skipped = ("params", "param_names", *_EXECUTION)
+    return {key: plain_copy(value, f"{PARAM_GROUPS}.{key}") for key, value in group.items() if key not in skipped}
+
+
+def _default_names(optimizer: torch.optim.Optimizer) -> list[str]:
+    return [key for key in optimizer.defaults if key not in _EXECUTION]
+
+
+def _shared_hyperparameters(index: int, members: Sequence[Mapping[str, Any]], problems: Problems) -> dict[str, Any]:
+    """What the saved groups of this group's parameters say; a problem where they do not say the same."""
+    shared: dict[str, Any] = {}
+    for member in {id(member): member for member in members}.values():
+        for key, value in member.items():
+            if key == "params":
+                continue
+            if key in shared and not _equal(shared[key], value):
+                problems.other.append(
+                    f"parameters of group {index} must have been saved with one {key}, got {shared[key]} and {value}; "
+                    "group them as they were"
+                )
+            shared.setdefault(key, value)
+    return shared
+
+
+def _equal(left: Any, right: Any) -> bool:
+    if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
+        return torch.equal(left, right)
+    return bool(left == right)

@@ -1,0 +1,39 @@
+"""What does not match between a checkpoint and what it is loaded into, told at once and by name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+_MAX_NAMED = 20
+
+
+@dataclass
+class Problems:
+    """The differences of one part (the model, the optimizer). True if there are any."""
+
+    part: str
+    missing: list[str] = field(default_factory=list)
+    extra: list[str] = field(default_factory=list)
+    misshaped: list[str] = field(default_factory=list)
+    mistyped: list[str] = field(default_factory=list)
+    other: list[str] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.missing or self.extra or self.misshaped or self.mistyped or self.other)
+
+    def __str__(self) -> str:
+        kinds = (
+            ("missing in the checkpoint", self.missing),
+            (f"in the checkpoint, but not in the {self.part}", self.extra),
+            ("of another shape", self.misshaped),
+            ("of another kind", self.mistyped),
+            ("also", self.other),
+        )
+        return f"{self.part}: " + "; ".join(f"{kind}: {_listed(names)}" for kind, names in kinds if names)
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:_MAX_NAMED])
+    more = f", ... ({len(names)} in all)" if len(names) > _MAX_NAMED else f" ({len(names)})"
+    return shown + more
