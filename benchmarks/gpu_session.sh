@@ -3,13 +3,14 @@
 #
 #   bash benchmarks/gpu_session.sh FOLDER [PART...]
 #
-# PART: tests, losses, 1.1b, 7.2b, profile, pretrain; all of them, in this order, when none is named; by name also losses-7.2b
-# and pretrain-7.2b. Each part has a time limit, and one that fails does not stop the others. FOLDER receives
-# session.log, summary.txt, a page for each comparison and a profile of one step. The exit status is 1 where a part failed.
-# Variables: COMMIT names the commit where there is no git; PYTHON another python3; ENGINES what is timed.
+# PART: tests, losses, 1.1b, 7.2b, profile, pretrain; all of them, in this order, when none is named; by name also
+# losses-7.2b and pretrain-7.2b. Each part has a time limit, and one that fails does not stop the others. FOLDER receives
+# session.log, summary.txt, a page for each comparison and a profile of one step. The exit status is 1 where a part
+# failed. Variables: COMMIT names the commit where there is no git; PYTHON another python3; ENGINES what is timed;
+# LIMIT the seconds of every part, in place of its own.
 set -uo pipefail
 if [ $# -eq 0 ]; then
-    sed -n '2,9p' "$0"
+    sed -n '2,10p' "$0"
     exit 2
 fi
 out=$(realpath -m "$1")
@@ -115,6 +116,7 @@ for part in "${parts[@]}"; do
         failed=1
         continue
     fi
+    limit=${LIMIT:-$limit}
     echo "==== $part, at most $limit s"
     started=$SECONDS
     # timeout runs programs, not functions: a shell of its own gets the functions and the variables that they read.
