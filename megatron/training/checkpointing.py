@@ -15,7 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.core.distributed.fsdp import load_checkpoint, save_checkpoint
+from megatron.core.distributed.fsdp.checkpoint import load_checkpoint, save_checkpoint
+from megatron.core.distributed.fsdp.checkpoint_files import CheckpointReader
+from megatron.core.distributed.fsdp.checkpoint_folder import find_folder
+from megatron.core.distributed.fsdp.checkpoint_state import EXTRA_STATE
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.training.dropout_seed import rng_state, set_rng_state
@@ -106,7 +109,7 @@ class Checkpointer:
             extra["rng"] = rng_state(self.seed)
         handle = save_checkpoint(
             self.model,
-            self.optimizer.optimizer if self.config.save_optim else None,
+            self.optimizer if self.config.save_optim else None,
             path,
             extra_state=extra,
             async_save=self.config.async_save,
@@ -143,8 +146,12 @@ class Checkpointer:
             return TrainState()
         path = checkpoint_path(self.config.load, iteration)
         with_optimizer = self.config.load_optim and not self.config.finetune
-        extra = load_checkpoint(self.model, self.optimizer.optimizer, path, load_optimizer=with_optimizer)
-        _check_architecture(extra, self.architecture, path)
+        _check_architecture(_saved_architecture(path), self.architecture, path)
+        # Loading brings the saved hyperparameters with the moments; those of the command line must stay in effect.
+        given = [_hyperparameters(group) for group in self.optimizer.param_groups]
+        extra = load_checkpoint(self.model, self.optimizer, path, load_optimizer=with_optimizer)
+        for group, hyperparameters in zip(self.optimizer.param_groups, given, strict=True):
+            group.update(hyperparameters)
         if self.config.finetune:
             print_rank_0(f" loaded the weights of {path}; training starts at iteration 0")
             return TrainState()
@@ -213,14 +220,29 @@ def write_tracker(folder: Path, iteration: int) -> None:
     os.replace(beside, folder / TRACKER)
 
 
+def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name != "params"}
+
+
 def print_rank_0(text: str) -> None:
     """Rank 0 prints the line."""
     if dist.get_rank() == 0:
         print(text, flush=True)
 
 
-def _check_architecture(extra: Mapping[str, Any], architecture: Mapping[str, Any], path: Path) -> None:
-    saved = extra["architecture"]
+def _saved_architecture(path: Path) -> dict[str, Any]:
+    """What the model of a checkpoint is, read before anything is loaded. Ranks: each on its own."""
+    reader, name = CheckpointReader(find_folder(path)), f"{EXTRA_STATE}architecture"
+    if name not in reader.metadata.state_dict_metadata:
+        raise ValueError(
+            f"{path} must be a checkpoint of a training run, got one without {name}; weights that were saved by a "
+            "library can be loaded with megatron.core.distributed.fsdp.load_checkpoint"
+        )
+    saved: dict[str, Any] = reader.values([name])[name]
+    return saved
+
+
+def _check_architecture(saved: Mapping[str, Any], architecture: Mapping[str, Any], path: Path) -> None:
     names = [*architecture, *(name for name in saved if name not in architecture)]
     differing = [
         f"{name}: now {architecture.get(name)}, saved {saved.get(name)}"
