@@ -58,7 +58,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--engines", type=_engine_names, default="ideal,fsdp2,ours,ours-linear", help=", ".join(ENGINES)
     )
-    parser.add_argument("--learning-rate", type=float, default=1e-4)
+    parser.add_argument("--learning-rate", type=float, default=1e-5)
     parser.add_argument("--seed", type=int, default=1234, help="of weights and tokens")
     parser.add_argument("--output", type=Path, help="markdown page to write, after each engine anew")
     mode = parser.add_mutually_exclusive_group()

@@ -65,11 +65,11 @@ pretrain() { # pretrain SIZE TOKENS
         7.2b) size=(--num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --num-query-groups 8) ;;
         tiny) size=(--num-layers 3 --hidden-size 64 --ffn-hidden-size 160 --num-attention-heads 4 --num-query-groups 2) ;;
     esac
-    "${launch[@]}" pretrain_gpt.py "${size[@]}" \
+    "${launch[@]}" benchmarks/compare_pretrain.py "$out/pretrain_$1.md" "${size[@]}" \
         --group-query-attention --seq-length "$(tokens "$2")" --max-position-embeddings "$(tokens "$2")" \
         --position-embedding-type rope --swiglu --normalization RMSNorm --disable-bias-linear \
         --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 \
-        --micro-batch-size 1 --global-batch-size "$num_ranks" --train-iters 20 --lr 1e-4 --lr-decay-style constant \
+        --micro-batch-size 1 --global-batch-size "$num_ranks" --train-iters 20 --lr 1e-5 --lr-decay-style constant \
         --clip-grad 1.0 --bf16 --use-megatron-fsdp --use-distributed-optimizer \
         --data-parallel-sharding-strategy optim_grads_params --overlap-grad-reduce --overlap-param-gather \
         --init-model-with-meta-device --mock-data --tokenizer-type NullTokenizer --vocab-size 31999 \
@@ -99,8 +99,8 @@ limit_of() { # seconds of a part; the unnamed ones together stay below ten minut
         losses | profile) echo 80 ;;
         1.1b) echo 90 ;;
         7.2b | losses-7.2b) echo 140 ;;
-        pretrain) echo 70 ;;
-        pretrain-7.2b) echo 120 ;;
+        pretrain) echo 90 ;;
+        pretrain-7.2b) echo 170 ;;
         *) return 1 ;;
     esac
 }

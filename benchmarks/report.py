@@ -27,9 +27,7 @@ def page(title: str, facts: Sequence[tuple[str, str]], sections: Sequence[str]) 
 
 def facts_of_run(device: torch.device, num_parameters: int, extra: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
     """What a reader needs to run it again."""
-    command = (
-        f"torchrun --nproc-per-node {dist.get_world_size()} {shlex.join(['benchmarks/compare.py', *sys.argv[1:]])}"
-    )
+    command = f"torchrun --nproc-per-node {dist.get_world_size()} {shlex.join([f'benchmarks/{Path(sys.argv[0]).name}', *sys.argv[1:]])}"
     if device.type == "cuda":
         nccl = ".".join(str(part) for part in torch.cuda.nccl.version())  # type: ignore[no-untyped-call]
         versions = f"CUDA {torch.version.cuda}, NCCL {nccl}"

@@ -127,7 +127,7 @@ def make_transport(group: ProcessGroup, gather_group: ProcessGroup, device: torc
     if group.size() == 1:
         return LocalTransport()
     if device.type == "cuda":
-        backend = dist.get_backend(group)
+        backend = str(dist.get_backend_config(group))  # such as "cpu:gloo,cuda:nccl"
         if "nccl" not in backend:
             raise ValueError(
                 f"a group for CUDA tensors must have the nccl backend, got {backend!r}; pass a mesh on 'cuda'"

@@ -168,7 +168,7 @@ def _default_mesh() -> DeviceMesh:
             "torch.distributed must be initialised before fully_shard; call torch.distributed.init_process_group() "
             "in a program started with torchrun"
         )
-    device_type = "cuda" if torch.cuda.is_available() and "nccl" in dist.get_backend() else "cpu"
+    device_type = "cuda" if torch.cuda.is_available() and "nccl" in str(dist.get_backend_config()) else "cpu"
     return init_device_mesh(device_type, (dist.get_world_size(),))
 
 

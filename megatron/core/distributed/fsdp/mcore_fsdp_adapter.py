@@ -216,7 +216,7 @@ def _distributed_index(groups: ProcessGroupCollection, device: torch.device | No
     if group is None:
         raise ValueError("pg_collection must hold a data-parallel group in dp_cp or dp, got None in both")
     if device is None:
-        is_cuda = torch.cuda.is_available() and "nccl" in dist.get_backend(group)
+        is_cuda = torch.cuda.is_available() and "nccl" in str(dist.get_backend_config(group))
         device = torch.device("cuda" if is_cuda else "cpu")
     mesh = DeviceMesh.from_group(group, device.type, mesh_dim_names=(_AXIS,))
     return FSDPDistributedIndex(mesh, dp_shard_dim=_AXIS, fsdp_group_ag=groups.dp_cp_ag)

@@ -141,6 +141,10 @@ def _differentiable(value: Any, depth: int) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         if value.grad_fn is not None:
             yield value
+            # An in-place operation on a view re-routes its gradient through the base, past the view's own hooks.
+            base = value._base
+            if base is not None and base.grad_fn is not None:
+                yield base
     elif depth < _MAX_DEPTH:
         for item in _items(value):
             yield from _differentiable(item, depth + 1)
