@@ -149,7 +149,6 @@ class _Rules:
             for wanted, found in zip(_inputs(moved_to), inputs, strict=True)
         ]
         output_spec = _put_back_output(result.output_spec, _is_list_operation(schema), splits)
-        _check_splits(schema, inputs, specs, output_spec, splits)
         is_moved = [found.spec.placements != spec.placements for found, spec in zip(inputs, specs, strict=True)]
         _refuse_lost_writes(schema, inputs, is_moved, output_spec)
         moved_to = _replace_specs(moved_to, specs)
@@ -311,31 +310,6 @@ def _put_back_output(output: Any, is_list_operation: bool, splits: dict[_Place, 
             for spec, element in zip(output, elements, strict=True)
         )
     return output
-
-
-def _check_splits(
-    schema: OpSchema,
-    inputs: list[_Input],
-    specs: list[DTensorSpec],
-    output: DTensorSpec | Sequence[DTensorSpec | None] | None,
-    splits: dict[_Place, _Split],
-) -> None:
-    """Raise unless, at each place, split inputs have equal numbers of dims and come out split or as Partial."""
-    outputs = [output] if isinstance(output, DTensorSpec) else list(output or ())
-    is_list_operation = _is_list_operation(schema)
-    for (element, axis), (row_shard, _) in splits.items():
-        at_place = [spec for found, spec in zip(inputs, specs, strict=True) if found.element == element]
-        ndims = {len(_shape(spec)) for spec in at_place if spec.placements[axis] == row_shard}
-        came_out = [
-            spec
-            for index, spec in enumerate(outputs)
-            if spec is not None and (index == element or not is_list_operation)
-        ]
-        is_whole = any(spec.placements[axis].is_replicate() for spec in came_out)
-        if len(ndims) > 1 or (ndims and is_whole and _base_name(schema) not in _FACTORIES):
-            raise _NotRowWiseError
-        if not ndims and any(spec.placements[axis] == row_shard for spec in came_out):
-            raise _NotRowWiseError
 
 
 def _refuse_lost_writes(schema: OpSchema, inputs: list[_Input], is_moved: list[bool], output: Any) -> None:

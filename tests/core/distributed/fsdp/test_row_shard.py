@@ -360,6 +360,22 @@ def operations_that_cannot_be_right_are_refused() -> None:
             raise AssertionError(f"{name} was not refused")
 
 
+@on_ranks(2)
+def square_tensors_do_not_confuse_rows_with_columns() -> None:
+    """Three rows and one: a vector as long as the columns, and views whose even split torch would allow."""
+    mesh = _mesh()
+    full = torch.arange(16.0).view(4, 4)
+    square = _split(full, mesh, RowShard(0, 12, 4))
+    row_sums = square.sum(dim=1)
+    _assert_same(row_sums, full.sum(dim=1), RowShard(0, 12, 4))
+    _assert_same(square * row_sums, full * full.sum(dim=1))
+    _assert_same(row_sums + square, full + full.sum(dim=1))
+    _assert_same(square.sum(dim=0) - square, full.sum(dim=0) - full)
+    for shape in [(2, 8), (8, 2), (16,), (2, 2, 4)]:
+        with pytest.raises(RuntimeError, match=r"view|flatten"):
+            square.view(shape)
+
+
 @on_ranks(2, 4)
 def other_splits_are_redistributed_before_they_combine() -> None:
     mesh = _mesh()
@@ -376,6 +392,9 @@ def other_splits_are_redistributed_before_they_combine() -> None:
         for other in others:
             _assert_same(tensor * other, full * full)
             _assert_same(other - tensor, full - full)
+            if full.ndim > 1:
+                column = other.sum(dim=-1, keepdim=True)
+                _assert_same(tensor * column, full * column.full_tensor())
             _assert_same(torch._foreach_add([tensor, tensor], [other, tensor])[0], 2 * full)
             _assert_same(tensor.clone().add_(other), 2 * full, placement)
             # Torch refuses to write into an even split of fewer rows than ranks; what it does write is right.
