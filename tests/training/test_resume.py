@@ -7,110 +7,137 @@ from pathlib import Path
 import pytest
 
 from megatron.training.checkpointing import TRACKER
-from tests.training.tiny_run import SHARDED, Run, train
+from tests.training.tiny_run import SHARDED, Run, train_all
 
-_EVALUATED = "--eval-iters 1 --eval-interval 1 --lr-decay-style cosine --lr-warmup-iters 1"
+_SCHEDULE = "--lr-decay-style cosine --lr-warmup-iters 1 --lr-decay-iters 4"
+_RUN = f"{SHARDED} {_SCHEDULE} --eval-iters 1 --eval-interval 1"
+_MISFITS = {
+    "--norm-epsilon 1e-6": "layernorm_epsilon: now 1e-06, saved 1e-05",
+    "--hidden-size 64": "hidden_size: now 64, saved 32",
+    "--lr 1e-3": "max_lr: now 0.001, saved 0.01",
+    "--ckpt-step 7": "iter_0000007",
+}
 
 
 @pytest.fixture(scope="module")
-def whole() -> Run:
-    """Four iterations without a stop."""
-    return train(2, f"{SHARDED} {_EVALUATED}")
-
-
-@pytest.fixture(scope="module")
-def halfway(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the checkpoint of the same run after two iterations."""
-    folder = tmp_path_factory.mktemp("halfway")
-    run = train(2, f"{SHARDED} {_EVALUATED} --exit-interval 2 --save {folder}")
-    assert run.error is None and "--exit-interval 2 divides iteration 2" in run.output
-    assert (folder / TRACKER).read_text() == "2"
-    assert sorted(entry.name for entry in folder.iterdir()) == ["iter_0000002", TRACKER]
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("resume")
+    (folder / "damaged").mkdir()
+    (folder / "damaged" / TRACKER).write_text("release")
     return folder
+
+
+@pytest.fixture(scope="module")
+def runs(root: Path) -> dict[str, Run]:
+    """By name; each run finds what those above it have saved."""
+    load = f"{_RUN} --load {root}/halfway"
+    flags = {
+        "whole": _RUN,
+        "halfway": f"{_RUN} --exit-interval 2 --save {root}/halfway",
+        "resumed": load,
+        "other strategy": load.replace("optim_grads_params", "optim_grads"),
+        "finetuned": f"{load} --finetune --train-iters 1",
+        "fresh moments": f"{load} --no-load-optim --no-load-rng",
+        "other seed": f"{load} --no-load-rng --seed 4",
+        "other betas": f"{load} --adam-beta2 0.5",
+        "from scratch": f"{_RUN} --train-iters 1 --load {root}/empty",
+        "must exist": f"{_RUN} --load {root}/empty --exit-on-missing-checkpoint",
+        "damaged": f"{_RUN} --load {root}/damaged",
+        **{misfit: f"{load} {misfit}" for misfit in _MISFITS},
+        "asynchronous": f"{_RUN} --async-save --save-interval 2 --save {root}/asynchronous",
+        "from asynchronous": f"{_RUN} --load {root}/asynchronous --ckpt-step 2",
+        "slim": f"{_RUN} --exit-interval 2 --no-save-optim --no-save-rng --save {root}/slim",
+        "slim without flags": f"{_RUN} --load {root}/slim",
+        "slim without optimizer": f"{_RUN} --load {root}/slim --no-load-optim",
+        "slim with flags": f"{_RUN} --load {root}/slim --no-load-optim --no-load-rng",
+    }
+    return train_all(2, flags)
 
 
 def _validation_losses(run: Run) -> list[str]:
     return [line for line in run.output.splitlines() if "validation loss at" in line]
 
 
-def test_the_same_run_goes_on_to_the_last_bit(whole: Run, halfway: Path) -> None:
-    resumed = train(2, f"{SHARDED} {_EVALUATED} --load {halfway}")
+def _learning_rates(run: Run) -> list[str]:
+    return [line.split("learning rate: ")[1][:12] for line in run.output.splitlines() if "lm loss:" in line]
+
+
+def test_a_checkpoint_has_its_folder_and_the_tracker_names_it(runs: dict[str, Run], root: Path) -> None:
+    assert runs["halfway"].error is None
+    assert "--exit-interval 2 divides iteration 2" in runs["halfway"].output
+    assert (root / "halfway" / TRACKER).read_text() == "2"
+    assert sorted(entry.name for entry in (root / "halfway").iterdir()) == ["iter_0000002", TRACKER]
+
+
+def test_the_same_run_goes_on_to_the_last_bit(runs: dict[str, Run]) -> None:
+    whole, resumed = runs["whole"], runs["resumed"]
     assert resumed.error is None
     assert "training continues after iteration 2" in resumed.output
     assert resumed.losses == {3: whole.losses[3], 4: whole.losses[4]}
     assert resumed.grad_norms == {3: whole.grad_norms[3], 4: whole.grad_norms[4]}
     assert _validation_losses(resumed) == _validation_losses(whole)[2:]
-    learning_rates = [line.split("learning rate: ")[1][:12] for line in whole.output.splitlines() if "lm loss:" in line]
-    assert learning_rates[2] in resumed.output
+    assert _learning_rates(resumed) == _learning_rates(whole)[2:]
 
 
-@pytest.mark.parametrize(
-    ("ranks", "flags"),
-    [
-        (1, ""),
-        (4, SHARDED),
-        (2, "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads"),
-    ],
-)
-def test_other_ranks_and_strategies_go_on_alike(whole: Run, halfway: Path, ranks: int, flags: str) -> None:
+def _assert_goes_on(resumed: Run, whole: Run) -> None:
     """What is left is the order of fp32 sums."""
-    resumed = train(ranks, f"{flags} {_EVALUATED} --load {halfway}")
     assert resumed.error is None
     assert resumed.losses == {i: pytest.approx(whole.losses[i], rel=1e-6) for i in (3, 4)}
 
 
-def test_parts_can_be_left_out(whole: Run, halfway: Path) -> None:
-    tuned = train(2, f"{SHARDED} {_EVALUATED} --load {halfway} --finetune --train-iters 1")
+def test_another_strategy_goes_on_alike(runs: dict[str, Run]) -> None:
+    _assert_goes_on(runs["other strategy"], runs["whole"])
+
+
+@pytest.mark.parametrize(("ranks", "flags"), [(1, _SCHEDULE), (4, f"{SHARDED} {_SCHEDULE}")])
+def test_other_numbers_of_ranks_go_on_alike(runs: dict[str, Run], root: Path, ranks: int, flags: str) -> None:
+    resumed = train_all(ranks, {"resumed": f"{flags} --load {root}/halfway"})["resumed"]
+    _assert_goes_on(resumed, runs["whole"])
+
+
+def test_parts_can_be_left_out_of_a_load(runs: dict[str, Run]) -> None:
+    whole, tuned, fresh = runs["whole"], runs["finetuned"], runs["fresh moments"]
     assert tuned.error is None and "training starts at iteration 0" in tuned.output
     assert tuned.losses[1] < whole.losses[1]  # the weights are trained, the data are those of iteration 1
-    fresh = train(2, f"{SHARDED} {_EVALUATED} --load {halfway} --no-load-optim --no-load-rng")
     assert fresh.losses[3] == whole.losses[3]  # the loss of the loaded weights
     assert fresh.losses[4] != whole.losses[4]  # the moments start at zero
-    other_seed = train(2, f"{SHARDED} {_EVALUATED} --load {halfway} --no-load-rng --seed 4")
-    assert other_seed.losses[3] != whole.losses[3]
+    assert runs["other seed"].losses[3] != whole.losses[3]
 
 
-def test_a_folder_without_checkpoint_is_a_start_from_scratch_or_an_error(whole: Run, tmp_path: Path) -> None:
-    fresh = train(2, f"{SHARDED} {_EVALUATED} --train-iters 1 --lr-decay-iters 4 --load {tmp_path}")
-    assert fresh.losses == {1: whole.losses[1]}
-    assert "training starts from scratch" in fresh.output
-    error = train(1, f"--load {tmp_path} --exit-on-missing-checkpoint").error
+def test_hyperparameters_of_the_command_line_stay_in_effect(runs: dict[str, Run]) -> None:
+    assert runs["other betas"].losses[3] == runs["whole"].losses[3]
+    assert runs["other betas"].losses[4] != runs["whole"].losses[4]
+
+
+def test_a_folder_without_checkpoint_is_a_start_from_scratch_or_an_error(runs: dict[str, Run]) -> None:
+    assert runs["from scratch"].losses == {1: runs["whole"].losses[1]}
+    assert "training starts from scratch" in runs["from scratch"].output
+    error = runs["must exist"].error
     assert error is not None and "must have a checkpoint" in error
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("--norm-epsilon 1e-6", "layernorm_epsilon: now 1e-06, saved 1e-05"),
-        ("--hidden-size 64", "hidden_size: now 64, saved 32"),
-        ("--lr 1e-3", "max_lr: now 0.001, saved 0.01"),
-        ("--ckpt-step 7", "iter_0000007"),
-    ],
-)
-def test_what_does_not_fit_is_named(halfway: Path, flags: str, message: str) -> None:
-    error = train(2, f"{SHARDED} {_EVALUATED} --load {halfway} {flags}").error
-    assert error is not None and message in error
+@pytest.mark.parametrize("misfit", _MISFITS)
+def test_what_does_not_fit_is_named(runs: dict[str, Run], misfit: str) -> None:
+    error = runs[misfit].error
+    assert error is not None and _MISFITS[misfit] in error
 
 
-def test_a_damaged_tracker_is_named(halfway: Path, tmp_path: Path) -> None:
-    (tmp_path / TRACKER).write_text("release")
-    error = train(1, f"--load {tmp_path}").error
+def test_a_damaged_tracker_is_named(runs: dict[str, Run]) -> None:
+    error = runs["damaged"].error
     assert error is not None and "must hold the number of an iteration, got 'release'" in error
 
 
-def test_an_asynchronous_save_holds_the_state_at_its_iteration(whole: Run, tmp_path: Path) -> None:
+def test_an_asynchronous_save_holds_the_state_at_its_iteration(runs: dict[str, Run], root: Path) -> None:
     """Training goes on while it is written: what is written must be a copy."""
-    saved = train(2, f"{SHARDED} {_EVALUATED} --async-save --save-interval 2 --save {tmp_path}")
-    assert saved.error is None and saved.losses == whole.losses
-    assert (tmp_path / TRACKER).read_text() == "4"
-    resumed = train(2, f"{SHARDED} {_EVALUATED} --load {tmp_path} --ckpt-step 2")
-    assert resumed.losses == {3: whole.losses[3], 4: whole.losses[4]}
+    assert runs["asynchronous"].error is None
+    assert runs["asynchronous"].losses == runs["whole"].losses
+    assert (root / "asynchronous" / TRACKER).read_text() == "4"
+    assert runs["from asynchronous"].losses == runs["resumed"].losses
 
 
-def test_state_can_be_left_out_of_a_checkpoint(whole: Run, tmp_path: Path) -> None:
-    run = train(2, f"{SHARDED} {_EVALUATED} --exit-interval 2 --no-save-optim --no-save-rng --save {tmp_path}")
-    assert run.error is None
-    missing = train(2, f"{SHARDED} {_EVALUATED} --load {tmp_path} --no-load-optim").error
-    assert missing is not None and "load it with --no-load-rng" in missing
-    resumed = train(2, f"{SHARDED} {_EVALUATED} --load {tmp_path} --no-load-optim --no-load-rng")
-    assert resumed.losses[3] == whole.losses[3]
+def test_state_can_be_left_out_of_a_checkpoint(runs: dict[str, Run]) -> None:
+    assert runs["slim"].error is None
+    for name, word in (("slim without flags", "optimizer"), ("slim without optimizer", "load it with --no-load-rng")):
+        error = runs[name].error
+        assert error is not None and word in error
+    assert runs["slim with flags"].losses == runs["fresh moments"].losses

@@ -1,10 +1,11 @@
-"""A training run of seconds: the whole command line on a few gloo ranks, with what it printed."""
+"""Training runs of a second: the whole command line on a few gloo ranks, with what it printed."""
 
 from __future__ import annotations
 
 import contextlib
 import io
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from tests.support.launch import run_ranks
@@ -35,17 +36,27 @@ class Run:
                 self.grad_norms[int(found[1])] = float(found[3])
 
 
-def train(ranks: int, flags: str) -> Run:
-    """Train with ``TINY`` and ``flags`` (later flags win); an exception is in ``error``."""
-    run: Run = run_ranks(ranks, _train_on_rank, f"{TINY} {flags}".split())[0]
-    return run
+def train_all(ranks: int, flags: Mapping[str, str]) -> dict[str, Run]:
+    """Train by name with ``TINY`` and these flags (later flags win), one after the other in one launch of ranks.
+
+    An exception of a run is in its ``error``.
+    """
+    runs = run_ranks(ranks, _train_on_rank, {name: f"{TINY} {added}".split() for name, added in flags.items()})
+    by_name: dict[str, Run] = runs[0]
+    return by_name
 
 
-def _train_on_rank(argv: list[str]) -> Run:
+def _train_on_rank(argv_by_name: dict[str, list[str]]) -> dict[str, Run]:
+    return {name: _train(argv) for name, argv in argv_by_name.items()}
+
+
+def _train(argv: list[str]) -> Run:
+    from megatron.core.datasets.mock_corpus import MockGPTLowLevelDataset
     from megatron.training.arguments import parse_settings
     from megatron.training.pretrain import pretrain
     from pretrain_gpt import datasets_provider, forward_step, model_provider
 
+    MockGPTLowLevelDataset.size = 100  # the index of its 100,000 documents would take most of the time
     printed, error = io.StringIO(), None
     with contextlib.redirect_stdout(printed):
         try:
