@@ -1,4 +1,4 @@
-"""Runs a function on several gloo ranks, each a process of one thread, and brings back results or the first traceback."""
+"""Runs a function on several ranks, each a process of one thread, and brings back results or the first traceback."""
 
 from __future__ import annotations
 
@@ -16,11 +16,14 @@ from typing import Any
 _PRELOAD = ["torch", "torch.distributed.tensor", "torch.distributed.checkpoint", "torch.distributed.device_mesh"]
 
 
-def run_ranks(num_ranks: int, function: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> list[Any]:
-    """Call ``function(*args)`` on ``num_ranks`` gloo ranks and return [num_ranks] results, in rank order.
+def run_ranks(
+    num_ranks: int, function: Callable[..., Any], *args: Any, timeout_s: float = 120.0, backend: str = "gloo"
+) -> list[Any]:
+    """Call ``function(*args)`` on ``num_ranks`` ranks and return [num_ranks] results, in rank order.
 
     Args:
         function: a module-level function (it is pickled); in it ``torch.distributed`` is initialised.
+        backend: "gloo" on the CPU, or "nccl" with a CUDA device for each rank, which is its current one.
         timeout_s: seconds until all ranks are ended and the call fails.
 
     Raises:
@@ -33,7 +36,9 @@ def run_ranks(num_ranks: int, function: Callable[..., Any], *args: Any, timeout_
         for rank in range(num_ranks):
             receiver, sender = context.Pipe(duplex=False)
             process = context.Process(
-                target=_rank_main, args=(rank, num_ranks, f"{folder}/store", sender, function, args, timeout_s), daemon=True
+                target=_rank_main,
+                args=(rank, num_ranks, f"{folder}/store", sender, function, args, timeout_s, backend),
+                daemon=True,
             )
             process.start()
             sender.close()
@@ -68,7 +73,16 @@ def _collect(pipes: list[Connection], timeout_s: float) -> list[Any]:
     return results
 
 
-def _rank_main(rank: int, num_ranks: int, store: str, sender: Connection, function: Any, args: Any, timeout_s: float) -> None:
+def _rank_main(
+    rank: int,
+    num_ranks: int,
+    store: str,
+    sender: Connection,
+    function: Any,
+    args: Any,
+    timeout_s: float,
+    backend: str,
+) -> None:
     import torch
     import torch.distributed as dist
 
@@ -76,8 +90,14 @@ def _rank_main(rank: int, num_ranks: int, store: str, sender: Connection, functi
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(num_ranks), LOCAL_RANK=str(rank))
     try:
+        if backend == "nccl":
+            torch.cuda.set_device(rank)
         dist.init_process_group(
-            "gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks, timeout=timedelta(seconds=timeout_s)
+            backend,
+            init_method=f"file://{store}",
+            rank=rank,
+            world_size=num_ranks,
+            timeout=timedelta(seconds=timeout_s),
         )
         result = function(*args)
         sender.send((True, result))
