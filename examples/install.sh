@@ -1,10 +1,117 @@
-# Sourced: makes .venv beside the repository's README once, and installs what training and tests use.
-# torch comes first and pinned: an unpinned torch fetches gigabytes of CUDA libraries.
-if [ ! -f .venv/ready ] || [ constraints.txt -nt .venv/ready ] || [ setup.py -nt .venv/ready ]; then
-    echo "installing into .venv (about a minute)"
-    python3 -m venv .venv || { echo "python3 -m venv failed: on Debian, 'apt-get install python3-venv' provides it"; exit 1; }
-    .venv/bin/python -m pip install --quiet --constraint constraints.txt torch numpy setuptools
-    .venv/bin/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[all]'
-    touch .venv/ready
-fi
-source .venv/bin/activate
+# Sourced. `install train` or `install all`: afterwards $PYTHON runs what training, or training and tests, import.
+#
+# Where python3 has a torch with CUDA, that is the one to train with, and nothing is installed that it has already.
+# Elsewhere .venv is made beside the README. torch comes first, with its version from constraints.txt: without one, pip
+# may fetch another build, and gigabytes with it.
+
+MIN_FREE_MIB=2500
+
+fail() {
+    echo "install: $*" >&2
+    exit 1
+}
+
+find_python() {
+    local candidate
+    for candidate in ${PYTHON:-python3 python3.14 python3.13 python3.12 python3.11}; do
+        if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+            echo "$candidate"
+            return
+        fi
+    done
+    fail "Python 3.11 or newer is needed, got $(python3 --version 2>&1 || true); install one, or name it: PYTHON=/path/to/python3.12 bash $0"
+}
+
+# lacks PYTHON GROUP: the modules of a group that a Python does not have.
+lacks() {
+    "$1" - "$2" <<'EOF'
+import importlib.util
+import sys
+
+modules = ["torch", "numpy", "tensorboard", "matplotlib"]
+if sys.argv[1] == "all":
+    modules += ["tokenizers", "sentencepiece", "rich", "safetensors", "pytest", "pytest_timeout", "hypothesis", "ruff", "mypy"]
+print(*(name for name in modules if importlib.util.find_spec(name) is None))
+EOF
+}
+
+has_cuda_torch() {
+    "$1" - 2>/dev/null <<'EOF'
+import sys
+
+import torch
+
+version = tuple(map(int, torch.__version__.split(".")[:2]))
+sys.exit(version < (2, 11) or not torch.cuda.is_available())
+EOF
+}
+
+# make_venv PYTHON [OPTION]: .venv is there.
+make_venv() {
+    [ -x .venv/bin/python ] && return
+    local free_mib
+    free_mib=$(df -Pm . | awk 'NR == 2 { print $4 }')
+    [ "$free_mib" -ge "$MIN_FREE_MIB" ] || fail "about $MIN_FREE_MIB MiB of free disk are needed in $PWD, got $free_mib"
+    if ! "$1" -c 'import ensurepip, venv' 2>/dev/null; then
+        if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+            echo "$1 cannot make virtual environments yet: installing python3-venv with apt-get"
+            { apt-get update -qq && apt-get install -y -qq python3-venv; } >/dev/null || true
+        fi
+        "$1" -c 'import ensurepip, venv' 2>/dev/null ||
+            fail "$1 cannot make virtual environments; on Debian: sudo apt-get install python3-venv"
+    fi
+    "$1" -m venv ${2:-} .venv || fail "$1 -m venv .venv failed; see above"
+}
+
+pip_install() {
+    # What is never imported need not be compiled: that saves a third of the time.
+    .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-compile "$@"
+}
+
+failed_install() {
+    fail "pip could not install what is needed; see above. Free disk here: $(df -Ph . | awk 'NR == 2 { print $4 }'). The same command tries again"
+}
+
+install() {
+    local extra=$1 python ready=.venv/ready-$1
+    python=$(find_python) || exit 1
+    # Tools and training run from this checkout also where it is not installed.
+    export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+    if [ ! -f .venv/ready-all ] && [ ! -f "$ready" ] && has_cuda_torch "$python"; then
+        install_beside_cuda_torch "$python" "$extra"
+        return
+    fi
+    PYTHON=$PWD/.venv/bin/python
+    [ -f .venv/ready-all ] && ready=.venv/ready-all
+    if [ -f "$ready" ] && [ "$ready" -nt constraints.txt ] && [ "$ready" -nt setup.py ] && "$PYTHON" -c ''; then
+        return
+    fi
+    ready=.venv/ready-$extra
+    echo "installing into .venv: torch (about half a minute, and what the download takes)"
+    make_venv "$python"
+    pip_install --constraint constraints.txt torch numpy setuptools || failed_install
+    echo "installing into .venv: the rest"
+    pip_install --constraint constraints.txt --no-build-isolation --editable ".[$extra]" || failed_install
+    touch "$ready"
+}
+
+# install_beside_cuda_torch PYTHON GROUP: as install; what training can do without may be missing.
+install_beside_cuda_torch() {
+    local missing
+    PYTHON=$1
+    missing=$(lacks "$PYTHON" "$2")
+    if [ -z "$missing" ]; then
+        echo "$PYTHON has a torch with CUDA and all that is needed: nothing is installed"
+        return
+    fi
+    echo "$PYTHON has a torch with CUDA; installing $missing into .venv beside it"
+    make_venv "$1" --system-site-packages
+    PYTHON=$PWD/.venv/bin/python
+    missing=$(lacks "$PYTHON" "$2")
+    if [ -n "$missing" ] && ! pip_install $missing; then
+        case " $missing " in
+            *" torch "* | *" numpy "* | *" pytest "*) failed_install ;;
+        esac
+        echo "going on without $missing"
+    fi
+}

@@ -3,8 +3,9 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source examples/install.sh
-ruff check .
-ruff format --check .
-mypy megatron
+install all
+"$PYTHON" -m ruff check .
+"$PYTHON" -m ruff format --check .
+"$PYTHON" -m mypy megatron tools examples pretrain_gpt.py
 export OMP_NUM_THREADS=1
-python -m pytest "$@"
+exec "$PYTHON" -m pytest "$@"
