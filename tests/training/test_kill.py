@@ -10,19 +10,54 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from megatron.core.datasets.indexed_dataset_builder import IndexedDatasetBuilder
 from megatron.training.checkpointing import TRACKER
 from tests.training.tiny_run import SHARDED, TINY
 
 _ROOT = Path(__file__).parents[2]
-_RESUMABLE = f"{TINY} {SHARDED} --train-iters 30 --lr-decay-iters 30 --save-interval 2 --distributed-timeout-minutes 1"
+_RESUMABLE = f"{TINY} {SHARDED} --save-interval 2 --distributed-timeout-minutes 1".replace("--mock-data", "")
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> str:
+    """The flags that train on a corpus of 200 documents."""
+    builder = IndexedDatasetBuilder(str(tmp_path / "corpus.bin"), dtype=np.int32)
+    generator = np.random.default_rng(1)
+    for length in generator.integers(5, 60, size=200):
+        builder.add_item(generator.integers(0, 99, size=length))
+        builder.end_document()
+    builder.finalize(str(tmp_path / "corpus.idx"))
+    return f"--data-path 1.0 {tmp_path}/corpus --split 1,0,0"
+
+
+Start = Callable[[str], list[subprocess.Popen[str]]]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Starts two ranks with these flags; none outlives the test."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start_ranks(flags: str) -> list[subprocess.Popen[str]]:
+        processes = _start(flags)
+        started.extend(processes)
+        return processes
+
+    yield start_ranks
+    for process in started:
+        if process.returncode is None:
+            process.kill()
+            process.communicate()
 
 
 def _start(flags: str, *, ranks: int = 2) -> list[subprocess.Popen[str]]:
-    """Two ranks as torchrun would start them, without torchrun to end the one when the other dies."""
+    """Ranks as torchrun would start them, without torchrun to end the one when the other dies."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -66,30 +101,32 @@ def _read_until(process: subprocess.Popen[str], text: str) -> str:
     raise AssertionError(f"{text!r} never came:\n{seen}")
 
 
-def test_sigterm_saves_and_ends_and_the_run_goes_on(tmp_path: Path) -> None:
+def test_sigterm_to_one_rank_saves_and_ends_all(start: Start, corpus: str, tmp_path: Path) -> None:
     """The signal goes to one rank alone; loader processes live on until their rank has saved."""
-    flags = (
-        f"{_RESUMABLE} --train-iters 100000 --exit-signal-handler --num-workers 1 --save {tmp_path} --load {tmp_path}"
-    )
-    processes = _start(flags)
+    folder = tmp_path / "checkpoints"
+    flags = f"{_RESUMABLE} {corpus} --train-iters 5000 --exit-signal-handler --num-workers 1 --save {folder}"
+    processes = start(flags)
     seen = _read_until(processes[0], "iteration        3/")
     processes[1].send_signal(signal.SIGTERM)
     output = seen + _finish(processes)
     assert "SIGTERM was received" in output
-    iteration = int((tmp_path / TRACKER).read_text())
+    iteration = int((folder / TRACKER).read_text())
     assert iteration >= 3 and f"training ended after iteration {iteration}" in output
 
 
 @pytest.mark.parametrize(("kills", "iterations"), [(1, 12), pytest.param(20, 400, marks=pytest.mark.slow)])
-def test_a_killed_run_goes_on_to_the_last_bit(tmp_path: Path, kills: int, iterations: int) -> None:
+def test_a_killed_run_goes_on_to_the_last_bit(
+    start: Start, corpus: str, tmp_path: Path, kills: int, iterations: int
+) -> None:
     """A rank is killed at random moments of training and of saving; the other notices and ends by itself."""
-    flags = f"{_RESUMABLE} --train-iters {iterations}"
-    expected = _losses(_finish(_start(flags.replace("--save-interval 2", ""))))
+    flags = f"{_RESUMABLE} {corpus} --train-iters {iterations}"
+    expected = _losses(_finish(start(flags.replace("--save-interval 2", ""))))
     assert len(expected) == iterations
-    flags += f" --save {tmp_path} --load {tmp_path}"
+    folder = tmp_path / "checkpoints"
+    flags += f" --save {folder} --load {folder}"
     generator = random.Random(kills)
     for _ in range(kills):
-        processes = _start(flags)
+        processes = start(flags)
         seen = _read_until(processes[0], "iteration  ")
         time.sleep(generator.uniform(0.0, 1.0))
         victim = generator.randrange(2)
@@ -97,8 +134,8 @@ def test_a_killed_run_goes_on_to_the_last_bit(tmp_path: Path, kills: int, iterat
         outputs = [process.communicate(timeout=90)[0] for process in processes]
         got = _losses(seen + outputs[0])
         assert got == {iteration: expected[iteration] for iteration in got}
-    final = _losses(_finish(_start(flags)))
+    final = _losses(_finish(start(flags)))
     assert final == {iteration: expected[iteration] for iteration in final}
-    assert (tmp_path / TRACKER).read_text() == str(iterations)
+    assert (folder / TRACKER).read_text() == str(iterations)
     # What a kill left half written is gone after the next save.
-    assert all(re.fullmatch(r"iter_\d{7}", path.name) for path in tmp_path.iterdir() if path.is_dir())
+    assert all(re.fullmatch(r"iter_\d{7}", path.name) for path in folder.iterdir() if path.is_dir())
