@@ -38,6 +38,7 @@ from megatron.core.distributed.fsdp.checkpoint_folder import MARKER
 from megatron.core.distributed.fsdp.checkpoint_state import NamedTensor
 
 _ONE_BYTE_ITEM = torch.Size([0])
+_COPY_AHEAD_NBYTES = 10_000_000  # DCP's default
 
 
 @dataclasses.dataclass
@@ -68,13 +69,15 @@ def write_data(folder: Path, chunks: Sequence[Chunk], values: Mapping[str, bytes
     plan = SavePlan(items)
     if not items:
         return Written(plan, [])
-    # Without copies ahead: they would run on the current device of whichever thread this is.
-    writer = FileSystemWriter(folder, sync_files=True, per_thread_copy_ahead=0)
+    # Copies ahead are for device memory, and need the current device to be its device; a new thread's is not.
+    on_device = any(chunk.local.device.type != "cpu" for chunk in chunks)
+    writer = FileSystemWriter(folder, sync_files=False, per_thread_copy_ahead=_COPY_AHEAD_NBYTES if on_device else 0)
     writer.set_up_storage_writer(rank == 0, rank=rank, use_collectives=True)
-    plan = writer.prepare_local_plan(plan)
-    # Names the file by the place in the list.
+    # The writer names files by the plan's place in the list.
     plan = writer.prepare_global_plan([SavePlan([])] * rank + [plan])[rank]
     results = writer.write_data(plan, _WritePlanner(data)).value()
+    for name in dict.fromkeys(result.storage_data.relative_path for result in results):
+        _sync_file(folder / name)
     return Written(SavePlan(items), results)
 
 
@@ -93,9 +96,10 @@ def write_metadata(folder: Path, written: Sequence[Written]) -> None:
                     f"all ranks together must write the {math.prod(stored.size)} elements of {name} once, got {numel}; "
                     "save_checkpoint must be called by all ranks, with the same model"
                 )
-    writer = FileSystemWriter(folder, sync_files=True)
+    writer = FileSystemWriter(folder, sync_files=False)
     writer.set_up_storage_writer(True, rank=0, use_collectives=True)
     writer.finish(metadata, [rank.results for rank in written])
+    _sync_file(folder / MARKER)
 
 
 class CheckpointReader:
@@ -187,6 +191,12 @@ class ReadPlan:
 
     items: list[ReadItem]
     targets: dict[str, torch.Tensor]
+
+
+def _sync_file(path: Path) -> None:
+    # DCP's sync_files asks the system to write before Python's buffer is empty, so the file's end may be lost.
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
 
 
 def packed(value: Any) -> bytes:

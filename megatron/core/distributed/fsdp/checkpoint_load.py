@@ -44,24 +44,12 @@ class Load:
     """
 
     def __init__(self, model: nn.Module, optimizer: Any, path: str | os.PathLike[str], *, rank: int) -> None:
-        self._model = unwrapped(model)
-        self._path, self._rank = path, rank
+        self._model, self._path, self._rank = unwrapped(model), path, rank
+        _check_at_rest(self._model)
         self._reader = CheckpointReader(find_folder(Path(os.path.abspath(path))))
         self._saved: Mapping[str, STORAGE_TYPES] = self._reader.metadata.state_dict_metadata
-        _check_at_rest(self._model)
-        tensors = model_tensors(self._model)
-        model_problems, optimizer_problems = Problems("model"), Problems("optimizer")
-        targets = self._match_model(tensors, model_problems)
         self._optimizer: OptimizerLoad | None = None
-        if optimizer is not None:
-            self._optimizer = self._match_optimizer(torch_optimizer(optimizer), tensors, optimizer_problems)
-            targets += self._optimizer.tensors
-        self._check_dtypes(targets, model_problems, optimizer_problems)
-        problems = [str(part) for part in (model_problems, optimizer_problems) if part]
-        if problems:
-            raise ValueError(
-                f"the checkpoint {path} must match what it is loaded into, got {' | '.join(problems)}. Nothing was changed"
-            )
+        targets = self._match(None if optimizer is None else torch_optimizer(optimizer))
         self._module_values = self._reader.values(list(module_states(self._model)))
         self.extra_state = self._read_extra_state()
         self._plan = self._reader.plan(targets)
@@ -83,12 +71,30 @@ class Load:
     def install(self) -> None:
         """Afterwards the optimizer has its state, and the next forward sees the weights."""
         if self._optimizer is not None:
-            self._optimizer.install(self._optimizer_values)
+            self._optimizer.install()
         for name, module in module_states(self._model).items():
             module.set_extra_state(self._module_values[name])
         for unit in (module._fsdp_unit for module in fsdp_modules(self._model)):
             if unit.context is not None:
                 unit.context.weights_changed()
+
+    def _match(self, optimizer: torch.optim.Optimizer | None) -> list[NamedTensor]:
+        """What is read into, each tensor under the name that it has in the checkpoint."""
+        tensors = model_tensors(self._model)
+        model_problems, optimizer_problems = Problems("model"), Problems("optimizer")
+        targets = self._match_model(tensors, model_problems)
+        self._check_dtypes(targets, model_problems)
+        if optimizer is not None:
+            self._optimizer = self._match_optimizer(optimizer, tensors, optimizer_problems)
+            self._check_dtypes(self._optimizer.tensors, optimizer_problems)
+            targets += self._optimizer.tensors
+        problems = [str(part) for part in (model_problems, optimizer_problems) if part]
+        if problems:
+            raise ValueError(
+                f"the checkpoint {self._path} must match what it is loaded into, got {' | '.join(problems)}. Nothing was "
+                "changed"
+            )
+        return targets
 
     def _match_model(self, tensors: Sequence[NamedTensor], problems: Problems) -> list[NamedTensor]:
         """The model's tensors, each under the name that it has in the checkpoint."""
@@ -127,16 +133,14 @@ class Load:
             for name, stored in self._saved.items()
             if name.startswith(OPTIMIZER) and not isinstance(stored, TensorStorageMetadata)
         ]
-        self._optimizer_values = self._reader.values(plain)
-        return prepare_load(optimizer, tensors, self._saved, self._optimizer_values, problems)
+        return prepare_load(optimizer, tensors, self._saved, self._reader.values(plain), problems)
 
-    def _check_dtypes(self, targets: Sequence[NamedTensor], model: Problems, optimizer: Problems) -> None:
+    def _check_dtypes(self, targets: Sequence[NamedTensor], problems: Problems) -> None:
         for entry in targets:
             stored, dtype = self._saved[entry.name], entry.tensor.dtype
             if not isinstance(stored, TensorStorageMetadata) or stored.properties.dtype == dtype:
                 continue
             if not (stored.properties.dtype.is_floating_point and dtype.is_floating_point):
-                problems = optimizer if entry.name.startswith(OPTIMIZER) else model
                 problems.mistyped.append(f"{entry.name} (saved {stored.properties.dtype}, here {dtype})")
 
     def _read_extra_state(self) -> dict[str, Any]:

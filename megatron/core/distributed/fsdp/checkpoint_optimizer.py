@@ -89,20 +89,23 @@ class OptimizerLoad:
         optimizer: where it goes.
         groups: [G] hyperparameters of each of the optimizer's groups.
         tensors: tensors to read into, under the names in the checkpoint.
-        state: the optimizer's state to come; holds ``tensors``.
-        values: (parameter, key) of the plain values, by their name in the checkpoint.
+        state: the optimizer's state to come; holds ``tensors``, and plain values.
     """
 
     optimizer: torch.optim.Optimizer
     groups: list[dict[str, Any]] = field(default_factory=list)
     tensors: list[NamedTensor] = field(default_factory=list)
     state: dict[torch.Tensor, dict[str, Any]] = field(default_factory=dict)
-    values: dict[str, tuple[torch.Tensor, str]] = field(default_factory=dict)
+    _groups: dict[torch.Tensor, dict[str, Any]] = field(default_factory=dict)
 
-    def install(self, values: Mapping[str, Any]) -> None:
+    def group_of(self, parameter: torch.Tensor) -> dict[str, Any]:
+        """The optimizer's group that holds the parameter."""
+        if not self._groups:
+            self._groups = {p: group for group in self.optimizer.param_groups for p in group["params"]}
+        return self._groups[parameter]
+
+    def install(self) -> None:
         """Afterwards the optimizer has the state, and nothing of its own from before."""
-        for name, (parameter, key) in self.values.items():
-            self.state[parameter][key] = values[name]
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
                 self.optimizer.state.pop(parameter, None)
@@ -134,43 +137,70 @@ def prepare_load(
 
     Nothing of the optimizer changes. State that it does not have yet is made, as zeros.
     """
-    names = _names_of_parameters(optimizer, model)
     load = OptimizerLoad(optimizer)
-    groups, kind = values[PARAM_GROUPS], values[KIND]
-    of_name = {name: group for group in groups for name in group["params"]}
-    saved_name = {p: next((n for n in own if n in of_name), None) for p, own in names.items()}
-    problems.missing += [names[p][0] for p, name in saved_name.items() if name is None]
-    problems.extra += [name for name in of_name if name not in set(saved_name.values())]
-    defaults = _default_names(optimizer)
-    problems.missing += [f"hyperparameter {key}" for key in defaults if key not in kind["hyperparameters"]]
-    problems.extra += [f"hyperparameter {key}" for key in kind["hyperparameters"] if key not in defaults]
+    parameters = _match_parameters(optimizer, model, values, problems)
     if problems:
         return load
+    of_name = {name: group for group in values[PARAM_GROUPS] for name in group["params"]}
+    saved_name = {parameter: name for name, parameter in parameters.items()}
     for index, group in enumerate(optimizer.param_groups):
-        members = [of_name[saved_name[p]] for p in group["params"]]
+        members = [of_name[saved_name[parameter]] for parameter in group["params"]]
         load.groups.append(_shared_hyperparameters(index, members, problems))
-    parameters = {name: p for p, name in saved_name.items()}
-    group_of = {p: group for group in optimizer.param_groups for p in group["params"]}
     for full, stored in saved.items():
-        if not full.startswith(STATE):
-            continue
-        name, _, key = full.removeprefix(STATE).rpartition(".")
-        parameter = parameters.get(name)
-        if parameter is None:
-            problems.extra.append(full)
-            continue
-        state = load.state.setdefault(parameter, {})
-        if not isinstance(stored, TensorStorageMetadata):
-            load.values[full] = parameter, key
-            continue
-        is_scalar = key in kind["scalar_state"]
-        if not is_scalar and stored.size != parameter.shape:
-            problems.misshaped.append(f"{full} (saved {list(stored.size)}, parameter {list(parameter.shape)})")
-            continue
-        make = _scalar_state if is_scalar else _parameter_state
-        state[key] = make(optimizer.state.get(parameter, {}).get(key), parameter, stored, group_of[parameter])
-        load.tensors.append(NamedTensor((full,), state[key]))
+        if full.startswith(STATE):
+            _match_state(load, full, stored, parameters, values, problems)
     return load
+
+
+def _match_parameters(
+    optimizer: torch.optim.Optimizer, model: Sequence[NamedTensor], values: Mapping[str, Any], problems: Problems
+) -> dict[str, torch.Tensor]:
+    """The optimizer's parameters under the names that they have in the checkpoint."""
+    in_checkpoint = {name: None for group in values[PARAM_GROUPS] for name in group["params"]}
+    parameters: dict[str, torch.Tensor] = {}
+    for parameter, names in _names_of_parameters(optimizer, model).items():
+        found = next((name for name in names if name in in_checkpoint), None)
+        if found is None:
+            problems.missing.append(names[0])
+        else:
+            parameters[found] = parameter
+    problems.extra += [name for name in in_checkpoint if name not in parameters]
+    own, saved = _default_names(optimizer), values[KIND]["hyperparameters"]
+    problems.missing += [f"hyperparameter {key}" for key in own if key not in saved]
+    problems.extra += [f"hyperparameter {key}" for key in saved if key not in own]
+    return parameters
+
+
+def _match_state(
+    load: OptimizerLoad,
+    full: str,
+    stored: STORAGE_TYPES,
+    parameters: Mapping[str, torch.Tensor],
+    values: Mapping[str, Any],
+    problems: Problems,
+) -> None:
+    """Afterwards the state that the checkpoint calls ``full`` has a place in ``load``, or is a problem."""
+    name, _, key = full.removeprefix(STATE).rpartition(".")
+    parameter = parameters.get(name)
+    if parameter is None:
+        problems.extra.append(full)
+        return
+    state = load.state.setdefault(parameter, {})
+    if not isinstance(stored, TensorStorageMetadata):
+        state[key] = values[full]
+        return
+    is_scalar = key in values[KIND]["scalar_state"]
+    if not is_scalar and stored.size != parameter.shape:
+        problems.misshaped.append(f"{full} (saved {list(stored.size)}, parameter {list(parameter.shape)})")
+        return
+    own = load.optimizer.state.get(parameter, {}).get(key)
+    if isinstance(own, torch.Tensor) and own.shape == stored.size:
+        state[key] = own
+    elif is_scalar:
+        state[key] = _new_scalar(parameter, stored, load.group_of(parameter))
+    else:
+        state[key] = _new_state(parameter, stored)
+    load.tensors.append(NamedTensor((full,), state[key]))
 
 
 def _names_of_parameters(
@@ -198,22 +228,14 @@ def _is_scalar(parameter: torch.Tensor, key: str, value: torch.Tensor) -> bool:
     return not isinstance(value, DTensor) if isinstance(parameter, DTensor) else parameter.dim() > 0 or key == "step"
 
 
-def _scalar_state(
-    own: torch.Tensor | None, parameter: torch.Tensor, stored: TensorStorageMetadata, group: Mapping[str, Any]
-) -> torch.Tensor:
-    if own is not None and own.shape == stored.size:
-        return own
+def _new_scalar(parameter: torch.Tensor, stored: TensorStorageMetadata, group: Mapping[str, Any]) -> torch.Tensor:
     # Where torch.optim makes it: kernels that do not synchronise with the host read it on the device.
     on_device = bool(group.get("capturable") or group.get("fused"))
     device = parameter.device if on_device else torch.device("cpu")
     return torch.zeros(stored.size, dtype=stored.properties.dtype, device=device)
 
 
-def _parameter_state(
-    own: torch.Tensor | None, parameter: torch.Tensor, stored: TensorStorageMetadata, group: Mapping[str, Any]
-) -> torch.Tensor:
-    if own is not None and own.shape == parameter.shape:
-        return own
+def _new_state(parameter: torch.Tensor, stored: TensorStorageMetadata) -> torch.Tensor:
     is_floating = stored.properties.dtype.is_floating_point and parameter.dtype.is_floating_point
     with torch.no_grad():
         return torch.zeros_like(parameter, dtype=parameter.dtype if is_floating else stored.properties.dtype)

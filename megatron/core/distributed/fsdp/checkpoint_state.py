@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import OrderedDict, defaultdict
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,7 +97,7 @@ def plain_copy(value: Any, name: str) -> Any:
         return value
     if type(value) in (list, tuple):
         return type(value)(plain_copy(item, f"{name}[{index}]") for index, item in enumerate(value))
-    if isinstance(value, Mapping) and type(value).__name__ in ("dict", "OrderedDict", "defaultdict"):
+    if type(value) in (dict, OrderedDict, defaultdict):
         return {
             plain_copy(key, f"a key of {name}"): plain_copy(item, f"{name}[{key!r}]") for key, item in value.items()
         }
