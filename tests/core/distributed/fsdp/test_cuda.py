@@ -199,7 +199,7 @@ def test_random_delays_on_any_stream_do_not_change_a_bit() -> None:
 def _memory() -> None:
     before = torch.cuda.memory_allocated()
     gc.disable()
-    _, net = make_nets(torch.bfloat16)
+    net = make_nets(torch.bfloat16)[1]
     shard(net, "optim_grads_params")
     at_rest = torch.cuda.memory_allocated() - before
     optimizer = fully_shard_optimizer(torch.optim.AdamW(net.parameters(), lr=1e-3))
