@@ -117,16 +117,31 @@ class Checkpointer:
         self.last_saved_iteration = state.iteration
         if handle is None:
             self._announce(state.iteration)
+            # No rank ends before the tracker names this checkpoint.
+            dist.barrier()
         else:
             self._pending = (handle, state.iteration)
 
+    def poll(self) -> None:
+        """A save that has been written meanwhile is named by the tracker. Ranks: each alone; does not block."""
+        if self._pending is not None and self._pending[0].done():
+            self._finish_pending()
+
     def finish(self) -> None:
         """A save that was still being written is complete. Ranks: all; blocks."""
+        if not self.config.async_save:
+            return
         if self._pending is not None:
-            handle, iteration = self._pending
-            self._pending = None
-            handle.wait()
-            self._announce(iteration)
+            self._finish_pending()
+        # No rank ends, or starts the next save, before the tracker names this one.
+        dist.barrier()
+
+    def _finish_pending(self) -> None:
+        assert self._pending is not None
+        handle, iteration = self._pending
+        self._pending = None
+        handle.wait()
+        self._announce(iteration)
 
     def load(self) -> TrainState:
         """Model, optimizer, scheduler and random numbers are those of the checkpoint; returns where training stands.
@@ -176,13 +191,11 @@ class Checkpointer:
         return iteration
 
     def _announce(self, iteration: int) -> None:
-        """The tracker names the iteration."""
+        """The tracker names the iteration, whose folder is complete: rank 0 was the one to complete it."""
         assert self.config.save is not None
         if dist.get_rank() == 0:
             write_tracker(Path(self.config.save), iteration)
             print(f" saved iteration {iteration} in {checkpoint_path(self.config.save, iteration)}", flush=True)
-        # No rank ends, or starts the next save, before the tracker names this one.
-        dist.barrier()
 
 
 def checkpoint_path(folder: str | Path, iteration: int) -> Path:

@@ -134,6 +134,7 @@ class TrainingLoop:
                 optimizer=self.step.optimizer,
             )
         self.garbage.after_step(iteration)
+        self.checkpointer.poll()
         if self.config.eval_iters > 0 and iteration % self.config.eval_interval == 0:
             self.evaluate(f"iteration {iteration}")
         if self.checkpointer.is_due(iteration):
