@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed.tensor._redistribute as torch_redistribute
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._op_schema import OpSchema, OutputSharding
@@ -167,16 +168,14 @@ class _Rules:
         placements: list[Placement] = []
         for axis, placement in enumerate(found.spec.placements):
             split, shape = splits.get((found.element, axis), (None, torch.Size()))
-            is_split = isinstance(placement, Shard | _StridedShard)
-            # Equal shapes that are split otherwise, or not at all, follow: torch sees them move to what is put back.
-            follows = not found.is_written and (is_split or placement.is_replicate()) and _shape(found.spec) == shape
-            if split is not None and (follows or (placement == split and _shape(found.spec)[:1] == shape[:1])):
+            is_row_shard = isinstance(placement, self._row_shard)
+            has_rows = (is_row_shard or placement == Shard(0)) and _shape(found.spec)[:1] == shape[:1]
+            is_whole = placement.is_replicate() and not found.is_written and _shape(found.spec) == shape
+            if split is not None and (has_rows or is_whole):
+                # Rows that are split otherwise, or not at all, follow: what is put back for them is where they move.
                 placements.append(Shard(0))
-            elif isinstance(placement, self._row_shard) or (split is not None and is_split):
-                # An even split beside an uneven one would be taken for the same.
-                placements.append(Replicate())
             else:
-                placements.append(placement)
+                placements.append(Replicate() if is_row_shard else placement)
         return _with_placements(found.spec, placements)
 
 
@@ -226,17 +225,15 @@ def _writes_elements_split_alike(schema: OpSchema, inputs: list[_Input]) -> bool
     """True for a list operation in place whose tensors of each element lie alike; torch has no rules for some."""
     if not _is_list_operation(schema) or schema.op._schema.returns:
         return False
-    placements: dict[int, tuple[Placement, ...]] = {}
+    places: dict[int, tuple[DeviceMesh, tuple[Placement, ...]]] = {}
     for found in inputs:
         # Scalars, such as the number of steps, are the same on all ranks.
         if not _shape(found.spec) and found.spec.is_replicated():
             continue
-        if (
-            found.element is None
-            or placements.setdefault(found.element, found.spec.placements) != found.spec.placements
-        ):
+        place = found.spec.mesh, found.spec.placements
+        if found.element is None or places.setdefault(found.element, place) != place:
             return False
-    return not any(p.is_partial() for all_axes in placements.values() for p in all_axes)
+    return not any(placement.is_partial() for _, placements in places.values() for placement in placements)
 
 
 def _base_name(schema: OpSchema) -> str:

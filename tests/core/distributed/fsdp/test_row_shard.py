@@ -588,7 +588,7 @@ def _run_checks() -> list[str]:
 def _outcome(num_ranks: int) -> list[str] | str:
     """Names of the checks that passed, or the first failure."""
     try:
-        passed: list[str] = run_ranks(num_ranks, _run_checks)[0]
+        passed: list[str] = run_ranks(num_ranks, _run_checks, timeout_s=240.0)[0]
         return passed
     except AssertionError as error:
         return str(error)
