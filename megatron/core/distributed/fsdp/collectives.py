@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from megatron.core.distributed.fsdp.mixed_precision import SERVED_DTYPES
 from megatron.core.distributed.fsdp.torch_versions import all_gather_single, reduce_scatter_single
 
 
@@ -71,7 +72,7 @@ class ProcessGroupTransport:
         self.rank = group.rank()
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> None:
-        all_gather_single(full, shard, group=self.gather_group)
+        all_gather_single(_movable(full), _movable(shard), group=self.gather_group)
 
     def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor) -> None:
         # SUM, never AVG: symmetric-memory kernels are chosen for SUM alone, and the scale is applied in fp32 later.
@@ -83,7 +84,7 @@ class ProcessGroupTransport:
         dist.all_reduce(out, op=dist.ReduceOp.SUM, group=self.group)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        dist.broadcast(tensor, src=dist.get_global_rank(self.group, 0), group=self.group)
+        dist.broadcast(_movable(tensor), src=dist.get_global_rank(self.group, 0), group=self.group)
 
 
 class RankOrderTransport(ProcessGroupTransport):
@@ -108,6 +109,11 @@ class RankOrderTransport(ProcessGroupTransport):
         total = torch.empty_like(padded, dtype=out.dtype)
         all_gather_single(total, shard, group=self.group)
         out.copy_(total[: out.numel()])
+
+
+def _movable(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or its bytes where it has a dtype (of frozen weights) that not every backend knows."""
+    return tensor if tensor.dtype in SERVED_DTYPES else tensor.view(torch.uint8)
 
 
 def _sum_in_order(pieces: torch.Tensor) -> torch.Tensor:

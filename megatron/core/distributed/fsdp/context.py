@@ -59,7 +59,7 @@ class FsdpContext:
         self.streams = streams or make_streams(device)
         self.gatherer = Gatherer(self.streams)
         self_ref = weakref.ref(self)
-        self.gatherer.can_move = lambda: (own := self_ref()) is not None and not own._graphs_are_open()
+        self.gatherer.can_move = lambda: (own := self_ref()) is not None and own._can_move()
         self.reducer = Reducer(self.streams)
         self.is_last_microbatch = True
         self.overlaps_gather = True  # the next unit's weights are gathered ahead of its use
@@ -69,6 +69,7 @@ class FsdpContext:
         self._groups: list[weakref.ref[FsdpParameterGroup]] = []
         self._owners: list[weakref.ref[FsdpUnit]] = []  # of the groups
         self._depth = 0
+        self._num_entered = 0  # forwards of units, ever
         self._scope_depth = 0
         self._epoch_is_open = False  # the next forward uses the epoch that was opened for it
         # Backward
@@ -77,6 +78,7 @@ class FsdpContext:
             FsdpUnit
         ] = []  # their gradients are owed or not reduced yet, in the order of their begin
         self._claiming: list[FsdpUnit] = []  # their backward holds weights
+        self._recomputed: list[FsdpUnit] = []  # of these, the ones that recompute and whose gradients have not come
         self._lingering: list[FsdpUnit] = []  # of these, the ones that hold weights until the second next unit begins
         # Plan
         self._recorder: Recorder | None = None
@@ -87,7 +89,7 @@ class FsdpContext:
         self._wants_record = True
         self._has_told = False
         self._generation = 0
-        self._token = GraphToken(0)
+        self._token: GraphToken | None = None  # of the forward that runs; afterwards its graph alone holds it
         self._tokens: list[weakref.ref[GraphToken]] = []
         self._arenas: list[torch.Tensor] = []
 
@@ -116,7 +118,7 @@ class FsdpContext:
         unit.context, unit.index = self, len(self._units)
         self._units.append(weakref.ref(unit))
         for group in unit.own_groups:
-            group.index, group.context = len(self._groups), weakref.ref(self)
+            group.index, group.context, group.prefix = len(self._groups), weakref.ref(self), unit.prefix
             self._groups.append(weakref.ref(group))
             self._owners.append(self._units[-1])
         self._leave_plan()
@@ -204,41 +206,72 @@ class FsdpContext:
         Ranks: all.
         """
         if torch._C._current_graph_task_id() != -1:
-            self.begin_unit_backward(unit)
+            self._open_backward()
+            if unit.phase is not Phase.BACKWARD:
+                self._recomputed.append(unit)
+            self._claim(unit)
             return True
         if self._depth == 0:
             self._begin_forward()
         self._depth += 1
+        self._num_entered += 1
+        unit.order = self._num_entered
         unit.forward_depth += 1
         unit.phase = Phase.FORWARD
         for group in unit.groups:
             group.num_users += 1
-        self._use(unit, backward=False)
+        try:
+            self._use(unit, backward=False)
+        except BaseException:
+            self.fail_forward(unit)
+            raise
         return False
 
     def leave_forward(self, unit: FsdpUnit, tensors: list[torch.Tensor]) -> None:
-        """Afterwards the unit's weights are released, and its backward begins with the gradient of any of ``tensors``.
-
-        Not called for a forward that recomputed: its weights stay for the backward that it is part of.
-        """
-        if tensors:
-            hook = _OutputHook(self, unit, self._token)
-            for tensor in tensors:
-                tensor.register_hook(hook)
-            if unit.last_token is not None and unit.last_token() is self._token:
+        """Afterwards the unit's weights are released, and its backward begins with the gradient of any of ``tensors``."""
+        token = self._token
+        if tensors and token is not None:
+            self._watch(unit, tensors, token)
+            if unit.last_token is not None and unit.last_token() is token:
                 unit.is_deferred = True  # used twice in one graph: its gradients are whole only at the end
-            unit.last_token = weakref.ref(self._token)
+            unit.last_token = weakref.ref(token)
+        self._step_out(unit, keeps=self._keeps)
+        if self._depth == 0:
+            self._token = None
+            if not tensors:
+                self.gatherer.release_idle()
+
+    def leave_recomputation(self, unit: FsdpUnit, tensors: list[torch.Tensor]) -> None:
+        """Afterwards the weights stay for the backward that recomputed, and the gradient of any of ``tensors`` begins it.
+
+        Those gradients come if the recomputed graph itself is differentiated, as reentrant checkpoints do.
+        """
+        self._watch(unit, tensors, GraphToken(self._generation))
+
+    def fail_forward(self, unit: FsdpUnit) -> None:
+        """Afterwards the unit is not in forward any more; if it was the outermost, nothing of the step is left.
+
+        A module that holds the unit may catch what was raised and go on without it.
+        """
+        self._step_out(unit, keeps=False)
+        if self._depth == 0:
+            self.abandon()
+
+    def _watch(self, unit: FsdpUnit, tensors: list[torch.Tensor], token: GraphToken) -> None:
+        hook = _OutputHook(self, unit, token)
+        for tensor in tensors:
+            tensor.register_hook(hook)
+
+    def _step_out(self, unit: FsdpUnit, *, keeps: bool) -> None:
+        unit.last_inside = self._num_entered
         unit.forward_depth -= 1
         if unit.forward_depth == 0 and unit.phase is Phase.FORWARD:
             unit.phase = Phase.RESTING
         self._depth -= 1
-        keeps = self._keeps and bool(tensors)
         for group in unit.groups:
             group.num_users -= 1
-            if not keeps:
+            if not (keeps and group.needs_gather):
                 self.gatherer.release(group)
-        if self._depth == 0 and not tensors:
-            self.gatherer.release_idle()
 
     @property
     def _keeps(self) -> bool:
@@ -264,19 +297,39 @@ class FsdpContext:
 
     def _check_trainable(self) -> None:
         for group in self.groups:
-            for parameter, managed in zip(group.sharded, group.parameters, strict=True):
+            for index, parameter in enumerate(group.sharded):
                 if parameter.requires_grad is not group.trainable:
                     raise RuntimeError(
-                        f"requires_grad of {managed.name} must stay {group.trainable}, as it was when fully_shard was "
+                        f"requires_grad of {group.name_of(index)} must stay {group.trainable}, as it was when fully_shard was "
                         f"called, got {parameter.requires_grad}; freeze or unfreeze parameters before fully_shard"
                     )
 
     # ---- backward -----------------------------------------------------------------------------------------------
 
     def begin_unit_backward(self, unit: FsdpUnit) -> None:
-        """Afterwards the unit's weights are whole for its backward. Ranks: all."""
+        """Afterwards the unit's weights are whole for its backward. Ranks: all.
+
+        Units that ran later in forward are done with theirs, so their gradients are on their way to their owners, with
+        zeros for what is missing. Not when they are complete: a parameter that gets no gradient on this rank may get
+        one on another, and ranks must issue gathers and reductions in one order. Units whose gradients come from
+        elsewhere too wait for backward's end. [Note: one order of reductions] in DESIGN.md.
+        """
         self._open_backward()
+        for later in list(self._open_units):
+            if later.order > unit.last_inside and not later.waits_for_end:
+                self._reduce(later)
+        self._open(unit)
+        for group in unit.borrowed_groups:
+            if group.trainable and group.context is not None and group.context() is self:
+                self._open(self._owner(group))
+        self._claim(unit)
+
+    def _claim(self, unit: FsdpUnit) -> None:
+        """Afterwards backward holds the unit's weights, for its recomputation or for its gradients."""
         if unit.phase is Phase.BACKWARD:
+            for group in unit.groups:
+                if not group.is_gathered:  # another unit needed its addresses meanwhile
+                    self.gatherer.acquire(group, forward=False)
             return
         unit.phase = Phase.BACKWARD
         self._release_lingering()
@@ -285,7 +338,6 @@ class FsdpContext:
         self._claiming.append(unit)
         for group in unit.groups:
             group.num_claims += 1
-        self._open(unit)
         self._use(unit, backward=True)
 
     def _open_backward(self) -> None:
@@ -302,10 +354,11 @@ class FsdpContext:
         if unit.is_open or not unit.trainable_groups:
             return
         unit.is_open = True
-        unit.num_incomplete = len(unit.trainable_groups)
         for group in unit.trainable_groups:
-            group.begin_pending()
+            group.is_owed = True
         self._open_units.append(unit)
+        if unit in self._recomputed:
+            self._recomputed.remove(unit)
 
     def open_group(self, group: FsdpParameterGroup) -> None:
         """Afterwards this backward owes the group's gradients: one of them has arrived, or is about to be written."""
@@ -322,30 +375,12 @@ class FsdpContext:
         self.open_group(group)
         self.reducer.stage(group)
 
-    def complete_group(self, group: FsdpParameterGroup) -> None:
-        """Afterwards, if this was the last of its unit's groups, the unit's gradients are on their way to their owners.
-
-        Ranks: all. Units whose backward began earlier go first, with what they have: a parameter that got no gradient
-        on this rank may have got one on another, and reductions must be issued in one order. For the same reason
-        units that hold others, or whose weights others use, wait for backward's end.
-        [Note: one order of reductions] in DESIGN.md.
-        """
-        unit = self._owner(group)
-        unit.num_incomplete -= 1
-        if unit.num_incomplete > 0 or unit.waits_for_end:
-            return
-        for earlier in list(self._open_units):
-            if earlier is unit:
-                break
-            if not earlier.waits_for_end:
-                self._reduce(earlier)
-        self._reduce(unit)
-
     def _reduce(self, unit: FsdpUnit) -> None:
+        """Afterwards the unit's gradients are on their way to their owners. Ranks: all."""
         unit.is_open = False
         self._open_units.remove(unit)
         for group in unit.trainable_groups:
-            group.num_pending = 0
+            group.is_owed = False
             self.reducer.reduce(group, is_last=self.is_last_microbatch)
         if unit not in self._lingering:
             self._close(unit)
@@ -375,11 +410,14 @@ class FsdpContext:
     def end_backward(self) -> None:
         """Afterwards every gradient of this backward is in ``param.grad`` and nothing stays gathered. Ranks: all."""
         self._backward_end = None
-        for unit in list(self._open_units):
+        for unit in list(self._recomputed):
+            self._open(unit)  # no gradient came, here
+        for unit in sorted(self._open_units, key=lambda unit: -unit.order):
             self._reduce(unit)
         if self.is_last_microbatch:
             self._reduce_partial()
         self._lingering.clear()
+        self._recomputed.clear()
         for unit in list(self._claiming):
             self._close(unit)
         self.reducer.finish()
@@ -427,10 +465,12 @@ class FsdpContext:
                 self.reducer.abandon(group)
                 if group.has_partial:
                     group.drop_partial()
-        for units in (self._open_units, self._claiming, self._lingering):
+        for units in (self._open_units, self._claiming, self._lingering, self._recomputed):
             units.clear()
         self.reducer.finish()
-        self.gatherer.release_idle()
+        for group in self.groups:
+            self.gatherer.release(group)
+        self._token = None
         self._forget_record()
 
     # ---- the user's view of a unit ------------------------------------------------------------------------------
@@ -440,6 +480,9 @@ class FsdpContext:
         if self._depth == 0 and self._scope_depth == 0 and not self._epoch_is_open:
             self._open_epoch()
         for group in unit.groups:
+            storage = group.weight_storage
+            if storage is not None and storage.in_arena and not group.is_gathered and self._can_move():
+                self.gatherer.leave_arena(group)  # the plan does not know how long its range is needed
             group.pinned = True
             self.gatherer.acquire(group, forward=True)
 
@@ -514,6 +557,13 @@ class FsdpContext:
         """True if what is gathered was gathered for the forward that begins."""
         return all(group.synced_epoch == self.gatherer.epoch for group in self.gatherer.live)
 
+    def _can_move(self) -> bool:
+        """True if no graph waits for its backward or is in it; graphs that have had theirs are refused another then."""
+        if self._graphs_are_open() or self._backward_end is not None:
+            return False
+        self._generation += 1
+        return True
+
     def _graphs_are_open(self) -> bool:
         return any((token := ref()) is not None and not token.is_done for ref in self._tokens)
 
@@ -532,11 +582,12 @@ class FsdpContext:
             return
         self._forget_record()
         uses = tuple(recorder.uses)
+        grows = self.plan is None or not any(use.backward for use in self.plan.uses)
         if self.plan is not None and uses == self.plan.uses[: len(uses)]:
-            self._wants_record = False  # the order that is planned, or its forward alone
+            if not grows and len(uses) == len(self.plan.uses):
+                self._wants_record = False  # else it is the forward alone, which says nothing about the rest
             return
         repeats, self._last_uses = uses == self._last_uses, uses
-        grows = self.plan is None or not any(use.backward for use in self.plan.uses)
         if not (repeats or grows) or recorder.is_too_long:
             return
         self._candidate = recorder.plan(

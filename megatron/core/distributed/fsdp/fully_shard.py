@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from fractions import Fraction
@@ -63,9 +63,10 @@ def fully_shard(
         ``module``.
 
     Raises:
-        ValueError: the mesh does not hold this rank or lacks an axis; a parameter is owned by a unit over other ranks;
-            the module is a unit already.
-        TypeError: a parameter of a dtype that cannot be trained; a module whose class cannot be extended.
+        ValueError: the mesh does not hold this rank or lacks an axis; a parameter is owned by a unit over other ranks,
+            or by one around this module; the module is a unit already; ``grad_divisor`` is not positive.
+        TypeError: a parameter of a dtype that cannot be trained; a module without forward or whose class cannot be
+            extended.
         NotImplementedError: more than one data-parallel axis; parameters that are DTensors already; symmetric memory.
         RuntimeError: torch.distributed is not initialised.
 
@@ -76,14 +77,22 @@ def fully_shard(
         raise ValueError(
             f"fully_shard must be called once on a module, got a {type(module).__name__}, which is a unit already"
         )
+    if getattr(module.forward, "__func__", None) is nn.Module.forward:
+        raise TypeError(
+            f"fully_shard needs a module with a forward, around which it gathers weights, got a {type(module).__name__}; "
+            "call it on each of the modules in it"
+        )
+    unit_class = _unit_class(type(module))  # type: ignore[arg-type]
+    if not grad_divisor > 0:
+        raise ValueError(f"grad_divisor must be positive, got {grad_divisor}")
     if use_symm_mem:
         raise NotImplementedError("use_symm_mem=True is not served yet: gathers and reductions use the process group")
     mesh = mesh if mesh is not None else _default_mesh()
     placements = placements if placements is not None else strategy_placements("optim_grads_params")
     policy = mixed_precision_policy or MixedPrecisionPolicy()
     group_mesh, device = _group_mesh(mesh, placements, fsdp_group_ag)
-    materialize(module, _own_modules(module), device)
-    managed, borrowed = _collect(module, group_mesh)
+    made = materialize(module, _own_modules(module), device)
+    managed, borrowed = _collect(module, group_mesh, {fresh: meta for meta, fresh in made.items()})
     groups = [
         FsdpParameterGroup(
             parameters,
@@ -102,7 +111,7 @@ def fully_shard(
         borrowed,
         has_nested=any(isinstance(child, FsdpModule) for child in module.modules()),
     )
-    module.__class__ = _unit_class(type(module))  # type: ignore[assignment, arg-type]
+    module.__class__ = unit_class  # type: ignore[assignment]
     module._fsdp_unit = unit  # type: ignore[assignment]
     watch_loads(unit, _own_modules(module))
     context = _shared_context.get()
@@ -220,7 +229,9 @@ def _own_modules(root: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(name, module) for module, name in found.items()]
 
 
-def _collect(root: nn.Module, group_mesh: GroupMesh) -> tuple[list[ManagedParameter], list[FsdpParameterGroup]]:
+def _collect(
+    root: nn.Module, group_mesh: GroupMesh, made_from: Mapping[nn.Parameter, nn.Parameter]
+) -> tuple[list[ManagedParameter], list[FsdpParameterGroup]]:
     """The parameters to manage, in order, and the groups of other units that hold weights tied to this one's."""
     managed: dict[nn.Parameter, ManagedParameter] = {}
     borrowed: dict[FsdpParameterGroup, None] = {}
@@ -236,6 +247,11 @@ def _collect(root: nn.Module, group_mesh: GroupMesh) -> tuple[list[ManagedParame
                         f"parameter {name} is owned by a unit over {owner.group_mesh.mesh} and must not be owned again over "
                         f"{group_mesh.mesh}; shard tied weights over the same mesh"
                     )
+                if owner.has_holder(module._parameters, key):
+                    raise ValueError(
+                        f"parameter {name} must belong to one unit, got one that a unit around this "
+                        f"{type(root).__name__} owns; call fully_shard on inner modules first, then on the root"
+                    )
                 owner.add_holder(parameter, module._parameters, key)
                 borrowed[owner] = None
                 continue
@@ -247,7 +263,8 @@ def _collect(root: nn.Module, group_mesh: GroupMesh) -> tuple[list[ManagedParame
                 raise TypeError(
                     f"parameter {name} must have one of the dtypes {list(SERVED_DTYPES)} to be trained, got {parameter.dtype}"
                 )
-            managed.setdefault(parameter, ManagedParameter(name, parameter)).holders.append((module._parameters, key))
+            own = ManagedParameter(name, parameter, made_from.get(parameter))
+            managed.setdefault(parameter, own).holders.append((module._parameters, key))
     return list(managed.values()), list(borrowed)
 
 

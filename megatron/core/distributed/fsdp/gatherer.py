@@ -26,7 +26,7 @@ class Gatherer:
         self.live: dict[FsdpParameterGroup, None] = {}  # groups whose weights are gathered or on their way
         self.num_gathers = 0
         self.overlapping: dict[int, list[FsdpParameterGroup]] = {}  # groups that share addresses in the arena
-        self.can_move: Callable[[], bool] = lambda: True
+        self.can_move: Callable[[], bool] = lambda: True  # no graph will look for weights where they are
         self._updated: Any = None
         self._released: Any = None
 
@@ -84,8 +84,10 @@ class Gatherer:
 
     def release(self, group: FsdpParameterGroup) -> None:
         """Afterwards the group's full weights may be overwritten, unless somebody still uses them."""
-        if group.num_users or group.num_claims or group.pinned:
-            return
+        if not (group.num_users or group.num_claims or group.pinned):
+            self._release_now(group)
+
+    def _release_now(self, group: FsdpParameterGroup) -> None:
         group.install_sharded()
         if not group.needs_gather or not group.is_gathered:
             return
@@ -117,8 +119,7 @@ class Gatherer:
             for other in self.overlapping.get(group.index, ()):
                 if other.is_gathered:
                     self.release(other)
-                    if other.is_gathered:
-                        self._leave_arena(group, other)
+                    if other.is_gathered and not self._evict(group, other):
                         break
         if storage.in_arena:
             # Compute runs in order, so its latest release comes after that of whatever was in this range.
@@ -128,14 +129,26 @@ class Gatherer:
         storage.allocate()
         self.streams.wait(Edge.RANGE_RELEASED, self.streams.record(Role.COMPUTE))
 
-    def _leave_arena(self, group: FsdpParameterGroup, other: FsdpParameterGroup) -> None:
-        """Afterwards the group has memory of its own, because another still uses the range that they share."""
-        if not self.can_move():
+    def _evict(self, group: FsdpParameterGroup, other: FsdpParameterGroup) -> bool:
+        """Afterwards ``other`` is out of the range that they share (True), or else the group has memory of its own.
+
+        Units come to need a range together where they run out of the plan. While a graph refers to their addresses
+        none can move; but a unit that backward has only begun, and will come back to, is gathered again then.
+        """
+        if self.can_move():
+            self.leave_arena(group)
+            return False
+        if other.num_users or other.pinned:
             raise RuntimeError(
-                f"the weights of {group.parameters[0].name} and {other.parameters[0].name} share addresses, because they were "
+                f"the weights of {group.name_of(0)} and {other.name_of(0)} share addresses, because they were "
                 "never needed together, and now are, while a graph still refers to them; finish its backward (or delete "
                 "its loss) before using the units in this order"
             )
+        self._release_now(other)
+        return True
+
+    def leave_arena(self, group: FsdpParameterGroup) -> None:
+        """Afterwards the group's weights are gathered into memory of their own. ``can_move()`` must be true."""
         group.move_weights(None)
         for overlap in self.overlapping.values():
             if group in overlap:

@@ -36,10 +36,10 @@ class FsdpModule(nn.Module if TYPE_CHECKING else object):  # type: ignore[misc]
             output = super().__call__(*args, **kwargs)
         except BaseException:
             if not recomputes:
-                context.abandon()
+                context.fail_forward(unit)
             raise
-        if not recomputes:
-            context.leave_forward(unit, list(_differentiable(output, 0)) if torch.is_grad_enabled() else [])
+        leave = context.leave_recomputation if recomputes else context.leave_forward
+        leave(unit, list(_differentiable(output, 0)) if torch.is_grad_enabled() else [])
         return output
 
     @property
@@ -124,6 +124,7 @@ def _adopt(root: FsdpModule, context: FsdpContext) -> None:
     for module in fsdp_modules(root):
         unit = module._fsdp_unit
         unit.name = names[module] or type(module).__mro__[2].__name__
+        unit.prefix = f"{names[module]}." if names[module] else ""
         if unit.context is not None and (unit.context.is_shared or not unit.context.disband()):
             continue
         context.register(unit)

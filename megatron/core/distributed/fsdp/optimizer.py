@@ -72,7 +72,7 @@ class _StepWatch:
                     "optimizer.step() needs the gradients of a whole backward, but the last one did not finish; call "
                     "zero_grad() and run forward and backward again"
                 )
-        partial = [group.parameters[0].name for group in self._groups if group.has_partial]
+        partial = [group.name_of(0) for group in self._groups if group.has_partial]
         if partial:
             raise RuntimeError(
                 "optimizer.step() needs gradients reduced over the ranks, but the last microbatch has not come: "

@@ -23,6 +23,7 @@ from megatron.core.distributed.fsdp.dbuffer import DBuffer
 from megatron.core.distributed.fsdp.layout import FlatLayout, pack_rows
 from megatron.core.distributed.fsdp.mixed_precision import GroupDtypes
 from megatron.core.distributed.fsdp.placement import Placements
+from megatron.core.distributed.fsdp.retired_parameter import retire
 from megatron.core.distributed.fsdp.row_shard import RowShard
 from megatron.core.distributed.fsdp.storage import FlatStorage
 
@@ -50,13 +51,15 @@ class ManagedParameter:
     Args:
         name: its name within the unit.
         original: the parameter before sharding.
+        made_from: the meta parameter that it was before, which a module of another unit may hold.
         holders: the ``_parameters`` dicts that hold it, with the key; several where weights are tied.
     """
 
     name: str
     original: nn.Parameter
+    made_from: nn.Parameter | None = None
     holders: list[tuple[dict[str, nn.Parameter | None], str]] = field(default_factory=list)
-    original_id: int = 0
+    original_ids: tuple[int, ...] = ()
 
 
 class FsdpParameterGroup:
@@ -86,6 +89,7 @@ class FsdpParameterGroup:
         self.parameters = list(parameters)
         self.group_mesh, self.placements, self.dtypes, self.device = group_mesh, placements, dtypes, device
         self.index = -1  # place among the context's groups
+        self.prefix = ""  # the name of the unit, seen from the context's root
         self.trainable = self.parameters[0].original.requires_grad
         self.grad_scale = _grad_scale(placements, group_mesh.axes, grad_divisor)
         self.layout = _layout_of(self.parameters, placements, group_mesh.axes)
@@ -99,17 +103,20 @@ class FsdpParameterGroup:
             for holder, key in parameter.holders
         ]
         for parameter, sharded in zip(self.parameters, self.sharded, strict=True):
-            # Whoever meets either elsewhere (a tied weight, an optimizer) finds this group.
-            parameter.original._fsdp_group = sharded._fsdp_group = weakref.ref(self)  # type: ignore[attr-defined]
-            parameter.original_id = id(parameter.original)
-            parameter.original = None  # type: ignore[assignment]  # its memory is not needed any more
+            # Whoever meets one of these elsewhere (a tied weight, an optimizer) finds this group.
+            sharded._fsdp_group = weakref.ref(self)  # type: ignore[attr-defined]
+            for original in (parameter.original, parameter.made_from):
+                if original is not None:
+                    original._fsdp_group = weakref.ref(self)  # type: ignore[attr-defined]
+                    parameter.original_ids += (id(original),)
+                    retire(original)
+            parameter.original = parameter.made_from = None  # type: ignore[assignment]  # whose memory is not needed any more
         self.install_sharded()
         if self.trainable:
             self._make_gradients()
         if self.weight_storage is not None:
             self.weight_storage.free()
         self._nodes: list[Any] = []
-        self._fired = [False] * len(self.parameters)
         # State that the context keeps here, so that it finds it without a look-up.
         self.num_users = 0  # forwards that are running on the gathered weights
         self.num_claims = 0  # units whose backward needs the gathered weights
@@ -120,7 +127,7 @@ class FsdpParameterGroup:
         self.synced_version = -1
         self.context: weakref.ref[Any] | None = None
         self.is_shared = False  # other units use its weights too
-        self.num_pending = 0  # parameters whose gradient this backward still owes; 0 outside of one
+        self.is_owed = False  # the backward under way owes the gradient
         self.staging_held = False  # backward may write to the staging buffer
         self.reduced: Any = None  # event of the last reduction that read the staging buffer
 
@@ -217,27 +224,39 @@ class FsdpParameterGroup:
             parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
 
     def watch_gradients(self) -> None:
-        """Afterwards the context hears when a backward has computed all gradients of the group.
+        """Afterwards the context hears of gradients of the group, also in a backward that no output announced.
 
         Gradient accumulation remembers the stream on which its node is made, so this runs on the first forward's.
         The node's hook runs when all uses in one backward are differentiated, also if the gradient was written in place.
         """
         if self._nodes or not self.trainable:
             return
-        group = weakref.ref(self)
-        for index, parameter in enumerate(self.unsharded):
+        on_accumulated = _arrival_hook(weakref.ref(self))
+        for parameter in self.unsharded:
             node = torch.autograd.graph.get_gradient_edge(parameter).node
-            node.register_hook(_completion_hook(group, index))
+            node.register_hook(on_accumulated)
             self._nodes.append(node)
 
     def add_holder(self, original: nn.Parameter, holder: dict[str, nn.Parameter | None], key: str) -> None:
         """Afterwards another module, which is tied to one of these weights, holds the sharded parameter too."""
         index = next(
-            i for i, p in enumerate(self.parameters) if original is self.sharded[i] or p.original_id == id(original)
+            i for i, p in enumerate(self.parameters) if original is self.sharded[i] or id(original) in p.original_ids
         )
         self.parameters[index].holders.append((holder, key))
         self._switch.append((holder, key, self.sharded[index], self.unsharded[index]))
         holder[key] = self.sharded[index]
+
+    def name_of(self, index: int) -> str:
+        """The name of parameter ``index``, seen from the context's root."""
+        return self.prefix + self.parameters[index].name
+
+    def __str__(self) -> str:
+        others = len(self.parameters) - 1
+        return self.name_of(0) + (f" and {others} more" if others else "")
+
+    def has_holder(self, holder: dict[str, nn.Parameter | None], key: str) -> bool:
+        """True if the module with these ``_parameters`` holds a parameter of the group under ``key``."""
+        return any(other is holder and name == key for other, name, *_ in self._switch)
 
     # ---- weights ------------------------------------------------------------------------------------------------
 
@@ -336,16 +355,11 @@ class FsdpParameterGroup:
             if zeroed:
                 torch._foreach_zero_(zeroed)
 
-    def begin_pending(self) -> None:
-        """Afterwards this backward owes the gradient of every parameter."""
-        self.num_pending = len(self.parameters)
-        self._fired = [False] * len(self.parameters)
-
     def drop_grads(self) -> None:
         """Afterwards nothing is left of a backward that did not finish."""
         for parameter in self.unsharded:
             parameter.grad = None
-        self.num_pending = 0
+        self.is_owed = False
         self._written = [False] * len(self.parameters)
 
     def accumulate_partial(self) -> None:
@@ -432,20 +446,11 @@ class FsdpParameterGroup:
             self.main_grad_storage.free()
 
 
-def _completion_hook(group: weakref.ref[FsdpParameterGroup], index: int) -> Callable[..., None]:
+def _arrival_hook(group: weakref.ref[FsdpParameterGroup]) -> Callable[..., None]:
     def on_accumulated(*_: Any) -> None:
         owner = group()
-        if owner is None or owner.context is None:
-            return
-        context = owner.context()
-        if owner.num_pending == 0:
-            context.open_group(owner)  # type: ignore[union-attr]
-        if owner._fired[index]:
-            return
-        owner._fired[index] = True
-        owner.num_pending -= 1
-        if owner.num_pending == 0:
-            context.complete_group(owner)  # type: ignore[union-attr]
+        if owner is not None and owner.context is not None and not owner.is_owed:
+            owner.context().open_group(owner)  # type: ignore[union-attr]
 
     return on_accumulated
 

@@ -137,8 +137,10 @@ class Recorder:
         for at, (use, following) in enumerate(pairwise(self.uses)):
             if use.backward or not following.backward:
                 continue
-            kept[at] = True  # here forward turns into backward
-            again = self.uses.index(Use(use.unit, True), at) if Use(use.unit, True) in self.uses[at:] else at
+            if Use(use.unit, True) not in self.uses[at:]:
+                continue
+            kept[at] = True  # here forward turns into backward, which needs these weights again
+            again = self.uses.index(Use(use.unit, True), at)
             for group in groups_of[use.unit]:
                 if self._weights[group]:
                     self._weights[group].append(LiveRange(group, at, again + 1))

@@ -26,14 +26,16 @@ class FsdpUnit:
     """A module's parameter groups and where it is in a step.
 
     Attributes:
-        name: name of the module within its root; for messages.
+        name: name of the module within its root, or the root's class; for messages.
+        prefix: what the names of its parameters begin with, seen from the root.
         own_groups: groups of the parameters that this unit manages.
         borrowed_groups: groups of other units that hold weights tied to this unit's; gathered for it too.
         is_deferred: its gradients are reduced at backward's end: units lie inside this one, or it runs several times
             in one graph.
         phase: what it is doing.
         is_open: a backward owes gradients of its own groups, or has not reduced them yet.
-        num_incomplete: own groups whose gradients the backward still owes.
+        order: place of its latest forward among all forwards of its context; backward comes back in reverse.
+        last_inside: place of the last forward that began within it.
         last_token: the graph that it ran in last.
     """
 
@@ -42,11 +44,13 @@ class FsdpUnit:
     borrowed_groups: list[FsdpParameterGroup] = field(default_factory=list)
     is_deferred: bool = False
     has_nested: bool = False
+    prefix: str = ""
     phase: Phase = Phase.RESTING
     index: int = -1
     forward_depth: int = 0
     is_open: bool = False
-    num_incomplete: int = 0
+    order: int = 0
+    last_inside: int = 0
     context: FsdpContext | None = None
     last_token: weakref.ref[GraphToken] | None = None
 
