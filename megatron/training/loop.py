@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 
 from megatron.training.batches import BatchConfig
 from megatron.training.checkpointing import Checkpointer
@@ -98,6 +99,13 @@ class TrainingLoop:
         Raises:
             RuntimeError: a loss or gradient was not finite (unless that is not checked).
         """
+        try:
+            return self._run()
+        except RuntimeError as error:
+            error.add_note(self._where())
+            raise
+
+    def _run(self) -> str:
         reason = None
         self.step.model.train()
         self.log.start_clock()
@@ -109,6 +117,12 @@ class TrainingLoop:
         self.checkpointer.save(self.state)
         self.checkpointer.finish()
         return reason or "all iterations are done"
+
+    def _where(self) -> str:
+        return (
+            f"rank {dist.get_rank()} of {dist.get_world_size()} had completed iteration {self.state.iteration}; if a "
+            "connection was closed or timed out, another rank has ended or hangs: its own output says where"
+        )
 
     def _train_one_step(self) -> None:
         level = self.config.empty_unused_memory_level

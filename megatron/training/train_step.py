@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.core.distributed.fsdp import microbatch
+from megatron.core.distributed.fsdp import FullyShardedDataParallel, microbatch
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.training.batches import BatchConfig
@@ -19,16 +18,6 @@ from megatron.training.dropout_seed import seed_microbatch
 Batch = dict[str, Tensor]
 ForwardStep = Callable[[Batch, torch.nn.Module], tuple[Tensor, Tensor]]
 """(microbatch, model) -> ([] sum of the losses of the tokens that count, [] how many they are), fp32, on the device."""
-
-
-class WrappedModel(Protocol):
-    """What the loop needs of ``FullyShardedDataParallel``."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
-
-    def start_param_sync(self) -> None: ...
-
-    def scale_gradients(self, scaling_factor: Any) -> None: ...
 
 
 class StepRecord(NamedTuple):
@@ -58,7 +47,7 @@ class TrainStep:
 
     def __init__(
         self,
-        model: torch.nn.Module,
+        model: FullyShardedDataParallel,
         optimizer: MegatronOptimizer,
         scheduler: OptimizerParamScheduler,
         forward_step: ForwardStep,
@@ -84,10 +73,10 @@ class TrainStep:
         if self.per_token_loss:
             tokens = sums[1].clone()
             dist.all_reduce(tokens)
-            self.model.scale_gradients((1.0 / tokens.clamp(min=1.0)).float())  # type: ignore[operator]
+            self.model.scale_gradients((1.0 / tokens.clamp(min=1.0)).float())
         result = self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        self.model.start_param_sync()  # type: ignore[operator]
+        self.model.start_param_sync()
         self.scheduler.step(self.batch.global_batch_size)
         return StepRecord(sums, result.grad_norm, result.num_zeros_in_grad, result.update_successful)
 
@@ -98,14 +87,11 @@ class TrainStep:
             data = next(batches)
             # After the data: loaders may draw random numbers, and dropout must not depend on that.
             seed_microbatch(self.seed, iteration, index * self.batch.data_parallel_size + self.rank)
-            with self._microbatch(is_first=index == 0, is_last=index == count - 1):
+            with microbatch(self.model, is_first=index == 0, is_last=index == count - 1):
                 loss, tokens = self.forward_step(data, self.model)
                 sums += torch.stack((loss.detach().double(), tokens.detach().double()))
                 torch.autograd.backward(self._scaled(loss, tokens))
         return sums
-
-    def _microbatch(self, *, is_first: bool, is_last: bool) -> AbstractContextManager[Any]:
-        return microbatch(self.model, is_first=is_first, is_last=is_last)
 
     def _scaled(self, loss: Tensor, tokens: Tensor) -> Tensor:
         """The loss whose gradient this microbatch adds."""

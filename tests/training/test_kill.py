@@ -134,6 +134,8 @@ def test_a_killed_run_goes_on_to_the_last_bit(
         outputs = [process.communicate(timeout=90)[0] for process in processes]
         got = _losses(seen + outputs[0])
         assert got == {iteration: expected[iteration] for iteration in got}
+        assert processes[1 - victim].returncode not in (0, None)
+        assert "another rank has ended or hangs" in outputs[1 - victim]
     final = _losses(_finish(start(flags)))
     assert final == {iteration: expected[iteration] for iteration in final}
     assert (folder / TRACKER).read_text() == str(iterations)
