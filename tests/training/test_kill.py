@@ -114,6 +114,7 @@ def test_sigterm_to_one_rank_saves_and_ends_all(start: Start, corpus: str, tmp_p
     assert iteration >= 3 and f"training ended after iteration {iteration}" in output
 
 
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize(("kills", "iterations"), [(1, 12), pytest.param(20, 400, marks=pytest.mark.slow)])
 def test_a_killed_run_goes_on_to_the_last_bit(
     start: Start, corpus: str, tmp_path: Path, kills: int, iterations: int
