@@ -104,14 +104,13 @@ def settings_from_args(args: Namespace, *, world_size: int) -> Settings:
         else args.global_batch_size,
         data_parallel_size=world_size,
     )
-    loop = _loop(args, batch)
     return Settings(
         model=_model(args),
         batch=batch,
         data=_data(args),
         optimizer=_optimizer(args),
-        schedule=_schedule(args, batch, loop),
-        loop=loop,
+        schedule=_schedule(args, batch),
+        loop=_loop(args, batch),
         garbage=GarbageConfig(
             manual=args.manual_gc, interval=args.manual_gc_interval, at_evaluation=args.manual_gc_eval
         ),
@@ -203,12 +202,8 @@ def _compute_dtype(args: Namespace) -> torch.dtype:
 
 
 def _loop(args: Namespace, batch: BatchConfig) -> LoopConfig:
-    iterations = args.train_iters
-    if iterations is None:
-        iterations = args.train_samples // batch.global_batch_size
     return LoopConfig(
-        train_iters=iterations,
-        train_samples=iterations * batch.global_batch_size if args.train_samples is None else args.train_samples,
+        train_iters=_train_samples(args, batch) // batch.global_batch_size,
         eval_interval=args.eval_interval,
         eval_iters=args.eval_iters,
         exit_interval=args.exit_interval,
@@ -219,6 +214,11 @@ def _loop(args: Namespace, batch: BatchConfig) -> LoopConfig:
         seed=args.seed,
         deterministic=args.deterministic_mode,
     )
+
+
+def _train_samples(args: Namespace, batch: BatchConfig) -> int:
+    samples: int = args.train_samples
+    return args.train_iters * batch.global_batch_size if samples is None else samples
 
 
 def _data(args: Namespace) -> DataConfig:
@@ -261,11 +261,11 @@ def _optimizer(args: Namespace) -> OptimizerConfig:
     )
 
 
-def _schedule(args: Namespace, batch: BatchConfig, loop: LoopConfig) -> ScheduleConfig:
+def _schedule(args: Namespace, batch: BatchConfig) -> ScheduleConfig:
     def samples(iterations: int | None, given: int | None) -> int | None:
         return given if iterations is None else iterations * batch.global_batch_size
 
-    decay = samples(args.lr_decay_iters, args.lr_decay_samples) or loop.train_samples
+    decay = samples(args.lr_decay_iters, args.lr_decay_samples) or _train_samples(args, batch)
     warmup: float = samples(args.lr_warmup_iters or None, args.lr_warmup_samples) or 0
     if args.lr_warmup_fraction is not None:
         warmup = args.lr_warmup_fraction * decay
@@ -279,7 +279,7 @@ def _schedule(args: Namespace, batch: BatchConfig, loop: LoopConfig) -> Schedule
         wsd_decay_style=args.lr_wsd_decay_style,
         start_weight_decay=args.weight_decay if constant_decay else args.start_weight_decay,
         end_weight_decay=args.weight_decay if constant_decay else args.end_weight_decay,
-        weight_decay_incr_samples=loop.train_samples,
+        weight_decay_incr_samples=_train_samples(args, batch),
         weight_decay_incr_style=args.weight_decay_incr_style,
         override_checkpoint=args.override_opt_param_scheduler,
         use_checkpoint=args.use_checkpoint_opt_param_scheduler,

@@ -189,6 +189,14 @@ CONFLICTS: tuple[Conflict, ...] = (
         "--data-parallel-sharding-strategy {data_parallel_sharding_strategy} needs --use-megatron-fsdp",
     ),
     Conflict(
+        "an optimizer that is sharded and not",
+        lambda a: (
+            a.use_megatron_fsdp and a.use_distributed_optimizer and a.data_parallel_sharding_strategy == "no_shard"
+        ),
+        "--use-distributed-optimizer asks for sharded optimizer state, which --data-parallel-sharding-strategy no_shard "
+        "does not have; give optim or more",
+    ),
+    Conflict(
         "gather without anything sharded",
         lambda a: a.overlap_param_gather and not (a.use_megatron_fsdp or a.use_distributed_optimizer),
         "--overlap-param-gather needs --use-megatron-fsdp or --use-distributed-optimizer: nothing is gathered without",

@@ -25,9 +25,6 @@ class LoopConfig:
     train_iters: int
     """Iterations over all runs."""
 
-    train_samples: int
-    """Samples over all runs."""
-
     eval_interval: int = 1000
     eval_iters: int = 100
     """Global batches of an evaluation; 0: none."""

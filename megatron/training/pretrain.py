@@ -74,6 +74,7 @@ def pretrain(
     owns_group = not dist.is_initialized()
     device = initialize_distributed(settings.distributed)
     if settings.logging.logging_level is not None:
+        logging.basicConfig()  # without a handler, Python prints warnings at most, whatever the level
         logging.getLogger().setLevel(settings.logging.logging_level)
     if settings.loop.deterministic:
         set_deterministic()

@@ -39,6 +39,7 @@ CASES: dict[str, tuple[str, str]] = {
     "ends of a constant weight decay": ("--end-weight-decay 0.1", ""),
     "two schedules": ("--load x --override-opt-param-scheduler --use-checkpoint-opt-param-scheduler", ""),
     "sharding without the engine": ("--data-parallel-sharding-strategy optim", ""),
+    "an optimizer that is sharded and not": ("--use-megatron-fsdp --use-distributed-optimizer", ""),
     "gather without anything sharded": ("--overlap-param-gather", ""),
     "bf16 reduction of fp32 training": ("--grad-reduce-in-bf16", ""),
     "two dtypes of gradients": ("--bf16 --grad-reduce-in-bf16 --accumulate-allreduce-grads-in-fp32", ""),
