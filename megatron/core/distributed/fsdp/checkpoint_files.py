@@ -81,21 +81,26 @@ def write_data(folder: Path, chunks: Sequence[Chunk], values: Mapping[str, bytes
     return Written(SavePlan(items), results)
 
 
-def write_metadata(folder: Path, written: Sequence[Written]) -> None:
+def write_metadata(folder: Path, written: Sequence[Written], sizes: Mapping[str, torch.Size]) -> None:
     """Afterwards the folder says what is in it and is complete. Ranks: one, when all have written.
+
+    Args:
+        written: [R] what each rank wrote.
+        sizes: of all tensors that there must be.
 
     Raises:
         RuntimeError: the ranks together did not write a tensor whole, or wrote part of it twice.
     """
     _, metadata = create_default_global_save_plan([rank.plan for rank in written])
-    for name, stored in metadata.state_dict_metadata.items():
-        if isinstance(stored, TensorStorageMetadata):
-            numel = sum(math.prod(chunk.sizes) for chunk in stored.chunks)
-            if numel != math.prod(stored.size):
-                raise RuntimeError(
-                    f"all ranks together must write the {math.prod(stored.size)} elements of {name} once, got {numel}; "
-                    "save_checkpoint must be called by all ranks, with the same model"
-                )
+    for name, size in sizes.items():
+        stored = metadata.state_dict_metadata.get(name)
+        chunks = stored.chunks if isinstance(stored, TensorStorageMetadata) else []
+        numel = sum(math.prod(chunk.sizes) for chunk in chunks)
+        if numel != math.prod(size) or not chunks:
+            raise RuntimeError(
+                f"all ranks together must write the {math.prod(size)} elements of {name} once, got {numel}; its mesh must "
+                "lie within the ranks that save, and hold it once"
+            )
     writer = FileSystemWriter(folder, sync_files=False)
     writer.set_up_storage_writer(True, rank=0, use_collectives=True)
     writer.finish(metadata, [rank.results for rank in written])

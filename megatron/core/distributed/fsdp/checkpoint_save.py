@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -28,10 +30,15 @@ from megatron.core.distributed.fsdp.checkpoint_state import (
 
 @dataclass(frozen=True)
 class LocalState:
-    """What this rank writes: parts of tensors, and plain values as the bytes that DCP stores."""
+    """What this rank writes: parts of tensors, and plain values as the bytes that DCP stores.
+
+    ``sizes`` are those of all tensors, whole; ``digest`` tells them and dtypes. Both are the same on all ranks.
+    """
 
     chunks: list[Chunk]
     values: dict[str, bytes]
+    sizes: dict[str, torch.Size]
+    digest: str
 
 
 def local_state(model: nn.Module, optimizer: Any, extra_state: Mapping[str, Any], *, rank: int) -> LocalState:
@@ -55,7 +62,14 @@ def local_state(model: nn.Module, optimizer: Any, extra_state: Mapping[str, Any]
     if PER_RANK in extra_state:
         own = plain_copy(extra_state[PER_RANK], f"extra_state[{PER_RANK!r}]")
         mine[f"{EXTRA_STATE}{PER_RANK}.{rank}"] = own
-    return LocalState(chunks_to_write(tensors), {name: packed(value) for name, value in mine.items()})
+    described = "\n".join(f"{entry.name} {tuple(entry.tensor.shape)} {entry.tensor.dtype}" for entry in tensors)
+    digest = hashlib.sha256(described.encode()).hexdigest()
+    return LocalState(
+        chunks=chunks_to_write(tensors),
+        values={name: packed(value) for name, value in mine.items()},
+        sizes={entry.name: entry.tensor.shape for entry in tensors},
+        digest=digest,
+    )
 
 
 class Save:
@@ -77,9 +91,9 @@ class Save:
     def prepare(self, collect: Callable[[], LocalState]) -> None:
         """Afterwards this rank's share is collected, and there is an empty folder to write it to. Ranks: all; blocks."""
 
-        def local() -> Path:
+        def local() -> tuple[Path, str]:
             self._state = collect()
-            return self._path
+            return self._path, self._state.digest
 
         self._beside = agree(local, self._begin, group=self._group)
 
@@ -92,22 +106,30 @@ class Save:
                 self._folder.discard()
             raise
 
-    def _begin(self, paths: list[Path]) -> Path:
-        differing = [f"{path} (rank {rank})" for rank, path in enumerate(paths) if path != paths[0]]
+    def _begin(self, found: list[tuple[Path, str]]) -> Path:
+        path, digest = found[0]
+        differing = [f"{other} (rank {rank})" for rank, (other, _) in enumerate(found) if other != path]
         if differing:
-            raise ValueError(f"all ranks must save to one path, got {paths[0]} (rank 0) and {', '.join(differing[:8])}")
+            raise ValueError(f"all ranks must save to one path, got {path} (rank 0) and {', '.join(differing[:8])}")
+        differing = [str(rank) for rank, (_, other) in enumerate(found) if other != digest]
+        if differing:
+            raise ValueError(
+                "all ranks must save the same model and optimizer, got other names, shapes or dtypes than rank 0's on "
+                f"rank {', '.join(differing[:8])}; what rank 0 does not have would be lost"
+            )
         self._folder = begin_folder(self._path)
         return self._folder.beside
 
     def _write(self) -> Written:
         assert self._state is not None
         written = write_data(self._beside, self._state.chunks, self._state.values, rank=self._rank)
-        self._state = None  # copies in host memory are not needed any more
+        # Copies in host memory are not needed any more.
+        self._state = replace(self._state, chunks=[], values={})
         return written
 
     def _publish(self, written: list[Written]) -> None:
-        assert self._folder is not None
-        write_metadata(self._beside, written)
+        assert self._folder is not None and self._state is not None
+        write_metadata(self._beside, written, self._state.sizes)
         self._folder.publish()
 
 
@@ -152,4 +174,4 @@ class AsyncSave:
 
 def host_copy(state: LocalState) -> LocalState:
     """The state in host memory of its own, which training does not change. Blocks until it is copied."""
-    return LocalState(copied_to_host(state.chunks), state.values)
+    return replace(state, chunks=copied_to_host(state.chunks))

@@ -145,6 +145,16 @@ def check_failures(folder: str) -> None:
             save_checkpoint(model, None, path, extra_state={"rng": rng}, async_save=async_save)
     with pytest.raises(ValueError, match=r"all ranks must save to one path.*/b1 \(rank 1\)"):
         save_checkpoint(model, None, f"{folder}/b{dist.get_rank()}")
+    other = torch.nn.Linear(2, 2, bias=dist.get_rank() == 0)
+    with pytest.raises(ValueError, match=r"must save the same model.*than rank 0's on rank 1;"):
+        save_checkpoint(other, None, path)
+    chunks_to_write = checkpoint_save.chunks_to_write
+    checkpoint_save.chunks_to_write = lambda tensors: chunks_to_write(tensors)[: dist.get_rank()]
+    with pytest.raises(
+        RuntimeError, match=r"together must write the 55 elements of embedding.weight once, got \d+; its mesh"
+    ):
+        save_checkpoint(model, None, path)
+    checkpoint_save.chunks_to_write = chunks_to_write
     with pytest.raises(FileNotFoundError, match=r"nothing there; check the path \[rank 1\]"):
         load_checkpoint(model, None, path if dist.get_rank() == 0 else f"{folder}/nowhere")
     assert load_checkpoint(model, None, path) == {"step": 1}

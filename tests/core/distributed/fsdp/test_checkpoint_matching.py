@@ -15,15 +15,20 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.distributed.fsdp import (
+    FullyShardedDataParallel,
     MixedPrecisionPolicy,
     fully_shard,
     fully_shard_optimizer,
     load_checkpoint,
+    microbatch,
     save_checkpoint,
 )
+from megatron.core.distributed.fsdp.checkpoint_state import unwrapped
 from megatron.core.distributed.fsdp.fully_shard import contexts_of
-from tests.core.distributed.fsdp.checkpoint_models import TiedModel, adamw, sharded_model, train, whole_state
+from megatron.core.transformer.transformer_config import TransformerConfig
+from tests.core.distributed.fsdp.checkpoint_models import Block, TiedModel, adamw, sharded_model, train, whole_state
 
 
 @pytest.fixture(autouse=True)
@@ -116,15 +121,23 @@ def test_wrapped_bare_and_partly_sharded_models_load_each_other(tmp_path: Path) 
         "root": sharded_model("optim_grads_params"),
         "wrapper": Wrapper(Wrapper(sharded_model("optim", seed=2))),
         "parent": parent,
+        "adapter": FullyShardedDataParallel(
+            TransformerConfig(num_layers=1, hidden_size=4, num_attention_heads=1),
+            DistributedDataParallelConfig(use_megatron_fsdp=True, data_parallel_sharding_strategy="optim_grads_params"),
+            TiedModel(),
+            fsdp_unit_modules=[Block],
+        ),
     }
+    inside = {name: unwrapped(model) for name, model in models.items()}
+    assert all(isinstance(model, TiedModel) for model in inside.values())
     for name, model in models.items():
-        inner = model.module.module if name == "wrapper" else model
+        inner = inside[name]
         optimizer = adamw(inner)
         train(inner, optimizer, 1)
         wrapped = SimpleNamespace(optimizer=SimpleNamespace(optimizer=optimizer))
         save_checkpoint(model, wrapped, tmp_path / name)
         for other, target in models.items():
-            inner_target = target.module.module if other == "wrapper" else target
+            inner_target = inside[other]
             target_optimizer = adamw(inner_target)
             load_checkpoint(target, target_optimizer, tmp_path / name)
             assert whole_state(inner_target, target_optimizer) == whole_state(inner, optimizer), (name, other)
@@ -326,9 +339,9 @@ def test_damaged_files_are_found_before_anything_changes(tmp_path: Path) -> None
 
 def test_an_unsharded_unit_is_refused_since_it_would_keep_its_old_values(tmp_path: Path) -> None:
     model = sharded_model("optim_grads_params", num_blocks=1)
-    save_checkpoint(model, None, tmp_path / "a")
+    optimizer = adamw(model)
     model.blocks[0].unshard()
-    save_checkpoint(model, None, tmp_path / "a")  # the main weights are where they were
+    save_checkpoint(model, optimizer, tmp_path / "a")  # the main weights are where they were
     with pytest.raises(RuntimeError, match=r"must be sharded while.*of a FsdpBlock unsharded.*reshard\(\)"):
         load_checkpoint(model, None, tmp_path / "a")
     model.blocks[0].reshard()
@@ -403,20 +416,30 @@ def test_a_learning_rate_tensor_is_set_in_place(tmp_path: Path) -> None:
 # ---- values -----------------------------------------------------------------------------------------------------
 
 
-def test_the_next_forward_sees_what_was_loaded(tmp_path: Path) -> None:
-    """Also where forward reads a copy of the main weights that was made, or is being gathered, before."""
+@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads_params"])
+def test_the_next_forward_sees_what_was_loaded(tmp_path: Path, strategy: str) -> None:
+    """Also where forward reads a copy of the main weights that was made, or is being gathered, ahead of the load."""
     policy = MixedPrecisionPolicy(main_params_dtype=torch.float64)
+    model, other = (sharded_model(strategy, seed=seed, policy=policy) for seed in (0, 1))
+    save_checkpoint(model, None, tmp_path / "a")
+    wanted = train(model, adamw(model), 1)
+    train(other, adamw(other), 3)
+    for context in contexts_of(other):
+        assert context.plan is not None
+        context.prepare_forward()
+    load_checkpoint(other, None, tmp_path / "a")
+    assert train(other, adamw(other), 1) == wanted
+
+
+def test_the_next_microbatch_sees_what_was_loaded(tmp_path: Path) -> None:
+    model, other = (sharded_model("optim_grads_params", seed=seed) for seed in (0, 1))
+    save_checkpoint(model, None, tmp_path / "a")
     tokens = torch.arange(6).view(2, 3)
-    for strategy in ("no_shard", "optim", "optim_grads_params"):
-        model, other = (sharded_model(strategy, seed=seed, policy=policy) for seed in (0, 1))
-        save_checkpoint(model, None, tmp_path / strategy)
-        with torch.no_grad():
-            wanted = model(tokens)
-            assert other(tokens) != wanted
-            for context in contexts_of(other):
-                context.prepare_forward()
-            load_checkpoint(other, None, tmp_path / strategy)
-            assert other(tokens) == wanted
+    with torch.no_grad(), microbatch(other, is_first=True):
+        assert other(tokens) != model(tokens)
+    load_checkpoint(other, None, tmp_path / "a")
+    with torch.no_grad(), microbatch(other, is_first=False):
+        assert other(tokens) == model(tokens)
 
 
 def test_extra_state_comes_back_as_it_was_at_the_call(tmp_path: Path) -> None:
