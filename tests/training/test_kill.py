@@ -115,16 +115,23 @@ def test_sigterm_to_one_rank_saves_and_ends_all(start: Start, corpus: str, tmp_p
 
 
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize(("kills", "iterations"), [(1, 12), pytest.param(20, 400, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("kills", "iterations", "save"),
+    [
+        (1, 12, ""),
+        pytest.param(20, 400, "", marks=pytest.mark.slow),
+        pytest.param(5, 150, "--async-save", marks=pytest.mark.slow),
+    ],
+)
 def test_a_killed_run_goes_on_to_the_last_bit(
-    start: Start, corpus: str, tmp_path: Path, kills: int, iterations: int
+    start: Start, corpus: str, tmp_path: Path, kills: int, iterations: int, save: str
 ) -> None:
     """A rank is killed at random moments of training and of saving; the other notices and ends by itself."""
     flags = f"{_RESUMABLE} {corpus} --train-iters {iterations}"
     expected = _losses(_finish(start(flags.replace("--save-interval 2", ""))))
     assert len(expected) == iterations
     folder = tmp_path / "checkpoints"
-    flags += f" --save {folder} --load {folder}"
+    flags += f" --save {folder} --load {folder} {save}"
     generator = random.Random(kills)
     for _ in range(kills):
         processes = start(flags)
