@@ -14,7 +14,7 @@ class DistributedDataParallelConfig:
 
     Raises:
         NotImplementedError: a setting that is not served, by name.
-        ValueError: an unknown strategy.
+        ValueError: an unknown strategy, or one that other settings contradict.
     """
 
     use_megatron_fsdp: bool = False
@@ -24,7 +24,7 @@ class DistributedDataParallelConfig:
     """What is sharded: nothing, optimizer state (ZeRO-1), gradients too (ZeRO-2), weights too (ZeRO-3)."""
 
     use_distributed_optimizer: bool = False
-    """Megatron's flag for sharded optimizer state; the strategy decides here, so it must not contradict it."""
+    """Megatron's flag for sharded optimizer state; ``data_parallel_sharding_strategy`` decides what is sharded."""
 
     overlap_grad_reduce: bool = False
     """A unit's gradients are reduced while the backward of the next runs; off, compute waits for each reduction."""
@@ -80,6 +80,11 @@ class DistributedDataParallelConfig:
         if not self.use_megatron_fsdp and self.data_parallel_sharding_strategy != "no_shard":
             raise ValueError(
                 f"data_parallel_sharding_strategy={self.data_parallel_sharding_strategy!r} needs use_megatron_fsdp=True"
+            )
+        if self.use_distributed_optimizer and not self.use_megatron_fsdp:
+            raise ValueError(
+                "use_distributed_optimizer=True must come with use_megatron_fsdp=True, got False; "
+                "data_parallel_sharding_strategy='optim' shards the optimizer state alone"
             )
         if self.suggested_communication_unit_size is not None and self.suggested_communication_unit_size < 1:
             raise ValueError(

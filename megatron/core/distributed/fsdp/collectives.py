@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -12,6 +13,16 @@ from megatron.core.distributed.fsdp.mixed_precision import SERVED_DTYPES
 from megatron.core.distributed.fsdp.torch_versions import all_gather_single, reduce_scatter_single
 
 
+def unfinished(what: str, axes: Sequence[Transport], error: RuntimeError) -> RuntimeError:
+    """The error that says what this rank was doing and whom it waited for, when a collective has failed or timed out."""
+    ranks = [list(axis.ranks) for axis in axes]
+    return RuntimeError(
+        f"{what} must be joined by all of ranks {ranks[0] if len(ranks) == 1 else ranks}, and did not finish on rank "
+        f"{dist.get_rank()}, which waited for the others: {error}. If a rank has stopped, its own log says why; if none "
+        "has, ranks run units in different orders"
+    )
+
+
 class Transport(Protocol):
     """Moves flat buffers along one mesh axis. Every rank of the axis must call, in the same order.
 
@@ -20,6 +31,7 @@ class Transport(Protocol):
 
     size: int
     rank: int
+    ranks: Sequence[int]  # of the whole run
     widens: bool  # reduce_scatter and all_reduce may write their sum in a wider dtype than that of the pieces
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> None:
@@ -41,6 +53,9 @@ class LocalTransport:
     size = 1
     rank = 0
     widens = True
+
+    def __init__(self, ranks: Sequence[int] = (0,)) -> None:
+        self.ranks: Sequence[int] = ranks
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> None:
         if full.data_ptr() != shard.data_ptr():
@@ -70,6 +85,7 @@ class ProcessGroupTransport:
         self.gather_group = gather_group
         self.size = group.size()
         self.rank = group.rank()
+        self.ranks: Sequence[int] = dist.get_process_group_ranks(group)
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> None:
         all_gather_single(_movable(full), _movable(shard), group=self.gather_group)
@@ -131,7 +147,7 @@ def make_transport(group: ProcessGroup, gather_group: ProcessGroup, device: torc
         ValueError: the group's backend does not serve the device.
     """
     if group.size() == 1:
-        return LocalTransport()
+        return LocalTransport(dist.get_process_group_ranks(group))
     if device.type == "cuda":
         backend = str(dist.get_backend_config(group))  # such as "cpu:gloo,cuda:nccl"
         if "nccl" not in backend:

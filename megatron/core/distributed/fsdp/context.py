@@ -150,9 +150,10 @@ class FsdpContext:
         """In the scope, weights are synchronised once (``is_first``) or not at all, and gradients summed over ranks
         at rest placement only, or (``is_last``) to the optimizer's."""
         previous = self.is_last_microbatch
-        if is_first and not self._epoch_is_open:
+        if self._epoch_is_open:
+            self._use_prepared_epoch()
+        elif is_first:
             self._open_epoch()
-        self._epoch_is_open = False
         self.is_last_microbatch = is_last
         self._scope_depth += 1
         if is_first:
@@ -192,11 +193,20 @@ class FsdpContext:
             self._prefetch_use(self.plan.uses[0], forward=True)
 
     def weights_changed(self) -> None:
-        """Afterwards nothing that was gathered ahead is used: main weights were written since."""
-        self._epoch_is_open = False
+        """Afterwards the next forward uses the main weights as they are now, also in a scope that is not a step's first."""
         self.gatherer.release_idle()
-        for group in self.groups:
-            group.synced_epoch = -1
+        self._open_epoch()
+        self._epoch_is_open = False
+
+    def _use_prepared_epoch(self) -> None:
+        """Afterwards a step begins on the weights that ``prepare_forward`` has begun to gather."""
+        self._epoch_is_open = False
+        for group in self.gatherer.live:
+            if group.main_version != group.synced_version and not group.pinned:
+                raise RuntimeError(
+                    f"weights of {group} were written after start_param_sync had begun to gather them, so that forward would "
+                    "read the old ones; call start_param_sync after the optimizer's step, or use fully_shard_optimizer"
+                )
 
     # ---- forward ------------------------------------------------------------------------------------------------
 
@@ -283,9 +293,10 @@ class FsdpContext:
             self.streams.follow_caller()
         self._recover()
         if self._scope_depth == 0:
-            if not self._epoch_is_open:
+            if self._epoch_is_open:
+                self._use_prepared_epoch()
+            else:
                 self._open_epoch()
-            self._epoch_is_open = False
         self._check_trainable()
         for group in self.groups:
             if group.trainable:
@@ -440,6 +451,11 @@ class FsdpContext:
     def epoch_is_open(self) -> bool:
         """True between ``prepare_forward`` and the forward or microbatch that it prepared."""
         return self._epoch_is_open
+
+    @property
+    def is_running(self) -> bool:
+        """True within a forward or a backward."""
+        return self._depth > 0 or (self._backward_end is not None and self._backward_end() is not None)
 
     @property
     def has_failed(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -47,17 +48,20 @@ class FSDPDistributedIndex:
             mesh: DeviceMesh | None = getattr(self, mesh_name)
             if mesh is None:
                 continue
-            for axis_name in ("dp_shard_dim", "dp_outer_dim"):
+            for axis_name in ("dp_shard_dim", "dp_outer_dim", "tp_dim"):
                 axis = getattr(self, axis_name)
                 if axis is not None and axis not in (mesh.mesh_dim_names or ()):
                     raise ValueError(
                         f"{axis_name} must name an axis of {mesh_name} {mesh.mesh_dim_names}, got {axis!r}"
                     )
         for is_expert, group in ((False, self.fsdp_group_ag), (True, self.expt_fsdp_group_ag)):
-            if group is not None and group.size() != self.get_fsdp_group(is_expert).size():
+            if group is None:
+                continue
+            expected = dist.get_process_group_ranks(self.get_fsdp_group(is_expert))
+            if dist.get_process_group_ranks(group) != expected:
                 raise ValueError(
-                    f"the all-gather group must hold the {self.get_fsdp_group(is_expert).size()} ranks of the sharding "
-                    f"axis, got {group.size()} ranks"
+                    f"{'expt_fsdp_group_ag' if is_expert else 'fsdp_group_ag'} must hold the ranks {expected} of the "
+                    f"sharding axis in that order, got {dist.get_process_group_ranks(group)}"
                 )
 
     def get_root_mesh(self, is_expert_parallel: bool = False) -> DeviceMesh:

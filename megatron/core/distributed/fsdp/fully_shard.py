@@ -204,8 +204,10 @@ def _group_mesh(
             )
         mesh = mesh[axis if isinstance(axis, str) else mesh.mesh_dim_names[axis]]
     group = mesh.get_group()
-    if gather_group is not None and gather_group.size() != group.size():
-        raise ValueError(f"fsdp_group_ag must hold the mesh's {group.size()} ranks, got {gather_group.size()}")
+    if gather_group is not None:
+        own, given = dist.get_process_group_ranks(group), dist.get_process_group_ranks(gather_group)
+        if own != given:
+            raise ValueError(f"fsdp_group_ag must hold the mesh's ranks {own} in that order, got {given}")
     device = (
         torch.device("cuda", torch.cuda.current_device())
         if mesh.device_type == "cuda"
@@ -216,17 +218,17 @@ def _group_mesh(
 
 def _own_modules(root: nn.Module) -> list[tuple[str, nn.Module]]:
     """(name, module) of the tree without nested units, root first, each module once."""
-    found: dict[nn.Module, str] = {}
-
-    def walk(module: nn.Module, prefix: str) -> None:
-        if module in found or (isinstance(module, FsdpModule) and module is not root):
-            return
-        found[module] = prefix
-        for name, child in module.named_children():
-            walk(child, f"{prefix}.{name}" if prefix else name)
-
-    walk(root, "")
+    found: dict[nn.Module, str] = {root: ""}
+    _add_children(root, "", found)
     return [(name, module) for module, name in found.items()]
+
+
+def _add_children(module: nn.Module, prefix: str, found: dict[nn.Module, str]) -> None:
+    # Not a closure that calls itself: that is a cycle, and would keep the module until the collector comes.
+    for name, child in module.named_children():
+        if child not in found and not isinstance(child, FsdpModule):
+            found[child] = prefix + name
+            _add_children(child, f"{prefix}{name}.", found)
 
 
 def _collect(

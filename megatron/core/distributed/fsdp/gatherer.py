@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from megatron.core.distributed.fsdp.collectives import unfinished
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup
 from megatron.core.distributed.fsdp.plan import Recorder
 from megatron.core.distributed.fsdp.streams import Edge, Role, Streams
@@ -46,11 +47,17 @@ class Gatherer:
         self.streams.wait(Edge.WEIGHTS_UPDATED, self._updated)
         self._updated = None
         with torch.no_grad(), self.streams.on(Role.GATHER):
-            if forward:
-                self._sync(group, is_stale)
-            if group.needs_gather:
-                group.gather()
-                self.num_gathers += 1
+            try:
+                if forward:
+                    self._sync(group, is_stale)
+                if group.needs_gather:
+                    group.gather()
+                    self.num_gathers += 1
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError as error:
+                what = f"all-gather of the weights of {group} ({'forward' if forward else 'backward'})"
+                raise unfinished(what, group.group_mesh.axes, error) from error
         group.gathered = self.streams.record(Role.GATHER)
         group.is_gathered = True
         if group.needs_gather:

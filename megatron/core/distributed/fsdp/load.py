@@ -19,6 +19,9 @@ def watch_loads(unit: FsdpUnit, modules: Sequence[tuple[str, nn.Module]]) -> Non
 
     A value of another shape is left to ``load_state_dict``, which refuses it by name, as it does missing and extra
     keys. What was gathered ahead is dropped, so that the next forward sees what was loaded.
+
+    Raises (from ``load_state_dict``):
+        RuntimeError: the unit is unsharded, or running.
     """
     unit_ref = weakref.ref(unit)
 
@@ -26,6 +29,11 @@ def watch_loads(unit: FsdpUnit, modules: Sequence[tuple[str, nn.Module]]) -> Non
         unit = unit_ref()
         if unit is None:
             return
+        if any(group.pinned or group.num_users for group in unit.groups):
+            raise RuntimeError(
+                f"load_state_dict must find sharded parameters, got those of {unit.name} gathered, where what is loaded would "
+                "be lost; call reshard() first, and not from within forward"
+            )
         for key, parameter in module._parameters.items():
             value = state_dict.get(prefix + key)
             if isinstance(parameter, DTensor) and isinstance(value, torch.Tensor) and value.shape == parameter.shape:

@@ -150,13 +150,16 @@ class FullyShardedDataParallel(nn.Module):
         groups = [group for group in self.parameter_groups if group.has_main_grad]
         if not groups:
             return
-        finite = torch.stack([group.main_grad_storage.flat.isfinite().all() for group in groups]).to(torch.int32)
+        grads = [parameter.grad.to_local() for group in groups for parameter in group.sharded]  # type: ignore[union-attr]
+        names = [group.name_of(index) for group in groups for index in range(len(group.parameters))]
+        finite = torch.stack([grad.isfinite().all() for grad in grads]).to(torch.int32)
         dist.all_reduce(finite, op=dist.ReduceOp.MIN, group=self.dist_index.get_dp_group())
         if not finite.all():
-            group = groups[int((finite == 0).nonzero()[0])]
+            bad = [name for name, is_finite in zip(names, finite.tolist(), strict=True) if not is_finite]
+            others = f" and {len(bad) - 1} other parameters" if len(bad) > 1 else ""
             raise RuntimeError(
-                f"gradients must be finite, got NaN or infinity among those of {group.parameters[0].name} and the "
-                f"{len(group.parameters) - 1} parameters beside it (rank {dist.get_rank()} and all others stop here)"
+                f"gradients must be finite, got NaN or infinity in that of {bad[0]}{others} (rank {dist.get_rank()} and "
+                "all others stop here)"
             )
 
     @torch.no_grad()
@@ -172,6 +175,10 @@ class FullyShardedDataParallel(nn.Module):
             group.clear_grads()
 
     # ---- state --------------------------------------------------------------------------------------------------
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """The sharded main weights under the names of the unwrapped model, which ``load_state_dict`` takes."""
+        return self.module.state_dict(*args, **kwargs)
 
     def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
         """The sharded main weights under the names of the unwrapped model."""
@@ -246,14 +253,20 @@ def _tie_output_layer(model: nn.Module) -> None:
     """Afterwards an output layer that is given the embedding's weight has it gathered when it runs.
 
     The model hands the weight over before the output layer runs, when it is sharded; the layer's unit borrows the
-    embedding's group, and a hook puts the gathered weight in its place.
+    embedding's group, and a hook puts the gathered weight in its place. Where the output layer is no unit, the
+    weight stays gathered while the root runs, which is around it.
     """
     output_layer = getattr(model, "output_layer", None)
     shares = getattr(model, "share_embeddings_and_output_weights", False) and getattr(model, "pre_process", False)
-    if not shares or not isinstance(output_layer, FsdpModule):
+    if not shares or output_layer is None:
         return
     embedding = model.embedding.word_embeddings  # type: ignore[union-attr]
     group = embedding.weight._fsdp_group()  # type: ignore[union-attr, operator]
+    if not isinstance(output_layer, FsdpModule):
+        assert isinstance(model, FsdpModule)
+        if group not in model._fsdp_unit.groups:
+            model._fsdp_unit.borrow(group)
+        return
     output_layer._fsdp_unit.borrow(group)
 
     def with_gathered_weight(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

@@ -64,19 +64,32 @@ class FsdpModule(nn.Module if TYPE_CHECKING else object):  # type: ignore[misc]
         find_context(self).unpin(self._fsdp_unit)
 
     def _apply(self, fn: Any, recurse: bool = True) -> nn.Module:
+        """Afterwards ``fn`` has converted the buffers; it must leave the parameters' dtype and device alone.
+
+        What it made of the parameters is dropped: PyTorch would put another object in the place of each DTensor.
+        """
         groups = [group for module in fsdp_modules(self) for group in module.parameter_groups]
-        before = [group.main_weight.local.data_ptr() for group in groups]
-        dtypes = [group.sharded[0].dtype for group in groups]
-        super()._apply(fn, recurse)
-        for group, address, dtype in zip(groups, before, dtypes, strict=True):
-            local = group.sharded[0]._local_tensor  # type: ignore[attr-defined]
-            if group.sharded[0].dtype != dtype or local.device != group.main_weight.local.device:
+        for group in groups:
+            with torch.no_grad():
+                own, converted = group.main_weight.local[:1], fn(group.main_weight.local[:1])
+            if converted.dtype != own.dtype or converted.device != own.device:
                 raise RuntimeError(
-                    f"the dtype and device of sharded parameters must stay {dtype} on {group.device}, got "
-                    f"{group.sharded[0].dtype} on {local.device} from .to(), .half(), .cuda() or the like; convert the "
-                    "module before fully_shard. It cannot be used any more"
+                    f"the dtype and device of sharded parameters must stay {own.dtype} on {own.device}, got {converted.dtype} "
+                    f"on {converted.device} from .to(), .half(), .cuda() or the like; convert the module before fully_shard"
                 )
-            assert group.main_weight.local.data_ptr() == address
+        hidden = [
+            (module, key, parameter)
+            for module in self.modules()
+            for key, parameter in module._parameters.items()
+            if hasattr(parameter, "_fsdp_group")
+        ]
+        for module, key, _ in hidden:
+            module._parameters[key] = None
+        try:
+            super()._apply(fn, recurse)
+        finally:
+            for module, key, parameter in hidden:
+                module._parameters[key] = parameter
         return self
 
     def __deepcopy__(self, memo: Any) -> Any:
@@ -114,6 +127,7 @@ def find_context(module: FsdpModule) -> FsdpContext:
     if unit.context is None:
         context = FsdpContext(_device_of(module))
         _adopt(module, context)
+        _check_ties(module, context)
         return context
     return unit.context
 
@@ -128,6 +142,16 @@ def _adopt(root: FsdpModule, context: FsdpContext) -> None:
         if unit.context is not None and (unit.context.is_shared or not unit.context.disband()):
             continue
         context.register(unit)
+
+
+def _check_ties(root: FsdpModule, context: FsdpContext) -> None:
+    for unit in context.units:
+        for group in unit.borrowed_groups:
+            if group.context is None or group.context() is not context:
+                raise RuntimeError(
+                    f"units that share weights must run under one root, got {unit.name}, which shares {group} with a unit "
+                    f"outside of {type(root).__name__}; call fully_shard on a module around both, and run that first"
+                )
 
 
 def _device_of(root: FsdpModule) -> torch.device:

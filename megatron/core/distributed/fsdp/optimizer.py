@@ -18,9 +18,10 @@ def fully_shard_optimizer(optimizer: OptimizerT) -> OptimizerT:
     """Afterwards the optimizer refuses to step where that would train on wrong gradients, and frees them when cleared.
 
     The parameters of a sharded model work with any ``torch.optim`` optimizer as they are; its state is sharded like
-    them. What this adds: ``step`` is refused after a backward that failed or that was not a step's last microbatch;
-    gradients in another dtype than the main weights are cast for the step; ``zero_grad(set_to_none=True)`` frees the
-    memory of main gradients at once; weights that were gathered ahead of the step are gathered anew.
+    them. What this adds: ``step`` is refused in the middle of a pass, after a backward that failed, and after one that
+    was not a step's last microbatch; gradients in another dtype than the main weights are cast for the step;
+    ``zero_grad(set_to_none=True)`` frees the memory of main gradients at once; weights that were gathered ahead of
+    the step are gathered anew.
 
     Args:
         optimizer: built over the parameters of a model *after* ``fully_shard``.
@@ -37,11 +38,13 @@ def fully_shard_optimizer(optimizer: OptimizerT) -> OptimizerT:
     watch = _StepWatch(groups)
     optimizer.register_step_pre_hook(watch.before_step)
     optimizer.register_step_post_hook(watch.after_step)
-    zero_grad = optimizer.zero_grad
+    zero_grad = weakref.WeakMethod(optimizer.zero_grad)  # whoever holds the optimizer calls it; no cycle
 
     def zero_grad_and_free(set_to_none: bool = True) -> None:
-        zero_grad(set_to_none=set_to_none)
-        for group in groups:
+        own = zero_grad()
+        assert own is not None
+        own(set_to_none=set_to_none)
+        for group in watch.groups():
             group.free_main_grad_if_cleared()
 
     optimizer.zero_grad = zero_grad_and_free  # type: ignore[method-assign]
@@ -49,10 +52,10 @@ def fully_shard_optimizer(optimizer: OptimizerT) -> OptimizerT:
 
 
 class _StepWatch:
-    """What happens around a step."""
+    """What happens around a step. It holds no groups: an optimizer that outlives its model keeps main weights alone."""
 
     def __init__(self, groups: list[FsdpParameterGroup]) -> None:
-        self._groups = groups
+        self._groups = [weakref.ref(group) for group in groups]
         self._cast = [
             (parameter, parameter.dtype)
             for group in groups
@@ -61,18 +64,26 @@ class _StepWatch:
         ]
         self._kept: list[tuple[nn.Parameter, torch.Tensor]] = []
 
+    def groups(self) -> list[FsdpParameterGroup]:
+        return [group for ref in self._groups if (group := ref()) is not None]
+
     def _contexts(self) -> list[FsdpContext]:
-        found = (group.context() for group in self._groups if group.context is not None)
+        found = (group.context() for group in self.groups() if group.context is not None)
         return list(dict.fromkeys(context for context in found if context is not None))
 
     def before_step(self, *_: Any) -> None:
         for context in self._contexts():
+            if context.is_running:
+                raise RuntimeError(
+                    "optimizer.step() must come after forward and backward, got a call in the middle of one, where some "
+                    "gradients are not reduced yet and weights are in use; call it when backward() has returned"
+                )
             if context.has_failed:
                 raise RuntimeError(
                     "optimizer.step() needs the gradients of a whole backward, but the last one did not finish; call "
                     "zero_grad() and run forward and backward again"
                 )
-        partial = [group.name_of(0) for group in self._groups if group.has_partial]
+        partial = [group.name_of(0) for group in self.groups() if group.has_partial]
         if partial:
             raise RuntimeError(
                 "optimizer.step() needs gradients reduced over the ranks, but the last microbatch has not come: "
@@ -89,8 +100,7 @@ class _StepWatch:
             parameter.grad = grad
         self._kept.clear()
         for context in self._contexts():
-            if context.epoch_is_open:
-                context.weights_changed()
+            context.weights_changed()
 
 
 def _groups_of(optimizer: torch.optim.Optimizer) -> list[FsdpParameterGroup]:

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from megatron.core.distributed.fsdp.collectives import Transport
+from megatron.core.distributed.fsdp.collectives import Transport, unfinished
 from megatron.core.distributed.fsdp.dbuffer import DBuffer
 from megatron.core.distributed.fsdp.layout import FlatLayout, pack_rows
 from megatron.core.distributed.fsdp.mixed_precision import GroupDtypes
@@ -149,7 +149,10 @@ class FsdpParameterGroup:
         for index, parameter in enumerate(self.parameters):
             full.view(index).copy_(parameter.original.data)
         for axis in self.group_mesh.axes:
-            axis.broadcast(full.local)
+            try:
+                axis.broadcast(full.local)
+            except RuntimeError as error:
+                raise unfinished(f"broadcast of the initial weights of {self}", [axis], error) from error
         if self.needs_gather:
             self.model_weight = self._buffer(self.placements.parameter, self.dtypes.compute)
             self.model_weight.local.copy_(full.piece(self.placements.parameter))
@@ -283,8 +286,8 @@ class FsdpParameterGroup:
 
     @property
     def main_version(self) -> int:
-        """Grows with each in-place write to the main weights that autograd's version counter sees."""
-        return self.main_weight.local._version
+        """Grows with each in-place write to the sharded parameters, or to their local tensors, that autograd counts."""
+        return sum(parameter._version + parameter._local_tensor._version for parameter in self.sharded)  # type: ignore[attr-defined]
 
     def broadcast_replicas(self) -> None:
         """Afterwards main weights that are replicated over an axis equal its first rank's. Ranks: all of the mesh."""

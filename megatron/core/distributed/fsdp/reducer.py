@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from megatron.core.distributed.fsdp.collectives import unfinished
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup
 from megatron.core.distributed.fsdp.plan import Recorder
 from megatron.core.distributed.fsdp.streams import Edge, Role, Streams
@@ -78,7 +79,12 @@ class Reducer:
         overwrite = group.prepare_main_grad()
         self.streams.wait(Edge.GRADS_WRITTEN, self.streams.record(Role.COMPUTE))
         with torch.no_grad(), self.streams.on(Role.REDUCE):
-            group.reduce(overwrite=overwrite)
+            try:
+                group.reduce(overwrite=overwrite)
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError as error:
+                raise unfinished(f"reduction of the gradients of {group}", group.group_mesh.axes, error) from error
             if self.poisons:
                 group.staging_storage.flat.fill_(float("nan"))
         self.num_reductions += 1

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+# The first DTensor would import this, and torch.fx.wrap, which runs during the import, leaves a cycle that holds the
+# frames of everybody who is being called: the first model would stay until the collector comes. Delete this line when
+# torch.fx.wrap no longer keeps its frame, or DTensor no longer imports dynamo.
+import torch._dynamo  # noqa: F401
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 
