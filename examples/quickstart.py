@@ -35,7 +35,7 @@ SEQ_LENGTH = 128
 PROMPT = "import os\nimport sys\n\n\ndef "
 
 MODEL_FLAGS = f"""
---num-layers 4 --hidden-size 192 --ffn-hidden-size 512 --num-attention-heads 6
+--num-layers 4 --hidden-size 128 --ffn-hidden-size 352 --num-attention-heads 4 --init-method-std 0.06
 --seq-length {SEQ_LENGTH} --max-position-embeddings {SEQ_LENGTH} --position-embedding-type rope
 --normalization RMSNorm --swiglu --disable-bias-linear --attention-dropout 0 --hidden-dropout 0
 --tokenizer-type ByteLevelTokenizer

@@ -1,0 +1,116 @@
+"""Packaging: what is imported is declared, what is declared is used, and what is pinned is what is declared."""
+
+from __future__ import annotations
+
+import ast
+import re
+import runpy
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import setuptools
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+OWN = {"megatron", "tests", "tools", "examples", "benchmarks", "pretrain_gpt"}
+DISTRIBUTION_OF_MODULE = {"pytest_timeout": "pytest-timeout"}
+
+
+@pytest.fixture(scope="module")
+def metadata() -> dict[str, Any]:
+    """The arguments of ``setup``."""
+    given: dict[str, Any] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(setuptools, "setup", given.update)
+        patch.chdir(REPOSITORY)
+        runpy.run_path("setup.py")
+    return given
+
+
+def third_party_imports(folder: str) -> dict[str, set[str]]:
+    """{top-level module: files that import it}, without the standard library and the repository's own."""
+    found: dict[str, set[str]] = defaultdict(set)
+    for path in sorted((REPOSITORY / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.level == 0:
+                names = [node.module or ""]
+            for name in names:
+                top = name.split(".")[0]
+                if top not in sys.stdlib_module_names and top not in OWN:
+                    found[top].add(path.relative_to(REPOSITORY).as_posix())
+    return found
+
+
+def names_of(requirements: list[str]) -> set[str]:
+    return {re.split(r"[<>=!~\[]", requirement)[0].strip().lower() for requirement in requirements}
+
+
+def test_what_the_library_imports_is_required_or_optional_in_one_file(metadata: dict[str, Any]) -> None:
+    """An optional package that several files import would have to be guarded in each of them."""
+    required = names_of(metadata["install_requires"])
+    optional = set().union(*(names_of(extra) for extra in metadata["extras_require"].values()))
+    for module, files in third_party_imports("megatron").items():
+        if module not in required:
+            assert module in optional, f"{module} is imported by {files} and must be declared in setup.py"
+            assert len(files) == 1, f"the optional package {module} must be imported in one file, got {sorted(files)}"
+
+
+def test_what_scripts_and_tests_import_is_declared(metadata: dict[str, Any]) -> None:
+    declared = names_of(metadata["install_requires"] + metadata["extras_require"]["all"])
+    for folder in ("tools", "examples", "tests"):
+        for module, files in third_party_imports(folder).items():
+            name = DISTRIBUTION_OF_MODULE.get(module, module)
+            assert name in declared | {"setuptools"}, (
+                f"{module} is imported by {files} and must be declared in setup.py"
+            )
+
+
+def test_what_is_required_is_imported(metadata: dict[str, Any]) -> None:
+    assert names_of(metadata["install_requires"]) <= third_party_imports("megatron").keys()
+
+
+def test_everything_that_is_installed_has_a_pinned_version(metadata: dict[str, Any]) -> None:
+    lines = (REPOSITORY / "constraints.txt").read_text().splitlines()
+    pins = dict(line.split("==") for line in lines if line and not line.startswith("#"))
+    declared = names_of(metadata["install_requires"] + metadata["extras_require"]["all"])
+    assert declared <= {name.lower() for name in pins}, "constraints.txt must pin what setup.py declares"
+    assert pins["torch"] == "2.13.0"
+
+
+def test_install_script_looks_for_what_is_declared(metadata: dict[str, Any]) -> None:
+    """Its list of modules decides whether a system's Python has all that is needed."""
+    script = (REPOSITORY / "examples/install.sh").read_text()
+    modules = {name for listed in re.findall(r"modules \+?= (\[.*\])", script) for name in ast.literal_eval(listed)}
+    names = {DISTRIBUTION_OF_MODULE.get(module, module) for module in modules}
+    assert names == names_of(metadata["install_requires"] + metadata["extras_require"]["all"])
+
+
+def test_metadata_names_the_packages_and_the_licence(metadata: dict[str, Any]) -> None:
+    assert {"megatron.core", "megatron.core.distributed.fsdp", "megatron.training"} <= set(metadata["packages"])
+    assert not any(package.split(".")[0] != "megatron" for package in metadata["packages"])
+    assert metadata["license"] == "Apache-2.0" and metadata["python_requires"] == ">=3.11"
+    assert not (REPOSITORY / "megatron/__init__.py").exists(), "megatron is a namespace package"
+
+
+def test_licence_is_the_text_of_apache_2_without_an_owner() -> None:
+    text = (REPOSITORY / "LICENSE").read_text()
+    assert "Apache License" in text and "END OF TERMS AND CONDITIONS" in text
+    owners = [line.strip() for line in text.splitlines() if re.match(r"\s*Copyright\b", line)]
+    assert owners == ["Copyright [yyyy] [name of copyright owner]"]
+
+
+def test_every_folder_of_the_library_is_a_package_that_is_installed(metadata: dict[str, Any]) -> None:
+    folders = {path.parent.relative_to(REPOSITORY) for path in (REPOSITORY / "megatron").rglob("*.py")}
+    assert {".".join(folder.parts) for folder in folders} <= set(metadata["packages"])
+
+
+@pytest.mark.parametrize("script", ["examples/install.sh", "examples/quickstart.sh", "tests/run.sh", ".ci/run"])
+def test_shell_scripts_are_well_formed(script: str) -> None:
+    subprocess.run(["bash", "-n", str(REPOSITORY / script)], check=True)
