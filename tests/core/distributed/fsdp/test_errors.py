@@ -204,10 +204,10 @@ def dtype_and_device_stay() -> None:
     assert not all(
         torch.equal(old, parameter.to_local()) for old, parameter in zip(before, net.parameters(), strict=True)
     )
-    for harmful in (lambda: net.to(torch.bfloat16), lambda: net.double(), lambda: net.to("meta")):
-        net = shard_net(make_net())
+    for harmful in (lambda m: m.to(torch.bfloat16), nn.Module.double, lambda m: m.to("meta")):
         with pytest.raises(RuntimeError, match=r"dtype and device of sharded parameters must stay.*before fully_shard"):
-            harmful()
+            harmful(net)
+    net_loss(net, my_piece(1)).backward()
 
 
 @CHECKS.on(2)
