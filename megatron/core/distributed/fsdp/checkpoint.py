@@ -44,7 +44,8 @@ def save_checkpoint(
             Under ``"per_rank"`` each rank gives its own, such as states of random number generators, and gets it back
             as the same rank.
         async_save: copy the state to host memory, then return; what is saved are the values of now. A thread of this
-            process writes them while training goes on, and talks to the other ranks over a gloo group of its own.
+            process writes them while training goes on, and talks to the other ranks over a gloo group of its own. Wait for
+            it before another save to the same path.
 
     Returns:
         The save that is under way; None when it is done.

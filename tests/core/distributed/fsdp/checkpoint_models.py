@@ -14,20 +14,21 @@ from megatron.core.distributed.fsdp.placement import strategy_placements
 
 
 class Block(nn.Module):
-    """Odd sizes, a bias, a 0-dim parameter, a frozen one of fewer rows than ranks, buffers of both kinds."""
+    """Odd sizes, two dtypes, a bias, a 0-dim parameter, a frozen one of one row, buffers of both kinds."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.up = nn.Linear(width, 2 * width + 1)
         self.down = nn.Linear(2 * width + 1, width, bias=False)
         self.scale = nn.Parameter(torch.tensor(0.5))
+        self.gain = nn.Parameter(torch.ones(width, dtype=torch.bfloat16))
         self.offset = nn.Parameter(torch.randn(1, width), requires_grad=False)
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
         self.register_buffer("scratch", torch.zeros(2), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
-        return x + self.offset + self.scale * self.down(torch.tanh(self.up(x)))
+        return x + self.offset + self.scale * self.down(torch.tanh(self.up(self.gain.float() * x)))
 
 
 class TiedModel(nn.Module):

@@ -10,6 +10,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from megatron.core.distributed.fsdp import checkpoint_save, load_checkpoint, save_checkpoint
 from tests.core.distributed.fsdp.checkpoint_models import adamw, sharded_model, train, whole_state
@@ -145,7 +148,7 @@ def check_failures(folder: str) -> None:
             save_checkpoint(model, None, path, extra_state={"rng": rng}, async_save=async_save)
     with pytest.raises(ValueError, match=r"all ranks must save to one path.*/b1 \(rank 1\)"):
         save_checkpoint(model, None, f"{folder}/b{dist.get_rank()}")
-    other = torch.nn.Linear(2, 2, bias=dist.get_rank() == 0)
+    other = nn.Linear(2, 2, bias=dist.get_rank() == 0)
     with pytest.raises(ValueError, match=r"must save the same model.*than rank 0's on rank 1;"):
         save_checkpoint(other, None, path)
     chunks_to_write = checkpoint_save.chunks_to_write
@@ -198,3 +201,45 @@ def count_calls(folder: str) -> list[tuple[int, int]]:
 def test_the_number_of_collectives_does_not_grow_with_the_model(tmp_path: Path) -> None:
     """Offsets come from the layout. Two agreements: each gathers (sizes, then data) and broadcasts (likewise)."""
     assert run_ranks(2, count_calls, str(tmp_path))[0] == [(8, 8), (8, 8)]
+
+
+# Placements on a mesh of two axes: (outer, inner).
+PLACEMENTS = {
+    "hybrid": (Replicate(), Shard(0)),
+    "outer": (Shard(0), Replicate()),
+    "both": (Shard(0), Shard(1)),
+    "neither": (Replicate(), Replicate()),
+}
+
+
+def model_on(mesh: DeviceMesh | None, seed: int) -> nn.Module:
+    """Weights that some other library has distributed, or whole ones without a mesh."""
+    model = nn.Module()
+    for name, placements in PLACEMENTS.items():
+        whole = torch.randn(5, 7, generator=torch.Generator().manual_seed(seed))
+        tensor = whole if mesh is None else distribute_tensor(whole, mesh, placements)
+        model.register_parameter(name, nn.Parameter(tensor))
+    return model
+
+
+def check_meshes(folder: str) -> list[int]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    model = model_on(mesh, 0)
+    save_checkpoint(model, None, f"{folder}/a")
+    other = model_on(mesh, 1)
+    load_checkpoint(other, None, f"{folder}/a")
+    assert whole_state(other) == whole_state(model)
+    whole = model_on(None, 1)
+    load_checkpoint(whole, None, f"{folder}/a")
+    assert whole_state(whole) == whole_state(model_on(None, 0))
+    replicas = nn.Module()
+    for index in range(8):
+        weight = nn.Parameter(distribute_tensor(torch.randn(100, 100), mesh, PLACEMENTS["neither"]))
+        replicas.register_parameter(f"weight{index}", weight)
+    save_checkpoint(replicas, None, f"{folder}/b")
+    return [Path(folder, "b", f"__{rank}_0.distcp").stat().st_size for rank in range(4)]
+
+
+def test_any_mesh_and_placement_is_saved_once_and_replicas_share_the_writing(tmp_path: Path) -> None:
+    nbytes = run_ranks(4, check_meshes, str(tmp_path))[0]
+    assert max(nbytes) < 1.01 * min(nbytes) and sum(nbytes) < 8 * 100 * 100 * 4 * 1.2

@@ -76,7 +76,9 @@ def test_entries_have_the_names_of_the_unwrapped_model_and_tied_weights_are_stor
     optimizer = adamw(model)
     train(model, optimizer, 1)
     save_checkpoint(model, optimizer, tmp_path / "a", extra_state={"iteration": 3, "per_rank": 7})
-    weights = {f"blocks.0.{name}" for name in ("up.weight", "up.bias", "down.weight", "scale")} | {"embedding.weight"}
+    weights = {f"blocks.0.{name}" for name in ("up.weight", "up.bias", "down.weight", "scale", "gain")} | {
+        "embedding.weight"
+    }
     state = {f"optimizer.state.{name}.{key}" for name in weights for key in ("step", "exp_avg", "exp_avg_sq")}
     rest = {"blocks.0.offset", "blocks.0.calls", "optimizer.param_groups", "optimizer.kind"}
     extra = {"extra_state.iteration", "extra_state.per_rank.0"}
