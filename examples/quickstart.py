@@ -26,7 +26,7 @@ from examples.training_run import TrainingError, TrainingInterruptedError, train
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
-STRETCH = 600
+STRETCH = 400
 """Iterations of a run of this command."""
 
 NUM_GLOO_RANKS = 2
@@ -42,8 +42,8 @@ MODEL_FLAGS = f"""
 """
 
 TRAINING_FLAGS = """
---lr 4e-3 --min-lr 0 --lr-warmup-iters 20 --weight-decay 0.1 --adam-beta2 0.95 --clip-grad 1.0
---log-interval 20 --log-throughput --eval-interval 100 --eval-iters 16 --save-interval 150 --num-workers 0
+--lr 3e-3 --min-lr 0 --lr-warmup-iters 20 --weight-decay 0.1 --adam-beta2 0.95 --clip-grad 1.0
+--log-interval 20 --log-throughput --eval-interval 100 --eval-iters 16 --save-interval 100 --num-workers 0
 --exit-signal-handler --use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params
 --overlap-grad-reduce --overlap-param-gather --override-opt-param-scheduler
 """

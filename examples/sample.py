@@ -122,12 +122,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             top_k=arguments.top_k,
             seed=arguments.sample_seed,
         )
+        if dist.get_rank() == 0:
+            print(arguments.prompt + text)
     except (FlagError, OSError, ValueError) as error:
         print(f"sample: {error}", file=sys.stderr)
         return 1
-    if dist.get_rank() == 0:
-        print(arguments.prompt + text)
-    dist.destroy_process_group()
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
     return 0
 
 
