@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.distributed.fsdp.checkpoint import load_checkpoint, save_checkpoint
+from megatron.core.distributed.fsdp.checkpoint_agreement import agree
 from megatron.core.distributed.fsdp.checkpoint_files import CheckpointReader
 from megatron.core.distributed.fsdp.checkpoint_folder import find_folder
 from megatron.core.distributed.fsdp.checkpoint_state import EXTRA_STATE
@@ -98,8 +99,6 @@ class Checkpointer:
             return
         self.finish()
         path = checkpoint_path(self.config.save, state.iteration)
-        if dist.get_rank() == 0:
-            path.parent.mkdir(parents=True, exist_ok=True)
         extra: dict[str, Any] = {
             "architecture": self.architecture,
             "state": state.as_dict(),
@@ -116,9 +115,8 @@ class Checkpointer:
         )
         self.last_saved_iteration = state.iteration
         if handle is None:
-            self._announce(state.iteration)
-            # No rank ends before the tracker names this checkpoint.
-            dist.barrier()
+            # On rank 0, for all: no rank ends before the tracker names this checkpoint, and all hear if it cannot.
+            agree(lambda: None, lambda _: self._announce(state.iteration))
         else:
             self._pending = (handle, state.iteration)
 
@@ -141,7 +139,8 @@ class Checkpointer:
         handle, iteration = self._pending
         self._pending = None
         handle.wait()
-        self._announce(iteration)
+        if dist.get_rank() == 0:
+            self._announce(iteration)
 
     def load(self) -> TrainState:
         """Model, optimizer, scheduler and random numbers are those of the checkpoint; returns where training stands.
@@ -191,11 +190,10 @@ class Checkpointer:
         return iteration
 
     def _announce(self, iteration: int) -> None:
-        """The tracker names the iteration, whose folder is complete: rank 0 was the one to complete it."""
+        """The tracker names the iteration, whose folder is complete. Ranks: 0, which was the one to complete it."""
         assert self.config.save is not None
-        if dist.get_rank() == 0:
-            write_tracker(Path(self.config.save), iteration)
-            print(f" saved iteration {iteration} in {checkpoint_path(self.config.save, iteration)}", flush=True)
+        write_tracker(Path(self.config.save), iteration)
+        print(f" saved iteration {iteration} in {checkpoint_path(self.config.save, iteration)}", flush=True)
 
 
 def checkpoint_path(folder: str | Path, iteration: int) -> Path:
@@ -211,16 +209,16 @@ def latest_iteration(folder: Path) -> int | None:
 
     Ranks: all; blocks.
     """
-    found: list[Any] = [None]
-    if dist.get_rank() == 0 and (folder / TRACKER).exists():
-        found = [(folder / TRACKER).read_text().strip()]
-    dist.broadcast_object_list(found, src=0)
-    if found[0] is None:
+    return agree(lambda: None, lambda _: _read_tracker(folder / TRACKER))
+
+
+def _read_tracker(tracker: Path) -> int | None:
+    if not tracker.exists():
         return None
-    try:
-        return int(found[0])
-    except ValueError:
-        raise ValueError(f"{folder / TRACKER} must hold the number of an iteration, got {found[0]!r}") from None
+    text = tracker.read_text().strip()
+    if not text.isdecimal():
+        raise ValueError(f"{tracker} must hold the number of an iteration, got {text!r}")
+    return int(text)
 
 
 def write_tracker(folder: Path, iteration: int) -> None:

@@ -18,7 +18,7 @@ import pytest
 
 from megatron.core.datasets.indexed_dataset_builder import IndexedDatasetBuilder
 from megatron.training.checkpointing import TRACKER
-from tests.training.tiny_run import SHARDED, TINY
+from tests.training.tiny_run import SHARDED, TINY, Run, train_all
 
 _ROOT = Path(__file__).parents[2]
 _RESUMABLE = f"{TINY} {SHARDED} --save-interval 2 --distributed-timeout-minutes 1".replace("--mock-data", "")
@@ -87,8 +87,8 @@ def _finish(processes: list[subprocess.Popen[str]]) -> str:
     return outputs[0]
 
 
-def _losses(output: str) -> dict[int, str]:
-    return {int(i): loss for i, loss in re.findall(r"iteration +(\d+)/.*?lm loss: (\S+)", output)}
+def _losses(output: str) -> dict[int, float]:
+    return Run(output).losses
 
 
 def _read_until(process: subprocess.Popen[str], text: str) -> str:
@@ -128,7 +128,7 @@ def test_a_killed_run_goes_on_to_the_last_bit(
 ) -> None:
     """A rank is killed at random moments of training and of saving; the other notices and ends by itself."""
     flags = f"{_RESUMABLE} {corpus} --train-iters {iterations}"
-    expected = _losses(_finish(start(flags.replace("--save-interval 2", ""))))
+    expected = train_all(2, {"whole": ""}, base=flags.replace("--save-interval 2", ""))["whole"].losses
     assert len(expected) == iterations
     folder = tmp_path / "checkpoints"
     flags += f" --save {folder} --load {folder} {save}"

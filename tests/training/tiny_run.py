@@ -36,12 +36,12 @@ class Run:
                 self.grad_norms[int(found[1])] = float(found[3])
 
 
-def train_all(ranks: int, flags: Mapping[str, str]) -> dict[str, Run]:
-    """Train by name with ``TINY`` and these flags (later flags win), one after the other in one launch of ranks.
+def train_all(ranks: int, flags: Mapping[str, str], *, base: str = TINY) -> dict[str, Run]:
+    """Train by name with ``base`` and these flags (later flags win), one after the other in one launch of ranks.
 
     An exception of a run is in its ``error``.
     """
-    runs = run_ranks(ranks, _train_on_rank, {name: f"{TINY} {added}".split() for name, added in flags.items()})
+    runs = run_ranks(ranks, _train_on_rank, {name: f"{base} {added}".split() for name, added in flags.items()})
     by_name: dict[str, Run] = runs[0]
     return by_name
 
