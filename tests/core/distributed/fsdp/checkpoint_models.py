@@ -76,7 +76,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, *, fir
     losses = []
     for step in range(first, first + steps):
         tokens = torch.randint(0, 11, (2, 6), generator=torch.Generator().manual_seed(100 + step))
-        loss = model(tokens)
+        loss = model(tokens.to(next(model.parameters()).device))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -95,7 +95,7 @@ def whole_state(model: nn.Module, optimizer: torch.optim.Optimizer | None = None
 
 def _bits(tensor: torch.Tensor) -> tuple[str, list[int], bytes]:
     whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    flat = whole.detach().contiguous().reshape(-1).view(torch.uint8)
+    flat = whole.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return str(whole.dtype), list(whole.shape), flat.numpy().tobytes()
 
 
