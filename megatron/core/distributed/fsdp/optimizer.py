@@ -91,7 +91,8 @@ class _StepWatch:
                 "under microbatch(model, is_last=True), or outside of no_sync()"
             )
         for parameter, dtype in self._cast:
-            if parameter.grad is not None:
+            # A step that calls its superclass's step comes here twice.
+            if parameter.grad is not None and parameter.grad.dtype != dtype:
                 self._kept.append((parameter, parameter.grad))
                 parameter.grad = parameter.grad.to(dtype)
 
