@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.training.batches import BatchConfig
+from megatron.training.delayed_read import DelayedRead
 from megatron.training.log_line import LogRecord, format_evaluation, format_log_line
 from megatron.training.memory import memory_in_mib
 from megatron.training.tensorboard_writer import TensorboardWriter, require_tensorboard
@@ -84,8 +85,26 @@ def build_writers(config: LoggingConfig, settings: dict[str, Any]) -> list[Scala
     return writers
 
 
+@dataclass(frozen=True, kw_only=True)
+class _PendingLine:
+    """A log line whose values are on their way to the host."""
+
+    values: DelayedRead
+    """Gradient norm, the optional values, and for each step the sums of losses and of tokens over all ranks."""
+    optional: list[str]
+    iteration: int
+    consumed_samples: int
+    num_steps: int
+    skipped: int
+    learning_rates: dict[bool, float]
+    """By whether it is the decoupled one."""
+
+
 class MetricLog:
     """Keeps the results of steps on the device and turns them into a log line every ``log_interval`` iterations.
+
+    On CUDA a line is written one step after its iteration, when its values have arrived, so that a line for every
+    iteration does not make the host wait for the device; before anything that stops the clock it is written at once.
 
     Args:
         flops_per_sample: model FLOPs; see ``flops.FLOP_CONVENTION``.
@@ -108,6 +127,8 @@ class MetricLog:
         self.config, self.batch, self.device, self.train_iters = config, batch, device, train_iters
         self.flops_per_sample, self.tokens_per_sample, self.writers = flops_per_sample, tokens_per_sample, writers
         self._steps: list[StepRecord] = []
+        self._pending: _PendingLine | None = None
+        self._delays = device.type == "cuda"
         self._elapsed = 0.0
         self._started: float | None = None
 
@@ -117,6 +138,7 @@ class MetricLog:
 
     def stop_clock(self) -> None:
         """What follows (an evaluation, a save) is not time of iterations; waits for the device."""
+        self._write_pending()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         if self._started is not None:
@@ -124,40 +146,70 @@ class MetricLog:
         self._started = None
 
     def add_step(self, step: StepRecord) -> None:
-        """The step counts for the next line; does not block the host."""
+        """The step counts for the next line; a line that waits for its values is written."""
+        self._write_pending()
         self._steps.append(step)
 
+    @torch.no_grad()
     def write(self, *, iteration: int, consumed_samples: int, optimizer: MegatronOptimizer) -> None:
-        """One log line for the steps since the last one; blocks until the device has done them.
+        """One log line for the steps since the last one, when their values have arrived.
 
         Ranks: all; rank 0 writes.
         """
-        losses, nan_iterations = self._mean_losses()
-        self.stop_clock()
-        params_norm = optimizer.params_norm().item() if self.config.log_params_norm else None
-        last, seconds = self._steps[-1], self._elapsed / len(self._steps)
-        rates = _learning_rates(optimizer)
-        record = LogRecord(
+        last = self._steps[-1]
+        sums = torch.stack([step.loss_and_tokens for step in self._steps])
+        dist.all_reduce(sums)
+        optional = {
+            "num_zeros": last.num_zeros_in_grad,
+            "params_norm": optimizer.params_norm() if self.config.log_params_norm else None,
+        }
+        scalars = [last.grad_norm, *(value for value in optional.values() if value is not None)]
+        self._pending = _PendingLine(
+            values=DelayedRead(torch.cat((torch.stack(scalars).double(), sums.flatten()))),
+            optional=[name for name, value in optional.items() if value is not None],
             iteration=iteration,
-            train_iters=self.train_iters,
             consumed_samples=consumed_samples,
-            ms_per_iteration=1000.0 * seconds,
-            learning_rate=rates[False],
-            decoupled_learning_rate=rates.get(True),
-            global_batch_size=self.batch.global_batch_size,
-            loss=losses,
-            grad_norm=last.grad_norm.item(),
-            num_zeros=None if last.num_zeros_in_grad is None else last.num_zeros_in_grad.item(),
-            params_norm=params_norm,
-            skipped_iterations=sum(not step.update_successful for step in self._steps),
-            nan_iterations=nan_iterations,
-            tflops_per_device=self._per_device(self.flops_per_sample, seconds, 1e12),
-            tokens_per_second_per_device=self._per_device(self.tokens_per_sample, seconds, 1.0),
-            memory=memory_in_mib(self.device),
+            num_steps=len(self._steps),
+            skipped=sum(not step.update_successful for step in self._steps),
+            learning_rates=_learning_rates(optimizer),
         )
-        self._write_record(record)
-        self._steps, self._elapsed = [], 0.0
-        self.start_clock()
+        self._steps = []
+        if not self._delays:
+            self._write_pending()
+
+    def _write_pending(self) -> None:
+        if self._pending is None:
+            return
+        line, self._pending = self._pending, None
+        values = line.values.values()
+        now = time.perf_counter()
+        if self._started is not None:
+            self._elapsed += now - self._started
+            self._started = now
+        seconds, self._elapsed = self._elapsed / line.num_steps, 0.0
+        num_scalars = 1 + len(line.optional)
+        loss, nan_iterations = _mean_loss(values[num_scalars::2], values[num_scalars + 1 :: 2])
+        optional = dict(zip(line.optional, values[1:num_scalars], strict=True))
+        self._write_record(
+            LogRecord(
+                iteration=line.iteration,
+                train_iters=self.train_iters,
+                consumed_samples=line.consumed_samples,
+                ms_per_iteration=1000.0 * seconds,
+                learning_rate=line.learning_rates[False],
+                decoupled_learning_rate=line.learning_rates.get(True),
+                global_batch_size=self.batch.global_batch_size,
+                loss=loss,
+                grad_norm=values[0],
+                num_zeros=optional.get("num_zeros"),
+                params_norm=optional.get("params_norm"),
+                skipped_iterations=line.skipped,
+                nan_iterations=nan_iterations,
+                tflops_per_device=self._per_device(self.flops_per_sample, seconds, 1e12),
+                tokens_per_second_per_device=self._per_device(self.tokens_per_sample, seconds, 1.0),
+                memory=memory_in_mib(self.device),
+            )
+        )
 
     def write_evaluation(self, where: str, name: str, loss: float, iteration: int) -> None:
         """The lines and scalars of an evaluation. Ranks: any; rank 0 writes."""
@@ -173,15 +225,6 @@ class MetricLog:
         """All that was logged is on disk."""
         for writer in self.writers:
             writer.close()
-
-    def _mean_losses(self) -> tuple[float, int]:
-        """The mean loss of the iterations whose loss is finite (or the last, where none is), and how many are not."""
-        sums = torch.stack([step.loss_and_tokens for step in self._steps])
-        dist.all_reduce(sums)
-        losses = [loss / max(tokens, 1.0) for loss, tokens in sums.tolist()]
-        finite = [loss for loss in losses if abs(loss) < float("inf")]
-        mean = sum(finite) / len(finite) if finite else losses[-1]
-        return mean, len(losses) - len(finite)
 
     def _per_device(self, per_sample: int, seconds: float, unit: float) -> float | None:
         if not self.config.log_throughput:
@@ -199,6 +242,13 @@ class MetricLog:
             scalars |= {f"{kind} (MiB)": value for kind, value in record.memory.items()}
         for writer in self.writers:
             writer.add_scalars(scalars, record.iteration)
+
+
+def _mean_loss(losses: Sequence[float], tokens: Sequence[float]) -> tuple[float, int]:
+    """The mean loss of the iterations whose loss is finite (or the last, where none is), and how many are not."""
+    means = [loss / max(count, 1.0) for loss, count in zip(losses, tokens, strict=True)]
+    finite = [mean for mean in means if abs(mean) < float("inf")]
+    return (sum(finite) / len(finite) if finite else means[-1]), len(means) - len(finite)
 
 
 def _learning_rates(optimizer: MegatronOptimizer) -> dict[bool, float]:

@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron.training.delayed_read import DelayedRead
+
 
 @dataclass(frozen=True, kw_only=True)
 class Agreement:
@@ -62,7 +64,7 @@ class StepAgreement:
         self.device, self.check_finite, self.termination = device, check_finite, termination
         self.deadline = None if duration_mins is None else (start_time or time.time()) + 60.0 * duration_mins
         self.num_ranks, self.rank = dist.get_world_size(), dist.get_rank()
-        self._posted: tuple[int, Tensor, torch.cuda.Event | None] | None = None
+        self._posted: tuple[int, DelayedRead] | None = None
 
     @property
     def is_needed(self) -> bool:
@@ -88,13 +90,7 @@ class StepAgreement:
         if self.deadline is not None and time.time() > self.deadline:
             marks[self.num_ranks + 2].fill_(1.0)
         dist.all_reduce(marks)
-        if self.device.type == "cuda":
-            on_host = torch.empty(marks.shape, pin_memory=True)
-            on_host.copy_(marks, non_blocking=True)
-            done = torch.cuda.current_stream(self.device).record_event()
-            self._posted = (iteration, on_host, done)
-        else:
-            self._posted = (iteration, marks, None)
+        self._posted = (iteration, DelayedRead(marks))
 
     def collect(self) -> Agreement:
         """What the marks posted last say; blocks until they have arrived.
@@ -104,11 +100,9 @@ class StepAgreement:
         """
         if self._posted is None:
             return Agreement(end_requested=None)
-        iteration, marks, done = self._posted
+        iteration, marks = self._posted
         self._posted = None
-        if done is not None:
-            done.synchronize()
-        *losses, gradient, terminated, late = marks.tolist()
+        *losses, gradient, terminated, late = marks.values()
         self._raise_if_not_finite(iteration, [rank for rank, mark in enumerate(losses) if mark], bool(gradient))
         if terminated:
             return Agreement(end_requested="SIGTERM was received")

@@ -62,6 +62,37 @@ def test_the_loss_is_the_mean_over_the_tokens_of_each_global_batch() -> None:
     assert zero["grad-norm"] == 2.0
 
 
+def _log_with_delay() -> list[tuple[int, float]]:
+    """Lines of iterations 1 and 2, as they would come from a device that is a step behind the host."""
+    writer = _Kept()
+    log = MetricLog(
+        LoggingConfig(log_interval=1),
+        BatchConfig(micro_batch_size=1, global_batch_size=1, data_parallel_size=1),
+        device=_CPU,
+        train_iters=2,
+        flops_per_sample=1,
+        tokens_per_sample=1,
+        writers=[writer],
+    )
+    log._delays = True
+    optimizer = get_megatron_optimizer(OptimizerConfig(lr=0.5), [torch.nn.Linear(2, 2)])
+    log.start_clock()
+    seen = []
+    for iteration in (1, 2):
+        loss = torch.tensor([float(iteration), 1.0], dtype=torch.float64)
+        log.add_step(StepRecord(loss, torch.tensor(1.0), None, True))
+        seen.append((int(writer.scalars.get("iteration", 0)), writer.scalars.get("lm loss", 0.0)))
+        log.write(iteration=iteration, consumed_samples=iteration, optimizer=optimizer)
+        loss.fill_(100.0)  # what is logged was taken when the step ended
+        assert writer.scalars.get("iteration", 0) == iteration - 1
+    log.stop_clock()
+    return [*seen, (int(writer.scalars["iteration"]), writer.scalars["lm loss"])]
+
+
+def test_a_delayed_line_is_written_after_the_next_step_or_when_the_clock_stops() -> None:
+    assert run_ranks(1, _log_with_delay) == [[(0, 0.0), (1, 1.0), (2, 2.0)]]
+
+
 def test_missing_packages_are_refused_with_the_command_that_installs_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron.training.wandb_writer.find_spec", lambda name: None)
     monkeypatch.setattr("megatron.training.tensorboard_writer.find_spec", lambda name: None)
