@@ -13,7 +13,13 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 # Children fork from a server that has imported torch once: a rank starts in a fraction of a second.
-_PRELOAD = ["torch", "torch.distributed.tensor", "torch.distributed.checkpoint", "torch.distributed.device_mesh"]
+_PRELOAD = [
+    "torch",
+    "megatron.core.distributed.fsdp",
+    "torch.distributed.tensor",
+    "torch.distributed.checkpoint",
+    "torch.distributed.device_mesh",
+]
 
 
 def run_ranks(
