@@ -99,19 +99,19 @@ install() {
 install_beside_cuda_torch() {
     local missing
     PYTHON=$1
+    [ -x .venv/bin/python ] && [ -z "$(lacks .venv/bin/python "$2")" ] && PYTHON=$PWD/.venv/bin/python
     missing=$(lacks "$PYTHON" "$2")
     if [ -z "$missing" ]; then
         echo "$PYTHON has a torch with CUDA and all that is needed: nothing is installed"
         return
     fi
     echo "$PYTHON has a torch with CUDA; installing $missing into .venv beside it"
-    make_venv "$1" --system-site-packages
-    PYTHON=$PWD/.venv/bin/python
-    missing=$(lacks "$PYTHON" "$2")
-    if [ -n "$missing" ] && ! pip_install $missing; then
-        case " $missing " in
-            *" torch "* | *" numpy "* | *" pytest "*) failed_install ;;
-        esac
-        echo "going on without $missing"
+    if (make_venv "$1" --system-site-packages && pip_install --retries 1 --timeout 10 $missing); then
+        PYTHON=$PWD/.venv/bin/python
+        return
     fi
+    case " $missing " in
+        *" torch "* | *" numpy "* | *" pytest "*) failed_install ;;
+    esac
+    echo "going on without $missing"
 }

@@ -30,6 +30,8 @@ STRETCH = 400
 """Iterations of a run of this command."""
 
 NUM_GLOO_RANKS = 2
+THREADS = {"OMP_NUM_THREADS": "1"}
+"""Of each process. More gain little in matrices this small, and lose where a container has fewer cores than it sees."""
 GLOBAL_BATCH_SIZE = 16
 SEQ_LENGTH = 128
 PROMPT = "import os\nimport sys\n\n\ndef "
@@ -100,8 +102,6 @@ class Ranks:
 
     count: int
     backend: str
-    threads: int
-    """CPU threads of each rank."""
 
     @property
     def global_batch_size(self) -> int:
@@ -114,10 +114,8 @@ def find_ranks() -> Ranks:
     import torch
 
     if torch.cuda.is_available():
-        return Ranks(count=torch.cuda.device_count(), backend="nccl", threads=1)
-    # More threads than four only get in each other's way in matrices this small.
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return Ranks(count=NUM_GLOO_RANKS, backend="gloo", threads=max(1, min(4, cores // NUM_GLOO_RANKS)))
+        return Ranks(count=torch.cuda.device_count(), backend="nccl")
+    return Ranks(count=NUM_GLOO_RANKS, backend="gloo")
 
 
 def target_iteration(saved_iteration: int, stretch: int) -> int:
@@ -161,11 +159,10 @@ def build_corpus(folder: RunFolder) -> None:
         subprocess.run([*tool, *files], check=True)
 
 
-def draw_sample(folder: RunFolder, ranks: Ranks) -> str:
+def draw_sample(folder: RunFolder) -> str:
     """Text that the trained model wrote, prompt included; it is in ``folder.sample`` too."""
     command = [sys.executable, str(REPOSITORY / "examples/sample.py"), "--prompt", PROMPT, f"@{folder.flags}"]
-    environment = {**os.environ, "OMP_NUM_THREADS": str(ranks.threads)}
-    text = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment).stdout
+    text = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env={**os.environ, **THREADS}).stdout
     folder.sample.write_text(text, encoding="utf-8")
     return text
 
@@ -182,17 +179,10 @@ def run(folder: RunFolder, *, stretch: int) -> None:
     folder.flags.write_text("\n".join(map(shlex.quote, flags)) + "\n", encoding="utf-8")
     where = f"from iteration {saved}, where {folder.checkpoints} stands, " if saved else ""
     print(f"training: {where}to iteration {target} on {ranks.count} ranks ({ranks.backend}); details in {folder.log}")
-    threads = {"OMP_NUM_THREADS": str(ranks.threads)}
-    train(
-        REPOSITORY / "pretrain_gpt.py",
-        flags,
-        num_ranks=ranks.count,
-        log=folder.log,
-        environment=threads,
-        show=sys.stdout,
-    )
+    script = REPOSITORY / "pretrain_gpt.py"
+    train(script, flags, num_ranks=ranks.count, log=folder.log, environment=THREADS, show=sys.stdout)
     print("\nThe model continues the first lines:\n" + "-" * 80)
-    print(draw_sample(folder, ranks).rstrip() + "\n" + "-" * 80)
+    print(draw_sample(folder).rstrip() + "\n" + "-" * 80)
     with folder.log.open(encoding="utf-8", errors="replace") as lines:
         curves = read_losses(lines)
     has_picture = importlib.util.find_spec("matplotlib") is not None

@@ -22,7 +22,7 @@ def test_a_run_ends_where_the_stretch_that_it_continues_ends(saved: int, target:
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 8, 24])
 def test_flags_are_lawful_for_any_number_of_ranks(count: int, tmp_path: Path) -> None:
-    ranks = Ranks(count=count, backend="gloo", threads=1)
+    ranks = Ranks(count=count, backend="gloo")
     flags = training_flags(RunFolder(tmp_path), ranks, target=800, stretch=400)
     settings = parse_settings(flags, world_size=count)
     assert settings.batch.num_microbatches == 1 and settings.loop.train_iters == 800
