@@ -1,0 +1,81 @@
+"""Each setting of ``DistributedDataParallelConfig`` is served, or refused by name with the reason."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.distributed.distributed_data_parallel_config import NOT_SERVED
+
+# For each setting that is not served, a value other than its default.
+_WISHES: dict[str, Any] = {
+    "num_distributed_optimizer_instances": 2,
+    "outer_dp_sharding_strategy": "optim",
+    "bucket_size": 1000,
+    "preserve_fp32_weights": False,
+    "gradient_reduce_div_fusion": False,
+}
+# Settings that are served; tests/core/distributed/fsdp/test_adapter.py shows what each changes.
+_SERVED = {
+    "use_megatron_fsdp",
+    "data_parallel_sharding_strategy",
+    "use_distributed_optimizer",
+    "overlap_grad_reduce",
+    "overlap_param_gather",
+    "megatron_fsdp_main_params_dtype",
+    "megatron_fsdp_main_grads_dtype",
+    "megatron_fsdp_grad_comm_dtype",
+    "grad_reduce_in_fp32",
+    "suggested_communication_unit_size",
+    "fsdp_all_gather_in_start_param_sync",
+    "check_for_nan_in_grad",
+}
+
+
+def test_every_setting_is_served_or_refused() -> None:
+    """A new field must be put on one of the two sides; nothing is accepted and ignored."""
+    assert {field.name for field in fields(DistributedDataParallelConfig)} == _SERVED | set(NOT_SERVED)
+    assert not _SERVED & set(NOT_SERVED)
+
+
+@pytest.mark.parametrize("name", NOT_SERVED)
+def test_a_setting_that_is_not_served_is_refused_by_name(name: str) -> None:
+    wish = _WISHES.get(name, True)
+    with pytest.raises(NotImplementedError) as caught:
+        DistributedDataParallelConfig(**{name: wish})
+    message = str(caught.value)
+    assert message.startswith(f"{name} must be ") and f"got {wish!r}" in message and NOT_SERVED[name] in message
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads", "optim_grads_params"])
+def test_strategies(strategy: Any) -> None:
+    config = DistributedDataParallelConfig(use_megatron_fsdp=True, data_parallel_sharding_strategy=strategy)
+    assert config.data_parallel_sharding_strategy == strategy
+    if strategy != "no_shard":
+        with pytest.raises(ValueError, match=f"'{strategy}' needs use_megatron_fsdp=True"):
+            DistributedDataParallelConfig(data_parallel_sharding_strategy=strategy)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"data_parallel_sharding_strategy": "zero3"}, "must be one of no_shard, optim, .*got 'zero3'"),
+        ({"suggested_communication_unit_size": 0}, "must be at least 1 element, got 0"),
+        ({"use_distributed_optimizer": True}, "use_distributed_optimizer=True must come with use_megatron_fsdp=True"),
+    ],
+)
+def test_settings_that_contradict_each_other(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        DistributedDataParallelConfig(**settings)
+
+
+def test_fields_are_keywords_only_and_default_to_plain_data_parallelism() -> None:
+    with pytest.raises(TypeError):
+        DistributedDataParallelConfig(True)  # type: ignore[misc]
+    config = DistributedDataParallelConfig()
+    assert config.data_parallel_sharding_strategy == "no_shard" and not config.use_megatron_fsdp
+    assert config.megatron_fsdp_main_params_dtype is torch.float32
