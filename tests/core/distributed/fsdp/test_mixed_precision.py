@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -48,9 +50,9 @@ def every_buffer_has_its_dtype() -> None:
         for group in groups_of(net):
             reduce = group.reduce
 
-            def looking(*, overwrite: bool, group: object = group, reduce: object = reduce) -> None:
-                seen.append(group._staging.local.dtype)  # type: ignore[attr-defined]
-                reduce(overwrite=overwrite)  # type: ignore[operator]
+            def looking(*, overwrite: bool, group: Any = group, reduce: Any = reduce, seen: list[Any] = seen) -> None:
+                seen.append(group._staging.local.dtype)
+                reduce(overwrite=overwrite)
 
             group.reduce = looking  # type: ignore[method-assign]
             assert group.unsharded[0].dtype is BF16 and group.model_weight.local.dtype is BF16

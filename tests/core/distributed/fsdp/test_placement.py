@@ -23,7 +23,7 @@ def test_the_four_strategies() -> None:
         "optim_grads_params": ((S,), (S,), (S,)),
     }
     assert strategy_placements("optim").dp_axes == (0,)
-    with pytest.raises(ValueError, match="must be one of no_shard, optim, .*got 'full'"):
+    with pytest.raises(ValueError, match=r"must be one of no_shard, optim, .*got 'full'"):
         strategy_placements("full")
 
 

@@ -1,0 +1,78 @@
+"""The index answers where each group is, and refuses what does not fit its mesh."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from megatron.core.distributed.fsdp import FSDPDistributedIndex
+from tests.support.rank_checks import RankChecks
+
+CHECKS = RankChecks(__name__)
+
+
+def _ranks(group: dist.ProcessGroup | None) -> list[int]:
+    assert group is not None
+    return list(dist.get_process_group_ranks(group))
+
+
+@CHECKS.on(2)
+def one_axis() -> None:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    gathers = dist.new_group([0, 1])
+    index = FSDPDistributedIndex(mesh, dp_shard_dim="dp", fsdp_group_ag=gathers)
+    assert index.get_root_mesh() is mesh and index.get_submesh("dp") is mesh
+    assert index.get_fsdp_group() is mesh.get_group("dp") is index.get_dp_group()
+    assert index.get_fsdp_group(independent_all_gather=True) is gathers
+    assert index.get_outer_fsdp_group() is None
+    plain = FSDPDistributedIndex(mesh, dp_shard_dim="dp")
+    assert plain.get_fsdp_group(independent_all_gather=True) is plain.get_fsdp_group()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        index.dp_shard_dim = "other"  # type: ignore[misc]
+
+
+@CHECKS.on(4)
+def two_axes_and_experts() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    experts = init_device_mesh("cpu", (4, 1), mesh_dim_names=("outer", "inner"))
+    both = dist.new_group([0, 1, 2, 3])
+    index = FSDPDistributedIndex(
+        mesh, "inner", "outer", hybrid_fsdp_group=both, hsdp_outer_dp_shard=True, expt_device_mesh=experts
+    )
+    rank = dist.get_rank()
+    assert _ranks(index.get_fsdp_group()) == [rank // 2 * 2, rank // 2 * 2 + 1]
+    assert _ranks(index.get_outer_fsdp_group()) == [rank % 2, rank % 2 + 2]
+    assert index.get_dp_group() is both
+    assert _ranks(index.get_fsdp_group(is_expert_parallel=True)) == [rank]
+    assert _ranks(index.get_outer_fsdp_group(is_expert_parallel=True)) == [0, 1, 2, 3]
+    assert index.get_root_mesh(is_expert_parallel=True) is experts
+    assert index.get_submesh(("outer", "inner")) is mesh
+    assert index.get_submesh("inner").size() == 2 and index.get_submesh(["outer"]).mesh_dim_names == ("outer",)
+    with pytest.raises(ValueError, match="needs hybrid_fsdp_expt_group, got None"):
+        index.get_dp_group(is_expert_parallel=True)
+
+
+@CHECKS.on(2)
+def what_is_not_there_is_named() -> None:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    for field in ("dp_shard_dim", "dp_outer_dim", "tp_dim"):
+        with pytest.raises(ValueError, match=rf"{field} must name an axis of device_mesh \('dp',\), got 'other'"):
+            FSDPDistributedIndex(mesh, **{field: "other"})
+    index = FSDPDistributedIndex(mesh)
+    with pytest.raises(ValueError, match="dp_shard_dim must name an axis of the mesh, got None"):
+        index.get_fsdp_group()
+    with pytest.raises(ValueError, match="expert parameters need expt_device_mesh"):
+        index.get_root_mesh(is_expert_parallel=True)
+    with pytest.raises(ValueError, match=r"submesh axes must be among \('dp',\), got \['tp'\]"):
+        index.get_submesh(("dp", "tp"))
+    alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    with pytest.raises(ValueError, match=r"fsdp_group_ag must hold the ranks \[0, 1\] of the sharding axis.*got"):
+        FSDPDistributedIndex(mesh, "dp", fsdp_group_ag=alone)
+
+
+@pytest.mark.parametrize(("num_ranks", "name"), CHECKS.parameters)
+def test_on_ranks(num_ranks: int, name: str) -> None:
+    CHECKS.assert_passed(num_ranks, name)
