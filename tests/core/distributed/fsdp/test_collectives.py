@@ -114,7 +114,7 @@ def gathers_use_the_group_that_is_kept_for_them() -> None:
 
 @CHECKS.on(2)
 def cuda_tensors_need_nccl() -> None:
-    with pytest.raises(ValueError, match="must have the nccl backend, got '.*gloo.*'"):
+    with pytest.raises(ValueError, match=r"must have the nccl backend, got '.*gloo.*'"):
         make_transport(dist.group.WORLD, dist.group.WORLD, torch.device("cuda"))
     alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
     local = make_transport(alone, alone, torch.device("cuda"))

@@ -89,7 +89,7 @@ def test_views_are_the_rows_that_rest_here(num_ranks: int) -> None:
 
 
 def test_a_buffer_takes_only_storage_of_its_size() -> None:
-    with pytest.raises(ValueError, match="must have .* elements, got 3"):
+    with pytest.raises(ValueError, match=r"must have .* elements, got 3"):
         _buffer([Shard(0)], [Axis(2, 0)], torch.zeros(3))
     buffer = _buffer([Shard(0)], [Axis(2, 0)])
     assert buffer.local_nbytes == 4 * buffer.local.numel() == 4 * buffer.layout.segment_numel
