@@ -242,8 +242,9 @@ class FsdpContext:
         token = self._token
         if tensors and token is not None:
             self._watch(unit, tensors, token)
-            if unit.last_token is not None and unit.last_token() is token:
-                unit.is_deferred = True  # used twice in one graph: its gradients are whole only at the end
+            # Used twice in one graph, its gradients are whole only at the end.
+            is_again = unit.last_token is not None and unit.last_token() is token
+            unit.is_deferred = unit.has_nested or is_again
             unit.last_token = weakref.ref(token)
         self._step_out(unit, keeps=self._keeps)
         if self._depth == 0:
@@ -534,7 +535,7 @@ class FsdpContext:
         return ()
 
     def _depart(self, unit: FsdpUnit, use: Use) -> None:
-        self._in_plan = self.reducer.follows_plan = False
+        self._in_plan = False
         self._wants_record = True
         if not self._has_told:
             self._has_told = True
@@ -562,7 +563,7 @@ class FsdpContext:
             self._adopt(self._candidate)
             self._candidate = None
         self._cursor = -1
-        self._in_plan = self.reducer.follows_plan = self.plan is not None
+        self._in_plan = self.plan is not None
         if not self._in_plan or self._wants_record:
             self._start_record()
         if not self._epoch_holds_prefetch:
@@ -625,11 +626,6 @@ class FsdpContext:
             self._fill_arena(ranges, groups, move)
         self.plan = plan
         self._wants_record = self._has_told = False
-        self.reducer.predecessor = {
-            index: groups[before]
-            for index in plan.staging.groups
-            if (before := plan.staging_predecessor(index)) is not None
-        }
 
     def _fill_arena(self, ranges: RangePlan, groups: dict[int, FsdpParameterGroup], kind: str) -> None:
         if self.device.type == "cuda":
@@ -656,11 +652,11 @@ class FsdpContext:
             if group.trainable and group.staging_storage.in_arena:
                 group.move_staging(None)
                 group.staging_storage.free()
-        self.gatherer.overlapping, self.reducer.overlapping, self.reducer.predecessor = {}, {}, {}
+        self.gatherer.overlapping, self.reducer.overlapping = {}, {}
         self._arenas.clear()
         self.plan = None
         self._generation += 1
-        self._in_plan = self.reducer.follows_plan = False
+        self._in_plan = False
         self._wants_record = True
 
 

@@ -24,7 +24,7 @@ class Gatherer:
         self.epoch = 0
         self.recorder: Recorder | None = None
         self.poisons = False
-        self.live: dict[FsdpParameterGroup, None] = {}  # groups whose weights are gathered or on their way
+        self.live: dict[FsdpParameterGroup, None] = {}  # groups whose weights are gathered, or on their way
         self.num_gathers = 0
         self.overlapping: dict[int, list[FsdpParameterGroup]] = {}  # groups that share addresses in the arena
         self.can_move: Callable[[], bool] = lambda: True  # no graph will look for weights where they are
@@ -60,10 +60,9 @@ class Gatherer:
                 raise unfinished(what, group.group_mesh.axes, error) from error
         group.gathered = self.streams.record(Role.GATHER)
         group.is_gathered = True
-        if group.needs_gather:
-            self.live[group] = None
-            if self.recorder is not None:
-                self.recorder.gathered(group.index)
+        self.live[group] = None
+        if group.needs_gather and self.recorder is not None:
+            self.recorder.gathered(group.index)
 
     def _sync(self, group: FsdpParameterGroup, is_stale: bool) -> None:
         # What every rank must take part in goes by the epoch alone, which is the same on all of them.
@@ -80,6 +79,8 @@ class Gatherer:
             group.gathered = None
         if group.needs_gather:
             group.set_fence(True)
+        else:
+            self.live.pop(group, None)  # synchronised, and waited for: there is nothing to release
         group.install_unsharded()
 
     def wait_for_gathers(self) -> None:
@@ -96,13 +97,13 @@ class Gatherer:
 
     def _release_now(self, group: FsdpParameterGroup) -> None:
         group.install_sharded()
-        if not group.needs_gather or not group.is_gathered:
-            return
-        storage = group.weight_storage
-        assert storage is not None
         if group.gathered is not None:  # prefetched and never used
             self.streams.wait(Edge.GATHER_BEFORE_FREE, group.gathered)
             group.gathered = None
+        storage = group.weight_storage
+        if storage is None or not group.is_gathered:
+            self.live.pop(group, None)
+            return
         group.set_fence(False)
         if self.poisons:
             group.full_weight.local.data.fill_(float("nan"))

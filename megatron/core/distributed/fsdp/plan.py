@@ -51,7 +51,6 @@ class Plan:
         kept: [U] True where forward turns into backward, which needs the weights of what ran last first.
         weights: ranges of the gathered weights.
         staging: ranges of the gradient staging buffers.
-        staging_order: groups in the order in which backward began to write their gradients.
     """
 
     uses: tuple[Use, ...]
@@ -59,15 +58,6 @@ class Plan:
     kept: tuple[bool, ...]
     weights: RangePlan
     staging: RangePlan
-    staging_order: tuple[int, ...]
-
-    def staging_predecessor(self, group: int) -> int | None:
-        """The group whose reduction reads the range that ``group`` will write next; None if none did in this step."""
-        if group not in self.staging_order:
-            return None
-        overlapping = set(self.staging.overlapping(group))
-        earlier = [g for g in self.staging_order[: self.staging_order.index(group)] if g in overlapping]
-        return earlier[-1] if earlier else None
 
 
 @dataclass
@@ -78,7 +68,6 @@ class Recorder:
     _weights: dict[int, list[LiveRange]] = field(default_factory=lambda: defaultdict(list))
     _staging: dict[int, list[LiveRange]] = field(default_factory=lambda: defaultdict(list))
     _open: dict[tuple[str, int], int] = field(default_factory=dict)
-    _staging_order: list[int] = field(default_factory=list)
 
     @property
     def _now(self) -> int:
@@ -100,10 +89,7 @@ class Recorder:
             self._weights[group].append(LiveRange(group, begin, self._now + 1))
 
     def staged(self, group: int) -> None:
-        if ("staging", group) not in self._open:
-            self._open["staging", group] = self._now
-            if group not in self._staging_order:
-                self._staging_order.append(group)
+        self._open.setdefault(("staging", group), self._now)
 
     def reduced(self, group: int) -> None:
         begin = self._open.pop(("staging", group), None)
@@ -150,7 +136,6 @@ class Recorder:
             tuple(kept),
             _range_plan(self._weights, weight_nbytes),
             _range_plan(self._staging, staging_nbytes),
-            tuple(self._staging_order),
         )
 
     def _gather_ahead(self, nbytes: Mapping[int, int], ahead_nbytes: int) -> tuple[list[int], list[tuple[Use, ...]]]:

@@ -22,10 +22,8 @@ class Reducer:
         self.overlaps = True
         self.num_reductions = 0
         self.overlapping: dict[int, list[FsdpParameterGroup]] = {}  # groups that share addresses in the arena
-        self.predecessor: dict[int, FsdpParameterGroup] = {}  # whose reduction read a group's range last
-        self.follows_plan = False
         self._last: Any = None
-        self._finished: list[FsdpParameterGroup] = []
+        self._finished: list[FsdpParameterGroup] = []  # reduced in this backward, in order
         self._reading: list[FsdpParameterGroup] = []  # groups with memory of their own that a reduction still reads
 
     def stage(self, group: FsdpParameterGroup) -> None:
@@ -53,11 +51,11 @@ class Reducer:
                 group.move_staging(None)
                 self.overlapping = {k: [g for g in v if g is not group] for k, v in self.overlapping.items()}
                 return
-        predecessor = self.predecessor.get(group.index)
-        if not self.follows_plan:
-            self.streams.wait(Edge.STAGING_REDUCED, self._last)
-        elif predecessor is not None:
-            self.streams.wait(Edge.STAGING_REDUCED, predecessor.reduced)
+        # Reductions run in order, so the latest one that read the range is the one to wait for.
+        readers = self.overlapping.get(group.index, ())
+        latest = next((earlier for earlier in reversed(self._finished) if earlier in readers), None)
+        if latest is not None:
+            self.streams.wait(Edge.STAGING_REDUCED, latest.reduced)
 
     def reduce(self, group: FsdpParameterGroup, *, is_last: bool) -> None:
         """Afterwards the gradient of this backward is part of the group's sum; with ``is_last`` so is every rank's.
