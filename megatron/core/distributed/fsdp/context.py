@@ -298,7 +298,7 @@ class FsdpContext:
                 self._use_prepared_epoch()
             else:
                 self._open_epoch()
-        self._check_trainable()
+        self._check_parameters()
         for group in self.groups:
             if group.trainable:
                 group.watch_gradients()
@@ -307,8 +307,14 @@ class FsdpContext:
         self._token = GraphToken(self._generation)
         self._tokens.append(weakref.ref(self._token))
 
-    def _check_trainable(self) -> None:
+    def _check_parameters(self) -> None:
         for group in self.groups:
+            replaced = group.replaced_parameter()
+            if replaced is not None:
+                raise RuntimeError(
+                    f"{replaced} must stay the parameter that fully_shard made, got another one in its place, which no forward "
+                    "would use; write to the parameter in place, or replace it before fully_shard"
+                )
             for index, parameter in enumerate(group.sharded):
                 if parameter.requires_grad is not group.trainable:
                     raise RuntimeError(

@@ -261,6 +261,15 @@ class FsdpParameterGroup:
         """True if the module with these ``_parameters`` holds a parameter of the group under ``key``."""
         return any(other is holder and name == key for other, name, *_ in self._switch)
 
+    def replaced_parameter(self) -> str | None:
+        """The name of a parameter in whose place a module holds something else now; None if there is none."""
+        for holder, key, sharded, unsharded in self._switch:
+            held = holder.get(key)
+            if held is not sharded and held is not unsharded:
+                index = next(i for i, own in enumerate(self.sharded) if own is sharded)
+                return self.name_of(index)
+        return None
+
     # ---- weights ------------------------------------------------------------------------------------------------
 
     def install_sharded(self) -> None:

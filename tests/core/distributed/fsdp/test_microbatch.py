@@ -367,6 +367,21 @@ def weights_gathered_ahead_of_a_step_are_not_used_after_it() -> None:
         assert_same_weights(sharded, unsharded)
 
 
+@CHECKS.on(2)
+def a_parameter_put_in_the_place_of_a_sharded_one_is_refused() -> None:
+    """Units gather into parameters of their own: another one would be ignored without a word."""
+    net = shard_net(make_net(2))
+    piece = global_batch(0, 1)[0]
+    kept = net.blocks[1].up.weight
+    for _ in range(2):
+        net.blocks[1].up.weight = nn.Parameter(torch.zeros(11, 7))
+        with pytest.raises(RuntimeError, match=r"blocks\.1\.up\.weight must stay"):
+            loss_of(net, piece)
+        net.blocks[1].up.weight = kept
+        loss_of(net, piece).backward()
+    assert_at_rest(net)
+
+
 @pytest.mark.parametrize(("num_ranks", "name"), CHECKS.parameters)
 def test_microbatch(num_ranks: int, name: str) -> None:
     CHECKS.assert_passed(num_ranks, name)
