@@ -7,13 +7,15 @@ there already is not made again. Run it again, and training goes on from the che
 from __future__ import annotations
 
 import argparse
+import fcntl
 import importlib.util
 import os
 import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -89,6 +91,21 @@ class RunFolder:
     def data_prefix(self, part: str) -> str:
         """Of ``part``'s ``.bin`` and ``.idx``."""
         return str(self.corpus / f"{part}_text_document")
+
+    @contextmanager
+    def reserved(self) -> Iterator[None]:
+        """In the scope, no other process trains here.
+
+        Raises:
+            BlockingIOError: one does.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        with (self.path / "lock").open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise BlockingIOError(f"another quickstart trains in {self.path}; wait for it, or end it") from None
+            yield
 
     def saved_iteration(self) -> int:
         """The latest complete checkpoint's iteration; 0 without one."""
@@ -170,7 +187,6 @@ def draw_sample(folder: RunFolder) -> str:
 def run(folder: RunFolder, *, stretch: int) -> None:
     """One stretch is trained, sampled and drawn."""
     started = time.monotonic()
-    folder.path.mkdir(parents=True, exist_ok=True)
     build_corpus(folder)
     ranks = find_ranks()
     saved = folder.saved_iteration()
@@ -207,8 +223,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     if arguments.iterations < 40:
         parser.error(f"--iterations must be at least 40, got {arguments.iterations}: the warm-up takes 20")
+    folder = RunFolder(arguments.run_folder)
     try:
-        run(RunFolder(arguments.run_folder), stretch=arguments.iterations)
+        with folder.reserved():
+            run(folder, stretch=arguments.iterations)
     except (TrainingInterruptedError, KeyboardInterrupt):
         print("interrupted; the same command continues from the last checkpoint", file=sys.stderr)
         return 130

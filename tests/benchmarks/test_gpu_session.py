@@ -40,7 +40,7 @@ def test_a_part_that_fails_stops_no_other(tmp_path: Path):
         "profile: passed",
         "pretrain: passed",
     ]
-    assert "--nproc-per-node 2 pretrain_gpt.py --num-layers 22" in log
+    assert "--nproc-per-node 2 benchmarks/compare_pretrain.py" in log and "--num-layers 22" in log
 
 
 def test_multicast_is_off_in_every_part(tmp_path: Path):

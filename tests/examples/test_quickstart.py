@@ -42,6 +42,12 @@ def test_what_is_there_is_not_built_again(tmp_path: Path, monkeypatch: pytest.Mo
     assert len(built) == 3
 
 
+def test_two_runs_do_not_train_in_one_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with RunFolder(tmp_path).reserved():
+        assert quickstart.main(["--run-folder", str(tmp_path)]) == 1
+    assert "another quickstart trains in" in capsys.readouterr().err
+
+
 def start(folder: Path) -> subprocess.Popen[str]:
     script = Path(quickstart.__file__)
     return subprocess.Popen(
