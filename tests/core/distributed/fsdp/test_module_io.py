@@ -24,6 +24,13 @@ class Record:
     inner: Any = None
 
 
+@dataclass(slots=True)
+class SlotRecord:
+    """Without a ``__dict__`` to look into."""
+
+    value: torch.Tensor
+
+
 class Carrier:
     """An object that is neither a container nor a dataclass."""
 
@@ -39,6 +46,7 @@ PACKINGS: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.T
     "nested": (lambda y: ([{"deep": (y, None)}], "text"), lambda out: out[0][0]["deep"][0]),
     "dataclass": (lambda y: Record(y), lambda out: out.value),
     "dataclass in dataclass": (lambda y: Record(y.detach(), inner=Record(y)), lambda out: out.inner.value),
+    "dataclass with slots": (lambda y: SlotRecord(y), lambda out: out.value),
     "object": (lambda y: Carrier(y), lambda out: out.value),
     "named tuple": (lambda y: Pair(y, None), lambda out: out.left),
     "set": (lambda y: {y}, lambda out: next(iter(out))),

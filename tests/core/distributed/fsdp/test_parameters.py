@@ -296,6 +296,31 @@ def parameters_without_gradient_count_as_zero() -> None:
 
 
 @CHECKS.on(2)
+def a_tied_weight_whose_owner_has_no_backward_gets_a_gradient_on_one_rank_only() -> None:
+    """The unit that borrows the weight must announce its gradient, on every rank."""
+
+    class Borrowing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.owner, self.last = nn.Linear(5, 5, bias=False), Optional()
+            self.last.sometimes.weight = self.owner.weight
+
+        def forward(self, x: torch.Tensor, uses: bool) -> torch.Tensor:
+            with torch.no_grad():
+                x = self.owner(x)
+            out: torch.Tensor = self.last(x, uses)
+            return out
+
+    for strategy in STRATEGY_NAMES:
+        assert_trains_alike(
+            Borrowing,
+            lambda m, s=strategy: shard(m, ("owner", "last"), s),
+            lambda model, rank, step: model(inputs(rank, step, 3, 5), (rank + step) % 2 == 0).square().mean(),
+            make_optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        )
+
+
+@CHECKS.on(2)
 def a_unit_that_does_not_run_on_any_rank_has_no_gradient() -> None:
     class Skips(nn.Module):
         def __init__(self) -> None:
