@@ -142,6 +142,32 @@ def gradients_with_a_graph_of_their_own_are_left_to_autograd() -> None:
     assert_same_gradients(model, plain)
 
 
+@CHECKS.on(2)
+def a_unit_that_only_an_earlier_microbatch_used_is_reduced_at_the_end() -> None:
+    """Its gradients rest on each rank by itself; the last backward, in which it has no part, must not leave them there."""
+
+    class Early(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = InPlaceLinear(5, 5), nn.Linear(5, 5)
+
+        def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
+            x = self.first(x)
+            out: torch.Tensor = self.second(x) if both else x
+            return out
+
+    for strategy in STRATEGY_NAMES:
+        plain, model = seeded(Early), seeded(Early)
+        shard(model, ("first", "second"), strategy)
+        for index in range(2):
+            with microbatch(model, is_first=index == 0, is_last=index == 1):
+                model(inputs(dist.get_rank(), index, 3, 5), index == 0).square().mean().backward()
+            for rank in range(2):
+                (plain(inputs(rank, index, 3, 5), index == 0).square().mean() / 2).backward()
+        assert_same_gradients(model, plain)
+        assert_at_rest(context_of(model))
+
+
 # ---- scale ----------------------------------------------------------------------------------------------------------
 
 

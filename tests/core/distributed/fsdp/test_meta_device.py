@@ -11,6 +11,7 @@ from torch import nn
 
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from megatron.core.distributed.fsdp.materialize import move_buffers
 from tests.core.distributed.fsdp.agreement import assert_same_parameters, groups_of, shard
 from tests.core.distributed.fsdp.models import Net, full, my_piece
 from tests.core.models.tiny_gpt import build_gpt, random_tokens
@@ -114,6 +115,12 @@ def a_module_that_cannot_fill_its_weights_is_named() -> None:
         fully_shard(model)
     with pytest.raises(ValueError, match=r"got none in Scale \(Scale\)"):
         fully_shard(_on_meta(Scale))
+
+
+def test_buffers_follow_the_parameters_device() -> None:
+    module = Buffered()
+    move_buffers([("", module)], torch.device("meta"))
+    assert module.table.is_meta and module.real.is_meta and not module.weight.is_meta
 
 
 class Tied(nn.Module):
