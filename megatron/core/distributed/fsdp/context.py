@@ -630,6 +630,7 @@ class FsdpContext:
         groups = {group.index: group for group in self.groups}
         for ranges, move in ((plan.weights, "weights"), (plan.staging, "staging")):
             self._fill_arena(ranges, groups, move)
+        self.gatherer.ranges_moved()
         self.plan = plan
         self._wants_record = self._has_told = False
 

@@ -119,6 +119,10 @@ class Gatherer:
         for group in list(self.live):
             self.release(group)
 
+    def ranges_moved(self) -> None:
+        """Afterwards gathers wait for what compute has done to the ranges until now: arenas are zeroed when made."""
+        self._released = self.streams.record(Role.COMPUTE)
+
     def _make_room(self, group: FsdpParameterGroup) -> None:
         storage = group.weight_storage
         if storage is None:

@@ -275,6 +275,21 @@ def a_unit_that_ran_twice_once_is_right_when_it_runs_once() -> None:
         pair.steps(1)
 
 
+@CHECKS.on(2)
+def a_unit_that_runs_twice_is_reduced_once_and_early_again_when_it_runs_once() -> None:
+    """Its gradient is whole at backward's end; that it once ran twice does not make it late for ever."""
+    pair = Pair()
+    for order in ([0, 1, 1, 2], [1, 0, 1], [0, 1, 2]):
+        pair.set(order=order)
+        for _ in range(4):
+            before = pair.context.reducer.num_reductions
+            pair.step()
+            used = len(set(order)) + 1
+            assert pair.context.reducer.num_reductions - before == used, order
+    assert [unit.name for unit in pair.context.units if unit.is_deferred] == ["Net"]
+    assert pair.context._in_plan
+
+
 class TwoNames(nn.Module):
     """One module under two names, and in a list besides."""
 

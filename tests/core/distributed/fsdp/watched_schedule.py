@@ -89,7 +89,7 @@ def _watched_use(streams: LoggingStreams) -> Iterator[None]:
 @contextmanager
 def _watched_memory(streams: LoggingStreams) -> Iterator[None]:
     """Memory that is given back may be written by whatever compute does next: the allocator is that of its stream."""
-    allocate, free = FlatStorage.allocate, FlatStorage.free
+    allocate, free, move = FlatStorage.allocate, FlatStorage.free, FlatStorage.move
 
     def watched_allocate(storage: FlatStorage) -> None:
         if not storage.allocated:
@@ -101,7 +101,15 @@ def _watched_memory(streams: LoggingStreams) -> Iterator[None]:
             streams.work("free", writes=(storage.flat,))
         free(storage)
 
-    with patch.object(FlatStorage, "allocate", watched_allocate), patch.object(FlatStorage, "free", watched_free):
+    def watched_move(storage: FlatStorage, flat: torch.Tensor | None) -> None:
+        move(storage, flat)
+        streams.work("move", writes=(storage.flat,))  # an arena was zeroed; memory of its own is the allocator's
+
+    with (
+        patch.object(FlatStorage, "allocate", watched_allocate),
+        patch.object(FlatStorage, "free", watched_free),
+        patch.object(FlatStorage, "move", watched_move),
+    ):
         yield
 
 
