@@ -66,6 +66,18 @@ def test_a_python_with_cuda_and_all_imports_is_used_as_it_is(folder: Path) -> No
     assert not (folder / ".venv").exists()
 
 
+def test_training_goes_on_without_a_picture_where_nothing_can_be_fetched(folder: Path) -> None:
+    """A GPU machine without network and without matplotlib."""
+    python = write_program(
+        folder / "programs",
+        "with-cuda",
+        '[[ $* == "- train" ]] && echo matplotlib; [[ $* == *"-m venv"* ]] && exit 1; exit 0',
+    )
+    done = install(folder, python)
+    assert done.returncode == 0, done.stderr
+    assert "going on without matplotlib" in done.stdout and f"ready with {python}" in done.stdout
+
+
 def test_an_installation_is_not_repeated_until_what_it_depends_on_changes(folder: Path) -> None:
     python = write_program(folder / "programs", "fine", '[[ $* == "-" ]] && exit 1; exit 0')
     (folder / ".venv/bin").mkdir(parents=True)
