@@ -1,4 +1,4 @@
-"""One step, in order: what runs when a unit is entered or left, forward and backward, and the plan that is learned from it."""
+"""One step, in order: what runs when a unit is entered or left, forward and backward."""
 
 from __future__ import annotations
 
@@ -6,33 +6,19 @@ import logging
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
 from megatron.core.distributed.fsdp.gatherer import Gatherer
+from megatron.core.distributed.fsdp.graphs import Graphs, GraphToken
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup
-from megatron.core.distributed.fsdp.plan import Plan, RangePlan, Recorder, Use
+from megatron.core.distributed.fsdp.plan import Plan, Use
+from megatron.core.distributed.fsdp.planner import Planner
 from megatron.core.distributed.fsdp.reducer import Reducer
 from megatron.core.distributed.fsdp.streams import CudaStreams, Streams, make_streams
 from megatron.core.distributed.fsdp.unit import FsdpUnit, Phase
 
 logger = logging.getLogger(__name__)
-
-
-class GraphToken:
-    """Stands for the autograd graph of one outermost forward; hooks in the graph hold it.
-
-    Attributes:
-        generation: where gathered weights lived when the graph saved them.
-        is_done: a backward has run through the graph.
-    """
-
-    __slots__ = ("__weakref__", "generation", "is_done")
-
-    def __init__(self, generation: int) -> None:
-        self.generation = generation
-        self.is_done = False
 
 
 class _BackwardEnd:
@@ -63,8 +49,8 @@ class FsdpContext:
         self.reducer = Reducer(self.streams)
         self.is_last_microbatch = True
         self.overlaps_gather = True  # the next unit's weights are gathered ahead of its use
-        self.gather_ahead_numel = 0  # elements to have on their way; at least one unit is
-        self.plan: Plan | None = None
+        self.graphs = Graphs()
+        self.planner = Planner(self.gatherer, self.reducer, self.graphs, device)
         self._units: list[weakref.ref[FsdpUnit]] = []
         self._groups: list[weakref.ref[FsdpParameterGroup]] = []
         self._owners: list[weakref.ref[FsdpUnit]] = []  # of the groups
@@ -80,18 +66,16 @@ class FsdpContext:
         self._claiming: list[FsdpUnit] = []  # their backward holds weights
         self._recomputed: list[FsdpUnit] = []  # of these, the ones that recompute and whose gradients have not come
         self._lingering: list[FsdpUnit] = []  # of these, the ones that hold weights until the second next unit begins
-        # Plan
-        self._recorder: Recorder | None = None
-        self._candidate: Plan | None = None
-        self._last_uses: tuple[Use, ...] = ()
-        self._cursor = -1
-        self._in_plan = False
-        self._wants_record = True
-        self._has_told = False
-        self._generation = 0
-        self._token: GraphToken | None = None  # of the forward that runs; afterwards its graph alone holds it
-        self._tokens: list[weakref.ref[GraphToken]] = []
-        self._arenas: list[torch.Tensor] = []
+
+    @property
+    def plan(self) -> Plan | None:
+        """What a step is expected to do; None until one has been recorded."""
+        return self.planner.plan
+
+    @property
+    def in_plan(self) -> bool:
+        """True if this step has done so far what the plan says."""
+        return self.planner.in_plan
 
     @property
     def overlaps_reduce(self) -> bool:
@@ -121,13 +105,13 @@ class FsdpContext:
             group.index, group.context, group.prefix = len(self._groups), weakref.ref(self), unit.prefix
             self._groups.append(weakref.ref(group))
             self._owners.append(self._units[-1])
-        self._leave_plan()
+        self.planner.leave_plan(self.groups)
 
     def disband(self) -> bool:
         """Afterwards, if it was at rest, this context has no units left; the caller registers them elsewhere."""
-        if self._depth or self._claiming or self._open_units or self._graphs_are_open():
+        if self._depth or self._claiming or self._open_units or self.graphs.are_open:
             return False
-        self._leave_plan()
+        self.planner.leave_plan(self.groups)
         self._units.clear()
         self._groups.clear()
         self._owners.clear()
@@ -239,16 +223,16 @@ class FsdpContext:
 
     def leave_forward(self, unit: FsdpUnit, tensors: list[torch.Tensor]) -> None:
         """Afterwards the unit's weights are released, and its backward begins with the gradient of any of ``tensors``."""
-        token = self._token
+        token = self.graphs.current
         if tensors and token is not None:
             self._watch(unit, tensors, token)
             # Used twice in one graph, its gradients are whole only at the end.
             is_again = unit.last_token is not None and unit.last_token() is token
             unit.is_deferred = unit.has_nested or is_again
             unit.last_token = weakref.ref(token)
-        self._step_out(unit, keeps=self._keeps)
+        self._step_out(unit, keeps=self.planner.keeps)
         if self._depth == 0:
-            self._token = None
+            self.graphs.end()
             if not tensors:
                 self.gatherer.release_idle()
 
@@ -257,7 +241,7 @@ class FsdpContext:
 
         Those gradients come if the recomputed graph itself is differentiated, as reentrant checkpoints do.
         """
-        self._watch(unit, tensors, GraphToken(self._generation))
+        self._watch(unit, tensors, GraphToken(self.graphs.generation))
 
     def fail_forward(self, unit: FsdpUnit) -> None:
         """Afterwards the unit is not in forward any more; if it was the outermost, nothing of the step is left.
@@ -284,11 +268,6 @@ class FsdpContext:
             if not (keeps and group.needs_gather):
                 self.gatherer.release(group)
 
-    @property
-    def _keeps(self) -> bool:
-        """True if the unit that ran last runs again at once."""
-        return self._in_plan and self.plan is not None and self.plan.kept[self._cursor]
-
     def _begin_forward(self) -> None:
         if isinstance(self.streams, CudaStreams):
             self.streams.follow_caller()
@@ -303,9 +282,9 @@ class FsdpContext:
             if group.trainable:
                 group.watch_gradients()
                 group.free_main_grad_if_cleared()
-        self._turn_page()
-        self._token = GraphToken(self._generation)
-        self._tokens.append(weakref.ref(self._token))
+        if not self.graphs.are_open:
+            self._begin_step()
+        self.graphs.begin()
 
     def _check_parameters(self) -> None:
         for group in self.groups:
@@ -440,7 +419,7 @@ class FsdpContext:
             self._close(unit)
         self.reducer.finish()
         self.gatherer.release_idle()
-        self._end_record()
+        self.planner.end_record(self.units, self.groups)
 
     def reduce_partial(self) -> None:
         """Afterwards gradients that microbatches left unreduced are in ``param.grad``. Ranks: all."""
@@ -493,8 +472,8 @@ class FsdpContext:
         self.reducer.finish()
         for group in self.groups:
             self.gatherer.release(group)
-        self._token = None
-        self._forget_record()
+        self.graphs.end()
+        self.planner.drop_record()
 
     # ---- the user's view of a unit ------------------------------------------------------------------------------
 
@@ -519,38 +498,12 @@ class FsdpContext:
 
     def _use(self, unit: FsdpUnit, *, backward: bool) -> None:
         """Afterwards compute may read the unit's weights, and, where the plan holds, the next unit's are on their way."""
-        if self._recorder is not None:
-            self._recorder.use(unit.index, backward=backward)
-        following = self._advance(Use(unit.index, backward), unit)
+        following = self.planner.use(unit, backward=backward)
         for group in unit.groups:
             self.gatherer.acquire(group, forward=not backward)
         for use in following if self.overlaps_gather else ():
             if not use.backward or backward or torch.is_grad_enabled():
                 self._prefetch_use(use, forward=not use.backward)
-
-    def _advance(self, use: Use, unit: FsdpUnit) -> tuple[Use, ...]:
-        """The uses that the plan gathers weights for now; none where this use is not the plan's."""
-        plan = self.plan
-        if plan is None or not self._in_plan:
-            return ()
-        cursor = self._cursor + 1
-        if cursor < len(plan.uses) and plan.uses[cursor] == use:
-            self._cursor = cursor
-            return plan.ahead[cursor]
-        self._depart(unit, use)
-        return ()
-
-    def _depart(self, unit: FsdpUnit, use: Use) -> None:
-        self._in_plan = False
-        self._wants_record = True
-        if not self._has_told:
-            self._has_told = True
-            logger.warning(
-                "unit %s ran %s out of the planned order: weights are gathered on demand, without overlap, until an "
-                "order repeats",
-                unit.name,
-                "backward" if use.backward else "forward",
-            )
 
     def _prefetch_use(self, use: Use, *, forward: bool) -> None:
         unit = self._units[use.unit]()
@@ -558,113 +511,19 @@ class FsdpContext:
             for group in unit.groups:
                 self.gatherer.prefetch(group, forward=forward)
 
-    def _turn_page(self) -> None:
-        """At the start of an outermost forward: take a new plan if there is one, and start or go on with a step."""
-        if self._graphs_are_open():
-            return  # a graph waits for its backward: the step goes on
-        self._tokens.clear()
-        if self._recorder is not None:
-            self._end_record()
-        if self._candidate is not None:
-            self._adopt(self._candidate)
-            self._candidate = None
-        self._cursor = -1
-        self._in_plan = self.plan is not None
-        if not self._in_plan or self._wants_record:
-            self._start_record()
-        if not self._epoch_holds_prefetch:
+    def _begin_step(self) -> None:
+        """Afterwards a new step is compared with the plan, and what is gathered was gathered for it."""
+        self.planner.end_record(self.units, self.groups)
+        self.planner.begin_step(self.groups)
+        if any(group.synced_epoch != self.gatherer.epoch for group in self.gatherer.live):
             self.gatherer.release_idle()
-
-    @property
-    def _epoch_holds_prefetch(self) -> bool:
-        """True if what is gathered was gathered for the forward that begins."""
-        return all(group.synced_epoch == self.gatherer.epoch for group in self.gatherer.live)
 
     def _can_move(self) -> bool:
         """True if no graph waits for its backward or is in it; graphs that have had theirs are refused another then."""
-        if self._graphs_are_open() or self._backward_end is not None:
+        if self.graphs.are_open or self._backward_end is not None:
             return False
-        self._generation += 1
+        self.graphs.moved()
         return True
-
-    def _graphs_are_open(self) -> bool:
-        return any((token := ref()) is not None and not token.is_done for ref in self._tokens)
-
-    def _start_record(self) -> None:
-        self._recorder = self.gatherer.recorder = self.reducer.recorder = Recorder()
-
-    def _forget_record(self) -> None:
-        self._recorder = self.gatherer.recorder = self.reducer.recorder = None
-
-    def _end_record(self) -> None:
-        """Afterwards, if a step is over, its record has become a plan, or confirmed the one there is."""
-        recorder = self._recorder
-        if recorder is None or not recorder.uses:
-            return
-        if self._graphs_are_open() and not recorder.is_too_long:
-            return
-        self._forget_record()
-        uses = tuple(recorder.uses)
-        grows = self.plan is None or not any(use.backward for use in self.plan.uses)
-        if self.plan is not None and uses == self.plan.uses[: len(uses)]:
-            if not grows and len(uses) == len(self.plan.uses):
-                self._wants_record = False  # else it is the forward alone, which says nothing about the rest
-            return
-        repeats, self._last_uses = uses == self._last_uses, uses
-        if not (repeats or grows) or recorder.is_too_long:
-            return
-        self._candidate = recorder.plan(
-            weight_nbytes={g.index: g.weight_storage.nbytes for g in self.groups if g.weight_storage is not None},
-            staging_nbytes={g.index: g.staging_storage.nbytes for g in self.groups if g.trainable},
-            groups_of={unit.index: [group.index for group in unit.groups] for unit in self.units},
-            ahead_nbytes=self._ahead_nbytes(),
-        )
-
-    def _ahead_nbytes(self) -> int:
-        sizes = [g.dtypes.compute.itemsize for g in self.groups if g.needs_gather]
-        return self.gather_ahead_numel * max(sizes, default=0)
-
-    def _adopt(self, plan: Plan) -> None:
-        """Afterwards buffers lie where the plan says. No graph is waiting for its backward."""
-        self._leave_plan()
-        groups = {group.index: group for group in self.groups}
-        for ranges, move in ((plan.weights, "weights"), (plan.staging, "staging")):
-            self._fill_arena(ranges, groups, move)
-        self.gatherer.ranges_moved()
-        self.plan = plan
-        self._wants_record = self._has_told = False
-
-    def _fill_arena(self, ranges: RangePlan, groups: dict[int, FsdpParameterGroup], kind: str) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()  # memory of the first step, in blocks that would fragment the rest
-        arena = torch.zeros(ranges.nbytes, dtype=torch.uint8, device=self.device)
-        self._arenas.append(arena)
-        owner: Any = self.gatherer if kind == "weights" else self.reducer
-        owner.overlapping = {i: [groups[o] for o in ranges.overlapping(i)] for i in ranges.groups}
-        for index in ranges.groups:
-            group = groups[index]
-            storage = group.weight_storage if kind == "weights" else group.staging_storage
-            assert storage is not None
-            flat = arena[ranges.offset(index) : ranges.offset(index) + storage.nbytes].view(storage.dtype)
-            (group.move_weights if kind == "weights" else group.move_staging)(flat)
-
-    def _leave_plan(self) -> None:
-        """Afterwards every group has memory of its own, none of it taken."""
-        self.gatherer.release_idle()
-        for group in self.groups:
-            storage = group.weight_storage
-            if storage is not None and storage.in_arena and not group.is_gathered:
-                group.move_weights(None)
-                storage.free()
-            if group.trainable and group.staging_storage.in_arena:
-                group.move_staging(None)
-                group.staging_storage.free()
-        self.gatherer.overlapping, self.reducer.overlapping = {}, {}
-        self._arenas.clear()
-        self.plan = None
-        self._generation += 1
-        self._in_plan = False
-        self._wants_record = True
 
 
 class _OutputHook:
@@ -677,7 +536,7 @@ class _OutputHook:
 
     def __call__(self, grad: torch.Tensor) -> None:
         token = self.token
-        if token.is_done and token.generation != self.context._generation:
+        if token.is_done and token.generation != self.context.graphs.generation:
             raise RuntimeError(
                 f"backward runs a second time through a graph of {self.unit.name} that was made before weights moved to "
                 "their planned addresses; keep graphs only within a step, or run forward again"

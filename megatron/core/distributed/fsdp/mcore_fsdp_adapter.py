@@ -80,7 +80,7 @@ class FullyShardedDataParallel(nn.Module):
         for context in self._contexts():
             context.overlaps_gather = ddp_config.overlap_param_gather
             context.overlaps_reduce = ddp_config.overlap_grad_reduce
-            context.gather_ahead_numel = ddp_config.suggested_communication_unit_size or 0
+            context.planner.ahead_numel = ddp_config.suggested_communication_unit_size or 0
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward. Ranks: all."""

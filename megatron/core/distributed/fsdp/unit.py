@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup
 
 if TYPE_CHECKING:
-    from megatron.core.distributed.fsdp.context import FsdpContext, GraphToken
+    from megatron.core.distributed.fsdp.context import FsdpContext
+    from megatron.core.distributed.fsdp.graphs import GraphToken
 
 
 class Phase(Enum):

@@ -48,8 +48,8 @@ def the_plan_is_adopted_after_the_first_step() -> None:
     assert context.plan is None, "the first step is recorded"
     for step in range(1, 4):
         _step(net, optimizer, step)
-        assert context.plan is not None and context._in_plan
-        assert context._recorder is None, "what is planned is not recorded again"
+        assert context.plan is not None and context.in_plan
+        assert context.planner.recorder is None, "what is planned is not recorded again"
     assert_at_rest(net)
 
 
@@ -180,7 +180,7 @@ def several_microbatches_have_one_plan() -> None:
                     loss = loss_of(net, my_piece(3 * step + at))
                     loss.backward()
                     assert not loss.isnan()
-            assert context._in_plan
+            assert context.in_plan
             optimizer.step()
             optimizer.zero_grad()
         assert context.plan is not None and len(context.plan.uses) == 8

@@ -49,7 +49,7 @@ class Memory:
         self.objects: list[weakref.ref[object]] = []
         for at, context in enumerate(contexts):
             self.objects.append(weakref.ref(context))
-            self._watch({f"arena {at}.{index}": arena for index, arena in enumerate(context._arenas)})
+            self._watch({f"arena {at}.{index}": arena for index, arena in enumerate(context.planner.arenas)})
             for group in context.groups:
                 self.objects.append(weakref.ref(group))
                 self._watch({f"{kind} of {at}.{group.index}": flat for kind, flat in _flats(group).items()})

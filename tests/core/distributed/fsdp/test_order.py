@@ -129,7 +129,7 @@ def the_order_of_running_counts_not_that_of_registration() -> None:
     pair.set(order=[2, 0, 3, 1])
     pair.steps(3)
     assert _uses(pair) == ["fr", "f2", "f0", "f3", "f1", "br", "b1", "b3", "b0", "b2"]
-    assert pair.context._in_plan
+    assert pair.context.in_plan
 
 
 @CHECKS.on(2)
@@ -139,11 +139,11 @@ def an_order_that_changes_is_right_told_once_and_learned() -> None:
     with _warnings_logged() as messages:
         pair.set(order=[3, 2, 1, 0])
         pair.step()
-        assert pair.context.plan is not None and not pair.context._in_plan
+        assert pair.context.plan is not None and not pair.context.in_plan
         pair.steps(3)
     assert len(messages) == 1 and "blocks.3 ran forward out of the planned order" in messages[0]
     assert _uses(pair)[:5] == ["fr", "f3", "f2", "f1", "f0"]
-    assert pair.context._in_plan
+    assert pair.context.in_plan
 
 
 @CHECKS.on(2)
@@ -252,7 +252,7 @@ def a_loss_that_is_deleted_without_backward_leaves_nothing_to_wait_for() -> None
         for piece in pair.pieces(1):
             pair.both(lambda net, piece=piece: loss_of(net, piece).detach())
         pair.step()
-    assert pair.context._in_plan
+    assert pair.context.in_plan
 
 
 # ---- 3. twice -----------------------------------------------------------------------------------------------------------
@@ -287,7 +287,7 @@ def a_unit_that_runs_twice_is_reduced_once_and_early_again_when_it_runs_once() -
             used = len(set(order)) + 1
             assert pair.context.reducer.num_reductions - before == used, order
     assert [unit.name for unit in pair.context.units if unit.is_deferred] == ["Net"]
-    assert pair.context._in_plan
+    assert pair.context.in_plan
 
 
 class TwoNames(nn.Module):
@@ -464,7 +464,7 @@ def evaluation_between_steps_is_right_and_keeps_the_plan() -> None:
         _both_evaluate(pair)  # between backward and step
         pair.finish_step()
         pair.steps(1)
-        assert pair.context.plan is plan and pair.context._in_plan
+        assert pair.context.plan is plan and pair.context.in_plan
 
 
 def _both_evaluate(pair: Pair) -> None:
@@ -482,7 +482,7 @@ def evaluation_first_then_training() -> None:
         assert_at_rest(pair.sharded)
     assert "br" not in _uses(pair)
     pair.steps(3)
-    assert "br" in _uses(pair) and pair.context._in_plan
+    assert "br" in _uses(pair) and pair.context.in_plan
 
 
 @CHECKS.on(2)
@@ -524,7 +524,7 @@ def recomputation_is_right_and_gathers_no_more_than_without() -> None:
             before = pair.context.gatherer.num_gathers
             pair.steps(1)
             counts.append(pair.context.gatherer.num_gathers - before)
-            assert pair.context._in_plan
+            assert pair.context.in_plan
         assert counts[1] <= counts[0], (use_reentrant, counts)
 
 
@@ -642,7 +642,7 @@ def after_an_exception_in_backward_the_next_step_is_right() -> None:
             with _warnings_logged() as messages:
                 pair.steps(2)
             assert sum("did not finish" in message for message in messages) == 1
-            assert pair.context._in_plan or num_steps_before == 0
+            assert pair.context.in_plan or num_steps_before == 0
 
 
 @CHECKS.on(2)
@@ -679,7 +679,7 @@ def an_exception_between_forward_and_backward_leaves_the_next_step_right() -> No
         raise ValueError("the loss trips")
     del loss
     pair.steps(2)
-    assert pair.context._in_plan
+    assert pair.context.in_plan
 
 
 @CHECKS.on(2)

@@ -1,0 +1,56 @@
+"""Which autograd graphs still refer to gathered weights, so that buffers move only when none does."""
+
+from __future__ import annotations
+
+import weakref
+
+
+class GraphToken:
+    """Stands for the autograd graph of one outermost forward; hooks in the graph hold it.
+
+    Attributes:
+        generation: where gathered weights lived when the graph saved them.
+        is_done: a backward has run through the graph.
+    """
+
+    __slots__ = ("__weakref__", "generation", "is_done")
+
+    def __init__(self, generation: int) -> None:
+        self.generation = generation
+        self.is_done = False
+
+
+class Graphs:
+    """The graphs of a context's outermost forwards. [Note: the generation of a graph] in DESIGN.md.
+
+    Attributes:
+        generation: how often gathered weights have moved.
+        current: the token of the forward that runs, None outside of one; afterwards its graph alone holds it.
+    """
+
+    def __init__(self) -> None:
+        self.generation = 0
+        self.current: GraphToken | None = None
+        self._tokens: list[weakref.ref[GraphToken]] = []
+
+    def begin(self) -> None:
+        """Afterwards a new graph is being recorded."""
+        self.current = GraphToken(self.generation)
+        self._tokens.append(weakref.ref(self.current))
+
+    def end(self) -> None:
+        """Afterwards no graph is being recorded."""
+        self.current = None
+
+    @property
+    def are_open(self) -> bool:
+        """True if a graph waits for its backward."""
+        return any((token := ref()) is not None and not token.is_done for ref in self._tokens)
+
+    def forget(self) -> None:
+        """Afterwards graphs that do not wait for a backward are not looked at any more."""
+        self._tokens.clear()
+
+    def moved(self) -> None:
+        """Afterwards a second backward through a graph from before is refused: gathered weights lie elsewhere."""
+        self.generation += 1
