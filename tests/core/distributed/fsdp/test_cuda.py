@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -218,3 +218,55 @@ def _memory() -> None:
 
 def test_memory_is_sharded_steady_and_freed() -> None:
     run_ranks(2, _memory, backend="nccl")
+
+
+def _kernel_intervals(step: Callable[[], None]) -> dict[str, list[tuple[float, float]]]:
+    """(begin, end) in microseconds of the gathers and reductions of two steps, by kind."""
+    for _ in range(3):
+        step()
+    dist.all_reduce(torch.zeros(1, device="cuda"))  # ranks start together
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
+        step()
+        step()
+        torch.cuda.synchronize()
+    found: dict[str, list[tuple[float, float]]] = {"AllGather": [], "ReduceScatter": []}
+    for event in profile.events():
+        for kind, intervals in found.items():
+            if "nccl" in event.name and kind in event.name:
+                intervals.append((event.time_range.start, event.time_range.end))
+    assert all(found.values()), "the profiler saw gathers and reductions"
+    return found
+
+
+def _overlaps(found: dict[str, list[tuple[float, float]]]) -> int:
+    return sum(max(a[0], b[0]) < min(a[1], b[1]) for a in found["AllGather"] for b in found["ReduceScatter"])
+
+
+def _communicators() -> None:
+    counts = {}
+    for has_own_group in (False, True):
+        torch.manual_seed(0)
+        # 300 MB a unit: communication takes longer than compute and than the host's launches, so what may overlap does.
+        width = 12288
+        layers = (nn.Linear(width, width, bias=False, device="cuda", dtype=torch.bfloat16) for _ in range(6))
+        net = nn.Sequential(*layers)
+        group = dist.new_group() if has_own_group else None
+        for unit in (*net, net):
+            fully_shard(unit, fsdp_group_ag=group)
+        optimizer = fully_shard_optimizer(torch.optim.SGD(net.parameters(), lr=1e-3))
+        inputs = torch.randn(8, width, device="cuda", dtype=torch.bfloat16)
+
+        def step(net: nn.Module = net, optimizer: torch.optim.Optimizer = optimizer, x: torch.Tensor = inputs) -> None:
+            net(x).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        counts[has_own_group] = _overlaps(_kernel_intervals(step))
+    assert counts[False] == 0, "one communicator runs its collectives one after the other"
+    assert counts[True] > 0, "two communicators run a gather beside a reduction"
+
+
+def test_gathers_run_beside_reductions_on_a_communicator_of_their_own() -> None:
+    """Collectives of one NCCL communicator never overlap, whatever streams they are on."""
+    run_ranks(2, _communicators, backend="nccl")
