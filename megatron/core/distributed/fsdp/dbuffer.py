@@ -84,10 +84,13 @@ class DBuffer:
         if source.data_ptr() != out.local.data_ptr():
             out.local.copy_(source)
 
-    def reduce(self, out: torch.Tensor, placements: Sequence[Placement]) -> None:
-        """Afterwards ``out`` holds the sum over the axes that stop being partial, at rest under ``placements``.
+    def reduce(
+        self, out: torch.Tensor, placements: Sequence[Placement], *, scale: float = 1.0, accumulate: bool = False
+    ) -> None:
+        """Afterwards ``out`` holds, or has grown by, ``scale`` times the sum over the axes that stop being partial.
 
-        Destroys nothing here unless ``out`` lies in this buffer. Ranks: all of each axis that changes.
+        It is what rests here under ``placements``; what this buffer holds is undefined. Ranks: all of each axis that
+        changes.
 
         Raises:
             NotImplementedError: more than one axis would change.
@@ -99,9 +102,9 @@ class DBuffer:
             )
         transport, target = self.axes[changed[0]], placements[changed[0]]
         if isinstance(target, Shard):
-            transport.reduce_scatter(out, self.local)
+            transport.reduce_scatter(out, self.local, scale=scale, accumulate=accumulate)
             return
-        transport.all_reduce(out, self.local)
+        transport.all_reduce(out, self.local, scale=scale, accumulate=accumulate)
 
 
 def local_range(layout: FlatLayout, placements: Sequence[Placement], axes: Sequence[Transport]) -> tuple[int, int]:

@@ -425,19 +425,9 @@ class FsdpParameterGroup:
             self._partial_storage.flat.add_(self._staging.local)
             self._staging.local.copy_(self._partial_storage.flat)
             self.has_partial = False
-        main = self.main_grad_storage.flat
-        widens = all(axis.widens for axis in self.group_mesh.axes)
-        if overwrite and (widens or self.dtypes.main_grads == self.dtypes.grad_comm):
-            self._staging.reduce(main, self.placements.optimizer)
-            if self.grad_scale != 1.0:
-                main.mul_(self.grad_scale)
-            return
-        piece = torch.empty_like(main, dtype=self.dtypes.main_grads if widens else self.dtypes.grad_comm)
-        self._staging.reduce(piece, self.placements.optimizer)
-        if overwrite:
-            main.copy_(piece).mul_(self.grad_scale)
-        else:
-            main.add_(piece, alpha=self.grad_scale)
+        self._staging.reduce(
+            self.main_grad_storage.flat, self.placements.optimizer, scale=self.grad_scale, accumulate=not overwrite
+        )
 
     @property
     def has_main_grad(self) -> bool:

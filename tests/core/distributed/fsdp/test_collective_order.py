@@ -28,9 +28,9 @@ def _record_calls(calls: list[str]) -> None:
     for name in ("all_gather", "reduce_scatter", "all_reduce", "broadcast"):
         call: Callable[..., None] = getattr(RankOrderTransport, name)
 
-        def recorded(self: Any, *tensors: torch.Tensor, name: str = name, call: Any = call) -> None:
-            calls.append(f"{name} {[list(tensor.shape) for tensor in tensors]} {tensors[-1].dtype}")
-            call(self, *tensors)
+        def recorded(self: Any, *tensors: torch.Tensor, name: str = name, call: Any = call, **options: Any) -> None:
+            calls.append(f"{name} {[list(tensor.shape) for tensor in tensors]} {tensors[-1].dtype} {options}")
+            call(self, *tensors, **options)
 
         setattr(RankOrderTransport, name, recorded)
 

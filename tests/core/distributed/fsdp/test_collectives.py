@@ -46,12 +46,17 @@ def each_collective_does_what_it_says() -> None:
         transport.all_gather(inside, inside[3 * rank : 3 * rank + 3])
         assert torch.equal(inside, full), "the shard may lie in the full buffer"
         shard = torch.empty(3)
-        transport.reduce_scatter(shard, everyone[rank])
+        transport.reduce_scatter(shard, everyone[rank].clone())
         torch.testing.assert_close(shard, total[3 * rank : 3 * rank + 3])
         out = torch.empty(3 * world)
-        transport.all_reduce(out, everyone[rank])
+        transport.all_reduce(out, everyone[rank].clone())
         torch.testing.assert_close(out, total)
-        assert torch.equal(everyone[rank], _of_rank(rank, 3 * world)), "sources stay"
+        for move, into, sums in ((transport.reduce_scatter, shard, shard.clone()), (transport.all_reduce, out, total)):
+            wide = into.double()
+            move(wide, everyone[rank].clone(), scale=0.25, accumulate=True)
+            torch.testing.assert_close(wide.float(), 1.25 * sums)
+            move(wide, everyone[rank].clone(), scale=0.25)
+            torch.testing.assert_close(wide.float(), 0.25 * sums)
         value = torch.full((2,), float(rank))
         transport.broadcast(value)
         assert value.tolist() == [0.0, 0.0]
@@ -62,10 +67,10 @@ def sums_go_in_rank_order_in_fp32() -> None:
     """Not in bf16, where 256 + 1 is 256; and not in the ring's order, which strategies would not share."""
     world, rank = dist.get_world_size(), dist.get_rank()
     transport = _transports()[0]
-    assert isinstance(transport, RankOrderTransport) and transport.widens
+    assert isinstance(transport, RankOrderTransport)
     mine = torch.full((world,), 256.0 if rank == 0 else 1.0, dtype=torch.bfloat16)
     for out, call in ((torch.empty(1), transport.reduce_scatter), (torch.empty(world), transport.all_reduce)):
-        call(out, mine)
+        call(out, mine.clone())
         assert out.tolist() == [256.0 + world - 1] * out.numel()
     numel = 5 * world + 1
     pieces = [_of_rank(r, numel) * 10.0**r for r in range(world)]
@@ -73,7 +78,7 @@ def sums_go_in_rank_order_in_fp32() -> None:
     for piece in pieces[1:]:
         in_order += piece
     everything = torch.empty(numel)
-    transport.all_reduce(everything, pieces[rank])
+    transport.all_reduce(everything, pieces[rank].clone())
     assert torch.equal(everything, in_order), "also where the ranks do not divide the buffer"
     scattered = torch.empty(5)
     transport.reduce_scatter(scattered, pieces[rank][: 5 * world].contiguous())
@@ -101,14 +106,14 @@ def gathers_use_the_group_that_is_kept_for_them() -> None:
     transport = make_transport(group, gathers, CPU)
     assert isinstance(transport, RankOrderTransport)
     assert transport.gather_group is gathers and transport.group is group
-    import megatron.core.distributed.fsdp.collectives as collectives
+    from megatron.core.distributed.fsdp.collectives import process_group
 
-    keep = collectives.all_gather_single
-    collectives.all_gather_single = lambda *args, group: (used.append(group), keep(*args, group=group))
+    keep = process_group.all_gather_flat
+    process_group.all_gather_flat = lambda group, *args: (used.append(group), keep(group, *args))
     try:
         transport.all_gather(torch.empty(4), torch.ones(2))
     finally:
-        collectives.all_gather_single = keep
+        process_group.all_gather_flat = keep
     assert used == [gathers]
 
 

@@ -8,6 +8,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from megatron.core.distributed.fsdp import DBuffer
+from megatron.core.distributed.fsdp.collectives.transport import settle
 from megatron.core.distributed.fsdp.dbuffer import local_range
 from megatron.core.distributed.fsdp.layout import FlatLayout, pack_rows
 from megatron.core.distributed.fsdp.storage import FlatStorage
@@ -19,8 +20,6 @@ CPU = torch.device("cpu")
 class Axis:
     """One rank's place on a mesh axis; moves by looking at the other ranks' buffers, which ``pieces`` gives in order."""
 
-    widens = True
-
     def __init__(self, size: int, rank: int, pieces: list[torch.Tensor] | None = None) -> None:
         self.size, self.rank, self.ranks = size, rank, range(size)
         self.pieces = pieces or []
@@ -29,11 +28,11 @@ class Axis:
         assert torch.equal(shard, self.pieces[self.rank])
         full.copy_(torch.cat(self.pieces))
 
-    def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor) -> None:
-        shard.copy_(torch.stack(self.pieces).sum(0).chunk(self.size)[self.rank])
+    def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor, *, scale: float, accumulate: bool) -> None:
+        settle(out, torch.stack(self.pieces).sum(0).chunk(self.size)[self.rank], scale=scale, accumulate=accumulate)
 
-    def all_reduce(self, out: torch.Tensor, full: torch.Tensor) -> None:
-        out.copy_(torch.stack(self.pieces).sum(0))
+    def all_reduce(self, out: torch.Tensor, full: torch.Tensor, *, scale: float, accumulate: bool) -> None:
+        settle(out, torch.stack(self.pieces).sum(0), scale=scale, accumulate=accumulate)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         raise AssertionError("a buffer broadcasts nothing")

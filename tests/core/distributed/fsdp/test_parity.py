@@ -168,11 +168,11 @@ def _sums_in_order(net: nn.Module, losses: list[list[torch.Tensor]], setting: Se
             ]
             rounds = [[g.to(comm) for g in own]]
         scale = 1 / dist.get_world_size()
-        means = [
-            functools.reduce(torch.add, (g.float() for g in of_ranks)).to(setting.main_grads) * scale
-            for of_ranks in rounds
-        ]
-        sums.append(functools.reduce(torch.add, means))
+        means = [functools.reduce(torch.add, (g.float() for g in of_ranks)) * scale for of_ranks in rounds]
+        total = means[0].to(setting.main_grads)
+        for mean in means[1:]:
+            total = (total.float() + mean).to(setting.main_grads)  # rounded once for each microbatch
+        sums.append(total)
     return sums
 
 
