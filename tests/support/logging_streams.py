@@ -64,7 +64,7 @@ class LoggingStreams:
         finally:
             self._current = previous
 
-    def record(self, role: Role) -> Event:
+    def record(self, role: Role, again: Event | None = None) -> Event:
         self.log.append(f"record {role.value}")
         return Event(role, dict(self._clocks[role]))
 

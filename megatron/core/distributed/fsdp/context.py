@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
+from megatron.core.distributed.fsdp import ranges
+from megatron.core.distributed.fsdp.collectives import Transport
 from megatron.core.distributed.fsdp.gatherer import Gatherer
 from megatron.core.distributed.fsdp.graphs import Graphs, GraphToken
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup
 from megatron.core.distributed.fsdp.plan import Plan, Use
 from megatron.core.distributed.fsdp.planner import Planner
 from megatron.core.distributed.fsdp.reducer import Reducer
-from megatron.core.distributed.fsdp.streams import CudaStreams, Streams, make_streams
+from megatron.core.distributed.fsdp.streams import CudaStreams, Edge, Role, Streams, make_streams
 from megatron.core.distributed.fsdp.unit import FsdpUnit, Phase
 
 logger = logging.getLogger(__name__)
@@ -54,6 +57,11 @@ class FsdpContext:
         self._units: list[weakref.ref[FsdpUnit]] = []
         self._groups: list[weakref.ref[FsdpParameterGroup]] = []
         self._owners: list[weakref.ref[FsdpUnit]] = []  # of the groups
+        self._read_peers: list[
+            Transport
+        ] = []  # transports whose gathers read shards without asking, one for each group
+        self._last_update: Any = None  # compute has not waited for it
+        self._is_capturing = False
         self._depth = 0
         self._num_entered = 0  # forwards of units, ever
         self._scope_depth = 0
@@ -102,9 +110,15 @@ class FsdpContext:
         unit.context, unit.index = self, len(self._units)
         self._units.append(weakref.ref(unit))
         for group in unit.own_groups:
-            group.index, group.context, group.prefix = len(self._groups), weakref.ref(self), unit.prefix
+            group.index, group.context = len(self._groups), weakref.ref(self)
+            group.set_prefix(unit.prefix)
             self._groups.append(weakref.ref(group))
             self._owners.append(self._units[-1])
+            self._read_peers += [axis for axis in group.group_mesh.axes if axis.reads_peers and group.needs_gather][:1]
+        self._read_peers = list({tuple(axis.ranks): axis for axis in self._read_peers}.values())
+        unit.forward_range, unit.backward_range = (
+            f"fsdp.{phase} {unit.prefix.rstrip('.') or 'root'}" for phase in ("forward", "backward")
+        )
         self.planner.leave_plan(self.groups)
 
     def disband(self) -> bool:
@@ -115,6 +129,7 @@ class FsdpContext:
         self._units.clear()
         self._groups.clear()
         self._owners.clear()
+        self._read_peers.clear()
         return True
 
     @property
@@ -182,6 +197,60 @@ class FsdpContext:
         self._open_epoch()
         self._epoch_is_open = False
 
+    def update_weights(
+        self,
+        groups: Sequence[FsdpParameterGroup],
+        update: Callable[[FsdpParameterGroup], None],
+        *,
+        overlaps: bool = False,
+    ) -> None:
+        """Afterwards ``update`` has been called for each group, in the order in which the next forward needs them.
+
+        Args:
+            groups: some of this context's.
+            update: writes the group's main weights from its main gradient, and its ``model_piece``, on the current
+                stream; reads nothing that compute writes later.
+            overlaps: the updates run beside the next forward, on a stream of their own; a unit's first gather waits for
+                its own update. Who reads main weights otherwise must call ``finish_updates`` first.
+
+        Ranks: all that hold the groups.
+        """
+        self.gatherer.release_idle()
+        self.finish_updates()
+        in_order = sorted(groups, key=self._first_use)
+        if overlaps:
+            self.streams.wait(Edge.GRADS_FINAL, self.streams.record(Role.COMPUTE))
+            with self.streams.on(Role.UPDATE):
+                for group in in_order:
+                    self._update(group, update)
+                    group.begin_update(self.streams.record(Role.UPDATE, group.updated_event))
+                    self._last_update = group.updated
+        else:
+            for group in in_order:
+                self._update(group, update)
+        self._open_epoch()
+        self._epoch_is_open = False
+
+    def _update(self, group: FsdpParameterGroup, update: Callable[[FsdpParameterGroup], None]) -> None:
+        ranges.push(group.update_range)
+        update(group)
+        ranges.pop()
+        group.updated_version = group.main_version
+
+    def _first_use(self, group: FsdpParameterGroup) -> int:
+        return self.planner.first_use(self._owner(group).index)
+
+    def finish_updates(self) -> None:
+        """Afterwards work on the compute stream sees main weights, and may free main gradients, as updates leave them."""
+        if self._last_update is None:
+            return
+        self.streams.wait(Edge.UPDATES_DONE, self._last_update)
+        self._last_update = None
+        self.gatherer.note_update()  # gathers need wait for compute alone now
+        for group in self.groups:
+            group.updated = None
+            group.end_update()
+
     def _use_prepared_epoch(self) -> None:
         """Afterwards a step begins on the weights that ``prepare_forward`` has begun to gather."""
         self._epoch_is_open = False
@@ -212,6 +281,7 @@ class FsdpContext:
         unit.order = self._num_entered
         unit.forward_depth += 1
         unit.phase = Phase.FORWARD
+        ranges.push(unit.forward_range)
         for group in unit.groups:
             group.num_users += 1
         try:
@@ -235,6 +305,7 @@ class FsdpContext:
             self.graphs.end()
             if not tensors:
                 self.gatherer.release_idle()
+                self.gatherer.end_pass(self._read_peers)
 
     def leave_recomputation(self, unit: FsdpUnit, tensors: list[torch.Tensor]) -> None:
         """Afterwards the weights stay for the backward that recomputed, and the gradient of any of ``tensors`` begins it.
@@ -258,6 +329,7 @@ class FsdpContext:
             tensor.register_hook(hook)
 
     def _step_out(self, unit: FsdpUnit, *, keeps: bool) -> None:
+        ranges.pop()
         unit.last_inside = self._num_entered
         unit.forward_depth -= 1
         if unit.forward_depth == 0 and unit.phase is Phase.FORWARD:
@@ -271,6 +343,7 @@ class FsdpContext:
     def _begin_forward(self) -> None:
         if isinstance(self.streams, CudaStreams):
             self.streams.follow_caller()
+            self._notice_capture()
         self._recover()
         if self._scope_depth == 0:
             if self._epoch_is_open:
@@ -285,6 +358,18 @@ class FsdpContext:
         if not self.graphs.are_open:
             self._begin_step()
         self.graphs.begin()
+
+    def _notice_capture(self) -> None:
+        """Afterwards, where a capture into a CUDA graph has begun or ended, nothing waits for events of before."""
+        is_capturing = torch.cuda.is_current_stream_capturing()
+        if is_capturing is not self._is_capturing:
+            self._is_capturing = is_capturing
+            self.gatherer.forget_events()
+            self.reducer.forget_events()
+            self._last_update = None
+            for group in self.groups:
+                group.forget_events()
+            self._open_epoch()
 
     def _check_parameters(self) -> None:
         for group in self.groups:
@@ -329,6 +414,7 @@ class FsdpContext:
                     self.gatherer.acquire(group, forward=False)
             return
         unit.phase = Phase.BACKWARD
+        unit.mark = ranges.begin(unit.backward_range)
         self._release_lingering()
         if unit.lingers:
             self._lingering.append(unit)
@@ -387,6 +473,7 @@ class FsdpContext:
         if unit.phase is not Phase.BACKWARD:
             return
         unit.phase = Phase.RESTING
+        ranges.end(unit.mark)
         self._claiming.remove(unit)
         for group in unit.groups:
             group.num_claims -= 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
@@ -10,6 +10,9 @@ from torch.distributed.tensor.placement_types import Placement
 
 from megatron.core.distributed.fsdp.collectives import Transport
 from megatron.core.distributed.fsdp.layout import FlatLayout, rows_before
+
+# A transport's all_gather and its arguments: the buffer to fill, and this rank's shard of it.
+Gather = tuple[Callable[[torch.Tensor, torch.Tensor], None], torch.Tensor, torch.Tensor]
 
 
 class DBuffer:
@@ -67,22 +70,33 @@ class DBuffer:
         assert self.begin <= begin and end <= self.end, "a piece lies inside its buffer"
         return self.local[begin - self.begin : end - self.begin]
 
-    def gather(self, out: DBuffer) -> None:
-        """Afterwards ``out``, whose axes are replicated where this buffer's may be sharded, holds the elements.
+    def gathers(self, out: DBuffer) -> list[Gather]:
+        """What to call, in order, so that ``out``, whose axes are replicated where this buffer's may be sharded, is whole.
 
-        ``self.local`` may lie in ``out.local``, at its own place. Ranks: all of each axis that changes.
+        ``self.local`` may lie in ``out.local``, at its own place. The list holds as long as neither moves.
+
+        Raises:
+            ValueError: ``out`` is sharded where this buffer is not.
         """
         placements, source = list(self.placements), self.local
+        steps: list[Gather] = []
         for axis, transport in enumerate(self.axes):  # outermost first: undoes the last cut first
             if isinstance(placements[axis], Shard) and isinstance(out.placements[axis], Replicate):
                 placements[axis] = Replicate()
                 target = out.piece(placements)
-                transport.all_gather(target, source)
+                steps.append((transport.all_gather, target, source))
                 source = target
         if tuple(placements) != out.placements:
             raise ValueError(f"gather goes from shards to replicas, got {self.placements} -> {out.placements}")
-        if source.data_ptr() != out.local.data_ptr():
-            out.local.copy_(source)
+        return steps
+
+    def gather(self, out: DBuffer) -> None:
+        """Afterwards ``out`` holds the elements (``gathers``). Ranks: all of each axis that changes."""
+        steps = self.gathers(out)
+        for all_gather, full, shard in steps:
+            all_gather(full, shard)
+        if not steps and self.local.data_ptr() != out.local.data_ptr():
+            out.local.copy_(self.local)
 
     def reduce(
         self, out: torch.Tensor, placements: Sequence[Placement], *, scale: float = 1.0, accumulate: bool = False

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from megatron.core.distributed.fsdp.collectives import unfinished
+from megatron.core.distributed.fsdp import ranges
+from megatron.core.distributed.fsdp.collectives import Transport, unfinished
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup
 from megatron.core.distributed.fsdp.plan import Recorder
 from megatron.core.distributed.fsdp.streams import Edge, Role, Streams
@@ -28,13 +29,26 @@ class Gatherer:
         self.num_gathers = 0
         self.overlapping: dict[int, list[FsdpParameterGroup]] = {}  # groups that share addresses in the arena
         self.can_move: Callable[[], bool] = lambda: True  # no graph will look for weights where they are
-        self._updated: Any = None
-        self._released: Any = None
+        self._updated: Any = None  # compute has written main weights; None once gathers have waited for that
+        self._updated_event: Any = None
+        self._released: Any = None  # compute's latest release of a range
+        self._now: Any = None  # for waits on what compute has been given until now
 
     def new_epoch(self) -> None:
         """Afterwards main weights may have changed: each group is synchronised before its next forward."""
         self.epoch += 1
-        self._updated = self.streams.record(Role.COMPUTE)
+        self.note_update()
+
+    def note_update(self) -> None:
+        """Afterwards gathers see what compute has been given until now."""
+        self._updated = self._updated_event = self.streams.record(Role.COMPUTE, self._updated_event)
+
+    def forget_events(self) -> None:
+        """Afterwards no gather waits for what was issued before: a capture, or its end, makes that impossible.
+
+        Whoever begins or ends a capture sees to it that all streams have joined the one that is captured.
+        """
+        self._updated = self._updated_event = self._released = self._now = None
 
     def prefetch(self, group: FsdpParameterGroup, *, forward: bool) -> None:
         """Afterwards the group's weights are on their way. Ranks: all of the group's mesh, in the same order."""
@@ -44,8 +58,13 @@ class Gatherer:
         if not group.needs_gather and not is_stale:
             return
         self._make_room(group)
-        self.streams.wait(Edge.WEIGHTS_UPDATED, self._updated)
-        self._updated = None
+        if self._updated is not None:
+            self.streams.wait(Edge.WEIGHTS_UPDATED, self._updated)
+            self._updated = None
+        if group.updated is not None:
+            self.streams.wait(Edge.UNIT_UPDATED, group.updated)
+            group.updated = None
+        ranges.push(group.gather_range)
         with torch.no_grad(), self.streams.on(Role.GATHER):
             try:
                 if forward:
@@ -58,7 +77,9 @@ class Gatherer:
             except RuntimeError as error:
                 what = f"all-gather of the weights of {group} ({'forward' if forward else 'backward'})"
                 raise unfinished(what, group.group_mesh.axes, error) from error
-        group.gathered = self.streams.record(Role.GATHER)
+            finally:
+                ranges.pop()
+        group.gathered = group.gathered_event = self.streams.record(Role.GATHER, group.gathered_event)
         group.is_gathered = True
         self.live[group] = None
         if group.needs_gather and self.recorder is not None:
@@ -67,9 +88,16 @@ class Gatherer:
     def _sync(self, group: FsdpParameterGroup, is_stale: bool) -> None:
         # What every rank must take part in goes by the epoch alone, which is the same on all of them.
         version = group.main_version
-        if is_stale or (group.needs_gather and version != group.synced_version):
-            group.sync()
-            group.synced_epoch, group.synced_version = self.epoch, version
+        if is_stale:
+            ranges.push(group.sync_range)
+            group.sync(casts=version != group.updated_version)
+            ranges.pop()
+            group.publish()
+        elif group.needs_gather and version != group.synced_version:
+            group.sync_in_open_epoch()
+        else:
+            return
+        group.synced_epoch, group.synced_version = self.epoch, version
 
     def acquire(self, group: FsdpParameterGroup, *, forward: bool) -> None:
         """Afterwards compute may read the group's weights, and modules hold them. Ranks: as ``prefetch``."""
@@ -77,6 +105,7 @@ class Gatherer:
         if group.gathered is not None:
             self.streams.wait(Edge.WEIGHTS_GATHERED, group.gathered)
             group.gathered = None
+            group.end_update()  # the gather came after it
         if group.needs_gather:
             group.set_fence(True)
         else:
@@ -108,7 +137,7 @@ class Gatherer:
         if self.poisons:
             group.full_weight.local.data.fill_(float("nan"))
         storage.free()
-        self._released = self.streams.record(Role.COMPUTE)
+        self._released = self.streams.record(Role.COMPUTE, self._released)
         group.is_gathered = False
         del self.live[group]
         if self.recorder is not None:
@@ -121,7 +150,16 @@ class Gatherer:
 
     def ranges_moved(self) -> None:
         """Afterwards gathers wait for what compute has done to the ranges until now: arenas are zeroed when made."""
-        self._released = self.streams.record(Role.COMPUTE)
+        self._released = self.streams.record(Role.COMPUTE, self._released)
+
+    def end_pass(self, transports: Sequence[Transport]) -> None:
+        """Afterwards compute may write to shards: all ranks have read what they gathered until now. Ranks: all."""
+        if not transports:
+            return
+        with self.streams.on(Role.GATHER):
+            for transport in transports:
+                transport.end_pass()
+        self.streams.wait(Edge.SHARDS_READ, self.streams.record(Role.GATHER))
 
     def _make_room(self, group: FsdpParameterGroup) -> None:
         storage = group.weight_storage
@@ -135,11 +173,13 @@ class Gatherer:
                         break
         if storage.in_arena:
             # Compute runs in order, so its latest release comes after that of whatever was in this range.
-            is_read = group.is_gathered
-            self.streams.wait(Edge.RANGE_RELEASED, self.streams.record(Role.COMPUTE) if is_read else self._released)
-            return
-        storage.allocate()
-        self.streams.wait(Edge.RANGE_RELEASED, self.streams.record(Role.COMPUTE))
+            if not group.is_gathered:
+                self.streams.wait(Edge.RANGE_RELEASED, self._released)
+                return
+        else:
+            storage.allocate()
+        self._now = self.streams.record(Role.COMPUTE, self._now)
+        self.streams.wait(Edge.RANGE_RELEASED, self._now)
 
     def _evict(self, group: FsdpParameterGroup, other: FsdpParameterGroup) -> bool:
         """Afterwards ``other`` is out of the range that they share (True), or else the group has memory of its own.

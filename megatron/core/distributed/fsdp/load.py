@@ -34,6 +34,8 @@ def watch_loads(unit: FsdpUnit, modules: Sequence[tuple[str, nn.Module]]) -> Non
                 f"load_state_dict must find sharded parameters, got those of {unit.name} gathered, where what is loaded would "
                 "be lost; call reshard() first, and not from within forward"
             )
+        if unit.context is not None:
+            unit.context.finish_updates()
         for key, parameter in module._parameters.items():
             value = state_dict.get(prefix + key)
             if isinstance(parameter, DTensor) and isinstance(value, torch.Tensor) and value.shape == parameter.shape:
@@ -42,9 +44,15 @@ def watch_loads(unit: FsdpUnit, modules: Sequence[tuple[str, nn.Module]]) -> Non
         if unit.context is not None:
             unit.context.weights_changed()
 
+    def before_save(*_: Any) -> None:
+        unit = unit_ref()
+        if unit is not None and unit.context is not None:
+            unit.context.finish_updates()
+
     for _, module in modules:
         if any(parameter is not None for parameter in module._parameters.values()):
             module.register_load_state_dict_pre_hook(before_load)
+            module.register_state_dict_pre_hook(before_save)
 
 
 @torch.no_grad()

@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from megatron.core.distributed.fsdp.collectives import Transport, unfinished
-from megatron.core.distributed.fsdp.dbuffer import DBuffer
+from megatron.core.distributed.fsdp.collectives import MemoryKind, Transport, unfinished
+from megatron.core.distributed.fsdp.dbuffer import DBuffer, Gather
 from megatron.core.distributed.fsdp.layout import FlatLayout, pack_rows
 from megatron.core.distributed.fsdp.mixed_precision import GroupDtypes
 from megatron.core.distributed.fsdp.placement import Placements
@@ -42,6 +42,12 @@ class GroupMesh:
     def size(self) -> int:
         """Data-parallel ranks."""
         return self.mesh.size()
+
+    def empty(self, numel: int, dtype: torch.dtype, device: torch.device, kind: MemoryKind) -> torch.Tensor:
+        """Memory [numel] for buffers of ``kind`` that the transports can move. Ranks: all of the mesh, alike."""
+        if len(self.axes) == 1:
+            return self.axes[0].empty(numel, dtype, device, kind)
+        return torch.empty(numel, dtype=dtype, device=device)
 
 
 @dataclass(eq=False)
@@ -89,7 +95,6 @@ class FsdpParameterGroup:
         self.parameters = list(parameters)
         self.group_mesh, self.placements, self.dtypes, self.device = group_mesh, placements, dtypes, device
         self.index = -1  # place among the context's groups
-        self.prefix = ""  # the name of the unit, seen from the context's root
         self.trainable = self.parameters[0].original.requires_grad
         self.grad_scale = _grad_scale(placements, group_mesh.axes, grad_divisor)
         self.layout = _layout_of(self.parameters, placements, group_mesh.axes)
@@ -122,6 +127,11 @@ class FsdpParameterGroup:
         self.num_claims = 0  # units whose backward needs the gathered weights
         self.pinned = False  # the user asked for the gathered weights
         self.gathered: Any = None  # event of the gather; None at rest, and once compute has waited for it
+        self.gathered_event: Any = None  # the same, kept to be recorded anew
+        self.updated: Any = None  # event of an update beside compute; None once the gather stream has waited for it
+        self.updated_event: Any = None  # the same, kept to be recorded anew
+        self.is_updating = False  # such an update reads the main gradient, and compute has not waited for it
+        self.updated_version = -1  # of the main weights, as an optimizer left them that wrote model weights too
         self.is_gathered = not self.needs_gather
         self.synced_epoch = -1
         self.synced_version = -1
@@ -130,6 +140,8 @@ class FsdpParameterGroup:
         self.is_owed = False  # the backward under way owes the gradient
         self.staging_held = False  # backward may write to the staging buffer
         self.reduced: Any = None  # event of the last reduction that read the staging buffer
+        self.reduced_event: Any = None  # the same, kept to be recorded anew
+        self.set_prefix("")
 
     # ---- construction -------------------------------------------------------------------------------------------
 
@@ -154,8 +166,10 @@ class FsdpParameterGroup:
             except RuntimeError as error:
                 raise unfinished(f"broadcast of the initial weights of {self}", [axis], error) from error
         if self.needs_gather:
-            self.model_weight = self._buffer(self.placements.parameter, self.dtypes.compute)
-            self.model_weight.local.copy_(full.piece(self.placements.parameter))
+            piece = full.piece(self.placements.parameter)
+            shard = self.group_mesh.empty(piece.numel(), self.dtypes.compute, self.device, MemoryKind.SHARD)
+            self.model_weight = self._buffer(self.placements.parameter, self.dtypes.compute, shard)
+            self.model_weight.local.copy_(piece)
         else:
             self.model_weight = full
         main_piece = full.piece(self.placements.optimizer)
@@ -174,6 +188,14 @@ class FsdpParameterGroup:
             self.weight_storage = FlatStorage(self.layout.total_numel, self.dtypes.compute, self.device)
             full = self._buffer(replicas, self.dtypes.compute, self.weight_storage.flat)
         self.full_weight = full
+        self._gathers = self.model_weight.gathers(full) if self.needs_gather else []
+        self._sync_gathers: list[Gather] = []
+        own = self._buffer(
+            self.placements.optimizer, self.dtypes.compute, self.model_weight.piece(self.placements.optimizer).data
+        )
+        if own.local.numel() != self._model_alias.numel():
+            model = self._buffer(self.placements.parameter, self.dtypes.compute, self._model_alias)
+            self._sync_gathers = own.gathers(model)
 
     def _sharded_parameter(self, index: int, parameter: ManagedParameter) -> nn.Parameter:
         sharded = nn.Parameter(self._dtensor(self.main_weight, index), requires_grad=self.trainable)
@@ -253,6 +275,19 @@ class FsdpParameterGroup:
         """The name of parameter ``index``, seen from the context's root."""
         return self.prefix + self.parameters[index].name
 
+    def set_prefix(self, prefix: str) -> None:
+        """Afterwards the group knows its unit's name (with a dot behind it), as seen from the context's root."""
+        self.prefix = prefix
+        unit = prefix.rstrip(".") or "root"
+        self.gather_range, self.sync_range, self.reduce_range, self.update_range = (
+            f"fsdp.{act} {unit}" for act in ("gather", "sync", "reduce", "update")
+        )
+
+    def forget_events(self) -> None:
+        """As ``Gatherer.forget_events``."""
+        self.gathered_event = self.reduced_event = self.updated_event = self.updated = None
+        self.end_update()
+
     def __str__(self) -> str:
         others = len(self.parameters) - 1
         return self.name_of(0) + (f" and {others} more" if others else "")
@@ -282,16 +317,59 @@ class FsdpParameterGroup:
         for holder, key, _, unsharded in self._switch:
             holder[key] = unsharded
 
-    def sync(self) -> None:
-        """Afterwards the model weight equals the main weight. Ranks: all, where the model weight is replicated."""
+    @property
+    def model_piece(self) -> torch.Tensor | None:
+        """[main weight's elements] the model weight that this rank's optimizer owns; None where it is the main weight.
+
+        An optimizer that writes it together with the main weight (``FsdpContext.update_weights``) saves the cast.
+        """
+        if self.main_weight is self.model_weight:
+            return None
+        piece = self.model_weight.piece(self.placements.optimizer).data
+        return None if piece.data_ptr() == self.main_weight.local.data_ptr() else piece
+
+    def sync(self, *, casts: bool = True) -> None:
+        """Afterwards the model weight equals the main weight. Ranks: all, where the model weight is replicated.
+
+        Args:
+            casts: False if this rank's piece of the model weight equals the main weight already.
+        """
         if self.main_weight is self.model_weight:
             return
-        piece = self.model_weight.piece(self.placements.optimizer).data
-        if piece.data_ptr() != self.main_weight.local.data_ptr():
+        if casts and (piece := self.model_piece) is not None:
             piece.copy_(self.main_weight.local)
-        if piece.numel() != self._model_alias.numel():
-            source = self._buffer(self.placements.optimizer, self.dtypes.compute, piece)
-            source.gather(self._buffer(self.placements.parameter, self.dtypes.compute, self._model_alias))
+        for all_gather, full, shard in self._sync_gathers:
+            all_gather(full, shard)
+
+    def sync_in_open_epoch(self) -> None:
+        """Afterwards a write to main weights of this rank, after the step's weights were gathered first, is in effect.
+
+        Raises:
+            RuntimeError: other ranks read this rank's weights without asking, and may have read them by half.
+        """
+        if any(axis.reads_peers for axis in self.group_mesh.axes):
+            raise RuntimeError(
+                f"weights of {self} must not be written between the forwards of a step: other ranks read them where they rest; "
+                "write before the first microbatch (is_first=True)"
+            )
+        self.sync()
+
+    def publish(self) -> None:
+        """Afterwards gathers see what ranks have written to their shards. Ranks: all of the mesh."""
+        if self.needs_gather:
+            for axis in self.group_mesh.axes:
+                axis.publish()
+
+    def begin_update(self, event: Any) -> None:
+        """Afterwards an update beside compute, which is over when ``event`` fires, reads the main gradient."""
+        self.updated = self.updated_event = event
+        self.is_updating = True
+
+    def end_update(self) -> None:
+        """Afterwards, compute having waited for the update, a gradient that was cleared takes no memory."""
+        if self.is_updating:
+            self.is_updating = False
+            self.free_main_grad_if_cleared()
 
     @property
     def main_version(self) -> int:
@@ -306,7 +384,8 @@ class FsdpParameterGroup:
 
     def gather(self) -> None:
         """Afterwards the full weights are whole. Ranks: all of the mesh."""
-        self.model_weight.gather(self.full_weight)
+        for all_gather, full, shard in self._gathers:
+            all_gather(full, shard)
 
     def set_fence(self, gathered: bool) -> None:
         """Afterwards autograd refuses (or, gathered, accepts) to use what it saved of these weights."""
@@ -321,6 +400,7 @@ class FsdpParameterGroup:
         assert self.weight_storage is not None
         self.weight_storage.move(flat)
         self.full_weight.local = self.weight_storage.flat
+        self._gathers = self.model_weight.gathers(self.full_weight)
         for index, parameter in enumerate(self.unsharded):
             parameter.data = self.full_weight.view(index)
 
@@ -439,12 +519,14 @@ class FsdpParameterGroup:
         if self.trainable:
             for parameter in self.sharded:
                 parameter.grad = None
-            self.main_grad_storage.free()
+            self.free_main_grad_if_cleared()
             self.drop_partial()
 
     def free_main_grad_if_cleared(self) -> None:
         """Afterwards the main gradient takes no memory if the user has set ``param.grad`` to None."""
-        if self.main_grad_storage.allocated and all(parameter.grad is None for parameter in self.sharded):
+        if self.is_updating or not self.main_grad_storage.allocated:
+            return  # an update beside compute reads it: the next gather's wait comes after that
+        if all(parameter.grad is None for parameter in self.sharded):
             self.main_grad_storage.free()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -58,6 +59,11 @@ class Plan:
     kept: tuple[bool, ...]
     weights: RangePlan
     staging: RangePlan
+
+    @cached_property
+    def first_uses(self) -> dict[int, int]:
+        """The place of each unit's first use."""
+        return {use.unit: at for at, use in reversed(list(enumerate(self.uses)))}
 
 
 @dataclass

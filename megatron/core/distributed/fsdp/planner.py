@@ -74,6 +74,12 @@ class Planner:
         self._depart(unit, backward)
         return ()
 
+    def first_use(self, unit: int) -> int:
+        """The place of the unit's first use in a step; without a plan, that of its registration."""
+        if self.plan is None:
+            return unit
+        return self.plan.first_uses.get(unit, len(self.plan.uses))
+
     @property
     def keeps(self) -> bool:
         """True if the unit that ran last runs again at once."""

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from megatron.core.distributed.fsdp import ranges
 from megatron.core.distributed.fsdp.collectives import unfinished
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup
 from megatron.core.distributed.fsdp.plan import Recorder
@@ -23,6 +24,7 @@ class Reducer:
         self.num_reductions = 0
         self.overlapping: dict[int, list[FsdpParameterGroup]] = {}  # groups that share addresses in the arena
         self._last: Any = None
+        self._written: Any = None
         self._finished: list[FsdpParameterGroup] = []  # reduced in this backward, in order
         self._reading: list[FsdpParameterGroup] = []  # groups with memory of their own that a reduction still reads
 
@@ -75,7 +77,9 @@ class Reducer:
 
     def _launch(self, group: FsdpParameterGroup) -> None:
         overwrite = group.prepare_main_grad()
-        self.streams.wait(Edge.GRADS_WRITTEN, self.streams.record(Role.COMPUTE))
+        self._written = self.streams.record(Role.COMPUTE, self._written)
+        self.streams.wait(Edge.GRADS_WRITTEN, self._written)
+        ranges.push(group.reduce_range)
         with torch.no_grad(), self.streams.on(Role.REDUCE):
             try:
                 group.reduce(overwrite=overwrite)
@@ -83,10 +87,12 @@ class Reducer:
                 raise
             except RuntimeError as error:
                 raise unfinished(f"reduction of the gradients of {group}", group.group_mesh.axes, error) from error
+            finally:
+                ranges.pop()
             if self.poisons:
                 group.staging_storage.flat.fill_(float("nan"))
         self.num_reductions += 1
-        group.reduced = self._last = self.streams.record(Role.REDUCE)
+        group.reduced = group.reduced_event = self._last = self.streams.record(Role.REDUCE, group.reduced_event)
         group.staging_held = False
         self._finished.append(group)
         if group.holds_own_memory:
@@ -112,6 +118,10 @@ class Reducer:
             group.reduced = None
         self._finished.clear()
         self._last = None
+
+    def forget_events(self) -> None:
+        """As ``Gatherer.forget_events``. No backward is under way."""
+        self._written = None
 
     def abandon(self, group: FsdpParameterGroup) -> None:
         """Afterwards nothing is left of the group's unfinished backward."""

@@ -15,29 +15,42 @@ class Role(Enum):
     COMPUTE = "compute"
     GATHER = "gather"
     REDUCE = "reduce"
+    UPDATE = "update"
 
 
 class Edge(Enum):
     """A wait between two streams: (producer, consumer, hazard). One row of SCHEDULE.md each."""
 
     WEIGHTS_UPDATED = ("compute", "gather", "read after write")
+    UNIT_UPDATED = ("update", "gather", "read after write")
     RANGE_RELEASED = ("compute", "gather", "write after read")
     WEIGHTS_GATHERED = ("gather", "compute", "read after write")
     GRADS_WRITTEN = ("compute", "reduce", "read after write")
     STAGING_REDUCED = ("reduce", "compute", "write after read")
     GRADS_REDUCED = ("reduce", "compute", "read after write")
+    GRADS_FINAL = ("compute", "update", "read after write")
+    UPDATES_DONE = ("update", "compute", "read after write")
+    SHARDS_READ = ("gather", "compute", "write after read")
     GATHER_BEFORE_FREE = ("gather", "compute", "free")
     REDUCE_BEFORE_FREE = ("reduce", "compute", "free")
+
+    consumer: Role
+
+    def __init__(self, producer: str, consumer: str, hazard: str) -> None:
+        self.consumer = Role(consumer)
 
 
 class Streams(Protocol):
     """Runs work under a role and orders it. An event is whatever ``record`` returns; ``None`` is "nothing to wait for"."""
 
     def on(self, role: Role) -> AbstractContextManager[Any]:
-        """A scope in which work is issued on the role's stream."""
+        """A scope in which work is issued on the role's stream; scopes of one role do not nest."""
 
-    def record(self, role: Role) -> Any:
-        """An event that fires when all work issued on the role's stream so far is done."""
+    def record(self, role: Role, again: Any = None) -> Any:
+        """An event that fires when all work issued on the role's stream so far is done.
+
+        ``again``, an earlier event that nobody will wait for any more, may be used anew.
+        """
 
     def wait(self, edge: Edge, event: Any) -> None:
         """Afterwards work issued on the edge's consumer runs after ``event``; the host does not wait."""
@@ -49,45 +62,70 @@ class HostStreams:
     def on(self, role: Role) -> AbstractContextManager[Any]:
         return nullcontext()
 
-    def record(self, role: Role) -> Any:
+    def record(self, role: Role, again: Any = None) -> Any:
         return None
 
     def wait(self, edge: Edge, event: Any) -> None:
         pass
 
 
+class _OnStream:
+    """``torch.cuda.stream`` for a stream of the current device, without its look-ups."""
+
+    __slots__ = ("_before", "_own")
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._own = (stream.stream_id, stream.device_index, stream.device_type)
+        self._before = self._own
+
+    def __enter__(self) -> None:
+        self._before = torch._C._cuda_getCurrentStream(self._own[1])
+        _set_stream(self._own)
+
+    def __exit__(self, *_: object) -> None:
+        _set_stream(self._before)
+
+
+def _set_stream(stream: tuple[int, int, int]) -> None:
+    torch._C._cuda_setStream(stream_id=stream[0], device_index=stream[1], device_type=stream[2])
+
+
 class CudaStreams:
-    """Compute is the stream that the caller was on when a pass began; gather and reduce are ours, of high priority."""
+    """Compute is the stream that the caller was on when a pass began; the others are ours.
+
+    Communication has high priority, so that its few blocks are not kept waiting by GEMMs; updates, which GEMMs of the
+    next forward should not wait for, have not.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._compute: torch.cuda.Stream | None = None
-        self._own = {role: torch.cuda.Stream(device, priority=-1) for role in (Role.GATHER, Role.REDUCE)}
+        self._streams = {
+            Role.GATHER: torch.cuda.Stream(device, priority=-1),
+            Role.REDUCE: torch.cuda.Stream(device, priority=-1),
+            Role.UPDATE: torch.cuda.Stream(device),
+        }
+        self._scopes = {role: _OnStream(stream) for role, stream in self._streams.items()}
+        self.follow_caller()
 
     def follow_caller(self) -> None:
         """Afterwards compute is the caller's current stream."""
-        self._compute = torch.cuda.current_stream(self.device)
+        self._streams[Role.COMPUTE] = torch.cuda.current_stream(self.device)
 
     def stream(self, role: Role) -> torch.cuda.Stream:
         """The role's stream."""
-        if role is not Role.COMPUTE:
-            return self._own[role]
-        if self._compute is None:
-            self.follow_caller()
-        assert self._compute is not None
-        return self._compute
+        return self._streams[role]
 
     def on(self, role: Role) -> AbstractContextManager[Any]:
-        return torch.cuda.stream(self.stream(role))
+        return self._scopes[role] if role is not Role.COMPUTE else torch.cuda.stream(self._streams[role])
 
-    def record(self, role: Role) -> torch.cuda.Event:
-        event = torch.cuda.Event()
-        event.record(self.stream(role))
+    def record(self, role: Role, again: torch.cuda.Event | None = None) -> torch.cuda.Event:
+        event = torch.cuda.Event() if again is None else again
+        event.record(self._streams[role])
         return event
 
     def wait(self, edge: Edge, event: torch.cuda.Event | None) -> None:
         if event is not None:
-            self.stream(Role(edge.value[1])).wait_event(event)
+            self._streams[edge.consumer].wait_event(event)
 
 
 def make_streams(device: torch.device) -> Streams:

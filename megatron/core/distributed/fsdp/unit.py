@@ -34,6 +34,8 @@ class FsdpUnit:
         is_deferred: its gradients are reduced at backward's end: units lie inside this one, or it runs several times
             in one graph.
         phase: what it is doing.
+        forward_range, backward_range: names of its phases on the time line.
+        mark: ends the range of the backward that is under way.
         is_open: a backward owes gradients of its own groups, or has not reduced them yet.
         order: place of its latest forward among all forwards of its context; backward comes back in reverse.
         last_inside: place of the last forward that began within it.
@@ -47,6 +49,9 @@ class FsdpUnit:
     has_nested: bool = False
     prefix: str = ""
     phase: Phase = Phase.RESTING
+    forward_range: str = ""
+    backward_range: str = ""
+    mark: int = 0
     index: int = -1
     forward_depth: int = 0
     is_open: bool = False

@@ -19,7 +19,9 @@ class ProcessGroupTransport:
     ``gather_group`` holds the same ranks; where it is another communicator, gathers run beside reductions.
     """
 
-    name = "process group"
+    name = "nccl"
+    is_symmetric = False
+    reads_peers = False
 
     def __init__(self, group: ProcessGroup, gather_group: ProcessGroup) -> None:
         self.group = group
@@ -68,7 +70,7 @@ class RankOrderTransport(ProcessGroupTransport):
     is one copy of the full buffer. [Note: fixed order of reduction] in DESIGN.md.
     """
 
-    name = "process group, sums in rank order"
+    name = "gloo"
 
     def reduce_scatter(
         self, out: torch.Tensor, full: torch.Tensor, *, scale: float = 1.0, accumulate: bool = False

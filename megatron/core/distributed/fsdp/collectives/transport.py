@@ -34,10 +34,12 @@ class Transport(Protocol):
     Calls are issued on the current stream and return without waiting for the device.
     """
 
-    name: str  # for people: which transport this is
+    name: str  # which transport this is: "nccl", "symm", "peer_copy", "gloo" or "local"
     size: int
     rank: int
     ranks: Sequence[int]  # of the whole run
+    is_symmetric: bool  # buffers lie at equal offsets of what ``empty`` gave on all ranks
+    reads_peers: bool  # gathers read other ranks' shards where they rest, without asking
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device, kind: MemoryKind) -> torch.Tensor:
         """Uninitialised memory [numel] for buffers of ``kind``. Ranks: all, with the same arguments; may block the host.
@@ -95,6 +97,8 @@ class LocalTransport:
     name = "local"
     size = 1
     rank = 0
+    is_symmetric = False
+    reads_peers = False
 
     def __init__(self, ranks: Sequence[int] = (0,)) -> None:
         self.ranks: Sequence[int] = ranks
