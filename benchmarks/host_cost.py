@@ -2,15 +2,15 @@
 
     python -m benchmarks.host_cost [--units 24] [--parameters 4] [--device cpu|cuda] [--json FILE]
 
-One process is a rank of two; a process group without ranks behind it takes the collectives, so that nothing is waited
-for and only the host's own work is seen. Under torchrun on GPUs the ranks and NCCL are real. Units are tiny: the
-same model unsharded is what the figures are measured against.
+On the CPU one process is a rank of two; a process group without ranks behind it takes the collectives, so that nothing
+is waited for and only the host's own work is seen. On GPUs NCCL is real: under torchrun with its ranks, else with one
+rank, which copies where others communicate. Units are tiny: the same model unsharded is what the figures are measured
+against.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import itertools
 import json
 import os
@@ -25,11 +25,12 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import HashStore
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.host_counts import PHASES, Counts, Tally
 from megatron.core.distributed.fsdp import fully_shard, fully_shard_optimizer
-from megatron.core.distributed.fsdp.collectives import ProcessGroupTransport
+from megatron.core.distributed.fsdp.collectives import ProcessGroupTransport, RankOrderTransport
 from megatron.core.distributed.fsdp.module import find_context
 from megatron.core.distributed.fsdp.placement import STRATEGIES, strategy_placements
 
@@ -76,7 +77,7 @@ class Trainer:
         if strategy is None:
             self.optimizer: torch.optim.Optimizer = optimizer(net.parameters(), lr=1e-3)
         else:
-            with tally.streams(), _plain_transport():
+            with tally.streams():
                 for unit in (*net.units, net):
                     fully_shard(unit, placements=strategy_placements(strategy))
                 find_context(net)  # type: ignore[arg-type]
@@ -93,18 +94,6 @@ class Trainer:
         self.optimizer.step()
         self.optimizer.zero_grad()
         begin("none")
-
-
-@contextmanager
-def _plain_transport() -> Iterator[None]:
-    """In the scope, groups get the transport of GPUs also on the CPU, where sums in rank order cost more calls."""
-
-    def make(group: Any, gather_group: Any, *unused: Any, **unused_too: Any) -> ProcessGroupTransport:
-        return ProcessGroupTransport(group, gather_group)
-
-    module = importlib.import_module("megatron.core.distributed.fsdp.fully_shard")
-    with patch.object(module, "make_transport", make):
-        yield
 
 
 def count(
@@ -135,6 +124,8 @@ def count(
         trainer.step(tally.begin)
     with tally.lines():
         trainer.step(tally.begin)
+    if trainer.inputs.is_cuda:
+        tally.count_launches(trainer.step)
     tally.counts.events, tally.counts.waits = events, waits
     return tally.counts
 
@@ -217,16 +208,22 @@ def busiest_functions(
 
 @contextmanager
 def rank_of_two(device: torch.device) -> Iterator[None]:
-    """In the scope ``torch.distributed`` is initialised: with NCCL under torchrun, else without ranks behind it."""
-    if device.type == "cuda" and "WORLD_SIZE" in os.environ:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group("nccl")
-    else:
-        dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    try:
+    """In the scope ``torch.distributed`` is initialised: with NCCL on a GPU, else without ranks behind it.
+
+    There, the CPU's transport calls what that of GPUs calls: sums in rank order would cost the host more.
+    """
+    with ExitStack() as stack:
+        if device.type == "cuda":
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+            alone = {} if "WORLD_SIZE" in os.environ else {"rank": 0, "world_size": 1, "store": HashStore()}
+            dist.init_process_group("nccl", **alone)  # type: ignore[arg-type]
+        else:
+            dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+            for method in ("reduce_scatter", "all_reduce"):
+                plain = getattr(ProcessGroupTransport, method)
+                stack.enter_context(patch.object(RankOrderTransport, method, plain))
+        stack.callback(dist.destroy_process_group)
         yield
-    finally:
-        dist.destroy_process_group()
 
 
 def main(arguments: list[str] | None = None) -> None:

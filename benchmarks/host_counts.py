@@ -5,10 +5,11 @@ Counts are the same in every run, which times on a busy machine are not, so a te
 
 from __future__ import annotations
 
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType, FrameType
@@ -17,6 +18,7 @@ from unittest.mock import patch
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -26,6 +28,8 @@ from megatron.core.distributed.fsdp.streams import CudaStreams, Edge, HostStream
 
 ENGINE = str(Path(megatron.core.distributed.fsdp.__file__).parent)
 PHASES = ("forward", "backward", "step")
+# Calls of the CUDA runtime and driver, as a profiler names them.
+_LAUNCH = re.compile(r"^(cuda|cu)(Launch|Memcpy|Memset)")
 
 
 @dataclass
@@ -40,6 +44,7 @@ class Counts:
         ops: operators of PyTorch that were dispatched, views included.
         kernels: of these, the ones that are no views: on a device each launches something.
         dtensor_ops: of these, the ones on DTensors.
+        launches: kernels, copies and fills that were handed to a device.
         collectives: operators of torch.distributed.
         events: events recorded.
         waits: waits of a stream for an event.
@@ -52,6 +57,7 @@ class Counts:
     ops: Counter[str] = field(default_factory=Counter)
     kernels: Counter[str] = field(default_factory=Counter)
     dtensor_ops: Counter[str] = field(default_factory=Counter)
+    launches: Counter[str] = field(default_factory=Counter)
     collectives: Counter[str] = field(default_factory=Counter)
     events: Counter[str] = field(default_factory=Counter)
     waits: Counter[str] = field(default_factory=Counter)
@@ -87,11 +93,12 @@ class Tally:
                 counts.builtins[self.phase] += 1
 
         with torch.autograd.set_multithreading_enabled(False):
+            previous = sys.getprofile()
             sys.setprofile(on_event)
             try:
                 yield
             finally:
-                sys.setprofile(None)
+                sys.setprofile(previous)
 
     @contextmanager
     def lines(self) -> Iterator[None]:
@@ -108,17 +115,37 @@ class Tally:
             return on_line if frame.f_code.co_filename.startswith(ENGINE) else None
 
         with torch.autograd.set_multithreading_enabled(False):
+            previous = sys.gettrace()
             sys.settrace(on_call)
             try:
                 yield
             finally:
-                sys.settrace(None)
+                sys.settrace(previous)
 
     @contextmanager
     def operators(self) -> Iterator[None]:
         """In the scope, operators are counted, those of torch.distributed as collectives."""
         with torch.autograd.set_multithreading_enabled(False), _OperatorTally(self):
             yield
+
+    def count_launches(self, step: Callable[[Callable[[str], None]], None]) -> None:
+        """Afterwards what a step hands to the device is counted. ``step`` calls its argument when a phase begins."""
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler, ExitStack() as phase:
+
+            def begin(name: str) -> None:
+                phase.close()
+                phase.enter_context(record_function(f"phase {name}"))
+
+            step(begin)
+            torch.cuda.synchronize()
+        # Scopes appear on the device's time line a second time.
+        events = [event for event in profiler.events() or () if event.device_type.name == "CPU"]
+        phases = [(e.name.removeprefix("phase "), e.time_range) for e in events if e.name.startswith("phase ")]
+        for event in events:
+            if _LAUNCH.match(event.name):
+                for name, span in phases:
+                    if span.start <= event.time_range.start < span.end:
+                        self.counts.launches[name] += 1
 
     def streams(self) -> AbstractContextManager[Any]:
         """In the scope, contexts are made whose streams count their events and waits; also after it."""

@@ -8,11 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from benchmarks import host_cost
 from benchmarks.host_counts import ENGINE, PHASES, Tally
-from tests.support.launch import run_ranks
 
 
 def _engine_function(body: str) -> dict[str, object]:
@@ -56,21 +54,14 @@ def test_operators_are_counted_by_kind() -> None:
     assert not tally.counts.dtensor_ops and not tally.counts.collectives
 
 
-def _main(file: str) -> None:
-    dist.destroy_process_group()
-    torch.set_num_threads(1)
-    host_cost.main(["--units", "3", "--parameters", "2", "--steps", "2", "--device", "cpu", "--json", file])
-    dist.init_process_group("gloo", init_method=f"file://{file}.store", rank=0, world_size=1)
-
-
-def test_the_command_line_writes_all_figures(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line_writes_all_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "host.json"
-    run_ranks(1, _main, str(file))
+    host_cost.main(["--units", "3", "--parameters", "2", "--steps", "2", "--device", "cpu", "--json", str(file)])
     report = json.loads(file.read_text())
     assert set(report["microseconds"]["sharded"]) == set(PHASES)
     counts = report["counts"]
     assert counts["collectives"]["forward"]["per_unit"] == 1, "each further unit gathers once in forward"
     assert counts["collectives"]["backward"]["per_unit"] == 2, "and gathers and reduces once in backward"
     assert counts["calls"]["forward"]["per_unit"] > 0 and counts["lines"]["forward"]["per_unit"] > 0
-    printed = host_cost.table(report, 3)
+    printed = capsys.readouterr().out
     assert "engine per unit" in printed and "per further parameter" in printed
