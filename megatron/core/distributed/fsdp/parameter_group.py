@@ -230,6 +230,7 @@ class FsdpParameterGroup:
         partial = [Partial()] * len(self.group_mesh.axes)
         self._staging = self._buffer(partial, self.dtypes.grad_comm, self.staging_storage.flat)
         self._staging_views = [self._staging.view(i) for i in range(len(self.parameters))]
+        self._staging_home = None
         self._written = [False] * len(self.parameters)
         self.main_grad_storage = FlatStorage(self.main_weight.local.numel(), self.dtypes.main_grads, self.device)
         main_grad = self._buffer(self.placements.optimizer, self.dtypes.main_grads, self.main_grad_storage.flat)
@@ -408,9 +409,35 @@ class FsdpParameterGroup:
 
     def move_staging(self, flat: torch.Tensor | None) -> None:
         """Afterwards gradients are staged in ``flat`` [total_numel], or in memory of their own if None."""
+        self._staging_home: torch.Tensor | None = None
         self.staging_storage.move(flat)
         self._staging.local = self.staging_storage.flat
         self._staging_views = [self._staging.view(i) for i in range(len(self.parameters))]
+
+    def set_staging_aside(self, *, copies: bool) -> None:
+        """Afterwards gradients are staged outside of the arena until ``bring_staging_home``.
+
+        Args:
+            copies: what is staged already moves along.
+        """
+        home = self.staging_storage.flat
+        self.move_staging(None)
+        self._staging_home = home
+        if copies:
+            self._staging.local.copy_(home)
+
+    def bring_staging_home(self, *, copies: bool) -> None:
+        """Afterwards gradients are staged where the plan says, which nobody else uses."""
+        assert self._staging_home is not None
+        aside = self._staging.local
+        self.move_staging(self._staging_home)
+        if copies:
+            self._staging.local.copy_(aside)
+
+    @property
+    def staging_is_aside(self) -> bool:
+        """True if gradients are staged outside of the arena for now."""
+        return self._staging_home is not None
 
     def hold_staging(self) -> None:
         """Afterwards backward may write to the staging buffer."""

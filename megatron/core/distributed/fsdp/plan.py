@@ -103,6 +103,19 @@ class Recorder:
             # The reduction still reads while the next unit's backward writes.
             self._staging[group].append(LiveRange(group, begin, self._now + 2))
 
+    @property
+    def ranges(self) -> tuple[dict[int, list[LiveRange]], dict[int, list[LiveRange]]]:
+        """When the groups' gathered weights, and their staging buffers, were alive; what is alive now ends here."""
+        for kind, group in list(self._open):
+            (self.released if kind == "weights" else self.reduced)(group)
+        return dict(self._weights), dict(self._staging)
+
+    def add(self, ranges: tuple[dict[int, list[LiveRange]], dict[int, list[LiveRange]]]) -> None:
+        """Afterwards buffers are alive also when another rank's ``ranges`` say so."""
+        for own, others in zip((self._weights, self._staging), ranges, strict=True):
+            for group, live in others.items():
+                own[group] = list(dict.fromkeys([*own[group], *live]))
+
     def plan(
         self,
         *,
@@ -119,8 +132,7 @@ class Recorder:
             groups_of: groups whose weights a unit uses.
             ahead_nbytes: bytes of weights to have on their way; at least those of one use are.
         """
-        for kind, group in list(self._open):
-            (self.released if kind == "weights" else self.reduced)(group)
+        _ = self.ranges
         sizes = {unit: sum(weight_nbytes.get(group, 0) for group in groups) for unit, groups in groups_of.items()}
         begins, ahead = self._gather_ahead(sizes, ahead_nbytes)
         for group, ranges in self._weights.items():

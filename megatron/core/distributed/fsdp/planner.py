@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from megatron.core.distributed.fsdp.collectives import MemoryKind, Transport
 from megatron.core.distributed.fsdp.gatherer import Gatherer
 from megatron.core.distributed.fsdp.graphs import Graphs
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup
@@ -125,12 +126,22 @@ class Planner:
         repeats, self._last_uses = uses == self._last_uses, uses
         if not (repeats or grows) or recorder.is_too_long:
             return
+        self._agree(recorder, groups)
         self._candidate = recorder.plan(
             weight_nbytes={g.index: g.weight_storage.nbytes for g in groups if g.weight_storage is not None},
             staging_nbytes={g.index: g.staging_storage.nbytes for g in groups if g.trainable},
             groups_of={unit.index: [group.index for group in unit.groups] for unit in units},
             ahead_nbytes=self._ahead_nbytes(groups),
         )
+
+    def _agree(self, recorder: Recorder, groups: Sequence[FsdpParameterGroup]) -> None:
+        """Afterwards the record tells of all ranks, where buffers must lie at equal offsets on all of them.
+
+        Gradients come at other moments on a rank that uses other parameters, which would give another layout.
+        """
+        for transport in _symmetric_transports(groups):
+            for ranges in transport.exchange(recorder.ranges):
+                recorder.add(ranges)
 
     def _ahead_nbytes(self, groups: Sequence[FsdpParameterGroup]) -> int:
         return self.ahead_numel * max((g.dtypes.compute.itemsize for g in groups if g.needs_gather), default=0)
@@ -150,7 +161,14 @@ class Planner:
     def _fill_arena(self, ranges: RangePlan, groups: dict[int, FsdpParameterGroup], kind: str) -> None:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # memory of the first step, in blocks that would fragment the rest
-        arena = torch.zeros(ranges.nbytes, dtype=torch.uint8, device=self.device)
+        members = [groups[index] for index in ranges.groups]
+        if len({tuple(g.group_mesh.axes[0].ranks) for g in members}) > 1 and _symmetric_transports(members):
+            raise NotImplementedError("units over different ranks must use the process group's transport in one model")
+        if members:
+            what = MemoryKind.GATHERED if kind == "weights" else MemoryKind.STAGING
+            arena = members[0].group_mesh.empty(ranges.nbytes, torch.uint8, self.device, what).zero_()
+        else:
+            arena = torch.empty(0, dtype=torch.uint8, device=self.device)
         self.arenas.append(arena)
         owner: Any = self.gatherer if kind == "weights" else self.reducer
         owner.overlapping = {i: [groups[o] for o in ranges.overlapping(i)] for i in ranges.groups}
@@ -178,3 +196,9 @@ class Planner:
         self.graphs.moved()
         self.in_plan = False
         self._wants_record = True
+
+
+def _symmetric_transports(groups: Sequence[FsdpParameterGroup]) -> list[Transport]:
+    """One transport for each set of ranks whose buffers must lie at equal offsets."""
+    found = {tuple(axis.ranks): axis for group in groups for axis in group.group_mesh.axes if axis.is_symmetric}
+    return [found[ranks] for ranks in sorted(found)]

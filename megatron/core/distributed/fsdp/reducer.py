@@ -47,17 +47,29 @@ class Reducer:
             self.recorder.staged(group.index)
 
     def _make_room(self, group: FsdpParameterGroup) -> None:
-        for other in self.overlapping.get(group.index, ()):
-            if other.staging_held:
-                # The range is taken, out of plan: this group gets memory of its own. No graph refers to staging.
-                group.move_staging(None)
-                self.overlapping = {k: [g for g in v if g is not group] for k, v in self.overlapping.items()}
-                return
+        if any(other.staging_held and not other.staging_is_aside for other in self.overlapping.get(group.index, ())):
+            group.set_staging_aside(copies=False)  # the range is taken, out of plan
+            return
+        self._wait_for_readers(group)
+
+    def _wait_for_readers(self, group: FsdpParameterGroup) -> None:
+        """Afterwards compute may write to the group's range of the arena."""
         # Reductions run in order, so the latest one that read the range is the one to wait for.
         readers = self.overlapping.get(group.index, ())
         latest = next((earlier for earlier in reversed(self._finished) if earlier in readers), None)
         if latest is not None:
             self.streams.wait(Edge.STAGING_REDUCED, latest.reduced)
+
+    def _bring_home(self, group: FsdpParameterGroup, *, copies: bool) -> None:
+        """Afterwards the group's gradients lie where the plan says: reductions read nothing else, on any rank.
+
+        Which ranks need this depends on the gradients that each of them gets; the order of reductions does not.
+        """
+        for other in self.overlapping.get(group.index, ()):
+            if other.staging_held and not other.staging_is_aside:
+                other.set_staging_aside(copies=True)
+        self._wait_for_readers(group)
+        group.bring_staging_home(copies=copies)
 
     def reduce(self, group: FsdpParameterGroup, *, is_last: bool) -> None:
         """Afterwards the gradient of this backward is part of the group's sum; with ``is_last`` so is every rank's.
@@ -69,6 +81,8 @@ class Reducer:
         if group.accumulates_partial and not is_last:
             group.accumulate_partial()
             group.staging_held = False
+            if group.staging_is_aside:
+                group.bring_staging_home(copies=False)
             group.staging_storage.free()
         else:
             self._launch(group)
@@ -76,6 +90,8 @@ class Reducer:
             self.recorder.reduced(group.index)
 
     def _launch(self, group: FsdpParameterGroup) -> None:
+        if group.staging_is_aside:
+            self._bring_home(group, copies=True)
         overwrite = group.prepare_main_grad()
         self._written = self.streams.record(Role.COMPUTE, self._written)
         self.streams.wait(Edge.GRADS_WRITTEN, self._written)
@@ -128,4 +144,6 @@ class Reducer:
         group.drop_grads()
         if group.staging_held:
             group.staging_held = False
+            if group.staging_is_aside:
+                group.bring_staging_home(copies=False)
             group.staging_storage.free()

@@ -15,7 +15,12 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import megatron.core.distributed.fsdp
-from megatron.core.distributed.fsdp import MixedPrecisionPolicy, fully_shard_optimizer, microbatch
+from megatron.core.distributed.fsdp import (
+    FsdpParameterGroup,
+    MixedPrecisionPolicy,
+    fully_shard_optimizer,
+    microbatch,
+)
 from megatron.core.distributed.fsdp.streams import Edge
 from tests.core.distributed.fsdp.models import STRATEGY_NAMES, Net, context_of, loss_of, make_net, my_piece, shard_net
 from tests.core.distributed.fsdp.watched_schedule import watch_optimizer, watched_schedule
@@ -117,6 +122,52 @@ def _without_overlap(streams: LoggingStreams, strategy: str) -> None:
         run.step(2)
 
 
+def _updating_beside_forward(streams: LoggingStreams, strategy: str) -> None:
+    """Updates of a unit run while the units before it compute; then somebody reads the weights, as a checkpoint does."""
+    run = Run(streams, strategy)
+    groups = [group for group in run.context.groups if group.trainable]
+
+    def update(group: FsdpParameterGroup) -> None:
+        main, grad, piece = group.main_weight.local, group.main_grad_storage.flat, group.model_piece
+        main.add_(grad, alpha=-0.1)
+        if piece is not None:
+            piece.copy_(main)
+        streams.work("update", reads=(grad,), writes=(main,) if piece is None else (main, piece))
+
+    def step(closure: None = None) -> None:
+        run.context.update_weights(groups, update, overlaps=True)
+
+    run.optimizer.step = step  # type: ignore[method-assign, assignment]
+    for _ in range(3):
+        run.step()
+    run.step(2)
+    run.context.finish_updates()
+    streams.work("read", reads=tuple(group.main_weight.local for group in groups))
+    run.evaluate()
+
+
+class _Peers:
+    """Stands for ranks that read this one's shards until they have said, on the gather stream, that they are done."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+
+    def end_pass(self) -> None:
+        shards = tuple(group.model_weight.local for group in self.run.context.groups)
+        self.run.streams.work("peers read", reads=shards)
+
+
+def _shards_that_peers_read(streams: LoggingStreams, strategy: str) -> None:
+    """After an evaluation the user writes weights where others read them."""
+    run = Run(streams, strategy)
+    run.step()
+    run.context._read_peers = [_Peers(run)]  # type: ignore[list-item]
+    for _ in range(2):
+        run.evaluate()
+        streams.work("load", writes=tuple(group.model_weight.local for group in run.context.groups))
+        run.context.weights_changed()
+
+
 SCENARIOS: list[Callable[[LoggingStreams, str], None]] = [
     _steady,
     _accumulating,
@@ -126,6 +177,8 @@ SCENARIOS: list[Callable[[LoggingStreams, str], None]] = [
     _recomputing,
     _interleaved,
     _without_overlap,
+    _updating_beside_forward,
+    _shards_that_peers_read,
 ]
 
 
@@ -206,7 +259,7 @@ def test_the_table_of_edges_is_that_of_the_code() -> None:
 
 def test_edges_are_distinct() -> None:
     """Members of an Enum with equal values would be one member under two names."""
-    assert len(Edge) == len(Edge.__members__) == 8
+    assert len(Edge) == len(Edge.__members__) == 12
 
 
 @pytest.mark.parametrize(("num_ranks", "name"), CHECKS.parameters)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -60,6 +61,11 @@ class ProcessGroupTransport:
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         dist.broadcast(_movable(tensor), src=dist.get_global_rank(self.group, 0), group=self.group)
+
+    def exchange(self, value: Any) -> list[Any]:
+        values = [None] * self.size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
 
 
 class RankOrderTransport(ProcessGroupTransport):

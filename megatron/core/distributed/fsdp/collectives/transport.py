@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -79,6 +79,9 @@ class Transport(Protocol):
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Afterwards ``tensor`` holds what it held on the axis's first rank."""
 
+    def exchange(self, value: Any) -> list[Any]:
+        """The ranks' values, which must be picklable, in rank order. Blocks the host."""
+
 
 def settle(out: torch.Tensor, total: torch.Tensor, *, scale: float, accumulate: bool) -> None:
     """Afterwards ``out`` holds, or has grown by, ``scale`` times ``total``; both may be the same memory."""
@@ -125,3 +128,6 @@ class LocalTransport:
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         pass
+
+    def exchange(self, value: Any) -> list[Any]:
+        return [value]
