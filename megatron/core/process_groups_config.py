@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -55,3 +58,80 @@ class ProcessGroupCollection:
             )
         world = dist.group.WORLD
         return cls(dp=world, dp_cp=world)
+
+
+def create_all_gather_groups(
+    for_expert_parallelism: bool = False,
+    timeout: timedelta | None = None,
+    nccl_comm_cfgs: Mapping[str, Mapping[str, Any]] | None = None,
+    *,
+    pg_collection: ProcessGroupCollection | None = None,
+) -> tuple[ProcessGroup, ProcessGroup | None]:
+    """Groups of their own for all-gathers, with the ranks of the data-parallel groups, dense and expert.
+
+    One NCCL communicator runs its collectives one after the other, so gathers and reductions overlap only on two.
+    Put them into the collection: ``replace(pg_collection, dp_cp_ag=dense, expt_dp_ag=expert)``.
+
+    Args:
+        for_expert_parallelism: also make the expert one, where ``pg_collection`` splits the experts.
+        timeout: how long its collectives wait for a rank; torch.distributed's default when None.
+        nccl_comm_cfgs: settings of NCCL communicators by the name of the group, "dp_cp" and "ep_dp":
+            ``is_high_priority_stream`` and fields of NCCL's configuration such as ``max_ctas``. Other backends
+            refuse them.
+        pg_collection: whose ``dp_cp`` (or ``dp``) and ``expt_dp`` are mirrored; all ranks when None.
+
+    Returns:
+        (dense, expert) groups of this rank; no expert one without ``for_expert_parallelism`` or expert parallelism.
+
+    Raises:
+        ValueError: the collection lacks a group; settings for a group that is not made or not NCCL's, or unknown ones.
+        RuntimeError: torch.distributed is not initialised.
+
+    Ranks: all of the run, whichever groups they are in; blocks until all have come. The caller destroys the groups.
+    Source: Megatron-Core's function of this name, which reads the groups from globals; here they are passed in.
+    """
+    groups = pg_collection or ProcessGroupCollection.data_parallel()
+    dense = groups.dp_cp or groups.dp
+    if dense is None:
+        raise ValueError("pg_collection must hold a data-parallel group in dp_cp or dp, got None in both")
+    has_experts = for_expert_parallelism and groups.ep is not None and groups.ep.size() > 1
+    if has_experts and groups.expt_dp is None:
+        raise ValueError("pg_collection must hold expt_dp for experts that are split over ep, got None")
+    names = {"dp_cp", "ep_dp"} if has_experts else {"dp_cp"}
+    if unknown := set(nccl_comm_cfgs or {}) - names:
+        raise ValueError(f"nccl_comm_cfgs must be for groups among {sorted(names)}, got {sorted(unknown)}")
+    configs = nccl_comm_cfgs or {}
+    gathers = _mirror(dense, timeout, configs.get("dp_cp"), "DATA_PARALLEL_GROUP_WITH_CP_AG")
+    if not has_experts:
+        return gathers, None
+    assert groups.expt_dp is not None
+    return gathers, _mirror(groups.expt_dp, timeout, configs.get("ep_dp"), "EXPERT_DATA_PARALLEL_GROUP_AG")
+
+
+def _mirror(
+    group: ProcessGroup, timeout: timedelta | None, settings: Mapping[str, Any] | None, description: str
+) -> ProcessGroup:
+    """A new group of this rank's group's ranks. Ranks: all of the run, each with the group of its own."""
+    options = _nccl_options(group, settings) if settings else None
+    own = dist.get_process_group_ranks(group)
+    everyone: list[list[int]] = [own] * dist.get_world_size()
+    if len(own) < len(everyone):
+        # Each rank must take part in making each group, also of ranks that it is not among.
+        dist.all_gather_object(everyone, own)
+    made: dict[tuple[int, ...], ProcessGroup] = {
+        ranks: dist.new_group(list(ranks), timeout=timeout, pg_options=options, group_desc=description)
+        for ranks in sorted({tuple(ranks) for ranks in everyone})
+    }
+    return made[tuple(own)]
+
+
+def _nccl_options(group: ProcessGroup, settings: Mapping[str, Any]) -> Any:
+    if "nccl" not in str(dist.get_backend_config(group)):
+        raise ValueError(f"nccl_comm_cfgs needs groups of the nccl backend, got {dist.get_backend_config(group)}")
+    options = dist.ProcessGroupNCCL.Options()
+    for name, value in settings.items():
+        owner = options if name == "is_high_priority_stream" else options.config
+        if not hasattr(owner, name):
+            raise ValueError(f"nccl_comm_cfgs must name settings of NCCL's communicators, got {name!r}")
+        setattr(owner, name, value)
+    return options

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.full_cuda_graph import FullCudaGraphConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import TransformerConfig, squared_relu
 from megatron.training.batches import BatchConfig
@@ -23,6 +24,7 @@ from megatron.training.flags_always_so import ALWAYS_SO
 from megatron.training.flags_checkpoint import add_checkpoint_flags, add_logging_flags
 from megatron.training.flags_data import add_data_flags
 from megatron.training.flags_distributed import add_distributed_flags
+from megatron.training.flags_graphs import add_graph_flags, captures_iterations, full_cuda_graph_config
 from megatron.training.flags_model import add_model_flags
 from megatron.training.flags_refused import REFUSED, REFUSED_FAMILIES
 from megatron.training.flags_training import add_training_flags
@@ -50,6 +52,7 @@ class Settings:
     logging: LoggingConfig
     distributed: DistributedConfig
     ddp: DistributedDataParallelConfig
+    cuda_graph: FullCudaGraphConfig
 
 
 def build_parser() -> FlagParser:
@@ -68,6 +71,7 @@ def build_parser() -> FlagParser:
         add_checkpoint_flags,
         add_logging_flags,
         add_distributed_flags,
+        add_graph_flags,
     ):
         add_flags(parser)
     return parser
@@ -117,9 +121,12 @@ def settings_from_args(args: Namespace, *, world_size: int) -> Settings:
         checkpoint=_checkpoint(args),
         logging=_logging(args),
         distributed=DistributedConfig(
-            backend=args.distributed_backend, timeout_minutes=args.distributed_timeout_minutes
+            backend=args.distributed_backend,
+            timeout_minutes=args.distributed_timeout_minutes,
+            create_all_gather_group=args.create_all_gather_group,
         ),
         ddp=_ddp(args),
+        cuda_graph=full_cuda_graph_config(args),
     )
 
 
@@ -338,6 +345,10 @@ def _ddp(args: Namespace) -> DistributedDataParallelConfig:
         megatron_fsdp_main_grads_dtype=main_grads,
         megatron_fsdp_grad_comm_dtype=grad_comm,
         suggested_communication_unit_size=args.suggested_communication_unit_size,
+        # Where iterations are captured, nothing may be launched between them.
+        fsdp_all_gather_in_start_param_sync=not captures_iterations(args),
+        fsdp_transport=args.fsdp_transport,
+        nccl_ub=args.use_nccl_ub,
     )
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.process_groups_config import ProcessGroupCollection, create_all_gather_groups
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +22,9 @@ class DistributedConfig:
 
     timeout_minutes: int = 10
     """Until a rank that does not come is an error on all others."""
+
+    create_all_gather_group: bool = False
+    """Weights are gathered on a communicator of their own, beside reductions; off, they take turns."""
 
     def __post_init__(self) -> None:
         if self.backend not in (None, "nccl", "gloo"):
@@ -72,17 +75,16 @@ def initialize_distributed(config: DistributedConfig) -> torch.device:
 
 
 def data_parallel_groups(config: DistributedConfig) -> ProcessGroupCollection:
-    """All ranks are data-parallel; weights are gathered through a communicator of their own.
-
-    One communicator runs its collectives one after the other, so gathers and reductions overlap only on two.
+    """All ranks are data-parallel; where ``config`` says so, weights are gathered through a group of their own.
 
     Ranks: all; blocks until all have made the second group.
     """
     groups = ProcessGroupCollection.data_parallel()
-    if dist.get_world_size() == 1:
+    if not config.create_all_gather_group or dist.get_world_size() == 1:
         return groups
-    gathers = dist.new_group(timeout=timedelta(minutes=config.timeout_minutes))
-    return replace(groups, dp_cp_ag=gathers)
+    timeout = timedelta(minutes=config.timeout_minutes)
+    dense, expert = create_all_gather_groups(timeout=timeout, pg_collection=groups)
+    return replace(groups, dp_cp_ag=dense, expt_dp_ag=expert)
 
 
 def _device(backend: str) -> torch.device:

@@ -6,6 +6,8 @@ from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from megatron.training.flags_graphs import captures_iterations
+
 
 @dataclass(frozen=True)
 class Conflict:
@@ -202,6 +204,16 @@ CONFLICTS: tuple[Conflict, ...] = (
         "--overlap-param-gather needs --use-megatron-fsdp or --use-distributed-optimizer: nothing is gathered without",
     ),
     Conflict(
+        "symmetric memory and another transport",
+        lambda a: a.use_nccl_ub and a.fsdp_transport not in ("auto", "symm"),
+        "--use-nccl-ub means --fsdp-transport symm, got {fsdp_transport}",
+    ),
+    Conflict(
+        "symmetric memory on CPUs",
+        lambda a: (a.use_nccl_ub or a.fsdp_transport == "symm") and a.distributed_backend == "gloo",
+        "--use-nccl-ub and --fsdp-transport symm are NCCL's, got --distributed-backend {distributed_backend}",
+    ),
+    Conflict(
         "bf16 reduction of fp32 training",
         lambda a: a.grad_reduce_in_bf16 and not a.bf16,
         "--grad-reduce-in-bf16 needs --bf16; in fp32 training use --megatron-fsdp-grad-comm-dtype bf16",
@@ -290,5 +302,46 @@ CONFLICTS: tuple[Conflict, ...] = (
         ),
         "--log-timers-to-tensorboard, --log-memory-to-tensorboard and --log-validation-ppl-to-tensorboard need "
         "--tensorboard-dir or --wandb-project, got none",
+    ),
+    Conflict(
+        "graphs of layers",
+        lambda a: a.cuda_graph_impl in ("local", "transformer_engine") and not captures_iterations(a),
+        "--cuda-graph-impl {cuda_graph_impl} captures layer by layer, which is not served; use full_iteration, or none",
+    ),
+    Conflict(
+        "a scope without its graph",
+        lambda a: a.cuda_graph_scope is not None and not captures_iterations(a),
+        "--cuda-graph-scope must be full_iteration, with --cuda-graph-impl local, got {cuda_graph_scope} with "
+        "{cuda_graph_impl}; use --cuda-graph-impl full_iteration",
+    ),
+    Conflict(
+        "another scope than the whole iteration",
+        lambda a: a.cuda_graph_impl == "full_iteration" and a.cuda_graph_scope not in (None, ["full_iteration"]),
+        "--cuda-graph-impl full_iteration captures all of a step, got --cuda-graph-scope {cuda_graph_scope}; leave it out",
+    ),
+    Conflict(
+        "warm-up of no graph",
+        lambda a: a.cuda_graph_warmup_steps is not None and not captures_iterations(a),
+        "--cuda-graph-warmup-steps {cuda_graph_warmup_steps} needs --cuda-graph-impl full_iteration",
+    ),
+    Conflict(
+        "graphs on CPUs",
+        lambda a: captures_iterations(a) and a.distributed_backend == "gloo",
+        "a graph of the iteration needs CUDA devices, got --distributed-backend gloo; use --cuda-graph-impl none",
+    ),
+    Conflict(
+        "recomputed dropout in a graph",
+        lambda a: (
+            captures_iterations(a)
+            and a.recompute_granularity is not None
+            and (a.attention_dropout > 0 or a.hidden_dropout > 0)
+        ),
+        "recomputation under a CUDA graph cannot restore random numbers, got --recompute-granularity "
+        "{recompute_granularity} with dropout; set --attention-dropout and --hidden-dropout to 0, or --cuda-graph-impl none",
+    ),
+    Conflict(
+        "sgd in a graph",
+        lambda a: captures_iterations(a) and a.optimizer == "sgd",
+        "in a CUDA graph the rates of --optimizer sgd could not change, got sgd; use adam, or --cuda-graph-impl none",
     ),
 )

@@ -41,6 +41,9 @@ ALWAYS_SO: dict[str, AlwaysSo] = {
         otherwise="there is no version 1 here",
     ),
     "--fsdp-double-buffer": AlwaysSo(fact="gathered weights lie in one arena with fixed addresses"),
+    "--fsdp-manual-registration": AlwaysSo(
+        fact="with symmetric memory, a buffer is registered once, when it is allocated"
+    ),
     "--ckpt-format": AlwaysSo(
         fact="PyTorch DCP directories of DTensors, the default here",
         values=("fsdp_dtensor",),
@@ -63,7 +66,7 @@ ALWAYS_SO: dict[str, AlwaysSo] = {
     ),
     "--no-create-attention-mask-in-dataloader": AlwaysSo(fact="the causal mask is the attention kernel's own"),
     "--enable-experimental": AlwaysSo(fact="nothing stands behind this switch"),
-    "--cuda-graph-impl": AlwaysSo(fact="no CUDA graphs", values=("none",), otherwise="CUDA graphs are not served yet"),
+    "--te-rng-tracker": AlwaysSo(fact="random numbers in a CUDA graph are those of an eager step"),
     "--rerun-mode": AlwaysSo(fact="no step is run twice", values=("disabled",), otherwise="reruns are not served"),
     "--no-one-logger": AlwaysSo(fact="nothing is reported to one_logger"),
     "--disable-jit-fuser": AlwaysSo(fact="nothing is compiled just in time"),

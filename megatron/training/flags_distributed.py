@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+TRANSPORTS = ("auto", "nccl", "symm", "peer_copy")
 DTYPES = ("fp32", "bf16", "fp16", "auto")
 
 
@@ -19,7 +20,24 @@ def add_distributed_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--distributed-timeout-minutes", type=int, default=10, help="until a missing rank is an error (default: 10)"
     )
+    group.add_argument(
+        "--create-all-gather-group",
+        action="store_true",
+        help="gather weights on a communicator of their own, so that gathers run beside reductions",
+    )
+    _add_transport_flags(parser.add_argument_group("transport"))
     _add_sharding_flags(parser.add_argument_group("sharding"))
+
+
+def _add_transport_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--fsdp-transport",
+        choices=TRANSPORTS,
+        default="auto",
+        help="what moves bytes between ranks: nccl (the process group, on CPUs gloo), symm (NCCL symmetric memory), "
+        "peer_copy (copies between the ranks' memory), auto (measures those that can serve the ranks) (default: auto)",
+    )
+    group.add_argument("--use-nccl-ub", action="store_true", help="NCCL symmetric memory: --fsdp-transport symm")
 
 
 def _add_sharding_flags(group: argparse._ArgumentGroup) -> None:

@@ -6,11 +6,11 @@ _MOE = "mixture-of-experts layers are not served yet"
 _MLA = "multi-latent attention is not served yet"
 _FP8 = "training in FP8 or FP4 is not served yet; use --bf16"
 _FP16 = "fp16 and its loss scaling are not served; use --bf16, which needs none"
-_SYMMETRIC = "communication from registered NCCL buffers is not served yet; the process-group transport is used"
+_SHARP = "reductions in switches are not served; --use-nccl-ub is NCCL's symmetric memory over NVLink"
 _MODEL = "this variant of the model is not served yet"
 _PIPELINE = "pipeline parallelism is not served yet"
 _PROFILE = "profiling from the command line is not served yet; profile the whole process from outside"
-_GRAPHS = "CUDA graphs are not served yet"
+_GRAPHS = "graphs of parts of a step are not served; --cuda-graph-impl full_iteration captures all of it"
 _CHECKPOINT = "this kind of checkpoint is not served; --save, --save-interval and --load are"
 _MASKS = "attention and positions across document borders are not reset here: samples are packed without masks"
 _CHECKS = "this check is not served; non-finite losses and gradients are checked by default"
@@ -38,13 +38,11 @@ REFUSED: dict[str, str] = {
     "--mscale": _MLA,
     "--mscale-all-dim": _MLA,
     "--rope-type": _MLA,
-    "--use-nccl-ub": _SYMMETRIC,
-    "--fsdp-manual-registration": _SYMMETRIC,
-    "--disable-symmetric-registration": _SYMMETRIC,
+    "--disable-symmetric-registration": "registered buffers are symmetric; use --fsdp-transport nccl to register none",
     "--fsdp-db-use-persist-buf-on-alloc-fail": "buffers are planned before training; leave the flag out",
     "--megatron-fsdp-max-pool-double-buffer": "buffers are planned from what the model really runs; leave the flag out",
-    "--use-sharp": _SYMMETRIC,
-    "--sharp-enabled-group": _SYMMETRIC,
+    "--use-sharp": _SHARP,
+    "--sharp-enabled-group": _SHARP,
     "--nccl-communicator-config-path": "not served; use NCCL's environment variables",
     "--use-precision-aware-optimizer": "optimizer state is kept in the dtype of the main weights; leave the flag out",
     "--main-grads-dtype": "it belongs to --use-precision-aware-optimizer; use --megatron-fsdp-main-grads-dtype",
@@ -93,11 +91,10 @@ REFUSED: dict[str, str] = {
     "--use-pytorch-profiler": _PROFILE,
     "--record-memory-history": _PROFILE,
     "--memory-snapshot-path": _PROFILE,
-    "--cuda-graph-scope": _GRAPHS,
-    "--cuda-graph-warmup-steps": _GRAPHS,
+    "--cuda-graph-modules": _GRAPHS,
+    "--optimizer-cuda-graph": _GRAPHS,
     "--enable-cuda-graph": _GRAPHS,
     "--external-cuda-graph": _GRAPHS,
-    "--te-rng-tracker": _GRAPHS,
     "--save-retain-interval": _CHECKPOINT,
     "--pretrained-checkpoint": _CHECKPOINT,
     "--use-checkpoint-args": "the model is what the command line says, and a checkpoint of another model is refused",

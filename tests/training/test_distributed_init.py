@@ -23,7 +23,7 @@ def test_without_torchrun_there_is_one_rank(monkeypatch: pytest.MonkeyPatch) -> 
     try:
         assert initialize_distributed(DistributedConfig(backend="gloo")) == torch.device("cpu")
         assert (dist.get_world_size(), dist.get_rank()) == (1, 0)
-        assert data_parallel_groups(DistributedConfig()).dp_cp_ag is None
+        assert data_parallel_groups(DistributedConfig(create_all_gather_group=True)).dp_cp_ag is None
     finally:
         dist.destroy_process_group()
 
@@ -53,12 +53,13 @@ def test_settings_out_of_range_are_refused(settings: dict[str, Any]) -> None:
 
 
 def _gathers_have_their_own_communicator() -> tuple[bool, int]:
-    groups = data_parallel_groups(DistributedConfig(timeout_minutes=1))
+    groups = data_parallel_groups(DistributedConfig(timeout_minutes=1, create_all_gather_group=True))
     assert groups.dp_cp is not None and groups.dp_cp_ag is not None
+    assert data_parallel_groups(DistributedConfig()).dp_cp_ag is None, "only where it is asked for"
     return groups.dp_cp_ag is not groups.dp_cp, groups.dp_cp_ag.size()
 
 
-def test_gathers_and_reductions_have_two_communicators() -> None:
+def test_gathers_and_reductions_have_two_communicators_where_it_is_asked_for() -> None:
     assert run_ranks(2, _gathers_have_their_own_communicator) == [(True, 2), (True, 2)]
 
 

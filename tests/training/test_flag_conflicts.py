@@ -41,6 +41,8 @@ CASES: dict[str, tuple[str, str]] = {
     "sharding without the engine": ("--data-parallel-sharding-strategy optim", ""),
     "an optimizer that is sharded and not": ("--use-megatron-fsdp --use-distributed-optimizer", ""),
     "gather without anything sharded": ("--overlap-param-gather", ""),
+    "symmetric memory and another transport": ("--use-nccl-ub --fsdp-transport nccl", ""),
+    "symmetric memory on CPUs": ("--fsdp-transport symm --distributed-backend gloo", ""),
     "bf16 reduction of fp32 training": ("--grad-reduce-in-bf16", ""),
     "two dtypes of gradients": ("--bf16 --grad-reduce-in-bf16 --accumulate-allreduce-grads-in-fp32", ""),
     "no data": ("", "--mock-data"),

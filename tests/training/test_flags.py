@@ -81,6 +81,7 @@ def test_the_launch_line_without_what_is_refused_is_in_effect() -> None:
     assert settings.model.padded_vocab_size(128257) == 128384
     assert settings.optimizer.decoupled_min_lr == 4.5e-5
     assert settings.ddp.data_parallel_sharding_strategy == "optim_grads_params"
+    assert settings.ddp.transport_kind == "symm" and settings.distributed.create_all_gather_group
 
 
 def test_flags_that_name_a_fact_leave_the_settings_as_they_are() -> None:
@@ -227,6 +228,20 @@ def test_dtypes_of_main_weights_and_gradients(flags: list[str], expected: tuple[
 )
 def test_what_is_sharded(flags: list[str], strategy: str) -> None:
     assert parse_settings([*MINIMAL, *flags], world_size=1).ddp.data_parallel_sharding_strategy == strategy
+
+
+@pytest.mark.parametrize(
+    ("flags", "kind"),
+    [
+        ([], "auto"),
+        (["--use-nccl-ub"], "symm"),
+        (["--use-nccl-ub", "--fsdp-transport", "symm"], "symm"),
+        (["--fsdp-transport", "nccl"], "nccl"),
+        (["--fsdp-transport", "peer_copy"], "peer_copy"),
+    ],
+)
+def test_what_moves_bytes(flags: list[str], kind: str) -> None:
+    assert parse_settings([*MINIMAL, *flags], world_size=1).ddp.transport_kind == kind
 
 
 def test_errors_of_components_name_what_must_hold() -> None:

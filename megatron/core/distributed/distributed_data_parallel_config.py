@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
+
+TransportKind = Literal["auto", "nccl", "symm", "peer_copy"]
 
 
 @dataclass(kw_only=True)
@@ -53,14 +55,22 @@ class DistributedDataParallelConfig:
     check_for_nan_in_grad: bool = False
     """``finish_grad_sync`` raises on every rank if any gradient is not finite; costs a host synchronisation."""
 
+    fsdp_transport: TransportKind = "auto"
+    """What moves bytes between ranks: the process group ("nccl", on CPUs gloo), NCCL symmetric memory, or copies between
+    the ranks' memory; "auto" measures once those that can serve the ranks."""
+
+    use_symm_mem: bool = False
+    """The same as ``fsdp_transport="symm"``."""
+
+    nccl_ub: bool = False
+    """Megatron's name of ``use_symm_mem``."""
+
     num_distributed_optimizer_instances: int = 1
     outer_dp_sharding_strategy: Literal["no_shard", "optim"] = "no_shard"
     bucket_size: int | None = None
     average_in_collective: bool = False
     fp8_param_gather: bool = False
     keep_fp8_transpose_cache: bool = False
-    nccl_ub: bool = False
-    use_symm_mem: bool = False
     fsdp_double_buffer: bool = False
     align_param_gather: bool = False
     delay_wgrad_compute: bool = False
@@ -91,10 +101,24 @@ class DistributedDataParallelConfig:
                 "suggested_communication_unit_size must be at least 1 element, got "
                 f"{self.suggested_communication_unit_size}"
             )
+        if self.fsdp_transport not in get_args(TransportKind):
+            raise ValueError(
+                f"fsdp_transport must be one of {', '.join(get_args(TransportKind))}, got {self.fsdp_transport!r}"
+            )
+        if (self.use_symm_mem or self.nccl_ub) and self.fsdp_transport not in ("auto", "symm"):
+            raise ValueError(
+                f"{'use_symm_mem' if self.use_symm_mem else 'nccl_ub'}=True means fsdp_transport='symm', got "
+                f"{self.fsdp_transport!r} besides; leave one of them out"
+            )
         defaults = {field.name: field.default for field in fields(self)}
         for name, reason in NOT_SERVED.items():
             if getattr(self, name) != defaults[name]:
                 raise NotImplementedError(f"{name} must be {defaults[name]!r}, got {getattr(self, name)!r}: {reason}")
+
+    @property
+    def transport_kind(self) -> TransportKind:
+        """``fsdp_transport``, or what the other names of symmetric memory say."""
+        return "symm" if self.use_symm_mem or self.nccl_ub else self.fsdp_transport
 
 
 # Settings that are known, and served only at their default: each with the reason. One test a row.
@@ -105,12 +129,10 @@ NOT_SERVED = {
     "average_in_collective": "gradients are summed on the wire and scaled once in the main gradient's dtype",
     "fp8_param_gather": "weights are gathered in the model's dtype",
     "keep_fp8_transpose_cache": "there are no FP8 weights",
-    "nccl_ub": "symmetric memory is not served yet",
-    "use_symm_mem": "symmetric memory is not served yet",
     "fsdp_double_buffer": "buffers lie at fixed addresses of an arena always, planned from the first step",
     "align_param_gather": "there are no pipeline stages to align",
     "delay_wgrad_compute": "weight gradients are computed in backward",
-    "disable_symmetric_registration": "symmetric memory is not served yet",
+    "disable_symmetric_registration": "registered buffers are symmetric; set fsdp_transport='nccl' to register none",
     "reduce_scatter_with_fp32_accumulation": "set megatron_fsdp_grad_comm_dtype=torch.float32 instead",
     "pad_buckets_for_high_nccl_busbw": "buffers are padded to rows and to 64 elements",
     "preserve_fp32_weights": "main weights always rest in megatron_fsdp_main_params_dtype",

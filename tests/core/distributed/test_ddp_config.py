@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 
 from megatron.core.distributed import DistributedDataParallelConfig
-from megatron.core.distributed.distributed_data_parallel_config import NOT_SERVED
+from megatron.core.distributed.distributed_data_parallel_config import NOT_SERVED, TransportKind
+from megatron.core.distributed.fsdp.collectives import TRANSPORT_KINDS
+from megatron.training.flags_distributed import TRANSPORTS
 
 # For each setting that is not served, a value other than its default.
 _WISHES: dict[str, Any] = {
@@ -33,6 +35,9 @@ _SERVED = {
     "suggested_communication_unit_size",
     "fsdp_all_gather_in_start_param_sync",
     "check_for_nan_in_grad",
+    "fsdp_transport",
+    "use_symm_mem",
+    "nccl_ub",
 }
 
 
@@ -65,12 +70,26 @@ def test_strategies(strategy: Any) -> None:
     [
         ({"data_parallel_sharding_strategy": "zero3"}, "must be one of no_shard, optim, .*got 'zero3'"),
         ({"suggested_communication_unit_size": 0}, "must be at least 1 element, got 0"),
+        ({"fsdp_transport": "rdma"}, "fsdp_transport must be one of auto, nccl, symm, peer_copy, got 'rdma'"),
+        ({"use_symm_mem": True, "fsdp_transport": "nccl"}, "use_symm_mem=True means fsdp_transport='symm', got 'nccl'"),
+        ({"nccl_ub": True, "fsdp_transport": "peer_copy"}, "nccl_ub=True means fsdp_transport='symm', got 'peer_copy'"),
         ({"use_distributed_optimizer": True}, "use_distributed_optimizer=True must come with use_megatron_fsdp=True"),
     ],
 )
 def test_settings_that_contradict_each_other(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         DistributedDataParallelConfig(**settings)
+
+
+@pytest.mark.parametrize("settings", [{"fsdp_transport": "symm"}, {"use_symm_mem": True}, {"nccl_ub": True}])
+def test_symmetric_memory_has_three_names(settings: dict[str, Any]) -> None:
+    assert DistributedDataParallelConfig(**settings).transport_kind == "symm"
+    assert DistributedDataParallelConfig(**settings | {"fsdp_transport": "symm"}).transport_kind == "symm"
+
+
+def test_the_kinds_of_transport_are_the_engines() -> None:
+    assert get_args(TransportKind) == TRANSPORT_KINDS == TRANSPORTS
+    assert DistributedDataParallelConfig().transport_kind == "auto"
 
 
 def test_fields_are_keywords_only_and_default_to_plain_data_parallelism() -> None:

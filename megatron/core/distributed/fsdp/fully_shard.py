@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from megatron.core.distributed.fsdp.collectives import make_transport
+from megatron.core.distributed.fsdp.collectives import SharedTransports, TransportKind
 from megatron.core.distributed.fsdp.context import FsdpContext
 from megatron.core.distributed.fsdp.layout import group_by_rows
 from megatron.core.distributed.fsdp.load import watch_loads
@@ -41,6 +41,7 @@ def fully_shard(
     *,
     use_symm_mem: bool = False,
     fsdp_group_ag: ProcessGroup | None = None,
+    transport: TransportKind | None = None,
 ) -> ModuleT:
     """Afterwards the module is a unit: its parameters are sharded, and gathered around its forward and backward.
 
@@ -56,18 +57,22 @@ def fully_shard(
             when None.
         mixed_precision_policy: dtypes of main weights, main gradients and gradient communication.
         grad_divisor: what gradients are divided by after the mean over the data-parallel ranks.
-        use_symm_mem: gather and reduce through NCCL symmetric memory.
+        use_symm_mem: gather and reduce through NCCL symmetric memory: the same as ``transport="symm"``.
         fsdp_group_ag: a group of the same ranks for all-gathers alone, so that they run beside reductions.
+        transport: what moves the bytes: "nccl" (the mesh's process group, of any backend, and the default), "symm"
+            (NCCL symmetric memory), "peer_copy" (copies between the ranks' memory), or "auto", which measures those
+            that can serve the mesh, once, and prints what it chose.
 
     Returns:
         ``module``.
 
     Raises:
         ValueError: the mesh does not hold this rank or lacks an axis; a parameter is owned by a unit over other ranks,
-            or by one around this module; the module is a unit already; ``grad_divisor`` is not positive.
+            or by one around this module; the module is a unit already; ``grad_divisor`` is not positive; the transport
+            cannot serve the mesh, or ``use_symm_mem`` contradicts it.
         TypeError: a parameter of a dtype that cannot be trained; a module without forward or whose class cannot be
             extended.
-        NotImplementedError: more than one data-parallel axis; parameters that are DTensors already; symmetric memory.
+        NotImplementedError: more than one data-parallel axis; parameters that are DTensors already.
         RuntimeError: torch.distributed is not initialised.
 
     Ranks: all of the mesh, in the same order; weights become those of the mesh's first rank. Blocks for that broadcast.
@@ -85,12 +90,11 @@ def fully_shard(
     unit_class = _unit_class(type(module))  # type: ignore[arg-type]
     if not grad_divisor > 0:
         raise ValueError(f"grad_divisor must be positive, got {grad_divisor}")
-    if use_symm_mem:
-        raise NotImplementedError("use_symm_mem=True is not served yet: gathers and reductions use the process group")
+    kind = _transport_kind(transport, use_symm_mem)
     mesh = mesh if mesh is not None else _default_mesh()
     placements = placements if placements is not None else strategy_placements("optim_grads_params")
     policy = mixed_precision_policy or MixedPrecisionPolicy()
-    group_mesh, device = _group_mesh(mesh, placements, fsdp_group_ag)
+    group_mesh, device = _group_mesh(mesh, placements, fsdp_group_ag, kind)
     made = materialize(module, _own_modules(module), device)
     managed, borrowed = _collect(module, group_mesh, {fresh: meta for meta, fresh in made.items()})
     groups = [
@@ -171,6 +175,13 @@ def contexts_of(module: nn.Module | FsdpContext) -> list[FsdpContext]:
     return contexts
 
 
+def device_of(mesh: DeviceMesh) -> torch.device:
+    """Where this rank's buffers live: the current device of the mesh's type."""
+    if mesh.device_type == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device(mesh.device_type)
+
+
 def _default_mesh() -> DeviceMesh:
     if not dist.is_initialized():
         raise RuntimeError(
@@ -178,11 +189,25 @@ def _default_mesh() -> DeviceMesh:
             "in a program started with torchrun"
         )
     device_type = "cuda" if torch.cuda.is_available() and "nccl" in str(dist.get_backend_config()) else "cpu"
-    return init_device_mesh(device_type, (dist.get_world_size(),))
+    return _mesh_of_all_ranks(device_type, dist.group.WORLD)
+
+
+@functools.lru_cache(maxsize=1)
+def _mesh_of_all_ranks(device_type: str, world: ProcessGroup) -> DeviceMesh:
+    """One mesh for all calls that name none, so that their units share its transports."""
+    return init_device_mesh(device_type, (world.size(),))
+
+
+def _transport_kind(transport: TransportKind | None, use_symm_mem: bool) -> str:
+    if use_symm_mem and transport not in (None, "auto", "symm"):
+        raise ValueError(
+            f"use_symm_mem=True means transport='symm', got transport={transport!r} besides; leave one of them out"
+        )
+    return "symm" if use_symm_mem else transport or "nccl"
 
 
 def _group_mesh(
-    mesh: DeviceMesh, placements: Placements, gather_group: ProcessGroup | None
+    mesh: DeviceMesh, placements: Placements, gather_group: ProcessGroup | None, kind: str
 ) -> tuple[GroupMesh, torch.device]:
     if mesh.get_coordinate() is None:
         raise ValueError(
@@ -193,6 +218,7 @@ def _group_mesh(
             f"one data-parallel axis is served, got {len(placements.dp_axes)}: {placements.dp_axes}"
         )
     (axis,) = placements.dp_axes
+    transports = SharedTransports.of(mesh)
     if isinstance(axis, int) and not -mesh.ndim <= axis < mesh.ndim:
         raise ValueError(f"data-parallel axis {axis} must be an axis of the mesh, which has {mesh.ndim}")
     if isinstance(axis, str) and axis not in (mesh.mesh_dim_names or ()):
@@ -208,12 +234,8 @@ def _group_mesh(
         own, given = dist.get_process_group_ranks(group), dist.get_process_group_ranks(gather_group)
         if own != given:
             raise ValueError(f"fsdp_group_ag must hold the mesh's ranks {own} in that order, got {given}")
-    device = (
-        torch.device("cuda", torch.cuda.current_device())
-        if mesh.device_type == "cuda"
-        else torch.device(mesh.device_type)
-    )
-    return GroupMesh(mesh, (make_transport(group, gather_group or group, device),)), device
+    device = device_of(mesh)
+    return GroupMesh(mesh, (transports.get(kind, group, gather_group or group, device),)), device
 
 
 def _own_modules(root: nn.Module) -> list[tuple[str, nn.Module]]:

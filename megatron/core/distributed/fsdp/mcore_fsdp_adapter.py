@@ -10,12 +10,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.fsdp.collectives import SharedTransports
 from megatron.core.distributed.fsdp.context import FsdpContext
 from megatron.core.distributed.fsdp.distributed_index import FSDPDistributedIndex
-from megatron.core.distributed.fsdp.fully_shard import contexts_of, fully_shard
+from megatron.core.distributed.fsdp.fully_shard import contexts_of, device_of, fully_shard
 from megatron.core.distributed.fsdp.mixed_precision import MixedPrecisionPolicy
 from megatron.core.distributed.fsdp.module import FsdpModule, fsdp_modules
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup
@@ -42,7 +44,8 @@ class FullyShardedDataParallel(nn.Module):
         pg_collection: its ``dp_cp`` (or, if None, ``dp``) is the sharding group; None: all ranks.
 
     Raises:
-        ValueError: the collection has no data-parallel group; a unit class that the model does not hold.
+        ValueError: the collection has no data-parallel group; a unit class that the model does not hold; the transport
+            that ``ddp_config`` names cannot serve the ranks.
         NotImplementedError: ``disable_bucketing=True``, or a setting that is not served.
 
     Ranks: all of the sharding group; weights become those of its first rank.
@@ -67,13 +70,15 @@ class FullyShardedDataParallel(nn.Module):
         self.dist_index = _distributed_index(self.pg_collection, device)
         group = self.dist_index.get_fsdp_group()
         sums = getattr(config, "calculate_per_token_loss", False)
+        units = _units(module, fsdp_unit_modules)
         self._shard = _Sharder(
             mesh=self.dist_index.get_submesh(_AXIS),
             ddp_config=ddp_config,
             grad_divisor=Fraction(1, group.size()) if sums else Fraction(1),
             gather_group=self.dist_index.get_fsdp_group(independent_all_gather=True),
+            sizes_nbytes=_sizes_nbytes(units),
         )
-        for unit in _units(module, fsdp_unit_modules):
+        for unit in units:
             self._shard(unit)
         self._shard(module)
         _tie_output_layer(module)
@@ -197,12 +202,18 @@ class _Sharder:
     """``fully_shard`` with the settings of one model."""
 
     def __init__(
-        self, *, mesh: DeviceMesh, ddp_config: DistributedDataParallelConfig, grad_divisor: Fraction, gather_group: Any
+        self,
+        *,
+        mesh: DeviceMesh,
+        ddp_config: DistributedDataParallelConfig,
+        grad_divisor: Fraction,
+        gather_group: ProcessGroup,
+        sizes_nbytes: Sequence[int],
     ) -> None:
         comm_dtype = ddp_config.megatron_fsdp_grad_comm_dtype
         if comm_dtype is None and ddp_config.grad_reduce_in_fp32:
             comm_dtype = torch.float32
-        self._arguments = {
+        self._arguments: dict[str, Any] = {
             "mesh": mesh,
             "placements": strategy_placements(ddp_config.data_parallel_sharding_strategy),
             "mixed_precision_policy": MixedPrecisionPolicy(
@@ -212,6 +223,10 @@ class _Sharder:
             ),
             "grad_divisor": grad_divisor,
             "fsdp_group_ag": gather_group,
+            # Chosen here, where the sizes of the units are known.
+            "transport": SharedTransports.of(mesh).resolve(
+                ddp_config.transport_kind, mesh.get_group(), gather_group, device_of(mesh), sizes_nbytes=sizes_nbytes
+            ),
         }
 
     def __call__(self, module: nn.Module) -> None:
@@ -247,6 +262,12 @@ def _units(model: nn.Module, classes: Sequence[type[nn.Module] | str] | None) ->
                 f"fsdp_unit_modules must be classes of modules in the model, got {sorted(absent)}, which it lacks"
             )
     return [module for module in reversed(found) if module is not model]
+
+
+def _sizes_nbytes(units: Sequence[nn.Module]) -> list[int]:
+    """Bytes of a typical unit's and of the largest unit's weights; of none where there are no units."""
+    sizes = sorted(sum(p.numel() * p.element_size() for p in unit.parameters()) for unit in units)
+    return sorted({sizes[len(sizes) // 2], sizes[-1]}) if sizes else []
 
 
 def _tie_output_layer(model: nn.Module) -> None:

@@ -40,10 +40,15 @@ def test_a_module_without_units_has_no_microbatches() -> None:
 # (what is called, error, message). Each leaves the module as it was.
 _REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a unit again": (lambda: fully_shard(shard(nn.Linear(2, 2))), ValueError, "must be called once.*which is a unit"),
-    "symmetric memory": (
-        lambda: fully_shard(nn.Linear(2, 2), use_symm_mem=True),
-        NotImplementedError,
-        "use_symm_mem=True is not served",
+    "symmetric memory and another transport": (
+        lambda: fully_shard(nn.Linear(2, 2), use_symm_mem=True, transport="nccl"),
+        ValueError,
+        "use_symm_mem=True means transport='symm', got transport='nccl' besides",
+    ),
+    "a transport that does not exist": (
+        lambda: fully_shard(nn.Linear(2, 2), transport="rdma"),  # type: ignore[arg-type]
+        ValueError,
+        "transport must be one of auto, nccl, symm, peer_copy, got 'rdma'",
     ),
     "a module without forward": (
         lambda: fully_shard(nn.ModuleList([nn.Linear(2, 2)])),

@@ -1,28 +1,135 @@
-"""Which transport serves a group."""
+"""Which transport serves a group: the one that was asked for, or a word on why it cannot."""
 
 from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 from megatron.core.distributed.fsdp.collectives.process_group import ProcessGroupTransport, RankOrderTransport
 from megatron.core.distributed.fsdp.collectives.transport import LocalTransport, Transport
 
+TransportKind = Literal["auto", "nccl", "symm", "peer_copy"]
+TRANSPORT_KINDS: tuple[str, ...] = get_args(TransportKind)
 
-def make_transport(group: ProcessGroup, gather_group: ProcessGroup, device: torch.device) -> Transport:
-    """The transport for buffers on ``device`` between the ranks of ``group``.
+# Ways to move bytes that are no process group's own, in the order in which ``auto`` tries them.
+_DIRECT_KINDS = ("symm", "peer_copy")
+
+
+def make_transport(
+    group: ProcessGroup, gather_group: ProcessGroup, device: torch.device, kind: str = "nccl"
+) -> Transport:
+    """The transport of a kind for buffers on ``device`` between the ranks of ``group``.
+
+    Args:
+        gather_group: a group of the same ranks for all-gathers; ``group`` itself where there is none.
+        kind: "nccl" is the process group whatever its backend (on gloo, sums in rank order), "symm" NCCL's symmetric
+            memory, "peer_copy" copies between the ranks' memory, "auto" the fastest of those that can serve the group.
 
     Raises:
-        ValueError: the group's backend does not serve the device.
+        ValueError: an unknown kind, the group's backend does not serve the device, or the kind cannot serve the group.
+
+    Ranks: all of the group, with the same arguments; may block. A group of one rank needs no transport and gets a
+    local one, whatever the kind.
     """
+    kind = resolve_kind(kind, group, gather_group, device)
     if group.size() == 1:
         return LocalTransport(dist.get_process_group_ranks(group))
-    if device.type == "cuda":
-        backend = str(dist.get_backend_config(group))  # such as "cpu:gloo,cuda:nccl"
-        if "nccl" not in backend:
-            raise ValueError(
-                f"a group for CUDA tensors must have the nccl backend, got {backend!r}; pass a mesh on 'cuda'"
-            )
-        return ProcessGroupTransport(group, gather_group)
-    return RankOrderTransport(group, gather_group)
+    if kind in _DIRECT_KINDS and (problem := transport_problem(kind, group, device)) is not None:
+        raise ValueError(
+            f"transport={kind!r} cannot serve ranks {dist.get_process_group_ranks(group)} on {device.type}: {problem}; "
+            "use transport='nccl' (the process group), or 'auto', which takes what can"
+        )
+    return _construct(kind, group, gather_group, device)
+
+
+def resolve_kind(
+    kind: str,
+    group: ProcessGroup,
+    gather_group: ProcessGroup,
+    device: torch.device,
+    *,
+    sizes_nbytes: Sequence[int] | None = None,
+) -> str:
+    """The kind, with "auto" replaced by what serves the group fastest, which rank 0 of the run then prints.
+
+    Args:
+        sizes_nbytes: bytes of the buffers to be gathered and reduced, as far as they are known; a guess when None.
+
+    Raises:
+        ValueError: an unknown kind, or a group whose backend does not serve the device.
+
+    Ranks: all of the group; all choose alike. "auto" blocks for its measurements where there is a choice.
+    """
+    if kind not in TRANSPORT_KINDS:
+        raise ValueError(f"transport must be one of {', '.join(TRANSPORT_KINDS)}, got {kind!r}")
+    if group.size() == 1:
+        return "nccl" if kind == "auto" else kind
+    backend = str(dist.get_backend_config(group))  # such as "cpu:gloo,cuda:nccl"
+    if device.type == "cuda" and "nccl" not in backend:
+        raise ValueError(f"a group for CUDA tensors must have the nccl backend, got {backend!r}; pass a mesh on 'cuda'")
+    return "nccl" if kind == "auto" else kind
+
+
+def transport_problem(kind: str, group: ProcessGroup, device: torch.device) -> str | None:
+    """Why the kind cannot serve the group, the same on all its ranks; None where it can. Ranks: all; may block."""
+    if kind == "symm":
+        return "symmetric memory is not served yet"
+    if kind == "peer_copy":
+        return "peer copy is not served yet"
+    return None
+
+
+def _construct(kind: str, group: ProcessGroup, gather_group: ProcessGroup, device: torch.device) -> Transport:
+    assert kind not in _DIRECT_KINDS
+    return (ProcessGroupTransport if device.type == "cuda" else RankOrderTransport)(group, gather_group)
+
+
+class SharedTransports:
+    """The transports over the groups of one mesh: units that are sharded over it share one of each kind.
+
+    A transport lives as long as some unit uses it. What "auto" has chosen for a group stays chosen.
+    """
+
+    def __init__(self) -> None:
+        self._made: weakref.WeakValueDictionary[tuple[Any, ...], Transport] = weakref.WeakValueDictionary()
+        self._chosen: dict[tuple[Any, ...], str] = {}
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh) -> SharedTransports:
+        """Those of a mesh, which carries them."""
+        shared: SharedTransports = mesh.__dict__.setdefault("_fsdp_transports", cls())
+        return shared
+
+    def resolve(
+        self,
+        kind: str,
+        group: ProcessGroup,
+        gather_group: ProcessGroup,
+        device: torch.device,
+        *,
+        sizes_nbytes: Sequence[int] | None = None,
+    ) -> str:
+        """As ``resolve_kind``, which is asked once for each pair of groups."""
+        key = (group, gather_group, device)
+        if kind != "auto":
+            return resolve_kind(kind, group, gather_group, device)
+        if key not in self._chosen:
+            self._chosen[key] = resolve_kind(kind, group, gather_group, device, sizes_nbytes=sizes_nbytes)
+        return self._chosen[key]
+
+    def get(self, kind: str, group: ProcessGroup, gather_group: ProcessGroup, device: torch.device) -> Transport:
+        """As ``make_transport``, which is asked only where no unit uses such a transport yet."""
+        key = (self.resolve(kind, group, gather_group, device), group, gather_group, device)
+        transport = self._made.get(key)
+        if transport is None:
+            transport = self._made[key] = make_transport(group, gather_group, device, key[0])
+        return transport
+
+    def __reduce__(self) -> tuple[type[SharedTransports], tuple[()]]:
+        return SharedTransports, ()  # a mesh that is copied or pickled goes without: transports belong to a process
