@@ -9,7 +9,9 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import traceback
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 if __package__ in (None, ""):  # started as a file: what it imports lies beside and above it
@@ -20,23 +22,42 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks import report
-from benchmarks.engines import ENGINES, Batch, EngineSettings
-from benchmarks.measure import GIB, Measurement, make_batch, run_steps, start_memory
+from benchmarks.agreement import all_failed
+from benchmarks.bars import bars_section, graph_section
+from benchmarks.engine import Batch, Engine, EngineSettings
+from benchmarks.engines import NAMES, engine_kind, is_ours
+from benchmarks.graphed import NUM_EAGER_STEPS
+from benchmarks.measure import GIB, Measurement, make_batch, run_steps
+from benchmarks.memory import MemoryWatch, use_expandable_segments
 from benchmarks.plain_gpt import SHAPES, Linear, PlainGpt
-from benchmarks.profile_step import profile_engine
+from benchmarks.profile_step import NUM_PROFILED_STEPS, profile_engine
 
+_TIMED_STEPS = 10
 _CHECKED_STEPS = 20
-_PROFILED_STEPS = 3
 # More than this left behind by an engine would be counted to the next one.
 _LEFT_BEHIND_LIMIT = GIB // 16
 
 
+@dataclass
+class Results:
+    """What has been found so far."""
+
+    facts: list[tuple[str, str]]
+    measurements: list[Measurement] = field(default_factory=list)
+    not_run: dict[str, str] = field(default_factory=dict)
+    """Why, by engine."""
+    faults: list[str] = field(default_factory=list)
+    """What makes the run fail: losses that differ, engines that raised."""
+
+
 def main(argv: Sequence[str]) -> int:
-    """Compare as the arguments say; the exit status is 1 where the losses differ by more than noise.
+    """Compare as the arguments say; the exit status is 1 where losses differ by more than noise, or an engine failed.
 
     Ranks: all of the world; initialises the process group, unless there is one.
     """
     arguments = _parse(argv)
+    if arguments.expandable_segments:
+        use_expandable_segments()
     owns_group = not dist.is_initialized()
     device = _start(owns_group)
     try:
@@ -53,19 +74,26 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         "--tokens", type=_positive, default=2048, help="tokens of a microbatch on each rank, one sequence"
     )
     parser.add_argument("--microbatches", type=_positive, default=1, help="microbatches of a step")
-    parser.add_argument("--steps", type=_positive, default=10, help="measured steps")
-    parser.add_argument("--warmup", type=_positive, default=4, help="steps before them")
     parser.add_argument(
-        "--engines", type=_engine_names, default="ideal,fsdp2,ours,ours-linear", help=", ".join(ENGINES)
+        "--steps",
+        type=_positive,
+        help=f"measured steps; {_TIMED_STEPS} by default, {_CHECKED_STEPS} with --check-losses",
     )
+    parser.add_argument("--warmup", type=_positive, default=4, help="steps before them")
+    parser.add_argument("--engines", type=_engine_names, default="ideal,fsdp2,ours-nccl,ours-peer", help=NAMES)
     parser.add_argument("--learning-rate", type=float, default=1e-5)
     parser.add_argument("--seed", type=int, default=1234, help="of weights and tokens")
     parser.add_argument("--output", type=Path, help="markdown page to write, after each engine anew")
+    parser.add_argument(
+        "--expandable-segments",
+        action="store_true",
+        help="let PyTorch's allocator grow its segments in place, for every engine; ours-symm does not run then",
+    )
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument(
         "--check-losses",
         action="store_true",
-        help=f"instead of timing, run {_CHECKED_STEPS} steps and fail where ours differ from fsdp2 by more than bf16 noise",
+        help="instead of timing, fail where a step of ours differs from fsdp2's by more than bf16 noise",
     )
     mode.add_argument(
         "--profile",
@@ -74,17 +102,24 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         help="instead of timing, write a summary of one step of each engine there",
     )
     arguments = parser.parse_args(argv)
+    if arguments.steps is None:
+        arguments.steps = _CHECKED_STEPS if arguments.check_losses else _TIMED_STEPS
     if arguments.check_losses:
-        arguments.warmup, arguments.steps = 0, _CHECKED_STEPS
+        arguments.warmup = 0
         arguments.engines = [name for name in arguments.engines if name != "ideal"]
-        if "fsdp2" not in arguments.engines or not any(name.startswith("ours") for name in arguments.engines):
+        if "fsdp2" not in arguments.engines or not any(is_ours(name) for name in arguments.engines):
             parser.error(
                 f"--check-losses needs fsdp2 and an engine of ours, got --engines {','.join(arguments.engines)}"
             )
+    elif arguments.warmup <= NUM_EAGER_STEPS and any(engine_kind(name).is_graph for name in arguments.engines):
+        parser.error(
+            f"an engine in a CUDA graph is captured in step {NUM_EAGER_STEPS + 1}, which must not be timed: --warmup must "
+            f"be at least {NUM_EAGER_STEPS + 1}, got {arguments.warmup}"
+        )
     if arguments.profile is not None:
         if arguments.output is not None:
             parser.error("--profile writes no page, got --output; a profiler left running would spoil times")
-        arguments.steps = _PROFILED_STEPS
+        arguments.steps = NUM_PROFILED_STEPS
     return arguments
 
 
@@ -97,9 +132,11 @@ def _positive(text: str) -> int:
 
 def _engine_names(text: str) -> list[str]:
     names = list(dict.fromkeys(text.split(",")))
-    unknown = [name for name in names if name not in ENGINES]
-    if unknown:
-        raise argparse.ArgumentTypeError(f"engines must be among {', '.join(ENGINES)}, got {', '.join(unknown)}")
+    for name in names:
+        try:
+            engine_kind(name)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
     return names
 
 
@@ -121,16 +158,6 @@ def _compare(arguments: argparse.Namespace, device: torch.device) -> int:
     settings = EngineSettings(
         shape=shape, mesh=mesh, device=device, learning_rate=arguments.learning_rate, seed=arguments.seed
     )
-    with torch.device("meta"):
-        model = PlainGpt(shape, linear=Linear, dtype=torch.bfloat16, seed=arguments.seed)
-    facts = report.facts_of_run(
-        device,
-        sum(parameter.numel() for parameter in model.parameters()),
-        [
-            ("step", f"{arguments.microbatches} x {arguments.tokens} tokens on each rank, bf16, no clipping"),
-            ("steps", f"{arguments.warmup} to warm up, {arguments.steps} measured"),
-        ],
-    )
     batches = [
         make_batch(
             step,
@@ -142,36 +169,77 @@ def _compare(arguments: argparse.Namespace, device: torch.device) -> int:
         )
         for step in range(arguments.warmup + arguments.steps)
     ]
-    if arguments.profile is not None:
-        for name in arguments.engines:
-            _profile(name, settings, batches, arguments)
-        return 0
-    measurements: list[Measurement] = []
-    faults: list[str] = []
+    results = Results(_facts(arguments, device))
     for name in arguments.engines:
-        measurements.append(_measure(name, settings, batches, arguments))
-        faults = _publish(arguments, facts, measurements)
-    return 1 if faults else 0
+        reason = engine_kind(name).why_not(settings)
+        if reason is None:
+            _run(name, settings, batches, arguments, results)
+        else:
+            results.not_run[name] = reason
+            _say(f"{name} does not run: {reason}")
+        if arguments.profile is None and results.measurements:
+            _publish(arguments, results, is_complete=name == arguments.engines[-1])
+    return 1 if results.faults else 0
+
+
+def _facts(arguments: argparse.Namespace, device: torch.device) -> list[tuple[str, str]]:
+    with torch.device("meta"):
+        model = PlainGpt(SHAPES[arguments.model], linear=Linear, dtype=torch.bfloat16, seed=arguments.seed)
+    return report.facts_of_run(
+        device,
+        sum(parameter.numel() for parameter in model.parameters()),
+        [
+            ("step", f"{arguments.microbatches} x {arguments.tokens} tokens on each rank, bf16, no clipping"),
+            ("steps", f"{arguments.warmup} to warm up, {arguments.steps} measured"),
+        ],
+    )
+
+
+def _run(
+    name: str, settings: EngineSettings, batches: list[Batch], arguments: argparse.Namespace, results: Results
+) -> None:
+    """Build the engine, time or profile it, and leave nothing of it behind.
+
+    An engine that fails on all ranks alike stops no other; on some ranks only, the run ends.
+    """
+    try:
+        if arguments.profile is not None:
+            _profile(name, settings, batches, arguments)
+        else:
+            results.measurements.append(_measure(name, settings, batches, arguments))
+            _say(f"{name} has run")
+    except Exception as error:
+        traceback.print_exc()
+        if not all_failed(name):
+            raise
+        reason = f"it failed: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        results.not_run[name] = reason
+        results.faults.append(f"{name}: {reason}")
+        _say(f"{name}: {reason}")
 
 
 def _measure(name: str, settings: EngineSettings, batches: list[Batch], arguments: argparse.Namespace) -> Measurement:
-    """Build the engine, run it, and leave nothing of it behind."""
-    left_behind = start_memory(settings.device)
-    if left_behind > _LEFT_BEHIND_LIMIT:
-        _say(f"warning: {left_behind / GIB:.2f} GiB are allocated before {name} is built, and count to its memory")
+    memory = MemoryWatch(settings.device)
+    if memory.allocated_at_start > _LEFT_BEHIND_LIMIT:
+        _say(f"warning: {memory.allocated_at_start / GIB:.2f} GiB are allocated before {name} is built and count to it")
     measurement = Measurement(name=name, num_warmup=arguments.warmup)
-    engine = ENGINES[name](settings)
-    run_steps(engine, batches, measurement, settings.device, with_grad_norm=arguments.check_losses)
+    engine = engine_kind(name).build(settings)
+    try:
+        run_steps(engine, batches, measurement, settings.device, memory=memory, with_norm=arguments.check_losses)
+    finally:
+        _close(engine, settings.device)
     return measurement
 
 
 def _profile(name: str, settings: EngineSettings, batches: list[Batch], arguments: argparse.Namespace) -> None:
-    """Build the engine, warm it up, and write a summary of one step."""
-    start_memory(settings.device)
-    engine = ENGINES[name](settings)
-    warmup = Measurement(name=name, num_warmup=arguments.warmup)
-    run_steps(engine, batches[:-_PROFILED_STEPS], warmup, settings.device, with_grad_norm=False)
-    summary = profile_engine(engine, batches[-_PROFILED_STEPS:], settings.device)
+    memory = MemoryWatch(settings.device)
+    engine = engine_kind(name).build(settings)
+    try:
+        warmup = Measurement(name=name, num_warmup=arguments.warmup)
+        run_steps(engine, batches[: arguments.warmup], warmup, settings.device, memory=memory, with_norm=False)
+        summary = profile_engine(engine, batches[arguments.warmup :], settings.device)
+    finally:
+        _close(engine, settings.device)
     if dist.get_rank() == 0:
         arguments.profile.mkdir(parents=True, exist_ok=True)
         path = arguments.profile / f"profile_{arguments.model}_{arguments.tokens}.txt"
@@ -180,25 +248,36 @@ def _profile(name: str, settings: EngineSettings, batches: list[Batch], argument
         _say(f"==== one step of {name}, rank 0 ({path})\n{summary}")
 
 
-def _publish(arguments: argparse.Namespace, facts: list[tuple[str, str]], measurements: list[Measurement]) -> list[str]:
-    """Print the page when it is complete, write it as far as it goes; returns the faults of the loss check."""
-    faults: list[str] = []
+def _close(engine: Engine, device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # nothing may run on a communicator that is given back
+    engine.close()
+
+
+def _publish(arguments: argparse.Namespace, results: Results, *, is_complete: bool) -> None:
+    """Print the page when it is complete, write it as far as it goes."""
+    measurements = results.measurements
     sections = [report.losses_table(measurements)]
     if arguments.check_losses:
         reference = next((m for m in measurements if m.name == "fsdp2"), None)
         if reference is not None:
             section, faults = report.check_section(measurements, reference)
             sections.insert(0, section)
+            results.faults += [fault for fault in faults if fault not in results.faults]
     else:
-        sections.insert(0, report.times_table(measurements))
+        sections.insert(0, report.times_table(measurements, results.not_run))
+        if any(is_ours(m.name) for m in measurements):
+            sections.insert(1, bars_section(measurements, arguments.model, arguments.tokens))
+    graphs = graph_section(measurements)
+    if graphs:
+        sections.insert(-1, graphs)
     what = "Losses" if arguments.check_losses else "Sharding engines"
-    text = report.page(f"{what}: {arguments.model}, {arguments.tokens} tokens", facts, sections)
+    text = report.page(f"{what}: {arguments.model}, {arguments.tokens} tokens", results.facts, sections)
     if dist.get_rank() == 0 and arguments.output is not None:
         arguments.output.parent.mkdir(parents=True, exist_ok=True)
         arguments.output.write_text(text)
-    is_complete = len(measurements) == len(arguments.engines)
-    _say(text if is_complete else f"{measurements[-1].name} has run")
-    return faults
+    if is_complete:
+        _say(text)
 
 
 def _say(text: str) -> None:

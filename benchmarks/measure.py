@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import statistics
 import time
 from dataclasses import dataclass, field
@@ -10,14 +9,15 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from benchmarks.engines import Batch, Engine
+from benchmarks.engine import Batch, Engine
+from benchmarks.memory import MemoryWatch
 
 GIB = 2**30
 
 
 @dataclass(kw_only=True)
 class Measurement:
-    """What was seen of one engine: [S] entries are steps, warm-up included; memory is the most of any rank."""
+    """What was seen of one engine: [S] entries are steps, warm-up included; memory is the most of any rank, in bytes."""
 
     name: str
     num_warmup: int
@@ -30,10 +30,23 @@ class Measurement:
     host_ms: list[float] = field(default_factory=list)
     """Until the step's Python returns, of the slowest rank."""
     peak_allocated: int = 0
-    """Bytes, from construction to the end."""
+    """By PyTorch's allocator, from construction to the end."""
     peak_reserved: int = 0
+    outside: int = 0
+    """The most that was allocated past PyTorch's allocator."""
     steady_allocated: int = 0
-    """Peak of the measured steps alone, without construction and warm-up."""
+    """Peak of the last step of the warm-up and of the measured ones: a CUDA graph allocates when it is captured."""
+    steady_reserved: int = 0
+
+    @property
+    def peak(self) -> int:
+        """The most that was in use, whoever allocated it."""
+        return self.peak_allocated + self.outside
+
+    @property
+    def reserved(self) -> int:
+        """The most that was taken from the device."""
+        return self.peak_reserved + self.outside
 
     @property
     def median_ms(self) -> float:
@@ -66,56 +79,44 @@ def make_batch(
 
 
 def run_steps(
-    engine: Engine, batches: list[Batch], measurement: Measurement, device: torch.device, *, with_grad_norm: bool
+    engine: Engine,
+    batches: list[Batch],
+    measurement: Measurement,
+    device: torch.device,
+    *,
+    memory: MemoryWatch,
+    with_norm: bool,
 ) -> None:
-    """Afterwards ``measurement`` has grown by the batches' steps. Ranks: all; blocks.
+    """Afterwards ``measurement`` has grown by the batches' steps and holds what ``memory`` saw. Ranks: all; blocks.
 
-    With ``with_grad_norm`` each step also computes the gradient's norm, inside its time.
+    With ``with_norm`` each step also computes the gradient's norm, inside its time.
     """
-    norms = measurement.grad_norms
-
-    def before_update() -> None:
-        norms.append(engine.grad_norm())
-
     for index, batch in enumerate(batches):
-        if index == measurement.num_warmup:
-            _note_memory(measurement, device, steady=False)
+        if index == measurement.num_warmup - 1:
+            memory.begin_steady()
         _barrier(device)
         _synchronize(device)
         started = time.perf_counter()
-        loss = engine.step(batch, before_update=before_update if with_grad_norm else None)
+        loss, norm = engine.step(batch, with_norm=with_norm)
         returned = time.perf_counter()
         _synchronize(device)
         ended = time.perf_counter()
+        memory.note()
         times = _max_over_ranks([(ended - started) * 1e3, (returned - started) * 1e3], device)
         measurement.step_ms.append(times[0])
         measurement.host_ms.append(times[1])
         dist.all_reduce(loss)
         measurement.losses.append(loss.item() / dist.get_world_size())
-    _note_memory(measurement, device, steady=True)
+        if norm is not None:
+            measurement.grad_norms.append(norm.item())
+    _take_over(memory, measurement, device)
 
 
-def start_memory(device: torch.device) -> int:
-    """Afterwards the peaks count from here; returns the bytes that are allocated already, the most of any rank."""
-    gc.collect()
-    if device.type != "cuda":
-        return 0
-    torch.cuda.synchronize(device)
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats(device)
-    return int(_max_over_ranks([torch.cuda.memory_allocated(device)], device)[0])
-
-
-def _note_memory(measurement: Measurement, device: torch.device, *, steady: bool) -> None:
-    if device.type != "cuda":
-        return
-    peaks = [torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)]
-    allocated, reserved = (int(value) for value in _max_over_ranks(peaks, device))
-    measurement.peak_allocated = max(measurement.peak_allocated, allocated)
-    measurement.peak_reserved = max(measurement.peak_reserved, reserved)
-    if steady:
-        measurement.steady_allocated = allocated
-    torch.cuda.reset_peak_memory_stats(device)
+def _take_over(memory: MemoryWatch, measurement: Measurement, device: torch.device) -> None:
+    names = ("peak_allocated", "peak_reserved", "steady_allocated", "steady_reserved")
+    peaks = _max_over_ranks([*(getattr(memory, name) for name in names), memory.peak_outside], device)
+    for name, peak in zip((*names, "outside"), peaks, strict=True):
+        setattr(measurement, name, int(peak))
 
 
 def _max_over_ranks(values: list[float] | list[int], device: torch.device) -> list[float]:

@@ -16,21 +16,44 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.engines import Batch, Engine
+from benchmarks.engine import Batch, Engine
 from benchmarks.overlap import Interval, length, overlap
+from benchmarks.phases import time_phases
 
 # Kernels are told by name: NCCL's annotations ("nccl:...") are no kernels, peer copies are communication.
 _COMMUNICATION = re.compile(r"^(nccl(Dev|Symk|Kernel)|Memcpy PtoP)")
 _GEMM = re.compile(r"gemm|nvjet|cutlass|xmma|wgmma", re.IGNORECASE)
 _MEMORY = re.compile(r"^Mem(cpy|set)")
+# What the host asks of the driver: each launches a kernel, a copy or a whole graph.
+_LAUNCH = re.compile(r"^cu(da)?(Launch|GraphLaunch|Memcpy|Memset)")
 _NUM_ROWS = 15
+
+NUM_PROFILED_STEPS = 5
 
 
 def profile_engine(engine: Engine, batches: Sequence[Batch], device: torch.device) -> str:
-    """Run three more steps; the summary on rank 0, an empty string on the others. Ranks: all."""
-    assert len(batches) == 3
-    parts = [_device_summary(engine, batches[:2], device), _host_summary(engine, batches[2], device)]
+    """Run ``NUM_PROFILED_STEPS`` more steps; the summary on rank 0, an empty string on the others. Ranks: all."""
+    assert len(batches) == NUM_PROFILED_STEPS
+    parts = [
+        _phases_summary(engine, batches[:2], device),
+        _device_summary(engine, batches[2:4], device),
+        _host_summary(engine, batches[4], device),
+    ]
     return "\n\n".join(part for part in parts if part)
+
+
+def _phases_summary(engine: Engine, batches: Sequence[Batch], device: torch.device) -> str:
+    """Host milliseconds of each phase, the faster of two steps."""
+    runs = []
+    for batch in batches:
+        _wait(device)
+        runs.append(time_phases(engine, batch))
+    _wait(device)
+    if dist.get_rank() != 0:
+        return ""
+    best = min(runs, key=lambda run: sum(run.values()))
+    phases = ", ".join(f"{phase} {ms:.2f} ms" for phase, ms in best.items())
+    return f"Host, without a profiler: {phases}, together {sum(best.values()):.2f} ms"
 
 
 def _device_summary(engine: Engine, batches: Sequence[Batch], device: torch.device) -> str:
@@ -49,13 +72,30 @@ def _device_summary(engine: Engine, batches: Sequence[Batch], device: torch.devi
         engine.step(batch)
         _wait(device)
     kernels: dict[str, list[Interval]] = defaultdict(list)
+    num_launches = 0
     for event in profiler.events():
+        num_launches += event.device_type.name == "CPU" and _LAUNCH.match(event.name) is not None
         if event.device_type.name == "CUDA" and not event.is_user_annotation and not event.name.startswith("nccl:"):
             kernels[event.name].append((event.time_range.start, event.time_range.end))
     operators = profiler.key_averages().table(
         sort_by="self_cpu_time_total", row_limit=_NUM_ROWS, max_name_column_width=60
     )
-    return f"{overlap_summary(kernels)}\n\nOperators by self time on the host, one step:\n{operators}"
+    counts = f"Launches by the host: {num_launches}; {counts_summary(kernels)}"
+    return f"{counts}\n{overlap_summary(kernels)}\n\nOperators by self time on the host, one step:\n{operators}"
+
+
+def counts_summary(kernels: dict[str, list[Interval]]) -> str:
+    """How many kernels and copies of each kind ran on the device."""
+
+    def count(pattern: str) -> int:
+        return sum(len(times) for name, times in kernels.items() if re.match(pattern, name))
+
+    compute = sum(len(times) for name, times in kernels.items() if _is_compute(name))
+    return (
+        f"on the device: {compute} kernels of compute, {count('nccl(Dev|Symk|Kernel)')} of NCCL (symmetric: "
+        f"{count('ncclSymk')}), {count('Memcpy PtoP')} peer copies, {count('Memcpy (?!PtoP)')} other copies, "
+        f"{count('Memset')} memsets"
+    )
 
 
 def overlap_summary(kernels: dict[str, list[Interval]]) -> str:

@@ -7,16 +7,20 @@ import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from importlib import metadata
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from benchmarks.engines import WHAT_THEY_ARE
+from benchmarks.engines import engine_kind, is_ours
 from benchmarks.loss_check import FIRST_LOSS_TOLERANCE, LOSS_TOLERANCE, NORM_TOLERANCE, differences, largest_difference
 from benchmarks.measure import GIB, Measurement
+
+_VARIABLES = ("NCCL_", "TORCH_SYMM_", "PYTORCH_", "CUDA_DEVICE_MAX_")
+_PACKAGES = ("triton", "megatron-fsdp")
 
 
 def page(title: str, facts: Sequence[tuple[str, str]], sections: Sequence[str]) -> str:
@@ -34,17 +38,25 @@ def facts_of_run(device: torch.device, num_parameters: int, extra: Sequence[tupl
         hardware = torch.cuda.get_device_name(device)
     else:
         versions, hardware = "no CUDA", platform.machine()
-    environment = [f"{key}={os.environ[key]}" for key in sorted(os.environ) if key.startswith(("NCCL_", "TORCH_SYMM_"))]
+    versions += "".join(f", {package} {version}" for package in _PACKAGES if (version := _version_of(package)))
+    environment = [f"{key}={os.environ[key]}" for key in sorted(os.environ) if key.startswith(_VARIABLES)]
     return [
         ("command", f"`{command}`"),
         ("commit", commit()),
         ("date", f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"),
         ("versions", f"Python {platform.python_version()}, torch {torch.__version__}, {versions}"),
-        ("environment", ", ".join(environment) or "no NCCL settings"),
+        ("environment", ", ".join(environment) or "no settings of NCCL and PyTorch"),
         ("world size", f"{dist.get_world_size()} x {hardware}, {dist.get_backend()}"),
         ("parameters", f"{num_parameters / 1e9:.3f} billion"),
         *extra,
     ]
+
+
+def _version_of(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def commit() -> str:
@@ -58,26 +70,32 @@ def commit() -> str:
         return os.environ.get("COMMIT", "unknown")
 
 
-def times_table(measurements: Sequence[Measurement]) -> str:
-    """Times, ratios and memory, a row for each engine."""
+def times_table(measurements: Sequence[Measurement], not_run: Mapping[str, str]) -> str:
+    """Times, ratios and memory, a row for each engine, and why others did not run: ``not_run`` is by name."""
     by_name = {m.name: m for m in measurements}
     ideal, fsdp2 = by_name.get("ideal"), by_name.get("fsdp2")
     rows = [
-        "| engine | median ms | min ms | host ms | ideal / it | fsdp2 / it | peak allocated / reserved GiB | steady peak GiB | last loss |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| engine | median ms | min ms | host ms | ideal / it | fsdp2 / it | allocated GiB | outside GiB | reserved GiB | "
+        "reserved / allocated | steady GiB | last loss |",
+        "|---" * 12 + "|",
     ]
     for m in measurements:
         rows.append(
             f"| {m.name} | {m.median_ms:.1f} | {m.min_ms:.1f} | {m.median_host_ms:.1f} | {_ratio(ideal, m)} | "
-            f"{_ratio(fsdp2, m)} | {m.peak_allocated / GIB:.1f} / {m.peak_reserved / GIB:.1f} | "
-            f"{m.steady_allocated / GIB:.1f} | {m.losses[-1]:.4f} |"
+            f"{_ratio(fsdp2, m)} | {m.peak_allocated / GIB:.2f} | {m.outside / GIB:.2f} | {m.reserved / GIB:.2f} | "
+            f"{f'{m.reserved / m.peak:.3f}' if m.peak else '-'} | {m.steady_allocated / GIB:.2f} / "
+            f"{m.steady_reserved / GIB:.2f} | {m.losses[-1]:.4f} |"
         )
     notes = [
         "Median and minimum over the measured steps of the slowest rank's time. Host: median time until the step's Python",
-        "returns, without waiting for the device. Ratios of medians: higher is better. Peak: from construction to the end,",
-        "the most of any rank; steady peak: of the measured steps alone.",
+        "returns, without waiting for the device. Ratios of medians: higher is better. Memory is the most of any rank.",
+        "Allocated: peak of PyTorch's allocator from construction to the end. Outside: the most that the device had given to",
+        "the process past that allocator (symmetric memory, communicators, graphs, kernels loaded meanwhile), above what it",
+        "had before the engine was built. Reserved: by the allocator, and outside. Reserved / allocated: with outside in both.",
+        "Steady: peak allocated / reserved by the allocator in the last step of the warm-up and after it.",
     ]
-    engines = [f"- `{m.name}`: {WHAT_THEY_ARE[m.name]}" for m in measurements]
+    engines = [f"- `{m.name}`: {engine_kind(m.name).what}" for m in measurements]
+    engines += [f"- `{name}` did not run: {reason}" for name, reason in not_run.items()]
     return "\n".join(["## Times and memory", "", *rows, "", *notes, "", *engines])
 
 
@@ -98,7 +116,7 @@ def check_section(measurements: Sequence[Measurement], reference: Measurement) -
     ]
     faults: list[str] = []
     for m in measurements:
-        if not m.name.startswith("ours"):
+        if not is_ours(m.name):
             continue
         found = differences(m, reference)
         faults += found

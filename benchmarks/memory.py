@@ -1,0 +1,70 @@
+"""Device memory of an engine: what PyTorch's allocator counts, and what was allocated past it."""
+
+from __future__ import annotations
+
+import gc
+import os
+
+import torch
+
+_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+
+def use_expandable_segments() -> None:
+    """Afterwards PyTorch's allocator grows its segments in place. To be called before the first allocation.
+
+    The variable is for whoever asks for it; the allocator may have read it already when torch was imported.
+    """
+    os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+    os.environ.pop("PYTORCH_ALLOC_CONF", None)  # it would win over the other
+    if torch.cuda.is_available():
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+
+
+def uses_expandable_segments() -> bool:
+    """True if the variables say so."""
+    return any("expandable_segments:True" in os.environ.get(name, "") for name in _VARIABLES)
+
+
+class MemoryWatch:
+    """Peaks in bytes on this rank's device since the watch was made. On a CPU all are 0.
+
+    ``outside`` is what the device says beyond what PyTorch's allocator has reserved: symmetric memory, buffers of
+    communicators, graphs, and whatever else came to the process meanwhile. It is sampled where ``note`` is called.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_cuda = device.type == "cuda"
+        self._device = device
+        self.peak_allocated = self.peak_reserved = self.peak_outside = 0
+        self.steady_allocated = self.steady_reserved = 0
+        gc.collect()
+        if self._is_cuda:
+            torch.cuda.synchronize(device)
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(device)
+        self._outside_at_start = self._outside()
+        self.allocated_at_start = torch.cuda.memory_allocated(device) if self._is_cuda else 0
+
+    def note(self) -> None:
+        """Afterwards the peaks know of whatever was allocated until now."""
+        if not self._is_cuda:
+            return
+        self.steady_allocated = max(self.steady_allocated, torch.cuda.max_memory_allocated(self._device))
+        self.steady_reserved = max(self.steady_reserved, torch.cuda.max_memory_reserved(self._device))
+        self.peak_allocated = max(self.peak_allocated, self.steady_allocated)
+        self.peak_reserved = max(self.peak_reserved, self.steady_reserved)
+        self.peak_outside = max(self.peak_outside, self._outside() - self._outside_at_start)
+
+    def begin_steady(self) -> None:
+        """Afterwards the steady peaks count from here."""
+        self.note()
+        self.steady_allocated = self.steady_reserved = 0
+        if self._is_cuda:
+            torch.cuda.reset_peak_memory_stats(self._device)
+
+    def _outside(self) -> int:
+        if not self._is_cuda:
+            return 0
+        free, total = torch.cuda.mem_get_info(self._device)
+        return total - free - torch.cuda.memory_reserved(self._device)

@@ -1,0 +1,175 @@
+"""This repository's engine, with each of its optimisations as an option that can be left out."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import megatron.core.distributed.fsdp as fsdp
+from benchmarks.engine import BETAS, WEIGHT_DECAY, Engine, EngineSettings, adamw
+from benchmarks.memory import uses_expandable_segments
+from benchmarks.plain_gpt import Linear, MainGradLinear, PlainGpt
+from megatron.core.distributed.fsdp.context import FsdpContext
+from megatron.core.distributed.fsdp.fully_shard import contexts_of
+
+# How engines are named on the command line, and how ``fully_shard`` calls the transport.
+TRANSPORTS = {"nccl": "nccl", "symm": "symm", "peer": "peer_copy"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class OursOptions:
+    """What an engine of ours is made with."""
+
+    transport: str = "nccl"
+    """A key of ``TRANSPORTS``."""
+    linear: type = MainGradLinear
+    """Class of the linear layers; ``MainGradLinear`` writes weight gradients in place."""
+    flat_optimizer: bool = True
+    """``FlatAdamW`` over flat shards, not PyTorch's AdamW over the parameters."""
+    remainders: bool = True
+    """Main weights are kept as the bf16 model weight and the 16 bits that it lacks, not as fp32 beside it."""
+    overlaps_forward: bool = True
+    """The optimizer's update of a unit may run under the next forward."""
+    gathers_apart: bool = True
+    """All-gathers on a communicator of their own, so that they run beside reductions."""
+    prepares_forward: bool = True
+    """After each step the first gather of the next is begun."""
+    graph: bool = False
+    """Whole steps are one CUDA graph."""
+
+
+# What ``+name`` behind an engine's name changes, and in words.
+VARIATIONS: dict[str, tuple[dict[str, Any], str]] = {
+    "plain": ({"linear": Linear}, "on torch's linear layers"),
+    "fp32main": ({"remainders": False}, "fp32 main weights beside the bf16 ones"),
+    "torchadam": (
+        {"flat_optimizer": False, "remainders": False, "overlaps_forward": False},
+        "PyTorch's fused AdamW on fp32 main weights",
+    ),
+    "nooverlap": ({"overlaps_forward": False}, "the whole update before the next forward"),
+    "together": ({"gathers_apart": False}, "gathers and reductions on one communicator"),
+    "nosync": ({"prepares_forward": False}, "nothing launched between step and forward"),
+}
+_ALIASES = {"ours-plain": "ours-nccl+plain"}
+
+
+def parse_ours(name: str) -> OursOptions:
+    """The options of ``ours-TRANSPORT[-graph][+VARIATION...]``.
+
+    Raises:
+        ValueError: no such engine, transport or variation.
+    """
+    base, *variations = _parts(name)
+    prefix, _, rest = base.partition("-")
+    transport, _, suffix = rest.partition("-")
+    if prefix != "ours" or transport not in TRANSPORTS or suffix not in ("", "graph"):
+        raise ValueError(
+            f"an engine of ours must be named ours-{{{','.join(TRANSPORTS)}}}[-graph][+VARIATION...], got {name}"
+        )
+    unknown = [v for v in variations if v not in VARIATIONS]
+    if unknown:
+        raise ValueError(f"variations must be among {', '.join(VARIATIONS)}, got {', '.join(unknown)} in {name}")
+    changes: dict[str, Any] = {}
+    for variation in variations:
+        changes |= VARIATIONS[variation][0]
+    if suffix:
+        # A graph holds whole steps: nothing may be launched before it for the next one, or left over for it.
+        changes |= {"graph": True, "prepares_forward": False, "overlaps_forward": False}
+    return dataclasses.replace(OursOptions(transport=transport), **changes)
+
+
+def _parts(name: str) -> list[str]:
+    base, *variations = name.split("+")
+    return [*_ALIASES.get(base, base).split("+"), *variations]
+
+
+def describe_ours(name: str) -> str:
+    """The engine in words."""
+    options = parse_ours(name)
+    words = [f"this repository's fully_shard (ZeRO-3), transport {TRANSPORTS[options.transport]}"]
+    words += [VARIATIONS[v][1] for v in _parts(name)[1:]]
+    if options.graph:
+        words.append("each step one CUDA graph")
+    return ", ".join(words)
+
+
+def why_not_ours(options: OursOptions, settings: EngineSettings) -> str | None:
+    """Why an engine with these options cannot run here; None if it can. Every rank answers alike."""
+    if options.transport != "nccl" and "transport" not in inspect.signature(fsdp.fully_shard).parameters:
+        return "fully_shard has no argument transport in this version"
+    if options.flat_optimizer and not hasattr(fsdp, "FlatAdamW"):
+        return "this version has no FlatAdamW; try +torchadam"
+    if settings.device.type != "cuda":
+        if options.graph:
+            return "CUDA graphs need CUDA devices"
+        if options.transport == "symm":
+            return "NCCL's symmetric memory needs CUDA devices"
+    elif options.transport == "symm" and uses_expandable_segments():
+        return "symmetric memory refuses expandable segments; run it without --expandable-segments"
+    return None
+
+
+class Ours(Engine):
+    """Fully sharded by this repository's ``fully_shard`` (ZeRO-3)."""
+
+    model: PlainGpt
+
+    def __init__(self, settings: EngineSettings, options: OursOptions) -> None:
+        self.options = options
+        self._gather_group = dist.new_group() if options.gathers_apart else None
+        self._contexts: list[FsdpContext] | None = None
+        policy = fsdp.MixedPrecisionPolicy(
+            main_params_dtype=torch.bfloat16 if options.remainders else torch.float32,
+            main_grads_dtype=torch.float32,
+            grad_comm_dtype=torch.bfloat16,
+        )
+        with torch.device("meta"):
+            model = PlainGpt(settings.shape, linear=options.linear, dtype=torch.bfloat16, seed=settings.seed)
+        extra: dict[str, Any] = {}
+        if settings.device.type == "cuda" or options.transport != "nccl":  # gloo has its own transport
+            extra = _transport_argument(options.transport)
+        for unit in (*model.units(), model):
+            fsdp.fully_shard(unit, settings.mesh, None, policy, fsdp_group_ag=self._gather_group, **extra)
+        self.model = model
+        self.optimizer = self._make_optimizer(settings)
+
+    def _make_optimizer(self, settings: EngineSettings) -> torch.optim.Optimizer:
+        options, parameters = self.options, self.model.parameters()
+        if not options.flat_optimizer:
+            return fsdp.fully_shard_optimizer(adamw(parameters, settings, capturable=options.graph))
+        optimizer: torch.optim.Optimizer = fsdp.FlatAdamW(  # type: ignore[attr-defined]
+            parameters,
+            lr=settings.learning_rate,
+            betas=BETAS,
+            weight_decay=WEIGHT_DECAY,
+            store_param_remainders=options.remainders,
+            overlaps_forward=options.overlaps_forward,
+        )
+        return optimizer
+
+    def scope(self, *, is_first: bool, is_last: bool) -> AbstractContextManager[Any]:
+        return fsdp.microbatch(self.model, is_first=is_first, is_last=is_last)
+
+    def after_step(self) -> None:
+        if not self.options.prepares_forward:
+            return
+        if self._contexts is None:
+            self._contexts = contexts_of(self.model)
+        for context in self._contexts:
+            context.prepare_forward()
+
+    def close(self) -> None:
+        if self._gather_group is not None:
+            dist.destroy_process_group(self._gather_group)
+            self._gather_group = None
+
+
+def _transport_argument(transport: str) -> dict[str, str]:
+    has_it = "transport" in inspect.signature(fsdp.fully_shard).parameters
+    return {"transport": TRANSPORTS[transport]} if has_it else {}
