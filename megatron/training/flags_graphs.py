@@ -1,0 +1,42 @@
+"""Flags of CUDA graphs. Names and defaults are Megatron-LM's; only the graph of a whole iteration is served."""
+
+from __future__ import annotations
+
+import argparse
+from argparse import Namespace
+
+from megatron.core.full_cuda_graph import FullCudaGraphConfig
+
+IMPLEMENTATIONS = ("none", "local", "transformer_engine", "full_iteration")
+
+
+def add_graph_flags(parser: argparse.ArgumentParser) -> None:
+    """``parser`` knows the flags of CUDA graphs."""
+    group = parser.add_argument_group("CUDA graphs")
+    group.add_argument(
+        "--cuda-graph-impl",
+        choices=IMPLEMENTATIONS,
+        default="none",
+        help="full_iteration: replay forward, backward, reductions, clipping and update as one graph (default: none)",
+    )
+    group.add_argument(
+        "--cuda-graph-scope",
+        nargs="+",
+        help="full_iteration, with --cuda-graph-impl local: the older spelling of --cuda-graph-impl full_iteration",
+    )
+    group.add_argument(
+        "--cuda-graph-warmup-steps", type=int, help="eager steps before the capture, at least 2 (default: 3)"
+    )
+
+
+def captures_iterations(args: Namespace) -> bool:
+    """True if the flags ask for a graph of the whole iteration, in either spelling."""
+    older = args.cuda_graph_impl == "local" and args.cuda_graph_scope == ["full_iteration"]
+    return bool(args.cuda_graph_impl == "full_iteration" or older)
+
+
+def full_cuda_graph_config(args: Namespace) -> FullCudaGraphConfig:
+    """What the flags say of the graph."""
+    if args.cuda_graph_warmup_steps is None:
+        return FullCudaGraphConfig(enabled=captures_iterations(args))
+    return FullCudaGraphConfig(enabled=captures_iterations(args), warmup_steps=args.cuda_graph_warmup_steps)
