@@ -1,0 +1,214 @@
+"""Peer copy: ranks pull each other's shards and summands; copy engines move them, and no SM is taken from the GEMMs."""
+
+from __future__ import annotations
+
+import platform
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from megatron.core.distributed.fsdp.collectives.peer_memory import Meeting, PeerMemory, peer_memory_of
+from megatron.core.distributed.fsdp.collectives.process_group import ProcessGroupTransport, RankOrderTransport
+from megatron.core.distributed.fsdp.collectives.sum_pieces import sum_pieces
+from megatron.core.distributed.fsdp.collectives.transport import MemoryKind
+
+# Memory for pulled pieces, beyond which a reduction goes on in several rounds.
+SCRATCH_NBYTES = 64 * 2**20
+# Pieces up to this size are summed straight from the peers' memory: two launches of copies fewer for each peer cost
+# less than the SMs that wait for NVLink meanwhile.
+DIRECT_NBYTES = 256 * 2**10
+# Rounds begin at multiples of this, so that every piece stays aligned for loads of 16 bytes.
+_ROUND_NUMEL = 1024
+
+
+class PeerCopyTransport:
+    """Gathers by copies out of the peers' shards, reductions by copies out of their staging memory and a local sum.
+
+    A gather needs no handshake, since shards do not change within a step: one barrier when they are published, none
+    after, and a slow rank delays nobody's gathers. A reduction has a barrier before its pulls (all have staged) and one
+    after (all have read). Sums go in rank order in fp32: bitwise those of ``RankOrderTransport``.
+
+    What is not in peer memory goes through the process group, as do ``all_reduce`` and ``broadcast``. Every rank decides alike,
+    since memory comes from the same calls on all of them. [Note: peer memory] in peer_memory.py.
+
+    Args:
+        group: the ranks, all on one host.
+        gather_group: as for ``ProcessGroupTransport``, which it serves here.
+        device: of the buffers.
+    """
+
+    name = "peer copy"
+    is_symmetric = True  # buffers lie at equal offsets on all ranks, since a view here names the peers' memory too
+
+    def __init__(self, group: ProcessGroup, gather_group: ProcessGroup, device: torch.device) -> None:
+        self._by_group = (ProcessGroupTransport if device.type == "cuda" else RankOrderTransport)(group, gather_group)
+        self.group, self.gather_group = group, gather_group
+        self.size, self.rank = group.size(), group.rank()
+        self.ranks: Sequence[int] = self._by_group.ranks
+        self.scratch_nbytes = SCRATCH_NBYTES
+        # Between processes on a CPU a copy first would gain nothing.
+        self.direct_nbytes = DIRECT_NBYTES if device.type == "cuda" else 2**63
+        self._device = device
+        self._group_name = group.group_name
+        # Whose signals publish and end_pass use: those of the first shards that were made or gathered here and still are.
+        self._shards: weakref.ref[PeerMemory] | None = None
+        self.all_reduce = self._by_group.all_reduce
+        self.broadcast = self._by_group.broadcast
+        self.exchange = self._by_group.exchange
+
+    def empty(self, numel: int, dtype: torch.dtype, device: torch.device, kind: MemoryKind) -> torch.Tensor:
+        if kind is MemoryKind.GATHERED or numel == 0:
+            return torch.empty(numel, dtype=dtype, device=device)
+        tensor = _empty_peer_memory(numel, dtype, device, self.group)
+        if kind is MemoryKind.SHARD:
+            memory = peer_memory_of(tensor)
+            assert memory is not None
+            self._remember(memory)
+        return tensor
+
+    def _remember(self, memory: PeerMemory) -> None:
+        if self._shards is None or self._shards() is None:
+            self._shards = memory.reference
+
+    def publish(self) -> None:
+        self._meet(Meeting.PUBLISHED)
+
+    def end_pass(self) -> None:
+        self._meet(Meeting.PASS_ENDED)
+
+    def _meet(self, meeting: Meeting) -> None:
+        memory = None if self._shards is None else self._shards()
+        if memory is None:  # the shards may be in another transport's memory, which was not seen here yet
+            dist.all_reduce(torch.zeros(1, device=self._device), group=self.gather_group)
+            return
+        memory.barrier(meeting)
+
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> None:
+        memory = self._memory_of(shard)
+        start, numel = shard.data_ptr(), shard.numel()
+        # A shard in its place in the full buffer was written just now, and not published.
+        if memory is None or 0 <= start - full.data_ptr() < full.numel() * full.element_size():
+            self._by_group.all_gather(full, shard)
+            return
+        self._remember(memory)
+        segments = full.view(self.size, numel).unbind()
+        for peer, view in memory.views(start, numel, shard.dtype).items():
+            segments[peer].copy_(view, non_blocking=True)
+        segments[self.rank].copy_(shard, non_blocking=True)
+
+    def reduce_scatter(
+        self, out: torch.Tensor, full: torch.Tensor, *, scale: float = 1.0, accumulate: bool = False
+    ) -> None:
+        memory = self._memory_of(full)
+        if memory is None:
+            self._by_group.reduce_scatter(out, full, scale=scale, accumulate=accumulate)
+            return
+        own = full.view(self.size, out.numel())[self.rank]
+        views = memory.views(own.data_ptr(), own.numel(), own.dtype)
+        memory.barrier(Meeting.STAGED)
+        if own.numel() * own.element_size() <= self.direct_nbytes:
+            sum_pieces(out, self._in_rank_order(own, views), scale=scale, accumulate=accumulate)
+        else:
+            self._sum_by_pulls(out, own, views, scale, accumulate)
+        memory.barrier(Meeting.PULLED)
+
+    def _sum_by_pulls(
+        self, out: torch.Tensor, own: torch.Tensor, views: dict[int, torch.Tensor], scale: float, accumulate: bool
+    ) -> None:
+        numel = own.numel()
+        share = self.scratch_nbytes // (own.element_size() * (self.size - 1))
+        round_numel = min(numel, max(_ROUND_NUMEL, share // _ROUND_NUMEL * _ROUND_NUMEL))
+        scratch = torch.empty((self.size - 1, round_numel), dtype=own.dtype, device=own.device).unbind()
+        pulled = dict(zip(views, scratch, strict=True))
+        for begin in range(0, numel, round_numel):
+            length = min(round_numel, numel - begin)
+            if length < round_numel:
+                pulled = {peer: piece[:length] for peer, piece in pulled.items()}
+            for peer, view in views.items():
+                piece = view if length == numel else view[begin : begin + length]
+                pulled[peer].copy_(piece, non_blocking=True)
+            pieces = self._in_rank_order(own[begin : begin + length], pulled)
+            sum_pieces(out[begin : begin + length], pieces, scale=scale, accumulate=accumulate)
+
+    def _in_rank_order(self, own: torch.Tensor, others: dict[int, torch.Tensor]) -> list[torch.Tensor]:
+        return [own if rank == self.rank else others[rank] for rank in range(self.size)]
+
+    def _memory_of(self, tensor: torch.Tensor) -> PeerMemory | None:
+        """The peer memory that the tensor lies in, if it is this group's."""
+        memory = peer_memory_of(tensor)
+        return memory if memory is not None and memory.group_name == self._group_name else None
+
+
+def peer_copy_problem(group: ProcessGroup, device: torch.device) -> str | None:
+    """Why peer copy cannot serve the group's buffers on ``device``; None if it can. The same on all ranks.
+
+    Ranks: all of the group; blocks the host. On a CPU memory is mapped once to see that it works.
+    """
+    if group.size() == 1:
+        return "peer copy is for two ranks or more, got a group of one"
+    places: list[_Place] = [None] * group.size()  # type: ignore[list-item]
+    dist.all_gather_object(places, _place_of(device), group=group)
+    problem = _problem_between(places)
+    if problem is None and device.type == "cpu":
+        try:
+            _empty_peer_memory(1, torch.uint8, device, group)
+        except RuntimeError as error:
+            return str(error)
+    return problem
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a rank is: its host, its device's index, which other devices that one can read, and what is wrong there."""
+
+    host: tuple[str, str]
+    index: int
+    accessible: tuple[int, ...]
+    problem: str | None
+
+
+def _place_of(device: torch.device) -> _Place:
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    host = (platform.node(), boot.read_text().strip() if boot.exists() else "")
+    if device.type == "cuda":
+        from megatron.core.distributed.fsdp.collectives import peer_memory_cuda
+
+        return _Place(host, *peer_memory_cuda.accessible_devices(device), peer_memory_cuda.backend_problem(device))
+    from megatron.core.distributed.fsdp.collectives import peer_memory_cpu
+
+    return _Place(host, -1, (), peer_memory_cpu.platform_problem())
+
+
+def _problem_between(places: Sequence[_Place]) -> str | None:
+    for place in places:
+        if place.problem is not None:
+            return place.problem
+    hosts = {place.host[0] for place in places}
+    if len({place.host for place in places}) > 1:
+        return f"peer copy needs all ranks of a group on one host, got {len(hosts)} hosts: {sorted(hosts)}"
+    indices = [place.index for place in places if place.index >= 0]
+    if len(set(indices)) < len(indices):
+        return (
+            f"peer copy needs a device of its own for each rank, and each rank to see all of them, got cuda:{indices}"
+        )
+    for place in places:
+        for other in indices:
+            if other != place.index and other not in place.accessible:
+                return f"peer copy needs GPUs that read each other's memory, and cuda:{place.index} cannot read cuda:{other}"
+    return None
+
+
+def _empty_peer_memory(numel: int, dtype: torch.dtype, device: torch.device, group: ProcessGroup) -> torch.Tensor:
+    if device.type == "cuda":
+        # Imported here: builds of torch without CUDA need none of it.
+        from megatron.core.distributed.fsdp.collectives.peer_memory_cuda import empty_on_cuda
+
+        return empty_on_cuda(numel, dtype, device, group)
+    from megatron.core.distributed.fsdp.collectives.peer_memory_cpu import empty_on_cpu
+
+    return empty_on_cpu(numel, dtype, group)

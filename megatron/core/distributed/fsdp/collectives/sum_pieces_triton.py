@@ -1,0 +1,93 @@
+"""The sum of pieces as one Triton kernel, bound by memory bandwidth."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+# 16 elements for each of 128 threads: loads of 16 bytes, several of them in flight.
+_BLOCK_NUMEL = 2048
+_NUM_WARPS = 4
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _sum_kernel(  # type: ignore[no-untyped-def]
+    out,
+    partials,
+    numel,
+    scale,
+    p0,
+    p1,
+    p2,
+    p3,
+    p4,
+    p5,
+    p6,
+    p7,
+    NUM_PIECES: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+    SQUARES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    block = tl.program_id(0)
+    offsets = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = offsets < numel
+    total = tl.load(p0 + offsets, mask=inside, other=0.0).to(tl.float32)
+    if NUM_PIECES > 1:
+        total += tl.load(p1 + offsets, mask=inside, other=0.0).to(tl.float32)
+    if NUM_PIECES > 2:
+        total += tl.load(p2 + offsets, mask=inside, other=0.0).to(tl.float32)
+    if NUM_PIECES > 3:
+        total += tl.load(p3 + offsets, mask=inside, other=0.0).to(tl.float32)
+    if NUM_PIECES > 4:
+        total += tl.load(p4 + offsets, mask=inside, other=0.0).to(tl.float32)
+    if NUM_PIECES > 5:
+        total += tl.load(p5 + offsets, mask=inside, other=0.0).to(tl.float32)
+    if NUM_PIECES > 6:
+        total += tl.load(p6 + offsets, mask=inside, other=0.0).to(tl.float32)
+    if NUM_PIECES > 7:
+        total += tl.load(p7 + offsets, mask=inside, other=0.0).to(tl.float32)
+    total = total * scale
+    if ACCUMULATE:
+        total += tl.load(out + offsets, mask=inside, other=0.0).to(tl.float32)
+    held = total.to(out.dtype.element_ty)
+    tl.store(out + offsets, held, mask=inside)
+    if SQUARES:
+        wide = held.to(tl.float32)  # zero outside
+        tl.store(partials + block, tl.sum(wide * wide, axis=0))
+
+
+def sum_with_triton(
+    out: torch.Tensor,
+    pieces: Sequence[torch.Tensor],
+    scale: float,
+    accumulate: bool,
+    squares: torch.Tensor | None,
+) -> None:
+    """As ``sum_pieces``, for at most 8 contiguous pieces of 16 or 32 bits. The device must be the current one."""
+    numel = out.numel()
+    num_blocks = triton.cdiv(numel, _BLOCK_NUMEL)
+    if num_blocks == 0:
+        return
+    partials = None if squares is None else torch.empty(num_blocks, dtype=torch.float32, device=out.device)
+    # numel keeps its specialisation: masks that end at a multiple of 16 elements are what lets loads be wide. There are
+    # at most two variants by it, and two by the alignment of the pointers.
+    _sum_kernel[(num_blocks,)](
+        out,
+        partials,
+        numel,
+        scale,
+        *pieces,
+        *(None,) * (8 - len(pieces)),
+        NUM_PIECES=len(pieces),
+        ACCUMULATE=accumulate,
+        SQUARES=partials is not None,
+        BLOCK=_BLOCK_NUMEL,
+        num_warps=_NUM_WARPS,
+    )
+    if squares is not None and partials is not None:
+        # Partial sums in a fixed order, then one sum: no atomics, so that the norm is the same every time.
+        squares.add_(partials.sum())

@@ -1,0 +1,337 @@
+"""Peer copy between CPU processes: the states that run on GPUs, the same numbers as the process group, and nothing left."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import re
+import signal
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.core.distributed.fsdp.collectives import MemoryKind, RankOrderTransport
+from megatron.core.distributed.fsdp.collectives import peer_copy as peer_copy_module
+from megatron.core.distributed.fsdp.collectives.peer_copy import PeerCopyTransport, peer_copy_problem
+from megatron.core.distributed.fsdp.collectives.peer_memory import peer_memory_of
+from tests.support.launch import run_ranks
+from tests.support.rank_checks import RankChecks
+
+CHECKS = RankChecks(__name__)
+CPU = torch.device("cpu")
+
+
+def _peer_copy(group: Any = None) -> PeerCopyTransport:
+    group = group or dist.group.WORLD
+    return PeerCopyTransport(group, group, CPU)
+
+
+def _rank_order() -> RankOrderTransport:
+    group = dist.group.WORLD
+    assert group is not None
+    return RankOrderTransport(group, group)
+
+
+def _random(seed: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def _in_peer_memory(transport: PeerCopyTransport, values: torch.Tensor, kind: MemoryKind) -> torch.Tensor:
+    memory = transport.empty(values.numel(), values.dtype, CPU, kind)
+    assert peer_memory_of(memory) is not None
+    return memory.copy_(values)
+
+
+def _mappings() -> int:
+    """Files of peer memory that this process has mapped, or open."""
+    mapped = Path("/proc/self/maps").read_text().count("fsdp peer memory")
+    files = [Path(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
+    return mapped + sum("fsdp peer memory" in os.readlink(file) for file in files if file.is_symlink())
+
+
+class _ByGroup:
+    """Fails if the process group moves data instead of copies between peers."""
+
+    def __init__(self, transport: PeerCopyTransport) -> None:
+        self.transport = transport
+
+    def __enter__(self) -> None:
+        self._kept, self.transport._by_group = self.transport._by_group, None  # type: ignore[assignment]
+
+    def __exit__(self, *_: Any) -> None:
+        self.transport._by_group = self._kept
+
+
+@CHECKS.on(2, 3, 4)
+def shards_are_gathered_from_the_peers() -> None:
+    world, rank = dist.get_world_size(), dist.get_rank()
+    for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float8_e4m3fn):
+        transport = _peer_copy()
+        values = [_random(r, 24, torch.float32).to(dtype) for r in range(world)]
+        shards = _in_peer_memory(transport, values[rank], MemoryKind.SHARD)
+        transport.publish()
+        for part in (slice(0, 24), slice(8, 24)):  # views of an allocation are found at their offset
+            full = transport.empty(world * shards[part].numel(), dtype, CPU, MemoryKind.GATHERED)
+            with _ByGroup(transport):
+                transport.all_gather(full, shards[part])
+            expected = torch.cat([value[part] for value in values])
+            assert torch.equal(full.view(torch.uint8), expected.view(torch.uint8)), dtype
+        transport.end_pass()
+
+
+@CHECKS.on(2)
+def a_unit_may_use_memory_that_another_units_transport_made() -> None:
+    first, second = _peer_copy(), _peer_copy()
+    arena = first.empty(64, torch.uint8, CPU, MemoryKind.SHARD)
+    shard = arena[16:32].view(torch.float32)
+    shard.fill_(dist.get_rank() + 1.0)
+    second.publish()  # knows of no signals yet
+    full = torch.empty(8)
+    with _ByGroup(second):
+        second.all_gather(full, shard)
+        second.end_pass()
+        shard.fill_(dist.get_rank() + 3.0)
+        second.publish()
+        second.all_gather(full, shard)
+    assert full.tolist() == [3.0] * 4 + [4.0] * 4
+    second.end_pass()
+
+
+@CHECKS.on(2, 3, 4)
+def sums_are_bitwise_those_of_the_process_group() -> None:
+    """In rank order and fp32, in one round or several, whatever the transport: gradients do not depend on the choice."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    numel = 3 * 1024 + 40
+    reference = _rank_order()
+    for direct in (True, False):
+        transport = _peer_copy()
+        transport.direct_nbytes = 2**20 if direct else 0
+        transport.scratch_nbytes = 1024 * 2 * (world - 1)  # rounds of 1024 elements
+        for wire in (torch.float32, torch.bfloat16, torch.float64):
+            full = transport.empty(world * numel, wire, CPU, MemoryKind.STAGING)
+            for held in (torch.float32, torch.bfloat16, torch.float64):
+                for scale, accumulate in ((1.0, False), (0.25, False), (1 / 3, True)):
+                    values = _random(rank, world * numel, wire)
+                    out = _random(77, numel, held)
+                    expected = out.clone()
+                    full.copy_(values)
+                    with _ByGroup(transport):
+                        transport.reduce_scatter(out, full, scale=scale, accumulate=accumulate)
+                    reference.reduce_scatter(expected, values, scale=scale, accumulate=accumulate)
+                    assert torch.equal(out, expected), (direct, wire, held, scale, accumulate)
+
+
+@CHECKS.on(2, 4)
+def what_is_not_in_peer_memory_goes_through_the_group() -> None:
+    world, rank = dist.get_world_size(), dist.get_rank()
+    transport, reference = _peer_copy(), _rank_order()
+    full, expected = torch.empty(3 * world), torch.empty(3 * world)
+    shard = _random(rank, 3, torch.float32)
+    transport.all_gather(full, shard)
+    reference.all_gather(expected, shard)
+    assert torch.equal(full, expected)
+    inside = _in_peer_memory(transport, torch.zeros(3 * world), MemoryKind.SHARD)
+    own = inside[3 * rank : 3 * rank + 3].copy_(shard)  # written just now, on each rank in its own time
+    transport.all_gather(inside, own)
+    assert torch.equal(inside, expected)
+    for move in ("reduce_scatter", "all_reduce"):
+        values = _random(rank, 3 * world, torch.float32)
+        out, sums = (torch.zeros(3 * world if move == "all_reduce" else 3) for _ in range(2))
+        getattr(transport, move)(out, values.clone(), scale=0.5, accumulate=True)
+        getattr(reference, move)(sums, values.clone(), scale=0.5, accumulate=True)
+        assert torch.equal(out, sums)
+    value = torch.full((2,), float(rank))
+    transport.broadcast(value)
+    assert value.tolist() == [0.0, 0.0] and transport.exchange(rank) == list(range(world))
+
+
+@CHECKS.on(4)
+def memory_of_other_groups_goes_through_this_ones() -> None:
+    """A mesh has several axes; memory is mapped by the ranks of the one whose transport made it."""
+    rank = dist.get_rank()
+    whole, pairs = _peer_copy(), [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    pair = _peer_copy(pairs[rank // 2])
+    shard = _in_peer_memory(pair, torch.full((4,), float(rank)), MemoryKind.SHARD)
+    pair.publish()
+    full, all_of_them = torch.empty(8), torch.empty(16)
+    with _ByGroup(pair):
+        pair.all_gather(full, shard)
+    whole.all_gather(all_of_them, shard)
+    assert full.tolist() == [rank // 2 * 2.0] * 4 + [rank // 2 * 2.0 + 1] * 4
+    assert all_of_them.tolist() == [float(r) for r in range(4) for _ in range(4)]
+    pair.end_pass()
+
+
+@CHECKS.on(2, 3)
+def memory_goes_with_its_last_view() -> None:
+    """Without the garbage collector, and neither a mapping nor an open file stays."""
+    gc.collect()
+    gc.disable()
+    before = _mappings()
+    transport = _peer_copy()
+    shard = transport.empty(100_000, torch.bfloat16, CPU, MemoryKind.SHARD)
+    staging = transport.empty(60_000, torch.float32, CPU, MemoryKind.STAGING)
+    view = shard[10:34]
+    assert peer_memory_of(view) is peer_memory_of(shard)
+    transport.publish()
+    transport.all_gather(torch.empty(24 * transport.size, dtype=torch.bfloat16), view)
+    transport.reduce_scatter(torch.empty(60_000 // transport.size), staging)
+    transport.end_pass()
+    del shard
+    assert _mappings() > before and view.shape == (24,), "a view keeps the memory"
+    del view, staging
+    assert _mappings() == before
+    transport.publish()  # and a transport without memory still meets its peers
+    gc.enable()
+
+
+@CHECKS.on(2)
+def nothing_is_taken_for_nothing() -> None:
+    transport = _peer_copy()
+    before = _mappings()
+    kept = [transport.empty(0, torch.float32, CPU, kind) for kind in MemoryKind]
+    kept.append(transport.empty(8, torch.float32, CPU, MemoryKind.GATHERED))
+    assert _mappings() == before and all(peer_memory_of(tensor) is None for tensor in kept)
+
+
+@CHECKS.on(2)
+def ranks_that_ask_for_different_memory_are_told() -> None:
+    transport = _peer_copy()
+    with pytest.raises(
+        RuntimeError, match=r"ranks \[0, 1\] of the group did not: ranks must ask for the same memory, got"
+    ):
+        transport.empty(10 + dist.get_rank(), torch.float32, CPU, MemoryKind.SHARD)
+
+
+@CHECKS.on(2, 4)
+def published_shards_are_never_read_half() -> None:
+    """Each round all ranks rewrite their shards at random times; a gather sees the round, and nothing of another."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    wait, transport = random.Random(rank), _peer_copy()
+    shard = transport.empty(512, torch.int64, CPU, MemoryKind.SHARD)
+    full = torch.empty(512 * world, dtype=torch.int64)
+    for step in range(40):
+        for half in (shard[:256], shard[256:]):
+            half.fill_(step * world + rank)
+            time.sleep(wait.choice((0, 0, 0.001)))
+        transport.publish()
+        for _ in range(2):
+            time.sleep(wait.choice((0, 0, 0.001)))
+            transport.all_gather(full, shard)
+            expected = torch.arange(world).repeat_interleave(512) + step * world
+            assert torch.equal(full, expected), step
+        transport.end_pass()
+
+
+@CHECKS.on(2, 4)
+def staging_is_read_whole_and_overwritten_only_when_all_have_read() -> None:
+    """Two buffers that take turns, as in a backward, with ranks that are late at random."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    wait, transport = random.Random(rank), _peer_copy()
+    numel = 4096
+    transport.direct_nbytes = 0
+    staging = [transport.empty(world * numel, torch.float32, CPU, MemoryKind.STAGING) for _ in range(2)]
+    out = torch.empty(numel)
+    for step in range(40):
+        full = staging[step % 2]
+        for segment in full.view(world, numel):
+            segment.fill_(float(step * world + rank))
+            time.sleep(wait.choice((0, 0, 0.001)))
+        transport.reduce_scatter(out, full)
+        assert torch.equal(out, torch.full_like(out, sum(step * world + r for r in range(world)))), step
+        full.fill_(float("nan"))
+
+
+@CHECKS.on(1, 2)
+def what_cannot_be_served_is_said() -> None:
+    group = dist.group.WORLD
+    assert group is not None
+    problem = peer_copy_problem(group, CPU)
+    if group.size() == 1:
+        assert problem == "peer copy is for two ranks or more, got a group of one"
+        return
+    assert problem is None
+    rank, kept = group.rank(), peer_copy_module._place_of
+    place = peer_copy_module._Place
+    for here, words in (
+        (place((str(rank), ""), -1, (), None), r"2 hosts: \['0', '1'\]"),
+        (place(("a", ""), -1, (), None if rank == 0 else "no x86"), "no x86"),
+        (place(("a", ""), 0, (), None), r"a device of its own .* got cuda:\[0, 0\]"),
+        (place(("a", ""), rank, (1,), None), "cuda:1 cannot read cuda:0"),
+    ):
+        peer_copy_module._place_of = lambda device, here=here: here
+        try:
+            assert re.search(words, str(peer_copy_problem(group, CPU)))
+        finally:
+            peer_copy_module._place_of = kept
+
+
+@pytest.mark.parametrize(("num_ranks", "name"), CHECKS.parameters)
+def test_on_ranks(num_ranks: int, name: str) -> None:
+    CHECKS.assert_passed(num_ranks, name)
+
+
+# ---- lost ranks ---------------------------------------------------------------------------------------------------------
+
+_TIME_OUT_S = 2.0
+
+
+def _lose(moment: str, how: signal.Signals, path: str) -> None:
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{path}/store",
+        rank=rank,
+        world_size=3,
+        timeout=timedelta(seconds=_TIME_OUT_S),
+    )
+    transport = _peer_copy()
+    shard = transport.empty(8, torch.float32, CPU, MemoryKind.SHARD).zero_()
+    staging = transport.empty(24, torch.float32, CPU, MemoryKind.STAGING).zero_()
+    calls: dict[str, Callable[[], None]] = {
+        "publish": transport.publish,
+        "all_gather": lambda: transport.all_gather(torch.empty(24), shard),
+        "reduce_scatter": lambda: transport.reduce_scatter(torch.empty(8), staging),
+        "end_pass": transport.end_pass,
+    }
+    for _ in range(3):
+        for call in calls.values():
+            call()
+    begin, words = time.monotonic(), "finished"
+    try:
+        for name, call in calls.items():
+            if name == moment and rank == 1:
+                time.sleep(0.2)
+                os.kill(os.getpid(), how)
+            call()
+    except RuntimeError as error:
+        words = f"{time.monotonic() - begin} {error}"
+    Path(f"{path}/said by {rank}").write_text(words)
+    os._exit(0)
+
+
+@pytest.mark.parametrize(
+    ("moment", "how", "words"),
+    [
+        ("publish", signal.SIGKILL, "have published its weights before rank {rank} goes on, and has ended"),
+        ("reduce_scatter", signal.SIGKILL, "have staged its gradients before rank {rank} goes on, and has ended"),
+        ("all_gather", signal.SIGKILL, "have staged its gradients before rank {rank} goes on, and has ended"),
+        ("end_pass", signal.SIGSTOP, "have ended its pass .* did not come within the group's time-out of 2 s"),
+    ],
+)
+def test_the_others_say_what_a_lost_rank_owes(moment: str, how: signal.Signals, words: str, tmp_path: Path) -> None:
+    """One that is killed, at once; one that hangs, after the group's time-out. A gather itself waits for nobody."""
+    with pytest.raises(AssertionError, match="died without a word"):
+        run_ranks(3, _lose, moment, how, str(tmp_path), timeout_s=20)
+    for rank in (0, 2):
+        seconds, message = (tmp_path / f"said by {rank}").read_text().split(" ", 1)
+        assert float(seconds) < (_TIME_OUT_S if how == signal.SIGKILL else 2 * _TIME_OUT_S)
+        assert re.search("rank 1 must " + words.format(rank=rank), message), message
