@@ -11,7 +11,9 @@ import torch
 
 
 def microbatch_seed(seed: int, iteration: int, global_microbatch: int) -> int:
-    """A seed in [0, 2**63) that depends on nothing but its arguments.
+    """A seed in [0, 2**63) that depends on nothing but its arguments; torch's generators start each microbatch from it.
+
+    So dropout is the same on any number of ranks with the same micro batch size, and after a resume.
 
     Args:
         iteration: iterations that were completed before.
@@ -23,14 +25,6 @@ def microbatch_seed(seed: int, iteration: int, global_microbatch: int) -> int:
     return int.from_bytes(digest[:8], "big") >> 1
 
 
-def seed_microbatch(seed: int, iteration: int, global_microbatch: int) -> None:
-    """torch's generators (CPU and all CUDA devices) are at the start of the stream of this microbatch.
-
-    So dropout is the same on any number of ranks with the same micro batch size, and after a resume.
-    """
-    torch.manual_seed(microbatch_seed(seed, iteration, global_microbatch))
-
-
 def seed_everything(seed: int) -> None:
     """The generators of Python, numpy and torch are at the start of the stream of ``seed``."""
     random.seed(seed)
@@ -39,7 +33,7 @@ def seed_everything(seed: int) -> None:
 
 
 def rng_state(seed: int) -> dict[str, Any]:
-    """Plain values (no tensors) from which ``set_rng_state`` continues; ``seed`` is that of ``seed_microbatch``."""
+    """Plain values (no tensors) from which ``set_rng_state`` continues; ``seed`` is that of ``microbatch_seed``."""
     version, internal, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = cast(tuple[str, np.ndarray, int, int, float], np.random.get_state())
     return {
@@ -51,7 +45,7 @@ def rng_state(seed: int) -> dict[str, Any]:
 
 
 def set_rng_state(state: dict[str, Any]) -> int:
-    """The generators continue from ``state``; returns the seed of ``seed_microbatch``."""
+    """The generators continue from ``state``; returns the seed of ``microbatch_seed``."""
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     kind, keys, position, has_gauss, cached = state["numpy"]

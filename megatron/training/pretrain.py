@@ -12,7 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron.core.distributed.fsdp.fully_shard import contexts_of
 from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
+from megatron.core.full_cuda_graph import CudaStepGraph, FullCudaGraph
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.training.arguments import Settings
@@ -31,7 +33,7 @@ from megatron.training.metrics import MetricLog, build_writers
 from megatron.training.schedule import build_scheduler
 from megatron.training.step_agreement import StepAgreement, TerminationSignal
 from megatron.training.train_state import TrainState
-from megatron.training.train_step import Batch, ForwardStep, TrainStep
+from megatron.training.train_step import Batch, ForwardStep, StepComputation, TrainStep
 
 ModelProvider = Callable[[Settings, int, torch.device], torch.nn.Module]
 """(settings, size of the vocabulary, device) -> the model, unwrapped; on the meta device if the settings say so."""
@@ -66,13 +68,15 @@ def pretrain(
 
     Raises:
         RuntimeError: ranks or devices are missing, or a loss is not finite.
-        ValueError: data or checkpoint do not fit the settings.
+        ValueError: data, checkpoint or devices do not fit the settings.
 
     Ranks: all.
     """
     start_time = time.time()
     owns_group = not dist.is_initialized()
     device = initialize_distributed(settings.distributed)
+    if settings.cuda_graph.enabled:
+        _begin_capturing(device)
     if settings.logging.logging_level is not None:
         logging.basicConfig()  # without a handler, Python prints warnings at most, whatever the level
         logging.getLogger().setLevel(settings.logging.logging_level)
@@ -151,20 +155,11 @@ def _train(setup: TrainingSetup, forward_step: ForwardStep, start_time: float) -
     )
     termination = TerminationSignal() if settings.loop.exit_signal_handler else None
     garbage = GarbageCollector(settings.garbage)
+    step = _step(setup, forward_step, checkpointer.seed)
     loop = TrainingLoop(
         settings.loop,
         settings.batch,
-        step=TrainStep(
-            setup.model,
-            setup.optimizer,
-            setup.scheduler,
-            forward_step,
-            settings.batch,
-            seed=checkpointer.seed,
-            per_token_loss=settings.model.transformer.calculate_per_token_loss,
-            rank=dist.get_rank(),
-            device=device,
-        ),
+        step=step,
         forward_step=forward_step,
         state=state,
         train_batches=_batches(setup, setup.datasets.train, state.consumed_train_samples),
@@ -188,11 +183,45 @@ def _train(setup: TrainingSetup, forward_step: ForwardStep, start_time: float) -
             _test(setup, forward_step, state, log)
         print_rank_0(f" training ended after iteration {state.iteration}: {reason}")
     finally:
+        step.close()
         garbage.close()
         log.close()
         if termination is not None:
             termination.restore()
     return state
+
+
+def _begin_capturing(device: torch.device) -> None:
+    """It is known that steps can be captured on this device, and said what that changes."""
+    if device.type != "cuda":
+        raise ValueError(
+            f"--cuda-graph-impl full_iteration needs CUDA devices, got {device.type}; use --cuda-graph-impl none"
+        )
+    print_rank_0(
+        " fsdp_all_gather_in_start_param_sync is off: steps are captured in a CUDA graph, and nothing may be gathered "
+        "between them"
+    )
+
+
+def _step(setup: TrainingSetup, forward_step: ForwardStep, seed: int) -> TrainStep:
+    settings, num_microbatches = setup.settings, setup.settings.batch.num_microbatches
+    computation = StepComputation(
+        setup.model,
+        setup.optimizer,
+        forward_step,
+        num_microbatches=num_microbatches,
+        per_token_loss=settings.model.transformer.calculate_per_token_loss,
+        device=setup.device,
+    )
+    graph = None
+    if settings.cuda_graph.enabled:
+        graph = FullCudaGraph(
+            computation,
+            contexts_of(setup.model.module),
+            CudaStepGraph(setup.device, num_microbatches=num_microbatches),
+            warmup_steps=settings.cuda_graph.warmup_steps,
+        )
+    return TrainStep(computation, setup.scheduler, settings.batch, seed=seed, rank=dist.get_rank(), graph=graph)
 
 
 def _sizes(loop: LoopConfig, batch: BatchConfig) -> tuple[int, int, int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -10,10 +10,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core.distributed.fsdp import FullyShardedDataParallel, microbatch
+from megatron.core.full_cuda_graph import FullCudaGraph
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.training.batches import BatchConfig
-from megatron.training.dropout_seed import seed_microbatch
+from megatron.training.dropout_seed import microbatch_seed
 
 Batch = dict[str, Tensor]
 ForwardStep = Callable[[Batch, torch.nn.Module], tuple[Tensor, Tensor]]
@@ -31,15 +32,14 @@ class StepRecord(NamedTuple):
     update_successful: bool
 
 
-class TrainStep:
-    """Trains on one global batch at each call.
+class StepComputation:
+    """What a step does on the device, and nothing else: it can be captured and replayed.
 
     The gradient is the mean over microbatches and ranks of each microbatch's mean loss over its tokens; with
     ``per_token_loss`` it is that of the mean over all tokens of the global batch.
 
     Args:
         model: wrapped for sharding.
-        seed: of dropout; see ``seed_microbatch``.
         per_token_loss: the engine sums gradients over ranks instead of averaging them, and they are scaled here once.
 
     Ranks: all of the data-parallel group.
@@ -49,45 +49,41 @@ class TrainStep:
         self,
         model: FullyShardedDataParallel,
         optimizer: MegatronOptimizer,
-        scheduler: OptimizerParamScheduler,
         forward_step: ForwardStep,
-        batch: BatchConfig,
         *,
-        seed: int,
+        num_microbatches: int,
         per_token_loss: bool,
-        rank: int,
         device: torch.device,
     ) -> None:
-        self.model, self.optimizer, self.scheduler, self.forward_step = model, optimizer, scheduler, forward_step
-        self.batch, self.seed, self.per_token_loss = batch, seed, per_token_loss
-        self.rank, self.device = rank, device
+        self.model, self.optimizer, self.forward_step = model, optimizer, forward_step
+        self.num_microbatches, self.per_token_loss, self.device = num_microbatches, per_token_loss, device
 
-    def __call__(self, batches: Iterator[Batch], iteration: int) -> StepRecord:
-        """The weights have taken one step; does not block the host.
+    def __call__(self, microbatches: Iterable[Batch], draw: Callable[[int], None]) -> dict[str, Tensor]:
+        """The weights have taken one step; returns the tensors of a ``StepRecord`` by name; does not block the host.
 
         Args:
-            batches: gives this rank's microbatches.
-            iteration: iterations that were completed before.
+            microbatches: [M] of this rank.
+            draw: ``draw(i)`` puts the random generator at the start of microbatch ``i``'s stream.
         """
-        sums = self._forward_backward(batches, iteration)
+        sums = self._forward_backward(microbatches, draw)
         if self.per_token_loss:
             tokens = sums[1].clone()
             dist.all_reduce(tokens)
             self.model.scale_gradients((1.0 / tokens.clamp(min=1.0)).float())
         result = self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        self.model.start_param_sync()
-        self.scheduler.step(self.batch.global_batch_size)
-        return StepRecord(sums, result.grad_norm, result.num_zeros_in_grad, result.update_successful)
+        results = {"loss_and_tokens": sums, "grad_norm": result.grad_norm}
+        if result.num_zeros_in_grad is not None:
+            results["num_zeros_in_grad"] = result.num_zeros_in_grad
+        return results
 
-    def _forward_backward(self, batches: Iterator[Batch], iteration: int) -> Tensor:
+    def _forward_backward(self, microbatches: Iterable[Batch], draw: Callable[[int], None]) -> Tensor:
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
-        count = self.batch.num_microbatches
-        for index in range(count):
-            data = next(batches)
+        last = self.num_microbatches - 1
+        for index, data in enumerate(microbatches):
             # After the data: loaders may draw random numbers, and dropout must not depend on that.
-            seed_microbatch(self.seed, iteration, index * self.batch.data_parallel_size + self.rank)
-            with microbatch(self.model, is_first=index == 0, is_last=index == count - 1):
+            draw(index)
+            with microbatch(self.model, is_first=index == 0, is_last=index == last):
                 loss, tokens = self.forward_step(data, self.model)
                 sums += torch.stack((loss.detach().double(), tokens.detach().double()))
                 torch.autograd.backward(self._scaled(loss, tokens))
@@ -97,4 +93,82 @@ class TrainStep:
         """The loss whose gradient this microbatch adds."""
         if self.per_token_loss:
             return loss
-        return loss / (tokens.clamp(min=1) * self.batch.num_microbatches)
+        return loss / (tokens.clamp(min=1) * self.num_microbatches)
+
+
+class TrainStep:
+    """Trains on one global batch at each call.
+
+    Args:
+        computation: what the step does on the device.
+        seed: of dropout; see ``microbatch_seed``.
+        graph: runs ``computation`` instead of Python, once it has captured it; None: every step is eager.
+
+    Raises:
+        ValueError: a setting of the model that a captured step cannot have.
+
+    Ranks: all of the data-parallel group.
+    """
+
+    def __init__(
+        self,
+        computation: StepComputation,
+        scheduler: OptimizerParamScheduler,
+        batch: BatchConfig,
+        *,
+        seed: int,
+        rank: int,
+        graph: FullCudaGraph | None = None,
+    ) -> None:
+        self.computation, self.scheduler, self.batch = computation, scheduler, batch
+        self.model, self.optimizer = computation.model, computation.optimizer
+        self.seed, self.rank, self.graph = seed, rank, graph
+        if graph is not None:
+            _check_capturable(self.model)
+
+    def __call__(self, batches: Iterator[Batch], iteration: int) -> StepRecord:
+        """The weights have taken one step; does not block the host.
+
+        Args:
+            batches: gives this rank's microbatches.
+            iteration: iterations that were completed before.
+        """
+        count = self.batch.num_microbatches
+        seeds = [self._seed(iteration, index) for index in range(count)]
+        if self.graph is None:
+
+            def draw(index: int) -> None:
+                torch.manual_seed(seeds[index])
+
+            results = self.computation((next(batches) for _ in range(count)), draw)
+        else:
+            # What the schedules say reaches the device before the graph reads it there.
+            self.optimizer.update_hyperparameters()  # type: ignore[attr-defined]
+            results = self.graph([next(batches) for _ in range(count)], seeds)
+        self.model.start_param_sync()
+        self.scheduler.step(self.batch.global_batch_size)
+        # There is no loss scaling that could skip an update.
+        return StepRecord(
+            results["loss_and_tokens"], results["grad_norm"], results.get("num_zeros_in_grad"), update_successful=True
+        )
+
+    def _seed(self, iteration: int, index: int) -> int:
+        return microbatch_seed(self.seed, iteration, index * self.batch.data_parallel_size + self.rank)
+
+    def close(self) -> None:
+        """The captured step, if there is one, is gone. Call it before process groups are destroyed."""
+        if self.graph is not None:
+            self.graph.close()
+
+
+def _check_capturable(model: FullyShardedDataParallel) -> None:
+    if model.ddp_config.fsdp_all_gather_in_start_param_sync:
+        raise ValueError(
+            "fsdp_all_gather_in_start_param_sync must be off where steps are captured, got it on: nothing may be gathered "
+            "between them; set it to False in the model's DistributedDataParallelConfig"
+        )
+    if model.ddp_config.check_for_nan_in_grad:
+        raise ValueError(
+            "check_for_nan_in_grad must be off where steps are captured, got it on: it makes the host wait within a step; "
+            "training checks losses and gradient norms between steps"
+        )

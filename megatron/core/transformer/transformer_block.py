@@ -90,7 +90,9 @@ class TransformerBlock(MegatronModule):
         for layers, recompute in self._chunks():
             if recompute:
                 run = _Layers(layers)
-                hidden_states = checkpoint(run, hidden_states, *rest, use_reentrant=False, preserve_rng_state=True)
+                # Without dropout there is nothing to restore, and a CUDA graph could not.
+                restores = self.config.hidden_dropout > 0 or self.config.attention_dropout > 0
+                hidden_states = checkpoint(run, hidden_states, *rest, use_reentrant=False, preserve_rng_state=restores)
             else:
                 hidden_states = _Layers(layers)(hidden_states, *rest)
         if self.final_layernorm is not None:
