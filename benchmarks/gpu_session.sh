@@ -1,34 +1,40 @@
 #!/usr/bin/env bash
-# One bounded visit to a GPU machine: tests, comparisons with the loss check, and the 1.1B model through pretrain_gpt.py.
+# One bounded visit to a GPU machine: tests, and comparisons with other engines against the bars of benchmarks/bars.py.
 #
 #   bash benchmarks/gpu_session.sh FOLDER [PART...]
 #
-# PART: tests, losses, 1.1b, 7.2b, profile, pretrain; all of them, in this order, when none is named; by name also
-# losses-7.2b and pretrain-7.2b. Each part has a time limit, and one that fails does not stop the others. FOLDER receives
-# session.log, summary.txt, a page for each comparison and a profile of one step. The exit status is 1 where a part
-# failed. Variables: COMMIT names the commit where there is no git; PYTHON another python3; ENGINES what is timed;
-# LIMIT the seconds of every part, in place of its own.
+# PART: tests, bars-1.1b, bars-7.2b, bars-7.2b-1024 and losses50; all of them, in this order, when none is named. By name
+# also symm-1.1b, symm-7.2b and symm-7.2b-1024 (NCCL's symmetric memory, without expandable segments), mb4-1.1b and mb4-7.2b (four
+# microbatches), ablations-1.1b, ablations-7.2b and ablations-7.2b-1024, losses-7.2b, profile-1.1b, profile-7.2b and
+# profile-7.2b-1024, pretrain-1.1b and pretrain-7.2b, llama. Each part has a time limit, and one that fails does not stop the
+# others. FOLDER receives session.log, summary.txt, a page for each comparison and a profile of one step. The exit status is
+# 1 where a part failed. Variables: COMMIT names the commit where there is no git; PYTHON another python3; ENGINES what is
+# compared, checked or profiled; STEPS the measured steps; EXTRA_PYTHONPATH folders of unpacked packages such as
+# megatron-fsdp; LIMIT the seconds of every part, in place of its own.
 set -uo pipefail
 if [ $# -eq 0 ]; then
-    sed -n '2,10p' "$0"
+    sed -n '2,13p' "$0"
     exit 2
 fi
 out=$(realpath -m "$1")
 shift
+extra=
+IFS=: read -ra folders <<<"${EXTRA_PYTHONPATH:-}"
+for folder in "${folders[@]}"; do extra+=:$(realpath -m "$folder"); done
 cd "$(dirname "$0")/.."
 parts=("$@")
-[ ${#parts[@]} -gt 0 ] || parts=(tests losses 1.1b 7.2b profile pretrain)
+[ ${#parts[@]} -gt 0 ] || parts=(tests bars-1.1b bars-7.2b bars-7.2b-1024 losses50)
 mkdir -p "$out"
 
 # NVLink multicast is off on these machines and must stay off.
 export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-4} PYTHONUNBUFFERED=1 PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-4} PYTHONUNBUFFERED=1 PYTHONPATH=$PWD$extra${PYTHONPATH:+:$PYTHONPATH}
 python=${PYTHON:-python3}
 num_gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')
 # Without a GPU the same parts run on two gloo ranks with the tiny model: a rehearsal.
 num_ranks=$((num_gpus > 0 ? num_gpus : 2))
 launch=("$python" -m torch.distributed.run --standalone --nproc-per-node "$num_ranks")
-engines=${ENGINES:-ideal,fsdp2,ours,ours-linear,ours-linear-ag}
+peers=ideal,fsdp2,megatron-fsdp,megatron-fsdp-v2
 
 model() { # model SIZE: what stands in for it here
     if [ "$num_gpus" -gt 0 ]; then echo "$1"; else echo tiny; fi
@@ -43,19 +49,24 @@ part_tests() {
     "$python" -m pytest -m gpu -x -q -W ignore::pytest.PytestConfigWarning "${files[@]}"
 }
 
-check_losses() { # check_losses SIZE TOKENS
-    "${launch[@]}" benchmarks/compare.py --model "$(model "$1")" --tokens "$(tokens "$2")" --microbatches 2 \
-        --engines fsdp2,ours,ours-linear --check-losses --output "$out/losses_$1.md"
+compare() { # compare PAGE SIZE TOKENS ENGINES [ARGUMENT...]: with memory that grows in place
+    PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True compare_plain "$@" --expandable-segments
 }
 
-compare() { # compare SIZE TOKENS
-    "${launch[@]}" benchmarks/compare.py --model "$(model "$1")" --tokens "$(tokens "$2")" \
-        --engines "$engines" --output "$out/compare_$1.md"
+compare_plain() { # compare_plain PAGE SIZE TOKENS ENGINES [ARGUMENT...]
+    "${launch[@]}" benchmarks/compare.py --model "$(model "$2")" --tokens "$(tokens "$3")" --engines "${ENGINES:-$4}" \
+        ${STEPS:+--steps "$STEPS"} --output "$out/$1.md" "${@:5}"
 }
 
-profile() { # profile SIZE TOKENS
-    "${launch[@]}" benchmarks/compare.py --model "$(model "$1")" --tokens "$(tokens "$2")" \
-        --engines fsdp2,ours,ours-linear --profile "$out"
+profile() { # profile SIZE TOKENS ENGINES
+    PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True "${launch[@]}" benchmarks/compare.py --model "$(model "$1")" \
+        --tokens "$(tokens "$2")" --engines "${ENGINES:-$3}" --profile "$out" --expandable-segments
+}
+
+# What each optimisation gains: the best, and the best without one of them.
+ablations() { # ablations SIZE TOKENS
+    local best=ours-peer
+    compare "ablations_$1_$2" "$1" "$2" "ideal,fsdp2,$best,$best+plain,$best+nosync,$best+nooverlap,$best+fp32main,$best+torchadam,ours-nccl,ours-nccl+together,$best-graph"
 }
 
 pretrain() { # pretrain SIZE TOKENS
@@ -80,27 +91,47 @@ tokens() { # tokens N: what stands in for it here
     if [ "$num_gpus" -gt 0 ]; then echo "$1"; else echo 64; fi
 }
 
+llama() {
+    [ -f benchmarks/llama3_8b.sh ] || { echo "there is no benchmarks/llama3_8b.sh"; return 1; }
+    bash benchmarks/llama3_8b.sh "$out/llama"
+}
+
 run_part() {
+    local small=ours-plain,ours-nccl,ours-peer,ours-nccl-graph,ours-peer-graph large=ours-nccl,ours-peer,ours-peer-graph
     case $1 in
         tests) part_tests ;;
-        losses) check_losses 1.1b 2048 ;;
-        losses-7.2b) check_losses 7.2b 4096 ;;
-        1.1b) compare 1.1b 2048 ;;
-        7.2b) compare 7.2b 4096 ;;
-        profile) profile 1.1b 2048 ;;
-        pretrain) pretrain 1.1b 2048 ;;
+        bars-1.1b) compare bars_1.1b_2048 1.1b 2048 "$peers,$small" ;;
+        bars-7.2b) compare bars_7.2b_4096 7.2b 4096 "$peers,$large" ;;
+        bars-7.2b-1024) compare bars_7.2b_1024 7.2b 1024 "$peers,$large" ;;
+        symm-1.1b) compare_plain symm_1.1b_2048 1.1b 2048 ideal,fsdp2,ours-nccl,ours-symm,ours-symm-graph ;;
+        symm-7.2b) compare_plain symm_7.2b_4096 7.2b 4096 ideal,fsdp2,ours-nccl,ours-symm ;;
+        symm-7.2b-1024) compare_plain symm_7.2b_1024 7.2b 1024 ideal,fsdp2,ours-nccl,ours-symm ;;
+        mb4-1.1b) compare mb4_1.1b_2048 1.1b 2048 "$peers,$large" --microbatches 4 ;;
+        mb4-7.2b) compare mb4_7.2b_4096 7.2b 4096 "ideal,fsdp2,megatron-fsdp,$large" --microbatches 4 ;;
+        ablations-1.1b) ablations 1.1b 2048 ;;
+        ablations-7.2b) ablations 7.2b 4096 ;;
+        ablations-7.2b-1024) ablations 7.2b 1024 ;;
+        losses50) STEPS=${STEPS:-50} compare losses_1.1b_2048 1.1b 2048 "fsdp2,$small" --microbatches 2 --check-losses ;;
+        losses-7.2b) compare losses_7.2b_4096 7.2b 4096 fsdp2,ours-nccl,ours-peer --check-losses ;;
+        profile-1.1b) profile 1.1b 2048 "ideal,fsdp2,$large" ;;
+        profile-7.2b) profile 7.2b 4096 "ideal,fsdp2,$large" ;;
+        profile-7.2b-1024) profile 7.2b 1024 "ideal,fsdp2,$large" ;;
+        pretrain-1.1b) pretrain 1.1b 2048 ;;
         pretrain-7.2b) pretrain 7.2b 4096 ;;
+        llama) llama ;;
     esac
 }
 
 limit_of() { # seconds of a part; the unnamed ones together stay below ten minutes
     case $1 in
-        tests) echo 110 ;;
-        losses | profile) echo 80 ;;
-        1.1b) echo 90 ;;
-        7.2b | losses-7.2b) echo 140 ;;
-        pretrain) echo 90 ;;
-        pretrain-7.2b) echo 170 ;;
+        tests | losses50) echo 110 ;;
+        bars-1.1b | bars-7.2b-1024) echo 110 ;;
+        bars-7.2b) echo 150 ;;
+        symm-* | losses-7.2b | pretrain-1.1b) echo 120 ;;
+        mb4-1.1b) echo 130 ;;
+        ablations-* | profile-*) echo 180 ;;
+        mb4-7.2b | pretrain-7.2b) echo 240 ;;
+        llama) echo 400 ;;
         *) return 1 ;;
     esac
 }
@@ -112,7 +143,7 @@ summary=$out/summary.txt
 [ "$num_gpus" -gt 0 ] || echo "no GPU here: a rehearsal with the tiny model on $num_ranks gloo ranks" | tee -a "$summary"
 for part in "${parts[@]}"; do
     if ! limit=$(limit_of "$part"); then
-        echo "$part: must be one of tests, losses, losses-7.2b, 1.1b, 7.2b, profile, pretrain, pretrain-7.2b" | tee -a "$summary"
+        echo "$part: must be one of those that $0 names when it is called without arguments" | tee -a "$summary"
         failed=1
         continue
     fi
@@ -120,7 +151,7 @@ for part in "${parts[@]}"; do
     echo "==== $part, at most $limit s"
     started=$SECONDS
     # timeout runs programs, not functions: a shell of its own gets the functions and the variables that they read.
-    timeout --kill-after=20 "$limit" bash -c "$(declare -f); $(declare -p launch python num_gpus num_ranks out engines)
+    timeout --kill-after=20 "$limit" bash -c "$(declare -f); $(declare -p launch python num_gpus num_ranks out peers)
         run_part $part" >"$out/.part" 2>&1
     status=$?
     tail -n "${TAIL:-60}" "$out/.part"
