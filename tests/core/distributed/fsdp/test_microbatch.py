@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -46,11 +47,11 @@ def _counted_syncs() -> Iterator[dict[FsdpParameterGroup, int]]:
     counts: dict[FsdpParameterGroup, int] = {}
     original = FsdpParameterGroup.sync
 
-    def counted(group: FsdpParameterGroup) -> None:
+    def counted(group: FsdpParameterGroup, **options: Any) -> None:
         counts[group] = counts.get(group, 0) + 1
-        original(group)
+        original(group, **options)
 
-    FsdpParameterGroup.sync = counted  # type: ignore[method-assign]
+    FsdpParameterGroup.sync = counted  # type: ignore[method-assign, assignment]
     try:
         yield counts
     finally:
@@ -137,6 +138,61 @@ def weights_are_synchronised_once_a_step_in_scopes_and_each_forward_without() ->
         assert_same_weights(
             traces[1], _unsharded_like(traces[0]), tolerance=2e-2
         )  # a sum in another order may round a weight to the next bf16
+
+
+@CHECKS.on(2)
+def the_first_microbatch_synchronises_and_later_ones_only_gather() -> None:
+    """Also where scopes lie in one another, as in a schedule that wraps another's steps."""
+    for strategy, nested in itertools.product(STRATEGY_NAMES, (False, True)):
+        net = shard_net(make_net(2, dtype=torch.bfloat16), strategy, policy=MixedPrecisionPolicy())
+        context = context_of(net)
+        optimizer = fully_shard_optimizer(torch.optim.SGD(net.parameters(), lr=0.1))
+        for step in range(4):
+            syncs, gathers = [], []
+            for at, piece in enumerate(global_batch(step, 3)):
+                before = context.gatherer.num_gathers
+                with _counted_syncs() as counts, ExitStack() as scopes:
+                    if nested:
+                        scopes.enter_context(microbatch(net, is_first=at == 0, is_last=False))
+                    scopes.enter_context(microbatch(net, is_first=at == 0 and not nested, is_last=at == 2))
+                    loss_of(net, piece).backward()
+                syncs.append(sorted(counts.values()))
+                gathers.append(context.gatherer.num_gathers - before)
+            optimizer.step()
+            optimizer.zero_grad()
+            num_groups, num_sharded = len(context.groups), sum(group.needs_gather for group in context.groups)
+            assert syncs == [[1] * num_groups, [], []], (strategy, nested, step)
+            if step > 0:  # the very first one has no plan, and gathers more
+                assert gathers[0] == gathers[1] == gathers[2] >= num_sharded, (strategy, nested, gathers)
+
+
+@CHECKS.on(2)
+def an_exception_restores_every_context_below_an_unwrapped_parent() -> None:
+    """Raised in the forward of one child, after another had run; the step that follows is right."""
+    parents = [nn.Sequential(make_net(2, seed=1).entry, *make_net(2, seed=1).blocks) for _ in range(2)]
+    for child in parents[1]:
+        fully_shard(child, placements=strategy_placements("optim"))
+    contexts = contexts_of(parents[1])
+    features = global_batch(0, 1)[0][0]
+    with microbatch(parents[1], is_first=True, is_last=False):
+        tripping = parents[1][2].register_forward_pre_hook(_trip)
+        with pytest.raises(ValueError, match="trips"), microbatch(parents[1], is_first=False, is_last=True):
+            parents[1](features)
+        tripping.remove()
+        assert not any(context.is_last_microbatch for context in contexts)
+        assert all(context._scope_depth == 1 for context in contexts)
+    assert all(context.is_last_microbatch and context._scope_depth == 0 for context in contexts)
+    for at in range(2):
+        with microbatch(parents[1], is_first=at == 0, is_last=at == 1):
+            parents[1](features).square().mean().backward()
+        parents[0](features).square().mean().backward()
+    assert_same_gradients(parents[1], parents[0])
+    for context in contexts:
+        assert_at_rest(context)
+
+
+def _trip(*_: object) -> None:
+    raise ValueError("trips")
 
 
 def _unsharded_like(net: Net) -> Net:
