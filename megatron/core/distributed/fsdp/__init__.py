@@ -4,6 +4,7 @@ from megatron.core.distributed.fsdp.checkpoint import load_checkpoint, save_chec
 from megatron.core.distributed.fsdp.context import FsdpContext
 from megatron.core.distributed.fsdp.dbuffer import DBuffer
 from megatron.core.distributed.fsdp.distributed_index import FSDPDistributedIndex
+from megatron.core.distributed.fsdp.flat_adamw import FlatAdamW
 from megatron.core.distributed.fsdp.fully_shard import fully_shard, fully_shard_context, microbatch
 from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
 from megatron.core.distributed.fsdp.mixed_precision import MixedPrecisionPolicy
@@ -15,6 +16,7 @@ from megatron.core.distributed.fsdp.placement import Placements
 __all__ = [
     "DBuffer",
     "FSDPDistributedIndex",
+    "FlatAdamW",
     "FsdpContext",
     "FsdpModule",
     "FsdpParameterGroup",

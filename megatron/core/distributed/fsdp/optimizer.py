@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -34,7 +35,9 @@ def fully_shard_optimizer(optimizer: OptimizerT) -> OptimizerT:
 
     Ranks: all that hold the parameters.
     """
-    groups = _groups_of(optimizer)
+    if getattr(optimizer, "checks_its_steps", False):
+        return optimizer
+    groups = groups_of(optimizer)
     watch = _StepWatch(groups)
     optimizer.register_step_pre_hook(watch.before_step)
     optimizer.register_step_post_hook(watch.after_step)
@@ -67,29 +70,8 @@ class _StepWatch:
     def groups(self) -> list[FsdpParameterGroup]:
         return [group for ref in self._groups if (group := ref()) is not None]
 
-    def _contexts(self) -> list[FsdpContext]:
-        found = (group.context() for group in self.groups() if group.context is not None)
-        return list(dict.fromkeys(context for context in found if context is not None))
-
     def before_step(self, *_: Any) -> None:
-        for context in self._contexts():
-            if context.is_running:
-                raise RuntimeError(
-                    "optimizer.step() must come after forward and backward, got a call in the middle of one, where some "
-                    "gradients are not reduced yet and weights are in use; call it when backward() has returned"
-                )
-            if context.has_failed:
-                raise RuntimeError(
-                    "optimizer.step() needs the gradients of a whole backward, but the last one did not finish; call "
-                    "zero_grad() and run forward and backward again"
-                )
-        partial = [group.name_of(0) for group in self.groups() if group.has_partial]
-        if partial:
-            raise RuntimeError(
-                "optimizer.step() needs gradients reduced over the ranks, but the last microbatch has not come: "
-                f"{partial[0]} and {len(partial) - 1} other groups hold sums of this rank alone; run the last backward "
-                "under microbatch(model, is_last=True), or outside of no_sync()"
-            )
+        check_step(self.groups())
         for parameter, dtype in self._cast:
             # A step that calls its superclass's step comes here twice.
             if parameter.grad is not None and parameter.grad.dtype != dtype:
@@ -100,11 +82,48 @@ class _StepWatch:
         for parameter, grad in self._kept:
             parameter.grad = grad
         self._kept.clear()
-        for context in self._contexts():
+        for context in contexts_of_groups(self.groups()):
             context.weights_changed()
 
 
-def _groups_of(optimizer: torch.optim.Optimizer) -> list[FsdpParameterGroup]:
+def contexts_of_groups(groups: Iterable[FsdpParameterGroup]) -> list[FsdpContext]:
+    """The contexts that the groups are in, each once, in the order of the groups."""
+    found = (group.context() for group in groups if group.context is not None)
+    return list(dict.fromkeys(context for context in found if context is not None))
+
+
+def check_step(groups: Sequence[FsdpParameterGroup]) -> None:
+    """Afterwards the groups' main gradients are those of whole passes.
+
+    Raises:
+        RuntimeError: a pass is under way, or has failed, or was not a step's last microbatch.
+    """
+    for context in contexts_of_groups(groups):
+        if context.is_running:
+            raise RuntimeError(
+                "optimizer.step() must come after forward and backward, got a call in the middle of one, where some "
+                "gradients are not reduced yet and weights are in use; call it when backward() has returned"
+            )
+        if context.has_failed:
+            raise RuntimeError(
+                "optimizer.step() needs the gradients of a whole backward, but the last one did not finish; call "
+                "zero_grad() and run forward and backward again"
+            )
+    partial = [group.name_of(0) for group in groups if group.has_partial]
+    if partial:
+        raise RuntimeError(
+            "optimizer.step() needs gradients reduced over the ranks, but the last microbatch has not come: "
+            f"{partial[0]} and {len(partial) - 1} other groups hold sums of this rank alone; run the last backward "
+            "under microbatch(model, is_last=True), or outside of no_sync()"
+        )
+
+
+def groups_of(optimizer: torch.optim.Optimizer) -> list[FsdpParameterGroup]:
+    """The trainable groups that the optimizer's parameters belong to, each once; other parameters are passed over.
+
+    Raises:
+        ValueError: a parameter is from before ``fully_shard``.
+    """
     groups: dict[FsdpParameterGroup, None] = {}
     for param_group in optimizer.param_groups:
         for parameter in param_group["params"]:
