@@ -14,6 +14,7 @@ from megatron.core.distributed.fsdp import ranges
 from megatron.core.distributed.fsdp.collectives import Transport
 from megatron.core.distributed.fsdp.gatherer import Gatherer
 from megatron.core.distributed.fsdp.graphs import Graphs, GraphToken
+from megatron.core.distributed.fsdp.memory_report import MemoryReport, report_memory
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup
 from megatron.core.distributed.fsdp.plan import Plan, Use
 from megatron.core.distributed.fsdp.planner import Planner
@@ -141,6 +142,11 @@ class FsdpContext:
     def groups(self) -> list[FsdpParameterGroup]:
         """The groups that still exist."""
         return [group for ref in self._groups if (group := ref()) is not None]
+
+    def describe(self) -> MemoryReport:
+        """What the buffers of these units take on this rank: as planned, or, before a step has run, as expected."""
+        plan = self.plan or self.planner.expect(self.units, self.groups)
+        return report_memory(self.groups, plan, is_planned=self.plan is not None)
 
     # ---- microbatches -------------------------------------------------------------------------------------------
 
@@ -337,7 +343,9 @@ class FsdpContext:
         self._depth -= 1
         for group in unit.groups:
             group.num_users -= 1
-            if not (keeps and group.needs_gather):
+            if group.is_kept and torch.is_grad_enabled():
+                self.gatherer.set_aside(group)
+            elif not (keeps and group.needs_gather):
                 self.gatherer.release(group)
 
     def _begin_forward(self) -> None:
@@ -477,7 +485,10 @@ class FsdpContext:
         self._claiming.remove(unit)
         for group in unit.groups:
             group.num_claims -= 1
-            self.gatherer.release(group)
+            if group.is_kept and not self.is_last_microbatch:
+                self.gatherer.set_aside(group)
+            else:
+                self.gatherer.release(group)
 
     def _release_lingering(self) -> None:
         """Afterwards weights that get no gradient here are released for all units but the last one.
@@ -505,7 +516,7 @@ class FsdpContext:
         for unit in list(self._claiming):
             self._close(unit)
         self.reducer.finish()
-        self.gatherer.release_idle()
+        self.gatherer.release_idle(keeps=not self.is_last_microbatch)
         self.planner.end_record(self.units, self.groups)
 
     def reduce_partial(self) -> None:

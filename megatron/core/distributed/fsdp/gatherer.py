@@ -124,6 +124,11 @@ class Gatherer:
         if not (group.num_users or group.num_claims or group.pinned):
             self._release_now(group)
 
+    def set_aside(self, group: FsdpParameterGroup) -> None:
+        """Afterwards modules hold the sharded parameters; the full weights stay for the next pass of this step."""
+        if not (group.num_users or group.num_claims or group.pinned):
+            group.install_sharded()
+
     def _release_now(self, group: FsdpParameterGroup) -> None:
         group.install_sharded()
         if group.gathered is not None:  # prefetched and never used
@@ -143,10 +148,11 @@ class Gatherer:
         if self.recorder is not None:
             self.recorder.released(group.index)
 
-    def release_idle(self) -> None:
-        """Afterwards nothing is gathered that nobody uses."""
+    def release_idle(self, *, keeps: bool = False) -> None:
+        """Afterwards nothing is gathered that nobody uses, except (``keeps``) what the plan keeps throughout a step."""
         for group in list(self.live):
-            self.release(group)
+            if not (keeps and group.is_kept):
+                self.release(group)
 
     def ranges_moved(self) -> None:
         """Afterwards gathers wait for what compute has done to the ranges until now: arenas are zeroed when made."""

@@ -125,6 +125,8 @@ class FsdpParameterGroup:
         # State that the context keeps here, so that it finds it without a look-up.
         self.num_users = 0  # forwards that are running on the gathered weights
         self.num_claims = 0  # units whose backward needs the gathered weights
+        self.is_kept = False  # the plan keeps the gathered weights throughout a step
+        self.optimizer_state_nbytes = 0  # as far as an optimizer has told
         self.pinned = False  # the user asked for the gathered weights
         self.gathered: Any = None  # event of the gather; None at rest, and once compute has waited for it
         self.gathered_event: Any = None  # the same, kept to be recorded anew
@@ -500,6 +502,11 @@ class FsdpParameterGroup:
         self.staging_storage.free()
         if not self.has_partial:
             self._partial_storage.free()
+
+    @property
+    def partial_nbytes(self) -> int:
+        """Bytes of this rank's own sum over microbatches, where the strategy keeps one."""
+        return self._partial_storage.nbytes if self.accumulates_partial else 0
 
     def drop_partial(self) -> None:
         """Afterwards this rank's own sum over microbatches is empty."""

@@ -52,6 +52,7 @@ class Plan:
         kept: [U] True where forward turns into backward, which needs the weights of what ran last first.
         weights: ranges of the gathered weights.
         staging: ranges of the gradient staging buffers.
+        kept_nbytes: bytes of the groups whose weights stay gathered from a step's first forward to its last backward.
     """
 
     uses: tuple[Use, ...]
@@ -59,6 +60,7 @@ class Plan:
     kept: tuple[bool, ...]
     weights: RangePlan
     staging: RangePlan
+    kept_nbytes: Mapping[int, int]
 
     @cached_property
     def first_uses(self) -> dict[int, int]:
@@ -123,6 +125,7 @@ class Recorder:
         staging_nbytes: Mapping[int, int],
         groups_of: Mapping[int, list[int]],
         ahead_nbytes: int = 0,
+        keep_nbytes: int = 0,
     ) -> Plan:
         """The plan that repeats what was recorded, with gathers ahead of their use.
 
@@ -131,6 +134,7 @@ class Recorder:
             staging_nbytes: bytes of each group's staging buffer.
             groups_of: groups whose weights a unit uses.
             ahead_nbytes: bytes of weights to have on their way; at least those of one use are.
+            keep_nbytes: bytes that may be spent on weights that stay gathered, the last units of forward first.
         """
         _ = self.ranges
         sizes = {unit: sum(weight_nbytes.get(group, 0) for group in groups) for unit, groups in groups_of.items()}
@@ -148,13 +152,29 @@ class Recorder:
             for group in groups_of[use.unit]:
                 if self._weights[group]:
                     self._weights[group].append(LiveRange(group, at, again + 1))
+        kept_nbytes = self._keep(weight_nbytes, groups_of, keep_nbytes)
+        for group in kept_nbytes:  # its range is its own
+            self._weights[group] = [LiveRange(group, 0, len(self.uses) + 1)]
         return Plan(
             tuple(self.uses),
             tuple(ahead),
             tuple(kept),
             _range_plan(self._weights, weight_nbytes),
             _range_plan(self._staging, staging_nbytes),
+            kept_nbytes,
         )
+
+    def _keep(
+        self, weight_nbytes: Mapping[int, int], groups_of: Mapping[int, list[int]], keep_nbytes: int
+    ) -> dict[int, int]:
+        """The groups that are worth their memory: gathered in forward and again in backward, as many as fit."""
+        kept: dict[int, int] = {}
+        for use in reversed([use for use in self.uses if not use.backward and Use(use.unit, True) in self.uses]):
+            own = {g: weight_nbytes[g] for g in groups_of[use.unit] if g in weight_nbytes and g not in kept}
+            if sum(kept.values()) + sum(own.values()) > keep_nbytes:
+                break
+            kept.update(own)
+        return kept
 
     def _gather_ahead(self, nbytes: Mapping[int, int], ahead_nbytes: int) -> tuple[list[int], list[tuple[Use, ...]]]:
         """[U] the use at whose begin the weights of each use are gathered, and [U] the uses gathered at each."""

@@ -28,6 +28,7 @@ class Planner:
         recorder: writes this step down, where the plan is missing or was left.
         arenas: memory of the ranges that the plan lays out: of gathered weights, of gradient staging.
         ahead_numel: elements of weights to have on their way; at least one unit is.
+        keep_nbytes: bytes to spend on weights that stay gathered throughout a step.
 
     Ranks: every rank plans alike, since all run units in the same order.
     """
@@ -39,6 +40,7 @@ class Planner:
         self.recorder: Recorder | None = None
         self.arenas: list[torch.Tensor] = []
         self.ahead_numel = 0
+        self.keep_nbytes = 0
         self.has_told = False  # that a unit ran out of order; once for each plan
         self._cursor = -1
         self._candidate: Plan | None = None
@@ -127,12 +129,41 @@ class Planner:
         if not (repeats or grows) or recorder.is_too_long:
             return
         self._agree(recorder, groups)
-        self._candidate = recorder.plan(
+        self._candidate = self._plan_of(recorder, units, groups)
+
+    def _plan_of(self, recorder: Recorder, units: Sequence[FsdpUnit], groups: Sequence[FsdpParameterGroup]) -> Plan:
+        return recorder.plan(
             weight_nbytes={g.index: g.weight_storage.nbytes for g in groups if g.weight_storage is not None},
             staging_nbytes={g.index: g.staging_storage.nbytes for g in groups if g.trainable},
             groups_of={unit.index: [group.index for group in unit.groups] for unit in units},
             ahead_nbytes=self._ahead_nbytes(groups),
+            keep_nbytes=self.keep_nbytes,
         )
+
+    def expect(self, units: Sequence[FsdpUnit], groups: Sequence[FsdpParameterGroup]) -> Plan:
+        """The plan of a step that runs units in the order of their registration: an estimate, never followed.
+
+        Units that hold others are used around them.
+        """
+        recorder = Recorder()
+        around = [unit for unit in units if unit.has_nested]
+        inside = [unit for unit in units if not unit.has_nested]
+        for unit in (*around, *inside):
+            recorder.use(unit.index, backward=False)
+            for group in unit.groups:
+                recorder.gathered(group.index)
+                if unit in inside:
+                    recorder.released(group.index)
+        for unit in (*around, *reversed(inside)):
+            recorder.use(unit.index, backward=True)
+            for group in unit.groups:
+                recorder.gathered(group.index)
+                if group.trainable:
+                    recorder.staged(group.index)
+                if unit in inside:
+                    recorder.released(group.index)
+                    recorder.reduced(group.index)
+        return self._plan_of(recorder, units, groups)
 
     def _agree(self, recorder: Recorder, groups: Sequence[FsdpParameterGroup]) -> None:
         """Afterwards the record tells of all ranks, where buffers must lie at equal offsets on all of them.
@@ -155,6 +186,8 @@ class Planner:
         for ranges, kind in ((plan.weights, "weights"), (plan.staging, "staging")):
             self._fill_arena(ranges, by_index, kind)
         self.gatherer.ranges_moved()
+        for index in plan.kept_nbytes:
+            by_index[index].is_kept = True
         self.plan = plan
         self._wants_record = self.has_told = False
 
@@ -183,6 +216,7 @@ class Planner:
         """Afterwards every group has memory of its own, none of it taken."""
         self.gatherer.release_idle()
         for group in groups:
+            group.is_kept = False
             storage = group.weight_storage
             if storage is not None and storage.in_arena and not group.is_gathered:
                 group.move_weights(None)
