@@ -42,8 +42,9 @@ class PeerCopyTransport:
         device: of the buffers.
     """
 
-    name = "peer copy"
-    is_symmetric = True  # buffers lie at equal offsets on all ranks, since a view here names the peers' memory too
+    name = "peer_copy"
+    is_symmetric = True
+    reads_peers = True
 
     def __init__(self, group: ProcessGroup, gather_group: ProcessGroup, device: torch.device) -> None:
         self._by_group = (ProcessGroupTransport if device.type == "cuda" else RankOrderTransport)(group, gather_group)
