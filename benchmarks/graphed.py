@@ -1,70 +1,58 @@
-"""Whole steps of an engine as one CUDA graph: all microbatches' forward and backward, and the optimizer."""
+"""Whole steps of our engine as one CUDA graph: all microbatches' forward and backward, and the optimizer."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
+from torch import Tensor
 
 from benchmarks.engine import Batch, Engine, StepResult
+from benchmarks.ours import Ours
+from megatron.core.full_cuda_graph import CudaStepGraph, FullCudaGraph, FullCudaGraphConfig, Microbatch, StepGraph
 
-# Steps before the capture: the engine records its plan in one, adopts it in the next, and follows it in the third.
-NUM_EAGER_STEPS = 3
+# Then comes the step that is captured, and replayed at once.
+NUM_EAGER_STEPS = FullCudaGraphConfig.warmup_steps
 
 
 class Graphed(Engine):
-    """Another engine, whose fourth step is captured and replayed from then on.
+    """An engine of ours, whose steps are those of the framework's ``FullCudaGraph``.
 
-    The first steps run on the stream on which the capture will, since gradient accumulation remembers the stream of
-    the first forward.
+    Args:
+        inner: the engine; it must launch nothing between steps.
+        make_graph: what captures, for a number of microbatches; a CUDA graph on the device when None.
     """
 
-    def __init__(self, inner: Engine, device: torch.device) -> None:
+    def __init__(self, inner: Ours, device: torch.device, make_graph: Callable[[int], StepGraph] | None = None) -> None:
         self.inner, self.model, self.optimizer = inner, inner.model, inner.optimizer
-        self._stream = torch.cuda.Stream(device)
-        self._num_eager_left = NUM_EAGER_STEPS
-        self._tokens: Batch | None = None
-        self._graph: torch.cuda.CUDAGraph | None = None
-        self._result: StepResult | None = None
+        self._make_graph = make_graph or (lambda count: CudaStepGraph(device, num_microbatches=count))
+        self._step: FullCudaGraph | None = None
+        self._num_steps = 0
+        self._with_norm = False
 
     def step(self, batch: Batch, *, with_norm: bool = False) -> StepResult:
-        tokens = self._copy_in(batch)
-        if self._num_eager_left > 0:
-            self._num_eager_left -= 1
-            return self._eager_step(tokens, with_norm)
-        if self._graph is None:
-            self._capture(tokens, with_norm)
-        assert self._graph is not None and self._result is not None
-        assert with_norm is (self._result.grad_norm is not None), "the graph does what the captured step did"
-        self._graph.replay()
-        self.mark("replay")
-        loss, norm = self._result
-        return StepResult(loss.clone(), None if norm is None else norm.clone())
+        if self._step is None:
+            self._with_norm = with_norm
+            graph = self._make_graph(len(batch))
+            self._step = FullCudaGraph(self._run, self.inner.contexts, graph, warmup_steps=NUM_EAGER_STEPS)
+        assert with_norm is self._with_norm, "the graph does what the captured step did"
+        microbatches = [{"tokens": tokens, "labels": labels} for tokens, labels in batch]
+        results = self._step(microbatches, seeds=[0] * len(batch))
+        self._num_steps += 1
+        if self._num_steps > NUM_EAGER_STEPS and not self._step.is_captured:
+            raise RuntimeError(
+                f"step {self._num_steps} must have been captured, got an eager one: the engine has not found its plan"
+            )
+        self.mark("replay" if self._step.is_captured else "eager step")
+        return StepResult(results["loss"], results.get("grad_norm"))
+
+    def _run(self, microbatches: Sequence[Microbatch], draw: Callable[[int], None]) -> dict[str, Tensor]:
+        del draw  # nothing is drawn in this model
+        batch = [(microbatch["tokens"], microbatch["labels"]) for microbatch in microbatches]
+        loss, norm = self.inner.step(batch, with_norm=self._with_norm)
+        return {"loss": loss} if norm is None else {"loss": loss, "grad_norm": norm}
 
     def close(self) -> None:
-        if self._graph is not None:
-            self._graph.reset()
-        self._graph = self._result = self._tokens = None
+        if self._step is not None:
+            self._step.close()
         self.inner.close()
-
-    def _copy_in(self, batch: Batch) -> Batch:
-        """The batch at the addresses that the graph reads."""
-        if self._tokens is None:
-            self._tokens = [(tokens.clone(), labels.clone()) for tokens, labels in batch]
-        for mine, given in zip(self._tokens, batch, strict=True):
-            mine[0].copy_(given[0])
-            mine[1].copy_(given[1])
-        return self._tokens
-
-    def _eager_step(self, tokens: Batch, with_norm: bool) -> StepResult:
-        caller = torch.cuda.current_stream()
-        self._stream.wait_stream(caller)
-        with torch.cuda.stream(self._stream):
-            result = self.inner.step(tokens, with_norm=with_norm)
-        caller.wait_stream(self._stream)
-        return result
-
-    def _capture(self, tokens: Batch, with_norm: bool) -> None:
-        graph = torch.cuda.CUDAGraph()
-        # Beside a watchdog thread of NCCL that asks for events, only this thread's mistakes may end the capture.
-        with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
-            result = self.inner.step(tokens, with_norm=with_norm)
-        self._graph, self._result = graph, result

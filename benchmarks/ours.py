@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -13,8 +12,8 @@ import torch.distributed as dist
 
 import megatron.core.distributed.fsdp as fsdp
 from benchmarks.engine import BETAS, WEIGHT_DECAY, Engine, EngineSettings, adamw
-from benchmarks.memory import uses_expandable_segments
 from benchmarks.plain_gpt import Linear, MainGradLinear, PlainGpt
+from megatron.core.distributed.fsdp.collectives.choose import transport_problem
 from megatron.core.distributed.fsdp.context import FsdpContext
 from megatron.core.distributed.fsdp.fully_shard import contexts_of
 
@@ -100,19 +99,16 @@ def describe_ours(name: str) -> str:
 
 
 def why_not_ours(options: OursOptions, settings: EngineSettings) -> str | None:
-    """Why an engine with these options cannot run here; None if it can. Every rank answers alike."""
-    if options.transport != "nccl" and "transport" not in inspect.signature(fsdp.fully_shard).parameters:
-        return "fully_shard has no argument transport in this version"
+    """Why an engine with these options cannot run here; None if it can. Ranks: all, and all answer alike."""
     if options.flat_optimizer and not hasattr(fsdp, "FlatAdamW"):
         return "this version has no FlatAdamW; try +torchadam"
-    if settings.device.type != "cuda":
-        if options.graph:
-            return "CUDA graphs need CUDA devices"
-        if options.transport == "symm":
-            return "NCCL's symmetric memory needs CUDA devices"
-    elif options.transport == "symm" and uses_expandable_segments():
-        return "symmetric memory refuses expandable segments; run it without --expandable-segments"
-    return None
+    if options.graph and settings.device.type != "cuda":
+        return "CUDA graphs need CUDA devices"
+    kind = TRANSPORTS[options.transport]
+    if kind == "nccl" or settings.mesh.size() == 1:
+        return None
+    problem = transport_problem(kind, settings.mesh.get_group(), settings.device)
+    return None if problem is None else f"transport {kind} cannot serve these ranks: {problem}"
 
 
 class Ours(Engine):
@@ -123,7 +119,6 @@ class Ours(Engine):
     def __init__(self, settings: EngineSettings, options: OursOptions) -> None:
         self.options = options
         self._gather_group = dist.new_group() if options.gathers_apart else None
-        self._contexts: list[FsdpContext] | None = None
         policy = fsdp.MixedPrecisionPolicy(
             main_params_dtype=torch.bfloat16 if options.remainders else torch.float32,
             main_grads_dtype=torch.float32,
@@ -131,12 +126,11 @@ class Ours(Engine):
         )
         with torch.device("meta"):
             model = PlainGpt(settings.shape, linear=options.linear, dtype=torch.bfloat16, seed=settings.seed)
-        extra: dict[str, Any] = {}
-        if settings.device.type == "cuda" or options.transport != "nccl":  # gloo has its own transport
-            extra = _transport_argument(options.transport)
+        kind = TRANSPORTS[options.transport]
         for unit in (*model.units(), model):
-            fsdp.fully_shard(unit, settings.mesh, None, policy, fsdp_group_ag=self._gather_group, **extra)
+            fsdp.fully_shard(unit, settings.mesh, None, policy, fsdp_group_ag=self._gather_group, transport=kind)  # type: ignore[arg-type]
         self.model = model
+        self.contexts: list[FsdpContext] = contexts_of(model)
         self.optimizer = self._make_optimizer(settings)
 
     def _make_optimizer(self, settings: EngineSettings) -> torch.optim.Optimizer:
@@ -157,19 +151,11 @@ class Ours(Engine):
         return fsdp.microbatch(self.model, is_first=is_first, is_last=is_last)
 
     def after_step(self) -> None:
-        if not self.options.prepares_forward:
-            return
-        if self._contexts is None:
-            self._contexts = contexts_of(self.model)
-        for context in self._contexts:
-            context.prepare_forward()
+        if self.options.prepares_forward:
+            for context in self.contexts:
+                context.prepare_forward()
 
     def close(self) -> None:
         if self._gather_group is not None:
             dist.destroy_process_group(self._gather_group)
             self._gather_group = None
-
-
-def _transport_argument(transport: str) -> dict[str, str]:
-    has_it = "transport" in inspect.signature(fsdp.fully_shard).parameters
-    return {"transport": TRANSPORTS[transport]} if has_it else {}
