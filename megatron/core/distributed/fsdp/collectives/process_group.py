@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from megatron.core.distributed.fsdp.collectives.sum_pieces import sum_pieces
 from megatron.core.distributed.fsdp.collectives.transport import MemoryKind, settle
 from megatron.core.distributed.fsdp.mixed_precision import SERVED_DTYPES
 from megatron.core.distributed.fsdp.torch_versions import all_gather_flat, reduce_scatter_flat
@@ -51,13 +52,13 @@ class ProcessGroupTransport:
         direct = out.dtype == full.dtype and not accumulate
         total = out if direct else full.narrow(0, self.rank * out.numel(), out.numel())
         reduce_scatter_flat(self.group, total, full)
-        settle(out, total, scale=scale, accumulate=accumulate)
+        sum_pieces(out, (total,), scale=scale, accumulate=accumulate)  # widens, scales and adds in one kernel
 
     def all_reduce(
         self, out: torch.Tensor, full: torch.Tensor, *, scale: float = 1.0, accumulate: bool = False
     ) -> None:
         dist.all_reduce(full, op=dist.ReduceOp.SUM, group=self.group)
-        settle(out, full, scale=scale, accumulate=accumulate)
+        sum_pieces(out, (full,), scale=scale, accumulate=accumulate)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         dist.broadcast(_movable(tensor), src=dist.get_global_rank(self.group, 0), group=self.group)

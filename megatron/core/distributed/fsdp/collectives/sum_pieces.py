@@ -29,6 +29,9 @@ def sum_pieces(
     They are added in fp32 or wider, from the first to the last, so the result is bitwise the same every time.
     ``squares`` [] fp32 grows by the sum of the squares of what ``out`` holds then. One kernel on CUDA, two more for squares.
     """
+    if len(pieces) == 1 and out.dtype == pieces[0].dtype and squares is None:
+        settle(out, pieces[0], scale=scale, accumulate=accumulate)
+        return
     if _for_kernel(out, pieces):
         kernel = _kernel()
         if kernel is not None:
