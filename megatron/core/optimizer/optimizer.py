@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from megatron.core.distributed.fsdp import fully_shard_optimizer
+from megatron.core.distributed.fsdp import FlatAdamW, fully_shard_optimizer
+from megatron.core.distributed.fsdp.flat_adamw import serves
+from megatron.core.distributed.fsdp.flat_norm import clip_factor
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm, count_zeros, get_grad_norm, get_params_norm
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.param_groups import get_param_groups
@@ -22,7 +24,7 @@ class StepResult(NamedTuple):
     grad_norm: Tensor
     """[] norm before clipping."""
     num_zeros_in_grad: Tensor | None
-    """[] zeros in the gradient after clipping; None where they are not counted."""
+    """[] zeros in the gradient; None where they are not counted."""
 
 
 class MegatronOptimizer:
@@ -42,10 +44,15 @@ class MegatronOptimizer:
 
     @torch.no_grad()
     def step(self) -> StepResult:
-        """The main weights are updated from the gradients, which are clipped first.
+        """The main weights are updated from the clipped gradients.
+
+        With ``FlatAdamW`` gradients are clipped as they are read, and ``param.grad`` stays as it was; otherwise they are
+        clipped in place.
 
         Ranks: all ranks of the gradients' meshes; does not block the host.
         """
+        if isinstance(self.optimizer, FlatAdamW):
+            return self._flat_step(self.optimizer)
         params = self.get_parameters()
         grad_norm = get_grad_norm(params)
         if self.config.clip_grad > 0:
@@ -54,8 +61,21 @@ class MegatronOptimizer:
         self.optimizer.step()
         return StepResult(True, grad_norm, num_zeros)
 
+    def _flat_step(self, optimizer: FlatAdamW) -> StepResult:
+        grad_norm = optimizer.grad_norm()
+        factor = clip_factor(grad_norm, self.config.clip_grad) if self.config.clip_grad > 0 else None
+        num_zeros = count_zeros(self.get_parameters()) if self.config.log_num_zeros_in_grad else None
+        optimizer.step(grad_factor=factor)
+        return StepResult(True, grad_norm, num_zeros)
+
+    def synchronize(self) -> None:
+        """Work on the current stream sees weights and state as the last step leaves them. Does not block the host."""
+        if isinstance(self.optimizer, FlatAdamW):
+            self.optimizer.synchronize()
+
     def params_norm(self) -> Tensor:
         """[] norm of all main weights. Ranks: as ``step``."""
+        self.synchronize()
         return get_params_norm(self.get_parameters())
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -77,7 +97,9 @@ def get_megatron_optimizer(config: OptimizerConfig, model_chunks: Sequence[torch
         model_chunks: the parts of the model, wrapped by ``FullyShardedDataParallel`` or plain modules.
 
     Raises:
-        ValueError: ``config.lr`` is None, or nothing is trainable.
+        ValueError: ``config.lr`` is None, or nothing is trainable, or ``store_param_remainders`` does not fit the model.
+
+    Adam over a model that is sharded as a whole is ``FlatAdamW``; other optimizers are torch's.
 
     Ranks: local.
     """
@@ -86,6 +108,13 @@ def get_megatron_optimizer(config: OptimizerConfig, model_chunks: Sequence[torch
     named = [item for chunk in model_chunks for item in chunk.named_parameters()]
     groups = get_param_groups(named, config)
     params = [param for group in groups for param in group["params"]]
+    if config.optimizer == "adam" and serves(params):
+        return MegatronOptimizer(_flat_adamw(config, groups), config)
+    if config.store_param_remainders:
+        raise ValueError(
+            "store_param_remainders needs a model whose parameters are all sharded by the engine, got others; wrap it with "
+            "FullyShardedDataParallel"
+        )
     optimizer = _torch_optimizer(config, groups, fused=_can_fuse(params))
     if any(isinstance(param, DTensor) for param in params):
         # Without it the model weights that the next forward reads would stay those of before the step.
@@ -95,6 +124,16 @@ def get_megatron_optimizer(config: OptimizerConfig, model_chunks: Sequence[torch
 
 def _can_fuse(params: Sequence[Tensor]) -> bool:
     return all(param.device.type == "cuda" and param.is_floating_point() for param in params)
+
+
+def _flat_adamw(config: OptimizerConfig, groups: list[dict[str, Any]]) -> FlatAdamW:
+    return FlatAdamW(
+        groups,
+        betas=(config.adam_beta1, config.adam_beta2),
+        eps=config.adam_eps,
+        store_param_remainders=config.store_param_remainders,
+        overlaps_forward=config.overlap_update_with_forward,
+    )
 
 
 def _torch_optimizer(config: OptimizerConfig, groups: list[dict[str, Any]], *, fused: bool) -> torch.optim.Optimizer:

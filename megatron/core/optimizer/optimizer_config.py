@@ -36,6 +36,12 @@ class OptimizerConfig:
     adam_eps: float = 1e-8
     sgd_momentum: float = 0.9
 
+    store_param_remainders: bool = False
+    """Adam on bf16 main weights: keep the lower 16 bits of fp32 ones as optimizer state; see ``FlatAdamW``."""
+
+    overlap_update_with_forward: bool = True
+    """Adam's updates of sharded models run beside the next forward; see ``FlatAdamW`` for what must wait."""
+
     clip_grad: float = 1.0
     """Largest norm of the whole model's gradient; 0 does not clip."""
 
@@ -49,6 +55,8 @@ class OptimizerConfig:
             )
         if self.lr is not None and not 0 <= self.min_lr <= self.lr:
             raise ValueError(f"0 <= min_lr <= lr must hold, got min_lr={self.min_lr} and lr={self.lr}")
+        if self.store_param_remainders and self.optimizer != "adam":
+            raise ValueError(f"store_param_remainders must go with optimizer adam, got {self.optimizer}")
         if self.clip_grad < 0:
             raise ValueError(f"clip_grad must be 0 (off) or positive, got {self.clip_grad}")
         for name in ("adam_beta1", "adam_beta2", "sgd_momentum"):

@@ -87,6 +87,8 @@ class Load:
         if optimizer is not None:
             self._optimizer = self._match_optimizer(optimizer, tensors, optimizer_problems)
             self._check_dtypes(self._optimizer.tensors, optimizer_problems)
+            whole = self._optimizer.whole
+            targets = [replace(entry, tensor=whole.get(entry.name, entry.tensor)) for entry in targets]
             targets += self._optimizer.tensors
         problems = [str(part) for part in (model_problems, optimizer_problems) if part]
         if problems:

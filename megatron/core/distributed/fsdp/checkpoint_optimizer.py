@@ -5,16 +5,20 @@ Groups may be ordered otherwise when it is loaded, since nothing goes by positio
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import STORAGE_TYPES, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
+from megatron.core.distributed.fsdp.adamw_update import split
 from megatron.core.distributed.fsdp.checkpoint_problems import Problems
 from megatron.core.distributed.fsdp.checkpoint_state import OPTIMIZER, NamedTensor, plain_copy
+from megatron.core.distributed.fsdp.flat_adamw import FlatAdamW
+from megatron.core.distributed.fsdp.flat_state import REMAINDER
 
 STATE = f"{OPTIMIZER}state."
 PARAM_GROUPS = f"{OPTIMIZER}param_groups"
@@ -90,12 +94,17 @@ class OptimizerLoad:
         groups: [G] hyperparameters of each of the optimizer's groups.
         tensors: tensors to read into, under the names in the checkpoint.
         state: the optimizer's state to come; holds ``tensors``, and plain values.
+        whole: fp32 main weights to read into, by their name in the checkpoint, instead of into parameters that are the
+            upper halves of such.
+        conversions: what to do once all is read: main weights come whole or in two halves, and go into either.
     """
 
     optimizer: torch.optim.Optimizer
     groups: list[dict[str, Any]] = field(default_factory=list)
     tensors: list[NamedTensor] = field(default_factory=list)
     state: dict[torch.Tensor, dict[str, Any]] = field(default_factory=dict)
+    whole: dict[str, torch.Tensor] = field(default_factory=dict)
+    conversions: list[Callable[[], None]] = field(default_factory=list)
     _groups: dict[torch.Tensor, dict[str, Any]] = field(default_factory=dict)
 
     def group_of(self, parameter: torch.Tensor) -> dict[str, Any]:
@@ -106,10 +115,14 @@ class OptimizerLoad:
 
     def install(self) -> None:
         """Afterwards the optimizer has the state, and nothing of its own from before."""
+        for convert in self.conversions:
+            convert()
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
                 self.optimizer.state.pop(parameter, None)
         self.optimizer.state.update(self.state)
+        if isinstance(self.optimizer, FlatAdamW):
+            self.optimizer.adopt_state()
         for group, hyperparameters in zip(self.optimizer.param_groups, self.groups, strict=True):
             for key, value in hyperparameters.items():
                 own = group.get(key)
@@ -149,6 +162,8 @@ def prepare_load(
     for full, stored in saved.items():
         if full.startswith(STATE):
             _match_state(load, full, stored, parameters, values, problems)
+    for name, parameter in parameters.items():
+        _match_main_weight(load, name, parameter, saved)
     return load
 
 
@@ -194,13 +209,48 @@ def _match_state(
         problems.misshaped.append(f"{full} (saved {list(stored.size)}, parameter {list(parameter.shape)})")
         return
     own = load.optimizer.state.get(parameter, {}).get(key)
-    if isinstance(own, torch.Tensor) and own.shape == stored.size:
+    is_shared = is_scalar and isinstance(load.optimizer, FlatAdamW)  # by parameters that may differ in the checkpoint
+    if isinstance(own, torch.Tensor) and own.shape == stored.size and not is_shared:
         state[key] = own
     elif is_scalar:
         state[key] = _new_scalar(parameter, stored, load.group_of(parameter))
     else:
         state[key] = _new_state(parameter, stored)
     load.tensors.append(NamedTensor((full,), state[key]))
+
+
+def _match_main_weight(
+    load: OptimizerLoad, name: str, parameter: torch.Tensor, saved: Mapping[str, STORAGE_TYPES]
+) -> None:
+    """Afterwards main weights that were saved whole will be split if this optimizer keeps two halves, and the reverse."""
+    is_split_here = REMAINDER in load.optimizer.state.get(parameter, {})
+    remainder = load.state.get(parameter, {}).get(REMAINDER)
+    if remainder is not None and not is_split_here:
+        del load.state[parameter][REMAINDER]
+        if parameter.dtype == torch.float32:
+            load.conversions.append(partial(_add_lower_half, parameter, remainder))
+        return
+    stored = saved.get(name)
+    is_whole = isinstance(stored, TensorStorageMetadata) and stored.properties.dtype == torch.float32
+    if is_whole and is_split_here and remainder is None:
+        load.whole[name] = whole = torch.zeros_like(parameter, dtype=torch.float32)
+        own = load.state.setdefault(parameter, {})[REMAINDER] = load.optimizer.state[parameter][REMAINDER]
+        load.conversions.append(partial(_split_main_weight, parameter, whole, own))
+
+
+def _add_lower_half(parameter: torch.Tensor, remainder: torch.Tensor) -> None:
+    """Afterwards fp32 main weights that were read from their upper halves are whole."""
+    local = _local_of(parameter)
+    local.view(torch.int32).add_(_local_of(remainder))
+
+
+def _split_main_weight(parameter: torch.Tensor, whole: torch.Tensor, remainder: torch.Tensor) -> None:
+    split(_local_of(whole), _local_of(parameter), _local_of(remainder))
+
+
+def _local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of a tensor that this rank holds, to read and write."""
+    return tensor._local_tensor.detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def _names_of_parameters(

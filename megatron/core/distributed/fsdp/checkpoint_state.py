@@ -48,10 +48,15 @@ def unwrapped(model: nn.Module) -> nn.Module:
 def model_tensors(model: nn.Module) -> list[NamedTensor]:
     """Main weights, plain parameters and persistent buffers of a model, each tensor once, in the order of its modules.
 
+    Compute sees weights and the optimizer's state as updates beside it leave them.
+
     Raises:
         ValueError: a name that is reserved for other state; a tensor without memory (meta device).
     """
     root = unwrapped(model)
+    for module in fsdp_modules(root):
+        if module._fsdp_unit.context is not None:
+            module._fsdp_unit.context.finish_updates()
     main_weights = {
         id(unsharded): sharded
         for module in fsdp_modules(root)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -261,8 +261,7 @@ def _check_rates(lr: float | torch.Tensor, betas: tuple[float, float], eps: floa
 
 def _check_parameters(param_groups: Sequence[dict[str, Any]], groups: Sequence[FsdpParameterGroup]) -> None:
     given = {parameter for group in param_groups for parameter in group["params"]}
-    owned = {parameter for group in groups for parameter in group.sharded}
-    foreign = [list(parameter.shape) for parameter in given - owned]
+    foreign = [list(parameter.shape) for parameter in given if not _is_sharded(parameter)]
     if foreign or not groups:
         raise ValueError(
             f"FlatAdamW must be given trainable parameters of units of the engine, got {len(foreign)} others of shapes "
@@ -279,6 +278,16 @@ def _check_parameters(param_groups: Sequence[dict[str, Any]], groups: Sequence[F
             raise ValueError(
                 f"FlatAdamW computes in fp32, got main weights of {group} in {group.dtypes.main_params}; use torch.optim.AdamW"
             )
+
+
+def _is_sharded(parameter: torch.Tensor) -> bool:
+    reference = getattr(parameter, "_fsdp_group", None)
+    return reference is not None and reference() is not None
+
+
+def serves(parameters: Iterable[torch.Tensor]) -> bool:
+    """True if ``FlatAdamW`` can train these parameters: all are of units of the engine, in dtypes that fp32 can hold."""
+    return all(_is_sharded(parameter) and parameter.dtype in _MAIN_DTYPES for parameter in parameters)
 
 
 def _keeps_remainder(group: FsdpParameterGroup, asked: bool) -> bool:
