@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Sequence
 from typing import Any, Literal, get_args
@@ -11,13 +12,16 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from megatron.core.distributed.fsdp.collectives.auto import cheapest, describe, measure
+from megatron.core.distributed.fsdp.collectives.nvlink import symmetric_memory_problem
 from megatron.core.distributed.fsdp.collectives.process_group import ProcessGroupTransport, RankOrderTransport
+from megatron.core.distributed.fsdp.collectives.symmetric import SymmetricTransport
 from megatron.core.distributed.fsdp.collectives.transport import LocalTransport, Transport
 
 TransportKind = Literal["auto", "nccl", "symm", "peer_copy"]
 TRANSPORT_KINDS: tuple[str, ...] = get_args(TransportKind)
 
-# Ways to move bytes that are no process group's own, in the order in which ``auto`` tries them.
+# What is not everywhere, in the order in which "auto" prefers an earlier one that is as good.
 _DIRECT_KINDS = ("symm", "peer_copy")
 
 
@@ -54,12 +58,12 @@ def resolve_kind(
     gather_group: ProcessGroup,
     device: torch.device,
     *,
-    sizes_nbytes: Sequence[int] | None = None,
+    sizes_nbytes: Sequence[int] = (),
 ) -> str:
     """The kind, with "auto" replaced by what serves the group fastest, which rank 0 of the run then prints.
 
     Args:
-        sizes_nbytes: bytes of the buffers to be gathered and reduced, as far as they are known; a guess when None.
+        sizes_nbytes: bytes of the buffers to be gathered and reduced, as far as they are known; none: a guess.
 
     Raises:
         ValueError: an unknown kind, or a group whose backend does not serve the device.
@@ -73,20 +77,51 @@ def resolve_kind(
     backend = str(dist.get_backend_config(group))  # such as "cpu:gloo,cuda:nccl"
     if device.type == "cuda" and "nccl" not in backend:
         raise ValueError(f"a group for CUDA tensors must have the nccl backend, got {backend!r}; pass a mesh on 'cuda'")
-    return "nccl" if kind == "auto" else kind
+    if kind != "auto":
+        return kind
+    # On CPUs there is nothing to choose: copies are made by the cores that compute, whoever asks for them.
+    return _fastest(group, gather_group, device, sizes_nbytes) if device.type == "cuda" else "nccl"
+
+
+def _fastest(group: ProcessGroup, gather_group: ProcessGroup, device: torch.device, sizes_nbytes: Sequence[int]) -> str:
+    problems = {kind: transport_problem(kind, group, device) for kind in _DIRECT_KINDS}
+    kinds = ["nccl", *(kind for kind, problem in problems.items() if problem is None)]
+    why = [f"{kind} cannot serve: {problem}" for kind, problem in problems.items() if problem is not None]
+    if len(kinds) == 1:
+        chosen = "nccl"
+    elif torch.are_deterministic_algorithms_enabled():
+        # A stopwatch might choose another one on the next start, whose sums have another order.
+        chosen = kinds[-1]
+        why.insert(0, "not measured, since deterministic algorithms are asked for")
+    else:
+        makers = {kind: functools.partial(_construct, kind, group, gather_group, device) for kind in kinds}
+        figures, failed, sizes, seconds = measure(makers, group, device, sizes_nbytes)
+        chosen = cheapest(figures)
+        why = [describe(figures, sizes), f"measured in {seconds:.1f} s", *why]
+        why += [f"{kind} failed: {error}" for kind, error in failed.items()]
+    if dist.get_rank() == 0:
+        print(f"fsdp transport: {chosen} between {group.size()} ranks; {'; '.join(why)}", flush=True)
+    return chosen
 
 
 def transport_problem(kind: str, group: ProcessGroup, device: torch.device) -> str | None:
     """Why the kind cannot serve the group, the same on all its ranks; None where it can. Ranks: all; may block."""
     if kind == "symm":
-        return "symmetric memory is not served yet"
+        return symmetric_memory_problem(group, device)
     if kind == "peer_copy":
-        return "peer copy is not served yet"
+        from megatron.core.distributed.fsdp.collectives.peer_copy import peer_copy_problem
+
+        return peer_copy_problem(group, device)
     return None
 
 
 def _construct(kind: str, group: ProcessGroup, gather_group: ProcessGroup, device: torch.device) -> Transport:
-    assert kind not in _DIRECT_KINDS
+    if kind == "symm":
+        return SymmetricTransport(group, gather_group, device)
+    if kind == "peer_copy":
+        from megatron.core.distributed.fsdp.collectives.peer_copy import PeerCopyTransport
+
+        return PeerCopyTransport(group, gather_group, device)
     return (ProcessGroupTransport if device.type == "cuda" else RankOrderTransport)(group, gather_group)
 
 
@@ -113,7 +148,7 @@ class SharedTransports:
         gather_group: ProcessGroup,
         device: torch.device,
         *,
-        sizes_nbytes: Sequence[int] | None = None,
+        sizes_nbytes: Sequence[int] = (),
     ) -> str:
         """As ``resolve_kind``, which is asked once for each pair of groups."""
         key = (group, gather_group, device)
