@@ -90,8 +90,12 @@ def _at_most(value: float | None, most: float) -> tuple[str, bool | None]:
     return f"{value:.3f} {'<=' if holds else '>'} {most}", holds
 
 
-def graph_section(measurements: Sequence[Measurement]) -> str:
-    """For each engine in a CUDA graph, whether its losses are those of the same engine without; "" without graphs."""
+def graph_section(measurements: Sequence[Measurement], *, is_deterministic: bool) -> str:
+    """For each engine in a CUDA graph, whether its losses are those of the same engine without; "" without graphs.
+
+    ``is_deterministic``: the run used kernels that add in a fixed order; where it did not, attention's backward may
+    differ from run to run whatever the engine does.
+    """
     by_name = {m.name: m for m in measurements}
     lines = []
     for m in measurements:
@@ -106,5 +110,6 @@ def graph_section(measurements: Sequence[Measurement]) -> str:
             step, a, b = next(
                 (i, a, b) for i, (a, b) in enumerate(zip(m.losses, twin.losses, strict=True), 1) if a != b
             )
-            lines.append(f"- `{m.name}`: DIFFERS from `{twin.name}` from step {step} on, {a!r} for {b!r}")
+            word = "DIFFERS" if is_deterministic else "differs (without --deterministic, so may any two runs)"
+            lines.append(f"- `{m.name}`: {word} from `{twin.name}` from step {step} on, {a!r} for {b!r}")
     return "\n".join(["## Graphs", "", *lines]) if lines else ""

@@ -58,6 +58,8 @@ def main(argv: Sequence[str]) -> int:
     arguments = _parse(argv)
     if arguments.expandable_segments:
         use_expandable_segments()
+    if arguments.deterministic:
+        _use_deterministic_algorithms()
     owns_group = not dist.is_initialized()
     device = _start(owns_group)
     try:
@@ -88,6 +90,11 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         "--expandable-segments",
         action="store_true",
         help="let PyTorch's allocator grow its segments in place, for every engine; ours-symm does not run then",
+    )
+    parser.add_argument(
+        "--deterministic",
+        action="store_true",
+        help="only kernels that add in a fixed order, so that an engine's losses can be bitwise those of another run",
     )
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument(
@@ -138,6 +145,12 @@ def _engine_names(text: str) -> list[str]:
         except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from None
     return names
+
+
+def _use_deterministic_algorithms() -> None:
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # before cuBLAS makes its first handle
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # would write to all that is allocated
 
 
 def _start(owns_group: bool) -> torch.device:
@@ -268,7 +281,7 @@ def _publish(arguments: argparse.Namespace, results: Results, *, is_complete: bo
         sections.insert(0, report.times_table(measurements, results.not_run))
         if any(is_ours(m.name) for m in measurements):
             sections.insert(1, bars_section(measurements, arguments.model, arguments.tokens))
-    graphs = graph_section(measurements)
+    graphs = graph_section(measurements, is_deterministic=arguments.deterministic)
     if graphs:
         sections.insert(-1, graphs)
     what = "Losses" if arguments.check_losses else "Sharding engines"

@@ -111,7 +111,7 @@ run_part() {
         ablations-1.1b) ablations 1.1b 2048 ;;
         ablations-7.2b) ablations 7.2b 4096 ;;
         ablations-7.2b-1024) ablations 7.2b 1024 ;;
-        losses50) STEPS=${STEPS:-50} compare losses_1.1b_2048 1.1b 2048 "fsdp2,$small" --microbatches 2 --check-losses ;;
+        losses50) STEPS=${STEPS:-50} compare losses_1.1b_2048 1.1b 2048 "fsdp2,$small" --microbatches 2 --check-losses --deterministic ;;
         losses-7.2b) compare losses_7.2b_4096 7.2b 4096 fsdp2,ours-nccl,ours-peer --check-losses ;;
         profile-1.1b) profile 1.1b 2048 "ideal,fsdp2,$large" ;;
         profile-7.2b) profile 7.2b 4096 "ideal,fsdp2,$large" ;;

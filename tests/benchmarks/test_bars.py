@@ -73,9 +73,13 @@ def test_what_was_not_measured_is_not_passed():
 
 def test_a_graph_is_compared_with_its_eager_twin():
     eager, graph, other = (_measurement(name, 1.0) for name in ("ours-peer+x", "ours-peer-graph+x", "ours-nccl-graph"))
-    text = graph_section([eager, graph, other])
+    text = graph_section([eager, graph, other], is_deterministic=True)
     assert "`ours-peer-graph+x`: all 2 losses bitwise equal to those of `ours-peer+x`" in text
     assert "`ours-nccl-graph`: `ours-nccl` did not run" in text
     graph.losses[1] += 1e-9
-    assert "`ours-peer-graph+x`: DIFFERS from `ours-peer+x` from step 2 on" in graph_section([eager, graph])
-    assert graph_section([eager]) == ""
+    both = [eager, graph]
+    assert "`ours-peer-graph+x`: DIFFERS from `ours-peer+x` from step 2 on" in graph_section(
+        both, is_deterministic=True
+    )
+    assert "differs (without --deterministic" in graph_section(both, is_deterministic=False)
+    assert graph_section([eager], is_deterministic=True) == ""

@@ -19,7 +19,14 @@ from tests.support.launch import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMON = ["--model", "tiny", "--tokens", "32"]
-TRAINED_HERE = ["ideal", "fsdp2", "ours-nccl+torchadam", "ours-plain+torchadam+together+nosync"]
+TRAINED_HERE = [
+    "ideal",
+    "fsdp2",
+    "ours-nccl",
+    "ours-peer",
+    "ours-plain+torchadam+together+nosync",
+    "ours-nccl+fp32main",
+]
 
 
 def _run(argv: list[str]) -> int:
@@ -29,7 +36,7 @@ def _run(argv: list[str]) -> int:
 def test_every_engine_runs_or_says_why_not(tmp_path: Path):
     """Two ranks, two microbatches: a row for each engine, and one first loss, since all start from the same weights."""
     page = tmp_path / "page.md"
-    absent = ["megatron-fsdp", "ours-nccl-graph+torchadam", "ours-symm+torchadam"]
+    absent = ["megatron-fsdp", "ours-nccl-graph", "ours-symm"]
     argv = ["--steps", "1", "--microbatches", "2", "--engines", ",".join([*absent, *TRAINED_HERE])]
     assert run_ranks(2, _run, [*argv, "--output", str(page)]) == [0, 0]
     text = page.read_text()
@@ -43,10 +50,10 @@ def test_every_engine_runs_or_says_why_not(tmp_path: Path):
 
 
 def test_a_profile_is_a_summary_for_each_engine(tmp_path: Path):
-    argv = ["--warmup", "1", "--engines", "fsdp2,ours-nccl+torchadam", "--profile", str(tmp_path)]
+    argv = ["--warmup", "1", "--engines", "fsdp2,ours-nccl", "--profile", str(tmp_path)]
     assert run_ranks(2, _run, argv) == [0, 0]
     summary = (tmp_path / "profile_tiny_32.txt").read_text()
-    for name in ("fsdp2", "ours-nccl+torchadam"):
+    for name in ("fsdp2", "ours-nccl"):
         assert f"==== one step of {name}, rank 0\n" in summary
     for words in (
         "Functions by self time on the host",
@@ -60,7 +67,7 @@ def test_a_profile_is_a_summary_for_each_engine(tmp_path: Path):
 def test_ours_trains_like_fsdp2(tmp_path: Path):
     page = tmp_path / "page.md"
     names = TRAINED_HERE[1:]
-    argv = ["--check-losses", "--steps", "20", "--engines", ",".join(names), "--output", str(page)]
+    argv = ["--check-losses", "--steps", "20", "--deterministic", "--engines", ",".join(names), "--output", str(page)]
     assert run_ranks(2, _run, argv) == [0, 0]
     text = page.read_text()
     for name in names[1:]:
@@ -93,18 +100,18 @@ def _run_with(wrong: type, argv: list[str]) -> int:
 def test_a_wrongly_divided_gradient_fails_the_check(tmp_path: Path):
     """AdamW makes the same update of half a gradient, so the losses are equal: the norms tell."""
     page = tmp_path / "page.md"
-    argv = ["--check-losses", "--steps", "4", "--engines", "fsdp2,ours-nccl+torchadam", "--output", str(page)]
+    argv = ["--check-losses", "--steps", "4", "--engines", "fsdp2,ours-nccl", "--output", str(page)]
     assert run_ranks(2, _run_with, _HalvedGradients, argv) == [1, 1]
-    assert "`ours-nccl+torchadam`: 4 FAULTS" in page.read_text()
+    assert "`ours-nccl`: 4 FAULTS" in page.read_text()
     assert "gradient norm" in page.read_text()
 
 
 def test_an_engine_that_fails_on_every_rank_stops_no_other(tmp_path: Path):
     page = tmp_path / "page.md"
-    argv = ["--steps", "1", "--engines", "ours-nccl+torchadam,fsdp2", "--output", str(page)]
+    argv = ["--steps", "1", "--engines", "ours-nccl,fsdp2", "--output", str(page)]
     assert run_ranks(2, _run_with, _FailsInItsThirdStep, argv) == [1, 1]
     text = page.read_text()
-    assert "`ours-nccl+torchadam` did not run: it failed: RuntimeError: a fault of this engine" in text
+    assert "`ours-nccl` did not run: it failed: RuntimeError: a fault of this engine" in text
     assert "\n| fsdp2 | " in text
 
 
