@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from megatron.core.distributed.fsdp.collectives import MemoryKind, RankOrderTransport
 from megatron.core.distributed.fsdp.collectives import peer_copy as peer_copy_module
+from megatron.core.distributed.fsdp.collectives.nvlink import Place
 from megatron.core.distributed.fsdp.collectives.peer_copy import PeerCopyTransport, peer_copy_problem
 from megatron.core.distributed.fsdp.collectives.peer_memory import peer_memory_of
 from megatron.core.distributed.fsdp.collectives.peer_memory_cpu import SharedPeerMemory
@@ -250,7 +251,7 @@ def staging_is_read_whole_and_overwritten_only_when_all_have_read() -> None:
         full.fill_(float("nan"))
 
 
-def _at(here: Any, device: torch.device) -> Any:
+def _at(here: Place, *_: Any) -> Place:
     return here
 
 
@@ -264,12 +265,11 @@ def what_cannot_be_served_is_said() -> None:
         return
     assert problem is None
     rank, kept = group.rank(), peer_copy_module._place_of
-    place = peer_copy_module._Place
     for here, words in (
-        (place((str(rank), ""), -1, (), None), r"2 hosts: \['0', '1'\]"),
-        (place(("a", ""), -1, (), None if rank == 0 else "no x86"), "no x86"),
-        (place(("a", ""), 0, (), None), r"a device of its own .* got cuda:\[0, 0\]"),
-        (place(("a", ""), rank, (1,), None), "cuda:1 cannot read cuda:0"),
+        (Place(f"host-{rank}", rank, (0, 1)), "got 2 hosts: host-0, host-1"),
+        (Place("host", rank, (0, 1), None if rank == 0 else "no x86"), "no x86"),
+        (Place("host", 0, ()), r"a device of its own .* got devices \[0, 0\]"),
+        (Place("host", rank, (1,)), "between devices 1 and 0"),
     ):
         peer_copy_module._place_of = partial(_at, here)
         try:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import platform
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from megatron.core.distributed.fsdp.collectives.nvlink import Place, linked_devices, problem_between
 from megatron.core.distributed.fsdp.collectives.peer_memory import Meeting, PeerMemory, peer_memory_of
 from megatron.core.distributed.fsdp.collectives.process_group import ProcessGroupTransport, RankOrderTransport
 from megatron.core.distributed.fsdp.collectives.sum_pieces import sum_pieces
@@ -152,9 +152,9 @@ def peer_copy_problem(group: ProcessGroup, device: torch.device) -> str | None:
     """
     if group.size() == 1:
         return "peer copy is for two ranks or more, got a group of one"
-    places: list[_Place] = [None] * group.size()  # type: ignore[list-item]
-    dist.all_gather_object(places, _place_of(device), group=group)
-    problem = _problem_between(places)
+    places: list[Place] = [None] * group.size()  # type: ignore[list-item]
+    dist.all_gather_object(places, _place_of(group, device), group=group)
+    problem = problem_between(places)
     if problem is None and device.type == "cpu":
         try:
             _empty_peer_memory(1, torch.uint8, device, group)
@@ -163,45 +163,18 @@ def peer_copy_problem(group: ProcessGroup, device: torch.device) -> str | None:
     return problem
 
 
-@dataclass(frozen=True)
-class _Place:
-    """Where a rank is: its host, its device's index, which other devices that one can read, and what is wrong there."""
-
-    host: tuple[str, str]
-    index: int
-    accessible: tuple[int, ...]
-    problem: str | None
-
-
-def _place_of(device: torch.device) -> _Place:
+def _place_of(group: ProcessGroup, device: torch.device) -> Place:
     boot = Path("/proc/sys/kernel/random/boot_id")
-    host = (platform.node(), boot.read_text().strip() if boot.exists() else "")
+    host = f"{platform.node()} {boot.read_text()[:8] if boot.exists() else ''}".strip()
     if device.type == "cuda":
-        from megatron.core.distributed.fsdp.collectives import peer_memory_cuda
+        from megatron.core.distributed.fsdp.collectives.peer_memory_cuda import backend_problem
 
-        return _Place(host, *peer_memory_cuda.accessible_devices(device), peer_memory_cuda.backend_problem(device))
-    from megatron.core.distributed.fsdp.collectives import peer_memory_cpu
+        index = torch.cuda.current_device() if device.index is None else device.index
+        # Flags are raised by atomics in the peers' memory, which need NVLink.
+        return Place(host, index, linked_devices(index), backend_problem(device))
+    from megatron.core.distributed.fsdp.collectives.peer_memory_cpu import platform_problem
 
-    return _Place(host, -1, (), peer_memory_cpu.platform_problem())
-
-
-def _problem_between(places: Sequence[_Place]) -> str | None:
-    for place in places:
-        if place.problem is not None:
-            return place.problem
-    hosts = {place.host[0] for place in places}
-    if len({place.host for place in places}) > 1:
-        return f"peer copy needs all ranks of a group on one host, got {len(hosts)} hosts: {sorted(hosts)}"
-    indices = [place.index for place in places if place.index >= 0]
-    if len(set(indices)) < len(indices):
-        return (
-            f"peer copy needs a device of its own for each rank, and each rank to see all of them, got cuda:{indices}"
-        )
-    for place in places:
-        for other in indices:
-            if other != place.index and other not in place.accessible:
-                return f"peer copy needs GPUs that read each other's memory, and cuda:{place.index} cannot read cuda:{other}"
-    return None
+    return Place(host, group.rank(), tuple(range(group.size())), platform_problem())
 
 
 def _empty_peer_memory(numel: int, dtype: torch.dtype, device: torch.device, group: ProcessGroup) -> torch.Tensor:

@@ -42,13 +42,6 @@ def empty_on_cuda(numel: int, dtype: torch.dtype, device: torch.device, group: P
     return tensor
 
 
-def accessible_devices(device: torch.device) -> tuple[int, tuple[int, ...]]:
-    """The device's index, and the indices of the other devices whose memory it can read."""
-    index = torch.cuda.current_device() if device.index is None else device.index
-    others = (other for other in range(torch.cuda.device_count()) if other != index)
-    return index, tuple(other for other in others if torch.cuda.can_device_access_peer(index, other))
-
-
 def backend_problem(device: torch.device) -> str | None:
     """Why PyTorch's symmetric memory cannot be used as it is set up in this process; None if it can."""
     backend = symm_mem.get_backend(device)
