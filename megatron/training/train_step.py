@@ -143,7 +143,7 @@ class TrainStep:
             results = self.computation((next(batches) for _ in range(count)), draw)
         else:
             # What the schedules say reaches the device before the graph reads it there.
-            self.optimizer.update_hyperparameters()  # type: ignore[attr-defined]
+            self.optimizer.update_hyperparameters()
             results = self.graph([next(batches) for _ in range(count)], seeds)
         self.model.start_param_sync()
         self.scheduler.step(self.batch.global_batch_size)

@@ -68,6 +68,19 @@ class MegatronOptimizer:
         optimizer.step(grad_factor=factor)
         return StepResult(True, grad_norm, num_zeros)
 
+    def update_hyperparameters(self) -> None:
+        """The device knows the rates of ``param_groups`` as they are now; ``step`` sees to it, but for a captured one.
+
+        Raises:
+            NotImplementedError: the rates of this optimizer are numbers in the kernels' arguments, which a graph repeats.
+        """
+        if not isinstance(self.optimizer, FlatAdamW):
+            raise NotImplementedError(
+                f"a captured step needs rates on the device, which {type(self.optimizer).__name__} does not keep there; use "
+                "FlatAdamW (--optimizer adam), or train eagerly (--cuda-graph-impl none)"
+            )
+        self.optimizer.refresh_hyperparameters()
+
     def synchronize(self) -> None:
         """Work on the current stream sees weights and state as the last step leaves them. Does not block the host."""
         if isinstance(self.optimizer, FlatAdamW):
