@@ -172,6 +172,8 @@ _SAME_NAME_IN_TRANSFORMER_CONFIG = (
     "apply_rope_fusion",
     "persist_layer_norm",
     "cross_entropy_loss_fusion",
+    "cross_entropy_fusion_impl",
+    "disable_jit_fuser",
     "gradient_accumulation_fusion",
     "deterministic_mode",
     "calculate_per_token_loss",
@@ -349,6 +351,7 @@ def _ddp(args: Namespace) -> DistributedDataParallelConfig:
         fsdp_all_gather_in_start_param_sync=not captures_iterations(args),
         fsdp_transport=args.fsdp_transport,
         nccl_ub=args.use_nccl_ub,
+        fsdp_memory_budget=args.fsdp_memory_budget,
     )
 
 

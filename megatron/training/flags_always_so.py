@@ -69,6 +69,5 @@ ALWAYS_SO: dict[str, AlwaysSo] = {
     "--te-rng-tracker": AlwaysSo(fact="random numbers in a CUDA graph are those of an eager step"),
     "--rerun-mode": AlwaysSo(fact="no step is run twice", values=("disabled",), otherwise="reruns are not served"),
     "--no-one-logger": AlwaysSo(fact="nothing is reported to one_logger"),
-    "--disable-jit-fuser": AlwaysSo(fact="nothing is compiled just in time"),
     "--no-async-tensor-model-parallel-allreduce": AlwaysSo(fact="there is no tensor parallelism"),
 }

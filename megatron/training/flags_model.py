@@ -95,9 +95,25 @@ def _add_numerics_flags(group: argparse._ArgumentGroup) -> None:
             help=f"compute {fused.replace('_', ' and ')} apart",
         )
     group.add_argument(
-        "--no-persist-layer-norm", dest="persist_layer_norm", action="store_false", help="plain norm kernels"
+        "--no-persist-layer-norm",
+        dest="persist_layer_norm",
+        action="store_false",
+        help="PyTorch's norm kernels, sums apart",
     )
-    group.add_argument("--cross-entropy-loss-fusion", action="store_true", help="cross entropy as one function")
+    group.add_argument(
+        "--cross-entropy-loss-fusion",
+        action="store_true",
+        help="cross entropy as one function each way, its gradient in the memory of the logits",
+    )
+    group.add_argument(
+        "--cross-entropy-fusion-impl",
+        choices=["native", "te"],
+        default="native",
+        help="whose fused cross entropy (default: native; te is refused)",
+    )
+    group.add_argument(
+        "--disable-jit-fuser", action="store_true", help="fused functions run as plain PyTorch, not compiled"
+    )
     group.add_argument(
         "--no-gradient-accumulation-fusion",
         dest="gradient_accumulation_fusion",

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from megatron.core.fusions.fused_rope import fused_rotate, fused_split_and_rotate
 from megatron.core.models.common.embeddings.rotary_pos_embedding import apply_rotary
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
@@ -117,24 +118,57 @@ class SelfAttention(MegatronModule):
             rotary_pos_emb: angles [s, 1, 1, r] as ``RotaryEmbedding`` gives them, where the tables are not given.
             rotary_pos_cos: [s, r/2] table of cosines (r: the rotated width), and ``rotary_pos_sin`` of sines.
         """
-        query, key, value = self.get_query_key_value_tensors(hidden_states)
         if rotary_pos_emb is not None:
             rotary_pos_cos, rotary_pos_sin = self._tables(rotary_pos_emb)
         if rotary_pos_cos is not None and rotary_pos_sin is not None:
-            interleaved = self.config.rotary_interleaved
-            query = apply_rotary(query, rotary_pos_cos, rotary_pos_sin, interleaved=interleaved)
-            key = apply_rotary(key, rotary_pos_cos, rotary_pos_sin, interleaved=interleaved)
-            if self.q_layernorm is None:
-                # As a view it would keep the whole projection in memory until backward, for the sake of its third part.
-                value = value.contiguous()
-        # The groups' query heads side by side: a view of what a rotation or norm wrote, else the one copy.
-        query = query.flatten(2, 3)
+            query, key, value = self._rotated(hidden_states, rotary_pos_cos, rotary_pos_sin)
+        else:
+            query, key, value = self.get_query_key_value_tensors(hidden_states)
+            query = query.flatten(2, 3)  # a view of what a norm wrote, else the one copy
         if self.config.recompute_granularity == "selective" and self.training:
-            context = checkpoint(self.core_attention, query, key, value, attention_mask, use_reentrant=False)
+            context = checkpoint(
+                self.core_attention,
+                query,
+                key,
+                value,
+                attention_mask,
+                use_reentrant=False,
+                preserve_rng_state=self.config.attention_dropout > 0,  # a CUDA graph could not restore it
+            )
         else:
             context = self.core_attention(query, key, value, attention_mask)
         output, bias = self.linear_proj(context)
         return output, bias
+
+    def _rotated(
+        self, hidden_states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """[s, b, h] -> rotated queries [s, b, n, d] and keys [s, b, g, d], and values [s, b, g, d]."""
+        config = self.config
+        interleaved, compiled = config.rotary_interleaved, not config.disable_jit_fuser
+        if config.apply_rope_fusion and self.q_layernorm is None and self.k_layernorm is None:
+            mixed, _ = self.linear_qkv(hidden_states)
+            return fused_split_and_rotate(
+                mixed,
+                cos,
+                sin,
+                num_groups=self.num_groups,
+                head_width=self.head_width,
+                interleaved=interleaved,
+                compiled=compiled,
+            )
+        query, key, value = self.get_query_key_value_tensors(hidden_states)
+        if config.apply_rope_fusion:
+            query = fused_rotate(query, cos, sin, interleaved=interleaved, compiled=compiled)
+            key = fused_rotate(key, cos, sin, interleaved=interleaved, compiled=compiled)
+        else:
+            query = apply_rotary(query, cos, sin, interleaved=interleaved)
+            key = apply_rotary(key, cos, sin, interleaved=interleaved)
+        if self.q_layernorm is None:
+            # As a view it would keep the whole projection in memory until backward, for the sake of its third part.
+            value = value.contiguous()
+        # The groups' query heads side by side: a view of what the rotation wrote.
+        return query.flatten(2, 3), key, value
 
     def get_query_key_value_tensors(
         self, hidden_states: torch.Tensor

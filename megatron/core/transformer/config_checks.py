@@ -50,6 +50,11 @@ NOT_SERVED: dict[str, tuple[tuple[object, ...], str]] = {
     "softmax_type": (("vanilla",), "only the plain softmax is served"),
     "qk_l2_norm": ((False,), "queries and keys can have the configured normalization only (qk_layernorm)"),
     "use_mup": ((False,), "maximal update parametrisation is not served"),
+    "memory_efficient_layer_norm": (
+        (False,),
+        "norms keep their input, from which backward is exact, not their output; use recompute_granularity",
+    ),
+    "cross_entropy_fusion_impl": (("native",), "transformer-engine's cross entropy is not served"),
     "cpu_offloading": ((False,), "activations are not offloaded; use recompute_granularity"),
 }
 """Field: (values that are served, why others are not)."""

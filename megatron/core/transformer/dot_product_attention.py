@@ -13,14 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from megatron.core.fusions.fused_softmax import MASKED, scaled_masked_softmax
 from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 
 if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.transformer_config import TransformerConfig
-
-_MASKED = -10000.0  # Megatron-Core's value: a row that is masked everywhere becomes uniform, not NaN.
 
 _KERNELS: dict[object, SDPBackend] = {
     AttnBackend.flash: SDPBackend.FLASH_ATTENTION,
@@ -91,13 +90,17 @@ class DotProductAttention(MegatronModule):
         """[b, n, s, d] with [b, g, s, d] twice -> [b, n, s, d], with all scores in memory."""
         key, value = _expand_heads(key, value, query.shape[1])
         scores = (query * (self.softmax_scale / self.layer_scale)) @ key.transpose(-1, -2)
-        if self.config.attention_softmax_in_fp32:
-            scores = scores.float()
-        if self.layer_scale != 1.0:
-            scores = scores * self.layer_scale
         if attention_mask is None:
             attention_mask = causal_mask(scores.shape[-2], scores.shape[-1], scores.device)
-        probs = scores.masked_fill(attention_mask, _MASKED).softmax(dim=-1).to(query.dtype)
+        if self.config.masked_softmax_fusion:
+            compiled = not self.config.disable_jit_fuser
+            probs = scaled_masked_softmax(scores, attention_mask, self.layer_scale, compiled=compiled)
+        else:
+            if self.config.attention_softmax_in_fp32:
+                scores = scores.float()
+            if self.layer_scale != 1.0:
+                scores = scores * self.layer_scale
+            probs = scores.masked_fill(attention_mask, MASKED).softmax(dim=-1).to(query.dtype)
         return F.dropout(probs, p=dropout, training=dropout > 0.0) @ value
 
     def _kernels(self, query: torch.Tensor) -> AbstractContextManager[None]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
-from megatron.core.fusions.bias_activation import bias_geglu, bias_gelu, geglu, swiglu
+from megatron.core.fusions.bias_activation import bias_geglu, bias_gelu, bias_swiglu, swiglu
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
@@ -77,13 +77,13 @@ class MLP(MegatronModule):
     def _activate(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """[s, b, f] (or [s, b, 2f] where gated) -> [s, b, f]; ``bias`` is None where it is in x already."""
         gated, function = self.config.gated_linear_unit, self.activation_func
-        if gated and function is F.silu:
-            return swiglu(x if bias is None else x + bias)
         if self.config.bias_activation_fusion:
-            if gated:
-                return geglu(x) if bias is None else bias_geglu(bias, x)
-            assert bias is not None, "checked with the configuration"
-            return bias_gelu(bias, x)
+            compiled = not self.config.disable_jit_fuser
+            if gated and function is F.silu:
+                return bias_swiglu(x, bias, compiled=compiled)
+            return (bias_geglu if gated else bias_gelu)(x, bias, compiled=compiled)
+        if gated and function is F.silu:
+            return swiglu(x)
         if gated:
             gate, up = x.chunk(2, dim=-1)
             return function(gate) * up  # type: ignore[operator]

@@ -5,26 +5,55 @@ Shapes: s sequence, b batch, h the normalised size.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 
+from megatron.core.fusions.fused_norm import fused_norm
 from megatron.core.transformer.parameter_init import ConstantInit, InitializedParameters
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
 
-class _Norm(InitializedParameters):
+class Norm(InitializedParameters):
     """The weight, stored as its distance from 1 where ``config.layernorm_zero_centered_gamma`` is set."""
 
     weight: torch.Tensor
+    centered: bool
+    """The mean is taken off first."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
         super().__init__(config)
         self.hidden_size, self.eps = hidden_size, eps
         self.add_parameter("weight", (hidden_size,), ConstantInit(0.0 if config.layernorm_zero_centered_gamma else 1.0))
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None, *, keep_input: bool = False) -> Any:
+        """[..., h] in any float dtype -> [..., h] in the dtype of the weight.
+
+        Args:
+            residual: [..., h]: it is added to x first.
+            keep_input: return (norm, x + residual). With ``config.persist_layer_norm`` the gradients of both then meet
+                in the norm's backward kernel.
+        """
+        scale = self._scale()
+        if self.config.persist_layer_norm:
+            compiled = not self.config.disable_jit_fuser
+            pair = fused_norm(
+                x, residual, scale, self._shift(), eps=self.eps, centered=self.centered, compiled=compiled
+            )
+            return pair if keep_input else pair[0]
+        if residual is not None:
+            x = residual + x
+        return (self._plain(x, scale), x) if keep_input else self._plain(x, scale)
+
+    def _shift(self) -> torch.Tensor | None:
+        return None
+
+    def _plain(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        """The norm by PyTorch's own kernel."""
+        raise NotImplementedError
 
     def _scale(self) -> torch.Tensor:
         return self.weight + 1 if self.config.layernorm_zero_centered_gamma else self.weight
@@ -33,34 +62,36 @@ class _Norm(InitializedParameters):
         return f"{self.hidden_size}, eps={self.eps}"
 
 
-class RMSNorm(_Norm):
+class RMSNorm(Norm):
     """x / sqrt(mean(x^2) + eps) * weight."""
+
+    centered = False
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
         super().__init__(config, hidden_size, eps)
         self.reset_parameters()
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., h] in any float dtype -> [..., h] in the dtype of the weight."""
-        scale = self._scale()
+    def _plain(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         if x.dtype == scale.dtype:
             return F.rms_norm(x, (self.hidden_size,), scale, self.eps)
         return F.rms_norm(x.float(), (self.hidden_size,), scale.float(), self.eps).to(scale.dtype)
 
 
-class LayerNorm(_Norm):
+class LayerNorm(Norm):
     """(x - mean(x)) / sqrt(var(x) + eps) * weight + bias."""
 
     bias: torch.Tensor
+    centered = True
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
         super().__init__(config, hidden_size, eps)
         self.add_parameter("bias", (hidden_size,), ConstantInit(0.0))
         self.reset_parameters()
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., h] in any float dtype -> [..., h] in the dtype of the weight."""
-        scale = self._scale()
+    def _shift(self) -> torch.Tensor:
+        return self.bias
+
+    def _plain(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         if x.dtype == scale.dtype:
             return F.layer_norm(x, (self.hidden_size,), scale, self.bias, self.eps)
         normed = F.layer_norm(x.float(), (self.hidden_size,), scale.float(), self.bias.float(), self.eps)

@@ -136,17 +136,28 @@ class TransformerConfig:
     """Linear layers write weight gradients into ``weight.get_main_grad()`` where the engine offers it. On by default,
     unlike Megatron-Core, since it needs no extra package here."""
     bias_activation_fusion: bool = False
-    """Bias and activation in one function. As in Megatron-Core, GELU is then the tanh form."""
+    """Bias and activation are one function each way that keeps its input only. As in Megatron-Core, GELU is then the
+    tanh form. Like the four fusions below it is compiled on CUDA (see DESIGN.md); off, PyTorch's own kernels run."""
     bias_dropout_fusion: bool = False
-    """On or off, bias, dropout and residual are one function with the same result."""
+    """Bias, dropout and residual are one function each way; its random numbers are other ones than PyTorch's."""
     masked_softmax_fusion: bool = False
-    """On or off, attention is fused where no mask is given."""
+    """Where scores are in memory (with a mask, or ``attention_backend`` unfused or local), scale, mask and fp32 softmax
+    are one function each way. Attention by PyTorch's fused kernels needs none of it."""
     apply_rope_fusion: bool = False
-    """On or off, the rotary embedding is one function with the same result."""
+    """The rotation of queries and keys, with the split of the projection before it, is one function each way."""
     persist_layer_norm: bool = False
-    """On or off, norms are torch's fused kernels."""
+    """Norms are functions of one kernel each way that holds its rows on chip, with the residual sum before the norm and
+    the residual's gradient in it; off, PyTorch's norm kernels and sums apart."""
+    memory_efficient_layer_norm: bool = False
+    """Refused when set."""
     cross_entropy_loss_fusion: bool = False
-    """On or off, the cross entropy is one function that keeps no fp32 copy of the logits."""
+    """The cross entropy is one function each way that reads the logits once, and ``GPTModel`` lets its gradient
+    overwrite them; off, it goes through the logits in fp32 chunks and its gradient has memory of its own."""
+    cross_entropy_fusion_impl: Literal["native", "te"] = "native"
+    """Whose fused cross entropy: the framework's own; "te" (transformer-engine's) is refused."""
+    disable_jit_fuser: bool = False
+    """The fused functions run as plain PyTorch on CUDA too, not compiled. Ours: in Megatron-LM it is a switch of the
+    whole process."""
 
     tensor_model_parallel_size: int = 1
     """Degree of tensor parallelism; only 1 is served."""

@@ -14,6 +14,7 @@ from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.torch_norm import Norm
 
 if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -65,15 +66,40 @@ class TransformerLayer(MegatronModule):
         rotary_pos_sin: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """[s, b, h] -> [s, b, h]; the other arguments as in ``SelfAttention.forward``."""
-        fused = self.config.bias_dropout_fusion
+        normed, hidden_states = self._normed(self.input_layernorm, hidden_states)
         attended = self.self_attention(
-            self.input_layernorm(hidden_states),
+            normed,
             attention_mask=attention_mask,
             rotary_pos_emb=rotary_pos_emb,
             rotary_pos_cos=rotary_pos_cos,
             rotary_pos_sin=rotary_pos_sin,
         )
-        hidden_states = self.self_attn_bda(self.training, fused)(attended, hidden_states, self.hidden_dropout)
-        fed_forward = self.mlp(self.pre_mlp_layernorm(hidden_states))
-        output: torch.Tensor = self.mlp_bda(self.training, fused)(fed_forward, hidden_states, self.hidden_dropout)
-        return output
+        if self._only_adds(self.self_attn_bda, attended[1]) and isinstance(self.pre_mlp_layernorm, Norm):
+            normed, hidden_states = self.pre_mlp_layernorm(attended[0], hidden_states, keep_input=True)
+        else:
+            hidden_states = self._bias_dropout_add(self.self_attn_bda, attended, hidden_states)
+            normed, hidden_states = self._normed(self.pre_mlp_layernorm, hidden_states)
+        return self._bias_dropout_add(self.mlp_bda, self.mlp(normed), hidden_states)
+
+    def _normed(self, norm: torch.nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The norm of x, and x for the residual sum, whose gradients meet in the norm where it can do that."""
+        if isinstance(norm, Norm):
+            normed, x = norm(x, keep_input=True)
+            return normed, x
+        return norm(x), x
+
+    def _bias_dropout_add(
+        self, build: Any, x_with_bias: tuple[torch.Tensor, torch.Tensor | None], residual: torch.Tensor
+    ) -> torch.Tensor:
+        config = self.config
+        if build is get_bias_dropout_add:
+            add = build(self.training, config.bias_dropout_fusion, compiled=not config.disable_jit_fuser)
+        else:
+            add = build(self.training, config.bias_dropout_fusion)
+        total: torch.Tensor = add(x_with_bias, residual, self.hidden_dropout)
+        return total
+
+    def _only_adds(self, build: Any, bias: torch.Tensor | None) -> bool:
+        """Whether the end of a sublayer is a plain sum, which the norm after it can do on its way."""
+        dropping = self.training and self.hidden_dropout > 0.0
+        return self.config.bias_dropout_fusion and build is get_bias_dropout_add and bias is None and not dropping

@@ -46,6 +46,8 @@ ASKED_FOR: dict[str, Any] = {
     "softmax_type": "learnable",
     "qk_l2_norm": True,
     "use_mup": True,
+    "memory_efficient_layer_norm": True,
+    "cross_entropy_fusion_impl": "te",
     "cpu_offloading": True,
 }
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.tensor_parallel import ColumnParallelLinear, vocab_parallel_cross_entropy
@@ -210,11 +211,25 @@ class GPTModel(MegatronModule):
         logits, _ = self.output_layer(hidden_states, weight=weight, runtime_gather_output=runtime_gather_output)
         if labels is None:
             return logits.transpose(0, 1).contiguous()
+        if self.config.cross_entropy_loss_fusion:
+            return self.compute_language_model_loss(labels, logits, overwrite_logits=True)
         return self.compute_language_model_loss(labels, logits)
 
-    def compute_language_model_loss(self, labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """The loss of each token [b, s] of labels [b, s] and logits [s, b, v]."""
-        return vocab_parallel_cross_entropy(logits, labels.t()).t().contiguous()
+    def compute_language_model_loss(
+        self, labels: torch.Tensor, logits: torch.Tensor, *, overwrite_logits: bool = False
+    ) -> torch.Tensor:
+        """The loss of each token [b, s] of labels [b, s] and logits [s, b, v].
+
+        Args:
+            overwrite_logits: with ``config.cross_entropy_loss_fusion``, backward may write over the logits.
+        """
+        if not self.config.cross_entropy_loss_fusion:
+            return vocab_parallel_cross_entropy(logits, labels.t()).t().contiguous()
+        compiled = not self.config.disable_jit_fuser
+        losses = fused_vocab_parallel_cross_entropy(
+            logits, labels.t(), overwrite_logits=overwrite_logits, compiled=compiled
+        )
+        return losses.t().contiguous()
 
     def _rotary_tables(self, decoder_input: torch.Tensor | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         if self.rotary_pos_emb is None:

@@ -1,0 +1,108 @@
+"""Cross entropy over a large vocabulary in one pass each way, its gradient in the memory of the logits.
+
+Shapes: s sequence, b batch, v vocabulary, t tokens (s * b).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megatron.core.jit import Fusible, is_compiled
+
+# Where nothing is compiled, chunks of 2**24 logits bound the fp32 copies that each operation makes.
+CHUNK_NUMEL = 2**24
+
+
+def fused_vocab_parallel_cross_entropy(
+    vocab_parallel_logits: torch.Tensor,
+    target: torch.Tensor,
+    tp_group: object = None,
+    *,
+    overwrite_logits: bool = False,
+    compiled: bool = True,
+) -> torch.Tensor:
+    """Per-token loss [s, b] in fp32 of logits [s, b, v] in any float dtype and target [s, b] in [0, v).
+
+    Args:
+        tp_group: with one tensor-parallel rank there is nothing to reduce over it.
+        overwrite_logits: backward writes the logits' gradient where the logits were. For logits that nobody reads
+            afterwards; a second backward through the same loss raises RuntimeError then.
+
+    Source: Megatron-Core's function of this name for the signature; one read of the logits forward, one read and one
+    write backward, are ours.
+    """
+    loss: torch.Tensor = _CrossEntropy.apply(vocab_parallel_logits, target, overwrite_logits, compiled)  # type: ignore[no-untyped-call, unused-ignore]
+    return loss
+
+
+@Fusible
+def _losses(logits: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Losses [t] of logits [t, v] and target [t], and the logarithm [t] of the sum of exponentials; both fp32."""
+    log_sum = torch.logsumexp(logits.float(), dim=-1)
+    return log_sum - logits.gather(1, target.unsqueeze(1)).squeeze(1).float(), log_sum
+
+
+def _gradient_of(
+    logits: torch.Tensor, target: torch.Tensor, log_sum: torch.Tensor, grad_loss: torch.Tensor
+) -> torch.Tensor:
+    """The gradient [t, v] in the dtype of the logits: (softmax - one hot) * grad_loss."""
+    hit = torch.arange(logits.shape[-1], device=logits.device) == target.unsqueeze(1)
+    softmax = torch.exp(logits.float() - log_sum.unsqueeze(1))
+    return ((softmax - hit.float()) * grad_loss.unsqueeze(1)).to(logits.dtype)
+
+
+_gradient = Fusible(_gradient_of)
+
+
+@Fusible
+def _gradient_in_place(
+    logits: torch.Tensor, target: torch.Tensor, log_sum: torch.Tensor, grad_loss: torch.Tensor
+) -> None:
+    logits.copy_(_gradient_of(logits, target, log_sum, grad_loss))
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits: torch.Tensor, target: torch.Tensor, overwrite_logits: bool, compiled: bool
+    ) -> torch.Tensor:
+        rows, labels = logits.reshape(-1, logits.shape[-1]), target.reshape(-1)
+        parts = [
+            _losses(compiled, chunk, chunk_labels)
+            for chunk, chunk_labels in zip(*_chunks(compiled, rows, labels), strict=True)
+        ]
+        losses, log_sum = (torch.cat(part) if len(parts) > 1 else part[0] for part in zip(*parts, strict=True))
+        ctx.save_for_backward(logits, target, log_sum)
+        ctx.overwrite, ctx.compiled, ctx.overwritten = overwrite_logits, compiled, False
+        return losses.view(target.shape)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        if ctx.overwritten:
+            raise RuntimeError(
+                "backward must run once through a loss whose gradient overwrites the logits, got a second pass; switch"
+                " cross_entropy_loss_fusion off, or call fused_vocab_parallel_cross_entropy without overwrite_logits"
+            )
+        logits, target, log_sum = ctx.saved_tensors
+        ctx.overwritten = ctx.overwrite
+        # Rows that cannot be viewed are a copy, which may be written over too.
+        rows = logits.detach().reshape(-1, logits.shape[-1])
+        chunks = _chunks(ctx.compiled, rows, target.reshape(-1), log_sum, grad_outputs[0].reshape(-1))
+        function = _gradient_in_place if ctx.overwrite else _gradient
+        parts = [function(ctx.compiled, *chunk) for chunk in zip(*chunks, strict=True)]
+        if ctx.overwrite:
+            grad = rows
+        else:
+            grad = torch.cat(parts) if len(parts) > 1 else parts[0]
+        return grad.view(logits.shape), None, None, None
+
+
+def _chunks(compiled: bool, rows: torch.Tensor, *rest: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
+    """[t, v] and further tensors [t, ...], all of them cut alike; in one piece where the function is compiled."""
+    if is_compiled(compiled, rows):
+        return [(tensor,) for tensor in (rows, *rest)]
+    num_rows = max(1, CHUNK_NUMEL // rows.shape[-1])
+    return [torch.split(tensor, num_rows) for tensor in (rows, *rest)]
