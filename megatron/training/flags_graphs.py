@@ -31,8 +31,9 @@ def add_graph_flags(parser: argparse.ArgumentParser) -> None:
 
 def captures_iterations(args: Namespace) -> bool:
     """True if the flags ask for a graph of the whole iteration, in either spelling."""
-    older = args.cuda_graph_impl == "local" and args.cuda_graph_scope == ["full_iteration"]
-    return bool(args.cuda_graph_impl == "full_iteration" or older)
+    whole = ["full_iteration"]
+    spellings = (("full_iteration", None), ("full_iteration", whole), ("local", whole))
+    return (args.cuda_graph_impl, args.cuda_graph_scope) in spellings
 
 
 def full_cuda_graph_config(args: Namespace) -> FullCudaGraphConfig:

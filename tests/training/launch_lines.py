@@ -75,7 +75,7 @@ LLAMA3_8B_AS_SERVED = """
 --exit-duration-in-mins 235
 --use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params --no-gradient-accumulation-fusion
 --calculate-per-token-loss --init-model-with-meta-device --ckpt-format fsdp_dtensor --fsdp-double-buffer
---use-nccl-ub --fsdp-manual-registration --create-all-gather-group
+--use-nccl-ub --fsdp-manual-registration --create-all-gather-group --cuda-graph-impl full_iteration
 --megatron-fsdp-main-params-dtype fp32 --megatron-fsdp-main-grads-dtype auto --megatron-fsdp-grad-comm-dtype auto
 --tensor-model-parallel-size 1 --context-parallel-size 1
 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather

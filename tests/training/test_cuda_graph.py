@@ -86,7 +86,9 @@ def _logged(run: Run) -> list[str]:
     """What was logged of steps and evaluations, without dates, times and memory."""
     assert run.error is None, run.error
     lines = [line.split("]", 1)[-1] for line in run.output.splitlines() if "lm loss" in line]
-    return [" | ".join(part for part in line.split(" | ") if "(ms)" not in part and "(MiB)" not in part) for line in lines]
+    return [
+        " | ".join(part for part in line.split(" | ") if "(ms)" not in part and "(MiB)" not in part) for line in lines
+    ]
 
 
 @cache

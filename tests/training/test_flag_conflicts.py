@@ -67,6 +67,13 @@ CASES: dict[str, tuple[str, str]] = {
     "finetuning from where it ended": ("--load x --finetune --use-checkpoint-opt-param-scheduler", ""),
     "a wandb account without a project": ("--wandb-exp-name x", ""),
     "scalars without a writer": ("--log-timers-to-tensorboard", ""),
+    "graphs of layers": ("--cuda-graph-impl local", ""),
+    "a scope without its graph": ("--cuda-graph-scope full_iteration", ""),
+    "another scope than the whole iteration": ("--cuda-graph-impl full_iteration --cuda-graph-scope attn mlp", ""),
+    "warm-up of no graph": ("--cuda-graph-warmup-steps 3", ""),
+    "graphs on CPUs": ("--cuda-graph-impl full_iteration --distributed-backend gloo", ""),
+    "recomputed dropout in a graph": ("--cuda-graph-impl full_iteration --recompute-granularity selective", ""),
+    "sgd in a graph": ("--cuda-graph-impl full_iteration --optimizer sgd", ""),
 }  # fmt: skip
 
 
