@@ -47,7 +47,7 @@ def test_losses_in_a_graph_are_those_of_the_eager_engine(tmp_path: Path):
 
 @pytest.mark.gpu
 def test_memory_is_counted_whoever_allocated_it():
-    """Symmetric memory is not PyTorch's allocator's; half its size is far above what a driver takes for itself."""
+    """Symmetric memory comes from a pool that PyTorch's allocator counts, or past it, by version: it is never hidden."""
     device, size = torch.device("cuda", torch.cuda.current_device()), 256 * 2**20
     watch = MemoryWatch(device)
     held = [torch.empty(size, dtype=torch.uint8, device=device)]
@@ -55,6 +55,6 @@ def test_memory_is_counted_whoever_allocated_it():
     assert watch.peak_allocated - watch.allocated_at_start == size
     assert watch.peak_outside < size // 2
     held.append(symm_mem.empty(size, dtype=torch.uint8, device=device))
-    watch.begin_steady()
-    assert watch.peak_allocated - watch.allocated_at_start == size
-    assert size // 2 < watch.peak_outside < 2 * size
+    watch.note()
+    seen = watch.peak_allocated - watch.allocated_at_start + watch.peak_outside
+    assert 1.5 * size < seen < 2.5 * size  # less than half a buffer is what a driver takes for itself
