@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import copy
 import gc
-import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron.core.distributed.fsdp import (
+    FlatAdamW,
     FsdpContext,
     MixedPrecisionPolicy,
     fully_shard,
@@ -25,14 +25,13 @@ from megatron.core.distributed.fsdp import (
 )
 from megatron.core.distributed.fsdp import context as context_module
 from megatron.core.distributed.fsdp.placement import STRATEGIES, strategy_placements
-from megatron.core.distributed.fsdp.streams import CudaStreams, Role
+from megatron.core.distributed.fsdp.streams import CudaStreams
+from tests.support.delayed_streams import DelayedStreams
 from tests.support.launch import run_ranks
 
 pytestmark = pytest.mark.gpu(2)
 
 WIDTH = 256
-# About a millisecond on a GPU of 1 to 2 GHz: longer than any kernel here.
-DELAY_CYCLES = 2_000_000
 
 
 class Block(nn.Module):
@@ -61,31 +60,6 @@ class Net(nn.Module):
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False) if self.recomputes else block(x)
         return x
-
-
-class DelayedStreams(CudaStreams):
-    """Streams on which work starts late, at random and differently on each rank: a missing wait then shows."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
-        self._random = random.Random(dist.get_rank())
-
-    def _delay(self) -> None:
-        if self._random.random() < 0.5:
-            torch.cuda._sleep(self._random.randrange(DELAY_CYCLES))
-
-    @contextmanager
-    def on(self, role: Role) -> Iterator[None]:
-        with super().on(role):
-            self._delay()
-            yield
-            self._delay()
-
-    def record(self, role: Role) -> torch.cuda.Event:
-        if role is Role.COMPUTE:
-            with torch.cuda.stream(self.stream(role)):
-                self._delay()
-        return super().record(role)
 
 
 def make_nets(dtype: torch.dtype) -> tuple[Net, Net]:
@@ -171,29 +145,57 @@ def test_sharded_equals_unsharded_on_cuda() -> None:
     run_ranks(2, _parity, backend="nccl")
 
 
-def _races() -> None:
+def _optimizer(net: Net, name: str) -> torch.optim.Optimizer:
+    if name == "flat, beside the next forward":
+        return FlatAdamW(net.parameters(), lr=1e-3, overlaps_forward=True)
+    return fully_shard_optimizer(torch.optim.AdamW(net.parameters(), lr=1e-3))
+
+
+def _trace(
+    streams: type[CudaStreams], strategy: str, optimizer_name: str, microbatches: int, options: dict[str, Any]
+) -> tuple[list[float], torch.Tensor]:
+    """Losses and final weights of a short training on these streams."""
+    _, net = make_nets(torch.bfloat16)
+    with patch.object(context_module, "make_streams", streams), fully_shard_context() as context:
+        shard(net, strategy, **options)
+    assert type(context.streams) is streams
+    context.poisons = True
+    optimizer = _optimizer(net, optimizer_name)
+    losses = train(net, optimizer, steps=5, microbatches=microbatches, dtype=torch.bfloat16)
+    if isinstance(optimizer, FlatAdamW):
+        optimizer.synchronize()
+    weights = torch.cat([p.to_local().flatten().float() for p in net.parameters()])  # type: ignore[attr-defined]
+    assert context.plan is not None and not context.planner.has_told
+    return losses, weights
+
+
+def _races(transport: str, optimizer_name: str) -> str | None:
+    """Why the transport cannot serve these ranks, or None where nothing races."""
     for strategy in ("optim", "optim_grads", "optim_grads_params"):
-        for policy in (MixedPrecisionPolicy(), MixedPrecisionPolicy(main_grads_dtype=torch.bfloat16)):
-            results = []
-            for streams in (CudaStreams, DelayedStreams, DelayedStreams):
-                context_module.make_streams = streams  # type: ignore[assignment]
-                _, net = make_nets(torch.bfloat16)
-                with fully_shard_context() as context:
-                    shard(net, strategy, mixed_precision_policy=policy)
-                context.poisons = True
-                optimizer = fully_shard_optimizer(torch.optim.AdamW(net.parameters(), lr=1e-3))
-                losses = train(net, optimizer, steps=5, microbatches=2, dtype=torch.bfloat16)
-                weights = torch.cat([p.to_local().flatten().float() for p in net.parameters()])
-                results.append((losses, weights))
-                assert context.plan is not None and not context.planner.has_told
-            for losses, weights in results[1:]:
-                assert losses == results[0][0], strategy
-                assert torch.equal(weights, results[0][1]), strategy
+        for microbatches, main_grads in ((1, None), (3, torch.bfloat16)):
+            policy = MixedPrecisionPolicy(main_grads_dtype=main_grads)
+            options = {"mixed_precision_policy": policy, "transport": transport}
+            arguments = (strategy, optimizer_name, microbatches, options)
+            try:
+                losses, weights = _trace(CudaStreams, *arguments)
+            except ValueError as error:
+                if "cannot serve" not in str(error):
+                    raise
+                return str(error)
+            for _ in range(2):
+                late_losses, late_weights = _trace(DelayedStreams, *arguments)
+                assert late_losses == losses, (strategy, microbatches)
+                assert torch.equal(late_weights, weights), (strategy, microbatches)
+    return None
 
 
-def test_random_delays_on_any_stream_do_not_change_a_bit() -> None:
-    """A wait that is missing between two streams lets one read too early or write too soon when the other is late."""
-    run_ranks(2, _races, backend="nccl")
+@pytest.mark.parametrize("optimizer", ["of torch", "flat, beside the next forward"])
+@pytest.mark.parametrize("transport", ["nccl", "peer_copy", "symm"])
+def test_random_delays_on_any_stream_do_not_change_a_bit(transport: str, optimizer: str) -> None:
+    """A wait that is missing between two streams, or two ranks, lets one read too early or write too soon."""
+    for reason in run_ranks(2, _races, transport, optimizer, backend="nccl"):
+        if reason is not None:
+            pytest.skip(reason)
 
 
 def _memory() -> None:
