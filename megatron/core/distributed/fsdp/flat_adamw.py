@@ -237,7 +237,7 @@ _TORCH_DEFAULTS = {
     "amsgrad": False,
     "maximize": False,
     "foreach": None,
-    "capturable": True,
+    "capturable": False,
     "differentiable": False,
     "fused": None,
     "decoupled_weight_decay": True,
