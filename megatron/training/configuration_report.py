@@ -50,6 +50,10 @@ def report_configuration(
         "sharding strategy": f"{strategy} ({_STRATEGY_MEANING[strategy]})",
         "data-parallel group": f"{batch.data_parallel_size} ranks; no other parallelism",
         "overlap": f"gradient reduction {ddp.overlap_grad_reduce}, parameter gathering {ddp.overlap_param_gather}",
+        "transport": (
+            f"{', '.join(getattr(model, 'transport_names', []))} (asked for: {ddp.transport_kind}); gathers and reductions "
+            f"{'on two communicators' if settings.distributed.create_all_gather_group else 'take turns on one communicator'}"
+        ),
         "compute dtype": _name(settings.model.transformer.params_dtype),
         "main weights": _name(ddp.megatron_fsdp_main_params_dtype),
         "main gradients": _name(ddp.megatron_fsdp_main_grads_dtype),

@@ -78,5 +78,15 @@ def _add_sharding_flags(group: argparse._ArgumentGroup) -> None:
         "--init-model-with-meta-device", action="store_true", help="create weights unit by unit, sharded"
     )
     group.add_argument(
+        "--fsdp-memory-budget",
+        type=_bytes_or_fraction,
+        help="memory to spend on weights that stay gathered between forward and backward: bytes, or a fraction of the "
+        "device's (default: none)",
+    )
+    group.add_argument(
         "--suggested-communication-unit-size", type=int, help="elements that gathers ahead of use may hold at once"
     )
+
+
+def _bytes_or_fraction(text: str) -> int | float:
+    return float(text) if "." in text else int(text)

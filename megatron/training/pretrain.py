@@ -87,6 +87,7 @@ def pretrain(
     print_rank_0(_report(setup))
     state = _train(setup, forward_step, start_time)
     if owns_group:
+        setup.model.close()
         dist.destroy_process_group()
     return state
 

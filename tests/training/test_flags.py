@@ -244,6 +244,13 @@ def test_what_moves_bytes(flags: list[str], kind: str) -> None:
     assert parse_settings([*MINIMAL, *flags], world_size=1).ddp.transport_kind == kind
 
 
+@pytest.mark.parametrize(("text", "budget"), [("0.25", 0.25), ("8589934592", 2**33)])
+def test_a_memory_budget_is_bytes_or_a_fraction(text: str, budget: float) -> None:
+    assert parse_settings([*MINIMAL, "--fsdp-memory-budget", text], world_size=1).ddp.fsdp_memory_budget == budget
+    with pytest.raises(FlagError, match="fsdp_memory_budget must be bytes, or a fraction"):
+        parse_settings([*MINIMAL, "--fsdp-memory-budget", "1.25"], world_size=1)
+
+
 def test_errors_of_components_name_what_must_hold() -> None:
     with pytest.raises(FlagError, match="multiple of --micro-batch-size"):
         parse_settings([*MINIMAL, "--global-batch-size", "6"], world_size=2)

@@ -49,6 +49,10 @@ class DistributedDataParallelConfig:
     suggested_communication_unit_size: int | None = None
     """Elements to have on their way: units are gathered ahead until they hold as many; None: one unit ahead."""
 
+    fsdp_memory_budget: int | float | None = None
+    """Memory to spend on weights that stay gathered between forward and backward and between microbatches, which saves
+    their second gather: bytes, or (below 1) a fraction of the device's memory; None: none."""
+
     fsdp_all_gather_in_start_param_sync: bool = True
     """``start_param_sync`` gathers the first unit's weights before the forward loop."""
 
@@ -101,6 +105,9 @@ class DistributedDataParallelConfig:
                 "suggested_communication_unit_size must be at least 1 element, got "
                 f"{self.suggested_communication_unit_size}"
             )
+        budget = self.fsdp_memory_budget
+        if budget is not None and not (0 < budget < 1 or (budget >= 1 and budget == int(budget))):
+            raise ValueError(f"fsdp_memory_budget must be bytes, or a fraction above 0 and below 1, got {budget}")
         if self.fsdp_transport not in get_args(TransportKind):
             raise ValueError(
                 f"fsdp_transport must be one of {', '.join(get_args(TransportKind))}, got {self.fsdp_transport!r}"

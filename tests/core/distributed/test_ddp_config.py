@@ -38,6 +38,7 @@ _SERVED = {
     "fsdp_transport",
     "use_symm_mem",
     "nccl_ub",
+    "fsdp_memory_budget",
 }
 
 
@@ -70,6 +71,9 @@ def test_strategies(strategy: Any) -> None:
     [
         ({"data_parallel_sharding_strategy": "zero3"}, "must be one of no_shard, optim, .*got 'zero3'"),
         ({"suggested_communication_unit_size": 0}, "must be at least 1 element, got 0"),
+        ({"fsdp_memory_budget": 0}, "must be bytes, or a fraction above 0 and below 1, got 0"),
+        ({"fsdp_memory_budget": -0.5}, "must be bytes, or a fraction above 0 and below 1, got -0.5"),
+        ({"fsdp_memory_budget": 1.5}, "must be bytes, or a fraction above 0 and below 1, got 1.5"),
         ({"fsdp_transport": "rdma"}, "fsdp_transport must be one of auto, nccl, symm, peer_copy, got 'rdma'"),
         ({"use_symm_mem": True, "fsdp_transport": "nccl"}, "use_symm_mem=True means fsdp_transport='symm', got 'nccl'"),
         ({"nccl_ub": True, "fsdp_transport": "peer_copy"}, "nccl_ub=True means fsdp_transport='symm', got 'peer_copy'"),

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.fsdp.collectives import SharedTransports
+from megatron.core.distributed.fsdp.collectives.symmetric import SymmetricTransport
 from megatron.core.distributed.fsdp.context import FsdpContext
 from megatron.core.distributed.fsdp.distributed_index import FSDPDistributedIndex
 from megatron.core.distributed.fsdp.fully_shard import contexts_of, device_of, fully_shard
@@ -45,7 +46,7 @@ class FullyShardedDataParallel(nn.Module):
 
     Raises:
         ValueError: the collection has no data-parallel group; a unit class that the model does not hold; the transport
-            that ``ddp_config`` names cannot serve the ranks.
+            that ``ddp_config`` names cannot serve the ranks, or its memory budget is a fraction of no device.
         NotImplementedError: ``disable_bucketing=True``, or a setting that is not served.
 
     Ranks: all of the sharding group; weights become those of its first rank.
@@ -82,10 +83,12 @@ class FullyShardedDataParallel(nn.Module):
             self._shard(unit)
         self._shard(module)
         _tie_output_layer(module)
+        keep_nbytes = _budget_nbytes(ddp_config.fsdp_memory_budget, group, device_of(self._shard.mesh))
         for context in self._contexts():
             context.overlaps_gather = ddp_config.overlap_param_gather
             context.overlaps_reduce = ddp_config.overlap_grad_reduce
             context.planner.ahead_numel = ddp_config.suggested_communication_unit_size or 0
+            context.planner.keep_nbytes = keep_nbytes
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward. Ranks: all."""
@@ -98,6 +101,21 @@ class FullyShardedDataParallel(nn.Module):
     def parameter_groups(self) -> list[FsdpParameterGroup]:
         """All parameter groups of the model, in the order of ``modules()``."""
         return [group for module in fsdp_modules(self.module) for group in module.parameter_groups]
+
+    @property
+    def transport_names(self) -> list[str]:
+        """What moves this model's bytes between ranks: "nccl", "symm", "peer_copy", "gloo" or "local"."""
+        return sorted({axis.name for group in self.parameter_groups for axis in group.group_mesh.axes})
+
+    def close(self) -> None:
+        """Afterwards no memory of the model is registered with process groups, which can then be destroyed.
+
+        Only symmetric memory registers any; deleting the model does the same. Ranks: all; blocks the host.
+        """
+        transports = {axis for group in self.parameter_groups for axis in group.group_mesh.axes}
+        for transport in transports:
+            if isinstance(transport, SymmetricTransport):
+                transport.close()
 
     # ---- weights ------------------------------------------------------------------------------------------------
 
@@ -210,6 +228,7 @@ class _Sharder:
         gather_group: ProcessGroup,
         sizes_nbytes: Sequence[int],
     ) -> None:
+        self.mesh = mesh
         comm_dtype = ddp_config.megatron_fsdp_grad_comm_dtype
         if comm_dtype is None and ddp_config.grad_reduce_in_fp32:
             comm_dtype = torch.float32
@@ -268,6 +287,19 @@ def _sizes_nbytes(units: Sequence[nn.Module]) -> list[int]:
     """Bytes of a typical unit's and of the largest unit's weights; of none where there are no units."""
     sizes = sorted(sum(p.numel() * p.element_size() for p in unit.parameters()) for unit in units)
     return sorted({sizes[len(sizes) // 2], sizes[-1]}) if sizes else []
+
+
+def _budget_nbytes(budget: float | None, group: ProcessGroup, device: torch.device) -> int:
+    """Bytes that a budget means, the same on all ranks. Ranks: all of the group, for a fraction of the device."""
+    if budget is None or budget >= 1:
+        return int(budget or 0)
+    if device.type != "cuda":
+        raise ValueError(
+            f"fsdp_memory_budget must be bytes where there is no device with memory of its own, got {budget} on {device.type}"
+        )
+    total = torch.tensor(torch.cuda.get_device_properties(device).total_memory, device=device)
+    dist.all_reduce(total, op=dist.ReduceOp.MIN, group=group)  # ranks plan alike
+    return int(budget * total.item())
 
 
 def _tie_output_layer(model: nn.Module) -> None:

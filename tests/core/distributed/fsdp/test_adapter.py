@@ -142,6 +142,28 @@ def groups_come_from_the_collection() -> None:
             assert transport.gather_group is gather_group  # type: ignore[attr-defined]
 
 
+@CHECKS.on(2)
+def a_memory_budget_reaches_the_plan() -> None:
+    for budget, keeps in ((None, False), (10**9, True)):
+        wrapped = _wrap(build_gpt(), fsdp_memory_budget=budget)
+        (context,) = wrapped._contexts()
+        for step in range(2):
+            _mine(wrapped, step).backward()
+        assert context.plan is not None and bool(context.plan.kept_nbytes) == keeps
+    with pytest.raises(
+        ValueError, match=r"must be bytes where there is no device with memory of its own, got 0\.5 on cpu"
+    ):
+        _wrap(build_gpt(), fsdp_memory_budget=0.5)
+
+
+@CHECKS.on(1, 2)
+def the_transport_is_told_and_a_model_can_be_closed() -> None:
+    wrapped = _wrap(build_gpt())
+    assert wrapped.transport_names == (["gloo"] if dist.get_world_size() == 2 else ["local"])
+    wrapped.close()
+    _mine(wrapped, 0).backward()
+
+
 @CHECKS.on(1, 2)
 def per_token_loss_sums_gradients_over_ranks() -> None:
     for strategy in STRATEGY_NAMES:
