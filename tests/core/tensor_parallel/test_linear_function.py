@@ -41,7 +41,7 @@ def _expected(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return reference.grad
 
 
-@pytest.mark.parametrize("shape", [(5, 4), (2, 5, 4), (2, 3, 5, 4), (0, 4)])
+@pytest.mark.parametrize("shape", [(4,), (5, 4), (2, 5, 4), (2, 3, 5, 4), (0, 4)])
 def test_the_gradient_stands_in_the_main_gradient_and_autograd_gets_none(shape: tuple[int, ...]) -> None:
     weight, x = _weight(), torch.randn(shape, requires_grad=True)
     main = MainGrad(weight)
@@ -203,3 +203,12 @@ def test_cuda_writes_fp32_main_gradients_from_bf16_operands_without_rounding_to_
     expected = 2 * x.double().sum(0).expand(64, 128)
     # fp32 sums of exact products: far below bf16's 2^-8.
     torch.testing.assert_close(main.buffer.double(), expected, rtol=1e-4, atol=1e-3)
+
+
+def test_transforms_of_functions_see_a_plain_linear() -> None:
+    """The short way into autograd knows nothing of them, so they must not take it."""
+    weight, x = _weight().detach(), torch.randn(5, 4)
+    gradient = torch.func.grad(lambda w: linear_with_main_grad(x, w).pow(2).sum())(weight)
+    torch.testing.assert_close(gradient, _expected(weight, x).float())
+    rows = torch.func.vmap(lambda row: linear_with_main_grad(row, weight))(x)
+    torch.testing.assert_close(rows, F.linear(x, weight))
