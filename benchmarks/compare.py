@@ -182,6 +182,7 @@ def _compare(arguments: argparse.Namespace, device: torch.device) -> int:
         )
         for step in range(arguments.warmup + arguments.steps)
     ]
+    _connect(device)
     results = Results(_facts(arguments, device))
     for name in arguments.engines:
         reason = engine_kind(name).why_not(settings)
@@ -193,6 +194,18 @@ def _compare(arguments: argparse.Namespace, device: torch.device) -> int:
         if arguments.profile is None and results.measurements:
             _publish(arguments, results, is_complete=name == arguments.engines[-1])
     return 1 if results.faults else 0
+
+
+def _connect(device: torch.device) -> None:
+    """Afterwards the process group has the buffers that it takes at first use, which no engine shall be charged with."""
+    if device.type != "cuda":
+        return
+    part = torch.zeros(1024, device=device)
+    parts = [torch.zeros_like(part) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, part)
+    dist.reduce_scatter(part, parts)
+    dist.all_reduce(part)
+    torch.cuda.synchronize(device)
 
 
 def _facts(arguments: argparse.Namespace, device: torch.device) -> list[tuple[str, str]]:
@@ -281,6 +294,7 @@ def _publish(arguments: argparse.Namespace, results: Results, *, is_complete: bo
         sections.insert(0, report.times_table(measurements, results.not_run))
         if any(is_ours(m.name) for m in measurements):
             sections.insert(1, bars_section(measurements, arguments.model, arguments.tokens))
+            sections.insert(2, report.plans_section(measurements))
     graphs = graph_section(measurements, is_deterministic=arguments.deterministic)
     if graphs:
         sections.insert(-1, graphs)

@@ -42,6 +42,14 @@ class StepResult(NamedTuple):
     """[] of the whole model's gradient, where it was asked for."""
 
 
+class MemoryPlan(NamedTuple):
+    """What an engine says that it takes on this rank."""
+
+    text: str
+    at_rest: int
+    """Bytes between steps."""
+
+
 class Engine:
     """A model and its optimizer, trained a step at a time. Ranks: all of the mesh, alike."""
 
@@ -90,6 +98,10 @@ class Engine:
         assert total is not None, "a norm is taken between backward and update"
         dist.all_reduce(total)
         return total.sqrt()
+
+    def memory_plan(self) -> MemoryPlan | None:
+        """What the engine planned, once it has run; None if it says nothing."""
+        return None
 
     def close(self) -> None:
         """Afterwards nothing that outlives this object belongs to it. Ranks: all."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from benchmarks.engine import Batch, Engine, StepResult
+from benchmarks.engine import Batch, Engine, MemoryPlan, StepResult
 from benchmarks.ours import Ours
 from megatron.core.full_cuda_graph import CudaStepGraph, FullCudaGraph, FullCudaGraphConfig, Microbatch, StepGraph
 
@@ -51,6 +51,9 @@ class Graphed(Engine):
         batch = [(microbatch["tokens"], microbatch["labels"]) for microbatch in microbatches]
         loss, norm = self.inner.step(batch, with_norm=self._with_norm)
         return {"loss": loss} if norm is None else {"loss": loss, "grad_norm": norm}
+
+    def memory_plan(self) -> MemoryPlan | None:
+        return self.inner.memory_plan()
 
     def close(self) -> None:
         if self._step is not None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from benchmarks.engine import Batch, Engine
+from benchmarks.engine import Batch, Engine, MemoryPlan
 from benchmarks.memory import MemoryWatch
 
 GIB = 2**30
@@ -37,6 +37,10 @@ class Measurement:
     steady_allocated: int = 0
     """Peak of the last step of the warm-up and of the measured ones: a CUDA graph allocates when it is captured."""
     steady_reserved: int = 0
+    at_rest: int = 0
+    """In use after the last step, above what was before the engine was built."""
+    plan: MemoryPlan | None = None
+    """What the engine said of this rank's memory."""
 
     @property
     def peak(self) -> int:
@@ -109,11 +113,12 @@ def run_steps(
         measurement.losses.append(loss.item() / dist.get_world_size())
         if norm is not None:
             measurement.grad_norms.append(norm.item())
+    measurement.plan = engine.memory_plan()
     _take_over(memory, measurement, device)
 
 
 def _take_over(memory: MemoryWatch, measurement: Measurement, device: torch.device) -> None:
-    names = ("peak_allocated", "peak_reserved", "steady_allocated", "steady_reserved")
+    names = ("peak_allocated", "peak_reserved", "steady_allocated", "steady_reserved", "at_rest")
     peaks = _max_over_ranks([*(getattr(memory, name) for name in names), memory.peak_outside], device)
     for name, peak in zip((*names, "outside"), peaks, strict=True):
         setattr(measurement, name, int(peak))

@@ -7,8 +7,6 @@ import os
 
 import torch
 
-_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-
 
 def use_expandable_segments() -> None:
     """Afterwards PyTorch's allocator grows its segments in place. To be called before the first allocation.
@@ -19,11 +17,6 @@ def use_expandable_segments() -> None:
     os.environ.pop("PYTORCH_ALLOC_CONF", None)  # it would win over the other
     if torch.cuda.is_available():
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
-
-
-def uses_expandable_segments() -> bool:
-    """True if the variables say so."""
-    return any("expandable_segments:True" in os.environ.get(name, "") for name in _VARIABLES)
 
 
 class MemoryWatch:
@@ -38,6 +31,7 @@ class MemoryWatch:
         self._device = device
         self.peak_allocated = self.peak_reserved = self.peak_outside = 0
         self.steady_allocated = self.steady_reserved = 0
+        self.at_rest = 0  # at the last note, above the start, past the allocator too
         gc.collect()
         if self._is_cuda:
             torch.cuda.synchronize(device)
@@ -54,7 +48,9 @@ class MemoryWatch:
         self.steady_reserved = max(self.steady_reserved, torch.cuda.max_memory_reserved(self._device))
         self.peak_allocated = max(self.peak_allocated, self.steady_allocated)
         self.peak_reserved = max(self.peak_reserved, self.steady_reserved)
-        self.peak_outside = max(self.peak_outside, self._outside() - self._outside_at_start)
+        outside = self._outside() - self._outside_at_start
+        self.peak_outside = max(self.peak_outside, outside)
+        self.at_rest = torch.cuda.memory_allocated(self._device) - self.allocated_at_start + outside
 
     def begin_steady(self) -> None:
         """Afterwards the steady peaks count from here."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -11,9 +12,10 @@ import torch
 import torch.distributed as dist
 
 import megatron.core.distributed.fsdp as fsdp
-from benchmarks.engine import BETAS, WEIGHT_DECAY, Engine, EngineSettings, adamw
+from benchmarks.engine import BETAS, WEIGHT_DECAY, Engine, EngineSettings, MemoryPlan, adamw
 from benchmarks.plain_gpt import Linear, MainGradLinear, PlainGpt
 from megatron.core.distributed.fsdp.collectives.choose import transport_problem
+from megatron.core.distributed.fsdp.collectives.symmetric import SymmetricTransport
 from megatron.core.distributed.fsdp.context import FsdpContext
 from megatron.core.distributed.fsdp.fully_shard import contexts_of
 
@@ -39,10 +41,14 @@ class OursOptions:
     """All-gathers on a communicator of their own, so that they run beside reductions."""
     prepares_forward: bool = True
     """After each step the first gather of the next is begun."""
+    kept_gib: float = 0.0
+    """GiB of gathered weights that may stay from forward to backward, and between microbatches."""
     graph: bool = False
     """Whole steps are one CUDA graph."""
 
 
+# ``+keep=GIB`` behind an engine's name.
+_KEEP = re.compile(r"keep=(\d+(?:\.\d+)?)")
 # What ``+name`` behind an engine's name changes, and in words.
 VARIATIONS: dict[str, tuple[dict[str, Any], str]] = {
     "plain": ({"linear": Linear}, "on torch's linear layers"),
@@ -71,12 +77,15 @@ def parse_ours(name: str) -> OursOptions:
         raise ValueError(
             f"an engine of ours must be named ours-{{{','.join(TRANSPORTS)}}}[-graph][+VARIATION...], got {name}"
         )
-    unknown = [v for v in variations if v not in VARIATIONS]
+    unknown = [v for v in variations if v not in VARIATIONS and not _KEEP.fullmatch(v)]
     if unknown:
-        raise ValueError(f"variations must be among {', '.join(VARIATIONS)}, got {', '.join(unknown)} in {name}")
+        raise ValueError(
+            f"variations must be among {', '.join(VARIATIONS)}, keep=GIB, got {', '.join(unknown)} in {name}"
+        )
     changes: dict[str, Any] = {}
     for variation in variations:
-        changes |= VARIATIONS[variation][0]
+        keep = _KEEP.fullmatch(variation)
+        changes |= {"kept_gib": float(keep[1])} if keep else VARIATIONS[variation][0]
     if suffix:
         # A graph holds whole steps: nothing may be launched before it for the next one, or left over for it.
         changes |= {"graph": True, "prepares_forward": False, "overlaps_forward": False}
@@ -92,7 +101,9 @@ def describe_ours(name: str) -> str:
     """The engine in words."""
     options = parse_ours(name)
     words = [f"this repository's fully_shard (ZeRO-3), transport {TRANSPORTS[options.transport]}"]
-    words += [VARIATIONS[v][1] for v in _parts(name)[1:]]
+    words += [VARIATIONS[v][1] for v in _parts(name)[1:] if v in VARIATIONS]
+    if options.kept_gib:
+        words.append(f"{options.kept_gib:g} GiB of gathered weights kept for backward")
     if options.graph:
         words.append("each step one CUDA graph")
     return ", ".join(words)
@@ -100,8 +111,6 @@ def describe_ours(name: str) -> str:
 
 def why_not_ours(options: OursOptions, settings: EngineSettings) -> str | None:
     """Why an engine with these options cannot run here; None if it can. Ranks: all, and all answer alike."""
-    if options.flat_optimizer and not hasattr(fsdp, "FlatAdamW"):
-        return "this version has no FlatAdamW; try +torchadam"
     if options.graph and settings.device.type != "cuda":
         return "CUDA graphs need CUDA devices"
     kind = TRANSPORTS[options.transport]
@@ -131,13 +140,15 @@ class Ours(Engine):
             fsdp.fully_shard(unit, settings.mesh, None, policy, fsdp_group_ag=self._gather_group, transport=kind)  # type: ignore[arg-type]
         self.model = model
         self.contexts: list[FsdpContext] = contexts_of(model)
+        for context in self.contexts:
+            context.planner.keep_nbytes = int(options.kept_gib * 2**30)
         self.optimizer = self._make_optimizer(settings)
 
     def _make_optimizer(self, settings: EngineSettings) -> torch.optim.Optimizer:
         options, parameters = self.options, self.model.parameters()
         if not options.flat_optimizer:
             return fsdp.fully_shard_optimizer(adamw(parameters, settings, capturable=options.graph))
-        optimizer: torch.optim.Optimizer = fsdp.FlatAdamW(  # type: ignore[attr-defined]
+        return fsdp.FlatAdamW(
             parameters,
             lr=settings.learning_rate,
             betas=BETAS,
@@ -145,7 +156,6 @@ class Ours(Engine):
             store_param_remainders=options.remainders,
             overlaps_forward=options.overlaps_forward,
         )
-        return optimizer
 
     def scope(self, *, is_first: bool, is_last: bool) -> AbstractContextManager[Any]:
         return fsdp.microbatch(self.model, is_first=is_first, is_last=is_last)
@@ -155,7 +165,15 @@ class Ours(Engine):
             for context in self.contexts:
                 context.prepare_forward()
 
+    def memory_plan(self) -> MemoryPlan:
+        reports = [context.describe() for context in self.contexts]
+        return MemoryPlan("\n".join(map(str, reports)), sum(report.at_rest for report in reports))
+
     def close(self) -> None:
+        groups = [group for context in self.contexts for group in context.groups]
+        for transport in {axis for group in groups for axis in group.group_mesh.axes}:
+            if isinstance(transport, SymmetricTransport):
+                transport.close()  # what it has registered must not outlive its groups
         if self._gather_group is not None:
             dist.destroy_process_group(self._gather_group)
             self._gather_group = None

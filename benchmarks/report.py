@@ -26,7 +26,7 @@ _PACKAGES = ("triton", "megatron-fsdp")
 def page(title: str, facts: Sequence[tuple[str, str]], sections: Sequence[str]) -> str:
     """A markdown page."""
     lines = [f"- {name}: {value}" for name, value in facts]
-    return "\n\n".join([f"# {title}", "\n".join(lines), *sections]) + "\n"
+    return "\n\n".join([f"# {title}", "\n".join(lines), *filter(None, sections)]) + "\n"
 
 
 def facts_of_run(device: torch.device, num_parameters: int, extra: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
@@ -97,6 +97,16 @@ def times_table(measurements: Sequence[Measurement], not_run: Mapping[str, str])
     engines = [f"- `{m.name}`: {engine_kind(m.name).what}" for m in measurements]
     engines += [f"- `{name}` did not run: {reason}" for name, reason in not_run.items()]
     return "\n".join(["## Times and memory", "", *rows, "", *notes, "", *engines])
+
+
+def plans_section(measurements: Sequence[Measurement]) -> str:
+    """What engines planned to take beside what they took at rest; "" where none planned."""
+    parts = []
+    for m in measurements:
+        if m.plan is not None:
+            rest = f"planned at rest {m.plan.at_rest / GIB:.3f} GiB, measured {m.at_rest / GIB:.3f} GiB"
+            parts.append(f"`{m.name}`: {rest}\n\n```\n{m.plan.text}\n```")
+    return "\n\n".join(["## Planned memory, rank 0", *parts]) if parts else ""
 
 
 def losses_table(measurements: Sequence[Measurement]) -> str:

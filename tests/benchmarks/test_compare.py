@@ -19,14 +19,7 @@ from tests.support.launch import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMON = ["--model", "tiny", "--tokens", "32"]
-TRAINED_HERE = [
-    "ideal",
-    "fsdp2",
-    "ours-nccl",
-    "ours-peer",
-    "ours-plain+torchadam+together+nosync",
-    "ours-nccl+fp32main",
-]
+TRAINED_HERE = ["ideal", "fsdp2", "ours-peer+keep=0.001", "ours-plain+torchadam+together+nosync"]
 
 
 def _run(argv: list[str]) -> int:
@@ -47,6 +40,7 @@ def test_every_engine_runs_or_says_why_not(tmp_path: Path):
     losses = [row.split(" | ")[1:] for row in text.splitlines() if row.startswith("| 1 | ")]
     assert len({value.strip(" |") for value in losses[0]}) == 1
     assert "\n## Bars\n" in text
+    assert "`ours-peer+keep=0.001`: planned at rest 0." in text and " kept for backward, which saves " in text
 
 
 def test_a_profile_is_a_summary_for_each_engine(tmp_path: Path):
@@ -171,6 +165,7 @@ def test_a_name_is_a_transport_and_what_is_left_out():
     plain = parse_ours("ours-plain+torchadam+nosync")
     assert plain.linear is Linear and plain.transport == "nccl"
     assert not (plain.flat_optimizer or plain.remainders or plain.prepares_forward)
+    assert parse_ours("ours-nccl+keep=2.5").kept_gib == 2.5
 
 
 def test_a_graph_holds_whole_steps():

@@ -41,15 +41,14 @@ def test_a_part_that_fails_stops_no_other(tmp_path: Path):
         "bars-1.1b: passed",
         "bars-7.2b: FAILED with status 3",
         "bars-7.2b-1024: FAILED with status 3",
-        "losses50: passed",
     ]
-    assert "--nproc-per-node 2 benchmarks/compare.py --model 1.1b" in log and "--steps 50" in log
+    assert "--nproc-per-node 2 benchmarks/compare.py --model 1.1b" in log
 
 
 def test_multicast_is_off_in_every_part(tmp_path: Path):
     _, _, log = _session(tmp_path)
     starts = [line for line in log.splitlines() if line.startswith("NVLS=")]
-    assert len(starts) == 5
+    assert len(starts) == 4
     assert all(line.startswith("NVLS=0 MULTICAST=1 ") for line in starts)
 
 
@@ -91,6 +90,11 @@ def test_symmetric_memory_runs_without_expandable_segments(tmp_path: Path):
         False,
     ]
     assert "SEGMENTS=expandable_segments:True" in log and "SEGMENTS= " in log
+
+
+def test_losses_are_compared_over_fifty_steps(tmp_path: Path):
+    _, _, log = _session(tmp_path, "losses50")
+    assert "--steps 50 " in log and "--check-losses --deterministic" in log
 
 
 def test_what_is_compared_and_where_it_lies_can_be_said(tmp_path: Path):
