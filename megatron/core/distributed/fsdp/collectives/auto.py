@@ -105,9 +105,9 @@ def measure(
 
     Ranks: all of the group; blocks the host, for less than a second. A transport that fails must do so on all alike.
     """
-    begin = time.perf_counter()
     with torch.cuda.device(device), torch.no_grad():
         free = -int(_greatest(group, device, [-float(_free_nbytes(device))])[0])
+        begin = time.perf_counter()
         sizes = sizes_to_measure(sizes_nbytes, free)
         gemms = _Gemms(device)
         figures: dict[str, Figures] = {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
@@ -94,6 +93,8 @@ def _fastest(group: ProcessGroup, gather_group: ProcessGroup, device: torch.devi
         chosen = kinds[-1]
         why.insert(0, "not measured, since deterministic algorithms are asked for")
     else:
+        # Training needs both communicators anyway; a first collective makes one, which takes longer than to measure it.
+        dist.all_reduce(torch.zeros(1, device=device), group=gather_group)
         makers = {kind: functools.partial(_construct, kind, group, gather_group, device) for kind in kinds}
         figures, failed, sizes, seconds = measure(makers, group, device, sizes_nbytes)
         chosen = cheapest(figures)
@@ -128,11 +129,12 @@ def _construct(kind: str, group: ProcessGroup, gather_group: ProcessGroup, devic
 class SharedTransports:
     """The transports over the groups of one mesh: units that are sharded over it share one of each kind.
 
-    A transport lives as long as some unit uses it. What "auto" has chosen for a group stays chosen.
+    They live as long as the mesh, so that whether one is made, which takes all ranks, does not depend on when a rank lets
+    go of a model. They hold no memory. What "auto" has chosen for a group stays chosen.
     """
 
     def __init__(self) -> None:
-        self._made: weakref.WeakValueDictionary[tuple[Any, ...], Transport] = weakref.WeakValueDictionary()
+        self._made: dict[tuple[Any, ...], Transport] = {}
         self._chosen: dict[tuple[Any, ...], str] = {}
 
     @classmethod
@@ -159,7 +161,7 @@ class SharedTransports:
         return self._chosen[key]
 
     def get(self, kind: str, group: ProcessGroup, gather_group: ProcessGroup, device: torch.device) -> Transport:
-        """As ``make_transport``, which is asked only where no unit uses such a transport yet."""
+        """As ``make_transport``, which is asked once for each pair of groups and kind."""
         key = (self.resolve(kind, group, gather_group, device), group, gather_group, device)
         transport = self._made.get(key)
         if transport is None:

@@ -21,10 +21,9 @@ from megatron.core.distributed.fsdp.collectives.process_group import ProcessGrou
 from megatron.core.distributed.fsdp.collectives.transport import MemoryKind, settle
 from megatron.core.distributed.fsdp.torch_versions import reduce_scatter_flat
 
-# Small buffers share an allocation: each would take a segment of the caching allocator (2 or 20 MiB) and two windows.
-_SLAB_NBYTES = 16 * 2**20
-# Offsets in a slab: what the caching allocator rounds to, and more than the kernels' vector loads need.
-_ALIGNMENT = 512
+# The caching allocator takes segments of 20 MiB for what is above 1 and below 10 MiB, which a pool of one buffer would
+# waste, and segments of its size for what is larger.
+_SMALL_NBYTES, _LARGE_NBYTES = 2**20, 10 * 2**20
 
 
 class SymmetricTransport(ProcessGroupTransport):
@@ -47,48 +46,32 @@ class SymmetricTransport(ProcessGroupTransport):
             # A communicator is made by its first collective, and can register nothing before.
             dist.all_reduce(torch.zeros(1, device=device), group=each)
         self._backends: list[Any] = [each._get_backend(device) for each in groups]
-        self._registered: list[weakref.finalize[..., Any]] = []
-        self._emptied: list[torch.cuda.MemPool] = []  # pools whose last buffer is gone
-        self._slab: weakref.ref[torch.UntypedStorage] | None = None
-        self._slab_used_nbytes = 0
+        self._registrations: weakref.WeakSet[_Registration] = weakref.WeakSet()
+        self._gone: list[str] = []  # an entry for each buffer that died since memory was asked for last
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device, kind: MemoryKind) -> torch.Tensor:
         nbytes = numel * dtype.itemsize
         if nbytes == 0:
             return torch.empty(numel, dtype=dtype, device=device)
-        if nbytes > _SLAB_NBYTES // 2:
-            return self._allocate(nbytes, device).view(dtype)
-        slab = None if self._slab is None else self._slab()
-        if slab is None or self._slab_used_nbytes + nbytes > _SLAB_NBYTES:
-            slab = self._allocate(_SLAB_NBYTES, device).untyped_storage()
-            self._slab, self._slab_used_nbytes = weakref.ref(slab), 0
-        piece = torch.empty(0, dtype=torch.uint8, device=device)
-        piece.set_(slab, self._slab_used_nbytes, (nbytes,))  # type: ignore[call-overload]
-        self._slab_used_nbytes += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-        return piece.view(dtype)
-
-    def _allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
-        """Registered memory [nbytes] that is given back when its last view is gone."""
-        self._emptied.clear()  # gives back segments, which their last buffer could not do while it was dying
-        self._registered = [each for each in self._registered if each.alive]
+        if self._gone:
+            self._gone.clear()
+            torch.cuda.empty_cache()  # a pool without buffers gives its segment back then, and to nobody before
+        taken = _LARGE_NBYTES if _SMALL_NBYTES < nbytes < _LARGE_NBYTES else nbytes
         pool = torch.cuda.MemPool(self._backends[0].mem_allocator)
         with torch.cuda.use_mem_pool(pool, device):
-            memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        for backend in self._backends:
-            backend.register_mem_pool(pool, symm=True)
-        storage = memory.untyped_storage()
-        self._registered.append(weakref.finalize(storage, _deregister, pool, self._backends, self._emptied, device))
-        return memory
+            memory = torch.empty(taken, dtype=torch.uint8, device=device)
+        registration = _Registration(pool, self._backends, device)
+        self._registrations.add(registration)
+        weakref.finalize(memory.untyped_storage(), registration.end, self._gone)
+        return memory[:nbytes].view(dtype)
 
     def close(self) -> None:
         """Afterwards no buffer is registered, and the groups can be destroyed; collectives go by NCCL's other kernels.
 
         Ranks: all of the group, before the next collective; blocks the host until this rank's work is done.
         """
-        for registration in self._registered:
-            registration()
-        self._registered.clear()
-        self._slab = None
+        for registration in self._registrations:
+            registration.deregister()
 
     def reduce_scatter(
         self, out: torch.Tensor, full: torch.Tensor, *, scale: float = 1.0, accumulate: bool = False
@@ -100,15 +83,30 @@ class SymmetricTransport(ProcessGroupTransport):
         settle(out, total, scale=scale, accumulate=accumulate)
 
 
-def _deregister(
-    pool: torch.cuda.MemPool, backends: list[Any], emptied: list[torch.cuda.MemPool], device: torch.device
-) -> None:
-    """Afterwards the pool's memory is in no window. Each rank does it alone: peers map the memory themselves."""
-    # Nothing may read or write through a window that goes away. Where the device is lost or a group was destroyed
-    # first, its windows are gone with it.
-    with contextlib.suppress(RuntimeError):
-        torch.cuda.synchronize(device)
-    for backend in backends:
+class _Registration:
+    """A pool's memory in windows of communicators. Ranks: all of the communicators must construct, in one order."""
+
+    def __init__(self, pool: torch.cuda.MemPool, backends: list[Any], device: torch.device) -> None:
+        self._pool, self._backends, self._device = pool, backends, device
+        for backend in backends:
+            backend.register_mem_pool(pool, symm=True)
+        self.is_registered = True
+
+    def deregister(self) -> None:
+        """Afterwards the memory is in no window. Each rank does it alone: peers have mapped the memory themselves."""
+        if not self.is_registered:
+            return
+        self.is_registered = False
+        # Nothing may read or write through a window that goes away. Where the device is lost, or a group was destroyed
+        # first, its windows are gone with it; an error would come up at a place that has nothing to do with it.
         with contextlib.suppress(RuntimeError):
-            backend.deregister_mem_pool(pool)
-    emptied.append(pool)
+            torch.cuda.synchronize(self._device)
+        for backend in self._backends:
+            with contextlib.suppress(RuntimeError):
+                backend.deregister_mem_pool(self._pool)
+
+    def end(self, gone: list[str]) -> None:
+        """Afterwards the memory, which is about to die, is in no window and no pool. It is noted in ``gone``."""
+        self.deregister()
+        del self._pool  # the allocator takes the segment over, and frees it when it empties its cache
+        gone.append("buffer")
