@@ -387,12 +387,12 @@ class FsdpContext:
                     f"{replaced} must stay the parameter that fully_shard made, got another one in its place, which no forward "
                     "would use; write to the parameter in place, or replace it before fully_shard"
                 )
-            for index, parameter in enumerate(group.sharded):
-                if parameter.requires_grad is not group.trainable:
-                    raise RuntimeError(
-                        f"requires_grad of {group.name_of(index)} must stay {group.trainable}, as it was when fully_shard was "
-                        f"called, got {parameter.requires_grad}; freeze or unfreeze parameters before fully_shard"
-                    )
+            changed = group.with_other_requires_grad()
+            if changed is not None:
+                raise RuntimeError(
+                    f"requires_grad of {changed} must stay {group.trainable}, as it was when fully_shard was called, got "
+                    f"{not group.trainable}; freeze or unfreeze parameters before fully_shard"
+                )
 
     # ---- backward -----------------------------------------------------------------------------------------------
 

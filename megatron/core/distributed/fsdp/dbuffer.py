@@ -13,6 +13,8 @@ from megatron.core.distributed.fsdp.layout import FlatLayout, rows_before
 
 # A transport's all_gather and its arguments: the buffer to fill, and this rank's shard of it.
 Gather = tuple[Callable[[torch.Tensor, torch.Tensor], None], torch.Tensor, torch.Tensor]
+# A transport's reduce_scatter or all_reduce, and this rank's summand.
+Reduction = tuple[Callable[..., None], torch.Tensor]
 
 
 class DBuffer:
@@ -98,13 +100,11 @@ class DBuffer:
         if not steps and self.local.data_ptr() != out.local.data_ptr():
             out.local.copy_(self.local)
 
-    def reduce(
-        self, out: torch.Tensor, placements: Sequence[Placement], *, scale: float = 1.0, accumulate: bool = False
-    ) -> None:
-        """Afterwards ``out`` holds, or has grown by, ``scale`` times the sum over the axes that stop being partial.
+    def reduction(self, placements: Sequence[Placement]) -> Reduction:
+        """What to call so that a buffer at rest under ``placements`` gets the sum over the axes that stop being partial.
 
-        It is what rests here under ``placements``; what this buffer holds is undefined. Ranks: all of each axis that
-        changes.
+        The pair is the transport's function and its second argument, this rank's summand; it holds as long as
+        ``self.local`` does not move.
 
         Raises:
             NotImplementedError: more than one axis would change.
@@ -115,10 +115,17 @@ class DBuffer:
                 f"one partial axis is reduced at a time, got {self.placements} -> {tuple(placements)}"
             )
         transport, target = self.axes[changed[0]], placements[changed[0]]
-        if isinstance(target, Shard):
-            transport.reduce_scatter(out, self.local, scale=scale, accumulate=accumulate)
-            return
-        transport.all_reduce(out, self.local, scale=scale, accumulate=accumulate)
+        return (transport.reduce_scatter if isinstance(target, Shard) else transport.all_reduce), self.local
+
+    def reduce(
+        self, out: torch.Tensor, placements: Sequence[Placement], *, scale: float = 1.0, accumulate: bool = False
+    ) -> None:
+        """Afterwards ``out`` holds, or has grown by, ``scale`` times the sum (``reduction``).
+
+        What this buffer holds then is undefined. Ranks: all of each axis that changes.
+        """
+        reduce, full = self.reduction(placements)
+        reduce(out, full, scale=scale, accumulate=accumulate)
 
 
 def local_range(layout: FlatLayout, placements: Sequence[Placement], axes: Sequence[Transport]) -> tuple[int, int]:

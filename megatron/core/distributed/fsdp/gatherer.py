@@ -27,7 +27,7 @@ class Gatherer:
         self.poisons = False
         self.live: dict[FsdpParameterGroup, None] = {}  # groups whose weights are gathered, or on their way
         self.num_gathers = 0
-        self.overlapping: dict[int, list[FsdpParameterGroup]] = {}  # groups that share addresses in the arena
+        self.overlapping: dict[int, set[FsdpParameterGroup]] = {}  # groups that share addresses in the arena
         self.can_move: Callable[[], bool] = lambda: True  # no graph will look for weights where they are
         self._updated: Any = None  # compute has written main weights; None once gathers have waited for that
         self._updated_event: Any = None
@@ -65,7 +65,7 @@ class Gatherer:
             self.streams.wait(Edge.UNIT_UPDATED, group.updated)
             group.updated = None
         ranges.push(group.gather_range)
-        with torch.no_grad(), self.streams.on(Role.GATHER):
+        with self.streams.on(Role.GATHER):  # no buffer requires gradients: there is nothing to record
             try:
                 if forward:
                     self._sync(group, is_stale)
@@ -172,11 +172,11 @@ class Gatherer:
         if storage is None:
             return
         if storage.in_arena and not group.is_gathered:
-            for other in self.overlapping.get(group.index, ()):
-                if other.is_gathered:
-                    self.release(other)
-                    if other.is_gathered and not self._evict(group, other):
-                        break
+            sharing = self.overlapping[group.index]
+            for other in [live for live in self.live if live in sharing]:
+                self.release(other)
+                if other.is_gathered and not self._evict(group, other):
+                    break
         if storage.in_arena:
             # Compute runs in order, so its latest release comes after that of whatever was in this range.
             if not group.is_gathered:
@@ -209,6 +209,5 @@ class Gatherer:
         """Afterwards the group's weights are gathered into memory of their own. ``can_move()`` must be true."""
         group.move_weights(None)
         for overlap in self.overlapping.values():
-            if group in overlap:
-                overlap.remove(group)
+            overlap.discard(group)
         self.overlapping.pop(group.index, None)

@@ -6,10 +6,13 @@ event is the context's business.
 
 from __future__ import annotations
 
+import operator
 import weakref
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -26,6 +29,8 @@ from megatron.core.distributed.fsdp.placement import Placements
 from megatron.core.distributed.fsdp.retired_parameter import retire
 from megatron.core.distributed.fsdp.row_shard import RowShard
 from megatron.core.distributed.fsdp.storage import FlatStorage
+
+_GRAD, _VERSION, _REQUIRES_GRAD = (operator.attrgetter(name) for name in ("grad", "_version", "requires_grad"))
 
 # Version counters of gathered and of released weights. [Note: version fence] in DESIGN.md.
 _GATHERED, _RELEASED = 0, 1
@@ -102,11 +107,8 @@ class FsdpParameterGroup:
         self._make_weights()
         self.sharded = [self._sharded_parameter(i, p) for i, p in enumerate(self.parameters)]
         self.unsharded = [self._unsharded_parameter(i, p) for i, p in enumerate(self.parameters)]
-        self._switch = [
-            (holder, key, sharded, unsharded)
-            for parameter, sharded, unsharded in zip(self.parameters, self.sharded, self.unsharded, strict=True)
-            for holder, key in parameter.holders
-        ]
+        self._versioned = [*self.sharded, *(p._local_tensor for p in self.sharded)]  # type: ignore[attr-defined]
+        self._list_holders()
         for parameter, sharded in zip(self.parameters, self.sharded, strict=True):
             # Whoever meets one of these elsewhere (a tied weight, an optimizer) finds this group.
             sharded._fsdp_group = weakref.ref(self)  # type: ignore[attr-defined]
@@ -191,10 +193,11 @@ class FsdpParameterGroup:
             full = self._buffer(replicas, self.dtypes.compute, self.weight_storage.flat)
         self.full_weight = full
         self._gathers = self.model_weight.gathers(full) if self.needs_gather else []
+        piece = self.model_weight.piece(self.placements.optimizer).data
+        has_piece = self.main_weight is not self.model_weight and piece.data_ptr() != self.main_weight.local.data_ptr()
+        self._model_piece = piece if has_piece else None
         self._sync_gathers: list[Gather] = []
-        own = self._buffer(
-            self.placements.optimizer, self.dtypes.compute, self.model_weight.piece(self.placements.optimizer).data
-        )
+        own = self._buffer(self.placements.optimizer, self.dtypes.compute, piece)
         if own.local.numel() != self._model_alias.numel():
             model = self._buffer(self.placements.parameter, self.dtypes.compute, self._model_alias)
             self._sync_gathers = own.gathers(model)
@@ -231,8 +234,9 @@ class FsdpParameterGroup:
         self.staging_storage = FlatStorage(total, self.dtypes.grad_comm, self.device)
         partial = [Partial()] * len(self.group_mesh.axes)
         self._staging = self._buffer(partial, self.dtypes.grad_comm, self.staging_storage.flat)
+        self._reduction = self._staging.reduction(self.placements.optimizer)
         self._staging_views = [self._staging.view(i) for i in range(len(self.parameters))]
-        self._staging_home = None
+        self._staging_home: torch.Tensor | None = None
         self._written = [False] * len(self.parameters)
         self.main_grad_storage = FlatStorage(self.main_weight.local.numel(), self.dtypes.main_grads, self.device)
         main_grad = self._buffer(self.placements.optimizer, self.dtypes.main_grads, self.main_grad_storage.flat)
@@ -265,13 +269,25 @@ class FsdpParameterGroup:
             node.register_hook(on_accumulated)
             self._nodes.append(node)
 
+    def _list_holders(self) -> None:
+        """Afterwards switching what modules hold is a pass over lists, without a line of Python for each parameter."""
+        self._switch = [
+            (holder, key, sharded, unsharded)
+            for parameter, sharded, unsharded in zip(self.parameters, self.sharded, self.unsharded, strict=True)
+            for holder, key in parameter.holders
+        ]
+        self._holders = [holder for holder, *_ in self._switch]
+        self._keys = [key for _, key, *_ in self._switch]
+        self._held_sharded = [sharded for *_, sharded, _ in self._switch]
+        self._held_unsharded = [unsharded for *_, unsharded in self._switch]
+
     def add_holder(self, original: nn.Parameter, holder: dict[str, nn.Parameter | None], key: str) -> None:
         """Afterwards another module, which is tied to one of these weights, holds the sharded parameter too."""
         index = next(
             i for i, p in enumerate(self.parameters) if original is self.sharded[i] or id(original) in p.original_ids
         )
         self.parameters[index].holders.append((holder, key))
-        self._switch.append((holder, key, self.sharded[index], self.unsharded[index]))
+        self._list_holders()
         holder[key] = self.sharded[index]
 
     def name_of(self, index: int) -> str:
@@ -295,12 +311,21 @@ class FsdpParameterGroup:
         others = len(self.parameters) - 1
         return self.name_of(0) + (f" and {others} more" if others else "")
 
+    def with_other_requires_grad(self) -> str | None:
+        """The name of a parameter that was frozen or unfrozen after sharding; None if there is none."""
+        flags = list(map(_REQUIRES_GRAD, self.sharded))
+        if flags.count(self.trainable) == len(flags):
+            return None
+        return self.name_of(flags.index(not self.trainable))
+
     def has_holder(self, holder: dict[str, nn.Parameter | None], key: str) -> bool:
         """True if the module with these ``_parameters`` holds a parameter of the group under ``key``."""
         return any(other is holder and name == key for other, name, *_ in self._switch)
 
     def replaced_parameter(self) -> str | None:
         """The name of a parameter in whose place a module holds something else now; None if there is none."""
+        if all(map(operator.is_, map(dict.get, self._holders, self._keys), self._held_sharded)):
+            return None
         for holder, key, sharded, unsharded in self._switch:
             held = holder.get(key)
             if held is not sharded and held is not unsharded:
@@ -312,13 +337,11 @@ class FsdpParameterGroup:
 
     def install_sharded(self) -> None:
         """Afterwards modules hold the sharded parameters."""
-        for holder, key, sharded, _ in self._switch:
-            holder[key] = sharded
+        _each(dict.__setitem__, self._holders, self._keys, self._held_sharded)
 
     def install_unsharded(self) -> None:
         """Afterwards modules hold the full parameters."""
-        for holder, key, _, unsharded in self._switch:
-            holder[key] = unsharded
+        _each(dict.__setitem__, self._holders, self._keys, self._held_unsharded)
 
     @property
     def model_piece(self) -> torch.Tensor | None:
@@ -326,10 +349,7 @@ class FsdpParameterGroup:
 
         An optimizer that writes it together with the main weight (``FsdpContext.update_weights``) saves the cast.
         """
-        if self.main_weight is self.model_weight:
-            return None
-        piece = self.model_weight.piece(self.placements.optimizer).data
-        return None if piece.data_ptr() == self.main_weight.local.data_ptr() else piece
+        return self._model_piece
 
     def sync(self, *, casts: bool = True) -> None:
         """Afterwards the model weight equals the main weight. Ranks: all, where the model weight is replicated.
@@ -339,8 +359,8 @@ class FsdpParameterGroup:
         """
         if self.main_weight is self.model_weight:
             return
-        if casts and (piece := self.model_piece) is not None:
-            piece.copy_(self.main_weight.local)
+        if casts and self._model_piece is not None:
+            self._model_piece.copy_(self.main_weight.local)
         for all_gather, full, shard in self._sync_gathers:
             all_gather(full, shard)
 
@@ -377,7 +397,7 @@ class FsdpParameterGroup:
     @property
     def main_version(self) -> int:
         """Grows with each in-place write to the sharded parameters, or to their local tensors, that autograd counts."""
-        return sum(parameter._version + parameter._local_tensor._version for parameter in self.sharded)  # type: ignore[attr-defined]
+        return sum(map(_VERSION, self._versioned))
 
     def broadcast_replicas(self) -> None:
         """Afterwards main weights that are replicated over an axis equal its first rank's. Ranks: all of the mesh."""
@@ -411,9 +431,10 @@ class FsdpParameterGroup:
 
     def move_staging(self, flat: torch.Tensor | None) -> None:
         """Afterwards gradients are staged in ``flat`` [total_numel], or in memory of their own if None."""
-        self._staging_home: torch.Tensor | None = None
+        self._staging_home = None
         self.staging_storage.move(flat)
         self._staging.local = self.staging_storage.flat
+        self._reduction = self._staging.reduction(self.placements.optimizer)
         self._staging_views = [self._staging.view(i) for i in range(len(self.parameters))]
 
     def set_staging_aside(self, *, copies: bool) -> None:
@@ -455,26 +476,21 @@ class FsdpParameterGroup:
 
     def stage_grads(self) -> None:
         """Afterwards the staging buffer holds this backward's whole local gradient; what got none counts as zero."""
-        copied: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
-        added: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
-        zeroed: list[torch.Tensor] = []
-        for index, parameter in enumerate(self.unsharded):
-            target, grad = self._staging_views[index], parameter.grad
-            if grad is not None:
-                targets, grads = added if self._written[index] else copied
-                targets.append(target)
-                grads.append(grad)
-                parameter.grad = None
-            elif not self._written[index]:
-                zeroed.append(target)
-            self._written[index] = False
+        targets, parameters, written = self._staging_views, self.unsharded, self._written
+        grads = list(map(_GRAD, parameters))
+        given = [index for index, grad in enumerate(grads) if grad is not None]
+        added = [index for index in given if written[index]]
+        copied = [index for index in given if not written[index]] if added else given
         with torch.no_grad():
-            if copied[0]:
-                torch._foreach_copy_(*copied)
-            if added[0]:
-                torch._foreach_add_(*added)
-            if zeroed:
-                torch._foreach_zero_(zeroed)
+            if copied:
+                torch._foreach_copy_([targets[i] for i in copied], [grads[i] for i in copied])
+            if added:
+                torch._foreach_add_([targets[i] for i in added], [grads[i] for i in added])
+            if len(copied) + written.count(True) < len(targets):
+                torch._foreach_zero_([t for i, t in enumerate(targets) if not written[i] and grads[i] is None])
+        if given:
+            _each(setattr, parameters, repeat("grad"), repeat(None))
+        self._written = [False] * len(targets)
 
     def drop_grads(self) -> None:
         """Afterwards nothing is left of a backward that did not finish."""
@@ -515,20 +531,21 @@ class FsdpParameterGroup:
 
     def prepare_main_grad(self) -> bool:
         """Afterwards ``param.grad`` is the main gradient; True if it holds nothing yet, to be overwritten."""
-        grads = [parameter.grad for parameter in self.sharded]
-        if all(grad is None for grad in grads):
-            self.main_grad_storage.allocate()
-            for parameter, own in zip(self.sharded, self._grads, strict=True):
-                parameter.grad = own
-            return True
         self.main_grad_storage.allocate()
-        for parameter, grad, own in zip(self.sharded, grads, self._grads, strict=True):
+        held = list(map(_GRAD, self.sharded))
+        overwrite = held.count(None) == len(held)
+        if not overwrite:
+            self._take_over(held)
+        _each(setattr, self.sharded, repeat("grad"), self._grads)
+        return overwrite
+
+    def _take_over(self, held: list[Any]) -> None:
+        """Afterwards the main gradient holds what ``param.grad`` held, zeros where there was none."""
+        for grad, own in zip(held, self._grads, strict=True):
             if grad is None:
                 own._local_tensor.zero_()
             elif grad is not own:
                 own._local_tensor.copy_(grad._local_tensor if isinstance(grad, DTensor) else grad)
-            parameter.grad = own
-        return False
 
     def reduce(self, *, overwrite: bool) -> None:
         """Afterwards the main gradient holds (``overwrite``) or has grown by the mean of the ranks' staged gradients.
@@ -539,14 +556,13 @@ class FsdpParameterGroup:
             self._partial_storage.flat.add_(self._staging.local)
             self._staging.local.copy_(self._partial_storage.flat)
             self.has_partial = False
-        self._staging.reduce(
-            self.main_grad_storage.flat, self.placements.optimizer, scale=self.grad_scale, accumulate=not overwrite
-        )
+        reduce, full = self._reduction
+        reduce(self.main_grad_storage.flat, full, scale=self.grad_scale, accumulate=not overwrite)
 
     @property
     def has_main_grad(self) -> bool:
         """True if the main gradient holds anything."""
-        return self.trainable and any(parameter.grad is not None for parameter in self.sharded)
+        return self.trainable and list(map(_GRAD, self.sharded)).count(None) < len(self.sharded)
 
     def clear_grads(self) -> None:
         """Afterwards there is no gradient of the group, and none takes memory."""
@@ -560,8 +576,13 @@ class FsdpParameterGroup:
         """Afterwards the main gradient takes no memory if the user has set ``param.grad`` to None."""
         if self.is_updating or not self.main_grad_storage.allocated:
             return  # an update beside compute reads it: the next gather's wait comes after that
-        if all(parameter.grad is None for parameter in self.sharded):
+        if list(map(_GRAD, self.sharded)).count(None) == len(self.sharded):
             self.main_grad_storage.free()
+
+
+def _each(function: Callable[..., Any], *arguments: Iterable[Any]) -> None:
+    """Calls ``function`` on the arguments' elements without a line of Python for each: the host is a bottleneck."""
+    deque(map(function, *arguments), maxlen=0)
 
 
 def _arrival_hook(group: weakref.ref[FsdpParameterGroup]) -> Callable[..., None]:

@@ -204,7 +204,7 @@ class Planner:
             arena = torch.empty(0, dtype=torch.uint8, device=self.device)
         self.arenas.append(arena)
         owner: Any = self.gatherer if kind == "weights" else self.reducer
-        owner.overlapping = {i: [groups[o] for o in ranges.overlapping(i)] for i in ranges.groups}
+        owner.overlapping = {i: {groups[o] for o in ranges.overlapping(i)} for i in ranges.groups}
         for index in ranges.groups:
             group = groups[index]
             storage = group.weight_storage if kind == "weights" else group.staging_storage

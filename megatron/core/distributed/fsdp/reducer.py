@@ -22,7 +22,8 @@ class Reducer:
         self.poisons = False
         self.overlaps = True
         self.num_reductions = 0
-        self.overlapping: dict[int, list[FsdpParameterGroup]] = {}  # groups that share addresses in the arena
+        self.overlapping: dict[int, set[FsdpParameterGroup]] = {}  # groups that share addresses in the arena
+        self._holding: dict[FsdpParameterGroup, None] = {}  # groups whose gradients are being staged
         self._last: Any = None
         self._written: Any = None
         self._finished: list[FsdpParameterGroup] = []  # reduced in this backward, in order
@@ -43,19 +44,25 @@ class Reducer:
         else:
             storage.allocate()
         group.staging_held = True
+        self._holding[group] = None
         if self.recorder is not None:
             self.recorder.staged(group.index)
 
     def _make_room(self, group: FsdpParameterGroup) -> None:
-        if any(other.staging_held and not other.staging_is_aside for other in self.overlapping.get(group.index, ())):
+        if self._occupants(group):
             group.set_staging_aside(copies=False)  # the range is taken, out of plan
             return
         self._wait_for_readers(group)
 
+    def _occupants(self, group: FsdpParameterGroup) -> list[FsdpParameterGroup]:
+        """Groups whose gradients are being staged in the group's range."""
+        sharing = self.overlapping[group.index]
+        return [other for other in self._holding if other in sharing and not other.staging_is_aside]
+
     def _wait_for_readers(self, group: FsdpParameterGroup) -> None:
         """Afterwards compute may write to the group's range of the arena."""
         # Reductions run in order, so the latest one that read the range is the one to wait for.
-        readers = self.overlapping.get(group.index, ())
+        readers = self.overlapping[group.index]
         latest = next((earlier for earlier in reversed(self._finished) if earlier in readers), None)
         if latest is not None:
             self.streams.wait(Edge.STAGING_REDUCED, latest.reduced)
@@ -65,9 +72,8 @@ class Reducer:
 
         Which ranks need this depends on the gradients that each of them gets; the order of reductions does not.
         """
-        for other in self.overlapping.get(group.index, ()):
-            if other.staging_held and not other.staging_is_aside:
-                other.set_staging_aside(copies=True)
+        for other in self._occupants(group):
+            other.set_staging_aside(copies=True)
         self._wait_for_readers(group)
         group.bring_staging_home(copies=copies)
 
@@ -80,7 +86,7 @@ class Reducer:
         group.stage_grads()
         if group.accumulates_partial and not is_last:
             group.accumulate_partial()
-            group.staging_held = False
+            self._let_go(group)
             if group.staging_is_aside:
                 group.bring_staging_home(copies=False)
             group.staging_storage.free()
@@ -96,7 +102,7 @@ class Reducer:
         self._written = self.streams.record(Role.COMPUTE, self._written)
         self.streams.wait(Edge.GRADS_WRITTEN, self._written)
         ranges.push(group.reduce_range)
-        with torch.no_grad(), self.streams.on(Role.REDUCE):
+        with self.streams.on(Role.REDUCE):  # no buffer requires gradients: there is nothing to record
             try:
                 group.reduce(overwrite=overwrite)
             except torch.OutOfMemoryError:
@@ -109,12 +115,16 @@ class Reducer:
                 group.staging_storage.flat.fill_(float("nan"))
         self.num_reductions += 1
         group.reduced = group.reduced_event = self._last = self.streams.record(Role.REDUCE, group.reduced_event)
-        group.staging_held = False
+        self._let_go(group)
         self._finished.append(group)
         if group.holds_own_memory:
             self._reading.append(group)
         if not self.overlaps:
             self.streams.wait(Edge.GRADS_REDUCED, self._last)
+
+    def _let_go(self, group: FsdpParameterGroup) -> None:
+        group.staging_held = False
+        del self._holding[group]
 
     def _free_read(self, *, keep: int) -> None:
         """Afterwards at most ``keep`` groups still hold memory of their own for a reduction."""
@@ -143,7 +153,7 @@ class Reducer:
         """Afterwards nothing is left of the group's unfinished backward."""
         group.drop_grads()
         if group.staging_held:
-            group.staging_held = False
+            self._let_go(group)
             if group.staging_is_aside:
                 group.bring_staging_home(copies=False)
             group.staging_storage.free()
