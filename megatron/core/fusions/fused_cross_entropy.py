@@ -40,7 +40,10 @@ def fused_vocab_parallel_cross_entropy(
 @Fusible
 def _losses(logits: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Losses [t] of logits [t, v] and target [t], and the logarithm [t] of the sum of exponentials; both fp32."""
-    log_sum = torch.logsumexp(logits.float(), dim=-1)
+    wide = logits.float()
+    # Written so, and not as logsumexp, the compiler finds the maximum and the sum in one pass over the logits.
+    most = wide.amax(dim=-1, keepdim=True)
+    log_sum = (most + (wide - most).exp().sum(dim=-1, keepdim=True).log()).squeeze(1)
     return log_sum - logits.gather(1, target.unsqueeze(1)).squeeze(1).float(), log_sum
 
 

@@ -1,0 +1,308 @@
+"""How fast the model's own part of a step is: ``python3 benchmarks/model_speed.py [--layers N] [--tokens N] ...``.
+
+One GPU, no sharding: layers of the Llama-3-8B shape, then its output layer and loss, forward and backward in bf16, with
+fusions and without, weight gradients written in place. For each: milliseconds, TFLOP/s of the matrix multiplications,
+peak memory, and the kernels that take most time. Without a GPU a tiny shape rehearses it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import statistics
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+if __package__ in (None, ""):  # started as a file: what it imports lies above it
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+FUSIONS = (
+    "bias_activation_fusion",
+    "bias_dropout_fusion",
+    "apply_rope_fusion",
+    "persist_layer_norm",
+    "cross_entropy_loss_fusion",
+)
+_GIB = 2**30
+_NUM_KERNELS = 16
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shape:
+    """Of one microbatch of one sequence."""
+
+    num_tokens: int
+    hidden_size: int
+    ffn_hidden_size: int
+    num_heads: int
+    num_groups: int
+    vocab_size: int
+
+    @property
+    def layer_weights(self) -> int:
+        width = self.hidden_size // self.num_heads
+        attention = self.hidden_size * (2 * self.hidden_size + 2 * self.num_groups * width)
+        return attention + 3 * self.hidden_size * self.ffn_hidden_size
+
+    @property
+    def layer_flops(self) -> int:
+        """Forward and backward; of attention the causal half, of backward not what its kernel computes again."""
+        return 6 * self.num_tokens * self.layer_weights + 6 * self.num_tokens**2 * self.hidden_size
+
+    @property
+    def head_flops(self) -> int:
+        return 6 * self.num_tokens * self.hidden_size * self.vocab_size
+
+
+LLAMA_3_8B = Shape(
+    num_tokens=8192, hidden_size=4096, ffn_hidden_size=14336, num_heads=32, num_groups=8, vocab_size=128256
+)
+TINY = Shape(num_tokens=64, hidden_size=64, ffn_hidden_size=160, num_heads=4, num_groups=2, vocab_size=256)
+
+
+@dataclasses.dataclass(kw_only=True)
+class Result:
+    """Of one part (the layers, or the head) with one set of fusions."""
+
+    name: str
+    forward_ms: float
+    backward_ms: float
+    host_ms: float
+    flops: int
+    kept_nbytes: int
+    """What forward leaves for backward."""
+    peak_nbytes: int
+    """Above what was there before."""
+    kernels: str
+
+    def row(self) -> str:
+        total = self.forward_ms + self.backward_ms
+        return (
+            f"| {self.name} | {self.forward_ms:.3f} | {self.backward_ms:.3f} | {total:.3f} | {self.host_ms:.3f}"
+            f" | {self.flops / total / 1e9:.0f} | {self.kept_nbytes / _GIB:.3f} | {self.peak_nbytes / _GIB:.3f} |"
+        )
+
+
+HEAD = (
+    "| | forward, ms | backward, ms | both, ms | host, ms | TFLOP/s | kept for backward, GiB | peak above, GiB |\n"
+    "|---|---|---|---|---|---|---|---|"
+)
+
+
+def build_model(shape: Shape, num_layers: int, device: torch.device, **fields: Any) -> GPTModel:
+    """A GPT of the shape in bf16 whose linear layers write weight gradients into buffers of their own."""
+    config = TransformerConfig(
+        num_layers=num_layers,
+        hidden_size=shape.hidden_size,
+        ffn_hidden_size=shape.ffn_hidden_size,
+        num_attention_heads=shape.num_heads,
+        num_query_groups=shape.num_groups,
+        gated_linear_unit=True,
+        activation_func="silu",
+        normalization="RMSNorm",
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        bf16=True,
+        params_dtype=torch.bfloat16,
+        **fields,
+    )
+    with device:
+        model = GPTModel(
+            config,
+            get_gpt_layer_local_spec(),
+            shape.vocab_size,
+            shape.num_tokens,
+            position_embedding_type="rope",
+            rotary_base=500000,
+        )
+    for parameter in model.parameters():
+        if parameter.dim() == 2:
+            _offer_main_grad(parameter)
+    return model
+
+
+def _offer_main_grad(weight: Any) -> None:
+    buffer = torch.empty_like(weight)
+
+    def get_main_grad() -> torch.Tensor:
+        weight.overwrite_main_grad = True
+        return buffer
+
+    weight.get_main_grad = get_main_grad
+
+
+Step = tuple[Callable[[], torch.Tensor], torch.Tensor | None]
+"""A forward, and the gradient of what it gives (None: 1)."""
+
+
+def layers_step(model: GPTModel, shape: Shape, device: torch.device) -> Step:
+    """All layers and the final norm, on a hidden state that wants a gradient as an embedding's does."""
+    hidden = torch.randn(shape.num_tokens, 1, shape.hidden_size, device=device, dtype=torch.bfloat16).requires_grad_()
+    cos, sin = model.rotary_pos_emb.get_cos_sin(shape.num_tokens, device)  # type: ignore[union-attr]
+
+    def forward() -> torch.Tensor:
+        hidden.grad = None  # as with the output of an embedding, there is nothing to add to
+        output: torch.Tensor = model.decoder(hidden, None, rotary_pos_cos=cos, rotary_pos_sin=sin)
+        return output
+
+    return forward, torch.randn_like(hidden)
+
+
+def head_step(model: GPTModel, shape: Shape, device: torch.device) -> Step:
+    """The output layer and the mean loss."""
+    hidden = torch.randn(shape.num_tokens, 1, shape.hidden_size, device=device, dtype=torch.bfloat16).requires_grad_()
+    labels = torch.randint(shape.vocab_size, (1, shape.num_tokens), device=device)
+    options = {"overwrite_logits": True} if model.config.cross_entropy_loss_fusion else {}
+
+    def forward() -> torch.Tensor:
+        hidden.grad = None
+        logits, _ = model.output_layer(hidden)
+        return model.compute_language_model_loss(labels, logits, **options).mean()
+
+    return forward, None
+
+
+def measure(name: str, step: Step, flops: int, *, num_steps: int, device: torch.device) -> Result:
+    """Times of the median step, after steps that compile; memory and kernels of one more step each."""
+    forward, grad = step
+    times: list[tuple[float, float, float]] = []
+    for index in range(3 + num_steps):
+        _wait(device)
+        start = time.perf_counter()
+        output = forward()
+        host_forward = time.perf_counter() - start
+        _wait(device)
+        middle = time.perf_counter()
+        output.backward(grad)
+        host_backward = time.perf_counter() - middle
+        _wait(device)
+        if index >= 3:
+            times.append((middle - start, time.perf_counter() - middle, host_forward + host_backward))
+        del output
+    kept, peak = _memory(step, device)
+    forward_s, backward_s, host_s = (statistics.median(column) for column in zip(*times, strict=True))
+    return Result(
+        name=name,
+        forward_ms=1e3 * forward_s,
+        backward_ms=1e3 * backward_s,
+        host_ms=1e3 * host_s,
+        flops=flops,
+        kept_nbytes=kept,
+        peak_nbytes=peak,
+        kernels=_kernels(step, device),
+    )
+
+
+def _memory(step: Step, device: torch.device) -> tuple[int, int]:
+    """Bytes between forward and backward, and at the peak, above those before. Zero without a GPU."""
+    forward, grad = step
+    if device.type != "cuda":
+        return 0, 0
+    _wait(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    output = forward()
+    kept = torch.cuda.memory_allocated(device) - before
+    output.backward(grad)
+    _wait(device)
+    return kept, torch.cuda.max_memory_allocated(device) - before
+
+
+def _kernels(step: Step, device: torch.device) -> str:
+    """A table of the kernels of one step by time."""
+    if device.type != "cuda":
+        return "no kernels without a GPU"
+    forward, grad = step
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        forward().backward(grad)
+        _wait(device)
+    by_name: dict[str, list[float]] = defaultdict(list)
+    for event in profiler.events():
+        if event.device_type.name == "CUDA" and not event.is_user_annotation:
+            by_name[event.name].append((event.time_range.end - event.time_range.start) / 1e3)
+    total = sum(map(sum, by_name.values()))
+    lines = [f"kernels of one step: {total:.3f} ms", "", "| ms | share | launches | kernel |", "|---|---|---|---|"]
+    for name, spans in sorted(by_name.items(), key=lambda item: -sum(item[1]))[:_NUM_KERNELS]:
+        lines.append(f"| {sum(spans):.3f} | {sum(spans) / total:.1%} | {len(spans)} | `{name[:100]}` |")
+    return "\n".join(lines)
+
+
+@contextmanager
+def _built(model: GPTModel, device: torch.device) -> Iterator[GPTModel]:
+    """The model, which is gone afterwards, so that two of them need not fit."""
+    yield model
+    for module in model.modules():
+        module._parameters.clear()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def variants(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """What is compared, by name: fields of the configuration."""
+    fused: dict[str, Any] = dict.fromkeys(FUSIONS, True) | {"attention_backend": arguments.attention_backend}
+    chosen: dict[str, dict[str, Any]] = {"fused": fused, "plain": {"attention_backend": arguments.attention_backend}}
+    if arguments.ablations:
+        chosen |= {f"without {name}": {**fused, name: False} for name in FUSIONS}
+        chosen["fused, not compiled"] = {**fused, "disable_jit_fuser": True}
+        chosen["fused, flash attention"] = {**fused, "attention_backend": "flash"}
+        chosen["fused, cuDNN attention"] = {**fused, "attention_backend": "fused"}
+    return chosen
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=2, help="layers that are timed together (default: 2)")
+    parser.add_argument("--tokens", type=int, help="tokens of the sequence (default: 8192)")
+    parser.add_argument("--steps", type=int, default=10, help="measured steps (default: 10)")
+    parser.add_argument("--attention-backend", default="auto", choices=["auto", "flash", "fused"])
+    parser.add_argument("--ablations", action="store_true", help="each fusion left out, and each kernel of attention")
+    arguments = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    shape = LLAMA_3_8B if device.type == "cuda" else TINY
+    if arguments.tokens is not None:
+        shape = dataclasses.replace(shape, num_tokens=arguments.tokens)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU, a tiny shape"
+    print(f"{name}, torch {torch.__version__}, {arguments.layers} layers, {shape}\n\n{HEAD}")
+    results = [
+        result for name, fields in variants(arguments).items() for result in run(name, fields, shape, arguments, device)
+    ]
+    for result in results[:4]:
+        print(f"\n{result.name}: {result.kernels}")
+
+
+def run(
+    name: str, fields: dict[str, Any], shape: Shape, arguments: argparse.Namespace, device: torch.device
+) -> Iterator[Result]:
+    """The layers' result and the head's, each printed as a row."""
+    torch.manual_seed(1)
+    with _built(build_model(shape, arguments.layers, device, **fields), device) as model:
+        for part, make, flops in (
+            (f"{arguments.layers} layers", layers_step, arguments.layers * shape.layer_flops),
+            ("output layer and loss", head_step, shape.head_flops),
+        ):
+            step = make(model, shape, device)
+            result = measure(f"{part}, {name}", step, flops, num_steps=arguments.steps, device=device)
+            print(result.row(), flush=True)
+            yield result
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+if __name__ == "__main__":
+    main()
