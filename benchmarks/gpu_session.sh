@@ -11,10 +11,11 @@
 # session.log, summary.txt, a page for each comparison and a profile of one step. The exit status is 1 where a part
 # failed. Variables: COMMIT names the commit where there is no git; PYTHON another python3; ENGINES what is compared,
 # checked or profiled; STEPS the measured steps; TESTS the test files; EXTRA_PYTHONPATH folders of unpacked packages
-# such as megatron-fsdp; LIMIT the seconds of every part, in place of its own.
+# such as megatron-fsdp; EXTRA further flags of pretrain_gpt.py for pretrain-* and llama; LIMIT the seconds of every part,
+# in place of its own.
 set -uo pipefail
 if [ $# -eq 0 ]; then
-    sed -n '2,14p' "$0"
+    sed -n '2,15p' "$0"
     exit 2
 fi
 out=$(realpath -m "$1")
@@ -81,7 +82,8 @@ pretrain() { # pretrain SIZE TOKENS
         7.2b) size=(--num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --num-query-groups 8) ;;
         tiny) size=(--num-layers 3 --hidden-size 64 --ffn-hidden-size 160 --num-attention-heads 4 --num-query-groups 2) ;;
     esac
-    "${launch[@]}" benchmarks/compare_pretrain.py "$out/pretrain_$1.md" "${size[@]}" \
+    # shellcheck disable=SC2086 # EXTRA holds several words
+    PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF-expandable_segments:True} "${launch[@]}" benchmarks/compare_pretrain.py "$out/pretrain_$1.md" "${size[@]}" \
         --group-query-attention --seq-length "$(tokens "$2")" --max-position-embeddings "$(tokens "$2")" \
         --position-embedding-type rope --swiglu --normalization RMSNorm --disable-bias-linear \
         --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 \
@@ -89,7 +91,7 @@ pretrain() { # pretrain SIZE TOKENS
         --clip-grad 1.0 --bf16 --use-megatron-fsdp --use-distributed-optimizer \
         --data-parallel-sharding-strategy optim_grads_params --overlap-grad-reduce --overlap-param-gather \
         --init-model-with-meta-device --mock-data --tokenizer-type NullTokenizer --vocab-size 31999 \
-        --eval-interval 1000 --eval-iters 0 --log-interval 1 --log-throughput
+        --eval-interval 1000 --eval-iters 0 --log-interval 1 --log-throughput ${EXTRA:-}
 }
 
 tokens() { # tokens N: what stands in for it here
@@ -98,7 +100,7 @@ tokens() { # tokens N: what stands in for it here
 
 llama() {
     [ -f benchmarks/llama3_8b.sh ] || { echo "there is no benchmarks/llama3_8b.sh"; return 1; }
-    bash benchmarks/llama3_8b.sh "$out/llama"
+    PYTHON=$python bash benchmarks/llama3_8b.sh "$out/llama"
 }
 
 run_part() {

@@ -20,8 +20,10 @@ from benchmarks.engine import Batch, Engine
 from benchmarks.overlap import Interval, length, overlap
 from benchmarks.phases import time_phases
 
-# Kernels are told by name: NCCL's annotations ("nccl:...") are no kernels, peer copies are communication.
-_COMMUNICATION = re.compile(r"^(nccl(Dev|Symk|Kernel)|Memcpy PtoP)")
+# Kernels are told by name: NCCL's annotations ("nccl:...") are no kernels. Of peer copy the copies, the barriers and the sum
+# over what was copied are communication.
+_BARRIER, _SUM = r"(.*symmetric_memory.*|.*barrier_kernel)", r"_sum_kernel"
+_COMMUNICATION = re.compile(rf"^(nccl(Dev|Symk|Kernel)|Memcpy PtoP|{_BARRIER}|{_SUM})")
 _GEMM = re.compile(r"gemm|nvjet|cutlass|xmma|wgmma", re.IGNORECASE)
 _MEMORY = re.compile(r"^Mem(cpy|set)")
 # What the host asks of the driver: each launches a kernel, a copy or a whole graph.
@@ -93,7 +95,7 @@ def counts_summary(kernels: dict[str, list[Interval]]) -> str:
     compute = sum(len(times) for name, times in kernels.items() if _is_compute(name))
     return (
         f"on the device: {compute} kernels of compute, {count('nccl(Dev|Symk|Kernel)')} of NCCL (symmetric: "
-        f"{count('ncclSymk')}), {count('Memcpy PtoP')} peer copies, {count('Memcpy (?!PtoP)')} other copies, "
+        f"{count('ncclSymk')}), {count('Memcpy PtoP')} peer copies, {count(_BARRIER)} barriers, {count(_SUM)} sums of pieces, {count('Memcpy (?!PtoP)')} other copies, "
         f"{count('Memset')} memsets"
     )
 
