@@ -7,9 +7,9 @@ operations of ``torch.optim.AdamW(foreach=True)``: on the CPU results are the sa
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -39,15 +39,17 @@ class CohortTable:
     coefficients: torch.Tensor
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class FlatShard:
-    """What one update reads and writes, all [N], all but ``blocks`` and ``runs`` flat parts of a group's buffers.
+    """What one update reads and writes: flat parts [N] of a group's buffers.
 
     Args:
         main: main weights; with ``remainder`` their upper halves, in bf16.
         model: model weights in a dtype of their own, made of the main ones; None where those are the model's.
         remainder: int16 lower halves of fp32 main weights; None where ``main`` is all there is.
         runs: the elements that are updated.
+        blocks: the same for kernels.
+        launch: what the last launch for this shard found out, to be used again.
     """
 
     main: torch.Tensor
@@ -57,6 +59,16 @@ class FlatShard:
     model: torch.Tensor | None
     runs: tuple[Run, ...]
     blocks: torch.Tensor | None
+    launch: _ShardLaunch | None = None
+
+
+class _ShardLaunch(NamedTuple):
+    """A compiled kernel with a shard's arguments; the gradient's address, which may be another in each step, is the second."""
+
+    kind: tuple[Any, ...]
+    run: Callable[..., None]
+    main: int
+    others: tuple[Any, ...]
 
 
 def has_kernels(device: torch.device) -> bool:
@@ -133,6 +145,17 @@ class KernelUpdate(TorchUpdate):
         return block_table(runs, self._kernels.BLOCK_NUMEL).to(device)
 
     def update(self, shard: FlatShard, grad: torch.Tensor, coefficients: torch.Tensor) -> None:
+        address = grad.data_ptr()
+        kind = (grad.dtype, address % 16, coefficients.data_ptr())
+        launch = shard.launch
+        if launch is not None and launch.kind == kind:
+            launch.run(launch.main, address, *launch.others)
+            return
+        self._first_update(shard, grad, coefficients, kind)
+
+    def _first_update(
+        self, shard: FlatShard, grad: torch.Tensor, coefficients: torch.Tensor, kind: tuple[Any, ...]
+    ) -> None:
         main, blocks = shard.main, shard.blocks
         assert blocks is not None
         if not blocks.shape[0]:
@@ -141,30 +164,44 @@ class KernelUpdate(TorchUpdate):
         remainder = shard.exp_avg if shard.remainder is None else shard.remainder  # any address serves what is not read
         tensors = (main, grad, shard.exp_avg, shard.exp_avg_sq, remainder, model, blocks, coefficients)
         constants = (shard.remainder is not None, shard.model is not None, self._kernels.BLOCK_NUMEL)
-        self._launch_update(blocks.shape[0], tensors, constants)
+        run = self._launch_update(blocks.shape[0], tensors, constants)
+        if run is not None:
+            addresses = [tensor.data_ptr() for tensor in tensors]
+            shard.launch = _ShardLaunch(kind, run, addresses[0], (*addresses[2:], *constants))
 
 
 class _Launcher:
-    """Launches a kernel; from its second launch of a kind on without Triton's argument analysis (20 to 40 us)."""
+    """Launches a kernel; from its second launch of a kind on without Triton's analysis of arguments (20 to 40 us)."""
 
     def __init__(self, kernel: Any, *, num_warps: int) -> None:
         self._kernel, self._num_warps = kernel, num_warps
-        self._compiled: dict[Any, Any] = {}
+        self._compiled: dict[tuple[Any, ...], Any] = {}
 
-    def __call__(self, num_programs: int, tensors: Sequence[torch.Tensor], constants: tuple[Any, ...]) -> None:
+    def __call__(
+        self, num_programs: int, tensors: Sequence[torch.Tensor], constants: tuple[Any, ...]
+    ) -> Callable[..., None] | None:
+        """Afterwards the kernel is launched; returns what launches it again with addresses and constants.
+
+        None where it was interpreted, which compiles nothing.
+        """
         addresses = [tensor.data_ptr() for tensor in tensors]
-        device = tensors[0].device
         # What Triton compiles for: dtypes, and which addresses are multiples of 16.
-        kind = (device, constants, *(t.dtype for t in tensors), *(address % 16 == 0 for address in addresses))
+        kind = (
+            tensors[0].device,
+            constants,
+            *[(t.dtype, a % 16 == 0) for t, a in zip(tensors, addresses, strict=True)],
+        )
         compiled = self._compiled.get(kind)
-        if compiled is not None:
-            compiled[num_programs, 1, 1](*addresses, *constants)
-            return
-        launch = self._kernel[(num_programs,)]
-        # Interpreted kernels give nothing back.
-        found = launch(*tensors, *constants, num_warps=self._num_warps, enable_fp_fusion=False)
-        if found is not None:
-            self._compiled[kind] = found
+        if compiled is None:
+            launch = self._kernel[(num_programs,)]
+            compiled = launch(*tensors, *constants, num_warps=self._num_warps, enable_fp_fusion=False)
+            if compiled is None:
+                return None
+            self._compiled[kind] = compiled
+            return compiled[num_programs, 1, 1]
+        run: Callable[..., None] = compiled[num_programs, 1, 1]
+        run(*addresses, *constants)
+        return run
 
 
 def make_update(device: torch.device) -> TorchUpdate:

@@ -40,7 +40,7 @@ class FlatState:
         ]
         self._runs: tuple[Run, ...] = ()
         self._blocks: torch.Tensor | None = None
-        self._main, self._model = main, group.model_weight.local
+        self._addresses = (0, 0)
         self._seen_version = 0
         self.note_version(group)
 
@@ -51,9 +51,10 @@ class FlatState:
         self._make_shard(group)
 
     def _make_shard(self, group: FsdpParameterGroup) -> None:
-        self._main, self._model = group.main_weight.local, group.model_weight.local
+        self._addresses = (group.main_weight.local.data_ptr(), group.model_weight.local.data_ptr())
         self._shard = FlatShard(
-            main=self._main.data,
+            # An alias with a version counter of its own: what autograd saved of a model's weights is not "modified" by it.
+            main=group.main_weight.local.data,
             exp_avg=self._flat[EXP_AVG],
             exp_avg_sq=self._flat[EXP_AVG_SQ],
             remainder=self.remainder,
@@ -64,7 +65,7 @@ class FlatState:
 
     def shard(self, group: FsdpParameterGroup) -> FlatShard:
         """The buffers of an update, where they are now."""
-        if group.main_weight.local is not self._main or group.model_weight.local is not self._model:
+        if (group.main_weight.local.data_ptr(), group.model_weight.local.data_ptr()) != self._addresses:
             self._make_shard(group)
         return self._shard
 

@@ -271,6 +271,25 @@ def the_model_weight_is_written_with_the_main_weight() -> None:
         assert torch.equal(net(features), copied(features))
 
 
+@CHECKS.on(1, 2)
+def weights_may_move() -> None:
+    """Buffers that somebody has put elsewhere since are found where they are."""
+    nets = [shard_net(make_net(2)) for _ in range(2)]
+    optimizers = [_flat_adamw(net) for net in nets]
+    for step in range(3):
+        losses = [
+            _train(net, optimizer, range(step, step + 1)) for net, optimizer in zip(nets, optimizers, strict=True)
+        ]
+        assert losses[0] == losses[1]
+        for group in groups_of(nets[0]):
+            old = group.main_weight.local
+            old.data = old.clone()
+            for index, parameter in enumerate(group.sharded):
+                local_of(parameter)  # a view of the old memory
+                parameter._local_tensor.data = group.main_weight.view(index)  # type: ignore[attr-defined]
+    _assert_same(nets[0], nets[1])
+
+
 # ---- state ----------------------------------------------------------------------------------------------------------
 
 
