@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from megatron.core.distributed.fsdp import (
     fully_shard_optimizer,
     microbatch,
 )
+from megatron.core.distributed.fsdp.gatherer import Gatherer
 from megatron.core.distributed.fsdp.streams import Edge
 from tests.core.distributed.fsdp.models import STRATEGY_NAMES, Net, context_of, loss_of, make_net, my_piece, shard_net
 from tests.core.distributed.fsdp.watched_schedule import watch_optimizer, watched_schedule
@@ -246,6 +248,38 @@ def compute_waits_once_for_each_gather_and_once_for_all_reductions() -> None:
     assert log.count("wait WEIGHTS_UPDATED") == 1
     assert log.index("wait WEIGHTS_UPDATED") < log.index("gather root")
     assert not log.count("wait REDUCE_BEFORE_FREE") and not log.count("wait GATHER_BEFORE_FREE")
+
+
+@CHECKS.on(2)
+def never_more_than_two_units_are_gathered_beside_their_root() -> None:
+    """The one that computes and the one that is on its way; and the arena has no room for more."""
+    alive: list[int] = []
+    prefetch = Gatherer.prefetch
+
+    def counted(gatherer: Gatherer, group: FsdpParameterGroup, *, forward: bool) -> None:
+        prefetch(gatherer, group, forward=forward)
+        alive.append(len({other.prefix for other in gatherer.live if other.prefix}))
+
+    with watched_schedule(LoggingStreams()) as streams:
+        run = Run(streams, num_blocks=6)
+        for _ in range(3):
+            run.step(2)
+        with patch.object(Gatherer, "prefetch", counted):
+            run.step(2)
+    assert max(alive) == 2
+    assert run.context.plan is not None
+    nbytes = {False: 0, True: 0}  # of the root's weights, and of the largest unit's
+    for unit in run.context.units:
+        own = sum(
+            _aligned(group.weight_storage.nbytes) for group in unit.own_groups if group.weight_storage is not None
+        )
+        nbytes[bool(unit.prefix)] = max(nbytes[bool(unit.prefix)], own)
+    assert run.context.plan.weights.nbytes <= nbytes[False] + 2 * nbytes[True]
+
+
+def _aligned(nbytes: int) -> int:
+    """Ranges of an arena begin at multiples of 512 bytes."""
+    return -(-nbytes // 512) * 512
 
 
 def test_the_table_of_edges_is_that_of_the_code() -> None:
