@@ -118,7 +118,7 @@ run_part() {
         ablations-1.1b) ablations 1.1b 2048 ;;
         ablations-7.2b) ablations 7.2b 4096 ;;
         ablations-7.2b-1024) ablations 7.2b 1024 ;;
-        losses50) STEPS=${STEPS:-50} compare losses_1.1b_2048 1.1b 2048 "fsdp2,$small" --microbatches 2 --check-losses --deterministic ;;
+        losses50) STEPS=${STEPS:-50} compare losses_1.1b_2048 1.1b 2048 "fsdp2,megatron-fsdp,$small" --microbatches 2 --check-losses --deterministic ;;
         losses-7.2b) compare losses_7.2b_4096 7.2b 4096 fsdp2,ours-nccl,ours-peer --check-losses ;;
         profile-1.1b) profile 1.1b 2048 "ideal,fsdp2,$large" ;;
         profile-7.2b) profile 7.2b 4096 "ideal,fsdp2,$large" ;;
@@ -132,7 +132,7 @@ run_part() {
 limit_of() { # seconds of a part; the unnamed ones together stay below ten minutes
     case $1 in
         tests) echo 220 ;;
-        losses50) echo 110 ;;
+        losses50) echo 130 ;;
         bars-1.1b | bars-7.2b-1024) echo 110 ;;
         bars-7.2b) echo 150 ;;
         symm-* | losses-7.2b | pretrain-1.1b) echo 120 ;;

@@ -118,7 +118,7 @@ def losses_table(measurements: Sequence[Measurement]) -> str:
 
 
 def check_section(measurements: Sequence[Measurement], reference: Measurement) -> tuple[str, list[str]]:
-    """(what the check says, the faults that it found) for each engine of ours against ``reference``."""
+    """(what the check says of each engine against ``reference``, the faults that it found in ours)."""
     lines = [
         f"Relative to `{reference.name}`; tolerated: {FIRST_LOSS_TOLERANCE:.1e} for the first loss, {LOSS_TOLERANCE:.1e} "
         f"for later ones, {NORM_TOLERANCE:.1e} for gradient norms (reasons: `benchmarks/loss_check.py`).",
@@ -126,14 +126,17 @@ def check_section(measurements: Sequence[Measurement], reference: Measurement) -
     ]
     faults: list[str] = []
     for m in measurements:
-        if not is_ours(m.name):
+        if m is reference:
             continue
         found = differences(m, reference)
-        faults += found
+        if is_ours(m.name):
+            faults += found
+            verdict = f"{len(found)} FAULTS" if found else "equal within noise"
+        else:
+            verdict = "a peer, told but not judged"
         lines.append(
-            f"- `{m.name}`: {'equal within noise' if not found else f'{len(found)} FAULTS'}; largest difference of a loss "
-            f"{largest_difference(m.losses, reference.losses):.1e}, of a gradient norm "
-            f"{largest_difference(m.grad_norms, reference.grad_norms):.1e}"
+            f"- `{m.name}`: {verdict}; largest difference of a loss {largest_difference(m.losses, reference.losses):.1e}, of a "
+            f"gradient norm {largest_difference(m.grad_norms, reference.grad_norms):.1e}"
         )
     return "\n".join(["## Check", "", *lines, *(f"  - {fault}" for fault in faults)]), faults
 
