@@ -69,6 +69,11 @@ def report_configuration(
         "gradient": "mean over tokens"
         if settings.model.transformer.calculate_per_token_loss
         else "mean over microbatches",
+        "CUDA graph": (
+            f"each iteration as a whole, after {settings.cuda_graph.warmup_steps} eager ones"
+            if settings.cuda_graph.enabled
+            else "none"
+        ),
         "checkpoint format": "fsdp_dtensor (a PyTorch DCP directory of DTensors)",
         "model FLOPs": f"{flops_per_sample:.4e} of a sample. {FLOP_CONVENTION}",
     }

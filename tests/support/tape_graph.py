@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -71,7 +72,7 @@ class TapeGraph:
 
     def capture(self, function: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
         before = [tensor.detach().clone() for tensor in self.persistent()]
-        with _Recorder(self._acts):
+        with _Recorder(self._acts), patch("torch.get_rng_state", _no_random_state):
             results = function()
         with torch.no_grad(), self._uncounted():
             for tensor, value in zip(self.persistent(), before, strict=True):
@@ -97,6 +98,10 @@ class TapeGraph:
     def close(self) -> None:
         self._acts.clear()
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+
+
+def _no_random_state() -> Tensor:
+    raise RuntimeError("the state of a generator cannot be read in a capture")
 
 
 def _growing(resize: Callable[..., Any]) -> Callable[..., Any]:

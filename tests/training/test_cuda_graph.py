@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -35,6 +36,7 @@ _VARIANTS = {
     "bf16, unclipped": f"{SHARDED} --bf16 --clip-grad 0 --overlap-param-gather --overlap-grad-reduce",
     "recomputed": f"{SHARDED} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "
     "--attention-dropout 0 --hidden-dropout 0",
+    "scores recomputed": f"{SHARDED} --recompute-granularity selective --attention-dropout 0 --hidden-dropout 0",
 }
 
 
@@ -91,16 +93,19 @@ def _logged(run: Run) -> list[str]:
     ]
 
 
+_CASES = [(1, "one microbatch"), (1, "three microbatches"), *((2, name) for name in _VARIANTS)]
+
+
 @cache
 def _pairs(num_ranks: int) -> dict[str, tuple[Run, int]]:
-    eager = {f"{name}, eager": added for name, added in _VARIANTS.items()}
-    graph = {f"{name}, graph": f"{added} {_GRAPH}" for name, added in _VARIANTS.items()}
+    flags = {name: _VARIANTS[name] for ranks, name in _CASES if ranks == num_ranks}
+    eager = {f"{name}, eager": added for name, added in flags.items()}
+    graph = {f"{name}, graph": f"{added} {_GRAPH}" for name, added in flags.items()}
     runs: dict[str, tuple[Run, int]] = run_ranks(num_ranks, _train_all, eager | graph)[0]
     return runs
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("name", _VARIANTS)
+@pytest.mark.parametrize(("num_ranks", "name"), _CASES)
 def test_a_captured_run_logs_what_an_eager_one_logs(num_ranks: int, name: str) -> None:
     """Losses, gradient and weight norms, learning rates and evaluations in between, to the last digit that is printed.
 
@@ -117,6 +122,8 @@ def test_the_switched_off_gather_is_told() -> None:
     told = "fsdp_all_gather_in_start_param_sync is off"
     assert told in graph.output and told not in eager.output
     assert "fsdp_all_gather_in_start_param_sync=False" in graph.output
+    assert re.search(r"CUDA graph \.+ each iteration as a whole, after 3 eager ones", graph.output)
+    assert re.search(r"CUDA graph \.+ none", eager.output)
 
 
 def test_checkpoints_between_replays_go_on_eagerly_and_captured(tmp_path: Path) -> None:
