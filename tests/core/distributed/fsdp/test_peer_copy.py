@@ -7,6 +7,7 @@ import os
 import random
 import re
 import signal
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -17,12 +18,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.core.distributed.fsdp.collectives import MemoryKind, RankOrderTransport
+from megatron.core.distributed.fsdp import fully_shard, fully_shard_optimizer, microbatch
+from megatron.core.distributed.fsdp.collectives import MemoryKind, RankOrderTransport, TransportKind
 from megatron.core.distributed.fsdp.collectives import peer_copy as peer_copy_module
 from megatron.core.distributed.fsdp.collectives.nvlink import Place
 from megatron.core.distributed.fsdp.collectives.peer_copy import PeerCopyTransport, peer_copy_problem
-from megatron.core.distributed.fsdp.collectives.peer_memory import peer_memory_of
+from megatron.core.distributed.fsdp.collectives.peer_memory import Meeting, peer_memory_of
 from megatron.core.distributed.fsdp.collectives.peer_memory_cpu import SharedPeerMemory
+from megatron.core.distributed.fsdp.placement import strategy_placements
+from tests.core.distributed.fsdp.models import STRATEGY_NAMES, context_of, loss_of, make_net, my_piece
+from tests.core.distributed.fsdp.models import full as full_tensor
 from tests.support.launch import run_ranks
 from tests.support.rank_checks import RankChecks
 
@@ -255,6 +260,35 @@ def _at(here: Place, *_: Any) -> Place:
     return here
 
 
+@CHECKS.on(2)
+def meetings_on_one_memory_do_not_mix() -> None:
+    """Gathers and reductions run at the same time: each kind of meeting has signals of its own."""
+    rank, transport = dist.get_rank(), _peer_copy()
+    tensor = transport.empty(8, torch.int64, CPU, MemoryKind.SHARD)
+    memory = peer_memory_of(tensor)
+    assert memory is not None
+    if rank == 0:
+        seen: list[int] = []
+        view = memory.views(tensor.data_ptr(), 8, torch.int64)[1]
+
+        def read_once_published() -> None:
+            memory.barrier(Meeting.PUBLISHED)
+            seen.append(int(view[0]))
+
+        thread = threading.Thread(target=read_once_published)
+        thread.start()
+        time.sleep(0.05)
+        memory.barrier(Meeting.STAGED)
+        thread.join()
+        assert seen == [7]
+    else:
+        memory.barrier(Meeting.STAGED)
+        time.sleep(0.1)
+        tensor.fill_(7)
+        memory.barrier(Meeting.PUBLISHED)
+    memory.barrier(Meeting.PASS_ENDED)
+
+
 @CHECKS.on(1, 2)
 def what_cannot_be_served_is_said() -> None:
     group = dist.group.WORLD
@@ -276,6 +310,57 @@ def what_cannot_be_served_is_said() -> None:
             assert re.search(words, str(peer_copy_problem(group, CPU)))
         finally:
             peer_copy_module._place_of = kept
+
+
+def _train(transport: TransportKind, strategy: str) -> tuple[list[torch.Tensor], int]:
+    """Losses and last weights, and how often the process group moved weights or gradients in the last two steps.
+
+    Ranks are late at random, and the forward without a backward that ends each step reads weights too.
+    """
+    net = make_net()
+    for unit in (*net.blocks, net):
+        fully_shard(unit, placements=strategy_placements(strategy), transport=transport)
+    optimizer = fully_shard_optimizer(torch.optim.AdamW(net.parameters(), lr=1e-2))
+    context_of(net).poisons = True
+    wait, results, by_group = random.Random(dist.get_rank()), [], 0
+    calls: list[None] = []
+    kept = RankOrderTransport.all_gather, RankOrderTransport.reduce_scatter
+    for name, method in (("all_gather", kept[0]), ("reduce_scatter", kept[1])):
+        setattr(RankOrderTransport, name, _counting(method, calls))
+    for step in range(6):
+        if step == 4:
+            calls.clear()
+        for index in range(2):
+            with microbatch(net, is_first=index == 0, is_last=index == 1):
+                loss = loss_of(net, my_piece(2 * step + index))
+                time.sleep(wait.choice((0, 0.002)))
+                loss.backward()  # type: ignore[no-untyped-call]
+            results.append(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            results.append(loss_of(net, my_piece(0)))
+    by_group = len(calls)
+    RankOrderTransport.all_gather, RankOrderTransport.reduce_scatter = kept  # type: ignore[method-assign]
+    return [*results, *(full_tensor(parameter) for parameter in net.parameters())], by_group
+
+
+def _counting(method: Callable[..., None], calls: list[None]) -> Callable[..., None]:
+    def counted(*args: Any, **options: Any) -> None:
+        calls.append(None)
+        method(*args, **options)
+
+    return counted
+
+
+@CHECKS.on(2)
+def the_engine_trains_bitwise_the_same() -> None:
+    for strategy in STRATEGY_NAMES:
+        expected, _ = _train("nccl", strategy)
+        results, by_group = _train("peer_copy", strategy)
+        assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True)), strategy
+        if strategy == "optim_grads_params":
+            assert by_group == 0, "once the plan has made the arenas, no weight or gradient goes another way"
 
 
 @pytest.mark.parametrize(("num_ranks", "name"), CHECKS.parameters)
