@@ -45,17 +45,19 @@ def fused_rotate(
 
 
 def _turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
-    """[s, b, ..., d] -> the same shape, in the dtype of x; computed in fp32."""
-    half, shape = cos.shape[-1], (cos.shape[0],) + (1,) * (x.dim() - 2) + (cos.shape[1],)
-    cos, sin = cos.view(shape), sin.view(shape)
-    wide = x[..., : 2 * half].float()
-    if interleaved:
-        first, second = wide[..., ::2], wide[..., 1::2]
-        turned = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1).flatten(-2)
-    else:
-        first, second = wide[..., :half], wide[..., half:]
-        turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-    turned = turned.to(x.dtype)
+    """[s, b, ..., d] -> the same shape, in the dtype of x; computed in fp32.
+
+    Written as x * cos + swapped * (-sin, sin), each element by itself: halves that are computed apart and put together
+    would be kernels and copies of their own wherever something is still to be done with them.
+    """
+    half = cos.shape[-1]
+    wide, pair = x[..., : 2 * half].float(), -1 if interleaved else -2
+    wide = wide.reshape(*x.shape[:-1], *((half, 2) if interleaved else (2, half)))
+    sign = (2 * torch.arange(2, device=x.device) - 1).float()
+    shape = (cos.shape[0],) + (1,) * (x.dim() - 2)
+    cos, sin = (table.view(*shape, *((half, 1) if interleaved else (1, half))) for table in (cos, sin))
+    turned = wide * cos + wide.flip(pair) * (sin * sign.view((1, 2) if interleaved else (2, 1)))
+    turned = turned.to(x.dtype).reshape(*x.shape[:-1], 2 * half)
     return torch.cat((turned, x[..., 2 * half :]), dim=-1) if x.shape[-1] > 2 * half else turned
 
 
