@@ -27,7 +27,7 @@ from benchmarks.bars import bars_section, graph_section
 from benchmarks.engine import Batch, Engine, EngineSettings
 from benchmarks.engines import NAMES, engine_kind, is_ours
 from benchmarks.graphed import NUM_EAGER_STEPS
-from benchmarks.measure import GIB, Measurement, make_batch, run_steps
+from benchmarks.measure import GIB, Measurement, make_batch, run_in_a_row, run_steps
 from benchmarks.memory import MemoryWatch, use_expandable_segments
 from benchmarks.plain_gpt import SHAPES, Linear, PlainGpt
 from benchmarks.profile_step import NUM_PROFILED_STEPS, profile_engine
@@ -252,6 +252,8 @@ def _measure(name: str, settings: EngineSettings, batches: list[Batch], argument
     engine = engine_kind(name).build(settings)
     try:
         run_steps(engine, batches, measurement, settings.device, memory=memory, with_norm=arguments.check_losses)
+        if not arguments.check_losses:
+            run_in_a_row(engine, batches[arguments.warmup :], measurement, settings.device)
     finally:
         _close(engine, settings.device)
     return measurement

@@ -75,20 +75,21 @@ def times_table(measurements: Sequence[Measurement], not_run: Mapping[str, str])
     by_name = {m.name: m for m in measurements}
     ideal, fsdp2 = by_name.get("ideal"), by_name.get("fsdp2")
     rows = [
-        "| engine | median ms | min ms | host ms | ideal / it | fsdp2 / it | allocated GiB | outside GiB | reserved GiB | "
+        "| engine | median ms | min ms | host ms | ideal / it | fsdp2 / it | in a row ms | ideal / it in a row | allocated GiB | outside GiB | reserved GiB | "
         "reserved / allocated | steady GiB | last loss |",
-        "|---" * 12 + "|",
+        "|---" * 14 + "|",
     ]
     for m in measurements:
         rows.append(
             f"| {m.name} | {m.median_ms:.1f} | {m.min_ms:.1f} | {m.median_host_ms:.1f} | {_ratio(ideal, m)} | "
-            f"{_ratio(fsdp2, m)} | {m.peak_allocated / GIB:.2f} | {m.outside / GIB:.2f} | {m.reserved / GIB:.2f} | "
+            f"{_ratio(fsdp2, m)} | {m.row_ms:.1f} | {_row_ratio(ideal, m)} | {m.peak_allocated / GIB:.2f} | {m.outside / GIB:.2f} | {m.reserved / GIB:.2f} | "
             f"{f'{m.reserved / m.peak:.3f}' if m.peak else '-'} | {m.steady_allocated / GIB:.2f} / "
             f"{m.steady_reserved / GIB:.2f} | {m.losses[-1]:.4f} |"
         )
     notes = [
         "Median and minimum over the measured steps of the slowest rank's time. Host: median time until the step's Python",
-        "returns, without waiting for the device. Ratios of medians: higher is better. Memory is the most of any rank.",
+        "returns, without waiting for the device. Ratios of medians: higher is better. In a row: a step's share of as many steps",
+        "without a wait between them, as in training. Memory is the most of any rank.",
         "Allocated: peak of PyTorch's allocator from construction to the end. Outside: the most that the device had given to",
         "the process past that allocator (symmetric memory, communicators, graphs, kernels loaded meanwhile), above what it",
         "had before the engine was built. Reserved: by the allocator, and outside. Reserved / allocated: with outside in both.",
@@ -149,6 +150,10 @@ def _series_table(title: str, measurements: Sequence[Measurement], series: Seque
     for step, values in enumerate(zip(*series, strict=True), start=1):
         rows.append(f"| {step} | " + " | ".join(f"{value:.5f}" for value in values) + " |")
     return "\n".join([f"## {title}", "", *rows])
+
+
+def _row_ratio(better: Measurement | None, measurement: Measurement) -> str:
+    return "-" if better is None or not measurement.row_ms else f"{better.row_ms / measurement.row_ms:.3f}"
 
 
 def _ratio(better: Measurement | None, measurement: Measurement) -> str:
