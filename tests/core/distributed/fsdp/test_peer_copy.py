@@ -209,6 +209,14 @@ def nothing_is_taken_for_nothing() -> None:
 
 
 @CHECKS.on(2)
+def a_summand_of_another_size_is_refused() -> None:
+    transport = _peer_copy()
+    full = transport.empty(8, torch.float32, CPU, MemoryKind.STAGING)
+    with pytest.raises(ValueError, match="full must have 2 times out's 3 elements, got 8"):
+        transport.reduce_scatter(torch.empty(3), full)
+
+
+@CHECKS.on(2)
 def ranks_that_ask_for_different_memory_are_told() -> None:
     transport = _peer_copy()
     with pytest.raises(

@@ -109,10 +109,13 @@ class PeerCopyTransport:
         if memory is None:
             self._by_group.reduce_scatter(out, full, scale=scale, accumulate=accumulate)
             return
-        own = full.view(self.size, out.numel())[self.rank]
-        views = memory.views(own.data_ptr(), own.numel(), own.dtype)
+        numel = out.numel()
+        if full.numel() != self.size * numel:
+            raise ValueError(f"full must have {self.size} times out's {numel} elements, got {full.numel()}")
+        own = full.narrow(0, self.rank * numel, numel)
+        views = memory.views(own.data_ptr(), numel, own.dtype)
         memory.barrier(Meeting.STAGED)
-        if own.numel() * own.element_size() <= self.direct_nbytes:
+        if numel * own.element_size() <= self.direct_nbytes:
             sum_pieces(out, self._in_rank_order(own, views), scale=scale, accumulate=accumulate)
         else:
             self._sum_by_pulls(out, own, views, scale, accumulate)
@@ -123,18 +126,23 @@ class PeerCopyTransport:
     ) -> None:
         numel = own.numel()
         share = self.scratch_nbytes // (own.element_size() * (self.size - 1))
-        round_numel = min(numel, max(_ROUND_NUMEL, share // _ROUND_NUMEL * _ROUND_NUMEL))
-        scratch = torch.empty((self.size - 1, round_numel), dtype=own.dtype, device=own.device).unbind()
-        pulled = dict(zip(views, scratch, strict=True))
+        round_numel = max(_ROUND_NUMEL, share // _ROUND_NUMEL * _ROUND_NUMEL)
+        if numel <= round_numel:
+            self._pull_and_sum(out, own, views, scale, accumulate)
+            return
         for begin in range(0, numel, round_numel):
-            length = min(round_numel, numel - begin)
-            if length < round_numel:
-                pulled = {peer: piece[:length] for peer, piece in pulled.items()}
-            for peer, view in views.items():
-                piece = view if length == numel else view[begin : begin + length]
-                pulled[peer].copy_(piece, non_blocking=True)
-            pieces = self._in_rank_order(own[begin : begin + length], pulled)
-            sum_pieces(out[begin : begin + length], pieces, scale=scale, accumulate=accumulate)
+            here = slice(begin, begin + round_numel)
+            self._pull_and_sum(out[here], own[here], {p: view[here] for p, view in views.items()}, scale, accumulate)
+
+    def _pull_and_sum(
+        self, out: torch.Tensor, own: torch.Tensor, views: dict[int, torch.Tensor], scale: float, accumulate: bool
+    ) -> None:
+        # On one stream, so that the next round gets the same memory.
+        scratch = torch.empty((self.size - 1, own.numel()), dtype=own.dtype, device=own.device)
+        pulled = dict(zip(views, scratch.unbind(), strict=True))
+        for peer, view in views.items():
+            pulled[peer].copy_(view, non_blocking=True)
+        sum_pieces(out, self._in_rank_order(own, pulled), scale=scale, accumulate=accumulate)
 
     def _in_rank_order(self, own: torch.Tensor, others: dict[int, torch.Tensor]) -> list[torch.Tensor]:
         return [own if rank == self.rank else others[rank] for rank in range(self.size)]
