@@ -1,11 +1,15 @@
-"""Parameter groups and the step of the optimizer on plain modules; sharded ones are tested with the engine."""
+"""Parameter groups, and the step of the optimizer on plain modules and on sharded ones."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
+from megatron.core.distributed.fsdp import FlatAdamW, MixedPrecisionPolicy, fully_shard
+from megatron.core.distributed.fsdp.placement import strategy_placements
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import count_zeros, get_grad_norm
+from tests.support.launch import run_ranks
 
 
 class _Tied(torch.nn.Module):
@@ -87,11 +91,59 @@ def test_state_survives_a_round_trip() -> None:
         {"clip_grad": -1.0},
         {"adam_beta1": 1.0},
         {"sgd_momentum": -0.1},
+        {"optimizer": "sgd", "store_param_remainders": True},
     ],
 )
 def test_settings_out_of_range_are_refused(settings: dict) -> None:
     with pytest.raises(ValueError, match="must"):
         OptimizerConfig(**settings)
+
+
+def test_remainders_need_a_sharded_model() -> None:
+    with pytest.raises(ValueError, match="needs a model whose parameters are all sharded"):
+        get_megatron_optimizer(OptimizerConfig(lr=0.1, store_param_remainders=True), [_Tied()])
+
+
+def _step_of_a_sharded_model(dtype: torch.dtype, remainders: bool, clip: float, steps: int) -> list[list[float]]:
+    model = _Tied().to(dtype)
+    policy = MixedPrecisionPolicy(main_params_dtype=None) if remainders else None
+    fully_shard(model, placements=strategy_placements("optim_grads_params"), mixed_precision_policy=policy)
+    config = OptimizerConfig(lr=0.1, clip_grad=clip, store_param_remainders=remainders, log_num_zeros_in_grad=True)
+    optimizer = get_megatron_optimizer(config, [model])
+    assert isinstance(optimizer.optimizer, FlatAdamW) and optimizer.optimizer.overlaps_forward
+    seen = []
+    for _ in range(steps):
+        loss = model(torch.tensor([0, 1, 1, 3]))
+        loss.backward()
+        trainable = [p for p in model.parameters() if p.requires_grad]
+        expected = get_grad_norm(trainable).item()
+        result = optimizer.step()
+        assert result.grad_norm.item() == pytest.approx(expected, rel=1e-6)
+        assert result.num_zeros_in_grad is not None and result.num_zeros_in_grad.item() == count_zeros(trainable).item()
+        optimizer.zero_grad()
+        assert all(p.grad is None for p in trainable)
+        seen.append([loss.item(), expected, optimizer.params_norm().item()])
+    return seen
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.1])
+def test_adam_of_a_sharded_model_is_the_flat_one_and_equals_the_plain_models(clip: float) -> None:
+    model = _Tied()
+    optimizer = get_megatron_optimizer(OptimizerConfig(lr=0.1, clip_grad=clip), [model])
+    expected = []
+    for _ in range(4):
+        loss = model(torch.tensor([0, 1, 1, 3]))
+        loss.backward()
+        norm = optimizer.step().grad_norm.item()
+        optimizer.zero_grad()
+        expected.append([loss.item(), norm, optimizer.params_norm().item()])
+    for got in run_ranks(2, _step_of_a_sharded_model, torch.float32, False, clip, 4):
+        torch.testing.assert_close(torch.tensor(got), torch.tensor(expected), rtol=1e-5, atol=1e-6)
+
+
+def test_a_bf16_model_may_keep_remainders_instead_of_fp32_main_weights() -> None:
+    whole, split = (run_ranks(2, _step_of_a_sharded_model, torch.bfloat16, kept, 0.1, 4)[0] for kept in (False, True))
+    assert [step[:2] for step in split] == [step[:2] for step in whole]
 
 
 def test_a_rate_and_a_trainable_parameter_are_needed() -> None:
