@@ -264,6 +264,7 @@ def _optimizer(args: Namespace) -> OptimizerConfig:
         adam_beta1=args.adam_beta1,
         adam_beta2=args.adam_beta2,
         adam_eps=args.adam_eps,
+        store_param_remainders=args.use_precision_aware_optimizer,
         sgd_momentum=args.sgd_momentum,
         clip_grad=args.clip_grad,
         log_num_zeros_in_grad=args.log_num_zeros_in_grad,
@@ -337,6 +338,8 @@ def _ddp(args: Namespace) -> DistributedDataParallelConfig:
         strategy = "optim"
     main_grads, grad_comm = _gradient_dtypes(args)
     main_params = _DTYPES.get(args.megatron_fsdp_main_params_dtype, _compute_dtype(args))
+    if args.use_precision_aware_optimizer:
+        main_params = torch.bfloat16  # the upper halves of fp32 ones
     return DistributedDataParallelConfig(
         use_megatron_fsdp=args.use_megatron_fsdp or shards_optimizer_alone,
         use_distributed_optimizer=args.use_distributed_optimizer,

@@ -55,7 +55,11 @@ def report_configuration(
             f"{'on two communicators' if settings.distributed.create_all_gather_group else 'take turns on one communicator'}"
         ),
         "compute dtype": _name(settings.model.transformer.params_dtype),
-        "main weights": _name(ddp.megatron_fsdp_main_params_dtype),
+        "main weights": (
+            "fp32, as the bf16 model weights and the optimizer's 16 bits more"
+            if settings.optimizer.store_param_remainders
+            else _name(ddp.megatron_fsdp_main_params_dtype)
+        ),
         "main gradients": _name(ddp.megatron_fsdp_main_grads_dtype),
         "gradients on the wire": _name(ddp.megatron_fsdp_grad_comm_dtype),
         "parameters": f"{total:,} in all; {min(held_by_rank):,} to {max(held_by_rank):,} on a rank",

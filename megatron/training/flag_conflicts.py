@@ -214,6 +214,22 @@ CONFLICTS: tuple[Conflict, ...] = (
         "--use-nccl-ub and --fsdp-transport symm are NCCL's, got --distributed-backend {distributed_backend}",
     ),
     Conflict(
+        "precision-aware optimizer without bf16",
+        lambda a: a.use_precision_aware_optimizer and not a.bf16,
+        "--use-precision-aware-optimizer keeps main weights as bf16 and 16 bits more, so it needs --bf16",
+    ),
+    Conflict(
+        "precision-aware optimizer of another kind",
+        lambda a: a.use_precision_aware_optimizer and a.optimizer != "adam",
+        "--use-precision-aware-optimizer needs --optimizer adam, got {optimizer}",
+    ),
+    Conflict(
+        "precision-aware optimizer and main weights that are not fp32",
+        lambda a: a.use_precision_aware_optimizer and a.megatron_fsdp_main_params_dtype != "fp32",
+        "--use-precision-aware-optimizer keeps fp32 main weights, got --megatron-fsdp-main-params-dtype "
+        "{megatron_fsdp_main_params_dtype}",
+    ),
+    Conflict(
         "bf16 reduction of fp32 training",
         lambda a: a.grad_reduce_in_bf16 and not a.bf16,
         "--grad-reduce-in-bf16 needs --bf16; in fp32 training use --megatron-fsdp-grad-comm-dtype bf16",

@@ -33,6 +33,11 @@ def _add_optimizer_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--adam-beta1", type=float, default=0.9, help="decay of the first moment (default: 0.9)")
     group.add_argument("--adam-beta2", type=float, default=0.999, help="decay of the second moment (default: 0.999)")
     group.add_argument("--adam-eps", type=float, default=1e-8, help="added to the denominator (default: 1e-8)")
+    group.add_argument(
+        "--use-precision-aware-optimizer",
+        action="store_true",
+        help="keep fp32 main weights as the bf16 ones and 16 bits more, which takes 2 bytes per parameter less",
+    )
     group.add_argument("--sgd-momentum", type=float, default=0.9, help="momentum of sgd (default: 0.9)")
     group.add_argument(
         "--clip-grad", type=float, default=1.0, help="largest gradient norm; 0: no clipping (default: 1.0)"

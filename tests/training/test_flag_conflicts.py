@@ -43,6 +43,12 @@ CASES: dict[str, tuple[str, str]] = {
     "gather without anything sharded": ("--overlap-param-gather", ""),
     "symmetric memory and another transport": ("--use-nccl-ub --fsdp-transport nccl", ""),
     "symmetric memory on CPUs": ("--fsdp-transport symm --distributed-backend gloo", ""),
+    "precision-aware optimizer without bf16": ("--use-precision-aware-optimizer", ""),
+    "precision-aware optimizer of another kind": ("--bf16 --use-precision-aware-optimizer --optimizer sgd", ""),
+    "precision-aware optimizer and main weights that are not fp32": (
+        "--bf16 --use-precision-aware-optimizer --megatron-fsdp-main-params-dtype bf16",
+        "",
+    ),
     "bf16 reduction of fp32 training": ("--grad-reduce-in-bf16", ""),
     "two dtypes of gradients": ("--bf16 --grad-reduce-in-bf16 --accumulate-allreduce-grads-in-fp32", ""),
     "no data": ("", "--mock-data"),

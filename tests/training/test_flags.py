@@ -209,12 +209,19 @@ def test_schedule_counts_samples_whatever_it_was_given_in() -> None:
         (["--bf16", "--megatron-fsdp-main-grads-dtype", "bf16"], (torch.float32, torch.bfloat16, torch.bfloat16)),
         (["--bf16", "--megatron-fsdp-main-params-dtype", "auto"], (torch.bfloat16, torch.float32, torch.float32)),
         (["--bf16", "--accumulate-allreduce-grads-in-fp32"], (torch.float32, torch.float32, torch.float32)),
+        (["--bf16", "--use-precision-aware-optimizer"], (torch.bfloat16, torch.float32, torch.float32)),
     ],
 )
 def test_dtypes_of_main_weights_and_gradients(flags: list[str], expected: tuple[torch.dtype, ...]) -> None:
     ddp = parse_settings([*MINIMAL, *flags], world_size=1).ddp
     got = (ddp.megatron_fsdp_main_params_dtype, ddp.megatron_fsdp_main_grads_dtype, ddp.megatron_fsdp_grad_comm_dtype)
     assert got == expected
+
+
+def test_the_precision_aware_optimizer_keeps_remainders() -> None:
+    flags = ["--bf16", "--use-precision-aware-optimizer"]
+    assert parse_settings([*MINIMAL, *flags], world_size=1).optimizer.store_param_remainders
+    assert not parse_settings([*MINIMAL, "--bf16"], world_size=1).optimizer.store_param_remainders
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,9 @@ _MISFITS = {
 }
 
 
+_HALVES = "--bf16 --use-precision-aware-optimizer"
+
+
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("resume")
@@ -46,6 +49,13 @@ def runs(root: Path) -> dict[str, Run]:
         **{misfit: f"{load} {misfit}" for misfit in _MISFITS},
         "asynchronous": f"{_RUN} --async-save --save-interval 2 --save {root}/asynchronous",
         "from asynchronous": f"{_RUN} --load {root}/asynchronous --ckpt-step 2",
+        "bf16": f"{_RUN} --bf16",
+        "two halves": f"{_RUN} {_HALVES}",
+        "two halves halfway": f"{_RUN} {_HALVES} --exit-interval 2 --save {root}/halves",
+        "two halves resumed": f"{_RUN} {_HALVES} --load {root}/halves",
+        "made whole": f"{_RUN} --bf16 --load {root}/halves",
+        "bf16 halfway": f"{_RUN} --bf16 --exit-interval 2 --save {root}/bf16",
+        "made two halves": f"{_RUN} {_HALVES} --load {root}/bf16",
         "slim": f"{_RUN} --exit-interval 2 --no-save-optim --no-save-rng --save {root}/slim",
         "slim without flags": f"{_RUN} --load {root}/slim",
         "slim without optimizer": f"{_RUN} --load {root}/slim --no-load-optim",
@@ -77,6 +87,16 @@ def test_the_same_run_goes_on_to_the_last_bit(runs: dict[str, Run]) -> None:
     assert resumed.grad_norms == {3: whole.grad_norms[3], 4: whole.grad_norms[4]}
     assert _validation_losses(resumed) == _validation_losses(whole)[2:]
     assert _learning_rates(resumed) == _learning_rates(whole)[2:]
+
+
+def test_main_weights_in_two_halves_train_and_go_on_as_fp32_ones(runs: dict[str, Run]) -> None:
+    """Whole or in two halves, saved and loaded: the same to the last bit (none of these weights is at a tie)."""
+    whole = runs["bf16"]
+    assert len(whole.losses) == 4 and runs["two halves"].losses == whole.losses
+    for name in ("two halves resumed", "made whole", "made two halves"):
+        assert runs[name].error is None, name
+        assert runs[name].losses == {3: whole.losses[3], 4: whole.losses[4]}, name
+        assert runs[name].grad_norms == {3: whole.grad_norms[3], 4: whole.grad_norms[4]}, name
 
 
 def _assert_goes_on(resumed: Run, whole: Run) -> None:
