@@ -6,12 +6,14 @@ import gc
 import weakref
 from collections.abc import Callable, Sequence
 from functools import cache
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megatron.core.distributed.fsdp import context as context_module
 from megatron.core.distributed.fsdp import fully_shard, microbatch
 from megatron.core.distributed.fsdp.flat_adamw import FlatAdamW
 from megatron.core.distributed.fsdp.fully_shard import contexts_of
@@ -23,6 +25,7 @@ from megatron.core.full_cuda_graph import (
     StaticInputs,
     _no_garbage_collection,
 )
+from tests.support.capture_streams import CaptureStreams
 from tests.support.launch import run_ranks
 from tests.support.tape_graph import TapeGraph
 
@@ -32,15 +35,15 @@ _WIDTH, _STEPS = 12, 7
 class _Training:
     """A model with dropout under FSDP, its optimizer, and a step over both that can be captured."""
 
-    def __init__(self, *, warmup_steps: int) -> None:
+    def __init__(self, *, warmup_steps: int, streams: CaptureStreams | None = None) -> None:
         torch.manual_seed(0)
         layers = [nn.Sequential(nn.Linear(_WIDTH, _WIDTH), nn.GELU(), nn.Dropout(0.1)) for _ in range(3)]
-        self.model = nn.Sequential(*layers)
+        self.model = nn.Sequential(*layers, nn.Linear(_WIDTH, _WIDTH))
         for layer in layers:
             fully_shard(layer)
         fully_shard(self.model)
-        self.optimizer = FlatAdamW(self.model.parameters(), lr=0.1)
-        self.tape = TapeGraph(self.persistent)
+        self.optimizer = FlatAdamW(self.model.parameters(), lr=0.1, overlaps_forward=True)
+        self.tape = TapeGraph(self.persistent, streams)
         contexts = contexts_of(self.model)
         self.run = FullCudaGraph(self.step, contexts, self.tape, warmup_steps=warmup_steps)
 
@@ -133,6 +136,26 @@ def _capture(training: _Training) -> None:
     for iteration in range(3):
         training.train(iteration, 1)
     assert training.run.is_captured
+
+
+def _capture_with_streams() -> tuple[list[str], int]:
+    """(broken rules, waits within the capture)."""
+    streams = CaptureStreams()
+    with patch.object(context_module, "make_streams", lambda device: streams):
+        training = _Training(warmup_steps=2, streams=streams)
+        for iteration in range(5):
+            training.train(iteration, 2)
+            training.evaluate()
+            if iteration == 1:  # the capture is next
+                training.run.contexts[0].prepare_forward()
+        training.run.close()
+    return streams.faults, streams.num_waits
+
+
+def test_no_wait_crosses_the_bounds_of_a_capture() -> None:
+    """All streams join it and are joined at its end, updates beside the forward too; later forwards wait for their own."""
+    for faults, num_waits in run_ranks(2, _capture_with_streams):
+        assert faults == [] and num_waits > 20
 
 
 def test_results_outlive_the_next_replay(training: _Training) -> None:

@@ -7,7 +7,7 @@ captured call had. So state that lives on the host and should live on the device
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from tests.support.capture_streams import CaptureStreams
 
 
 class _Recorder(TorchDispatchMode):
@@ -56,10 +58,14 @@ class TapeGraph:
 
     A capture runs the function, and puts ``persistent()`` tensors back afterwards: a graph's capture does no work. As a
     graph has memory of its own, no storage gives its memory back until ``close``.
+
+    Args:
+        persistent: gives what a step leaves to the next one: weights and optimizer state, as plain tensors.
+        streams: are told of the capture.
     """
 
-    def __init__(self, persistent: Callable[[], Sequence[Tensor]]) -> None:
-        self.persistent = persistent
+    def __init__(self, persistent: Callable[[], Sequence[Tensor]], streams: CaptureStreams | None = None) -> None:
+        self.persistent, self.streams = persistent, streams
         self.num_replays = 0
         self._acts: list[Callable[[], None]] = []
         self._seeds: Sequence[int] = ()
@@ -72,7 +78,8 @@ class TapeGraph:
 
     def capture(self, function: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
         before = [tensor.detach().clone() for tensor in self.persistent()]
-        with _Recorder(self._acts), patch("torch.get_rng_state", _no_random_state):
+        in_capture = nullcontext() if self.streams is None else self.streams.capture()
+        with in_capture, _Recorder(self._acts), patch("torch.get_rng_state", _no_random_state):
             results = function()
         with torch.no_grad(), self._uncounted():
             for tensor, value in zip(self.persistent(), before, strict=True):
