@@ -34,6 +34,8 @@ _VARIANTS = {
     "sharded optimizer": "--use-megatron-fsdp --data-parallel-sharding-strategy optim --global-batch-size 12",
     "plain": "--global-batch-size 12",
     "bf16, unclipped": f"{SHARDED} --bf16 --clip-grad 0 --overlap-param-gather --overlap-grad-reduce",
+    "two halves": f"{SHARDED} --bf16 --use-precision-aware-optimizer --global-batch-size 12",
+    "kept weights": f"{SHARDED} --fsdp-memory-budget 100000 --global-batch-size 12 --overlap-param-gather",
     "recomputed": f"{SHARDED} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "
     "--attention-dropout 0 --hidden-dropout 0",
     "scores recomputed": f"{SHARDED} --recompute-granularity selective --attention-dropout 0 --hidden-dropout 0",

@@ -33,6 +33,8 @@ _VARIANTS = {
     "sharded optimizer": (
         "--attention-backend unfused --global-batch-size 12 --bf16 --data-parallel-sharding-strategy optim"
     ),
+    "two halves": "--attention-backend unfused --global-batch-size 12 --bf16 --use-precision-aware-optimizer",
+    "kept weights": "--attention-backend unfused --global-batch-size 12 --fsdp-memory-budget 300000",
     "recomputed": (
         "--attention-backend unfused --attention-dropout 0 --hidden-dropout 0 --recompute-granularity full "
         "--recompute-method uniform --recompute-num-layers 1 --global-batch-size 12"
