@@ -87,7 +87,7 @@ class MegatronOptimizer:
             self.optimizer.synchronize()
 
     def params_norm(self) -> Tensor:
-        """[] norm of all main weights. Ranks: as ``step``."""
+        """[] norm of all main weights; of their upper halves, with remainders. Ranks: as ``step``."""
         self.synchronize()
         return get_params_norm(self.get_parameters())
 
