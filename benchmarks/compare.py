@@ -169,7 +169,12 @@ def _compare(arguments: argparse.Namespace, device: torch.device) -> int:
     shape = SHAPES[arguments.model]
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     settings = EngineSettings(
-        shape=shape, mesh=mesh, device=device, learning_rate=arguments.learning_rate, seed=arguments.seed
+        shape=shape,
+        mesh=mesh,
+        device=device,
+        learning_rate=arguments.learning_rate,
+        seed=arguments.seed,
+        num_microbatches=arguments.microbatches,
     )
     batches = [
         make_batch(

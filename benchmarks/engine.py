@@ -31,6 +31,8 @@ class EngineSettings:
     device: torch.device
     learning_rate: float
     seed: int
+    num_microbatches: int = 1
+    """Of a step: with one, nothing is accumulated."""
 
 
 class StepResult(NamedTuple):

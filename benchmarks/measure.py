@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
 from dataclasses import dataclass, field
@@ -100,6 +101,9 @@ def run_steps(
     for index, batch in enumerate(batches):
         if index == measurement.num_warmup - 1:
             memory.begin_steady()
+            # What is there will stay: a collection of the whole heap would fall on some step of some engine.
+            gc.collect()
+            gc.freeze()
         _barrier(device)
         _synchronize(device)
         started = time.perf_counter()
@@ -115,6 +119,7 @@ def run_steps(
         measurement.losses.append(loss.item() / dist.get_world_size())
         if norm is not None:
             measurement.grad_norms.append(norm.item())
+    gc.unfreeze()
     measurement.plan = engine.memory_plan()
     _take_over(memory, measurement, device)
 

@@ -38,7 +38,9 @@ class OursOptions:
     overlaps_forward: bool = True
     """The optimizer's update of a unit may run under the next forward."""
     gathers_apart: bool = True
-    """All-gathers on a communicator of their own, so that they run beside reductions."""
+    """All-gathers on a communicator of their own, so that they run beside reductions; peer copy needs none."""
+    wide_grads: bool = False
+    """Main gradients are fp32 where nothing is accumulated too; else they rest as they came over the wire, in bf16."""
     prepares_forward: bool = True
     """After each step the first gather of the next is begun."""
     kept_gib: float = 0.0
@@ -58,6 +60,7 @@ VARIATIONS: dict[str, tuple[dict[str, Any], str]] = {
         "PyTorch's fused AdamW on fp32 main weights",
     ),
     "nooverlap": ({"overlaps_forward": False}, "the whole update before the next forward"),
+    "fp32grads": ({"wide_grads": True}, "fp32 main gradients, also of one microbatch"),
     "together": ({"gathers_apart": False}, "gathers and reductions on one communicator"),
     "nosync": ({"prepares_forward": False}, "nothing launched between step and forward"),
 }
@@ -127,10 +130,11 @@ class Ours(Engine):
 
     def __init__(self, settings: EngineSettings, options: OursOptions) -> None:
         self.options = options
-        self._gather_group = dist.new_group() if options.gathers_apart else None
+        self._gather_group = dist.new_group() if options.gathers_apart and options.transport != "peer" else None
+        accumulates = settings.num_microbatches > 1
         policy = fsdp.MixedPrecisionPolicy(
             main_params_dtype=torch.bfloat16 if options.remainders else torch.float32,
-            main_grads_dtype=torch.float32,
+            main_grads_dtype=torch.float32 if accumulates or options.wide_grads else torch.bfloat16,
             grad_comm_dtype=torch.bfloat16,
         )
         with torch.device("meta"):

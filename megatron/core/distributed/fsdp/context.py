@@ -195,7 +195,11 @@ class FsdpContext:
         self._epoch_is_open = True
         if self.plan is not None and self._depth == 0:
             self.gatherer.release_idle()
-            self._prefetch_use(self.plan.uses[0], forward=True)
+            for use in (
+                self.plan.uses[0],
+                *self.plan.ahead[0],
+            ):  # the root, which may have no weights, and the first in it
+                self._prefetch_use(use, forward=True)
 
     def weights_changed(self) -> None:
         """Afterwards the next forward uses the main weights as they are now, also in a scope that is not a step's first."""
@@ -557,6 +561,8 @@ class FsdpContext:
         """Afterwards nothing of the step that was under way is left: nothing gathered, no gradient half reduced."""
         self._backward_end = None
         self._depth = 0
+        for unit in self._claiming:
+            ranges.end(unit.mark)
         for unit in self.units:
             unit.phase, unit.forward_depth, unit.is_open = Phase.RESTING, 0, False
         for group in self.groups:

@@ -90,9 +90,11 @@ class Gatherer:
         version = group.main_version
         if is_stale:
             ranges.push(group.sync_range)
-            group.sync(casts=version != group.updated_version)
-            ranges.pop()
-            group.publish()
+            try:
+                group.sync(casts=version != group.updated_version)
+                group.publish()
+            finally:
+                ranges.pop()
         elif group.needs_gather and version != group.synced_version:
             group.sync_in_open_epoch()
         else:

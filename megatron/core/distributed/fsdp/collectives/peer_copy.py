@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -19,11 +20,32 @@ from megatron.core.distributed.fsdp.collectives.transport import MemoryKind
 
 # Memory for pulled pieces, beyond which a reduction goes on in several rounds.
 SCRATCH_NBYTES = 64 * 2**20
-# Pieces up to this size are summed straight from the peers' memory: two launches of copies fewer for each peer cost
-# less than the SMs that wait for NVLink meanwhile.
-DIRECT_NBYTES = 256 * 2**10
+# Pieces up to this size are summed straight from the peers' memory: the launches of copies (50 us of the host) cost more
+# than the SMs that wait for NVLink meanwhile.
+DIRECT_NBYTES = 64 * 2**20
 # Rounds begin at multiples of this, so that every piece stays aligned for loads of 16 bytes.
 _ROUND_NUMEL = 1024
+# Attributes of a full buffer, which is the same object each time: what a gather into it copies, and what a reduction of
+# it sums. They die with that object, so neither keeps memory that nobody moves any more.
+_COPIES, _SUMMANDS = "_fsdp_copies", "_fsdp_summands"
+
+
+@dataclass(frozen=True)
+class _Copies:
+    """(target, source) of each copy of a gather of ``shard``."""
+
+    shard: torch.Tensor
+    pairs: list[tuple[torch.Tensor, torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class _Summands:
+    """This rank's segment of a buffer, the peers' (``views``), and all in rank order."""
+
+    memory: PeerMemory
+    own: torch.Tensor
+    views: dict[int, torch.Tensor]
+    pieces: list[torch.Tensor]
 
 
 class PeerCopyTransport:
@@ -90,36 +112,58 @@ class PeerCopyTransport:
         memory.barrier(meeting)
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> None:
+        plan: _Copies | None = getattr(full, _COPIES, None)
+        if plan is None or plan.shard is not shard:
+            plan = self._plan_copies(full, shard)
+            if plan is None:
+                self._by_group.all_gather(full, shard)
+                return
+        for target, source in plan.pairs:
+            target.copy_(source, True)
+
+    def _plan_copies(self, full: torch.Tensor, shard: torch.Tensor) -> _Copies | None:
+        """What a gather of ``shard`` into ``full`` copies, which ``full`` then carries; None where the group must do it."""
         memory = self._memory_of(shard)
         start, numel = shard.data_ptr(), shard.numel()
         # A shard in its place in the full buffer was written just now, and not published.
         if memory is None or 0 <= start - full.data_ptr() < full.numel() * full.element_size():
-            self._by_group.all_gather(full, shard)
-            return
+            return None
         self._remember(memory)
-        segments = full.view(self.size, numel).unbind()
-        for peer, view in memory.views(start, numel, shard.dtype).items():
-            segments[peer].copy_(view, non_blocking=True)
-        segments[self.rank].copy_(shard, non_blocking=True)
+        segments = full.data.view(self.size, numel).unbind()  # views of full itself would keep it, and it them
+        pairs = [(segments[peer], view) for peer, view in memory.views(start, numel, shard.dtype).items()]
+        plan = _Copies(shard, [*pairs, (segments[self.rank], shard)])
+        setattr(full, _COPIES, plan)
+        return plan
 
     def reduce_scatter(
         self, out: torch.Tensor, full: torch.Tensor, *, scale: float = 1.0, accumulate: bool = False
     ) -> None:
-        memory = self._memory_of(full)
-        if memory is None:
-            self._by_group.reduce_scatter(out, full, scale=scale, accumulate=accumulate)
-            return
-        numel = out.numel()
-        if full.numel() != self.size * numel:
-            raise ValueError(f"full must have {self.size} times out's {numel} elements, got {full.numel()}")
-        own = full.narrow(0, self.rank * numel, numel)
-        views = memory.views(own.data_ptr(), numel, own.dtype)
-        memory.barrier(Meeting.STAGED)
-        if numel * own.element_size() <= self.direct_nbytes:
-            sum_pieces(out, self._in_rank_order(own, views), scale=scale, accumulate=accumulate)
+        plan: _Summands | None = getattr(full, _SUMMANDS, None)
+        if plan is None:
+            memory = self._memory_of(full)
+            if memory is None:
+                self._by_group.reduce_scatter(out, full, scale=scale, accumulate=accumulate)
+                return
+            plan = self._find_summands(full, memory)
+        if plan.own.numel() != out.numel():
+            raise ValueError(f"full must have {self.size} times out's {out.numel()} elements, got {full.numel()}")
+        plan.memory.barrier(Meeting.STAGED)
+        if plan.own.numel() * plan.own.element_size() <= self.direct_nbytes:
+            sum_pieces(out, plan.pieces, scale=scale, accumulate=accumulate)
         else:
-            self._sum_by_pulls(out, own, views, scale, accumulate)
-        memory.barrier(Meeting.PULLED)
+            self._sum_by_pulls(out, plan.own, plan.views, scale, accumulate)
+        plan.memory.barrier(Meeting.PULLED)
+
+    def _find_summands(self, full: torch.Tensor, memory: PeerMemory) -> _Summands:
+        """This rank's segments of all ranks' ``full``, which then carries them."""
+        if full.numel() % self.size:
+            raise ValueError(f"full must have a segment for each of {self.size} ranks, got {full.numel()} elements")
+        numel = full.numel() // self.size
+        own = full.data.narrow(0, self.rank * numel, numel)  # a view of full itself would keep it, and it the view
+        views = memory.views(own.data_ptr(), numel, own.dtype)
+        plan = _Summands(memory, own, views, self._in_rank_order(own, views))
+        setattr(full, _SUMMANDS, plan)
+        return plan
 
     def _sum_by_pulls(
         self, out: torch.Tensor, own: torch.Tensor, views: dict[int, torch.Tensor], scale: float, accumulate: bool

@@ -8,6 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
+from megatron.core.distributed.fsdp.collectives.triton_launch import KernelLauncher
+
 # 16 elements for each of 128 threads: loads of 16 bytes, several of them in flight.
 _BLOCK_NUMEL = 2048
 _NUM_WARPS = 4
@@ -17,8 +19,6 @@ _NUM_WARPS = 4
 def _sum_kernel(  # type: ignore[no-untyped-def]
     out,
     partials,
-    numel,
-    scale,
     p0,
     p1,
     p2,
@@ -27,6 +27,8 @@ def _sum_kernel(  # type: ignore[no-untyped-def]
     p5,
     p6,
     p7,
+    numel,
+    scale,
     NUM_PIECES: tl.constexpr,
     ACCUMULATE: tl.constexpr,
     SQUARES: tl.constexpr,
@@ -60,6 +62,10 @@ def _sum_kernel(  # type: ignore[no-untyped-def]
         tl.store(partials + block, tl.sum(wide * wide, axis=0))
 
 
+_ABSENT = [(None,) * (8 - count) for count in range(9)]
+_launch = KernelLauncher(_sum_kernel, num_warps=_NUM_WARPS)
+
+
 def sum_with_triton(
     out: torch.Tensor,
     pieces: Sequence[torch.Tensor],
@@ -69,25 +75,14 @@ def sum_with_triton(
 ) -> None:
     """As ``sum_pieces``, for at most 8 contiguous pieces of 16 or 32 bits. The device must be the current one."""
     numel = out.numel()
-    num_blocks = triton.cdiv(numel, _BLOCK_NUMEL)
+    num_blocks = -(-numel // _BLOCK_NUMEL)
     if num_blocks == 0:
         return
     partials = None if squares is None else torch.empty(num_blocks, dtype=torch.float32, device=out.device)
     # numel keeps its specialisation: masks that end at a multiple of 16 elements are what lets loads be wide. There are
     # at most two variants by it, and two by the alignment of the pointers.
-    _sum_kernel[(num_blocks,)](
-        out,
-        partials,
-        numel,
-        scale,
-        *pieces,
-        *(None,) * (8 - len(pieces)),
-        NUM_PIECES=len(pieces),
-        ACCUMULATE=accumulate,
-        SQUARES=partials is not None,
-        BLOCK=_BLOCK_NUMEL,
-        num_warps=_NUM_WARPS,
-    )
+    tensors = (out, partials, *pieces, *_ABSENT[len(pieces)])
+    _launch(num_blocks, tensors, (numel, scale), (len(pieces), accumulate, partials is not None, _BLOCK_NUMEL))
     if squares is not None and partials is not None:
         # Partial sums in a fixed order, then one sum: no atomics, so that the norm is the same every time.
         squares.add_(partials.sum())
