@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from megatron.core.distributed.fsdp import (
     DBuffer,
@@ -350,6 +352,22 @@ def the_engines_checkpoints_go_both_ways() -> None:
             _train(other, continued, range(1))
             load_checkpoint(other, continued, f"{folder}/{index}")
             assert _train(other, continued, range(2, 4)) == _train(net, optimizer, range(2, 4))
+
+
+@CHECKS.on(2)
+def torchs_own_distributed_checkpoints_hold_its_state() -> None:
+    with _shared_folder() as folder:
+        net, other = shard_net(make_net(2)), shard_net(make_net(2, seed=1))
+        optimizer, continued = _flat_adamw(net), _flat_adamw(other)
+        _train(net, optimizer, range(2))
+        model_state, state = get_state_dict(net, optimizer)
+        dcp.save({"model": model_state, "optimizer": state}, checkpoint_id=folder)
+        model_state, state = get_state_dict(other, continued)
+        loaded = {"model": model_state, "optimizer": state}
+        dcp.load(loaded, checkpoint_id=folder)
+        set_state_dict(other, continued, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
+        assert _train(other, continued, range(2, 4)) == _train(net, optimizer, range(2, 4))
+        _assert_same(net, other)
 
 
 # ---- refusals -------------------------------------------------------------------------------------------------------
