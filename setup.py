@@ -9,7 +9,16 @@ EXTRAS = {
     "train": ["tensorboard>=2.17", "matplotlib>=3.9", "rich>=13"],
     "tokenizers": ["tokenizers>=0.20", "sentencepiece>=0.2"],
     "wandb": ["wandb>=0.17"],
-    "test": ["pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100", "safetensors>=0.4", "ruff>=0.6", "mypy>=1.11"],
+    # Triton runs kernels on CPUs under its interpreter, which tests their arithmetic.
+    "test": [
+        "pytest>=8",
+        "pytest-timeout>=2.3",
+        "hypothesis>=6.100",
+        "safetensors>=0.4",
+        "triton>=3.3",
+        "ruff>=0.6",
+        "mypy>=1.11",
+    ],
 }
 EXTRAS["all"] = EXTRAS["train"] + EXTRAS["tokenizers"] + EXTRAS["test"]
 

@@ -9,6 +9,7 @@ compiled once for all layers. On CPU, where compiling costs more than it gains, 
 from __future__ import annotations
 
 import functools
+import importlib
 import logging
 import os
 import shutil
@@ -66,7 +67,7 @@ def is_compiled(compiled: bool, first: torch.Tensor) -> bool:
 def why_not_compiled() -> str | None:
     """What torch.compile lacks on this machine for CUDA, or None where it lacks nothing."""
     try:
-        import triton  # noqa: F401
+        importlib.import_module("triton")
     except ImportError:
         return "Triton is not installed"
     if torch.cuda.get_device_capability() < (7, 0):

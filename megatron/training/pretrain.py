@@ -125,13 +125,14 @@ def _set_up(
 
 
 def _report(setup: TrainingSetup) -> str:
-    return report_configuration(
+    configuration = report_configuration(
         setup.settings,
         device=setup.device,
         model=setup.model,
         padded_vocab_size=setup.architecture["padded_vocab_size"],
         flops_per_sample=setup.flops_per_sample,
     )
+    return f"{configuration}\n{setup.model.describe()}"
 
 
 def _train(setup: TrainingSetup, forward_step: ForwardStep, start_time: float) -> TrainState:

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megatron.core.tensor_parallel import linear_function
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.tensor_parallel.linear_function import linear_with_main_grad
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -194,7 +195,19 @@ def test_a_whole_model_trains_the_same_through_main_gradients(fields: dict[str, 
 
 
 @pytest.mark.gpu
-def test_cuda_writes_fp32_main_gradients_from_bf16_operands_without_rounding_to_bf16() -> None:
+def test_cuda_leaves_the_gradients_of_small_weights_to_autograd() -> None:
+    """A copy on the device is shorter than Python on the host."""
+    weight = torch.nn.Parameter(torch.randn(64, 128, device="cuda", dtype=torch.bfloat16))
+    main = MainGrad(weight)
+    linear_with_main_grad(torch.ones(4, 128, device="cuda", dtype=torch.bfloat16), weight).sum().backward()
+    assert weight.grad is not None and main.calls == 0
+
+
+@pytest.mark.gpu
+def test_cuda_writes_fp32_main_gradients_from_bf16_operands_without_rounding_to_bf16(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(linear_function, "IN_PLACE_MIN_NUMEL", 0)
     weight = torch.nn.Parameter(torch.randn(64, 128, device="cuda", dtype=torch.bfloat16))
     x = torch.randn(512, 128, device="cuda", dtype=torch.bfloat16)
     main = MainGrad(weight)

@@ -6,8 +6,7 @@ depend on the block, the mask or the dtypes that the kernel was compiled for.
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
+from megatron.core.extensions.triton_language import tl, triton
 
 # Elements of a program: 8 for each of 128 threads, so that bf16 is read in words of 16 bytes.
 BLOCK_NUMEL = 1024

@@ -520,6 +520,8 @@ class FsdpContext:
         for unit in list(self._claiming):
             self._close(unit)
         self.reducer.finish()
+        if self._read_peers and self.gatherer.has_unused:
+            self.gatherer.end_pass(self._read_peers)  # reductions tell of gathers that compute waited for, no others
         self.gatherer.release_idle(keeps=not self.is_last_microbatch)
         self.planner.end_record(self.units, self.groups)
 

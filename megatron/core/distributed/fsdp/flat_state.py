@@ -38,6 +38,7 @@ class FlatState:
             {key: _view_like(parameter, flat, group, index) for key, flat in self._flat.items()}
             for index, parameter in enumerate(group.sharded)
         ]
+        group.optimizer_state_nbytes = sum(flat.numel() * flat.element_size() for flat in self._flat.values())
         self._runs: tuple[Run, ...] = ()
         self._blocks: torch.Tensor | None = None
         self._addresses = (0, 0)

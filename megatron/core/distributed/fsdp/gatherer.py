@@ -126,6 +126,11 @@ class Gatherer:
         if not (group.num_users or group.num_claims or group.pinned):
             self._release_now(group)
 
+    @property
+    def has_unused(self) -> bool:
+        """True if something was gathered ahead that compute has not waited for; the same on all ranks."""
+        return any(group.gathered is not None for group in self.live)
+
     def set_aside(self, group: FsdpParameterGroup) -> None:
         """Afterwards modules hold the sharded parameters; the full weights stay for the next pass of this step."""
         if not (group.num_users or group.num_claims or group.pinned):

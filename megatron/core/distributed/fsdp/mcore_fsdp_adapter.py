@@ -117,6 +117,10 @@ class FullyShardedDataParallel(nn.Module):
             if isinstance(transport, SymmetricTransport):
                 transport.close()
 
+    def describe(self) -> str:
+        """What the engine's buffers take on this rank, as a table: as expected before a step has run, then as planned."""
+        return "\n".join(str(context.describe()) for context in self._contexts())
+
     # ---- weights ------------------------------------------------------------------------------------------------
 
     def start_param_sync(self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False) -> None:

@@ -48,6 +48,11 @@ class FsdpModule(nn.Module if TYPE_CHECKING else object):  # type: ignore[misc]
         return self._fsdp_unit.own_groups
 
     @property
+    def use_symm_mem(self) -> bool:
+        """True if this module's parameters are gathered and reduced through NCCL symmetric memory."""
+        return any(group.use_symm_mem for group in self._fsdp_unit.own_groups)
+
+    @property
     def phase(self) -> _Phase:
         """What the unit is doing."""
         return self._fsdp_unit.phase

@@ -307,6 +307,11 @@ class FsdpParameterGroup:
         self.gathered_event = self.reduced_event = self.updated_event = self.updated = None
         self.end_update()
 
+    @property
+    def use_symm_mem(self) -> bool:
+        """True if buffers lie in NCCL symmetric memory."""
+        return any(axis.name == "symm" for axis in self.group_mesh.axes)
+
     def __str__(self) -> str:
         others = len(self.parameters) - 1
         return self.name_of(0) + (f" and {others} more" if others else "")

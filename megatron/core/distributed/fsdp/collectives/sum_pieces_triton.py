@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import triton
-import triton.language as tl
 
 from megatron.core.distributed.fsdp.collectives.triton_launch import KernelLauncher
+from megatron.core.extensions.triton_language import tl, triton
 
 # 16 elements for each of 128 threads: loads of 16 bytes, several of them in flight.
 _BLOCK_NUMEL = 2048

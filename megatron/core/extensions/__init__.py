@@ -1,0 +1,1 @@
+"""Optional packages, each imported in one file here."""
