@@ -16,6 +16,7 @@ from benchmarks.overlap import overlap
 _GATHER = re.compile(r"nccl.*AllGather")
 _REDUCE = re.compile(r"nccl.*ReduceScatter")
 _PEER_COPY = re.compile(r"Memcpy PtoP")
+_SUM_OF_PIECES = re.compile(r"sum_kernel")  # of peer copy, which may read the peers' memory itself
 _GEMM = re.compile(r"gemm|nvjet|cutlass|xmma|wgmma", re.IGNORECASE)
 
 
@@ -44,9 +45,14 @@ class Work:
         return bool(_PEER_COPY.search(self.name))
 
     @property
+    def is_sum(self) -> bool:
+        """True for the sum of what ranks have staged."""
+        return bool(_SUM_OF_PIECES.search(self.name))
+
+    @property
     def is_communication(self) -> bool:
-        """True for a gather, a reduction or a copy between devices."""
-        return self.is_gather or self.is_reduction or self.is_peer_copy
+        """True for a gather, a reduction, a copy between devices or a sum over ranks."""
+        return self.is_gather or self.is_reduction or self.is_peer_copy or self.is_sum
 
     @property
     def is_gemm(self) -> bool:

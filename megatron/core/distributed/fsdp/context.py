@@ -61,7 +61,8 @@ class FsdpContext:
         self._read_peers: list[
             Transport
         ] = []  # transports whose gathers read shards without asking, one for each group
-        self._last_update: Any = None  # compute has not waited for it
+        self._last_update: Any = None  # event of an update beside compute
+        self._is_updating = False  # compute has not waited for such updates
         self._is_capturing = False
         self._depth = 0
         self._num_entered = 0  # forwards of units, ever
@@ -234,7 +235,7 @@ class FsdpContext:
                 for group in in_order:
                     self._update(group, update)
                     group.begin_update(self.streams.record(Role.UPDATE, group.updated_event))
-                    self._last_update = group.updated
+                    self._last_update, self._is_updating = group.updated, True
         else:
             for group in in_order:
                 self._update(group, update)
@@ -252,10 +253,10 @@ class FsdpContext:
 
     def finish_updates(self) -> None:
         """Afterwards work on the compute stream sees main weights, and may free main gradients, as updates leave them."""
-        if self._last_update is None:
+        if not self._is_updating:
             return
         self.streams.wait(Edge.UPDATES_DONE, self._last_update)
-        self._last_update = None
+        self._last_update, self._is_updating = None, False
         self.gatherer.note_update()  # gathers need wait for compute alone now
         for group in self.groups:
             group.updated = None
@@ -378,7 +379,7 @@ class FsdpContext:
             self._is_capturing = is_capturing
             self.gatherer.forget_events()
             self.reducer.forget_events()
-            self._last_update = None
+            self._last_update, self._is_updating = None, False
             for group in self.groups:
                 group.forget_events()
             self._open_epoch()

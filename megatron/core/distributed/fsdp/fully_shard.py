@@ -189,13 +189,13 @@ def _default_mesh() -> DeviceMesh:
             "in a program started with torchrun"
         )
     device_type = "cuda" if torch.cuda.is_available() and "nccl" in str(dist.get_backend_config()) else "cpu"
-    return _mesh_of_all_ranks(device_type, dist.group.WORLD)
+    return _mesh_of_all_ranks(device_type, dist.get_world_size(), dist.get_rank())
 
 
-@functools.lru_cache(maxsize=1)
-def _mesh_of_all_ranks(device_type: str, world: ProcessGroup) -> DeviceMesh:
+@functools.lru_cache(maxsize=1)  # not by process group, which this would keep
+def _mesh_of_all_ranks(device_type: str, world_size: int, rank: int) -> DeviceMesh:
     """One mesh for all calls that name none, so that their units share its transports."""
-    return init_device_mesh(device_type, (world.size(),))
+    return init_device_mesh(device_type, (world_size,))
 
 
 def _transport_kind(transport: TransportKind | None, use_symm_mem: bool) -> str:

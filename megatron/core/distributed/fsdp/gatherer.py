@@ -107,7 +107,7 @@ class Gatherer:
         if group.gathered is not None:
             self.streams.wait(Edge.WEIGHTS_GATHERED, group.gathered)
             group.gathered = None
-            group.end_update()  # the gather came after it
+        group.end_update()  # the gather came after it
         if group.needs_gather:
             group.set_fence(True)
         else:

@@ -63,7 +63,7 @@ def _train(strategy: str) -> None:
 
 
 _PROGRAM = """
-import json, sys, warnings
+import json, os, sys, warnings
 import torch, torch.distributed as dist
 from datetime import timedelta
 torch.set_num_threads(1)
@@ -72,7 +72,9 @@ dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_
 from tests.core.distributed.fsdp.test_collective_order import train_and_record
 with open(f"{out}/{rank}", "w") as file:
     json.dump([hash("a string"), train_and_record()], file)
-dist.destroy_process_group()
+dist.barrier()
+# Without the interpreter's end: gloo's threads may still let go of tensors, which aborts a rank that is finalizing.
+os._exit(0)
 """
 
 

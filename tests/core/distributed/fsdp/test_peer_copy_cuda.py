@@ -127,6 +127,7 @@ def sums_are_bitwise_those_in_rank_order() -> None:
 def a_reduction_is_pulls_and_one_kernel_between_two_barriers() -> None:
     world, numel = dist.get_world_size(), 1 << 20
     transport = _peer_copy()
+    transport.direct_nbytes = 0
     full = _empty(transport, world * numel, torch.bfloat16, MemoryKind.STAGING).zero_()
     out = torch.zeros(numel, device="cuda")
     names = _device_events(functools.partial(transport.reduce_scatter, out, full, scale=0.5, accumulate=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
@@ -126,16 +127,24 @@ def _construct(kind: str, group: ProcessGroup, gather_group: ProcessGroup, devic
     return (ProcessGroupTransport if device.type == "cuda" else RankOrderTransport)(group, gather_group)
 
 
-class SharedTransports:
-    """The transports over the groups of one mesh: units that are sharded over it share one of each kind.
+def _forget(*tables: dict[tuple[Any, ...], Any]) -> None:
+    for table in tables:
+        table.clear()
 
-    They live as long as the mesh, so that whether one is made, which takes all ranks, does not depend on when a rank lets
-    go of a model. They hold no memory. What "auto" has chosen for a group stays chosen.
+
+class SharedTransports:
+    """The transports over the groups of one mesh: units that are sharded over it share those that take all ranks to make.
+
+    These live as long as the mesh, so that whether one is made does not depend on when a rank lets go of a model. They
+    hold no memory. What "auto" has chosen for a group stays chosen.
     """
 
     def __init__(self) -> None:
         self._made: dict[tuple[Any, ...], Transport] = {}
         self._chosen: dict[tuple[Any, ...], str] = {}
+        # PyTorch keeps meshes in caches until the interpreter ends. Process groups torn down as late as that abort it,
+        # beside threads of their own; so they are let go of before (a finalizer also runs at exit).
+        weakref.finalize(self, _forget, self._made, self._chosen)
 
     @classmethod
     def of(cls, mesh: DeviceMesh) -> SharedTransports:
@@ -153,7 +162,7 @@ class SharedTransports:
         sizes_nbytes: Sequence[int] = (),
     ) -> str:
         """As ``resolve_kind``, which is asked once for each pair of groups."""
-        key = (group, gather_group, device)
+        key = (group.group_name, gather_group.group_name, device)  # no group: it would live as long as the mesh
         if kind != "auto":
             return resolve_kind(kind, group, gather_group, device)
         if key not in self._chosen:
@@ -161,8 +170,10 @@ class SharedTransports:
         return self._chosen[key]
 
     def get(self, kind: str, group: ProcessGroup, gather_group: ProcessGroup, device: torch.device) -> Transport:
-        """As ``make_transport``, which is asked once for each pair of groups and kind."""
+        """As ``make_transport``, which is asked once for each pair of groups and kind where it takes all ranks."""
         key = (self.resolve(kind, group, gather_group, device), group, gather_group, device)
+        if key[0] not in _DIRECT_KINDS:
+            return make_transport(group, gather_group, device, key[0])
         transport = self._made.get(key)
         if transport is None:
             transport = self._made[key] = make_transport(group, gather_group, device, key[0])
