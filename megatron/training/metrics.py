@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -15,6 +14,7 @@ from megatron.training.batches import BatchConfig
 from megatron.training.delayed_read import DelayedRead
 from megatron.training.log_line import LogRecord, format_evaluation, format_log_line
 from megatron.training.memory import memory_in_mib
+from megatron.training.step_clock import make_step_clock
 from megatron.training.tensorboard_writer import TensorboardWriter, require_tensorboard
 from megatron.training.train_step import StepRecord
 from megatron.training.wandb_writer import WandbWriter, require_wandb
@@ -92,6 +92,8 @@ class _PendingLine:
     values: DelayedRead
     """Gradient norm, the optional values, and for each step the sums of losses and of tokens over all ranks."""
     optional: list[str]
+    end: Any
+    """The moment at which its last step is done."""
     iteration: int
     consumed_samples: int
     num_steps: int
@@ -129,21 +131,24 @@ class MetricLog:
         self._steps: list[StepRecord] = []
         self._pending: _PendingLine | None = None
         self._delays = device.type == "cuda"
+        self._clock = make_step_clock(device)
         self._elapsed = 0.0
-        self._started: float | None = None
+        self._started: Any = None  # the moment from which time counts; None while the clock stands still
 
     def start_clock(self) -> None:
         """Time counts for the iterations from here on."""
-        self._started = time.perf_counter()
+        self._started = self._clock.now()
 
     def stop_clock(self) -> None:
         """What follows (an evaluation, a save) is not time of iterations; waits for the device."""
         self._write_pending()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        if self._started is not None:
-            self._elapsed += time.perf_counter() - self._started
+        self._count_until(self._clock.now())
         self._started = None
+
+    def _count_until(self, moment: Any) -> None:
+        if self._started is not None:
+            self._elapsed += self._clock.seconds(self._started, moment)
+            self._started = moment
 
     def add_step(self, step: StepRecord) -> None:
         """The step counts for the next line; a line that waits for its values is written."""
@@ -167,6 +172,7 @@ class MetricLog:
         self._pending = _PendingLine(
             values=DelayedRead(torch.cat((torch.stack(scalars).double(), sums.flatten()))),
             optional=[name for name, value in optional.items() if value is not None],
+            end=self._clock.now(),
             iteration=iteration,
             consumed_samples=consumed_samples,
             num_steps=len(self._steps),
@@ -182,10 +188,7 @@ class MetricLog:
             return
         line, self._pending = self._pending, None
         values = line.values.values()
-        now = time.perf_counter()
-        if self._started is not None:
-            self._elapsed += now - self._started
-            self._started = now
+        self._count_until(line.end)
         seconds, self._elapsed = self._elapsed / line.num_steps, 0.0
         num_scalars = 1 + len(line.optional)
         loss, nan_iterations = _mean_loss(values[num_scalars::2], values[num_scalars + 1 :: 2])
