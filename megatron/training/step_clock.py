@@ -32,13 +32,13 @@ class DeviceClock:
     """Moments are events on the current stream: the host, which runs ahead, would see steps end when it has launched others."""
 
     def now(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call, unused-ignore]
         event.record()
         return event
 
     def seconds(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
         end.synchronize()
-        return begin.elapsed_time(end) / 1e3
+        return float(begin.elapsed_time(end)) / 1e3
 
 
 def make_step_clock(device: torch.device) -> StepClock:
