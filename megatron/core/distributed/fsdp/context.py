@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
@@ -19,8 +18,9 @@ from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup
 from megatron.core.distributed.fsdp.plan import Plan, Use
 from megatron.core.distributed.fsdp.planner import Planner
 from megatron.core.distributed.fsdp.reducer import Reducer
-from megatron.core.distributed.fsdp.streams import CudaStreams, Edge, Role, Streams, make_streams
+from megatron.core.distributed.fsdp.streams import CudaStreams, Streams, make_streams
 from megatron.core.distributed.fsdp.unit import FsdpUnit, Phase
+from megatron.core.distributed.fsdp.updater import Update, Updater
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +51,7 @@ class FsdpContext:
         self_ref = weakref.ref(self)
         self.gatherer.can_move = lambda: (own := self_ref()) is not None and own._can_move()
         self.reducer = Reducer(self.streams)
+        self._updater = Updater(self.streams, self.gatherer)
         self.is_last_microbatch = True
         self.overlaps_gather = True  # the next unit's weights are gathered ahead of its use
         self.graphs = Graphs()
@@ -61,8 +62,6 @@ class FsdpContext:
         self._read_peers: list[
             Transport
         ] = []  # transports whose gathers read shards without asking, one for each group
-        self._last_update: Any = None  # event of an update beside compute
-        self._is_updating = False  # compute has not waited for such updates
         self._is_capturing = False
         self._depth = 0
         self._num_entered = 0  # forwards of units, ever
@@ -196,10 +195,8 @@ class FsdpContext:
         self._epoch_is_open = True
         if self.plan is not None and self._depth == 0:
             self.gatherer.release_idle()
-            for use in (
-                self.plan.uses[0],
-                *self.plan.ahead[0],
-            ):  # the root, which may have no weights, and the first in it
+            first = self.plan.uses[0], *self.plan.ahead[0]  # the root, which may have no weights, and the first in it
+            for use in first:
                 self._prefetch_use(use, forward=True)
 
     def weights_changed(self) -> None:
@@ -211,7 +208,7 @@ class FsdpContext:
     def update_weights(
         self,
         groups: Sequence[FsdpParameterGroup],
-        update: Callable[[FsdpParameterGroup], None],
+        update: Update,
         *,
         overlaps: bool = False,
     ) -> None:
@@ -227,40 +224,14 @@ class FsdpContext:
         Ranks: all that hold the groups.
         """
         self.gatherer.release_idle()
-        self.finish_updates()
-        in_order = sorted(groups, key=self._first_use)
-        if overlaps:
-            self.streams.wait(Edge.GRADS_FINAL, self.streams.record(Role.COMPUTE))
-            with self.streams.on(Role.UPDATE):
-                for group in in_order:
-                    self._update(group, update)
-                    group.begin_update(self.streams.record(Role.UPDATE, group.updated_event))
-                    self._last_update, self._is_updating = group.updated, True
-        else:
-            for group in in_order:
-                self._update(group, update)
+        in_order = sorted(groups, key=lambda group: self.planner.first_use(self._owner(group).index))
+        self._updater.run(in_order, update, overlaps=overlaps)
         self._open_epoch()
         self._epoch_is_open = False
 
-    def _update(self, group: FsdpParameterGroup, update: Callable[[FsdpParameterGroup], None]) -> None:
-        ranges.push(group.update_range)
-        update(group)
-        ranges.pop()
-        group.updated_version = group.main_version
-
-    def _first_use(self, group: FsdpParameterGroup) -> int:
-        return self.planner.first_use(self._owner(group).index)
-
     def finish_updates(self) -> None:
         """Afterwards work on the compute stream sees main weights, and may free main gradients, as updates leave them."""
-        if not self._is_updating:
-            return
-        self.streams.wait(Edge.UPDATES_DONE, self._last_update)
-        self._last_update, self._is_updating = None, False
-        self.gatherer.note_update()  # gathers need wait for compute alone now
-        for group in self.groups:
-            group.updated = None
-            group.end_update()
+        self._updater.finish()
 
     def _use_prepared_epoch(self) -> None:
         """Afterwards a step begins on the weights that ``prepare_forward`` has begun to gather."""
@@ -379,17 +350,17 @@ class FsdpContext:
             self._is_capturing = is_capturing
             self.gatherer.forget_events()
             self.reducer.forget_events()
-            self._last_update, self._is_updating = None, False
+            self._updater.forget_events()
             for group in self.groups:
                 group.forget_events()
             self._open_epoch()
 
     def _check_parameters(self) -> None:
         for group in self.groups:
-            replaced = group.replaced_parameter()
+            replaced = group.holders.replaced()
             if replaced is not None:
                 raise RuntimeError(
-                    f"{replaced} must stay the parameter that fully_shard made, got another one in its place, which no forward "
+                    f"{group.name_of(replaced)} must stay the parameter that fully_shard made, got another one in its place, which no forward "
                     "would use; write to the parameter in place, or replace it before fully_shard"
                 )
             changed = group.with_other_requires_grad()

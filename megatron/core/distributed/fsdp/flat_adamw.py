@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from megatron.core.distributed.fsdp.adamw_update import join, make_update
 from megatron.core.distributed.fsdp.cohorts import Cohorts
 from megatron.core.distributed.fsdp.flat_norm import FlatGradNorm, has_gradient
 from megatron.core.distributed.fsdp.flat_state import REMAINDER, STEP, FlatState
+from megatron.core.distributed.fsdp.holders import each
 from megatron.core.distributed.fsdp.load import local_rows
 from megatron.core.distributed.fsdp.optimizer import check_step, contexts_of_groups, groups_of
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup
@@ -150,8 +152,7 @@ class FlatAdamW(torch.optim.Optimizer):
             self.synchronize()
             super().zero_grad(set_to_none=False)
             return
-        for parameter in self._parameters:
-            parameter.grad = None
+        each(setattr, self._parameters, repeat("grad"), repeat(None))
         for group in self.groups:
             group.free_main_grad_if_cleared()
 

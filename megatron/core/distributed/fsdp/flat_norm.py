@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Sequence
 
@@ -14,6 +15,7 @@ from megatron.core.distributed.fsdp.flat_runs import runs_of
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup
 
 _Sharding = tuple[DeviceMesh, tuple[int, ...]]
+_GRAD = operator.attrgetter("grad")
 
 
 def has_gradient(group: FsdpParameterGroup) -> bool:
@@ -21,15 +23,14 @@ def has_gradient(group: FsdpParameterGroup) -> bool:
 
     What the user put in the place of one is copied there, and a parameter without counts as zero.
     """
-    is_flat, is_there = True, False
-    for parameter, own in zip(group.sharded, group._grads, strict=True):
-        grad = parameter.grad
-        is_flat &= grad is own
-        is_there |= grad is not None
-    if is_there and not is_flat:
-        with torch.no_grad():
-            group.prepare_main_grad()
-    return is_there
+    held = list(map(_GRAD, group.sharded))
+    if all(map(operator.is_, held, group._grads)):
+        return True
+    if held.count(None) == len(held):
+        return False
+    with torch.no_grad():
+        group.prepare_main_grad()
+    return True
 
 
 class FlatGradNorm:

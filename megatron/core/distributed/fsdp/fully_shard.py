@@ -271,7 +271,7 @@ def _collect(
                         f"parameter {name} is owned by a unit over {owner.group_mesh.mesh} and must not be owned again over "
                         f"{group_mesh.mesh}; shard tied weights over the same mesh"
                     )
-                if owner.has_holder(module._parameters, key):
+                if owner.holders.has(module._parameters, key):
                     raise ValueError(
                         f"parameter {name} must belong to one unit, got one that a unit around this "
                         f"{type(root).__name__} owns; call fully_shard on inner modules first, then on the root"

@@ -112,7 +112,7 @@ class Gatherer:
             group.set_fence(True)
         else:
             self.live.pop(group, None)  # synchronised, and waited for: there is nothing to release
-        group.install_unsharded()
+        group.holders.install_unsharded()
 
     def wait_for_gathers(self) -> None:
         """Afterwards work on the compute stream sees whatever was gathered ahead."""
@@ -134,10 +134,10 @@ class Gatherer:
     def set_aside(self, group: FsdpParameterGroup) -> None:
         """Afterwards modules hold the sharded parameters; the full weights stay for the next pass of this step."""
         if not (group.num_users or group.num_claims or group.pinned):
-            group.install_sharded()
+            group.holders.install_sharded()
 
     def _release_now(self, group: FsdpParameterGroup) -> None:
-        group.install_sharded()
+        group.holders.install_sharded()
         if group.gathered is not None:  # prefetched and never used
             self.streams.wait(Edge.GATHER_BEFORE_FREE, group.gathered)
             group.gathered = None

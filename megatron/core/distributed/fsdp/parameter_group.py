@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import repeat
@@ -23,6 +22,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from megatron.core.distributed.fsdp.collectives import MemoryKind, Transport, unfinished
 from megatron.core.distributed.fsdp.dbuffer import DBuffer, Gather
+from megatron.core.distributed.fsdp.holders import Holder, Holders, each
 from megatron.core.distributed.fsdp.layout import FlatLayout, pack_rows
 from megatron.core.distributed.fsdp.mixed_precision import GroupDtypes
 from megatron.core.distributed.fsdp.placement import Placements
@@ -69,7 +69,7 @@ class ManagedParameter:
     name: str
     original: nn.Parameter
     made_from: nn.Parameter | None = None
-    holders: list[tuple[dict[str, nn.Parameter | None], str]] = field(default_factory=list)
+    holders: list[tuple[Holder, str]] = field(default_factory=list)
     original_ids: tuple[int, ...] = ()
 
 
@@ -108,7 +108,6 @@ class FsdpParameterGroup:
         self.sharded = [self._sharded_parameter(i, p) for i, p in enumerate(self.parameters)]
         self.unsharded = [self._unsharded_parameter(i, p) for i, p in enumerate(self.parameters)]
         self._versioned = [*self.sharded, *(p._local_tensor for p in self.sharded)]  # type: ignore[attr-defined]
-        self._list_holders()
         for parameter, sharded in zip(self.parameters, self.sharded, strict=True):
             # Whoever meets one of these elsewhere (a tied weight, an optimizer) finds this group.
             sharded._fsdp_group = weakref.ref(self)  # type: ignore[attr-defined]
@@ -118,7 +117,7 @@ class FsdpParameterGroup:
                     parameter.original_ids += (id(original),)
                     retire(original)
             parameter.original = parameter.made_from = None  # type: ignore[assignment]  # whose memory is not needed any more
-        self.install_sharded()
+        self.holders = Holders([parameter.holders for parameter in self.parameters], self.sharded, self.unsharded)
         if self.trainable:
             self._make_gradients()
         if self.weight_storage is not None:
@@ -269,26 +268,12 @@ class FsdpParameterGroup:
             node.register_hook(on_accumulated)
             self._nodes.append(node)
 
-    def _list_holders(self) -> None:
-        """Afterwards switching what modules hold is a pass over lists, without a line of Python for each parameter."""
-        self._switch = [
-            (holder, key, sharded, unsharded)
-            for parameter, sharded, unsharded in zip(self.parameters, self.sharded, self.unsharded, strict=True)
-            for holder, key in parameter.holders
-        ]
-        self._holders = [holder for holder, *_ in self._switch]
-        self._keys = [key for _, key, *_ in self._switch]
-        self._held_sharded = [sharded for *_, sharded, _ in self._switch]
-        self._held_unsharded = [unsharded for *_, unsharded in self._switch]
-
-    def add_holder(self, original: nn.Parameter, holder: dict[str, nn.Parameter | None], key: str) -> None:
+    def add_holder(self, original: nn.Parameter, holder: Holder, key: str) -> None:
         """Afterwards another module, which is tied to one of these weights, holds the sharded parameter too."""
         index = next(
             i for i, p in enumerate(self.parameters) if original is self.sharded[i] or id(original) in p.original_ids
         )
-        self.parameters[index].holders.append((holder, key))
-        self._list_holders()
-        holder[key] = self.sharded[index]
+        self.holders.add(index, holder, key)
 
     def name_of(self, index: int) -> str:
         """The name of parameter ``index``, seen from the context's root."""
@@ -323,30 +308,7 @@ class FsdpParameterGroup:
             return None
         return self.name_of(flags.index(not self.trainable))
 
-    def has_holder(self, holder: dict[str, nn.Parameter | None], key: str) -> bool:
-        """True if the module with these ``_parameters`` holds a parameter of the group under ``key``."""
-        return any(other is holder and name == key for other, name, *_ in self._switch)
-
-    def replaced_parameter(self) -> str | None:
-        """The name of a parameter in whose place a module holds something else now; None if there is none."""
-        if all(map(operator.is_, map(dict.get, self._holders, self._keys), self._held_sharded)):
-            return None
-        for holder, key, sharded, unsharded in self._switch:
-            held = holder.get(key)
-            if held is not sharded and held is not unsharded:
-                index = next(i for i, own in enumerate(self.sharded) if own is sharded)
-                return self.name_of(index)
-        return None
-
     # ---- weights ------------------------------------------------------------------------------------------------
-
-    def install_sharded(self) -> None:
-        """Afterwards modules hold the sharded parameters."""
-        _each(dict.__setitem__, self._holders, self._keys, self._held_sharded)
-
-    def install_unsharded(self) -> None:
-        """Afterwards modules hold the full parameters."""
-        _each(dict.__setitem__, self._holders, self._keys, self._held_unsharded)
 
     @property
     def model_piece(self) -> torch.Tensor | None:
@@ -494,7 +456,7 @@ class FsdpParameterGroup:
             if len(copied) + written.count(True) < len(targets):
                 torch._foreach_zero_([t for i, t in enumerate(targets) if not written[i] and grads[i] is None])
         if given:
-            _each(setattr, parameters, repeat("grad"), repeat(None))
+            each(setattr, parameters, repeat("grad"), repeat(None))
         self._written = [False] * len(targets)
 
     def drop_grads(self) -> None:
@@ -541,7 +503,7 @@ class FsdpParameterGroup:
         overwrite = held.count(None) == len(held)
         if not overwrite:
             self._take_over(held)
-        _each(setattr, self.sharded, repeat("grad"), self._grads)
+        each(setattr, self.sharded, repeat("grad"), self._grads)
         return overwrite
 
     def _take_over(self, held: list[Any]) -> None:
@@ -583,11 +545,6 @@ class FsdpParameterGroup:
             return  # an update beside compute reads it: the next gather's wait comes after that
         if list(map(_GRAD, self.sharded)).count(None) == len(self.sharded):
             self.main_grad_storage.free()
-
-
-def _each(function: Callable[..., Any], *arguments: Iterable[Any]) -> None:
-    """Calls ``function`` on the arguments' elements without a line of Python for each: the host is a bottleneck."""
-    deque(map(function, *arguments), maxlen=0)
 
 
 def _arrival_hook(group: weakref.ref[FsdpParameterGroup]) -> Callable[..., None]:

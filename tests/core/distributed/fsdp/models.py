@@ -173,8 +173,7 @@ def assert_at_rest(module: nn.Module | FsdpContext) -> None:
             storage = group.weight_storage
             assert storage is not None
             assert not group.is_gathered and (storage.in_arena or not storage.allocated), name
-        for holder, key, *_ in group._switch:
-            assert isinstance(holder[key], DTensor), f"the module must hold {name} sharded"
+        assert all(isinstance(held, DTensor) for held in group.holders.held()), f"modules must hold {name} sharded"
         if group.trainable:
             assert not group.staging_held and not group.has_partial, name
             assert group.staging_storage.in_arena or not group.staging_storage.allocated, name
