@@ -41,6 +41,8 @@ class OursOptions:
     """All-gathers on a communicator of their own, so that they run beside reductions; peer copy needs none."""
     wide_grads: bool = False
     """Main gradients are fp32 where nothing is accumulated too; else they rest as they came over the wire, in bf16."""
+    fine_units: bool = False
+    """Each matrix of a layer is a unit, not each layer: smaller arenas, four times as many gathers and reductions."""
     prepares_forward: bool = True
     """After each step the first gather of the next is begun."""
     kept_gib: float = 0.0
@@ -61,6 +63,7 @@ VARIATIONS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "nooverlap": ({"overlaps_forward": False}, "the whole update before the next forward"),
     "fp32grads": ({"wide_grads": True}, "fp32 main gradients, also of one microbatch"),
+    "fine": ({"fine_units": True}, "each matrix of a layer a unit"),
     "together": ({"gathers_apart": False}, "gathers and reductions on one communicator"),
     "nosync": ({"prepares_forward": False}, "nothing launched between step and forward"),
 }
@@ -140,7 +143,9 @@ class Ours(Engine):
         with torch.device("meta"):
             model = PlainGpt(settings.shape, linear=options.linear, dtype=torch.bfloat16, seed=settings.seed)
         kind = TRANSPORTS[options.transport]
-        for unit in (*model.units(), model):
+        inner = [m for layer in model.layers for m in layer.children()] if options.fine_units else []
+        matrices = [module for module in inner if isinstance(module, options.linear)]
+        for unit in (*matrices, *model.units(), model):
             fsdp.fully_shard(unit, settings.mesh, None, policy, fsdp_group_ag=self._gather_group, transport=kind)  # type: ignore[arg-type]
         self.model = model
         self.contexts: list[FsdpContext] = contexts_of(model)

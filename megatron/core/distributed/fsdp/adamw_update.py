@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron.core.distributed.fsdp.flat_runs import Run, block_table
+from megatron.core.distributed.fsdp.kernel_launcher import KernelLauncher
 
 # Columns of the hyperparameters [G, 5] fp64, and of the coefficients [C, 8] fp32 that a step makes of them.
 HYPERPARAMETERS = ("lr", "weight_decay", "beta1", "beta2", "eps")
@@ -133,13 +134,15 @@ class KernelUpdate(TorchUpdate):
         from megatron.core.distributed.fsdp import adamw_kernel
 
         self._kernels = adamw_kernel
-        self._launch_coefficients = _Launcher(adamw_kernel.coefficients_kernel, num_warps=1)
-        self._launch_update = _Launcher(adamw_kernel.update_kernel, num_warps=adamw_kernel.NUM_WARPS)
+        # Products and sums are rounded one by one, whatever the variant.
+        exact = {"enable_fp_fusion": False}
+        self._launch_coefficients = KernelLauncher(adamw_kernel.coefficients_kernel, num_warps=1, **exact)
+        self._launch_update = KernelLauncher(adamw_kernel.update_kernel, num_warps=adamw_kernel.NUM_WARPS, **exact)
 
     def write_coefficients(self, cohorts: CohortTable, grad_factor: torch.Tensor) -> None:
         c = cohorts
         tensors = (c.hyperparameters, c.group_of_cohort, c.steps, c.advances, grad_factor, c.coefficients)
-        self._launch_coefficients(1, tensors, (c.steps.numel(),))
+        self._launch_coefficients(1, tensors, (), (c.steps.numel(),))
 
     def blocks(self, runs: Sequence[Run], device: torch.device) -> torch.Tensor:
         return block_table(runs, self._kernels.BLOCK_NUMEL).to(device)
@@ -164,44 +167,10 @@ class KernelUpdate(TorchUpdate):
         remainder = shard.exp_avg if shard.remainder is None else shard.remainder  # any address serves what is not read
         tensors = (main, grad, shard.exp_avg, shard.exp_avg_sq, remainder, model, blocks, coefficients)
         constants = (shard.remainder is not None, shard.model is not None, self._kernels.BLOCK_NUMEL)
-        run = self._launch_update(blocks.shape[0], tensors, constants)
+        run = self._launch_update(blocks.shape[0], tensors, (), constants)
         if run is not None:
             addresses = [tensor.data_ptr() for tensor in tensors]
             shard.launch = _ShardLaunch(kind, run, addresses[0], (*addresses[2:], *constants))
-
-
-class _Launcher:
-    """Launches a kernel; from its second launch of a kind on without Triton's analysis of arguments (20 to 40 us)."""
-
-    def __init__(self, kernel: Any, *, num_warps: int) -> None:
-        self._kernel, self._num_warps = kernel, num_warps
-        self._compiled: dict[tuple[Any, ...], Any] = {}
-
-    def __call__(
-        self, num_programs: int, tensors: Sequence[torch.Tensor], constants: tuple[Any, ...]
-    ) -> Callable[..., None] | None:
-        """Afterwards the kernel is launched; returns what launches it again with addresses and constants.
-
-        None where it was interpreted, which compiles nothing.
-        """
-        addresses = [tensor.data_ptr() for tensor in tensors]
-        # What Triton compiles for: dtypes, and which addresses are multiples of 16.
-        kind = (
-            tensors[0].device,
-            constants,
-            *[(t.dtype, a % 16 == 0) for t, a in zip(tensors, addresses, strict=True)],
-        )
-        compiled = self._compiled.get(kind)
-        if compiled is None:
-            launch = self._kernel[(num_programs,)]
-            compiled = launch(*tensors, *constants, num_warps=self._num_warps, enable_fp_fusion=False)
-            if compiled is None:
-                return None
-            self._compiled[kind] = compiled
-            return compiled[num_programs, 1, 1]
-        run: Callable[..., None] = compiled[num_programs, 1, 1]
-        run(*addresses, *constants)
-        return run
 
 
 def make_update(device: torch.device) -> TorchUpdate:

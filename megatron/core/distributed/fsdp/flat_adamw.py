@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from megatron.core.distributed.fsdp.adamw_update import join, make_update
 from megatron.core.distributed.fsdp.cohorts import Cohorts
 from megatron.core.distributed.fsdp.flat_norm import FlatGradNorm, has_gradient
-from megatron.core.distributed.fsdp.flat_state import REMAINDER, STEP, FlatState
+from megatron.core.distributed.fsdp.flat_state import REMAINDER, STEP, FlatState, placed_like
 from megatron.core.distributed.fsdp.holders import each
 from megatron.core.distributed.fsdp.load import local_rows
 from megatron.core.distributed.fsdp.optimizer import check_step, contexts_of_groups, groups_of
@@ -175,7 +175,7 @@ class FlatAdamW(torch.optim.Optimizer):
         remainder = self.state[parameter].get(REMAINDER)
         if remainder is None:
             return parameter.detach().float()  # type: ignore[return-value]
-        return _like(parameter, join(parameter._local_tensor.detach(), remainder._local_tensor))
+        return placed_like(parameter, join(parameter._local_tensor.detach(), remainder._local_tensor))
 
     def state_dict(self) -> dict[str, Any]:
         self.synchronize()
@@ -329,14 +329,3 @@ def _fill(view: DTensor, value: Any, parameter: torch.Tensor) -> None:
             return
         value = value.full_tensor()
     view._local_tensor.copy_(local_rows(view, value))
-
-
-def _like(parameter: DTensor, local: torch.Tensor) -> DTensor:
-    return DTensor.from_local(
-        local,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )

@@ -89,6 +89,11 @@ def _view_like(parameter: torch.Tensor, flat: torch.Tensor, group: FsdpParameter
     rows = group.main_weight.view(index)
     begin = rows.storage_offset() - group.main_weight.local.storage_offset()
     local = flat[begin : begin + rows.numel()].view(rows.shape)
+    return placed_like(parameter, local)
+
+
+def placed_like(parameter: DTensor, local: torch.Tensor) -> DTensor:
+    """The DTensor of the parameter's shape and placements whose rows of this rank are ``local``."""
     return DTensor.from_local(
         local,
         parameter.device_mesh,
