@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import torch
 
 from megatron.core.distributed.fsdp import ranges
+from megatron.core.distributed.fsdp.autograd_hooks import BackwardEnd, OutputHook
 from megatron.core.distributed.fsdp.collectives import Transport
 from megatron.core.distributed.fsdp.gatherer import Gatherer
 from megatron.core.distributed.fsdp.graphs import Graphs, GraphToken
@@ -23,18 +24,6 @@ from megatron.core.distributed.fsdp.unit import FsdpUnit, Phase
 from megatron.core.distributed.fsdp.updater import Update, Updater
 
 logger = logging.getLogger(__name__)
-
-
-class _BackwardEnd:
-    """What autograd calls at a backward's end. It dies with the backward, also with one that failed."""
-
-    def __init__(self, context: FsdpContext) -> None:
-        self._context = weakref.ref(context)
-
-    def __call__(self) -> None:
-        context = self._context()
-        if context is not None:
-            context.end_backward()
 
 
 class FsdpContext:
@@ -68,7 +57,7 @@ class FsdpContext:
         self._scope_depth = 0
         self._epoch_is_open = False  # the next forward uses the epoch that was opened for it
         # Backward
-        self._backward_end: weakref.ref[_BackwardEnd] | None = None
+        self._backward_end: weakref.ref[BackwardEnd] | None = None
         self._open_units: list[
             FsdpUnit
         ] = []  # their gradients are owed or not reduced yet, in the order of their begin
@@ -306,7 +295,7 @@ class FsdpContext:
             self.abandon()
 
     def _watch(self, unit: FsdpUnit, tensors: list[torch.Tensor], token: GraphToken) -> None:
-        hook = _OutputHook(self, unit, token)
+        hook = OutputHook(self, unit, token)
         for tensor in tensors:
             tensor.register_hook(hook)
 
@@ -412,7 +401,7 @@ class FsdpContext:
             if self._backward_end() is not None:
                 return
             self._recover()
-        end = _BackwardEnd(self)
+        end = BackwardEnd(self)
         self._backward_end = weakref.ref(end)
         torch.autograd.Variable._execution_engine.queue_callback(end)
 
@@ -602,22 +591,3 @@ class FsdpContext:
             return False
         self.graphs.moved()
         return True
-
-
-class _OutputHook:
-    """Begins a unit's backward when the gradient of one of its outputs arrives."""
-
-    __slots__ = ("context", "token", "unit")
-
-    def __init__(self, context: FsdpContext, unit: FsdpUnit, token: GraphToken) -> None:
-        self.context, self.unit, self.token = context, unit, token
-
-    def __call__(self, grad: torch.Tensor) -> None:
-        token = self.token
-        if token.is_done and token.generation != self.context.graphs.generation:
-            raise RuntimeError(
-                f"backward runs a second time through a graph of {self.unit.name} that was made before weights moved to "
-                "their planned addresses; keep graphs only within a step, or run forward again"
-            )
-        token.is_done = True
-        self.context.begin_unit_backward(self.unit)
