@@ -450,7 +450,7 @@ class FsdpContext:
         self._claiming.remove(unit)
         for group in unit.groups:
             group.num_claims -= 1
-            if group.is_kept and not self.is_last_microbatch:
+            if group.is_kept:  # until the end of the last backward
                 self.gatherer.set_aside(group)
             else:
                 self.gatherer.release(group)

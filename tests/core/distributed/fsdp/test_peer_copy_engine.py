@@ -1,0 +1,100 @@
+"""The engine keeps peer copy's rules: no rank reads another's weights early, and reductions find gradients where planned."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron.core.distributed.fsdp import FsdpParameterGroup, fully_shard, fully_shard_optimizer
+from megatron.core.tensor_parallel.linear_function import linear_with_main_grad
+from tests.core.distributed.fsdp.models import context_of, local_of
+from tests.support.rank_checks import RankChecks
+
+CHECKS = RankChecks(__name__)
+SIZE, NUM_LAYERS = 6, 4
+
+
+class Layer(nn.Module):
+    """A unit whose gradient is written straight to the staging buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(SIZE, SIZE) / SIZE)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(linear_with_main_grad(x, self.weight))
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(NUM_LAYERS))
+        self.order = list(range(NUM_LAYERS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index in self.order:
+            x = self.layers[index](x)
+        return x
+
+
+def _train(transport: str, orders: list[list[int]], before_step: Callable[[int], None]) -> list[torch.Tensor]:
+    """Losses and this rank's rows of the weights after steps that run the layers in these orders. Ranks: all."""
+    torch.manual_seed(0)
+    net = Stack()
+    for unit in (*net.layers, net):
+        fully_shard(unit, transport=transport)  # type: ignore[arg-type]
+    optimizer = fully_shard_optimizer(torch.optim.SGD(net.parameters(), lr=0.3))
+    inputs = torch.randn(3, SIZE, generator=torch.Generator().manual_seed(dist.get_rank()))
+    losses = []
+    for step, order in enumerate(orders):
+        net.order = order
+        loss = net(inputs).square().mean()
+        loss.backward()
+        losses.append(loss.detach())
+        before_step(step)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert context_of(net).plan is not None
+    return losses + [local_of(parameter).clone() for parameter in net.parameters()]
+
+
+@CHECKS.on(2)
+def weights_are_read_when_their_owner_has_written_them() -> None:
+    """One rank is late with its step; the other must not compute with what was there before."""
+
+    def late(step: int) -> None:
+        if step % 2 == dist.get_rank():
+            time.sleep(0.1)
+
+    orders = [list(range(NUM_LAYERS))] * 5
+    expected = _train("nccl", orders, lambda step: None)
+    assert all(map(torch.equal, _train("peer_copy", orders, late), expected))
+
+
+@CHECKS.on(2)
+def gradients_that_had_to_give_way_are_reduced_from_where_the_plan_says() -> None:
+    """A layer that runs twice keeps its range to the end of backward, and layers that share it find it taken."""
+    usual = list(range(NUM_LAYERS))
+    orders = [usual, usual, usual, [*usual, 0], usual, [3, *usual], usual]
+    expected = _train("nccl", orders, lambda step: None)
+    aside: list[bool] = []
+    set_aside = FsdpParameterGroup.set_staging_aside
+
+    def counted(group: FsdpParameterGroup, *, copies: bool) -> None:
+        aside.append(copies)
+        set_aside(group, copies=copies)
+
+    with patch.object(FsdpParameterGroup, "set_staging_aside", counted):
+        assert all(map(torch.equal, _train("peer_copy", orders, lambda step: None), expected))
+    assert False in aside and True in aside, "both ways of giving way occurred"
+
+
+@pytest.mark.parametrize(("num_ranks", "name"), CHECKS.parameters)
+def test_peer_copy_engine(num_ranks: int, name: str) -> None:
+    CHECKS.assert_passed(num_ranks, name)
