@@ -11,6 +11,16 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 
+def group_size(group: ProcessGroup | None) -> int:
+    """Ranks of a group; 1 for None, which is a split that is not used."""
+    return 1 if group is None else group.size()
+
+
+def group_rank(group: ProcessGroup | None) -> int:
+    """This rank's place in a group; 0 for None."""
+    return 0 if group is None else group.rank()
+
+
 @dataclass(kw_only=True)
 class ProcessGroupCollection:
     """One process group per way of splitting the work, each holding this rank; None where a split is not used.
@@ -19,9 +29,12 @@ class ProcessGroupCollection:
         tp, pp, cp, ep: tensor, pipeline, context and expert parallelism.
         mp: tensor and pipeline together.
         dp, dp_cp: data parallelism of dense parameters, without and with context parallelism.
+        tp_cp: tensor and context parallelism together.
         expt_tp, expt_dp: tensor and data parallelism of expert parameters.
+        tp_ep: tensor parallelism of experts and expert parallelism together.
+        embd: the first and the last pipeline stage, which share the word embedding; None on other stages.
         intra_dp_cp, intra_expt_dp: the inner (sharding) axis of hybrid sharding, dense and expert.
-        inter_dist_opt: its outer (replicating) axis.
+        inter_dist_opt, inter_expt_dist_opt: its outer (replicating) axis, dense and expert.
         dp_cp_ag, expt_dp_ag: the ranks of ``dp_cp`` and ``expt_dp``, for all-gathers alone.
 
     The groups belong to whoever made the collection, who destroys them.
@@ -34,11 +47,15 @@ class ProcessGroupCollection:
     mp: ProcessGroup | None = None
     dp: ProcessGroup | None = None
     dp_cp: ProcessGroup | None = None
+    tp_cp: ProcessGroup | None = None
     expt_tp: ProcessGroup | None = None
     expt_dp: ProcessGroup | None = None
+    tp_ep: ProcessGroup | None = None
+    embd: ProcessGroup | None = None
     intra_dp_cp: ProcessGroup | None = None
     intra_expt_dp: ProcessGroup | None = None
     inter_dist_opt: ProcessGroup | None = None
+    inter_expt_dist_opt: ProcessGroup | None = None
     dp_cp_ag: ProcessGroup | None = None
     expt_dp_ag: ProcessGroup | None = None
 
