@@ -35,7 +35,8 @@ class ProcessGroupCollection:
         embd: the first and the last pipeline stage, which share the word embedding; None on other stages.
         intra_dp_cp, intra_expt_dp: the inner (sharding) axis of hybrid sharding, dense and expert.
         inter_dist_opt, inter_expt_dist_opt: its outer (replicating) axis, dense and expert.
-        dp_cp_ag, expt_dp_ag: the ranks of ``dp_cp`` and ``expt_dp``, for all-gathers alone.
+        dp_cp_ag, expt_dp_ag: the ranks of ``dp_cp`` and ``expt_dp`` (under hybrid sharding of the inner axes), for
+            all-gathers alone.
 
     The groups belong to whoever made the collection, who destroys them.
     """
@@ -84,7 +85,7 @@ def create_all_gather_groups(
     *,
     pg_collection: ProcessGroupCollection | None = None,
 ) -> tuple[ProcessGroup, ProcessGroup | None]:
-    """Groups of their own for all-gathers, with the ranks of the data-parallel groups, dense and expert.
+    """Groups of their own for all-gathers, with the ranks over which weights are sharded, dense and expert.
 
     One NCCL communicator runs its collectives one after the other, so gathers and reductions overlap only on two.
     Put them into the collection: ``replace(pg_collection, dp_cp_ag=dense, expt_dp_ag=expert)``.
@@ -95,10 +96,12 @@ def create_all_gather_groups(
         nccl_comm_cfgs: settings of NCCL communicators by the name of the group, "dp_cp" and "ep_dp":
             ``is_high_priority_stream`` and fields of NCCL's configuration such as ``max_ctas``. Other backends
             refuse them.
-        pg_collection: whose ``dp_cp`` (or ``dp``) and ``expt_dp`` are mirrored; all ranks when None.
+        pg_collection: whose sharding groups are mirrored: ``intra_dp_cp`` and ``intra_expt_dp`` under hybrid sharding,
+            else ``dp_cp`` (or ``dp``) and ``expt_dp``; all ranks when None.
 
     Returns:
-        (dense, expert) groups of this rank; no expert one without ``for_expert_parallelism`` or expert parallelism.
+        (dense, expert) groups of this rank; no expert one without ``for_expert_parallelism``, or where experts are split
+        as dense layers are.
 
     Raises:
         ValueError: the collection lacks a group; settings for a group that is not made or not NCCL's, or unknown ones.
@@ -108,11 +111,13 @@ def create_all_gather_groups(
     Source: Megatron-Core's function of this name, which reads the groups from globals; here they are passed in.
     """
     groups = pg_collection or ProcessGroupCollection.data_parallel()
-    dense = groups.dp_cp or groups.dp
+    dense = groups.intra_dp_cp or groups.dp_cp or groups.dp
     if dense is None:
         raise ValueError("pg_collection must hold a data-parallel group in dp_cp or dp, got None in both")
-    has_experts = for_expert_parallelism and groups.ep is not None and groups.ep.size() > 1
-    if has_experts and groups.expt_dp is None:
+    expert = groups.intra_expt_dp or groups.expt_dp
+    splits_experts = group_size(groups.ep) > 1 or group_size(groups.expt_tp) != group_size(groups.tp)
+    has_experts = for_expert_parallelism and splits_experts
+    if has_experts and expert is None:
         raise ValueError("pg_collection must hold expt_dp for experts that are split over ep, got None")
     names = {"dp_cp", "ep_dp"} if has_experts else {"dp_cp"}
     if unknown := set(nccl_comm_cfgs or {}) - names:
@@ -121,8 +126,8 @@ def create_all_gather_groups(
     gathers = _mirror(dense, timeout, configs.get("dp_cp"), "DATA_PARALLEL_GROUP_WITH_CP_AG")
     if not has_experts:
         return gathers, None
-    assert groups.expt_dp is not None
-    return gathers, _mirror(groups.expt_dp, timeout, configs.get("ep_dp"), "EXPERT_DATA_PARALLEL_GROUP_AG")
+    assert expert is not None
+    return gathers, _mirror(expert, timeout, configs.get("ep_dp"), "EXPERT_DATA_PARALLEL_GROUP_AG")
 
 
 def _mirror(

@@ -1,0 +1,180 @@
+"""Which ranks split the work with which: pure geometry, without processes.
+
+Every rank has a place on two grids over the same ranks. On the dense grid its axes are tensor (tp), context (cp), data
+(dp) and pipeline parallelism (pp); on the expert grid tensor parallelism of experts, expert parallelism (ep), data
+parallelism of experts, and the same pipeline stages. A group holds the ranks that differ on its axes alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Groups = npt.NDArray[np.int64]
+"""[G, N]: G groups of N ranks, each in the order of its axes."""
+
+_DENSE_AXES = {
+    "tp": ("tp",),
+    "cp": ("cp",),
+    "pp": ("pp",),
+    "mp": ("tp", "pp"),
+    "dp": ("dp",),
+    "dp_cp": ("dp", "cp"),
+    "tp_cp": ("tp", "cp"),
+}
+_EXPERT_AXES = {"ep": ("ep",), "expt_tp": ("tp",), "expt_dp": ("dp",), "tp_ep": ("tp", "ep")}
+_HYBRID = {
+    "intra_dp_cp": "dp_cp",
+    "inter_dist_opt": "dp_cp",
+    "intra_expt_dp": "expt_dp",
+    "inter_expt_dist_opt": "expt_dp",
+}
+
+GROUP_NAMES = (*_DENSE_AXES, *_EXPERT_AXES, *_HYBRID, "embd")
+"""The groups that a grid knows, under their names in ``ProcessGroupCollection``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankGrid:
+    """The ranks of every group of a run, from the degrees to which the work is split.
+
+    Raises:
+        ValueError: a degree is not positive, the order is none, or the degrees do not fill the world; the message shows
+            the arithmetic.
+
+    Ranks: pure; every rank computes the same answer.
+    Source: Megatron-Core's parallel_state: its order strings, its two grids, and hybrid sharding's division of the
+    data-parallel ranks.
+    """
+
+    world_size: int
+    tensor_model_parallel_size: int = 1
+    context_parallel_size: int = 1
+    pipeline_model_parallel_size: int = 1
+    expert_model_parallel_size: int = 1
+    expert_tensor_parallel_size: int | None = None
+    """None: as many as ``tensor_model_parallel_size``."""
+
+    num_distributed_optimizer_instances: int = 1
+    """Replicas of what is sharded: the size of the outer axis of hybrid sharding."""
+
+    order: str = "tp-cp-ep-dp-pp"
+    """The axes, neighbouring ranks first."""
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if isinstance(value, int) and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        if sorted(self.order.split("-")) != ["cp", "dp", "ep", "pp", "tp"]:
+            raise ValueError(f"order must name tp, cp, ep, dp and pp once each, joined by '-', got {self.order!r}")
+        self._check_product("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
+        self._check_product("expert_tensor_parallel_size", "expert_model_parallel_size", "pipeline_model_parallel_size")
+        if not np.array_equal(self._dense_groups(("pp",)), self._expert_groups(("pp",))):
+            raise ValueError(
+                f"dense and expert layers of a stage must be on the same ranks, got order {self.order!r} with "
+                f"{self._before_pp(self.dense_sizes)} ranks before pp for dense layers and "
+                f"{self._before_pp(self.expert_sizes)} for expert layers; use an order that ends in pp, or make these equal"
+            )
+        instances = self.num_distributed_optimizer_instances
+        for axis, size in (("data x context", self.size("dp_cp")), ("expert data", self.size("expt_dp"))):
+            if size % instances:
+                raise ValueError(
+                    f"num_distributed_optimizer_instances must divide the {axis} parallel size, got {instances} and {size} "
+                    f"= {size // instances} * {instances} + {size % instances}"
+                )
+
+    def _check_product(self, *names: str) -> None:
+        degrees = [self.expert_tensor_size if name.startswith("expert_t") else getattr(self, name) for name in names]
+        if self.world_size % prod(degrees):
+            raise ValueError(
+                f"the number of ranks must be a multiple of {' * '.join(names)}, got {self.world_size} ranks and "
+                f"{' * '.join(map(str, degrees))} = {prod(degrees)}; change a degree or the number of ranks"
+            )
+
+    @staticmethod
+    def _before_pp(sizes: dict[str, int]) -> str:
+        factors = [(axis, size) for axis, size in list(sizes.items())[: list(sizes).index("pp")] if size > 1]
+        text = " * ".join(f"{size} ({axis})" for axis, size in factors)
+        return f"{text} = {prod(size for _, size in factors)}" if len(factors) > 1 else text or "1"
+
+    @property
+    def expert_tensor_size(self) -> int:
+        """Ranks that split one expert's matrices."""
+        return self.expert_tensor_parallel_size or self.tensor_model_parallel_size
+
+    @cached_property
+    def dense_sizes(self) -> dict[str, int]:
+        """The size of each axis of the dense grid, neighbouring ranks first."""
+        tp, cp, pp = self.tensor_model_parallel_size, self.context_parallel_size, self.pipeline_model_parallel_size
+        return self._ordered({"tp": tp, "cp": cp, "ep": 1, "dp": self.world_size // (tp * cp * pp), "pp": pp})
+
+    @cached_property
+    def expert_sizes(self) -> dict[str, int]:
+        """The size of each axis of the expert grid, neighbouring ranks first."""
+        tp, ep, pp = self.expert_tensor_size, self.expert_model_parallel_size, self.pipeline_model_parallel_size
+        return self._ordered({"tp": tp, "cp": 1, "ep": ep, "dp": self.world_size // (tp * ep * pp), "pp": pp})
+
+    def _ordered(self, sizes: dict[str, int]) -> dict[str, int]:
+        return {axis: sizes[axis] for axis in self.order.split("-")}
+
+    def size(self, name: str) -> int:
+        """Ranks of each group of this name; 1 where the split is not used."""
+        return 1 if name == "embd" and self.pipeline_model_parallel_size == 1 else self.groups(name).shape[1]
+
+    def groups(self, name: str) -> Groups:
+        """[G, N] the ranks of all groups of this name, in ascending order of their first ranks.
+
+        Each rank is in exactly one of them, except that middle stages are in no "embd" group.
+
+        Raises:
+            ValueError: a name that is not in ``GROUP_NAMES``.
+        """
+        if name in _DENSE_AXES:
+            return self._dense_groups(_DENSE_AXES[name])
+        if name in _EXPERT_AXES:
+            return self._expert_groups(_EXPERT_AXES[name])
+        if name in _HYBRID:
+            return self._hybrid_groups(_HYBRID[name], inner=name.startswith("intra"))
+        if name == "embd":
+            stages = self._dense_groups(("pp",))
+            return stages if stages.shape[1] == 1 else stages[:, [0, -1]]
+        raise ValueError(f"a group must be one of {', '.join(GROUP_NAMES)}, got {name!r}")
+
+    def ranks(self, name: str, rank: int) -> list[int] | None:
+        """The group of this name that holds ``rank``; None where none does."""
+        groups = self.groups(name)
+        found: list[Any] = groups[(groups == rank).any(axis=1)].tolist()
+        return found[0] if found else None
+
+    def _dense_groups(self, axes: tuple[str, ...]) -> Groups:
+        return _groups_along(self.dense_sizes, axes)
+
+    def _expert_groups(self, axes: tuple[str, ...]) -> Groups:
+        return _groups_along(self.expert_sizes, axes)
+
+    def _hybrid_groups(self, sharded: str, *, inner: bool) -> Groups:
+        """Inner groups are consecutive parts of the data-parallel ranks, so that they stay within a host."""
+        groups = self.groups(sharded)
+        parts = groups.reshape(len(groups), self.num_distributed_optimizer_instances, -1)
+        if not inner:
+            parts = parts.transpose(0, 2, 1)
+        return _by_first_rank(parts.reshape(-1, parts.shape[-1]))
+
+
+def _groups_along(sizes: dict[str, int], axes: tuple[str, ...]) -> Groups:
+    """[G, N] groups of ranks that differ on ``axes`` alone, the first of ``sizes`` varying fastest."""
+    names = list(sizes)[::-1]  # in an array the last axis varies fastest
+    grid = np.arange(prod(sizes.values()), dtype=np.int64).reshape([sizes[name] for name in names])
+    kept = [index for index, name in enumerate(names) if name not in axes]
+    within = [index for index, name in enumerate(names) if name in axes]
+    return _by_first_rank(grid.transpose(kept + within).reshape(-1, prod(sizes[axis] for axis in axes)))
+
+
+def _by_first_rank(groups: Groups) -> Groups:
+    ordered: Groups = groups[np.argsort(groups[:, 0])]
+    return ordered
