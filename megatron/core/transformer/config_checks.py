@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.moe.moe_config_checks import MOE_CONTRADICTIONS
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-_MOE = "mixture of experts is not served yet"
+_ROUTER_GROUPS = "a token's experts are the best of all, not of some groups"
 _RECIPES = "reduced-precision recipes beyond bf16 are not served"
 
 NOT_SERVED: dict[str, tuple[tuple[object, ...], str]] = {
@@ -33,17 +34,11 @@ NOT_SERVED: dict[str, tuple[tuple[object, ...], str]] = {
     "expert_model_parallel_size": ((1,), "expert parallelism is not served yet"),
     "expert_tensor_parallel_size": ((None, 1), "expert parallelism is not served yet"),
     "sequence_parallel": ((False,), "it needs tensor parallelism, which is not served yet"),
-    "num_moe_experts": ((None,), _MOE),
-    "moe_router_topk": ((2,), _MOE),
-    "moe_ffn_hidden_size": ((None,), _MOE),
-    "moe_grouped_gemm": ((False,), _MOE),
-    "moe_aux_loss_coeff": ((0.0,), _MOE),
-    "moe_z_loss_coeff": ((None,), _MOE),
-    "moe_shared_expert_intermediate_size": ((None,), _MOE),
-    "moe_layer_freq": ((1,), _MOE),
-    "moe_router_load_balancing_type": (("aux_loss",), _MOE),
-    "moe_token_dispatcher_type": (("allgather",), _MOE),
-    "moe_router_pre_softmax": ((False,), _MOE),
+    "moe_input_jitter_eps": ((None,), "routers see their input as it is"),
+    "moe_router_enable_expert_bias": ((False,), "experts are balanced by auxiliary losses; use moe_aux_loss_coeff"),
+    "moe_router_num_groups": ((None,), _ROUTER_GROUPS),
+    "moe_router_group_topk": ((None,), _ROUTER_GROUPS),
+    "moe_shared_expert_overlap": ((False,), "shared experts run before the routed ones"),
     "multi_latent_attention": ((False,), "only multi-head and grouped-query attention are served"),
     "mtp_num_layers": ((None,), "multi-token prediction is not served"),
     "window_size": ((None,), "sliding-window attention is not served"),
@@ -151,6 +146,9 @@ CONTRADICTIONS: list[tuple[Condition, str]] = [
         "recompute_modules must be ['core_attn'], got {recompute_modules!r}; use recompute_granularity='full' for more",
     ),
 ]
+
+
+CONTRADICTIONS += MOE_CONTRADICTIONS
 
 
 def check_config(config: TransformerConfig) -> None:

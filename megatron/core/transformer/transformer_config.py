@@ -177,17 +177,49 @@ class TransformerConfig:
     """Refused when set."""
 
     num_moe_experts: int | None = None
-    """Refused when set, as are the fields below."""
-    moe_router_topk: int = 2
-    moe_ffn_hidden_size: int | None = None
-    moe_grouped_gemm: bool = False
-    moe_aux_loss_coeff: float = 0.0
-    moe_z_loss_coeff: float | None = None
-    moe_shared_expert_intermediate_size: int | None = None
+    """Experts of each mixture-of-experts layer; None: all layers are dense, and the fields below say nothing."""
     moe_layer_freq: int | list[int] = 1
-    moe_router_load_balancing_type: str = "aux_loss"
-    moe_token_dispatcher_type: str = "allgather"
+    """Which layers are mixtures of experts: every so many, from the first on, or [num_layers] of 1 (experts) and 0."""
+    moe_ffn_hidden_size: int | None = None
+    """Width between the two linear layers of an expert; None: ffn_hidden_size."""
+    moe_router_topk: int = 2
+    """Experts that each token goes to."""
     moe_router_pre_softmax: bool = False
+    """The softmax is over all experts, before the best are taken; off, over the taken ones."""
+    moe_router_score_function: str = "softmax"
+    """What makes scores of logits: "softmax" or "sigmoid" (of each alone; normalised over the taken ones)."""
+    moe_router_topk_scaling_factor: float | None = None
+    """Factor on the probabilities of the taken experts."""
+    moe_router_dtype: str | None = None
+    """Dtype of the router's logits: "fp32", "fp64", or None: the input's."""
+    moe_router_load_balancing_type: str = "aux_loss"
+    """Over what experts are balanced: a microbatch ("aux_loss"), each sequence ("seq_aux_loss"), nothing ("none")."""
+    moe_aux_loss_coeff: float = 0.0
+    """Factor of the load-balancing loss; 0: there is none."""
+    moe_z_loss_coeff: float | None = None
+    """Factor of the mean squared log-sum-exp of the router's logits, which keeps them small; None: there is none."""
+    moe_input_jitter_eps: float | None = None
+    """Refused when set, as are the router's next three."""
+    moe_router_enable_expert_bias: bool = False
+    moe_router_num_groups: int | None = None
+    moe_router_group_topk: int | None = None
+    moe_shared_expert_intermediate_size: int | None = None
+    """Width of the shared experts together, to which all tokens go; None: there are none."""
+    moe_shared_expert_gate: bool = False
+    """The shared experts' output is multiplied by a learned gate in (0, 1), one number a token."""
+    moe_shared_expert_overlap: bool = False
+    """Refused when set."""
+    moe_grouped_gemm: bool = False
+    """All experts' linear layers are one kernel where the device has it (bf16 on Hopper); else experts run in turn."""
+    moe_token_dispatcher_type: str = "alltoall"
+    """How tokens reach experts on other ranks: "alltoall". "allgather", Megatron-Core's default, only where experts
+    are not split, where it computes the same; "flex" is refused."""
+    moe_expert_capacity_factor: float | None = None
+    """An expert takes at most this times tokens x topk / experts assignments of a rank's microbatch; None: all."""
+    moe_pad_expert_input_to_capacity: bool = False
+    """Each expert computes exactly its capacity, with rows that count for nothing: shapes never change."""
+    moe_token_drop_policy: str = "probs"
+    """Which assignments an expert keeps over its capacity: the most probable ("probs") or the first ("position")."""
     multi_latent_attention: bool = False
     mtp_num_layers: int | None = None
     window_size: tuple[int, int] | None = None

@@ -1,0 +1,1 @@
+"""Mixture-of-experts layers under Megatron-Core's names."""
