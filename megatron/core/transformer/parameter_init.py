@@ -10,11 +10,17 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megatron.core.process_groups_config import group_rank, group_size
+from megatron.core.tensor_parallel.partition import part_extent, partition
+
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
     from megatron.core.transformer.transformer_config import TransformerConfig
 
 InitMethod = Callable[[torch.Tensor], Any]
@@ -68,20 +74,57 @@ def parameter_seed(init_seed: int, name: str, shape: torch.Size) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """What a tensor-parallel rank holds of a parameter.
+
+    Attributes:
+        shape: of the full parameter.
+        dim: the dim that is cut; None: the rank holds all of it.
+        stride: see [Note: partition stride] in tensor_parallel/partition.py.
+    """
+
+    shape: torch.Size
+    dim: int | None = None
+    stride: int = 1
+    rank: int = 0
+    size: int = 1
+
+    @property
+    def own_shape(self) -> torch.Size:
+        """Shape of the rank's part. Raises: ValueError where the extent of the dim that is cut does not divide."""
+        extents = list(self.shape)
+        if self.dim is not None:
+            extents[self.dim] = part_extent(extents[self.dim], self.stride, self.size)
+        return torch.Size(extents)
+
+    def of(self, full: torch.Tensor) -> torch.Tensor:
+        """The rank's part of a full tensor."""
+        return full if self.dim is None else partition(full, self.dim, self.stride, self.rank, self.size)
+
+
 @torch.no_grad()
 def initialize_parameter(
-    parameter: torch.Tensor, *, name: str, init_method: InitMethod, init_seed: int, on_cpu: bool
+    parameter: torch.Tensor,
+    *,
+    name: str,
+    init_method: InitMethod,
+    init_seed: int,
+    on_cpu: bool,
+    part: Part | None = None,
 ) -> None:
-    """Fill one full parameter with the values that its name and shape stand for.
+    """Fill one parameter with the values that its name and full shape stand for.
 
     Normal values are drawn in fp32 and rounded, so that a bf16 model starts at the rounded weights of the fp32 model.
+    A part of a parameter is cut out of the values of the whole one.
 
     Args:
-        parameter: the full (unsharded) parameter, on a real device.
+        parameter: the parameter before any sharding, on a real device.
         name: its full name in the unwrapped model.
         init_method: ``NormalInit`` draws from the parameter's own generator; any other callable runs with torch's
             default generators seeded for this parameter alone and put back afterwards.
         on_cpu: draw on the CPU and copy, whatever the parameter's device is: the same values on every kind of device.
+        part: what ``parameter`` is of the full one; None: all of it.
     """
     if parameter.is_meta:
         return
@@ -90,16 +133,17 @@ def initialize_parameter(
     if isinstance(init_method, ConstantInit):
         init_method(parameter)
         return
-    seed = parameter_seed(init_seed, name, parameter.shape)
+    part = part or Part(shape=parameter.shape)
+    seed = parameter_seed(init_seed, name, part.shape)
     device = torch.device("cpu") if on_cpu else parameter.device
-    values = torch.empty(parameter.shape, dtype=torch.float32, device=device)
+    values = torch.empty(part.shape, dtype=torch.float32, device=device)
     if isinstance(init_method, NormalInit):
         init_method(values, torch.Generator(device=device).manual_seed(seed))
     else:
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             _seed_default_generator(device, seed)
             init_method(values)
-    parameter.copy_(values)
+    parameter.copy_(part.of(values))
 
 
 def _seed_default_generator(device: torch.device, seed: int) -> None:
@@ -124,12 +168,49 @@ class InitializedParameters(torch.nn.Module):
         self.parameter_prefix = ""
         self._init_methods: dict[str, InitMethod] = {}
         self._parameter_attributes: dict[str, dict[str, Any]] = {}
+        self._parts: dict[str, Part] = {}
 
-    def add_parameter(self, name: str, shape: tuple[int, ...], init_method: InitMethod, **attributes: Any) -> None:
-        """Register an unfilled parameter of the configured dtype, with ``attributes`` that survive ``to_empty``."""
-        parameter = torch.nn.Parameter(torch.empty(shape, dtype=self.config.params_dtype))
+    def add_parameter(
+        self,
+        name: str,
+        full_shape: tuple[int, ...],
+        init_method: InitMethod,
+        *,
+        partition_dim: int | None = None,
+        partition_stride: int = 1,
+        group: ProcessGroup | None = None,
+        **attributes: Any,
+    ) -> None:
+        """Register an unfilled parameter of the configured dtype: this rank's part of one of ``full_shape``.
+
+        Args:
+            partition_dim: the dim that is cut over ``group``; None: each rank holds the whole parameter. Where it is
+                given, the parameter carries ``tensor_model_parallel`` (True), ``partition_dim`` and ``partition_stride``.
+            partition_stride: see [Note: partition stride] in tensor_parallel/partition.py.
+            attributes: of the parameter; they survive ``to_empty``. With ``canonical_name`` it starts with the values
+                of the parameter of that name.
+
+        Raises:
+            ValueError: the extent of ``partition_dim`` does not divide.
+
+        Ranks: each alone, no communication.
+        """
+        part = Part(
+            shape=torch.Size(full_shape),
+            dim=partition_dim,
+            stride=partition_stride,
+            rank=group_rank(group),
+            size=group_size(group),
+        )
+        if partition_dim is not None:
+            attributes |= {
+                "tensor_model_parallel": True,
+                "partition_dim": partition_dim,
+                "partition_stride": partition_stride,
+            }
+        parameter = torch.nn.Parameter(torch.empty(part.own_shape, dtype=self.config.params_dtype))
         self.register_parameter(name, parameter)
-        self._init_methods[name] = init_method
+        self._init_methods[name], self._parts[name] = init_method, part
         self._parameter_attributes[name] = attributes
 
     def set_parameter_attribute(self, name: str, attribute: str, value: Any) -> None:
@@ -143,17 +224,21 @@ class InitializedParameters(torch.nn.Module):
         Random ones are left as they are where ``config.perform_initialization`` is off.
         """
         for name, parameter in self.named_parameters(recurse=False):
-            init_method = self._init_methods[name]
-            for attribute, value in self._parameter_attributes[name].items():
+            init_method, attributes = self._init_methods[name], self._parameter_attributes[name]
+            for attribute, value in attributes.items():
                 setattr(parameter, attribute, value)
             if self.config.perform_initialization or isinstance(init_method, ConstantInit):
                 initialize_parameter(
                     parameter,
-                    name=f"{self.parameter_prefix}.{name}" if self.parameter_prefix else name,
+                    name=attributes.get("canonical_name") or self._full_name(name),
                     init_method=init_method,
                     init_seed=self.config.init_seed,
                     on_cpu=self.config.use_cpu_initialization,
+                    part=self._parts[name],
                 )
+
+    def _full_name(self, name: str) -> str:
+        return f"{self.parameter_prefix}.{name}" if self.parameter_prefix else name
 
 
 def initialize_model(model: torch.nn.Module, device: torch.device) -> None:
