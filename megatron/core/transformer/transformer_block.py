@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from megatron.core.process_groups_config import group_rank, group_size
+from megatron.core.transformer.global_module_list import GlobalModuleList
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module, get_module
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
@@ -30,15 +32,18 @@ class TransformerBlockSubmodules:
 
 
 class TransformerBlock(MegatronModule):
-    """``config.num_layers`` layers and a final norm.
+    """This pipeline stage's part of ``config.num_layers`` layers, named by their place in the whole, and a final norm.
 
     Args:
-        spec: of one layer (all are built from it, with the configured norm at the end), or a block's submodules.
+        spec: of one layer (all are built from it, with the configured norm at the end), or a block's submodules, with the
+            specs of the layers of all stages.
         post_layer_norm: there is a norm after the last layer (only where ``post_process``).
         pre_process: False: the input is what ``set_input_tensor`` was last given.
+        pg_collection: the stages are the ranks of its ``pp``, in order.
 
     Raises:
-        ValueError: the submodules hold another number of layer specs than ``config.num_layers``.
+        ValueError: the submodules hold another number of layer specs than ``config.num_layers``, or the stages cannot
+            have equally many layers.
     """
 
     def __init__(
@@ -54,9 +59,18 @@ class TransformerBlock(MegatronModule):
         self.pre_process, self.post_process = pre_process, post_process
         self.input_tensor: torch.Tensor | None = None
         submodules = _block_submodules(config, spec)
-        self.layers = torch.nn.ModuleList(
-            build_module(layer_spec, config=config, layer_number=number, pg_collection=pg_collection)
-            for number, layer_spec in enumerate(submodules.layer_specs or [], start=1)
+        own = layers_of_stage(
+            config.num_layers,
+            num_stages=group_size(getattr(pg_collection, "pp", None)),
+            stage=group_rank(getattr(pg_collection, "pp", None)),
+        )
+        specs = submodules.layer_specs or []
+        self.layers = GlobalModuleList(
+            [
+                build_module(specs[index], config=config, layer_number=index + 1, pg_collection=pg_collection)
+                for index in own
+            ],
+            first_index=own.start,
         )
         self.num_layers_per_pipeline_rank = len(self.layers)
         self.final_layernorm: torch.nn.Module | None = None
@@ -109,6 +123,23 @@ class TransformerBlock(MegatronModule):
         if config.recompute_method == "block":
             return [([layer], True) for layer in layers[:size]] + [(layers[size:], False)]
         return [(layers[start : start + size], True) for start in range(0, len(layers), size)]
+
+
+def layers_of_stage(num_layers: int, *, num_stages: int, stage: int) -> range:
+    """The places, in the whole model, of the layers that a pipeline stage holds: equally many on each.
+
+    Raises:
+        ValueError: the stages cannot have equally many.
+
+    Ranks: pure.
+    """
+    if num_layers % num_stages != 0:
+        raise ValueError(
+            f"num_layers must be a multiple of the pipeline stages (pipeline_model_parallel_size), got {num_layers} layers "
+            f"and {num_stages} stages"
+        )
+    per_stage = num_layers // num_stages
+    return range(stage * per_stage, (stage + 1) * per_stage)
 
 
 class _Layers:

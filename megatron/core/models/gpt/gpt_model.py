@@ -12,6 +12,7 @@ import torch
 from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.process_groups_config import group_rank, group_size
 from megatron.core.tensor_parallel import ColumnParallelLinear, vocab_parallel_cross_entropy
 from megatron.core.transformer.enums import ModelType
 from megatron.core.transformer.module import MegatronModule
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.transformer_config import TransformerConfig
 
+_SHARED_WEIGHT = "embedding.word_embeddings.weight"
 _POSITION_EMBEDDINGS = ("learned_absolute", "rope", "none")
 
 
@@ -37,13 +39,15 @@ class GPTModel(MegatronModule):
         transformer_layer_spec: of one layer, or of the block.
         vocab_size: rows of the embedding, padding included.
         max_sequence_length: reach of learned positions.
-        pre_process: has the embedding. post_process: has the final norm and the output layer.
+        pre_process: has the embedding. post_process: has the final norm and the output layer. Of several pipeline stages
+            the first and the last alone.
         parallel_output: with one tensor-parallel rank, logits are whole either way.
-        share_embeddings_and_output_weights: the output layer uses the word embedding's weight and has none of its own.
+        share_embeddings_and_output_weights: the output layer uses the word embedding's weight and has none of its own; a
+            last stage without embedding has a copy, which starts with the same values (see ``canonical_name``).
         rotary_percent, rotary_base, rope_scaling, rope_scaling_factor, seq_len_interpolation_factor: see
             ``RotaryEmbedding``; only used with position_embedding_type="rope".
         scatter_embedding_sequence_parallel: without sequence parallelism there is nothing to scatter.
-        pg_collection: groups for tensor, pipeline, context and expert parallelism must be of one rank (or None).
+        pg_collection: groups for tensor, context and expert parallelism must be of one rank (or None).
 
     Raises:
         ValueError: an argument is out of its range.
@@ -82,6 +86,7 @@ class GPTModel(MegatronModule):
             mtp_block_spec,
             pg_collection,
         )
+        _check_stage(pre_process, post_process, pg_collection)
         self.transformer_layer_spec = transformer_layer_spec
         self.vocab_size, self.max_sequence_length = vocab_size, max_sequence_length
         self.pre_process, self.post_process = pre_process, post_process
@@ -121,18 +126,22 @@ class GPTModel(MegatronModule):
             pg_collection=self.pg_collection,
         )
         if self.post_process:
+            is_shared = self.share_embeddings_and_output_weights
             self.output_layer = ColumnParallelLinear(
                 config.hidden_size,
                 self.vocab_size,
                 config=config,
-                init_method=config.init_method,
+                init_method=config.embedding_init_method if is_shared else config.init_method,
                 bias=False,
                 skip_bias_add=False,
                 gather_output=not self.parallel_output,
-                skip_weight_param_allocation=self.pre_process and self.share_embeddings_and_output_weights,
+                skip_weight_param_allocation=self.pre_process and is_shared,
             )
             if self.output_layer.weight is not None:
                 self._mark_shared(self.output_layer)
+                if is_shared:
+                    # Another stage's embedding is the same parameter: one start, one gradient, one place in checkpoints.
+                    self.output_layer.set_parameter_attribute("weight", "canonical_name", _SHARED_WEIGHT)
 
     def _mark_shared(self, module: Any) -> None:
         """The weight carries the attributes by which optimizers and engines know it."""
@@ -259,13 +268,24 @@ def _check_arguments(
         raise NotImplementedError("fp16_lm_cross_entropy must be False, got True: the cross entropy is always in fp32")
     if mtp_block_spec is not None:
         raise NotImplementedError("mtp_block_spec must be None, got a spec: multi-token prediction is not served")
-    for name in ("tp", "pp", "cp", "ep"):
+    for name in ("tp", "cp", "ep"):
         group = getattr(pg_collection, name, None)
         if group is not None and group.size() > 1:
             raise NotImplementedError(
                 f"pg_collection.{name} must be of one rank (or None), got {group.size()} ranks: this parallelism is not"
                 " served yet"
             )
+
+
+def _check_stage(pre_process: bool, post_process: bool, pg_collection: ProcessGroupCollection | None) -> None:
+    """Raises where embedding and output layer would not be where the other stages expect them."""
+    group = getattr(pg_collection, "pp", None)
+    stage, num_stages = group_rank(group), group_size(group)
+    if num_stages > 1 and (pre_process, post_process) != (stage == 0, stage == num_stages - 1):
+        raise ValueError(
+            f"of {num_stages} pipeline stages the first must have pre_process=True and the last post_process=True, and no other, "
+            f"got pre_process={pre_process}, post_process={post_process} on stage {stage}"
+        )
 
 
 def _check_forward(**not_served: object) -> None:

@@ -1,0 +1,15 @@
+"""Pipeline stages: schedules, what travels between stages, and who runs them."""
+
+from megatron.core.pipeline_parallel.p2p_communication import PipelineCommunicator, PipelineStage, hidden_shape
+from megatron.core.pipeline_parallel.pipeline import Pipeline, StageComputation
+from megatron.core.pipeline_parallel.schedules import forwards_only, one_forward_one_backward
+
+__all__ = [
+    "Pipeline",
+    "PipelineCommunicator",
+    "PipelineStage",
+    "StageComputation",
+    "forwards_only",
+    "hidden_shape",
+    "one_forward_one_backward",
+]

@@ -1,0 +1,154 @@
+"""Hidden states and their gradients from stage to stage.
+
+Shapes: s sequence (this rank's part of it), b micro batch, h hidden size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from megatron.core.pipeline_parallel.schedules import Exchange, Message
+from megatron.core.process_groups_config import group_rank, group_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineStage:
+    """The part of the model that this rank holds, and what passes between it and its neighbours.
+
+    Raises:
+        ValueError: there are several stages and no ``hidden_shape``.
+    """
+
+    group: ProcessGroup | None = None
+    """The ranks of one pipeline, in the order of the stages; None: one stage."""
+
+    hidden_shape: tuple[int, int, int] | None = None
+    """[s, b, h] of what travels, known in advance; see ``hidden_shape``. Not read where there is one stage."""
+
+    dtype: torch.dtype = torch.float32
+    """Of what travels: the dtype of the model's weights."""
+
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    def __post_init__(self) -> None:
+        if self.num_stages > 1 and self.hidden_shape is None:
+            raise ValueError(
+                f"hidden_shape must be given where there are several stages, got None with {self.num_stages}; see "
+                "megatron.core.pipeline_parallel.hidden_shape"
+            )
+
+    @property
+    def index(self) -> int:
+        """This stage's place in the pipeline."""
+        return group_rank(self.group)
+
+    @property
+    def num_stages(self) -> int:
+        return group_size(self.group)
+
+    @property
+    def is_first(self) -> bool:
+        """True if the stage holds the embedding."""
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        """True if the stage holds the output layer, and knows the loss."""
+        return self.index == self.num_stages - 1
+
+
+def hidden_shape(
+    *,
+    seq_length: int,
+    micro_batch_size: int,
+    hidden_size: int,
+    context_parallel_size: int = 1,
+    tensor_model_parallel_size: int = 1,
+    sequence_parallel: bool = False,
+) -> tuple[int, int, int]:
+    """[s, b, h] of the hidden states that a rank holds between two layers.
+
+    Raises:
+        ValueError: the sequence cannot be divided among the ranks that share it.
+    """
+    num_parts = context_parallel_size * (tensor_model_parallel_size if sequence_parallel else 1)
+    if seq_length % num_parts != 0:
+        raise ValueError(
+            f"the sequence length must be a multiple of the {num_parts} ranks that share a sequence (context parallel"
+            f"{' times tensor parallel' if sequence_parallel else ''}), got {seq_length}"
+        )
+    return seq_length // num_parts, micro_batch_size, hidden_size
+
+
+class PipelineCommunicator:
+    """Carries out the exchanges of a stage's schedule, each as one batch on the pipeline's group.
+
+    [Note: one batch at a time] A communicator runs its operations in the order in which they were issued, on the device
+    too. A receive that is posted further ahead than the next act would hold up the sends behind it until its message
+    comes, which may itself wait for one of these sends. So a batch holds the message just made and the one needed next.
+    A batch that only sends is not waited for until the one after it: compute goes on.
+
+    Ranks: every rank of the group, each by the schedule of its stage.
+    """
+
+    def __init__(self, stage: PipelineStage) -> None:
+        self.stage = stage
+        self._sending: list[tuple[Any, torch.Tensor]] = []  # works, with the memory that they read
+
+    def exchange(self, exchange: Exchange, made: torch.Tensor | None) -> torch.Tensor | None:
+        """What the next act needs from a neighbour, [s, b, h]; None where it needs nothing.
+
+        Args:
+            made: what the last act made, of which nothing travels unless ``exchange`` says so.
+
+        Blocks the host on backends without streams, until the message has come.
+        """
+        if exchange.send is None and exchange.receive is None:
+            return None
+        operations = []
+        sent = received = None
+        if exchange.send is not None:
+            assert made is not None, "an act that sends has made something"
+            sent = self._outgoing(exchange.send, made)
+            operations.append(dist.P2POp(dist.isend, sent, group=self.stage.group, group_peer=self._to(exchange.send)))
+        if exchange.receive is not None:
+            assert self.stage.hidden_shape is not None
+            received = torch.empty(self.stage.hidden_shape, dtype=self.stage.dtype, device=self.stage.device)
+            peer = self._from(exchange.receive)
+            operations.append(dist.P2POp(dist.irecv, received, group=self.stage.group, group_peer=peer))
+        works = dist.batch_isend_irecv(operations)
+        self.finish()
+        if received is None:
+            assert sent is not None
+            self._sending = [(work, sent) for work in works]
+        else:
+            for work in works:
+                work.wait()
+        return received
+
+    def finish(self) -> None:
+        """Afterwards, in stream order, what was sent has been read and may be overwritten."""
+        for work, _ in self._sending:
+            work.wait()
+        self._sending = []
+
+    def _outgoing(self, message: Message, tensor: torch.Tensor) -> torch.Tensor:
+        stage = self.stage
+        if tuple(tensor.shape) != stage.hidden_shape or tensor.dtype != stage.dtype:
+            raise ValueError(
+                f"what travels between stages must have shape {stage.hidden_shape} and dtype {stage.dtype}, got "
+                f"{tuple(tensor.shape)} and {tensor.dtype} in the {message.kind} of microbatch {message.microbatch} on stage "
+                f"{stage.index}; make hidden_shape that of the stage's batches"
+            )
+        return tensor.contiguous()
+
+    def _to(self, message: Message) -> int:
+        return self.stage.index + (1 if message.kind == "output" else -1)
+
+    def _from(self, message: Message) -> int:
+        return self.stage.index + (-1 if message.kind == "output" else 1)
