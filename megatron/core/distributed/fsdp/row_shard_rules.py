@@ -9,6 +9,10 @@ DTensor asks a placement how to gather and split, which RowShard answers itself.
 - *Redistribution.* From a shard to a shard of the same dim nothing moves. Here it goes through ``Replicate()``.
 - *Checks of a spec.* A sharded dim's placement must equal ``Shard(dim)``. Here it may be a RowShard.
 
+The same holds of BlockShard (block_shard.py), which is another cut of dim 0, so what is said of RowShard below is meant
+of both. Of several axes that cut a dim the leftmost comes first, as everywhere in DTensor, so what cuts further on the
+right must be undone before.
+
 All are wrapped once, at import, at the one place through which torch 2.11 to 2.13 lead all callers; tensors without
 a RowShard take the path that they took before. Delete this file when DTensor lets a placement say how it propagates.
 """
@@ -82,29 +86,38 @@ class _Input(NamedTuple):
     is_keyword: bool
 
 
-def teach(row_shard: type[Shard]) -> None:
-    """Wrap DTensor's propagation and redistribution plans so that they keep placements of this class apart."""
+# The placement classes that have been taught.
+_TAUGHT: list[type[Shard]] = []
+
+
+def teach(placement: type[Shard]) -> None:
+    """Wrap DTensor's propagation and redistribution plans, once, so that they keep placements of this class apart."""
+    _TAUGHT.append(placement)
+    if len(_TAUGHT) > 1:
+        return
     propagator: Any = DTensor._op_dispatcher.sharding_propagator
-    rules = _Rules(row_shard, propagator, propagator.propagate_op_sharding_non_cached)
+    rules = _Rules(propagator, propagator.propagate_op_sharding_non_cached)
     propagator.propagate_op_sharding_non_cached = rules.propagate
     propagator.propagate_op_sharding = LocalLRUCache(rules.propagate)
     plan = torch_redistribute._gen_transform_infos_non_cached
-    torch_redistribute._gen_transform_infos_non_cached = functools.partial(_plan_through_replicate, row_shard, plan)
+    torch_redistribute._gen_transform_infos_non_cached = functools.partial(_plan_through_replicate, plan)
     verify = DTensorSpec._verify_shard_order
 
     def verify_as_shards(spec: DTensorSpec, shard_order: Any) -> None:
         """Torch's check that each axis named for a dim holds ``Shard(dim)``, which RowShard is but does not equal."""
-        placements = tuple(Shard(p.dim) if isinstance(p, row_shard) else p for p in spec.placements)
+        placements = tuple(Shard(p.dim) if _is_taught(p) else p for p in spec.placements)  # type: ignore[attr-defined]
         verify(types.SimpleNamespace(placements=placements), shard_order)  # type: ignore[arg-type]
 
     DTensorSpec._verify_shard_order = verify_as_shards  # type: ignore[method-assign, assignment]
 
 
+def _is_taught(placement: Placement) -> bool:
+    return isinstance(placement, tuple(_TAUGHT))
+
+
 class _Rules:
-    def __init__(
-        self, row_shard: type[Shard], propagator: Any, propagate: Callable[[OpSchema], OutputSharding]
-    ) -> None:
-        self._row_shard, self._propagator, self._propagate = row_shard, propagator, propagate
+    def __init__(self, propagator: Any, propagate: Callable[[OpSchema], OutputSharding]) -> None:
+        self._propagator, self._propagate = propagator, propagate
 
     def propagate(self, schema: OpSchema) -> OutputSharding:
         """Torch's propagation, in which a RowShard input is uneven rows and nothing else.
@@ -113,7 +126,7 @@ class _Rules:
             NotImplementedError: an operation that would be wrong on uneven rows and cannot be gathered for.
         """
         inputs = _inputs(schema)
-        if not any(isinstance(p, self._row_shard) for found in inputs for p in found.spec.placements):
+        if not any(_is_taught(p) for found in inputs for p in found.spec.placements):
             return self._propagate(schema)
         if torch.Tag.nondeterministic_seeded in schema.op.tags:
             raise NotImplementedError(f"{schema.op} would draw other numbers on unevenly split rows; {_REMEDY}")
@@ -134,7 +147,7 @@ class _Rules:
         for found in sorted(inputs, key=lambda found: not found.is_written):
             for axis, placement in enumerate(found.spec.placements):
                 place = found.element, axis
-                if isinstance(placement, self._row_shard) and found.element is not None:
+                if _is_taught(placement) and found.element is not None:
                     splits.setdefault(place, (placement, _shape(found.spec)))
                 elif found.is_written:
                     splits.setdefault(place, None)
@@ -168,7 +181,7 @@ class _Rules:
         placements: list[Placement] = []
         for axis, placement in enumerate(found.spec.placements):
             split, shape = splits.get((found.element, axis), (None, torch.Size()))
-            is_row_shard = isinstance(placement, self._row_shard)
+            is_row_shard = _is_taught(placement)
             has_rows = (is_row_shard or placement == Shard(0)) and _shape(found.spec)[:1] == shape[:1]
             is_whole = placement.is_replicate() and not found.is_written and _shape(found.spec) == shape
             if split is not None and (has_rows or is_whole):
@@ -180,7 +193,6 @@ class _Rules:
 
 
 def _plan_through_replicate(
-    row_shard: type[Shard],
     plan: Callable[..., list[Any]],
     src_spec: DTensorSpec,
     dst_spec: DTensorSpec,
@@ -190,13 +202,16 @@ def _plan_through_replicate(
 
     def meet(src: Placement, dst: Placement) -> bool:
         is_split = isinstance(src, Shard | _StridedShard) and isinstance(dst, Shard | _StridedShard)
-        return is_split and src != dst and (isinstance(src, row_shard) or isinstance(dst, row_shard))
+        return is_split and src != dst and (_is_taught(src) or _is_taught(dst))
 
     pairs = list(zip(src_spec.placements, dst_spec.placements, strict=True))
-    if not any(meet(src, dst) for src, dst in pairs):
+    meeting = [axis for axis, (src, dst) in enumerate(pairs) if meet(src, dst)]
+    if not meeting:
         return plan(src_spec, dst_spec, use_graph_based_transform)
-    between = _with_placements(src_spec, [Replicate() if meet(src, dst) else src for src, dst in pairs])
-    steps = [*plan(src_spec, between), *plan(between, dst_spec)]
+    # Axes further right cut what an axis leaves, so they are undone with it.
+    between = [Replicate() if axis >= meeting[0] and src.is_shard() else src for axis, (src, _) in enumerate(pairs)]
+    spec = _with_placements(src_spec, between)
+    steps = [*plan(src_spec, spec), *plan(spec, dst_spec)]
     if any(meet(*step.src_dst_placements) for step in steps):
         raise NotImplementedError(
             f"cannot plan a redistribution from {src_spec.placements} to {dst_spec.placements}; "
