@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
 
+from megatron.core.transformer.context_parallel import COMM_TYPES
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.moe.moe_config_checks import MOE_CONTRADICTIONS
+from megatron.core.transformer.parallel_checks import PARALLEL_CONTRADICTIONS, Condition
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -26,14 +27,11 @@ NOT_SERVED: dict[str, tuple[tuple[object, ...], str]] = {
         (None,),
         "it would exempt embeddings from weight decay too, which is not served; use embedding_init_method",
     ),
-    "distribute_saved_activations": ((False,), "it needs tensor parallelism, which is not served yet"),
-    "tensor_model_parallel_size": ((1,), "tensor parallelism is not served yet"),
-    "pipeline_model_parallel_size": ((1,), "pipeline parallelism is not served yet"),
-    "virtual_pipeline_model_parallel_size": ((None,), "pipeline parallelism is not served yet"),
-    "context_parallel_size": ((1,), "context parallelism is not served yet"),
-    "expert_model_parallel_size": ((1,), "expert parallelism is not served yet"),
-    "expert_tensor_parallel_size": ((None, 1), "expert parallelism is not served yet"),
-    "sequence_parallel": ((False,), "it needs tensor parallelism, which is not served yet"),
+    "distribute_saved_activations": ((False,), "recomputed layers keep their whole input; use sequence_parallel"),
+    "virtual_pipeline_model_parallel_size": (
+        (None,),
+        "each stage is one block of layers; interleaved stages are not served",
+    ),
     "moe_input_jitter_eps": ((None,), "routers see their input as it is"),
     "moe_router_enable_expert_bias": ((False,), "experts are balanced by auxiliary losses; use moe_aux_loss_coeff"),
     "moe_router_num_groups": ((None,), _ROUTER_GROUPS),
@@ -53,8 +51,6 @@ NOT_SERVED: dict[str, tuple[tuple[object, ...], str]] = {
     "cpu_offloading": ((False,), "activations are not offloaded; use recompute_granularity"),
 }
 """Field: (values that are served, why others are not)."""
-
-Condition = Callable[["TransformerConfig"], bool]
 
 CONTRADICTIONS: list[tuple[Condition, str]] = [
     (lambda c: c.num_layers < 1, "num_layers must be at least 1, got {num_layers}"),
@@ -114,6 +110,16 @@ CONTRADICTIONS: list[tuple[Condition, str]] = [
         lambda c: c.apply_query_key_layer_scaling and not c.attention_softmax_in_fp32,
         "apply_query_key_layer_scaling must go with attention_softmax_in_fp32, got False; pass True",
     ),
+    (lambda c: c.context_parallel_size < 1, "context_parallel_size must be at least 1, got {context_parallel_size}"),
+    (
+        lambda c: c.cp_comm_type not in (None, *COMM_TYPES),
+        "cp_comm_type must be p2p, all_gather or a2a, got {cp_comm_type!r}; a2a+p2p and lists for layers are not served",
+    ),
+    (
+        lambda c: c.context_parallel_size > 1 and c.attention_dropout > 0.0,
+        "attention_dropout must be 0 with context_parallel_size > 1, got {attention_dropout}: which probabilities are"
+        " dropped would depend on the number of ranks; pass --attention-dropout 0",
+    ),
     (
         lambda c: c.recompute_granularity not in (None, "full", "selective"),
         "recompute_granularity must be 'full', 'selective' or None, got {recompute_granularity!r}",
@@ -148,7 +154,7 @@ CONTRADICTIONS: list[tuple[Condition, str]] = [
 ]
 
 
-CONTRADICTIONS += MOE_CONTRADICTIONS
+CONTRADICTIONS += [*MOE_CONTRADICTIONS, *PARALLEL_CONTRADICTIONS]
 
 
 def check_config(config: TransformerConfig) -> None:

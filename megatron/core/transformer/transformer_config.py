@@ -160,21 +160,25 @@ class TransformerConfig:
     whole process."""
 
     tensor_model_parallel_size: int = 1
-    """Degree of tensor parallelism; only 1 is served."""
+    """Ranks that split each layer's matrices."""
+    sequence_parallel: bool = False
+    """Between the split matrices, tensor-parallel ranks hold a part of the sequence each."""
+    context_parallel_size: int = 1
+    """Ranks that split each sequence, attention included."""
+    cp_comm_type: str | list[str] | None = None
+    """How attention sees the keys and values of the other ranks' parts: passed around a ring ("p2p", which None means),
+    gathered before attention ("all_gather"), or whole sequences of some heads each ("a2a"). One for all layers, or one
+    for each."""
     pipeline_model_parallel_size: int = 1
-    """Degree of pipeline parallelism; only 1 is served."""
+    """Stages of consecutive layers, of as many layers each."""
     pipeline_dtype: torch.dtype | None = None
-    """Dtype of what pipeline stages send each other; with one stage nothing is sent."""
+    """Dtype of what pipeline stages send each other; None: that of the residual stream."""
     virtual_pipeline_model_parallel_size: int | None = None
     """Refused when set."""
-    context_parallel_size: int = 1
-    """Degree of context parallelism; only 1 is served."""
     expert_model_parallel_size: int = 1
-    """Degree of expert parallelism; only 1 is served."""
+    """Ranks among which a layer's experts are divided."""
     expert_tensor_parallel_size: int | None = None
-    """Degree of tensor parallelism of experts; only None and 1 are served."""
-    sequence_parallel: bool = False
-    """Refused when set."""
+    """Ranks that split each expert's matrices; None: as many as ``tensor_model_parallel_size``."""
 
     num_moe_experts: int | None = None
     """Experts of each mixture-of-experts layer; None: all layers are dense, and the fields below say nothing."""

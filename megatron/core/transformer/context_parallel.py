@@ -1,0 +1,89 @@
+"""Which part of a sequence a context-parallel rank holds, and how batches are cut to it.
+
+A sequence is cut into 2 * ranks chunks of one length, and rank r holds chunks r and 2 * ranks - 1 - r, in this order: under
+a causal mask late chunks see more keys than early ones, and one of each makes all ranks' work equal.
+
+Shapes: b batch, s the whole sequence, l = s / ranks what a rank holds, c = l / 2 a chunk.
+Source: the cut is Megatron-LM's (and of arXiv:2310.01889's causal variants); the code is ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch.distributed import ProcessGroup
+
+from megatron.core.process_groups_config import group_rank, group_size
+
+COMM_TYPES = ("p2p", "all_gather", "a2a")
+
+
+def chunk_order(num_ranks: int) -> list[int]:
+    """[2 * ranks] the chunks that ranks 0, 1, ... hold, one rank after the other. Pure."""
+    return [chunk for rank in range(num_ranks) for chunk in (rank, 2 * num_ranks - 1 - rank)]
+
+
+def chunk_length(length: int, num_ranks: int) -> int:
+    """Tokens of a chunk of a sequence of ``length``. Pure.
+
+    Raises:
+        ValueError: the sequence cannot be cut evenly.
+    """
+    if length % (2 * num_ranks) != 0:
+        raise ValueError(
+            f"the sequence length must be a multiple of 2 * context_parallel_size ({2 * num_ranks}), got {length}; change"
+            " --seq-length or --context-parallel-size"
+        )
+    return length // (2 * num_ranks)
+
+
+def positions_on_this_cp_rank(length: int, cp_group: ProcessGroup | None, device: torch.device) -> torch.Tensor:
+    """[l] int64, the positions of a whole sequence of ``length`` that this rank holds, ascending.
+
+    Raises:
+        ValueError: the sequence cannot be cut evenly.
+
+    Ranks: each rank its own part; communicates nothing.
+    """
+    size, rank = group_size(cp_group), group_rank(cp_group)
+    if size == 1:
+        return torch.arange(length, device=device)
+    chunk = chunk_length(length, size)
+    first = torch.arange(chunk, device=device)
+    return torch.cat((first + rank * chunk, first + (2 * size - 1 - rank) * chunk))
+
+
+def get_batch_on_this_cp_rank(
+    batch: Mapping[str, torch.Tensor], cp_group: ProcessGroup | None
+) -> dict[str, torch.Tensor]:
+    """The tokens of a batch that this rank holds: [b, s] -> [b, l] for each tensor; the batch itself without a cut.
+
+    Args:
+        batch: tensors [b, s] (tokens, labels, loss_mask, position_ids) by name.
+
+    Raises:
+        ValueError: the sequence cannot be cut evenly, or a tensor is not [b, s].
+        NotImplementedError: the batch has an attention mask.
+
+    Ranks: each rank its own part of the same batch; communicates nothing.
+    Source: Megatron-Core's function of this name, which reads the group from globals.
+    """
+    size, rank = group_size(cp_group), group_rank(cp_group)
+    if size == 1:
+        return dict(batch)
+    if batch.get("attention_mask") is not None:
+        raise NotImplementedError(
+            "a batch that is cut over context-parallel ranks must have no attention_mask, got one: only the causal mask is"
+            " served with context parallelism; leave it out or use --context-parallel-size 1"
+        )
+    cut: dict[str, torch.Tensor] = {}
+    for name, tensor in batch.items():
+        if tensor.dim() != 2:
+            raise ValueError(
+                f"each tensor of a batch must be [b, s] to be cut along s, got {name} {list(tensor.shape)}"
+            )
+        chunk = chunk_length(tensor.shape[1], size)
+        starts = (rank * chunk, (2 * size - 1 - rank) * chunk)
+        cut[name] = torch.cat([tensor[:, start : start + chunk] for start in starts], dim=1)
+    return cut

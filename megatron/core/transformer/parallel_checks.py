@@ -1,0 +1,148 @@
+"""What a TransformerConfig must hold where it is split, and of experts: tables of (condition, message), each row a test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+Condition = Callable[["TransformerConfig"], bool]
+
+_OF_EXPERTS = {
+    "expert_model_parallel_size": 1,
+    "moe_layer_freq": 1,
+    "moe_router_topk": 2,
+    "moe_router_score_function": "softmax",
+    "moe_router_pre_softmax": False,
+    "moe_router_topk_scaling_factor": None,
+    "moe_router_dtype": None,
+    "moe_router_load_balancing_type": "aux_loss",
+}
+"""Fields without meaning where there are no experts, with their defaults; the table of experts has others."""
+
+_DEGREES = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+)
+
+
+def _positive(field: str) -> tuple[Condition, str]:
+    return (
+        lambda c: getattr(c, field) is not None and getattr(c, field) < 1,
+        f"{field} must be at least 1, got {{{field}}}",
+    )
+
+
+def _of_experts(field: str) -> tuple[Condition, str]:
+    default = _OF_EXPERTS[field]
+    return (
+        lambda c: c.num_moe_experts is None and getattr(c, field) != default,
+        f"{field} must be {default!r} without num_moe_experts, got {{{field}!r}}; set num_moe_experts",
+    )
+
+
+def _uneven(size: int | None, parts: int) -> bool:
+    return size is not None and size % parts != 0
+
+
+def _has_experts(config: TransformerConfig) -> bool:
+    return config.num_moe_experts is not None
+
+
+def _expert_tensor_size(config: TransformerConfig) -> int:
+    return config.expert_tensor_parallel_size or config.tensor_model_parallel_size
+
+
+def _has_dense_layers(config: TransformerConfig) -> bool:
+    freq = config.moe_layer_freq
+    return not _has_experts(config) or (freq > 1 if isinstance(freq, int) else 0 in freq)
+
+
+PARALLEL_CONTRADICTIONS: list[tuple[Condition, str]] = [
+    *map(_positive, _DEGREES),
+    (
+        lambda c: c.num_attention_heads % c.tensor_model_parallel_size != 0,
+        "num_attention_heads must be a multiple of tensor_model_parallel_size, got {num_attention_heads} and"
+        " {tensor_model_parallel_size}",
+    ),
+    (
+        lambda c: _uneven(c.num_query_groups, c.tensor_model_parallel_size),
+        "num_query_groups must be a multiple of tensor_model_parallel_size, got {num_query_groups} and"
+        " {tensor_model_parallel_size}; key and value heads are not replicated",
+    ),
+    (
+        lambda c: (
+            _has_dense_layers(c) and _uneven(c.ffn_hidden_size or 4 * c.hidden_size, c.tensor_model_parallel_size)
+        ),
+        "ffn_hidden_size (or 4 * hidden_size) must be a multiple of tensor_model_parallel_size, got {ffn_hidden_size},"
+        " {hidden_size} and {tensor_model_parallel_size}",
+    ),
+    (
+        lambda c: c.sequence_parallel and c.tensor_model_parallel_size == 1,
+        "sequence_parallel must go with tensor_model_parallel_size > 1, got {tensor_model_parallel_size}; turn it off",
+    ),
+    (
+        lambda c: (
+            c.cp_comm_type == "a2a"
+            and _uneven(
+                c.num_query_groups or c.num_attention_heads, c.tensor_model_parallel_size * c.context_parallel_size
+            )
+        ),
+        "cp_comm_type='a2a' must go with num_query_groups (or heads) that tensor_model_parallel_size *"
+        " context_parallel_size divides, got {num_query_groups}, {num_attention_heads}, {tensor_model_parallel_size} and"
+        " {context_parallel_size}; use 'p2p' or 'all_gather'",
+    ),
+    (
+        lambda c: c.num_layers % c.pipeline_model_parallel_size != 0,
+        "num_layers must be a multiple of pipeline_model_parallel_size, got {num_layers} and"
+        " {pipeline_model_parallel_size}",
+    ),
+    (
+        lambda c: c.pipeline_dtype is not None and c.pipeline_model_parallel_size == 1,
+        "pipeline_dtype must go with pipeline_model_parallel_size > 1, got {pipeline_dtype} and"
+        " {pipeline_model_parallel_size}",
+    ),
+    *map(_of_experts, _OF_EXPERTS),
+    (
+        lambda c: not _has_experts(c) and c.expert_tensor_parallel_size not in (None, 1, c.tensor_model_parallel_size),
+        "expert_tensor_parallel_size must be None without num_moe_experts, got {expert_tensor_parallel_size}; set"
+        " num_moe_experts",
+    ),
+    (
+        lambda c: _uneven(c.num_moe_experts, c.expert_model_parallel_size),
+        "num_moe_experts must be a multiple of expert_model_parallel_size, got {num_moe_experts} and"
+        " {expert_model_parallel_size}",
+    ),
+    (
+        lambda c: (
+            _has_experts(c)
+            and _uneven(c.moe_ffn_hidden_size or c.ffn_hidden_size or 4 * c.hidden_size, _expert_tensor_size(c))
+        ),
+        "moe_ffn_hidden_size (or ffn_hidden_size) must be a multiple of the tensor parallelism of experts, got"
+        " {moe_ffn_hidden_size}, {ffn_hidden_size}, expert_tensor_parallel_size {expert_tensor_parallel_size} and"
+        " tensor_model_parallel_size {tensor_model_parallel_size}",
+    ),
+    (
+        lambda c: _uneven(c.moe_shared_expert_intermediate_size, c.tensor_model_parallel_size),
+        "moe_shared_expert_intermediate_size must be a multiple of tensor_model_parallel_size, got"
+        " {moe_shared_expert_intermediate_size} and {tensor_model_parallel_size}",
+    ),
+    (
+        lambda c: _has_experts(c) and c.tensor_model_parallel_size > 1 and not c.sequence_parallel,
+        "sequence_parallel must be on where experts meet tensor_model_parallel_size > 1, got it off with"
+        " {tensor_model_parallel_size}; each rank then routes its own part of the tokens",
+    ),
+    (
+        lambda c: not isinstance(c.moe_layer_freq, int) and not set(c.moe_layer_freq) <= {0, 1},
+        "moe_layer_freq must be a number, or hold 1 for layers with experts and 0 for others, got {moe_layer_freq}",
+    ),
+    (
+        lambda c: c.moe_token_drop_policy == "position" and c.moe_expert_capacity_factor is None,
+        "moe_token_drop_policy='position' must go with moe_expert_capacity_factor, got None: nothing is dropped",
+    ),
+]
+"""As ``config_checks.CONTRADICTIONS``."""
