@@ -20,9 +20,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-# On a device, the gradient of a smaller weight is left to autograd: a copy of it there (4 bytes an element, beside other
-# work) takes less time than this function's Python in forward and backward takes on the host (60 us and more).
-IN_PLACE_MIN_NUMEL = 2**24
+# On a device, the gradient of a smaller weight is left to autograd: a copy of it there (4 bytes an element: 25 us for this
+# many) takes less time than this function's Python in forward and backward takes on the host (60 us and more).
+IN_PLACE_MIN_NUMEL = 3 * 2**23
 
 
 def linear_with_main_grad(

@@ -90,10 +90,12 @@ def _overlap(transport: str, folder: str) -> str | None:
     if isinstance(trainer, str):
         return trainer
     trainer.run(4)
-    traced(lambda: None, Path(folder) / "warmup.json")  # the first profile starts slowly, on each rank differently
-    dist.all_reduce(torch.zeros(1, device=DEVICE))  # ranks start together
+    # The first profile starts slowly, on each rank differently.
+    traced(lambda: torch.zeros(1, device=DEVICE), Path(folder) / f"warmup-{dist.get_rank()}.json")
 
     def step() -> None:
+        # Ranks start together, whenever their profilers let them: one that waits for another has no GEMMs meanwhile.
+        dist.all_reduce(torch.zeros(1, device=DEVICE))
         torch.cuda._sleep(40_000_000)  # the host gets ahead, as it does where units take longer than their launches
         trainer.forward()
         trainer.backward()
