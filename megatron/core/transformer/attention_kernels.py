@@ -1,0 +1,205 @@
+"""Attention over a block of keys, with the log-sum-exp by which the results of several blocks are put together.
+
+Causality enters in two shapes only: a block whose keys are the queries' own (``causal``, square), and a block that all
+its queries see whole. No kernel's idea of how an oblong causal mask is aligned matters then.
+
+Shapes: b batch, n query heads, g key and value heads, q queries, k keys, d head width.
+Source: the merge is arXiv:2112.05682's; backward from output and log-sum-exp is FlashAttention's (arXiv:2205.14135).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend
+
+from megatron.core.transformer.enums import AttnBackend
+
+aten = torch.ops.aten
+
+
+class BlockKernel(Protocol):
+    """Forward and backward of the attention over one block of keys."""
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, *, scale: float, causal: bool
+    ) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """Output [b, n, q, d], log-sum-exp of the scores [b, n, q] in fp32, and what else backward wants to see.
+
+        Args:
+            query: [b, n, q, d]. key, value: [b, g, k, d].
+        """
+        ...
+
+    def backward(
+        self,
+        grad: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        output: Tensor,
+        logsumexp: Tensor,
+        state: list[Tensor],
+        *,
+        scale: float,
+        causal: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The block's part of the gradients of query, key and value.
+
+        Args:
+            grad, output: [b, n, q, d], of the whole row and not of the block; so is ``logsumexp`` [b, n, q].
+            state: what any forward of the same queries gave.
+        """
+        ...
+
+
+class ExplicitKernel:
+    """All scores of a block in memory, in fp32: for CPUs, for fp32, and where unfused attention was asked for."""
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, *, scale: float, causal: bool
+    ) -> tuple[Tensor, Tensor, list[Tensor]]:
+        scores = _scores(query, key, scale, causal)
+        logsumexp = scores.logsumexp(dim=-1)
+        probs = (scores - logsumexp.unsqueeze(-1)).exp()
+        output = (probs @ value.float().unsqueeze(2)).flatten(1, 2)
+        return output.to(query.dtype), logsumexp.flatten(1, 2), []
+
+    def backward(
+        self,
+        grad: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        output: Tensor,
+        logsumexp: Tensor,
+        state: list[Tensor],
+        *,
+        scale: float,
+        causal: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        groups = (key.shape[1], -1)
+        probs = (_scores(query, key, scale, causal) - torch.unflatten(logsumexp, 1, groups).unsqueeze(-1)).exp()
+        grad = grad.float()
+        dot = torch.unflatten((grad * output.float()).sum(-1, keepdim=True), 1, groups)
+        grad = torch.unflatten(grad, 1, groups)
+        grad_scores = probs * (grad @ value.float().unsqueeze(2).transpose(-1, -2) - dot) * scale
+        grad_query = (grad_scores @ key.float().unsqueeze(2)).flatten(1, 2)
+        # Key and value heads serve all query heads of their group.
+        grad_key = (grad_scores.transpose(-1, -2) @ torch.unflatten(query.float(), 1, groups)).sum(2)
+        grad_value = (probs.transpose(-1, -2) @ grad).sum(2)
+        return grad_query, grad_key, grad_value
+
+
+class FlashKernel:
+    """PyTorch's flash attention on CUDA, for bf16 and fp16."""
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, *, scale: float, causal: bool
+    ) -> tuple[Tensor, Tensor, list[Tensor]]:
+        results = aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, False, scale=scale)
+        return results[0], results[1], [results[6], results[7]]
+
+    def backward(
+        self,
+        grad: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        output: Tensor,
+        logsumexp: Tensor,
+        state: list[Tensor],
+        *,
+        scale: float,
+        causal: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        lengths = (query.shape[2], key.shape[2])
+        result: tuple[Tensor, Tensor, Tensor] = aten._scaled_dot_product_flash_attention_backward(
+            grad, query, key, value, output, logsumexp, None, None, *lengths, 0.0, causal, *state, scale=scale
+        )
+        return result
+
+
+class CudnnKernel:
+    """cuDNN's attention, which PyTorch prefers on some devices."""
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, *, scale: float, causal: bool
+    ) -> tuple[Tensor, Tensor, list[Tensor]]:
+        results = aten._scaled_dot_product_cudnn_attention(
+            query, key, value, None, True, 0.0, causal, False, scale=scale
+        )
+        return results[0], results[1].reshape(query.shape[:3]), [results[6], results[7]]
+
+    def backward(
+        self,
+        grad: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        output: Tensor,
+        logsumexp: Tensor,
+        state: list[Tensor],
+        *,
+        scale: float,
+        causal: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        lengths = (query.shape[2], key.shape[2])
+        result: tuple[Tensor, Tensor, Tensor] = aten._scaled_dot_product_cudnn_attention_backward(
+            grad,
+            query,
+            key,
+            value,
+            output,
+            logsumexp.unsqueeze(-1),
+            *state,
+            None,
+            None,
+            None,
+            *lengths,
+            0.0,
+            causal,
+            scale=scale,
+        )
+        return result
+
+
+def choose_kernel(query: Tensor, key: Tensor, value: Tensor, *, scale: float, fused: bool, backend: Any) -> BlockKernel:
+    """The kernel for causal attention of [b, n, q, d] with [b, g, q, d]: the one that one rank's attention would run.
+
+    Args:
+        fused: not, with all scores in memory.
+        backend: ``config.attention_backend``.
+    """
+    half = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
+    # Other widths are padded by scaled_dot_product_attention before it calls a kernel; what is called here does not.
+    if not fused or not half or query.shape[-1] % 8 != 0:
+        return ExplicitKernel()
+    if backend is AttnBackend.flash:
+        return FlashKernel()
+    if backend is AttnBackend.fused:
+        return CudnnKernel()
+    grouped = key.shape[1] != query.shape[1]
+    choice = torch._fused_sdp_choice(query, key, value, is_causal=True, scale=scale, enable_gqa=grouped)
+    if choice == SDPBackend.CUDNN_ATTENTION.value:
+        return CudnnKernel()
+    return FlashKernel() if choice == SDPBackend.FLASH_ATTENTION.value else ExplicitKernel()
+
+
+def merge_block(output: Tensor, logsumexp: Tensor, block_output: Tensor, block_logsumexp: Tensor) -> None:
+    """``output`` [b, n, q, d] and ``logsumexp`` [b, n, q], in fp32, are those over the block's keys too; in place."""
+    # As a logistic of the difference, the block's share of the row neither overflows nor loses small shares.
+    output.lerp_(block_output.to(output.dtype), torch.sigmoid(block_logsumexp - logsumexp).unsqueeze(-1))
+    logsumexp.copy_(torch.logaddexp(logsumexp, block_logsumexp))
+
+
+def _scores(query: Tensor, key: Tensor, scale: float, causal: bool) -> Tensor:
+    """[b, n, q, d] and [b, g, k, d] -> [b, g, n/g, q, k] in fp32."""
+    grouped = torch.unflatten(query.float(), 1, (key.shape[1], -1))
+    scores = (grouped * scale) @ key.float().unsqueeze(2).transpose(-1, -2)
+    if causal:
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(diagonal=1)
+        scores = scores.masked_fill(hidden, float("-inf"))
+    return scores

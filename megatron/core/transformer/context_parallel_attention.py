@@ -1,0 +1,107 @@
+"""The core of attention where a sequence is split over context-parallel ranks.
+
+Shapes: l tokens of this rank, b batch, n query heads, g key and value heads, d head width.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megatron.core.process_groups_config import ProcessGroupCollection, group_size
+from megatron.core.transformer.attention_kernels import choose_kernel
+from megatron.core.transformer.context_parallel_gather import gathered_attention
+from megatron.core.transformer.context_parallel_heads import gather_heads, scatter_heads
+from megatron.core.transformer.context_parallel_ring import ring_attention
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.spec_utils import ModuleSpec
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+class ContextParallelAttention(DotProductAttention):
+    """Causal attention of this rank's tokens over the tokens of all context-parallel ranks.
+
+    Args:
+        kwargs: further arguments of ``DotProductAttention``.
+
+    Raises:
+        NotImplementedError: attention dropout.
+        ValueError: ``config.context_parallel_size`` is not the size of the group.
+
+    Ranks: all of ``pg_collection.cp`` call forward and backward in the same order.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        *,
+        pg_collection: ProcessGroupCollection | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(config, layer_number, pg_collection=pg_collection, **kwargs)
+        assert pg_collection is not None and pg_collection.cp is not None, "chosen where there is such a group"
+        self.cp_group = pg_collection.cp
+        self.comm_type = config.cp_comm_type or "p2p"
+        if config.context_parallel_size != self.cp_group.size():
+            raise ValueError(
+                "context_parallel_size must be the ranks of pg_collection.cp, got"
+                f" {config.context_parallel_size} and {self.cp_group.size()}; build both from the same degrees"
+            )
+        if self.attention_dropout > 0.0:
+            raise NotImplementedError(
+                f"attention_dropout must be 0 with context parallelism, got {self.attention_dropout}: which probabilities"
+                " are dropped would depend on the number of ranks; pass --attention-dropout 0"
+            )
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        """The context [l, b, n * d] of query [l, b, n, d], key and value [l, b, g, d].
+
+        Raises:
+            NotImplementedError: a mask is given.
+            ValueError: heads cannot be divided over the ranks (``a2a``), or this rank's tokens into two chunks.
+        """
+        if attention_mask is not None:
+            raise NotImplementedError(
+                "attention_mask must be None (causal) with context parallelism, got a mask: each rank sees only a part of"
+                " the sequence; use context_parallel_size 1 for other masks"
+            )
+        self._check(query, None)
+        if query.shape[0] % 2 != 0:
+            raise ValueError(
+                "a context-parallel rank must hold two chunks of one length of each sequence, got"
+                f" {query.shape[0]} tokens; cut batches with get_batch_on_this_cp_rank"
+            )
+        if self.comm_type == "a2a":
+            return self._over_heads(query, key, value)
+        scale = self.softmax_scale
+        heads_first = [x.permute(1, 2, 0, 3) for x in (query, key, value)]
+        kernel = choose_kernel(*heads_first, scale=scale, fused=self.fused, backend=self.config.attention_backend)
+        attention = ring_attention if self.comm_type == "p2p" else gathered_attention
+        return attention(query, key, value, cp_group=self.cp_group, kernel=kernel, scale=scale).flatten(2)
+
+    def _over_heads(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        size = self.cp_group.size()
+        if key.shape[2] % size != 0:
+            raise ValueError(
+                "with cp_comm_type 'a2a' the key and value heads of a rank must be a multiple of context_parallel_size,"
+                f" got {key.shape[2]} heads and {size} ranks; use cp_comm_type 'p2p' or 'all_gather'"
+            )
+        query, key, value = (scatter_heads(x, self.cp_group) for x in (query, key, value))
+        context = super().forward(query, key, value, None)
+        return gather_heads(torch.unflatten(context, 2, (query.shape[2], -1)), self.cp_group).flatten(2)
+
+
+def core_attention_for(core_attention: ModuleSpec | type, pg_collection: ProcessGroupCollection | None) -> Any:
+    """The core attention of a spec, in place of ours the context-parallel one where ``pg_collection`` splits sequences.
+
+    Foreign ones are given the groups and see to it themselves.
+    """
+    if group_size(getattr(pg_collection, "cp", None)) == 1:
+        return core_attention
+    return ContextParallelAttention if core_attention is DotProductAttention else core_attention

@@ -1,0 +1,102 @@
+"""Attention over keys and values gathered from all context-parallel ranks.
+
+The keys of the ranks before this one, early chunks only, are one block that all queries see; those of the ranks behind it,
+whole, are one block that the late queries see (see ``context_parallel_ring`` for why). In what order keys stand inside a
+block does not matter, so they stay as they were gathered. Backward gathers them anew instead of keeping them.
+
+Shapes: l tokens of this rank, c = l / 2, b batch, n query heads, g key and value heads, d head width.
+Source: Llama 3 (arXiv:2407.21783) section 3.3.2 for the all-gather.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron.core.tensor_parallel.collectives import begin_gather, begin_sum_and_scatter
+from megatron.core.transformer.attention_kernels import BlockKernel
+from megatron.core.transformer.block_attention import BlockAttention, BlockGradients
+
+
+def gathered_attention(
+    query: Tensor, key: Tensor, value: Tensor, *, cp_group: ProcessGroup, kernel: BlockKernel, scale: float
+) -> Tensor:
+    """Causal attention [l, b, n, d] of query [l, b, n, d] with key and value [l, b, g, d] of all ranks' tokens.
+
+    Ranks: all of ``cp_group``, forward and backward; on CUDA it does not block the host.
+    """
+    context: Tensor = _GatheredAttention.apply(query, key, value, cp_group, kernel, scale)  # type: ignore[no-untyped-call, unused-ignore]
+    return context
+
+
+class _GatheredAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, cp_group: ProcessGroup, kernel: BlockKernel, scale: float
+    ) -> Tensor:
+        key, value, query = key.contiguous(), value.contiguous(), query.permute(1, 2, 0, 3)
+        gathers = [begin_gather(x, cp_group) for x in (key, value)]
+        # The ranks' own block needs no other rank, and is computed while keys and values come.
+        attention = BlockAttention(kernel, query, _heads_first(key), _heads_first(value), scale=scale)
+        keys, values = (gather.wait() for gather in gathers)
+        size, rank = cp_group.size(), cp_group.rank()
+        if rank > 0:
+            attention.add(_heads_first(_before(keys, size, rank)), _heads_first(_before(values, size, rank)))
+        if rank < size - 1:
+            attention.add(
+                _heads_first(_behind(keys, size, rank)), _heads_first(_behind(values, size, rank)), late_only=True
+            )
+        output, logsumexp = attention.result()
+        ctx.save_for_backward(query, key, value, output, logsumexp, *attention.state)
+        ctx.cp_group, ctx.kernel, ctx.scale = cp_group, kernel, scale
+        return output.permute(2, 0, 1, 3)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, output, logsumexp, *state = ctx.saved_tensors
+        grad, size, rank = grad_outputs[0].permute(1, 2, 0, 3), ctx.cp_group.size(), ctx.cp_group.rank()
+        gathers = [begin_gather(x, ctx.cp_group) for x in (key, value)]
+        gradients = BlockGradients(ctx.kernel, query, output, logsumexp, grad, state=state, scale=ctx.scale)
+        own = gradients.add(_heads_first(key), _heads_first(value), causal=True)
+        gathered = [gather.wait() for gather in gathers]
+        # What one rank adds is rounded once, where the ranks' sums end.
+        sums = [torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in gathered]
+        parts: list[tuple[list[Tensor], tuple[Tensor, Tensor]]] = [
+            ([torch.unflatten(x, 0, (size, -1))[rank] for x in sums], own)
+        ]
+        if rank > 0:
+            keys, values = (_heads_first(_before(x, size, rank)) for x in gathered)
+            parts.append(([_early_chunks(x, size, rank) for x in sums], gradients.add(keys, values)))
+        if rank < size - 1:
+            keys, values = (_heads_first(_behind(x, size, rank)) for x in gathered)
+            parts.append(([_behind(x, size, rank) for x in sums], gradients.add(keys, values, late_only=True)))
+        for into, part in parts:
+            for total, x in zip(into, part, strict=True):
+                total.copy_(x.permute(2, 0, 1, 3).view(total.shape))
+        scatters = [begin_sum_and_scatter(x, ctx.cp_group) for x in sums]
+        grad_key, grad_value = (scatter.wait().to(key.dtype) for scatter in scatters)
+        return gradients.grad_query.permute(2, 0, 1, 3).to(query.dtype), grad_key, grad_value, None, None, None
+
+
+def _early_chunks(gathered: Tensor, size: int, rank: int) -> Tensor:
+    """[ranks * l, b, g, d] -> [rank, c, b, g, d], the early chunks of the ranks before this one, a view."""
+    return torch.unflatten(gathered, 0, (size, 2, -1))[:rank, 0]
+
+
+def _before(gathered: Tensor, size: int, rank: int) -> Tensor:
+    """[ranks * l, b, g, d] -> [rank * c, b, g, d], the early chunks of the ranks before this one."""
+    return _early_chunks(gathered, size, rank).flatten(0, 1)
+
+
+def _behind(gathered: Tensor, size: int, rank: int) -> Tensor:
+    """[ranks * l, b, g, d] -> [(ranks - 1 - rank) * l, b, g, d], all chunks of the ranks behind this one, a view."""
+    return gathered[(rank + 1) * (gathered.shape[0] // size) :]
+
+
+def _heads_first(x: Tensor) -> Tensor:
+    """[k, b, g, d] -> [b, g, k, d], a view."""
+    return x.permute(1, 2, 0, 3)

@@ -1,0 +1,131 @@
+"""Ring attention: keys and values travel round the context-parallel ranks while each attends to what it holds.
+
+Four ranks hold chunks (0 7) (1 6) (2 5) (3 4). In step i, rank r has the keys of rank j = r - i:
+
+    j = r   its own: causal among themselves, early chunk before late one
+    j < r   chunk j is before both of r's chunks, the other one of j after both: all queries, early keys
+    j > r   both of j's chunks are between r's two: late queries, all keys
+
+so after its own step each rank computes half a square in every step. In backward the gradients of keys and values follow
+them, one step behind, gather each rank's part on the way, and come home with the last step.
+
+Shapes: l tokens of this rank, c = l / 2, b batch, n query heads, g key and value heads, d head width.
+Source: Ring Attention (arXiv:2310.01889), with the balanced order of Striped Attention's follow-ups as Megatron-LM has it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup, Work
+
+from megatron.core.transformer.attention_kernels import BlockKernel
+from megatron.core.transformer.block_attention import BlockAttention, BlockGradients
+
+
+def ring_attention(
+    query: Tensor, key: Tensor, value: Tensor, *, cp_group: ProcessGroup, kernel: BlockKernel, scale: float
+) -> Tensor:
+    """Causal attention [l, b, n, d] of query [l, b, n, d] with key and value [l, b, g, d] of all ranks' tokens.
+
+    Ranks: all of ``cp_group``, forward and backward; on CUDA it does not block the host.
+    """
+    context: Tensor = _RingAttention.apply(query, key, value, cp_group, kernel, scale)  # type: ignore[no-untyped-call, unused-ignore]
+    return context
+
+
+class _RingAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, cp_group: ProcessGroup, kernel: BlockKernel, scale: float
+    ) -> Tensor:
+        own = torch.stack((key, value))
+        query = query.permute(1, 2, 0, 3)
+        size, rank = cp_group.size(), cp_group.rank()
+        held, attention = own, None
+        for step in range(size):
+            # Sent before the block's kernels are: the next block arrives while this one is computed.
+            arriving = _Hop(held, cp_group) if step < size - 1 else None
+            keys, values = _heads_first(held)
+            if attention is None:
+                attention = BlockAttention(kernel, query, keys, values, scale=scale)
+            elif step <= rank:
+                attention.add(_early(keys), _early(values))
+            else:
+                attention.add(keys, values, late_only=True)
+            if arriving is not None:
+                held = arriving.wait()
+        assert attention is not None
+        output, logsumexp = attention.result()
+        ctx.save_for_backward(query, own, output, logsumexp, *attention.state)
+        ctx.cp_group, ctx.kernel, ctx.scale = cp_group, kernel, scale
+        return output.permute(2, 0, 1, 3)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        query, own, output, logsumexp, *state = ctx.saved_tensors
+        grad, size, rank = grad_outputs[0].permute(1, 2, 0, 3), ctx.cp_group.size(), ctx.cp_group.rank()
+        gradients = BlockGradients(ctx.kernel, query, output, logsumexp, grad, state=state, scale=ctx.scale)
+        held, following = own, None
+        for step in range(size):
+            arriving = _Hop(held, ctx.cp_group) if step < size - 1 else None
+            part = _block_gradients(gradients, held, own=step == 0, earlier=step <= rank)
+            if following is not None:
+                part += following.wait()
+            # Its next wait is after the next block's kernels; after the last one, at home.
+            following = _Hop(part, ctx.cp_group)
+            if arriving is not None:
+                held = arriving.wait()
+        assert following is not None
+        grad_key, grad_value = following.wait().to(own.dtype)
+        return gradients.grad_query.permute(2, 0, 1, 3).to(query.dtype), grad_key, grad_value, None, None, None
+
+
+def _block_gradients(gradients: BlockGradients, held: Tensor, *, own: bool, earlier: bool) -> Tensor:
+    """[2, l, b, g, d] in fp32, this rank's part of the gradients of the keys and values that it holds."""
+    keys, values = _heads_first(held)
+    if own:
+        parts = gradients.add(keys, values, causal=True)
+    elif earlier:
+        parts = gradients.add(_early(keys), _early(values))
+    else:
+        parts = gradients.add(keys, values, late_only=True)
+    block = torch.zeros(held.shape, dtype=torch.float32, device=held.device)
+    for into, part in zip(block, parts, strict=True):
+        into[: part.shape[2]].copy_(part.permute(2, 0, 1, 3))
+    return block
+
+
+class _Hop:
+    """A tensor on its way to the next rank of the ring, and the previous rank's on its way here; both outlive the trip."""
+
+    def __init__(self, tensor: Tensor, group: ProcessGroup) -> None:
+        self._sent, self._received = tensor, torch.empty_like(tensor)
+        size, rank = group.size(), group.rank()
+        self._works: list[Work] = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, self._sent, group=group, group_peer=(rank + 1) % size),
+                dist.P2POp(dist.irecv, self._received, group=group, group_peer=(rank - 1) % size),
+            ]
+        )
+
+    def wait(self) -> Tensor:
+        """What the previous rank sent; on CUDA the current stream waits, not the host."""
+        for work in self._works:
+            work.wait()
+        return self._received
+
+
+def _heads_first(held: Tensor) -> tuple[Tensor, Tensor]:
+    """[2, l, b, g, d] -> keys and values [b, g, l, d], views."""
+    keys, values = held.permute(0, 2, 3, 1, 4)
+    return keys, values
+
+
+def _early(x: Tensor) -> Tensor:
+    """[b, g, l, d] -> [b, g, c, d], the earlier of the two chunks."""
+    return x[:, :, : x.shape[2] // 2]

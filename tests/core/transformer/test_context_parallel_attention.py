@@ -1,0 +1,193 @@
+"""Attention over a split sequence is attention over the whole one: output and gradients, whatever travels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import context_parallel_ring
+from megatron.core.transformer.context_parallel import COMM_TYPES, get_batch_on_this_cp_rank, positions_on_this_cp_rank
+from megatron.core.transformer.context_parallel_attention import (
+    ContextParallelAttention,
+    core_attention_for,
+)
+from megatron.core.transformer.dot_product_attention import DotProductAttention, causal_mask
+from megatron.core.transformer.transformer_config import TransformerConfig
+from tests.support.launch import run_ranks
+
+BATCH, CHUNK = 2, 3
+CASES: list[dict[str, Any]] = [
+    {},
+    {"num_query_groups": 8, "softmax_scale": 0.7},
+    {"attention_backend": "unfused", "apply_query_key_layer_scaling": True},
+]
+
+
+def _config(num_ranks: int = 2, **fields: Any) -> TransformerConfig:
+    base: dict[str, Any] = {
+        "num_layers": 2,
+        "hidden_size": 64,
+        "num_attention_heads": 8,
+        "num_query_groups": 4,
+        "attention_dropout": 0.0,
+        "context_parallel_size": num_ranks,
+    }
+    return TransformerConfig(**{**base, **fields})
+
+
+def _inputs(config: TransformerConfig, length: int, device: str, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Query, key, value and the gradient of the context, of the whole sequence."""
+    generator = torch.Generator().manual_seed(length)
+    heads, groups, width = config.num_attention_heads, config.num_query_groups or 1, config.kv_channels or 1
+    shapes = [(length, BATCH, n, width) for n in (heads, groups, groups)] + [(length, BATCH, heads * width)]
+    return [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
+
+
+def _attend(attention: torch.nn.Module, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The context and the gradients of query, key and value."""
+    *heads, grad = (x.clone() for x in inputs)
+    heads = [x.requires_grad_() for x in heads]
+    context = attention(*heads, None)
+    context.backward(grad)
+    return [context.detach(), *(x.grad for x in heads)]
+
+
+def _largest_differences(
+    comm_type: str, fields: dict[str, Any], chunk: int, device: str, dtype: torch.dtype
+) -> list[float]:
+    """[4] of context and gradients of query, key and value from those of one rank, relative to the largest value."""
+    group = dist.group.WORLD
+    config = _config(dist.get_world_size(), cp_comm_type=comm_type, **fields)
+    length = 2 * dist.get_world_size() * chunk
+    inputs = _inputs(config, length, device, dtype)
+    own = positions_on_this_cp_rank(length, group, torch.device(device))
+    split = ContextParallelAttention(config, 2, pg_collection=ProcessGroupCollection(cp=group))
+    ours = _attend(split, [x[own] for x in inputs])
+    # Kernels of one precision round at other places; in fp32 there is one truth for both.
+    theirs = [x[own] for x in _attend(DotProductAttention(config, 2), [x.float() for x in inputs])]
+    return [float((a.float() - b).abs().max() / b.abs().max()) for a, b in zip(ours, theirs, strict=True)]
+
+
+def _all_cases() -> dict[str, list[float]]:
+    return {
+        f"{comm_type} {case}": _largest_differences(comm_type, fields, CHUNK, "cpu", torch.float32)
+        for comm_type in COMM_TYPES
+        for case, fields in enumerate(CASES)
+    }
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_context_and_gradients_are_those_of_one_rank(num_ranks: int) -> None:
+    """Every way of communicating, grouped heads or not, scaled scores; the same sums in another order: fp32 to 1e-5."""
+    for rank, differences in enumerate(run_ranks(num_ranks, _all_cases)):
+        for case, values in differences.items():
+            assert max(values) < 1e-5, (rank, case, values)
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("backend", ["auto", "flash", "fused"])
+@pytest.mark.parametrize("comm_type", COMM_TYPES)
+def test_fused_kernels_on_cuda_agree_with_fp32(comm_type: str, backend: str) -> None:
+    """bf16 holds 8 bits: outputs and gradients within a few roundings of the largest value."""
+    fields = {"attention_backend": backend, "hidden_size": 512}
+    for differences in run_ranks(2, _cuda_case, comm_type, fields, backend="nccl"):
+        assert max(differences) < 0.02, differences
+
+
+def _cuda_case(comm_type: str, fields: dict[str, Any]) -> list[float]:
+    return _largest_differences(comm_type, fields, 64, "cuda", torch.bfloat16)
+
+
+def test_the_ring_sends_before_it_computes() -> None:
+    """Else nothing would travel while the kernels run."""
+    for events in run_ranks(2, _events_of_the_ring):
+        # Forward: one hop. Backward: keys hop on, then the gradients twice, the last time home.
+        assert events == ["hop", "forward", "wait", "forward", "hop", "backward", "hop", "wait", "backward"] + [
+            "wait",
+            "hop",
+            "wait",
+        ]
+
+
+def _events_of_the_ring() -> list[str]:
+    events: list[str] = []
+    kernel = _Recorded(events)
+    hop = context_parallel_ring._Hop
+
+    class RecordedHop(hop):  # type: ignore[misc, valid-type]
+        def __init__(self, *args: Any) -> None:
+            events.append("hop")
+            super().__init__(*args)
+
+        def wait(self) -> torch.Tensor:
+            events.append("wait")
+            received: torch.Tensor = super().wait()
+            return received
+
+    context_parallel_ring._Hop = RecordedHop  # type: ignore[misc]
+    query, key, value = (torch.randn(4, 1, 2, 8, requires_grad=True) for _ in range(3))
+    assert dist.group.WORLD is not None
+    context_parallel_ring.ring_attention(
+        query, key, value, cp_group=dist.group.WORLD, kernel=kernel, scale=1.0
+    ).sum().backward()
+    return events
+
+
+class _Recorded:
+    def __init__(self, events: list[str]) -> None:
+        from megatron.core.transformer.attention_kernels import ExplicitKernel
+
+        self.events, self.kernel = events, ExplicitKernel()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.events.append("forward")
+        return self.kernel.forward(*args, **kwargs)
+
+    def backward(self, *args: Any, **kwargs: Any) -> Any:
+        self.events.append("backward")
+        return self.kernel.backward(*args, **kwargs)
+
+
+def test_what_is_not_served_is_refused_by_name() -> None:
+    for messages in run_ranks(2, _refusals):
+        masked, odd, heads, dropout, degree, mask_in_batch, uneven = messages
+        assert "attention_mask must be None (causal) with context parallelism" in masked
+        assert "two chunks of one length" in odd and "got 3 tokens" in odd
+        assert "must be a multiple of context_parallel_size, got 1 heads and 2 ranks" in heads
+        assert "attention_dropout must be 0 with context parallelism, got 0.1" in dropout
+        assert "context_parallel_size must be the ranks of pg_collection.cp, got 4 and 2" in degree
+        assert "must have no attention_mask" in mask_in_batch
+        assert "must be a multiple of 2 * context_parallel_size (4), got 6" in uneven
+
+
+def _refusals() -> list[str]:
+    groups = ProcessGroupCollection(cp=dist.group.WORLD)
+    ring = ContextParallelAttention(_config(), 1, pg_collection=groups)
+    heads = ContextParallelAttention(_config(cp_comm_type="a2a", num_query_groups=2), 1, pg_collection=groups)
+    grouped, one_group = torch.randn(4, 2, 8, 8), torch.randn(4, 2, 1, 8)
+    tokens = torch.zeros(1, 6, dtype=torch.long)
+    attempts = [
+        lambda: ring(grouped, grouped, grouped, causal_mask(4, 4, torch.device("cpu"))),
+        lambda: ring(grouped[:3], grouped[:3], grouped[:3], None),
+        lambda: heads(grouped, one_group, one_group, None),
+        lambda: ContextParallelAttention(_config(), 1, attention_dropout=0.1, pg_collection=groups),
+        lambda: ContextParallelAttention(_config(4), 1, pg_collection=groups),
+        lambda: get_batch_on_this_cp_rank({"tokens": tokens, "attention_mask": tokens}, dist.group.WORLD),
+        lambda: get_batch_on_this_cp_rank({"tokens": tokens}, dist.group.WORLD),
+    ]
+    messages = []
+    for attempt in attempts:
+        try:
+            attempt()
+        except (NotImplementedError, ValueError) as error:
+            messages.append(str(error))
+    return messages
+
+
+def test_one_rank_has_the_attention_of_one_rank() -> None:
+    for groups in (None, ProcessGroupCollection()):
+        assert core_attention_for(DotProductAttention, groups) is DotProductAttention
