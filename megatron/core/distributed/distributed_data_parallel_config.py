@@ -70,7 +70,11 @@ class DistributedDataParallelConfig:
     """Megatron's name of ``use_symm_mem``."""
 
     num_distributed_optimizer_instances: int = 1
+    """Hybrid sharding: the data-parallel ranks are so many groups, each of which holds all of what is sharded."""
+
     outer_dp_sharding_strategy: Literal["no_shard", "optim"] = "no_shard"
+    """What those groups share: nothing (HSDP), or the optimizer state (HFSDP)."""
+
     bucket_size: int | None = None
     average_in_collective: bool = False
     fp8_param_gather: bool = False
@@ -105,6 +109,7 @@ class DistributedDataParallelConfig:
                 "suggested_communication_unit_size must be at least 1 element, got "
                 f"{self.suggested_communication_unit_size}"
             )
+        self._check_hybrid_sharding()
         budget = self.fsdp_memory_budget
         if budget is not None and not (0 < budget < 1 or (budget >= 1 and budget == int(budget))):
             raise ValueError(f"fsdp_memory_budget must be bytes, or a fraction above 0 and below 1, got {budget}")
@@ -122,6 +127,20 @@ class DistributedDataParallelConfig:
             if getattr(self, name) != defaults[name]:
                 raise NotImplementedError(f"{name} must be {defaults[name]!r}, got {getattr(self, name)!r}: {reason}")
 
+    def _check_hybrid_sharding(self) -> None:
+        instances, outer = self.num_distributed_optimizer_instances, self.outer_dp_sharding_strategy
+        if instances < 1:
+            raise ValueError(f"num_distributed_optimizer_instances must be at least 1, got {instances}")
+        if outer not in ("no_shard", "optim"):
+            raise ValueError(f"outer_dp_sharding_strategy must be no_shard or optim, got {outer!r}")
+        if instances > 1 and not self.use_megatron_fsdp:
+            raise ValueError(f"num_distributed_optimizer_instances={instances} needs use_megatron_fsdp=True")
+        if outer != "no_shard" and instances == 1:
+            raise ValueError(
+                f"outer_dp_sharding_strategy={outer!r} needs num_distributed_optimizer_instances above 1, got 1: there is "
+                "no outer axis"
+            )
+
     @property
     def transport_kind(self) -> TransportKind:
         """``fsdp_transport``, or what the other names of symmetric memory say."""
@@ -130,8 +149,6 @@ class DistributedDataParallelConfig:
 
 # Settings that are known, and served only at their default: each with the reason. One test a row.
 NOT_SERVED = {
-    "num_distributed_optimizer_instances": "hybrid sharding is not served yet",
-    "outer_dp_sharding_strategy": "hybrid sharding is not served yet",
     "bucket_size": "gradients are reduced unit by unit; choose units with fsdp_unit_modules",
     "average_in_collective": "gradients are summed on the wire and scaled once in the main gradient's dtype",
     "fp8_param_gather": "weights are gathered in the model's dtype",

@@ -15,8 +15,6 @@ from megatron.training.flags_distributed import TRANSPORTS
 
 # For each setting that is not served, a value other than its default.
 _WISHES: dict[str, Any] = {
-    "num_distributed_optimizer_instances": 2,
-    "outer_dp_sharding_strategy": "optim",
     "bucket_size": 1000,
     "preserve_fp32_weights": False,
     "gradient_reduce_div_fusion": False,
@@ -39,6 +37,8 @@ _SERVED = {
     "use_symm_mem",
     "nccl_ub",
     "fsdp_memory_budget",
+    "num_distributed_optimizer_instances",
+    "outer_dp_sharding_strategy",
 }
 
 
@@ -77,6 +77,13 @@ def test_strategies(strategy: Any) -> None:
         ({"fsdp_transport": "rdma"}, "fsdp_transport must be one of auto, nccl, symm, peer_copy, got 'rdma'"),
         ({"use_symm_mem": True, "fsdp_transport": "nccl"}, "use_symm_mem=True means fsdp_transport='symm', got 'nccl'"),
         ({"nccl_ub": True, "fsdp_transport": "peer_copy"}, "nccl_ub=True means fsdp_transport='symm', got 'peer_copy'"),
+        ({"num_distributed_optimizer_instances": 0}, "must be at least 1, got 0"),
+        (
+            {"num_distributed_optimizer_instances": 2},
+            "num_distributed_optimizer_instances=2 needs use_megatron_fsdp=True",
+        ),
+        ({"outer_dp_sharding_strategy": "optim_grads"}, "must be no_shard or optim, got 'optim_grads'"),
+        ({"outer_dp_sharding_strategy": "optim"}, "needs num_distributed_optimizer_instances above 1, got 1"),
         ({"use_distributed_optimizer": True}, "use_distributed_optimizer=True must come with use_megatron_fsdp=True"),
     ],
 )
