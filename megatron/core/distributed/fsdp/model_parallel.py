@@ -32,15 +32,16 @@ class ModelParallel:
         expert_group_ag: a group of the ranks of ``expert_mesh`` for all-gathers alone.
         embedding_group: ranks that hold ``shared_embedding`` parameters; their gradients are summed over it, once per
             step, before they are used.
-        model_group: all ranks that hold a part of the model. Norms are then sums over it of what each rank counts, each
-            element once. None: the meshes of the parameters hold the model.
+        model_groups: groups that together span all ranks that hold a part of the model: one of all, or several, over
+            which sums are taken one after the other. Norms are then such sums of what each rank counts, each element
+            once. Empty: the meshes of the parameters hold the model.
     """
 
     tensor_axis: str | None = None
     expert_mesh: DeviceMesh | None = None
     expert_group_ag: ProcessGroup | None = None
     embedding_group: ProcessGroup | None = None
-    model_group: ProcessGroup | None = None
+    model_groups: tuple[ProcessGroup, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -92,3 +93,9 @@ def part_of(parameter: torch.Tensor, name: str, num_ranks: int | None) -> Tensor
         )
     shape = [extent * num_ranks if at == dim else extent for at, extent in enumerate(parameter.shape)]
     return TensorPart(torch.Size(shape), (BlockShard(stride) if stride > 1 else Shard(dim),))
+
+
+def is_shared_between_stages(parameter: torch.Tensor, model: ModelParallel) -> bool:
+    """True if another pipeline stage holds the parameter too, whose gradients are summed over both."""
+    group = model.embedding_group
+    return group is not None and group.size() > 1 and getattr(parameter, "shared_embedding", False)
