@@ -15,7 +15,7 @@ from megatron.training.distributed_init import rank_of_environment
 from megatron.training.flag_parser import FlagError
 from megatron.training.gpt_config import build_gpt_model
 from megatron.training.pretrain import pretrain
-from megatron.training.train_step import Batch
+from megatron.training.stage_forward import Batch, has_output_layer
 
 
 def model_provider(settings: Settings, vocab_size: int, device: torch.device) -> torch.nn.Module:
@@ -28,9 +28,11 @@ def datasets_provider(settings: Settings, tokenizer: MegatronTokenizerBase, size
     return build_gpt_datasets(settings.data, tokenizer, sizes)
 
 
-def forward_step(batch: Batch, model: torch.nn.Module) -> tuple[Tensor, Tensor]:
-    """([] sum of the losses of the tokens that count, [] how many they are)."""
-    losses = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+def forward_step(batch: Batch, model: torch.nn.Module) -> tuple[Tensor, Tensor] | Tensor:
+    """([] sum of the losses of the tokens that count, [] how many they are); hidden states on earlier pipeline stages."""
+    losses: Tensor = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+    if not has_output_layer(model):
+        return losses
     mask = batch["loss_mask"]
     return (losses.float() * mask).sum(), mask.sum()
 

@@ -13,19 +13,21 @@ from megatron.core.distributed.fsdp import FullyShardedDataParallel, microbatch
 from megatron.core.full_cuda_graph import FullCudaGraph
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.pipeline_parallel import Pipeline, PipelineStage
+from megatron.core.process_groups_config import group_rank, group_size
 from megatron.training.batches import BatchConfig
 from megatron.training.dropout_seed import microbatch_seed
+from megatron.training.stage_forward import Batch, ForwardStep, StageForward
 
-Batch = dict[str, Tensor]
-ForwardStep = Callable[[Batch, torch.nn.Module], tuple[Tensor, Tensor]]
-"""(microbatch, model) -> ([] sum of the losses of the tokens that count, [] how many they are), fp32, on the device."""
+__all__ = ["Batch", "ForwardStep", "StepComputation", "StepRecord", "TrainStep"]
 
 
 class StepRecord(NamedTuple):
     """What a step did; all tensors are on the device and nobody has waited for them."""
 
     loss_and_tokens: Tensor
-    """[2] this rank's sums of losses and of tokens, over its microbatches, in fp64: counts stay exact."""
+    """[2] this rank's sums of losses and of tokens, over its microbatches, in fp64: counts stay exact. Stages of a pipeline
+    have those of the last one."""
     grad_norm: Tensor
     """[] of the whole model, before clipping."""
     num_zeros_in_grad: Tensor | None
@@ -35,14 +37,15 @@ class StepRecord(NamedTuple):
 class StepComputation:
     """What a step does on the device, and nothing else: it can be captured and replayed.
 
-    The gradient is the mean over microbatches and ranks of each microbatch's mean loss over its tokens; with
-    ``per_token_loss`` it is that of the mean over all tokens of the global batch.
+    The gradient is the mean over microbatches and ranks of each microbatch's mean loss over its tokens (those of all ranks
+    that share its sequences); with ``per_token_loss`` it is that of the mean over all tokens of the global batch.
 
     Args:
-        model: wrapped for sharding.
+        model: wrapped for sharding; its groups say who shares sequences and who averages gradients.
         per_token_loss: the engine sums gradients over ranks instead of averaging them, and they are scaled here once.
+        stage: of the pipeline; None: the model is whole.
 
-    Ranks: all of the data-parallel group.
+    Ranks: all of the model's groups.
     """
 
     def __init__(
@@ -54,9 +57,13 @@ class StepComputation:
         num_microbatches: int,
         per_token_loss: bool,
         device: torch.device,
+        stage: PipelineStage | None = None,
     ) -> None:
-        self.model, self.optimizer, self.forward_step = model, optimizer, forward_step
+        self.model, self.optimizer = model, optimizer
         self.num_microbatches, self.per_token_loss, self.device = num_microbatches, per_token_loss, device
+        self.stage = stage or PipelineStage()
+        self.stage_forward = StageForward(model, forward_step, self.stage)
+        self.pipeline = Pipeline(self.stage)
 
     def __call__(self, microbatches: Iterable[Batch], draw: Callable[[int], None]) -> dict[str, Tensor]:
         """The weights have taken one step; returns the tensors of a ``StepRecord`` by name; does not block the host.
@@ -65,10 +72,15 @@ class StepComputation:
             microbatches: [M] of this rank.
             draw: ``draw(i)`` puts the random generator at the start of microbatch ``i``'s stream.
         """
-        sums = self._forward_backward(microbatches, draw)
+        microbatches_of_stage = _Microbatches(self, iter(microbatches), draw)
+        self.pipeline.forward_backward(microbatches_of_stage, self.num_microbatches)
+        sums = microbatches_of_stage.sums
+        if self.stage.num_stages > 1:
+            dist.all_reduce(sums, group=self.stage.group)  # the last stage alone has added to them
         if self.per_token_loss:
             tokens = sums[1].clone()
-            dist.all_reduce(tokens)
+            groups = self.model.pg_collection
+            dist.all_reduce(tokens, group=groups.dp_cp or groups.dp)
             self.model.scale_gradients((1.0 / tokens.clamp(min=1.0)).float())
         result = self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -77,23 +89,47 @@ class StepComputation:
             results["num_zeros_in_grad"] = result.num_zeros_in_grad
         return results
 
-    def _forward_backward(self, microbatches: Iterable[Batch], draw: Callable[[int], None]) -> Tensor:
-        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
-        last = self.num_microbatches - 1
-        for index, data in enumerate(microbatches):
-            # After the data: loaders may draw random numbers, and dropout must not depend on that.
-            draw(index)
-            with microbatch(self.model, is_first=index == 0, is_last=index == last):
-                loss, tokens = self.forward_step(data, self.model)
-                sums += torch.stack((loss.detach().double(), tokens.detach().double()))
-                torch.autograd.backward(self._scaled(loss, tokens))
-        return sums
-
-    def _scaled(self, loss: Tensor, tokens: Tensor) -> Tensor:
-        """The loss whose gradient this microbatch adds."""
+    def scaled(self, loss: Tensor, tokens: Tensor) -> Tensor:
+        """The loss whose gradient a microbatch adds. Ranks: all that share its sequences."""
         if self.per_token_loss:
             return loss
+        cp_group = self.model.pg_collection.cp
+        num_parts = group_size(cp_group)
+        if num_parts > 1:
+            # The engine averages over these ranks too, though each has the losses of a part alone.
+            tokens = tokens.detach().clone()
+            dist.all_reduce(tokens, group=cp_group)
+            loss = loss * num_parts
         return loss / (tokens.clamp(min=1) * self.num_microbatches)
+
+
+class _Microbatches:
+    """The microbatches of one step, as the stage's schedule runs them.
+
+    Attributes:
+        sums: [2] of losses and tokens until now, in fp64; zeros but on the last stage.
+    """
+
+    def __init__(self, step: StepComputation, microbatches: Iterator[Batch], draw: Callable[[int], None]) -> None:
+        self.step, self.microbatches, self.draw = step, microbatches, draw
+        self.sums = torch.zeros(2, dtype=torch.float64, device=step.device)
+
+    def forward(self, index: int, hidden_states: Tensor | None) -> Tensor:
+        data = next(self.microbatches)
+        # After the data: loaders may draw random numbers, and dropout must not depend on that.
+        self.draw(index)
+        with microbatch(self.step.model, is_first=index == 0, is_last=False):
+            output = self.step.stage_forward(data, hidden_states)
+        if isinstance(output, Tensor):
+            return output
+        loss, tokens = output
+        self.sums += torch.stack((loss.detach().double(), tokens.detach().double()))
+        return self.step.scaled(loss, tokens)
+
+    def backward(self, index: int, output: Tensor, gradient: Tensor | None) -> None:
+        is_last = index == self.step.num_microbatches - 1
+        with microbatch(self.step.model, is_first=False, is_last=is_last):
+            torch.autograd.backward(output, gradient)
 
 
 class TrainStep:
@@ -102,12 +138,13 @@ class TrainStep:
     Args:
         computation: what the step does on the device.
         seed: of dropout; see ``microbatch_seed``.
+        rank: this rank's place among the ``batch.data_parallel_size`` that compute different samples.
         graph: runs ``computation`` instead of Python, once it has captured it; None: every step is eager.
 
     Raises:
         ValueError: a setting of the model that a captured step cannot have.
 
-    Ranks: all of the data-parallel group.
+    Ranks: all of the model's groups.
     """
 
     def __init__(
@@ -153,7 +190,10 @@ class TrainStep:
         )
 
     def _seed(self, iteration: int, index: int) -> int:
-        return microbatch_seed(self.seed, iteration, index * self.batch.data_parallel_size + self.rank)
+        own = microbatch_seed(self.seed, iteration, index * self.batch.data_parallel_size + self.rank)
+        stage, part = self.computation.stage.index, group_rank(self.model.pg_collection.cp)
+        # Other layers, and other parts of the same sequences, drop other elements.
+        return microbatch_seed(own, stage, part) if stage or part else own
 
     def close(self) -> None:
         """The captured step, if there is one, is gone. Call it before process groups are destroyed."""

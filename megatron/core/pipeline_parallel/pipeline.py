@@ -11,8 +11,8 @@ from megatron.core.pipeline_parallel.p2p_communication import PipelineCommunicat
 from megatron.core.pipeline_parallel.schedules import forwards_only, one_forward_one_backward
 
 
-class StageComputation(Protocol):
-    """What a stage computes for a microbatch."""
+class ForwardComputation(Protocol):
+    """What a stage computes for a microbatch of an evaluation."""
 
     def forward(self, microbatch: int, hidden_states: Tensor | None) -> Tensor:
         """Hidden states [s, b, h] for the next stage; on the last one the loss [] that backward starts from.
@@ -20,6 +20,10 @@ class StageComputation(Protocol):
         Args:
             hidden_states: [s, b, h] from the stage before; None on the first one.
         """
+
+
+class StageComputation(ForwardComputation, Protocol):
+    """What a stage computes for a microbatch of a step."""
 
     def backward(self, microbatch: int, output: Tensor, gradient: Tensor | None) -> None:
         """The weights' gradients, and that of the forward's ``hidden_states``, have grown by this microbatch's.
@@ -62,7 +66,7 @@ class Pipeline:
         self._communicator.finish()
 
     @torch.no_grad()
-    def forward_only(self, computation: StageComputation, num_microbatches: int) -> None:
+    def forward_only(self, computation: ForwardComputation, num_microbatches: int) -> None:
         """Every microbatch has been through forward on this stage; nothing was recorded for a backward."""
         stage = self.stage
         schedule = forwards_only(stage.index, stage.num_stages, num_microbatches)
