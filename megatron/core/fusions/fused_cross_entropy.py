@@ -1,6 +1,6 @@
 """Cross entropy over a large vocabulary in one pass each way, its gradient in the memory of the logits.
 
-Shapes: s sequence, b batch, v vocabulary, t tokens (s * b).
+Shapes: s sequence, b batch, v vocabulary (this rank's part of it), t tokens (s * b).
 """
 
 from __future__ import annotations
@@ -8,8 +8,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.distributed import ProcessGroup
 
 from megatron.core.jit import Fusible, is_compiled
+from megatron.core.process_groups_config import group_size
+from megatron.core.tensor_parallel.cross_entropy import own_labels, whole_vocabulary
 
 # Where nothing is compiled, chunks of 2**24 logits bound the fp32 copies that each operation makes.
 CHUNK_NUMEL = 2**24
@@ -18,22 +21,23 @@ CHUNK_NUMEL = 2**24
 def fused_vocab_parallel_cross_entropy(
     vocab_parallel_logits: torch.Tensor,
     target: torch.Tensor,
-    tp_group: object = None,
+    tp_group: ProcessGroup | None = None,
     *,
     overwrite_logits: bool = False,
     compiled: bool = True,
 ) -> torch.Tensor:
-    """Per-token loss [s, b] in fp32 of logits [s, b, v] in any float dtype and target [s, b] in [0, v).
+    """Per-token loss [s, b] in fp32 of logits [s, b, v] in any float dtype and target [s, b] in the whole vocabulary.
 
     Args:
-        tp_group: with one tensor-parallel rank there is nothing to reduce over it.
+        tp_group: the ranks whose logits are parts of the vocabulary, in rank order; None: these are all.
         overwrite_logits: backward writes the logits' gradient where the logits were. For logits that nobody reads
             afterwards; a second backward through the same loss raises RuntimeError then.
 
+    Ranks: all of ``tp_group``, with the same targets, in forward; each gets the same losses.
     Source: Megatron-Core's function of this name for the signature; one read of the logits forward, one read and one
     write backward, are ours.
     """
-    loss: torch.Tensor = _CrossEntropy.apply(vocab_parallel_logits, target, overwrite_logits, compiled)  # type: ignore[no-untyped-call, unused-ignore]
+    loss: torch.Tensor = _CrossEntropy.apply(vocab_parallel_logits, target, tp_group, overwrite_logits, compiled)  # type: ignore[no-untyped-call, unused-ignore]
     return loss
 
 
@@ -47,10 +51,21 @@ def _losses(logits: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, t
     return log_sum - logits.gather(1, target.unsqueeze(1)).squeeze(1).float(), log_sum
 
 
+@Fusible
+def _sums_of_a_part(logits: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The logarithm [t] of the sum of exponentials, and the target's logit [t] or 0 where it is not here; both fp32."""
+    wide = logits.float()
+    most = wide.amax(dim=-1, keepdim=True)
+    log_sum = (most + (wide - most).exp().sum(dim=-1, keepdim=True).log()).squeeze(1)
+    own = target.clamp(0, logits.shape[-1] - 1)
+    predicted = logits.gather(1, own.unsqueeze(1)).squeeze(1).float()
+    return log_sum, torch.where(own == target, predicted, 0.0)
+
+
 def _gradient_of(
     logits: torch.Tensor, target: torch.Tensor, log_sum: torch.Tensor, grad_loss: torch.Tensor
 ) -> torch.Tensor:
-    """The gradient [t, v] in the dtype of the logits: (softmax - one hot) * grad_loss."""
+    """The gradient [t, v] in the dtype of the logits: (softmax - one hot) * grad_loss; no hit for a target elsewhere."""
     hit = torch.arange(logits.shape[-1], device=logits.device) == target.unsqueeze(1)
     softmax = torch.exp(logits.float() - log_sum.unsqueeze(1))
     return ((softmax - hit.float()) * grad_loss.unsqueeze(1)).to(logits.dtype)
@@ -69,14 +84,19 @@ def _gradient_in_place(
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: torch.Tensor, target: torch.Tensor, overwrite_logits: bool, compiled: bool
+        ctx: Any,
+        logits: torch.Tensor,
+        target: torch.Tensor,
+        group: ProcessGroup | None,
+        overwrite_logits: bool,
+        compiled: bool,
     ) -> torch.Tensor:
-        rows, labels = logits.reshape(-1, logits.shape[-1]), target.reshape(-1)
-        parts = [
-            _losses(compiled, chunk, chunk_labels)
-            for chunk, chunk_labels in zip(*_chunks(compiled, rows, labels), strict=True)
-        ]
-        losses, log_sum = (torch.cat(part) if len(parts) > 1 else part[0] for part in zip(*parts, strict=True))
+        if group is not None and group_size(group) > 1:
+            target = own_labels(logits, target, group)
+            log_sum, predicted = whole_vocabulary(*_by_chunks(_sums_of_a_part, compiled, logits, target), group)
+            losses = log_sum - predicted
+        else:
+            losses, log_sum = _by_chunks(_losses, compiled, logits, target)
         ctx.save_for_backward(logits, target, log_sum)
         ctx.overwrite, ctx.compiled, ctx.overwritten = overwrite_logits, compiled, False
         return losses.view(target.shape)
@@ -100,7 +120,17 @@ class _CrossEntropy(torch.autograd.Function):
             grad = rows
         else:
             grad = torch.cat(parts) if len(parts) > 1 else parts[0]
-        return grad.view(logits.shape), None, None, None
+        return grad.view(logits.shape), None, None, None, None
+
+
+def _by_chunks(
+    function: Fusible, compiled: bool, logits: torch.Tensor, target: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A function's two values [t] of logits [t, v] and target [t], taken chunk by chunk."""
+    rows, labels = logits.reshape(-1, logits.shape[-1]), target.reshape(-1)
+    parts = [function(compiled, *chunk) for chunk in zip(*_chunks(compiled, rows, labels), strict=True)]
+    first, second = (torch.cat(part) if len(parts) > 1 else part[0] for part in zip(*parts, strict=True))
+    return first, second
 
 
 def _chunks(compiled: bool, rows: torch.Tensor, *rest: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:

@@ -1,7 +1,11 @@
-"""Linear layers and the vocabulary embedding, under Megatron-Core's names and signatures.
+"""Linear layers that are split over tensor-parallel ranks, and the vocabulary embedding, under Megatron-Core's names.
 
-Tensor parallelism has degree 1 here, so column- and row-parallel layers hold whole weights; the names say how a weight
-will be cut. Shapes: s sequence, b batch, i input size, o output size, v vocabulary, h hidden size.
+Every layer takes its group as ``tp_group``; None, or a group of one rank, is a layer that is not split. With
+``config.sequence_parallel`` activations between split layers are parts of the sequence: a column-parallel layer gathers
+them, a row-parallel layer leaves parts of its sums. Layers of experts (``is_expert``) talk to nobody: the dispatcher
+of their tokens brings them what they need and sums what they give.
+
+Shapes: s sequence, b batch, i input size, o output size, v vocabulary, h hidden size, n ranks.
 """
 
 from __future__ import annotations
@@ -11,15 +15,26 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
+from megatron.core.process_groups_config import group_rank, group_size
+from megatron.core.tensor_parallel.column_function import column_parallel_linear
 from megatron.core.tensor_parallel.linear_function import linear_with_main_grad
+from megatron.core.tensor_parallel.mappings import (
+    gather_from_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+    scatter_to_tensor_model_parallel_region,
+)
+from megatron.core.tensor_parallel.partition import part_extent
 from megatron.core.transformer.parameter_init import ConstantInit, InitializedParameters, InitMethod
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
     from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class _Linear(InitializedParameters):
-    """y = x A^T + b, with A [o, i] and b [o]."""
+    """y = x A^T + b, with A [o, i] and b [o], of which each rank holds a part."""
 
     weight: torch.Tensor | None
     bias: torch.Tensor | None
@@ -31,89 +46,198 @@ class _Linear(InitializedParameters):
         *,
         config: TransformerConfig,
         init_method: InitMethod,
-        bias: bool = True,
         skip_bias_add: bool = False,
         skip_weight_param_allocation: bool = False,
         is_expert: bool = False,
+        stride: int = 1,
+        tp_group: ProcessGroup | None = None,
     ) -> None:
         super().__init__(config)
-        if is_expert:
-            raise NotImplementedError("is_expert must be False, got True: mixture of experts is not served yet")
         self.input_size, self.output_size, self.skip_bias_add = input_size, output_size, skip_bias_add
+        self.is_expert, self.tp_group = is_expert, tp_group
+        self.is_split = group_size(tp_group) > 1
+        self.communicates = self.is_split and not is_expert
+        self.sequence_parallel = config.sequence_parallel and self.communicates
+        # Experts are sharded over other ranks than dense parameters.
+        self._marks: dict[str, Any] = {"allreduce": False} if is_expert else {}
         if skip_weight_param_allocation:
             self.register_parameter("weight", None)
         else:
-            self.add_parameter("weight", (output_size, input_size), init_method)
-        if bias:
-            self.add_parameter("bias", (output_size,), ConstantInit(0.0))
-        else:
-            self.register_parameter("bias", None)
-        self.reset_parameters()
+            self._add_weight(init_method, stride)
 
-    def _multiply(self, x: torch.Tensor, weight: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if weight is None:
-            weight = self.weight
+    def _add_weight(self, init_method: InitMethod, stride: int) -> None:
+        raise NotImplementedError
+
+    def _weight(self, given: torch.Tensor | None) -> torch.Tensor:
+        weight = self.weight if given is None else given
         if weight is None:
             raise RuntimeError(
                 f"{type(self).__name__} must be given a weight since it holds none (skip_weight_param_allocation), got"
                 " None; pass weight="
             )
-        bias = None if self.skip_bias_add else self.bias
-        fused = self.config.gradient_accumulation_fusion
-        output = linear_with_main_grad(x, weight, bias, write_main_grad=fused)
-        return output, self.bias if self.skip_bias_add else None
+        return weight
 
     def extra_repr(self) -> str:
-        return f"{self.input_size}, {self.output_size}, bias={self.bias is not None}"
+        split = f", {self.tp_group.size()} ranks" if self.is_split and self.tp_group is not None else ""
+        return f"{self.input_size}, {self.output_size}, bias={self.bias is not None}{split}"
 
 
 class ColumnParallelLinear(_Linear):
-    """A linear layer whose output features will be split over tensor-parallel ranks.
+    """A linear layer whose output features are split over tensor-parallel ranks.
 
     Args:
-        gather_output: with one tensor-parallel rank, outputs are whole either way.
+        gather_output: each rank gets all features, not only its own.
         skip_bias_add: return the bias beside the output instead of adding it.
-        skip_weight_param_allocation: hold no weight; ``forward`` must be given one.
+        skip_weight_param_allocation: hold no weight; ``forward`` must be given one (this rank's part).
+        stride: matrices that the weight holds one after the other; see [Note: partition stride] in partition.py.
+        is_expert: the layer is an expert's; ``tp_group`` is then the experts'.
+
+    Raises:
+        ValueError: ``output_size`` is no multiple of stride times ranks.
+
+    Source: Megatron-Core's class of this name (arXiv:1909.08053, section 3); what runs beside what is in
+    column_function.py.
     """
 
-    def __init__(self, input_size: int, output_size: int, *, gather_output: bool = False, **kwargs: Any) -> None:
+    def __init__(
+        self, input_size: int, output_size: int, *, bias: bool = True, gather_output: bool = False, **kwargs: Any
+    ) -> None:
         super().__init__(input_size, output_size, **kwargs)
         self.gather_output = gather_output
+        self.output_size_per_partition = part_extent(output_size, kwargs.get("stride", 1), group_size(self.tp_group))
+        if bias:
+            stride = kwargs.get("stride", 1)
+            self._add_part("bias", (output_size,), ConstantInit(0.0), stride)
+        else:
+            self.register_parameter("bias", None)
+        self.reset_parameters()
+
+    def _add_weight(self, init_method: InitMethod, stride: int) -> None:
+        self._add_part("weight", (self.output_size, self.input_size), init_method, stride)
+
+    def _add_part(self, name: str, shape: tuple[int, ...], init_method: InitMethod, stride: int) -> None:
+        self.add_parameter(
+            name, shape, init_method, partition_dim=0, partition_stride=stride, group=self.tp_group, **self._marks
+        )
 
     def forward(
         self, input_: torch.Tensor, weight: torch.Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """[..., i] -> [..., o], and the bias where it was not added (else None)."""
-        return self._multiply(input_, weight)
+        """[s, ..., i] ([s/n, ..., i] with sequence parallelism) -> [s, ..., o/n], and the bias where it was not added.
+
+        Args:
+            weight: used instead of the layer's own: [o/n, i].
+            runtime_gather_output: in place of ``gather_output``; [s, ..., o] where True.
+
+        Ranks: all of ``tp_group``, unless the layer is an expert's.
+        """
+        weight, bias = self._weight(weight), None if self.skip_bias_add else self.bias
+        fused = self.config.gradient_accumulation_fusion
+        if self.communicates:
+            assert self.tp_group is not None
+            output = column_parallel_linear(
+                input_,
+                weight,
+                bias,
+                self.tp_group,
+                sequence_parallel=self.sequence_parallel,
+                write_main_grad=fused,
+            )
+            if self.gather_output if runtime_gather_output is None else runtime_gather_output:
+                output = gather_from_tensor_model_parallel_region(output, self.tp_group)
+        else:
+            output = linear_with_main_grad(input_, weight, bias, write_main_grad=fused)
+        return output, self.bias if self.skip_bias_add else None
 
 
 class RowParallelLinear(_Linear):
-    """A linear layer whose input features will be split over tensor-parallel ranks.
+    """A linear layer whose input features are split over tensor-parallel ranks. Its bias is whole on each of them.
 
     Args:
-        input_is_parallel: with one tensor-parallel rank, inputs are whole either way.
+        input_is_parallel: the input holds this rank's features alone; False: it holds all, of which each rank takes its
+            own.
+        skip_bias_add: return the bias beside the output instead of adding it.
+        is_expert: the layer is an expert's; its output is this rank's summand.
+
+    Raises:
+        ValueError: ``input_size`` is no multiple of the ranks, or an expert's bias is to be added to a summand.
+
+    Source: Megatron-Core's class of this name (arXiv:1909.08053, section 3).
     """
 
-    def __init__(self, input_size: int, output_size: int, *, input_is_parallel: bool = True, **kwargs: Any) -> None:
+    def __init__(
+        self, input_size: int, output_size: int, *, bias: bool = True, input_is_parallel: bool = True, **kwargs: Any
+    ) -> None:
         super().__init__(input_size, output_size, **kwargs)
         self.input_is_parallel = input_is_parallel
+        self.input_size_per_partition = part_extent(input_size, 1, group_size(self.tp_group))
+        if bias and self.is_split and self.is_expert and not self.skip_bias_add:
+            raise ValueError(
+                "an expert's RowParallelLinear over several ranks must have skip_bias_add or no bias, got a bias to add:"
+                " it would be added on each rank; pass skip_bias_add=True and add it after the sum over ranks"
+            )
+        if bias:
+            marks = self._marks | ({"sequence_parallel": True} if self.sequence_parallel else {})
+            self.add_parameter("bias", (output_size,), ConstantInit(0.0), **marks)
+        else:
+            self.register_parameter("bias", None)
+        self.reset_parameters()
+
+    def _add_weight(self, init_method: InitMethod, stride: int) -> None:
+        shape = (self.output_size, self.input_size)
+        self.add_parameter(
+            "weight",
+            shape,
+            init_method,
+            partition_dim=1,
+            partition_stride=stride,
+            group=self.tp_group,
+            **self._marks,
+        )
 
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """[..., i] -> [..., o], and the bias where it was not added (else None)."""
-        return self._multiply(input_, None)
+        """[s, ..., i/n] -> [s, ..., o] ([s/n, ..., o] with sequence parallelism), and the bias where it was not added.
+
+        Ranks: all of ``tp_group``, unless the layer is an expert's.
+        """
+        fused = self.config.gradient_accumulation_fusion
+        bias = None if self.skip_bias_add else self.bias
+        if not self.is_split:
+            output = linear_with_main_grad(input_, self._weight(None), bias, write_main_grad=fused)
+            return output, self.bias if self.skip_bias_add else None
+        if not self.input_is_parallel:
+            input_ = scatter_to_tensor_model_parallel_region(input_, self.tp_group)
+        output = linear_with_main_grad(input_, self._weight(None), None, write_main_grad=fused)
+        if self.sequence_parallel:
+            output = reduce_scatter_to_sequence_parallel_region(output, self.tp_group)
+        elif self.communicates:
+            output = reduce_from_tensor_model_parallel_region(output, self.tp_group)
+        if bias is not None:
+            output = output + bias
+        return output, self.bias if self.skip_bias_add else None
 
 
 class Embedding(InitializedParameters):
-    """A table of [num_embeddings, embedding_dim] weights, looked up by row."""
+    """A table of [num_embeddings, embedding_dim] weights, whole on each rank, looked up by row.
+
+    Args:
+        attributes: of the weight.
+    """
 
     weight: torch.Tensor
 
     def __init__(
-        self, num_embeddings: int, embedding_dim: int, *, init_method: InitMethod, config: TransformerConfig
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        *,
+        init_method: InitMethod,
+        config: TransformerConfig,
+        **attributes: Any,
     ) -> None:
         super().__init__(config)
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
-        self.add_parameter("weight", (num_embeddings, embedding_dim), init_method)
+        self.add_parameter("weight", (num_embeddings, embedding_dim), init_method, **attributes)
         self.reset_parameters()
 
     def forward(self, input_: torch.Tensor) -> torch.Tensor:
@@ -125,4 +249,45 @@ class Embedding(InitializedParameters):
 
 
 class VocabParallelEmbedding(Embedding):
-    """The word embedding, whose rows will be split over tensor-parallel ranks."""
+    """The word embedding, whose rows are split over tensor-parallel ranks.
+
+    Args:
+        reduce_scatter_embeddings: each rank gets its part of the sequence alone.
+
+    Raises:
+        ValueError: ``num_embeddings`` is no multiple of the ranks.
+
+    Source: Megatron-Core's class of this name.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        *,
+        init_method: InitMethod,
+        config: TransformerConfig,
+        reduce_scatter_embeddings: bool = False,
+        tp_group: ProcessGroup | None = None,
+    ) -> None:
+        super().__init__(
+            num_embeddings, embedding_dim, init_method=init_method, config=config, partition_dim=0, group=tp_group
+        )
+        self.reduce_scatter_embeddings, self.tp_group = reduce_scatter_embeddings, tp_group
+        self.num_embeddings_per_partition = part_extent(num_embeddings, 1, group_size(tp_group))
+        self.vocab_start_index = group_rank(tp_group) * self.num_embeddings_per_partition
+
+    def forward(self, input_: torch.Tensor) -> torch.Tensor:
+        """[s, ...] row numbers -> [s, ..., h], or [s/n, ..., h] with ``reduce_scatter_embeddings``.
+
+        Ranks: all of ``tp_group``.
+        """
+        if group_size(self.tp_group) == 1:
+            return F.embedding(input_, self.weight)
+        rows = input_ - self.vocab_start_index
+        elsewhere = (rows < 0) | (rows >= self.num_embeddings_per_partition)
+        found = F.embedding(rows.masked_fill(elsewhere, 0), self.weight)
+        found = found.masked_fill_(elsewhere.unsqueeze(-1), 0.0)
+        if self.reduce_scatter_embeddings:
+            return reduce_scatter_to_sequence_parallel_region(found, self.tp_group)
+        return reduce_from_tensor_model_parallel_region(found, self.tp_group)

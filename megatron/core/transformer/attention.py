@@ -1,7 +1,8 @@
 """Self-attention with a fused query-key-value projection.
 
-Shapes: s sequence, b batch, h hidden size, n query heads, g key and value heads (groups), d head width.
-The projection's output holds, group after group, the group's n/g query heads, then its key head, then its value head.
+Shapes: s sequence, b batch, h hidden size, n query heads, g key and value heads (groups), d head width; n and g count
+this tensor-parallel rank's heads. The projection's output holds, group after group, the group's n/g query heads, then its
+key head, then its value head, so a rank's rows of it are whole groups.
 """
 
 from __future__ import annotations
@@ -14,10 +15,14 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.core.fusions.fused_rope import fused_rotate, fused_split_and_rotate
 from megatron.core.models.common.embeddings.rotary_pos_embedding import apply_rotary
+from megatron.core.process_groups_config import group_size
+from megatron.core.tensor_parallel.partition import part_extent
+from megatron.core.transformer.context_parallel_attention import core_attention_for
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.torch_norm import Norm
 
 if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -38,8 +43,12 @@ class SelfAttentionSubmodules:
 class SelfAttention(MegatronModule):
     """Projects to queries, keys and values, normalises and rotates them where configured, attends, projects back.
 
+    Args:
+        pg_collection: heads are split over its ``tp``, sequences over its ``cp``.
+
     Raises:
-        ValueError: the spec and ``config.qk_layernorm`` disagree about the norms of queries and keys.
+        ValueError: the spec and ``config.qk_layernorm`` disagree about the norms of queries and keys, or heads or groups
+            are no multiple of the ranks.
     """
 
     def __init__(
@@ -52,20 +61,24 @@ class SelfAttention(MegatronModule):
     ) -> None:
         super().__init__(config)
         self.layer_number = layer_number
-        self.num_heads, self.num_groups = config.num_attention_heads, config.num_query_groups or 1
+        num_heads, num_groups = config.num_attention_heads, config.num_query_groups or 1
         self.head_width = config.kv_channels or 1
-        linear: dict[str, Any] = {"config": config, "init_method": config.init_method}
+        tp_group = None if pg_collection is None else pg_collection.tp
+        self.is_split = group_size(tp_group) > 1
+        self.num_heads = part_extent(num_heads, 1, group_size(tp_group))
+        self.num_groups = part_extent(num_groups, 1, group_size(tp_group))
+        linear: dict[str, Any] = {"config": config, "init_method": config.init_method, "tp_group": tp_group}
         self.linear_qkv = build_module(
             submodules.linear_qkv,
             config.hidden_size,
-            (self.num_heads + 2 * self.num_groups) * self.head_width,
+            (num_heads + 2 * num_groups) * self.head_width,
             gather_output=False,
             bias=config.add_bias_linear or config.add_qkv_bias,
             skip_bias_add=False,
             **linear,
         )
         self.core_attention = build_module(
-            submodules.core_attention,
+            core_attention_for(submodules.core_attention, pg_collection),
             config=config,
             layer_number=layer_number,
             attn_mask_type=attn_mask_type,
@@ -75,7 +88,7 @@ class SelfAttention(MegatronModule):
         linear["init_method"] = config.output_layer_init_method
         self.linear_proj = build_module(
             submodules.linear_proj,
-            self.num_heads * self.head_width,
+            num_heads * self.head_width,
             config.hidden_size,
             input_is_parallel=True,
             bias=config.add_bias_linear,
@@ -101,6 +114,9 @@ class SelfAttention(MegatronModule):
         norm: torch.nn.Module = build_module(
             spec, config=self.config, hidden_size=self.head_width, eps=self.config.layernorm_epsilon
         )
+        if self.is_split and isinstance(norm, Norm):
+            # Each rank's heads give a part of the gradient of weights that all ranks hold, whatever the sequence does.
+            norm.sum_gradients_over_tensor_ranks()
         return norm
 
     def forward(
@@ -112,6 +128,8 @@ class SelfAttention(MegatronModule):
         rotary_pos_sin: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """[s, b, h] -> [s, b, h] and the bias [h] that is still to be added (or None).
+
+        With sequence parallelism both hold this rank's part of the sequence; masks and tables are of the whole.
 
         Args:
             attention_mask: see ``DotProductAttention.forward``; None is causal.

@@ -29,7 +29,12 @@ class MLPSubmodules:
 
 
 class MLP(MegatronModule):
-    """fc2(activation(fc1(x))); gated, fc1 has 2f outputs: all gates, then all ups."""
+    """fc2(activation(fc1(x))); gated, fc1 has 2f outputs: all gates, then all ups (of this rank's part of the width).
+
+    Args:
+        is_expert: the MLP is an expert's: it is split over ``pg_collection.expt_tp`` instead of ``tp``, and neither
+            gathers its input nor sums its output.
+    """
 
     def __init__(
         self,
@@ -44,6 +49,7 @@ class MLP(MegatronModule):
         self.input_size = config.hidden_size if input_size is None else input_size
         width = ffn_hidden_size or config.ffn_hidden_size or 4 * config.hidden_size
         self.activation_func = config.activation_func
+        tp_group = None if pg_collection is None else pg_collection.expt_tp if is_expert else pg_collection.tp
         self.linear_fc1 = build_module(
             submodules.linear_fc1,
             self.input_size,
@@ -55,6 +61,8 @@ class MLP(MegatronModule):
             # The GEMM adds the bias for nothing, unless one function of bias and activation is asked for.
             skip_bias_add=config.bias_activation_fusion,
             is_expert=is_expert,
+            stride=2 if config.gated_linear_unit else 1,
+            tp_group=tp_group,
         )
         self.linear_fc2 = build_module(
             submodules.linear_fc2,
@@ -66,10 +74,14 @@ class MLP(MegatronModule):
             bias=config.add_bias_linear,
             skip_bias_add=True,
             is_expert=is_expert,
+            tp_group=tp_group,
         )
 
     def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """[s, b, h] -> [s, b, h] and the bias [h] that is still to be added (or None)."""
+        """[s, b, h] -> [s, b, h] and the bias [h] that is still to be added (or None).
+
+        With sequence parallelism s is this rank's part of the sequence.
+        """
         intermediate, bias = self.linear_fc1(hidden_states)
         output, output_bias = self.linear_fc2(self._activate(intermediate, bias))
         return output, output_bias

@@ -27,7 +27,17 @@ class Norm(InitializedParameters):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
         super().__init__(config)
         self.hidden_size, self.eps = hidden_size, eps
-        self.add_parameter("weight", (hidden_size,), ConstantInit(0.0 if config.layernorm_zero_centered_gamma else 1.0))
+        self._add("weight", 0.0 if config.layernorm_zero_centered_gamma else 1.0)
+
+    def _add(self, name: str, value: float) -> None:
+        # With sequence parallelism a norm sees this rank's part of the sequence, and its gradient is that part's.
+        marks = {"sequence_parallel": True} if self.config.sequence_parallel else {}
+        self.add_parameter(name, (self.hidden_size,), ConstantInit(value), **marks)
+
+    def sum_gradients_over_tensor_ranks(self) -> None:
+        """The parameters say that each tensor-parallel rank has a summand of their gradient (``sequence_parallel``)."""
+        for name, _ in self.named_parameters(recurse=False):
+            self.set_parameter_attribute(name, "sequence_parallel", True)
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None, *, keep_input: bool = False) -> Any:
         """[..., h] in any float dtype -> [..., h] in the dtype of the weight.
@@ -85,7 +95,7 @@ class LayerNorm(Norm):
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
         super().__init__(config, hidden_size, eps)
-        self.add_parameter("bias", (hidden_size,), ConstantInit(0.0))
+        self._add("bias", 0.0)
         self.reset_parameters()
 
     def _shift(self) -> torch.Tensor:

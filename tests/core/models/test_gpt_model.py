@@ -193,7 +193,12 @@ REFUSED_ARGUMENTS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"position_embedding_type": "rope", "rotary_percent": 0.25}, ValueError, "rotary_percent .* 4 . 0.25"),
     *(
         ({"pg_collection": SimpleNamespace(**{name: SimpleNamespace(size=lambda: 2)})}, NotImplementedError, name)
-        for name in ("tp", "cp", "ep")
+        for name in ("cp", "ep")
+    ),
+    (
+        {"pg_collection": SimpleNamespace(tp=SimpleNamespace(size=lambda: 2))},
+        ValueError,
+        r"tensor_model_parallel_size \(1\)",
     ),
 ]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
@@ -9,9 +11,16 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.moe.experts import GroupedMLP, SequentialMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 def get_gpt_layer_local_spec(
@@ -24,19 +33,19 @@ def get_gpt_layer_local_spec(
     qk_l2_norm: bool | None = False,
     use_kitchen: bool = False,
 ) -> ModuleSpec:
-    """The spec of a dense GPT layer of this framework's own modules.
+    """The spec of a GPT layer of this framework's own modules.
 
     Args:
+        num_experts: the layer's MLP is a mixture of experts; must equal ``TransformerConfig.num_moe_experts``.
+        moe_grouped_gemm: as ``TransformerConfig.moe_grouped_gemm``.
         qk_layernorm: queries and keys are normalised; must equal ``TransformerConfig.qk_layernorm``.
         normalization: must equal ``TransformerConfig.normalization``; None follows it.
 
     Raises:
         NotImplementedError: an argument asks for a layer that is not served, by name.
-        ValueError: ``normalization`` is unknown.
+        ValueError: ``normalization`` is unknown, or a grouped GEMM is asked for without experts.
     """
     not_served = {
-        "num_experts": num_experts,
-        "moe_grouped_gemm": moe_grouped_gemm,
         "multi_latent_attention": multi_latent_attention,
         "fp8": fp8,
         "qk_l2_norm": qk_l2_norm,
@@ -66,12 +75,59 @@ def get_gpt_layer_local_spec(
             ),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=norm,
-            mlp=ModuleSpec(
-                module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-            ),
+            mlp=_mlp_spec(num_experts, bool(moe_grouped_gemm)),
             mlp_bda=get_bias_dropout_add,
         ),
     )
+
+
+def _mlp_spec(num_experts: int | None, moe_grouped_gemm: bool) -> ModuleSpec:
+    linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    if num_experts is None:
+        if moe_grouped_gemm:
+            raise ValueError("moe_grouped_gemm must go with num_experts, got None; leave it out or set num_experts")
+        return ModuleSpec(module=MLP, submodules=linears)
+    experts = GroupedMLP if moe_grouped_gemm else SequentialMLP
+    return ModuleSpec(
+        module=MoELayer,
+        submodules=MoESubmodules(
+            experts=ModuleSpec(module=experts, submodules=linears),
+            shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=linears),
+        ),
+    )
+
+
+def get_gpt_decoder_block_spec(
+    config: TransformerConfig, use_transformer_engine: bool = False, normalization: str | None = None
+) -> TransformerBlockSubmodules:
+    """The specs of all of a model's layers, of which ``moe_layer_freq`` says which have experts, and of the final norm.
+
+    A pipeline stage takes its own layers of them.
+
+    Args:
+        normalization: as for ``get_gpt_layer_local_spec``.
+
+    Raises:
+        NotImplementedError: ``use_transformer_engine`` is set.
+    """
+    if use_transformer_engine:
+        get_gpt_layer_with_transformer_engine_spec()
+    shared = {"qk_layernorm": config.qk_layernorm, "normalization": normalization or config.normalization}
+    dense = get_gpt_layer_local_spec(**shared)
+    with_experts = None
+    if config.num_moe_experts is not None:
+        with_experts = get_gpt_layer_local_spec(config.num_moe_experts, config.moe_grouped_gemm, **shared)
+    specs = [with_experts or dense if has_experts else dense for has_experts in _moe_layer_pattern(config)]
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=WrappedTorchNorm)
+
+
+def _moe_layer_pattern(config: TransformerConfig) -> list[bool]:
+    """[num_layers] which layers have experts."""
+    if config.num_moe_experts is None:
+        return [False] * config.num_layers
+    if isinstance(config.moe_layer_freq, int):
+        return [index % config.moe_layer_freq == 0 for index in range(config.num_layers)]
+    return [bool(has_experts) for has_experts in config.moe_layer_freq]
 
 
 def get_gpt_layer_with_transformer_engine_spec(*args: object, **kwargs: object) -> ModuleSpec:

@@ -13,7 +13,9 @@ from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.process_groups_config import group_rank, group_size
-from megatron.core.tensor_parallel import ColumnParallelLinear, vocab_parallel_cross_entropy
+from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.tensor_parallel.mappings import scatter_to_sequence_parallel_region
 from megatron.core.transformer.enums import ModelType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.parameter_init import initialize_model
@@ -41,13 +43,14 @@ class GPTModel(MegatronModule):
         max_sequence_length: reach of learned positions.
         pre_process: has the embedding. post_process: has the final norm and the output layer. Of several pipeline stages
             the first and the last alone.
-        parallel_output: with one tensor-parallel rank, logits are whole either way.
+        parallel_output: logits that forward returns are this tensor-parallel rank's part of the vocabulary; False: all.
         share_embeddings_and_output_weights: the output layer uses the word embedding's weight and has none of its own; a
             last stage without embedding has a copy, which starts with the same values (see ``canonical_name``).
         rotary_percent, rotary_base, rope_scaling, rope_scaling_factor, seq_len_interpolation_factor: see
             ``RotaryEmbedding``; only used with position_embedding_type="rope".
-        scatter_embedding_sequence_parallel: without sequence parallelism there is nothing to scatter.
-        pg_collection: groups for tensor, context and expert parallelism must be of one rank (or None).
+        scatter_embedding_sequence_parallel: with sequence parallelism the embedding's output is this rank's part of the
+            sequence; False: all of it, for callers that add to it and scatter it themselves (``decoder_input``).
+        pg_collection: the group for expert parallelism must be of one rank (or None).
 
     Raises:
         ValueError: an argument is out of its range.
@@ -87,14 +90,18 @@ class GPTModel(MegatronModule):
             pg_collection,
         )
         _check_stage(pre_process, post_process, pg_collection)
+        _check_degrees(config, pg_collection)
         self.transformer_layer_spec = transformer_layer_spec
         self.vocab_size, self.max_sequence_length = vocab_size, max_sequence_length
         self.pre_process, self.post_process = pre_process, post_process
         self.parallel_output = parallel_output
+        self.scatter_embedding_sequence_parallel = scatter_embedding_sequence_parallel
         self.share_embeddings_and_output_weights = share_embeddings_and_output_weights
         self.position_embedding_type = position_embedding_type
         self.model_type = ModelType.encoder_or_decoder
         self.pg_collection = pg_collection
+        self._tp_group = None if pg_collection is None else pg_collection.tp
+        self._cp_group = None if pg_collection is None else pg_collection.cp
         self.rotary_pos_emb: RotaryEmbedding | None = None
         if position_embedding_type == "rope":
             self.rotary_pos_emb = RotaryEmbedding(
@@ -105,6 +112,7 @@ class GPTModel(MegatronModule):
                 rotary_base,
                 rope_scaling,
                 rope_scaling_factor,
+                cp_group=self._cp_group,
             )
         device = torch.get_default_device()
         with torch.device("meta"):
@@ -115,7 +123,13 @@ class GPTModel(MegatronModule):
         config = self.config
         if self.pre_process:
             self.embedding = LanguageModelEmbedding(
-                config, self.vocab_size, self.max_sequence_length, self.position_embedding_type
+                config,
+                self.vocab_size,
+                self.max_sequence_length,
+                self.position_embedding_type,
+                scatter_to_sequence_parallel=self.scatter_embedding_sequence_parallel,
+                tp_group=self._tp_group,
+                cp_group=self._cp_group,
             )
             self._mark_shared(self.embedding.word_embeddings)
         self.decoder = TransformerBlock(
@@ -135,6 +149,7 @@ class GPTModel(MegatronModule):
                 bias=False,
                 skip_bias_add=False,
                 gather_output=not self.parallel_output,
+                tp_group=self._tp_group,
                 skip_weight_param_allocation=self.pre_process and is_shared,
             )
             if self.output_layer.weight is not None:
@@ -185,13 +200,14 @@ class GPTModel(MegatronModule):
     ) -> torch.Tensor:
         """The loss of each token [b, s] in fp32 where labels are given, else logits [b, s, v].
 
-        A model without output layer returns hidden states [s, b, h].
+        With ``parallel_output`` v is this tensor-parallel rank's part of the vocabulary. A model without output layer
+        returns hidden states [s, b, h], with sequence parallelism the rank's part of s.
 
         Args:
             input_ids: [b, s] tokens.
             position_ids: [b, s], read only where positions are learned; None: 0, 1, ... in each sample.
             attention_mask: see ``DotProductAttention.forward``; None is causal.
-            decoder_input: [s, b, h], used instead of the embedding.
+            decoder_input: [s, b, h], used instead of the embedding; with sequence parallelism the rank's part of s.
             labels: [b, s] tokens to predict.
             extra_block_kwargs: further arguments of the decoder's forward.
             loss_mask: read by the caller's loss function only: the loss is per token, and none is masked here.
@@ -205,6 +221,8 @@ class GPTModel(MegatronModule):
         )
         if decoder_input is None and self.pre_process:
             decoder_input = self.embedding(input_ids=input_ids, position_ids=position_ids)
+            if self.config.sequence_parallel and not self.scatter_embedding_sequence_parallel:
+                decoder_input = scatter_to_sequence_parallel_region(decoder_input, self._tp_group)
         cos, sin = self._rotary_tables(decoder_input)
         hidden_states: torch.Tensor = self.decoder(
             decoder_input,
@@ -217,6 +235,8 @@ class GPTModel(MegatronModule):
             return hidden_states
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         logits: torch.Tensor
+        if runtime_gather_output is None and labels is not None:
+            runtime_gather_output = False  # the loss needs no rank's logits but its own
         logits, _ = self.output_layer(hidden_states, weight=weight, runtime_gather_output=runtime_gather_output)
         if labels is None:
             return logits.transpose(0, 1).contiguous()
@@ -227,16 +247,19 @@ class GPTModel(MegatronModule):
     def compute_language_model_loss(
         self, labels: torch.Tensor, logits: torch.Tensor, *, overwrite_logits: bool = False
     ) -> torch.Tensor:
-        """The loss of each token [b, s] of labels [b, s] and logits [s, b, v].
+        """The loss of each token [b, s] of labels [b, s] and logits [s, b, v]: the vocabulary, or this rank's part of it.
 
         Args:
             overwrite_logits: with ``config.cross_entropy_loss_fusion``, backward may write over the logits.
+
+        Ranks: all tensor-parallel ones, where the logits are parts.
         """
+        tp_group = None if logits.shape[-1] == self.vocab_size else self._tp_group
         if not self.config.cross_entropy_loss_fusion:
-            return vocab_parallel_cross_entropy(logits, labels.t()).t().contiguous()
+            return vocab_parallel_cross_entropy(logits, labels.t(), tp_group=tp_group).t().contiguous()
         compiled = not self.config.disable_jit_fuser
         losses = fused_vocab_parallel_cross_entropy(
-            logits, labels.t(), overwrite_logits=overwrite_logits, compiled=compiled
+            logits, labels.t(), tp_group, overwrite_logits=overwrite_logits, compiled=compiled
         )
         return losses.t().contiguous()
 
@@ -245,7 +268,10 @@ class GPTModel(MegatronModule):
             return None, None
         hidden_states = decoder_input if self.pre_process else self.decoder.input_tensor
         assert hidden_states is not None, "a first stage has an embedding; a later one is refused by the decoder"
-        return self.rotary_pos_emb.get_cos_sin(hidden_states.shape[0], hidden_states.device)
+        # With sequence parallelism attention sees the whole sequence, between layers that each have a part.
+        parts = group_size(self._tp_group) if self.config.sequence_parallel else 1
+        parts *= group_size(self._cp_group)
+        return self.rotary_pos_emb.get_cos_sin(hidden_states.shape[0] * parts, hidden_states.device)
 
 
 def _check_arguments(
@@ -268,7 +294,7 @@ def _check_arguments(
         raise NotImplementedError("fp16_lm_cross_entropy must be False, got True: the cross entropy is always in fp32")
     if mtp_block_spec is not None:
         raise NotImplementedError("mtp_block_spec must be None, got a spec: multi-token prediction is not served")
-    for name in ("tp", "cp", "ep"):
+    for name in ("ep",):
         group = getattr(pg_collection, name, None)
         if group is not None and group.size() > 1:
             raise NotImplementedError(
@@ -286,6 +312,17 @@ def _check_stage(pre_process: bool, post_process: bool, pg_collection: ProcessGr
             f"of {num_stages} pipeline stages the first must have pre_process=True and the last post_process=True, and no other, "
             f"got pre_process={pre_process}, post_process={post_process} on stage {stage}"
         )
+
+
+def _check_degrees(config: TransformerConfig, pg_collection: ProcessGroupCollection | None) -> None:
+    """Raises where configuration and groups disagree: half of a model would be split, the other half not."""
+    for name, field in (("tp", "tensor_model_parallel_size"), ("cp", "context_parallel_size")):
+        num_ranks = group_size(getattr(pg_collection, name, None))
+        if num_ranks != getattr(config, field):
+            raise ValueError(
+                f"pg_collection.{name} must be of TransformerConfig.{field} ({getattr(config, field)}) ranks, got"
+                f" {num_ranks}; pass the collection that was built for this configuration"
+            )
 
 
 def _check_forward(**not_served: object) -> None:

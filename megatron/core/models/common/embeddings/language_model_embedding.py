@@ -1,6 +1,6 @@
 """Word and position embeddings.
 
-Shapes: b batch, s sequence, h hidden size, v vocabulary.
+Shapes: b batch, s sequence, h hidden size, v vocabulary, n tensor-parallel ranks.
 """
 
 from __future__ import annotations
@@ -10,15 +10,25 @@ from typing import TYPE_CHECKING, Literal
 import torch
 import torch.nn.functional as F
 
+from megatron.core.process_groups_config import group_rank, group_size
 from megatron.core.tensor_parallel.layers import Embedding, VocabParallelEmbedding
+from megatron.core.transformer.context_parallel import positions_on_this_cp_rank
 from megatron.core.transformer.module import MegatronModule
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
     from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class LanguageModelEmbedding(MegatronModule):
-    """dropout(word + position embedding), the positions only where they are learned."""
+    """dropout(word + position embedding), the positions only where they are learned.
+
+    Args:
+        scatter_to_sequence_parallel: with sequence parallelism each rank gets its part of the sequence; False: all of it.
+        tp_group: the word embedding's rows are split over it.
+        cp_group: ranks that split each sequence.
+    """
 
     def __init__(
         self,
@@ -26,41 +36,62 @@ class LanguageModelEmbedding(MegatronModule):
         vocab_size: int,
         max_sequence_length: int,
         position_embedding_type: Literal["learned_absolute", "rope", "none"] = "learned_absolute",
+        scatter_to_sequence_parallel: bool = True,
+        tp_group: ProcessGroup | None = None,
+        cp_group: ProcessGroup | None = None,
     ) -> None:
         super().__init__(config)
+        self.tp_group, self.cp_group = tp_group, cp_group
+        self.scatters = config.sequence_parallel and scatter_to_sequence_parallel and group_size(tp_group) > 1
         self.vocab_size, self.max_sequence_length = vocab_size, max_sequence_length
         self.add_position_embedding = position_embedding_type == "learned_absolute"
         assert config.embedding_init_method is not None, "derived with the configuration"
         init_method = config.embedding_init_method
         self.word_embeddings = VocabParallelEmbedding(
-            vocab_size, config.hidden_size, init_method=init_method, config=config
+            vocab_size,
+            config.hidden_size,
+            init_method=init_method,
+            config=config,
+            reduce_scatter_embeddings=self.scatters,
+            tp_group=tp_group,
         )
         if self.add_position_embedding:
+            # Each rank then looks up its own positions alone, and has their part of the gradient.
+            marks = {"sequence_parallel": True} if self.scatters else {}
             self.position_embeddings = Embedding(
-                max_sequence_length, config.hidden_size, init_method=init_method, config=config
+                max_sequence_length, config.hidden_size, init_method=init_method, config=config, **marks
             )
 
     def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor | None) -> torch.Tensor:
-        """Tokens and positions [b, s] -> [s, b, h], in fp32 where the residual stream is.
+        """Tokens and positions [b, s] -> [s, b, h] ([s/n, b, h] where it scatters), in fp32 where the residual stream is.
 
         Args:
-            position_ids: None: 0, 1, ... in each sample.
+            position_ids: None: 0, 1, ... in each sample, of which a context-parallel rank holds its part.
 
         Raises:
-            ValueError: positions are learned and the sequence is longer than they reach.
+            ValueError: positions are learned and the sequence is longer than they reach; the sequence is scattered and
+                no multiple of the ranks.
+
+        Ranks: all of ``tp_group``.
         """
         # Looked up by [s, b], the result has its final layout at once.
         embeddings = self.word_embeddings(input_ids.t())
         if self.add_position_embedding:
-            length = input_ids.shape[1]
+            length = input_ids.shape[1] * group_size(self.cp_group)
             if length > self.max_sequence_length:
                 raise ValueError(
                     f"a sequence must not be longer than max_sequence_length ({self.max_sequence_length}), got"
                     f" {length}; build the model with a larger max_sequence_length or shorten the input"
                 )
             if position_ids is None:
-                position_ids = torch.arange(length, device=input_ids.device).unsqueeze(0)
-            embeddings = embeddings + self.position_embeddings(position_ids.t())
+                position_ids = positions_on_this_cp_rank(length, self.cp_group, input_ids.device).unsqueeze(0)
+            embeddings = embeddings + self.position_embeddings(self._own_part(position_ids.t()))
         if self.config.fp32_residual_connection:
             embeddings = embeddings.float()
         return F.dropout(embeddings, p=self.config.hidden_dropout, training=self.training)
+
+    def _own_part(self, position_ids: torch.Tensor) -> torch.Tensor:
+        """[s, b] -> [s/n, b] where the sequence is scattered."""
+        if not self.scatters:
+            return position_ids
+        return position_ids.chunk(group_size(self.tp_group))[group_rank(self.tp_group)]

@@ -9,6 +9,10 @@ import math
 from typing import Any
 
 import torch
+from torch.distributed import ProcessGroup
+
+from megatron.core.process_groups_config import group_size
+from megatron.core.transformer.context_parallel import positions_on_this_cp_rank
 
 
 class RotaryEmbedding(torch.nn.Module):
@@ -21,6 +25,7 @@ class RotaryEmbedding(torch.nn.Module):
         kv_channels: width of one head.
         rotary_percent: the share of it, from the front, that is rotated.
         seq_len_interpolation_factor: positions are divided by it.
+        cp_group: ranks that split a sequence; each has the angles of the positions that it holds.
         rope_scaling: stretch low frequencies by ``rope_scaling_factor`` as Llama 3.1 does.
 
     Raises:
@@ -38,6 +43,7 @@ class RotaryEmbedding(torch.nn.Module):
         rotary_base: float = 10000,
         rope_scaling: bool = False,
         rope_scaling_factor: float = 8.0,
+        cp_group: ProcessGroup | None = None,
     ) -> None:
         super().__init__()
         self.rotated_width = int(kv_channels * rotary_percent) if rotary_percent < 1.0 else kv_channels
@@ -50,10 +56,29 @@ class RotaryEmbedding(torch.nn.Module):
         self.seq_len_interpolation_factor = seq_len_interpolation_factor
         self.rotary_base = rotary_base
         self.rope_scaling, self.rope_scaling_factor = rope_scaling, rope_scaling_factor
+        self.cp_group = cp_group
         self._tables: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._held: dict[tuple[torch.device, int], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def get_cos_sin(self, max_seq_len: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines [s, r/2] in fp32 of every position below ``max_seq_len``."""
+        """Cosines and sines [s, r/2] in fp32 of every position below ``max_seq_len`` that this rank holds.
+
+        Args:
+            max_seq_len: length of the whole sequence, of which context-parallel ranks hold a part each.
+
+        Raises:
+            ValueError: the ranks cannot share a sequence of this length.
+        """
+        if group_size(self.cp_group) == 1:
+            return self._all_positions(max_seq_len, device)
+        if (device, max_seq_len) not in self._held:
+            with torch.inference_mode(False), torch.no_grad():
+                cos, sin = self._all_positions(max_seq_len, device)
+                held = positions_on_this_cp_rank(max_seq_len, self.cp_group, device)
+                self._held[device, max_seq_len] = (cos[held], sin[held])
+        return self._held[device, max_seq_len]
+
+    def _all_positions(self, max_seq_len: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         known = self._tables[device][0].shape[0] if device in self._tables else 0
         if known < max_seq_len:
             # Doubled, since generation asks for one more position each time. Tables made under inference_mode could not
@@ -65,8 +90,14 @@ class RotaryEmbedding(torch.nn.Module):
         return cos[:max_seq_len], sin[:max_seq_len]
 
     def forward(self, max_seq_len: int, device: torch.device | None = None) -> torch.Tensor:
-        """Angles [s, 1, 1, r], each frequency twice: halves side by side, or pairs where interleaved."""
-        angles = self._angles(max_seq_len, device or torch.get_default_device())
+        """Angles [s, 1, 1, r], each frequency twice: halves side by side, or pairs where interleaved.
+
+        As ``get_cos_sin``, of the positions that this rank holds.
+        """
+        device = device or torch.get_default_device()
+        angles = self._angles(max_seq_len, device)
+        if group_size(self.cp_group) > 1:
+            angles = angles[positions_on_this_cp_rank(max_seq_len, self.cp_group, device)]
         repeated = (
             angles.repeat_interleave(2, dim=-1) if self.rotary_interleaved else torch.cat((angles, angles), dim=-1)
         )
@@ -84,7 +115,7 @@ class RotaryEmbedding(torch.nn.Module):
         return scale_frequencies(frequencies, self.rope_scaling_factor) if self.rope_scaling else frequencies
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_tables": {}}
+        return {**self.__dict__, "_tables": {}, "_held": {}}
 
 
 def scale_frequencies(
