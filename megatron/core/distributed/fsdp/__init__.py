@@ -11,7 +11,7 @@ from megatron.core.distributed.fsdp.mixed_precision import MixedPrecisionPolicy
 from megatron.core.distributed.fsdp.module import FsdpModule
 from megatron.core.distributed.fsdp.optimizer import fully_shard_optimizer
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup
-from megatron.core.distributed.fsdp.placement import Placements
+from megatron.core.distributed.fsdp.placement import Placements, hybrid_placements
 
 __all__ = [
     "DBuffer",
@@ -26,6 +26,7 @@ __all__ = [
     "fully_shard",
     "fully_shard_context",
     "fully_shard_optimizer",
+    "hybrid_placements",
     "load_checkpoint",
     "microbatch",
     "save_checkpoint",

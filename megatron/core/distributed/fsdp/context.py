@@ -153,7 +153,7 @@ class FsdpContext:
         if is_first:
             for group in self.groups:
                 if group.trainable and group.has_partial:
-                    group.drop_partial()  # left by a step that was given up
+                    self.reducer.drop_partial(group)  # left by a step that was given up
         try:
             yield
         finally:
@@ -494,7 +494,7 @@ class FsdpContext:
     def _reduce_partial(self) -> None:
         for group in self.groups:
             if group.trainable and group.has_partial:
-                self.reducer.reduce(group, is_last=True)
+                self.reducer.reduce_rest(group)
 
     # ---- failure ------------------------------------------------------------------------------------------------
 
@@ -533,7 +533,7 @@ class FsdpContext:
             if group.trainable:
                 self.reducer.abandon(group)
                 if group.has_partial:
-                    group.drop_partial()
+                    self.reducer.drop_partial(group)
         for units in (self._open_units, self._claiming, self._lingering, self._recomputed):
             units.clear()
         self.reducer.finish()

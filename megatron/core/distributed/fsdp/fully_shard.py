@@ -14,14 +14,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
-from megatron.core.distributed.fsdp.collectives import SharedTransports, TransportKind
+from megatron.core.distributed.fsdp.collectives import TransportKind
 from megatron.core.distributed.fsdp.context import FsdpContext
+from megatron.core.distributed.fsdp.group_meshes import GroupMeshes, check_experts, make_group_meshes
 from megatron.core.distributed.fsdp.layout import group_by_rows
 from megatron.core.distributed.fsdp.load import watch_loads
 from megatron.core.distributed.fsdp.materialize import materialize, move_buffers
 from megatron.core.distributed.fsdp.mixed_precision import SERVED_DTYPES, MixedPrecisionPolicy
+from megatron.core.distributed.fsdp.model_parallel import ModelParallel, is_shared_between_stages
 from megatron.core.distributed.fsdp.module import FsdpModule, find_context, topmost_fsdp_modules
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup, GroupMesh, ManagedParameter
 from megatron.core.distributed.fsdp.placement import Placements, strategy_placements
@@ -42,6 +44,7 @@ def fully_shard(
     use_symm_mem: bool = False,
     fsdp_group_ag: ProcessGroup | None = None,
     transport: TransportKind | None = None,
+    model_parallel: ModelParallel | None = None,
 ) -> ModuleT:
     """Afterwards the module is a unit: its parameters are sharded, and gathered around its forward and backward.
 
@@ -54,14 +57,16 @@ def fully_shard(
             ``reset_parameters`` of the modules that own them.
         mesh: devices over which to shard; one axis over all ranks when None.
         placements: where weights, gradients and optimizer state rest; all sharded over ``mesh``'s one axis (ZeRO-3)
-            when None.
+            when None. Two axes, an outer and an inner one, are hybrid sharding: ``hybrid_placements``.
         mixed_precision_policy: dtypes of main weights, main gradients and gradient communication.
         grad_divisor: what gradients are divided by after the mean over the data-parallel ranks.
         use_symm_mem: gather and reduce through NCCL symmetric memory: the same as ``transport="symm"``.
-        fsdp_group_ag: a group of the same ranks for all-gathers alone, so that they run beside reductions.
-        transport: what moves the bytes: "nccl" (the mesh's process group, of any backend, and the default), "symm"
+        fsdp_group_ag: a group of the (inner) axis's ranks for all-gathers alone, so that they run beside reductions.
+        transport: what moves the bytes along the (inner) axis: "nccl" (the mesh's process group, of any backend, and the default), "symm"
             (NCCL symmetric memory), "peer_copy" (copies between the ranks' memory), or "auto", which measures those
             that can serve the mesh, once, and prints what it chose.
+        model_parallel: between which ranks the model is split besides: where experts (parameters with
+            ``allreduce=False``) are sharded, and of which larger tensors parameters are parts.
 
     Returns:
         ``module``.
@@ -69,10 +74,11 @@ def fully_shard(
     Raises:
         ValueError: the mesh does not hold this rank or lacks an axis; a parameter is owned by a unit over other ranks,
             or by one around this module; the module is a unit already; ``grad_divisor`` is not positive; the transport
-            cannot serve the mesh, or ``use_symm_mem`` contradicts it.
+            cannot serve the mesh, or ``use_symm_mem`` contradicts it; ranks that shard experts together hold other ones.
         TypeError: a parameter of a dtype that cannot be trained; a module without forward or whose class cannot be
             extended.
-        NotImplementedError: more than one data-parallel axis; parameters that are DTensors already.
+        NotImplementedError: more than two data-parallel axes, or weights or gradients sharded over an outer one;
+            parameters that are DTensors already.
         RuntimeError: torch.distributed is not initialised.
 
     Ranks: all of the mesh, in the same order; weights become those of the mesh's first rank. Blocks for that broadcast.
@@ -94,19 +100,21 @@ def fully_shard(
     mesh = mesh if mesh is not None else _default_mesh()
     placements = placements if placements is not None else strategy_placements("optim_grads_params")
     policy = mixed_precision_policy or MixedPrecisionPolicy()
-    group_mesh, device = _group_mesh(mesh, placements, fsdp_group_ag, kind)
+    meshes = make_group_meshes(mesh, placements, fsdp_group_ag, kind, model_parallel or ModelParallel())
+    device = meshes.device
     made = materialize(module, _own_modules(module), device)
-    managed, borrowed = _collect(module, group_mesh, {fresh: meta for meta, fresh in made.items()})
+    managed, borrowed = _collect(module, meshes, {fresh: meta for meta, fresh in made.items()})
+    check_experts(managed, meshes)
     groups = [
         FsdpParameterGroup(
             parameters,
             group_mesh=group_mesh,
             placements=kinds,
             dtypes=policy.resolve(parameters[0].original.dtype, trainable=parameters[0].original.requires_grad),
-            grad_divisor=grad_divisor,
+            grad_divisor=meshes.grad_divisor(group_mesh, placements, grad_divisor),
             device=device,
         )
-        for parameters, kinds in _group(managed, placements, group_mesh)
+        for parameters, kinds, group_mesh in _group(managed, placements, meshes)
     ]
     move_buffers(_own_modules(module), device)
     unit = FsdpUnit(
@@ -175,13 +183,6 @@ def contexts_of(module: nn.Module | FsdpContext) -> list[FsdpContext]:
     return contexts
 
 
-def device_of(mesh: DeviceMesh) -> torch.device:
-    """Where this rank's buffers live: the current device of the mesh's type."""
-    if mesh.device_type == "cuda":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device(mesh.device_type)
-
-
 def _default_mesh() -> DeviceMesh:
     if not dist.is_initialized():
         raise RuntimeError(
@@ -206,38 +207,6 @@ def _transport_kind(transport: TransportKind | None, use_symm_mem: bool) -> str:
     return "symm" if use_symm_mem else transport or "nccl"
 
 
-def _group_mesh(
-    mesh: DeviceMesh, placements: Placements, gather_group: ProcessGroup | None, kind: str
-) -> tuple[GroupMesh, torch.device]:
-    if mesh.get_coordinate() is None:
-        raise ValueError(
-            f"the mesh must hold this rank, got rank {dist.get_rank()} and {mesh}; call fully_shard on its ranks only"
-        )
-    if len(placements.dp_axes) != 1:
-        raise NotImplementedError(
-            f"one data-parallel axis is served, got {len(placements.dp_axes)}: {placements.dp_axes}"
-        )
-    (axis,) = placements.dp_axes
-    transports = SharedTransports.of(mesh)
-    if isinstance(axis, int) and not -mesh.ndim <= axis < mesh.ndim:
-        raise ValueError(f"data-parallel axis {axis} must be an axis of the mesh, which has {mesh.ndim}")
-    if isinstance(axis, str) and axis not in (mesh.mesh_dim_names or ()):
-        raise ValueError(f"data-parallel axis {axis!r} must be among the mesh's {mesh.mesh_dim_names}")
-    if mesh.ndim > 1:
-        if mesh.mesh_dim_names is None:
-            raise ValueError(
-                f"a mesh of {mesh.ndim} axes must name them, got none; pass mesh_dim_names to init_device_mesh"
-            )
-        mesh = mesh[axis if isinstance(axis, str) else mesh.mesh_dim_names[axis]]
-    group = mesh.get_group()
-    if gather_group is not None:
-        own, given = dist.get_process_group_ranks(group), dist.get_process_group_ranks(gather_group)
-        if own != given:
-            raise ValueError(f"fsdp_group_ag must hold the mesh's ranks {own} in that order, got {given}")
-    device = device_of(mesh)
-    return GroupMesh(mesh, (transports.get(kind, group, gather_group or group, device),)), device
-
-
 def _own_modules(root: nn.Module) -> list[tuple[str, nn.Module]]:
     """(name, module) of the tree without nested units, root first, each module once."""
     found: dict[nn.Module, str] = {root: ""}
@@ -254,7 +223,7 @@ def _add_children(module: nn.Module, prefix: str, found: dict[nn.Module, str]) -
 
 
 def _collect(
-    root: nn.Module, group_mesh: GroupMesh, made_from: Mapping[nn.Parameter, nn.Parameter]
+    root: nn.Module, meshes: GroupMeshes, made_from: Mapping[nn.Parameter, nn.Parameter]
 ) -> tuple[list[ManagedParameter], list[FsdpParameterGroup]]:
     """The parameters to manage, in order, and the groups of other units that hold weights tied to this one's."""
     managed: dict[nn.Parameter, ManagedParameter] = {}
@@ -266,10 +235,11 @@ def _collect(
             name = f"{prefix}.{key}" if prefix else key
             owner = _owner_of(parameter)
             if owner is not None:
-                if owner.group_mesh.mesh != group_mesh.mesh:
+                mesh = meshes.of(parameter).mesh
+                if owner.group_mesh.mesh != mesh:
                     raise ValueError(
                         f"parameter {name} is owned by a unit over {owner.group_mesh.mesh} and must not be owned again over "
-                        f"{group_mesh.mesh}; shard tied weights over the same mesh"
+                        f"{mesh}; shard tied weights over the same mesh"
                     )
                 if owner.holders.has(module._parameters, key):
                     raise ValueError(
@@ -298,25 +268,27 @@ def _owner_of(parameter: nn.Parameter) -> FsdpParameterGroup | None:
 
 
 def _group(
-    managed: Sequence[ManagedParameter], placements: Placements, group_mesh: GroupMesh
-) -> list[tuple[list[ManagedParameter], Placements]]:
-    """Parameters that can share a buffer: of one dtype, all trainable or all frozen, with rows or without."""
+    managed: Sequence[ManagedParameter], placements: Placements, meshes: GroupMeshes
+) -> list[tuple[list[ManagedParameter], Placements, GroupMesh]]:
+    """Parameters that can share a buffer: of one mesh and dtype, all trainable or all frozen, with rows or without.
+
+    What another pipeline stage holds too is by itself: so both stages cut it alike, whatever else they have.
+    """
     kinds: dict[tuple[Any, ...], list[ManagedParameter]] = {}
     for parameter in managed:
         original = parameter.original
-        kinds.setdefault((original.dtype, original.requires_grad, original.dim() == 0), []).append(parameter)
+        alone = parameter if is_shared_between_stages(original, meshes.dense.model) else None
+        mesh = meshes.of(original)
+        key = (original.dtype, original.requires_grad, original.dim() == 0, mesh is meshes.dense, alone)
+        kinds.setdefault(key, []).append(parameter)
     groups = []
-    for (_, trainable, is_scalar), members in kinds.items():
+    for (_, trainable, is_scalar, *_), members in kinds.items():
         own = placements.replicated() if is_scalar else placements
         own = own if trainable else own.frozen()
-        num_ranks = group_mesh.size if _shards(own.optimizer) else 1
-        for indices in group_by_rows([p.original.shape for p in members], num_ranks=num_ranks):
-            groups.append(([members[i] for i in indices], own))
+        mesh = meshes.of(members[0].original)
+        for indices in group_by_rows([p.original.shape for p in members], num_ranks=mesh.num_shards(own)):
+            groups.append(([members[i] for i in indices], own, mesh))
     return groups
-
-
-def _shards(placements: Sequence[Any]) -> bool:
-    return any(isinstance(placement, Shard) for placement in placements)
 
 
 @functools.cache

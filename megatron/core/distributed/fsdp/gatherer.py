@@ -95,7 +95,7 @@ class Gatherer:
                 group.publish()
             finally:
                 ranges.pop()
-        elif group.needs_gather and version != group.synced_version:
+        elif group.syncs_alone and version != group.synced_version:
             group.sync_in_open_epoch()
         else:
             return

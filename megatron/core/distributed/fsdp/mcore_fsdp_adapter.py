@@ -17,8 +17,9 @@ from megatron.core.distributed.distributed_data_parallel_config import Distribut
 from megatron.core.distributed.fsdp.collectives import SharedTransports
 from megatron.core.distributed.fsdp.collectives.symmetric import SymmetricTransport
 from megatron.core.distributed.fsdp.context import FsdpContext
+from megatron.core.distributed.fsdp.data_axes import device_of
 from megatron.core.distributed.fsdp.distributed_index import FSDPDistributedIndex
-from megatron.core.distributed.fsdp.fully_shard import contexts_of, device_of, fully_shard
+from megatron.core.distributed.fsdp.fully_shard import contexts_of, fully_shard
 from megatron.core.distributed.fsdp.mixed_precision import MixedPrecisionPolicy
 from megatron.core.distributed.fsdp.module import FsdpModule, fsdp_modules
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup

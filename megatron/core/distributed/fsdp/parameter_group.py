@@ -6,6 +6,7 @@ event is the context's business.
 
 from __future__ import annotations
 
+import math
 import operator
 import weakref
 from collections.abc import Callable, Sequence
@@ -23,8 +24,10 @@ from torch.distributed.tensor.placement_types import Placement
 from megatron.core.distributed.fsdp.collectives import MemoryKind, Transport, unfinished
 from megatron.core.distributed.fsdp.dbuffer import DBuffer, Gather
 from megatron.core.distributed.fsdp.holders import Holder, Holders, each
-from megatron.core.distributed.fsdp.layout import FlatLayout, pack_rows
+from megatron.core.distributed.fsdp.layout import pack_rows
 from megatron.core.distributed.fsdp.mixed_precision import GroupDtypes
+from megatron.core.distributed.fsdp.model_parallel import ModelParallel, part_of
+from megatron.core.distributed.fsdp.outer_sum import OuterSum
 from megatron.core.distributed.fsdp.placement import Placements
 from megatron.core.distributed.fsdp.retired_parameter import retire
 from megatron.core.distributed.fsdp.row_shard import RowShard
@@ -38,21 +41,39 @@ _GATHERED, _RELEASED = 0, 1
 
 @dataclass(frozen=True)
 class GroupMesh:
-    """The data-parallel axes of a group: the mesh that its DTensors name, and a transport for each axis."""
+    """The data-parallel axes of a group: the mesh that its DTensors name, and a transport for each axis.
+
+    Buffers lie in memory of the innermost axis's transport, which moves whole ones; outer axes move parts of them.
+
+    Args:
+        tensor_mesh: the tensor-parallel axis, and behind it those of ``mesh``: what DTensors name where there is one.
+        model: between which ranks the model is split besides.
+    """
 
     mesh: DeviceMesh
     axes: tuple[Transport, ...]
+    tensor_mesh: DeviceMesh | None = None
+    model: ModelParallel = field(default_factory=ModelParallel)
 
     @property
     def size(self) -> int:
         """Data-parallel ranks."""
         return self.mesh.size()
 
+    @property
+    def tensor_size(self) -> int | None:
+        """Tensor-parallel ranks; None where there is no such axis."""
+        return None if self.tensor_mesh is None else self.tensor_mesh.size(0)
+
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device, kind: MemoryKind) -> torch.Tensor:
-        """Memory [numel] for buffers of ``kind`` that the transports can move. Ranks: all of the mesh, alike."""
-        if len(self.axes) == 1:
-            return self.axes[0].empty(numel, dtype, device, kind)
-        return torch.empty(numel, dtype=dtype, device=device)
+        """Memory [numel] for buffers of ``kind``, of the innermost axis's transport. Ranks: all of that, alike."""
+        return self.axes[-1].empty(numel, dtype, device, kind)
+
+    def num_shards(self, placements: Placements) -> int:
+        """Ranks that share a buffer: of the axes over which anything is sharded."""
+        kinds = zip(placements.parameter, placements.gradient, placements.optimizer, strict=True)
+        sharded = [any(isinstance(p, Shard) for p in of_axis) for of_axis in kinds]
+        return math.prod(axis.size for axis, is_sharded in zip(self.axes, sharded, strict=True) if is_sharded)
 
 
 @dataclass(eq=False)
@@ -102,7 +123,9 @@ class FsdpParameterGroup:
         self.index = -1  # place among the context's groups
         self.trainable = self.parameters[0].original.requires_grad
         self.grad_scale = _grad_scale(placements, group_mesh.axes, grad_divisor)
-        self.layout = _layout_of(self.parameters, placements, group_mesh.axes)
+        self.parts = [part_of(p.original, p.name, group_mesh.tensor_size) for p in self.parameters]
+        shapes = [p.original.shape for p in self.parameters]
+        self.layout = pack_rows(shapes, num_ranks=group_mesh.num_shards(placements))
         self.needs_gather = any(isinstance(p, Shard) for p in placements.parameter)
         self._make_weights()
         self.sharded = [self._sharded_parameter(i, p) for i, p in enumerate(self.parameters)]
@@ -179,7 +202,8 @@ class FsdpParameterGroup:
         same_dtype = self.dtypes.main_params == self.dtypes.compute
         if same_dtype and tuple(self.placements.parameter) == tuple(self.placements.optimizer):
             self.main_weight = self.model_weight
-        elif same_dtype and not self.needs_gather:
+        elif same_dtype:
+            main_piece = self.model_weight.piece(self.placements.optimizer)
             self.main_weight = self._buffer(self.placements.optimizer, self.dtypes.main_params, main_piece)
         else:
             self.main_weight = self._buffer(self.placements.optimizer, self.dtypes.main_params)
@@ -209,11 +233,12 @@ class FsdpParameterGroup:
         return sharded
 
     def _dtensor(self, buffer: DBuffer, index: int) -> DTensor:
-        slot = self.layout.slots[index]
-        stride = torch.empty(slot.shape, device="meta").stride()
-        placements = [self._dtensor_placement(p, index) for p in buffer.placements]
+        part = self.parts[index]
+        stride = torch.empty(part.shape, device="meta").stride()
+        placements = [*part.placements, *(self._dtensor_placement(p, index) for p in buffer.placements)]
+        mesh = self.group_mesh.tensor_mesh or self.group_mesh.mesh
         return DTensor.from_local(
-            buffer.view(index), self.group_mesh.mesh, placements, run_check=False, shape=slot.shape, stride=stride
+            buffer.view(index), mesh, placements, run_check=False, shape=part.shape, stride=stride
         )
 
     def _dtensor_placement(self, placement: Placement, index: int) -> Placement:
@@ -228,20 +253,23 @@ class FsdpParameterGroup:
 
     def _make_gradients(self) -> None:
         """Afterwards buffers for gradients exist, none of which takes memory before it is written."""
-        self.accumulates_partial = tuple(self.placements.gradient) != tuple(self.placements.optimizer)
+        # What it would reduce over the inner axis in each microbatch, it does not where gradients rest partial there.
+        self.accumulates_partial = isinstance(self.placements.gradient[-1], Partial)
         total = self.layout.total_numel
         self.staging_storage = FlatStorage(total, self.dtypes.grad_comm, self.device)
         partial = [Partial()] * len(self.group_mesh.axes)
         self._staging = self._buffer(partial, self.dtypes.grad_comm, self.staging_storage.flat)
-        self._reduction = self._staging.reduction(self.placements.optimizer)
-        self._staging_views = [self._staging.view(i) for i in range(len(self.parameters))]
+        self._outer_sum: OuterSum | None = None
+        if len(partial) > 1:
+            self._outer_sum = OuterSum(self._staging, self.placements.optimizer, self.dtypes.main_grads)
+        self._follow_staging()
         self._staging_home: torch.Tensor | None = None
         self._written = [False] * len(self.parameters)
         self.main_grad_storage = FlatStorage(self.main_weight.local.numel(), self.dtypes.main_grads, self.device)
         main_grad = self._buffer(self.placements.optimizer, self.dtypes.main_grads, self.main_grad_storage.flat)
         self._grads = [self._dtensor(main_grad, i) for i in range(len(self.parameters))]
         self._partial_storage = FlatStorage(total, self.dtypes.main_grads, self.device)
-        self.has_partial = False
+        self._holds_partial = False
         for storage in (self.staging_storage, self.main_grad_storage, self._partial_storage):
             storage.free()
         self._offer_main_grads()
@@ -331,6 +359,11 @@ class FsdpParameterGroup:
         for all_gather, full, shard in self._sync_gathers:
             all_gather(full, shard)
 
+    @property
+    def syncs_alone(self) -> bool:
+        """True if a rank can bring its part of the model weight up to date without the others."""
+        return self.needs_gather and not self._sync_gathers
+
     def sync_in_open_epoch(self) -> None:
         """Afterwards a write to main weights of this rank, after the step's weights were gathered first, is in effect.
 
@@ -401,8 +434,15 @@ class FsdpParameterGroup:
         self._staging_home = None
         self.staging_storage.move(flat)
         self._staging.local = self.staging_storage.flat
-        self._reduction = self._staging.reduction(self.placements.optimizer)
+        self._follow_staging()
+
+    def _follow_staging(self) -> None:
+        """Afterwards gradients are written to, and reduced from, where staging is now."""
         self._staging_views = [self._staging.view(i) for i in range(len(self.parameters))]
+        if self._outer_sum is None:
+            self._reduction = self._staging.reduction(self.placements.optimizer)
+        else:
+            self._outer_sum.follow(self._staging)
 
     def set_staging_aside(self, *, copies: bool) -> None:
         """Afterwards gradients are staged outside of the arena until ``bring_staging_home``.
@@ -468,33 +508,57 @@ class FsdpParameterGroup:
 
     def accumulate_partial(self) -> None:
         """Afterwards the staged gradient is part of this rank's own sum over microbatches, in ``main_grads_dtype``."""
-        if self.has_partial:
+        if self._holds_partial:
             self._partial_storage.flat.add_(self._staging.local)
         else:
             self._partial_storage.allocate()
             self._partial_storage.flat.copy_(self._staging.local)
-            self.has_partial = True
+            self._holds_partial = True
+
+    @property
+    def has_partial(self) -> bool:
+        """True if sums over microbatches are not reduced over all ranks yet."""
+        return self._holds_partial or self.has_outer_partial
+
+    @property
+    def has_outer_partial(self) -> bool:
+        """True if sums over microbatches are reduced over the inner axis, and not over the outer one yet."""
+        return self._outer_sum is not None and self._outer_sum.is_held
 
     @property
     def holds_own_memory(self) -> bool:
-        """True if a reduction reads memory outside of the arena."""
-        return self._partial_storage.allocated or not self.staging_storage.in_arena
+        """True if a reduction reads memory outside of the arena that is to be freed then."""
+        waits = self._outer_sum is not None and self._outer_sum.waits_to_be_freed
+        return self._partial_storage.allocated or waits or not self.staging_storage.in_arena
 
     def free_own_memory(self) -> None:
         """Afterwards gradients that have been reduced take no memory outside of the arena."""
         self.staging_storage.free()
-        if not self.has_partial:
+        if not self._holds_partial:
             self._partial_storage.free()
+        if self._outer_sum is not None and self._outer_sum.waits_to_be_freed:
+            self._outer_sum.drop()
 
     @property
     def partial_nbytes(self) -> int:
-        """Bytes of this rank's own sum over microbatches, where the strategy keeps one."""
-        return self._partial_storage.nbytes if self.accumulates_partial else 0
+        """Bytes of sums over microbatches that are not reduced over all ranks, where the strategy keeps them."""
+        if self.accumulates_partial:
+            return self._partial_storage.nbytes
+        return 0 if self._outer_sum is None else self._outer_sum.storage.nbytes
 
     def drop_partial(self) -> None:
-        """Afterwards this rank's own sum over microbatches is empty."""
-        self.has_partial = False
+        """Afterwards there are no sums over microbatches that are not reduced over all ranks. No reduction is under way."""
+        self._holds_partial = False
         self._partial_storage.free()
+        if self._outer_sum is not None:
+            self._outer_sum.drop()
+
+    def prepare_reduction(self, *, is_last: bool) -> bool:
+        """Afterwards what a reduction writes has memory; True if it holds nothing yet, to be overwritten."""
+        if is_last or self._outer_sum is None:
+            return self.prepare_main_grad()
+        self._outer_sum.storage.allocate()
+        return not self._outer_sum.is_held
 
     def prepare_main_grad(self) -> bool:
         """Afterwards ``param.grad`` is the main gradient; True if it holds nothing yet, to be overwritten."""
@@ -514,17 +578,27 @@ class FsdpParameterGroup:
             elif grad is not own:
                 own._local_tensor.copy_(grad._local_tensor if isinstance(grad, DTensor) else grad)
 
-    def reduce(self, *, overwrite: bool) -> None:
-        """Afterwards the main gradient holds (``overwrite``) or has grown by the mean of the ranks' staged gradients.
+    def reduce(self, *, overwrite: bool, is_last: bool, is_staged: bool = True) -> None:
+        """Afterwards the main gradient holds (``overwrite``) or has grown by the mean of the ranks' gradients.
 
-        Ranks: all of the mesh.
+        Args:
+            is_last: also over the outer axis; else, where there is one, the sum over the inner axis waits for it.
+            is_staged: gradients are staged; else there are only sums of earlier microbatches that wait.
+
+        Ranks: all of the mesh, or (not ``is_last``) of the inner axis.
         """
-        if self.has_partial:
+        if self._holds_partial:
             self._partial_storage.flat.add_(self._staging.local)
             self._staging.local.copy_(self._partial_storage.flat)
-            self.has_partial = False
-        reduce, full = self._reduction
-        reduce(self.main_grad_storage.flat, full, scale=self.grad_scale, accumulate=not overwrite)
+            self._holds_partial = False
+        out, scale = self.main_grad_storage.flat, self.grad_scale
+        if self._outer_sum is None:
+            reduce, full = self._reduction
+            reduce(out, full, scale=scale, accumulate=not overwrite)
+        elif is_last:
+            self._outer_sum.finish(out, scale=scale, accumulate=not overwrite, is_staged=is_staged)
+        else:
+            self._outer_sum.keep()
 
     @property
     def has_main_grad(self) -> bool:
@@ -565,16 +639,6 @@ def _main_grad_getter(group: weakref.ref[FsdpParameterGroup], index: int) -> Cal
         return owner.write_target(index)
 
     return get_main_grad
-
-
-def _layout_of(parameters: Sequence[ManagedParameter], placements: Placements, axes: Sequence[Transport]) -> FlatLayout:
-    num_ranks = 1
-    for axis, kinds in zip(
-        axes, zip(placements.parameter, placements.gradient, placements.optimizer, strict=True), strict=True
-    ):
-        if any(isinstance(p, Shard) for p in kinds):
-            num_ranks *= axis.size
-    return pack_rows([p.original.shape for p in parameters], num_ranks=num_ranks)
 
 
 def _grad_scale(placements: Placements, axes: Sequence[Transport], grad_divisor: float | Fraction) -> float:

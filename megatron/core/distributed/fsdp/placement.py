@@ -95,3 +95,31 @@ def strategy_placements(strategy: str, axis: int | str = 0) -> Placements:
         raise ValueError(f"sharding strategy must be one of {', '.join(STRATEGIES)}, got {strategy!r}")
     parameter, gradient, optimizer = STRATEGIES[strategy]
     return Placements((axis,), (parameter,), (gradient,), (optimizer,))
+
+
+# Names as in Megatron's --outer-dp-sharding-strategy: optimizer state on the outer axis of hybrid sharding.
+OUTER_STRATEGIES: dict[str, Placement] = {"no_shard": Replicate(), "optim": Shard(0)}
+
+
+def hybrid_placements(
+    strategy: str, outer_strategy: str = "no_shard", axes: Sequence[int | str] = (0, 1)
+) -> Placements:
+    """The placements of hybrid sharding on two axes, outer first.
+
+    Args:
+        strategy: what is sharded over the inner axis.
+        outer_strategy: "no_shard": all that replicas of the inner axis hold is alike (HSDP); "optim": they share the
+            optimizer state and the main weights (HFSDP).
+
+    Raises:
+        ValueError: an unknown strategy.
+    """
+    if outer_strategy not in OUTER_STRATEGIES:
+        raise ValueError(f"outer strategy must be one of {', '.join(OUTER_STRATEGIES)}, got {outer_strategy!r}")
+    inner = strategy_placements(strategy)
+    return Placements(
+        axes,
+        (Replicate(), *inner.parameter),
+        (Partial("avg"), *inner.gradient),
+        (OUTER_STRATEGIES[outer_strategy], *inner.optimizer),
+    )

@@ -80,7 +80,7 @@ class Reducer:
     def reduce(self, group: FsdpParameterGroup, *, is_last: bool) -> None:
         """Afterwards the gradient of this backward is part of the group's sum; with ``is_last`` so is every rank's.
 
-        Ranks: all of the group's mesh, in the same order.
+        Ranks: all of the group's mesh, in the same order; without ``is_last`` all of its inner axis.
         """
         self.stage(group)
         group.stage_grads()
@@ -91,20 +91,35 @@ class Reducer:
                 group.bring_staging_home(copies=False)
             group.staging_storage.free()
         else:
-            self._launch(group)
+            self._launch(group, is_last=is_last, is_staged=True)
         if self.recorder is not None:
             self.recorder.reduced(group.index)
 
-    def _launch(self, group: FsdpParameterGroup) -> None:
+    def reduce_rest(self, group: FsdpParameterGroup) -> None:
+        """Afterwards sums over microbatches that were not reduced over all ranks are. Ranks: all of the group's mesh."""
+        if not group.has_outer_partial:
+            self.reduce(group, is_last=True)
+            return
+        self.stage(group)  # for what travels
+        self._launch(group, is_last=True, is_staged=False)
+        if self.recorder is not None:
+            self.recorder.reduced(group.index)
+
+    def drop_partial(self, group: FsdpParameterGroup) -> None:
+        """Afterwards sums over microbatches that are not reduced over all ranks are gone."""
+        self.streams.wait(Edge.REDUCE_BEFORE_FREE, group.reduced)  # of a backward that failed: it may be writing them
+        group.drop_partial()
+
+    def _launch(self, group: FsdpParameterGroup, *, is_last: bool, is_staged: bool) -> None:
         if group.staging_is_aside:
-            self._bring_home(group, copies=True)
-        overwrite = group.prepare_main_grad()
+            self._bring_home(group, copies=is_staged)
+        overwrite = group.prepare_reduction(is_last=is_last)
         self._written = self.streams.record(Role.COMPUTE, self._written)
         self.streams.wait(Edge.GRADS_WRITTEN, self._written)
         ranges.push(group.reduce_range)
         with self.streams.on(Role.REDUCE):  # no buffer requires gradients: there is nothing to record
             try:
-                group.reduce(overwrite=overwrite)
+                group.reduce(overwrite=overwrite, is_last=is_last, is_staged=is_staged)
             except torch.OutOfMemoryError:
                 raise
             except RuntimeError as error:

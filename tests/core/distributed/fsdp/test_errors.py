@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
 from megatron.core.distributed.fsdp import fully_shard, fully_shard_optimizer, microbatch
 from megatron.core.distributed.fsdp.placement import strategy_placements
@@ -118,13 +118,24 @@ def a_script_module_stays_as_it_was() -> None:
 
 
 @CHECKS.on(2)
-def more_than_one_data_parallel_axis_is_not_served() -> None:
-    from megatron.core.distributed.fsdp import Placements
+def hybrid_sharding_that_is_not_served_is_refused() -> None:
+    from megatron.core.distributed.fsdp import Placements, hybrid_placements
 
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("outer", "inner"))
-    hybrid = Placements(("outer", "inner"), [Replicate(), Shard(0)], [Shard(0), Shard(0)], [Shard(0), Shard(0)])
-    with pytest.raises(NotImplementedError, match=r"one data-parallel axis is served, got 2: \('outer', 'inner'\)"):
-        fully_shard(nn.Linear(2, 2), mesh, hybrid)
+    rows, whole, partial = Shard(0), Replicate(), Partial("avg")
+    for parameter, gradient in (([whole, rows], [rows, rows]), ([rows, rows], [rows, rows])):
+        placements = Placements(("outer", "inner"), parameter, gradient, [rows, rows])
+        with pytest.raises(NotImplementedError, match=r"over the outer axis 'outer' weights must be Replicate\(\)"):
+            fully_shard(nn.Linear(2, 2), mesh, placements)
+    cube = init_device_mesh("cpu", (1, 1, 2), mesh_dim_names=("a", "b", "c"))
+    three = Placements((0, 1, 2), [whole] * 3, [partial] * 3, [whole] * 3)
+    with pytest.raises(NotImplementedError, match=r"or an outer and an inner one, are served, got \(0, 1, 2\)"):
+        fully_shard(nn.Linear(2, 2), cube, three)
+    for axes in ((1, 0), ("inner", "outer"), (0, 0)):
+        with pytest.raises(ValueError, match="in the mesh's order, outermost first, got axes"):
+            fully_shard(nn.Linear(2, 2), mesh, hybrid_placements("optim", axes=axes))
+    with pytest.raises(ValueError, match="outer strategy must be one of no_shard, optim, got 'optim_grads'"):
+        hybrid_placements("optim", "optim_grads")
 
 
 @CHECKS.on(2)

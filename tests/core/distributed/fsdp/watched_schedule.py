@@ -35,8 +35,9 @@ def watched_schedule(streams: LoggingStreams) -> Iterator[LoggingStreams]:
         return "accumulate", (group.staging_storage.flat,), (group._partial_storage.flat,)
 
     def reduce(group: FsdpParameterGroup) -> tuple[str, Any, Any]:
-        partial = (group._partial_storage.flat,) if group.has_partial else ()
-        return "reduce", (), (group.staging_storage.flat, *partial, group.main_grad_storage.flat)
+        partial = (group._partial_storage.flat,) if group._holds_partial else ()
+        outer = () if group._outer_sum is None else (group._outer_sum.storage.flat,)
+        return "reduce", (), (group.staging_storage.flat, *partial, *outer, group.main_grad_storage.flat)
 
     with ExitStack() as patches:
         patches.enter_context(patch.object(context_module, "make_streams", lambda device: streams))

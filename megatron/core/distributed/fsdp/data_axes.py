@@ -1,0 +1,103 @@
+"""The data-parallel axes of a mesh: which they are, what may rest over them, and what moves bytes along each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Partial, Replicate
+
+from megatron.core.distributed.fsdp.collectives import SharedTransports
+from megatron.core.distributed.fsdp.parameter_group import GroupMesh
+from megatron.core.distributed.fsdp.placement import Placements
+
+
+def group_mesh_of(
+    mesh: DeviceMesh, placements: Placements, gather_group: ProcessGroup | None, kind: str
+) -> tuple[GroupMesh, torch.device]:
+    """The data-parallel part of a mesh with a transport for each axis, and where this rank's buffers live.
+
+    The innermost axis, over which whole weights and gradients travel every microbatch, has the transport that was
+    asked for; the outer one, once a step, the process group's.
+
+    Args:
+        gather_group: the ranks of the innermost axis, for all-gathers alone.
+        kind: of the innermost axis's transport.
+
+    Raises:
+        ValueError: the mesh does not hold this rank, or lacks an axis; axes are not in the mesh's order; the gather group
+            has other ranks; the transport cannot serve the axis.
+        NotImplementedError: three axes or more; weights or gradients that are sharded over the outer axis.
+
+    Ranks: all of the mesh, in the same order; may block.
+    """
+    if mesh.get_coordinate() is None:
+        raise ValueError(
+            f"the mesh must hold this rank, got rank {dist.get_rank()} and {mesh}; call fully_shard on its ranks only"
+        )
+    _check_outer(placements)
+    transports = SharedTransports.of(mesh)
+    data_mesh = _sub_mesh(mesh, [_axis_index(mesh, axis) for axis in placements.dp_axes])
+    group = data_mesh.get_group(data_mesh.ndim - 1)
+    if gather_group is not None:
+        own, given = dist.get_process_group_ranks(group), dist.get_process_group_ranks(gather_group)
+        if own != given:
+            raise ValueError(f"fsdp_group_ag must hold the mesh's ranks {own} in that order, got {given}")
+    device = device_of(mesh)
+    outer_groups = [data_mesh.get_group(axis) for axis in range(data_mesh.ndim - 1)]
+    outer = [transports.get("nccl", outer_group, outer_group, device) for outer_group in outer_groups]
+    inner = transports.get(kind, group, gather_group or group, device)
+    return GroupMesh(data_mesh, (*outer, inner)), device
+
+
+def device_of(mesh: DeviceMesh) -> torch.device:
+    """Where this rank's buffers live: the current device of the mesh's type."""
+    if mesh.device_type == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device(mesh.device_type)
+
+
+def _check_outer(placements: Placements) -> None:
+    if len(placements.dp_axes) > 2:
+        raise NotImplementedError(
+            f"one data-parallel axis, or an outer and an inner one, are served, got {placements.dp_axes}"
+        )
+    if len(placements.dp_axes) == 1:
+        return
+    parameter, gradient = placements.parameter[0], placements.gradient[0]
+    if not (isinstance(parameter, Replicate) and isinstance(gradient, Partial)):
+        raise NotImplementedError(
+            f"over the outer axis {placements.dp_axes[0]!r} weights must be Replicate() and gradients Partial(), got "
+            f"{parameter} and {gradient}; shard them over the inner axis, or over one axis of all ranks"
+        )
+
+
+def _axis_index(mesh: DeviceMesh, axis: int | str) -> int:
+    names = mesh.mesh_dim_names or ()
+    if isinstance(axis, str):
+        if axis not in names:
+            raise ValueError(f"data-parallel axis {axis!r} must be among the mesh's {mesh.mesh_dim_names}")
+        return names.index(axis)
+    if not -mesh.ndim <= axis < mesh.ndim:
+        raise ValueError(f"data-parallel axis {axis} must be an axis of the mesh, which has {mesh.ndim}")
+    return axis % mesh.ndim
+
+
+def _sub_mesh(mesh: DeviceMesh, axes: Sequence[int]) -> DeviceMesh:
+    """The mesh of these axes that holds this rank."""
+    if any(later <= earlier for earlier, later in pairwise(axes)):
+        raise ValueError(
+            f"data-parallel axes must be in the mesh's order, outermost first, got axes {list(axes)} of {mesh}"
+        )
+    if len(axes) == mesh.ndim:
+        return mesh
+    if mesh.mesh_dim_names is None:
+        raise ValueError(
+            f"a mesh of {mesh.ndim} axes must name them, got none; pass mesh_dim_names to init_device_mesh"
+        )
+    names = tuple(mesh.mesh_dim_names[axis] for axis in axes)
+    return mesh[names]
