@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megatron.core.transformer.context_parallel import COMM_TYPES
+from megatron.core.transformer.context_parallel import COMM_TYPES, comm_types
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.moe.moe_config_checks import MOE_CONTRADICTIONS
 from megatron.core.transformer.parallel_checks import PARALLEL_CONTRADICTIONS, Condition
@@ -112,8 +112,12 @@ CONTRADICTIONS: list[tuple[Condition, str]] = [
     ),
     (lambda c: c.context_parallel_size < 1, "context_parallel_size must be at least 1, got {context_parallel_size}"),
     (
-        lambda c: c.cp_comm_type not in (None, *COMM_TYPES),
-        "cp_comm_type must be p2p, all_gather or a2a, got {cp_comm_type!r}; a2a+p2p and lists for layers are not served",
+        lambda c: not set(comm_types(c.cp_comm_type)) <= set(COMM_TYPES),
+        "cp_comm_type must be of p2p, all_gather and a2a, got {cp_comm_type!r}; a2a+p2p is not served",
+    ),
+    (
+        lambda c: len(comm_types(c.cp_comm_type)) not in (1, c.num_layers),
+        "cp_comm_type must be one for all layers or one for each of num_layers ({num_layers}), got {cp_comm_type!r}",
     ),
     (
         lambda c: c.context_parallel_size > 1 and c.attention_dropout > 0.0,

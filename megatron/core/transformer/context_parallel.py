@@ -9,7 +9,7 @@ Source: the cut is Megatron-LM's (and of arXiv:2310.01889's causal variants); th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch.distributed import ProcessGroup
@@ -17,6 +17,11 @@ from torch.distributed import ProcessGroup
 from megatron.core.process_groups_config import group_rank, group_size
 
 COMM_TYPES = ("p2p", "all_gather", "a2a")
+
+
+def comm_types(given: str | Sequence[str] | None) -> list[str]:
+    """How layers communicate, one for each or one for all, as ``cp_comm_type`` says it. Pure."""
+    return [given or "p2p"] if given is None or isinstance(given, str) else list(given)
 
 
 def chunk_order(num_ranks: int) -> list[int]:

@@ -11,6 +11,7 @@ import torch
 
 from megatron.core.process_groups_config import ProcessGroupCollection, group_size
 from megatron.core.transformer.attention_kernels import choose_kernel
+from megatron.core.transformer.context_parallel import comm_types
 from megatron.core.transformer.context_parallel_gather import gathered_attention
 from megatron.core.transformer.context_parallel_heads import gather_heads, scatter_heads
 from megatron.core.transformer.context_parallel_ring import ring_attention
@@ -45,7 +46,8 @@ class ContextParallelAttention(DotProductAttention):
         super().__init__(config, layer_number, pg_collection=pg_collection, **kwargs)
         assert pg_collection is not None and pg_collection.cp is not None, "chosen where there is such a group"
         self.cp_group = pg_collection.cp
-        self.comm_type = config.cp_comm_type or "p2p"
+        types = comm_types(config.cp_comm_type)
+        self.comm_type = types[layer_number - 1] if len(types) > 1 else types[0]
         if config.context_parallel_size != self.cp_group.size():
             raise ValueError(
                 "context_parallel_size must be the ranks of pg_collection.cp, got"

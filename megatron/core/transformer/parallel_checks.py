@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from megatron.core.transformer.context_parallel import comm_types
+
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -87,7 +89,7 @@ PARALLEL_CONTRADICTIONS: list[tuple[Condition, str]] = [
     ),
     (
         lambda c: (
-            c.cp_comm_type == "a2a"
+            "a2a" in comm_types(c.cp_comm_type)
             and _uneven(
                 c.num_query_groups or c.num_attention_heads, c.tensor_model_parallel_size * c.context_parallel_size
             )

@@ -193,12 +193,11 @@ REFUSED_ARGUMENTS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"position_embedding_type": "rope", "rotary_percent": 0.25}, ValueError, "rotary_percent .* 4 . 0.25"),
     *(
         ({"pg_collection": SimpleNamespace(**{name: SimpleNamespace(size=lambda: 2)})}, NotImplementedError, name)
-        for name in ("cp", "ep")
+        for name in ("ep",)
     ),
-    (
-        {"pg_collection": SimpleNamespace(tp=SimpleNamespace(size=lambda: 2))},
-        ValueError,
-        r"tensor_model_parallel_size \(1\)",
+    *(
+        ({"pg_collection": SimpleNamespace(**{name: SimpleNamespace(size=lambda: 2)})}, ValueError, rf"{field} \(1\)")
+        for name, field in (("tp", "tensor_model_parallel_size"), ("cp", "context_parallel_size"))
     ),
 ]
 
@@ -227,8 +226,6 @@ def test_a_mask_that_is_not_boolean_is_refused() -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
-        {"num_experts": 8},
-        {"moe_grouped_gemm": True},
         {"multi_latent_attention": True},
         {"fp8": "hybrid"},
         {"qk_l2_norm": True},

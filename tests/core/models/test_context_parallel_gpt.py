@@ -1,0 +1,84 @@
+"""A GPT whose sequences are split over ranks has the losses and gradients of one that sees them whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.context_parallel import get_batch_on_this_cp_rank
+from tests.core.models.tiny_gpt import build_gpt, random_tokens
+from tests.support.launch import run_ranks
+
+MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "rope": ({"position_embedding_type": "rope"}, {"num_query_groups": 2, "apply_rope_fusion": True}),
+    "rope_unfused": ({"position_embedding_type": "rope", "rotary_percent": 0.5}, {"rotary_interleaved": True}),
+    "learned": ({"share_embeddings_and_output_weights": True}, {"recompute_granularity": "selective"}),
+    "layers_differ": ({"position_embedding_type": "rope"}, {"cp_comm_type": ["a2a", "all_gather"]}),
+}
+
+
+def _differences(gpt_arguments: dict[str, Any], fields: dict[str, Any], *, positions: bool) -> dict[str, float]:
+    """Of the loss and each gradient, summed over ranks, from one process's, relative to the largest value."""
+    group = dist.group.WORLD
+    tokens, position_ids, labels = random_tokens(num_samples=2, length=16)
+    batch = {"tokens": tokens, "labels": labels, "position_ids": position_ids}
+    one_rank = {name: value for name, value in fields.items() if name != "cp_comm_type"}
+    whole = build_gpt(gpt_arguments, **one_rank)
+    whole(tokens, position_ids, None, labels=labels).sum().backward()
+    split = build_gpt(
+        {**gpt_arguments, "pg_collection": ProcessGroupCollection(cp=group)},
+        **fields,
+        context_parallel_size=dist.get_world_size(),
+    )
+    own = get_batch_on_this_cp_rank(batch, group)
+    given = own["position_ids"] if positions else None
+    loss = split(own["tokens"], given, None, labels=own["labels"]).sum()
+    loss.backward()
+    expected = whole(tokens, position_ids, None, labels=labels).sum().detach()
+    losses = loss.detach().clone()
+    dist.all_reduce(losses)
+    differences = {"loss": float((losses - expected).abs() / expected)}
+    for (name, ours), theirs in zip(split.named_parameters(), whole.parameters(), strict=True):
+        assert ours.grad is not None and theirs.grad is not None and torch.equal(ours, theirs)
+        dist.all_reduce(ours.grad)
+        differences[name] = float((ours.grad - theirs.grad).abs().max() / theirs.grad.abs().max())
+    return differences
+
+
+def _all_models() -> dict[str, dict[str, float]]:
+    results = {}
+    for name, (gpt_arguments, fields) in MODELS.items():
+        for comm_type in ("p2p", "all_gather") if "cp_comm_type" not in fields else ("",):
+            chosen = {"cp_comm_type": comm_type, **fields} if comm_type else fields
+            results[f"{name} {comm_type}"] = _differences(gpt_arguments, chosen, positions=comm_type == "p2p")
+    return results
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_losses_and_gradients_are_those_of_the_whole_sequence(num_ranks: int) -> None:
+    """With positions given and made by default, rotary and learned; the same sums in another order: fp32 to 1e-5."""
+    for model, differences in run_ranks(num_ranks, _all_models)[0].items():
+        for name, difference in differences.items():
+            assert difference < 1e-5, (model, name, difference)
+
+
+def test_a_configuration_without_its_groups_is_refused() -> None:
+    """Each rank would train on its part of the sequence as if it were the whole."""
+    with pytest.raises(ValueError, match=r"pg_collection.cp must be of TransformerConfig.context_parallel_size \(2\)"):
+        build_gpt(context_parallel_size=2)
+
+
+def test_learned_positions_reach_as_far_as_the_whole_sequence() -> None:
+    for message in run_ranks(2, _too_long):
+        assert "max_sequence_length (16), got 20" in message
+
+
+def _too_long() -> str:
+    model = build_gpt({"pg_collection": ProcessGroupCollection(cp=dist.group.WORLD)}, context_parallel_size=2)
+    with pytest.raises(ValueError) as raised:
+        model(torch.zeros(1, 10, dtype=torch.long), None, None)
+    return str(raised.value)
