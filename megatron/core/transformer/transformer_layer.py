@@ -12,7 +12,9 @@ import torch
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.moe_layer import MoELayer, has_experts
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.torch_norm import Norm
 
@@ -56,6 +58,18 @@ class TransformerLayer(MegatronModule):
         self.pre_mlp_layernorm = build_module(submodules.pre_mlp_layernorm, **norm)
         self.mlp = build_module(submodules.mlp, config=config, pg_collection=pg_collection)
         self.mlp_bda = build_module(submodules.mlp_bda)
+        self._check_experts()
+
+    def _check_experts(self) -> None:
+        """Raises: ValueError where the spec gives the layer experts and the configuration none, or the reverse."""
+        expected, has = has_experts(self.config, self.layer_number), isinstance(self.mlp, MoELayer)
+        if has != expected and isinstance(self.mlp, MoELayer | MLP):
+            raise ValueError(
+                f"layer {self.layer_number} must be {'a mixture of experts' if expected else 'dense'} by"
+                f" TransformerConfig.num_moe_experts ({self.config.num_moe_experts}) and moe_layer_freq"
+                f" ({self.config.moe_layer_freq}), got a spec with {type(self.mlp).__name__}; use"
+                " get_gpt_decoder_block_spec(config)"
+            )
 
     def forward(
         self,

@@ -15,6 +15,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 FIXTURES = Path(__file__).parent / "fixtures"
 FIXTURE_NAMES = ("gpt2_like", "llama_like", "qwen_like")
+MOE_FIXTURE_NAMES = ("moe_top1_z", "moe_top2")
 VOCAB_SIZE, MAX_SEQUENCE_LENGTH = 40, 16
 
 
@@ -43,6 +44,8 @@ def load_fixture(name: str) -> tuple[GPTModel, dict[str, torch.Tensor], dict[str
     """The model of a fixture with the fixture's weights, the fixture's tensors, and its settings."""
     settings = json.loads((FIXTURES / f"{name}.json").read_text())
     tensors = load_file(FIXTURES / f"{name}.safetensors")
+    # Which dispatcher brings tokens to their experts does not change the numbers.
+    settings["config"].pop("moe_token_dispatcher_type", None)
     config = TransformerConfig(**settings["config"], hidden_dropout=0.0, attention_dropout=0.0)
     model = GPTModel(config, get_gpt_layer_local_spec(**settings["layer_spec"]), **settings["gpt_model"])
     weights = {name[len("weight.") :]: value for name, value in tensors.items() if name.startswith("weight.")}

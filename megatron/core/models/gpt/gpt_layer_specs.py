@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
@@ -12,7 +14,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.experts import GroupedMLP, SequentialMLP
-from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules, has_experts
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
@@ -90,6 +92,7 @@ def _mlp_spec(num_experts: int | None, moe_grouped_gemm: bool) -> ModuleSpec:
     experts = GroupedMLP if moe_grouped_gemm else SequentialMLP
     return ModuleSpec(
         module=MoELayer,
+        params={"num_experts": num_experts},
         submodules=MoESubmodules(
             experts=ModuleSpec(module=experts, submodules=linears),
             shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=linears),
@@ -112,22 +115,12 @@ def get_gpt_decoder_block_spec(
     """
     if use_transformer_engine:
         get_gpt_layer_with_transformer_engine_spec()
-    shared = {"qk_layernorm": config.qk_layernorm, "normalization": normalization or config.normalization}
-    dense = get_gpt_layer_local_spec(**shared)
-    with_experts = None
-    if config.num_moe_experts is not None:
-        with_experts = get_gpt_layer_local_spec(config.num_moe_experts, config.moe_grouped_gemm, **shared)
-    specs = [with_experts or dense if has_experts else dense for has_experts in _moe_layer_pattern(config)]
+    norms = {"qk_layernorm": config.qk_layernorm, "normalization": normalization or config.normalization}
+    spec: Callable[..., ModuleSpec] = partial(get_gpt_layer_local_spec, **norms)  # type: ignore[arg-type]
+    dense = spec()
+    with_experts = spec(config.num_moe_experts, config.moe_grouped_gemm) if config.num_moe_experts else dense
+    specs = [with_experts if has_experts(config, number) else dense for number in range(1, config.num_layers + 1)]
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=WrappedTorchNorm)
-
-
-def _moe_layer_pattern(config: TransformerConfig) -> list[bool]:
-    """[num_layers] which layers have experts."""
-    if config.num_moe_experts is None:
-        return [False] * config.num_layers
-    if isinstance(config.moe_layer_freq, int):
-        return [index % config.moe_layer_freq == 0 for index in range(config.num_layers)]
-    return [bool(has_experts) for has_experts in config.moe_layer_freq]
 
 
 def get_gpt_layer_with_transformer_engine_spec(*args: object, **kwargs: object) -> ModuleSpec:

@@ -1,0 +1,127 @@
+"""The routed experts of one rank.
+
+Shapes: r rows of this rank's experts, l experts of this rank, h hidden size, f width of an expert.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from megatron.core.process_groups_config import group_rank, group_size
+from megatron.core.transformer.global_module_list import GlobalModuleList
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.grouped_gemm import can_group, grouped_linear
+
+if TYPE_CHECKING:
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer.moe.token_dispatcher import ExpertRows
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+class ExpertMLP(MLP):
+    """An MLP whose result is scaled row by row: probs * (fc2(activation(fc1(x))) + bias).
+
+    The factor is applied before fc2, so that fc2's result need not be kept for the router's gradient.
+    """
+
+    def forward(  # type: ignore[override]
+        self, hidden_states: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """[r, h] rows of this expert and their factors [r] -> [r, h], and no bias."""
+        intermediate, bias = self.linear_fc1(hidden_states)
+        activated = self._activate(intermediate, bias)
+        output, bias = self.linear_fc2(scaled(activated, probs))
+        return output if bias is None else output + scaled(bias, probs), None
+
+
+def scaled(x: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
+    """[r, f] (or [f]) times [r], in the dtype of x."""
+    return (x * probs.unsqueeze(1)).to(x.dtype)
+
+
+class SequentialMLP(MegatronModule):
+    """This rank's experts, computed one after the other; also those without rows, whose gradients are zeros.
+
+    Their names are those of the model with all experts on one rank: ``local_experts.{global number}``.
+
+    Args:
+        num_local_experts: must be ``num_moe_experts`` over the ranks of ``pg_collection.ep``.
+
+    Raises:
+        ValueError: another number.
+
+    Source: Megatron-Core's SequentialMLP (names and arithmetic).
+    """
+
+    def __init__(
+        self,
+        num_local_experts: int,
+        config: TransformerConfig,
+        submodules: MLPSubmodules,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        super().__init__(config)
+        ep_group = getattr(pg_collection, "ep", None)
+        if num_local_experts * group_size(ep_group) != config.num_moe_experts:
+            raise ValueError(
+                f"num_local_experts must be num_moe_experts ({config.num_moe_experts}) / {group_size(ep_group)} ranks, got"
+                f" {num_local_experts}"
+            )
+        self.num_local_experts = num_local_experts
+        experts = [
+            ExpertMLP(
+                config,
+                submodules,
+                is_expert=True,
+                ffn_hidden_size=config.moe_ffn_hidden_size or config.ffn_hidden_size,
+                pg_collection=pg_collection,
+            )
+            for _ in range(num_local_experts)
+        ]
+        self.local_experts = GlobalModuleList(experts, first_index=group_rank(ep_group) * num_local_experts)
+
+    def forward(self, rows: ExpertRows) -> torch.Tensor:
+        """[r, h] results, each with its factor. On CUDA the host waits for the counts unless they are known."""
+        counts = rows.counts_on_host()
+        if len(counts) == 1:
+            output: torch.Tensor = self.local_experts[0](rows.hidden_states, rows.probs)[0]
+            return output
+        pieces = zip(torch.split(rows.hidden_states, counts), torch.split(rows.probs, counts), strict=True)
+        return torch.cat([expert(*piece)[0] for expert, piece in zip(self.local_experts, pieces, strict=True)])
+
+
+class GroupedMLP(SequentialMLP):
+    """The same experts, whose layers are one kernel each for all of them where the device has it (see ``can_group``).
+
+    Elsewhere they are computed one after the other. Names and values are the same either way.
+    """
+
+    def forward(self, rows: ExpertRows) -> torch.Tensor:
+        """[r, h] results, each with its factor. The host does not wait where the device has the kernel."""
+        experts: list[ExpertMLP] = list(self.local_experts)  # type: ignore[arg-type]
+        fc1, fc2 = [expert.linear_fc1 for expert in experts], [expert.linear_fc2 for expert in experts]
+        if not all(self._can_group(rows.hidden_states, [layer.weight for layer in layers]) for layers in (fc1, fc2)):
+            return super().forward(rows)
+        ends = rows.counts.cumsum(0, dtype=torch.int32)
+        intermediate = grouped_linear(rows.hidden_states, [layer.weight for layer in fc1], ends)
+        bias = _bias_of_rows([layer.bias for layer in fc1], rows)
+        if bias is not None:
+            intermediate = intermediate + bias
+        activated = experts[0]._activate(intermediate, None)
+        output = grouped_linear(scaled(activated, rows.probs), [layer.weight for layer in fc2], ends)
+        bias = _bias_of_rows([layer.bias for layer in fc2], rows)
+        return output if bias is None else output + scaled(bias, rows.probs)
+
+    def _can_group(self, x: torch.Tensor, weights: list[torch.Tensor]) -> bool:
+        return can_group(x, weights)
+
+
+def _bias_of_rows(biases: list[torch.Tensor | None], rows: ExpertRows) -> torch.Tensor | None:
+    """[r, f] the bias of each row's expert; None where experts have none."""
+    if biases[0] is None:
+        return None
+    num_rows = rows.hidden_states.shape[0]
+    return torch.stack(biases).repeat_interleave(rows.counts, dim=0, output_size=num_rows)  # type: ignore[arg-type]

@@ -1,0 +1,103 @@
+"""A mixture-of-experts layer, in the place of a layer's MLP.
+
+Shapes: s sequence, b batch, h hidden size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from megatron.core.process_groups_config import group_size
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.token_dispatcher import build_dispatcher
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+
+if TYPE_CHECKING:
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+@dataclass
+class MoESubmodules:
+    """The specs of the routed experts and of the shared one (read where the configuration has one)."""
+
+    experts: ModuleSpec | type
+    shared_experts: ModuleSpec | type | None = None
+
+
+def has_experts(config: TransformerConfig, layer_number: int) -> bool:
+    """Whether ``moe_layer_freq`` makes the layer of this number (1 is the first of the model) a mixture of experts."""
+    if config.num_moe_experts is None:
+        return False
+    if isinstance(config.moe_layer_freq, int):
+        return (layer_number - 1) % config.moe_layer_freq == 0
+    return bool(config.moe_layer_freq[layer_number - 1])
+
+
+class MoELayer(MegatronModule):
+    """The sum over each token's experts of probability times expert(token), plus the shared expert's result.
+
+    Args:
+        num_experts: of the layer spec; must equal ``config.num_moe_experts``.
+        pg_collection: experts are divided over ``ep`` and each split over ``expt_tp``.
+
+    Raises:
+        ValueError: the spec or the groups do not fit the configuration.
+
+    Source: Megatron-Core's MoELayer (names, signature, arithmetic).
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: MoESubmodules,
+        layer_number: int | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        num_experts: int | None = None,
+    ) -> None:
+        super().__init__(config)
+        self.layer_number = layer_number
+        if config.num_moe_experts is None or num_experts not in (None, config.num_moe_experts):
+            raise ValueError(
+                "the layer spec's num_experts must be TransformerConfig.num_moe_experts, got"
+                f" {num_experts} and {config.num_moe_experts}; pass the same to both"
+            )
+        self.router = TopKRouter(config, pg_collection)
+        self.token_dispatcher = build_dispatcher(config, pg_collection)
+        num_ranks = group_size(getattr(pg_collection, "ep", None))
+        if config.num_moe_experts % num_ranks != 0:
+            raise ValueError(
+                f"num_moe_experts must be a multiple of the ranks of pg_collection.ep ({num_ranks}), got"
+                f" {config.num_moe_experts}"
+            )
+        self.experts = build_module(
+            submodules.experts, config.num_moe_experts // num_ranks, config, pg_collection=pg_collection
+        )
+        self.shared_experts: torch.nn.Module | None = None
+        if config.moe_shared_expert_intermediate_size is not None:
+            if submodules.shared_experts is None:
+                raise ValueError(
+                    "MoESubmodules.shared_experts must be a spec with moe_shared_expert_intermediate_size, got None"
+                )
+            self.shared_experts = build_module(
+                submodules.shared_experts,
+                config=config,
+                gate=config.moe_shared_expert_gate,
+                pg_collection=pg_collection,
+            )
+
+    def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """[s, b, h] -> [s, b, h], and no bias: experts add their own.
+
+        Ranks: all of ``ep`` and ``expt_tp``, and in training with a load-balancing loss all of ``tp_cp``.
+        """
+        routing = self.router(hidden_states)
+        rows, combine = self.token_dispatcher.dispatch(hidden_states.reshape(-1, hidden_states.shape[-1]), routing)
+        output = combine(self.experts(rows)).view_as(hidden_states)
+        if self.shared_experts is not None:
+            output = output + self.shared_experts(hidden_states)
+        return output, None
