@@ -41,7 +41,8 @@ def group_mesh_of(
         )
     _check_outer(placements)
     transports = SharedTransports.of(mesh)
-    data_mesh = _sub_mesh(mesh, [_axis_index(mesh, axis) for axis in placements.dp_axes])
+    axes = [_axis_index(mesh, axis) for axis in placements.dp_axes]
+    data_mesh = _sub_mesh(mesh, axes)
     group = data_mesh.get_group(data_mesh.ndim - 1)
     if gather_group is not None:
         own, given = dist.get_process_group_ranks(group), dist.get_process_group_ranks(gather_group)
@@ -51,7 +52,7 @@ def group_mesh_of(
     outer_groups = [data_mesh.get_group(axis) for axis in range(data_mesh.ndim - 1)]
     outer = [transports.get("nccl", outer_group, outer_group, device) for outer_group in outer_groups]
     inner = transports.get(kind, group, gather_group or group, device)
-    return GroupMesh(data_mesh, (*outer, inner)), device
+    return GroupMesh(data_mesh, (*outer, inner), mesh_in_order(mesh, axes[::-1])), device
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:
@@ -59,6 +60,24 @@ def device_of(mesh: DeviceMesh) -> torch.device:
     if mesh.device_type == "cuda":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device(mesh.device_type)
+
+
+def mesh_in_order(mesh: DeviceMesh, axes: Sequence[int]) -> DeviceMesh:
+    """The mesh of these axes of ``mesh``, in this order, that holds this rank; over the same groups, and one for all calls."""
+    if list(axes) == sorted(axes):
+        return _sub_mesh(mesh, axes)
+    kept: dict[tuple[int, ...], DeviceMesh] = mesh.__dict__.setdefault("_fsdp_meshes_in_order", {})
+    key = tuple(axes)
+    if key not in kept:
+        upwards = sorted(axes)
+        own = _sub_mesh(mesh, upwards)
+        names = mesh.mesh_dim_names or tuple(f"axis_{axis}" for axis in range(mesh.ndim))
+        # Torch reads the layout off the tensor's strides.
+        ranks = own.mesh.permute([upwards.index(axis) for axis in axes]).contiguous()
+        groups = [mesh.get_group(axis) for axis in axes]
+        in_order = tuple(names[axis] for axis in axes)
+        kept[key] = DeviceMesh.from_group(groups, mesh.device_type, mesh=ranks, mesh_dim_names=in_order)
+    return kept[key]
 
 
 def _check_outer(placements: Placements) -> None:

@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial
 
-from megatron.core.distributed.fsdp.data_axes import group_mesh_of
+from megatron.core.distributed.fsdp.data_axes import group_mesh_of, mesh_in_order
 from megatron.core.distributed.fsdp.model_parallel import ModelParallel
 from megatron.core.distributed.fsdp.parameter_group import GroupMesh, ManagedParameter
 from megatron.core.distributed.fsdp.placement import Placements
@@ -105,7 +105,9 @@ def _with_tensor_axis(group_mesh: GroupMesh, mesh: DeviceMesh, model: ModelParal
         raise ValueError(
             f"the tensor-parallel axis must come before the data-parallel ones {data} in the mesh, got {names}"
         )
-    tensor_mesh = mesh if names == wanted else mesh[wanted]
+    # What cuts rows comes inside out.
+    axes = [names.index(name) for name in (model.tensor_axis, *(group_mesh.rows_mesh.mesh_dim_names or ()))]
+    tensor_mesh = mesh_in_order(mesh, axes)
     return replace(group_mesh, tensor_mesh=tensor_mesh, model=model)
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
-from megatron.core.distributed.fsdp.row_shard import RowShard
+from megatron.core.distributed.fsdp.block_shard import BlockShard
 from megatron.core.distributed.fsdp.unit import FsdpUnit
 
 
@@ -68,10 +68,13 @@ def _copy(parameter: DTensor, value: torch.Tensor) -> None:
 
 
 def local_rows(parameter: DTensor, full: torch.Tensor) -> torch.Tensor:
-    """The rows of ``full`` that this rank owns of ``parameter``; all of it where the parameter is replicated."""
+    """The part of ``full`` that this rank owns of ``parameter``; all of it where the parameter is replicated."""
     mesh = parameter.device_mesh
     for axis, placement in enumerate(parameter.placements):
-        if isinstance(placement, RowShard):
-            begin, end = placement.rows(full.shape[0], rank=mesh.get_local_rank(axis), num_ranks=mesh.size(axis))
-            return full[begin:end]
+        rank, num_ranks = mesh.get_local_rank(axis), mesh.size(axis)
+        if isinstance(placement, BlockShard):
+            full = placement.part(full, rank=rank, num_ranks=num_ranks)
+        elif isinstance(placement, Shard):
+            size, begin = placement.local_shard_size_and_offset(full.shape[placement.dim], num_ranks, rank)
+            full = full.narrow(placement.dim, min(int(begin), full.shape[placement.dim]), int(size))
     return full

@@ -23,10 +23,11 @@ from torch.distributed.tensor.placement_types import Placement
 
 from megatron.core.distributed.fsdp.collectives import MemoryKind, Transport, unfinished
 from megatron.core.distributed.fsdp.dbuffer import DBuffer, Gather
+from megatron.core.distributed.fsdp.grad_sums import GradSum
 from megatron.core.distributed.fsdp.holders import Holder, Holders, each
 from megatron.core.distributed.fsdp.layout import pack_rows
 from megatron.core.distributed.fsdp.mixed_precision import GroupDtypes
-from megatron.core.distributed.fsdp.model_parallel import ModelParallel, part_of
+from megatron.core.distributed.fsdp.model_parallel import ModelParallel, is_shared_between_stages, part_of
 from megatron.core.distributed.fsdp.outer_sum import OuterSum
 from megatron.core.distributed.fsdp.placement import Placements
 from megatron.core.distributed.fsdp.retired_parameter import retire
@@ -41,17 +42,20 @@ _GATHERED, _RELEASED = 0, 1
 
 @dataclass(frozen=True)
 class GroupMesh:
-    """The data-parallel axes of a group: the mesh that its DTensors name, and a transport for each axis.
+    """The data-parallel axes of a group, outermost first, and a transport for each.
 
     Buffers lie in memory of the innermost axis's transport, which moves whole ones; outer axes move parts of them.
 
     Args:
-        tensor_mesh: the tensor-parallel axis, and behind it those of ``mesh``: what DTensors name where there is one.
+        rows_mesh: the same axes, innermost first: what DTensors name, where an axis cuts what those before it leave.
+            [Note: cuts go inside out] in DESIGN.md.
+        tensor_mesh: the tensor-parallel axis, and behind it those of ``rows_mesh``: what DTensors name where there is one.
         model: between which ranks the model is split besides.
     """
 
     mesh: DeviceMesh
     axes: tuple[Transport, ...]
+    rows_mesh: DeviceMesh
     tensor_mesh: DeviceMesh | None = None
     model: ModelParallel = field(default_factory=ModelParallel)
 
@@ -141,6 +145,7 @@ class FsdpParameterGroup:
                     retire(original)
             parameter.original = parameter.made_from = None  # type: ignore[assignment]  # whose memory is not needed any more
         self.holders = Holders([parameter.holders for parameter in self.parameters], self.sharded, self.unsharded)
+        self.grad_sums: list[GradSum] = []
         if self.trainable:
             self._make_gradients()
         if self.weight_storage is not None:
@@ -235,16 +240,24 @@ class FsdpParameterGroup:
     def _dtensor(self, buffer: DBuffer, index: int) -> DTensor:
         part = self.parts[index]
         stride = torch.empty(part.shape, device="meta").stride()
-        placements = [*part.placements, *(self._dtensor_placement(p, index) for p in buffer.placements)]
-        mesh = self.group_mesh.tensor_mesh or self.group_mesh.mesh
+        placements = [*part.placements, *self._row_placements(buffer, index)]
+        mesh = self.group_mesh.tensor_mesh or self.group_mesh.rows_mesh
         return DTensor.from_local(
             buffer.view(index), mesh, placements, run_check=False, shape=part.shape, stride=stride
         )
 
-    def _dtensor_placement(self, placement: Placement, index: int) -> Placement:
-        if not isinstance(placement, Shard):
-            return Replicate()
-        return RowShard.of(self.layout, index)
+    def _row_placements(self, buffer: DBuffer, index: int) -> list[Placement]:
+        """[A] which rows of tensor ``index`` the buffer holds, by axis, innermost first."""
+        slot, begin, segment_numel = self.layout.slots[index], 0, self.layout.total_numel
+        placements: list[Placement] = []
+        for placement, axis in reversed(list(zip(buffer.placements, self.group_mesh.axes, strict=True))):
+            if not isinstance(placement, Shard):
+                placements.append(Replicate())
+                continue
+            segment_numel //= axis.size
+            placements.append(RowShard(max(slot.start - begin, 0), segment_numel, slot.row_numel))
+            begin += axis.rank * segment_numel  # the next axis cuts what this one leaves here
+        return placements
 
     def _unsharded_parameter(self, index: int, parameter: ManagedParameter) -> nn.Parameter:
         unsharded = nn.Parameter(self.full_weight.view(index), requires_grad=self.trainable)
@@ -270,9 +283,22 @@ class FsdpParameterGroup:
         self._grads = [self._dtensor(main_grad, i) for i in range(len(self.parameters))]
         self._partial_storage = FlatStorage(total, self.dtypes.main_grads, self.device)
         self._holds_partial = False
+        self.grad_sums = self._make_grad_sums()
         for storage in (self.staging_storage, self.main_grad_storage, self._partial_storage):
             storage.free()
         self._offer_main_grads()
+
+    def _make_grad_sums(self) -> list[GradSum]:
+        """Sums of gradients over other ranks of the model than the data-parallel ones. What is shared is a group's alone."""
+        found, tensor_mesh, model = [], self.group_mesh.tensor_mesh, self.group_mesh.model
+        held = zip(self.parts, self.sharded, strict=True)
+        split = [p for part, p in held if part.is_replicated and getattr(p, "sequence_parallel", False)]
+        if split and tensor_mesh is not None and tensor_mesh.size(0) > 1:
+            found.append(GradSum(split, tensor_mesh.get_group(0), waits_for_use=False))
+        if is_shared_between_stages(self.sharded[0], model):
+            assert model.embedding_group is not None
+            found.append(GradSum(self.sharded, model.embedding_group, waits_for_use=True))
+        return found
 
     def _offer_main_grads(self) -> None:
         """Afterwards layers may write weight gradients in place. [Note: gradients written in place] in DESIGN.md."""
@@ -592,6 +618,9 @@ class FsdpParameterGroup:
             self._staging.local.copy_(self._partial_storage.flat)
             self._holds_partial = False
         out, scale = self.main_grad_storage.flat, self.grad_scale
+        if is_last or self._outer_sum is None:
+            for grad_sum in self.grad_sums:
+                grad_sum.before_reduction(overwrite=overwrite)
         if self._outer_sum is None:
             reduce, full = self._reduction
             reduce(out, full, scale=scale, accumulate=not overwrite)
