@@ -2,7 +2,8 @@
 
 Every rank has a place on two grids over the same ranks. On the dense grid its axes are tensor (tp), context (cp), data
 (dp) and pipeline parallelism (pp); on the expert grid tensor parallelism of experts, expert parallelism (ep), data
-parallelism of experts, and the same pipeline stages. A group holds the ranks that differ on its axes alone.
+parallelism of experts, and the same pipeline stages. Where experts are split as dense layers are, the two are one. A
+group holds the ranks that differ on its axes alone.
 """
 
 from __future__ import annotations
@@ -107,6 +108,11 @@ class RankGrid:
         """Ranks that split one expert's matrices."""
         return self.expert_tensor_parallel_size or self.tensor_model_parallel_size
 
+    @property
+    def experts_are_split_as_dense_layers(self) -> bool:
+        """True without experts too."""
+        return self.expert_model_parallel_size == 1 and self.expert_tensor_size == self.tensor_model_parallel_size
+
     @cached_property
     def dense_sizes(self) -> dict[str, int]:
         """The size of each axis of the dense grid, neighbouring ranks first."""
@@ -115,7 +121,7 @@ class RankGrid:
 
     @cached_property
     def expert_sizes(self) -> dict[str, int]:
-        """The size of each axis of the expert grid, neighbouring ranks first."""
+        """The size of each axis of the expert grid, neighbouring ranks first, where it is a grid of its own."""
         tp, ep, pp = self.expert_tensor_size, self.expert_model_parallel_size, self.pipeline_model_parallel_size
         return self._ordered({"tp": tp, "cp": 1, "ep": ep, "dp": self.world_size // (tp * ep * pp), "pp": pp})
 
@@ -155,6 +161,8 @@ class RankGrid:
         return _groups_along(self.dense_sizes, axes)
 
     def _expert_groups(self, axes: tuple[str, ...]) -> Groups:
+        if self.experts_are_split_as_dense_layers:
+            return self._dense_groups(axes if "dp" not in axes else (*axes, "cp"))
         return _groups_along(self.expert_sizes, axes)
 
     def _hybrid_groups(self, sharded: str, *, inner: bool) -> Groups:

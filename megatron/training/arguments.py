@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.full_cuda_graph import FullCudaGraphConfig
 from megatron.core.optimizer import OptimizerConfig
+from megatron.core.rank_grid import RankGrid
 from megatron.core.transformer.transformer_config import TransformerConfig, squared_relu
 from megatron.training.batches import BatchConfig
 from megatron.training.checkpointing import CheckpointConfig
@@ -24,8 +25,10 @@ from megatron.training.flags_always_so import ALWAYS_SO
 from megatron.training.flags_checkpoint import add_checkpoint_flags, add_logging_flags
 from megatron.training.flags_data import add_data_flags
 from megatron.training.flags_distributed import add_distributed_flags
+from megatron.training.flags_experts import add_expert_flags, expert_settings
 from megatron.training.flags_graphs import add_graph_flags, captures_iterations, full_cuda_graph_config
 from megatron.training.flags_model import add_model_flags
+from megatron.training.flags_parallel import add_parallel_flags, parallel_settings, rank_grid
 from megatron.training.flags_refused import REFUSED, REFUSED_FAMILIES
 from megatron.training.flags_training import add_training_flags
 from megatron.training.garbage import GarbageConfig
@@ -42,6 +45,7 @@ class Settings:
     """All settings of a run, one part for each component."""
 
     model: GPTConfig
+    grid: RankGrid
     batch: BatchConfig
     data: DataConfig
     optimizer: OptimizerConfig
@@ -66,6 +70,8 @@ def build_parser() -> FlagParser:
     )
     for add_flags in (
         add_model_flags,
+        add_expert_flags,
+        add_parallel_flags,
         add_training_flags,
         add_data_flags,
         add_checkpoint_flags,
@@ -81,7 +87,7 @@ def parse_settings(argv: Sequence[str], *, world_size: int | None = None) -> Set
     """The settings that a command line stands for, checked; nothing is allocated.
 
     Args:
-        world_size: data-parallel ranks; None: those that torchrun started.
+        world_size: ranks of the run; None: those that torchrun started.
 
     Raises:
         FlagError: flags are unknown, refused, malformed or do not go together; the message names all that were found.
@@ -101,15 +107,19 @@ def settings_from_args(args: Namespace, *, world_size: int) -> Settings:
     Raises:
         ValueError, NotImplementedError: a component refuses its settings.
     """
+    model = _model(args)
+    grid = rank_grid(args, world_size=world_size)
+    data_parallel_size = grid.size("dp")
     batch = BatchConfig(
         micro_batch_size=args.micro_batch_size,
-        global_batch_size=args.micro_batch_size * world_size
+        global_batch_size=args.micro_batch_size * data_parallel_size
         if args.global_batch_size is None
         else args.global_batch_size,
-        data_parallel_size=world_size,
+        data_parallel_size=data_parallel_size,
     )
     return Settings(
-        model=_model(args),
+        model=model,
+        grid=grid,
         batch=batch,
         data=_data(args),
         optimizer=_optimizer(args),
@@ -186,6 +196,7 @@ _SAME_NAME_IN_TRANSFORMER_CONFIG = (
 
 def _transformer(args: Namespace) -> TransformerConfig:
     settings: dict[str, Any] = {name: getattr(args, name) for name in _SAME_NAME_IN_TRANSFORMER_CONFIG}
+    settings |= parallel_settings(args) | expert_settings(args)
     if args.swiglu:
         settings |= {"gated_linear_unit": True, "activation_func": F.silu}
         settings["bias_activation_fusion"] = args.bias_swiglu_fusion
@@ -355,6 +366,8 @@ def _ddp(args: Namespace) -> DistributedDataParallelConfig:
         fsdp_transport=args.fsdp_transport,
         nccl_ub=args.use_nccl_ub,
         fsdp_memory_budget=args.fsdp_memory_budget,
+        num_distributed_optimizer_instances=args.num_distributed_optimizer_instances,
+        outer_dp_sharding_strategy=args.outer_dp_sharding_strategy,
     )
 
 

@@ -70,6 +70,35 @@ CONFLICTS: tuple[Conflict, ...] = (
         "--max-position-embeddings must be at least --seq-length, got {max_position_embeddings} and {seq_length}",
     ),
     Conflict(
+        "samples that context parallelism cannot cut",
+        lambda a: (
+            a.context_parallel_size > 1
+            and a.seq_length is not None
+            and a.seq_length % (2 * a.context_parallel_size) != 0
+        ),
+        "--seq-length must be a multiple of 2 * --context-parallel-size (each rank has an early and a late part), got "
+        "{seq_length} and {context_parallel_size}",
+    ),
+    Conflict(
+        "samples that sequence parallelism cannot cut",
+        lambda a: (
+            a.sequence_parallel
+            and a.seq_length is not None
+            and a.seq_length % (a.context_parallel_size * a.tensor_model_parallel_size) != 0
+        ),
+        "--seq-length must be a multiple of --context-parallel-size * --tensor-model-parallel-size with "
+        "--sequence-parallel, got {seq_length} and {context_parallel_size} * {tensor_model_parallel_size}",
+    ),
+    Conflict(
+        "a vocabulary that tensor parallelism cannot cut",
+        lambda a: (
+            a.tensor_model_parallel_size > 0 and a.make_vocab_size_divisible_by % a.tensor_model_parallel_size != 0
+        ),
+        "--make-vocab-size-divisible-by must be a multiple of --tensor-model-parallel-size, got "
+        "{make_vocab_size_divisible_by} and {tensor_model_parallel_size}: the vocabulary is padded to it alone, so that the "
+        "model is the same whatever the split",
+    ),
+    Conflict(
         "query groups without grouped attention",
         lambda a: a.num_query_groups != 1 and not a.group_query_attention,
         "--num-query-groups {num_query_groups} needs --group-query-attention",

@@ -14,27 +14,6 @@ ALWAYS_SO: dict[str, AlwaysSo] = {
     "--use-flash-attn": AlwaysSo(
         fact="attention takes the FlashAttention kernel wherever PyTorch has it for the device"
     ),
-    "--tensor-model-parallel-size": AlwaysSo(
-        fact="no tensor parallelism", values=("1",), otherwise="tensor parallelism is not served yet"
-    ),
-    "--pipeline-model-parallel-size": AlwaysSo(
-        fact="no pipeline parallelism", values=("1",), otherwise="pipeline parallelism is not served yet"
-    ),
-    "--context-parallel-size": AlwaysSo(
-        fact="no context parallelism", values=("1",), otherwise="context parallelism is not served yet"
-    ),
-    "--expert-model-parallel-size": AlwaysSo(
-        fact="no expert parallelism", values=("1",), otherwise="expert parallelism is not served yet"
-    ),
-    "--expert-tensor-parallel-size": AlwaysSo(
-        fact="no expert parallelism", values=("1",), otherwise="expert parallelism is not served yet"
-    ),
-    "--num-distributed-optimizer-instances": AlwaysSo(
-        fact="one instance, over all data-parallel ranks", values=("1",), otherwise="hybrid sharding is not served yet"
-    ),
-    "--outer-dp-sharding-strategy": AlwaysSo(
-        fact="there is no outer data-parallel axis", values=("no_shard",), otherwise="hybrid sharding is not served yet"
-    ),
     "--megatron-fsdp-version": AlwaysSo(
         fact="there is one engine, built on DTensors as version 2 is",
         values=("2",),
@@ -69,5 +48,7 @@ ALWAYS_SO: dict[str, AlwaysSo] = {
     "--te-rng-tracker": AlwaysSo(fact="random numbers in a CUDA graph are those of an eager step"),
     "--rerun-mode": AlwaysSo(fact="no step is run twice", values=("disabled",), otherwise="reruns are not served"),
     "--no-one-logger": AlwaysSo(fact="nothing is reported to one_logger"),
-    "--no-async-tensor-model-parallel-allreduce": AlwaysSo(fact="there is no tensor parallelism"),
+    "--no-async-tensor-model-parallel-allreduce": AlwaysSo(
+        fact="in backward, the reduction of an input's gradient ends before the weight's is computed"
+    ),
 }

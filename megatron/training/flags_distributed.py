@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+OUTER_STRATEGIES = ("no_shard", "optim")
 TRANSPORTS = ("auto", "nccl", "symm", "peer_copy")
 DTYPES = ("fp32", "bf16", "fp16", "auto")
 
@@ -47,6 +48,18 @@ def _add_sharding_flags(group: argparse._ArgumentGroup) -> None:
         choices=STRATEGIES,
         default="no_shard",
         help="what is sharded (default: no_shard)",
+    )
+    group.add_argument(
+        "--num-distributed-optimizer-instances",
+        type=int,
+        default=1,
+        help="hybrid sharding: groups of data-parallel ranks that hold all of what is sharded (default: 1)",
+    )
+    group.add_argument(
+        "--outer-dp-sharding-strategy",
+        choices=OUTER_STRATEGIES,
+        default="no_shard",
+        help="what these groups share: nothing, or the optimizer state (default: no_shard)",
     )
     group.add_argument(
         "--use-distributed-optimizer",

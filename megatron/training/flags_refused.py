@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-_MOE = "mixture-of-experts layers are not served yet"
+_MOE = "this setting of experts is not served"
 _MLA = "multi-latent attention is not served yet"
 _FP8 = "training in FP8 or FP4 is not served yet; use --bf16"
 _FP16 = "fp16 and its loss scaling are not served; use --bf16, which needs none"
 _SHARP = "reductions in switches are not served; --use-nccl-ub is NCCL's symmetric memory over NVLink"
 _MODEL = "this variant of the model is not served yet"
-_PIPELINE = "pipeline parallelism is not served yet"
+_PIPELINE = "each stage is one block of as many layers; interleaved and uneven stages are not served"
 _PROFILE = "profiling from the command line is not served yet; profile the whole process from outside"
 _GRAPHS = "graphs of parts of a step are not served; --cuda-graph-impl full_iteration captures all of it"
 _CHECKPOINT = "this kind of checkpoint is not served; --save, --save-interval and --load are"
@@ -26,8 +26,6 @@ REFUSED: dict[str, str] = {
     "--keep-fp8-transpose-cache": _FP8,
     "--first-last-layers-bf16": _FP8,
     "--reuse-grad-buf-for-mxfp8-param-ag": _FP8,
-    "--sequence-parallel": "there is no tensor parallelism that it would belong to; leave the flag out",
-    "--num-experts": _MOE,
     "--multi-latent-attention": _MLA,
     "--q-lora-rank": _MLA,
     "--kv-lora-rank": _MLA,
@@ -48,16 +46,16 @@ REFUSED: dict[str, str] = {
     "--main-params-dtype": "use --megatron-fsdp-main-params-dtype",
     "--exp-avg-dtype": "optimizer state is kept in fp32; leave the flag out",
     "--exp-avg-sq-dtype": "optimizer state is kept in fp32; leave the flag out",
-    "--enable-full-sharding-in-hsdp": "hybrid sharding is not served yet",
+    "--enable-full-sharding-in-hsdp": "use --outer-dp-sharding-strategy optim, which shards optimizer state over all ranks",
     "--use-torch-fsdp2": "the engine is this framework's own; use --use-megatron-fsdp",
     "--rampup-batch-size": "the global batch size is constant; give its final value with --global-batch-size",
     "--decrease-batch-size-if-needed": "the global batch size is constant; give one that fits the number of ranks",
     "--batch-size": "it is Megatron-LM's old name; use --micro-batch-size",
     "--warmup": "it is Megatron-LM's old name; use --lr-warmup-fraction, --lr-warmup-iters or --lr-warmup-samples",
-    "--model-parallel-size": "it is Megatron-LM's old name; tensor parallelism is not served yet",
+    "--model-parallel-size": "it is Megatron-LM's old name; use --tensor-model-parallel-size",
     "--checkpoint-activations": "it is Megatron-LM's old name; use --recompute-granularity",
     "--recompute-activations": "it is Megatron-LM's old name; use --recompute-granularity selective",
-    "--distribute-saved-activations": "there is no tensor parallelism to distribute them over",
+    "--distribute-saved-activations": "recomputed layers keep their whole input; use --sequence-parallel",
     "--use-dist-ckpt": "it is Megatron-LM's old name; use --ckpt-format fsdp_dtensor",
     "--dist-ckpt-format": "it is Megatron-LM's old name; use --ckpt-format fsdp_dtensor",
     "--use-rotary-position-embeddings": "it is Megatron-LM's old name; use --position-embedding-type rope",
@@ -139,7 +137,7 @@ REFUSED_FAMILIES: tuple[tuple[str, str], ...] = (
     ("--fp4-", _FP8),
     ("--moe-", _MOE),
     ("--mtp-", "multi-token prediction is not served yet"),
-    ("--tp-comm-", "tensor parallelism is not served yet"),
+    ("--tp-comm-", "tensor-parallel communication is not overlapped with the matrix products around it"),
     ("--ddp-", "buckets of plain data parallelism do not exist here: units of the model are reduced as a whole"),
     ("--tiktoken-", "tiktoken vocabularies are not served; use --tokenizer-type HuggingFaceTokenizer"),
     ("--non-persistent-", _CHECKPOINT),
@@ -156,6 +154,5 @@ REFUSED_FAMILIES: tuple[tuple[str, str], ...] = (
     ("--inference-", "inference is not served"),
     ("--inprocess-", "restarts inside a process are not served; resume from the checkpoint"),
     ("--one-logger-", "nothing is reported to one_logger"),
-    ("--hierarchical-context-parallel", "context parallelism is not served yet"),
-    ("--cp-comm-type", "context parallelism is not served yet"),
+    ("--hierarchical-context-parallel", "a sequence is split over one group of ranks; use --cp-comm-type p2p"),
 )

@@ -15,6 +15,8 @@ from megatron.core.rank_grid import GROUP_NAMES, RankGrid
 DENSE = {"tp": "tp", "cp": "cp", "pp": "pp", "mp": "tp pp", "dp": "dp", "dp_cp": "cp dp", "tp_cp": "tp cp"}
 EXPERT = {"ep": "ep", "expt_tp": "tp", "expt_dp": "dp", "tp_ep": "tp ep", "pp": "pp"}
 
+AS_DENSE = {"ep": "ep", "expt_tp": "tp", "expt_dp": "dp_cp", "tp_ep": "tp", "pp": "pp"}
+
 
 def grid(world_size: int, **degrees: Any) -> RankGrid:
     """A grid with Megatron's short names of the degrees."""
@@ -68,6 +70,10 @@ def test_pipeline_stages_may_be_neighbours_within_a_data_parallel_rank() -> None
     other = grid(16, tp=2, pp=4, order="tp-cp-ep-pp-dp")
     assert other.groups("pp").tolist() == [[r, r + 2, r + 4, r + 6] for r in (0, 1, 8, 9)]
     assert other.groups("dp").tolist() == [[r, r + 8] for r in range(8)]
+    with_context = grid(8, cp=2, pp=2, order="tp-cp-ep-pp-dp")
+    assert (
+        with_context.groups("expt_dp").tolist() == with_context.groups("dp_cp").tolist() == [[0, 1, 4, 5], [2, 3, 6, 7]]
+    )
 
 
 degree = st.sampled_from([1, 1, 2, 3, 4, 8])
@@ -80,7 +86,7 @@ def grids(draw: st.DrawFn, largest_world: int) -> RankGrid:
     order = draw(st.sampled_from(["tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp"]))
     unit = int(np.lcm.reduce([tp * cp * pp * instances, expt_tp * ep * pp * instances]))
     assume(unit <= largest_world)
-    assume(order.endswith("pp") or pp == 1 or tp * cp == expt_tp * ep)
+    assume(order.endswith("pp") or pp == 1 or tp * cp == expt_tp * ep or (ep == 1 and tp == expt_tp))
     world = unit * draw(st.integers(1, largest_world // unit))
     return grid(world, tp=tp, cp=cp, pp=pp, ep=ep, expt_tp=expt_tp, instances=instances, order=order)
 
@@ -99,6 +105,9 @@ def test_a_group_holds_the_ranks_that_differ_on_its_axes_alone(some: RankGrid) -
     for axes_by_name, sizes in ((DENSE, some.dense_sizes), (EXPERT, some.expert_sizes)):
         where = [places(sizes, rank) for rank in range(some.world_size)]
         for name, axes in axes_by_name.items():
+            if axes_by_name is EXPERT and some.experts_are_split_as_dense_layers:
+                assert some.groups(name).tolist() == some.groups(AS_DENSE[name]).tolist()
+                continue
             expected: dict[tuple[int, ...], list[int]] = {}
             for rank, place in enumerate(where):
                 expected.setdefault(tuple(place[a] for a in sizes if a not in axes.split()), []).append(rank)
@@ -151,6 +160,7 @@ def test_groups_divide_the_world_and_cross_in_one_rank(some: RankGrid) -> None:
         {"tp": 4, "pp": 16, "ep": 64, "expt_tp": 1, "instances": 2},
         {"tp": 8, "cp": 2, "pp": 8, "ep": 16, "expt_tp": 1, "order": "tp-cp-ep-pp-dp"},
         {"tp": 16384},
+        {"tp": 8, "cp": 4, "pp": 16, "instances": 8, "order": "tp-cp-ep-pp-dp"},
     ],
     ids=str,
 )

@@ -19,6 +19,15 @@ CASES: dict[str, tuple[str, str]] = {
     "no micro_batch_size": ("", "--micro-batch-size"),
     "no lr": ("", "--lr"),
     "positions shorter than samples": ("--max-position-embeddings 4", ""),
+    "samples that context parallelism cannot cut": ("--context-parallel-size 3 --attention-dropout 0", ""),
+    "samples that sequence parallelism cannot cut": (
+        "--context-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel --seq-length 6",
+        "",
+    ),
+    "a vocabulary that tensor parallelism cannot cut": (
+        "--tensor-model-parallel-size 4 --make-vocab-size-divisible-by 6",
+        "",
+    ),
     "query groups without grouped attention": ("--num-query-groups 2", ""),
     "rotary settings without rotary positions": ("--rotary-base 500000", ""),
     "rope scaling factor without rope scaling": ("--position-embedding-type rope --rope-scaling-factor 4", ""),

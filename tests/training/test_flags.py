@@ -13,6 +13,7 @@ import torch
 
 from megatron.training.arguments import build_parser, parse_settings, settings_from_args
 from megatron.training.flag_parser import FlagError
+from megatron.training.flags_experts import layer_pattern
 from tests.training.launch_lines import DEEPSEEK_V3, LLAMA3_8B, LLAMA3_8B_AS_SERVED
 
 MINIMAL = [
@@ -107,7 +108,7 @@ def test_every_refusal_has_a_reason_and_is_not_served_elsewhere() -> None:
         assert flag not in parser._option_string_actions and flag not in parser.always_so
         assert reason and parser.reason_against(flag) == reason
     for start, reason in parser.refused_families:
-        assert reason and not any(flag.startswith(start) for flag in parser._option_string_actions)
+        assert reason and parser.reason_against(f"{start}of-its-kind") == reason
 
 
 def test_unknown_flags_are_refused_with_the_nearest_name_and_abbreviations_are_unknown() -> None:
@@ -168,8 +169,8 @@ def test_every_setting_is_read_by_a_component() -> None:
     sources = [*Path("megatron/training").glob("*.py"), *Path("megatron/core/optimizer").glob("*.py")]
     text = "\n".join(path.read_text() for path in sources if path.name not in ("arguments.py", "flag_conflicts.py"))
     for part in dataclasses.fields(settings):
-        if part.name == "ddp":
-            continue  # the engine's own; its tests see to it
+        if part.name in ("ddp", "grid"):
+            continue  # the engine's own, and geometry: their tests see to it
         for field in dataclasses.fields(getattr(settings, part.name)):
             assert re.search(rf"\.{field.name}\b|\"{field.name}\"", text), f"{part.name}.{field.name} is never read"
 
@@ -189,6 +190,47 @@ def test_defaults_are_those_of_megatron_lm() -> None:
         "gradient_accumulation_fusion": True, "bf16": False, "manual_gc_interval": 0, "lr_wsd_decay_style": "exponential",
     }  # fmt: skip
     assert {name: args[name] for name in expected} == expected
+
+
+def test_ranks_that_split_the_model_share_samples() -> None:
+    flags = (
+        "--tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2 --pipeline-model-parallel-size 2"
+    )
+    flags += " --attention-dropout 0 --use-tp-pp-dp-mapping"
+    settings = parse_settings([*MINIMAL, *flags.split()], world_size=16)
+    assert (settings.batch.data_parallel_size, settings.batch.global_batch_size) == (2, 4)
+    assert settings.grid.groups("dp").tolist()[0] == [0, 8] and settings.grid.groups("pp").tolist()[0] == [0, 4]
+    transformer = settings.model.transformer
+    assert transformer.sequence_parallel and transformer.cp_comm_type == "p2p"
+
+
+def test_experts_and_their_router_reach_the_model() -> None:
+    flags = "--num-experts 4 --moe-layer-freq ([0]+[1]*1) --moe-router-topk 3 --moe-aux-loss-coeff 0.1"
+    settings = parse_settings([*MINIMAL, *flags.split(), "--expert-model-parallel-size", "2"], world_size=4)
+    transformer = settings.model.transformer
+    assert (transformer.num_moe_experts, transformer.moe_layer_freq, transformer.moe_router_topk) == (4, [0, 1], 3)
+    assert transformer.moe_aux_loss_coeff == 0.1 and settings.grid.size("expt_dp") == 2
+
+
+def test_hybrid_sharding_reaches_the_engine() -> None:
+    flags = "--use-megatron-fsdp --num-distributed-optimizer-instances 2 --outer-dp-sharding-strategy optim"
+    settings = parse_settings([*MINIMAL, *flags.split()], world_size=4)
+    ddp = settings.ddp
+    assert (ddp.num_distributed_optimizer_instances, ddp.outer_dp_sharding_strategy) == (2, "optim")
+    assert settings.grid.groups("intra_dp_cp").tolist() == [[0, 1], [2, 3]]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("2", 2), ("[0,1]", [0, 1]), ("([0]*3 + [1]*2)", [0, 0, 0, 1, 1]), ("[0,1]*2", [0, 1] * 2)]
+)
+def test_a_pattern_of_layers_is_a_number_or_a_sum_of_lists(text: str, expected: Any) -> None:
+    assert layer_pattern(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "1+1", "[1]*[1]", "['1']", "[0]*99999999", "__import__('os')", "[[1]]"])
+def test_another_pattern_of_layers_is_refused(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="must be a number or an expression"):
+        layer_pattern(text)
 
 
 def test_schedule_counts_samples_whatever_it_was_given_in() -> None:

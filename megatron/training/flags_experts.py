@@ -1,0 +1,137 @@
+"""Flags of mixtures of experts: names, types and defaults are Megatron-LM's, except where the help says otherwise."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+
+
+def add_expert_flags(parser: argparse.ArgumentParser) -> None:
+    """``parser`` knows the flags of experts and of their routers."""
+    _add_shape_flags(parser.add_argument_group("mixture of experts"))
+    _add_router_flags(parser.add_argument_group("router of experts"))
+
+
+def _add_shape_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--num-experts", type=int, help="experts of a layer (default: all layers are dense)")
+    group.add_argument(
+        "--moe-layer-freq",
+        type=layer_pattern,
+        default=1,
+        help="every so-manieth layer has experts, or a 1 or 0 for each layer, as in ([0]*3+[1]*58) (default: 1)",
+    )
+    group.add_argument(
+        "--moe-ffn-hidden-size", type=int, help="width inside an expert (default: that of the dense MLP)"
+    )
+    group.add_argument(
+        "--moe-shared-expert-intermediate-size", type=int, help="width of an expert for all tokens (default: none)"
+    )
+    group.add_argument("--moe-shared-expert-gate", action="store_true", help="a learned gate on the shared expert")
+    group.add_argument(
+        "--moe-grouped-gemm", action="store_true", help="one grouped kernel for all experts, where the device has it"
+    )
+    group.add_argument(
+        "--moe-token-dispatcher-type",
+        choices=["allgather", "alltoall", "flex"],
+        default="alltoall",
+        help="how tokens reach their experts (default: alltoall; Megatron-LM's is allgather, which gives the same numbers "
+        "and is served where experts are not split; flex is refused)",
+    )
+
+
+def _add_router_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--moe-router-topk", type=int, default=2, help="experts of each token (default: 2)")
+    group.add_argument(
+        "--moe-router-score-function",
+        choices=["softmax", "sigmoid"],
+        default="softmax",
+        help="what makes scores of logits (default: softmax)",
+    )
+    group.add_argument(
+        "--moe-router-pre-softmax", action="store_true", help="softmax over all experts, before the best are taken"
+    )
+    group.add_argument(
+        "--moe-router-topk-scaling-factor", type=float, help="factor on the weights of a token's experts"
+    )
+    group.add_argument("--moe-router-dtype", choices=["fp32", "fp64"], help="dtype of logits (default: the model's)")
+    group.add_argument(
+        "--moe-router-load-balancing-type",
+        choices=["aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"],
+        default="aux_loss",
+        help="over what experts are balanced: a microbatch, each sequence, or nothing (default: aux_loss; "
+        "global_aux_loss and sinkhorn are refused)",
+    )
+    group.add_argument("--moe-aux-loss-coeff", type=float, default=0.0, help="factor of that loss (default: 0)")
+    group.add_argument("--moe-z-loss-coeff", type=float, help="factor of the loss on the logits' size (default: none)")
+    group.add_argument(
+        "--moe-expert-capacity-factor", type=float, help="an expert's share of tokens; more are dropped (default: all)"
+    )
+    group.add_argument(
+        "--moe-pad-expert-input-to-capacity", action="store_true", help="every expert computes as much as it may take"
+    )
+    group.add_argument(
+        "--moe-token-drop-policy",
+        choices=["probs", "position"],
+        default="probs",
+        help="which tokens are dropped: the least probable or the last (default: probs)",
+    )
+
+
+_SAME_NAME_IN_TRANSFORMER_CONFIG = (
+    "moe_layer_freq",
+    "moe_ffn_hidden_size",
+    "moe_shared_expert_intermediate_size",
+    "moe_shared_expert_gate",
+    "moe_grouped_gemm",
+    "moe_token_dispatcher_type",
+    "moe_router_topk",
+    "moe_router_score_function",
+    "moe_router_pre_softmax",
+    "moe_router_topk_scaling_factor",
+    "moe_router_dtype",
+    "moe_router_load_balancing_type",
+    "moe_aux_loss_coeff",
+    "moe_z_loss_coeff",
+    "moe_expert_capacity_factor",
+    "moe_pad_expert_input_to_capacity",
+    "moe_token_drop_policy",
+)
+
+
+def expert_settings(args: argparse.Namespace) -> dict[str, object]:
+    """The fields of ``TransformerConfig`` that say what experts there are."""
+    return {"num_moe_experts": args.num_experts} | {
+        name: getattr(args, name) for name in _SAME_NAME_IN_TRANSFORMER_CONFIG
+    }
+
+
+def layer_pattern(text: str) -> int | list[int]:
+    """A number, or the list that an expression of lists of numbers, ``+`` and ``*`` stands for.
+
+    Raises:
+        argparse.ArgumentTypeError: anything else.
+    """
+    try:
+        value = _value_of(ast.parse(text.strip(), mode="eval").body)
+    except SyntaxError:
+        value = None
+    if value is None:
+        raise argparse.ArgumentTypeError(f"must be a number or an expression such as ([0]*3+[1]*58), got {text!r}")
+    return value
+
+
+def _value_of(node: ast.expr) -> int | list[int] | None:
+    """None where the expression is of another kind; nothing is called or looked up."""
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        return node.value
+    if isinstance(node, ast.List):
+        elements = [_value_of(element) for element in node.elts]
+        return elements if all(isinstance(element, int) for element in elements) else None  # type: ignore[return-value]
+    if not isinstance(node, ast.BinOp):
+        return None
+    left, right = _value_of(node.left), _value_of(node.right)
+    if isinstance(node.op, ast.Add) and isinstance(left, list) and isinstance(right, list):
+        return left + right
+    if isinstance(node.op, ast.Mult) and isinstance(left, list) and isinstance(right, int) and right < 10_000:
+        return left * right
+    return None
