@@ -17,6 +17,7 @@ from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataPa
 from megatron.core.full_cuda_graph import CudaStepGraph, FullCudaGraph
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.training.arguments import Settings
 from megatron.training.batches import BatchConfig, SequentialBatchSampler
 from megatron.training.checkpointing import Checkpointer, print_rank_0
@@ -217,11 +218,13 @@ def _step(setup: TrainingSetup, forward_step: ForwardStep, seed: int) -> TrainSt
     )
     graph = None
     if settings.cuda_graph.enabled:
+        tracker = get_cuda_rng_tracker(setup.model)
         graph = FullCudaGraph(
             computation,
             contexts_of(setup.model.module),
-            CudaStepGraph(setup.device, num_microbatches=num_microbatches),
+            CudaStepGraph(setup.device, num_microbatches=num_microbatches, tracker=tracker),
             warmup_steps=settings.cuda_graph.warmup_steps,
+            tracker=tracker,
         )
     return TrainStep(computation, setup.scheduler, settings.batch, seed=seed, rank=dist.get_rank(), graph=graph)
 
@@ -242,7 +245,13 @@ def _batches(
     sampler = SequentialBatchSampler(
         setup.settings.batch, rank=dist.get_rank(), total_samples=len(dataset), consumed_samples=consumed_samples
     )
-    one_pass = iterate_batches(dataset, sampler, num_workers=setup.settings.data.num_workers, device=setup.device)
+    one_pass = iterate_batches(
+        dataset,
+        sampler,
+        num_workers=setup.settings.data.num_workers,
+        device=setup.device,
+        cp_group=setup.model.pg_collection.cp,
+    )
     return chain(one_pass, _forever(lambda: _batches(setup, dataset, 0))) if repeats else one_pass
 
 

@@ -31,6 +31,7 @@ def _cut() -> tuple[dict[str, Any], list[int]]:
     positions = positions_on_this_cp_rank(16, dist.group.WORLD, torch.device("cpu"))
     assert cut["loss_mask"].dtype == torch.float32 and torch.equal(cut["labels"], cut["tokens"] + 1)
     assert torch.equal(cut["position_ids"], positions.expand(2, -1))
+    dist.barrier()  # a rank that ends while others still connect would be an error on them
     return {name: value.tolist() for name, value in cut.items()}, positions.tolist()
 
 

@@ -181,6 +181,7 @@ def _refusals() -> list[str]:
             attempt()
         except (NotImplementedError, ValueError) as error:
             messages.append(str(error))
+    dist.barrier()  # a rank that ends while others still connect would be an error on them
     return messages
 
 
