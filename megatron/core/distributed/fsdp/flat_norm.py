@@ -7,14 +7,12 @@ import weakref
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard
 
-from megatron.core.distributed.fsdp.flat_runs import runs_of
+from megatron.core.distributed.fsdp.counting import Scope, counts_here, scope_of
+from megatron.core.distributed.fsdp.flat_runs import Run, runs_of
+from megatron.core.distributed.fsdp.grad_sums import sum_grads
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup
 
-_Sharding = tuple[DeviceMesh, tuple[int, ...]]
 _GRAD = operator.attrgetter("grad")
 
 
@@ -46,43 +44,46 @@ class FlatGradNorm:
     def __call__(self) -> torch.Tensor:
         """[] fp32, on the device.
 
-        Ranks: all of the groups' meshes; does not block the host.
+        Ranks: all of the groups' meshes, and of the model where it is split; does not block the host.
         """
-        views: dict[_Sharding, dict[torch.dtype, list[torch.Tensor]]] = {}
-        device = None
-        for shard in self._shards:
-            group = shard.group()
-            if group is not None:
-                device = group.device
-                if has_gradient(group):
-                    # Also where this rank holds none of it: others wait for its part of the sum.
-                    by_dtype = views.setdefault(shard.sharding, {})
-                    by_dtype.setdefault(group.main_grad_storage.flat.dtype, []).extend(shard.views(group))
-        total = torch.zeros((), dtype=torch.float32, device=device)
-        for (mesh, axes), by_dtype in views.items():
+        living = [(shard, group) for shard in self._shards if (group := shard.group()) is not None]
+        sum_grads([group for _, group in living], in_use=True)
+        views: dict[Scope, dict[torch.dtype, list[torch.Tensor]]] = {}
+        for shard, group in living:
+            has_any = has_gradient(group)
+            for scope, counted in shard.views(group):
+                # Also where this rank holds none of it: others wait for its part of the sum.
+                if has_any or scope.is_model:
+                    by_dtype = views.setdefault(scope, {})
+                    if has_any:
+                        by_dtype.setdefault(group.main_grad_storage.flat.dtype, []).extend(counted)
+        total = torch.zeros((), dtype=torch.float32, device=living[-1][1].device if living else None)
+        for scope, by_dtype in views.items():
             part = _sum_of_squares(list(by_dtype.values()), total)
-            for axis in axes:
-                dist.all_reduce(part, group=mesh.get_group(axis))
+            scope.sum(part)
             total = total + part
         return total.sqrt()
 
 
 class _GradShard:
-    """The runs of one group's main gradient, as views that are made once."""
+    """The runs of one group's main gradient that this rank counts, as views that are made once."""
 
     def __init__(self, group: FsdpParameterGroup) -> None:
         self.group = weakref.ref(group)
-        mesh, placements = group.group_mesh.mesh, group.main_weight.placements
-        sharded = (axis for axis, placement in enumerate(placements) if isinstance(placement, Shard))
-        self.sharding: _Sharding = (mesh, tuple(axis for axis in sharded if mesh.size(axis) > 1))
-        self._runs = runs_of(group.main_weight, [0] * len(group.parameters))
+        scopes = [scope_of(parameter) for parameter in group.sharded]
+        self._runs: dict[Scope, list[Run]] = {}
+        for scope in dict.fromkeys(scopes):
+            counted = [own == scope and counts_here(p) for own, p in zip(scopes, group.sharded, strict=True)]
+            self._runs[scope] = runs_of(group.main_weight, [0] * len(counted), only=counted)
         self._flat: torch.Tensor | None = None
-        self._views: list[torch.Tensor] = []
+        self._views: list[tuple[Scope, list[torch.Tensor]]] = []
 
-    def views(self, group: FsdpParameterGroup) -> list[torch.Tensor]:
+    def views(self, group: FsdpParameterGroup) -> list[tuple[Scope, list[torch.Tensor]]]:
+        """The runs by the ranks over which they are summed. No gradient: they are not to be read."""
         flat = group.main_grad_storage.flat
         if flat is not self._flat:
-            self._flat, self._views = flat, [flat[begin:end] for begin, end, _ in self._runs]
+            self._flat = flat
+            self._views = [(scope, [flat[begin:end] for begin, end, _ in runs]) for scope, runs in self._runs.items()]
         return self._views
 
 

@@ -18,17 +18,20 @@ class Run(NamedTuple):
     cohort: int = 0
 
 
-def runs_of(buffer: DBuffer, cohorts: Sequence[int]) -> list[Run]:
+def runs_of(buffer: DBuffer, cohorts: Sequence[int], only: Sequence[bool] | None = None) -> list[Run]:
     """The fewest runs that hold all elements of the tensors that lie here, ascending, and nothing of the padding.
 
     Args:
         buffer: whose local part is cut; other buffers of its layout and placements are cut alike.
         cohorts: [T] the cohort of each tensor.
+        only: [T] False for tensors to be left out; all are taken when None.
 
     Ranks: pure; each computes its own.
     """
     spans = []
     for index, cohort in enumerate(cohorts):
+        if only is not None and not only[index]:
+            continue
         view = buffer.view(index)
         begin = int(view.storage_offset() - buffer.local.storage_offset())
         if view.numel():

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from megatron.core.distributed.fsdp.context import FsdpContext
+from megatron.core.distributed.fsdp.grad_sums import sum_grads
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup
 
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
@@ -93,7 +94,7 @@ def contexts_of_groups(groups: Iterable[FsdpParameterGroup]) -> list[FsdpContext
 
 
 def check_step(groups: Sequence[FsdpParameterGroup]) -> None:
-    """Afterwards the groups' main gradients are those of whole passes.
+    """Afterwards the groups' main gradients are those of whole passes, on all ranks of the model.
 
     Raises:
         RuntimeError: a pass is under way, or has failed, or was not a step's last microbatch.
@@ -116,6 +117,7 @@ def check_step(groups: Sequence[FsdpParameterGroup]) -> None:
             f"{partial[0]} and {len(partial) - 1} other groups hold sums of this rank alone; run the last backward "
             "under microbatch(model, is_last=True), or outside of no_sync()"
         )
+    sum_grads(groups, in_use=True)
 
 
 def groups_of(optimizer: torch.optim.Optimizer) -> list[FsdpParameterGroup]:
