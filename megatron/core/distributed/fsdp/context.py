@@ -13,6 +13,7 @@ from megatron.core.distributed.fsdp import ranges
 from megatron.core.distributed.fsdp.autograd_hooks import BackwardEnd, OutputHook
 from megatron.core.distributed.fsdp.collectives import Transport
 from megatron.core.distributed.fsdp.gatherer import Gatherer
+from megatron.core.distributed.fsdp.grad_sums import sum_grads
 from megatron.core.distributed.fsdp.graphs import Graphs, GraphToken
 from megatron.core.distributed.fsdp.memory_report import MemoryReport, report_memory
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup
@@ -481,6 +482,8 @@ class FsdpContext:
         for unit in list(self._claiming):
             self._close(unit)
         self.reducer.finish()
+        if self.is_last_microbatch:
+            sum_grads(self.groups, in_use=False)
         if self._read_peers and self.gatherer.has_unused:
             self.gatherer.end_pass(self._read_peers)  # reductions tell of gathers that compute waited for, no others
         self.gatherer.release_idle(keeps=not self.is_last_microbatch)
@@ -490,6 +493,7 @@ class FsdpContext:
         """Afterwards gradients that microbatches left unreduced are in ``param.grad``. Ranks: all."""
         self._reduce_partial()
         self.reducer.finish()
+        sum_grads(self.groups, in_use=False)
 
     def _reduce_partial(self) -> None:
         for group in self.groups:
