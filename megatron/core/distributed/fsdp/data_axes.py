@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -60,6 +61,29 @@ def device_of(mesh: DeviceMesh) -> torch.device:
     if mesh.device_type == "cuda":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device(mesh.device_type)
+
+
+def mesh_of_groups(
+    whole: ProcessGroup, groups: Sequence[ProcessGroup], device_type: str, names: Sequence[str]
+) -> DeviceMesh:
+    """The mesh over the ranks of ``whole``, in their order, whose axes are this rank's ``groups``, outermost first.
+
+    Raises:
+        ValueError: the groups are not those of such a mesh.
+    """
+    shape = [group.size() for group in groups]
+    own = [dist.get_process_group_ranks(group) for group in groups]
+    ranks = torch.tensor(dist.get_process_group_ranks(whole))
+    if math.prod(shape) == whole.size():
+        ranks = ranks.view(shape)
+        (place,) = (ranks == dist.get_rank()).nonzero().tolist()
+        lines = [ranks[(*place[:axis], slice(None), *place[axis + 1 :])].tolist() for axis in range(len(groups))]
+        if lines == own:
+            return DeviceMesh.from_group(list(groups), device_type, mesh=ranks, mesh_dim_names=tuple(names))
+    raise ValueError(
+        f"the groups of {', '.join(names)} must be the axes of a mesh over ranks {ranks.flatten().tolist()}, got "
+        f"{' and '.join(map(str, own))} on rank {dist.get_rank()}"
+    )
 
 
 def mesh_in_order(mesh: DeviceMesh, axes: Sequence[int]) -> DeviceMesh:

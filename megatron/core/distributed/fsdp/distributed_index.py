@@ -54,6 +54,7 @@ class FSDPDistributedIndex:
                     raise ValueError(
                         f"{axis_name} must name an axis of {mesh_name} {mesh.mesh_dim_names}, got {axis!r}"
                     )
+        self._check_outer()
         for is_expert, group in ((False, self.fsdp_group_ag), (True, self.expt_fsdp_group_ag)):
             if group is None:
                 continue
@@ -62,6 +63,24 @@ class FSDPDistributedIndex:
                 raise ValueError(
                     f"{'expt_fsdp_group_ag' if is_expert else 'fsdp_group_ag'} must hold the ranks {expected} of the "
                     f"sharding axis in that order, got {dist.get_process_group_ranks(group)}"
+                )
+
+    def _check_outer(self) -> None:
+        if self.hsdp_outer_dp_shard and self.dp_outer_dim is None:
+            raise ValueError("hsdp_outer_dp_shard=True needs dp_outer_dim, the axis to shard over, got None")
+        for is_expert, group in ((False, self.hybrid_fsdp_group), (True, self.hybrid_fsdp_expt_group)):
+            if group is None:
+                continue
+            name = "hybrid_fsdp_expt_group" if is_expert else "hybrid_fsdp_group"
+            if self.dp_outer_dim is None or self.dp_shard_dim is None:
+                raise ValueError(
+                    f"{name} needs dp_outer_dim and dp_shard_dim, got {self.dp_outer_dim} and {self.dp_shard_dim}"
+                )
+            mesh = self.get_submesh((self.dp_outer_dim, self.dp_shard_dim), is_expert)
+            expected = sorted(mesh.mesh.flatten().tolist())
+            if sorted(dist.get_process_group_ranks(group)) != expected:
+                raise ValueError(
+                    f"{name} must hold the ranks {expected} of both axes, got {dist.get_process_group_ranks(group)}"
                 )
 
     def get_root_mesh(self, is_expert_parallel: bool = False) -> DeviceMesh:

@@ -17,19 +17,20 @@ from megatron.core.distributed.distributed_data_parallel_config import Distribut
 from megatron.core.distributed.fsdp.collectives import SharedTransports
 from megatron.core.distributed.fsdp.collectives.symmetric import SymmetricTransport
 from megatron.core.distributed.fsdp.context import FsdpContext
-from megatron.core.distributed.fsdp.data_axes import device_of
+from megatron.core.distributed.fsdp.data_axes import device_of, mesh_of_groups
 from megatron.core.distributed.fsdp.distributed_index import FSDPDistributedIndex
 from megatron.core.distributed.fsdp.fully_shard import contexts_of, fully_shard
 from megatron.core.distributed.fsdp.mixed_precision import MixedPrecisionPolicy
 from megatron.core.distributed.fsdp.module import FsdpModule, fsdp_modules
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup
-from megatron.core.distributed.fsdp.placement import strategy_placements
+from megatron.core.distributed.fsdp.placement import Placements, hybrid_placements, strategy_placements
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-_AXIS = "dp_cp"
+# Names of the mesh's axes: the one over which weights are sharded, and the outer one of hybrid sharding.
+_AXIS, _OUTER_AXIS = "dp_cp", "dp_outer"
 
 
 class FullyShardedDataParallel(nn.Module):
@@ -43,10 +44,12 @@ class FullyShardedDataParallel(nn.Module):
             embedding and the output layer, each by itself. What is in no unit belongs to the root.
         disable_bucketing: must be False: gradients are reduced unit by unit.
         device: the device of the ranks' shards; None: the current CUDA device where the group is NCCL's, else the CPU.
-        pg_collection: its ``dp_cp`` (or, if None, ``dp``) is the sharding group; None: all ranks.
+        pg_collection: its ``dp_cp`` (or, if None, ``dp``) is the sharding group; None: all ranks. Under hybrid sharding
+            (``num_distributed_optimizer_instances`` above 1) that is ``intra_dp_cp``, and ``inter_dist_opt`` the group over
+            which it is replicated.
 
     Raises:
-        ValueError: the collection has no data-parallel group; a unit class that the model does not hold; the transport
+        ValueError: the collection has no data-parallel group, or none for hybrid sharding, or these do not fit; a unit class that the model does not hold; the transport
             that ``ddp_config`` names cannot serve the ranks, or its memory budget is a fraction of no device.
         NotImplementedError: ``disable_bucketing=True``, or a setting that is not served.
 
@@ -69,22 +72,21 @@ class FullyShardedDataParallel(nn.Module):
             raise NotImplementedError("disable_bucketing must be False, got True: gradients are reduced unit by unit")
         self.config, self.ddp_config, self.module = config, ddp_config, module
         self.pg_collection = pg_collection or ProcessGroupCollection.data_parallel()
-        self.dist_index = _distributed_index(self.pg_collection, device)
-        group = self.dist_index.get_fsdp_group()
+        self.dist_index = _distributed_index(self.pg_collection, ddp_config, device)
+        group = self.dist_index.get_dp_group()
         sums = getattr(config, "calculate_per_token_loss", False)
         units = _units(module, fsdp_unit_modules)
         self._shard = _Sharder(
-            mesh=self.dist_index.get_submesh(_AXIS),
+            index=self.dist_index,
             ddp_config=ddp_config,
             grad_divisor=Fraction(1, group.size()) if sums else Fraction(1),
-            gather_group=self.dist_index.get_fsdp_group(independent_all_gather=True),
             sizes_nbytes=_sizes_nbytes(units),
         )
         for unit in units:
             self._shard(unit)
         self._shard(module)
         _tie_output_layer(module)
-        keep_nbytes = _budget_nbytes(ddp_config.fsdp_memory_budget, group, device_of(self._shard.mesh))
+        keep_nbytes = _budget_nbytes(ddp_config.fsdp_memory_budget, group, device_of(self.dist_index.get_root_mesh()))
         for context in self._contexts():
             context.overlaps_gather = ddp_config.overlap_param_gather
             context.overlaps_reduce = ddp_config.overlap_grad_reduce
@@ -227,19 +229,18 @@ class _Sharder:
     def __init__(
         self,
         *,
-        mesh: DeviceMesh,
+        index: FSDPDistributedIndex,
         ddp_config: DistributedDataParallelConfig,
         grad_divisor: Fraction,
-        gather_group: ProcessGroup,
         sizes_nbytes: Sequence[int],
     ) -> None:
-        self.mesh = mesh
+        mesh, gather_group = index.get_root_mesh(), index.get_fsdp_group(independent_all_gather=True)
         comm_dtype = ddp_config.megatron_fsdp_grad_comm_dtype
         if comm_dtype is None and ddp_config.grad_reduce_in_fp32:
             comm_dtype = torch.float32
         self._arguments: dict[str, Any] = {
             "mesh": mesh,
-            "placements": strategy_placements(ddp_config.data_parallel_sharding_strategy),
+            "placements": _placements(index, ddp_config.data_parallel_sharding_strategy),
             "mixed_precision_policy": MixedPrecisionPolicy(
                 main_params_dtype=ddp_config.megatron_fsdp_main_params_dtype,
                 main_grads_dtype=ddp_config.megatron_fsdp_main_grads_dtype,
@@ -249,7 +250,11 @@ class _Sharder:
             "fsdp_group_ag": gather_group,
             # Chosen here, where the sizes of the units are known.
             "transport": SharedTransports.of(mesh).resolve(
-                ddp_config.transport_kind, mesh.get_group(), gather_group, device_of(mesh), sizes_nbytes=sizes_nbytes
+                ddp_config.transport_kind,
+                index.get_fsdp_group(),
+                gather_group,
+                device_of(mesh),
+                sizes_nbytes=sizes_nbytes,
             ),
         }
 
@@ -257,15 +262,43 @@ class _Sharder:
         fully_shard(module, **self._arguments)
 
 
-def _distributed_index(groups: ProcessGroupCollection, device: torch.device | None) -> FSDPDistributedIndex:
+def _placements(index: FSDPDistributedIndex, strategy: str) -> Placements:
+    """The strategy on the index's axes."""
+    assert index.dp_shard_dim is not None
+    if index.dp_outer_dim is None:
+        return strategy_placements(strategy, index.dp_shard_dim)
+    outer = "optim" if index.hsdp_outer_dp_shard else "no_shard"
+    return hybrid_placements(strategy, outer, (index.dp_outer_dim, index.dp_shard_dim))
+
+
+def _distributed_index(
+    groups: ProcessGroupCollection, ddp_config: DistributedDataParallelConfig, device: torch.device | None
+) -> FSDPDistributedIndex:
     group = groups.dp_cp or groups.dp
     if group is None:
         raise ValueError("pg_collection must hold a data-parallel group in dp_cp or dp, got None in both")
     if device is None:
         is_cuda = torch.cuda.is_available() and "nccl" in str(dist.get_backend_config(group))
         device = torch.device("cuda" if is_cuda else "cpu")
-    mesh = DeviceMesh.from_group(group, device.type, mesh_dim_names=(_AXIS,))
-    return FSDPDistributedIndex(mesh, dp_shard_dim=_AXIS, fsdp_group_ag=groups.dp_cp_ag)
+    instances = ddp_config.num_distributed_optimizer_instances
+    if instances == 1:
+        mesh = DeviceMesh.from_group(group, device.type, mesh_dim_names=(_AXIS,))
+        return FSDPDistributedIndex(mesh, dp_shard_dim=_AXIS, fsdp_group_ag=groups.dp_cp_ag)
+    outer, inner = groups.inter_dist_opt, groups.intra_dp_cp
+    if outer is None or inner is None or outer.size() != instances:
+        sizes = [None if each is None else each.size() for each in (outer, inner)]
+        raise ValueError(
+            f"num_distributed_optimizer_instances={instances} needs an inter_dist_opt of {instances} ranks and an intra_dp_cp "
+            f"in pg_collection, got groups of {sizes[0]} and {sizes[1]} ranks; make them with build_process_groups"
+        )
+    return FSDPDistributedIndex(
+        mesh_of_groups(group, [outer, inner], device.type, (_OUTER_AXIS, _AXIS)),
+        dp_shard_dim=_AXIS,
+        dp_outer_dim=_OUTER_AXIS,
+        hybrid_fsdp_group=group,
+        hsdp_outer_dp_shard=ddp_config.outer_dp_sharding_strategy == "optim",
+        fsdp_group_ag=groups.dp_cp_ag,
+    )
 
 
 def _units(model: nn.Module, classes: Sequence[type[nn.Module] | str] | None) -> list[nn.Module]:

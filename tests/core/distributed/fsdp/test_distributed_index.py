@@ -53,6 +53,13 @@ def two_axes_and_experts() -> None:
     assert index.get_submesh("inner").size() == 2 and index.get_submesh(["outer"]).mesh_dim_names == ("outer",)
     with pytest.raises(ValueError, match="needs hybrid_fsdp_expt_group, got None"):
         index.get_dp_group(is_expert_parallel=True)
+    halves = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+    with pytest.raises(ValueError, match=r"hybrid_fsdp_group must hold the ranks \[0, 1, 2, 3\] of both axes, got"):
+        FSDPDistributedIndex(mesh, "inner", "outer", hybrid_fsdp_group=halves[rank // 2])
+    with pytest.raises(ValueError, match="hybrid_fsdp_group needs dp_outer_dim and dp_shard_dim, got None and inner"):
+        FSDPDistributedIndex(mesh, "inner", hybrid_fsdp_group=both)
+    with pytest.raises(ValueError, match="hsdp_outer_dp_shard=True needs dp_outer_dim"):
+        FSDPDistributedIndex(mesh, "inner", hsdp_outer_dp_shard=True)
 
 
 @CHECKS.on(2)
