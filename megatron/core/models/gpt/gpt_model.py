@@ -87,7 +87,6 @@ class GPTModel(MegatronModule):
             fp16_lm_cross_entropy,
             position_embedding_type,
             mtp_block_spec,
-            pg_collection,
         )
         _check_stage(pre_process, post_process, pg_collection)
         _check_degrees(config, pg_collection)
@@ -280,7 +279,6 @@ def _check_arguments(
     fp16_lm_cross_entropy: bool,
     position_embedding_type: str,
     mtp_block_spec: ModuleSpec | None,
-    pg_collection: ProcessGroupCollection | None,
 ) -> None:
     if vocab_size < 1 or max_sequence_length < 1:
         raise ValueError(
@@ -294,13 +292,6 @@ def _check_arguments(
         raise NotImplementedError("fp16_lm_cross_entropy must be False, got True: the cross entropy is always in fp32")
     if mtp_block_spec is not None:
         raise NotImplementedError("mtp_block_spec must be None, got a spec: multi-token prediction is not served")
-    for name in ("ep",):
-        group = getattr(pg_collection, name, None)
-        if group is not None and group.size() > 1:
-            raise NotImplementedError(
-                f"pg_collection.{name} must be of one rank (or None), got {group.size()} ranks: this parallelism is not"
-                " served yet"
-            )
 
 
 def _check_stage(pre_process: bool, post_process: bool, pg_collection: ProcessGroupCollection | None) -> None:
