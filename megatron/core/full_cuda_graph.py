@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.distributed.fsdp.context import FsdpContext
+from megatron.core.tensor_parallel.random import CudaRNGStatesTracker, model_parallel_cuda_manual_seed
 
 logger = logging.getLogger(__name__)
 
@@ -77,13 +78,19 @@ class CudaStepGraph:
     Warm-up and capture share a stream of their own: gradient accumulation remembers the stream of the first forward, and
     the default stream cannot be captured. Within a capture generators cannot be seeded; so each microbatch has one of
     its own that the graph knows, and the default generator takes on its state. A replay reads seeds from the
-    generators as they are then: dropout is that of an eager step with the same seeds, bit for bit.
+    generators as they are then: dropout is that of an eager step with the same seeds, bit for bit. The streams of a
+    tensor-parallel rank have generators of their own, in the same way.
+
+    Args:
+        tracker: of the model (``get_cuda_rng_tracker``).
 
     Raises:
         ValueError: the device is not a CUDA device.
     """
 
-    def __init__(self, device: torch.device, *, num_microbatches: int) -> None:
+    def __init__(
+        self, device: torch.device, *, num_microbatches: int, tracker: CudaRNGStatesTracker | None = None
+    ) -> None:
         if device.type != "cuda":
             raise ValueError(
                 f"a CUDA graph needs a CUDA device, got {device.type}; train eagerly there (--cuda-graph-impl none)"
@@ -94,6 +101,9 @@ class CudaStepGraph:
         self._graph = torch.cuda.CUDAGraph()
         self._default_generator = torch.cuda.default_generators[index]
         self._generators = [torch.Generator(self.device) for _ in range(num_microbatches)]
+        self._tracker = tracker
+        num_streams = 0 if tracker is None else num_microbatches
+        self._rank_generators = [torch.Generator(self.device) for _ in range(num_streams)]
 
     @contextmanager
     def warmup(self) -> Iterator[None]:
@@ -104,9 +114,10 @@ class CudaStepGraph:
         caller.wait_stream(self._stream)
 
     def capture(self, function: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
-        for generator in self._generators:
+        for generator in (*self._generators, *self._rank_generators):
             self._graph.register_generator_state(generator)
         state = self._default_generator.graphsafe_get_state()
+        rank_stream = None if self._tracker is None else self._tracker.use(self._rank_generators[0])
         try:
             # Thread-local: NCCL's watchdog and the loader's pinning thread call CUDA meanwhile.
             with (
@@ -121,13 +132,20 @@ class CudaStepGraph:
             ) from error
         finally:
             self._default_generator.graphsafe_set_state(state)
+            if self._tracker is not None and rank_stream is not None:
+                self._tracker.use(rank_stream)
 
     def draw(self, index: int) -> None:
         self._default_generator.graphsafe_set_state(self._generators[index])
+        if self._tracker is not None:
+            self._tracker.use(self._rank_generators[index])
 
     def replay(self, seeds: Sequence[int]) -> None:
         for generator, seed in zip(self._generators, seeds, strict=True):
             generator.manual_seed(seed)
+        if self._tracker is not None:
+            for generator, seed in zip(self._rank_generators, seeds, strict=True):
+                generator.manual_seed(self._tracker.own_seed(seed))
         self._graph.replay()
 
     def close(self) -> None:
@@ -199,13 +217,23 @@ class FullCudaGraph:
         contexts: of the sharded model; nothing may be gathered ahead between steps (``start_param_sync``).
         graph: of the device that the step runs on.
         warmup_steps: eager steps before the capture; see ``FullCudaGraphConfig``.
+        tracker: of the model (``get_cuda_rng_tracker``); the graph must know it too.
 
     Ranks: all make the same calls. Close it before its process groups are destroyed: NCCL waits for graphs that hold its
     kernels.
     """
 
-    def __init__(self, step: Step, contexts: Sequence[FsdpContext], graph: StepGraph, *, warmup_steps: int) -> None:
+    def __init__(
+        self,
+        step: Step,
+        contexts: Sequence[FsdpContext],
+        graph: StepGraph,
+        *,
+        warmup_steps: int,
+        tracker: CudaRNGStatesTracker | None = None,
+    ) -> None:
         self.step, self.contexts, self.graph, self.warmup_steps = step, list(contexts), graph, warmup_steps
+        self.tracker = tracker
         self.num_eager_steps = 0
         self._inputs: StaticInputs | None = None
         self._results: dict[str, Tensor] | None = None
@@ -246,7 +274,7 @@ class FullCudaGraph:
                 "somebody did (load_state_dict or a checkpoint?): load before the first step, or make a new FullCudaGraph"
             )
         # Generators outside of the graph go on from where the last microbatch would have put them.
-        torch.manual_seed(seeds[-1])
+        model_parallel_cuda_manual_seed(seeds[-1], self.tracker)
         self.graph.replay(seeds)
         return {name: result.clone() for name, result in self._results.items()}
 
@@ -262,7 +290,7 @@ class FullCudaGraph:
 
     def _run_eagerly(self, inputs: StaticInputs, seeds: Sequence[int]) -> dict[str, Tensor]:
         def draw(index: int) -> None:
-            torch.manual_seed(seeds[index])
+            model_parallel_cuda_manual_seed(seeds[index], self.tracker)
 
         self.num_eager_steps += 1
         with self.graph.warmup():

@@ -13,7 +13,8 @@ import torch
 def microbatch_seed(seed: int, iteration: int, global_microbatch: int) -> int:
     """A seed in [0, 2**63) that depends on nothing but its arguments; torch's generators start each microbatch from it.
 
-    So dropout is the same on any number of ranks with the same micro batch size, and after a resume.
+    So dropout is the same on any number of data-parallel ranks with the same micro batch size, and after a resume.
+    Tensor-parallel ranks share the seed; see [Note: random streams of tensor ranks] in tensor_parallel/random.py.
 
     Args:
         iteration: iterations that were completed before.

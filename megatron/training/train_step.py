@@ -15,6 +15,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import Pipeline, PipelineStage
 from megatron.core.process_groups_config import group_rank, group_size
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 from megatron.training.batches import BatchConfig
 from megatron.training.dropout_seed import microbatch_seed
 from megatron.training.stage_forward import Batch, ForwardStep, StageForward
@@ -160,6 +161,7 @@ class TrainStep:
         self.computation, self.scheduler, self.batch = computation, scheduler, batch
         self.model, self.optimizer = computation.model, computation.optimizer
         self.seed, self.rank, self.graph = seed, rank, graph
+        self.tracker = get_cuda_rng_tracker(self.model)
         if graph is not None:
             _check_capturable(self.model)
 
@@ -175,7 +177,7 @@ class TrainStep:
         if self.graph is None:
 
             def draw(index: int) -> None:
-                torch.manual_seed(seeds[index])
+                model_parallel_cuda_manual_seed(seeds[index], self.tracker)
 
             results = self.computation((next(batches) for _ in range(count)), draw)
         else:

@@ -65,7 +65,7 @@ def _train(argv: Sequence[str]) -> tuple[Run, int]:
     settings = replace(settings, distributed=replace(settings.distributed, backend="gloo"))
     printed, tapes, error = io.StringIO(), [], None
 
-    def make(computation: Any, contexts: Any, graph: None, *, warmup_steps: int) -> FullCudaGraph:
+    def make(computation: Any, contexts: Any, graph: None, *, warmup_steps: int, tracker: None) -> FullCudaGraph:
         tapes.append(TapeGraph(lambda: _persistent(computation)))
         return FullCudaGraph(computation, contexts, tapes[0], warmup_steps=warmup_steps)
 

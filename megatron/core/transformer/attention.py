@@ -143,18 +143,21 @@ class SelfAttention(MegatronModule):
         else:
             query, key, value = self.get_query_key_value_tensors(hidden_states)
             query = query.flatten(2, 3)  # a view of what a norm wrote, else the one copy
-        if self.config.recompute_granularity == "selective" and self.training:
-            context = checkpoint(
-                self.core_attention,
-                query,
-                key,
-                value,
-                attention_mask,
-                use_reentrant=False,
-                preserve_rng_state=self.config.attention_dropout > 0,  # a CUDA graph could not restore it
-            )
-        else:
-            context = self.core_attention(query, key, value, attention_mask)
+        draws = self.training and self.config.attention_dropout > 0
+        # The heads are this rank's alone, and so is what is dropped of them.
+        with self.drawing_apart(query, draws):
+            if self.config.recompute_granularity == "selective" and self.training:
+                context = checkpoint(
+                    self.core_attention,
+                    query,
+                    key,
+                    value,
+                    attention_mask,
+                    use_reentrant=False,
+                    preserve_rng_state=draws,  # a CUDA graph could not restore it
+                )
+            else:
+                context = self.core_attention(query, key, value, attention_mask)
         output, bias = self.linear_proj(context)
         return output, bias
 

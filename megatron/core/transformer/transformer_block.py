@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from megatron.core.process_groups_config import group_rank, group_size
 from megatron.core.transformer.global_module_list import GlobalModuleList
@@ -106,7 +106,10 @@ class TransformerBlock(MegatronModule):
                 run = _Layers(layers)
                 # Without dropout there is nothing to restore, and a CUDA graph could not.
                 restores = self.config.hidden_dropout > 0 or self.config.attention_dropout > 0
-                hidden_states = checkpoint(run, hidden_states, *rest, use_reentrant=False, preserve_rng_state=restores)
+                streams = self.rng_tracker.recomputation if restores and self.rng_tracker else noop_context_fn
+                hidden_states = checkpoint(
+                    run, hidden_states, *rest, use_reentrant=False, preserve_rng_state=restores, context_fn=streams
+                )
             else:
                 hidden_states = _Layers(layers)(hidden_states, *rest)
         if self.final_layernorm is not None:

@@ -110,7 +110,10 @@ class TransformerLayer(MegatronModule):
             add = build(self.training, config.bias_dropout_fusion, compiled=not config.disable_jit_fuser)
         else:
             add = build(self.training, config.bias_dropout_fusion)
-        total: torch.Tensor = add(x_with_bias, residual, self.hidden_dropout)
+        # With sequence parallelism each tensor-parallel rank has a part of the hidden states, and drops elements of its own.
+        draws = config.sequence_parallel and self.training and self.hidden_dropout > 0.0
+        with self.drawing_apart(residual, draws):
+            total: torch.Tensor = add(x_with_bias, residual, self.hidden_dropout)
         return total
 
     def _only_adds(self, build: Any, bias: torch.Tensor | None) -> bool:

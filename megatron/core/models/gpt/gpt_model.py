@@ -16,6 +16,7 @@ from megatron.core.process_groups_config import group_rank, group_size
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.tensor_parallel.mappings import scatter_to_sequence_parallel_region
+from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 from megatron.core.transformer.enums import ModelType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.parameter_init import initialize_model
@@ -117,6 +118,7 @@ class GPTModel(MegatronModule):
         with torch.device("meta"):
             self._build_modules()
         initialize_model(self, device)
+        self._give_random_streams()
 
     def _build_modules(self) -> None:
         config = self.config
@@ -156,6 +158,15 @@ class GPTModel(MegatronModule):
                 if is_shared:
                     # Another stage's embedding is the same parameter: one start, one gradient, one place in checkpoints.
                     self.output_layer.set_parameter_attribute("weight", "canonical_name", _SHARED_WEIGHT)
+
+    def _give_random_streams(self) -> None:
+        """See [Note: random streams of tensor ranks] in tensor_parallel/random.py."""
+        if group_size(self._tp_group) == 1:
+            return
+        tracker = CudaRNGStatesTracker(group_rank(self._tp_group), self.config.init_seed)
+        for module in self.modules():
+            if isinstance(module, MegatronModule):
+                module.rng_tracker = tracker
 
     def _mark_shared(self, module: Any) -> None:
         """The weight carries the attributes by which optimizers and engines know it."""

@@ -88,7 +88,9 @@ class LanguageModelEmbedding(MegatronModule):
             embeddings = embeddings + self.position_embeddings(self._own_part(position_ids.t()))
         if self.config.fp32_residual_connection:
             embeddings = embeddings.float()
-        return F.dropout(embeddings, p=self.config.hidden_dropout, training=self.training)
+        draws = self.training and self.config.hidden_dropout > 0.0
+        with self.drawing_apart(embeddings, draws and self.scatters):
+            return F.dropout(embeddings, p=self.config.hidden_dropout, training=self.training)
 
     def _own_part(self, position_ids: torch.Tensor) -> torch.Tensor:
         """[s, b] -> [s/n, b] where the sequence is scattered."""
