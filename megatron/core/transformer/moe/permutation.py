@@ -83,16 +83,35 @@ class ExpertOrder:
     Attributes:
         assignments: maps the [a] assignments to rows in the order of experts.
         counts: [e] rows of each expert, int64.
+        rows_of_each: the same for every expert, where it is known to the host.
     """
 
     assignments: RowMap
     counts: torch.Tensor
+    rows_of_each: int | None = None
 
     def of_tokens(self, topk: int) -> RowMap:
         """The map of the tokens themselves, each of which is the source of ``topk`` assignments."""
         rows = self.assignments
         # n for no source stays n: a // topk tokens.
         return replace(rows, sources=rows.sources // topk, places=rows.places.view(rows.places.shape[0] // topk, -1))
+
+
+@torch.no_grad()
+def with_copies(order: ExpertOrder, num_copies: int, num_owners: int) -> ExpertOrder:
+    """The order in which the rows of each owner of consecutive experts stand ``num_copies`` times, block after block."""
+    rows, device = order.assignments, order.counts.device
+    num_rows = rows.sources.shape[0]
+    sizes = order.counts.view(num_owners, -1).sum(dim=1)
+    owners = torch.arange(num_owners, device=device).repeat_interleave(sizes, output_size=num_rows)
+    before = (sizes.cumsum(0) - sizes)[owners] * (num_copies - 1)
+    copies = torch.arange(num_copies, device=device)
+    places = (torch.arange(num_rows, device=device) + before).unsqueeze(1) + copies * sizes[owners].unsqueeze(1)
+    sources = rows.sources.new_empty(num_rows * num_copies)
+    sources[places] = rows.sources.unsqueeze(1)
+    # Assignments without a row have no copies either: the end of the new list.
+    places = torch.cat((places, places.new_full((1, num_copies), sources.shape[0])))
+    return replace(order, assignments=replace(rows, sources=sources, places=places[rows.places.squeeze(1)]))
 
 
 @torch.no_grad()
@@ -135,7 +154,8 @@ def expert_order_up_to(
     padded = torch.full((num_rows + 1,), flat.shape[0], device=flat.device)
     padded[places] = sources
     rows = RowMap(sources=padded[:-1], places=_inverse(sources, places, flat.shape[0]), has_gaps=True)
-    return ExpertOrder(assignments=rows, counts=torch.full((num_experts,), capacity, device=flat.device))
+    counts = torch.full((num_experts,), capacity, device=flat.device)
+    return ExpertOrder(assignments=rows, counts=counts, rows_of_each=capacity)
 
 
 def _bounds(by_expert: torch.Tensor, num_experts: int) -> torch.Tensor:
