@@ -16,6 +16,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import Pipeline, PipelineStage
 from megatron.core.process_groups_config import group_rank, group_size
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
+from megatron.core.transformer.moe.router import set_num_microbatches
 from megatron.training.batches import BatchConfig
 from megatron.training.dropout_seed import microbatch_seed
 from megatron.training.stage_forward import Batch, ForwardStep, StageForward
@@ -65,6 +66,7 @@ class StepComputation:
         self.stage = stage or PipelineStage()
         self.stage_forward = StageForward(model, forward_step, self.stage)
         self.pipeline = Pipeline(self.stage)
+        set_num_microbatches(model, num_microbatches)
 
     def __call__(self, microbatches: Iterable[Batch], draw: Callable[[int], None]) -> dict[str, Tensor]:
         """The weights have taken one step; returns the tensors of a ``StepRecord`` by name; does not block the host.
