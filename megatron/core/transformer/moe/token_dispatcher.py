@@ -141,7 +141,7 @@ class AllToAllDispatcher(LocalDispatcher):
         if order.rows_of_each is not None:
             return self._even_trip(order.rows_of_each, order.counts)
         own = order.counts.view(self.num_owners, 1, -1).expand(-1, self.num_copies, -1)
-        own = own.reshape(self.group.size(), self.num_local_experts)
+        own = own.reshape(self.group.size(), self.num_local_experts).contiguous()
         arriving = torch.empty_like(own)
         dist.all_to_all_single(arriving, own, group=self.group)
         sent, received = torch.stack((own, arriving)).tolist()
