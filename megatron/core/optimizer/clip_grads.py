@@ -3,6 +3,9 @@
 A sharded tensor is a DTensor. Over the mesh axes where it is sharded each rank holds another part, so local results
 are summed with one small all-reduce for each axis; over replicated axes all ranks hold the same values, which are
 counted once by not summing there. Ranks may own no rows of a tensor: they take part in the sums all the same.
+
+Where a model is split besides (tensor, expert, pipeline parallelism), each element is counted by one rank, and one small
+all-reduce goes over all ranks of the model, also those that hold no gradient.
 """
 
 from __future__ import annotations
@@ -10,12 +13,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-_Sharding = tuple[DeviceMesh, tuple[int, ...]] | None
+from megatron.core.distributed.fsdp.counting import Scope, counts_here, group_of, scope_of
+from megatron.core.distributed.fsdp.grad_sums import sum_grads
 
 
 def get_grad_norm(params: Iterable[Tensor]) -> Tensor:
@@ -26,17 +28,17 @@ def get_grad_norm(params: Iterable[Tensor]) -> Tensor:
 
     Ranks: all ranks of the gradients' meshes, with the same parameters in the same order; does not block the host.
     """
-    return _sum_over_model(_gradients(params), _sum_of_squares).sqrt()
+    return _sum_over_model(_with_gradients(params), _sum_of_squares).sqrt()
 
 
 def get_params_norm(params: Iterable[Tensor]) -> Tensor:
     """The 2-norm of all parameters is in the [] fp32 tensor returned. Ranks: as ``get_grad_norm``."""
-    return _sum_over_model([param.detach() for param in params], _sum_of_squares).sqrt()
+    return _sum_over_model([(param, param.detach()) for param in params], _sum_of_squares).sqrt()
 
 
 def count_zeros(params: Iterable[Tensor]) -> Tensor:
     """The number of zeros in all gradients is in the [] fp32 tensor returned. Ranks: as ``get_grad_norm``."""
-    return _sum_over_model(_gradients(params), _number_of_zeros)
+    return _sum_over_model(_with_gradients(params), _number_of_zeros)
 
 
 def clip_grad_by_total_norm(params: Iterable[Tensor], max_norm: float, total_norm: Tensor) -> None:
@@ -54,6 +56,13 @@ def clip_grad_by_total_norm(params: Iterable[Tensor], max_norm: float, total_nor
 
 def _gradients(params: Iterable[Tensor]) -> list[Tensor]:
     return [param.grad for param in params if param.grad is not None]
+
+
+def _with_gradients(params: Iterable[Tensor]) -> list[tuple[Tensor, Tensor | None]]:
+    """The parameters with their gradients, which are sums over all ranks of the model then."""
+    params = list(params)
+    sum_grads(dict.fromkeys(group for param in params if (group := group_of(param)) is not None), in_use=True)
+    return [(param, param.grad) for param in params]
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -76,35 +85,36 @@ def _number_of_zeros(tensors: Sequence[Tensor]) -> Tensor:
     return torch.stack([tensor.numel() - torch.count_nonzero(tensor) for tensor in tensors]).sum().float()
 
 
-def _sum_over_model(tensors: Sequence[Tensor], measure: Callable[[Sequence[Tensor]], Tensor]) -> Tensor:
-    """Sum ``measure`` over tensors: once per sharding locally, then over the axes of that sharding."""
-    by_sharding: dict[_Sharding, list[Tensor]] = {}
-    for tensor in tensors:
-        by_sharding.setdefault(_sharding(tensor), []).append(_local(tensor))
-    total = torch.zeros((), dtype=torch.float32, device=_local(tensors[0]).device if tensors else None)
-    for sharding, locals_ in by_sharding.items():
+def _sum_over_model(
+    values: Sequence[tuple[Tensor, Tensor | None]], measure: Callable[[Sequence[Tensor]], Tensor]
+) -> Tensor:
+    """Sum ``measure`` over the parameters' values: once per scope locally, then over the ranks of that scope."""
+    by_scope: dict[Scope, list[Tensor]] = {}
+    device = None
+    for param, value in values:
+        placed = param if value is None or group_of(param) is not None else value
+        scope = scope_of(placed)
+        if value is None and not scope.is_model:
+            continue
+        own, device = by_scope.setdefault(scope, []), device or _local(placed).device
+        if value is not None:
+            _check_reduced(value)
+            if counts_here(placed):
+                own.append(_local(value))
+    total = torch.zeros((), dtype=torch.float32, device=device)
+    for scope, locals_ in by_scope.items():
         part = torch.zeros_like(total)
         for same_dtype in _by_dtype(locals_):
             part = part + measure(same_dtype)
-        if sharding is not None:
-            mesh, axes = sharding
-            for axis in axes:
-                dist.all_reduce(part, group=mesh.get_group(axis))
+        scope.sum(part)
         total = total + part
     return total
 
 
-def _sharding(tensor: Tensor) -> _Sharding:
-    """The mesh and the axes over which ranks hold different parts of the tensor; None where all hold all of it."""
-    if not isinstance(tensor, DTensor):
-        return None
-    axes = []
-    for axis, placement in enumerate(tensor.placements):
+def _check_reduced(tensor: Tensor) -> None:
+    for axis, placement in enumerate(tensor.placements if isinstance(tensor, DTensor) else ()):
         if placement.is_partial():
             raise RuntimeError(
                 f"gradients must be reduced before their norm is taken, got one of shape {tuple(tensor.shape)} with a "
                 f"partial sum over mesh axis {axis}; run the backward of the last microbatch first"
             )
-        if placement.is_shard() and tensor.device_mesh.size(axis) > 1:
-            axes.append(axis)
-    return (tensor.device_mesh, tuple(axes)) if axes else None

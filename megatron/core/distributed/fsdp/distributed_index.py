@@ -21,7 +21,8 @@ class FSDPDistributedIndex:
         hybrid_fsdp_group: the dense group over outer and inner axis together.
         hybrid_fsdp_expt_group: the same for expert parameters.
         hsdp_outer_dp_shard: optimizer state is sharded over the outer axis too.
-        expt_device_mesh: mesh of the expert parameters, with the same axis names.
+        expt_device_mesh: mesh of the expert parameters, with the same axis names; it may lack that of ``tp_dim``, where
+            experts are not split over tensor-parallel ranks.
         fsdp_group_ag: group with the ranks of the sharding axis that serves all-gathers alone, so that they run
             beside reductions (collectives of one NCCL communicator run one after the other).
         expt_fsdp_group_ag: the same for expert parameters.
@@ -49,8 +50,8 @@ class FSDPDistributedIndex:
             if mesh is None:
                 continue
             for axis_name in ("dp_shard_dim", "dp_outer_dim", "tp_dim"):
-                axis = getattr(self, axis_name)
-                if axis is not None and axis not in (mesh.mesh_dim_names or ()):
+                axis, may_lack = getattr(self, axis_name), axis_name == "tp_dim" and mesh is self.expt_device_mesh
+                if axis is not None and axis not in (mesh.mesh_dim_names or ()) and not may_lack:
                     raise ValueError(
                         f"{axis_name} must name an axis of {mesh_name} {mesh.mesh_dim_names}, got {axis!r}"
                     )

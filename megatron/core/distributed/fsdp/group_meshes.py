@@ -58,11 +58,11 @@ def make_group_meshes(
     """
     dense, device = group_mesh_of(mesh, placements, gather_group, kind)
     dense = _with_tensor_axis(dense, mesh, model)
-    if model.tensor_axis is not None and dense.tensor_mesh is None:
-        raise ValueError(
-            f"tensor_axis must be an axis of the mesh {mesh.mesh_dim_names}, got {model.tensor_axis!r}; name the mesh's axes"
-        )
     if model.expert_mesh is None:
+        if model.tensor_axis is not None and dense.tensor_mesh is None:
+            raise ValueError(
+                f"tensor_axis must be an axis of the mesh {mesh.mesh_dim_names}, got {model.tensor_axis!r}; name the mesh's axes"
+            )
         return GroupMeshes(dense, None, device)
     expert, _ = group_mesh_of(model.expert_mesh, placements, model.expert_group_ag, kind)
     return GroupMeshes(dense, _with_tensor_axis(expert, model.expert_mesh, model), device)

@@ -11,16 +11,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
 
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.fsdp.collectives import SharedTransports
 from megatron.core.distributed.fsdp.collectives.symmetric import SymmetricTransport
 from megatron.core.distributed.fsdp.context import FsdpContext
-from megatron.core.distributed.fsdp.data_axes import device_of, mesh_of_groups
+from megatron.core.distributed.fsdp.data_axes import device_of
 from megatron.core.distributed.fsdp.distributed_index import FSDPDistributedIndex
 from megatron.core.distributed.fsdp.fully_shard import contexts_of, fully_shard
+from megatron.core.distributed.fsdp.grad_sums import sum_grads
+from megatron.core.distributed.fsdp.group_meshes import is_expert
 from megatron.core.distributed.fsdp.mixed_precision import MixedPrecisionPolicy
+from megatron.core.distributed.fsdp.model_groups import distributed_index, has_experts, model_parallel
+from megatron.core.distributed.fsdp.model_parallel import ModelParallel
 from megatron.core.distributed.fsdp.module import FsdpModule, fsdp_modules
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup
 from megatron.core.distributed.fsdp.placement import Placements, hybrid_placements, strategy_placements
@@ -28,9 +31,6 @@ from megatron.core.models.common.embeddings.language_model_embedding import Lang
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
-
-# Names of the mesh's axes: the one over which weights are sharded, and the outer one of hybrid sharding.
-_AXIS, _OUTER_AXIS = "dp_cp", "dp_outer"
 
 
 class FullyShardedDataParallel(nn.Module):
@@ -46,7 +46,9 @@ class FullyShardedDataParallel(nn.Module):
         device: the device of the ranks' shards; None: the current CUDA device where the group is NCCL's, else the CPU.
         pg_collection: its ``dp_cp`` (or, if None, ``dp``) is the sharding group; None: all ranks. Under hybrid sharding
             (``num_distributed_optimizer_instances`` above 1) that is ``intra_dp_cp``, and ``inter_dist_opt`` the group over
-            which it is replicated.
+            which it is replicated. Experts (parameters with ``allreduce=False``) are sharded over ``expt_dp``; ``tp``,
+            ``expt_tp``, ``pp`` and ``embd`` are read where they are: see ``ModelParallel`` for what parameters say by
+            attributes.
 
     Raises:
         ValueError: the collection has no data-parallel group, or none for hybrid sharding, or these do not fit; a unit class that the model does not hold; the transport
@@ -72,15 +74,17 @@ class FullyShardedDataParallel(nn.Module):
             raise NotImplementedError("disable_bucketing must be False, got True: gradients are reduced unit by unit")
         self.config, self.ddp_config, self.module = config, ddp_config, module
         self.pg_collection = pg_collection or ProcessGroupCollection.data_parallel()
-        self.dist_index = _distributed_index(self.pg_collection, ddp_config, device)
+        self.dist_index = distributed_index(self.pg_collection, ddp_config, device, has_experts=has_experts(module))
+        self._model_parallel = model_parallel(self.pg_collection, self.dist_index)
         group = self.dist_index.get_dp_group()
         sums = getattr(config, "calculate_per_token_loss", False)
         units = _units(module, fsdp_unit_modules)
         self._shard = _Sharder(
             index=self.dist_index,
+            model_parallel=self._model_parallel,
             ddp_config=ddp_config,
             grad_divisor=Fraction(1, group.size()) if sums else Fraction(1),
-            sizes_nbytes=_sizes_nbytes(units),
+            sizes_nbytes={is_one: _sizes_nbytes(units, experts=is_one) for is_one in (False, True)},
         )
         for unit in units:
             self._shard(unit)
@@ -173,24 +177,31 @@ class FullyShardedDataParallel(nn.Module):
             RuntimeError: with ``check_for_nan_in_grad``, a gradient that is not finite; on every rank.
         """
         self.start_grad_sync()
+        sum_grads(self.parameter_groups, in_use=True)
         if self.ddp_config.check_for_nan_in_grad:
             self._check_finite()
 
     def _check_finite(self) -> None:
         groups = [group for group in self.parameter_groups if group.has_main_grad]
-        if not groups:
+        named = [(group.name_of(index), p.grad) for group in groups for index, p in enumerate(group.sharded)]
+        grads = [(name, grad.to_local()) for name, grad in named if grad is not None]  # type: ignore[attr-defined]
+        bad = [name for name, grad in grads if not grad.isfinite().all()]
+        device = device_of(self.dist_index.get_root_mesh())
+        is_finite = torch.tensor(not bad, dtype=torch.int32, device=device)
+        ranks = self._model_parallel.model_groups or (self.dist_index.get_dp_group(),)
+        for ranks_of_model in ranks:
+            dist.all_reduce(is_finite, op=dist.ReduceOp.MIN, group=ranks_of_model)
+        if is_finite:
             return
-        grads = [parameter.grad.to_local() for group in groups for parameter in group.sharded]  # type: ignore[union-attr]
-        names = [group.name_of(index) for group in groups for index in range(len(group.parameters))]
-        finite = torch.stack([grad.isfinite().all() for grad in grads]).to(torch.int32)
-        dist.all_reduce(finite, op=dist.ReduceOp.MIN, group=self.dist_index.get_dp_group())
-        if not finite.all():
-            bad = [name for name, is_finite in zip(names, finite.tolist(), strict=True) if not is_finite]
-            others = f" and {len(bad) - 1} other parameters" if len(bad) > 1 else ""
-            raise RuntimeError(
-                f"gradients must be finite, got NaN or infinity in that of {bad[0]}{others} (rank {dist.get_rank()} and "
-                "all others stop here)"
-            )
+        for ranks_of_model in ranks:
+            found: list[list[str]] = [[]] * ranks_of_model.size()
+            dist.all_gather_object(found, bad, group=ranks_of_model)
+            bad = list(dict.fromkeys(name for names in found for name in names))
+        others = f" and {len(bad) - 1} other parameters" if len(bad) > 1 else ""
+        raise RuntimeError(
+            f"gradients must be finite, got NaN or infinity in that of {bad[0]}{others} (rank {dist.get_rank()} and "
+            "all others stop here)"
+        )
 
     @torch.no_grad()
     def scale_gradients(self, scaling_factor: float | torch.Tensor) -> None:
@@ -230,16 +241,26 @@ class _Sharder:
         self,
         *,
         index: FSDPDistributedIndex,
+        model_parallel: ModelParallel,
         ddp_config: DistributedDataParallelConfig,
         grad_divisor: Fraction,
-        sizes_nbytes: Sequence[int],
+        sizes_nbytes: Mapping[bool, Sequence[int]],
     ) -> None:
-        mesh, gather_group = index.get_root_mesh(), index.get_fsdp_group(independent_all_gather=True)
+        for experts in (False, True) if index.expt_device_mesh is not None else (False,):
+            # Chosen here, where the sizes of the units are known; meshes remember it.
+            mesh = index.get_root_mesh(experts)
+            SharedTransports.of(mesh).resolve(
+                ddp_config.transport_kind,
+                index.get_fsdp_group(experts),
+                index.get_fsdp_group(experts, independent_all_gather=True),
+                device_of(mesh),
+                sizes_nbytes=sizes_nbytes[experts],
+            )
         comm_dtype = ddp_config.megatron_fsdp_grad_comm_dtype
         if comm_dtype is None and ddp_config.grad_reduce_in_fp32:
             comm_dtype = torch.float32
         self._arguments: dict[str, Any] = {
-            "mesh": mesh,
+            "mesh": index.get_root_mesh(),
             "placements": _placements(index, ddp_config.data_parallel_sharding_strategy),
             "mixed_precision_policy": MixedPrecisionPolicy(
                 main_params_dtype=ddp_config.megatron_fsdp_main_params_dtype,
@@ -247,15 +268,9 @@ class _Sharder:
                 grad_comm_dtype=comm_dtype,
             ),
             "grad_divisor": grad_divisor,
-            "fsdp_group_ag": gather_group,
-            # Chosen here, where the sizes of the units are known.
-            "transport": SharedTransports.of(mesh).resolve(
-                ddp_config.transport_kind,
-                index.get_fsdp_group(),
-                gather_group,
-                device_of(mesh),
-                sizes_nbytes=sizes_nbytes,
-            ),
+            "fsdp_group_ag": index.get_fsdp_group(independent_all_gather=True),
+            "transport": ddp_config.transport_kind,
+            "model_parallel": model_parallel,
         }
 
     def __call__(self, module: nn.Module) -> None:
@@ -269,36 +284,6 @@ def _placements(index: FSDPDistributedIndex, strategy: str) -> Placements:
         return strategy_placements(strategy, index.dp_shard_dim)
     outer = "optim" if index.hsdp_outer_dp_shard else "no_shard"
     return hybrid_placements(strategy, outer, (index.dp_outer_dim, index.dp_shard_dim))
-
-
-def _distributed_index(
-    groups: ProcessGroupCollection, ddp_config: DistributedDataParallelConfig, device: torch.device | None
-) -> FSDPDistributedIndex:
-    group = groups.dp_cp or groups.dp
-    if group is None:
-        raise ValueError("pg_collection must hold a data-parallel group in dp_cp or dp, got None in both")
-    if device is None:
-        is_cuda = torch.cuda.is_available() and "nccl" in str(dist.get_backend_config(group))
-        device = torch.device("cuda" if is_cuda else "cpu")
-    instances = ddp_config.num_distributed_optimizer_instances
-    if instances == 1:
-        mesh = DeviceMesh.from_group(group, device.type, mesh_dim_names=(_AXIS,))
-        return FSDPDistributedIndex(mesh, dp_shard_dim=_AXIS, fsdp_group_ag=groups.dp_cp_ag)
-    outer, inner = groups.inter_dist_opt, groups.intra_dp_cp
-    if outer is None or inner is None or outer.size() != instances:
-        sizes = [None if each is None else each.size() for each in (outer, inner)]
-        raise ValueError(
-            f"num_distributed_optimizer_instances={instances} needs an inter_dist_opt of {instances} ranks and an intra_dp_cp "
-            f"in pg_collection, got groups of {sizes[0]} and {sizes[1]} ranks; make them with build_process_groups"
-        )
-    return FSDPDistributedIndex(
-        mesh_of_groups(group, [outer, inner], device.type, (_OUTER_AXIS, _AXIS)),
-        dp_shard_dim=_AXIS,
-        dp_outer_dim=_OUTER_AXIS,
-        hybrid_fsdp_group=group,
-        hsdp_outer_dp_shard=ddp_config.outer_dp_sharding_strategy == "optim",
-        fsdp_group_ag=groups.dp_cp_ag,
-    )
 
 
 def _units(model: nn.Module, classes: Sequence[type[nn.Module] | str] | None) -> list[nn.Module]:
@@ -321,9 +306,11 @@ def _units(model: nn.Module, classes: Sequence[type[nn.Module] | str] | None) ->
     return [module for module in reversed(found) if module is not model]
 
 
-def _sizes_nbytes(units: Sequence[nn.Module]) -> list[int]:
-    """Bytes of a typical unit's and of the largest unit's weights; of none where there are no units."""
-    sizes = sorted(sum(p.numel() * p.element_size() for p in unit.parameters()) for unit in units)
+def _sizes_nbytes(units: Sequence[nn.Module], *, experts: bool) -> list[int]:
+    """Bytes of a typical unit's and of the largest unit's weights, dense or experts'; of none where there are no units."""
+    sizes = sorted(
+        sum(p.numel() * p.element_size() for p in unit.parameters() if is_expert(p) is experts) for unit in units
+    )
     return sorted({sizes[len(sizes) // 2], sizes[-1]}) if sizes else []
 
 
