@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 
 from megatron.core.jit import Fusible, is_compiled
 from megatron.core.process_groups_config import group_size
-from megatron.core.tensor_parallel.cross_entropy import own_labels, whole_vocabulary
+from megatron.core.tensor_parallel.cross_entropy import largest, own_labels, whole_vocabulary
 
 # Where nothing is compiled, chunks of 2**24 logits bound the fp32 copies that each operation makes.
 CHUNK_NUMEL = 2**24
@@ -52,14 +52,14 @@ def _losses(logits: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, t
 
 
 @Fusible
-def _sums_of_a_part(logits: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The logarithm [t] of the sum of exponentials, and the target's logit [t] or 0 where it is not here; both fp32."""
+def _sums_of_a_part(logits: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Of logits [t, v]: the largest, the sum of exp(logit - largest), and the target's or 0; each [t] in fp32."""
     wide = logits.float()
-    most = wide.amax(dim=-1, keepdim=True)
-    log_sum = (most + (wide - most).exp().sum(dim=-1, keepdim=True).log()).squeeze(1)
+    most = largest(wide)
+    sums = (wide - most.unsqueeze(1)).exp().sum(dim=-1)
     own = target.clamp(0, logits.shape[-1] - 1)
     predicted = logits.gather(1, own.unsqueeze(1)).squeeze(1).float()
-    return log_sum, torch.where(own == target, predicted, 0.0)
+    return most, sums, torch.where(own == target, predicted, 0.0)
 
 
 def _gradient_of(
@@ -93,8 +93,9 @@ class _CrossEntropy(torch.autograd.Function):
     ) -> torch.Tensor:
         if group is not None and group_size(group) > 1:
             target = own_labels(logits, target, group)
-            log_sum, predicted = whole_vocabulary(*_by_chunks(_sums_of_a_part, compiled, logits, target), group)
-            losses = log_sum - predicted
+            most, sums, predicted = _by_chunks(_sums_of_a_part, compiled, logits, target)
+            most, sums, predicted = whole_vocabulary(most, sums, predicted, group)
+            losses, log_sum = sums.log() - (predicted - most), most + sums.log()
         else:
             losses, log_sum = _by_chunks(_losses, compiled, logits, target)
         ctx.save_for_backward(logits, target, log_sum)
@@ -125,12 +126,11 @@ class _CrossEntropy(torch.autograd.Function):
 
 def _by_chunks(
     function: Fusible, compiled: bool, logits: torch.Tensor, target: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """A function's two values [t] of logits [t, v] and target [t], taken chunk by chunk."""
+) -> tuple[torch.Tensor, ...]:
+    """A function's values, each [t], of logits [t, v] and target [t], taken chunk by chunk."""
     rows, labels = logits.reshape(-1, logits.shape[-1]), target.reshape(-1)
     parts = [function(compiled, *chunk) for chunk in zip(*_chunks(compiled, rows, labels), strict=True)]
-    first, second = (torch.cat(part) if len(parts) > 1 else part[0] for part in zip(*parts, strict=True))
-    return first, second
+    return tuple(torch.cat(part) if len(parts) > 1 else part[0] for part in zip(*parts, strict=True))
 
 
 def _chunks(compiled: bool, rows: torch.Tensor, *rest: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:

@@ -1,7 +1,7 @@
 """Cross entropy over the vocabulary in fp32, without an fp32 copy of all logits.
 
-With the vocabulary split over ranks, each reduces its own part of the logits to two numbers a token (the logarithm of
-its sum of exponentials, and the target's logit where it has it); two small collectives make those of the whole.
+With the vocabulary split over ranks, each reduces its own part of the logits to three numbers a token (the largest, the
+sum of exponentials, and the target's logit where it has it); two small collectives make those of the whole.
 
 Shapes: s sequence, b batch, v vocabulary (this rank's part of it), t tokens (s * b), c tokens of a chunk.
 """
@@ -52,53 +52,61 @@ def own_labels(logits: torch.Tensor, target: torch.Tensor, group: ProcessGroup) 
     return target - group.rank() * logits.shape[-1]
 
 
+def largest(logits: torch.Tensor) -> torch.Tensor:
+    """The largest of each token's logits [t, v], in fp32 and finite: a part of the vocabulary may be masked (-inf)."""
+    return logits.amax(dim=-1).float().clamp(min=torch.finfo(torch.float32).min)
+
+
 def whole_vocabulary(
-    log_sums: torch.Tensor, predicted: torch.Tensor, group: ProcessGroup
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The logarithm [t] of the sum of all ranks' exponentials and the target's logit [t], of this rank's, in fp32.
+    most: torch.Tensor, sums: torch.Tensor, predicted: torch.Tensor, group: ProcessGroup
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of all ranks' logits, what the arguments are of this rank's, each [t] in fp32.
 
     Args:
-        predicted: [t] the target's logit, 0 where another rank has it.
+        most: the largest logit.
+        sums: the sum of exp(logit - most).
+        predicted: the target's logit, 0 where another rank has it.
 
     Ranks: all of the group.
     """
-    most = log_sums.clone()
+    own, most = most, most.clone()
     dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
-    sums = torch.stack(((log_sums - most).exp_(), predicted))
-    dist.all_reduce(sums, group=group)
-    return most + sums[0].log(), sums[1]
+    both = torch.stack((sums * (own - most).exp(), predicted))
+    dist.all_reduce(both, group=group)
+    return most, both[0], both[1]
 
 
 class _SplitCrossEntropy(torch.autograd.Function):
-    """Keeps this rank's logits as they are, and the logarithm of the sum of exponentials of each token."""
+    """Keeps this rank's logits as they are, and each token's largest logit and sum of exponentials."""
 
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, target: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
         rows, labels = logits.reshape(-1, logits.shape[-1]), own_labels(logits, target, group).reshape(-1, 1)
-        log_sums = torch.empty(labels.shape[0], dtype=torch.float32, device=logits.device)
-        predicted = torch.empty_like(log_sums)
+        most = largest(rows)
+        sums, predicted = torch.empty_like(most), torch.empty_like(most)
         start = 0
         for chunk in _chunks(rows):
             here = slice(start, start + chunk.shape[0])
             own, is_own = _clamped(labels[here], rows.shape[-1])
-            torch.logsumexp(chunk.float(), dim=-1, out=log_sums[here])
+            sums[here] = (chunk - most[here].unsqueeze(1)).exp_().sum(dim=-1)  # fp32, whatever the logits are
             predicted[here] = torch.where(is_own, chunk.gather(1, own).float(), 0.0).squeeze(1)
             start = here.stop
-        log_sum, predicted = whole_vocabulary(log_sums, predicted, group)
-        ctx.save_for_backward(logits, labels, log_sum)
-        return (log_sum - predicted).view(target.shape)
+        most, sums, predicted = whole_vocabulary(most, sums, predicted, group)
+        ctx.save_for_backward(logits, labels, most, sums)
+        return (sums.log() - (predicted - most)).view(target.shape)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        logits, labels, log_sum = ctx.saved_tensors
+        logits, labels, most, sums = ctx.saved_tensors
         rows, grad_loss = logits.reshape(-1, logits.shape[-1]), grad_outputs[0].reshape(-1, 1)
         grad = torch.empty_like(rows)
         start = 0
         for chunk, out in zip(_chunks(rows), _chunks(grad), strict=True):
             here = slice(start, start + chunk.shape[0])
             own, is_own = _clamped(labels[here], rows.shape[-1])
-            softmax = (chunk - log_sum[here].unsqueeze(1)).exp_()  # fp32, whatever the logits are
+            # As a quotient, not as exp(logit - log of the sum): the log of large logits is too coarse for it.
+            softmax = (chunk - most[here].unsqueeze(1)).exp_().div_(sums[here].unsqueeze(1))
             softmax.scatter_add_(1, own, -is_own.float())
             torch.mul(softmax, grad_loss[here], out=out)
             start = here.stop
