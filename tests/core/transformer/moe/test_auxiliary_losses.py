@@ -1,0 +1,145 @@
+"""Load-balancing and z losses by hand, and how much of them reaches the router."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.moe.auxiliary_losses import MoEAuxLossAutoScaler, load_balancing_loss, z_loss
+from megatron.core.transformer.moe.router import TopKRouter, set_num_microbatches
+from megatron.core.transformer.moe.routing import scores_of_all
+from tests.core.transformer.moe.tiny_moe import FIELDS, TransformerConfig
+from tests.support.launch import run_ranks
+
+SEQUENCE, BATCH = 8, 2
+
+
+def _config(**fields: Any) -> TransformerConfig:
+    return TransformerConfig(**{**FIELDS, **fields})
+
+
+def test_the_loss_is_one_where_experts_are_balanced() -> None:
+    scores, experts = torch.full((6, 3), 1 / 3), torch.tensor([[0, 1], [1, 2], [2, 0]]).repeat(2, 1)
+    torch.testing.assert_close(load_balancing_loss(scores, experts), torch.tensor(1.0))
+
+
+def test_the_loss_weighs_mean_scores_with_shares_of_assignments() -> None:
+    scores = torch.tensor([[0.7, 0.2, 0.1], [0.5, 0.3, 0.2]])
+    experts = torch.tensor([[0, 1], [0, 1]])
+    # e x sum of share x mean score: shares are 1/2, 1/2 and 0
+    expected = 3 * (0.5 * (0.7 + 0.5) / 2 + 0.5 * (0.2 + 0.3) / 2)
+    torch.testing.assert_close(load_balancing_loss(scores, experts), torch.tensor(expected))
+
+
+def test_the_loss_of_sequences_is_the_mean_of_their_losses() -> None:
+    """Tokens are [sequence, batch]: those of one sequence are BATCH rows apart."""
+    scores = torch.rand(SEQUENCE * BATCH, 4).softmax(-1)
+    experts = torch.topk(torch.rand(SEQUENCE * BATCH, 4), 2)[1]
+    apart = [load_balancing_loss(scores[index::BATCH], experts[index::BATCH]) for index in range(BATCH)]
+    together = load_balancing_loss(scores, experts, num_sequences=BATCH)
+    torch.testing.assert_close(together, torch.stack(apart).mean())
+
+
+def test_the_z_loss_is_the_mean_square_of_the_log_sum_exp() -> None:
+    logits = torch.tensor([[0.0, 0.0], [1.0, 1.0]])
+    two = torch.tensor(2.0).log()
+    torch.testing.assert_close(z_loss(logits), (two**2 + (1 + two) ** 2) / 2)
+
+
+def test_the_scaler_adds_a_gradient_beside_the_main_one() -> None:
+    x = torch.tensor([1.0, 2.0], requires_grad=True)
+    output = MoEAuxLossAutoScaler.apply(x, (x**2).sum(), 3.0)
+    assert torch.equal(output, x)
+    output.sum().backward()
+    torch.testing.assert_close(x.grad, 1 + 3.0 * 2 * x.detach())
+
+
+def _expected_gradient(router: TopKRouter, hidden: torch.Tensor, config: TransformerConfig) -> torch.Tensor:
+    """[e, h] of the auxiliary losses alone, written down apart from the router."""
+    weight = router.weight.detach().clone().requires_grad_()
+    logits = hidden.reshape(-1, hidden.shape[-1]) @ weight.t()
+    experts = torch.topk(logits, config.moe_router_topk)[1]
+    by_sequence = config.moe_router_load_balancing_type == "seq_aux_loss"
+    balance = load_balancing_loss(
+        scores_of_all(logits, "softmax"), experts, num_sequences=hidden.shape[1] if by_sequence else 1
+    )
+    (config.moe_aux_loss_coeff * balance + (config.moe_z_loss_coeff or 0.0) * z_loss(logits)).backward()
+    assert weight.grad is not None
+    return weight.grad
+
+
+def _gradient(router: TopKRouter, hidden: torch.Tensor) -> torch.Tensor:
+    """[e, h] that reaches the router where the main loss does not depend on it."""
+    routing = router(hidden)
+    (routing.probs.sum() * 0.0).backward()
+    assert router.weight.grad is not None
+    return router.weight.grad
+
+
+def _hidden() -> torch.Tensor:
+    return torch.randn(SEQUENCE, BATCH, FIELDS["hidden_size"], generator=torch.Generator().manual_seed(3))
+
+
+@pytest.mark.parametrize("kind", ["aux_loss", "seq_aux_loss"])
+@pytest.mark.parametrize("microbatches", [1, 4])
+@pytest.mark.parametrize("per_token", [False, True])
+def test_gradients_of_auxiliary_losses_are_scaled_for_the_step(kind: str, microbatches: int, per_token: bool) -> None:
+    """[Note: scale of auxiliary losses]: 1 / M, or the tokens where everything is divided by all tokens later."""
+    config = _config(moe_router_load_balancing_type=kind, calculate_per_token_loss=per_token)
+    router = TopKRouter(config)
+    set_num_microbatches(router, microbatches)
+    factor = SEQUENCE * BATCH if per_token else 1 / microbatches
+    expected = factor * _expected_gradient(router, _hidden(), config)
+    torch.testing.assert_close(_gradient(router, _hidden()), expected, rtol=1e-5, atol=1e-8)
+
+
+def _split_gradient(axis: str, kind: str, per_token: bool) -> float:
+    """The largest difference of the gradient that ranks with parts of the sequence add up to, relative."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    group = dist.group.WORLD
+    parallel: dict[str, Any] = {"tensor_model_parallel_size": size, "sequence_parallel": True}
+    if axis == "cp":
+        parallel = {"context_parallel_size": size}
+    config = _config(moe_router_load_balancing_type=kind, calculate_per_token_loss=per_token, **parallel)
+    router = TopKRouter(config, ProcessGroupCollection(**{axis: group, "tp_cp": group}))
+    whole = TopKRouter(_config(moe_router_load_balancing_type=kind, calculate_per_token_loss=per_token))
+    grad = _gradient(router, _hidden().chunk(size)[rank])
+    dist.all_reduce(grad)
+    if axis == "cp" and not per_token:
+        grad /= size  # the engine averages over dp_cp
+    expected = _gradient(whole, _hidden())
+    return float((grad - expected).abs().max() / expected.abs().max())
+
+
+def _all_split_gradients() -> dict[str, float]:
+    return {
+        f"{axis} {kind} {per_token}": _split_gradient(axis, kind, per_token)
+        for axis in ("tp", "cp")
+        for kind in ("aux_loss", "seq_aux_loss")
+        for per_token in (False, True)
+    }
+
+
+def test_ranks_with_parts_of_the_sequence_add_up_to_the_whole_gradient() -> None:
+    for differences in run_ranks(2, _all_split_gradients):
+        assert max(differences.values()) < 1e-5, differences
+
+
+def test_there_are_no_auxiliary_gradients_in_evaluation() -> None:
+    router = TopKRouter(_config()).eval()
+    assert not _gradient(router, _hidden()).any()
+
+
+def test_groups_that_contradict_each_other_are_refused() -> None:
+    """A tp_cp group that does not hold all that share a microbatch would count a part of the tokens as all."""
+
+    class TwoRanks:
+        def size(self) -> int:
+            return 2
+
+    with pytest.raises(ValueError, match=r"tp_cp must hold the ranks of tp and cp \(2\), got 1"):
+        TopKRouter(_config(), ProcessGroupCollection(cp=TwoRanks()))  # type: ignore[arg-type]
