@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from megatron.core.distributed.fsdp.collectives.device_copy import prepare_copies
 from megatron.core.distributed.fsdp.collectives.nvlink import Place, linked_devices, problem_between
 from megatron.core.distributed.fsdp.collectives.peer_memory import Meeting, PeerMemory, peer_memory_of
 from megatron.core.distributed.fsdp.collectives.process_group import ProcessGroupTransport, RankOrderTransport
@@ -32,10 +33,11 @@ _COPIES, _SUMMANDS = "_fsdp_copies", "_fsdp_summands"
 
 @dataclass(frozen=True)
 class _Copies:
-    """(target, source) of each copy of a gather of ``shard``."""
+    """What makes the copies of a gather of ``shard`` to an address, which changes where memory comes and goes."""
 
     shard: torch.Tensor
-    pairs: list[tuple[torch.Tensor, torch.Tensor]]
+    address: int
+    run: Callable[[], None]
 
 
 @dataclass(frozen=True)
@@ -113,13 +115,12 @@ class PeerCopyTransport:
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> None:
         plan: _Copies | None = getattr(full, _COPIES, None)
-        if plan is None or plan.shard is not shard:
+        if plan is None or plan.shard is not shard or plan.address != full.data_ptr():
             plan = self._plan_copies(full, shard)
             if plan is None:
                 self._by_group.all_gather(full, shard)
                 return
-        for target, source in plan.pairs:
-            target.copy_(source, True)
+        plan.run()
 
     def _plan_copies(self, full: torch.Tensor, shard: torch.Tensor) -> _Copies | None:
         """What a gather of ``shard`` into ``full`` copies, which ``full`` then carries; None where the group must do it."""
@@ -131,7 +132,7 @@ class PeerCopyTransport:
         self._remember(memory)
         segments = full.data.view(self.size, numel).unbind()  # views of full itself would keep it, and it them
         pairs = [(segments[peer], view) for peer, view in memory.views(start, numel, shard.dtype).items()]
-        plan = _Copies(shard, [*pairs, (segments[self.rank], shard)])
+        plan = _Copies(shard, full.data_ptr(), prepare_copies([*pairs, (segments[self.rank], shard.data)]))
         setattr(full, _COPIES, plan)
         return plan
 
