@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -13,6 +16,7 @@ from megatron.core.process_group_builder import build_process_groups
 from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size
 from megatron.core.rank_grid import RankGrid
 from megatron.core.tensor_parallel.partition import partition
+from megatron.core.transformer.context_parallel import get_batch_on_this_cp_rank
 from megatron.core.transformer.moe.router import set_num_microbatches
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -64,7 +68,12 @@ def mean_loss(model: GPTModel, data_rank: int) -> torch.Tensor:
 
 def reference(num_data_ranks: int, **fields: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Losses of all data-parallel ranks and the gradients of their mean, of the model on one rank."""
-    model = build_moe_gpt(**fields)
+    return _reference(num_data_ranks, json.dumps(fields))
+
+
+@cache
+def _reference(num_data_ranks: int, fields: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+    model = build_moe_gpt(**json.loads(fields))
     # Each rank's auxiliary losses count as much as its mean loss.
     set_num_microbatches(model, num_data_ranks)
     losses = [mean_loss(model, rank) for rank in range(num_data_ranks)]
@@ -73,38 +82,61 @@ def reference(num_data_ranks: int, **fields: Any) -> tuple[list[float], dict[str
     return [loss.item() for loss in losses], grads
 
 
-def sharded_step(degrees: dict[str, int], fields: dict[str, Any]) -> tuple[float, dict[str, float], set[str]]:
+def sharded_step(degrees: dict[str, int], fields: dict[str, Any]) -> tuple[float, dict[str, float], int]:
     """One forward and backward on this rank, gradients summed as the engine sums them, against one rank's.
 
     Returns:
-        This rank's loss, the largest relative difference of each gradient's part, and the names of the parameters.
+        The loss of this rank's samples, the largest relative difference of each gradient (of this rank's part), and the
+        data-parallel rank.
     """
-    grid = RankGrid(world_size=dist.get_world_size(), **degrees)
-    groups = build_process_groups(grid)
-    names = ("tensor_model_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size")
-    own = {name: degrees[name] for name in names if name in degrees}
-    own["sequence_parallel"] = degrees.get("tensor_model_parallel_size", 1) > 1
-    model = build_moe_gpt(groups, **fields, **own)
-    loss = mean_loss(model, group_rank(groups.dp))
+    groups = build_process_groups(RankGrid(world_size=dist.get_world_size(), **degrees))
+    model = build_moe_gpt(groups, **fields, **degrees, sequence_parallel=group_size(groups.tp) > 1)
+    data_rank, num_data_ranks = group_rank(groups.dp), group_size(groups.dp)
+    loss = _mean_loss_of_part(model, data_rank, groups.cp)
     loss.backward()
-    num_data_ranks = group_size(groups.dp_cp)
     _, expected = reference(num_data_ranks, **fields)
     differences = {}
     for name, parameter in model.named_parameters():
-        grad = parameter.grad
-        assert grad is not None, name
-        is_expert = not getattr(parameter, "allreduce", True)
-        if getattr(parameter, "sequence_parallel", False):
-            dist.all_reduce(grad, group=groups.tp)
-        group = groups.expt_dp if is_expert else groups.dp_cp
-        if group is not None:
-            dist.all_reduce(grad, group=group)
-        grad /= num_data_ranks
-        full = expected[name]
-        if getattr(parameter, "tensor_model_parallel", False):
-            split = groups.expt_tp if is_expert else groups.tp
-            full = partition(
-                full, parameter.partition_dim, parameter.partition_stride, group_rank(split), group_size(split)
-            )
-        differences[name] = ((grad - full).abs().max() / full.abs().max().clamp(min=1e-12)).item()
-    return loss.item(), differences, set(differences)
+        assert parameter.grad is not None, name
+        _sum_as_the_engine(parameter, groups)
+        theirs = _own_part(expected[name], parameter, groups)
+        largest = theirs.abs().max().clamp(min=1e-12)
+        differences[name] = float((parameter.grad - theirs).abs().max() / largest)
+    loss = loss.detach() / group_size(groups.cp)
+    if groups.cp is not None:
+        dist.all_reduce(loss, group=groups.cp)
+    return loss.item(), differences, data_rank
+
+
+def _mean_loss_of_part(model: GPTModel, data_rank: int, cp_group: ProcessGroup | None) -> torch.Tensor:
+    """[] whose mean over context-parallel ranks is the mean over all tokens."""
+    tokens = tokens_of(data_rank)
+    batch = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}
+    if cp_group is not None:
+        batch = get_batch_on_this_cp_rank(batch, cp_group)
+    return model(batch["tokens"], None, None, labels=batch["labels"]).mean()
+
+
+def _is_expert(parameter: torch.Tensor) -> bool:
+    return not getattr(parameter, "allreduce", True)
+
+
+def _sum_as_the_engine(parameter: torch.Tensor, groups: ProcessGroupCollection) -> None:
+    """The mean over dp_cp of dense gradients; the sum of all ranks' contributions by as many of experts' gradients."""
+    grad = parameter.grad
+    assert grad is not None
+    if getattr(parameter, "sequence_parallel", False):
+        dist.all_reduce(grad, group=groups.tp)
+    group = groups.expt_dp if _is_expert(parameter) else groups.dp_cp
+    if group is not None:
+        dist.all_reduce(grad, group=group)
+    grad /= group_size(groups.dp_cp)
+
+
+def _own_part(full: torch.Tensor, parameter: Any, groups: ProcessGroupCollection) -> torch.Tensor:
+    """What this tensor-parallel rank holds of a full tensor."""
+    if not getattr(parameter, "tensor_model_parallel", False):
+        return full
+    group = groups.expt_tp if _is_expert(parameter) else groups.tp
+    dim, stride = parameter.partition_dim, parameter.partition_stride
+    return partition(full, dim, stride, group_rank(group), group_size(group))

@@ -1,0 +1,148 @@
+"""Tokens reach their experts and come back, whichever ranks hold these."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.core.process_group_builder import build_process_groups
+from megatron.core.process_groups_config import group_rank, group_size
+from megatron.core.rank_grid import RankGrid
+from megatron.core.transformer.moe.permutation import expert_order_up_to
+from megatron.core.transformer.moe.routing import Routing, capacity
+from megatron.core.transformer.moe.token_dispatcher import (
+    AllToAllDispatcher,
+    ExpertRows,
+    LocalDispatcher,
+    build_dispatcher,
+)
+from tests.core.transformer.moe.tiny_moe import FIELDS, TransformerConfig
+from tests.support.launch import run_ranks
+
+NUM_TOKENS, WIDTH, NUM_EXPERTS, TOPK = 10, 3, 4, 2
+
+DROPS: dict[str, dict[str, Any]] = {
+    "dropless": {},
+    "probs": {"moe_expert_capacity_factor": 0.8},
+    "position": {"moe_expert_capacity_factor": 0.8, "moe_token_drop_policy": "position"},
+    "padded": {"moe_expert_capacity_factor": 0.9, "moe_pad_expert_input_to_capacity": True},
+}
+
+
+def _config(**fields: Any) -> TransformerConfig:
+    return TransformerConfig(**{**FIELDS, **fields})
+
+
+def _tokens(rank: int, idle: int | None = None) -> tuple[torch.Tensor, Routing]:
+    """Tokens of a rank and where they go; to an ``idle`` expert none."""
+    generator = torch.Generator().manual_seed(rank)
+    hidden = torch.randn(NUM_TOKENS, WIDTH, dtype=torch.float64, generator=generator, requires_grad=True)
+    scores = torch.rand(NUM_TOKENS, NUM_EXPERTS, dtype=torch.float64, generator=generator)
+    if idle is not None:
+        scores[:, idle] = -1.0
+    probs, experts = torch.topk(scores, TOPK)
+    return hidden, Routing(probs.detach().requires_grad_(), experts)
+
+
+def _kept(routing: Routing, config: TransformerConfig) -> torch.Tensor:
+    """[t, k] which assignments are computed."""
+    limit = capacity(NUM_TOKENS, config)
+    if limit is None:
+        return torch.ones_like(routing.experts, dtype=torch.bool)
+    by_probs = config.moe_token_drop_policy == "probs"
+    probs = routing.probs.detach() if by_probs else None
+    order = expert_order_up_to(limit, routing.experts, NUM_EXPERTS, probs=probs, pads=False)
+    kept = torch.zeros(NUM_TOKENS * TOPK, dtype=torch.bool)
+    kept[order.assignments.sources] = True
+    return kept.view(NUM_TOKENS, TOPK)
+
+
+def _directly(hidden: torch.Tensor, routing: Routing, kept: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+    """Sums over kept experts e of prob * factors[e] * token ** 2, without any dispatch."""
+    scale = (routing.probs * factors[routing.experts] * kept).sum(dim=1, keepdim=True)
+    return scale * hidden**2
+
+
+def _compute(rows: ExpertRows, factors: torch.Tensor, share: float = 1.0) -> torch.Tensor:
+    """What experts with these factors make of their rows; ``share`` is a tensor-parallel rank's summand."""
+    counts = torch.tensor(rows.counts_on_host())
+    assert counts.tolist() == rows.counts.tolist()
+    assert counts.sum() == rows.hidden_states.shape[0]
+    return (rows.probs * share * factors.repeat_interleave(counts)).unsqueeze(1) * rows.hidden_states**2
+
+
+@pytest.mark.parametrize("drop", DROPS)
+def test_a_round_trip_on_one_rank_is_the_sum_over_kept_experts(drop: str) -> None:
+    config, factors = _config(**DROPS[drop]), torch.arange(1.0, 5.0, dtype=torch.float64)
+    hidden, routing = _tokens(0)
+    kept = _kept(routing, config)
+    assert bool(kept.all()) == (drop == "dropless")
+    rows, combine = LocalDispatcher(config).dispatch(hidden, routing)
+    output, expected = combine(_compute(rows, factors)), _directly(hidden, routing, kept, factors)
+    torch.testing.assert_close(output, expected)
+    weight = torch.randn_like(output)
+    inputs = (hidden, routing.probs)
+    for ours, theirs in zip(
+        torch.autograd.grad((output * weight).sum(), inputs),
+        torch.autograd.grad((expected * weight).sum(), inputs),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, theirs)
+
+
+def _round_trips(degrees: dict[str, int], idle: int | None) -> dict[str, float]:
+    """For each kind of drop, the largest difference of results and gradients from those without dispatch."""
+    groups = build_process_groups(RankGrid(world_size=dist.get_world_size(), **degrees))
+    num_owners, num_parts = group_size(groups.ep), group_size(groups.expt_tp)
+    local = NUM_EXPERTS // num_owners
+    factors = torch.arange(1.0, NUM_EXPERTS + 1, dtype=torch.float64, requires_grad=True)
+    mine = slice(group_rank(groups.ep) * local, (group_rank(groups.ep) + 1) * local)
+    differences = {}
+    for drop, fields in DROPS.items():
+        config = _config(**fields)
+        dispatcher = build_dispatcher(config, groups)
+        assert isinstance(dispatcher, AllToAllDispatcher)
+        hidden, routing = _tokens(dist.get_rank(), idle)
+        rows, combine = dispatcher.dispatch(hidden, routing)
+        # Tensor-parallel ranks of an expert give summands that differ.
+        share = (1 + group_rank(groups.expt_tp)) / sum(range(1, num_parts + 1))
+        output = combine(_compute(rows, factors[mine], share))
+        expected = _directly(hidden, routing, _kept(routing, config), factors)
+        differences[drop] = float((output - expected).detach().abs().max())
+        inputs = (hidden, routing.probs, factors)
+        ours = list(torch.autograd.grad(output.sin().sum(), inputs))
+        theirs = torch.autograd.grad(expected.sin().sum(), inputs)
+        # A factor's gradient is with its expert's ranks; here each rank has those of its own tokens.
+        dist.all_reduce(ours[2])
+        dist.all_reduce(theirs[2])
+        differences[f"{drop} gradients"] = max(float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True))
+    return differences
+
+
+@pytest.mark.parametrize(
+    ("world_size", "degrees"),
+    [
+        (2, {"expert_model_parallel_size": 2}),
+        (4, {"expert_model_parallel_size": 4}),
+        (2, {"tensor_model_parallel_size": 2}),
+        (4, {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2}),
+    ],
+    ids=["ep2", "ep4", "etp2", "etp2_ep2"],
+)
+def test_a_round_trip_over_ranks_is_the_sum_over_kept_experts(world_size: int, degrees: dict[str, int]) -> None:
+    """With an expert that no token goes to: in the case of 4 ranks a rank that has nothing to compute."""
+    for differences in run_ranks(world_size, _round_trips, degrees, 1):
+        assert max(differences.values()) < 1e-12, differences
+
+
+def test_groups_of_another_size_are_refused() -> None:
+    class TwoRanks:
+        def size(self) -> int:
+            return 2
+
+    groups: Any = type("Groups", (), {"ep": TwoRanks(), "expt_tp": TwoRanks(), "tp_ep": TwoRanks()})()
+    with pytest.raises(ValueError, match=r"tp_ep must hold the ranks of expt_tp and ep \(2 x 2\), got 2"):
+        build_dispatcher(_config(), groups)
