@@ -6,13 +6,14 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from megatron.core.distributed.fsdp.arena import ArenaPlan, LiveRange, plan_arena
 
 # A record longer than this many uses is not a step; it is dropped rather than kept growing.
 _MAX_USES = 100_000
+NO_UNITS: frozenset[int] = frozenset()
 
 
 class Use(NamedTuple):
@@ -23,8 +24,8 @@ class Use(NamedTuple):
 
 
 @dataclass(frozen=True)
-class RangePlan:
-    """Addresses of the groups' ranges in one arena."""
+class PoolPlan:
+    """Addresses of some groups' ranges in one arena."""
 
     groups: tuple[int, ...]
     arena: ArenaPlan
@@ -40,6 +41,33 @@ class RangePlan:
     def overlapping(self, group: int) -> tuple[int, ...]:
         """Groups whose range shares addresses with the group's."""
         return tuple(self.groups[other] for other in self.arena.overlapping[self.groups.index(group)])
+
+
+@dataclass(frozen=True)
+class RangePlan:
+    """Addresses of the groups' ranges, in an arena for each pool: memory of one transport, or of none in particular."""
+
+    pools: tuple[PoolPlan, ...]
+
+    @property
+    def groups(self) -> tuple[int, ...]:
+        return tuple(group for pool in self.pools for group in pool.groups)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arenas."""
+        return sum(pool.nbytes for pool in self.pools)
+
+    def offset(self, group: int) -> int:
+        """Bytes from the start of the group's arena."""
+        return self._pool(group).offset(group)
+
+    def overlapping(self, group: int) -> tuple[int, ...]:
+        """Groups whose range shares addresses with the group's."""
+        return self._pool(group).overlapping(group)
+
+    def _pool(self, group: int) -> PoolPlan:
+        return next(pool for pool in self.pools if group in pool.groups)
 
 
 @dataclass(frozen=True)
@@ -61,6 +89,25 @@ class Plan:
     weights: RangePlan
     staging: RangePlan
     kept_nbytes: Mapping[int, int]
+
+    @cached_property
+    def horizons(self) -> tuple[int, ...]:
+        """[U] how many uses have their weights gathered, or on their way, once each use has begun."""
+        return tuple(accumulate((len(following) for following in self.ahead), initial=1))[1:]
+
+    @cached_property
+    def staying(self) -> tuple[frozenset[int], ...]:
+        """[U] units whose weights stay though they end at a use: what runs next, in the other direction or anew, needs them."""
+        again = Use(self.uses[0].unit, False)
+        stays = []
+        for at, (use, following) in enumerate(zip(self.uses, (*self.uses[1:], None), strict=True)):
+            end = at
+            if self.kept[at]:
+                end = self.uses.index(Use(use.unit, True), at) + 1
+            elif following == again:
+                end = self.horizons[at]
+            stays.append(frozenset(use.unit for use in self.uses[at + 1 : end]) or NO_UNITS)
+        return tuple(stays)
 
     @cached_property
     def first_uses(self) -> dict[int, int]:
@@ -124,6 +171,7 @@ class Recorder:
         weight_nbytes: Mapping[int, int],
         staging_nbytes: Mapping[int, int],
         groups_of: Mapping[int, list[int]],
+        pool_of: Mapping[int, int] | None = None,
         ahead_nbytes: int = 0,
         keep_nbytes: int = 0,
     ) -> Plan:
@@ -133,11 +181,13 @@ class Recorder:
             weight_nbytes: bytes of each group's gathered weights.
             staging_nbytes: bytes of each group's staging buffer.
             groups_of: groups whose weights a unit uses.
+            pool_of: the pool of each group's ranges; one for all when None.
             ahead_nbytes: bytes of weights to have on their way; at least those of one use are.
             keep_nbytes: bytes that may be spent on weights that stay gathered, the last units of forward first.
         """
         _ = self.ranges
-        sizes = {unit: sum(weight_nbytes.get(group, 0) for group in groups) for unit, groups in groups_of.items()}
+        # Units without weights are not worth a gather; replicated weights are worth one (their synchronisation).
+        sizes = {unit: sum(weight_nbytes.get(group, 1) for group in groups) for unit, groups in groups_of.items()}
         begins, ahead = self._gather_ahead(sizes, ahead_nbytes)
         for group, ranges in self._weights.items():
             self._weights[group] = [LiveRange(group, begins[r.begin], r.end) for r in ranges]
@@ -159,8 +209,8 @@ class Recorder:
             tuple(self.uses),
             tuple(ahead),
             tuple(kept),
-            _range_plan(self._weights, weight_nbytes),
-            _range_plan(self._staging, staging_nbytes),
+            _range_plan(self._weights, weight_nbytes, pool_of or {}),
+            _range_plan(self._staging, staging_nbytes, pool_of or {}),
             kept_nbytes,
         )
 
@@ -185,7 +235,7 @@ class Recorder:
             first = upto + 1
             while upto + 1 < len(self.uses):
                 on_their_way = sum(nbytes.get(use.unit, 0) for use in self.uses[now + 1 : upto + 1])
-                if upto > now and on_their_way >= ahead_nbytes:
+                if upto > now and on_their_way >= max(ahead_nbytes, 1):
                     break
                 upto += 1
                 begins[upto] = now
@@ -193,8 +243,17 @@ class Recorder:
         return begins, ahead
 
 
-def _range_plan(ranges: Mapping[int, list[LiveRange]], nbytes: Mapping[int, int]) -> RangePlan:
-    groups = tuple(group for group in sorted(ranges) if ranges[group] and group in nbytes)
+def _range_plan(
+    ranges: Mapping[int, list[LiveRange]], nbytes: Mapping[int, int], pool_of: Mapping[int, int]
+) -> RangePlan:
+    members: dict[int, list[int]] = defaultdict(list)
+    for group in sorted(ranges):
+        if ranges[group] and group in nbytes:
+            members[pool_of.get(group, 0)].append(group)
+    return RangePlan(tuple(_pool_plan(tuple(members[pool]), ranges, nbytes) for pool in sorted(members)))
+
+
+def _pool_plan(groups: tuple[int, ...], ranges: Mapping[int, list[LiveRange]], nbytes: Mapping[int, int]) -> PoolPlan:
     local = {group: index for index, group in enumerate(groups)}
     live = [LiveRange(local[group], r.begin, r.end) for group in groups for r in ranges[group]]
-    return RangePlan(groups, plan_arena([nbytes[group] for group in groups], live))
+    return PoolPlan(groups, plan_arena([nbytes[group] for group in groups], live))

@@ -12,7 +12,7 @@ from megatron.core.distributed.fsdp.collectives import MemoryKind, Transport
 from megatron.core.distributed.fsdp.gatherer import Gatherer
 from megatron.core.distributed.fsdp.graphs import Graphs
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup
-from megatron.core.distributed.fsdp.plan import Plan, RangePlan, Recorder, Use
+from megatron.core.distributed.fsdp.plan import NO_UNITS, Plan, RangePlan, Recorder, Use
 from megatron.core.distributed.fsdp.reducer import Reducer
 from megatron.core.distributed.fsdp.unit import FsdpUnit
 
@@ -84,9 +84,20 @@ class Planner:
         return self.plan.first_uses.get(unit, len(self.plan.uses))
 
     @property
-    def keeps(self) -> bool:
-        """True if the unit that ran last runs again at once."""
-        return self.in_plan and self.plan is not None and self.plan.kept[self._cursor]
+    def staying(self) -> frozenset[int]:
+        """Units that run again at once, if they end now."""
+        return self.plan.staying[self._cursor] if self.in_plan and self.plan is not None else NO_UNITS
+
+    @property
+    def upcoming(self) -> tuple[Use, ...]:
+        """The uses, of those that follow in this step, whose weights are gathered or on their way by now."""
+        if not self.in_plan or self.plan is None:
+            return ()
+        return self.plan.uses[self._cursor + 1 : self.plan.horizons[self._cursor]]
+
+    def is_forward_again(self, use: Use) -> bool:
+        """True if the use begins another forward of this step, which an evaluation has not."""
+        return self.plan is not None and use.unit == self.plan.uses[0].unit
 
     def _depart(self, unit: FsdpUnit, backward: bool) -> None:
         self.in_plan = False
@@ -136,6 +147,7 @@ class Planner:
             weight_nbytes={g.index: g.weight_storage.nbytes for g in groups if g.weight_storage is not None},
             staging_nbytes={g.index: g.staging_storage.nbytes for g in groups if g.trainable},
             groups_of={unit.index: [group.index for group in unit.groups] for unit in units},
+            pool_of={group.index: number for number, pool in enumerate(_pools(groups)) for group in pool},
             ahead_nbytes=self._ahead_nbytes(groups),
             keep_nbytes=self.keep_nbytes,
         )
@@ -170,9 +182,13 @@ class Planner:
 
         Gradients come at other moments on a rank that uses other parameters, which would give another layout.
         """
-        for transport in _symmetric_transports(groups):
-            for ranges in transport.exchange(recorder.ranges):
-                recorder.add(ranges)
+        for pool in _pools(groups):
+            transport, indices = pool[0].group_mesh.axes[-1], {group.index for group in pool}
+            if transport.is_symmetric:
+                weights, staging = recorder.ranges
+                own = tuple({g: live[g] for g in live if g in indices} for live in (weights, staging))
+                for ranges in transport.exchange(own):
+                    recorder.add(ranges)
 
     def _ahead_nbytes(self, groups: Sequence[FsdpParameterGroup]) -> int:
         return self.ahead_numel * max((g.dtypes.compute.itemsize for g in groups if g.needs_gather), default=0)
@@ -194,23 +210,18 @@ class Planner:
     def _fill_arena(self, ranges: RangePlan, groups: dict[int, FsdpParameterGroup], kind: str) -> None:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # memory of the first step, in blocks that would fragment the rest
-        members = [groups[index] for index in ranges.groups]
-        if len({tuple(g.group_mesh.axes[0].ranks) for g in members}) > 1 and _symmetric_transports(members):
-            raise NotImplementedError("units over different ranks must use the process group's transport in one model")
-        if members:
-            what = MemoryKind.GATHERED if kind == "weights" else MemoryKind.STAGING
-            arena = members[0].group_mesh.empty(ranges.nbytes, torch.uint8, self.device, what).zero_()
-        else:
-            arena = torch.empty(0, dtype=torch.uint8, device=self.device)
-        self.arenas.append(arena)
+        what = MemoryKind.GATHERED if kind == "weights" else MemoryKind.STAGING
         owner: Any = self.gatherer if kind == "weights" else self.reducer
         owner.overlapping = {i: {groups[o] for o in ranges.overlapping(i)} for i in ranges.groups}
-        for index in ranges.groups:
-            group = groups[index]
-            storage = group.weight_storage if kind == "weights" else group.staging_storage
-            assert storage is not None
-            flat = arena[ranges.offset(index) : ranges.offset(index) + storage.nbytes].view(storage.dtype)
-            (group.move_weights if kind == "weights" else group.move_staging)(flat)
+        for pool in ranges.pools:
+            arena = groups[pool.groups[0]].group_mesh.empty(pool.nbytes, torch.uint8, self.device, what).zero_()
+            self.arenas.append(arena)
+            for index in pool.groups:
+                group, offset = groups[index], pool.offset(index)
+                storage = group.weight_storage if kind == "weights" else group.staging_storage
+                assert storage is not None
+                flat = arena[offset : offset + storage.nbytes].view(storage.dtype)
+                (group.move_weights if kind == "weights" else group.move_staging)(flat)
 
     def leave_plan(self, groups: Sequence[FsdpParameterGroup]) -> None:
         """Afterwards every group has memory of its own, none of it taken."""
@@ -232,7 +243,14 @@ class Planner:
         self._wants_record = True
 
 
-def _symmetric_transports(groups: Sequence[FsdpParameterGroup]) -> list[Transport]:
-    """One transport for each set of ranks whose buffers must lie at equal offsets."""
-    found = {tuple(axis.ranks): axis for group in groups for axis in group.group_mesh.axes if axis.is_symmetric}
-    return [found[ranks] for ranks in sorted(found)]
+def _pools(groups: Sequence[FsdpParameterGroup]) -> list[list[FsdpParameterGroup]]:
+    """Groups whose buffers may lie in one arena, in an order that is the same on all ranks.
+
+    Buffers that must lie at equal offsets of one transport's memory, on all of its ranks, are by themselves; others need
+    no memory in particular.
+    """
+    pools: dict[Transport | None, list[FsdpParameterGroup]] = {}
+    for group in groups:
+        transport = group.group_mesh.axes[-1]
+        pools.setdefault(transport if transport.is_symmetric else None, []).append(group)
+    return list(pools.values())

@@ -11,14 +11,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from megatron.core.distributed.fsdp import MixedPrecisionPolicy, fully_shard, hybrid_placements, microbatch
+from megatron.core.distributed.fsdp import fully_shard, hybrid_placements, microbatch
+from megatron.core.distributed.fsdp.load import local_rows
 from megatron.core.distributed.fsdp.placement import OUTER_STRATEGIES
 from tests.core.distributed.fsdp.models import (
     STRATEGY_NAMES,
     Net,
     context_of,
-    full,
     global_batch,
+    local_of,
     loss_of,
     make_net,
 )
@@ -91,21 +92,17 @@ def _sum(terms: Sequence[torch.Tensor]) -> torch.Tensor:
     return functools.reduce(torch.add, terms)
 
 
-def assert_equal_whole(sharded: nn.Module, plain: nn.Module, *, gradients: bool) -> None:
-    """Afterwards weights, and gradients, are equal to the last bit on each rank. Ranks: all."""
-    ours = dict(sharded.named_parameters())
+def assert_equal_rows(sharded: nn.Module, plain: nn.Module, *, gradients: bool) -> None:
+    """Afterwards this rank's rows of weights, and of gradients, are equal to the last bit; communicates nothing."""
+    ours: dict[str, Any] = dict(sharded.named_parameters())
     for name, theirs in plain.named_parameters():
-        assert torch.equal(full(ours[name]), theirs.detach()), f"weight {name}"
+        own = ours[name]
+        assert torch.equal(local_of(own), local_rows(own, theirs.detach())), f"weight {name}"
         if gradients:
             assert theirs.grad is not None
-            assert torch.equal(full(ours[name].grad), theirs.grad), f"gradient of {name}"
+            assert torch.equal(local_of(own.grad), local_rows(own, theirs.grad)), f"gradient of {name}"
 
 
-def fp32() -> MixedPrecisionPolicy:
-    """Everything in one dtype."""
-    return MixedPrecisionPolicy(main_params_dtype=None)
-
-
-def make_hybrid_net(strategy: str, outer: str, **settings: Any) -> Net:
-    """A sharded net of the usual weights. Ranks: all."""
-    return shard_hybrid(make_net(2), strategy, outer, **settings)
+def make_hybrid_net(strategy: str, outer: str, *, dtype: torch.dtype = torch.float32, **settings: Any) -> Net:
+    """A sharded net of two blocks and the usual weights. Ranks: all."""
+    return shard_hybrid(make_net(2, dtype=dtype), strategy, outer, **settings)
