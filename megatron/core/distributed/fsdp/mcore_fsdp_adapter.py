@@ -28,7 +28,7 @@ from megatron.core.distributed.fsdp.module import FsdpModule, fsdp_modules
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup
 from megatron.core.distributed.fsdp.placement import Placements, hybrid_placements, strategy_placements
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
-from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.process_groups_config import ProcessGroupCollection, group_size
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
@@ -78,7 +78,7 @@ class FullyShardedDataParallel(nn.Module):
         self._model_parallel = model_parallel(self.pg_collection, self.dist_index)
         group = self.dist_index.get_dp_group()
         sums = getattr(config, "calculate_per_token_loss", False)
-        units = _units(module, fsdp_unit_modules)
+        units = _units(module, fsdp_unit_modules, is_stage=group_size(self.pg_collection.pp) > 1)
         self._shard = _Sharder(
             index=self.dist_index,
             model_parallel=self._model_parallel,
@@ -286,8 +286,12 @@ def _placements(index: FSDPDistributedIndex, strategy: str) -> Placements:
     return hybrid_placements(strategy, outer, (index.dp_outer_dim, index.dp_shard_dim))
 
 
-def _units(model: nn.Module, classes: Sequence[type[nn.Module] | str] | None) -> list[nn.Module]:
-    """The modules that become units, innermost first, in the order of ``modules()``."""
+def _units(model: nn.Module, classes: Sequence[type[nn.Module] | str] | None, *, is_stage: bool) -> list[nn.Module]:
+    """The modules that become units, innermost first, in the order of ``modules()``.
+
+    Args:
+        is_stage: other pipeline stages may hold what this one lacks.
+    """
     if classes is None:
         output_layer = getattr(model, "output_layer", None)
         found = [
@@ -299,7 +303,7 @@ def _units(model: nn.Module, classes: Sequence[type[nn.Module] | str] | None) ->
         found = [m for m in model.modules() if isinstance(m, types) or type(m).__name__ in names]
         absent = names - {type(m).__name__ for m in found}
         absent |= {c.__name__ for c in types if not any(isinstance(m, c) for m in found)}
-        if absent:
+        if absent and not is_stage:
             raise ValueError(
                 f"fsdp_unit_modules must be classes of modules in the model, got {sorted(absent)}, which it lacks"
             )
