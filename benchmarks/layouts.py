@@ -1,0 +1,309 @@
+"""The trainer under several ways to split one model: ``torchrun ... benchmarks/layouts.py OUTPUT.md [LAYOUT...]``.
+
+Each layout trains 20 steps by the flags of pretrain_gpt.py, one after the other in the same processes: times on the device, memory
+of the fullest rank, losses, and what one profiled step says of communication beside compute. Without GPUs a tiny model
+rehearses the same flags on gloo. A layout that fails on all ranks stops no other.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import re
+import statistics
+import sys
+import tempfile
+import traceback
+from collections import defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
+
+import pretrain_gpt
+from benchmarks.measure import GIB
+from benchmarks.overlap import Interval, length, overlap
+from benchmarks.report import facts_of_run
+from benchmarks.report import page as markdown_page
+from megatron.training.arguments import parse_settings
+from megatron.training.distributed_init import initialize_distributed
+from megatron.training.pretrain import pretrain
+from megatron.training.train_step import StepRecord, TrainStep
+
+NUM_STEPS, WARM_UP, PROFILED = 20, 6, 18
+_GEMM = re.compile(r"gemm|nvjet|cutlass|xmma|wgmma|flash|sdpa", re.IGNORECASE)
+
+_COMMON = (
+    "--swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope --group-query-attention "
+    "--untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 --micro-batch-size 1 "
+    f"--train-iters {NUM_STEPS} --lr 1e-4 --min-lr 1e-5 --lr-decay-style cosine --clip-grad 1.0 --bf16 --use-megatron-fsdp "
+    "--data-parallel-sharding-strategy optim_grads_params --use-distributed-optimizer --overlap-grad-reduce "
+    "--overlap-param-gather --init-model-with-meta-device --megatron-fsdp-grad-comm-dtype bf16 "
+    "--use-precision-aware-optimizer --cross-entropy-loss-fusion --mock-data --tokenizer-type NullTokenizer "
+    "--split 100,0,0 --eval-iters 0 --log-interval 1 --manual-gc"
+)
+_DENSE = "--num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --num-query-groups 8 --vocab-size 31999"
+_MOE = (
+    "--num-layers 16 --hidden-size 2048 --ffn-hidden-size 5632 --num-attention-heads 16 --num-query-groups 8 --vocab-size 31999 "
+    "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 5632 --moe-aux-loss-coeff 0.01 --moe-grouped-gemm "
+    "--moe-token-dispatcher-type alltoall"
+)
+_TINY = "--num-layers 2 --hidden-size 64 --ffn-hidden-size 160 --num-attention-heads 4 --num-query-groups 2 --vocab-size 255"
+_TINY_MOE = (
+    f"{_TINY} --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 96 --moe-aux-loss-coeff 0.01 --moe-grouped-gemm "
+    "--moe-token-dispatcher-type alltoall"
+)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One way to split the model over the ranks.
+
+    Attributes:
+        what: in words.
+        flags: beside those that all have.
+        is_moe: the model with experts.
+        length: tokens of a sequence.
+        global_batch: sequences of a step; None: one for each rank.
+    """
+
+    what: str
+    flags: str = "--create-all-gather-group"
+    is_moe: bool = False
+    length: int = 4096
+    global_batch: int | None = None
+
+
+_LONG = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+LAYOUTS = {
+    "fsdp": Layout("pure FSDP over all ranks, NCCL"),
+    "fsdp-peer": Layout("pure FSDP over all ranks, peer copy", "--fsdp-transport peer_copy"),
+    "tp2": Layout(
+        "tensor parallelism 2 with sequence parallelism, FSDP over the rest",
+        "--create-all-gather-group --tensor-model-parallel-size 2 --sequence-parallel",
+    ),
+    "hsdp": Layout(
+        "two instances, weights and gradients sharded within each",
+        "--create-all-gather-group --num-distributed-optimizer-instances 2",
+    ),
+    "hfsdp": Layout(
+        "the same, optimizer state sharded over all ranks",
+        "--create-all-gather-group --num-distributed-optimizer-instances 2 --outer-dp-sharding-strategy optim",
+    ),
+    "cp2-32k": Layout(
+        "context parallelism 2 at 32,768 tokens, each layer recomputed, FSDP over all ranks",
+        f"--create-all-gather-group --context-parallel-size 2 {_LONG}",
+        length=32768,
+        global_batch=2,
+    ),
+    "fsdp-32k": Layout(
+        "pure FSDP at 32,768 tokens, each layer recomputed",
+        f"--create-all-gather-group {_LONG}",
+        length=32768,
+        global_batch=4,
+    ),
+    "moe": Layout("8 experts, top 2, pure FSDP", is_moe=True),
+    "moe-ep2": Layout(
+        "8 experts, top 2, expert parallelism 2",
+        "--create-all-gather-group --expert-model-parallel-size 2",
+        is_moe=True,
+    ),
+}
+DEFAULT = ("fsdp", "tp2", "hsdp", "moe", "moe-ep2")
+
+
+@dataclass(kw_only=True)
+class Run:
+    """What a layout did."""
+
+    ms: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    peak_gib: float = 0.0
+    reserved_gib: float = 0.0
+    profile: str = ""
+
+
+class _Recorder:
+    """Stands around ``TrainStep.__call__``: times steps by events, keeps records, profiles one step of rank 0."""
+
+    def __init__(self, is_cuda: bool) -> None:
+        self.is_cuda = is_cuda
+        self.records: list[StepRecord] = []
+        self.events: list[torch.cuda.Event] = []
+        self.profile = ""
+        self._step = TrainStep.__call__
+
+    def __enter__(self) -> _Recorder:
+        recorder = self
+
+        def step(own: TrainStep, *arguments: Any) -> StepRecord:
+            return recorder.call(own, *arguments)
+
+        TrainStep.__call__ = step  # type: ignore[method-assign]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        TrainStep.__call__ = self._step  # type: ignore[method-assign]
+
+    def call(self, own: TrainStep, *arguments: Any) -> StepRecord:
+        if self.is_cuda and len(self.records) == PROFILED:
+            record = self._profiled(own, *arguments)
+        else:
+            record = self._step(own, *arguments)
+        self.records.append(record)
+        if self.is_cuda:
+            self.events.append(torch.cuda.Event(enable_timing=True))
+            self.events[-1].record()
+        return record
+
+    def _profiled(self, own: TrainStep, *arguments: Any) -> StepRecord:
+        if dist.get_rank() != 0:
+            return self._step(own, *arguments)
+        torch.cuda.synchronize()
+        with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiler:
+            record = self._step(own, *arguments)
+            torch.cuda.synchronize()
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "trace.json"
+            profiler.export_chrome_trace(str(path))
+            self.profile = summarize(json.loads(path.read_text())["traceEvents"])
+        return record
+
+    def run(self) -> Run:
+        """What was recorded. Ranks: all."""
+        run = Run(profile=self.profile)
+        if self.is_cuda:
+            torch.cuda.synchronize()
+            run.ms = [a.elapsed_time(b) for a, b in zip(self.events, self.events[1:], strict=False)]
+            peaks = torch.tensor([torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()], device="cuda")
+            dist.all_reduce(peaks, op=dist.ReduceOp.MAX)
+            run.peak_gib, run.reserved_gib = (peak / GIB for peak in peaks.tolist())
+        sums = torch.stack([record.loss_and_tokens for record in self.records])
+        dist.all_reduce(sums)  # ranks that share sequences' layers count alike
+        run.losses = (sums[:, 0] / sums[:, 1]).tolist()
+        run.norms = [record.grad_norm.item() for record in self.records]
+        return run
+
+
+def summarize(events: list[dict[str, Any]]) -> str:
+    """How much of each kind of communication ran beside matrix products and attention, from a profiler's trace."""
+    compute: list[Interval] = []
+    kinds: dict[str, list[Interval]] = defaultdict(list)
+    for event in events:
+        if event.get("ph") != "X" or event.get("cat") not in ("kernel", "gpu_memcpy"):
+            continue
+        name, when = event["name"], (float(event["ts"]), float(event["ts"]) + float(event["dur"]))
+        found = re.search(r"nccl\w*?_(AllGather|ReduceScatter|AllReduce|SendRecv|Broadcast)", name)
+        if found:
+            kinds[f"{found[1]} of {event['args'].get('Group size', '?')} ranks"].append(when)
+        elif name.startswith("Memcpy PtoP"):
+            kinds["peer copies"].append(when)
+        elif _GEMM.search(name):
+            compute.append(when)
+    lines = [f"matrix products and attention: {length(compute) / 1e3:.1f} ms"]
+    lines += [
+        f"{kind}: {len(spans)}, {length(spans) / 1e3:.1f} ms, of which beside those {overlap(spans, compute) / 1e3:.1f} ms"
+        for kind, spans in sorted(kinds.items())
+    ]
+    return "\n".join(lines)
+
+
+def train(layout: Layout, device: torch.device) -> Run:
+    """The layout's run. Ranks: all."""
+    is_cuda = device.type == "cuda"
+    if is_cuda:
+        model, tokens = (_MOE if layout.is_moe else _DENSE), layout.length
+    else:
+        model, tokens = (_TINY_MOE if layout.is_moe else _TINY), 64
+    flags = (
+        f"{_COMMON} {model} {layout.flags} --seq-length {tokens} --max-position-embeddings {tokens} "
+        f"--global-batch-size {layout.global_batch or dist.get_world_size()} --distributed-backend {'nccl' if is_cuda else 'gloo'}"
+    )
+    gc.collect()
+    if is_cuda:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    with tempfile.TemporaryDirectory() as folder, _Recorder(is_cuda) as recorder:
+        paths = [folder]
+        dist.broadcast_object_list(paths)
+        pretrain(
+            parse_settings([*flags.split(), "--data-cache-path", paths[0]]),
+            model_provider=pretrain_gpt.model_provider,
+            datasets_provider=pretrain_gpt.datasets_provider,
+            forward_step=pretrain_gpt.forward_step,
+        )
+        return recorder.run()
+
+
+def report(runs: dict[str, Run], failed: dict[str, str], device: torch.device) -> str:
+    """The page of all runs."""
+    rows = [
+        "| layout | what | median ms | min ms | peak allocated / reserved GiB | loss 1, 10, 20 |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, run in runs.items():
+        timed = run.ms[WARM_UP : PROFILED - 1] or [0.0]
+        losses = ", ".join(f"{run.losses[i]:.4f}" for i in (0, 9, 19))
+        rows.append(
+            f"| {name} | {LAYOUTS[name].what} | {statistics.median(timed):.1f} | {min(timed):.1f} | "
+            f"{run.peak_gib:.1f} / {run.reserved_gib:.1f} | {losses} |"
+        )
+    sections = ["\n".join(rows)]
+    sections += [f"- `{name}` did not run: {reason}" for name, reason in failed.items()]
+    sections += [
+        f"## {name}: one step of rank 0\n\n```\n{run.profile}\n```" for name, run in runs.items() if run.profile
+    ]
+    steps = ["| step | " + " | ".join(runs) + " |", "|---|" + "---|" * len(runs)]
+    for step in range(NUM_STEPS):
+        cells = (f"{run.losses[step]:.5f}, {run.norms[step]:.4f}" for run in runs.values())
+        steps.append(f"| {step + 1} | " + " | ".join(cells) + " |")
+    sections.append("## Losses and gradient norms\n\n" + "\n".join(steps))
+    parameters = "7.2B dense, and 16 layers of 8 experts" if device.type == "cuda" else "tiny ones, a rehearsal"
+    facts = facts_of_run(
+        device, 0, [("models", parameters), ("steps", f"{NUM_STEPS}, timed without the first {WARM_UP}")]
+    )
+    return markdown_page("Layouts of one trainer", [fact for fact in facts if fact[0] != "parameters"], sections)
+
+
+def main(argv: list[str]) -> int:
+    """The layouts run; returns 1 where one failed."""
+    output, names = Path(argv[0]), argv[1:] or list(DEFAULT)
+    backend = ["--distributed-backend", "nccl" if torch.cuda.is_available() else "gloo"]
+    device = initialize_distributed(
+        parse_settings(
+            [
+                *_COMMON.split(),
+                *_TINY.split(),
+                *backend,
+                "--seq-length",
+                "64",
+                "--max-position-embeddings",
+                "64",
+                "--global-batch-size",
+                "64",
+            ]
+        ).distributed
+    )
+    runs: dict[str, Run] = {}
+    failed: dict[str, str] = {}
+    for name in names:
+        try:
+            runs[name] = train(LAYOUTS[name], device)
+        except Exception as error:
+            traceback.print_exc()
+            failed[name] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        if dist.get_rank() == 0:
+            output.parent.mkdir(parents=True, exist_ok=True)
+            output.write_text(report(runs, failed, device))
+    if dist.get_rank() == 0:
+        print(output.read_text())
+    dist.destroy_process_group()
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
