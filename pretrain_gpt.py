@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tokenizers import MegatronTokenizerBase
 from megatron.training.arguments import Settings, parse_settings
 from megatron.training.data import Datasets, build_gpt_datasets
@@ -18,9 +19,11 @@ from megatron.training.pretrain import pretrain
 from megatron.training.stage_forward import Batch, has_output_layer
 
 
-def model_provider(settings: Settings, vocab_size: int, device: torch.device) -> torch.nn.Module:
-    """The GPT model that the settings describe, not yet sharded."""
-    return build_gpt_model(settings.model, vocab_size=vocab_size, device=device)
+def model_provider(
+    settings: Settings, vocab_size: int, device: torch.device, pg_collection: ProcessGroupCollection
+) -> torch.nn.Module:
+    """This rank's part of the GPT model that the settings describe, not yet sharded."""
+    return build_gpt_model(settings.model, vocab_size=vocab_size, device=device, pg_collection=pg_collection)
 
 
 def datasets_provider(settings: Settings, tokenizer: MegatronTokenizerBase, sizes: Sequence[int]) -> Datasets:

@@ -28,7 +28,7 @@ from megatron.core.inference.sampling import generate
 from megatron.training.arguments import Settings, parse_settings
 from megatron.training.checkpointing import checkpoint_path, latest_iteration
 from megatron.training.data import tokenizer_of
-from megatron.training.distributed_init import data_parallel_groups, initialize_distributed
+from megatron.training.distributed_init import initialize_distributed, process_groups
 from megatron.training.flag_parser import FlagError
 from megatron.training.gpt_config import build_gpt_model
 
@@ -38,11 +38,16 @@ def load_model(settings: Settings, vocab_size: int) -> tuple[FullyShardedDataPar
 
     Raises:
         FileNotFoundError: there is no checkpoint in ``--load``.
-        ValueError: the checkpoint is of another model.
+        ValueError: the checkpoint is of another model, or the settings split the model.
 
     Ranks: all; blocks.
     """
     folder = settings.checkpoint.load
+    if settings.grid.size("dp") < settings.grid.world_size:
+        raise ValueError(
+            "samples are drawn from the whole model, got flags that split it between ranks; leave them out: a checkpoint "
+            "is loaded whatever the split that it was trained with"
+        )
     device = initialize_distributed(settings.distributed)
     iteration = settings.checkpoint.load_step
     if iteration is None and folder is not None:
@@ -54,7 +59,7 @@ def load_model(settings: Settings, vocab_size: int) -> tuple[FullyShardedDataPar
         settings.ddp,
         build_gpt_model(settings.model, vocab_size=vocab_size, device=device),
         device=device,
-        pg_collection=data_parallel_groups(settings.distributed),
+        pg_collection=process_groups(settings.distributed, settings.grid),
     )
     load_checkpoint(model, None, checkpoint_path(folder, iteration), load_optimizer=False)
     return model, device

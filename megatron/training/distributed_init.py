@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from megatron.core.process_groups_config import ProcessGroupCollection, create_all_gather_groups
+from megatron.core.process_group_builder import build_process_groups
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.rank_grid import RankGrid
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,17 +76,19 @@ def initialize_distributed(config: DistributedConfig) -> torch.device:
     return device
 
 
-def data_parallel_groups(config: DistributedConfig) -> ProcessGroupCollection:
-    """All ranks are data-parallel; where ``config`` says so, weights are gathered through a group of their own.
+def process_groups(config: DistributedConfig, grid: RankGrid) -> ProcessGroupCollection:
+    """The groups of every split of the run; where ``config`` says so, weights are gathered through groups of their own.
 
-    Ranks: all; blocks until all have made the second group.
+    Raises:
+        ValueError: the grid is of another number of ranks than there are.
+
+    Ranks: all; blocks until the ranks of its groups have come.
     """
-    groups = ProcessGroupCollection.data_parallel()
-    if not config.create_all_gather_group or dist.get_world_size() == 1:
-        return groups
-    timeout = timedelta(minutes=config.timeout_minutes)
-    dense, expert = create_all_gather_groups(timeout=timeout, pg_collection=groups)
-    return replace(groups, dp_cp_ag=dense, expt_dp_ag=expert)
+    return build_process_groups(
+        grid,
+        timeout=timedelta(minutes=config.timeout_minutes),
+        create_all_gather_group=config.create_all_gather_group,
+    )
 
 
 def _device(backend: str) -> torch.device:

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 _ARCHITECTURE = (
@@ -26,6 +27,17 @@ _ARCHITECTURE = (
     "add_qkv_bias",
     "qk_layernorm",
     "rotary_interleaved",
+)
+_ARCHITECTURE_OF_EXPERTS = (
+    "num_moe_experts",
+    "moe_layer_freq",
+    "moe_ffn_hidden_size",
+    "moe_shared_expert_intermediate_size",
+    "moe_shared_expert_gate",
+    "moe_router_topk",
+    "moe_router_score_function",
+    "moe_router_pre_softmax",
+    "moe_router_topk_scaling_factor",
 )
 
 
@@ -49,7 +61,8 @@ class GPTConfig:
     """The output layer uses the word embedding's weight."""
 
     make_vocab_size_divisible_by: int = 128
-    """The vocabulary is padded to a multiple of it: matrices of odd sizes are slow."""
+    """The vocabulary is padded to a multiple of it: matrices of odd sizes are slow. Unlike in Megatron-LM, tensor
+    parallelism does not enter: the model is the same whatever the split."""
 
     init_on_meta_device: bool = False
     """The engine creates the weights unit by unit, so that no rank ever holds all of them."""
@@ -59,7 +72,10 @@ class GPTConfig:
         return -(-vocab_size // self.make_vocab_size_divisible_by) * self.make_vocab_size_divisible_by
 
     def architecture(self, vocab_size: int) -> dict[str, Any]:
-        """Plain values that two models must have in common to share weights, under their names as flags."""
+        """Plain values that two models must have in common to share weights, under their names as flags.
+
+        How the model is split is none of them: a checkpoint is loaded under any split.
+        """
         own = (
             "max_position_embeddings",
             "position_embedding_type",
@@ -70,7 +86,8 @@ class GPTConfig:
             "rotary_seq_len_interpolation_factor",
             "share_embeddings_and_output_weights",
         )
-        values: dict[str, Any] = {name: getattr(self.transformer, name) for name in _ARCHITECTURE}
+        names = _ARCHITECTURE if self.transformer.num_moe_experts is None else _ARCHITECTURE + _ARCHITECTURE_OF_EXPERTS
+        values: dict[str, Any] = {name: getattr(self.transformer, name) for name in names}
         values |= {name: getattr(self, name) for name in own}
         activation = self.transformer.activation_func
         values["activation_func"] = activation if isinstance(activation, str) else activation.__name__
@@ -78,23 +95,26 @@ class GPTConfig:
         return values
 
 
-def build_gpt_model(config: GPTConfig, *, vocab_size: int, device: torch.device) -> GPTModel:
-    """A GPT model on ``device``, or on the meta device where the configuration says so.
+def build_gpt_model(
+    config: GPTConfig, *, vocab_size: int, device: torch.device, pg_collection: ProcessGroupCollection | None = None
+) -> GPTModel:
+    """A GPT model on ``device``, or on the meta device where the configuration says so: this rank's part of it.
 
     Args:
         vocab_size: the tokenizer's, without padding.
+        pg_collection: the ranks between which the model is split; None: it is whole.
 
-    Ranks: each alone; all get the same weights.
+    Ranks: each alone; parts have the values that they have in the whole model.
     """
-    spec = get_gpt_layer_local_spec(
-        qk_layernorm=config.transformer.qk_layernorm, normalization=config.transformer.normalization
-    )
+    stages = None if pg_collection is None else pg_collection.pp
     with torch.device("meta" if config.init_on_meta_device else device):
         return GPTModel(
             config.transformer,
-            spec,
+            get_gpt_decoder_block_spec(config.transformer),
             config.padded_vocab_size(vocab_size),
             config.max_position_embeddings,
+            pre_process=group_rank(stages) == 0,
+            post_process=group_rank(stages) == group_size(stages) - 1,
             share_embeddings_and_output_weights=config.share_embeddings_and_output_weights,
             position_embedding_type=config.position_embedding_type,  # type: ignore[arg-type]
             rotary_percent=config.rotary_percent,
@@ -102,4 +122,5 @@ def build_gpt_model(config: GPTConfig, *, vocab_size: int, device: torch.device)
             rope_scaling=config.rope_scaling,
             rope_scaling_factor=config.rope_scaling_factor,
             seq_len_interpolation_factor=config.rotary_seq_len_interpolation_factor,
+            pg_collection=pg_collection,
         )

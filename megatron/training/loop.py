@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from megatron.core.pipeline_parallel import PipelineStage
 from megatron.training.batches import BatchConfig
 from megatron.training.checkpointing import Checkpointer
 from megatron.training.evaluation import evaluate
@@ -65,8 +66,9 @@ class TrainingLoop:
     Args:
         train_batches: gives this rank's microbatches, from where training stands.
         valid_batches: the same for evaluations; None where there is nothing to evaluate on.
+        stage: the pipeline stage that the model is.
 
-    Ranks: all of the data-parallel group.
+    Ranks: all of the run.
     """
 
     def __init__(
@@ -84,11 +86,12 @@ class TrainingLoop:
         log: MetricLog,
         garbage: GarbageCollector,
         device: torch.device,
+        stage: PipelineStage,
     ) -> None:
         self.config, self.batch, self.step, self.forward_step, self.state = config, batch, step, forward_step, state
         self.train_batches, self.valid_batches = train_batches, valid_batches
         self.checkpointer, self.agreement, self.log, self.garbage = checkpointer, agreement, log, garbage
-        self.device = device
+        self.device, self.stage = device, stage
 
     def run(self) -> str:
         """Training has ended and the last state is saved; returns why it ended.
@@ -174,6 +177,7 @@ class TrainingLoop:
             self.batch,
             eval_iters=self.config.eval_iters,
             device=self.device,
+            stage=self.stage,
         )
         self.state.consumed_valid_samples += self.config.eval_iters * self.batch.global_batch_size
         self.log.write_evaluation(where, "validation", loss, self.state.iteration)

@@ -163,6 +163,7 @@ class MetricLog:
         """
         last = self._steps[-1]
         sums = torch.stack([step.loss_and_tokens for step in self._steps])
+        # Ranks that share samples, and stages, add the same to both sums, so that the mean is that of the samples.
         dist.all_reduce(sums)
         optional = {
             "num_zeros": last.num_zeros_in_grad,
@@ -232,7 +233,7 @@ class MetricLog:
     def _per_device(self, per_sample: int, seconds: float, unit: float) -> float | None:
         if not self.config.log_throughput:
             return None
-        return per_sample * self.batch.global_batch_size / self.batch.data_parallel_size / seconds / unit
+        return per_sample * self.batch.global_batch_size / dist.get_world_size() / seconds / unit
 
     def _write_record(self, record: LogRecord) -> None:
         if dist.get_rank() != 0:

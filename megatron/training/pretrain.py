@@ -17,6 +17,8 @@ from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataPa
 from megatron.core.full_cuda_graph import CudaStepGraph, FullCudaGraph
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.pipeline_parallel import PipelineStage, hidden_shape
+from megatron.core.process_groups_config import ProcessGroupCollection, group_rank
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.training.arguments import Settings
 from megatron.training.batches import BatchConfig, SequentialBatchSampler
@@ -24,11 +26,12 @@ from megatron.training.checkpointing import Checkpointer, print_rank_0
 from megatron.training.configuration_report import report_configuration
 from megatron.training.data import Datasets, tokenizer_of
 from megatron.training.data_loader import iterate_batches
-from megatron.training.distributed_init import data_parallel_groups, initialize_distributed, set_deterministic
+from megatron.training.distributed_init import initialize_distributed, process_groups, set_deterministic
 from megatron.training.dropout_seed import seed_everything
 from megatron.training.evaluation import evaluate
 from megatron.training.flops import flops_per_sample
 from megatron.training.garbage import GarbageCollector
+from megatron.training.life_signs import naming_silent_ranks
 from megatron.training.loop import LoopConfig, TrainingLoop
 from megatron.training.metrics import MetricLog, build_writers
 from megatron.training.schedule import build_scheduler
@@ -36,8 +39,9 @@ from megatron.training.step_agreement import StepAgreement, TerminationSignal
 from megatron.training.train_state import TrainState
 from megatron.training.train_step import Batch, ForwardStep, StepComputation, TrainStep
 
-ModelProvider = Callable[[Settings, int, torch.device], torch.nn.Module]
-"""(settings, size of the vocabulary, device) -> the model, unwrapped; on the meta device if the settings say so."""
+ModelProvider = Callable[[Settings, int, torch.device, ProcessGroupCollection], torch.nn.Module]
+"""(settings, size of the vocabulary, device, groups between which the model is split) -> this rank's part of the model,
+unwrapped; on the meta device if the settings say so."""
 
 DatasetProvider = Callable[[Settings, Any, Sequence[int]], Datasets]
 """(settings, tokenizer, [3] samples of training, validation and test) -> datasets of dicts of tensors."""
@@ -51,6 +55,8 @@ class TrainingSetup:
     device: torch.device
     datasets: Datasets
     model: FullyShardedDataParallel
+    stage: PipelineStage
+    """The pipeline stage that the model is."""
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
     architecture: dict[str, Any]
@@ -84,9 +90,10 @@ def pretrain(
     if settings.loop.deterministic:
         set_deterministic()
     seed_everything(settings.loop.seed)
-    setup = _set_up(settings, device, model_provider, datasets_provider)
-    print_rank_0(_report(setup))
-    state = _train(setup, forward_step, start_time)
+    with naming_silent_ranks():
+        setup = _set_up(settings, device, model_provider, datasets_provider)
+        print_rank_0(_report(setup))
+        state = _train(setup, forward_step, start_time)
     if owns_group:
         setup.model.close()
         dist.destroy_process_group()
@@ -99,13 +106,14 @@ def _set_up(
     """Data first: what is wrong with them is found before a model is allocated."""
     tokenizer = tokenizer_of(settings.data)
     datasets = datasets_provider(settings, tokenizer, _sizes(settings.loop, settings.batch))
-    module = model_provider(settings, tokenizer.vocab_size, device)
+    groups = process_groups(settings.distributed, settings.grid)
+    module = model_provider(settings, tokenizer.vocab_size, device, groups)
     model = FullyShardedDataParallel(
         settings.model.transformer,
         settings.ddp,
         module,
         device=device,
-        pg_collection=data_parallel_groups(settings.distributed),
+        pg_collection=groups,
     )
     optimizer = get_megatron_optimizer(settings.optimizer, [model])
     architecture = settings.model.architecture(tokenizer.vocab_size)
@@ -114,6 +122,7 @@ def _set_up(
         device=device,
         datasets=datasets,
         model=model,
+        stage=_pipeline_stage(settings, groups, device),
         optimizer=optimizer,
         scheduler=build_scheduler(settings.schedule, settings.optimizer, optimizer),
         architecture=architecture,
@@ -123,6 +132,20 @@ def _set_up(
             vocab_size=architecture["padded_vocab_size"],
         ),
     )
+
+
+def _pipeline_stage(settings: Settings, groups: ProcessGroupCollection, device: torch.device) -> PipelineStage:
+    transformer = settings.model.transformer
+    dtype = torch.float32 if transformer.fp32_residual_connection else transformer.params_dtype
+    shape = hidden_shape(
+        seq_length=settings.data.seq_length,
+        micro_batch_size=settings.batch.micro_batch_size,
+        hidden_size=transformer.hidden_size,
+        context_parallel_size=transformer.context_parallel_size,
+        tensor_model_parallel_size=transformer.tensor_model_parallel_size,
+        sequence_parallel=transformer.sequence_parallel,
+    )
+    return PipelineStage(group=groups.pp, hidden_shape=shape, dtype=transformer.pipeline_dtype or dtype, device=device)
 
 
 def _report(setup: TrainingSetup) -> str:
@@ -178,6 +201,7 @@ def _train(setup: TrainingSetup, forward_step: ForwardStep, start_time: float) -
         log=log,
         garbage=garbage,
         device=device,
+        stage=setup.stage,
     )
     try:
         reason = loop.run()
@@ -215,6 +239,7 @@ def _step(setup: TrainingSetup, forward_step: ForwardStep, seed: int) -> TrainSt
         num_microbatches=num_microbatches,
         per_token_loss=settings.model.transformer.calculate_per_token_loss,
         device=setup.device,
+        stage=setup.stage,
     )
     graph = None
     if settings.cuda_graph.enabled:
@@ -226,7 +251,12 @@ def _step(setup: TrainingSetup, forward_step: ForwardStep, seed: int) -> TrainSt
             warmup_steps=settings.cuda_graph.warmup_steps,
             tracker=tracker,
         )
-    return TrainStep(computation, setup.scheduler, settings.batch, seed=seed, rank=dist.get_rank(), graph=graph)
+    return TrainStep(computation, setup.scheduler, settings.batch, seed=seed, rank=_data_rank(setup), graph=graph)
+
+
+def _data_rank(setup: TrainingSetup) -> int:
+    """This rank's place among those that compute different samples."""
+    return group_rank(setup.model.pg_collection.dp)
 
 
 def _sizes(loop: LoopConfig, batch: BatchConfig) -> tuple[int, int, int]:
@@ -239,11 +269,14 @@ def _sizes(loop: LoopConfig, batch: BatchConfig) -> tuple[int, int, int]:
 def _batches(
     setup: TrainingSetup, dataset: Any, consumed_samples: int, *, repeats: bool = False
 ) -> Iterator[Batch] | None:
-    """Microbatches of this rank; ``repeats`` starts over where the samples end (a resumed run may evaluate more often)."""
+    """Microbatches of this rank; ``repeats`` starts over where the samples end (a resumed run may evaluate more often).
+
+    Ranks between which the model is split draw the same samples.
+    """
     if dataset is None:
         return None
     sampler = SequentialBatchSampler(
-        setup.settings.batch, rank=dist.get_rank(), total_samples=len(dataset), consumed_samples=consumed_samples
+        setup.settings.batch, rank=_data_rank(setup), total_samples=len(dataset), consumed_samples=consumed_samples
     )
     one_pass = iterate_batches(
         dataset,
@@ -267,6 +300,12 @@ def _test(setup: TrainingSetup, forward_step: ForwardStep, state: TrainState, lo
         return
     loop = setup.settings.loop
     loss = evaluate(
-        setup.model, forward_step, batches, setup.settings.batch, eval_iters=loop.eval_iters, device=setup.device
+        setup.model,
+        forward_step,
+        batches,
+        setup.settings.batch,
+        eval_iters=loop.eval_iters,
+        device=setup.device,
+        stage=setup.stage,
     )
     log.write_evaluation(f"iteration {state.iteration} on test set", "test", loss, state.iteration)

@@ -8,10 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron.core.rank_grid import RankGrid
 from megatron.training.distributed_init import (
     DistributedConfig,
-    data_parallel_groups,
     initialize_distributed,
+    process_groups,
     set_deterministic,
 )
 from tests.support.launch import run_ranks
@@ -23,7 +24,8 @@ def test_without_torchrun_there_is_one_rank(monkeypatch: pytest.MonkeyPatch) -> 
     try:
         assert initialize_distributed(DistributedConfig(backend="gloo")) == torch.device("cpu")
         assert (dist.get_world_size(), dist.get_rank()) == (1, 0)
-        assert data_parallel_groups(DistributedConfig(create_all_gather_group=True)).dp_cp_ag is None
+        config = DistributedConfig(create_all_gather_group=True)
+        assert process_groups(config, RankGrid(world_size=1)).dp_cp_ag is None
     finally:
         dist.destroy_process_group()
 
@@ -53,9 +55,10 @@ def test_settings_out_of_range_are_refused(settings: dict[str, Any]) -> None:
 
 
 def _gathers_have_their_own_communicator() -> tuple[bool, int]:
-    groups = data_parallel_groups(DistributedConfig(timeout_minutes=1, create_all_gather_group=True))
+    grid = RankGrid(world_size=2)
+    groups = process_groups(DistributedConfig(timeout_minutes=1, create_all_gather_group=True), grid)
     assert groups.dp_cp is not None and groups.dp_cp_ag is not None
-    assert data_parallel_groups(DistributedConfig()).dp_cp_ag is None, "only where it is asked for"
+    assert process_groups(DistributedConfig(), grid).dp_cp_ag is None, "only where it is asked for"
     return groups.dp_cp_ag is not groups.dp_cp, groups.dp_cp_ag.size()
 
 
