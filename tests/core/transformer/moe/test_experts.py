@@ -1,0 +1,201 @@
+"""Experts computed one after the other, by one kernel, and without rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megatron.core.models.gpt.gpt_layer_specs import ColumnParallelLinear, RowParallelLinear
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe.experts import GroupedMLP, SequentialMLP
+from megatron.core.transformer.moe.grouped_gemm import are_aligned, can_group, grouped_linear, stacked
+from megatron.core.transformer.moe.token_dispatcher import ExpertRows
+from tests.core.transformer.moe.tiny_moe import FIELDS, TransformerConfig
+
+COUNTS = (5, 0, 1, 7)  # the second expert is idle
+SUBMODULES = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+
+ACTIVATIONS: dict[str, dict[str, Any]] = {
+    "swiglu": {},
+    "swiglu_fused": {"bias_activation_fusion": True},
+    "gelu_with_bias": {
+        "gated_linear_unit": False,
+        "activation_func": "gelu",
+        "add_bias_linear": True,
+        "moe_shared_expert_intermediate_size": None,
+    },
+}
+
+
+def _config(**fields: Any) -> TransformerConfig:
+    # torch's grouped kernels want sizes of 16 bytes, on the CPU too.
+    return TransformerConfig(**{**FIELDS, "moe_ffn_hidden_size": 16, **fields})
+
+
+def _rows(width: int, counts: tuple[int, ...] = COUNTS) -> ExpertRows:
+    generator = torch.Generator().manual_seed(5)
+    return ExpertRows(
+        hidden_states=torch.randn(sum(counts), width, generator=generator, requires_grad=True),
+        probs=torch.rand(sum(counts), generator=generator, requires_grad=True),
+        counts=torch.tensor(counts),
+    )
+
+
+def _fill_biases(experts: torch.nn.Module) -> None:
+    """Biases start as zeros, which would hide their absence."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in experts.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(generator=generator)
+
+
+def _results(experts: torch.nn.Module, rows: ExpertRows) -> list[torch.Tensor]:
+    """Output and gradients of rows, probabilities and parameters."""
+    output = experts(rows)
+    inputs = [rows.hidden_states, rows.probs, *experts.parameters()]
+    return [output, *torch.autograd.grad(output.sin().sum(), inputs)]
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_experts_in_turn_are_their_mlps_times_the_probabilities(name: str) -> None:
+    config = _config(**ACTIVATIONS[name])
+    experts = SequentialMLP(4, config, SUBMODULES)
+    _fill_biases(experts)
+    rows = _rows(config.hidden_size)
+    output = experts(rows)
+    pieces = []
+    for expert, x, probs in zip(
+        experts.local_experts, rows.hidden_states.split(COUNTS), rows.probs.split(COUNTS), strict=True
+    ):
+        fc1, fc2 = expert.linear_fc1, expert.linear_fc2  # type: ignore[union-attr]
+        activated = F.linear(x, fc1.weight, fc1.bias)  # type: ignore[arg-type]
+        if config.gated_linear_unit:
+            gate, up = activated.chunk(2, -1)
+            activated = F.silu(gate) * up
+        else:
+            activated = F.gelu(activated)
+        pieces.append(probs[:, None] * F.linear(activated, fc2.weight, fc2.bias))  # type: ignore[arg-type]
+    torch.testing.assert_close(output, torch.cat(pieces))
+
+
+def test_an_idle_experts_gradients_are_zeros() -> None:
+    """Not absent: all ranks of a unit write the same gradients."""
+    experts = SequentialMLP(4, _config(), SUBMODULES)
+    experts(_rows(16)).sum().backward()
+    idle = list(experts.local_experts[1].parameters())
+    assert all(p.grad is not None and not p.grad.any() for p in idle)
+    assert all(p.grad is not None and p.grad.any() for p in experts.local_experts[0].parameters())
+
+
+def test_a_rank_without_any_rows_has_an_empty_result_and_zero_gradients() -> None:
+    experts = SequentialMLP(4, _config(), SUBMODULES)
+    output = experts(_rows(16, (0, 0, 0, 0)))
+    assert output.shape == (0, 16)
+    output.sum().backward()
+    assert all(p.grad is not None and not p.grad.any() for p in experts.parameters())
+
+
+def test_parameters_of_experts_are_marked_and_named_by_their_global_number() -> None:
+    class SecondOfTwo:
+        def size(self) -> int:
+            return 2
+
+        def rank(self) -> int:
+            return 1
+
+    experts = SequentialMLP(2, _config(), SUBMODULES, ProcessGroupCollection(ep=SecondOfTwo()))  # type: ignore[arg-type]
+    assert [name for name, _ in experts.named_parameters()] == [
+        f"local_experts.{index}.linear_fc{layer}.weight" for index in (2, 3) for layer in (1, 2)
+    ]
+    assert all(parameter.allreduce is False for parameter in experts.parameters())  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match=r"num_local_experts must be num_moe_experts \(4\) / 1 ranks, got 2"):
+        SequentialMLP(2, _config(), SUBMODULES)
+
+
+class _AlwaysGrouped(GroupedMLP):
+    """By torch's grouped kernel also on the CPU, where it is a loop in C."""
+
+    calls = 0
+
+    def _can_group(self, x: torch.Tensor, weights: list[torch.Tensor]) -> bool:
+        type(self).calls += 1
+        return True
+
+
+def _has_grouped_kernel_on_cpu() -> bool:
+    try:
+        torch._grouped_mm(torch.ones(8, 8), torch.ones(1, 8, 8), offs=torch.tensor([8], dtype=torch.int32))
+    except (AttributeError, RuntimeError, NotImplementedError):
+        return False
+    return True
+
+
+on_cpu = pytest.mark.skipif(not _has_grouped_kernel_on_cpu(), reason="this torch groups on CUDA alone")
+
+
+@on_cpu
+@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize("counts", [COUNTS, (13, 0, 0, 0), (0, 0, 0, 0)])
+def test_one_kernel_gives_what_a_loop_gives(name: str, counts: tuple[int, ...]) -> None:
+    config = _config(**ACTIVATIONS[name])
+    loop, grouped = GroupedMLP(4, config, SUBMODULES), _AlwaysGrouped(4, config, SUBMODULES)
+    _fill_biases(loop)
+    grouped.load_state_dict(loop.state_dict())
+    _AlwaysGrouped.calls = 0
+    for ours, theirs in zip(_results(grouped, _rows(16, counts)), _results(loop, _rows(16, counts)), strict=True):
+        torch.testing.assert_close(ours, theirs)
+    assert _AlwaysGrouped.calls == 2
+
+
+def _matrices(spacing: int, start: int = 0) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Three [16, 8] matrices in one storage, as far apart as they are large, plus ``spacing``."""
+    flat = torch.randn(start + 3 * (128 + spacing))
+    return flat, [flat[start + i * (128 + spacing) :][:128].view(16, 8) for i in range(3)]
+
+
+def test_weights_at_even_distances_are_not_copied() -> None:
+    flat, weights = _matrices(spacing=64)
+    whole = stacked(weights)
+    assert torch.equal(whole, torch.stack(weights))
+    assert whole.data_ptr() == flat.data_ptr()
+    assert stacked(weights[:1]).data_ptr() == flat.data_ptr()
+
+
+@pytest.mark.parametrize("case", ["uneven", "unaligned_start", "unaligned_distance", "reversed", "two_storages"])
+def test_weights_that_do_not_lie_so_are_copied(case: str) -> None:
+    flat, weights = _matrices(spacing=2 if case == "unaligned_distance" else 64, start=1 if "start" in case else 0)
+    if case == "uneven":
+        weights[2] = flat[400:528].view(16, 8)
+    elif case == "reversed":
+        weights = weights[::-1]
+    elif case == "two_storages":
+        weights[2] = _matrices(spacing=64)[1][2]
+    whole = stacked(weights)
+    assert torch.equal(whole, torch.stack(weights))
+    assert whole.untyped_storage().data_ptr() != flat.untyped_storage().data_ptr()
+
+
+@on_cpu
+def test_a_write_into_a_weight_before_backward_is_noticed() -> None:
+    """The engine's fence: a weight that was released is not read again in silence."""
+    weights = [torch.randn(16, 8, requires_grad=True) for _ in range(2)]
+    x = torch.randn(4, 8, requires_grad=True)
+    output = grouped_linear(x, weights, torch.tensor([1, 4], dtype=torch.int32))
+    with torch.no_grad():
+        weights[1].zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.sum().backward()
+
+
+def test_the_cpu_is_not_grouped() -> None:
+    assert not can_group(torch.zeros(4, 8), [torch.zeros(8, 8)])
+
+
+@pytest.mark.parametrize(("shape", "aligned"), [((8, 16), True), ((8, 12), False), ((4, 16), False)])
+def test_sizes_that_the_kernel_cannot_read_are_not_grouped(shape: tuple[int, int], aligned: bool) -> None:
+    assert are_aligned([torch.zeros(shape, dtype=torch.bfloat16)]) == aligned
