@@ -65,7 +65,9 @@ class Recorder:
             self.starts.append(time.perf_counter())
         if not self.num_parameters:
             self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
-        loss, tokens = pretrain_gpt.forward_step(batch, model)
+        output = pretrain_gpt.forward_step(batch, model)
+        assert isinstance(output, tuple), "there is one pipeline stage"
+        loss, tokens = output
         self.sums.append(torch.stack((loss.detach().double(), tokens.detach().double())))
         return loss, tokens
 
