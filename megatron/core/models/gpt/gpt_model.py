@@ -243,7 +243,9 @@ class GPTModel(MegatronModule):
         )
         if not self.post_process:
             return hidden_states
-        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        # A last stage without embedding has a copy of its own in the output layer, whose unit gathers it when it runs.
+        is_lent = self.share_embeddings_and_output_weights and self.pre_process
+        weight = self.shared_embedding_or_output_weight() if is_lent else None
         logits: torch.Tensor
         if runtime_gather_output is None and labels is not None:
             runtime_gather_output = False  # the loss needs no rank's logits but its own
