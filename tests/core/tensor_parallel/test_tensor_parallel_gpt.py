@@ -10,10 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection, group_size
-from megatron.core.tensor_parallel.partition import assemble
-from tests.core.models.tiny_gpt import build_gpt, random_tokens
+from megatron.core.tensor_parallel.partition import assemble, partition
+from megatron.core.transformer.transformer_config import TransformerConfig
+from tests.core.models.tiny_gpt import FIXTURE_NAMES, build_gpt, load_fixture, random_tokens
 from tests.support.launch import run_ranks
 
 Values = dict[str, np.ndarray]
@@ -128,3 +130,168 @@ def test_a_split_model_is_the_whole_one(name: str, num_ranks: int, sequence_para
         np.testing.assert_allclose(split_losses, losses, **TOLERANCE)
         for key, gradient in gradients.items():
             np.testing.assert_allclose(split_gradients[key], gradient, err_msg=key, **TOLERANCE)
+
+
+def _logits(parallel_output: bool, runtime_gather_output: bool | None = None) -> torch.Tensor:
+    model = build("llama", dist.group.WORLD, True, parallel_output=parallel_output)
+    inputs, positions, _ = random_tokens(length=8)
+    return model(inputs, positions, None, runtime_gather_output=runtime_gather_output).detach()
+
+
+def _outputs() -> dict[str, np.ndarray]:
+    """What a split model gives back besides losses, and in unusual ways to losses and gradients."""
+    group = dist.group.WORLD
+    inputs, positions, labels = random_tokens(length=8)
+    found = {
+        "gathered logits": _logits(parallel_output=False),
+        "own logits": _logits(parallel_output=True),
+        "logits gathered on request": _logits(parallel_output=True, runtime_gather_output=True),
+    }
+    for name, arguments, forward in (
+        ("loss of gathered logits", {}, {"runtime_gather_output": True}),
+        ("loss without gathered logits", {"parallel_output": False}, {}),
+        ("whole embeddings", {"scatter_embedding_sequence_parallel": False}, {}),
+    ):
+        model = build("gpt2", group, True, **arguments)
+        losses = model(inputs, positions, None, labels=labels, **forward)
+        losses.mean().backward()
+        found[name] = losses.detach()
+        for key in ("embedding.word_embeddings.weight", "embedding.position_embeddings.weight"):
+            found[f"{name}, {key}"] = whole_gradient(model.get_parameter(key), group)
+    return {key: value.numpy() for key, value in found.items()}
+
+
+def test_logits_are_gathered_where_asked_and_losses_are_the_same_either_way() -> None:
+    inputs, positions, _ = random_tokens(length=8)
+    arguments, fields = MODELS["llama"]
+    logits = build_gpt(arguments, **fields)(inputs, positions, None).detach().numpy()
+    losses, _, gradients = _unsplit()["gpt2", False]
+    for rank, found in enumerate(run_ranks(2, _outputs)):
+        own = logits.shape[-1] // 2
+        np.testing.assert_allclose(found["gathered logits"], logits, **TOLERANCE)
+        np.testing.assert_allclose(found["logits gathered on request"], logits, **TOLERANCE)
+        np.testing.assert_allclose(found["own logits"], logits[..., rank * own : (rank + 1) * own], **TOLERANCE)
+        for name in ("loss of gathered logits", "loss without gathered logits", "whole embeddings"):
+            np.testing.assert_allclose(found[name], losses, err_msg=name, **TOLERANCE)
+            for key in ("embedding.word_embeddings.weight", "embedding.position_embeddings.weight"):
+                np.testing.assert_allclose(found[f"{name}, {key}"], gradients[key], err_msg=name, **TOLERANCE)
+
+
+def _attributes() -> dict[str, dict[str, Any]]:
+    """By name: what parameters say of themselves, the same after construction on the meta device."""
+    arguments, fields = MODELS["qwen"]
+    fields = {**fields, "add_bias_linear": True, "tensor_model_parallel_size": 2, "sequence_parallel": True}
+    arguments = {**arguments, "position_embedding_type": "learned_absolute"}
+    arguments["pg_collection"] = ProcessGroupCollection(tp=dist.group.WORLD)
+    direct = build_gpt(arguments, **fields)
+    with torch.device("meta"):
+        late = build_gpt(arguments, **fields)
+    for module in late.modules():
+        module.to_empty(device="cpu", recurse=False)
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    for (name, one), other in zip(direct.named_parameters(), late.parameters(), strict=True):
+        assert torch.equal(one, other) and vars(one) == vars(other), name
+    return {name: {"shape": list(p.shape), **vars(p)} for name, p in late.named_parameters()}
+
+
+def test_parameters_say_how_they_are_split() -> None:
+    (found, _) = run_ranks(2, _attributes)
+    split = {"tensor_model_parallel": True, "partition_dim": 0, "partition_stride": 1}
+    replicated = {"sequence_parallel": True}
+    layer = "decoder.layers.1"
+    expected = {
+        "embedding.word_embeddings.weight": {"shape": [20, 16], **split, "is_embedding_or_output_parameter": True},
+        "embedding.position_embeddings.weight": {"shape": [16, 16], **replicated},
+        "output_layer.weight": {"shape": [20, 16], **split, "is_embedding_or_output_parameter": True},
+        "decoder.final_layernorm.weight": {"shape": [16], **replicated},
+        f"{layer}.input_layernorm.weight": {"shape": [16], **replicated},
+        f"{layer}.pre_mlp_layernorm.weight": {"shape": [16], **replicated},
+        f"{layer}.self_attention.q_layernorm.weight": {"shape": [2], **replicated},
+        f"{layer}.self_attention.k_layernorm.weight": {"shape": [2], **replicated},
+        f"{layer}.self_attention.linear_qkv.weight": {"shape": [16, 16], **split},
+        f"{layer}.self_attention.linear_qkv.bias": {"shape": [16], **split},
+        f"{layer}.self_attention.linear_proj.weight": {"shape": [16, 8], **split, "partition_dim": 1},
+        f"{layer}.self_attention.linear_proj.bias": {"shape": [16], **replicated},
+        f"{layer}.mlp.linear_fc1.weight": {"shape": [24, 16], **split, "partition_stride": 2},
+        f"{layer}.mlp.linear_fc1.bias": {"shape": [24], **split, "partition_stride": 2},
+        f"{layer}.mlp.linear_fc2.weight": {"shape": [16, 12], **split, "partition_dim": 1},
+        f"{layer}.mlp.linear_fc2.bias": {"shape": [16], **replicated},
+    }
+    assert {name: marks for name, marks in found.items() if "layers.0" not in name} == expected
+
+
+def _refusals() -> list[str]:
+    """What is refused before anything is allocated, or in the first forward."""
+    groups = ProcessGroupCollection(tp=dist.group.WORLD)
+    inputs, positions, labels = random_tokens(length=7)
+    messages = []
+
+    def refused(act: Any) -> None:
+        try:
+            act()
+        except ValueError as error:
+            messages.append(str(error))
+
+    refused(lambda: build_gpt({"pg_collection": groups, "vocab_size": 41}, tensor_model_parallel_size=2))
+    refused(lambda: build_gpt({"pg_collection": groups}))
+    refused(lambda: build_gpt({}, tensor_model_parallel_size=2))
+    model = build("gpt2", dist.group.WORLD, True)
+    refused(lambda: model(inputs, positions, None, labels=labels))
+    return messages
+
+
+def test_what_cannot_be_split_is_refused_with_the_arithmetic() -> None:
+    vocabulary, groups, no_groups, sequence = run_ranks(2, _refusals)[0]
+    assert "multiple of 2 (2 ranks), got 41" in vocabulary
+    assert "tensor_model_parallel_size" in groups and "got 2" in groups
+    assert "tensor_model_parallel_size" in no_groups and "got 1" in no_groups
+    assert "sequence length must be a multiple" in sequence and "got 7 and 2 ranks" in sequence
+
+
+def _fixture(name: str, sequence_parallel: bool) -> dict[str, np.ndarray]:
+    """Losses and gradients of a split model with the weights of a Megatron-LM fixture."""
+    _, tensors, settings = load_fixture(name)
+    group = dist.group.WORLD
+    assert group is not None
+    config = TransformerConfig(
+        **settings["config"],
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=group.size(),
+        sequence_parallel=sequence_parallel,
+    )
+    groups = ProcessGroupCollection(tp=group)
+    spec = get_gpt_layer_local_spec(**settings["layer_spec"])
+    model = GPTModel(config, spec, **settings["gpt_model"], pg_collection=groups)
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            full = tensors[f"weight.{key}"]
+            if getattr(parameter, "tensor_model_parallel", False):
+                full = partition(
+                    full,
+                    parameter.partition_dim,  # type: ignore[attr-defined]
+                    parameter.partition_stride,  # type: ignore[attr-defined]
+                    group.rank(),
+                    group.size(),
+                )
+            parameter.copy_(full)
+    losses = model(tensors["tokens"][:, :-1], torch.arange(16).expand(2, 16), None, labels=tensors["tokens"][:, 1:])
+    losses.mean().backward()
+    gradients = {f"grad.{key}": whole_gradient(parameter, group) for key, parameter in model.named_parameters()}
+    return {key: value.detach().numpy() for key, value in {"loss": losses, **gradients}.items()}
+
+
+def _fixtures() -> dict[tuple[str, bool], dict[str, np.ndarray]]:
+    return {(name, sp): _fixture(name, sp) for name in FIXTURE_NAMES for sp in (False, True)}
+
+
+def test_split_models_agree_with_megatron_lm() -> None:
+    """Its weights, cut by our attributes, give its losses and gradients."""
+    for by_kind in run_ranks(2, _fixtures):
+        for (name, sequence_parallel), found in by_kind.items():
+            _, tensors, _ = load_fixture(name)
+            assert {key for key in tensors if key.startswith("grad.")} | {"loss"} == found.keys()
+            for key, value in found.items():
+                where = f"{name} {key} sequence_parallel={sequence_parallel}"
+                np.testing.assert_allclose(value, tensors[key].numpy(), rtol=0, atol=1e-5, err_msg=where)
