@@ -66,16 +66,14 @@ class MoELayer(MegatronModule):
                 "the layer spec's num_experts must be TransformerConfig.num_moe_experts, got"
                 f" {num_experts} and {config.num_moe_experts}; pass the same to both"
             )
+        _check_degrees(config, pg_collection)
         self.router = TopKRouter(config, pg_collection)
         self.token_dispatcher = build_dispatcher(config, pg_collection)
-        num_ranks = group_size(getattr(pg_collection, "ep", None))
-        if config.num_moe_experts % num_ranks != 0:
-            raise ValueError(
-                f"num_moe_experts must be a multiple of the ranks of pg_collection.ep ({num_ranks}), got"
-                f" {config.num_moe_experts}"
-            )
         self.experts = build_module(
-            submodules.experts, config.num_moe_experts // num_ranks, config, pg_collection=pg_collection
+            submodules.experts,
+            config.num_moe_experts // config.expert_model_parallel_size,
+            config,
+            pg_collection=pg_collection,
         )
         self.shared_experts: torch.nn.Module | None = None
         if config.moe_shared_expert_intermediate_size is not None:
@@ -101,3 +99,17 @@ class MoELayer(MegatronModule):
         if self.shared_experts is not None:
             output = output + self.shared_experts(hidden_states)
         return output, None
+
+
+def _check_degrees(config: TransformerConfig, pg_collection: ProcessGroupCollection | None) -> None:
+    """Raises where configuration and groups disagree: experts would be missing, or be there twice."""
+    split = config.expert_tensor_parallel_size or config.tensor_model_parallel_size
+    for name, degree in (("ep", config.expert_model_parallel_size), ("expt_tp", split)):
+        num_ranks = group_size(getattr(pg_collection, name, None))
+        if num_ranks != degree:
+            raise ValueError(
+                f"pg_collection.{name} must be of as many ranks as the configuration says ({degree}:"
+                f" expert_model_parallel_size {config.expert_model_parallel_size}, expert_tensor_parallel_size"
+                f" {config.expert_tensor_parallel_size}, tensor_model_parallel_size {config.tensor_model_parallel_size}),"
+                f" got {num_ranks}; pass the collection that was built for it"
+            )

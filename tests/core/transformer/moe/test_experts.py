@@ -92,6 +92,21 @@ def test_an_idle_experts_gradients_are_zeros() -> None:
     assert all(p.grad is not None and p.grad.any() for p in experts.local_experts[0].parameters())
 
 
+def test_an_idle_expert_writes_zeros_where_the_engine_wants_its_gradient() -> None:
+    """What lay there before is not a gradient."""
+    experts = SequentialMLP(4, _config(), SUBMODULES)
+    expected = _results(experts, _rows(16))[3:]
+    weights = list(experts.parameters())
+    buffers = [torch.full_like(weight, float("nan")) for weight in weights]
+    for weight, buffer in zip(weights, buffers, strict=True):
+        weight.overwrite_main_grad = True  # type: ignore[attr-defined]
+        weight.get_main_grad = lambda buffer=buffer: buffer  # type: ignore[attr-defined]
+    experts(_rows(16)).sin().sum().backward()
+    assert all(weight.grad is None for weight in weights)
+    for buffer, gradient in zip(buffers, expected, strict=True):
+        torch.testing.assert_close(buffer, gradient)
+
+
 def test_a_rank_without_any_rows_has_an_empty_result_and_zero_gradients() -> None:
     experts = SequentialMLP(4, _config(), SUBMODULES)
     output = experts(_rows(16, (0, 0, 0, 0)))

@@ -1,0 +1,162 @@
+"""A mixture-of-experts layer in a GPT: which layers, which names, what is refused, and what runs again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.moe.moe_layer import MoELayer, has_experts
+from tests.core.transformer.moe.tiny_moe import FIELDS, TransformerConfig, build_moe_gpt, mean_loss
+
+
+def _gradients(model: GPTModel, *data_ranks: int) -> dict[str, torch.Tensor]:
+    """Of the sum of the losses of these ranks' tokens; all forwards come before all backwards."""
+    model.zero_grad()
+    for loss in [mean_loss(model, rank) for rank in data_ranks]:
+        loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize(
+    ("freq", "expected"),
+    [(1, [True] * 4), (2, [True, False] * 2), (3, [True, False, False, True]), ([0, 1, 1, 0], None)],
+)
+def test_the_frequency_says_which_layers_have_experts(freq: Any, expected: list[bool] | None) -> None:
+    model = build_moe_gpt(num_layers=4, moe_layer_freq=freq)
+    kinds = [isinstance(layer.mlp, MoELayer) for layer in model.decoder.layers]  # type: ignore[union-attr]
+    assert kinds == (expected or [bool(value) for value in freq])
+    assert kinds == [has_experts(model.config, number) for number in range(1, 5)]
+
+
+def test_a_dense_model_of_the_block_spec_has_no_experts() -> None:
+    dense = {name: value for name, value in FIELDS.items() if "moe" not in name}
+    specs = get_gpt_decoder_block_spec(TransformerConfig(**dense)).layer_specs or []
+    assert [spec.submodules.mlp.module for spec in specs] == [MLP, MLP]
+
+
+def test_names_are_megatron_cores_whether_grouped_or_not() -> None:
+    names = {name for name, _ in build_moe_gpt(moe_shared_expert_gate=True).named_parameters()}
+    layer = "decoder.layers.0.mlp."
+    assert {name[len(layer) :] for name in names if name.startswith(layer)} == {
+        "router.weight",
+        *(f"experts.local_experts.{index}.linear_fc{number}.weight" for index in range(4) for number in (1, 2)),
+        "shared_experts.linear_fc1.weight",
+        "shared_experts.linear_fc2.weight",
+        "shared_experts.gate_weight",
+    }
+    grouped = build_moe_gpt(moe_shared_expert_gate=True, moe_grouped_gemm=True)
+    assert {name for name, _ in grouped.named_parameters()} == names
+
+
+def test_routed_experts_alone_are_sharded_over_their_own_ranks() -> None:
+    model = build_moe_gpt(moe_shared_expert_gate=True)
+    marked = {name for name, p in model.named_parameters() if not getattr(p, "allreduce", True)}
+    assert marked == {name for name, _ in model.named_parameters() if ".local_experts." in name}
+
+
+def test_the_shared_expert_is_added_times_its_gate() -> None:
+    """A gate weight of zeros is a gate of 1/2."""
+    model = build_moe_gpt(moe_shared_expert_gate=True).eval()
+    layer: Any = model.decoder.layers[0].mlp  # type: ignore[union-attr]
+    x = torch.randn(5, 2, 16)
+    with torch.no_grad():
+        layer.shared_experts.gate_weight.zero_()
+        shared = MLP.forward(layer.shared_experts._mlp[0], x)[0]
+        output = layer(x)[0]
+        layer.shared_experts = None
+        torch.testing.assert_close(output, layer(x)[0] + shared / 2)
+
+
+@pytest.mark.parametrize("fields", [{}, {"moe_expert_capacity_factor": 0.75}], ids=["dropless", "dropped"])
+def test_two_runs_are_bitwise_equal(fields: dict[str, Any]) -> None:
+    first, second = (_gradients(build_moe_gpt(**fields), 0) for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_two_forwards_may_come_before_their_backwards() -> None:
+    """A pipeline stage has several microbatches in flight: nothing of a dispatch is kept in the layer."""
+    model = build_moe_gpt()
+    together, one, other = _gradients(model, 0, 1), _gradients(model, 0), _gradients(model, 1)
+    for name in together:
+        torch.testing.assert_close(together[name], one[name] + other[name])
+
+
+def test_recomputed_layers_have_the_same_gradients() -> None:
+    """The auxiliary losses count once, though the router runs twice."""
+    recomputed = build_moe_gpt(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+    expected, ours = _gradients(build_moe_gpt(), 0), _gradients(recomputed, 0)
+    assert all(torch.equal(ours[name], expected[name]) for name in expected)
+
+
+def test_enough_capacity_drops_nothing_and_little_capacity_something() -> None:
+    plain = mean_loss(build_moe_gpt(), 0)
+    for pads in (False, True):
+        fields = {"moe_pad_expert_input_to_capacity": pads}
+        torch.testing.assert_close(mean_loss(build_moe_gpt(moe_expert_capacity_factor=4.0, **fields), 0), plain)
+        assert mean_loss(build_moe_gpt(moe_expert_capacity_factor=0.5, **fields), 0) != plain
+
+
+def test_padding_to_capacity_changes_shapes_but_no_numbers() -> None:
+    padded = build_moe_gpt(moe_expert_capacity_factor=0.75, moe_pad_expert_input_to_capacity=True)
+    expected, ours = _gradients(build_moe_gpt(moe_expert_capacity_factor=0.75), 0), _gradients(padded, 0)
+    for name in expected:
+        torch.testing.assert_close(ours[name], expected[name])
+
+
+def test_weights_made_on_the_meta_device_are_those_of_a_model_made_at_once() -> None:
+    with torch.device("meta"):
+        model = build_moe_gpt(moe_shared_expert_gate=True)
+    model.to_empty(device="cpu")
+    for module in model.modules():
+        if callable(getattr(module, "reset_parameters", None)):
+            module.reset_parameters()  # type: ignore[operator]
+    for (name, ours), theirs in zip(
+        model.named_parameters(), build_moe_gpt(moe_shared_expert_gate=True).parameters(), strict=True
+    ):
+        assert torch.equal(ours, theirs), name
+        assert getattr(ours, "allreduce", True) == getattr(theirs, "allreduce", True), name
+
+
+def _build(config_fields: dict[str, Any], spec: Any) -> GPTModel:
+    config = TransformerConfig(**{**FIELDS, **config_fields})
+    return GPTModel(config, spec, vocab_size=48, max_sequence_length=12, position_embedding_type="rope")
+
+
+def test_a_dense_spec_for_a_configuration_with_experts_is_refused() -> None:
+    """It would silently be a dense model."""
+    with pytest.raises(ValueError, match=r"layer 1 must be a mixture of experts by .* got a spec with MLP"):
+        _build({}, get_gpt_layer_local_spec())
+
+
+def test_a_spec_with_experts_for_every_layer_is_refused_where_some_are_dense() -> None:
+    with pytest.raises(ValueError, match=r"layer 2 must be dense by .* got a spec with MoELayer"):
+        _build({"moe_layer_freq": 2}, get_gpt_layer_local_spec(num_experts=4))
+
+
+def test_another_number_of_experts_in_the_spec_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"num_experts must be TransformerConfig.num_moe_experts, got 8 and 4"):
+        _build({}, get_gpt_layer_local_spec(num_experts=8))
+
+
+def test_a_grouped_spec_without_experts_is_refused() -> None:
+    with pytest.raises(ValueError, match="moe_grouped_gemm must go with num_experts"):
+        get_gpt_layer_local_spec(moe_grouped_gemm=True)
+
+
+@pytest.mark.parametrize("name", ["ep", "expt_tp"])
+def test_groups_that_the_configuration_does_not_know_are_refused(name: str) -> None:
+    class TwoRanks:
+        def size(self) -> int:
+            return 2
+
+    config = TransformerConfig(**FIELDS)
+    spec = get_gpt_layer_local_spec(num_experts=4).submodules.mlp
+    groups = ProcessGroupCollection(**{name: TwoRanks()})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=rf"pg_collection.{name} must be of as many ranks .*\(1:.*got 2"):
+        MoELayer(config, spec.submodules, pg_collection=groups)
