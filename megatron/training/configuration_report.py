@@ -12,6 +12,7 @@ import torch.distributed as dist
 from megatron.training.flops import FLOP_CONVENTION
 
 if TYPE_CHECKING:
+    from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.training.arguments import Settings
 
 _STRATEGY_MEANING = {
@@ -22,13 +23,23 @@ _STRATEGY_MEANING = {
 }
 
 
-def count_parameters(model: torch.nn.Module) -> tuple[int, int]:
-    """(elements of all parameters, elements that this rank holds of them)."""
-    total = held = 0
-    for parameter in model.parameters():
-        total += parameter.numel()
+def count_parameters(model: torch.nn.Module, groups: ProcessGroupCollection | None = None) -> tuple[int, int]:
+    """(elements of all parameters of the whole model, elements that this rank holds of them).
+
+    Ranks: all of the groups; blocks.
+    """
+    numel_by_name: dict[str, int] = {}
+    held = 0
+    for name, parameter in model.named_parameters():
+        numel_by_name[getattr(parameter, "canonical_name", name)] = parameter.numel()
         held += getattr(parameter, "_local_tensor", parameter).numel()
-    return total, held
+    # Stages hold other layers and expert-parallel ranks other experts; a tied weight of two stages has one name.
+    for group in () if groups is None else (groups.pp, groups.ep):
+        if group is not None:
+            of_ranks: list[Any] = [None] * group.size()
+            dist.all_gather_object(of_ranks, numel_by_name, group=group)
+            numel_by_name = {name: numel for names in of_ranks for name, numel in names.items()}
+    return sum(numel_by_name.values()), held
 
 
 def report_configuration(
@@ -38,7 +49,7 @@ def report_configuration(
 
     Ranks: all (parameters of each rank are gathered); blocks.
     """
-    total, held = count_parameters(model)
+    total, held = count_parameters(model, getattr(model, "pg_collection", None))
     held_by_rank: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(held_by_rank, held)
     ddp, batch, loop = settings.ddp, settings.batch, settings.loop
@@ -47,8 +58,9 @@ def report_configuration(
         "device": f"{device.type}, {dist.get_backend()}, {dist.get_world_size()} ranks",
         "versions": f"python {platform.python_version()}, torch {torch.__version__}",
         "time-out of communication": f"{settings.distributed.timeout_minutes} minutes",
-        "sharding strategy": f"{strategy} ({_STRATEGY_MEANING[strategy]})",
-        "data-parallel group": f"{batch.data_parallel_size} ranks; no other parallelism",
+        "sharding strategy": f"{strategy} ({_STRATEGY_MEANING[strategy]})" + _hybrid(settings),
+        "data-parallel group": f"{batch.data_parallel_size} ranks",
+        "split of the model": _split(settings),
         "overlap": f"gradient reduction {ddp.overlap_grad_reduce}, parameter gathering {ddp.overlap_param_gather}",
         "transport": (
             f"{', '.join(getattr(model, 'transport_names', []))} (asked for: {ddp.transport_kind}); gathers and reductions "
@@ -84,6 +96,30 @@ def report_configuration(
     width = max(map(len, rows))
     lines = [f"  {name} {'.' * (width + 3 - len(name))} {value}" for name, value in rows.items()]
     return "\n".join(("effective configuration:", *lines, *_all_settings(settings)))
+
+
+def _split(settings: Settings) -> str:
+    """Each split of the model that is in use."""
+    grid, transformer = settings.grid, settings.model.transformer
+    sequence = " with sequence parallelism" if transformer.sequence_parallel else ""
+    comm_type = transformer.cp_comm_type if isinstance(transformer.cp_comm_type, str) else "layer by layer"
+    parts = {
+        f"tensor {grid.size('tp')}{sequence}": grid.size("tp"),
+        f"context {grid.size('cp')} ({comm_type})": grid.size("cp"),
+        f"pipeline {grid.size('pp')}": grid.size("pp"),
+        f"experts {grid.size('ep')}": grid.size("ep"),
+        f"tensor of experts {grid.size('expt_tp')}": 1 if grid.size("tp") == grid.size("expt_tp") else 2,
+    }
+    used = [text for text, size in parts.items() if size > 1]
+    return f"{', '.join(used)}; ranks in the order {grid.order}" if used else "none"
+
+
+def _hybrid(settings: Settings) -> str:
+    instances = settings.ddp.num_distributed_optimizer_instances
+    if instances == 1:
+        return ""
+    shares = settings.ddp.outer_dp_sharding_strategy == "optim"
+    return f", in {instances} groups that hold {'all but the optimizer state, which they share' if shares else 'all of it'} each"
 
 
 def _all_settings(settings: Settings) -> list[str]:

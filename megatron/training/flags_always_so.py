@@ -48,7 +48,4 @@ ALWAYS_SO: dict[str, AlwaysSo] = {
     "--te-rng-tracker": AlwaysSo(fact="random numbers in a CUDA graph are those of an eager step"),
     "--rerun-mode": AlwaysSo(fact="no step is run twice", values=("disabled",), otherwise="reruns are not served"),
     "--no-one-logger": AlwaysSo(fact="nothing is reported to one_logger"),
-    "--no-async-tensor-model-parallel-allreduce": AlwaysSo(
-        fact="in backward, the reduction of an input's gradient ends before the weight's is computed"
-    ),
 }

@@ -127,6 +127,7 @@ REFUSED: dict[str, str] = {
     "--overlap-param-gather-with-optimizer-step": "the optimizer step ends before weights are gathered",
     "--adlr-autoresume": "use --exit-signal-handler, which saves and ends on SIGTERM",
     "--yaml-cfg": "settings are flags here",
+    "--no-async-tensor-model-parallel-allreduce": "the reduction of an input's gradient always runs beside the weight's",
     "--delay-wgrad-compute": "weight gradients are computed where backward reaches them",
     "--defer-embedding-wgrad-compute": _PIPELINE,
     "--cpu-offloading-num-layers": "activations stay on the device; use --recompute-granularity to save memory",

@@ -2,53 +2,48 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from megatron.core.transformer.moe.moe_layer import has_experts
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 FLOP_CONVENTION = (
     "TFLOP/s count the model's matrix multiplications: 6 per weight and token (2 in forward, 4 in backward; with the "
-    "output layer, without the embedding lookup) and the causal half of attention scores; recomputation is not counted"
+    "output layer and the experts that a token goes to, without the embedding lookup) and the causal half of attention "
+    "scores; recomputation is not counted"
 )
 
 
-class TransformerShape(Protocol):
-    """What is known of a model, as far as it is counted."""
-
-    @property
-    def num_layers(self) -> int: ...
-
-    @property
-    def hidden_size(self) -> int: ...
-
-    @property
-    def num_attention_heads(self) -> int: ...
-
-    @property
-    def num_query_groups(self) -> int | None: ...
-
-    @property
-    def kv_channels(self) -> int | None: ...
-
-    @property
-    def ffn_hidden_size(self) -> int | None: ...
-
-    @property
-    def gated_linear_unit(self) -> bool: ...
-
-
-def flops_per_sample(shape: TransformerShape, *, seq_length: int, vocab_size: int) -> int:
+def flops_per_sample(config: TransformerConfig, *, seq_length: int, vocab_size: int) -> int:
     """Floating-point operations of forward and backward on one sample; see ``FLOP_CONVENTION``.
 
     Args:
-        shape: all sizes set (a TransformerConfig sets them).
         vocab_size: the padded one: the output layer computes all of it.
 
     Source: Megatron-LM counts the same (its num_floating_point_operations halves attention for causal masks).
     """
-    assert shape.kv_channels and shape.num_query_groups and shape.ffn_hidden_size
-    hidden, query = shape.hidden_size, shape.num_attention_heads * shape.kv_channels
-    attention_weights = hidden * (query + 2 * shape.num_query_groups * shape.kv_channels) + query * hidden
-    mlp_weights = (3 if shape.gated_linear_unit else 2) * hidden * shape.ffn_hidden_size
-    weights = shape.num_layers * (attention_weights + mlp_weights) + hidden * vocab_size
+    assert config.kv_channels and config.num_query_groups
+    hidden, query = config.hidden_size, config.num_attention_heads * config.kv_channels
+    attention_weights = hidden * (query + 2 * config.num_query_groups * config.kv_channels) + query * hidden
+    layers = range(1, config.num_layers + 1)
+    mlp_weights = sum(_expert_weights(config) if has_experts(config, n) else _dense_weights(config) for n in layers)
+    weights = config.num_layers * attention_weights + mlp_weights + hidden * vocab_size
     # scores and their product with values: 2 matrices of [s, s] per head, half of them masked, 3 x 2 operations each
-    scores = shape.num_layers * 6 * seq_length * seq_length * query
+    scores = config.num_layers * 6 * seq_length * seq_length * query
     return 6 * weights * seq_length + scores
+
+
+def _mlp_weights(config: TransformerConfig, width: int) -> int:
+    return (3 if config.gated_linear_unit else 2) * config.hidden_size * width
+
+
+def _dense_weights(config: TransformerConfig) -> int:
+    assert config.ffn_hidden_size
+    return _mlp_weights(config, config.ffn_hidden_size)
+
+
+def _expert_weights(config: TransformerConfig) -> int:
+    """Of a layer with experts, those that a token meets: its experts, the shared one, the router."""
+    width = config.moe_ffn_hidden_size or config.ffn_hidden_size
+    assert width and config.num_moe_experts
+    router = config.hidden_size * config.num_moe_experts
+    widths = config.moe_router_topk * width + (config.moe_shared_expert_intermediate_size or 0)
+    return router + _mlp_weights(config, widths)
