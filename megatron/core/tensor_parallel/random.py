@@ -70,11 +70,14 @@ class CudaRNGStatesTracker:
 
     def set_states(self, states: Mapping[tuple[str, torch.device], torch.Tensor]) -> None:
         """The streams are where ``get_states`` found them; those that it had not seen are at their start."""
+        self._go_to(self._seeds, states)
+
+    def _go_to(self, seeds: Mapping[str, int], states: Mapping[tuple[str, torch.device], torch.Tensor]) -> None:
         for key, generator in self._generators.items():
             if key in states:
                 generator.set_state(states[key])
-            else:
-                generator.manual_seed(self._seeds[key[0]])
+            else:  # it has been used since for the first time
+                generator.manual_seed(seeds[key[0]])
 
     @contextmanager
     def fork(self, name: str = MODEL_PARALLEL_STREAM, device: torch.device | None = None) -> Iterator[None]:
@@ -103,18 +106,20 @@ class CudaRNGStatesTracker:
 
         The ``context_fn`` of torch.utils.checkpoint; it cannot be captured.
         """
+        seeds: dict[str, int] = {}
         states: States = {}
-        return self._recording(states), self._repeating(states)
+        return self._recording(seeds, states), self._repeating(seeds, states)
 
     @contextmanager
-    def _recording(self, states: States) -> Iterator[None]:
+    def _recording(self, seeds: dict[str, int], states: States) -> Iterator[None]:
+        seeds.update(self._seeds)
         states.update(self.get_states())
         yield
 
     @contextmanager
-    def _repeating(self, states: States) -> Iterator[None]:
+    def _repeating(self, seeds: dict[str, int], states: States) -> Iterator[None]:
         now = self.get_states()
-        self.set_states(states)
+        self._go_to(seeds, states)
         try:
             yield
         finally:

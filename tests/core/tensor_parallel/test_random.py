@@ -147,9 +147,11 @@ def test_ranks_drop_alike_what_all_of_them_have_and_apart_what_each_has_a_part_o
 
 def _gradients(sequence_parallel: bool, **fields: Any) -> list[list[float]]:
     model = _build(sequence_parallel, **fields)
-    model_parallel_cuda_manual_seed(11, get_cuda_rng_tracker(model))
     inputs, positions, labels = random_tokens(length=8)
-    losses = [model(inputs, positions, None, labels=labels).mean() for _ in range(2)]
+    losses = []
+    for seed in (11, 12):
+        model_parallel_cuda_manual_seed(seed, get_cuda_rng_tracker(model))
+        losses.append(model(inputs, positions, None, labels=labels).mean())
     (losses[0] + 2 * losses[1]).backward()
     after = torch.rand(1)
     return [*(parameter.grad.flatten().tolist() for parameter in model.parameters()), after.tolist()]
@@ -170,7 +172,10 @@ def _recomputed_gradients() -> list[bool]:
 
 
 def test_recomputation_drops_the_same_elements_again() -> None:
-    """To the bit, with two forwards before their backwards, so that no stream is where a recomputation needs it."""
+    """To the bit, with two forwards from seeds of their own before their backwards: no stream is where backward needs it.
+
+    The first pass is also the first use of the tracker's stream.
+    """
     assert run_ranks(2, _recomputed_gradients) == [[True] * 4] * 2
 
 
