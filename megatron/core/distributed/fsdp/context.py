@@ -17,7 +17,7 @@ from megatron.core.distributed.fsdp.grad_sums import sum_grads
 from megatron.core.distributed.fsdp.graphs import Graphs, GraphToken
 from megatron.core.distributed.fsdp.memory_report import MemoryReport, report_memory
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup
-from megatron.core.distributed.fsdp.plan import Plan, Use
+from megatron.core.distributed.fsdp.plan import NO_UNITS, Plan, Use
 from megatron.core.distributed.fsdp.planner import Planner
 from megatron.core.distributed.fsdp.reducer import Reducer
 from megatron.core.distributed.fsdp.streams import CudaStreams, Streams, make_streams
@@ -65,6 +65,7 @@ class FsdpContext:
         self._claiming: list[FsdpUnit] = []  # their backward holds weights
         self._recomputed: list[FsdpUnit] = []  # of these, the ones that recompute and whose gradients have not come
         self._lingering: list[FsdpUnit] = []  # of these, the ones that hold weights until the second next unit begins
+        self._staying = NO_UNITS  # at a backward's end, the units that the plan goes on with
 
     @property
     def plan(self) -> Plan | None:
@@ -272,7 +273,7 @@ class FsdpContext:
             is_again = unit.last_token is not None and unit.last_token() is token
             unit.is_deferred = unit.has_nested or is_again
             unit.last_token = weakref.ref(token)
-        self._step_out(unit, keeps=self.planner.keeps)
+        self._step_out(unit, keeps=unit.index in self.planner.staying)
         if self._depth == 0:
             self.graphs.end()
             if not tensors:
@@ -451,7 +452,7 @@ class FsdpContext:
         self._claiming.remove(unit)
         for group in unit.groups:
             group.num_claims -= 1
-            if group.is_kept:  # until the end of the last backward
+            if group.is_kept or unit.index in self._staying:  # kept: until the end of the last backward
                 self.gatherer.set_aside(group)
             else:
                 self.gatherer.release(group)
@@ -471,6 +472,7 @@ class FsdpContext:
     def end_backward(self) -> None:
         """Afterwards every gradient of this backward is in ``param.grad`` and nothing stays gathered. Ranks: all."""
         self._backward_end = None
+        self._staying = self.planner.staying
         for unit in list(self._recomputed):
             self._open(unit)  # no gradient came, here
         for unit in sorted(self._open_units, key=lambda unit: -unit.order):
@@ -481,12 +483,14 @@ class FsdpContext:
         self._recomputed.clear()
         for unit in list(self._claiming):
             self._close(unit)
+        self._staying = NO_UNITS
         self.reducer.finish()
         if self.is_last_microbatch:
             sum_grads(self.groups, in_use=False)
-        if self._read_peers and self.gatherer.has_unused:
+        upcoming = self.planner.upcoming  # other graphs wait for their backward, and the plan goes on with these
+        if self._read_peers and self.gatherer.has_unused and not upcoming:
             self.gatherer.end_pass(self._read_peers)  # reductions tell of gathers that compute waited for, no others
-        self.gatherer.release_idle(keeps=not self.is_last_microbatch)
+        self.gatherer.release_idle(keeps=not self.is_last_microbatch, upcoming=self._groups_of(upcoming))
         self.planner.end_record(self.units, self.groups)
 
     def reduce_partial(self) -> None:
@@ -573,8 +577,13 @@ class FsdpContext:
         for group in unit.groups:
             self.gatherer.acquire(group, forward=not backward)
         for use in following if self.overlaps_gather else ():
-            if not use.backward or backward or torch.is_grad_enabled():
+            # Without gradients neither a backward follows, nor another forward on these weights.
+            if backward or torch.is_grad_enabled() or not (use.backward or self.planner.is_forward_again(use)):
                 self._prefetch_use(use, forward=not use.backward)
+
+    def _groups_of(self, uses: Sequence[Use]) -> set[FsdpParameterGroup]:
+        units = [self._units[use.unit]() for use in uses]
+        return {group for unit in units if unit is not None for group in unit.groups}
 
     def _prefetch_use(self, use: Use, *, forward: bool) -> None:
         unit = self._units[use.unit]()

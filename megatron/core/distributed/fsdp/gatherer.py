@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -155,10 +155,10 @@ class Gatherer:
         if self.recorder is not None:
             self.recorder.released(group.index)
 
-    def release_idle(self, *, keeps: bool = False) -> None:
-        """Afterwards nothing is gathered that nobody uses, except (``keeps``) what the plan keeps throughout a step."""
+    def release_idle(self, *, keeps: bool = False, upcoming: Collection[FsdpParameterGroup] = ()) -> None:
+        """Afterwards nothing is gathered that nobody uses, except ``upcoming`` and what the plan keeps (``keeps``)."""
         for group in list(self.live):
-            if not (keeps and group.is_kept):
+            if group not in upcoming and not (keeps and group.is_kept):
                 self.release(group)
 
     def ranges_moved(self) -> None:
