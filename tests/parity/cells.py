@@ -1,0 +1,202 @@
+"""The table of the matrix: which ways to train are compared with one process, and with which command lines."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+
+MICRO_BATCH = 2
+STEPS = 5
+STRATEGIES: dict[str, tuple[str, str | None]] = {
+    "no_shard": ("no_shard", None),
+    "optim": ("optim", None),
+    "optim_grads": ("optim_grads", None),
+    "optim_grads_params": ("optim_grads_params", None),
+    "hsdp": ("optim_grads_params", "no_shard"),
+    "hfsdp": ("optim_grads_params", "optim"),
+}
+"""Name: (strategy, that of the outer axis where there are two instances)."""
+
+_COMMON = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16 "
+    "--attention-dropout 0 --hidden-dropout 0 --init-method-std 0.1 --make-vocab-size-divisible-by 8 "
+    f"--train-iters {STEPS} --micro-batch-size {MICRO_BATCH} --lr 1e-2 --lr-warmup-iters 2 --min-lr 1e-3 "
+    "--lr-decay-style cosine --weight-decay 0.1 --clip-grad 0.5 --adam-eps 1e-3 --eod-mask-loss --mock-data "
+    "--tokenizer-type NullTokenizer --vocab-size 61 --num-workers 0 --eval-iters 0 --log-interval 1 "
+    "--distributed-backend gloo --distributed-timeout-minutes 2 --use-megatron-fsdp"
+)
+_LLAMA = (
+    "--untie-embeddings-and-output-weights --position-embedding-type rope --normalization RMSNorm --swiglu "
+    "--disable-bias-linear --group-query-attention --num-query-groups 2"
+)
+_EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 24 --disable-bias-linear --swiglu"
+MODELS = {
+    "gpt": f"{_COMMON} --group-query-attention --num-query-groups 2",  # tied, learned positions, LayerNorm, biases
+    "llama": f"{_COMMON} {_LLAMA}",
+    "moe": f"{_COMMON} {_EXPERTS} --normalization RMSNorm --moe-aux-loss-coeff 0.05 --moe-z-loss-coeff 0.01 "
+    "--moe-shared-expert-intermediate-size 16",
+    "moe_plain": f"{_COMMON} {_EXPERTS} --untie-embeddings-and-output-weights --position-embedding-type rope "
+    "--moe-layer-freq 2",  # no auxiliary loss, and every other layer dense
+}
+_FAMILIES = {"gpt": ("gpt", "llama"), "moe": ("moe", "moe_plain")}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Between how many ranks the model is split."""
+
+    tp: int = 1
+    cp: int = 1
+    ep: int = 1
+    pp: int = 1
+    sp: bool = False
+
+    @property
+    def model_ranks(self) -> int:
+        """Ranks that compute one microbatch together; experts are divided over data-parallel ones."""
+        return self.tp * self.cp * self.pp
+
+    @property
+    def flags(self) -> str:
+        """The layout on the command line."""
+        degrees = {
+            "tensor-model": self.tp,
+            "context": self.cp,
+            "expert-model": self.ep,
+            "pipeline-model": self.pp,
+        }
+        flags = [f"--{name}-parallel-size {degree}" for name, degree in degrees.items() if degree > 1]
+        return " ".join([*flags, "--sequence-parallel"] if self.sp else flags)
+
+
+GPT_LAYOUTS = {
+    "none": Layout(),
+    "tp2": Layout(tp=2),
+    "tp2+sp": Layout(tp=2, sp=True),
+    "cp2": Layout(cp=2),
+    "pp2": Layout(pp=2),
+    "tp2+pp2": Layout(tp=2, pp=2),
+    "cp2+pp2": Layout(cp=2, pp=2),
+}
+MOE_LAYOUTS = {
+    "none": Layout(),
+    "tp2+sp": Layout(tp=2, sp=True),  # with experts, tensor parallelism needs sequence parallelism
+    "cp2": Layout(cp=2),
+    "ep2": Layout(ep=2),
+    "pp2": Layout(pp=2),
+    "tp2+sp+pp2": Layout(tp=2, sp=True, pp=2),
+    "ep2+tp2+sp": Layout(ep=2, tp=2, sp=True),
+    "cp2+pp2": Layout(cp=2, pp=2),
+}
+_MAX_RANKS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reference:
+    """A run in one process."""
+
+    model: str
+    microbatches: int
+    per_token: bool
+
+    @property
+    def argv(self) -> list[str]:
+        """The command line, on one rank."""
+        return _argv(self, "", self.microbatches)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """A run on several ranks."""
+
+    family: str
+    layout_name: str
+    strategy: str
+    microbatches: int
+    """Of each data-parallel rank."""
+    per_token: bool
+
+    @property
+    def name(self) -> str:
+        """What the cell is called in reports."""
+        loss = "token" if self.per_token else "mean"
+        return f"{self.family}-{self.layout_name}-{self.strategy}-m{self.microbatches}-{loss}"
+
+    @property
+    def layout(self) -> Layout:
+        return (GPT_LAYOUTS if self.family == "gpt" else MOE_LAYOUTS)[self.layout_name]
+
+    @property
+    def model(self) -> str:
+        """One of the family's two, in turn: each layout and each strategy meets both."""
+        turn = list(STRATEGIES).index(self.strategy) + self.per_token + (self.microbatches > 1)
+        return _FAMILIES[self.family][turn % 2]
+
+    @property
+    def is_hybrid(self) -> bool:
+        return STRATEGIES[self.strategy][1] is not None
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Two of each axis over which dense and expert weights are sharded, as far as eight ranks go."""
+        layout = self.layout
+        wanted = 2 * layout.ep if not self.is_hybrid else max(4 // layout.cp, 4 * (layout.ep > 1) * layout.ep)
+        return min(wanted, _MAX_RANKS // layout.model_ranks)
+
+    @property
+    def ranks(self) -> int:
+        return self.layout.model_ranks * self.data_parallel_size
+
+    @property
+    def reference(self) -> Reference:
+        """One process whose microbatches are those of all data-parallel ranks: [Note: auxiliary losses] in README.md."""
+        microbatches = self.microbatches * self.data_parallel_size
+        return Reference(model=self.model, microbatches=microbatches, per_token=self.per_token)
+
+    @property
+    def argv(self) -> list[str]:
+        """The command line, on ``ranks`` ranks."""
+        inner, outer = STRATEGIES[self.strategy]
+        flags = f"{self.layout.flags} --data-parallel-sharding-strategy {inner}"
+        if outer is not None:
+            flags += f" --num-distributed-optimizer-instances 2 --outer-dp-sharding-strategy {outer}"
+        if self.microbatches > 1:
+            flags += " --overlap-grad-reduce --overlap-param-gather"
+        return _argv(self, flags, self.reference.microbatches)
+
+
+def _argv(run: Reference | Cell, flags: str, microbatches: int) -> list[str]:
+    per_token = "--calculate-per-token-loss" if run.per_token else ""
+    return f"{MODELS[run.model]} --global-batch-size {microbatches * MICRO_BATCH} {flags} {per_token}".split()
+
+
+CELLS = {
+    cell.name: cell
+    for family, layouts in (("gpt", GPT_LAYOUTS), ("moe", MOE_LAYOUTS))
+    for layout, strategy, microbatches, per_token in product(layouts, STRATEGIES, (1, 4), (False, True))
+    for cell in [
+        Cell(family=family, layout_name=layout, strategy=strategy, microbatches=microbatches, per_token=per_token)
+    ]
+}
+
+IN_CI = (
+    "gpt-none-optim-m1-mean",
+    "gpt-none-hfsdp-m4-token",
+    "gpt-tp2-optim_grads_params-m4-token",
+    "gpt-tp2+sp-optim_grads-m4-mean",
+    "gpt-cp2-hsdp-m4-token",
+    "gpt-pp2-optim-m1-token",
+    "gpt-pp2-optim_grads_params-m4-mean",
+    "gpt-tp2+pp2-hsdp-m4-token",
+    "gpt-cp2+pp2-optim_grads_params-m1-mean",
+    "moe-none-no_shard-m1-token",
+    "moe-none-hsdp-m4-mean",
+    "moe-tp2+sp-optim_grads_params-m4-mean",
+    "moe-cp2-hfsdp-m1-token",
+    "moe-ep2-optim-m1-mean",
+    "moe-ep2-optim_grads_params-m4-token",
+    "moe-pp2-optim_grads-m4-token",
+    "moe-tp2+sp+pp2-optim_grads_params-m1-token",
+    "moe-ep2+tp2+sp-hsdp-m1-mean",
+)
+"""The cells that every run of the tests computes: each layout, each strategy, each setting of the others."""

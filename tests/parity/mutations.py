@@ -1,0 +1,3 @@
+"""Faults on purpose."""
+
+MUTATIONS = {}

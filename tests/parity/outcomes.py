@@ -1,0 +1,69 @@
+"""Trains a cell on this rank through the command line's own path, and keeps what it computed, unrounded."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run led to on this rank."""
+
+    losses: list[float]
+    """Mean over the tokens of each step's global batch."""
+    norms: list[float]
+    """Of each step's gradient, before clipping."""
+    weights: dict[str, npt.NDArray[np.float32]]
+    """Whole tensors under global names: those of which this rank holds a part."""
+
+
+def train(argv: list[str]) -> Outcome:
+    """The run. Ranks: all that the command line is for."""
+    from megatron.core.datasets.mock_corpus import MockGPTLowLevelDataset
+    from megatron.training.arguments import parse_settings
+    from megatron.training.pretrain import pretrain
+    from megatron.training.train_step import TrainStep
+    from pretrain_gpt import datasets_provider, forward_step, model_provider
+
+    # Documents shorter than samples: their ends do not count, and microbatches differ in the number of tokens that do.
+    MockGPTLowLevelDataset.size, MockGPTLowLevelDataset.max_sequence_length = 600, 14
+    step, records, models = TrainStep.__call__, [], []
+
+    def recorded(self: Any, *args: Any) -> Any:
+        records.append(step(self, *args))
+        models.append(self.model)
+        return records[-1]
+
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()):
+        patch.setattr(TrainStep, "__call__", recorded)
+        pretrain(
+            parse_settings(argv),
+            model_provider=model_provider,
+            datasets_provider=datasets_provider,
+            forward_step=forward_step,
+        )
+    sums = torch.stack([record.loss_and_tokens for record in records])
+    dist.all_reduce(sums)  # ranks that share samples add the same to both
+    losses = (sums[:, 0] / sums[:, 1]).tolist()
+    return Outcome(losses, [record.grad_norm.item() for record in records], _whole_weights(models[-1].module))
+
+
+@torch.no_grad()
+def _whole_weights(module: torch.nn.Module) -> dict[str, npt.NDArray[np.float32]]:
+    whole: dict[str, npt.NDArray[np.float32]] = {}
+    for own_name, parameter in module.named_parameters():
+        full = (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).numpy().copy()
+        name = getattr(parameter, "canonical_name", own_name)
+        assert name not in whole or np.array_equal(whole[name], full), f"two copies of {name} differ"
+        whole[name] = full
+    return whole
