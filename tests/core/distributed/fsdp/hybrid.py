@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,6 +28,10 @@ from tests.core.distributed.fsdp.models import (
 NUM_OUTER = NUM_INNER = 2
 WORLD = NUM_OUTER * NUM_INNER
 HYBRIDS = [(strategy, outer) for strategy in STRATEGY_NAMES for outer in OUTER_STRATEGIES]
+# One of each kind: gradients that rest partial inside, sums that wait for the outer axis, weights that come over both.
+KINDS = [("optim", "optim"), ("optim_grads", "no_shard"), ("optim_grads_params", "optim")]
+
+LEARNING_RATE = 0.1
 
 Piece = tuple[torch.Tensor, torch.Tensor]
 
@@ -90,6 +95,46 @@ def backward_in_order(net: nn.Module, step: int, num_microbatches: int, strategy
 
 def _sum(terms: Sequence[torch.Tensor]) -> torch.Tensor:
     return functools.reduce(torch.add, terms)
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a step of a net without the engine computes: losses of this rank's pieces, gradients, and the weights after it."""
+
+    losses: list[torch.Tensor]
+    gradients: list[torch.Tensor]
+    weights: list[torch.Tensor]
+
+
+def steps_in_order(strategy: str, num_microbatches: int, num_steps: int) -> list[Step]:
+    """The steps of a net without the engine, which sums as ``backward_in_order``; made once for strategies that sum alike."""
+    return _steps_in_order("optim" if strategy in ("no_shard", "optim") else "optim_grads", num_microbatches, num_steps)
+
+
+@functools.cache
+def _steps_in_order(strategy: str, num_microbatches: int, num_steps: int) -> list[Step]:
+    net, steps = make_net(2), []
+    for step in range(num_steps):
+        losses = backward_in_order(net, step, num_microbatches, strategy)
+        gradients = [local_of(parameter.grad) for parameter in net.parameters()]
+        descend(net)
+        steps.append(Step(losses, gradients, [parameter.detach().clone() for parameter in net.parameters()]))
+    return steps
+
+
+@torch.no_grad()
+def descend(net: nn.Module) -> None:
+    """Afterwards each weight has taken a step against its gradient, which is gone. Communicates nothing."""
+    for parameter in net.parameters():
+        local_of(parameter).add_(local_of(parameter.grad), alpha=-LEARNING_RATE)
+        parameter.grad = None
+
+
+def assert_rows(sharded: nn.Module, expected: Sequence[torch.Tensor], *, of_gradients: bool = False) -> None:
+    """Afterwards this rank's rows of all weights, or gradients, are equal to the last bit; communicates nothing."""
+    for (name, parameter), whole in zip(sharded.named_parameters(), expected, strict=True):
+        own = parameter.grad if of_gradients else parameter
+        assert torch.equal(local_of(own), local_rows(parameter, whole)), name  # type: ignore[arg-type]
 
 
 def assert_equal_rows(sharded: nn.Module, plain: nn.Module, *, gradients: bool) -> None:

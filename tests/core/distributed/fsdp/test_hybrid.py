@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from megatron.core.distributed.fsdp import (
@@ -19,20 +20,24 @@ from megatron.core.distributed.fsdp import (
     MixedPrecisionPolicy,
     fully_shard,
     fully_shard_optimizer,
+    hybrid_placements,
     microbatch,
 )
 from megatron.core.distributed.fsdp.collectives import RankOrderTransport
-from megatron.core.distributed.fsdp.load import local_rows
 from megatron.core.distributed.fsdp.placement import strategy_placements
 from tests.core.distributed.fsdp.hybrid import (
     HYBRIDS,
+    KINDS,
     WORLD,
     assert_equal_rows,
+    assert_rows,
     backward_in_order,
     backward_sharded,
+    descend,
     hybrid_mesh,
     make_hybrid_net,
     pieces_of,
+    steps_in_order,
 )
 from tests.core.distributed.fsdp.models import (
     Net,
@@ -40,7 +45,6 @@ from tests.core.distributed.fsdp.models import (
     context_of,
     difference,
     full,
-    local_of,
     loss_of,
     make_net,
 )
@@ -54,30 +58,34 @@ CHECKS = RankChecks(__name__)
 # ---- numbers --------------------------------------------------------------------------------------------------------
 
 
-def _train_beside_plain(net: Net, strategy: str, num_microbatches: int, *, num_steps: int = 3) -> None:
+def _assert_trains(net: Net, strategy: str, num_microbatches: int, *, num_steps: int = 3) -> None:
     """Losses, gradients and weights equal those of a net without the engine, to the last bit. Ranks: all."""
-    plain = make_net(2)
-    ours = fully_shard_optimizer(torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9))
-    theirs = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
-    for step in range(num_steps):
+    for step, expected in enumerate(steps_in_order(strategy, num_microbatches, num_steps)):
         losses = backward_sharded(net, step, num_microbatches)
-        expected = backward_in_order(plain, step, num_microbatches, strategy)
-        assert all(map(torch.equal, losses, expected)), (losses, expected)
-        assert_equal_rows(net, plain, gradients=True)
-        ours.step()
-        theirs.step()
-        assert_equal_rows(net, plain, gradients=False)
-        ours.zero_grad()
+        assert all(map(torch.equal, losses, expected.losses)), (losses, expected.losses)
+        assert_rows(net, expected.gradients, of_gradients=True)
+        descend(net)
+        assert_rows(net, expected.weights)
     assert context_of(net).plan is not None
     assert_at_rest(net)
 
 
 @CHECKS.on(WORLD)
 def hybrid_sharding_equals_no_sharding_to_the_last_bit() -> None:
-    """For all strategies inside and outside, with overlap and without."""
+    """For all strategies inside and outside, with overlap and without.
+
+    The outer reduction comes once a step, on the last microbatch, right after the inner one, whatever overlaps; where
+    gradients rest partial inside, the inner one comes there too.
+    """
+    units = ["blocks.1.", "blocks.0.", ""]
     for strategy, outer in HYBRIDS:
-        for num_microbatches, overlaps in ((1, True), (3, True), (3, False)):
-            _train_beside_plain(make_hybrid_net(strategy, outer, overlaps=overlaps), strategy, num_microbatches)
+        early = [] if strategy in ("no_shard", "optim") else [f"inner {unit}" for unit in units]
+        last = [f"{axis} {unit}" for unit in units for axis in ("inner", "outer")]
+        for num_microbatches, overlaps in ((1, True), (3, False), *([(3, True)] if (strategy, outer) in KINDS else [])):
+            with _reductions() as log:
+                net = make_hybrid_net(strategy, outer, overlaps=overlaps)
+                _assert_trains(net, strategy, num_microbatches)
+            assert log == (early * (num_microbatches - 1) + last) * 3, (strategy, outer, log)
 
 
 @CHECKS.on(WORLD)
@@ -91,13 +99,13 @@ def peer_copy_inside_equals_no_sharding_to_the_last_bit() -> None:
         net = make_hybrid_net(strategy, outer, transport="peer_copy")
         axes = net.blocks[0].parameter_groups[0].group_mesh.axes
         assert [axis.name for axis in axes] == ["gloo", "peer_copy"]
-        _train_beside_plain(net, strategy, 2, num_steps=4)
+        _assert_trains(net, strategy, 2, num_steps=4)
 
 
 @CHECKS.on(WORLD)
 def gradients_add_up_over_backwards_that_are_each_a_last_one() -> None:
     """Without ``microbatch`` each backward reduces over both axes, into the gradient that is there."""
-    for strategy, outer in HYBRIDS:
+    for strategy, outer in KINDS:
         net, plain = make_hybrid_net(strategy, outer), make_net(2)
         for piece in pieces_of(0, 2):
             loss_of(net, piece[dist.get_rank()]).backward()
@@ -111,7 +119,7 @@ def gradients_add_up_over_backwards_that_are_each_a_last_one() -> None:
 @CHECKS.on(WORLD)
 def a_unit_that_the_last_microbatch_does_not_use_is_reduced_at_its_end() -> None:
     """What earlier microbatches have left there is not lost."""
-    for strategy, outer in HYBRIDS:
+    for strategy, outer in KINDS:
         net, plain = make_hybrid_net(strategy, outer), make_net(2)
         pieces = pieces_of(0, 3)
         orders = [[0, 1], [0, 1], [1]]
@@ -129,7 +137,7 @@ def a_unit_that_the_last_microbatch_does_not_use_is_reduced_at_its_end() -> None
 @CHECKS.on(WORLD)
 def a_step_that_fails_leaves_nothing_behind() -> None:
     """Neither a backward that raises, nor microbatches without a last one."""
-    for strategy, outer in (("optim", "optim"), ("optim_grads_params", "no_shard"), ("optim_grads_params", "optim")):
+    for strategy, outer in KINDS:
         net, plain = make_hybrid_net(strategy, outer), make_net(2)
         for step in range(2):
             backward_sharded(net, step, 2)
@@ -164,7 +172,7 @@ def a_step_that_fails_leaves_nothing_behind() -> None:
 def bf16_rounds_on_the_wires_alone() -> None:
     """Gradients travel in bf16 over both axes and are added in fp32: three roundings of 2^-9, relative to the largest."""
     policy = MixedPrecisionPolicy(grad_comm_dtype=torch.bfloat16)
-    for strategy, outer in (("optim", "optim"), ("optim_grads_params", "no_shard"), ("optim_grads_params", "optim")):
+    for strategy, outer in KINDS:
         net, plain = make_hybrid_net(strategy, outer, mixed_precision_policy=policy), make_net(2)
         backward_sharded(net, 0, 3)
         backward_in_order(plain, 0, 3, strategy)
@@ -177,13 +185,11 @@ def bf16_rounds_on_the_wires_alone() -> None:
 @CHECKS.on(WORLD)
 def bf16_forwards_compute_with_the_main_weights_of_their_step() -> None:
     """Each rank casts its piece, and gets the others' over the outer axis before the inner ones."""
-    for strategy, outer in HYBRIDS:
+    for strategy, outer in KINDS:
         net, plain = make_hybrid_net(strategy, outer, dtype=torch.bfloat16), make_net(2, dtype=torch.bfloat16)
-        optimizer = fully_shard_optimizer(torch.optim.SGD(net.parameters(), lr=0.1))
         for step in range(3):
             backward_sharded(net, step, 1)
-            optimizer.step()
-            optimizer.zero_grad()
+            descend(net)
             plain.load_state_dict({name: full(weight) for name, weight in net.named_parameters()})
             piece = pieces_of(step, 1)[0][dist.get_rank()]
             assert torch.equal(loss_of(net, piece), loss_of(plain, piece))
@@ -193,35 +199,46 @@ def bf16_forwards_compute_with_the_main_weights_of_their_step() -> None:
 
 
 @CHECKS.on(WORLD)
-def adamw_flat_and_torchs_equal_no_sharding() -> None:
+def flat_adamw_equals_no_sharding() -> None:
     """Norms are sums over shards, so a clipped step differs by the rounding of the factor."""
-    for strategy, outer in HYBRIDS:
-        nets = [make_hybrid_net(strategy, outer), make_hybrid_net(strategy, outer)]
-        plain = make_net(2)
-        rates = {"lr": 0.02, "weight_decay": 0.1, "eps": 1e-3}
-        flat = FlatAdamW(nets[0].parameters(), **rates)  # type: ignore[arg-type]
-        torchs = fully_shard_optimizer(torch.optim.AdamW(nets[1].parameters(), **rates))  # type: ignore[arg-type]
+    rates = {"lr": 0.02, "weight_decay": 0.1, "eps": 1e-3}
+    for strategy, outer in KINDS:
+        net, plain = make_hybrid_net(strategy, outer), make_net(2)
+        ours = FlatAdamW(net.parameters(), **rates)  # type: ignore[arg-type]
         theirs = torch.optim.AdamW(plain.parameters(), **rates)  # type: ignore[arg-type]
         for step in range(3):
-            for net in nets:
-                backward_sharded(net, step, 2)
+            backward_sharded(net, step, 2)
             backward_in_order(plain, step, 2, strategy)
             expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
-            assert difference(flat.grad_norm(), expected) <= 1e-6
-            assert difference(full(nn.utils.clip_grad_norm_(nets[1].parameters(), 0.1)), expected) <= 1e-6
-            flat.step(grad_factor=0.1 / (expected + 1e-6))
-            for optimizer in (torchs, theirs):
-                optimizer.step()
-            for optimizer in (flat, torchs, theirs):
-                optimizer.zero_grad()
-        for net in nets:
-            for parameter, own in zip(net.parameters(), plain.parameters(), strict=True):
-                assert difference(local_of(parameter), local_rows(parameter, own.detach())) <= 2e-6
+            assert difference(ours.grad_norm(), expected) <= 1e-6
+            ours.step(grad_factor=0.1 / (expected + 1e-6))
+            theirs.step()
+            ours.zero_grad()
+        for parameter, own in zip(net.parameters(), plain.parameters(), strict=True):
+            assert difference(full(parameter), own.detach()) <= 2e-6
+
+
+@CHECKS.on(WORLD)
+def torchs_optimizers_and_clipping_equal_no_sharding() -> None:
+    """On DTensors that two axes cut."""
+    net, plain = make_hybrid_net("optim_grads_params", "optim"), make_net(2)
+    ours = fully_shard_optimizer(torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9))
+    theirs = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    for step in range(2):
+        backward_sharded(net, step, 1)
+        backward_in_order(plain, step, 1, "optim_grads_params")
+        expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+        assert difference(full(nn.utils.clip_grad_norm_(net.parameters(), 0.1)), expected) <= 1e-6
+        ours.step()
+        theirs.step()
+        ours.zero_grad()
+    for parameter, own in zip(net.parameters(), plain.parameters(), strict=True):
+        assert difference(full(parameter), own.detach()) <= 2e-6
 
 
 @CHECKS.on(WORLD)
 def full_and_sharded_state_is_loaded_and_in_effect() -> None:
-    for strategy, outer in HYBRIDS:
+    for strategy, outer in KINDS:
         source, plain = make_hybrid_net(strategy, outer), make_net(2, seed=5)
         backward_sharded(source, 0, 1)
         source.zero_grad()
@@ -245,20 +262,13 @@ def ranks_that_start_apart_are_made_alike() -> None:
         for tensor in first:
             dist.broadcast(tensor, src=0)
         for unit in (net.blocks[0], net):
-            fully_shard(unit, hybrid_mesh(), _placements("optim_grads_params", outer))
+            fully_shard(unit, hybrid_mesh(), hybrid_placements("optim_grads_params", outer))
         assert all(map(torch.equal, map(full, net.parameters()), first))
         if outer == "no_shard":
-            groups = context_of(net).groups if hasattr(net, "_fsdp_unit") else []
-            for group in groups:
+            for group in context_of(net).groups:
                 group.main_weight.local.add_(float(dist.get_rank() // 2))
                 group.broadcast_replicas()
             assert all(map(torch.equal, map(full, net.parameters()), first))
-
-
-def _placements(strategy: str, outer: str) -> Any:
-    from megatron.core.distributed.fsdp import hybrid_placements
-
-    return hybrid_placements(strategy, outer)  # by index
 
 
 # ---- collectives ----------------------------------------------------------------------------------------------------
@@ -296,22 +306,6 @@ def _reductions() -> Iterator[list[str]]:
 
 
 @CHECKS.on(WORLD)
-def the_outer_reduction_comes_once_a_step_right_after_the_inner_one() -> None:
-    """On the last microbatch, whatever overlaps; where gradients rest partial inside, the inner one comes there too."""
-    units = ["blocks.1.", "blocks.0.", ""]
-    for strategy, outer in HYBRIDS:
-        for overlaps in (True, False):
-            early = [] if strategy in ("no_shard", "optim") else [f"inner {unit}" for unit in units] * 2
-            with _reductions() as log:
-                net = make_hybrid_net(strategy, outer, overlaps=overlaps)
-                for step in range(2):
-                    backward_sharded(net, step, 3)
-                    net.zero_grad()
-                    assert log == early + [f"{axis} {unit}" for unit in units for axis in ("inner", "outer")], log
-                    log.clear()
-
-
-@CHECKS.on(WORLD)
 def what_waits_for_the_outer_axis_travels_over_it_alone() -> None:
     """When the last microbatch is told after its backward, nothing is reduced over the inner axis again."""
     for outer in ("no_shard", "optim"):
@@ -329,7 +323,7 @@ def what_waits_for_the_outer_axis_travels_over_it_alone() -> None:
 
 @CHECKS.on(WORLD)
 def streams_are_ordered_and_the_outer_reduction_is_off_the_compute_stream() -> None:
-    for strategy, outer in HYBRIDS:
+    for strategy, outer in KINDS:
         with watched_schedule(LoggingStreams()) as streams:
             net = make_hybrid_net(strategy, outer, mixed_precision_policy=MixedPrecisionPolicy(), dtype=torch.bfloat16)
             context_of(net).poisons = False
@@ -355,7 +349,7 @@ def units_over_different_ranks_share_a_model_whatever_moves_their_bytes() -> Non
     def train(transport: str) -> list[torch.Tensor]:
         net = make_net(3)
         inner = strategy_placements("optim_grads_params", "inner")
-        hybrid = _placements("optim_grads_params", "optim")
+        hybrid = hybrid_placements("optim_grads_params", "optim")
         for module, placements in (
             (net.blocks[0], hybrid),
             (net.blocks[1], inner),
@@ -363,11 +357,9 @@ def units_over_different_ranks_share_a_model_whatever_moves_their_bytes() -> Non
             (net, inner),
         ):
             fully_shard(module, hybrid_mesh(), placements, transport=transport)  # type: ignore[arg-type]
-        optimizer = fully_shard_optimizer(torch.optim.SGD(net.parameters(), lr=0.1))
         for step in range(4):
             backward_sharded(net, step, 2)
-            optimizer.step()
-            optimizer.zero_grad()
+            descend(net)
         assert context_of(net).plan is not None
         return [full(parameter) for parameter in net.parameters()]
 
@@ -377,8 +369,6 @@ def units_over_different_ranks_share_a_model_whatever_moves_their_bytes() -> Non
 @CHECKS.on(WORLD)
 def transports_of_different_ranks_have_arenas_of_their_own() -> None:
     """The whole model over four ranks by peer copy, but for one block, which pairs hold."""
-    from torch.distributed.device_mesh import init_device_mesh
-
     everyone = init_device_mesh("cpu", (WORLD,))
 
     def train(transport: str) -> tuple[Net, list[torch.Tensor]]:
@@ -388,11 +378,9 @@ def transports_of_different_ranks_have_arenas_of_their_own() -> None:
             fully_shard(module, everyone, transport=transport)  # type: ignore[arg-type]
         fully_shard(net.blocks[1], hybrid_mesh(), inner, transport=transport)  # type: ignore[arg-type]
         fully_shard(net, everyone, transport=transport)  # type: ignore[arg-type]
-        optimizer = fully_shard_optimizer(torch.optim.SGD(net.parameters(), lr=0.1))
         for step in range(4):
             backward_sharded(net, step, 1)
-            optimizer.step()
-            optimizer.zero_grad()
+            descend(net)
         return net, [full(parameter) for parameter in net.parameters()]
 
     net, weights = train("peer_copy")
@@ -410,6 +398,9 @@ def the_report_knows_sums_that_wait_for_the_outer_axis() -> None:
         context = context_of(net)
         inner_nbytes = sum(group.layout.total_numel * 4 // 2 for group in context.groups)
         assert context.describe().partial_gradients == inner_nbytes
+        # Main weights are this rank's shard, or lie in it.
+        assert context.describe().persistent == inner_nbytes
+        assert context.describe().main_weights == inner_nbytes // (2 if outer == "optim" else 1)
         with microbatch(net, is_last=False):
             loss_of(net, pieces_of(0, 1)[0][0]).backward()
         kept = [group._outer_sum.storage for group in context.groups if group._outer_sum is not None]

@@ -16,7 +16,14 @@ from megatron.core.process_group_builder import build_process_groups
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rank_grid import RankGrid
 from megatron.core.transformer.transformer_config import TransformerConfig
-from tests.core.distributed.fsdp.hybrid import WORLD, assert_equal_rows, backward_in_order, backward_sharded, pieces_of
+from tests.core.distributed.fsdp.hybrid import (
+    KINDS,
+    WORLD,
+    assert_equal_rows,
+    backward_in_order,
+    backward_sharded,
+    pieces_of,
+)
 from tests.core.distributed.fsdp.models import assert_same_gradients, full, loss_of, make_net
 from tests.support.rank_checks import RankChecks
 
@@ -72,21 +79,19 @@ def both_outer_strategies_train_as_no_sharding_does() -> None:
 
 @CHECKS.on(WORLD)
 def no_sync_leaves_the_outer_reduction_to_finish_grad_sync() -> None:
-    for strategy in ("optim", "optim_grads_params"):
-        for outer in ("no_shard", "optim"):
-            plain = make_net(2)
-            model = _wrap(
-                make_net(2), _groups(), data_parallel_sharding_strategy=strategy, outer_dp_sharding_strategy=outer
-            )
-            for step in range(2):
-                with model.no_sync():
-                    for of_ranks in pieces_of(step, 2):
-                        (loss_of(model.module, of_ranks[dist.get_rank()]) / 2).backward()
-                assert all(parameter.grad is None for parameter in model.parameters())
-                model.finish_grad_sync()
-                backward_in_order(plain, step, 2, strategy)
-                assert_equal_rows(model.module, plain, gradients=True)
-                model.zero_grad_buffer()
+    groups = _groups()
+    for strategy, outer in KINDS:
+        plain = make_net(2)
+        model = _wrap(make_net(2), groups, data_parallel_sharding_strategy=strategy, outer_dp_sharding_strategy=outer)
+        for step in range(2):
+            with model.no_sync():
+                for of_ranks in pieces_of(step, 2):
+                    (loss_of(model.module, of_ranks[dist.get_rank()]) / 2).backward()
+            assert all(parameter.grad is None for parameter in model.parameters())
+            model.finish_grad_sync()
+            backward_in_order(plain, step, 2, strategy)
+            assert_equal_rows(model.module, plain, gradients=True)
+            model.zero_grad_buffer()
 
 
 @CHECKS.on(WORLD)
