@@ -92,14 +92,14 @@ def sharded_step(degrees: dict[str, int], fields: dict[str, Any]) -> tuple[float
     groups = build_process_groups(RankGrid(world_size=dist.get_world_size(), **degrees))
     model = build_moe_gpt(groups, **fields, **degrees, sequence_parallel=group_size(groups.tp) > 1)
     data_rank, num_data_ranks = group_rank(groups.dp), group_size(groups.dp)
-    loss = _mean_loss_of_part(model, data_rank, groups.cp)
+    loss = mean_loss_of_part(model, data_rank, groups.cp)
     loss.backward()
     _, expected = reference(num_data_ranks, **fields)
     differences = {}
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, name
         _sum_as_the_engine(parameter, groups)
-        theirs = _own_part(expected[name], parameter, groups)
+        theirs = own_part(expected[name], parameter, groups)
         largest = theirs.abs().max().clamp(min=1e-12)
         differences[name] = float((parameter.grad - theirs).abs().max() / largest)
     loss = loss.detach() / group_size(groups.cp)
@@ -108,7 +108,7 @@ def sharded_step(degrees: dict[str, int], fields: dict[str, Any]) -> tuple[float
     return loss.item(), differences, data_rank
 
 
-def _mean_loss_of_part(model: GPTModel, data_rank: int, cp_group: ProcessGroup | None) -> torch.Tensor:
+def mean_loss_of_part(model: GPTModel, data_rank: int, cp_group: ProcessGroup | None) -> torch.Tensor:
     """[] whose mean over context-parallel ranks is the mean over all tokens."""
     tokens = tokens_of(data_rank)
     batch = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}
@@ -133,7 +133,7 @@ def _sum_as_the_engine(parameter: torch.Tensor, groups: ProcessGroupCollection) 
     grad /= group_size(groups.dp_cp)
 
 
-def _own_part(full: torch.Tensor, parameter: Any, groups: ProcessGroupCollection) -> torch.Tensor:
+def own_part(full: torch.Tensor, parameter: Any, groups: ProcessGroupCollection) -> torch.Tensor:
     """What this tensor-parallel rank holds of a full tensor."""
     if not getattr(parameter, "tensor_model_parallel", False):
         return full
