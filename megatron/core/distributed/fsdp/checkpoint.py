@@ -2,7 +2,8 @@
 
 In a folder are:
 
-- ``<name in the unwrapped model>``: a main weight or persistent buffer; tied ones once, under their first name
+- ``<name in the unwrapped model>``: a main weight or persistent buffer, whole, whatever ranks it was split between (data,
+  tensor, expert parallelism, pipeline stages); tied ones once, under their first name
 - ``optimizer.state.<parameter>.<key>``: optimizer state
 - ``optimizer.param_groups``, ``optimizer.kind``: hyperparameters, by the names of the parameters that they are for
 - ``extra_state.<key>``: what the caller gave, from rank 0
@@ -18,7 +19,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from megatron.core.distributed.fsdp.checkpoint_agreement import agree
+from megatron.core.distributed.fsdp.checkpoint_agreement import agree, digest_of, firsts
 from megatron.core.distributed.fsdp.checkpoint_load import Load
 from megatron.core.distributed.fsdp.checkpoint_save import AsyncSave, LocalState, Save, host_copy, local_state
 
@@ -60,7 +61,8 @@ def save_checkpoint(
     What one rank raises, all raise, with the rank's number.
 
     Ranks: all of the default group; blocks until all have written (or copied). Who writes what follows from the layout:
-    no communication per tensor, but two agreements of one gather and one broadcast each.
+    no communication per tensor, but two agreements of one gather and one broadcast each; three, where ranks hold
+    different parts of the model, of which one rank of each kind says what is in it.
     Source: the format is that of torch.distributed.checkpoint.
     """
     _check_initialized("save_checkpoint")
@@ -111,16 +113,23 @@ def load_checkpoint(
     What one rank raises, all raise. Before the last of these nothing has been changed.
 
     Ranks: all of the default group; blocks until all have read. Each reads what it holds, and what all find is agreed
-    upon twice, by one gather and one broadcast.
+    upon twice, by one gather and one broadcast; three times where ranks hold different parts of the model.
     """
     _check_initialized("load_checkpoint")
     loads: list[Load] = []
 
-    def prepare() -> None:
+    def prepare() -> str | None:
         loads.append(Load(model, optimizer if load_optimizer else None, path, rank=dist.get_rank()))
+        return digest_of(loads[0].unclaimed) if loads[0].is_split and loads[0].unclaimed else None
 
-    agree(prepare, _nothing)
+    # Ranks that hold the same part miss the same; one of each kind says what, if all miss something.
+    speakers = agree(prepare, lambda digests: [] if None in digests else firsts(digests))
     (load,) = loads
+    if speakers:
+        agree(
+            lambda: load.unclaimed if dist.get_rank() in speakers else None,
+            lambda found: load.refuse_unclaimed([names for names in found if names is not None]),
+        )
     agree(load.read, _nothing)
     load.install()
     return load.extra_state

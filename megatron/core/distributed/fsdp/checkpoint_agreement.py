@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -73,6 +74,19 @@ def agree(
     if failure is not None:
         raise failure.exception() from cause
     return result
+
+
+def digest_of(value: object) -> str:
+    """A short name for a value that has a ``repr``, the same on all ranks."""
+    return hashlib.sha256(repr(value).encode()).hexdigest()
+
+
+def firsts(values: Sequence[object]) -> list[int]:
+    """The places at which a value is met for the first time."""
+    found: dict[object, int] = {}
+    for place, value in enumerate(values):
+        found.setdefault(value, place)
+    return list(found.values())
 
 
 def _failure_of(error: Exception, rank: int) -> _Failure:

@@ -1,4 +1,4 @@
-"""Which part of each tensor this rank holds and writes. It follows from placements and layout; no rank asks another."""
+"""Which parts of each tensor this rank holds and writes. They follow from placements and layout; no rank asks another."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.tensor import DTensor, Replicate
 
 from megatron.core.distributed.fsdp.checkpoint_state import NamedTensor
+from megatron.core.distributed.fsdp.tensor_pieces import pieces_of
 
 
 @dataclass(frozen=True)
@@ -34,43 +34,45 @@ class Chunk:
         return ChunkStorageMetadata(offsets=self.offsets, sizes=self.local.shape)
 
 
-def local_chunk(name: str, tensor: torch.Tensor) -> Chunk | None:
-    """The part of a tensor that this rank holds; None where it is not in the tensor's mesh.
+def local_chunks(name: str, tensor: torch.Tensor) -> list[Chunk]:
+    """The parts of a tensor that this rank holds, in the order of its rows; [] where it is not in the tensor's mesh.
 
     Raises:
         RuntimeError: a placement is Partial.
     """
     if not isinstance(tensor, DTensor):
-        return Chunk(name, tensor.shape, torch.Size([0] * tensor.dim()), tensor.detach())
+        return [Chunk(name, tensor.shape, torch.Size([0] * tensor.dim()), tensor.detach())]
     if tensor.device_mesh.get_coordinate() is None:
-        return None
-    (box,) = tensor.__create_chunk_list__()
-    local = tensor._local_tensor.detach()
-    assert box.sizes == local.shape, f"{name}: the layout says {box.sizes}, the rank holds {local.shape}"
-    return Chunk(name, tensor.shape, box.offsets, local)
+        return []
+    return [Chunk(name, tensor.shape, box.offsets, local) for box, local in pieces_of(tensor)]
 
 
 def chunks_to_write(tensors: Sequence[NamedTensor]) -> list[Chunk]:
-    """What this rank writes, so that all ranks together write each element once.
+    """What this rank writes of DTensors, so that all ranks together write each element once.
 
-    Replicas share the work by bytes; plain tensors are rank 0's.
+    Replicas share the work by bytes. Copies of what another pipeline stage holds are left to that.
     """
     nbytes: dict[tuple[object, ...], list[int]] = {}
     chunks = []
     for entry in tensors:
-        chunk = local_chunk(entry.name, entry.tensor)
-        if chunk is None:
-            continue
         tensor = entry.tensor
-        if not isinstance(tensor, DTensor):
-            is_mine = dist.get_rank() == 0
-        elif tensor.numel() == 0:
-            is_mine = not any(tensor.device_mesh.get_coordinate() or ())  # nobody holds an element, but it has a name
-        else:
-            is_mine = _is_my_turn(tensor, chunk, nbytes) and chunk.local.numel() > 0
-        if is_mine:
-            chunks.append(chunk)
+        if not isinstance(tensor, DTensor) or entry.is_copy:
+            continue
+        held = local_chunks(entry.name, tensor)
+        if not held:
+            continue
+        if tensor.numel() == 0:
+            # Nobody holds an element, but it has a name.
+            chunks += held[:1] if not any(tensor.device_mesh.get_coordinate() or ()) else []
+        elif _is_my_turn(tensor, nbytes):
+            chunks += [chunk for chunk in held if chunk.local.numel() > 0]
     return chunks
+
+
+def plain_chunks(tensors: Sequence[NamedTensor]) -> dict[str, Chunk]:
+    """The plain tensors, whole, by name; one of the ranks that have a name writes it."""
+    plain = (entry for entry in tensors if not isinstance(entry.tensor, DTensor) and not entry.is_copy)
+    return {entry.name: chunk for entry in plain for chunk in local_chunks(entry.name, entry.tensor)}
 
 
 def copied_to_host(chunks: Sequence[Chunk]) -> list[Chunk]:
@@ -87,8 +89,8 @@ def copied_to_host(chunks: Sequence[Chunk]) -> list[Chunk]:
     return copies
 
 
-def _is_my_turn(tensor: DTensor, chunk: Chunk, nbytes: dict[tuple[object, ...], list[int]]) -> bool:
-    """True if this rank, of those that hold the same chunk, has the least to write so far; they all agree on it."""
+def _is_my_turn(tensor: DTensor, nbytes: dict[tuple[object, ...], list[int]]) -> bool:
+    """True if this rank, of those that hold the same part, has the least to write so far; they all agree on it."""
     mesh = tensor.device_mesh
     coordinate = mesh.get_coordinate()
     assert coordinate is not None
@@ -98,5 +100,5 @@ def _is_my_turn(tensor: DTensor, chunk: Chunk, nbytes: dict[tuple[object, ...], 
         mine, num_replicas = mine * mesh.size(axis) + coordinate[axis], num_replicas * mesh.size(axis)
     written = nbytes.setdefault((mesh, axes), [0] * num_replicas)
     chosen = written.index(min(written))
-    written[chosen] += chunk.local.nbytes
+    written[chosen] += tensor._local_tensor.nbytes
     return chosen == mine

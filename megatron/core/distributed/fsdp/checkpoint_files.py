@@ -33,12 +33,14 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
 
-from megatron.core.distributed.fsdp.checkpoint_chunks import Chunk, local_chunk
+from megatron.core.distributed.fsdp.checkpoint_chunks import Chunk, local_chunks
 from megatron.core.distributed.fsdp.checkpoint_folder import MARKER
 from megatron.core.distributed.fsdp.checkpoint_state import NamedTensor
 
 _ONE_BYTE_ITEM = torch.Size([0])
 _COPY_AHEAD_NBYTES = 10_000_000  # DCP's default
+# A tensor's name, and where in it a box begins.
+_Target = tuple[str, torch.Size]
 
 
 @dataclasses.dataclass
@@ -154,15 +156,13 @@ class CheckpointReader:
             FileNotFoundError: a file that has some of it is gone or too short.
         """
         items: list[ReadItem] = []
-        targets: dict[str, torch.Tensor] = {}
+        targets: dict[_Target, torch.Tensor] = {}
         for entry in tensors:
-            chunk = local_chunk(entry.name, entry.tensor)
-            if chunk is None or chunk.local.numel() == 0:
-                continue
+            chunks = [chunk for chunk in local_chunks(entry.name, entry.tensor) if chunk.local.numel() > 0]
             stored = self.metadata.state_dict_metadata[entry.name]
             assert isinstance(stored, TensorStorageMetadata)
-            items += create_read_items_for_chunk_list(entry.name, stored, [chunk.metadata])
-            targets[entry.name] = chunk.local
+            items += create_read_items_for_chunk_list(entry.name, stored, [chunk.metadata for chunk in chunks])
+            targets.update({(entry.name, chunk.offsets): chunk.local for chunk in chunks})
         self._check_files(items)
         return ReadPlan(items, targets)
 
@@ -192,10 +192,10 @@ class CheckpointReader:
 
 @dataclasses.dataclass(frozen=True)
 class ReadPlan:
-    """What a rank reads, and by name the memory that it goes to."""
+    """What a rank reads, and by name and place in the whole tensor the memory that it goes to."""
 
     items: list[ReadItem]
-    targets: dict[str, torch.Tensor]
+    targets: dict[_Target, torch.Tensor]
 
 
 def _sync_file(path: Path) -> None:
@@ -237,7 +237,7 @@ class _WritePlanner(SavePlanner):
 class _ReadPlanner(LoadPlanner):
     """Tells DCP's reader where the data of an item go."""
 
-    def __init__(self, targets: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, targets: Mapping[_Target, torch.Tensor]) -> None:
         self._targets = targets
         self.values: dict[str, Any] = {}
 
@@ -245,7 +245,9 @@ class _ReadPlanner(LoadPlanner):
         self.values[read_item.dest_index.fqn] = torch.load(value, map_location="cpu", weights_only=True)
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        target = self._targets[read_item.dest_index.fqn]
+        index = read_item.dest_index
+        assert index.offset is not None
+        target = self._targets[index.fqn, index.offset]
         for dim, (begin, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
             target = target.narrow(dim, begin, length)
         return target

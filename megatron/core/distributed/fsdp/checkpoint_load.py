@@ -27,6 +27,7 @@ from megatron.core.distributed.fsdp.checkpoint_state import (
     OPTIMIZER,
     PER_RANK,
     NamedTensor,
+    is_split,
     model_tensors,
     module_states,
     unwrapped,
@@ -41,6 +42,10 @@ class Load:
         FileNotFoundError: no complete checkpoint is there.
         ValueError: names, shapes or dtypes do not match; the message lists them.
         RuntimeError: a unit is unsharded by its user.
+
+    Attributes:
+        unclaimed: (part, name) of what is in the checkpoint and not here. Where the model is split, another rank may hold
+            it; elsewhere that is an error.
     """
 
     def __init__(self, model: nn.Module, optimizer: Any, path: str | os.PathLike[str], *, rank: int) -> None:
@@ -49,6 +54,8 @@ class Load:
         self._reader = CheckpointReader(find_folder(Path(os.path.abspath(path))))
         self._saved: Mapping[str, STORAGE_TYPES] = self._reader.metadata.state_dict_metadata
         self._optimizer: OptimizerLoad | None = None
+        self.is_split = is_split(self._model)
+        self.unclaimed: list[tuple[str, str]] = []
         targets = self._match(None if optimizer is None else torch_optimizer(optimizer))
         self._module_values = self._reader.values(list(module_states(self._model)))
         self.extra_state = self._read_extra_state()
@@ -81,7 +88,9 @@ class Load:
     def _match(self, optimizer: torch.optim.Optimizer | None) -> list[NamedTensor]:
         """What is read into, each tensor under the name that it has in the checkpoint."""
         tensors = model_tensors(self._model)
-        model_problems, optimizer_problems = Problems("model"), Problems("optimizer")
+        model_problems, optimizer_problems = (
+            Problems(part, is_partial=self.is_split) for part in ("model", "optimizer")
+        )
         targets = self._match_model(tensors, model_problems)
         self._check_dtypes(targets, model_problems)
         if optimizer is not None:
@@ -92,11 +101,29 @@ class Load:
             targets += self._optimizer.tensors
         problems = [str(part) for part in (model_problems, optimizer_problems) if part]
         if problems:
-            raise ValueError(
-                f"the checkpoint {self._path} must match what it is loaded into, got {' | '.join(problems)}. Nothing was "
-                "changed"
-            )
+            raise self._mismatch(problems)
+        parts = (model_problems, optimizer_problems)
+        self.unclaimed = [(problems.part, name) for problems in parts for name in problems.extra]
         return targets
+
+    def _mismatch(self, problems: Sequence[str]) -> ValueError:
+        return ValueError(
+            f"the checkpoint {self._path} must match what it is loaded into, got {' | '.join(problems)}. Nothing was changed"
+        )
+
+    def refuse_unclaimed(self, found: Sequence[Sequence[tuple[str, str]]]) -> None:
+        """Raise if something in the checkpoint is unclaimed on all of these ranks.
+
+        Raises:
+            ValueError: the names.
+        """
+        nowhere = set(found[0]).intersection(*found[1:])
+        problems = [
+            Problems(part, extra=[name for own, name in found[0] if own == part and (own, name) in nowhere])
+            for part in ("model", "optimizer")
+        ]
+        if any(problems):
+            raise self._mismatch([str(part) for part in problems if part])
 
     def _match_model(self, tensors: Sequence[NamedTensor], problems: Problems) -> list[NamedTensor]:
         """The model's tensors, each under the name that it has in the checkpoint."""

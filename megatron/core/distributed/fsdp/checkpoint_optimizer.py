@@ -59,6 +59,7 @@ def optimizer_entries(optimizer: torch.optim.Optimizer, model: Sequence[NamedTen
         TypeError: state that is neither a tensor nor plain.
     """
     names = _names_of_parameters(optimizer, model)
+    copies = {id(entry.tensor) for entry in model if entry.is_copy}
     tensors: list[NamedTensor] = []
     values: dict[str, Any] = {}
     scalars: dict[str, None] = {}
@@ -68,13 +69,14 @@ def optimizer_entries(optimizer: torch.optim.Optimizer, model: Sequence[NamedTen
                 raise TypeError(f"the optimizer's state of {name} must have keys without a dot, got {key!r}")
             full = f"{STATE}{name}.{key}"
             if not isinstance(value, torch.Tensor):
-                values[full] = plain_copy(value, full)
+                if id(parameter) not in copies:
+                    values[full] = plain_copy(value, full)
                 continue
-            tensors.append(NamedTensor((full,), value))
+            tensors.append(NamedTensor((full,), value, is_copy=id(parameter) in copies))
             if _is_scalar(parameter, key, value):
                 scalars[key] = None
     values[PARAM_GROUPS] = [
-        {"params": [names[p][0] for p in group["params"]], **_hyperparameters(group)}
+        {"params": [names[p][0] for p in group["params"] if id(p) not in copies], **_hyperparameters(group)}
         for group in optimizer.param_groups
     ]
     values[KIND] = {
@@ -83,6 +85,42 @@ def optimizer_entries(optimizer: torch.optim.Optimizer, model: Sequence[NamedTen
         "scalar_state": list(scalars),
     }
     return OptimizerEntries(tensors, values)
+
+
+def merged_values(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The plain values ``param_groups`` and ``kind`` of the whole model's optimizer, of those of ranks that hold parts.
+
+    Parameters of other ranks join the first group of rank 0's with their hyperparameters; where there is none, a group is
+    added.
+
+    Raises:
+        ValueError: optimizers of different kinds.
+    """
+    first = ranks[0]
+    groups = [{**group, "params": list(group["params"])} for group in first[PARAM_GROUPS]]
+    known = {name for group in groups for name in group["params"]}
+    scalars = dict.fromkeys(first[KIND]["scalar_state"])
+    for other in ranks[1:]:
+        for key in ("class", "hyperparameters"):
+            if other[KIND][key] != first[KIND][key]:
+                raise ValueError(
+                    f"all ranks must save one kind of optimizer, got {key} {first[KIND][key]} and {other[KIND][key]}"
+                )
+        scalars.update(dict.fromkeys(other[KIND]["scalar_state"]))
+        for group in other[PARAM_GROUPS]:
+            added = [name for name in group["params"] if name not in known]
+            known.update(added)
+            same = next((own for own in groups if _same_hyperparameters(own, group)), None)
+            if same is None:
+                groups.append({**group, "params": added})
+            else:
+                same["params"] += added
+    return {PARAM_GROUPS: groups, KIND: {**first[KIND], "scalar_state": list(scalars)}}
+
+
+def _same_hyperparameters(left: Mapping[str, Any], right: Mapping[str, Any]) -> bool:
+    keys = [key for key in left if key != "params"]
+    return keys == [key for key in right if key != "params"] and all(_equal(left[key], right[key]) for key in keys)
 
 
 @dataclass

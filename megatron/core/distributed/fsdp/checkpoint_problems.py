@@ -10,7 +10,11 @@ _MAX_NAMED = 20
 
 @dataclass
 class Problems:
-    """The differences of one part (the model, the optimizer). True if there are any."""
+    """The differences of one part (the model, the optimizer). True if there are any.
+
+    Args:
+        is_partial: this rank holds a part of the model, so what is extra here may be in its place on another rank.
+    """
 
     part: str
     missing: list[str] = field(default_factory=list)
@@ -18,14 +22,19 @@ class Problems:
     misshaped: list[str] = field(default_factory=list)
     mistyped: list[str] = field(default_factory=list)
     other: list[str] = field(default_factory=list)
+    is_partial: bool = False
 
     def __bool__(self) -> bool:
-        return bool(self.missing or self.extra or self.misshaped or self.mistyped or self.other)
+        return bool(self.missing or self._own_extra or self.misshaped or self.mistyped or self.other)
+
+    @property
+    def _own_extra(self) -> list[str]:
+        return [] if self.is_partial else self.extra
 
     def __str__(self) -> str:
         kinds = (
             ("missing in the checkpoint", self.missing),
-            (f"in the checkpoint, but not in the {self.part}", self.extra),
+            (f"in the checkpoint, but not in the {self.part}", self._own_extra),
             ("of another shape", self.misshaped),
             ("of another kind", self.mistyped),
             ("also", self.other),

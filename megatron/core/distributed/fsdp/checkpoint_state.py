@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatron.core.distributed.fsdp.counting import is_copy
 from megatron.core.distributed.fsdp.module import FsdpModule, fsdp_modules
 
 OPTIMIZER, EXTRA_STATE = "optimizer.", "extra_state."
@@ -23,11 +24,13 @@ class NamedTensor:
 
     Args:
         names: where it is found in the model; several where weights are tied. It is stored under the first.
-        tensor: a DTensor, or a plain tensor that is the same on all ranks.
+        tensor: a DTensor, or a plain tensor that is the same on all ranks that have one of the name.
+        is_copy: another pipeline stage holds it too, and is the one to save it.
     """
 
     names: tuple[str, ...]
     tensor: torch.Tensor
+    is_copy: bool = False
 
     @property
     def name(self) -> str:
@@ -74,7 +77,19 @@ def model_tensors(model: nn.Module) -> list[NamedTensor]:
         for key, tensor in own.items():
             name = _checked(f"{prefix}.{key}" if prefix else key, tensor)
             found.setdefault(id(tensor), ([], tensor))[0].append(name)
-    return [NamedTensor(tuple(names), tensor) for names, tensor in found.values()]
+    return [_named(names, tensor) for names, tensor in found.values()]
+
+
+def _named(names: list[str], tensor: torch.Tensor) -> NamedTensor:
+    if is_copy(tensor):
+        return NamedTensor((tensor.canonical_name,), tensor, is_copy=True)  # type: ignore[attr-defined]
+    return NamedTensor(tuple(names), tensor)
+
+
+def is_split(model: nn.Module) -> bool:
+    """True if other ranks hold other parts of the model, under other names."""
+    groups = (group for module in fsdp_modules(unwrapped(model)) for group in module.parameter_groups)
+    return any(group.group_mesh.model.model_groups for group in groups)
 
 
 def module_states(model: nn.Module) -> dict[str, nn.Module]:

@@ -210,6 +210,7 @@ class Layer(nn.Module):
             else:
                 self.register_parameter(key, model.make(spec))
                 self._specs[key] = spec
+        self.register_buffer("seen", torch.full((3,), float(len(prefix) + zlib.crc32(prefix.encode()) % 97)))
         if experts:
             first = min(experts)
             self.experts = GlobalModuleList([Expert(model, experts[i]) for i in sorted(experts)], first)
@@ -228,6 +229,7 @@ class Expert(nn.Module):
     def __init__(self, model: SplitModel, held: dict[str, Spec]) -> None:
         super().__init__()
         self._model, self._specs = [model], held
+        self.register_buffer("tokens", torch.tensor(float(next(iter(held.values())).expert or 0)))
         for key, spec in held.items():
             self.register_parameter(key, model.make(spec))
 
@@ -311,7 +313,7 @@ def backward(model: FullyShardedDataParallel, microbatch: int) -> None:
     model(torch.zeros((), requires_grad=True)).backward()
 
 
-def named(model: FullyShardedDataParallel, layout: Layout) -> Iterator[tuple[Spec, nn.Parameter]]:
+def named(model: FullyShardedDataParallel, layout: Layout) -> Iterator[tuple[Spec, Any]]:
     """This rank's parameters with what they are in the whole model; the embedding's copy too."""
     by_name = {spec.name: spec for spec in specs(layout)}
     for name, parameter in model.module.named_parameters():

@@ -129,6 +129,8 @@ def gradients_are_summed_once_however_microbatches_are_announced() -> None:
         model = wrap(layout)
         optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.0))
         backward(model, 0)  # each is a last one
+        if layout.pp == 1:
+            _assert_gradients(model, layout, 1, "a backward, no use")
         backward(model, 1)
         optimizer.step()  # gradients are summed before it, whoever asked for a norm
         _assert_gradients(model, layout, 2, "two backwards, no scope")
@@ -166,7 +168,7 @@ def a_bad_gradient_anywhere_stops_all_ranks() -> list[str]:
         backward(model, 0)
         _, parameter = list(named(model, layout))[-1]
         if dist.get_rank() == 3 and parameter.grad is not None:
-            grad = parameter.grad.to_local()  # type: ignore[attr-defined]
+            grad = parameter.grad.to_local()
             grad.fill_(float("inf"))
         with pytest.raises(RuntimeError, match="must be finite") as caught:
             model.finish_grad_sync()
