@@ -13,9 +13,14 @@ from pathlib import Path
 import pytest
 
 from megatron.training.arguments import build_parser
+from megatron.training.combinations import REFUSALS
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 README = REPOSITORY / "README.md"
+REFUSALS_START, REFUSALS_END = (
+    "<!-- refusals: kept up to date by tests/test_readme.py -->\n",
+    "<!-- end of refusals -->",
+)
 FLAGS_START, FLAGS_END = "<!-- flags: kept up to date by tests/test_readme.py -->\n", "<!-- end of flags -->"
 
 
@@ -83,9 +88,11 @@ def test_a_python_block_trains_on_two_ranks(number: int, tmp_path: Path) -> None
 
 def test_the_shell_blocks_train_prepare_data_and_sample(checkout: Path) -> None:
     """One after the other, as a reader runs them: the last one samples from the checkpoint of the first."""
-    launch, data, sample = blocks("bash")[2:]
+    launch, split, data, sample = blocks("bash")[2:]
     printed = run(["bash", "-euc", launch], checkout)
     assert "iteration       10/      10" in printed and (checkout / "runs/first/iter_0000010").is_dir()
+    printed = run(["bash", "-euc", split], checkout)
+    assert "iteration        4/       4" in printed and "tensor 2 with sequence parallelism, pipeline 2" in printed
     printed = run(["bash", "-euc", data], checkout)
     assert "iteration        4/       4" in printed and "validation loss" in printed
     assert run(["bash", "-euc", sample], checkout).startswith("import")
@@ -123,6 +130,17 @@ def test_the_tables_of_flags_are_those_of_the_parser() -> None:
     assert found.strip() == tables_of_flags().strip(), "run `python -m tests.test_readme` to write them anew"
 
 
+def table_of_refusals() -> str:
+    """The combinations that are not served, as the README has them."""
+    lines = ["| what is refused | why | what to do |", "|---|---|---|"]
+    return "\n".join([*lines, *(f"| {row.what} | {row.reason} | {row.remedy} |" for row in REFUSALS)]) + "\n"
+
+
+def test_the_table_of_refusals_is_that_of_the_command_line() -> None:
+    found = README.read_text(encoding="utf-8").split(REFUSALS_START)[1].split(REFUSALS_END)[0]
+    assert found.strip() == table_of_refusals().strip(), "run `python -m tests.test_readme` to write it anew"
+
+
 def test_the_flags_that_the_readme_calls_refused_are_refused() -> None:
     table = README.read_text(encoding="utf-8").split("Refused, among others")[1].split("\n## ")[0]
     rows = re.findall(r"^\| (`--.*?) \|", table, re.M)
@@ -132,6 +150,12 @@ def test_the_flags_that_the_readme_calls_refused_are_refused() -> None:
     assert [flag for flag in flags if parser.reason_against(flag) is None] == []
 
 
+def write_between(start: str, end: str, text: str) -> None:
+    """The README has ``text`` between two marks."""
+    before, rest = README.read_text(encoding="utf-8").split(start)
+    README.write_text(f"{before}{start}\n{text}\n{end}{rest.split(end)[1]}", "utf-8")
+
+
 if __name__ == "__main__":
-    before, rest = README.read_text(encoding="utf-8").split(FLAGS_START)
-    README.write_text(f"{before}{FLAGS_START}\n{tables_of_flags()}\n{FLAGS_END}{rest.split(FLAGS_END)[1]}", "utf-8")
+    write_between(FLAGS_START, FLAGS_END, tables_of_flags())
+    write_between(REFUSALS_START, REFUSALS_END, table_of_refusals())

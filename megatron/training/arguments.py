@@ -17,6 +17,7 @@ from megatron.core.rank_grid import RankGrid
 from megatron.core.transformer.transformer_config import TransformerConfig, squared_relu
 from megatron.training.batches import BatchConfig
 from megatron.training.checkpointing import CheckpointConfig
+from megatron.training.combinations import refusals_of
 from megatron.training.data import DataConfig
 from megatron.training.distributed_init import DistributedConfig, world_size_of_environment
 from megatron.training.flag_conflicts import conflicts_of
@@ -93,7 +94,7 @@ def parse_settings(argv: Sequence[str], *, world_size: int | None = None) -> Set
         FlagError: flags are unknown, refused, malformed or do not go together; the message names all that were found.
     """
     args = build_parser().parse_flags(argv)
-    if messages := conflicts_of(args):
+    if messages := conflicts_of(args) + refusals_of(args):
         raise FlagError("\n".join(messages))
     try:
         return settings_from_args(args, world_size=world_size or world_size_of_environment())
