@@ -5,8 +5,9 @@ from __future__ import annotations
 import pickle
 import tempfile
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch.distributed as dist
@@ -18,20 +19,29 @@ from tests.support.launch import run_ranks
 _CELLS_OF_A_LAUNCH = 24
 _START_S, _SECONDS_OF_A_CELL = 120.0, 20.0
 
+
+@dataclass(frozen=True)
+class _Job:
+    argv: list[str]
+    mutation: str | None = None
+
+
 Ran = list[Outcome] | str
 """[ranks] what a cell led to, or why it did not."""
 
 
-def run_cells(cells: Sequence[Cell], mutation: str | None = None) -> dict[str, Ran]:
-    """What the cells led to, by name. One that fails takes no other with it.
+def run_cells(cells: Sequence[Cell]) -> dict[str, Ran]:
+    """What the cells led to, by name. One that fails takes no other with it."""
+    ran = run_mutated([(cell, None) for cell in cells])
+    return {name: result for (name, _), result in ran.items()}
 
-    Args:
-        mutation: of ``mutations.MUTATIONS``, in force on all ranks.
-    """
-    results: dict[str, Ran] = {}
-    for ranks in sorted({cell.ranks for cell in cells}):
-        jobs = {cell.name: cell.argv for cell in cells if cell.ranks == ranks}
-        results |= _run(ranks, jobs, mutation)
+
+def run_mutated(jobs: Sequence[tuple[Cell, str | None]]) -> dict[tuple[str, str | None], Ran]:
+    """What cells led to with a fault of ``mutations.MUTATIONS`` on all ranks, by the names of both; None: without."""
+    results: dict[tuple[str, str | None], Ran] = {}
+    for ranks in sorted({cell.ranks for cell, _ in jobs}):
+        of_launch = {(cell.name, fault): _Job(cell.argv, fault) for cell, fault in jobs if cell.ranks == ranks}
+        results |= dict(zip(of_launch, _run(ranks, list(of_launch.values())), strict=True))
     return results
 
 
@@ -45,36 +55,28 @@ def run_references(references: Sequence[Reference]) -> dict[Reference, Outcome]:
         RuntimeError: one failed.
     """
     missing = [reference for reference in dict.fromkeys(references) if reference not in _REFERENCES]
-    results = _run(1, {str(reference): reference.argv for reference in missing}, None)
-    for reference in missing:
-        ran = results[str(reference)]
+    for reference, ran in zip(missing, _run(1, [_Job(one.argv) for one in missing]), strict=True):
         if isinstance(ran, str):
             raise RuntimeError(f"{reference} failed:\n{ran}")
         _REFERENCES[reference] = ran[0]
     return {reference: _REFERENCES[reference] for reference in references}
 
 
-def _run(ranks: int, jobs: dict[str, list[str]], mutation: str | None) -> dict[str, Ran]:
-    results: dict[str, Ran] = {}
+def _run(ranks: int, jobs: list[_Job]) -> list[Ran]:
+    results: list[Ran] = []
     with tempfile.TemporaryDirectory() as folder:
-        while waiting := [name for name in jobs if name not in results]:
-            numbered = {name: list(jobs).index(name) for name in waiting[:_CELLS_OF_A_LAUNCH]}
-            limit_s = _START_S + _SECONDS_OF_A_CELL * len(numbered)
+        while len(results) < len(jobs):
+            first = len(results)
+            of_launch = jobs[first : first + _CELLS_OF_A_LAUNCH]
+            limit_s = _START_S + _SECONDS_OF_A_CELL * len(of_launch)
             try:
-                run_ranks(
-                    ranks,
-                    _on_rank,
-                    folder,
-                    [(index, jobs[name]) for name, index in numbered.items()],
-                    mutation,
-                    timeout_s=limit_s,
-                )
+                run_ranks(ranks, _on_rank, folder, first, of_launch, timeout_s=limit_s)
                 failure = ""
             except AssertionError as error:
                 failure = str(error)
-            for name, index in numbered.items():
-                results[name] = _result(Path(folder), index, ranks, failure)
-                if isinstance(results[name], str):
+            for index in range(first, first + len(of_launch)):
+                results.append(_result(Path(folder), index, ranks, failure))
+                if isinstance(results[-1], str):
                     break  # those after it have not run
     return results
 
@@ -89,18 +91,16 @@ def _result(folder: Path, index: int, ranks: int, failure: str) -> Ran:
     return errors[0] if errors else failure or "no rank wrote a result"
 
 
-def _on_rank(folder: str, jobs: list[tuple[int, list[str]]], mutation: str | None) -> None:
+def _on_rank(folder: str, first: int, jobs: list[_Job]) -> None:
     from tests.parity.mutations import MUTATIONS
 
-    scope: Callable[[], object] = MUTATIONS[mutation].scope if mutation else nullcontext
-    for index, argv in jobs:
+    for index, job in enumerate(jobs, first):
         path = Path(folder) / f"{index}.{dist.get_rank()}"
         try:
-            with scope():  # type: ignore[attr-defined]
-                outcome = train(argv)
+            with MUTATIONS[job.mutation].scope() if job.mutation else nullcontext():
+                outcome = train(job.argv)
         except Exception:
-            path.with_suffix(f"{path.suffix}.error").write_text(traceback.format_exc())
+            Path(f"{path}.error").write_text(traceback.format_exc())
             raise
-        unfinished = path.with_suffix(f"{path.suffix}.part")
-        unfinished.write_bytes(pickle.dumps(outcome))
-        unfinished.rename(path.with_suffix(f"{path.suffix}.result"))
+        Path(f"{path}.part").write_bytes(pickle.dumps(outcome))
+        Path(f"{path}.part").rename(f"{path}.result")

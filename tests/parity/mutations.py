@@ -1,3 +1,298 @@
-"""Faults on purpose."""
+"""Faults on purpose, each in force on all ranks, and the cells that they turn red.
 
-MUTATIONS = {}
+``python -m tests.parity.mutations`` runs every fault on every probe, prints which are red, and fails where that is not what
+stands here; names of faults as arguments run these alone.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fractions import Fraction
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.parity.cells import CELLS
+from tests.parity.comparison import differences
+from tests.parity.launches import run_mutated, run_references
+
+PROBES = {
+    "fsdp": "gpt-none-optim_grads_params-m4-token",
+    "hsdp": "gpt-none-hsdp-m4-mean",
+    "hfsdp": "gpt-none-hfsdp-m1-token",
+    "tp": "gpt-tp2-optim-m1-mean",
+    "sp": "gpt-tp2+sp-optim_grads-m4-mean",
+    "cp": "gpt-cp2-optim_grads_params-m1-mean",
+    "pp": "gpt-pp2-optim_grads_params-m4-mean",
+    "ep": "moe-ep2-optim_grads_params-m4-mean",
+    "moe sp": "moe-tp2+sp-optim_grads_params-m1-token",
+    "moe cp": "moe-cp2-hfsdp-m1-token",
+}
+"""Cells that faults are tried on, by a short name."""
+
+Patch = Callable[[pytest.MonkeyPatch], None]
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """A fault."""
+
+    patch: Patch
+    reddens: str
+    """The probes that see it, separated by commas."""
+
+    @contextmanager
+    def scope(self) -> Iterator[None]:
+        """The fault is in force."""
+        with pytest.MonkeyPatch.context() as patch:
+            self.patch(patch)
+            yield
+
+
+def _experts_are_averaged_over_their_own_ranks(patch: pytest.MonkeyPatch) -> None:
+    from megatron.core.distributed.fsdp.group_meshes import GroupMeshes
+
+    patch.setattr(GroupMeshes, "grad_divisor", lambda self, mesh, placements, divisor: Fraction(divisor))
+
+
+def _gradients_are_always_averaged(patch: pytest.MonkeyPatch) -> None:
+    from megatron.core.distributed.fsdp import mcore_fsdp_adapter
+
+    init = mcore_fsdp_adapter._Sharder.__init__
+
+    def averaging(self: Any, **settings: Any) -> None:
+        init(self, **{**settings, "grad_divisor": Fraction(1)})
+
+    patch.setattr(mcore_fsdp_adapter._Sharder, "__init__", averaging)
+
+
+def _means_are_over_the_inner_axis(patch: pytest.MonkeyPatch) -> None:
+    from megatron.core.distributed.fsdp import parameter_group
+
+    scale = parameter_group._grad_scale
+
+    def inner(placements: Any, axes: Any, divisor: Any) -> float:
+        return scale(SimpleNamespace(gradient=placements.gradient[-1:]), axes[-1:], divisor)  # type: ignore[arg-type]
+
+    patch.setattr(parameter_group, "_grad_scale", inner)
+
+
+def _no_outer_reduction(patch: pytest.MonkeyPatch) -> None:
+    from megatron.core.distributed.fsdp.outer_sum import OuterSum
+
+    follow = OuterSum.follow
+
+    def alone(self: Any, staging: Any) -> None:
+        follow(self, staging)
+        rank = staging.axes[0].rank
+
+        def own_part(out: torch.Tensor, segment: torch.Tensor, *, scale: float = 1.0, accumulate: bool = False) -> None:
+            begin = rank * out.numel() if out.numel() < segment.numel() else 0
+            part = segment[begin : begin + out.numel()] * scale
+            out.copy_(out + part if accumulate else part)
+
+        self._outer = own_part, self._outer[1]
+
+    patch.setattr(OuterSum, "follow", alone)
+
+
+def _outer_reduction_of_the_last_microbatch_alone(patch: pytest.MonkeyPatch) -> None:
+    from megatron.core.distributed.fsdp.outer_sum import OuterSum
+
+    finish = OuterSum.finish
+
+    def forgetful(self: Any, out: torch.Tensor, **options: Any) -> None:
+        self.is_held = False
+        finish(self, out, **options)
+
+    patch.setattr(OuterSum, "finish", forgetful)
+
+
+def _only_grad_sums(patch: pytest.MonkeyPatch, *, of_stages: bool) -> None:
+    from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup
+
+    make = FsdpParameterGroup._make_grad_sums
+    patch.setattr(
+        FsdpParameterGroup,
+        "_make_grad_sums",
+        lambda self: [one for one in make(self) if one.waits_for_use is of_stages],
+    )
+
+
+def _parts_of_the_sequence_keep_their_gradients(patch: pytest.MonkeyPatch) -> None:
+    _only_grad_sums(patch, of_stages=True)
+
+
+def _stages_keep_their_embedding_gradients(patch: pytest.MonkeyPatch) -> None:
+    _only_grad_sums(patch, of_stages=False)
+
+
+def _the_norm_counts_every_replica(patch: pytest.MonkeyPatch) -> None:
+    from megatron.core.distributed.fsdp import counting, flat_norm
+
+    patch.setattr(flat_norm, "counts_here", lambda parameter: not counting.is_copy(parameter))
+
+
+def _the_norm_counts_the_tied_copy(patch: pytest.MonkeyPatch) -> None:
+    from megatron.core.distributed.fsdp import counting
+
+    patch.setattr(counting, "is_copy", lambda parameter: False)
+
+
+def _the_norm_is_of_this_ranks_part_of_the_model(patch: pytest.MonkeyPatch) -> None:
+    from megatron.core.distributed.fsdp import counting, flat_norm
+
+    def scope_of(parameter: Any) -> Any:
+        mesh, held = parameter.device_mesh, enumerate(parameter.placements)
+        return counting.Scope(mesh, tuple(axis for axis, placement in held if not placement.is_replicate()))
+
+    patch.setattr(flat_norm, "scope_of", scope_of)
+    patch.setattr(counting, "scope_of", scope_of)
+
+
+def _a_mean_is_over_the_tokens_of_a_part(patch: pytest.MonkeyPatch) -> None:
+    from megatron.training import train_step
+
+    patch.setattr(train_step, "group_size", lambda group: 1)
+
+
+def _token_counts_are_this_ranks(patch: pytest.MonkeyPatch) -> None:
+    from megatron.training import train_step
+
+    def of_vectors(tensor: torch.Tensor, group: Any = None) -> None:
+        if tensor.dim() > 0:
+            dist.all_reduce(tensor, group=group)
+
+    patch.setattr(train_step, "dist", SimpleNamespace(all_reduce=of_vectors))
+
+
+def _microbatches_are_summed(patch: pytest.MonkeyPatch) -> None:
+    from megatron.training.train_step import StepComputation
+
+    scaled = StepComputation.scaled
+
+    def undivided(self: Any, loss: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        return scaled(self, loss, tokens) * (1 if self.per_token_loss else self.num_microbatches)
+
+    patch.setattr(StepComputation, "scaled", undivided)
+
+
+def _a_microbatch_overwrites_those_before(patch: pytest.MonkeyPatch) -> None:
+    from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup
+
+    prepare = FsdpParameterGroup.prepare_reduction
+    patch.setattr(
+        FsdpParameterGroup, "prepare_reduction", lambda self, *, is_last: prepare(self, is_last=is_last) or True
+    )
+
+
+def _no_microbatch_is_the_last(patch: pytest.MonkeyPatch) -> None:
+    from megatron.training import train_step
+
+    microbatch = train_step.microbatch  # type: ignore[attr-defined]
+    patch.setattr(
+        train_step,
+        "microbatch",
+        lambda model, *, is_first, is_last: microbatch(model, is_first=is_first, is_last=False),
+    )
+
+
+def _experts_are_balanced_over_a_ranks_own_tokens(patch: pytest.MonkeyPatch) -> None:
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    forward = TopKRouter.forward
+
+    def alone(self: Any, hidden_states: torch.Tensor) -> Any:
+        self.tp_cp_group = None
+        return forward(self, hidden_states)
+
+    patch.setattr(TopKRouter, "forward", alone)
+
+
+def _routers_know_no_microbatches(patch: pytest.MonkeyPatch) -> None:
+    from megatron.training import train_step
+
+    patch.setattr(train_step, "set_num_microbatches", lambda model, num_microbatches: None)
+
+
+def _parts_of_a_sequence_begin_at_its_start(patch: pytest.MonkeyPatch) -> None:
+    from megatron.core.models.common.embeddings import rotary_pos_embedding
+
+    patch.setattr(
+        rotary_pos_embedding,
+        "positions_on_this_cp_rank",
+        lambda length, group, device: torch.arange(length // group.size(), device=device),
+    )
+
+
+def _split_columns_keep_their_inputs_gradients(patch: pytest.MonkeyPatch) -> None:
+    from megatron.core.tensor_parallel import column_function
+
+    patch.setattr(column_function, "begin_sum", lambda tensor, group: SimpleNamespace(wait=lambda: tensor))
+
+
+MUTATIONS = {
+    "experts are averaged over their own ranks": Mutation(_experts_are_averaged_over_their_own_ranks, "ep"),
+    "gradients are averaged also per token": Mutation(_gradients_are_always_averaged, "fsdp, hfsdp, moe sp, moe cp"),
+    "means are over the inner axis alone": Mutation(_means_are_over_the_inner_axis, "hsdp, hfsdp, moe cp"),
+    "no outer reduction": Mutation(_no_outer_reduction, "hsdp, hfsdp, moe cp"),
+    "the outer reduction has the last microbatch alone": Mutation(
+        _outer_reduction_of_the_last_microbatch_alone, "hsdp"
+    ),
+    "sequence-parallel gradients are not summed over tp": Mutation(
+        _parts_of_the_sequence_keep_their_gradients, "sp, moe sp"
+    ),
+    "tied embeddings' gradients are not summed over stages": Mutation(_stages_keep_their_embedding_gradients, "pp"),
+    "the norm counts every replica": Mutation(_the_norm_counts_every_replica, "tp, sp, moe sp"),
+    "the norm counts the tied copy": Mutation(_the_norm_counts_the_tied_copy, "pp"),
+    "the norm is of this rank's part of the model": Mutation(_the_norm_is_of_this_ranks_part_of_the_model, "pp, ep"),
+    "a mean is over a context-parallel rank's own tokens": Mutation(_a_mean_is_over_the_tokens_of_a_part, "cp"),
+    "token counts are this rank's": Mutation(_token_counts_are_this_ranks, "fsdp, hfsdp, cp, moe sp, moe cp"),
+    "microbatches are summed": Mutation(_microbatches_are_summed, "hsdp, sp, pp, ep"),
+    "a microbatch's gradient replaces the earlier ones": Mutation(
+        _a_microbatch_overwrites_those_before, "fsdp, sp, pp, ep"
+    ),
+    "no microbatch is the last": Mutation(_no_microbatch_is_the_last, "hsdp, hfsdp, tp, sp, pp, moe sp, moe cp"),
+    "experts are balanced over a rank's own tokens": Mutation(
+        _experts_are_balanced_over_a_ranks_own_tokens, "moe sp, moe cp"
+    ),
+    "routers know no microbatches": Mutation(_routers_know_no_microbatches, "ep"),
+    "parts of a sequence begin at its start": Mutation(_parts_of_a_sequence_begin_at_its_start, "cp"),
+    "split columns keep their inputs' gradients": Mutation(_split_columns_keep_their_inputs_gradients, "tp"),
+}
+
+
+def reddened(pairs: list[tuple[str, str]]) -> dict[tuple[str, str], list[str]]:
+    """What the (mutation, probe) pairs make differ from one process."""
+    jobs = [(CELLS[PROBES[probe]], mutation) for mutation, probe in pairs]
+    expected = run_references([cell.reference for cell, _ in jobs])
+    ran = run_mutated(jobs)
+    return {
+        pair: differences(ran[cell.name, pair[0]], expected[cell.reference])
+        for pair, (cell, _) in zip(pairs, jobs, strict=True)
+    }
+
+
+def main(names: list[str]) -> int:
+    """Print which probes each fault reddens; 1 where these are not those of the table."""
+    status = 0
+    for name in names or MUTATIONS:
+        found = reddened([(name, probe) for probe in PROBES])
+        red = ", ".join(probe for (_, probe), lines in found.items() if lines)
+        as_expected = red == MUTATIONS[name].reddens
+        status |= not as_expected
+        print(f"{name}: {red}" + ("" if as_expected else f"  (expected {MUTATIONS[name].reddens})"), flush=True)
+        for (_, probe), lines in found.items():
+            if lines:
+                print(f"    {probe}: {lines[0].strip().splitlines()[-1][:150]} (+{len(lines) - 1})", flush=True)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
