@@ -242,12 +242,12 @@ def train(layout: Layout, device: torch.device) -> Run:
 def report(runs: dict[str, Run], failed: dict[str, str], device: torch.device) -> str:
     """The page of all runs."""
     rows = [
-        "| layout | what | median ms | min ms | peak allocated / reserved GiB | loss 1, 10, 20 |",
+        "| layout | what | median ms | min ms | peak allocated / reserved GiB | first, middle, last loss |",
         "|---|---|---|---|---|---|",
     ]
     for name, run in runs.items():
         timed = run.ms[WARM_UP : PROFILED - 1] or [0.0]
-        losses = ", ".join(f"{run.losses[i]:.4f}" for i in (0, 9, 19))
+        losses = ", ".join(f"{run.losses[i]:.4f}" for i in (0, NUM_STEPS // 2 - 1, NUM_STEPS - 1))
         rows.append(
             f"| {name} | {LAYOUTS[name].what} | {statistics.median(timed):.1f} | {min(timed):.1f} | "
             f"{run.peak_gib:.1f} / {run.reserved_gib:.1f} | {losses} |"
