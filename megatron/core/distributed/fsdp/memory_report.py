@@ -17,7 +17,7 @@ class MemoryReport:
 
     Attributes:
         main_weights: what the optimizer updates.
-        model_weights: shards (or replicas) of the weights in the compute dtype, where they are not the main weights.
+        model_weights: shards (or replicas) of the weights in the compute dtype, as far as they are not the main weights.
         optimizer_state: of an optimizer that told its groups (``FlatAdamW``); 0 until it has.
         gathered: the arena of gathered weights.
         staging: the arena of gradients on their way.
@@ -90,7 +90,7 @@ def report_memory(groups: Sequence[FsdpParameterGroup], plan: Plan, *, is_planne
     trainable = [group for group in groups if group.trainable]
     return MemoryReport(
         main_weights=sum(group.main_weight.local_nbytes for group in groups),
-        model_weights=sum(group.model_weight.local_nbytes for group in groups if group.model_piece is not None),
+        model_weights=sum(_model_nbytes(group) for group in groups),
         optimizer_state=sum(group.optimizer_state_nbytes for group in groups),
         gathered=plan.weights.nbytes,
         staging=plan.staging.nbytes,
@@ -100,6 +100,12 @@ def report_memory(groups: Sequence[FsdpParameterGroup], plan: Plan, *, is_planne
         saved_traffic=sum(_gathered_nbytes(group) for group in groups if group.index in plan.kept_nbytes),
         is_planned=is_planned,
     )
+
+
+def _model_nbytes(group: FsdpParameterGroup) -> int:
+    """Bytes of the model weight besides the main weight, which may be all of it, or lie in it."""
+    shared = group.main_weight.local_nbytes if group.model_piece is None else 0
+    return group.model_weight.local_nbytes - shared
 
 
 def _gathered_nbytes(group: FsdpParameterGroup) -> int:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise, permutations
 
 import pytest
@@ -12,7 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Size
 
-from megatron.core.distributed.fsdp.layout import FlatLayout, TensorSlot, group_by_rows, pack_rows
+from megatron.core.distributed.fsdp.layout import (
+    FlatLayout,
+    TensorSlot,
+    _kinds,
+    _least_segment,
+    group_by_rows,
+    pack_rows,
+)
 
 
 def _sizes(*shapes: tuple[int, ...]) -> list[Size]:
@@ -122,6 +130,109 @@ def test_hard_cells_are_hard_for_every_partition(name: str, num_ranks: int) -> N
             reachable |= {taken + math.prod(shape) for taken in reachable if taken + math.prod(shape) <= room}
         least = min(least, room - max(reachable))
     assert least / used > 0.02
+
+
+# Units of real models: what one rank of a layer's groups holds, and over how many ranks each group is shared.
+
+_QWEN3_MOE = _sizes(
+    *[(5120, 2048), (2048, 4096), (128, 2048)],  # 32 heads and 4 groups of keys and values of 128 each; the router
+    *[(2048,), (2048,), (128,), (128,)],
+)
+_QWEN3_EXPERT = [(1536, 2048), (2048, 768)]
+
+
+@dataclass(frozen=True)
+class MoeLayer:
+    """A layer of experts: ``dense`` is shared by all ranks, each expert by those of one expert-parallel rank."""
+
+    dense: list[Size]
+    expert: list[tuple[int, int]]
+    num_experts: int
+    expert_parallel: int
+
+    def parts(self, num_ranks: int) -> list[tuple[list[Size], int]]:
+        """(shapes, ranks that share them) of the unit on one rank."""
+        experts = _sizes(*self.expert * (self.num_experts // self.expert_parallel))
+        return [(self.dense, num_ranks), (experts, num_ranks // self.expert_parallel)]
+
+
+_DEEPSEEK_MOE = LAYERS["deepseek-v3-moe-without-experts"]
+MOE_LAYERS = {
+    "qwen3-30b-a3b": [MoeLayer(_QWEN3_MOE, _QWEN3_EXPERT, 128, degree) for degree in (1, 2, 4, 8, 16, 32, 64)],
+    "deepseek-v3": [MoeLayer(_DEEPSEEK_MOE, _EXPERT, 256, degree) for degree in (1, 8, 16, 32, 64)],
+}
+# Word embeddings and output layers: [vocabulary, hidden].
+TABLES = {
+    "llama-3-8b": (128_256, 4096),
+    "llama-3-70b": (128_256, 8192),
+    "llama-3-405b": (128_256, 16_384),
+    "qwen2.5-7b": (152_064, 3584),
+    "qwen2.5-72b": (152_064, 8192),
+    "qwen3-30b-a3b": (151_936, 2048),
+    "deepseek-v3": (129_280, 7168),
+}
+# Units over the budget, and why: {ranks: {unit: reason}}. With rows alone nothing helps (see the test of lower bounds).
+_ROUTER = "the router's 128 rows of 2048 are a quarter of a row for each rank, or less, in a layer of few elements each"
+HARD_UNITS: dict[int, dict[str, str]] = {
+    512: {"qwen3-30b-a3b ep 32": _ROUTER, "qwen3-30b-a3b ep 64": _ROUTER},
+    1024: {
+        "qwen2.5-7b": "linear_fc2 [3584, 18944]: 3.5 rows for each rank",
+        "qwen3-30b-a3b ep 16": _ROUTER,
+        "qwen3-30b-a3b ep 32": _ROUTER,
+        "qwen3-30b-a3b ep 64": _ROUTER,
+    },
+}
+DENSE_LAYERS = ("llama-3-8b", "llama-3-70b", "llama-3-405b", "qwen2.5-7b", "qwen2.5-72b", "deepseek-v3-dense")
+
+
+def padding_of_unit(parts: Sequence[tuple[list[Size], int]]) -> float:
+    """Padding elements for each used one, of all groups that a rank's unit has."""
+    layouts = [
+        pack_rows([shapes[index] for index in group], num_ranks=num_ranks)
+        for shapes, num_ranks in parts
+        for group in group_by_rows(shapes, num_ranks=num_ranks)
+    ]
+    return sum(layout.padding_numel for layout in layouts) / sum(layout.used_numel for layout in layouts)
+
+
+@pytest.mark.parametrize("num_ranks", [8, 16, 64, 256, 512, 1024])
+def test_units_of_real_models_keep_to_two_percent(num_ranks: int) -> None:
+    """Transformer layers, with the experts of one expert-parallel rank, and tables of words; but for ``HARD_UNITS``."""
+    units: dict[str, list[tuple[list[Size], int]]] = {name: [(LAYERS[name], num_ranks)] for name in DENSE_LAYERS}
+    units |= {f"{name} table": [(_sizes(shape), num_ranks)] for name, shape in TABLES.items()}
+    for name, layers in MOE_LAYERS.items():
+        for layer in layers:
+            if num_ranks % layer.expert_parallel == 0:
+                units[f"{name} ep {layer.expert_parallel}"] = layer.parts(num_ranks)
+    over = {name: padding for name, parts in units.items() if (padding := padding_of_unit(parts)) > 0.02}
+    assert set(over) == set(HARD_UNITS.get(num_ranks, {})), over
+
+
+@pytest.mark.parametrize("num_ranks", [512, 1024])
+def test_hard_units_are_hard_for_every_partition_into_buffers(num_ranks: int) -> None:
+    """The sum of what each buffer needs at least, over the best of all partitions, is over the budget."""
+    dense = [shape for shape in _QWEN3_MOE if len(shape) > 1]  # vectors would only add
+    bounds = []
+    for partition in _all_partitions(list(range(len(dense)))):
+        segments = [_least_segment(_kinds([TensorSlot(dense[i], 0) for i in part]), num_ranks, 1) for part in partition]
+        bounds.append(num_ranks * sum(segments))
+    used = sum(math.prod(shape) for shape in _QWEN3_MOE)
+    least = min(bounds) - used
+    for name in HARD_UNITS[num_ranks]:
+        if name.startswith("qwen3"):
+            degree = int(name.split()[-1])
+            experts = sum(math.prod(shape) for shape in _QWEN3_EXPERT) * 128 // degree
+            assert least / (used + experts) > 0.02, name
+
+
+def _all_partitions(items: list[int]) -> Iterator[list[list[int]]]:
+    if not items:
+        yield []
+        return
+    for rest in _all_partitions(items[1:]):
+        yield [[items[0]], *rest]
+        for at, part in enumerate(rest):
+            yield [*rest[:at], [items[0], *part], *rest[at + 1 :]]
 
 
 def test_padding_of_a_deepseek_layer_is_not_the_lowest_common_multiple() -> None:

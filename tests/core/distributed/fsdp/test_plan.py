@@ -76,6 +76,24 @@ def test_forward_alone_keeps_nothing() -> None:
     assert not any(plan.kept) and not plan.staging.groups and plan.staging.nbytes == 0
 
 
+def test_pools_have_arenas_of_their_own() -> None:
+    """Groups of different pools share no addresses, and each pool is laid out as if the other were not there."""
+    num_blocks, nbytes = 6, dict.fromkeys(range(7), NBYTES)
+    pool_of = {unit: unit % 2 for unit in nbytes}
+    plan = _chain(num_blocks).plan(
+        weight_nbytes=nbytes, staging_nbytes=nbytes, groups_of={unit: [unit] for unit in nbytes}, pool_of=pool_of
+    )
+    for ranges in (plan.weights, plan.staging):
+        assert [pool.groups for pool in ranges.pools] == [(0, 2, 4, 6), (1, 3, 5)]
+        assert ranges.nbytes == sum(pool.nbytes for pool in ranges.pools)
+        for unit in nbytes:
+            pool = ranges.pools[pool_of[unit]]
+            assert {pool_of[other] for other in ranges.overlapping(unit)} <= {pool_of[unit]}
+            assert 0 <= ranges.offset(unit) <= pool.nbytes - NBYTES
+    # Every second block alone: one range does, besides the root's.
+    assert [pool.nbytes for pool in plan.staging.pools] == [2 * NBYTES, NBYTES]
+
+
 def test_a_chain_shares_two_ranges_besides_the_roots() -> None:
     """One unit computes while the next one is gathered, or the last one is reduced, however long the chain is."""
     for num_blocks in (2, 3, 8):
