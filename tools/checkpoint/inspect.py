@@ -1,0 +1,201 @@
+"""Shows what is in a checkpoint, or where two differ; needs no GPU and no other ranks.
+
+Example::
+
+    python tools/checkpoint/inspect.py runs/a                              # the latest iteration of a run
+    python tools/checkpoint/inspect.py runs/a/iter_0000100 --only 'decoder.layers.0.*'
+    python tools/checkpoint/inspect.py runs/a/iter_0000100 runs/b/iter_0000100
+
+lists tensors with shape, dtype, size, pieces (boxes that a rank wrote) and files, or compares the tensors of two
+checkpoints, whatever layouts they were saved under: names, shapes, dtypes and values. Exit status: 0, 1 where the two
+differ, 2 where one cannot be read. Plain values (hyperparameters, counters, random numbers) are listed, not compared.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+if __name__ == "__main__":
+    # Works without an installed package too. The tool's own folder must go: the standard library has an ``inspect`` too.
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+import argparse
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from megatron.core.distributed.fsdp.checkpoint_files import CheckpointReader
+from megatron.core.distributed.fsdp.checkpoint_folder import find_folder
+from megatron.core.distributed.fsdp.checkpoint_state import EXTRA_STATE, OPTIMIZER, NamedTensor
+
+TRACKER = "latest_checkpointed_iteration.txt"
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """A tensor of a checkpoint."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    num_pieces: int
+    files: tuple[str, ...]
+
+    @property
+    def numel(self) -> int:
+        return torch.Size(self.shape).numel()
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+class Checkpoint:
+    """One checkpoint, read tensor by tensor.
+
+    Args:
+        path: its folder, or that of a run, whose latest iteration it is then.
+
+    Raises:
+        FileNotFoundError: there is none, or it is not complete.
+        ValueError: its metadata or the run's tracker cannot be read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        tracker = path / TRACKER
+        if tracker.is_file():
+            text = tracker.read_text().strip()
+            if not text.isdecimal():
+                raise ValueError(f"{tracker} must hold the number of an iteration, got {text!r}")
+            path = path / f"iter_{int(text):07d}"
+        self.folder = find_folder(path)
+        self._reader = CheckpointReader(self.folder)
+        metadata = self._reader.metadata
+        files: dict[str, dict[str, None]] = {}
+        for index, place in metadata.storage_data.items():
+            files.setdefault(index.fqn, {})[place.relative_path] = None
+        self.tensors = {
+            name: TensorEntry(name, tuple(entry.size), entry.properties.dtype, len(entry.chunks), tuple(files[name]))
+            for name, entry in metadata.state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata)
+        }
+        self.values = [name for name in metadata.state_dict_metadata if name not in self.tensors]
+
+    @property
+    def iteration(self) -> int | None:
+        """The iteration that it was saved after; None where no training run saved it."""
+        name = f"{EXTRA_STATE}state"
+        state: Any = self._reader.values([name])[name] if name in self.values else None
+        return state.get("iteration") if isinstance(state, dict) else None
+
+    @property
+    def file_sizes(self) -> dict[str, int]:
+        """Bytes of each file, by its name in the folder."""
+        return {path.name: path.stat().st_size for path in sorted(self.folder.iterdir()) if path.is_file()}
+
+    def read(self, entry: TensorEntry) -> torch.Tensor:
+        """The whole tensor.
+
+        Raises:
+            FileNotFoundError: a file that has some of it is gone or cut short.
+        """
+        whole = torch.empty(entry.shape, dtype=entry.dtype)
+        self._reader.read(self._reader.plan([NamedTensor((entry.name,), whole)]))
+        return whole
+
+
+def describe(checkpoint: Checkpoint, only: str) -> Iterator[str]:
+    """The lines that list a checkpoint."""
+    shown = [entry for name, entry in checkpoint.tensors.items() if fnmatchcase(name, only)]
+    iteration = checkpoint.iteration
+    yield f"{checkpoint.folder}" + ("" if iteration is None else f" (iteration {iteration})")
+    rows = [("tensor", "shape", "dtype", "bytes", "pieces", "files")]
+    for entry in shown:
+        dtype = str(entry.dtype).removeprefix("torch.")
+        files = ", ".join(entry.files[:3]) + (f", ... ({len(entry.files)})" if len(entry.files) > 3 else "")
+        rows.append((entry.name, str(list(entry.shape)), dtype, f"{entry.nbytes:,}", str(entry.num_pieces), files))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+    for name in (name for name in checkpoint.values if fnmatchcase(name, only)):
+        yield f"{name}  (plain value)"
+    for part, entries in _parts(shown).items():
+        numel, nbytes = sum(entry.numel for entry in entries), sum(entry.nbytes for entry in entries)
+        yield f"{part}: {len(entries)} tensors, {numel:,} elements, {nbytes:,} bytes"
+    for name, nbytes in checkpoint.file_sizes.items():
+        yield f"file {name}: {nbytes:,} bytes"
+
+
+def _parts(entries: Sequence[TensorEntry]) -> dict[str, list[TensorEntry]]:
+    parts: dict[str, list[TensorEntry]] = {"model": [], "optimizer": []}
+    for entry in entries:
+        parts["optimizer" if entry.name.startswith(OPTIMIZER) else "model"].append(entry)
+    return parts
+
+
+def differences(left: Checkpoint, right: Checkpoint, only: str) -> Iterator[str]:
+    """A line for each tensor that is not the same, bit for bit, in both."""
+    names = [name for name in (left.tensors | right.tensors) if fnmatchcase(name, only)]
+    for name in names:
+        ours, theirs = left.tensors.get(name), right.tensors.get(name)
+        if ours is None or theirs is None:
+            yield f"{name}: only in {(left if theirs is None else right).folder}"
+        elif ours.shape != theirs.shape:
+            yield f"{name}: shape {list(ours.shape)} and {list(theirs.shape)}"
+        elif ours.dtype != theirs.dtype:
+            yield f"{name}: {ours.dtype} and {theirs.dtype}"
+        else:
+            yield from _value_difference(name, left.read(ours), right.read(theirs))
+
+
+def _value_difference(name: str, ours: torch.Tensor, theirs: torch.Tensor) -> Iterator[str]:
+    as_bytes = [tensor.reshape(-1).view(torch.uint8) for tensor in (ours, theirs)]
+    if torch.equal(*as_bytes):
+        return
+    wide = torch.complex128 if ours.is_complex() else torch.float64
+    gap = (ours.to(wide) - theirs.to(wide)).abs()
+    differing = int((gap != 0).sum())  # NaN differs from everything, itself too
+    yield f"{name}: {differing} of {ours.numel()} elements differ, by {float(gap.max()):.3g} at most"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Lists or compares; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        description="Show what is in a checkpoint, or where two differ.",
+        epilog="exit status: 0; 1 where two checkpoints differ; 2 where one cannot be read",
+    )
+    parser.add_argument("checkpoint", type=Path, help="folder of a checkpoint, or of a run (its latest iteration)")
+    parser.add_argument("other", type=Path, nargs="?", help="another one, to compare with")
+    parser.add_argument("--only", default="*", metavar="GLOB", help="names to show or compare, such as 'decoder.*'")
+    args = parser.parse_args(arguments)
+    try:
+        checkpoints = [Checkpoint(path) for path in (args.checkpoint, args.other) if path is not None]
+        if args.other is None:
+            print("\n".join(describe(checkpoints[0], args.only)))
+            return 0
+        return _compare(checkpoints[0], checkpoints[1], args.only)
+    except (FileNotFoundError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def _compare(left: Checkpoint, right: Checkpoint, only: str) -> int:
+    if not any(fnmatchcase(name, only) for name in left.tensors | right.tensors):
+        raise ValueError(f"--only must match names of tensors, got {only!r}, which matches none in either checkpoint")
+    num_differing = 0
+    for line in differences(left, right, only):
+        print(line, flush=True)
+        num_differing += 1
+    num_tensors = sum(fnmatchcase(name, only) for name in left.tensors | right.tensors)
+    print(f"{num_tensors} tensors: " + (f"{num_differing} differ" if num_differing else "all equal, bit for bit"))
+    return 1 if num_differing else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
