@@ -1,1 +1,1 @@
-"""Mixture-of-experts layers under Megatron-Core's names."""
+"""Mixture-of-experts layers under Megatron-Core's names; see DESIGN.md beside this file."""
