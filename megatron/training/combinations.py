@@ -76,8 +76,8 @@ REFUSALS: tuple[Refusal, ...] = (
                 or (a.expert_tensor_parallel_size or a.tensor_model_parallel_size) > 1
             )
         ),
-        "each rank would add the bias of the second layer to its part of the sum",
-        "add `--disable-bias-linear`, or give `--expert-tensor-parallel-size 1`",
+        "these are sums over ranks, to which a bias would be added more than once",
+        "add `--disable-bias-linear`",
     ),
     Refusal(
         "other dispatchers of tokens than `alltoall` where experts are divided",

@@ -102,7 +102,7 @@ def _split(settings: Settings) -> str:
     """Each split of the model that is in use."""
     grid, transformer = settings.grid, settings.model.transformer
     sequence = " with sequence parallelism" if transformer.sequence_parallel else ""
-    comm_type = transformer.cp_comm_type if isinstance(transformer.cp_comm_type, str) else "layer by layer"
+    comm_type = "layer by layer" if isinstance(transformer.cp_comm_type, list) else transformer.cp_comm_type or "p2p"
     parts = {
         f"tensor {grid.size('tp')}{sequence}": grid.size("tp"),
         f"context {grid.size('cp')} ({comm_type})": grid.size("cp"),

@@ -49,12 +49,12 @@ def add_parallel_flags(parser: argparse.ArgumentParser) -> None:
 
 def parallel_settings(args: argparse.Namespace) -> dict[str, object]:
     """The fields of ``TransformerConfig`` that say how the model is split."""
-    comm_types = args.cp_comm_type
+    comm_types = None if args.cp_comm_type == ["p2p"] else args.cp_comm_type
     return {
         "tensor_model_parallel_size": args.tensor_model_parallel_size,
         "sequence_parallel": args.sequence_parallel,
         "context_parallel_size": args.context_parallel_size,
-        "cp_comm_type": comm_types[0] if len(comm_types) == 1 else comm_types,
+        "cp_comm_type": comm_types[0] if comm_types and len(comm_types) == 1 else comm_types,
         "pipeline_model_parallel_size": args.pipeline_model_parallel_size,
         "expert_model_parallel_size": args.expert_model_parallel_size,
         "expert_tensor_parallel_size": args.expert_tensor_parallel_size,

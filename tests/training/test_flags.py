@@ -201,7 +201,9 @@ def test_ranks_that_split_the_model_share_samples() -> None:
     assert (settings.batch.data_parallel_size, settings.batch.global_batch_size) == (2, 4)
     assert settings.grid.groups("dp").tolist()[0] == [0, 8] and settings.grid.groups("pp").tolist()[0] == [0, 4]
     transformer = settings.model.transformer
-    assert transformer.sequence_parallel and transformer.cp_comm_type == "p2p"
+    assert transformer.sequence_parallel and transformer.cp_comm_type is None, "which means p2p"
+    by_layer = parse_settings([*MINIMAL, *flags.split(), "--cp-comm-type", "p2p", "all_gather"], world_size=16)
+    assert by_layer.model.transformer.cp_comm_type == ["p2p", "all_gather"]
 
 
 def test_experts_and_their_router_reach_the_model() -> None:
