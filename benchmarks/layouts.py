@@ -58,6 +58,9 @@ _TINY_MOE = (
 )
 
 
+_NCCL = "--fsdp-transport nccl --create-all-gather-group"
+
+
 @dataclass(frozen=True)
 class Layout:
     """One way to split the model over the ranks.
@@ -71,7 +74,7 @@ class Layout:
     """
 
     what: str
-    flags: str = "--create-all-gather-group"
+    flags: str = _NCCL
     is_moe: bool = False
     length: int = 4096
     global_batch: int | None = None
@@ -83,32 +86,32 @@ LAYOUTS = {
     "fsdp-peer": Layout("pure FSDP over all ranks, peer copy", "--fsdp-transport peer_copy"),
     "tp2": Layout(
         "tensor parallelism 2 with sequence parallelism, FSDP over the rest",
-        "--create-all-gather-group --tensor-model-parallel-size 2 --sequence-parallel",
+        f"{_NCCL} --tensor-model-parallel-size 2 --sequence-parallel",
     ),
     "hsdp": Layout(
         "two instances, weights and gradients sharded within each",
-        "--create-all-gather-group --num-distributed-optimizer-instances 2",
+        f"{_NCCL} --num-distributed-optimizer-instances 2",
     ),
     "hfsdp": Layout(
         "the same, optimizer state sharded over all ranks",
-        "--create-all-gather-group --num-distributed-optimizer-instances 2 --outer-dp-sharding-strategy optim",
+        f"{_NCCL} --num-distributed-optimizer-instances 2 --outer-dp-sharding-strategy optim",
     ),
     "cp2-32k": Layout(
         "context parallelism 2 at 32,768 tokens, each layer recomputed, FSDP over all ranks",
-        f"--create-all-gather-group --context-parallel-size 2 {_LONG}",
+        f"{_NCCL} --context-parallel-size 2 {_LONG}",
         length=32768,
         global_batch=2,
     ),
     "fsdp-32k": Layout(
         "pure FSDP at 32,768 tokens, each layer recomputed",
-        f"--create-all-gather-group {_LONG}",
+        f"{_NCCL} {_LONG}",
         length=32768,
         global_batch=4,
     ),
     "moe": Layout("8 experts, top 2, pure FSDP", is_moe=True),
     "moe-ep2": Layout(
         "8 experts, top 2, expert parallelism 2",
-        "--create-all-gather-group --expert-model-parallel-size 2",
+        f"{_NCCL} --expert-model-parallel-size 2",
         is_moe=True,
     ),
 }
