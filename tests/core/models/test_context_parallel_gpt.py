@@ -66,6 +66,43 @@ def test_losses_and_gradients_are_those_of_the_whole_sequence(num_ranks: int) ->
             assert difference < 1e-5, (model, name, difference)
 
 
+def test_split_matrices_and_split_sequences_go_together() -> None:
+    """Tensor-parallel ranks with sequence parallelism see a context-parallel rank's part of the sequence, gathered."""
+    for differences in run_ranks(4, _with_tensor_parallelism):
+        assert max(differences) < 1e-5, differences
+
+
+def _with_tensor_parallelism() -> list[float]:
+    """Of the loss, and of the gradients of a layer's projections, from those of one process."""
+    groups = {ranks: dist.new_group(list(ranks)) for ranks in ((0, 1), (2, 3), (0, 2), (1, 3))}
+    rank = dist.get_rank()
+    tp = groups[(0, 1) if rank < 2 else (2, 3)]
+    cp = groups[(rank % 2, rank % 2 + 2)]
+    tokens, positions, labels = random_tokens(num_samples=2, length=16)
+    whole = build_gpt({"position_embedding_type": "rope"})
+    expected = whole(tokens, positions, None, labels=labels).sum()
+    expected.backward()
+    split = build_gpt(
+        {"position_embedding_type": "rope", "pg_collection": ProcessGroupCollection(tp=tp, cp=cp)},
+        tensor_model_parallel_size=2,
+        sequence_parallel=True,
+        context_parallel_size=2,
+    )
+    own = get_batch_on_this_cp_rank({"tokens": tokens, "labels": labels}, cp)
+    loss = split(own["tokens"], None, None, labels=own["labels"]).sum()
+    loss.backward()
+    loss = loss.detach()
+    dist.all_reduce(loss, group=cp)
+    differences = [float((loss - expected.detach()).abs() / expected.detach())]
+    ours, theirs = (model.decoder.layers[0].self_attention for model in (split, whole))
+    for name, dim in (("linear_qkv", 0), ("linear_proj", 1)):
+        grad, full = (getattr(attention, name).weight.grad for attention in (ours, theirs))
+        dist.all_reduce(grad, group=cp)
+        part = full.chunk(2, dim=dim)[tp.rank()]
+        differences.append(float((grad - part).abs().max() / part.abs().max()))
+    return differences
+
+
 def test_a_configuration_without_its_groups_is_refused() -> None:
     """Each rank would train on its part of the sequence as if it were the whole."""
     with pytest.raises(ValueError, match=r"pg_collection.cp must be of TransformerConfig.context_parallel_size \(2\)"):
