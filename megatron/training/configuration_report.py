@@ -31,7 +31,8 @@ def count_parameters(model: torch.nn.Module, groups: ProcessGroupCollection | No
     numel_by_name: dict[str, int] = {}
     held = 0
     for name, parameter in model.named_parameters():
-        numel_by_name[getattr(parameter, "canonical_name", name)] = parameter.numel()
+        own_name = name.removeprefix("module.")  # the wrapper's, which canonical names are without
+        numel_by_name[getattr(parameter, "canonical_name", own_name)] = parameter.numel()
         held += getattr(parameter, "_local_tensor", parameter).numel()
     # Stages hold other layers and expert-parallel ranks other experts; a tied weight of two stages has one name.
     for group in () if groups is None else (groups.pp, groups.ep):
