@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -66,46 +66,51 @@ def mean_loss(model: GPTModel, data_rank: int) -> torch.Tensor:
     return model(tokens[:, :-1], None, None, labels=tokens[:, 1:]).mean()
 
 
-def reference(num_data_ranks: int, **fields: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
+class Reference(NamedTuple):
+    """What the model on one rank computes; numbers that travel between processes."""
+
+    losses: list[float]
+    """Of all data-parallel ranks."""
+    gradients: dict[str, npt.NDArray[np.float32]]
+    """Of the mean of the losses, by parameter."""
+
+
+def reference(num_data_ranks: int, **fields: Any) -> Reference:
     """Losses of all data-parallel ranks and the gradients of their mean, of the model on one rank."""
-    return _reference(num_data_ranks, json.dumps(fields))
-
-
-@cache
-def _reference(num_data_ranks: int, fields: str) -> tuple[list[float], dict[str, torch.Tensor]]:
-    model = build_moe_gpt(**json.loads(fields))
+    model = build_moe_gpt(**fields)
     # Each rank's auxiliary losses count as much as its mean loss.
     set_num_microbatches(model, num_data_ranks)
     losses = [mean_loss(model, rank) for rank in range(num_data_ranks)]
     torch.stack(losses).mean().backward()
-    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return [loss.item() for loss in losses], grads
+    gradients = {name: p.grad.numpy() for name, p in model.named_parameters() if p.grad is not None}
+    return Reference([loss.item() for loss in losses], gradients)
 
 
-def sharded_step(degrees: dict[str, int], fields: dict[str, Any]) -> tuple[float, dict[str, float], int]:
+def sharded_step(degrees: dict[str, int], fields: dict[str, Any], expected: Reference) -> tuple[float, float]:
     """One forward and backward on this rank, gradients summed as the engine sums them, against one rank's.
 
     Returns:
-        The loss of this rank's samples, the largest relative difference of each gradient (of this rank's part), and the
-        data-parallel rank.
+        The relative difference of the loss of this rank's samples, and the largest of a gradient (of this rank's part).
     """
     groups = build_process_groups(RankGrid(world_size=dist.get_world_size(), **degrees))
     model = build_moe_gpt(groups, **fields, **degrees, sequence_parallel=group_size(groups.tp) > 1)
-    data_rank, num_data_ranks = group_rank(groups.dp), group_size(groups.dp)
-    loss = mean_loss_of_part(model, data_rank, groups.cp)
+    loss = mean_loss_of_part(model, group_rank(groups.dp), groups.cp)
     loss.backward()
-    _, expected = reference(num_data_ranks, **fields)
-    differences = {}
+    worst = 0.0
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, name
         _sum_as_the_engine(parameter, groups)
-        theirs = own_part(expected[name], parameter, groups)
-        largest = theirs.abs().max().clamp(min=1e-12)
-        differences[name] = float((parameter.grad - theirs).abs().max() / largest)
+        theirs = own_part(torch.from_numpy(expected.gradients[name]), parameter, groups)
+        worst = max(worst, difference(parameter.grad, theirs))
     loss = loss.detach() / group_size(groups.cp)
     if groups.cp is not None:
         dist.all_reduce(loss, group=groups.cp)
-    return loss.item(), differences, data_rank
+    return difference(loss, torch.tensor(expected.losses[group_rank(groups.dp)])), worst
+
+
+def difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """The largest one, by the largest value."""
+    return float((ours - theirs).abs().max() / theirs.abs().max().clamp(min=1e-12))
 
 
 def mean_loss_of_part(model: GPTModel, data_rank: int, cp_group: ProcessGroup | None) -> torch.Tensor:
