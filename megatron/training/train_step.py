@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from megatron.core.distributed.fsdp import FullyShardedDataParallel, microbatch
 from megatron.core.full_cuda_graph import FullCudaGraph
@@ -129,7 +130,7 @@ class _Microbatches:
         self.sums += torch.stack((loss.detach().double(), tokens.detach().double()))
         return self.step.scaled(loss, tokens)
 
-    def backward(self, index: int, output: Tensor, gradient: Tensor | None) -> None:
+    def backward(self, index: int, output: GradientEdge, gradient: Tensor | None) -> None:
         is_last = index == self.step.num_microbatches - 1
         with microbatch(self.step.model, is_first=False, is_last=is_last):
             torch.autograd.backward(output, gradient)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -74,6 +75,8 @@ class Outcome:
     in_plan: list[bool] = field(default_factory=list)
     most_in_flight: int = 0
     """Graphs that waited for their backward at once."""
+    most_outputs: int = 0
+    """Outputs of earlier forwards that were alive in a later one."""
     num_groups: dict[str, int] = field(default_factory=dict)
     """Parameter groups of the embedding, of a layer, of the output layer, of the root, and of all units of this stage."""
 
@@ -167,10 +170,14 @@ def train(case: Case) -> Outcome:
 
 
 def _counting(forward_step: Any, context: Any, outcome: Outcome) -> Any:
-    """``forward_step``, which also counts the graphs that wait for their backward, its own included."""
+    """``forward_step``, which also counts the graphs that wait for their backward, its own included, and old outputs."""
+    outputs: list[weakref.ref[Tensor]] = []
 
     def count_and_step(batch: dict[str, Tensor], model: Any) -> Any:
+        outcome.most_outputs = max(outcome.most_outputs, sum(output() is not None for output in outputs))
         output = forward_step(batch, model)
+        if isinstance(output, Tensor):
+            outputs.append(weakref.ref(output))
         tokens = [ref() for ref in context.graphs._tokens]
         num_waiting = sum(token is not None and not token.is_done for token in tokens)
         outcome.most_in_flight = max(outcome.most_in_flight, num_waiting)

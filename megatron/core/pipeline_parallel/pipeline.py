@@ -6,6 +6,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron.core.pipeline_parallel.p2p_communication import PipelineCommunicator, PipelineStage
 from megatron.core.pipeline_parallel.schedules import forwards_only, one_forward_one_backward
@@ -25,12 +26,12 @@ class ForwardComputation(Protocol):
 class StageComputation(ForwardComputation, Protocol):
     """What a stage computes for a microbatch of a step."""
 
-    def backward(self, microbatch: int, output: Tensor, gradient: Tensor | None) -> None:
+    def backward(self, microbatch: int, output: GradientEdge, gradient: Tensor | None) -> None:
         """The weights' gradients, and that of the forward's ``hidden_states``, have grown by this microbatch's.
 
         Args:
-            output: what ``forward`` returned; its memory may be given back, so only its graph is of use.
-            gradient: [s, b, h] that of ``output``; None on the last stage, whose output is the loss.
+            output: where what ``forward`` returned lies in the graph (``torch.autograd.backward`` takes it).
+            gradient: [s, b, h] that of the output; None on the last stage, whose output is the loss.
         """
 
 
@@ -45,23 +46,30 @@ class Pipeline:
         self._communicator = PipelineCommunicator(stage)
 
     def forward_backward(self, computation: StageComputation, num_microbatches: int) -> None:
-        """Every microbatch has been through forward and backward on this stage."""
+        """Every microbatch has been through forward and backward on this stage.
+
+        A forward that waits for its backward holds its graph and what it received, not what it sent: that memory is given back
+        when it has been sent.
+        """
         stage = self.stage
         schedule = one_forward_one_backward(stage.index, stage.num_stages, num_microbatches)
-        in_flight: dict[int, tuple[Tensor | None, Tensor]] = {}
+        in_flight: dict[int, tuple[Tensor | None, GradientEdge]] = {}
         made: Tensor | None = None
         for exchange, act in zip(schedule.exchanges, schedule.acts, strict=False):
             arrived = self._communicator.exchange(exchange, made)
+            made = None
             if act.is_forward:
                 hidden_states = arrived.requires_grad_() if arrived is not None else None
                 output = computation.forward(act.microbatch, hidden_states)
-                in_flight[act.microbatch] = hidden_states, output
+                in_flight[act.microbatch] = hidden_states, get_gradient_edge(output)
                 made = output.detach()
+                del output
             else:
-                hidden_states, output = in_flight.pop(act.microbatch)
-                computation.backward(act.microbatch, output, arrived)
+                hidden_states, edge = in_flight.pop(act.microbatch)
+                computation.backward(act.microbatch, edge, arrived)
                 made = None if hidden_states is None else _gradient_of(hidden_states, act.microbatch)
-            del hidden_states, output, arrived  # the graph ends here, not with the next act
+                del edge  # the graph ends here, not with the next act
+            del hidden_states, arrived
         self._communicator.exchange(schedule.exchanges[-1], made)
         self._communicator.finish()
 
