@@ -23,7 +23,7 @@ _COMMON = (
     f"--train-iters {STEPS} --micro-batch-size {MICRO_BATCH} --lr 1e-2 --lr-warmup-iters 2 --min-lr 1e-3 "
     "--lr-decay-style cosine --weight-decay 0.1 --clip-grad 0.5 --adam-eps 1e-3 --eod-mask-loss --mock-data "
     "--tokenizer-type NullTokenizer --vocab-size 61 --num-workers 0 --eval-iters 0 --log-interval 1 "
-    "--distributed-backend gloo --distributed-timeout-minutes 2 --use-megatron-fsdp"
+    "--distributed-backend gloo --distributed-timeout-minutes 5 --use-megatron-fsdp"
 )
 _LLAMA = (
     "--untie-embeddings-and-output-weights --position-embedding-type rope --normalization RMSNorm --swiglu "
@@ -154,15 +154,20 @@ class Cell:
         return Reference(model=self.model, microbatches=microbatches, per_token=self.per_token)
 
     @property
-    def argv(self) -> list[str]:
-        """The command line, on ``ranks`` ranks."""
+    def flags(self) -> str:
+        """The layout and the strategy on the command line."""
         inner, outer = STRATEGIES[self.strategy]
         flags = f"{self.layout.flags} --data-parallel-sharding-strategy {inner}"
         if outer is not None:
             flags += f" --num-distributed-optimizer-instances 2 --outer-dp-sharding-strategy {outer}"
         if self.microbatches > 1:
             flags += " --overlap-grad-reduce --overlap-param-gather"
-        return _argv(self, flags, self.reference.microbatches)
+        return flags
+
+    @property
+    def argv(self) -> list[str]:
+        """The command line, on ``ranks`` ranks."""
+        return _argv(self, self.flags, self.reference.microbatches)
 
 
 def _argv(run: Reference | Cell, flags: str, microbatches: int) -> list[str]:

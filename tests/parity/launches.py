@@ -5,10 +5,11 @@ from __future__ import annotations
 import pickle
 import tempfile
 import traceback
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch.distributed as dist
 
@@ -16,8 +17,10 @@ from tests.parity.cells import Cell, Reference
 from tests.parity.outcomes import Outcome, train
 from tests.support.launch import run_ranks
 
+K = TypeVar("K", bound=Hashable)
+
 _CELLS_OF_A_LAUNCH = 24
-_START_S, _SECONDS_OF_A_CELL = 120.0, 20.0
+_START_S, _SECONDS_OF_A_CELL = 600.0, 60.0
 
 
 @dataclass(frozen=True)
@@ -38,9 +41,18 @@ def run_cells(cells: Sequence[Cell]) -> dict[str, Ran]:
 
 def run_mutated(jobs: Sequence[tuple[Cell, str | None]]) -> dict[tuple[str, str | None], Ran]:
     """What cells led to with a fault of ``mutations.MUTATIONS`` on all ranks, by the names of both; None: without."""
-    results: dict[tuple[str, str | None], Ran] = {}
-    for ranks in sorted({cell.ranks for cell, _ in jobs}):
-        of_launch = {(cell.name, fault): _Job(cell.argv, fault) for cell, fault in jobs if cell.ranks == ranks}
+    return _run_all({(cell.name, fault): (cell.ranks, _Job(cell.argv, fault)) for cell, fault in jobs})
+
+
+def run_command_lines(command_lines: Mapping[str, tuple[int, list[str]]]) -> dict[str, Ran]:
+    """What (number of ranks, flags) led to, by the same names; where ranks are as many, in the given order."""
+    return _run_all({name: (ranks, _Job(argv)) for name, (ranks, argv) in command_lines.items()})
+
+
+def _run_all(jobs: Mapping[K, tuple[int, _Job]]) -> dict[K, Ran]:
+    results: dict[K, Ran] = {}
+    for ranks in sorted({ranks for ranks, _ in jobs.values()}):
+        of_launch = {key: job for key, (of_job, job) in jobs.items() if of_job == ranks}
         results |= dict(zip(of_launch, _run(ranks, list(of_launch.values())), strict=True))
     return results
 

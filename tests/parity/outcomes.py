@@ -52,6 +52,8 @@ def train(argv: list[str]) -> Outcome:
             datasets_provider=datasets_provider,
             forward_step=forward_step,
         )
+    if not records:
+        return Outcome([], [], {})  # a run that loads and saves
     sums = torch.stack([record.loss_and_tokens for record in records])
     dist.all_reduce(sums)  # ranks that share samples add the same to both
     losses = (sums[:, 0] / sums[:, 1]).tolist()
