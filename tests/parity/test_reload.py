@@ -73,7 +73,7 @@ def _run(names: list[str], folder: Path) -> dict[str, Ran]:
     for index, name in enumerate(names):
         pair, saved = PAIRS[name], folder / f"{index}"
         saves[f"{name}: save"] = _command_line(pair, pair.first, f"--save {saved} --exit-interval {_SAVED_AT}")
-        again = f"--load {saved} --save {folder / f'{index}_again'} --train-iters {_SAVED_AT}"
+        again = f"--load {saved} --save {folder / f'{index}_again'} --train-iters {_SAVED_AT} --use-checkpoint-opt-param-scheduler"
         loads[f"{name}: save again"] = _command_line(pair, pair.second, again)
         loads[f"{name}: go on"] = _command_line(pair, pair.second, f"--load {saved} --exit-on-missing-checkpoint")
     return run_command_lines(saves) | run_command_lines(loads)
