@@ -39,7 +39,7 @@ _GEMM = re.compile(r"gemm|nvjet|cutlass|xmma|wgmma|flash|sdpa", re.IGNORECASE)
 _COMMON = (
     "--swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope --group-query-attention "
     "--untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 --micro-batch-size 1 "
-    f"--train-iters {NUM_STEPS} --lr 1e-4 --min-lr 1e-5 --lr-decay-style cosine --clip-grad 1.0 --bf16 --use-megatron-fsdp "
+    f"--train-iters {NUM_STEPS} --lr 1e-5 --lr-warmup-iters 10 --lr-decay-style constant --clip-grad 1.0 --bf16 --use-megatron-fsdp "
     "--data-parallel-sharding-strategy optim_grads_params --use-distributed-optimizer --overlap-grad-reduce "
     "--overlap-param-gather --init-model-with-meta-device --megatron-fsdp-grad-comm-dtype bf16 "
     "--use-precision-aware-optimizer --cross-entropy-loss-fusion --mock-data --tokenizer-type NullTokenizer "
