@@ -31,7 +31,7 @@ class Norm(InitializedParameters):
 
     def _add(self, name: str, value: float) -> None:
         # With sequence parallelism a norm sees this rank's part of the sequence, and its gradient is that part's.
-        marks = {"sequence_parallel": True} if self.config.sequence_parallel else {}
+        marks: dict[str, Any] = {"sequence_parallel": True} if self.config.sequence_parallel else {}
         self.add_parameter(name, (self.hidden_size,), ConstantInit(value), **marks)
 
     def sum_gradients_over_tensor_ranks(self) -> None:
