@@ -52,11 +52,14 @@ ALL = [*TWO_STAGES, *TWO_BY_TWO, *FOUR_STAGES, *PER_TOKEN, *RECOMPUTED, *KEPT, *
 
 
 @functools.cache
-def _runs(num_ranks: int) -> dict[str, list[Outcome]]:
-    """Outcomes on each rank of all cases that take so many ranks, in one launch."""
+def _runs(num_ranks: int) -> dict[Case, list[Outcome]] | str:
+    """Outcomes on each rank of all cases that take so many ranks, in one launch; or why it failed."""
     cases = [case for case in ALL if case.num_ranks == num_ranks]
-    ranks = run_ranks(num_ranks, _train_cases, cases)
-    return {repr(case): [rank[index] for rank in ranks] for index, case in enumerate(cases)}
+    try:
+        ranks = run_ranks(num_ranks, _train_cases, cases, timeout_s=300.0)
+    except AssertionError as failure:
+        return str(failure)
+    return {case: [rank[index] for rank in ranks] for index, case in enumerate(cases)}
 
 
 def _train_cases(cases: list[Case]) -> list[Outcome]:
@@ -64,7 +67,9 @@ def _train_cases(cases: list[Case]) -> list[Outcome]:
 
 
 def outcomes_of(case: Case) -> list[Outcome]:
-    return _runs(case.num_ranks)[repr(case)]
+    runs = _runs(case.num_ranks)
+    assert not isinstance(runs, str), runs
+    return runs[case]
 
 
 def plain_outcome_of(case: Case) -> Outcome:

@@ -472,7 +472,8 @@ class FsdpContext:
     def end_backward(self) -> None:
         """Afterwards every gradient of this backward is in ``param.grad`` and nothing stays gathered. Ranks: all."""
         self._backward_end = None
-        self._staying = self.planner.staying
+        upcoming = self.planner.upcoming  # other graphs wait for their backward, and the plan goes on with these
+        self._staying = frozenset(use.unit for use in upcoming)
         for unit in list(self._recomputed):
             self._open(unit)  # no gradient came, here
         for unit in sorted(self._open_units, key=lambda unit: -unit.order):
@@ -487,7 +488,6 @@ class FsdpContext:
         self.reducer.finish()
         if self.is_last_microbatch:
             sum_grads(self.groups, in_use=False)
-        upcoming = self.planner.upcoming  # other graphs wait for their backward, and the plan goes on with these
         if self._read_peers and self.gatherer.has_unused and not upcoming:
             self.gatherer.end_pass(self._read_peers)  # reductions tell of gathers that compute waited for, no others
         self.gatherer.release_idle(keeps=not self.is_last_microbatch, upcoming=self._groups_of(upcoming))

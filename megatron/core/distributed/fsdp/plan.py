@@ -97,7 +97,7 @@ class Plan:
 
     @cached_property
     def staying(self) -> tuple[frozenset[int], ...]:
-        """[U] units whose weights stay though they end at a use: what runs next, in the other direction or anew, needs them."""
+        """[U] units whose weights stay though their forward ends at a use: the pass that comes next needs them at once."""
         again = Use(self.uses[0].unit, False)
         stays = []
         for at, (use, following) in enumerate(zip(self.uses, (*self.uses[1:], None), strict=True)):
