@@ -186,10 +186,8 @@ def _microbatches_are_summed(patch: pytest.MonkeyPatch) -> None:
 def _a_microbatch_overwrites_those_before(patch: pytest.MonkeyPatch) -> None:
     from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup
 
-    prepare = FsdpParameterGroup.prepare_reduction
-    patch.setattr(
-        FsdpParameterGroup, "prepare_reduction", lambda self, *, is_last: prepare(self, is_last=is_last) or True
-    )
+    prepare = FsdpParameterGroup.prepare_main_grad
+    patch.setattr(FsdpParameterGroup, "prepare_main_grad", lambda self: prepare(self) or True)
 
 
 def _no_microbatch_is_the_last(patch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,9 @@ stage's begins, which waits for what the last stage sends after it.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Protocol
 
 import torch
@@ -17,6 +19,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
+
+_GRAD_SUMS = operator.attrgetter("grad_sums")
 
 
 class GradSum:
@@ -75,10 +79,9 @@ def sum_grads(groups: Iterable[HasGradSums], *, in_use: bool) -> None:
     stream, which has waited for the reductions; does not block the host but for backends that do.
     """
     due: dict[ProcessGroup, list[GradSum]] = {}
-    for group in groups:
-        for grad_sum in group.grad_sums:
-            if grad_sum.is_due and (in_use or not grad_sum.waits_for_use):
-                due.setdefault(grad_sum.over, []).append(grad_sum)
+    for grad_sum in chain.from_iterable(map(_GRAD_SUMS, groups)):
+        if grad_sum.is_due and (in_use or not grad_sum.waits_for_use):
+            due.setdefault(grad_sum.over, []).append(grad_sum)
     for over, sums in due.items():
         by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
         for grad in (grad for grad_sum in sums for grad in grad_sum.grads() if grad.numel()):

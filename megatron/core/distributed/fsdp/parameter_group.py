@@ -544,7 +544,7 @@ class FsdpParameterGroup:
     @property
     def has_partial(self) -> bool:
         """True if sums over microbatches are not reduced over all ranks yet."""
-        return self._holds_partial or self.has_outer_partial
+        return self._holds_partial or (self._outer_sum is not None and self._outer_sum.is_held)
 
     @property
     def has_outer_partial(self) -> bool:
@@ -579,9 +579,9 @@ class FsdpParameterGroup:
         if self._outer_sum is not None:
             self._outer_sum.drop()
 
-    def prepare_reduction(self, *, is_last: bool) -> bool:
-        """Afterwards what a reduction writes has memory; True if it holds nothing yet, to be overwritten."""
-        if is_last or self._outer_sum is None:
+    def prepare_sum(self) -> bool:
+        """As ``prepare_main_grad``, for what a reduction writes that is not a step's last."""
+        if self._outer_sum is None:
             return self.prepare_main_grad()
         self._outer_sum.storage.allocate()
         return not self._outer_sum.is_held

@@ -113,7 +113,7 @@ class Reducer:
     def _launch(self, group: FsdpParameterGroup, *, is_last: bool, is_staged: bool) -> None:
         if group.staging_is_aside:
             self._bring_home(group, copies=is_staged)
-        overwrite = group.prepare_reduction(is_last=is_last)
+        overwrite = group.prepare_main_grad() if is_last else group.prepare_sum()
         self._written = self.streams.record(Role.COMPUTE, self._written)
         self.streams.wait(Edge.GRADS_WRITTEN, self._written)
         ranges.push(group.reduce_range)
