@@ -103,11 +103,6 @@ PARALLEL_CONTRADICTIONS: list[tuple[Condition, str]] = [
         "num_layers must be a multiple of pipeline_model_parallel_size, got {num_layers} and"
         " {pipeline_model_parallel_size}",
     ),
-    (
-        lambda c: c.pipeline_dtype is not None and c.pipeline_model_parallel_size == 1,
-        "pipeline_dtype must go with pipeline_model_parallel_size > 1, got {pipeline_dtype} and"
-        " {pipeline_model_parallel_size}",
-    ),
     *map(_of_experts, _OF_EXPERTS),
     (
         lambda c: not _has_experts(c) and c.expert_tensor_parallel_size not in (None, 1, c.tensor_model_parallel_size),

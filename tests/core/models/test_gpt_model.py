@@ -192,10 +192,6 @@ REFUSED_ARGUMENTS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"mtp_block_spec": ModuleSpec(module=GPTModel)}, NotImplementedError, "mtp_block_spec"),
     ({"position_embedding_type": "rope", "rotary_percent": 0.25}, ValueError, "rotary_percent .* 4 . 0.25"),
     *(
-        ({"pg_collection": SimpleNamespace(**{name: SimpleNamespace(size=lambda: 2)})}, NotImplementedError, name)
-        for name in ("ep",)
-    ),
-    *(
         ({"pg_collection": SimpleNamespace(**{name: SimpleNamespace(size=lambda: 2)})}, ValueError, rf"{field} \(1\)")
         for name, field in (("tp", "tensor_model_parallel_size"), ("cp", "context_parallel_size"))
     ),

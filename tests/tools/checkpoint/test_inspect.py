@@ -76,7 +76,7 @@ def test_the_script_lists_the_latest_iteration_of_a_run(saved: Path) -> None:
     assert status == 0, text
     assert "iter_0000007 (iteration 7)" in text
     row = next(line.split() for line in text.splitlines() if line.startswith("0.weight"))
-    assert row[:6] == ["0.weight", "[5,", "3]", "float32", "60", "2"] and row[6:] == ["__0_0.distcp,", "__1_0.distcp"]
+    assert row[:6] == ["0.weight", "[5,", "3]", "float32", "60", "1"] and row[6:] == ["__0_0.distcp"]
     assert "optimizer.state.1.bias.exp_avg " in text and "optimizer.param_groups  (plain value)" in text
     assert "model: 4 tensors, 32 elements, 128 bytes" in text and "file .metadata: " in text
 

@@ -50,9 +50,9 @@ def every_buffer_has_its_dtype() -> None:
         for group in groups_of(net):
             reduce = group.reduce
 
-            def looking(*, overwrite: bool, group: Any = group, reduce: Any = reduce, seen: list[Any] = seen) -> None:
+            def looking(*, group: Any = group, reduce: Any = reduce, seen: list[Any] = seen, **how: bool) -> None:
                 seen.append(group._staging.local.dtype)
-                reduce(overwrite=overwrite)
+                reduce(**how)
 
             group.reduce = looking  # type: ignore[method-assign]
             assert group.unsharded[0].dtype is BF16 and group.model_weight.local.dtype is BF16
