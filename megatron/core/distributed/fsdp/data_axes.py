@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate
 
 from megatron.core.distributed.fsdp.collectives import SharedTransports
-from megatron.core.distributed.fsdp.parameter_group import GroupMesh
+from megatron.core.distributed.fsdp.group_mesh import GroupMesh
 from megatron.core.distributed.fsdp.placement import Placements
 
 

@@ -18,14 +18,16 @@ from torch.distributed.tensor import DTensor
 
 from megatron.core.distributed.fsdp.collectives import TransportKind
 from megatron.core.distributed.fsdp.context import FsdpContext
+from megatron.core.distributed.fsdp.group_mesh import GroupMesh
 from megatron.core.distributed.fsdp.group_meshes import GroupMeshes, check_experts, make_group_meshes
+from megatron.core.distributed.fsdp.holders import ManagedParameter
 from megatron.core.distributed.fsdp.layout import group_by_rows
 from megatron.core.distributed.fsdp.load import watch_loads
 from megatron.core.distributed.fsdp.materialize import materialize, move_buffers
 from megatron.core.distributed.fsdp.mixed_precision import SERVED_DTYPES, MixedPrecisionPolicy
 from megatron.core.distributed.fsdp.model_parallel import ModelParallel, is_shared_between_stages
 from megatron.core.distributed.fsdp.module import FsdpModule, find_context, topmost_fsdp_modules
-from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup, GroupMesh, ManagedParameter
+from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup
 from megatron.core.distributed.fsdp.placement import Placements, strategy_placements
 from megatron.core.distributed.fsdp.unit import FsdpUnit
 

@@ -13,8 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial
 
 from megatron.core.distributed.fsdp.data_axes import group_mesh_of, mesh_in_order
+from megatron.core.distributed.fsdp.group_mesh import GroupMesh
+from megatron.core.distributed.fsdp.holders import ManagedParameter
 from megatron.core.distributed.fsdp.model_parallel import ModelParallel
-from megatron.core.distributed.fsdp.parameter_group import GroupMesh, ManagedParameter
 from megatron.core.distributed.fsdp.placement import Placements
 
 

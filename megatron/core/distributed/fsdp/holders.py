@@ -5,11 +5,30 @@ from __future__ import annotations
 import operator
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
 Holder = dict[str, nn.Parameter | None]
+
+
+@dataclass(eq=False)
+class ManagedParameter:
+    """A parameter as its user made it, and where modules hold it.
+
+    Args:
+        name: its name within the unit.
+        original: the parameter before sharding.
+        made_from: the meta parameter that it was before, which a module of another unit may hold.
+        holders: the ``_parameters`` dicts that hold it, with the key; several where weights are tied.
+    """
+
+    name: str
+    original: nn.Parameter
+    made_from: nn.Parameter | None = None
+    holders: list[tuple[Holder, str]] = field(default_factory=list)
+    original_ids: tuple[int, ...] = ()
 
 
 class Holders:

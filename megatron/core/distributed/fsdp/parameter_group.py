@@ -6,28 +6,26 @@ event is the context's business.
 
 from __future__ import annotations
 
-import math
 import operator
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import repeat
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from megatron.core.distributed.fsdp.collectives import MemoryKind, Transport, unfinished
+from megatron.core.distributed.fsdp.collectives import MemoryKind, unfinished
 from megatron.core.distributed.fsdp.dbuffer import DBuffer, Gather
 from megatron.core.distributed.fsdp.grad_sums import GradSum
-from megatron.core.distributed.fsdp.holders import Holder, Holders, each
+from megatron.core.distributed.fsdp.group_mesh import GroupMesh
+from megatron.core.distributed.fsdp.holders import Holder, Holders, ManagedParameter, each
 from megatron.core.distributed.fsdp.layout import pack_rows
 from megatron.core.distributed.fsdp.mixed_precision import GroupDtypes
-from megatron.core.distributed.fsdp.model_parallel import ModelParallel, is_shared_between_stages, part_of
+from megatron.core.distributed.fsdp.model_parallel import is_shared_between_stages, part_of
 from megatron.core.distributed.fsdp.outer_sum import OuterSum
 from megatron.core.distributed.fsdp.placement import Placements
 from megatron.core.distributed.fsdp.retired_parameter import retire
@@ -38,64 +36,6 @@ _GRAD, _VERSION, _REQUIRES_GRAD = (operator.attrgetter(name) for name in ("grad"
 
 # Version counters of gathered and of released weights. [Note: version fence] in DESIGN.md.
 _GATHERED, _RELEASED = 0, 1
-
-
-@dataclass(frozen=True)
-class GroupMesh:
-    """The data-parallel axes of a group, outermost first, and a transport for each.
-
-    Buffers lie in memory of the innermost axis's transport, which moves whole ones; outer axes move parts of them.
-
-    Args:
-        rows_mesh: the same axes, innermost first: what DTensors name, where an axis cuts what those before it leave.
-            [Note: cuts go inside out] in DESIGN.md.
-        tensor_mesh: the tensor-parallel axis, and behind it those of ``rows_mesh``: what DTensors name where there is one.
-        model: between which ranks the model is split besides.
-    """
-
-    mesh: DeviceMesh
-    axes: tuple[Transport, ...]
-    rows_mesh: DeviceMesh
-    tensor_mesh: DeviceMesh | None = None
-    model: ModelParallel = field(default_factory=ModelParallel)
-
-    @property
-    def size(self) -> int:
-        """Data-parallel ranks."""
-        return self.mesh.size()
-
-    @property
-    def tensor_size(self) -> int | None:
-        """Tensor-parallel ranks; None where there is no such axis."""
-        return None if self.tensor_mesh is None else self.tensor_mesh.size(0)
-
-    def empty(self, numel: int, dtype: torch.dtype, device: torch.device, kind: MemoryKind) -> torch.Tensor:
-        """Memory [numel] for buffers of ``kind``, of the innermost axis's transport. Ranks: all of that, alike."""
-        return self.axes[-1].empty(numel, dtype, device, kind)
-
-    def num_shards(self, placements: Placements) -> int:
-        """Ranks that share a buffer: of the axes over which anything is sharded."""
-        kinds = zip(placements.parameter, placements.gradient, placements.optimizer, strict=True)
-        sharded = [any(isinstance(p, Shard) for p in of_axis) for of_axis in kinds]
-        return math.prod(axis.size for axis, is_sharded in zip(self.axes, sharded, strict=True) if is_sharded)
-
-
-@dataclass(eq=False)
-class ManagedParameter:
-    """A parameter as its user made it, and where modules hold it.
-
-    Args:
-        name: its name within the unit.
-        original: the parameter before sharding.
-        made_from: the meta parameter that it was before, which a module of another unit may hold.
-        holders: the ``_parameters`` dicts that hold it, with the key; several where weights are tied.
-    """
-
-    name: str
-    original: nn.Parameter
-    made_from: nn.Parameter | None = None
-    holders: list[tuple[Holder, str]] = field(default_factory=list)
-    original_ids: tuple[int, ...] = ()
 
 
 class FsdpParameterGroup:
@@ -126,7 +66,7 @@ class FsdpParameterGroup:
         self.group_mesh, self.placements, self.dtypes, self.device = group_mesh, placements, dtypes, device
         self.index = -1  # place among the context's groups
         self.trainable = self.parameters[0].original.requires_grad
-        self.grad_scale = _grad_scale(placements, group_mesh.axes, grad_divisor)
+        self.grad_scale = group_mesh.grad_scale(placements, grad_divisor)
         self.parts = [part_of(p.original, p.name, group_mesh.tensor_size) for p in self.parameters]
         shapes = [p.original.shape for p in self.parameters]
         self.layout = pack_rows(shapes, num_ranks=group_mesh.num_shards(placements))
@@ -668,11 +608,3 @@ def _main_grad_getter(group: weakref.ref[FsdpParameterGroup], index: int) -> Cal
         return owner.write_target(index)
 
     return get_main_grad
-
-
-def _grad_scale(placements: Placements, axes: Sequence[Transport], grad_divisor: float | Fraction) -> float:
-    divisor = Fraction(grad_divisor)
-    for placement, axis in zip(placements.gradient, axes, strict=True):
-        if isinstance(placement, Shard) or placement.reduce_op == "avg":  # type: ignore[attr-defined]
-            divisor *= axis.size
-    return float(1 / divisor)
