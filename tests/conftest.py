@@ -9,6 +9,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 import torch
 
+from tests.support.launch import num_simulated_hosts
+
 torch.set_num_threads(1)
 
 
@@ -16,7 +18,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     marker = item.get_closest_marker("gpu")
     if marker is not None:
         needed = marker.args[0] if marker.args else 1
-        if torch.cuda.device_count() < needed:
+        if torch.cuda.device_count() * num_simulated_hosts() < needed:
             pytest.skip(f"needs {needed} CUDA devices, found {torch.cuda.device_count()}")
 
 

@@ -29,7 +29,9 @@ def run_ranks(
 
     Args:
         function: a module-level function (it is pickled); in it ``torch.distributed`` is initialised.
-        backend: "gloo" on the CPU, or "nccl" with a CUDA device for each rank, which is its current one.
+        backend: "gloo" on the CPU, or "nccl" with a CUDA device for each rank, which is its current one. With
+            ``SIMULATED_HOSTS=N`` in the environment a device serves N ranks, each of another host to NCCL: what they
+            send each other goes over sockets, and they take turns on the device.
         timeout_s: seconds until all ranks are ended and the call fails.
 
     Raises:
@@ -58,6 +60,11 @@ def run_ranks(
                 if process.is_alive():
                     process.kill()
                     process.join()
+
+
+def num_simulated_hosts() -> int:
+    """How many hosts this machine stands for: see run_ranks."""
+    return int(os.environ.get("SIMULATED_HOSTS", "1"))
 
 
 def _collect(pipes: list[Connection], timeout_s: float) -> list[Any]:
@@ -93,11 +100,16 @@ def _rank_main(
     import torch.distributed as dist
 
     warnings.simplefilter("error")
+    # What torch.compile itself imports.
+    warnings.filterwarnings("ignore", message=".*torch.jit.script_method.* is deprecated", category=DeprecationWarning)
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(num_ranks), LOCAL_RANK=str(rank))
     try:
         if backend == "nccl":
-            torch.cuda.set_device(rank)
+            host, device = divmod(rank, torch.cuda.device_count())
+            torch.cuda.set_device(device)
+            if num_simulated_hosts() > 1:
+                os.environ["NCCL_HOSTID"] = f"host{host}"
         dist.init_process_group(
             backend,
             init_method=f"file://{store}",

@@ -93,12 +93,35 @@ class PipelineCommunicator:
     comes, which may itself wait for one of these sends. So a batch holds the message just made and the one needed next.
     A batch that only sends is not waited for until the one after it: compute goes on.
 
+    [Note: connected first] NCCL connects two ranks at the first operation between them, and in that batch both sides must name the
+    same directions. Batches do not: with one microbatch the first stage sends and receives in one, the last stage in two. So all
+    neighbours exchange an element both ways before a communicator's first exchange.
+
     Ranks: every rank of the group, each by the schedule of its stage.
     """
 
     def __init__(self, stage: PipelineStage) -> None:
         self.stage = stage
         self._sending: list[tuple[Any, torch.Tensor]] = []  # works, with the memory that they read
+        self._is_connected = stage.num_stages == 1
+
+    def connect(self) -> None:
+        """Neighbours can send each other batches of any composition: see [Note: connected first].
+
+        Ranks: every rank of the group, before its first exchange; later calls do nothing.
+        """
+        if self._is_connected:
+            return
+        stage = self.stage
+        element = torch.zeros(1, device=stage.device)
+        neighbours = [index for index in (stage.index - 1, stage.index + 1) if 0 <= index < stage.num_stages]
+        operations = []
+        for peer in neighbours:
+            operations.append(dist.P2POp(dist.isend, element, group=stage.group, group_peer=peer))
+            operations.append(dist.P2POp(dist.irecv, torch.empty_like(element), group=stage.group, group_peer=peer))
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+        self._is_connected = True
 
     def exchange(self, exchange: Exchange, made: torch.Tensor | None) -> torch.Tensor | None:
         """What the next act needs from a neighbour, [s, b, h]; None where it needs nothing.

@@ -54,6 +54,7 @@ class Pipeline:
         stage = self.stage
         schedule = one_forward_one_backward(stage.index, stage.num_stages, num_microbatches)
         in_flight: dict[int, tuple[Tensor | None, GradientEdge]] = {}
+        self._communicator.connect()
         made: Tensor | None = None
         for exchange, act in zip(schedule.exchanges, schedule.acts, strict=False):
             arrived = self._communicator.exchange(exchange, made)
@@ -78,6 +79,7 @@ class Pipeline:
         """Every microbatch has been through forward on this stage; nothing was recorded for a backward."""
         stage = self.stage
         schedule = forwards_only(stage.index, stage.num_stages, num_microbatches)
+        self._communicator.connect()
         made: Tensor | None = None
         for exchange, act in zip(schedule.exchanges, schedule.acts, strict=False):
             made = computation.forward(act.microbatch, self._communicator.exchange(exchange, made))
