@@ -1,4 +1,4 @@
-"""What the fields of routers and shared experts must hold; those of experts' places are in ``parallel_checks``."""
+"""What the fields of experts and their routers must hold; those of experts' places are in ``parallel_checks``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,94 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
+_NEEDS_EXPERTS = (
+    "moe_ffn_hidden_size",
+    "moe_aux_loss_coeff",
+    "moe_z_loss_coeff",
+    "moe_shared_expert_intermediate_size",
+    "moe_grouped_gemm",
+    "moe_expert_capacity_factor",
+)
+_CHOICES: dict[str, tuple[str | None, ...]] = {
+    "moe_router_score_function": ("softmax", "sigmoid"),
+    "moe_router_load_balancing_type": ("aux_loss", "seq_aux_loss", "none"),
+    "moe_router_dtype": (None, "fp32", "fp64"),
+    "moe_token_drop_policy": ("probs", "position"),
+    "moe_token_dispatcher_type": ("alltoall", "allgather"),
+}
+
+
+def _one_of(field: str) -> tuple[Callable[[TransformerConfig], bool], str]:
+    *others, last = (repr(choice) for choice in _CHOICES[field])
+    return (
+        lambda c: getattr(c, field) not in _CHOICES[field],
+        f"{field} must be {', '.join(others)} or {last}, got {{{field}!r}}",
+    )
+
+
+def _negative(number: object) -> bool:
+    return not isinstance(number, int | float) or number < 0.0
+
+
 MOE_CONTRADICTIONS: list[tuple[Callable[[TransformerConfig], bool], str]] = [
+    (
+        lambda c: c.num_moe_experts is not None and c.num_moe_experts < 1,
+        "num_moe_experts must be at least 1 (or None for a dense model), got {num_moe_experts}",
+    ),
+    (
+        lambda c: c.num_moe_experts is None and any(getattr(c, name) for name in _NEEDS_EXPERTS),
+        "num_moe_experts must be set where a mixture-of-experts field is (" + ", ".join(_NEEDS_EXPERTS) + "), got None",
+    ),
+    *map(_one_of, _CHOICES),
+    (
+        lambda c: c.num_moe_experts is not None and not 1 <= c.moe_router_topk <= c.num_moe_experts,
+        "moe_router_topk must be from 1 to num_moe_experts ({num_moe_experts}), got {moe_router_topk}",
+    ),
+    (
+        lambda c: (
+            c.num_moe_experts is not None
+            and c.moe_router_topk == 1
+            and c.moe_router_score_function == "softmax"
+            and not c.moe_router_pre_softmax
+        ),
+        "moe_router_topk=1 must go with moe_router_pre_softmax, got False: a softmax over the one expert that is taken is"
+        " 1 whatever the router says",
+    ),
+    (
+        lambda c: c.moe_router_load_balancing_type == "none" and c.moe_aux_loss_coeff != 0.0,
+        "moe_aux_loss_coeff must be 0 with moe_router_load_balancing_type='none', got {moe_aux_loss_coeff}; leave it out,"
+        " or balance by aux_loss or seq_aux_loss",
+    ),
+    (
+        lambda c: _negative(c.moe_aux_loss_coeff) or (c.moe_z_loss_coeff is not None and _negative(c.moe_z_loss_coeff)),
+        "moe_aux_loss_coeff and moe_z_loss_coeff must be numbers that are not negative, got {moe_aux_loss_coeff} and"
+        " {moe_z_loss_coeff}",
+    ),
+    (
+        lambda c: c.moe_ffn_hidden_size is not None and c.moe_ffn_hidden_size < 1,
+        "moe_ffn_hidden_size must be at least 1 (or None for ffn_hidden_size), got {moe_ffn_hidden_size}",
+    ),
+    (
+        lambda c: c.moe_expert_capacity_factor is not None and c.moe_expert_capacity_factor <= 0.0,
+        "moe_expert_capacity_factor must be positive (or None to drop nothing), got {moe_expert_capacity_factor}",
+    ),
+    (
+        lambda c: c.moe_pad_expert_input_to_capacity and c.moe_expert_capacity_factor is None,
+        "moe_pad_expert_input_to_capacity must go with moe_expert_capacity_factor, got None",
+    ),
+    (
+        lambda c: not isinstance(c.moe_layer_freq, int) and len(c.moe_layer_freq) != c.num_layers,
+        "moe_layer_freq must be a number or one for each of num_layers ({num_layers}), got {moe_layer_freq}",
+    ),
+    (
+        lambda c: isinstance(c.moe_layer_freq, int) and c.moe_layer_freq < 1,
+        "moe_layer_freq must be at least 1, got {moe_layer_freq}",
+    ),
+    (
+        lambda c: c.moe_token_dispatcher_type == "allgather" and c.expert_model_parallel_size > 1,
+        "moe_token_dispatcher_type must be 'alltoall' with expert_model_parallel_size > 1, got 'allgather' and"
+        " {expert_model_parallel_size}: tokens travel by one exchange",
+    ),
     (
         lambda c: c.moe_router_pre_softmax and c.moe_router_score_function != "softmax",
         "moe_router_pre_softmax must go with moe_router_score_function='softmax', got {moe_router_score_function!r}",
