@@ -34,6 +34,7 @@ from megatron.training.pretrain import pretrain
 from megatron.training.train_step import StepRecord, TrainStep
 
 NUM_STEPS, WARM_UP, PROFILED = 20, 6, 18
+_NUM_OTHERS = 10  # kernels besides that a profile names, those of most time
 _GEMM = re.compile(r"gemm|nvjet|cutlass|xmma|wgmma|flash|sdpa", re.IGNORECASE)
 
 _COMMON = (
@@ -193,13 +194,16 @@ class _Recorder:
 
 
 def summarize(events: list[dict[str, Any]]) -> str:
-    """How much of each kind of communication ran beside matrix products and attention, from a profiler's trace."""
+    """From a profiler's trace: what communication ran beside matrix products and attention, and what else took time."""
     compute: list[Interval] = []
+    everything: list[Interval] = []
     kinds: dict[str, list[Interval]] = defaultdict(list)
+    others: dict[str, list[float]] = defaultdict(list)
     for event in events:
-        if event.get("ph") != "X" or event.get("cat") not in ("kernel", "gpu_memcpy"):
+        if event.get("ph") != "X" or event.get("cat") not in ("kernel", "gpu_memcpy", "gpu_memset"):
             continue
         name, when = event["name"], (float(event["ts"]), float(event["ts"]) + float(event["dur"]))
+        everything.append(when)
         found = re.search(r"nccl\w*?_(AllGather|ReduceScatter|AllReduce|SendRecv|Broadcast)", name)
         if found:
             kinds[f"{found[1]} of {event['args'].get('Group size', '?')} ranks"].append(when)
@@ -207,11 +211,19 @@ def summarize(events: list[dict[str, Any]]) -> str:
             kinds["peer copies"].append(when)
         elif _GEMM.search(name):
             compute.append(when)
-    lines = [f"matrix products and attention: {length(compute) / 1e3:.1f} ms"]
+        else:
+            others[name[:90]].append(float(event["dur"]))
+    span = max((end for _, end in everything), default=0.0) - min((begin for begin, _ in everything), default=0.0)
+    lines = [
+        f"device at work: {length(everything) / 1e3:.1f} of {span / 1e3:.1f} ms",
+        f"matrix products and attention: {length(compute) / 1e3:.1f} ms",
+    ]
     lines += [
         f"{kind}: {len(spans)}, {length(spans) / 1e3:.1f} ms, of which beside those {overlap(spans, compute) / 1e3:.1f} ms"
         for kind, spans in sorted(kinds.items())
     ]
+    longest = sorted(others.items(), key=lambda item: -sum(item[1]))[:_NUM_OTHERS]
+    lines += [f"{sum(times) / 1e3:.1f} ms, {len(times)} of: {name}" for name, times in longest]
     return "\n".join(lines)
 
 

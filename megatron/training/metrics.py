@@ -9,9 +9,9 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from megatron.core.delayed_read import DelayedRead
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.training.batches import BatchConfig
-from megatron.training.delayed_read import DelayedRead
 from megatron.training.log_line import LogRecord, format_evaluation, format_log_line
 from megatron.training.memory import memory_in_mib
 from megatron.training.step_clock import make_step_clock

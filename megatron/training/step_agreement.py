@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.training.delayed_read import DelayedRead
+from megatron.core.delayed_read import DelayedRead
 
 
 @dataclass(frozen=True, kw_only=True)

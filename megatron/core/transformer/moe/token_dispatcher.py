@@ -2,8 +2,8 @@
 
 [Note: rows of experts] A row is one assignment of a token to an expert. Rows lie in the order of experts, so an expert's
 rows are consecutive, and experts of one rank are as well. With experts on several ranks rows travel there and back by one
-all-to-all each way; how many is known to the device alone, so the host waits for the counts, once for each layer. Where
-experts' matrices are split over tensor-parallel ranks, each of these gets a copy of the row, and what comes back, a
+all-to-all each way; how many is known to the device alone, so the host waits for the counts, once for each layer: with
+the sorting of rows queued behind them, so that the device has work while the host wakes up. Where experts' matrices are split over tensor-parallel ranks, each of these gets a copy of the row, and what comes back, a
 summand from each, is added up at home. That is an all-gather and a reduce-scatter in the same all-to-all.
 
 Shapes: t tokens, k experts of a token, h hidden size, e experts, l experts of this rank, r rows of this rank's experts.
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from megatron.core.delayed_read import DelayedRead
 from megatron.core.process_groups_config import group_size
 from megatron.core.transformer.moe.all_to_all import all_to_all_rows
 from megatron.core.transformer.moe.permutation import ExpertOrder, RowMap, expert_order, expert_order_up_to, with_copies
@@ -113,10 +114,12 @@ class AllToAllDispatcher(LocalDispatcher):
     def dispatch(self, hidden_states: torch.Tensor, routing: Routing) -> tuple[ExpertRows, Combine]:
         """As ``LocalDispatcher.dispatch``, of all ranks' tokens. Ranks: all of the group. The host waits once."""
         order = self._order(routing)
-        trip = self._plan(order)
+        trip_of = self._plan(order)
         if self.num_copies > 1:
             order = with_copies(order, self.num_copies, self.num_owners)
         tokens = order.of_tokens(self.config.moe_router_topk)
+        leaving, probs = tokens.spread(hidden_states), self._probs(order, routing)[:, None]
+        trip = trip_of()
         by_expert = _by_expert(trip.arriving, sum(trip.received))
 
         def send(x: torch.Tensor) -> torch.Tensor:
@@ -128,29 +131,35 @@ class AllToAllDispatcher(LocalDispatcher):
             return tokens.collect(all_to_all_rows(rows, trip.received, trip.sent, self.group))
 
         rows = ExpertRows(
-            hidden_states=send(tokens.spread(hidden_states)),
-            probs=send(self._probs(order, routing)[:, None]).squeeze(1),
+            hidden_states=send(leaving),
+            probs=send(probs).squeeze(1),
             counts=trip.arriving.sum(dim=0),
             known_counts=trip.known_counts,
         )
         return rows, combine
 
     @torch.no_grad()
-    def _plan(self, order: ExpertOrder) -> _Trip:
-        """Who sends how many rows to whom. Ranks: all; the host waits, unless all send the same to all."""
+    def _plan(self, order: ExpertOrder) -> Callable[[], _Trip]:
+        """What returns who sends how many rows to whom. Ranks: all; it makes the host wait, unless all send the same to all."""
         if order.rows_of_each is not None:
-            return self._even_trip(order.rows_of_each, order.counts)
+            even = self._even_trip(order.rows_of_each, order.counts)
+            return lambda: even
         own = order.counts.view(self.num_owners, 1, -1).expand(-1, self.num_copies, -1)
         own = own.reshape(self.group.size(), self.num_local_experts).contiguous()
         arriving = torch.empty_like(own)
         dist.all_to_all_single(arriving, own, group=self.group)
-        sent, received = torch.stack((own, arriving)).tolist()
-        return _Trip(
-            arriving=arriving,
-            sent=[sum(row) for row in sent],
-            received=[sum(row) for row in received],
-            known_counts=[sum(column) for column in zip(*received, strict=True)],
-        )
+        counts = DelayedRead(torch.stack((own, arriving)))
+
+        def trip() -> _Trip:
+            sent, received = counts.tensor().tolist()
+            return _Trip(
+                arriving=arriving,
+                sent=[sum(row) for row in sent],
+                received=[sum(row) for row in received],
+                known_counts=[sum(column) for column in zip(*received, strict=True)],
+            )
+
+        return trip
 
     def _even_trip(self, rows: int, counts: torch.Tensor) -> _Trip:
         """Each rank sends ``rows`` rows to each expert: all ranks have as many tokens, so all have the same capacity."""

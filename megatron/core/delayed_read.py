@@ -21,9 +21,13 @@ class DelayedRead:
         else:
             self._host = tensor.clone()
 
-    def values(self) -> list[float]:
-        """The values [n]; blocks until they have arrived."""
+    def tensor(self) -> Tensor:
+        """The values on the host, in the tensor's shape; blocks until they have arrived."""
         if self._done is not None:
             self._done.synchronize()
-        values: list[float] = self._host.flatten().tolist()
+        return self._host
+
+    def values(self) -> list[float]:
+        """The same as a list [n]."""
+        values: list[float] = self.tensor().flatten().tolist()
         return values
