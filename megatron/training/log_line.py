@@ -20,6 +20,8 @@ class LogRecord:
     global_batch_size: int
     loss: float
     """Mean over the iterations of the mean over each global batch."""
+    auxiliary_losses: dict[str, float]
+    """Those of experts' routers by name, without their coefficients: mean over iterations, layers and microbatches."""
     grad_norm: float
     num_zeros: float | None
     params_norm: float | None
@@ -35,6 +37,7 @@ class LogRecord:
         """The values under the names that Megatron-LM gives them in TensorBoard, without time and memory."""
         values = {
             "lm loss": self.loss,
+            **self.auxiliary_losses,
             "learning-rate": self.learning_rate,
             "batch-size": float(self.global_batch_size),
             "loss-scale": 1.0,
@@ -74,6 +77,7 @@ def format_log_line(record: LogRecord, *, now: datetime | None = None) -> str:
     parts += [
         f"global batch size: {record.global_batch_size:5d}",
         f"lm loss: {record.loss:.8E}",
+        *(f"{name}: {loss:.6E}" for name, loss in record.auxiliary_losses.items()),
         "loss scale: 1.0",
         f"grad norm: {record.grad_norm:.6f}",
     ]

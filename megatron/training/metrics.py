@@ -90,7 +90,7 @@ class _PendingLine:
     """A log line whose values are on their way to the host."""
 
     values: DelayedRead
-    """Gradient norm, the optional values, and for each step the sums of losses and of tokens over all ranks."""
+    """Gradient norm, the optional values, and for each step the sums of losses and of tokens, and the auxiliary losses."""
     optional: list[str]
     end: Any
     """The moment at which its last step is done."""
@@ -111,6 +111,7 @@ class MetricLog:
     Args:
         flops_per_sample: model FLOPs; see ``flops.FLOP_CONVENTION``.
         tokens_per_sample: tokens of a sample.
+        auxiliary_losses: [A] names of what the steps' ``auxiliary_losses`` hold.
 
     Ranks: all make the same calls.
     """
@@ -125,9 +126,11 @@ class MetricLog:
         flops_per_sample: int,
         tokens_per_sample: int,
         writers: Sequence[ScalarWriter],
+        auxiliary_losses: Sequence[str] = (),
     ) -> None:
         self.config, self.batch, self.device, self.train_iters = config, batch, device, train_iters
         self.flops_per_sample, self.tokens_per_sample, self.writers = flops_per_sample, tokens_per_sample, writers
+        self.auxiliary_losses = auxiliary_losses
         self._steps: list[StepRecord] = []
         self._pending: _PendingLine | None = None
         self._delays = device.type == "cuda"
@@ -162,7 +165,7 @@ class MetricLog:
         Ranks: all; rank 0 writes.
         """
         last = self._steps[-1]
-        sums = torch.stack([step.loss_and_tokens for step in self._steps])
+        sums = torch.stack([_summands(step) for step in self._steps])
         # Ranks that share samples, and stages, add the same to both sums, so that the mean is that of the samples.
         dist.all_reduce(sums)
         optional = {
@@ -192,7 +195,9 @@ class MetricLog:
         self._count_until(line.end)
         seconds, self._elapsed = self._elapsed / line.num_steps, 0.0
         num_scalars = 1 + len(line.optional)
-        loss, nan_iterations = _mean_loss(values[num_scalars::2], values[num_scalars + 1 :: 2])
+        width = 2 + len(self.auxiliary_losses)
+        losses, tokens, *auxiliary = (values[num_scalars + column :: width] for column in range(width))
+        loss, nan_iterations = _mean_loss(losses, tokens)
         optional = dict(zip(line.optional, values[1:num_scalars], strict=True))
         self._write_record(
             LogRecord(
@@ -204,6 +209,10 @@ class MetricLog:
                 decoupled_learning_rate=line.learning_rates.get(True),
                 global_batch_size=self.batch.global_batch_size,
                 loss=loss,
+                auxiliary_losses={
+                    name: sum(of_steps) / len(of_steps)
+                    for name, of_steps in zip(self.auxiliary_losses, auxiliary, strict=True)
+                },
                 grad_norm=values[0],
                 num_zeros=optional.get("num_zeros"),
                 params_norm=optional.get("params_norm"),
@@ -246,6 +255,13 @@ class MetricLog:
             scalars |= {f"{kind} (MiB)": value for kind, value in record.memory.items()}
         for writer in self.writers:
             writer.add_scalars(scalars, record.iteration)
+
+
+def _summands(step: StepRecord) -> torch.Tensor:
+    """[2 + A] what adds up over ranks."""
+    if step.auxiliary_losses is None:
+        return step.loss_and_tokens
+    return torch.cat((step.loss_and_tokens, step.auxiliary_losses))
 
 
 def _mean_loss(losses: Sequence[float], tokens: Sequence[float]) -> tuple[float, int]:

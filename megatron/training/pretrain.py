@@ -20,6 +20,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import PipelineStage, hidden_shape
 from megatron.core.process_groups_config import ProcessGroupCollection, group_rank
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from megatron.core.transformer.moe.loss_record import auxiliary_loss_names
 from megatron.training.arguments import Settings
 from megatron.training.batches import BatchConfig, SequentialBatchSampler
 from megatron.training.checkpointing import Checkpointer, print_rank_0
@@ -178,6 +179,7 @@ def _train(setup: TrainingSetup, forward_step: ForwardStep, start_time: float) -
         flops_per_sample=setup.flops_per_sample,
         tokens_per_sample=settings.data.seq_length,
         writers=build_writers(settings.logging, setup.architecture),
+        auxiliary_losses=auxiliary_loss_names(settings.model.transformer),
     )
     termination = TerminationSignal() if settings.loop.exit_signal_handler else None
     garbage = GarbageCollector(settings.garbage)

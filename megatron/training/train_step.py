@@ -17,7 +17,8 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import Pipeline, PipelineStage
 from megatron.core.process_groups_config import group_rank, group_size
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
-from megatron.core.transformer.moe.router import set_num_microbatches
+from megatron.core.transformer.moe.moe_layer import num_expert_layers
+from megatron.core.transformer.moe.router import record_auxiliary_losses, set_num_microbatches
 from megatron.training.batches import BatchConfig
 from megatron.training.dropout_seed import microbatch_seed
 from megatron.training.stage_forward import Batch, ForwardStep, StageForward
@@ -35,6 +36,9 @@ class StepRecord(NamedTuple):
     """[] of the whole model, before clipping."""
     num_zeros_in_grad: Tensor | None
     update_successful: bool
+    auxiliary_losses: Tensor | None = None
+    """[A] by ``auxiliary_loss_names``, in fp64; the sum over all ranks is the mean over layers with experts, microbatches and
+    data-parallel ranks. None where there are none."""
 
 
 class StepComputation:
@@ -68,6 +72,7 @@ class StepComputation:
         self.stage_forward = StageForward(model, forward_step, self.stage)
         self.pipeline = Pipeline(self.stage)
         set_num_microbatches(model, num_microbatches)
+        self.auxiliary_losses = record_auxiliary_losses(model, model.config)
 
     def __call__(self, microbatches: Iterable[Batch], draw: Callable[[int], None]) -> dict[str, Tensor]:
         """The weights have taken one step; returns the tensors of a ``StepRecord`` by name; does not block the host.
@@ -91,6 +96,10 @@ class StepComputation:
         results = {"loss_and_tokens": sums, "grad_norm": result.grad_norm}
         if result.num_zeros_in_grad is not None:
             results["num_zeros_in_grad"] = result.num_zeros_in_grad
+        if self.auxiliary_losses is not None:
+            num_addends = num_expert_layers(self.model.config) * self.num_microbatches
+            num_addends *= group_size(self.model.pg_collection.dp)
+            results["auxiliary_losses"] = self.auxiliary_losses.take(self.device) / num_addends
         return results
 
     def scaled(self, loss: Tensor, tokens: Tensor) -> Tensor:
@@ -191,7 +200,11 @@ class TrainStep:
         self.scheduler.step(self.batch.global_batch_size)
         # There is no loss scaling that could skip an update.
         return StepRecord(
-            results["loss_and_tokens"], results["grad_norm"], results.get("num_zeros_in_grad"), update_successful=True
+            results["loss_and_tokens"],
+            results["grad_norm"],
+            results.get("num_zeros_in_grad"),
+            update_successful=True,
+            auxiliary_losses=results.get("auxiliary_losses"),
         )
 
     def _seed(self, iteration: int, index: int) -> int:

@@ -24,8 +24,10 @@ TP, CP, PP = (
 )
 EXPERTS = (
     "--num-experts 4 --moe-aux-loss-coeff 0.01 --moe-router-load-balancing-type seq_aux_loss --moe-layer-freq [0,1] "
+    "--moe-z-loss-coeff 0.001 "
     "--moe-ffn-hidden-size 16 --moe-shared-expert-intermediate-size 8"
 )
+RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 HYBRID = "--num-distributed-optimizer-instances 2 --outer-dp-sharding-strategy optim"
 
 # name: (ranks, flags, flags of the run on one rank that must print the same)
@@ -39,6 +41,8 @@ LAYOUTS: dict[str, tuple[int, str, str]] = {
     "pipeline with tied embeddings": (2, PP, "dense"),
     "context": (2, f"{CP} --cp-comm-type all_gather p2p", "dense"),
     "experts": (2, f"{EXPERTS} --expert-model-parallel-size 2", "experts"),
+    "experts of the second stage, recomputed": (2, f"{EXPERTS} {PP} {RECOMPUTED}", "experts"),
+    "experts and parts of sequences": (2, f"{EXPERTS} {CP}", "experts"),
     "tensor, pipeline": (4, f"{TP} {PP}", "dense"),
     "hybrid, with context": (4, f"{CP} {HYBRID} --calculate-per-token-loss", "dense"),
     "experts on tensor-parallel ranks": (
@@ -77,6 +81,11 @@ def test_what_is_printed_is_what_one_rank_prints(name: str) -> None:
     iterations = [1, 2] if "--exit-interval" in flags else [3] if "--load" in flags else [1, 2, 3]
     assert run.losses == pytest.approx({i: expected.losses[i] for i in iterations}, rel=1e-5)
     assert run.grad_norms == pytest.approx({i: expected.grad_norms[i] for i in iterations}, rel=1e-5)
+    for i in iterations:
+        assert run.auxiliary[i] == pytest.approx(expected.auxiliary[i], rel=1e-5)
+        # About what uniform scores over 4 experts give, 1 and log(4) squared: a layer or microbatch too many would be seen.
+        about = {"seq_load_balancing_loss": 1.0, "z_loss": 1.92} if reference == "experts" else {}
+        assert run.auxiliary[i] == pytest.approx(about, rel=0.3)
     if iterations[-1] == 3:
         assert evaluations(run) == pytest.approx(evaluations(expected), rel=1e-5) and len(evaluations(run)) == 2
     assert num_parameters(run) == num_parameters(expected) != []

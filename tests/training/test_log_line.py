@@ -18,7 +18,7 @@ _FIELD = re.compile(r"^\s*([^:]+?)\s*:\s*([+-]?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?)\s
 def _record(**changes: Any) -> LogRecord:
     values: dict[str, Any] = {
         "iteration": 1, "train_iters": 100, "consumed_samples": 8, "ms_per_iteration": 123.44, "learning_rate": 1e-3,
-        "decoupled_learning_rate": None, "global_batch_size": 8, "loss": 10.812343219, "grad_norm": 1.2345678,
+        "decoupled_learning_rate": None, "global_batch_size": 8, "loss": 10.812343219, "auxiliary_losses": {}, "grad_norm": 1.2345678,
         "num_zeros": None, "params_norm": None, "skipped_iterations": 0, "nan_iterations": 2,
         "tflops_per_device": None, "tokens_per_second_per_device": None, "memory": {"memory allocated": 10.25},
     }  # fmt: skip
@@ -49,13 +49,14 @@ def test_plain_line() -> None:
 def test_line_with_everything() -> None:
     record = _record(
         num_zeros=7.0, params_norm=3.5, tflops_per_device=525.26, tokens_per_second_per_device=10205.4,
-        decoupled_learning_rate=5e-4,
+        decoupled_learning_rate=5e-4, auxiliary_losses={"load_balancing_loss": 1.25, "z_loss": 0.5},
     )  # fmt: skip
     fields = _fields(format_log_line(record))
     assert fields["throughput per GPU (TFLOP/s/GPU)"] == 525.3
     assert fields["tokens per second per GPU (tokens/s/GPU)"] == 10205.4
     assert (fields["num zeros"], fields["params norm"], fields["decoupled learning rate"]) == (7.0, 3.5, 5e-4)
-    assert record.scalars()["num-zeros"] == 7.0
+    assert (fields["load_balancing_loss"], fields["z_loss"]) == (1.25, 0.5)
+    assert record.scalars()["num-zeros"] == 7.0 and record.scalars()["load_balancing_loss"] == 1.25
     assert record.time_scalars()["iteration-time"] == pytest.approx(0.12344)
 
 

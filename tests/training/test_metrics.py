@@ -62,6 +62,39 @@ def test_the_loss_is_the_mean_over_the_tokens_of_each_global_batch() -> None:
     assert zero["grad-norm"] == 2.0
 
 
+def _log_auxiliary_losses() -> dict[str, float]:
+    """Each rank has a part of two losses in two steps: together 1 and 2 in the first, 3 and 6 in the second."""
+    import torch.distributed as dist
+
+    rank, writer = dist.get_rank(), _Kept()
+    log = MetricLog(
+        LoggingConfig(),
+        BatchConfig(micro_batch_size=1, global_batch_size=2, data_parallel_size=2),
+        device=_CPU,
+        train_iters=9,
+        flops_per_sample=1,
+        tokens_per_sample=5,
+        writers=[writer],
+        auxiliary_losses=("balance", "z"),
+    )
+    log.start_clock()
+    for total in (1.0, 3.0):
+        parts = torch.tensor([total, 2 * total], dtype=torch.float64) * (0.25, 0.75)[rank]
+        sums = torch.tensor([4.0, 2.0], dtype=torch.float64)
+        log.add_step(StepRecord(sums, torch.tensor(2.0), torch.tensor(5), True, parts))
+    log.write(
+        iteration=2,
+        consumed_samples=4,
+        optimizer=get_megatron_optimizer(OptimizerConfig(lr=0.5), [torch.nn.Linear(2, 2)]),
+    )
+    return writer.scalars
+
+
+def test_auxiliary_losses_are_sums_over_ranks_and_means_over_steps() -> None:
+    scalars, _ = run_ranks(2, _log_auxiliary_losses)
+    assert (scalars["balance"], scalars["z"], scalars["lm loss"], scalars["num-zeros"]) == (2.0, 4.0, 2.0, 5.0)
+
+
 def _log_with_delay() -> list[tuple[int, float]]:
     """Lines of iterations 1 and 2, as they would come from a device that is a step behind the host."""
     writer = _Kept()

@@ -27,6 +27,8 @@ class Run:
     losses: dict[int, float] = field(default_factory=dict)
     """By iteration."""
     grad_norms: dict[int, float] = field(default_factory=dict)
+    auxiliary: dict[int, dict[str, float]] = field(default_factory=dict)
+    """Auxiliary losses of experts by iteration and name."""
 
     def __post_init__(self) -> None:
         for line in self.output.splitlines():
@@ -34,6 +36,8 @@ class Run:
             if found:
                 self.losses[int(found[1])] = float(found[2])
                 self.grad_norms[int(found[1])] = float(found[3])
+                named = re.findall(r"(\w*(?:load_balancing|z)_loss): (\S+) ", line)
+                self.auxiliary[int(found[1])] = {name: float(value) for name, value in named}
 
 
 def train_all(ranks: int, flags: Mapping[str, str], *, base: str = TINY) -> dict[str, Run]:

@@ -38,6 +38,11 @@ def has_experts(config: TransformerConfig, layer_number: int) -> bool:
     return bool(config.moe_layer_freq[layer_number - 1])
 
 
+def num_expert_layers(config: TransformerConfig) -> int:
+    """Layers of the whole model that are mixtures of experts."""
+    return sum(has_experts(config, number) for number in range(1, config.num_layers + 1))
+
+
 class MoELayer(MegatronModule):
     """The sum over each token's experts of probability times expert(token), plus the shared expert's result.
 

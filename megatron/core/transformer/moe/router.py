@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from megatron.core.process_groups_config import group_size
 from megatron.core.transformer.moe.auxiliary_losses import MoEAuxLossAutoScaler, load_balancing_loss, z_loss
+from megatron.core.transformer.moe.loss_record import AuxiliaryLossRecord, auxiliary_loss_names, balancing_loss_name
 from megatron.core.transformer.moe.routing import Routing, route, scores_of_all
 from megatron.core.transformer.parameter_init import InitializedParameters
 
@@ -49,6 +50,7 @@ class TopKRouter(InitializedParameters):
             raise ValueError(
                 f"pg_collection.tp_cp must hold the ranks of tp and cp ({expected}), got {group_size(self.tp_cp_group)}"
             )
+        self.loss_record: AuxiliaryLossRecord | None = None
         self.set_num_microbatches(1)
         self.reset_parameters()
 
@@ -64,7 +66,8 @@ class TopKRouter(InitializedParameters):
         logits = self._logits(hidden_states)
         learns = self.training and torch.is_grad_enabled()
         if learns and self.config.moe_z_loss_coeff is not None:
-            logits = self._with_loss(logits, z_loss(logits, group=self.tp_cp_group) * self.config.moe_z_loss_coeff)
+            loss = z_loss(logits, group=self.tp_cp_group)
+            logits = self._with_loss(logits, loss, "z_loss", self.config.moe_z_loss_coeff)
         routing = route(logits, self.config)
         if learns and self.config.moe_aux_loss_coeff != 0.0:
             is_by_sequence = self.config.moe_router_load_balancing_type == "seq_aux_loss"
@@ -74,8 +77,8 @@ class TopKRouter(InitializedParameters):
                 num_sequences=hidden_states.shape[1] if is_by_sequence else 1,
                 group=self.tp_cp_group,
             )
-            probs = self._with_loss(routing.probs, loss * self.config.moe_aux_loss_coeff)
-            routing = routing._replace(probs=probs)
+            name, coefficient = balancing_loss_name(self.config), self.config.moe_aux_loss_coeff
+            routing = routing._replace(probs=self._with_loss(routing.probs, loss, name, coefficient))
         return routing
 
     def _logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -84,12 +87,14 @@ class TopKRouter(InitializedParameters):
         dtype = _DTYPES.get(self.config.moe_router_dtype or "", tokens.dtype)
         return F.linear(tokens.to(dtype), self.weight.to(dtype))
 
-    def _with_loss(self, x: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
-        """x of [t, ...], whose backward also starts that of ``loss``."""
+    def _with_loss(self, x: torch.Tensor, loss: torch.Tensor, name: str, coefficient: float) -> torch.Tensor:
+        """x of [t, ...], whose backward also starts that of ``coefficient * loss``; the loss is recorded."""
+        if self.loss_record is not None:
+            self.loss_record.add(name, loss)
         scale = self.aux_loss_scale
         if self.config.calculate_per_token_loss:
             scale *= x.shape[0] * group_size(self.tp_cp_group)
-        output: torch.Tensor = MoEAuxLossAutoScaler.apply(x, loss, scale)  # type: ignore[no-untyped-call, unused-ignore]
+        output: torch.Tensor = MoEAuxLossAutoScaler.apply(x, loss * coefficient, scale)  # type: ignore[no-untyped-call, unused-ignore]
         return output
 
     def extra_repr(self) -> str:
@@ -105,3 +110,20 @@ def set_num_microbatches(model: torch.nn.Module, num_microbatches: int) -> None:
     for module in model.modules():
         if isinstance(module, TopKRouter):
             module.set_num_microbatches(num_microbatches)
+
+
+def record_auxiliary_losses(model: torch.nn.Module, config: TransformerConfig) -> AuxiliaryLossRecord | None:
+    """The record that the model's routers add their losses to from now on; None where its configuration has none.
+
+    Whoever asks for it must ``take`` from it in every step: until then it keeps a number for each loss.
+
+    Ranks: each alone. A pipeline stage without routers has a record too, of zeros.
+    """
+    names = auxiliary_loss_names(config)
+    if not names:
+        return None
+    record = AuxiliaryLossRecord(names)
+    for module in model.modules():
+        if isinstance(module, TopKRouter):
+            module.loss_record = record
+    return record

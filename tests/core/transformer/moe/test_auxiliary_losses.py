@@ -10,7 +10,8 @@ import torch.distributed as dist
 
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.auxiliary_losses import MoEAuxLossAutoScaler, load_balancing_loss, z_loss
-from megatron.core.transformer.moe.router import TopKRouter, set_num_microbatches
+from megatron.core.transformer.moe.loss_record import auxiliary_loss_names
+from megatron.core.transformer.moe.router import TopKRouter, record_auxiliary_losses, set_num_microbatches
 from megatron.core.transformer.moe.routing import scores_of_all
 from tests.core.transformer.moe.tiny_moe import FIELDS, TransformerConfig
 from tests.support.launch import run_ranks
@@ -132,6 +133,40 @@ def test_ranks_with_parts_of_the_sequence_add_up_to_the_whole_gradient() -> None
 def test_there_are_no_auxiliary_gradients_in_evaluation() -> None:
     router = TopKRouter(_config()).eval()
     assert not _gradient(router, _hidden()).any()
+
+
+def test_losses_are_recorded_without_coefficients_and_summed_until_they_are_taken() -> None:
+    config = _config(moe_aux_loss_coeff=0.5, moe_z_loss_coeff=0.25)
+    routers = [TopKRouter(config), TopKRouter(config)]
+    model = torch.nn.ModuleList(routers)
+    record = record_auxiliary_losses(model, config)
+    assert record is not None and record.names == ("load_balancing_loss", "z_loss")
+    expected = torch.zeros(2)
+    for router in routers:
+        routing = router(_hidden())
+        logits = _hidden().reshape(-1, FIELDS["hidden_size"]) @ router.weight.detach().t()
+        balance = load_balancing_loss(scores_of_all(logits, "softmax"), routing.experts)
+        expected += torch.stack((balance, z_loss(logits)))
+    model.eval()
+    routers[0](_hidden())
+    taken = record.take(torch.device("cpu"))
+    assert not taken.requires_grad
+    torch.testing.assert_close(taken.float(), expected)
+    assert not record.take(torch.device("cpu")).any()
+
+
+@pytest.mark.parametrize(
+    ("fields", "names"),
+    [
+        ({"moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": None}, ()),
+        ({"moe_router_load_balancing_type": "seq_aux_loss"}, ("seq_load_balancing_loss", "z_loss")),
+        ({"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0}, ("z_loss",)),
+    ],
+)
+def test_what_is_recorded_has_megatrons_names(fields: dict[str, Any], names: tuple[str, ...]) -> None:
+    config = _config(**fields)
+    assert auxiliary_loss_names(config) == names
+    assert (record_auxiliary_losses(TopKRouter(config), config) is None) == (not names)
 
 
 def test_groups_that_contradict_each_other_are_refused() -> None:
