@@ -9,7 +9,7 @@ Source: the merge is arXiv:2112.05682's; backward from output and log-sum-exp is
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -20,37 +20,45 @@ from megatron.core.transformer.enums import AttnBackend
 aten = torch.ops.aten
 
 
+class Block(NamedTuple):
+    """Queries, and the block of keys and values that they see."""
+
+    query: Tensor
+    """[b, n, q, d]"""
+    key: Tensor
+    """[b, g, k, d]"""
+    value: Tensor
+    """[b, g, k, d]"""
+    scale: float
+    """Factor on query-key products."""
+    causal: bool
+    """The keys are the queries' own, and none sees what comes after it."""
+
+
+class Attended(NamedTuple):
+    """What attention gave, of one block or of whole rows."""
+
+    output: Tensor
+    """[b, n, q, d]"""
+    logsumexp: Tensor
+    """[b, n, q] of the scores, in fp32."""
+    state: list[Tensor]
+    """What else backward wants to see."""
+
+
 class BlockKernel(Protocol):
     """Forward and backward of the attention over one block of keys."""
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, *, scale: float, causal: bool
-    ) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """Output [b, n, q, d], log-sum-exp of the scores [b, n, q] in fp32, and what else backward wants to see.
-
-        Args:
-            query: [b, n, q, d]. key, value: [b, g, k, d].
-        """
+    def forward(self, block: Block) -> Attended:
+        """The queries' attention over this block alone."""
         ...
 
-    def backward(
-        self,
-        grad: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        output: Tensor,
-        logsumexp: Tensor,
-        state: list[Tensor],
-        *,
-        scale: float,
-        causal: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, block: Block, rows: Attended, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The block's part of the gradients of query, key and value.
 
         Args:
-            grad, output: [b, n, q, d], of the whole row and not of the block; so is ``logsumexp`` [b, n, q].
-            state: what any forward of the same queries gave.
+            rows: of the whole rows and not of the block; its ``state`` is what any forward of the same queries gave.
+            grad: [b, n, q, d] of ``rows.output``.
         """
         ...
 
@@ -58,37 +66,24 @@ class BlockKernel(Protocol):
 class ExplicitKernel:
     """All scores of a block in memory, in fp32: for CPUs, for fp32, and where unfused attention was asked for."""
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, *, scale: float, causal: bool
-    ) -> tuple[Tensor, Tensor, list[Tensor]]:
-        scores = _scores(query, key, scale, causal)
+    def forward(self, block: Block) -> Attended:
+        scores = _scores(block)
         logsumexp = scores.logsumexp(dim=-1)
         probs = (scores - logsumexp.unsqueeze(-1)).exp()
-        output = (probs @ value.float().unsqueeze(2)).flatten(1, 2)
-        return output.to(query.dtype), logsumexp.flatten(1, 2), []
+        output = (probs @ block.value.float().unsqueeze(2)).flatten(1, 2)
+        return Attended(output.to(block.query.dtype), logsumexp.flatten(1, 2), [])
 
-    def backward(
-        self,
-        grad: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        output: Tensor,
-        logsumexp: Tensor,
-        state: list[Tensor],
-        *,
-        scale: float,
-        causal: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, block: Block, rows: Attended, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        query, key, value = (x.float() for x in block[:3])
         groups = (key.shape[1], -1)
-        probs = (_scores(query, key, scale, causal) - torch.unflatten(logsumexp, 1, groups).unsqueeze(-1)).exp()
+        probs = (_scores(block) - torch.unflatten(rows.logsumexp, 1, groups).unsqueeze(-1)).exp()
         grad = grad.float()
-        dot = torch.unflatten((grad * output.float()).sum(-1, keepdim=True), 1, groups)
+        dot = torch.unflatten((grad * rows.output.float()).sum(-1, keepdim=True), 1, groups)
         grad = torch.unflatten(grad, 1, groups)
-        grad_scores = probs * (grad @ value.float().unsqueeze(2).transpose(-1, -2) - dot) * scale
-        grad_query = (grad_scores @ key.float().unsqueeze(2)).flatten(1, 2)
+        grad_scores = probs * (grad @ value.unsqueeze(2).transpose(-1, -2) - dot) * block.scale
+        grad_query = (grad_scores @ key.unsqueeze(2)).flatten(1, 2)
         # Key and value heads serve all query heads of their group.
-        grad_key = (grad_scores.transpose(-1, -2) @ torch.unflatten(query.float(), 1, groups)).sum(2)
+        grad_key = (grad_scores.transpose(-1, -2) @ torch.unflatten(query, 1, groups)).sum(2)
         grad_value = (probs.transpose(-1, -2) @ grad).sum(2)
         return grad_query, grad_key, grad_value
 
@@ -96,25 +91,14 @@ class ExplicitKernel:
 class FlashKernel:
     """PyTorch's flash attention on CUDA, for bf16 and fp16."""
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, *, scale: float, causal: bool
-    ) -> tuple[Tensor, Tensor, list[Tensor]]:
+    def forward(self, block: Block) -> Attended:
+        query, key, value, scale, causal = block
         results = aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, False, scale=scale)
-        return results[0], results[1], [results[6], results[7]]
+        return Attended(results[0], results[1], [results[6], results[7]])
 
-    def backward(
-        self,
-        grad: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        output: Tensor,
-        logsumexp: Tensor,
-        state: list[Tensor],
-        *,
-        scale: float,
-        causal: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, block: Block, rows: Attended, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        query, key, value, scale, causal = block
+        output, logsumexp, state = rows
         lengths = (query.shape[2], key.shape[2])
         result: tuple[Tensor, Tensor, Tensor] = aten._scaled_dot_product_flash_attention_backward(
             grad, query, key, value, output, logsumexp, None, None, *lengths, 0.0, causal, *state, scale=scale
@@ -125,43 +109,19 @@ class FlashKernel:
 class CudnnKernel:
     """cuDNN's attention, which PyTorch prefers on some devices."""
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, *, scale: float, causal: bool
-    ) -> tuple[Tensor, Tensor, list[Tensor]]:
+    def forward(self, block: Block) -> Attended:
+        query, key, value, scale, causal = block
         results = aten._scaled_dot_product_cudnn_attention(
             query, key, value, None, True, 0.0, causal, False, scale=scale
         )
-        return results[0], results[1].reshape(query.shape[:3]), [results[6], results[7]]
+        return Attended(results[0], results[1].reshape(query.shape[:3]), [results[6], results[7]])
 
-    def backward(
-        self,
-        grad: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        output: Tensor,
-        logsumexp: Tensor,
-        state: list[Tensor],
-        *,
-        scale: float,
-        causal: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        lengths = (query.shape[2], key.shape[2])
+    def backward(self, block: Block, rows: Attended, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        query, key, value, scale, causal = block
+        output, logsumexp, state = rows[0], rows[1].unsqueeze(-1), rows[2]
+        nothing, lengths = (None, None, None), (query.shape[2], key.shape[2])  # no bias, and no packed samples
         result: tuple[Tensor, Tensor, Tensor] = aten._scaled_dot_product_cudnn_attention_backward(
-            grad,
-            query,
-            key,
-            value,
-            output,
-            logsumexp.unsqueeze(-1),
-            *state,
-            None,
-            None,
-            None,
-            *lengths,
-            0.0,
-            causal,
-            scale=scale,
+            grad, query, key, value, output, logsumexp, *state, *nothing, *lengths, 0.0, causal, scale=scale
         )
         return result
 
@@ -195,11 +155,11 @@ def merge_block(output: Tensor, logsumexp: Tensor, block_output: Tensor, block_l
     logsumexp.copy_(torch.logaddexp(logsumexp, block_logsumexp))
 
 
-def _scores(query: Tensor, key: Tensor, scale: float, causal: bool) -> Tensor:
-    """[b, n, q, d] and [b, g, k, d] -> [b, g, n/g, q, k] in fp32."""
-    grouped = torch.unflatten(query.float(), 1, (key.shape[1], -1))
-    scores = (grouped * scale) @ key.float().unsqueeze(2).transpose(-1, -2)
-    if causal:
+def _scores(block: Block) -> Tensor:
+    """[b, g, n/g, q, k] in fp32."""
+    grouped = torch.unflatten(block.query.float(), 1, (block.key.shape[1], -1))
+    scores = (grouped * block.scale) @ block.key.float().unsqueeze(2).transpose(-1, -2)
+    if block.causal:
         hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(diagonal=1)
         scores = scores.masked_fill(hidden, float("-inf"))
     return scores

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron.core.transformer.attention_kernels import BlockKernel, merge_block
+from megatron.core.transformer.attention_kernels import Attended, Block, BlockKernel, merge_block
 
 
 def late_chunk(x: Tensor) -> Tensor:
@@ -26,7 +26,7 @@ class BlockAttention:
 
     def __init__(self, kernel: BlockKernel, query: Tensor, key: Tensor, value: Tensor, *, scale: float) -> None:
         self.kernel, self.query, self.scale = kernel, query, scale
-        output, self._logsumexp, self.state = kernel.forward(query, key, value, scale=scale, causal=True)
+        output, self._logsumexp, self._state = kernel.forward(Block(query, key, value, scale, True))
         # With one block of keys only, the kernel's output could serve; elsewhere sums over blocks must not round to bf16.
         self._output = output.float()
 
@@ -35,57 +35,36 @@ class BlockAttention:
         query, output, logsumexp = self.query, self._output, self._logsumexp
         if late_only:
             query, output, logsumexp = late_chunk(query), late_chunk(output), late_chunk(logsumexp)
-        block_output, block_logsumexp, _ = self.kernel.forward(query, key, value, scale=self.scale, causal=False)
-        merge_block(output, logsumexp, block_output, block_logsumexp)
+        block = self.kernel.forward(Block(query, key, value, self.scale, False))
+        merge_block(output, logsumexp, block.output, block.logsumexp)
 
-    def result(self) -> tuple[Tensor, Tensor]:
-        """The output [b, n, l, d] in the queries' dtype and the log-sum-exp [b, n, l] in fp32."""
-        return self._output.to(self.query.dtype), self._logsumexp
+    def result(self) -> Attended:
+        """Of all blocks together; the output [b, n, l, d] is in the queries' dtype."""
+        return Attended(self._output.to(self.query.dtype), self._logsumexp, self._state)
 
 
 class BlockGradients:
     """The gradients of what ``BlockAttention`` computed, block by block; sums are in fp32.
 
     Args:
-        grad: [b, n, l, d] of the output.
-        output, logsumexp, state: as ``BlockAttention`` left them.
+        attended: what ``BlockAttention.result`` gave.
+        grad: [b, n, l, d] of its output.
     """
 
-    def __init__(
-        self,
-        kernel: BlockKernel,
-        query: Tensor,
-        output: Tensor,
-        logsumexp: Tensor,
-        grad: Tensor,
-        *,
-        state: list[Tensor],
-        scale: float,
-    ) -> None:
-        self.kernel, self.query, self.output, self.logsumexp, self.grad = kernel, query, output, logsumexp, grad
-        self.state, self.scale = state, scale
+    def __init__(self, kernel: BlockKernel, query: Tensor, attended: Attended, grad: Tensor, *, scale: float) -> None:
+        self.kernel, self.query, self.attended, self.grad, self.scale = kernel, query, attended, grad, scale
         self.grad_query = torch.zeros_like(query, dtype=torch.float32)
 
     def add(
         self, key: Tensor, value: Tensor, *, causal: bool = False, late_only: bool = False
     ) -> tuple[Tensor, Tensor]:
         """The gradients of this block's key and value [b, g, k, d]; ``grad_query`` has the block's part."""
-        # A kernel reads the log-sum-exp without strides.
-        rows = [self.grad, self.query, self.output, self.logsumexp]
+        query, grad, into, (output, logsumexp, state) = self.query, self.grad, self.grad_query, self.attended
         if late_only:
-            rows = [late_chunk(x) for x in rows]
-        grad, query, output, logsumexp = rows
-        grad_query, grad_key, grad_value = self.kernel.backward(
-            grad,
-            query,
-            key,
-            value,
-            output,
-            logsumexp.contiguous(),
-            self.state,
-            scale=self.scale,
-            causal=causal,
-        )
-        into = late_chunk(self.grad_query) if late_only else self.grad_query
+            query, grad, into, output, logsumexp = map(late_chunk, (query, grad, into, output, logsumexp))
+        # A kernel reads the log-sum-exp without strides.
+        rows = Attended(output, logsumexp.contiguous(), state)
+        block = Block(query, key, value, self.scale, causal)
+        grad_query, grad_key, grad_value = self.kernel.backward(block, rows, grad)
         into.add_(grad_query)
         return grad_key, grad_value

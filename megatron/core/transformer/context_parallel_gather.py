@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron.core.tensor_parallel.collectives import begin_gather, begin_sum_and_scatter
-from megatron.core.transformer.attention_kernels import BlockKernel
+from megatron.core.transformer.attention_kernels import Attended, BlockKernel
 from megatron.core.transformer.block_attention import BlockAttention, BlockGradients
 
 
@@ -49,8 +49,8 @@ class _GatheredAttention(torch.autograd.Function):
             attention.add(
                 _heads_first(_behind(keys, size, rank)), _heads_first(_behind(values, size, rank)), late_only=True
             )
-        output, logsumexp = attention.result()
-        ctx.save_for_backward(query, key, value, output, logsumexp, *attention.state)
+        output, logsumexp, state = attention.result()
+        ctx.save_for_backward(query, key, value, output, logsumexp, *state)
         ctx.cp_group, ctx.kernel, ctx.scale = cp_group, kernel, scale
         return output.permute(2, 0, 1, 3)
 
@@ -60,7 +60,7 @@ class _GatheredAttention(torch.autograd.Function):
         query, key, value, output, logsumexp, *state = ctx.saved_tensors
         grad, size, rank = grad_outputs[0].permute(1, 2, 0, 3), ctx.cp_group.size(), ctx.cp_group.rank()
         gathers = [begin_gather(x, ctx.cp_group) for x in (key, value)]
-        gradients = BlockGradients(ctx.kernel, query, output, logsumexp, grad, state=state, scale=ctx.scale)
+        gradients = BlockGradients(ctx.kernel, query, Attended(output, logsumexp, state), grad, scale=ctx.scale)
         own = gradients.add(_heads_first(key), _heads_first(value), causal=True)
         gathered = [gather.wait() for gather in gathers]
         # What one rank adds is rounded once, where the ranks' sums end.

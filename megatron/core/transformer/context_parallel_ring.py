@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
-from megatron.core.transformer.attention_kernels import BlockKernel
+from megatron.core.transformer.attention_kernels import Attended, BlockKernel
 from megatron.core.transformer.block_attention import BlockAttention, BlockGradients
 
 
@@ -59,8 +59,8 @@ class _RingAttention(torch.autograd.Function):
             if arriving is not None:
                 held = arriving.wait()
         assert attention is not None
-        output, logsumexp = attention.result()
-        ctx.save_for_backward(query, own, output, logsumexp, *attention.state)
+        output, logsumexp, state = attention.result()
+        ctx.save_for_backward(query, own, output, logsumexp, *state)
         ctx.cp_group, ctx.kernel, ctx.scale = cp_group, kernel, scale
         return output.permute(2, 0, 1, 3)
 
@@ -69,7 +69,7 @@ class _RingAttention(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         query, own, output, logsumexp, *state = ctx.saved_tensors
         grad, size, rank = grad_outputs[0].permute(1, 2, 0, 3), ctx.cp_group.size(), ctx.cp_group.rank()
-        gradients = BlockGradients(ctx.kernel, query, output, logsumexp, grad, state=state, scale=ctx.scale)
+        gradients = BlockGradients(ctx.kernel, query, Attended(output, logsumexp, state), grad, scale=ctx.scale)
         held, following = own, None
         for step in range(size):
             arriving = _Hop(held, ctx.cp_group) if step < size - 1 else None
