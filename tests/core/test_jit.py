@@ -51,7 +51,26 @@ def test_a_function_is_compiled_once_and_sees_values_without_autograd(monkeypatc
     function = jit.Fusible(_double)
     assert [function(True, torch.ones(1, requires_grad=True)).item() for _ in range(3)] == [41, 41, 41]
     assert function(False, torch.ones(1)).item() == 2
-    assert compiled == [_double] and seen == [False] * 3
+    assert [one.__name__ for one in compiled] == ["_double"] and seen == [False] * 3
+    assert compiled[0](torch.ones(1)).item() == 2
+
+
+def test_each_width_has_code_of_its_own_for_any_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By what the compiler makes of it: with the first width known, and for the second one anew."""
+    sizes: list[list[Any]] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        sizes.extend(list(x.shape) for x in inputs if isinstance(x, torch.Tensor))
+        return graph.forward
+
+    compile_ = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function: compile_(function, backend=backend))
+    monkeypatch.setattr(jit, "is_compiled", lambda wanted, first: wanted)
+    function = jit.Fusible(_double)
+    for shape in [(4, 6), (5, 6), (7, 6), (4, 8), (9, 8), (3, 10)]:
+        assert torch.equal(function(True, torch.ones(shape)), torch.full(shape, 2.0))
+    assert [size[1] for size in sizes] == [6, 6, 8, 8, 10], sizes
+    assert all(isinstance(size[1], int) for size in sizes)
 
 
 def test_where_the_compiler_fails_the_plain_function_runs_and_one_line_says_so(

@@ -220,7 +220,8 @@ def train_plainly(case: Case) -> Outcome:
 
 def _model(case: Case, **arguments: Any) -> Any:
     arguments["share_embeddings_and_output_weights"] = case.tied
-    fields: dict[str, Any] = {"calculate_per_token_loss": case.per_token}
+    # A device would draw other weights than the CPU does.
+    fields: dict[str, Any] = {"calculate_per_token_loss": case.per_token, "use_cpu_initialization": True}
     if case.recompute is not None:
         fields |= {"recompute_granularity": "full", "recompute_method": case.recompute, "recompute_num_layers": 1}
     return build_gpt(arguments, num_layers=LAYERS, hidden_size=HIDDEN, **fields)

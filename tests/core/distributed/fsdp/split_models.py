@@ -88,20 +88,20 @@ class Spec:
 @cache
 def specs(layout: Layout) -> list[Spec]:
     """All parameters of the model, each once."""
-    found = [Spec(EMBEDDING, (10, 3), 0, partition_dim=0, is_shared=True)]
+    found = [Spec(EMBEDDING, (12, 3), 0, partition_dim=0, is_shared=True)]
     for index in range(NUM_LAYERS):
         stage, layer = index * layout.pp // NUM_LAYERS, f"layers.{index}"
         found += [
             Spec(f"{layer}.norm", (7,), stage, sequence_parallel=True),
-            Spec(f"{layer}.fc1", (12, 3), stage, partition_dim=0, stride=2),
-            Spec(f"{layer}.fc1_bias", (12,), stage, partition_dim=0, stride=2),
+            Spec(f"{layer}.fc1", (24, 3), stage, partition_dim=0, stride=2),
+            Spec(f"{layer}.fc1_bias", (24,), stage, partition_dim=0, stride=2),
             Spec(f"{layer}.fc2", (5, 12), stage, partition_dim=1),
             Spec(f"{layer}.fc2_bias", (5,), stage, sequence_parallel=True),
             Spec(f"{layer}.scale", (), stage),
         ]
         for expert in range(NUM_EXPERTS):
             prefix = f"{layer}.experts.{expert}"
-            found.append(Spec(f"{prefix}.weight", (6, 5), stage, partition_dim=0, expert=expert))
+            found.append(Spec(f"{prefix}.weight", (12, 5), stage, partition_dim=0, expert=expert))
             found.append(Spec(f"{prefix}.bias", (3,), stage, expert=expert))
     return found
 

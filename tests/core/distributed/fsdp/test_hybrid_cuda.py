@@ -26,10 +26,12 @@ def _overlap(num_inner: int, outer: str, folder: str) -> None:
     mesh = init_device_mesh(DEVICE, (2, num_inner), mesh_dim_names=("outer", "inner"))
     trainer = Trainer(NUM_ROWS, mesh=mesh, placements=hybrid_placements("optim_grads_params", outer))
     trainer.run(4)
-    traced(lambda: None, Path(folder) / "warmup.json")  # the first profile starts slowly, on each rank differently
-    dist.all_reduce(torch.zeros(1, device=DEVICE))  # ranks start together
+    # The first profile starts slowly, on each rank differently.
+    traced(lambda: torch.zeros(1, device=DEVICE), Path(folder) / f"warmup-{dist.get_rank()}.json")
 
     def step(is_last: bool) -> None:
+        # Ranks start together, whenever their profilers let them: one that waits for another has no GEMMs meanwhile.
+        dist.all_reduce(torch.zeros(1, device=DEVICE))
         torch.cuda._sleep(40_000_000)  # the host gets ahead, as it does where units take longer than their launches
         with microbatch(trainer.net, is_first=not is_last, is_last=is_last):
             trainer.forward()
@@ -47,7 +49,7 @@ def _check_overlap(works: list[Work], *, is_last: bool, is_inner: bool, scatters
     """All but the last outer reduction of a step overlap GEMMs; another microbatch has none."""
     gemms = [work for work in works if work.is_gemm]
     inner_and_outer = [work for work in works if work.is_reduction]
-    outer = [work for work in works if _ALL_REDUCE.search(work.name)]
+    _, *outer = (work for work in works if _ALL_REDUCE.search(work.name))  # the first is that of the ranks' start
     if scatters:  # over the outer axis too: behind each inner one
         assert not outer and len(inner_and_outer) == NUM_UNITS * (is_inner + is_last)
         outer = inner_and_outer[is_inner :: 1 + is_inner] if is_last else []
