@@ -11,18 +11,21 @@ import torch
 
 from megatron.core.distributed.fsdp import ranges
 from megatron.core.distributed.fsdp.autograd_hooks import BackwardEnd, OutputHook
-from megatron.core.distributed.fsdp.collectives import Transport
+from megatron.core.distributed.fsdp.backward import Backward
+from megatron.core.distributed.fsdp.epochs import Epochs
 from megatron.core.distributed.fsdp.gatherer import Gatherer
 from megatron.core.distributed.fsdp.grad_sums import sum_grads
 from megatron.core.distributed.fsdp.graphs import Graphs, GraphToken
+from megatron.core.distributed.fsdp.members import Members
 from megatron.core.distributed.fsdp.memory_report import MemoryReport, report_memory
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup
-from megatron.core.distributed.fsdp.plan import NO_UNITS, Plan, Use
+from megatron.core.distributed.fsdp.plan import Plan
 from megatron.core.distributed.fsdp.planner import Planner
 from megatron.core.distributed.fsdp.reducer import Reducer
 from megatron.core.distributed.fsdp.streams import CudaStreams, Streams, make_streams
 from megatron.core.distributed.fsdp.unit import FsdpUnit, Phase
 from megatron.core.distributed.fsdp.updater import Update, Updater
+from megatron.core.distributed.fsdp.uses import Uses
 
 logger = logging.getLogger(__name__)
 
@@ -42,30 +45,16 @@ class FsdpContext:
         self.gatherer.can_move = lambda: (own := self_ref()) is not None and own._can_move()
         self.reducer = Reducer(self.streams)
         self._updater = Updater(self.streams, self.gatherer)
-        self.is_last_microbatch = True
-        self.overlaps_gather = True  # the next unit's weights are gathered ahead of its use
         self.graphs = Graphs()
         self.planner = Planner(self.gatherer, self.reducer, self.graphs, device)
-        self._units: list[weakref.ref[FsdpUnit]] = []
-        self._groups: list[weakref.ref[FsdpParameterGroup]] = []
-        self._owners: list[weakref.ref[FsdpUnit]] = []  # of the groups
-        self._read_peers: list[
-            Transport
-        ] = []  # transports whose gathers read shards without asking, one for each group
+        self.members = Members()
+        self._uses = Uses(self.members, self.gatherer, self.planner)
+        self._backward = Backward(self.members, self._uses, self.gatherer, self.reducer)
+        self._backward_end: weakref.ref[BackwardEnd] | None = None
         self._is_capturing = False
         self._depth = 0
         self._num_entered = 0  # forwards of units, ever
-        self._scope_depth = 0
-        self._epoch_is_open = False  # the next forward uses the epoch that was opened for it
-        # Backward
-        self._backward_end: weakref.ref[BackwardEnd] | None = None
-        self._open_units: list[
-            FsdpUnit
-        ] = []  # their gradients are owed or not reduced yet, in the order of their begin
-        self._claiming: list[FsdpUnit] = []  # their backward holds weights
-        self._recomputed: list[FsdpUnit] = []  # of these, the ones that recompute and whose gradients have not come
-        self._lingering: list[FsdpUnit] = []  # of these, the ones that hold weights until the second next unit begins
-        self._staying = NO_UNITS  # at a backward's end, the units that the plan goes on with
+        self._epochs = Epochs(self.streams, self.gatherer)
 
     @property
     def plan(self) -> Plan | None:
@@ -76,6 +65,15 @@ class FsdpContext:
     def in_plan(self) -> bool:
         """True if this step has done so far what the plan says."""
         return self.planner.in_plan
+
+    @property
+    def overlaps_gather(self) -> bool:
+        """The next unit's weights are gathered ahead of its use."""
+        return self._uses.gathers_ahead
+
+    @overlaps_gather.setter
+    def overlaps_gather(self, value: bool) -> None:
+        self._uses.gathers_ahead = value
 
     @property
     def overlaps_reduce(self) -> bool:
@@ -99,40 +97,29 @@ class FsdpContext:
 
     def register(self, unit: FsdpUnit) -> None:
         """Afterwards the unit belongs to this context, which drops its plan, since it does not know the unit."""
-        unit.context, unit.index = self, len(self._units)
-        self._units.append(weakref.ref(unit))
+        unit.context = self
         for group in unit.own_groups:
-            group.index, group.context = len(self._groups), weakref.ref(self)
-            group.set_prefix(unit.prefix)
-            self._groups.append(weakref.ref(group))
-            self._owners.append(self._units[-1])
-            self._read_peers += [axis for axis in group.group_mesh.axes if axis.reads_peers and group.needs_gather][:1]
-        self._read_peers = list({tuple(axis.ranks): axis for axis in self._read_peers}.values())
-        unit.forward_range, unit.backward_range = (
-            f"fsdp.{phase} {unit.prefix.rstrip('.') or 'root'}" for phase in ("forward", "backward")
-        )
+            group.context = weakref.ref(self)
+        self.members.add(unit)
         self.planner.leave_plan(self.groups)
 
     def disband(self) -> bool:
         """Afterwards, if it was at rest, this context has no units left; the caller registers them elsewhere."""
-        if self._depth or self._claiming or self._open_units or self.graphs.are_open:
+        if self._depth or not self._backward.is_at_rest or self.graphs.are_open:
             return False
         self.planner.leave_plan(self.groups)
-        self._units.clear()
-        self._groups.clear()
-        self._owners.clear()
-        self._read_peers.clear()
+        self.members.clear()
         return True
 
     @property
     def units(self) -> list[FsdpUnit]:
         """The units that still exist, in the order of their registration."""
-        return [unit for ref in self._units if (unit := ref()) is not None]
+        return self.members.units
 
     @property
     def groups(self) -> list[FsdpParameterGroup]:
         """The groups that still exist."""
-        return [group for ref in self._groups if (group := ref()) is not None]
+        return self.members.groups
 
     def describe(self) -> MemoryReport:
         """What the buffers of these units take on this rank: as planned, or, before a step has run, as expected."""
@@ -141,17 +128,23 @@ class FsdpContext:
 
     # ---- microbatches -------------------------------------------------------------------------------------------
 
+    @property
+    def is_last_microbatch(self) -> bool:
+        """A backward ends the step: it reduces gradients over all ranks."""
+        return self._backward.is_last
+
+    @is_last_microbatch.setter
+    def is_last_microbatch(self, value: bool) -> None:
+        self._backward.is_last = value
+
     @contextmanager
     def microbatch(self, *, is_first: bool, is_last: bool) -> Iterator[None]:
         """In the scope, weights are synchronised once (``is_first``) or not at all, and gradients summed over ranks
         at rest placement only, or (``is_last``) to the optimizer's."""
         previous = self.is_last_microbatch
-        if self._epoch_is_open:
-            self._use_prepared_epoch()
-        elif is_first:
-            self._open_epoch()
+        self._epochs.begin(is_first=is_first)
         self.is_last_microbatch = is_last
-        self._scope_depth += 1
+        self._epochs.num_scopes += 1
         if is_first:
             for group in self.groups:
                 if group.trainable and group.has_partial:
@@ -159,7 +152,7 @@ class FsdpContext:
         try:
             yield
         finally:
-            self._scope_depth -= 1
+            self._epochs.num_scopes -= 1
             self.is_last_microbatch = previous
 
     @contextmanager
@@ -171,30 +164,20 @@ class FsdpContext:
         finally:
             self.is_last_microbatch = previous
 
-    def _open_epoch(self) -> None:
-        if isinstance(self.streams, CudaStreams):
-            self.streams.follow_caller()
-        self.gatherer.new_epoch()
-
     def prepare_forward(self) -> None:
         """Afterwards the weights of the step to come are final, and the first unit's are on their way.
 
         Ranks: all. Call it after the optimizer has stepped; the next forward or first microbatch uses what it began.
         """
         self._recover()
-        self._open_epoch()
-        self._epoch_is_open = True
-        if self.plan is not None and self._depth == 0:
-            self.gatherer.release_idle()
-            first = self.plan.uses[0], *self.plan.ahead[0]  # the root, which may have no weights, and the first in it
-            for use in first:
-                self._prefetch_use(use, forward=True)
+        self._epochs.open(prepares=True)
+        if self._depth == 0:
+            self._uses.prepare_first()
 
     def weights_changed(self) -> None:
         """Afterwards the next forward uses the main weights as they are now, also in a scope that is not a step's first."""
         self.gatherer.release_idle()
-        self._open_epoch()
-        self._epoch_is_open = False
+        self._epochs.open()
 
     def update_weights(
         self,
@@ -215,24 +198,13 @@ class FsdpContext:
         Ranks: all that hold the groups.
         """
         self.gatherer.release_idle()
-        in_order = sorted(groups, key=lambda group: self.planner.first_use(self._owner(group).index))
+        in_order = sorted(groups, key=lambda group: self.planner.first_use(self.members.owner(group).index))
         self._updater.run(in_order, update, overlaps=overlaps)
-        self._open_epoch()
-        self._epoch_is_open = False
+        self._epochs.open()
 
     def finish_updates(self) -> None:
         """Afterwards work on the compute stream sees main weights, and may free main gradients, as updates leave them."""
         self._updater.finish()
-
-    def _use_prepared_epoch(self) -> None:
-        """Afterwards a step begins on the weights that ``prepare_forward`` has begun to gather."""
-        self._epoch_is_open = False
-        for group in self.gatherer.live:
-            if group.main_version != group.synced_version and not group.pinned:
-                raise RuntimeError(
-                    f"weights of {group} were written after start_param_sync had begun to gather them, so that forward would "
-                    "read the old ones; call start_param_sync after the optimizer's step, or use fully_shard_optimizer"
-                )
 
     # ---- forward ------------------------------------------------------------------------------------------------
 
@@ -243,9 +215,7 @@ class FsdpContext:
         """
         if torch._C._current_graph_task_id() != -1:
             self._open_backward()
-            if unit.phase is not Phase.BACKWARD:
-                self._recomputed.append(unit)
-            self._claim(unit)
+            self._backward.recompute(unit)
             return True
         if self._depth == 0:
             self._begin_forward()
@@ -258,7 +228,7 @@ class FsdpContext:
         for group in unit.groups:
             group.num_users += 1
         try:
-            self._use(unit, backward=False)
+            self._uses.begin(unit, backward=False)
         except BaseException:
             self.fail_forward(unit)
             raise
@@ -278,7 +248,7 @@ class FsdpContext:
             self.graphs.end()
             if not tensors:
                 self.gatherer.release_idle()
-                self.gatherer.end_pass(self._read_peers)
+                self.gatherer.end_pass(self.members.read_peers)
 
     def leave_recomputation(self, unit: FsdpUnit, tensors: list[torch.Tensor]) -> None:
         """Afterwards the weights stay for the backward that recomputed, and the gradient of any of ``tensors`` begins it.
@@ -320,12 +290,9 @@ class FsdpContext:
             self.streams.follow_caller()
             self._notice_capture()
         self._recover()
-        if self._scope_depth == 0:
-            if self._epoch_is_open:
-                self._use_prepared_epoch()
-            else:
-                self._open_epoch()
-        self._check_parameters()
+        if self._epochs.num_scopes == 0:
+            self._epochs.begin()
+        self.members.check()
         for group in self.groups:
             if group.trainable:
                 group.watch_gradients()
@@ -344,59 +311,14 @@ class FsdpContext:
             self._updater.forget_events()
             for group in self.groups:
                 group.forget_events()
-            self._open_epoch()
-
-    def _check_parameters(self) -> None:
-        for group in self.groups:
-            replaced = group.holders.replaced()
-            if replaced is not None:
-                raise RuntimeError(
-                    f"{group.name_of(replaced)} must stay the parameter that fully_shard made, got another one in its place, which no forward "
-                    "would use; write to the parameter in place, or replace it before fully_shard"
-                )
-            changed = group.with_other_requires_grad()
-            if changed is not None:
-                raise RuntimeError(
-                    f"requires_grad of {changed} must stay {group.trainable}, as it was when fully_shard was called, got "
-                    f"{not group.trainable}; freeze or unfreeze parameters before fully_shard"
-                )
+            self._epochs.open()
 
     # ---- backward -----------------------------------------------------------------------------------------------
 
     def begin_unit_backward(self, unit: FsdpUnit) -> None:
-        """Afterwards the unit's weights are whole for its backward. Ranks: all.
-
-        Units that ran later in forward are done with theirs, so their gradients are on their way to their owners, with
-        zeros for what is missing. Not when they are complete: a parameter that gets no gradient on this rank may get
-        one on another, and ranks must issue gathers and reductions in one order. Units whose gradients come from
-        elsewhere too wait for backward's end. [Note: one order of reductions] in DESIGN.md.
-        """
+        """Afterwards the unit's weights are whole for its backward, and later units' gradients on their way. Ranks: all."""
         self._open_backward()
-        for later in list(self._open_units):
-            if later.order > unit.last_inside and not later.waits_for_end:
-                self._reduce(later)
-        self._open(unit)
-        for group in unit.borrowed_groups:
-            if group.trainable and group.context is not None and group.context() is self:
-                self._open(self._owner(group))
-        self._claim(unit)
-
-    def _claim(self, unit: FsdpUnit) -> None:
-        """Afterwards backward holds the unit's weights, for its recomputation or for its gradients."""
-        if unit.phase is Phase.BACKWARD:
-            for group in unit.groups:
-                if not group.is_gathered:  # another unit needed its addresses meanwhile
-                    self.gatherer.acquire(group, forward=False)
-            return
-        unit.phase = Phase.BACKWARD
-        unit.mark = ranges.begin(unit.backward_range)
-        self._release_lingering()
-        if unit.lingers:
-            self._lingering.append(unit)
-        self._claiming.append(unit)
-        for group in unit.groups:
-            group.num_claims += 1
-        self._use(unit, backward=True)
+        self._backward.begin(unit)
 
     def _open_backward(self) -> None:
         if self._backward_end is not None:
@@ -407,109 +329,37 @@ class FsdpContext:
         self._backward_end = weakref.ref(end)
         torch.autograd.Variable._execution_engine.queue_callback(end)
 
-    def _open(self, unit: FsdpUnit) -> None:
-        """Afterwards this backward owes the gradients of the unit's own parameters."""
-        if unit.is_open or not unit.trainable_groups:
-            return
-        unit.is_open = True
-        for group in unit.trainable_groups:
-            group.is_owed = True
-        self._open_units.append(unit)
-        if unit in self._recomputed:
-            self._recomputed.remove(unit)
-
     def open_group(self, group: FsdpParameterGroup) -> None:
         """Afterwards this backward owes the group's gradients: one of them has arrived, or is about to be written."""
         self._open_backward()
-        self._open(self._owner(group))
-
-    def _owner(self, group: FsdpParameterGroup) -> FsdpUnit:
-        owner = self._owners[group.index]()
-        assert owner is not None, "a group lives no longer than its unit"
-        return owner
+        self._backward.owe(self.members.owner(group))
 
     def acquire_staging(self, group: FsdpParameterGroup) -> None:
         """Afterwards backward may write gradients of the group in place."""
         self.open_group(group)
         self.reducer.stage(group)
 
-    def _reduce(self, unit: FsdpUnit) -> None:
-        """Afterwards the unit's gradients are on their way to their owners. Ranks: all."""
-        unit.is_open = False
-        self._open_units.remove(unit)
-        for group in unit.trainable_groups:
-            group.is_owed = False
-            self.reducer.reduce(group, is_last=self.is_last_microbatch)
-        if unit not in self._lingering:
-            self._close(unit)
-
-    def _close(self, unit: FsdpUnit) -> None:
-        """Afterwards the unit's backward no longer holds any weights."""
-        if unit.phase is not Phase.BACKWARD:
-            return
-        unit.phase = Phase.RESTING
-        ranges.end(unit.mark)
-        self._claiming.remove(unit)
-        for group in unit.groups:
-            group.num_claims -= 1
-            if group.is_kept or unit.index in self._staying:  # kept: until the end of the last backward
-                self.gatherer.set_aside(group)
-            else:
-                self.gatherer.release(group)
-
-    def _release_lingering(self) -> None:
-        """Afterwards weights that get no gradient here are released for all units but the last one.
-
-        Such weights (frozen, or tied and owned by another unit) have no event that says when backward is done with
-        them. Autograd runs what was recorded later first, so once the second next unit has begun, all that could
-        read them has run; the version fence would catch an exception to that.
-        """
-        while len(self._lingering) >= 2:
-            unit = self._lingering.pop(0)
-            if not unit.is_open:
-                self._close(unit)
-
     def end_backward(self) -> None:
         """Afterwards every gradient of this backward is in ``param.grad`` and nothing stays gathered. Ranks: all."""
         self._backward_end = None
         upcoming = self.planner.upcoming  # other graphs wait for their backward, and the plan goes on with these
-        self._staying = frozenset(use.unit for use in upcoming)
-        for unit in list(self._recomputed):
-            self._open(unit)  # no gradient came, here
-        for unit in sorted(self._open_units, key=lambda unit: -unit.order):
-            self._reduce(unit)
-        if self.is_last_microbatch:
-            self._reduce_partial()
-        self._lingering.clear()
-        self._recomputed.clear()
-        for unit in list(self._claiming):
-            self._close(unit)
-        self._staying = NO_UNITS
+        self._backward.end(staying=frozenset(use.unit for use in upcoming))
         self.reducer.finish()
         if self.is_last_microbatch:
             sum_grads(self.groups, in_use=False)
-        if self._read_peers and self.gatherer.has_unused and not upcoming:
-            self.gatherer.end_pass(self._read_peers)  # reductions tell of gathers that compute waited for, no others
-        self.gatherer.release_idle(keeps=not self.is_last_microbatch, upcoming=self._groups_of(upcoming))
+        if self.members.read_peers and self.gatherer.has_unused and not upcoming:
+            # Reductions tell of gathers that compute waited for, no others.
+            self.gatherer.end_pass(self.members.read_peers)
+        self.gatherer.release_idle(keeps=not self.is_last_microbatch, upcoming=self.members.groups_of(upcoming))
         self.planner.end_record(self.units, self.groups)
 
     def reduce_partial(self) -> None:
         """Afterwards gradients that microbatches left unreduced are in ``param.grad``. Ranks: all."""
-        self._reduce_partial()
+        self._backward.reduce_partial()
         self.reducer.finish()
         sum_grads(self.groups, in_use=False)
 
-    def _reduce_partial(self) -> None:
-        for group in self.groups:
-            if group.trainable and group.has_partial:
-                self.reducer.reduce_rest(group)
-
     # ---- failure ------------------------------------------------------------------------------------------------
-
-    @property
-    def epoch_is_open(self) -> bool:
-        """True between ``prepare_forward`` and the forward or microbatch that it prepared."""
-        return self._epoch_is_open
 
     @property
     def is_running(self) -> bool:
@@ -532,8 +382,7 @@ class FsdpContext:
         """Afterwards nothing of the step that was under way is left: nothing gathered, no gradient half reduced."""
         self._backward_end = None
         self._depth = 0
-        for unit in self._claiming:
-            ranges.end(unit.mark)
+        self._backward.abandon()
         for unit in self.units:
             unit.phase, unit.forward_depth, unit.is_open = Phase.RESTING, 0, False
         for group in self.groups:
@@ -542,8 +391,6 @@ class FsdpContext:
                 self.reducer.abandon(group)
                 if group.has_partial:
                     self.reducer.drop_partial(group)
-        for units in (self._open_units, self._claiming, self._lingering, self._recomputed):
-            units.clear()
         self.reducer.finish()
         for group in self.groups:
             self.gatherer.release(group)
@@ -554,8 +401,8 @@ class FsdpContext:
 
     def pin(self, unit: FsdpUnit) -> None:
         """Afterwards the unit's weights are whole until ``unpin``. Ranks: all."""
-        if self._depth == 0 and self._scope_depth == 0 and not self._epoch_is_open:
-            self._open_epoch()
+        if self._depth == 0 and self._epochs.num_scopes == 0 and not self._epochs.is_prepared:
+            self._epochs.open()
         for group in unit.groups:
             storage = group.weight_storage
             if storage is not None and storage.in_arena and not group.is_gathered and self._can_move():
@@ -570,26 +417,6 @@ class FsdpContext:
             self.gatherer.release(group)
 
     # ---- the plan -----------------------------------------------------------------------------------------------
-
-    def _use(self, unit: FsdpUnit, *, backward: bool) -> None:
-        """Afterwards compute may read the unit's weights, and, where the plan holds, the next unit's are on their way."""
-        following = self.planner.use(unit, backward=backward)
-        for group in unit.groups:
-            self.gatherer.acquire(group, forward=not backward)
-        for use in following if self.overlaps_gather else ():
-            # Without gradients neither a backward follows, nor another forward on these weights.
-            if backward or torch.is_grad_enabled() or not (use.backward or self.planner.is_forward_again(use)):
-                self._prefetch_use(use, forward=not use.backward)
-
-    def _groups_of(self, uses: Sequence[Use]) -> set[FsdpParameterGroup]:
-        units = [self._units[use.unit]() for use in uses]
-        return {group for unit in units if unit is not None for group in unit.groups}
-
-    def _prefetch_use(self, use: Use, *, forward: bool) -> None:
-        unit = self._units[use.unit]()
-        if unit is not None:
-            for group in unit.groups:
-                self.gatherer.prefetch(group, forward=forward)
 
     def _begin_step(self) -> None:
         """Afterwards a new step is compared with the plan, and what is gathered was gathered for it."""

@@ -163,7 +163,7 @@ def _shards_that_peers_read(streams: LoggingStreams, strategy: str) -> None:
     """After an evaluation the user writes weights where others read them."""
     run = Run(streams, strategy)
     run.step()
-    run.context._read_peers = [_Peers(run)]  # type: ignore[list-item]
+    run.context.members.read_peers = [_Peers(run)]  # type: ignore[list-item]
     for _ in range(2):
         run.evaluate()
         streams.work("load", writes=tuple(group.model_weight.local for group in run.context.groups))
