@@ -154,7 +154,7 @@ NOT_SERVED = {
     "fp8_param_gather": "weights are gathered in the model's dtype",
     "keep_fp8_transpose_cache": "there are no FP8 weights",
     "fsdp_double_buffer": "buffers lie at fixed addresses of an arena always, planned from the first step",
-    "align_param_gather": "there are no pipeline stages to align",
+    "align_param_gather": "each pipeline stage gathers when its own plan says so",
     "delay_wgrad_compute": "weight gradients are computed in backward",
     "disable_symmetric_registration": "registered buffers are symmetric; set fsdp_transport='nccl' to register none",
     "reduce_scatter_with_fp32_accumulation": "set megatron_fsdp_grad_comm_dtype=torch.float32 instead",
