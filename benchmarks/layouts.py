@@ -198,7 +198,8 @@ def summarize(events: list[dict[str, Any]]) -> str:
     compute: list[Interval] = []
     everything: list[Interval] = []
     kinds: dict[str, list[Interval]] = defaultdict(list)
-    others: dict[str, list[float]] = defaultdict(list)
+    others: list[Interval] = []
+    times_of: dict[str, list[float]] = defaultdict(list)
     for event in events:
         if event.get("ph") != "X" or event.get("cat") not in ("kernel", "gpu_memcpy", "gpu_memset"):
             continue
@@ -212,17 +213,19 @@ def summarize(events: list[dict[str, Any]]) -> str:
         elif _GEMM.search(name):
             compute.append(when)
         else:
-            others[name[:90]].append(float(event["dur"]))
+            others.append(when)
+            times_of[name[:90]].append(float(event["dur"]))
     span = max((end for _, end in everything), default=0.0) - min((begin for begin, _ in everything), default=0.0)
     lines = [
         f"device at work: {length(everything) / 1e3:.1f} of {span / 1e3:.1f} ms",
         f"matrix products and attention: {length(compute) / 1e3:.1f} ms",
     ]
     lines += [
-        f"{kind}: {len(spans)}, {length(spans) / 1e3:.1f} ms, of which beside those {overlap(spans, compute) / 1e3:.1f} ms"
+        f"{kind}: {len(spans)}, {length(spans) / 1e3:.1f} ms, of which beside those {overlap(spans, compute) / 1e3:.1f} ms, "
+        f"beside any computation {overlap(spans, compute + others) / 1e3:.1f} ms"
         for kind, spans in sorted(kinds.items())
     ]
-    longest = sorted(others.items(), key=lambda item: -sum(item[1]))[:_NUM_OTHERS]
+    longest = sorted(times_of.items(), key=lambda item: -sum(item[1]))[:_NUM_OTHERS]
     lines += [f"{sum(times) / 1e3:.1f} ms, {len(times)} of: {name}" for name, times in longest]
     return "\n".join(lines)
 
