@@ -41,6 +41,18 @@ _VARIANTS = {
         "--recompute-method uniform --recompute-num-layers 1 --global-batch-size 12"
     ),
 }
+# Two ranks that do not share all their data, or not all of the model.
+_SPLIT = {
+    "tensor parallel": "--attention-backend unfused --global-batch-size 12 --tensor-model-parallel-size 2",
+    "sequence parallel": (
+        "--attention-backend unfused --global-batch-size 12 --bf16 --tensor-model-parallel-size 2 --sequence-parallel"
+    ),
+    "two instances": "--attention-backend unfused --global-batch-size 12 --num-distributed-optimizer-instances 2",
+    "two instances, sharded optimizer": (
+        "--attention-backend unfused --global-batch-size 12 --bf16 --num-distributed-optimizer-instances 2 "
+        "--outer-dp-sharding-strategy optim"
+    ),
+}
 
 
 class _Trace(NamedTuple):
@@ -101,10 +113,10 @@ def _logged(run: Run) -> list[str]:
 
 
 @cache
-def _pairs(num_ranks: int, transport: str) -> dict[str, _Trace]:
+def _pairs(num_ranks: int, transport: str, is_split: bool) -> dict[str, _Trace]:
     flags = {
         f"{name}, {way}": f"{added} --fsdp-transport {transport} {graph}"
-        for name, added in _VARIANTS.items()
+        for name, added in (_SPLIT if is_split else _VARIANTS).items()
         for way, graph in (("eager", ""), ("graph", _GRAPH))
     }
     traces: dict[str, _Trace] = run_ranks(num_ranks, _train_all, flags, backend="nccl", timeout_s=280.0)[0]
@@ -112,7 +124,7 @@ def _pairs(num_ranks: int, transport: str) -> dict[str, _Trace]:
 
 
 def _assert_same(num_ranks: int, transport: str, name: str) -> None:
-    traces = _pairs(num_ranks, transport)
+    traces = _pairs(num_ranks, transport, name in _SPLIT)
     eager, graph = traces[f"{name}, eager"], traces[f"{name}, graph"]
     assert (eager.num_replays, graph.num_replays) == (0, 5)
     assert len({loss for loss, *_ in eager.steps}) == 8
@@ -133,6 +145,12 @@ def test_a_captured_run_equals_an_eager_one_on_one_gpu(name: str) -> None:
 def test_a_captured_run_equals_an_eager_one_with_every_transport(transport: str, name: str) -> None:
     """As on one GPU; each transport in processes of its own, since symmetric memory has one backend in each."""
     _assert_same(2, transport, name)
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("name", _SPLIT)
+def test_a_captured_run_of_ranks_that_are_no_replicas_equals_an_eager_one(name: str) -> None:
+    _assert_same(2, "nccl", name)
 
 
 @pytest.mark.gpu(2)
