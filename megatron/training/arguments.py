@@ -28,7 +28,7 @@ from megatron.training.flags_data import add_data_flags
 from megatron.training.flags_distributed import add_distributed_flags
 from megatron.training.flags_experts import add_expert_flags, expert_settings
 from megatron.training.flags_graphs import add_graph_flags, captures_iterations, full_cuda_graph_config
-from megatron.training.flags_model import add_model_flags
+from megatron.training.flags_model import add_model_flags, position_embedding_type
 from megatron.training.flags_parallel import add_parallel_flags, parallel_settings, rank_grid
 from megatron.training.flags_refused import REFUSED, REFUSED_FAMILIES
 from megatron.training.flags_training import add_training_flags
@@ -145,7 +145,7 @@ def _model(args: Namespace) -> GPTConfig:
     return GPTConfig(
         transformer=_transformer(args),
         max_position_embeddings=args.max_position_embeddings,
-        position_embedding_type=args.position_embedding_type,
+        position_embedding_type=position_embedding_type(args),
         rotary_base=args.rotary_base,
         rotary_percent=args.rotary_percent,
         rope_scaling=args.use_rope_scaling,

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from megatron.training.flags_graphs import captures_iterations
+from megatron.training.flags_model import position_embedding_type
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ CONFLICTS: tuple[Conflict, ...] = (
     Conflict(
         "rotary settings without rotary positions",
         lambda a: (
-            a.position_embedding_type != "rope"
+            position_embedding_type(a) != "rope"
             and (
                 a.rotary_base != 10000
                 or a.rotary_percent != 1.0

@@ -88,7 +88,7 @@ class FlagParser(argparse.ArgumentParser):
 
     def _nearest(self, flag: str) -> str:
         known = [name for name in self._option_string_actions if name.startswith("--")]
-        close = difflib.get_close_matches(flag, [*known, *self.always_so, *self.refused], n=1, cutoff=0.5)
+        close = difflib.get_close_matches(flag, [*known, *self.always_so, *self.refused], n=1, cutoff=0.75)
         return f"; did you mean {close[0]}?" if close else "; see --help for the flags that are known"
 
 

@@ -6,6 +6,7 @@ from megatron.training.flag_parser import AlwaysSo
 
 ALWAYS_SO: dict[str, AlwaysSo] = {
     "--use-mcore-models": AlwaysSo(fact="models have Megatron-Core's structure and parameter names"),
+    "--deprecated-use-mcore-models": AlwaysSo(fact="models have Megatron-Core's structure and parameter names"),
     "--transformer-impl": AlwaysSo(
         fact="layers are PyTorch's and the framework's own",
         values=("local",),
@@ -38,12 +39,21 @@ ALWAYS_SO: dict[str, AlwaysSo] = {
     ),
     "--ckpt-fully-parallel-save": AlwaysSo(fact="each rank writes the rows that it owns"),
     "--ckpt-fully-parallel-load": AlwaysSo(fact="each rank reads the rows that it owns"),
+    "--dist-ckpt-optim-fully-reshardable": AlwaysSo(fact="optimizer state is loaded under any split"),
+    "--no-use-tokenizer-model-from-checkpoint-args": AlwaysSo(fact="the command line names the tokenizer"),
     "--dataloader-type": AlwaysSo(
         fact="one pass over the samples, in order",
         values=("single",),
         otherwise="other orders of samples are not served",
     ),
     "--no-create-attention-mask-in-dataloader": AlwaysSo(fact="the causal mask is the attention kernel's own"),
+    "--moe-permute-fusion": AlwaysSo(fact="tokens reach the order of experts by one gather, whose gradient is one too"),
+    "--no-overlap-p2p-communication": AlwaysSo(fact="stages are not interleaved: there are no chunks to overlap with"),
+    "--no-scatter-gather-tensors-in-pipeline": AlwaysSo(fact="each tensor-parallel rank sends what it holds"),
+    "--no-align-grad-reduce": AlwaysSo(fact="each pipeline stage reduces gradients when its own backward has them"),
+    "--no-align-param-gather": AlwaysSo(fact="each pipeline stage gathers weights by its own plan"),
+    "--no-barrier-with-level-1-timing": AlwaysSo(fact="no barrier is there for the sake of timing"),
+    "--disable-msc": AlwaysSo(fact="files are local ones"),
     "--enable-experimental": AlwaysSo(fact="nothing stands behind this switch"),
     "--te-rng-tracker": AlwaysSo(fact="random numbers in a CUDA graph are those of an eager step"),
     "--rerun-mode": AlwaysSo(fact="no step is run twice", values=("disabled",), otherwise="reruns are not served"),

@@ -25,10 +25,31 @@ def add_data_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--eod-mask-loss", action="store_true", help="no loss where a document ends")
     group = parser.add_argument_group("tokenizer")
     group.add_argument(
-        "--tokenizer-type", choices=TOKENIZER_TYPES, default=TOKENIZER_TYPES[0], help=f"(default: {TOKENIZER_TYPES[0]})"
+        "--tokenizer-type",
+        type=_tokenizer_type,
+        default=TOKENIZER_TYPES[0],
+        help=f"one of {', '.join(TOKENIZER_TYPES)} (default: {TOKENIZER_TYPES[0]})",
     )
     group.add_argument("--tokenizer-model", help="file of a HuggingFace or SentencePiece tokenizer")
     group.add_argument("--vocab-size", type=int, help="of NullTokenizer; of other tokenizers it must be what they have")
+
+
+_NEAREST_TOKENIZER = {
+    "Llama2Tokenizer": "SentencePieceTokenizer with its tokenizer.model",
+    "GPTSentencePieceTokenizer": "SentencePieceTokenizer with its model",
+    "Llama3Tokenizer": "HuggingFaceTokenizer with its tokenizer.json",
+    "MistralTokenizer": "HuggingFaceTokenizer with its tokenizer.json",
+    "TikTokenizer": "HuggingFaceTokenizer with a tokenizer.json of the same vocabulary",
+    "GPT2BPETokenizer": "HuggingFaceTokenizer with a tokenizer.json of the same vocabulary",
+}
+"""What to use for tokenizers of Megatron-LM that are not served."""
+
+
+def _tokenizer_type(text: str) -> str:
+    if text not in TOKENIZER_TYPES:
+        remedy = f"; use {_NEAREST_TOKENIZER[text]}" if text in _NEAREST_TOKENIZER else ""
+        raise argparse.ArgumentTypeError(f"must be one of {', '.join(TOKENIZER_TYPES)}, got {text}{remedy}")
+    return text
 
 
 def _unquoted(text: str) -> str:

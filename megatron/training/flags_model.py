@@ -5,6 +5,12 @@ from __future__ import annotations
 import argparse
 
 
+def position_embedding_type(args: argparse.Namespace) -> str:
+    """How positions are encoded, whichever of Megatron-LM's flags say so."""
+    given: str = "rope" if args.use_rotary_position_embeddings else args.position_embedding_type
+    return "none" if given == "learned_absolute" and not args.add_position_embedding else given
+
+
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
     """``parser`` knows the flags that ``model_settings`` reads."""
     _add_shape_flags(parser.add_argument_group("model"))
@@ -26,6 +32,17 @@ def _add_shape_flags(group: argparse._ArgumentGroup) -> None:
         choices=["learned_absolute", "rope", "none"],
         default="learned_absolute",
         help="how positions are encoded (default: learned_absolute)",
+    )
+    group.add_argument(
+        "--use-rotary-position-embeddings",
+        action="store_true",
+        help="the older way to say --position-embedding-type rope",
+    )
+    group.add_argument(
+        "--no-position-embedding",
+        dest="add_position_embedding",
+        action="store_false",
+        help="no learned positions: rope where it is asked for, else none",
     )
     group.add_argument("--rotary-base", type=int, default=10000, help="base of the rotary frequencies (default: 10000)")
     group.add_argument("--rotary-percent", type=float, default=1.0, help="part of a head that turns (default: 1.0)")
@@ -123,6 +140,13 @@ def _add_numerics_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--deterministic-mode", action="store_true", help="only kernels with a fixed order of reduction")
     group.add_argument(
         "--recompute-granularity", choices=["full", "selective"], help="recompute activations in backward"
+    )
+    group.add_argument(
+        "--recompute-activations",
+        dest="recompute_granularity",
+        action="store_const",
+        const="selective",
+        help="the same as --recompute-granularity selective",
     )
     group.add_argument("--recompute-method", choices=["uniform", "block"], help="which layers are recomputed with full")
     group.add_argument("--recompute-num-layers", type=int, help="layers of a recomputed chunk, or recomputed layers")

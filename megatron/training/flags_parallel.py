@@ -16,7 +16,7 @@ def add_parallel_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--sequence-parallel",
         action="store_true",
-        help="between split matrices, split the sequence over the same ranks",
+        help="between split matrices, split the sequence over the same ranks (with one rank, as in Megatron-LM, nothing)",
     )
     group.add_argument(
         "--context-parallel-size", type=int, default=1, help="ranks that split each sequence (default: 1)"
@@ -52,7 +52,7 @@ def parallel_settings(args: argparse.Namespace) -> dict[str, object]:
     comm_types = None if args.cp_comm_type == ["p2p"] else args.cp_comm_type
     return {
         "tensor_model_parallel_size": args.tensor_model_parallel_size,
-        "sequence_parallel": args.sequence_parallel,
+        "sequence_parallel": args.sequence_parallel and args.tensor_model_parallel_size > 1,
         "context_parallel_size": args.context_parallel_size,
         "cp_comm_type": comm_types[0] if comm_types and len(comm_types) == 1 else comm_types,
         "pipeline_model_parallel_size": args.pipeline_model_parallel_size,

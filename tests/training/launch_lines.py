@@ -84,3 +84,43 @@ LLAMA3_8B_AS_SERVED = """
 --log-interval 1 --eval-iters 32 --eval-interval 100 --save-interval 1000 --log-throughput --logging-level 20
 --distributed-timeout-minutes 60 --save checkpoints --load checkpoints --tensorboard-dir tensorboard
 """
+
+MIXTRAL_8X7B = """
+--use-mcore-models --disable-bias-linear --seq-length 4096 --max-position-embeddings 32768 --num-layers 32
+--hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --init-method-std 0.01 --attention-dropout 0.0
+--hidden-dropout 0.0 --normalization RMSNorm --position-embedding-type rope --swiglu
+--untie-embeddings-and-output-weights --group-query-attention --num-query-groups 8 --no-masked-softmax-fusion
+--no-position-embedding --rotary-base 1000000
+--num-experts 8 --moe-router-topk 2 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2
+--moe-grouped-gemm --moe-token-dispatcher-type alltoall --overlap-param-gather --overlap-grad-reduce
+--tokenizer-type Llama2Tokenizer --tokenizer-model tokenizer.model --data-path corpus --split 99990,8,2
+--micro-batch-size 1 --global-batch-size 256 --lr 1e-4 --train-iters 500000 --lr-decay-iters 320000
+--lr-decay-style cosine --min-lr 1.0e-5 --weight-decay 0.1 --lr-warmup-iters 500 --clip-grad 1.0 --bf16
+--tensor-model-parallel-size 1 --pipeline-model-parallel-size 4 --expert-model-parallel-size 8
+--use-distributed-optimizer --sequence-parallel
+--log-interval 1 --save-interval 10000 --eval-interval 1000 --eval-iters 10 --save checkpoints --load checkpoints
+--tensorboard-dir checkpoints/tensorboard --no-load-optim --no-load-rng
+"""
+
+QWEN3_30B_A3B_AS_SERVED = """
+--distributed-timeout-minutes 60 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2
+--expert-model-parallel-size 8 --context-parallel-size 1 --expert-tensor-parallel-size 1 --use-distributed-optimizer
+--overlap-grad-reduce --overlap-param-gather --use-mcore-models --sequence-parallel --use-flash-attn
+--disable-bias-linear --micro-batch-size 1 --global-batch-size 256 --train-samples 268554688
+--no-check-for-nan-in-loss-and-grad --no-bias-swiglu-fusion --no-rope-fusion --manual-gc --manual-gc-interval 10
+--recompute-activations --transformer-impl local --seq-length 4096 --data-cache-path cache --mock-data
+--tokenizer-type NullTokenizer --vocab-size 151936 --split 99,1,0 --no-mmap-bin-files
+--no-create-attention-mask-in-dataloader --num-workers 6 --num-layers 48 --hidden-size 2048 --ffn-hidden-size 6144
+--num-attention-heads 32 --kv-channels 128 --group-query-attention --num-query-groups 4 --qk-layernorm
+--max-position-embeddings 40960 --use-rotary-position-embeddings --rotary-percent 1.0 --rotary-base 1000000
+--make-vocab-size-divisible-by 1188 --normalization RMSNorm --norm-epsilon 1e-6 --swiglu
+--untie-embeddings-and-output-weights --attention-dropout 0.0 --hidden-dropout 0.0 --clip-grad 1.0 --weight-decay 0.1
+--lr-decay-samples 584765624 --lr-warmup-samples 1536000 --lr-warmup-init 1.2e-7 --lr 1.2e-4 --min-lr 1.2e-5
+--lr-decay-style cosine --adam-beta1 0.9 --adam-beta2 0.95 --num-experts 128 --moe-ffn-hidden-size 768
+--moe-router-load-balancing-type aux_loss --moe-router-topk 8 --moe-router-pre-softmax --moe-grouped-gemm
+--moe-aux-loss-coeff 1e-3 --moe-z-loss-coeff 1e-3 --moe-token-dispatcher-type alltoall --moe-permute-fusion
+--moe-router-dtype fp32 --eval-iters 32 --eval-interval 200 --save checkpoints --save-interval 500
+--load checkpoints --auto-detect-ckpt-format --init-method-std 0.02 --log-timers-to-tensorboard
+--log-memory-to-tensorboard --log-num-zeros-in-grad --log-params-norm --log-validation-ppl-to-tensorboard
+--log-throughput --log-interval 1 --logging-level 40 --tensorboard-dir tensorboard --bf16 --enable-experimental
+"""

@@ -14,7 +14,13 @@ import torch
 from megatron.training.arguments import build_parser, parse_settings, settings_from_args
 from megatron.training.flag_parser import FlagError
 from megatron.training.flags_experts import layer_pattern
-from tests.training.launch_lines import DEEPSEEK_V3, LLAMA3_8B, LLAMA3_8B_AS_SERVED
+from tests.training.launch_lines import (
+    DEEPSEEK_V3,
+    LLAMA3_8B,
+    LLAMA3_8B_AS_SERVED,
+    MIXTRAL_8X7B,
+    QWEN3_30B_A3B_AS_SERVED,
+)
 
 MINIMAL = [
     "--num-layers",
@@ -85,6 +91,44 @@ def test_the_launch_line_without_what_is_refused_is_in_effect() -> None:
     assert settings.ddp.transport_kind == "symm" and settings.distributed.create_all_gather_group
 
 
+def test_of_the_line_of_a_mixture_only_the_tokenizer_must_be_changed() -> None:
+    """Sequence parallelism over one rank, and the older ways to ask for rotary positions, are what scripts hold."""
+    with pytest.raises(FlagError, match="got Llama2Tokenizer; use SentencePieceTokenizer") as caught:
+        parse_settings(MIXTRAL_8X7B.split(), world_size=64)
+    assert len(str(caught.value).splitlines()) == 1
+    served = MIXTRAL_8X7B.replace("Llama2Tokenizer", "SentencePieceTokenizer")
+    settings = parse_settings(served.split(), world_size=64)
+    transformer = settings.model.transformer
+    assert settings.model.position_embedding_type == "rope" and not transformer.sequence_parallel
+    assert settings.grid.size("expt_dp") == 2 and settings.ddp.data_parallel_sharding_strategy == "optim"
+
+
+def test_a_line_of_many_experts_is_in_effect() -> None:
+    settings = parse_settings(QWEN3_30B_A3B_AS_SERVED.split(), world_size=32)
+    transformer = settings.model.transformer
+    assert settings.model.position_embedding_type == "rope" and settings.model.rotary_base == 1000000
+    assert (transformer.recompute_granularity, transformer.sequence_parallel) == ("selective", True)
+    assert (transformer.moe_router_topk, transformer.moe_z_loss_coeff, transformer.moe_router_dtype) == (
+        8,
+        1e-3,
+        "fp32",
+    )
+    assert settings.grid.size("expt_tp") == 1 and settings.grid.size("expt_dp") == 2
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("", "learned_absolute"),
+        ("--no-position-embedding", "none"),
+        ("--use-rotary-position-embeddings --no-position-embedding", "rope"),
+        ("--position-embedding-type rope --no-position-embedding --rotary-percent 0.5", "rope"),
+    ],
+)
+def test_positions_by_older_flags(flags: str, expected: str) -> None:
+    assert parse_settings([*MINIMAL, *flags.split()], world_size=1).model.position_embedding_type == expected
+
+
 def test_flags_that_name_a_fact_leave_the_settings_as_they_are() -> None:
     facts = [token for flag, so in build_parser().always_so.items() for token in (flag, *so.values[:1])]
     assert build_parser().parse_flags(MINIMAL + facts) == build_parser().parse_flags(MINIMAL)
@@ -113,10 +157,10 @@ def test_every_refusal_has_a_reason_and_is_not_served_elsewhere() -> None:
 
 def test_unknown_flags_are_refused_with_the_nearest_name_and_abbreviations_are_unknown() -> None:
     with pytest.raises(FlagError) as caught:
-        parse_settings([*MINIMAL, "--num-layer", "3", "--fp16", "--xyzzy"], world_size=1)
+        parse_settings([*MINIMAL, "--num-layer", "3", "--fp16", "--no-such-thing"], world_size=1)
     assert "--num-layer is unknown; did you mean --num-layers?" in str(caught.value)
     assert "--fp16 is refused: " in str(caught.value)
-    assert "--xyzzy is unknown; see --help" in str(caught.value)
+    assert "--no-such-thing is unknown; see --help" in str(caught.value), "no far-fetched name"
 
 
 @pytest.mark.parametrize(
