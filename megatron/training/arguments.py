@@ -28,7 +28,7 @@ from megatron.training.flags_data import add_data_flags
 from megatron.training.flags_distributed import add_distributed_flags
 from megatron.training.flags_experts import add_expert_flags, expert_settings
 from megatron.training.flags_graphs import add_graph_flags, captures_iterations, full_cuda_graph_config
-from megatron.training.flags_model import add_model_flags, position_embedding_type
+from megatron.training.flags_model import add_model_flags, ffn_hidden_size, position_embedding_type
 from megatron.training.flags_parallel import add_parallel_flags, parallel_settings, rank_grid
 from megatron.training.flags_refused import REFUSED, REFUSED_FAMILIES
 from megatron.training.flags_training import add_training_flags
@@ -160,7 +160,6 @@ def _model(args: Namespace) -> GPTConfig:
 _SAME_NAME_IN_TRANSFORMER_CONFIG = (
     "num_layers",
     "hidden_size",
-    "ffn_hidden_size",
     "num_attention_heads",
     "kv_channels",
     "rotary_interleaved",
@@ -208,6 +207,7 @@ def _transformer(args: Namespace) -> TransformerConfig:
         settings["bias_activation_fusion"] = args.bias_gelu_fusion and args.add_bias_linear
     return TransformerConfig(
         **settings,
+        ffn_hidden_size=ffn_hidden_size(args),
         num_query_groups=args.num_query_groups if args.group_query_attention else None,
         layernorm_epsilon=args.norm_epsilon,
         layernorm_zero_centered_gamma=args.apply_layernorm_1p,

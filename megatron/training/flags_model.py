@@ -11,6 +11,14 @@ def position_embedding_type(args: argparse.Namespace) -> str:
     return "none" if given == "learned_absolute" and not args.add_position_embedding else given
 
 
+def ffn_hidden_size(args: argparse.Namespace) -> int | None:
+    """Width inside the MLP; None: 4 * hidden size. A gated MLP has three matrices where others have two."""
+    given: int | None = args.ffn_hidden_size
+    if given is not None or not args.swiglu:
+        return given
+    return max(64, int(4 * args.hidden_size * 2 / 3) // 64 * 64)
+
+
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
     """``parser`` knows the flags that ``model_settings`` reads."""
     _add_shape_flags(parser.add_argument_group("model"))
@@ -21,7 +29,11 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
 def _add_shape_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--num-layers", type=int, help="transformer layers")
     group.add_argument("--hidden-size", type=int, help="width of the residual stream")
-    group.add_argument("--ffn-hidden-size", type=int, help="width inside the MLP (default: 4 * hidden size)")
+    group.add_argument(
+        "--ffn-hidden-size",
+        type=int,
+        help="width inside the MLP (default: 4 * hidden size; with --swiglu two thirds of it, in multiples of 64)",
+    )
     group.add_argument("--num-attention-heads", type=int, help="query heads")
     group.add_argument("--kv-channels", type=int, help="width of a head (default: hidden size / heads)")
     group.add_argument("--group-query-attention", action="store_true", help="share keys and values between query heads")

@@ -117,6 +117,21 @@ def test_a_line_of_many_experts_is_in_effect() -> None:
 
 
 @pytest.mark.parametrize(
+    ("flags", "width"),
+    [
+        ("--hidden-size 4096", 16384),
+        ("--hidden-size 4096 --swiglu", 10880),
+        ("--hidden-size 16 --swiglu", 64),
+        ("--hidden-size 4096 --swiglu --ffn-hidden-size 14336", 14336),
+    ],
+)
+def test_a_gated_mlp_is_two_thirds_as_wide_unless_told(flags: str, width: int) -> None:
+    """As in Megatron-LM, where a launch script may leave the width out."""
+    transformer = parse_settings([*MINIMAL, *flags.split(), "--num-experts", "4"], world_size=1).model.transformer
+    assert transformer.ffn_hidden_size == width and transformer.moe_ffn_hidden_size is None, "which means the same"
+
+
+@pytest.mark.parametrize(
     ("flags", "expected"),
     [
         ("", "learned_absolute"),
