@@ -1,4 +1,4 @@
-"""Modules that stand where a layer spec has nothing to put."""
+"""The module that stands where a layer spec has nothing to put."""
 
 from __future__ import annotations
 
@@ -15,10 +15,3 @@ class IdentityOp(torch.nn.Module):
 
     def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
         return x
-
-
-class IdentityFuncOp(IdentityOp):
-    """Called without arguments, returns a function that returns its first argument."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return super().forward

@@ -51,10 +51,10 @@ class GPTModel(MegatronModule):
             ``RotaryEmbedding``; only used with position_embedding_type="rope".
         scatter_embedding_sequence_parallel: with sequence parallelism the embedding's output is this rank's part of the
             sequence; False: all of it, for callers that add to it and scatter it themselves (``decoder_input``).
-        pg_collection: the group for expert parallelism must be of one rank (or None).
+        pg_collection: the ranks between which the model is split; a rank builds its part. None: it is whole.
 
     Raises:
-        ValueError: an argument is out of its range.
+        ValueError: an argument is out of its range, or the groups are of other sizes than the configuration says.
         NotImplementedError: an argument asks for what is not served, by name.
 
     Source: Megatron-Core's GPTModel (names, signature, layouts and order of operations).
@@ -221,13 +221,17 @@ class GPTModel(MegatronModule):
             labels: [b, s] tokens to predict.
             extra_block_kwargs: further arguments of the decoder's forward.
             loss_mask: read by the caller's loss function only: the loss is per token, and none is masked here.
-            padding_mask: of experts' routers in Megatron-Core; a dense model has no use for it.
+            padding_mask: of experts' routers in Megatron-Core, where it takes tokens out of their auxiliary losses; must be
+                None where there are experts, and a dense model has no use for it.
 
         Raises:
-            NotImplementedError: an inference context or packed sequences are given.
+            NotImplementedError: an inference context, packed sequences, or a padding mask for experts are given.
         """
         _check_forward(
-            inference_context=inference_context, packed_seq_params=packed_seq_params, inference_params=inference_params
+            inference_context=inference_context,
+            packed_seq_params=packed_seq_params,
+            inference_params=inference_params,
+            padding_mask=None if self.config.num_moe_experts is None else padding_mask,
         )
         if decoder_input is None and self.pre_process:
             decoder_input = self.embedding(input_ids=input_ids, position_ids=position_ids)
@@ -332,4 +336,6 @@ def _check_degrees(config: TransformerConfig, pg_collection: ProcessGroupCollect
 def _check_forward(**not_served: object) -> None:
     for name, value in not_served.items():
         if value is not None:
-            raise NotImplementedError(f"GPTModel.forward({name}=...) is not served, got {value!r}; leave it out")
+            raise NotImplementedError(
+                f"GPTModel.forward({name}=...) is not served, got {type(value).__name__}; leave it out"
+            )

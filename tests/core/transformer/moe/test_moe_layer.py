@@ -94,6 +94,12 @@ def test_recomputed_layers_have_the_same_gradients() -> None:
     assert all(torch.equal(ours[name], expected[name]) for name in expected)
 
 
+def test_a_padding_mask_is_refused_where_routers_would_ignore_it() -> None:
+    tokens = torch.zeros(1, 4, dtype=torch.long)
+    with pytest.raises(NotImplementedError, match=r"GPTModel.forward\(padding_mask=...\) is not served, got Tensor"):
+        build_moe_gpt()(tokens, None, None, padding_mask=torch.zeros(1, 4, dtype=torch.bool))
+
+
 def test_enough_capacity_drops_nothing_and_little_capacity_something() -> None:
     plain = mean_loss(build_moe_gpt(), 0)
     for pads in (False, True):
