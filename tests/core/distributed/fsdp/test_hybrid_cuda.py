@@ -25,9 +25,6 @@ _ALL_REDUCE = re.compile(r"nccl.*AllReduce")
 def _overlap(num_inner: int, outer: str, folder: str) -> None:
     mesh = init_device_mesh(DEVICE, (2, num_inner), mesh_dim_names=("outer", "inner"))
     trainer = Trainer(NUM_ROWS, mesh=mesh, placements=hybrid_placements("optim_grads_params", outer))
-    trainer.run(4)
-    # The first profile starts slowly, on each rank differently.
-    traced(lambda: torch.zeros(1, device=DEVICE), Path(folder) / f"warmup-{dist.get_rank()}.json")
 
     def step(is_last: bool) -> None:
         # Ranks start together, whenever their profilers let them: one that waits for another has no GEMMs meanwhile.
@@ -37,6 +34,12 @@ def _overlap(num_inner: int, outer: str, folder: str) -> None:
             trainer.forward()
             trainer.backward()
 
+    for _ in range(4):  # until all memory has been allocated once: the device waits for its allocation
+        step(False)
+        step(True)
+        trainer.update()
+    # The first profile starts slowly, on each rank differently.
+    traced(lambda: torch.zeros(1, device=DEVICE), Path(folder) / f"warmup-{dist.get_rank()}.json")
     early = traced(lambda: step(False), Path(folder) / f"early-{dist.get_rank()}.json")
     last = traced(lambda: step(True), Path(folder) / f"last-{dist.get_rank()}.json")
     trainer.update()
