@@ -49,7 +49,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "give `--attention-dropout 0`",
     ),
     Refusal(
-        "fewer query groups than tensor-parallel ranks",
+        "query groups that the tensor-parallel ranks do not divide",
         lambda a: a.group_query_attention and not _divides(a.tensor_model_parallel_size, a.num_query_groups),
         "key and value heads are divided over ranks, and not replicated",
         "choose a `--tensor-model-parallel-size` that divides `--num-query-groups`",

@@ -81,6 +81,8 @@ class StepComputation:
             microbatches: [M] of this rank.
             draw: ``draw(i)`` puts the random generator at the start of microbatch ``i``'s stream.
         """
+        if self.auxiliary_losses is not None:
+            self.auxiliary_losses.clear()
         microbatches_of_stage = _Microbatches(self, iter(microbatches), draw)
         self.pipeline.forward_backward(microbatches_of_stage, self.num_microbatches)
         sums = microbatches_of_stage.sums

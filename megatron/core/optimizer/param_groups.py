@@ -24,7 +24,7 @@ def get_param_groups(
     Raises:
         ValueError: no parameter is trainable.
 
-    Ranks: every rank computes the same groups.
+    Ranks: each alone; of pipeline stages some may lack a group that others have, such as that of decoupled rates.
     Source: Megatron-LM's rule for weight decay.
     """
     groups: dict[tuple[float, bool], dict[str, Any]] = {}

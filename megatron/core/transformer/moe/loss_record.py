@@ -45,12 +45,16 @@ class AuxiliaryLossRecord:
         if torch._C._current_graph_task_id() == -1:
             self._parts[name].append(part.detach())
 
+    def clear(self) -> None:
+        """The sums are zeros again; what a step that was given up has left is gone."""
+        for parts in self._parts.values():
+            parts.clear()
+
     def take(self, device: torch.device) -> torch.Tensor:
         """[names] the sums, in fp64 on ``device``; they are zeros again afterwards."""
         sums = [
             torch.stack(parts).double().sum() if parts else torch.zeros((), dtype=torch.float64, device=device)
             for parts in self._parts.values()
         ]
-        for parts in self._parts.values():
-            parts.clear()
+        self.clear()
         return torch.stack(sums)
