@@ -105,7 +105,7 @@ class GroupedMLP(SequentialMLP):
         fc1, fc2 = [expert.linear_fc1 for expert in experts], [expert.linear_fc2 for expert in experts]
         if not all(self._can_group(rows.hidden_states, [layer.weight for layer in layers]) for layers in (fc1, fc2)):
             return super().forward(rows)
-        ends = rows.counts.cumsum(0, dtype=torch.int32)
+        ends = rows.ends()
         intermediate = grouped_linear(rows.hidden_states, [layer.weight for layer in fc1], ends)
         bias = _bias_of_rows([layer.bias for layer in fc1], rows)
         if bias is not None:

@@ -99,7 +99,7 @@ class MoELayer(MegatronModule):
         Ranks: all of ``ep`` and ``expt_tp``, and in training with a load-balancing loss all of ``tp_cp``.
         """
         routing = self.router(hidden_states)
-        rows, combine = self.token_dispatcher.dispatch(hidden_states.reshape(-1, hidden_states.shape[-1]), routing)
+        rows, combine = self.token_dispatcher.dispatch(hidden_states, routing)
         output = combine(self.experts(rows)).view_as(hidden_states)
         if self.shared_experts is not None:
             output = output + self.shared_experts(hidden_states)

@@ -1,12 +1,17 @@
-"""Rows of a matrix in another order, some of them several times or not at all, without atomics in backward.
+"""Rows of a matrix in another order, some of them several times or not at all, without atomics either way.
 
-Shapes: n rows of the source, r rows of the destination, w width, a assignments, e experts, c copies of a source row.
+Shapes: n rows of the source, r rows of the destination, a assignments, e experts, c copies of a source row, g ranks,
+l experts of a rank.
 """
 
 from __future__ import annotations
 
+import functools
+import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from types import ModuleType
+from typing import NamedTuple
 
 import torch
 
@@ -14,6 +19,8 @@ import torch
 @dataclass(frozen=True, kw_only=True)
 class RowMap:
     """Which source row each destination row is, and, the other way, where each source row went.
+
+    ``take`` and ``sum`` are each other's adjoint; autograd records neither.
 
     Attributes:
         sources: [r] source row of each destination row; n: none, the row is zeros.
@@ -25,39 +32,15 @@ class RowMap:
     places: torch.Tensor
     has_gaps: bool = False
 
-    def spread(self, x: torch.Tensor) -> torch.Tensor:
-        """[n, w] -> [r, w]: destination rows; backward sums the gradients of a row's copies in a fixed order."""
-        rows: torch.Tensor = _Spread.apply(x, self)  # type: ignore[no-untyped-call, unused-ignore]
-        return rows
+    def take(self, x: torch.Tensor) -> torch.Tensor:
+        """[n, ...] -> [r, ...]: destination rows."""
+        return _take(x, self.sources, self.has_gaps)
 
-    def collect(self, y: torch.Tensor) -> torch.Tensor:
-        """[r, w] -> [n, w]: the sums of each source row's copies, in a fixed order; the adjoint of ``spread``."""
-        sums: torch.Tensor = _Collect.apply(y, self)  # type: ignore[no-untyped-call, unused-ignore]
-        return sums
-
-
-class _Spread(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, rows: RowMap) -> torch.Tensor:
-        ctx.rows = rows
-        return _take(x, rows.sources, rows.has_gaps)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return _sum(grads[0], ctx.rows), None
-
-
-class _Collect(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, y: torch.Tensor, rows: RowMap) -> torch.Tensor:
-        ctx.rows = rows
-        return _sum(y, rows)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return _take(grads[0], ctx.rows.sources, ctx.rows.has_gaps), None
+    def sum(self, y: torch.Tensor) -> torch.Tensor:
+        """[r, ...] -> [n, ...]: the sums of each source row's copies, in a fixed order."""
+        num_sources, copies = self.places.shape
+        taken = _take(y, self.places.view(-1), self.has_gaps)
+        return taken if copies == 1 else taken.view(num_sources, copies, *y.shape[1:]).sum(dim=1)
 
 
 def _take(x: torch.Tensor, indices: torch.Tensor, has_gaps: bool) -> torch.Tensor:
@@ -67,13 +50,8 @@ def _take(x: torch.Tensor, indices: torch.Tensor, has_gaps: bool) -> torch.Tenso
     if x.shape[0] == 0:
         return x.new_zeros(indices.shape[0], *x.shape[1:])
     taken = x.index_select(0, indices.clamp(max=x.shape[0] - 1))
-    return taken.masked_fill_((indices == x.shape[0]).unsqueeze(1), 0)
-
-
-def _sum(y: torch.Tensor, rows: RowMap) -> torch.Tensor:
-    num_sources, copies = rows.places.shape
-    taken = _take(y, rows.places.reshape(-1), rows.has_gaps)
-    return taken if copies == 1 else taken.view(num_sources, copies, -1).sum(dim=1)
+    is_gap = indices == x.shape[0]
+    return taken.masked_fill_(is_gap if x.dim() == 1 else is_gap.unsqueeze(1), 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,22 +60,79 @@ class ExpertOrder:
 
     Attributes:
         assignments: maps the [a] assignments to rows in the order of experts.
+        tokens: maps the tokens, each of which is the source of a / (number of tokens) consecutive assignments.
         counts: [e] rows of each expert, int64.
+        ends: [e] where each expert's rows end, int32, where that is known.
         rows_of_each: the same for every expert, where it is known to the host.
     """
 
     assignments: RowMap
+    tokens: RowMap
     counts: torch.Tensor
+    ends: torch.Tensor | None = None
     rows_of_each: int | None = None
 
-    def of_tokens(self, topk: int) -> RowMap:
-        """The map of the tokens themselves, each of which is the source of ``topk`` assignments."""
-        rows = self.assignments
-        # n for no source stays n: a // topk tokens.
-        return replace(rows, sources=rows.sources // topk, places=rows.places.view(rows.places.shape[0] // topk, -1))
+
+def _of_tokens(assignments: RowMap, topk: int) -> RowMap:
+    """The map of tokens, each of which is the source of ``topk`` assignments."""
+    # n for no source stays n: a // topk tokens.
+    places = assignments.places.view(assignments.places.shape[0] // topk, -1)
+    return replace(assignments, sources=assignments.sources // topk, places=places)
 
 
-@torch.no_grad()
+def expert_order(experts: torch.Tensor, num_experts: int) -> ExpertOrder:
+    """All assignments, of one expert in the order of tokens. ``experts``: [t, k]. The host does not wait."""
+    kernels = _kernels_on(experts.device)
+    if kernels is not None:
+        sources, tokens, places, counts, ends = kernels.sort_assignments(experts, num_experts)
+        return ExpertOrder(
+            assignments=RowMap(sources=sources, places=places.view(-1, 1)),
+            tokens=RowMap(sources=tokens, places=places),
+            counts=counts,
+            ends=ends,
+        )
+    by_expert, sources = _sorted(experts.view(-1), num_experts)
+    bounds = _bounds(by_expert, num_experts)
+    places = _inverse(sources, torch.arange(sources.shape[0], device=sources.device), sources.shape[0])
+    assignments = RowMap(sources=sources, places=places)
+    tokens = _of_tokens(assignments, experts.shape[1])
+    return ExpertOrder(assignments=assignments, tokens=tokens, counts=bounds[1:] - bounds[:-1])
+
+
+def expert_order_up_to(
+    capacity: int, experts: torch.Tensor, num_experts: int, *, probs: torch.Tensor | None, pads: bool
+) -> ExpertOrder:
+    """At most ``capacity`` assignments of each expert; the others have no row.
+
+    Args:
+        experts: [t, k].
+        probs: [t, k]: the most probable are kept (of equal ones the first); None: the first.
+        pads: each expert has exactly ``capacity`` rows, the last of which may have no source. Without it the host waits
+            for the device, to know how many rows there are.
+    """
+    flat, topk = experts.view(-1), experts.shape[1]
+    preferred = torch.arange(flat.shape[0], device=flat.device)
+    if probs is not None:
+        preferred = probs.flatten().sort(descending=True, stable=True)[1]
+    by_expert, order = _sorted(flat[preferred], num_experts)
+    sources, bounds, by_expert = preferred[order], _bounds(by_expert, num_experts), by_expert.long()
+    rank_in_expert = torch.arange(flat.shape[0], device=flat.device) - bounds[by_expert]
+    is_kept = rank_in_expert < capacity
+    if not pads:
+        counts = (bounds[1:] - bounds[:-1]).clamp(max=capacity)
+        kept = sources[is_kept]
+        places = torch.where(is_kept, is_kept.cumsum(0) - 1, kept.shape[0])
+        rows = RowMap(sources=kept, places=_inverse(sources, places, flat.shape[0]), has_gaps=True)
+        return ExpertOrder(assignments=rows, tokens=_of_tokens(rows, topk), counts=counts)
+    num_rows = num_experts * capacity
+    places = torch.where(is_kept, by_expert * capacity + rank_in_expert, num_rows)
+    padded = torch.full((num_rows + 1,), flat.shape[0], device=flat.device)
+    padded[places] = sources
+    rows = RowMap(sources=padded[:-1], places=_inverse(sources, places, flat.shape[0]), has_gaps=True)
+    counts = torch.full((num_experts,), capacity, device=flat.device)
+    return ExpertOrder(assignments=rows, tokens=_of_tokens(rows, topk), counts=counts, rows_of_each=capacity)
+
+
 def with_copies(order: ExpertOrder, num_copies: int, num_owners: int) -> ExpertOrder:
     """The order in which the rows of each owner of consecutive experts stand ``num_copies`` times, block after block."""
     rows, device = order.assignments, order.counts.device
@@ -111,56 +146,58 @@ def with_copies(order: ExpertOrder, num_copies: int, num_owners: int) -> ExpertO
     sources[places] = rows.sources.unsqueeze(1)
     # Assignments without a row have no copies either: the end of the new list.
     places = torch.cat((places, places.new_full((1, num_copies), sources.shape[0])))
-    return replace(order, assignments=replace(rows, sources=sources, places=places[rows.places.squeeze(1)]))
+    copied = replace(rows, sources=sources, places=places[rows.places.squeeze(1)])
+    topk = rows.places.shape[0] // order.tokens.places.shape[0]
+    return replace(order, assignments=copied, tokens=_of_tokens(copied, topk), ends=None)
 
 
-@torch.no_grad()
-def expert_order(experts: torch.Tensor, num_experts: int) -> ExpertOrder:
-    """All assignments, of one expert in the order of tokens. ``experts``: [t, k]. The host does not wait."""
-    by_expert, sources = experts.flatten().sort(stable=True)
-    bounds = _bounds(by_expert, num_experts)
-    places = _inverse(sources, torch.arange(sources.shape[0], device=sources.device), sources.shape[0])
-    return ExpertOrder(assignments=RowMap(sources=sources, places=places), counts=bounds[1:] - bounds[:-1])
+class Arrivals(NamedTuple):
+    """Rows of l experts that came from g ranks."""
+
+    rows: RowMap | None
+    """From the order of arrival to that of experts, of one expert in the order of ranks; None where these are the same."""
+    counts: torch.Tensor
+    """[l] rows of each expert, int64."""
+    ends: torch.Tensor | None
+    """[l] where each expert's rows end, int32, where that is known."""
 
 
-@torch.no_grad()
-def expert_order_up_to(
-    capacity: int, experts: torch.Tensor, num_experts: int, *, probs: torch.Tensor | None, pads: bool
-) -> ExpertOrder:
-    """At most ``capacity`` assignments of each expert; the others have no row.
+def arrivals(sizes: torch.Tensor, known_sizes: list[list[int]]) -> Arrivals:
+    """The order of rows that arrive rank by rank, of each rank expert by expert.
 
     Args:
-        experts: [t, k].
-        probs: [t, k]: the most probable are kept (of equal ones the first); None: the first.
-        pads: each expert has exactly ``capacity`` rows, the last of which may have no source. Without it the host waits
-            for the device, to know how many rows there are.
+        sizes: [g, l] rows, int64. known_sizes: the same on the host, which does not wait.
     """
-    flat = experts.flatten()
-    preferred = torch.arange(flat.shape[0], device=flat.device)
-    if probs is not None:
-        preferred = probs.flatten().sort(descending=True, stable=True)[1]
-    by_expert, order = flat[preferred].sort(stable=True)
-    sources, bounds = preferred[order], _bounds(by_expert, num_experts)
-    rank_in_expert = torch.arange(flat.shape[0], device=flat.device) - bounds[by_expert]
-    is_kept = rank_in_expert < capacity
-    if not pads:
-        counts = (bounds[1:] - bounds[:-1]).clamp(max=capacity)
-        kept = sources[is_kept]
-        places = torch.where(is_kept, is_kept.cumsum(0) - 1, kept.shape[0])
-        rows = RowMap(sources=kept, places=_inverse(sources, places, flat.shape[0]), has_gaps=True)
-        return ExpertOrder(assignments=rows, counts=counts)
-    num_rows = num_experts * capacity
-    places = torch.where(is_kept, by_expert * capacity + rank_in_expert, num_rows)
-    padded = torch.full((num_rows + 1,), flat.shape[0], device=flat.device)
-    padded[places] = sources
-    rows = RowMap(sources=padded[:-1], places=_inverse(sources, places, flat.shape[0]), has_gaps=True)
-    counts = torch.full((num_experts,), capacity, device=flat.device)
-    return ExpertOrder(assignments=rows, counts=counts, rows_of_each=capacity)
+    if sizes.shape[1] == 1:
+        return Arrivals(None, sizes.sum(dim=0), None)
+    num_rows = sum(map(sum, known_sizes))
+    kernels = _kernels_on(sizes.device)
+    if kernels is not None:
+        sources, places, counts, ends = kernels.sort_blocks(sizes, num_rows)
+        return Arrivals(RowMap(sources=sources, places=places), counts, ends)
+    rows = torch.arange(num_rows, device=sizes.device)
+    by_expert = list(zip(*known_sizes, strict=True))
+    sources = _transposed(rows, known_sizes)
+    places = _transposed(rows, by_expert).unsqueeze(1)
+    return Arrivals(RowMap(sources=sources, places=places), sizes.sum(dim=0), None)
+
+
+def _transposed(rows: torch.Tensor, sizes: Sequence[Sequence[int]]) -> torch.Tensor:
+    """[r] that lie as blocks of [p, q] sizes, in the order of [q, p]."""
+    blocks = torch.split(rows, [size for line in sizes for size in line])
+    num_columns = len(sizes[0])
+    return torch.cat([block for column in range(num_columns) for block in blocks[column::num_columns]])
+
+
+def _sorted(experts: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """[a] experts in their order, in a small dtype, and which assignment each is; of equal ones the first comes first."""
+    # A radix sort passes over each byte of the keys.
+    return experts.to(torch.int16 if num_experts < 2**15 else torch.int32).sort(stable=True)
 
 
 def _bounds(by_expert: torch.Tensor, num_experts: int) -> torch.Tensor:
     """[e + 1] where each expert's assignments begin in the sorted list, and the end."""
-    edges = torch.arange(num_experts + 1, device=by_expert.device)
+    edges = torch.arange(num_experts + 1, dtype=by_expert.dtype, device=by_expert.device)
     return torch.searchsorted(by_expert, edges)
 
 
@@ -169,3 +206,18 @@ def _inverse(sources: torch.Tensor, places: torch.Tensor, num_sources: int) -> t
     inverse = torch.empty(num_sources, dtype=places.dtype, device=places.device)
     inverse[sources] = places
     return inverse.unsqueeze(1)
+
+
+def _kernels_on(device: torch.device) -> ModuleType | None:
+    is_served = device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
+    return _kernels() if is_served else None
+
+
+@functools.cache
+def _kernels() -> ModuleType | None:
+    """Triton is imported at the first use: on a CPU there may be none."""
+    try:
+        from megatron.core.transformer.moe import permutation_kernels
+    except ImportError:
+        return None
+    return permutation_kernels

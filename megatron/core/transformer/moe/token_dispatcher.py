@@ -3,8 +3,13 @@
 [Note: rows of experts] A row is one assignment of a token to an expert. Rows lie in the order of experts, so an expert's
 rows are consecutive, and experts of one rank are as well. With experts on several ranks rows travel there and back by one
 all-to-all each way; how many is known to the device alone, so the host waits for the counts, once for each layer: with
-the sorting of rows queued behind them, so that the device has work while the host wakes up. Where experts' matrices are split over tensor-parallel ranks, each of these gets a copy of the row, and what comes back, a
-summand from each, is added up at home. That is an all-gather and a reduce-scatter in the same all-to-all.
+the sorting of rows queued behind them, so that the device has work while the host wakes up. Where experts' matrices are
+split over tensor-parallel ranks, each of these gets a copy of the row, and what comes back, a summand from each, is added
+up at home. That is an all-gather and a reduce-scatter in the same all-to-all.
+
+[Note: what a wait costs] Between two waits the host is never ahead of the device, so each operation that it queues there
+is time of the step. Hence one node of autograd each way (``journey``), one kernel for an order of rows
+(``permutation_kernels``), and orders of rows that arrive from their counts, not by sorting.
 
 Shapes: t tokens, k experts of a token, h hidden size, e experts, l experts of this rank, r rows of this rank's experts.
 """
@@ -20,8 +25,14 @@ import torch.distributed as dist
 
 from megatron.core.delayed_read import DelayedRead
 from megatron.core.process_groups_config import group_size
-from megatron.core.transformer.moe.all_to_all import all_to_all_rows
-from megatron.core.transformer.moe.permutation import ExpertOrder, RowMap, expert_order, expert_order_up_to, with_copies
+from megatron.core.transformer.moe.journey import Journey, Trip
+from megatron.core.transformer.moe.permutation import (
+    ExpertOrder,
+    arrivals,
+    expert_order,
+    expert_order_up_to,
+    with_copies,
+)
 from megatron.core.transformer.moe.routing import Routing, capacity
 
 if TYPE_CHECKING:
@@ -40,17 +51,23 @@ class ExpertRows:
         probs: [r] factor of each row's result.
         counts: [l] rows of each expert, on the device, int64.
         known_counts: the same on the host, where they are there already.
+        known_ends: [l] where each expert's rows end, on the device, int32, where that is there already.
     """
 
     hidden_states: torch.Tensor
     probs: torch.Tensor
     counts: torch.Tensor
     known_counts: list[int] | None = None
+    known_ends: torch.Tensor | None = None
 
     def counts_on_host(self) -> list[int]:
         """[l] rows of each expert; the host waits for the device unless they are there already."""
         counts: list[int] = self.counts.tolist() if self.known_counts is None else self.known_counts
         return counts
+
+    def ends(self) -> torch.Tensor:
+        """[l] where each expert's rows end, on the device, int32. The host does not wait."""
+        return self.counts.cumsum(0, dtype=torch.int32) if self.known_ends is None else self.known_ends
 
 
 Combine = Callable[[torch.Tensor], torch.Tensor]
@@ -65,19 +82,21 @@ class LocalDispatcher:
         self.config, self.num_experts = config, config.num_moe_experts
 
     def dispatch(self, hidden_states: torch.Tensor, routing: Routing) -> tuple[ExpertRows, Combine]:
-        """The rows of [t, h] tokens, and what sums their results. Ranks: this one alone.
+        """The rows of [..., h] tokens, t of them, and what sums their results. Ranks: this one alone.
 
         The host waits only where assignments are dropped without padding.
         """
         order = self._order(routing)
-        tokens = order.of_tokens(self.config.moe_router_topk)
+        journey = Journey(tokens=order.tokens, assignments=order.assignments)
+        leaving, probs = journey.to_experts(hidden_states, routing.probs)
         rows = ExpertRows(
-            hidden_states=tokens.spread(hidden_states),
-            probs=self._probs(order, routing),
+            hidden_states=leaving,
+            probs=probs,
             counts=order.counts,
             known_counts=None if order.rows_of_each is None else [order.rows_of_each] * self.num_experts,
+            known_ends=order.ends,
         )
-        return rows, tokens.collect
+        return rows, journey.to_tokens
 
     def _order(self, routing: Routing) -> ExpertOrder:
         limit = capacity(routing.experts.shape[0], self.config)
@@ -91,10 +110,6 @@ class LocalDispatcher:
             probs=routing.probs.detach() if by_probs else None,
             pads=self.config.moe_pad_expert_input_to_capacity,
         )
-
-    def _probs(self, order: ExpertOrder, routing: Routing) -> torch.Tensor:
-        """[r] factor of each row; 0 of a row without source."""
-        return order.assignments.spread(routing.probs.reshape(-1, 1)).squeeze(1)
 
 
 class AllToAllDispatcher(LocalDispatcher):
@@ -114,83 +129,50 @@ class AllToAllDispatcher(LocalDispatcher):
     def dispatch(self, hidden_states: torch.Tensor, routing: Routing) -> tuple[ExpertRows, Combine]:
         """As ``LocalDispatcher.dispatch``, of all ranks' tokens. Ranks: all of the group. The host waits once."""
         order = self._order(routing)
-        trip_of = self._plan(order)
+        find_trip = self._plan(order)
         if self.num_copies > 1:
             order = with_copies(order, self.num_copies, self.num_owners)
-        tokens = order.of_tokens(self.config.moe_router_topk)
-        leaving, probs = tokens.spread(hidden_states), self._probs(order, routing)[:, None]
-        trip = trip_of()
-        by_expert = _by_expert(trip.arriving, sum(trip.received))
-
-        def send(x: torch.Tensor) -> torch.Tensor:
-            rows = all_to_all_rows(x, trip.sent, trip.received, self.group)
-            return rows if by_expert is None else by_expert.spread(rows)
-
-        def combine(results: torch.Tensor) -> torch.Tensor:
-            rows = results if by_expert is None else by_expert.collect(results)
-            return tokens.collect(all_to_all_rows(rows, trip.received, trip.sent, self.group))
-
+        journey = Journey(tokens=order.tokens, assignments=order.assignments, trip=find_trip)
+        arrived, probs = journey.to_experts(hidden_states, routing.probs)
+        trip = journey.trip()
+        assert trip is not None, "it has been made"
         rows = ExpertRows(
-            hidden_states=send(leaving),
-            probs=send(probs).squeeze(1),
-            counts=trip.arriving.sum(dim=0),
+            hidden_states=arrived,
+            probs=probs,
+            counts=trip.arrivals.counts,
             known_counts=trip.known_counts,
+            known_ends=trip.arrivals.ends,
         )
-        return rows, combine
+        return rows, journey.to_tokens
 
-    @torch.no_grad()
-    def _plan(self, order: ExpertOrder) -> Callable[[], _Trip]:
+    def _plan(self, order: ExpertOrder) -> Callable[[], Trip]:
         """What returns who sends how many rows to whom. Ranks: all; it makes the host wait, unless all send the same to all."""
-        if order.rows_of_each is not None:
-            even = self._even_trip(order.rows_of_each, order.counts)
-            return lambda: even
-        own = order.counts.view(self.num_owners, 1, -1).expand(-1, self.num_copies, -1)
-        own = own.reshape(self.group.size(), self.num_local_experts).contiguous()
-        arriving = torch.empty_like(own)
-        dist.all_to_all_single(arriving, own, group=self.group)
-        counts = DelayedRead(torch.stack((own, arriving)))
-
-        def trip() -> _Trip:
-            sent, received = counts.tensor().tolist()
-            return _Trip(
-                arriving=arriving,
-                sent=[sum(row) for row in sent],
-                received=[sum(row) for row in received],
-                known_counts=[sum(column) for column in zip(*received, strict=True)],
-            )
-
-        return trip
-
-    def _even_trip(self, rows: int, counts: torch.Tensor) -> _Trip:
-        """Each rank sends ``rows`` rows to each expert: all ranks have as many tokens, so all have the same capacity."""
         num_ranks, num_experts = self.group.size(), self.num_local_experts
-        return _Trip(
-            arriving=counts.new_full((num_ranks, num_experts), rows),
-            sent=[rows * num_experts] * num_ranks,
-            received=[rows * num_experts] * num_ranks,
-            known_counts=[rows * num_ranks] * num_experts,
+        if order.rows_of_each is not None:
+            # All ranks have as many tokens, so all have the same capacity.
+            even = [[order.rows_of_each] * num_experts] * num_ranks
+            return lambda: self._trip(even, even, order.counts.new_full((num_ranks, num_experts), even[0][0]))
+        both = order.counts.new_empty(2, num_ranks, num_experts)
+        leaving, arriving = both.unbind()
+        leaving.view(self.num_owners, self.num_copies, num_experts).copy_(order.counts.view(self.num_owners, 1, -1))
+        dist.all_to_all_single(arriving, leaving, group=self.group)
+        counts = DelayedRead(both)
+
+        def find_trip() -> Trip:
+            sent, received = counts.tensor().tolist()
+            return self._trip(sent, received, arriving)
+
+        return find_trip
+
+    def _trip(self, sent: list[list[int]], received: list[list[int]], arriving: torch.Tensor) -> Trip:
+        """Of [g, l] rows that go to each rank's experts, and come from each rank to this one's."""
+        return Trip(
+            group=self.group,
+            sent=[sum(row) for row in sent],
+            received=[sum(row) for row in received],
+            arrivals=arrivals(arriving, received),
+            known_counts=[sum(column) for column in zip(*received, strict=True)],
         )
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Trip:
-    """Rows that travel, on the device by rank and expert ([g, l]), and on the host."""
-
-    arriving: torch.Tensor
-    sent: list[int]
-    received: list[int]
-    known_counts: list[int]
-
-
-@torch.no_grad()
-def _by_expert(arriving: torch.Tensor, num_rows: int) -> RowMap | None:
-    """Rows that arrived, [g, l] of them rank by rank, in the order of experts; None where that is their order."""
-    num_ranks, num_experts = arriving.shape
-    if num_experts == 1:
-        return None
-    experts = torch.arange(num_experts, device=arriving.device).repeat(num_ranks)
-    experts = experts.repeat_interleave(arriving.flatten(), output_size=num_rows)
-    return expert_order(experts.unsqueeze(1), num_experts).assignments
 
 
 def build_dispatcher(config: TransformerConfig, pg_collection: ProcessGroupCollection | None) -> LocalDispatcher:

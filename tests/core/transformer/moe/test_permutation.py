@@ -1,4 +1,4 @@
-"""Rows in the order of experts: where each assignment stands, and that spread and collect are each other's adjoint."""
+"""Rows in the order of experts: where each assignment stands, and that take and sum are each other's adjoint."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 from megatron.core.transformer.moe.permutation import (
     ExpertOrder,
     RowMap,
+    arrivals,
     expert_order,
     expert_order_up_to,
     with_copies,
@@ -35,7 +36,7 @@ def test_assignments_are_sorted_by_expert_and_by_token_within() -> None:
     order = ORDERS["all"]
     assert order.counts.tolist() == [3, 1, 4, 0]
     assert order.assignments.sources.tolist() == [1, 5, 6, 3, 0, 2, 4, 7]
-    assert order.of_tokens(2).sources.tolist() == [0, 2, 3, 1, 0, 1, 2, 3]
+    assert order.tokens.sources.tolist() == [0, 2, 3, 1, 0, 1, 2, 3]
     assert order.assignments.places.flatten().tolist() == [4, 0, 5, 3, 6, 1, 2, 7]
 
 
@@ -65,20 +66,38 @@ def test_copies_of_an_owners_rows_are_blocks() -> None:
 
 
 def _matrix(rows: RowMap) -> torch.Tensor:
-    """[r, n] that spread multiplies with."""
+    """[r, n] that take multiplies with."""
     matrix = torch.zeros(rows.sources.shape[0], rows.places.shape[0] + 1, dtype=torch.float64)
     matrix[torch.arange(matrix.shape[0]), rows.sources] = 1.0
     return matrix[:, :-1]
 
 
 @pytest.mark.parametrize("name", ORDERS)
-@pytest.mark.parametrize("of_tokens", [False, True])
-def test_spread_and_collect_are_a_matrix_and_its_transpose(name: str, of_tokens: bool) -> None:
-    rows = ORDERS[name].of_tokens(2) if of_tokens else ORDERS[name].assignments
+@pytest.mark.parametrize("of", ["tokens", "assignments"])
+def test_take_and_sum_are_a_matrix_and_its_transpose(name: str, of: str) -> None:
+    rows = getattr(ORDERS[name], of)
     matrix = _matrix(rows)
-    x = torch.randn(matrix.shape[1], 5, dtype=torch.float64, requires_grad=True)
-    y = torch.randn(matrix.shape[0], 5, dtype=torch.float64, requires_grad=True)
-    torch.testing.assert_close(rows.spread(x), matrix @ x)
-    torch.testing.assert_close(rows.collect(y), matrix.t() @ y)
-    assert torch.autograd.gradcheck(rows.spread, x)
-    assert torch.autograd.gradcheck(rows.collect, y)
+    for shape in ((), (5,)):  # factors and hidden states
+        x = torch.randn(matrix.shape[1], *shape, dtype=torch.float64)
+        y = torch.randn(matrix.shape[0], *shape, dtype=torch.float64)
+        torch.testing.assert_close(rows.take(x), matrix @ x)
+        torch.testing.assert_close(rows.sum(y), matrix.t() @ y)
+
+
+SIZES = [[[3, 0, 1], [2, 5, 0]], [[0, 0], [0, 4], [0, 1]], [[2], [3]], [[0, 0, 0, 0]], [[1, 2, 3]]]
+"""[g, l] rows: some without any, one expert alone, nothing at all, one rank alone."""
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_rows_that_arrive_rank_by_rank_are_put_expert_by_expert(sizes: list[list[int]]) -> None:
+    """As a stable sort by expert would put them."""
+    num_experts = len(sizes[0])
+    experts = torch.arange(num_experts).repeat(len(sizes)).repeat_interleave(torch.tensor(sizes).flatten())
+    rows, counts, ends = arrivals(torch.tensor(sizes), sizes)
+    assert counts.tolist() == torch.bincount(experts, minlength=num_experts).tolist()
+    assert ends is None
+    if rows is None:
+        assert num_experts == 1
+    else:
+        assert rows.sources.tolist() == experts.sort(stable=True)[1].tolist()
+        assert rows.places.flatten().tolist() == rows.sources.argsort().tolist()

@@ -1,0 +1,113 @@
+"""Where rows go, by one Triton kernel each. Import it where Triton is there; ``permutation`` chooses.
+
+A dozen small operations of torch cost the host far more than they cost the device. Each place is written by one program,
+in the order of assignments, so the result is the same every time.
+
+Shapes: t tokens, k experts of a token, a assignments (t * k), e experts, r rows, g ranks, l experts of a rank.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from megatron.core.distributed.fsdp.kernel_launcher import KernelLauncher
+from megatron.core.extensions.triton_language import tl, triton
+
+ASSIGNMENTS_AT_ONCE = 2048
+ROWS_AT_ONCE = 1024
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _assignments_kernel(  # type: ignore[no-untyped-def]
+    experts, sources, tokens, places, counts, ends, num_assignments, TOPK: tl.constexpr, BLOCK: tl.constexpr
+):
+    """One program for each expert: counts the assignments of those before it, then writes down its own."""
+    expert = tl.program_id(0)
+    inside = tl.arange(0, BLOCK)
+    smaller = tl.zeros((BLOCK,), dtype=tl.int32)
+    start = 0
+    while start < num_assignments:
+        at = start + inside
+        there = at < num_assignments
+        smaller += (there & (tl.load(experts + at, mask=there, other=0) < expert)).to(tl.int32)
+        start += BLOCK
+    first = tl.sum(smaller, axis=0)
+    row = first
+    start = 0
+    while start < num_assignments:
+        at = start + inside
+        there = at < num_assignments
+        own = there & (tl.load(experts + at, mask=there, other=0) == expert)
+        rows = row + tl.cumsum(own.to(tl.int32), axis=0) - 1
+        tl.store(sources + rows, at, mask=own)
+        tl.store(tokens + rows, at // TOPK, mask=own)
+        tl.store(places + at, rows, mask=own)
+        row += tl.sum(own.to(tl.int32), axis=0)
+        start += BLOCK
+    tl.store(counts + expert, row - first)
+    tl.store(ends + expert, row)
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _blocks_kernel(  # type: ignore[no-untyped-def]
+    sizes,
+    sources,
+    places,
+    counts,
+    ends,
+    NUM_RANKS: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+    PADDED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program for each block of rows, those of one rank and expert; ``PADDED`` is a power of two, g * l or more."""
+    block = tl.program_id(0)
+    rank = block // NUM_EXPERTS
+    expert = block % NUM_EXPERTS
+    blocks = tl.arange(0, PADDED)
+    extents = tl.load(sizes + blocks, mask=blocks < NUM_RANKS * NUM_EXPERTS, other=0).to(tl.int32)
+    of_smaller = tl.sum(tl.where(blocks % NUM_EXPERTS < expert, extents, 0), axis=0)
+    is_earlier = blocks // NUM_EXPERTS < rank
+    of_same = tl.sum(tl.where((blocks % NUM_EXPERTS == expert) & is_earlier, extents, 0), axis=0)
+    arrived = tl.sum(tl.where(blocks < block, extents, 0), axis=0)
+    extent = tl.sum(tl.where(blocks == block, extents, 0), axis=0)
+    row = of_smaller + of_same
+    inside = tl.arange(0, BLOCK)
+    start = 0
+    while start < extent:
+        at = start + inside
+        tl.store(sources + row + at, arrived + at, mask=at < extent)
+        tl.store(places + arrived + at, row + at, mask=at < extent)
+        start += BLOCK
+    if rank == NUM_RANKS - 1:
+        tl.store(counts + expert, of_same + extent)
+        tl.store(ends + expert, row + extent)
+
+
+_launch_assignments = KernelLauncher(_assignments_kernel, num_warps=8)
+_launch_blocks = KernelLauncher(_blocks_kernel, num_warps=4)
+
+
+def sort_assignments(
+    experts: torch.Tensor, num_experts: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of [t, k] experts: the assignment of each row [a], its token [a], each assignment's row [t, k], counts and ends [e].
+
+    ``ends`` are int32, all else int64.
+    """
+    experts = experts.contiguous()
+    sources, tokens, places = experts.new_empty(3, experts.numel()).unbind()
+    counts, ends = experts.new_empty(num_experts), experts.new_empty(num_experts, dtype=torch.int32)
+    tensors = (experts, sources, tokens, places, counts, ends)
+    _launch_assignments(num_experts, tensors, (experts.numel(),), (experts.shape[1], ASSIGNMENTS_AT_ONCE))
+    return sources, tokens, places.view(experts.shape), counts, ends
+
+
+def sort_blocks(sizes: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of blocks of [g, l] rows: where each row of the order [l, g] lies [r], where each goes [r, 1], counts and ends [l]."""
+    num_ranks, num_experts = sizes.shape
+    sources, places = sizes.new_empty(num_rows), sizes.new_empty(num_rows, 1)
+    counts, ends = sizes.new_empty(num_experts), sizes.new_empty(num_experts, dtype=torch.int32)
+    constants = (num_ranks, num_experts, triton.next_power_of_2(sizes.numel()), ROWS_AT_ONCE)
+    _launch_blocks(sizes.numel(), (sizes, sources, places, counts, ends), (), constants)
+    return sources, places, counts, ends
