@@ -52,6 +52,9 @@ ALWAYS_SO: dict[str, AlwaysSo] = {
     "--no-scatter-gather-tensors-in-pipeline": AlwaysSo(fact="each tensor-parallel rank sends what it holds"),
     "--no-align-grad-reduce": AlwaysSo(fact="each pipeline stage reduces gradients when its own backward has them"),
     "--no-align-param-gather": AlwaysSo(fact="each pipeline stage gathers weights by its own plan"),
+    "--timing-log-level": AlwaysSo(
+        fact="iterations are timed as a whole", values=("0",), otherwise="iterations are timed as a whole (0), no parts"
+    ),
     "--no-barrier-with-level-1-timing": AlwaysSo(fact="no barrier is there for the sake of timing"),
     "--disable-msc": AlwaysSo(fact="files are local ones"),
     "--enable-experimental": AlwaysSo(fact="nothing stands behind this switch"),
