@@ -30,7 +30,7 @@ import sys
 
 modules = ["torch", "numpy", "tensorboard", "matplotlib"]
 if sys.argv[1] == "all":
-    modules += ["tokenizers", "sentencepiece", "rich", "safetensors", "triton", "pytest", "pytest_timeout", "hypothesis", "ruff", "mypy"]
+    modules += ["tokenizers", "sentencepiece", "rich", "safetensors", "triton", "pytest", "pytest_timeout", "xdist", "hypothesis", "ruff", "mypy"]
 print(*(name for name in modules if importlib.util.find_spec(name) is None))
 EOF
 }

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Installs what the tests need into .venv, then lints, type-checks and tests. Arguments go to pytest.
+# Installs what the tests need into .venv, then lints, type-checks and tests, two files at a time. Arguments go to pytest.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source examples/install.sh
@@ -8,4 +8,4 @@ install all
 "$PYTHON" -m ruff format --check .
 "$PYTHON" -m mypy megatron tools examples pretrain_gpt.py
 export OMP_NUM_THREADS=1
-exec "$PYTHON" -m pytest "$@"
+exec "$PYTHON" -m pytest -n 2 --dist loadfile "$@"

@@ -17,7 +17,7 @@ import setuptools
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 OWN = {"megatron", "tests", "tools", "examples", "benchmarks", "pretrain_gpt"}
-DISTRIBUTION_OF_MODULE = {"pytest_timeout": "pytest-timeout"}
+DISTRIBUTION_OF_MODULE = {"pytest_timeout": "pytest-timeout", "xdist": "pytest-xdist"}
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from tests.core.distributed.fsdp.models import make_net, my_piece, shard_net
 from tests.support.launch import run_ranks
 
 # Of the group; far less than the launcher's, which must see the ranks' own words.
-_GROUP_TIMEOUT_S = 3.0
+_GROUP_TIMEOUT_S = 5.0
 
 
 def _survive(moment: str, strategy: str, path: str) -> None:
@@ -74,10 +74,10 @@ def _survive(moment: str, strategy: str, path: str) -> None:
 )
 def test_the_others_say_what_they_waited_for(moment: str, strategy: str, waited_for: str, tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="died without a word"):
-        run_ranks(3, _survive, moment, strategy, str(tmp_path), timeout_s=30)
+        run_ranks(3, _survive, moment, strategy, str(tmp_path), timeout_s=60)
     for rank in (0, 2):
         seconds, cause, message = (tmp_path / f"said by {rank}").read_text().split("\n", 2)
-        assert float(seconds) < 2 * _GROUP_TIMEOUT_S
+        assert float(seconds) < 4 * _GROUP_TIMEOUT_S, "far less than the launcher waits"
         assert re.match(waited_for, message), message
         assert f"must be joined by all of ranks [0, 1, 2], and did not finish on rank {rank}" in message
         assert cause and cause in message, "the backend's own words are kept"
