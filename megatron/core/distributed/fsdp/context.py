@@ -317,7 +317,8 @@ class FsdpContext:
 
     def begin_unit_backward(self, unit: FsdpUnit) -> None:
         """Afterwards the unit's weights are whole for its backward, and later units' gradients on their way. Ranks: all."""
-        self._open_backward()
+        if self._backward_end is None or self._backward_end() is None:
+            self._open_backward()
         self._backward.begin(unit)
 
     def _open_backward(self) -> None:
