@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 
 
@@ -20,7 +20,7 @@ class LogRecord:
     global_batch_size: int
     loss: float
     """Mean over the iterations of the mean over each global batch."""
-    auxiliary_losses: dict[str, float]
+    auxiliary_losses: dict[str, float] = field(default_factory=dict)
     """Those of experts' routers by name, without their coefficients: mean over iterations, layers and microbatches."""
     grad_norm: float
     num_zeros: float | None

@@ -18,7 +18,7 @@ _FIELD = re.compile(r"^\s*([^:]+?)\s*:\s*([+-]?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?)\s
 def _record(**changes: Any) -> LogRecord:
     values: dict[str, Any] = {
         "iteration": 1, "train_iters": 100, "consumed_samples": 8, "ms_per_iteration": 123.44, "learning_rate": 1e-3,
-        "decoupled_learning_rate": None, "global_batch_size": 8, "loss": 10.812343219, "auxiliary_losses": {}, "grad_norm": 1.2345678,
+        "decoupled_learning_rate": None, "global_batch_size": 8, "loss": 10.812343219, "grad_norm": 1.2345678,
         "num_zeros": None, "params_norm": None, "skipped_iterations": 0, "nan_iterations": 2,
         "tflops_per_device": None, "tokens_per_second_per_device": None, "memory": {"memory allocated": 10.25},
     }  # fmt: skip
