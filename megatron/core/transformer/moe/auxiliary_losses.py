@@ -13,12 +13,13 @@ the auxiliary loss is the sum of the parts. Backward starts each part with the f
 
 Megatron-Core multiplies by the tokens of the rank alone in the second case, which agrees where neither cp nor tp splits them.
 
-Shapes: t tokens of this rank, e experts, k experts of a token.
+Shapes: t tokens of this rank, e experts, k experts of a token, q sequences.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -29,67 +30,58 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-def load_balancing_loss(
-    scores: torch.Tensor,
-    experts: torch.Tensor,
-    *,
-    num_sequences: int = 1,
-    group: ProcessGroup | None = None,
-) -> torch.Tensor:
-    """This rank's part of e x sum over experts of (share of assignments) x (mean score): 1 where all are balanced.
+@dataclass(frozen=True, kw_only=True)
+class AuxiliaryLosses:
+    """The losses of one forward of a router, as gradients that its backward adds.
 
-    Args:
-        scores: [t, e] that add up to 1 for each token.
-        experts: [t, k] where the tokens go; constant for autograd.
-        num_sequences: with more than one, tokens are [sequence, num_sequences] and the loss is the mean of the losses of
-            each sequence alone.
+    Attributes:
+        balancing: coefficient, of the load-balancing loss; 0: there is none.
+        z: the same of the z-loss; None: there is none.
+        scale: with what its backward starts; see [Note: scale of auxiliary losses].
+        num_sequences: q; with more than one, the loss is the mean of the losses of each sequence alone.
         group: the ranks that hold the rest of these sequences; the sum of all parts is the loss.
-
-    Ranks: all of ``group``, which sums one small tensor of counts.
-    Source: Switch Transformer (arXiv:2101.03961) equations 4 to 6, with k choices of each token.
-    """
-    num_experts, topk = scores.shape[1], experts.shape[1]
-    counts = _counts(experts, num_experts, num_sequences)
-    size = group_size(group)
-    if size > 1:
-        dist.all_reduce(counts, group=group)
-    num_tokens = scores.shape[0] // num_sequences * size
-    summed = scores.view(-1, num_sequences, num_experts).sum(dim=0)
-    return (summed * counts).sum() * (num_experts / (topk * num_tokens * num_tokens * num_sequences))
-
-
-@torch.no_grad()
-def _counts(experts: torch.Tensor, num_experts: int, num_sequences: int) -> torch.Tensor:
-    """[num_sequences, e] assignments; exact and in no order: sums of integers."""
-    topk = experts.shape[1]
-    sequences = torch.arange(num_sequences, device=experts.device).view(1, -1, 1) * num_experts
-    bins = (experts.view(-1, num_sequences, topk) + sequences).flatten()
-    counts = torch.zeros(num_sequences * num_experts, dtype=torch.int64, device=experts.device)
-    return counts.scatter_add_(0, bins, torch.ones_like(bins)).view(num_sequences, num_experts)
-
-
-def z_loss(logits: torch.Tensor, *, group: ProcessGroup | None = None) -> torch.Tensor:
-    """This rank's part of the mean over tokens of the square of the log-sum-exp of [t, e] logits.
-
-    Ranks: no communication; the parts of all of ``group`` add up to the mean.
-    Source: ST-MoE (arXiv:2202.08906) equation 5.
-    """
-    return torch.logsumexp(logits, dim=-1).square().mean() / group_size(group)
-
-
-class MoEAuxLossAutoScaler(torch.autograd.Function):
-    """Passes a tensor on; in backward, an auxiliary loss gets a gradient of its own beside it.
-
-    ``apply(output, aux_loss, scale)``: whatever reaches ``output``'s consumers' loss, ``scale * aux_loss`` is added to it
-    as far as gradients go. Unlike Megatron-Core's function of this name the scale is an argument, not a global.
     """
 
-    @staticmethod
-    def forward(ctx: Any, output: torch.Tensor, aux_loss: torch.Tensor, scale: float) -> torch.Tensor:
-        ctx.scale, ctx.dtype, ctx.device = scale, aux_loss.dtype, aux_loss.device
-        return output.view_as(output)
+    balancing: float
+    z: float | None
+    scale: float
+    num_sequences: int = 1
+    group: ProcessGroup | None = None
 
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return grad_outputs[0], torch.full((), ctx.scale, dtype=ctx.dtype, device=ctx.device), None
+    def balance(
+        self, summed: torch.Tensor, counts: torch.Tensor, topk: int, num_tokens: int
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Of each sequence's sums of scores [q * e] and assignments: this rank's part of the loss [], and its gradient.
+
+        The loss is e x sum over experts of (share of assignments) x (mean score): 1 where all are balanced. ``counts``
+        is written over; they are constant for autograd. The gradient [q * e] is that of a token's scores, the same for all
+        tokens of a sequence, times coefficient and scale.
+
+        Ranks: all of ``group``, which sums the counts.
+        Source: Switch Transformer (arXiv:2101.03961) equations 4 to 6, with k choices of each token.
+        """
+        if self.balancing == 0.0:
+            return None, None
+        size = group_size(self.group)
+        if size > 1:
+            dist.all_reduce(counts, group=self.group)
+        num_experts, of_sequence = counts.shape[0] // self.num_sequences, num_tokens // self.num_sequences * size
+        factor = num_experts / (topk * of_sequence * of_sequence * self.num_sequences)
+        return torch.dot(summed, counts).mul_(factor), counts.mul_(factor * self.balancing * self.scale)
+
+    def restrain(
+        self, mean_square: torch.Tensor, log_sums: torch.Tensor
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Of the mean [] of squares of log-sum-exps [t]: this rank's part of the z-loss [], and its gradient.
+
+        The loss is the mean over the tokens of all of ``group``. The gradient [t] is that of each log-sum-exp, which is
+        written over, times coefficient and scale.
+
+        Ranks: no communication.
+        Source: ST-MoE (arXiv:2202.08906) equation 5.
+        """
+        if self.z is None:
+            return None, None
+        size = group_size(self.group)
+        part = mean_square if size == 1 else mean_square / size
+        return part, log_sums.mul_(2 * self.z * self.scale / (log_sums.shape[0] * size))

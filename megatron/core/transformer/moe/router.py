@@ -8,19 +8,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 
 from megatron.core.process_groups_config import group_size
-from megatron.core.transformer.moe.auxiliary_losses import MoEAuxLossAutoScaler, load_balancing_loss, z_loss
+from megatron.core.transformer.moe.auxiliary_losses import AuxiliaryLosses
 from megatron.core.transformer.moe.loss_record import AuxiliaryLossRecord, auxiliary_loss_names, balancing_loss_name
-from megatron.core.transformer.moe.routing import Routing, route, scores_of_all
+from megatron.core.transformer.moe.routing import Routing, route
 from megatron.core.transformer.parameter_init import InitializedParameters
 
 if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.transformer_config import TransformerConfig
-
-_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 
 class TopKRouter(InitializedParameters):
@@ -63,39 +60,27 @@ class TopKRouter(InitializedParameters):
 
     def forward(self, hidden_states: torch.Tensor) -> Routing:
         """[s, b, h] -> routing of s * b tokens. Ranks: all of ``tp_cp``, in training with a load-balancing loss."""
-        logits = self._logits(hidden_states)
-        learns = self.training and torch.is_grad_enabled()
-        if learns and self.config.moe_z_loss_coeff is not None:
-            loss = z_loss(logits, group=self.tp_cp_group)
-            logits = self._with_loss(logits, loss, "z_loss", self.config.moe_z_loss_coeff)
-        routing = route(logits, self.config)
-        if learns and self.config.moe_aux_loss_coeff != 0.0:
-            is_by_sequence = self.config.moe_router_load_balancing_type == "seq_aux_loss"
-            loss = load_balancing_loss(
-                scores_of_all(logits, self.config.moe_router_score_function),
-                routing.experts,
-                num_sequences=hidden_states.shape[1] if is_by_sequence else 1,
-                group=self.tp_cp_group,
-            )
-            name, coefficient = balancing_loss_name(self.config), self.config.moe_aux_loss_coeff
-            routing = routing._replace(probs=self._with_loss(routing.probs, loss, name, coefficient))
+        losses = self._losses(hidden_states) if self.training and torch.is_grad_enabled() else None
+        routing, balancing_loss, z_loss = route(hidden_states, self.weight, self.config, losses)
+        if self.loss_record is not None:
+            if balancing_loss is not None:
+                self.loss_record.add(balancing_loss_name(self.config), balancing_loss)
+            if z_loss is not None:
+                self.loss_record.add("z_loss", z_loss)
         return routing
 
-    def _logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """[t, e] in ``moe_router_dtype``."""
-        tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
-        dtype = _DTYPES.get(self.config.moe_router_dtype or "", tokens.dtype)
-        return F.linear(tokens.to(dtype), self.weight.to(dtype))
-
-    def _with_loss(self, x: torch.Tensor, loss: torch.Tensor, name: str, coefficient: float) -> torch.Tensor:
-        """x of [t, ...], whose backward also starts that of ``coefficient * loss``; the loss is recorded."""
-        if self.loss_record is not None:
-            self.loss_record.add(name, loss)
-        scale = self.aux_loss_scale
-        if self.config.calculate_per_token_loss:
-            scale *= x.shape[0] * group_size(self.tp_cp_group)
-        output: torch.Tensor = MoEAuxLossAutoScaler.apply(x, loss * coefficient, scale)  # type: ignore[no-untyped-call, unused-ignore]
-        return output
+    def _losses(self, hidden_states: torch.Tensor) -> AuxiliaryLosses | None:
+        config, (sequence, batch) = self.config, hidden_states.shape[:2]
+        if config.moe_aux_loss_coeff == 0.0 and config.moe_z_loss_coeff is None:
+            return None
+        per_token = sequence * batch * group_size(self.tp_cp_group) if config.calculate_per_token_loss else 1
+        return AuxiliaryLosses(
+            balancing=config.moe_aux_loss_coeff,
+            z=config.moe_z_loss_coeff,
+            scale=self.aux_loss_scale * per_token,
+            num_sequences=batch if config.moe_router_load_balancing_type == "seq_aux_loss" else 1,
+            group=self.tp_cp_group,
+        )
 
     def extra_repr(self) -> str:
         return f"{self.config.hidden_size}, {self.config.num_moe_experts}, topk={self.config.moe_router_topk}"

@@ -1,17 +1,30 @@
-"""Which experts a token goes to, and with what weight: the router's arithmetic on logits.
+"""Which experts a token goes to, and with what weight: the router's arithmetic, one node of autograd in all.
 
-Shapes: t tokens, e experts, k experts of a token (topk).
+[Note: a router's operations] Logits of a few experts are small, so a router costs the host what it has operations, and the
+device next to nothing. Hence all that follows the choice is one function each way, which is compiled where there is a
+compiler, auxiliary losses included; backward computes scores anew from logits instead of keeping them.
+
+Shapes: t tokens, h hidden size, e experts, k experts of a token (topk), q sequences (1 where experts are balanced over all
+tokens; tokens are [t / q, q]).
 """
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
+
+from megatron.core.jit import Fusible
 
 if TYPE_CHECKING:
+    from megatron.core.transformer.moe.auxiliary_losses import AuxiliaryLosses
     from megatron.core.transformer.transformer_config import TransformerConfig
+
+_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
+# Megatron-Core's guard of a sum of sigmoids.
+_TINY = 1e-20
 
 
 class Routing(NamedTuple):
@@ -23,35 +36,27 @@ class Routing(NamedTuple):
     """[t, k] number of the expert, int64."""
 
 
-def route(logits: torch.Tensor, config: TransformerConfig) -> Routing:
-    """Each token goes to its ``moe_router_topk`` best experts; scores are computed in fp32 at least.
+class RoutingWithLosses(NamedTuple):
+    """A routing, and this rank's parts of the auxiliary losses, [], before their coefficients; None: there is none."""
 
-    Args:
-        logits: [t, e] in any float dtype, which is that of ``probs`` as well.
+    routing: Routing
+    balancing_loss: torch.Tensor | None
+    z_loss: torch.Tensor | None
 
+
+def route(
+    hidden_states: torch.Tensor, weight: torch.Tensor, config: TransformerConfig, losses: AuxiliaryLosses | None = None
+) -> RoutingWithLosses:
+    """Each of [..., h] tokens goes to its ``moe_router_topk`` best experts, by logits of an [e, h] weight.
+
+    Logits are in ``moe_router_dtype``, and so are ``probs``; scores are computed in fp32 at least. Backward adds the
+    gradients of the losses to whatever reaches ``probs``.
+
+    Ranks: all of ``losses.group``, which sums one small tensor of counts, where experts are balanced.
     Source: Megatron-Core's topk_routing_with_score_function (what is computed, and in which dtype).
     """
-    topk, wide = config.moe_router_topk, _wide(logits)
-    if config.moe_router_score_function == "sigmoid":
-        scores, experts = torch.topk(torch.sigmoid(wide), topk, dim=1)
-        probs = scores / (scores.sum(dim=-1, keepdim=True) + 1e-20) if topk > 1 else scores
-    elif config.moe_router_pre_softmax:
-        probs, experts = torch.topk(torch.softmax(wide, dim=-1), topk, dim=1)
-    else:
-        best, experts = torch.topk(wide, topk, dim=1)
-        probs = torch.softmax(best, dim=-1)
-    if config.moe_router_topk_scaling_factor:
-        probs = probs * config.moe_router_topk_scaling_factor
-    return Routing(probs.type_as(logits), experts)
-
-
-def scores_of_all(logits: torch.Tensor, score_function: str) -> torch.Tensor:
-    """[t, e] of [t, e]: scores that add up to 1 over the experts, which the load-balancing loss weighs."""
-    wide = _wide(logits)
-    if score_function == "softmax":
-        return torch.softmax(wide, dim=-1)
-    scores = torch.sigmoid(wide)
-    return scores / (scores.sum(dim=-1, keepdim=True) + 1e-20)
+    probs, experts, balancing_loss, z_loss = _Route.apply(hidden_states, weight, config, losses)  # type: ignore[no-untyped-call, unused-ignore]
+    return RoutingWithLosses(Routing(probs, experts), balancing_loss, z_loss)
 
 
 def capacity(num_tokens: int, config: TransformerConfig) -> int | None:
@@ -65,6 +70,155 @@ def capacity(num_tokens: int, config: TransformerConfig) -> int | None:
     fair = num_tokens * config.moe_router_topk / config.num_moe_experts
     # A token goes to an expert once at most.
     return min(math.ceil(fair * config.moe_expert_capacity_factor), num_tokens)
+
+
+class _Route(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_states: torch.Tensor,
+        weight: torch.Tensor,
+        config: TransformerConfig,
+        losses: AuxiliaryLosses | None,
+    ) -> tuple[torch.Tensor | None, ...]:
+        tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
+        dtype = _DTYPES.get(config.moe_router_dtype or "", tokens.dtype)
+        logits = F.linear(tokens.to(dtype), weight.to(dtype))
+        ctx.scores, ctx.scaling = _scores(config), config.moe_router_topk_scaling_factor or 1.0
+        ctx.compiled = not config.disable_jit_fuser
+        best, experts = torch.topk(_score(logits, ctx.scores), config.moe_router_topk, dim=1)
+        if losses is None:
+            probs = _weigh(ctx.compiled, logits, best, ctx.scores, ctx.scaling)
+            pull = tension = balancing_loss = z_loss = None
+        else:
+            probs, summed, counts, log_sums, z_loss = _weigh_with_losses(
+                ctx.compiled, logits, best, experts, ctx.scores, ctx.scaling, losses.num_sequences
+            )
+            balancing_loss, pull = losses.balance(summed, counts, config.moe_router_topk, logits.shape[0])
+            z_loss, tension = losses.restrain(z_loss, log_sums)
+        ctx.save_for_backward(hidden_states, weight, logits, best, experts, pull, tension)
+        ctx.mark_non_differentiable(*(x for x in (experts, balancing_loss, z_loss) if x is not None))
+        return probs, experts, balancing_loss, z_loss
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        hidden_states, weight, logits, *rest = ctx.saved_tensors
+        grad = _gradient(ctx.compiled, logits, grads[0], *rest, ctx.scores, ctx.scaling)
+        grad_hidden = grad_weight = None
+        if ctx.needs_input_grad[0]:
+            grad_hidden = (grad @ weight.to(grad.dtype)).to(hidden_states.dtype).view(hidden_states.shape)
+        if ctx.needs_input_grad[1]:
+            tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
+            grad_weight = (grad.t() @ tokens.to(grad.dtype)).to(weight.dtype)
+        return grad_hidden, grad_weight, None, None
+
+
+def _scores(config: TransformerConfig) -> str:
+    """By what experts are chosen: logits (a softmax over the chosen follows), their softmax over all, or sigmoids."""
+    if config.moe_router_score_function == "sigmoid":
+        return "sigmoid"
+    return "softmax" if config.moe_router_pre_softmax else "logits"
+
+
+def _score(logits: torch.Tensor, scores: str) -> torch.Tensor:
+    if scores == "sigmoid":
+        return torch.sigmoid(_wide(logits))
+    return torch.softmax(_wide(logits), dim=-1) if scores == "softmax" else _wide(logits)
+
+
+def _probs_of(best: torch.Tensor, scores: str) -> torch.Tensor:
+    """[t, k] factors, before scaling, of the best scores [t, k]."""
+    if scores == "logits":
+        return torch.softmax(best, dim=-1)
+    return _normalised(best) if scores == "sigmoid" and best.shape[1] > 1 else best
+
+
+@Fusible
+def _weigh(logits: torch.Tensor, best: torch.Tensor, scores: str, scaling: float) -> torch.Tensor:
+    return (_probs_of(best, scores) * scaling).to(logits.dtype)
+
+
+@Fusible
+def _weigh_with_losses(
+    logits: torch.Tensor, best: torch.Tensor, experts: torch.Tensor, scores: str, scaling: float, num_sequences: int
+) -> tuple[torch.Tensor, ...]:
+    """Factors; of each sequence the sums [q * e] of scores over tokens, and its assignments; the log-sum-exp [t] and
+    the mean [] of its square."""
+    num_experts, wide = logits.shape[1], _wide(logits)
+    summed = _balanced(wide, scores).view(-1, num_sequences, num_experts).sum(dim=0)
+    # Sums of ones are exact in any order.
+    taken = _is_taken(experts, num_experts).to(wide.dtype).sum(dim=1)
+    counts = taken.view(-1, num_sequences, num_experts).sum(dim=0)
+    log_sums = torch.logsumexp(wide, dim=-1)
+    probs = (_probs_of(best, scores) * scaling).to(logits.dtype)
+    return probs, summed.view(-1), counts.view(-1), log_sums, log_sums.square().mean()
+
+
+@Fusible
+def _gradient(
+    logits: torch.Tensor,
+    grad_probs: torch.Tensor,
+    best: torch.Tensor,
+    experts: torch.Tensor,
+    pull: torch.Tensor | None,
+    tension: torch.Tensor | None,
+    scores: str,
+    scaling: float,
+) -> torch.Tensor:
+    """[t, e] gradient of logits, of the factors' and of losses: ``pull`` [q * e] is the gradient of the scores that
+    balance, ``tension`` [t] that of the log-sum-exp."""
+    num_tokens, num_experts = logits.shape
+    wide = _wide(logits)
+    grad_best = grad_probs.to(wide.dtype) * scaling
+    if scores == "logits":
+        grad_best = _softmax_gradient(grad_best, torch.softmax(best, dim=-1))
+    elif scores == "sigmoid" and best.shape[1] > 1:
+        grad_best = _normalised_gradient(grad_best, best)
+    grad = torch.where(_is_taken(experts, num_experts), grad_best.unsqueeze(2), 0.0).sum(dim=1)
+    if scores == "softmax":
+        grad = _softmax_gradient(grad, torch.softmax(wide, dim=-1))
+    elif scores == "sigmoid":
+        grad = _sigmoid_gradient(grad, torch.sigmoid(wide))
+    if pull is not None:
+        sequences = pull.view(1, -1, num_experts)
+        pulled = sequences.expand(num_tokens // sequences.shape[1], -1, -1).reshape(num_tokens, num_experts)
+        if scores == "sigmoid":
+            sigmoid = torch.sigmoid(wide)
+            grad = grad + _sigmoid_gradient(_normalised_gradient(pulled, sigmoid), sigmoid)
+        else:
+            grad = grad + _softmax_gradient(pulled, torch.softmax(wide, dim=-1))
+    if tension is not None:
+        grad = grad + tension.unsqueeze(1) * torch.softmax(wide, dim=-1)
+    return grad.to(logits.dtype)
+
+
+def _balanced(wide: torch.Tensor, scores: str) -> torch.Tensor:
+    """[t, e] of [t, e] logits: scores that add up to 1 over the experts, which the load-balancing loss weighs."""
+    return _normalised(torch.sigmoid(wide)) if scores == "sigmoid" else torch.softmax(wide, dim=-1)
+
+
+def _is_taken(experts: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """[t, k, e] whether a choice is an expert."""
+    return experts.unsqueeze(2) == torch.arange(num_experts, device=experts.device)
+
+
+def _softmax_gradient(grad: torch.Tensor, softmax: torch.Tensor) -> torch.Tensor:
+    product = grad * softmax
+    return product - softmax * product.sum(dim=-1, keepdim=True)
+
+
+def _sigmoid_gradient(grad: torch.Tensor, sigmoid: torch.Tensor) -> torch.Tensor:
+    return grad * sigmoid * (1 - sigmoid)
+
+
+def _normalised(scores: torch.Tensor) -> torch.Tensor:
+    return scores / (scores.sum(dim=-1, keepdim=True) + _TINY)
+
+
+def _normalised_gradient(grad: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    total = scores.sum(dim=-1, keepdim=True) + _TINY
+    return (grad - (grad * scores).sum(dim=-1, keepdim=True) / total) / total
 
 
 def _wide(logits: torch.Tensor) -> torch.Tensor:

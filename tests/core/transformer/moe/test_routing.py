@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.core.transformer.moe.routing import capacity, route, scores_of_all
+from megatron.core.transformer.moe.auxiliary_losses import AuxiliaryLosses
+from megatron.core.transformer.moe.routing import Routing, capacity, route
+from tests.core.transformer.moe import plain_router
 from tests.core.transformer.moe.tiny_moe import FIELDS, TransformerConfig
 
 LOGITS = torch.tensor([[0.0, math.log(2.0), math.log(5.0), math.log(4.0)]])  # softmax: 1, 2, 5 and 4 twelfths
@@ -18,44 +20,108 @@ def _config(**fields: Any) -> TransformerConfig:
     return TransformerConfig(**{**FIELDS, **fields})
 
 
+def _route(logits: torch.Tensor, config: TransformerConfig) -> Routing:
+    """Of hidden states that are the logits."""
+    return route(logits, torch.eye(logits.shape[-1], dtype=logits.dtype), config).routing
+
+
 def test_softmax_after_the_choice_is_over_the_taken_alone() -> None:
-    routing = route(LOGITS, _config())
+    routing = _route(LOGITS, _config())
     assert routing.experts.tolist() == [[2, 3]]
     torch.testing.assert_close(routing.probs, torch.tensor([[5 / 9, 4 / 9]]))
 
 
 def test_softmax_before_the_choice_is_over_all() -> None:
-    routing = route(LOGITS, _config(moe_router_pre_softmax=True))
+    routing = _route(LOGITS, _config(moe_router_pre_softmax=True))
     torch.testing.assert_close(routing.probs, torch.tensor([[5 / 12, 4 / 12]]))
 
 
 def test_sigmoid_scores_are_normalised_over_the_taken_unless_there_is_one() -> None:
-    two = route(LOGITS, _config(moe_router_score_function="sigmoid"))
+    two = _route(LOGITS, _config(moe_router_score_function="sigmoid"))
     first, second = 5 / 6, 4 / 5  # sigmoid(log x) = x / (1 + x)
     torch.testing.assert_close(two.probs, torch.tensor([[first, second]]) / (first + second))
-    one = route(LOGITS, _config(moe_router_score_function="sigmoid", moe_router_topk=1))
+    one = _route(LOGITS, _config(moe_router_score_function="sigmoid", moe_router_topk=1))
     torch.testing.assert_close(one.probs, torch.tensor([[first]]))
 
 
 def test_the_scaling_factor_multiplies_probabilities() -> None:
-    routing = route(LOGITS, _config(moe_router_topk_scaling_factor=2.5))
+    routing = _route(LOGITS, _config(moe_router_topk_scaling_factor=2.5))
     torch.testing.assert_close(routing.probs, torch.tensor([[5 / 9, 4 / 9]]) * 2.5)
 
 
 def test_bf16_logits_are_scored_in_fp32_and_rounded_once() -> None:
     logits = torch.randn(64, 4, generator=torch.Generator().manual_seed(0)).bfloat16()
-    routing = route(logits, _config())
-    wide = route(logits.float(), _config())
+    routing = _route(logits, _config())
+    wide = _route(logits.float(), _config())
     assert routing.probs.dtype is torch.bfloat16
     assert torch.equal(routing.probs, wide.probs.bfloat16())
 
 
-@pytest.mark.parametrize("score_function", ["softmax", "sigmoid"])
-def test_scores_for_the_balancing_loss_add_up_to_one(score_function: str) -> None:
-    scores = scores_of_all(LOGITS, score_function)
-    torch.testing.assert_close(scores.sum(), torch.tensor(1.0))
-    if score_function == "softmax":
-        torch.testing.assert_close(scores, torch.tensor([[1.0, 2.0, 5.0, 4.0]]) / 12)
+KINDS: dict[str, dict[str, Any]] = {
+    "softmax_of_chosen": {},
+    "softmax_of_all": {"moe_router_pre_softmax": True, "moe_router_topk_scaling_factor": 2.5},
+    "softmax_of_all_top1": {"moe_router_pre_softmax": True, "moe_router_topk": 1},
+    "sigmoid": {"moe_router_score_function": "sigmoid", "moe_router_topk": 3},
+    "sigmoid_top1": {"moe_router_score_function": "sigmoid", "moe_router_topk": 1},
+}
+BALANCED: dict[str, AuxiliaryLosses | None] = {
+    "not_at_all": None,
+    "all_tokens": AuxiliaryLosses(balancing=0.3, z=None, scale=2.0),
+    "sequences": AuxiliaryLosses(balancing=0.3, z=0.2, scale=0.5, num_sequences=3),
+    "z_alone": AuxiliaryLosses(balancing=0.0, z=0.2, scale=3.0),
+}
+
+
+@pytest.mark.parametrize("balanced", BALANCED)
+@pytest.mark.parametrize("kind", KINDS)
+def test_results_and_gradients_are_those_that_autograd_finds(kind: str, balanced: str) -> None:
+    """Of hidden states and weight, with all losses; in fp64."""
+    config, losses = _config(**KINDS[kind], moe_router_dtype="fp64"), BALANCED[balanced]
+    generator = torch.Generator().manual_seed(2)
+    hidden = torch.randn(4, 3, 16, dtype=torch.float64, generator=generator, requires_grad=True)
+    weight = torch.randn(4, 16, dtype=torch.float64, generator=generator, requires_grad=True)
+    routing, *ours = route(hidden, weight, config, losses)
+    logits = hidden.view(-1, 16) @ weight.t()
+    probs, experts = plain_router.routed(logits, config)
+    torch.testing.assert_close(routing.probs, probs)
+    assert torch.equal(routing.experts, experts)
+    total = (probs.sin() * torch.arange(1.0, probs.numel() + 1).view_as(probs)).sum()
+    grads = torch.autograd.grad(
+        (routing.probs.sin() * torch.arange(1.0, probs.numel() + 1).view_as(probs)).sum(), (hidden, weight)
+    )
+    theirs: list[torch.Tensor | None] = [None, None]
+    if losses is not None and losses.balancing:
+        scores = plain_router.scores_of_all(logits, config.moe_router_score_function)
+        theirs[0] = plain_router.load_balancing_loss(scores, experts, losses.num_sequences)
+        total = total + losses.scale * losses.balancing * theirs[0]
+    if losses is not None and losses.z:
+        theirs[1] = plain_router.z_loss(logits)
+        total = total + losses.scale * losses.z * theirs[1]
+    for mine, other in zip(ours, theirs, strict=True):
+        assert (mine is None) == (other is None)
+        assert mine is None or not mine.requires_grad
+        torch.testing.assert_close(mine, None if other is None else other.detach())
+    for mine, other in zip(grads, torch.autograd.grad(total, (hidden, weight)), strict=True):
+        torch.testing.assert_close(mine, other)
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("balanced", BALANCED)
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_compiled_computes_the_same_on_a_device(kind: str, balanced: str) -> None:
+    """For two numbers of tokens: the second one finds code for any."""
+    generator = torch.Generator(device="cuda").manual_seed(2)
+    weight = torch.randn(4, 16, device="cuda", generator=generator, requires_grad=True)
+    for length in (64, 128):
+        hidden = torch.randn(length, 3, 16, device="cuda", generator=generator, requires_grad=True)
+        results = []
+        for compiled in (True, False):
+            config = _config(**KINDS[kind], disable_jit_fuser=not compiled)
+            routing, *losses = route(hidden, weight, config, BALANCED[balanced])
+            grads = torch.autograd.grad(routing.probs.sin().sum(), (hidden, weight))
+            results.append((*routing, *losses, *grads))
+        # Sums over tokens are in another order.
+        torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(
