@@ -81,6 +81,15 @@ def test_the_script_lists_the_latest_iteration_of_a_run(saved: Path) -> None:
     assert "model: 4 tensors, 32 elements, 128 bytes" in text and "file .metadata: " in text
 
 
+def test_a_reader_may_leave_early(saved: Path) -> None:
+    """As head does."""
+    command = [sys.executable, str(TOOL), str(saved / "run")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd="/") as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == ""
+
+
 def test_names_can_be_selected(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, text = _main(capsys, saved / "same", "--only", "0.*")
     assert status == 0 and "0.bias" in text and "1.bias" not in text and "(iteration" not in text
