@@ -8,12 +8,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 
 from megatron.core.process_groups_config import group_rank, group_size
 from megatron.core.transformer.global_module_list import GlobalModuleList
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.grouped_gemm import can_group, grouped_linear
+from megatron.core.transformer.moe.weighted_activation import weighted_swiglu
 
 if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -32,9 +34,15 @@ class ExpertMLP(MLP):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """[r, h] rows of this expert and their factors [r] -> [r, h], and no bias."""
         intermediate, bias = self.linear_fc1(hidden_states)
-        activated = self._activate(intermediate, bias)
-        output, bias = self.linear_fc2(scaled(activated, probs))
+        output, bias = self.linear_fc2(self.activate_scaled(intermediate, bias, probs))
         return output if bias is None else output + scaled(bias, probs), None
+
+    def activate_scaled(self, x: torch.Tensor, bias: torch.Tensor | None, probs: torch.Tensor) -> torch.Tensor:
+        """[r, f] (or [r, 2f] where gated) -> [r, f] activations times [r]; ``bias`` is None where it is in x already."""
+        config, is_swiglu = self.config, self.config.gated_linear_unit and self.activation_func is F.silu
+        if config.bias_activation_fusion and is_swiglu and bias is None:
+            return weighted_swiglu(x, probs, compiled=not config.disable_jit_fuser)
+        return scaled(self._activate(x, bias), probs)
 
 
 def scaled(x: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
@@ -103,15 +111,15 @@ class GroupedMLP(SequentialMLP):
         """[r, h] results, each with its factor. The host does not wait where the device has the kernel."""
         experts: list[ExpertMLP] = list(self.local_experts)  # type: ignore[arg-type]
         fc1, fc2 = [expert.linear_fc1 for expert in experts], [expert.linear_fc2 for expert in experts]
-        if not all(self._can_group(rows.hidden_states, [layer.weight for layer in layers]) for layers in (fc1, fc2)):
+        weights1, weights2 = [layer.weight for layer in fc1], [layer.weight for layer in fc2]
+        if not all(self._can_group(rows.hidden_states, weights) for weights in (weights1, weights2)):
             return super().forward(rows)
         ends = rows.ends()
-        intermediate = grouped_linear(rows.hidden_states, [layer.weight for layer in fc1], ends)
+        intermediate = grouped_linear(rows.hidden_states, weights1, ends)
         bias = _bias_of_rows([layer.bias for layer in fc1], rows)
         if bias is not None:
             intermediate = intermediate + bias
-        activated = experts[0]._activate(intermediate, None)
-        output = grouped_linear(scaled(activated, rows.probs), [layer.weight for layer in fc2], ends)
+        output = grouped_linear(experts[0].activate_scaled(intermediate, None, rows.probs), weights2, ends)
         bias = _bias_of_rows([layer.bias for layer in fc2], rows)
         return output if bias is None else output + scaled(bias, rows.probs)
 

@@ -5,6 +5,7 @@ Shapes: r rows, l experts, i input size, o output size.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,9 +21,12 @@ def can_group(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> bool:
     Other devices that have ``torch._grouped_mm`` loop over experts inside of it, or (Blackwell, torch 2.11) leave the
     gradients of experts without rows unwritten.
     """
-    if not (x.is_cuda and x.dtype is torch.bfloat16 and hasattr(torch, "_grouped_mm")):
-        return False
-    return torch.cuda.get_device_capability(x.device)[0] == 9 and are_aligned(weights)
+    return x.is_cuda and x.dtype is torch.bfloat16 and _has_kernel(x.device) and are_aligned(weights)
+
+
+@functools.cache
+def _has_kernel(device: torch.device) -> bool:
+    return hasattr(torch, "_grouped_mm") and torch.cuda.get_device_capability(device)[0] == 9
 
 
 def are_aligned(weights: Sequence[torch.Tensor]) -> bool:
@@ -70,20 +74,20 @@ class _GroupedLinear(torch.autograd.Function):
 def stacked(weights: Sequence[torch.Tensor]) -> torch.Tensor:
     """[l, o, i] of l matrices [o, i]: a view where they lie at even, aligned distances in one storage, else a copy."""
     first = weights[0]
-    distance = int(weights[1].storage_offset() - first.storage_offset()) if len(weights) > 1 else first.numel()
-    if not _lie_evenly(weights, distance):
+    addresses = [weight.data_ptr() for weight in weights]
+    distance = addresses[1] - addresses[0] if len(weights) > 1 else first.nbytes
+    if not (_are_even(addresses, distance, first) and all(weight.is_contiguous() for weight in weights)):
         return torch.stack(list(weights))
-    return first.as_strided((len(weights), *first.shape), (distance, *first.stride()))
+    return first.as_strided((len(weights), *first.shape), (distance // first.element_size(), *first.stride()))
 
 
-def _lie_evenly(weights: Sequence[torch.Tensor], distance: int) -> bool:
-    first = weights[0]
-    if first.data_ptr() % _ALIGN_NBYTES != 0 or distance * first.element_size() % _ALIGN_NBYTES != 0:
+def _are_even(addresses: list[int], distance: int, first: torch.Tensor) -> bool:
+    """Whether matrices like the first lie so many aligned bytes apart, all of them in the memory of its storage."""
+    start = addresses[0]
+    if start % _ALIGN_NBYTES != 0 or distance % _ALIGN_NBYTES != 0 or distance < first.nbytes:
         return False
-    storage, start = first.untyped_storage().data_ptr(), first.storage_offset()
-    return distance >= first.numel() and all(
-        w.is_contiguous()
-        and w.storage_offset() == start + index * distance
-        and w.untyped_storage().data_ptr() == storage
-        for index, w in enumerate(weights)
-    )
+    if any(address != start + index * distance for index, address in enumerate(addresses)):
+        return False
+    storage = first.untyped_storage()
+    # What lies in a storage's memory can be read through it, whichever tensor it belongs to.
+    return addresses[-1] + first.nbytes <= storage.data_ptr() + storage.nbytes()

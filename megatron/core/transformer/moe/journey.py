@@ -1,53 +1,63 @@
 """Tokens' way to the rows of experts and back, each way one node of autograd, whose backward is the other way.
 
 Shapes: t tokens (in any leading dims of the hidden states), k experts of a token, h hidden size, a assignments (t * k),
-r rows of this rank's experts, g ranks.
+r rows of this rank's experts, l experts of this rank, g ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from megatron.core.transformer.moe.permutation import Arrivals, RowMap
+from megatron.core.transformer.moe.permutation import Arrivals, RowMap, arrivals
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-@dataclass(frozen=True, kw_only=True)
 class Trip:
     """Rows between the ranks of a group, as many to each as the host knows.
 
-    Attributes:
-        sent: [g] rows that go to each rank's experts. received: [g] rows that this rank's experts get from each.
-        arrivals: the order of these by expert.
-        known_counts: [l] rows of each expert of this rank.
+    Args:
+        sent: [g, l] rows that go to each expert of each rank.
+        received: [g, l] rows that this rank's experts get from each. arriving: the same on the device, int64.
     """
 
-    group: ProcessGroup
-    sent: Sequence[int]
-    received: Sequence[int]
-    arrivals: Arrivals
-    known_counts: list[int]
+    def __init__(
+        self,
+        group: ProcessGroup,
+        *,
+        sent: list[list[int]],
+        received: list[list[int]],
+        arriving: torch.Tensor,
+    ) -> None:
+        self._group, self._received, self._arriving = group, received, arriving
+        self._num_sent, self._num_received = list(map(sum, sent)), list(map(sum, received))
+        self.known_counts = list(map(sum, zip(*received, strict=True)))
+
+    @functools.cached_property
+    def arrivals(self) -> Arrivals:
+        """The order of what was received by expert; found when it is first asked for, with rows under way already."""
+        return arrivals(self._arriving, self._received)
 
     def to_experts(self, x: torch.Tensor) -> torch.Tensor:
         """Rows in the order of all experts -> [r, ...] rows of this rank's, in their order. Ranks: all of the group."""
-        rows = self._exchange(x, self.sent, self.received)
-        return rows if self.arrivals.rows is None else self.arrivals.rows.take(rows)
+        rows = self._exchange(x, self._num_sent, self._num_received)
+        by_expert = self.arrivals.rows
+        return rows if by_expert is None else by_expert.take(rows)
 
     def from_experts(self, y: torch.Tensor) -> torch.Tensor:
         """The way back, which is the adjoint. Ranks: all of the group."""
-        rows = y if self.arrivals.rows is None else self.arrivals.rows.sum(y)
-        return self._exchange(rows, self.received, self.sent)
+        by_expert = self.arrivals.rows
+        return self._exchange(y if by_expert is None else by_expert.sum(y), self._num_received, self._num_sent)
 
-    def _exchange(self, x: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> torch.Tensor:
+    def _exchange(self, x: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
         rows = x.new_empty(sum(received), *x.shape[1:])
-        dist.all_to_all_single(rows, x.contiguous(), received, sent, group=self.group)
+        dist.all_to_all_single(rows, x.contiguous(), received, sent, group=self._group)
         return rows
 
 

@@ -98,6 +98,7 @@ class _Route(torch.autograd.Function):
             z_loss, tension = losses.restrain(z_loss, log_sums)
         ctx.save_for_backward(hidden_states, weight, logits, best, experts, pull, tension)
         ctx.mark_non_differentiable(*(x for x in (experts, balancing_loss, z_loss) if x is not None))
+        ctx.set_materialize_grads(False)  # that of the factors is there; zeros for the others would be filled in vain
         return probs, experts, balancing_loss, z_loss
 
     @staticmethod

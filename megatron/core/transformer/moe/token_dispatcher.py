@@ -28,7 +28,6 @@ from megatron.core.process_groups_config import group_size
 from megatron.core.transformer.moe.journey import Journey, Trip
 from megatron.core.transformer.moe.permutation import (
     ExpertOrder,
-    arrivals,
     expert_order,
     expert_order_up_to,
     with_copies,
@@ -151,7 +150,8 @@ class AllToAllDispatcher(LocalDispatcher):
         if order.rows_of_each is not None:
             # All ranks have as many tokens, so all have the same capacity.
             even = [[order.rows_of_each] * num_experts] * num_ranks
-            return lambda: self._trip(even, even, order.counts.new_full((num_ranks, num_experts), even[0][0]))
+            arriving = order.counts.new_full((num_ranks, num_experts), order.rows_of_each)
+            return lambda: Trip(self.group, sent=even, received=even, arriving=arriving)
         both = order.counts.new_empty(2, num_ranks, num_experts)
         leaving, arriving = both.unbind()
         leaving.view(self.num_owners, self.num_copies, num_experts).copy_(order.counts.view(self.num_owners, 1, -1))
@@ -160,19 +160,9 @@ class AllToAllDispatcher(LocalDispatcher):
 
         def find_trip() -> Trip:
             sent, received = counts.tensor().tolist()
-            return self._trip(sent, received, arriving)
+            return Trip(self.group, sent=sent, received=received, arriving=arriving)
 
         return find_trip
-
-    def _trip(self, sent: list[list[int]], received: list[list[int]], arriving: torch.Tensor) -> Trip:
-        """Of [g, l] rows that go to each rank's experts, and come from each rank to this one's."""
-        return Trip(
-            group=self.group,
-            sent=[sum(row) for row in sent],
-            received=[sum(row) for row in received],
-            arrivals=arrivals(arriving, received),
-            known_counts=[sum(column) for column in zip(*received, strict=True)],
-        )
 
 
 def build_dispatcher(config: TransformerConfig, pg_collection: ProcessGroupCollection | None) -> LocalDispatcher:

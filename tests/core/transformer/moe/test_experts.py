@@ -8,12 +8,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megatron.core.fusions.bias_activation import swiglu
 from megatron.core.models.gpt.gpt_layer_specs import ColumnParallelLinear, RowParallelLinear
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import GroupedMLP, SequentialMLP
 from megatron.core.transformer.moe.grouped_gemm import are_aligned, can_group, grouped_linear, stacked
 from megatron.core.transformer.moe.token_dispatcher import ExpertRows
+from megatron.core.transformer.moe.weighted_activation import weighted_swiglu
 from tests.core.transformer.moe.tiny_moe import FIELDS, TransformerConfig
 
 COUNTS = (5, 0, 1, 7)  # the second expert is idle
@@ -165,6 +167,22 @@ def test_one_kernel_gives_what_a_loop_gives(name: str, counts: tuple[int, ...]) 
     for ours, theirs in zip(_results(grouped, _rows(16, counts)), _results(loop, _rows(16, counts)), strict=True):
         torch.testing.assert_close(ours, theirs)
     assert _AlwaysGrouped.calls == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_swiglu_with_factors_is_swiglu_times_factors(dtype: torch.dtype) -> None:
+    """In bf16 the product is rounded once, not twice, so it is nearer to what fp32 gives."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(9, 12, generator=generator).to(dtype).requires_grad_()
+    probs = torch.rand(9, generator=generator, requires_grad=True)
+    grad = torch.randn(9, 6, generator=generator).to(dtype)
+    wide = x.detach().float().requires_grad_()
+    expected = swiglu(wide) * probs[:, None]
+    theirs = torch.autograd.grad(expected, (wide, probs), grad.float())
+    ours = weighted_swiglu(x, probs)
+    assert ours.dtype is dtype
+    for mine, other in zip((ours, *torch.autograd.grad(ours, (x, probs), grad)), (expected, *theirs), strict=True):
+        torch.testing.assert_close(mine, other.to(mine.dtype))
 
 
 def _matrices(spacing: int, start: int = 0) -> tuple[torch.Tensor, list[torch.Tensor]]:

@@ -110,6 +110,14 @@ def test_a_layer_by_one_kernel_gives_what_experts_in_turn_give() -> None:
 
 
 @pytest.mark.gpu(1)
+def test_factors_in_the_activation_change_nothing_but_rounding() -> None:
+    _hopper()
+    fused, apart = _layer(bias_activation_fusion=True), _layer()
+    for index, (a, b) in enumerate(zip(_run(fused, _hidden()), _run(apart, _hidden()), strict=True)):
+        _assert_near(a, b, f"tensor {index}", 2 * TOLERANCE)
+
+
+@pytest.mark.gpu(1)
 def test_two_runs_on_a_device_are_bitwise_equal() -> None:
     _hopper()
     layer = _layer()
@@ -119,7 +127,13 @@ def test_two_runs_on_a_device_are_bitwise_equal() -> None:
 
 @pytest.mark.gpu(1)
 @pytest.mark.parametrize(
-    "fields", [{}, {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}], ids=["all", "padded"]
+    "fields",
+    [
+        {},
+        {"bias_activation_fusion": True},
+        {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True},
+    ],
+    ids=["all", "fused", "padded"],
 )
 def test_the_host_does_not_wait_where_one_rank_has_all_experts(fields: dict[str, Any]) -> None:
     _hopper()

@@ -45,11 +45,11 @@ class Work:
 
 # On the CPU; on CUDA the order of assignments is one kernel, and so is that of rows that arrive.
 BOUNDS = {
-    ("dropless", 1): Work(33, 25, 0, 8),
-    ("dropless", 2): Work(57, 36, 7, 8),
-    ("not_balanced", 1): Work(30, 24, 0, 8),
-    ("not_balanced", 2): Work(54, 35, 7, 8),
-    ("padded", 2): Work(77, 47, 6, 8),
+    ("dropless", 1): Work(33, 23, 0, 8),
+    ("dropless", 2): Work(57, 34, 7, 8),
+    ("not_balanced", 1): Work(30, 23, 0, 8),
+    ("not_balanced", 2): Work(54, 34, 7, 8),
+    ("padded", 2): Work(77, 45, 6, 8),
 }
 FIELDS: dict[str, dict[str, Any]] = {
     "dropless": {},
