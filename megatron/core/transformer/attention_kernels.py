@@ -126,21 +126,32 @@ class CudnnKernel:
         return result
 
 
+_DEMANDED: dict[Any, type[FlashKernel | CudnnKernel]] = {AttnBackend.flash: FlashKernel, AttnBackend.fused: CudnnKernel}
+
+
 def choose_kernel(query: Tensor, key: Tensor, value: Tensor, *, scale: float, fused: bool, backend: Any) -> BlockKernel:
     """The kernel for causal attention of [b, n, q, d] with [b, g, q, d]: the one that one rank's attention would run.
 
     Args:
         fused: not, with all scores in memory.
         backend: ``config.attention_backend``.
+
+    Raises:
+        NotImplementedError: ``backend`` demands a kernel that does not serve these tensors.
     """
-    half = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
-    # Other widths are padded by scaled_dot_product_attention before it calls a kernel; what is called here does not.
-    if not fused or not half or query.shape[-1] % 8 != 0:
+    if not fused or not query.is_cuda:
         return ExplicitKernel()
-    if backend is AttnBackend.flash:
-        return FlashKernel()
-    if backend is AttnBackend.fused:
-        return CudnnKernel()
+    demanded = _DEMANDED.get(backend)
+    # Other widths are padded by scaled_dot_product_attention before it calls a kernel; what is called here does not.
+    if query.dtype not in (torch.bfloat16, torch.float16) or query.shape[-1] % 8 != 0:
+        if demanded is not None:
+            raise NotImplementedError(
+                f"with context parallelism attention_backend {backend.name} must meet bf16 or fp16 heads of a width that 8"
+                f" divides, got {query.dtype} and {query.shape[-1]}; use attention_backend auto, or --bf16"
+            )
+        return ExplicitKernel()
+    if demanded is not None:
+        return demanded()
     grouped = key.shape[1] != query.shape[1]
     choice = torch._fused_sdp_choice(query, key, value, is_causal=True, scale=scale, enable_gqa=grouped)
     if choice == SDPBackend.CUDNN_ATTENTION.value:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -102,6 +103,23 @@ def test_fused_kernels_on_cuda_agree_with_fp32(comm_type: str, backend: str) -> 
 
 def _cuda_case(comm_type: str, fields: dict[str, Any]) -> list[float]:
     return _largest_differences(comm_type, fields, 64, "cuda", torch.bfloat16)
+
+
+def test_a_kernel_that_was_demanded_is_taken_or_refused() -> None:
+    """One rank's attention fails there too; all scores in memory instead would be a silent surprise."""
+    from megatron.core.transformer.attention_kernels import CudnnKernel, ExplicitKernel, FlashKernel, choose_kernel
+    from megatron.core.transformer.enums import AttnBackend
+
+    def choose(backend: AttnBackend, dtype: torch.dtype, width: int) -> Any:
+        x: Any = SimpleNamespace(is_cuda=True, dtype=dtype, shape=(1, 2, 4, width))
+        return choose_kernel(x, x, x, scale=1.0, fused=True, backend=backend)
+
+    assert isinstance(choose(AttnBackend.flash, torch.bfloat16, 64), FlashKernel)
+    assert isinstance(choose(AttnBackend.fused, torch.float16, 64), CudnnKernel)
+    assert isinstance(choose(AttnBackend.auto, torch.float32, 64), ExplicitKernel)
+    for dtype, width in ((torch.float32, 64), (torch.bfloat16, 12)):
+        with pytest.raises(NotImplementedError, match=rf"attention_backend flash must meet .* got {dtype} and {width}"):
+            choose(AttnBackend.flash, dtype, width)
 
 
 def test_the_ring_sends_before_it_computes() -> None:
