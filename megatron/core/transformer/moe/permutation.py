@@ -39,6 +39,10 @@ class RowMap:
     def sum(self, y: torch.Tensor) -> torch.Tensor:
         """[r, ...] -> [n, ...]: the sums of each source row's copies, in a fixed order."""
         num_sources, copies = self.places.shape
+        kernels = _kernels_on(y.device) if y.dim() == 2 and copies > 1 else None
+        if kernels is not None:
+            sums: torch.Tensor = kernels.sum_rows(y, self.places, has_gaps=self.has_gaps)
+            return sums
         taken = _take(y, self.places.view(-1), self.has_gaps)
         return taken if copies == 1 else taken.view(num_sources, copies, *y.shape[1:]).sum(dim=1)
 

@@ -1,9 +1,10 @@
-"""Where rows go, by one Triton kernel each. Import it where Triton is there; ``permutation`` chooses.
+"""Where rows go, and their sums, by one Triton kernel each. Import it where Triton is there; ``permutation`` chooses.
 
 A dozen small operations of torch cost the host far more than they cost the device. Each place is written by one program,
 in the order of assignments, so the result is the same every time.
 
-Shapes: t tokens, k experts of a token, a assignments (t * k), e experts, r rows, g ranks, l experts of a rank.
+Shapes: t tokens, k experts of a token, a assignments (t * k), e experts, r rows, g ranks, l experts of a rank, n sums, c
+summands of each, w width.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from megatron.core.extensions.triton_language import tl, triton
 
 ASSIGNMENTS_AT_ONCE = 2048
 ROWS_AT_ONCE = 1024
+COLUMNS_AT_ONCE = 1024
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
@@ -84,8 +86,27 @@ def _blocks_kernel(  # type: ignore[no-untyped-def]
         tl.store(ends + expert, row + extent)
 
 
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _sums_kernel(  # type: ignore[no-untyped-def]
+    rows, places, sums, num_rows, width, COPIES: tl.constexpr, HAS_GAPS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """One program for each ``BLOCK`` columns of each sum."""
+    blocks = tl.cdiv(width, BLOCK)
+    index = (tl.program_id(0) // blocks).to(tl.int64)
+    columns = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < width
+    dtype = sums.dtype.element_ty
+    total = tl.zeros((BLOCK,), dtype=tl.float64 if dtype == tl.float64 else tl.float32)
+    for copy in tl.static_range(COPIES):
+        row = tl.load(places + index * COPIES + copy)
+        there = inside & (row < num_rows) if HAS_GAPS else inside
+        total += tl.load(rows + row * width + columns, mask=there, other=0.0).to(total.dtype)
+    tl.store(sums + index * width + columns, total.to(dtype), mask=inside)
+
+
 _launch_assignments = KernelLauncher(_assignments_kernel, num_warps=8)
 _launch_blocks = KernelLauncher(_blocks_kernel, num_warps=4)
+_launch_sums = KernelLauncher(_sums_kernel, num_warps=4)
 
 
 def sort_assignments(
@@ -111,3 +132,17 @@ def sort_blocks(sizes: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch
     constants = (num_ranks, num_experts, triton.next_power_of_2(sizes.numel()), ROWS_AT_ONCE)
     _launch_blocks(sizes.numel(), (sizes, sources, places, counts, ends), (), constants)
     return sources, places, counts, ends
+
+
+def sum_rows(rows: torch.Tensor, places: torch.Tensor, *, has_gaps: bool) -> torch.Tensor:
+    """[n, w] sums, from the first to the last and in fp32 at least, of the rows [r, w] at ``places`` [n, c].
+
+    With ``has_gaps`` some places are r, and no summands.
+    """
+    rows, places = rows.contiguous(), places.contiguous()
+    (num_sums, copies), (num_rows, width) = places.shape, rows.shape
+    sums = rows.new_empty(num_sums, width)
+    num_programs = num_sums * triton.cdiv(width, COLUMNS_AT_ONCE)
+    if num_programs > 0:
+        _launch_sums(num_programs, (rows, places, sums), (num_rows, width), (copies, has_gaps, COLUMNS_AT_ONCE))
+    return sums
