@@ -17,7 +17,9 @@ def add_training_flags(parser: argparse.ArgumentParser) -> None:
 
 def _add_batch_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--micro-batch-size", type=int, help="samples of a rank in one forward")
-    group.add_argument("--global-batch-size", type=int, help="samples of a step (default: micro batch size * data-parallel ranks)")
+    group.add_argument(
+        "--global-batch-size", type=int, help="samples of a step (default: micro batch size * data-parallel ranks)"
+    )
     group.add_argument("--train-iters", type=int, help="iterations to train, over all runs")
     group.add_argument("--train-samples", type=int, help="samples to train, over all runs; instead of --train-iters")
     group.add_argument(
