@@ -52,7 +52,7 @@ sharding=(--use-megatron-fsdp --data-parallel-sharding-strategy "${SHARDING:-opt
 sharding+=(--overlap-grad-reduce --overlap-param-gather)
 case "${OUTER_SHARDING:-no_shard}" in
     no_shard | optim)
-        # Ranks of a host have consecutive numbers, so each instance, the inner axis, is one host.
+        # Ranks of a host have consecutive numbers, so each instance, the inner axis, lies within one host (it is the host, without pipeline stages).
         if ((NNODES > 1)); then
             sharding+=(--num-distributed-optimizer-instances "$NNODES")
             sharding+=(--outer-dp-sharding-strategy "${OUTER_SHARDING:-no_shard}")

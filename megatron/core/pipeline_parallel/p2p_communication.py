@@ -31,7 +31,7 @@ class PipelineStage:
     """[s, b, h] of what travels, known in advance; see ``hidden_shape``. Not read where there is one stage."""
 
     dtype: torch.dtype = torch.float32
-    """Of what travels: the dtype of the model's weights."""
+    """Of what travels: the dtype of hidden states between layers."""
 
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
