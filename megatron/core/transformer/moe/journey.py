@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from megatron.core.transformer.moe.permutation import Arrivals, RowMap, arrivals
+from megatron.core.transformer.moe.permutation import Arrivals, ExpertOrder, arrivals
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -61,48 +62,87 @@ class Trip:
         return rows
 
 
+@dataclass(frozen=True)
+class ExpertRows:
+    """What a rank's experts are to compute.
+
+    Attributes:
+        hidden_states: [r, h] in the order of experts.
+        probs: [r] factor of each row's result.
+        counts: [l] rows of each expert, on the device, int64.
+        known_counts: the same on the host, where they are there already.
+        known_ends: [l] where each expert's rows end, on the device, int32, where that is there already.
+    """
+
+    hidden_states: torch.Tensor
+    probs: torch.Tensor
+    counts: torch.Tensor
+    known_counts: list[int] | None = None
+    known_ends: torch.Tensor | None = None
+
+    def counts_on_host(self) -> list[int]:
+        """[l] rows of each expert; the host waits for the device unless they are there already."""
+        counts: list[int] = self.counts.tolist() if self.known_counts is None else self.known_counts
+        return counts
+
+    def ends(self) -> torch.Tensor:
+        """[l] where each expert's rows end, on the device, int32. The host does not wait."""
+        return self.counts.cumsum(0, dtype=torch.int32) if self.known_ends is None else self.known_ends
+
+
 class Journey:
     """A microbatch's way through a layer's experts.
 
     Args:
-        tokens: from tokens to rows in the order of all experts.
-        assignments: the same from assignments.
-        trip: what the rows' trip between ranks is, and makes the host wait for it; None: all experts are here.
+        order: of rows, by expert of all ranks.
+        find_trip: returns what the rows' trip between ranks is, and makes the host wait for it; None: all experts are
+            here.
     """
 
-    def __init__(self, *, tokens: RowMap, assignments: RowMap, trip: Callable[[], Trip] | None = None) -> None:
-        self.tokens, self.assignments = tokens, assignments
-        self._find_trip = trip
-        self._trip: Trip | None = None
+    def __init__(self, order: ExpertOrder, find_trip: Callable[[], Trip] | None = None) -> None:
+        self._order = order
+        self._find_trip = find_trip
 
-    def trip(self) -> Trip | None:
-        """The trip between ranks; the host waits for it the first time."""
-        if self._trip is None and self._find_trip is not None:
-            self._trip, self._find_trip = self._find_trip(), None
-        return self._trip
+    @functools.cached_property
+    def _trip(self) -> Trip | None:
+        """The trip between ranks; the host waits for it when it is first asked for."""
+        find_trip, self._find_trip = self._find_trip, None
+        return None if find_trip is None else find_trip()
 
-    def to_experts(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """[..., h] tokens and [t, k] factors -> the rows' hidden states [r, h] and factors [r]; 0 without source.
+    def to_experts(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> ExpertRows:
+        """[..., h] tokens and the [t, k] factors of their assignments -> this rank's rows; zeros without source.
 
         Ranks: all that the trip is between, in forward and in backward.
         """
-        rows: tuple[torch.Tensor, torch.Tensor] = _ToExperts.apply(hidden_states, probs, self)  # type: ignore[no-untyped-call, unused-ignore]
-        return rows
+        rows, factors = _ToExperts.apply(hidden_states, probs, self)  # type: ignore[no-untyped-call, unused-ignore]
+        trip, order = self._trip, self._order
+        if trip is not None:
+            counts, ends, known_counts = trip.arrivals.counts, trip.arrivals.ends, trip.known_counts
+            return ExpertRows(rows, factors, counts=counts, known_counts=known_counts, known_ends=ends)
+        known = None if order.rows_of_each is None else [order.rows_of_each] * order.counts.shape[0]
+        return ExpertRows(rows, factors, counts=order.counts, known_counts=known, known_ends=order.ends)
 
     def to_tokens(self, results: torch.Tensor) -> torch.Tensor:
         """[r, h] results -> [t, h] sums over each token's rows. Ranks: as ``to_experts``."""
         sums: torch.Tensor = _ToTokens.apply(results, self)  # type: ignore[no-untyped-call, unused-ignore]
         return sums
 
-    def _out(self, *sources: tuple[RowMap, torch.Tensor]) -> list[torch.Tensor]:
-        rows = [row_map.take(x) for row_map, x in sources]
+    def out(self, tokens: torch.Tensor, probs: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
+        """[t, h] tokens, and [a] factors where given, as rows of experts; autograd records nothing."""
+        rows: tuple[torch.Tensor, ...] = (self._order.tokens.take(tokens),)
+        if probs is not None:
+            rows = (*rows, self._order.assignments.take(probs))
         # Asked for after the rows are taken: the device does that while the host waits.
-        trip = self.trip()
-        return rows if trip is None else [trip.to_experts(x) for x in rows]
+        trip = self._trip
+        return rows if trip is None else tuple(map(trip.to_experts, rows))
 
-    def _home(self, rows: RowMap, y: torch.Tensor) -> torch.Tensor:
-        trip = self.trip()
-        return rows.sum(y if trip is None else trip.from_experts(y))
+    def home_to_tokens(self, rows: torch.Tensor) -> torch.Tensor:
+        """[r, h] -> [t, h], the adjoint of ``out``."""
+        return self._order.tokens.sum(rows if self._trip is None else self._trip.from_experts(rows))
+
+    def home_to_assignments(self, factors: torch.Tensor) -> torch.Tensor:
+        """[r] -> [a], the adjoint of ``out``."""
+        return self._order.assignments.sum(factors if self._trip is None else self._trip.from_experts(factors))
 
 
 class _ToExperts(torch.autograd.Function):
@@ -112,28 +152,28 @@ class _ToExperts(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         ctx.journey, ctx.shapes = journey, (hidden_states.shape, probs.shape)
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
-        return tuple(journey._out((journey.tokens, x), (journey.assignments, probs.reshape(-1))))
+        return journey.out(x, probs.reshape(-1))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         journey: Journey = ctx.journey
-        maps = (journey.tokens, journey.assignments)
-        home = [
-            journey._home(rows, grad).view(shape) if needed else None
-            for rows, grad, shape, needed in zip(maps, grads, ctx.shapes, ctx.needs_input_grad, strict=False)
-        ]
-        return *home, None
+        grad_hidden = grad_probs = None
+        if ctx.needs_input_grad[0]:
+            grad_hidden = journey.home_to_tokens(grads[0]).view(ctx.shapes[0])
+        if ctx.needs_input_grad[1]:
+            grad_probs = journey.home_to_assignments(grads[1]).view(ctx.shapes[1])
+        return grad_hidden, grad_probs, None
 
 
 class _ToTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, results: torch.Tensor, journey: Journey) -> torch.Tensor:
         ctx.journey = journey
-        return journey._home(journey.tokens, results)
+        return journey.home_to_tokens(results)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         journey: Journey = ctx.journey
-        return journey._out((journey.tokens, grads[0]))[0], None
+        return journey.out(grads[0])[0], None

@@ -99,10 +99,13 @@ class MoELayer(MegatronModule):
         Ranks: all of ``ep`` and ``expt_tp``, and in training with a load-balancing loss all of ``tp_cp``.
         """
         routing = self.router(hidden_states)
-        rows, combine = self.token_dispatcher.dispatch(hidden_states, routing)
-        output = combine(self.experts(rows)).view_as(hidden_states)
-        if self.shared_experts is not None:
-            output = output + self.shared_experts(hidden_states)
+        journey = self.token_dispatcher.plan(routing)
+        # While the host waits for what the plan asked, and after that, the device has this to do.
+        shared = None if self.shared_experts is None else self.shared_experts(hidden_states)
+        rows = journey.to_experts(hidden_states, routing.probs)
+        output = journey.to_tokens(self.experts(rows)).view_as(hidden_states)
+        if shared is not None:
+            output = output + shared
         return output, None
 
 

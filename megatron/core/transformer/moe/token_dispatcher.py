@@ -3,9 +3,9 @@
 [Note: rows of experts] A row is one assignment of a token to an expert. Rows lie in the order of experts, so an expert's
 rows are consecutive, and experts of one rank are as well. With experts on several ranks rows travel there and back by one
 all-to-all each way; how many is known to the device alone, so the host waits for the counts, once for each layer: with
-the sorting of rows queued behind them, so that the device has work while the host wakes up. Where experts' matrices are
-split over tensor-parallel ranks, each of these gets a copy of the row, and what comes back, a summand from each, is added
-up at home. That is an all-gather and a reduce-scatter in the same all-to-all.
+the shared expert and the taking of rows queued behind them, so that the device has work while the host wakes up. Where
+experts' matrices are split over tensor-parallel ranks, each of these gets a copy of the row, and what comes back, a summand
+from each, is added up at home. That is an all-gather and a reduce-scatter in the same all-to-all.
 
 [Note: what a wait costs] Between two waits the host is never ahead of the device, so each operation that it queues there
 is time of the step. Hence one node of autograd each way (``journey``), one kernel for an order of rows
@@ -17,21 +17,14 @@ Shapes: t tokens, k experts of a token, h hidden size, e experts, l experts of t
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
 import torch.distributed as dist
 
 from megatron.core.delayed_read import DelayedRead
 from megatron.core.process_groups_config import group_size
 from megatron.core.transformer.moe.journey import Journey, Trip
-from megatron.core.transformer.moe.permutation import (
-    ExpertOrder,
-    expert_order,
-    expert_order_up_to,
-    with_copies,
-)
+from megatron.core.transformer.moe.permutation import ExpertOrder, expert_order, expert_order_up_to, with_copies
 from megatron.core.transformer.moe.routing import Routing, capacity
 
 if TYPE_CHECKING:
@@ -41,38 +34,6 @@ if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
 
-@dataclass(frozen=True, kw_only=True)
-class ExpertRows:
-    """What this rank's experts are to compute.
-
-    Attributes:
-        hidden_states: [r, h] in the order of experts.
-        probs: [r] factor of each row's result.
-        counts: [l] rows of each expert, on the device, int64.
-        known_counts: the same on the host, where they are there already.
-        known_ends: [l] where each expert's rows end, on the device, int32, where that is there already.
-    """
-
-    hidden_states: torch.Tensor
-    probs: torch.Tensor
-    counts: torch.Tensor
-    known_counts: list[int] | None = None
-    known_ends: torch.Tensor | None = None
-
-    def counts_on_host(self) -> list[int]:
-        """[l] rows of each expert; the host waits for the device unless they are there already."""
-        counts: list[int] = self.counts.tolist() if self.known_counts is None else self.known_counts
-        return counts
-
-    def ends(self) -> torch.Tensor:
-        """[l] where each expert's rows end, on the device, int32. The host does not wait."""
-        return self.counts.cumsum(0, dtype=torch.int32) if self.known_ends is None else self.known_ends
-
-
-Combine = Callable[[torch.Tensor], torch.Tensor]
-"""[r, h] results of the rows -> [t, h] sums over each token's experts. Ranks: as the dispatch."""
-
-
 class LocalDispatcher:
     """Brings tokens into the order of experts that are all on this rank."""
 
@@ -80,22 +41,12 @@ class LocalDispatcher:
         assert config.num_moe_experts, "a dispatcher is built for experts only"
         self.config, self.num_experts = config, config.num_moe_experts
 
-    def dispatch(self, hidden_states: torch.Tensor, routing: Routing) -> tuple[ExpertRows, Combine]:
-        """The rows of [..., h] tokens, t of them, and what sums their results. Ranks: this one alone.
+    def plan(self, routing: Routing) -> Journey:
+        """The way of a microbatch's tokens, which are routed so. Ranks: this one alone.
 
         The host waits only where assignments are dropped without padding.
         """
-        order = self._order(routing)
-        journey = Journey(tokens=order.tokens, assignments=order.assignments)
-        leaving, probs = journey.to_experts(hidden_states, routing.probs)
-        rows = ExpertRows(
-            hidden_states=leaving,
-            probs=probs,
-            counts=order.counts,
-            known_counts=None if order.rows_of_each is None else [order.rows_of_each] * self.num_experts,
-            known_ends=order.ends,
-        )
-        return rows, journey.to_tokens
+        return Journey(self._order(routing))
 
     def _order(self, routing: Routing) -> ExpertOrder:
         limit = capacity(routing.experts.shape[0], self.config)
@@ -125,26 +76,18 @@ class AllToAllDispatcher(LocalDispatcher):
         self.num_owners = group.size() // num_copies
         self.num_local_experts = self.num_experts // self.num_owners
 
-    def dispatch(self, hidden_states: torch.Tensor, routing: Routing) -> tuple[ExpertRows, Combine]:
-        """As ``LocalDispatcher.dispatch``, of all ranks' tokens. Ranks: all of the group. The host waits once."""
+    def plan(self, routing: Routing) -> Journey:
+        """As ``LocalDispatcher.plan``, to all ranks' experts. Ranks: all of the group.
+
+        How many rows travel is under way to the host then; it waits for it, once, when the tokens leave.
+        """
         order = self._order(routing)
-        find_trip = self._plan(order)
+        find_trip = self._find_trip(order)
         if self.num_copies > 1:
             order = with_copies(order, self.num_copies, self.num_owners)
-        journey = Journey(tokens=order.tokens, assignments=order.assignments, trip=find_trip)
-        arrived, probs = journey.to_experts(hidden_states, routing.probs)
-        trip = journey.trip()
-        assert trip is not None, "it has been made"
-        rows = ExpertRows(
-            hidden_states=arrived,
-            probs=probs,
-            counts=trip.arrivals.counts,
-            known_counts=trip.known_counts,
-            known_ends=trip.arrivals.ends,
-        )
-        return rows, journey.to_tokens
+        return Journey(order, find_trip)
 
-    def _plan(self, order: ExpertOrder) -> Callable[[], Trip]:
+    def _find_trip(self, order: ExpertOrder) -> Callable[[], Trip]:
         """What returns who sends how many rows to whom. Ranks: all; it makes the host wait, unless all send the same to all."""
         num_ranks, num_experts = self.group.size(), self.num_local_experts
         if order.rows_of_each is not None:
@@ -158,11 +101,11 @@ class AllToAllDispatcher(LocalDispatcher):
         dist.all_to_all_single(arriving, leaving, group=self.group)
         counts = DelayedRead(both)
 
-        def find_trip() -> Trip:
+        def trip() -> Trip:
             sent, received = counts.tensor().tolist()
             return Trip(self.group, sent=sent, received=received, arriving=arriving)
 
-        return find_trip
+        return trip
 
 
 def build_dispatcher(config: TransformerConfig, pg_collection: ProcessGroupCollection | None) -> LocalDispatcher:

@@ -14,7 +14,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import GroupedMLP, SequentialMLP
 from megatron.core.transformer.moe.grouped_gemm import are_aligned, can_group, grouped_linear, stacked
-from megatron.core.transformer.moe.token_dispatcher import ExpertRows
+from megatron.core.transformer.moe.journey import ExpertRows
 from megatron.core.transformer.moe.weighted_activation import weighted_swiglu
 from tests.core.transformer.moe.tiny_moe import FIELDS, TransformerConfig
 

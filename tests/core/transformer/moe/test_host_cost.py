@@ -19,9 +19,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron.core.delayed_read import DelayedRead
 from megatron.core.jit import Fusible
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.moe.token_dispatcher import ExpertRows
+from megatron.core.transformer.moe.journey import ExpertRows
 from tests.core.transformer.moe.tiny_moe import build_moe_gpt
 from tests.support.launch import run_ranks
 
@@ -138,3 +139,23 @@ def test_a_layer_costs_the_host_no_more_than_it_did(num_ranks: int) -> None:
         for kind, work in works.items():
             bound = BOUNDS[kind, num_ranks]
             assert all(a <= b for a, b in zip(astuple(work), astuple(bound), strict=True)), (kind, work, bound)
+
+
+def _acts_of_a_layer() -> list[str]:
+    """What a layer with a shared expert does, in order: count exchange, shared expert, wait."""
+    groups = ProcessGroupCollection(ep=dist.group.WORLD)
+    model = build_moe_gpt(groups, expert_model_parallel_size=dist.get_world_size())
+    layer: Any = model.decoder.layers[0].mlp  # type: ignore[union-attr]
+    acts: list[str] = []
+    exchange, read = dist.all_to_all_single, DelayedRead.tensor
+    layer.shared_experts.register_forward_hook(lambda *_: acts.append("shared expert"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_to_all_single", lambda *args, **kw: acts.append("exchange") or exchange(*args, **kw))
+        patch.setattr(DelayedRead, "tensor", lambda self: acts.append("wait") or read(self))
+        layer(torch.randn(8, 2, 16))
+    return acts
+
+
+def test_the_shared_expert_is_queued_before_the_host_waits_and_rows_leave_at_once_after_it() -> None:
+    for acts in run_ranks(2, _acts_of_a_layer):
+        assert acts == ["exchange", "shared expert", "wait", "exchange", "exchange", "exchange"]

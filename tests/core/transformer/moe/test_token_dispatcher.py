@@ -11,11 +11,11 @@ import torch.distributed as dist
 from megatron.core.process_group_builder import build_process_groups
 from megatron.core.process_groups_config import group_rank, group_size
 from megatron.core.rank_grid import RankGrid
+from megatron.core.transformer.moe.journey import ExpertRows
 from megatron.core.transformer.moe.permutation import expert_order_up_to
 from megatron.core.transformer.moe.routing import Routing, capacity
 from megatron.core.transformer.moe.token_dispatcher import (
     AllToAllDispatcher,
-    ExpertRows,
     LocalDispatcher,
     build_dispatcher,
 )
@@ -80,8 +80,9 @@ def test_a_round_trip_on_one_rank_is_the_sum_over_kept_experts(drop: str) -> Non
     hidden, routing = _tokens(0)
     kept = _kept(routing, config)
     assert bool(kept.all()) == (drop == "dropless")
-    rows, combine = LocalDispatcher(config).dispatch(hidden, routing)
-    output, expected = combine(_compute(rows, factors)), _directly(hidden, routing, kept, factors)
+    journey = LocalDispatcher(config).plan(routing)
+    rows = journey.to_experts(hidden, routing.probs)
+    output, expected = journey.to_tokens(_compute(rows, factors)), _directly(hidden, routing, kept, factors)
     torch.testing.assert_close(output, expected)
     weight = torch.randn_like(output)
     inputs = (hidden, routing.probs)
@@ -106,10 +107,11 @@ def _round_trips(degrees: dict[str, int], idle: int | None) -> dict[str, float]:
         dispatcher = build_dispatcher(config, groups)
         assert isinstance(dispatcher, AllToAllDispatcher)
         hidden, routing = _tokens(dist.get_rank(), idle)
-        rows, combine = dispatcher.dispatch(hidden, routing)
+        journey = dispatcher.plan(routing)
+        rows = journey.to_experts(hidden, routing.probs)
         # Tensor-parallel ranks of an expert give summands that differ.
         share = (1 + group_rank(groups.expt_tp)) / sum(range(1, num_parts + 1))
-        output = combine(_compute(rows, factors[mine], share))
+        output = journey.to_tokens(_compute(rows, factors[mine], share))
         expected = _directly(hidden, routing, _kept(routing, config), factors)
         differences[drop] = float((output - expected).detach().abs().max())
         inputs = (hidden, routing.probs, factors)
