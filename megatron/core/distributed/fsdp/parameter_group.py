@@ -23,7 +23,7 @@ from megatron.core.distributed.fsdp.dbuffer import DBuffer, Gather
 from megatron.core.distributed.fsdp.grad_sums import GradSum
 from megatron.core.distributed.fsdp.group_mesh import GroupMesh
 from megatron.core.distributed.fsdp.holders import Holder, Holders, ManagedParameter, each
-from megatron.core.distributed.fsdp.layout import pack_rows
+from megatron.core.distributed.fsdp.layout import FlatLayout
 from megatron.core.distributed.fsdp.mixed_precision import GroupDtypes
 from megatron.core.distributed.fsdp.model_parallel import is_shared_between_stages, part_of
 from megatron.core.distributed.fsdp.outer_sum import OuterSum
@@ -43,6 +43,7 @@ class FsdpParameterGroup:
 
     Args:
         parameters: [T] parameters of one dtype and one ``requires_grad``.
+        layout: where they lie in the full buffer, whose segments are for the ranks that share it.
         group_mesh: data-parallel mesh and transports.
         placements: where weights, gradients and optimizer state rest.
         dtypes: dtypes of the buffers.
@@ -56,6 +57,7 @@ class FsdpParameterGroup:
         self,
         parameters: Sequence[ManagedParameter],
         *,
+        layout: FlatLayout,
         group_mesh: GroupMesh,
         placements: Placements,
         dtypes: GroupDtypes,
@@ -68,8 +70,8 @@ class FsdpParameterGroup:
         self.trainable = self.parameters[0].original.requires_grad
         self.grad_scale = group_mesh.grad_scale(placements, grad_divisor)
         self.parts = [part_of(p.original, p.name, group_mesh.tensor_size) for p in self.parameters]
-        shapes = [p.original.shape for p in self.parameters]
-        self.layout = pack_rows(shapes, num_ranks=group_mesh.num_shards(placements))
+        self.layout = layout
+        assert layout.num_ranks == group_mesh.num_shards(placements), "a layout belongs to the ranks that share it"
         self.needs_gather = any(isinstance(p, Shard) for p in placements.parameter)
         self._make_weights()
         self.sharded = [self._sharded_parameter(i, p) for i, p in enumerate(self.parameters)]
@@ -190,12 +192,18 @@ class FsdpParameterGroup:
         """[A] which rows of tensor ``index`` the buffer holds, by axis, innermost first."""
         slot, begin, segment_numel = self.layout.slots[index], 0, self.layout.total_numel
         placements: list[Placement] = []
+        row_parts = slot.row_parts  # until an axis of several ranks cuts: what it leaves here are rows as they are cut
         for placement, axis in reversed(list(zip(buffer.placements, self.group_mesh.axes, strict=True))):
             if not isinstance(placement, Shard):
                 placements.append(Replicate())
                 continue
             segment_numel //= axis.size
-            placements.append(RowShard(max(slot.start - begin, 0), segment_numel, slot.row_numel))
+            start = max(slot.start - begin, 0)
+            if axis.size == 1:
+                placements.append(RowShard(start, segment_numel, slot.row_numel * row_parts))
+            else:
+                placements.append(RowShard(start, segment_numel, slot.row_numel, row_parts))
+                row_parts = 1
             begin += axis.rank * segment_numel  # the next axis cuts what this one leaves here
         return placements
 
