@@ -10,6 +10,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from megatron.core.distributed.fsdp.collectives import Transport
 from megatron.core.distributed.fsdp.layout import FlatLayout, rows_before
+from megatron.core.distributed.fsdp.row_shard import RowShard
 
 # A transport's all_gather and its arguments: the buffer to fill, and this rank's shard of it.
 Gather = tuple[Callable[[torch.Tensor, torch.Tensor], None], torch.Tensor, torch.Tensor]
@@ -72,6 +73,28 @@ class DBuffer:
         )
         offset = slot.start + first * slot.row_numel - self.begin if stop > first else 0
         return self.local[offset : offset + (stop - first) * slot.row_numel].view(stop - first, *slot.cut_shape[1:])
+
+    def row_placements(self, index: int) -> list[Placement]:
+        """[A] which rows of tensor ``index`` lie here, by axis, innermost first: the placements of a DTensor of ``view``.
+
+        The first axis that cuts a tensor with ``row_parts`` cuts its rows into them; to the others they are rows.
+        """
+        slot, begin, segment_numel = self.layout.slots[index], 0, self.layout.total_numel
+        row_parts = slot.row_parts
+        placements: list[Placement] = []
+        for placement, axis in reversed(list(zip(self.placements, self.axes, strict=True))):
+            if not isinstance(placement, Shard):
+                placements.append(Replicate())
+                continue
+            segment_numel //= axis.size
+            start = max(slot.start - begin, 0)
+            if axis.size == 1:
+                placements.append(RowShard(start, segment_numel, slot.row_numel * row_parts))
+            else:
+                placements.append(RowShard(start, segment_numel, slot.row_numel, row_parts))
+                row_parts = 1
+            begin += axis.rank * segment_numel  # the next axis cuts what this one leaves here
+        return placements
 
     def piece(self, placements: Sequence[Placement]) -> torch.Tensor:
         """A view of the part of this buffer that rests here under ``placements``, which must lie inside it."""

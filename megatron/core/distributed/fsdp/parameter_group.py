@@ -29,7 +29,6 @@ from megatron.core.distributed.fsdp.model_parallel import is_shared_between_stag
 from megatron.core.distributed.fsdp.outer_sum import OuterSum
 from megatron.core.distributed.fsdp.placement import Placements
 from megatron.core.distributed.fsdp.retired_parameter import retire
-from megatron.core.distributed.fsdp.row_shard import RowShard
 from megatron.core.distributed.fsdp.storage import FlatStorage
 
 _GRAD, _VERSION, _REQUIRES_GRAD = (operator.attrgetter(name) for name in ("grad", "_version", "requires_grad"))
@@ -182,30 +181,11 @@ class FsdpParameterGroup:
     def _dtensor(self, buffer: DBuffer, index: int) -> DTensor:
         part = self.parts[index]
         stride = torch.empty(part.shape, device="meta").stride()
-        placements = [*part.placements, *self._row_placements(buffer, index)]
+        placements = [*part.placements, *buffer.row_placements(index)]
         mesh = self.group_mesh.tensor_mesh or self.group_mesh.rows_mesh
         return DTensor.from_local(
             buffer.view(index), mesh, placements, run_check=False, shape=part.shape, stride=stride
         )
-
-    def _row_placements(self, buffer: DBuffer, index: int) -> list[Placement]:
-        """[A] which rows of tensor ``index`` the buffer holds, by axis, innermost first."""
-        slot, begin, segment_numel = self.layout.slots[index], 0, self.layout.total_numel
-        placements: list[Placement] = []
-        row_parts = slot.row_parts  # until an axis of several ranks cuts: what it leaves here are rows as they are cut
-        for placement, axis in reversed(list(zip(buffer.placements, self.group_mesh.axes, strict=True))):
-            if not isinstance(placement, Shard):
-                placements.append(Replicate())
-                continue
-            segment_numel //= axis.size
-            start = max(slot.start - begin, 0)
-            if axis.size == 1:
-                placements.append(RowShard(start, segment_numel, slot.row_numel * row_parts))
-            else:
-                placements.append(RowShard(start, segment_numel, slot.row_numel, row_parts))
-                row_parts = 1
-            begin += axis.rank * segment_numel  # the next axis cuts what this one leaves here
-        return placements
 
     def _unsharded_parameter(self, index: int, parameter: ManagedParameter) -> nn.Parameter:
         unsharded = nn.Parameter(self.full_weight.view(index), requires_grad=self.trainable)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-import tempfile
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -31,6 +30,7 @@ from megatron.core.distributed.fsdp.row_shard import RowShard
 from megatron.core.distributed.fsdp.tensor_pieces import _boxes, boxes_of, pieces_of
 from tests.core.distributed.fsdp.dtensor_operations import ELEMENTWISE, FOREACH, OPTIMIZERS, REDUCED, REFUSED
 from tests.support.rank_checks import RankChecks
+from tests.support.shared_folder import shared_folder
 
 CHECKS = RankChecks(__name__)
 
@@ -212,7 +212,8 @@ def a_tensor_parallel_axis_cuts_before_rows_are() -> None:
             (row, column), (rows, columns) = box.offsets, box.sizes
             assert torch.equal(piece, full[row : row + rows, column : column + columns]), kind
         tensors[str(kind)] = tensor
-    _assert_stored(tensors, dict.fromkeys(tensors, full))
+    with shared_folder() as folder:
+        _assert_stored(folder, tensors, dict.fromkeys(tensors, full))
 
 
 def _quietly(tensor: DTensor, placements: Sequence[Placement]) -> DTensor:
@@ -336,9 +337,8 @@ def other_splits_are_redistributed_before_they_combine() -> None:
         full, (placement,) = _full(index), tensor.placements
         if not full.numel():
             continue
-        whole_rows = DTensor.from_local(full, mesh, [Replicate()], run_check=False).redistribute(
-            placements=[_elsewhere(full, mesh)]
-        )
+        replicas = DTensor.from_local(full, mesh, [Replicate()], run_check=False)
+        whole_rows: Any = replicas.redistribute(placements=[_elsewhere(full, mesh)])
         for other in (whole_rows, distribute_tensor(full, mesh, [Shard(0)]), distribute_tensor(full, mesh)):
             _assert_same(tensor * other, full * full)
             _assert_same(other - tensor, full - full)
@@ -347,7 +347,7 @@ def other_splits_are_redistributed_before_they_combine() -> None:
             copies = [tensor.clone()]
             torch._foreach_mul_(copies, [other])
             _assert_same(copies[0], full * full, placement)
-        written = whole_rows.clone().copy_(tensor * 3)
+        written: Any = whole_rows.clone().copy_(tensor * 3)
         assert written.placements == whole_rows.placements
         _assert_same(written, 3 * full)
 
@@ -393,7 +393,7 @@ def gradient_norms_and_clipping_count_each_element_once() -> None:
                     parameter.grad = gradient
                 nn.utils.clip_grad_norm_(own, 0.5, order, foreach=foreach)
             for clipped, expected in zip(*parameters, strict=True):
-                torch.testing.assert_close(clipped.grad.full_tensor(), expected.grad, rtol=1e-6, atol=0.0)  # type: ignore[union-attr]
+                torch.testing.assert_close(clipped.grad.full_tensor(), expected.grad, rtol=1e-6, atol=0.0)
 
 
 @CHECKS.on(2)
@@ -411,19 +411,17 @@ def gradients_are_placed_as_their_parameters() -> None:
 # Checkpoints.
 
 
-def _assert_stored(tensors: dict[str, Any], full: dict[str, torch.Tensor]) -> None:
+def _assert_stored(folder: str, tensors: dict[str, Any], full: dict[str, torch.Tensor]) -> None:
     """PyTorch's distributed checkpoints give the whole tensors to one process, and to the same placements. Ranks: all."""
-    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
-    dist.broadcast_object_list(folder)
-    save(dict(tensors), checkpoint_id=folder[0])
+    save(dict(tensors), checkpoint_id=folder)
     read = {name: torch.zeros_like(whole) for name, whole in full.items()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that it is one process
-        load(dict(read), checkpoint_id=folder[0], no_dist=True)
+        load(dict(read), checkpoint_id=folder, no_dist=True)
     for name, whole in full.items():
         assert torch.equal(read[name], whole), name
-    parts = {name: torch.full_like(tensor, float("nan")) for name, tensor in tensors.items()}
-    load(dict(parts), checkpoint_id=folder[0])
+    parts: dict[str, Any] = {name: torch.full_like(tensor, float("nan")) for name, tensor in tensors.items()}
+    load(dict(parts), checkpoint_id=folder)
     for name, tensor in parts.items():
         assert torch.equal(tensor.to_local(), tensors[name].to_local()), name
 
@@ -434,20 +432,20 @@ def checkpoints_hold_the_whole_tensors() -> None:
     tensors = {f"weight.{index}": tensor for index, tensor in enumerate(_all_split(mesh))}
     tensors |= {name.replace("weight", "moment"): torch.zeros_like(t).add_(t) for name, t in tensors.items()}
     full = {name: _full(int(name.split(".")[1])) for name in tensors}
-    _assert_stored(tensors, full)
-    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
-    dist.broadcast_object_list(folder)
-    save(dict(tensors), checkpoint_id=folder[0])
-    for placement in (Shard(0), Replicate()):
-        others = {name: distribute_tensor(torch.zeros_like(whole), mesh, [placement]) for name, whole in full.items()}
-        load(dict(others), checkpoint_id=folder[0])
-        for name, tensor in others.items():
-            assert torch.equal(tensor.full_tensor(), full[name]), name
-    save(dict(others), checkpoint_id=folder[0] + "/whole")
-    parts = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
-    load(dict(parts), checkpoint_id=folder[0] + "/whole")
-    for name, tensor in parts.items():
-        _assert_same(tensor, full[name], tensors[name].placements[0])
+    with shared_folder() as folder:
+        _assert_stored(folder, tensors, full)
+        for placement in (Shard(0), Replicate()):
+            others = {
+                name: distribute_tensor(torch.zeros_like(whole), mesh, [placement]) for name, whole in full.items()
+            }
+            load(dict(others), checkpoint_id=folder)
+            for name, other in others.items():
+                assert torch.equal(other.full_tensor(), full[name]), name
+        save(dict(others), checkpoint_id=f"{folder}/whole")
+        parts: dict[str, Any] = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+        load(dict(parts), checkpoint_id=f"{folder}/whole")
+        for name, part in parts.items():
+            _assert_same(part, full[name], tensors[name].placements[0])
 
 
 @CHECKS.on(2)
