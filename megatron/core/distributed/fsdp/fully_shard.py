@@ -52,8 +52,9 @@ def fully_shard(
     """Afterwards the module is a unit: its parameters are sharded, and gathered around its forward and backward.
 
     Call it on the layers, then on the root. A unit manages the parameters of its tree that no unit inside it does.
-    Parameters become DTensors (main weights, in whole rows that may be unevenly split); names, ``state_dict`` keys and
-    attributes of parameters stay. Build the optimizer afterwards.
+    Parameters become DTensors (main weights, split unevenly between rows or, where that would cost more than 2 % of padding,
+    between equal parts of rows: ``RowShard``); names, ``state_dict`` keys and attributes of parameters stay. Build the
+    optimizer afterwards.
 
     Args:
         module: changed in place. Parameters on the meta device are made on the mesh's device by the

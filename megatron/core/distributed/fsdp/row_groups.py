@@ -202,14 +202,19 @@ def _row_parts(shape: torch.Size, alignment: int) -> dict[int, int]:
 
     Such places are multiples of the alignment, so more parts are listed only where they bring them closer.
     """
-    found: dict[int, int] = {}
     row_numel = math.prod(shape[1:])
-    for parts in range(1, shape[1] + 1 if len(shape) > 1 and row_numel else 2):
-        if row_numel % parts == 0 and (parts == 1 or shape[1] % parts == 0):
-            length = math.lcm(row_numel // parts, alignment)
-            if not found or length < min(found.values()):
-                found[parts] = length
+    found = {1: math.lcm(row_numel, alignment)}
+    for parts in _divisors(shape[1]) if row_numel and len(shape) > 1 else ():
+        length = math.lcm(row_numel // parts, alignment)
+        if length < min(found.values()):
+            found[parts] = length
     return found
+
+
+def _divisors(number: int) -> list[int]:
+    """Ascending; of a positive number."""
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return small + [number // d for d in reversed(small) if d * d != number]
 
 
 def _without_needless_parts(cut: _Cut, partition: Sequence[_Members], allowed: float) -> _Cut:

@@ -171,8 +171,8 @@ def _teach() -> None:
     ) -> Any:
         if _is_in_boxes(placements):
             raise NotImplementedError(
-                f"a rank's part of a tensor placed by {tuple(placements)} is no box of the whole tensor; take its boxes from "
-                "megatron.core.distributed.fsdp.tensor_pieces, or call full_tensor() first"
+                f"a rank's part of a tensor placed by {tuple(placements)} is no box of the whole tensor; give whole tensors to "
+                "load_state_dict, call full_tensor(), or take boxes_of() from megatron.core.distributed.fsdp.tensor_pieces"
             )
         return one_box(global_shape, mesh_shape, my_coordinate, placements, *args, **kwargs)
 

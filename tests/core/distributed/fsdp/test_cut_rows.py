@@ -41,6 +41,7 @@ from tests.core.distributed.fsdp.hybrid import (
 )
 from tests.core.distributed.fsdp.models import STRATEGY_NAMES, full, local_of, make_net
 from tests.core.distributed.fsdp.split_models import Layout, wrap
+from tests.core.distributed.fsdp.test_parity import Setting, assert_same_bits, train_sharded, train_unsharded
 from tests.core.distributed.fsdp.test_split_checkpoints import full_tensors_survive
 from tests.core.distributed.fsdp.test_split_models import a_step_is_the_whole_models
 from tests.support.rank_checks import RankChecks
@@ -96,7 +97,18 @@ def _row_parts(model: Any) -> dict[str, int]:
 
 
 @CHECKS.on(2, 4)
-def training_equals_no_sharding() -> None:
+def training_equals_no_sharding_to_the_last_bit() -> None:
+    """Losses, gradients and weights of five steps, of the net and against the reference of ``test_parity``."""
+    for strategy in SHARDED:
+        for num_microbatches in (1, 3):
+            setting = Setting(strategy, num_microbatches)
+            with rows_cut():
+                got = train_sharded(setting, poisons=True)
+            assert_same_bits(got, train_unsharded(setting, in_order=True))
+
+
+@CHECKS.on(4)
+def any_shape_trains_as_without_sharding() -> None:
     """Losses, gradients and weights of three steps, and what is gathered has the parameter's own shape."""
     for strategy in SHARDED:
         for name, make_optimizer in OPTIMIZERS.items():
