@@ -243,7 +243,7 @@ def what_cannot_be_moved_is_refused() -> None:
 # Operations.
 
 
-@CHECKS.on(2, 4)
+@CHECKS.on(2)
 def elementwise_operations_stay_on_their_parts() -> None:
     mesh = _mesh()
     layout = _layout(mesh.size())
@@ -261,7 +261,7 @@ def elementwise_operations_stay_on_their_parts() -> None:
             _assert_same(first, full, placement)
 
 
-@CHECKS.on(2, 4)
+@CHECKS.on(4)
 def foreach_operations_stay_on_their_parts() -> None:
     """Lists hold tensors with parts and without."""
     mesh = _mesh()
@@ -276,7 +276,7 @@ def foreach_operations_stay_on_their_parts() -> None:
             _assert_same(got, wanted, RowShard.of(layout, index))
 
 
-@CHECKS.on(2, 4)
+@CHECKS.on(2)
 def reductions_and_gathered_operations_are_those_of_the_whole() -> None:
     mesh = _mesh()
     for name, operation in REDUCED.items():
@@ -301,14 +301,13 @@ def operations_that_cannot_be_right_are_refused() -> None:
             assert torch.equal(tensor.to_local(), before), f"{name} wrote before it was refused"
 
 
-@CHECKS.on(2, 4)
+@CHECKS.on(2)
 def what_is_for_rows_or_columns_meets_whole_rows() -> None:
-    """Also where the vector is as long as a part, so that its shape alone would let it be added to one."""
+    """What is written cannot be gathered, so there it is refused; one element is the same for all parts."""
     mesh = _mesh()
     for index in (0, 1, 5):
         tensor, full = _all_split(mesh)[index], _full(index)
         vectors = [full[0], full[:, :1], full[:1], full.flatten()[0], full[:1, :1]]
-        width = full.shape[1] // PARTS[index]
         for vector in vectors:
             other: Any = DTensor.from_local(vector.contiguous(), mesh, [Replicate()], run_check=False)
             _assert_same(tensor * other, full * vector)
@@ -324,13 +323,9 @@ def what_is_for_rows_or_columns_meets_whole_rows() -> None:
                     write()
             _assert_same(copied, full)
         _assert_same(tensor.sum(dim=1, keepdim=True) + tensor, full.sum(dim=1, keepdim=True) + full)
-        part: Any = DTensor.from_local(torch.arange(float(width)), mesh, [Replicate()], run_check=False)
-        if width > 1:
-            with pytest.raises(RuntimeError):
-                tensor + part
 
 
-@CHECKS.on(2, 4)
+@CHECKS.on(2)
 def other_splits_are_redistributed_before_they_combine() -> None:
     mesh = _mesh()
     for index, tensor in enumerate(_all_split(mesh)):
@@ -378,7 +373,7 @@ def optimizers_step_as_on_the_whole() -> None:
                     assert state.placements == (RowShard.of(layout, index),), f"{name} is placed by {state.placements}"
 
 
-@CHECKS.on(2, 4)
+@CHECKS.on(4)
 def gradient_norms_and_clipping_count_each_element_once() -> None:
     mesh = _mesh()
     for foreach in (True, False):
@@ -426,7 +421,7 @@ def _assert_stored(folder: str, tensors: dict[str, Any], full: dict[str, torch.T
         assert torch.equal(tensor.to_local(), tensors[name].to_local()), name
 
 
-@CHECKS.on(2, 4)
+@CHECKS.on(4)
 def checkpoints_hold_the_whole_tensors() -> None:
     mesh = _mesh()
     tensors = {f"weight.{index}": tensor for index, tensor in enumerate(_all_split(mesh))}
