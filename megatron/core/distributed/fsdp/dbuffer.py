@@ -10,6 +10,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from megatron.core.distributed.fsdp.collectives import Transport
 from megatron.core.distributed.fsdp.layout import FlatLayout, rows_before
+from megatron.core.distributed.fsdp.row_shard import RowShard
 
 # A transport's all_gather and its arguments: the buffer to fill, and this rank's shard of it.
 Gather = tuple[Callable[[torch.Tensor, torch.Tensor], None], torch.Tensor, torch.Tensor]
@@ -45,6 +46,8 @@ class DBuffer:
         self.axes = tuple(axes)
         self.dtype = dtype
         self.begin, self.end = local_range(layout, self.placements, self.axes)
+        placed = zip(self.placements, self.axes, strict=True)
+        self._is_cut = any(isinstance(placement, Shard) and axis.size > 1 for placement, axis in placed)
         self.local = torch.empty(self.end - self.begin, dtype=dtype, device=device) if local is None else local
         if self.local.numel() != self.end - self.begin:
             raise ValueError(f"the local storage must have {self.end - self.begin} elements, got {self.local.numel()}")
@@ -55,16 +58,43 @@ class DBuffer:
         return self.local.numel() * self.local.element_size()
 
     def view(self, index: int) -> torch.Tensor:
-        """The part of tensor ``index`` that lies here: its whole rows [rows_here, ...], or all of a 0-dim tensor."""
+        """The part of tensor ``index`` that lies here: rows [rows_here, ...] as they are cut, or all of a 0-dim tensor.
+
+        Where no axis cuts the buffer it has the tensor's own shape, whatever the layout's ``row_parts`` are.
+        """
         slot = self.layout.slots[index]
         if not slot.shape:
             return self.local[slot.start - self.begin : slot.start - self.begin + 1].view(())
+        if not self._is_cut:
+            return self.local[slot.start : slot.start + slot.numel].view(slot.shape)
         first, stop = (
             rows_before(position, start=slot.start, row_numel=slot.row_numel, num_rows=slot.rows)
             for position in (self.begin, self.end)
         )
         offset = slot.start + first * slot.row_numel - self.begin if stop > first else 0
-        return self.local[offset : offset + (stop - first) * slot.row_numel].view(stop - first, *slot.shape[1:])
+        return self.local[offset : offset + (stop - first) * slot.row_numel].view(stop - first, *slot.cut_shape[1:])
+
+    def row_placements(self, index: int) -> list[Placement]:
+        """[A] which rows of tensor ``index`` lie here, by axis, innermost first: the placements of a DTensor of ``view``.
+
+        The first axis that cuts a tensor with ``row_parts`` cuts its rows into them; to the others they are rows.
+        """
+        slot, begin, segment_numel = self.layout.slots[index], 0, self.layout.total_numel
+        row_parts = slot.row_parts
+        placements: list[Placement] = []
+        for placement, axis in reversed(list(zip(self.placements, self.axes, strict=True))):
+            if not isinstance(placement, Shard):
+                placements.append(Replicate())
+                continue
+            segment_numel //= axis.size
+            start = max(slot.start - begin, 0)
+            if axis.size == 1:
+                placements.append(RowShard(start, segment_numel, slot.row_numel * row_parts))
+            else:
+                placements.append(RowShard(start, segment_numel, slot.row_numel, row_parts))
+                row_parts = 1
+            begin += axis.rank * segment_numel  # the next axis cuts what this one leaves here
+        return placements
 
     def piece(self, placements: Sequence[Placement]) -> torch.Tensor:
         """A view of the part of this buffer that rests here under ``placements``, which must lie inside it."""

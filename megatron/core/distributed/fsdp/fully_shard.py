@@ -21,7 +21,7 @@ from megatron.core.distributed.fsdp.context import FsdpContext
 from megatron.core.distributed.fsdp.group_mesh import GroupMesh
 from megatron.core.distributed.fsdp.group_meshes import GroupMeshes, check_experts, make_group_meshes
 from megatron.core.distributed.fsdp.holders import ManagedParameter
-from megatron.core.distributed.fsdp.layout import group_by_rows
+from megatron.core.distributed.fsdp.layout import FlatLayout
 from megatron.core.distributed.fsdp.load import watch_loads
 from megatron.core.distributed.fsdp.materialize import materialize, move_buffers
 from megatron.core.distributed.fsdp.mixed_precision import SERVED_DTYPES, MixedPrecisionPolicy
@@ -29,6 +29,7 @@ from megatron.core.distributed.fsdp.model_parallel import ModelParallel, is_shar
 from megatron.core.distributed.fsdp.module import FsdpModule, find_context, topmost_fsdp_modules
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup
 from megatron.core.distributed.fsdp.placement import Placements, strategy_placements
+from megatron.core.distributed.fsdp.row_groups import group_by_rows
 from megatron.core.distributed.fsdp.unit import FsdpUnit
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -51,8 +52,9 @@ def fully_shard(
     """Afterwards the module is a unit: its parameters are sharded, and gathered around its forward and backward.
 
     Call it on the layers, then on the root. A unit manages the parameters of its tree that no unit inside it does.
-    Parameters become DTensors (main weights, in whole rows that may be unevenly split); names, ``state_dict`` keys and
-    attributes of parameters stay. Build the optimizer afterwards.
+    Parameters become DTensors (main weights, split unevenly between rows or, where that would cost more than 2 % of padding,
+    between equal parts of rows: ``RowShard``); names, ``state_dict`` keys and attributes of parameters stay. Build the
+    optimizer afterwards.
 
     Args:
         module: changed in place. Parameters on the meta device are made on the mesh's device by the
@@ -110,13 +112,14 @@ def fully_shard(
     groups = [
         FsdpParameterGroup(
             parameters,
+            layout=layout,
             group_mesh=group_mesh,
             placements=kinds,
             dtypes=policy.resolve(parameters[0].original.dtype, trainable=parameters[0].original.requires_grad),
             grad_divisor=meshes.grad_divisor(group_mesh, placements, grad_divisor),
             device=device,
         )
-        for parameters, kinds, group_mesh in _group(managed, placements, meshes)
+        for parameters, layout, kinds, group_mesh in _group(managed, placements, meshes)
     ]
     move_buffers(_own_modules(module), device)
     unit = FsdpUnit(
@@ -271,8 +274,8 @@ def _owner_of(parameter: nn.Parameter) -> FsdpParameterGroup | None:
 
 def _group(
     managed: Sequence[ManagedParameter], placements: Placements, meshes: GroupMeshes
-) -> list[tuple[list[ManagedParameter], Placements, GroupMesh]]:
-    """Parameters that can share a buffer: of one mesh and dtype, all trainable or all frozen, with rows or without.
+) -> list[tuple[list[ManagedParameter], FlatLayout, Placements, GroupMesh]]:
+    """Parameters that share a buffer, and where they lie in it: of one mesh and dtype, all trainable or all frozen, with rows or without.
 
     What another pipeline stage holds too is by itself: so both stages cut it alike, whatever else they have.
     """
@@ -288,8 +291,8 @@ def _group(
         own = placements.replicated() if is_scalar else placements
         own = own if trainable else own.frozen()
         mesh = meshes.of(members[0].original)
-        for indices in group_by_rows([p.original.shape for p in members], num_ranks=mesh.num_shards(own)):
-            groups.append(([members[i] for i in indices], own, mesh))
+        for found in group_by_rows([p.original.shape for p in members], num_ranks=mesh.num_shards(own)):
+            groups.append(([members[i] for i in found.members], found.layout, own, mesh))
     return groups
 
 

@@ -3,14 +3,17 @@
 A tensor that crosses two or more rank boundaries needs a segment that is a multiple of its row; one that crosses a
 single boundary only needs the right start; one inside a segment needs nothing. So the segment is a multiple of the
 rows of the *large* tensors alone, which is far less than the lowest common multiple of all rows.
+
+Where a tensor's rows are too long for that, it is laid out as its view of shorter rows (``TensorSlot.row_parts``).
+Which tensors share a buffer, and which have their rows cut, is decided in row_groups.py.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import count
 
@@ -18,10 +21,6 @@ import torch
 
 # Alignment is given up (64, 32, 16, ... elements) only where it makes the buffer larger than this factor.
 _ALIGNMENT_WORTH = 1.01
-# Partitions are searched over this many kinds of tensors at most (Bell(7) = 877); smaller kinds go together.
-_MAX_KINDS = 7
-# Partitions of one size that are really packed, best bound first, before the search goes on to more buffers.
-_MAX_TRIALS = 24
 # A segment that first fit overruns grows by this share of the overrun, and faster after so many trials.
 _OVERRUN_SHARE = 4
 _FINE_TRIALS = 32
@@ -29,24 +28,42 @@ _FINE_TRIALS = 32
 
 @dataclass(frozen=True)
 class TensorSlot:
-    """A tensor's place in the full buffer: ``shape`` from element ``start`` on, contiguous."""
+    """A tensor's place in the full buffer: ``shape`` from element ``start`` on, contiguous.
+
+    It is cut between the rows of ``cut_shape``: its own, or with ``row_parts`` the equal parts of each of them along dim 1.
+    "Rows" of a slot, of a layout and of what a rank owns are always those.
+
+    Raises:
+        ValueError: ``row_parts`` does not divide dim 1.
+    """
 
     shape: torch.Size
     start: int
+    row_parts: int = 1
+
+    def __post_init__(self) -> None:
+        check_row_parts(self.shape, self.row_parts)
 
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
 
     @property
+    def cut_shape(self) -> torch.Size:
+        """The view of the tensor whose rows are never cut."""
+        if self.row_parts == 1:
+            return self.shape
+        return torch.Size((self.rows, self.shape[1] // self.row_parts, *self.shape[2:]))
+
+    @property
     def rows(self) -> int:
-        """Entries of dim 0; 1 for a tensor without dimensions."""
-        return self.shape[0] if len(self.shape) > 0 else 1
+        """Entries of dim 0 of ``cut_shape``; 1 for a tensor without dimensions."""
+        return self.shape[0] * self.row_parts if len(self.shape) > 0 else 1
 
     @property
     def row_numel(self) -> int:
         """Elements of a row: 1 for tensors of 0 and 1 dimensions, 0 where a later dimension is 0."""
-        return math.prod(self.shape[1:])
+        return math.prod(self.shape[1:]) // self.row_parts
 
 
 @dataclass(frozen=True)
@@ -56,7 +73,7 @@ class FlatLayout:
     Every boundary between segments falls between rows of every tensor, and tensors do not overlap.
 
     Raises:
-        ValueError: the slots break one of these rules.
+        ValueError: the slots break one of these rules, or rows are cut though one rank owns everything.
     """
 
     slots: tuple[TensorSlot, ...]
@@ -64,6 +81,8 @@ class FlatLayout:
     segment_numel: int
 
     def __post_init__(self) -> None:
+        if self.num_ranks == 1 and any(slot.row_parts > 1 for slot in self.slots):
+            raise ValueError("row_parts must be 1 where one rank owns the buffer, which nothing cuts")
         for index, slot in enumerate(self.slots):
             if not _cuts_fall_on_rows(slot, self.segment_numel):
                 raise ValueError(
@@ -118,6 +137,14 @@ class FlatLayout:
         return slot.start + begin * slot.row_numel - rank * self.segment_numel if end > begin else 0
 
 
+def check_row_parts(shape: Sequence[int], row_parts: int) -> None:
+    """Raise ValueError where the rows of a tensor of this shape cannot be cut into so many equal parts along dim 1."""
+    if row_parts == 1:
+        return
+    if row_parts < 1 or len(shape) < 2 or shape[1] == 0 or shape[1] % row_parts != 0:
+        raise ValueError(f"row_parts must divide dim 1 of the tensor, got {row_parts} for shape {list(shape)}")
+
+
 def rows_before(position: int, *, start: int, row_numel: int, num_rows: int) -> int:
     """Rows that begin before element ``position`` of the full buffer, of a tensor that begins at ``start``.
 
@@ -128,7 +155,9 @@ def rows_before(position: int, *, start: int, row_numel: int, num_rows: int) -> 
     return min(max(-((start - position) // row_numel), 0), num_rows)
 
 
-def pack_rows(shapes: Sequence[torch.Size], *, num_ranks: int, alignment: int = 64) -> FlatLayout:
+def pack_rows(
+    shapes: Sequence[torch.Size], *, num_ranks: int, alignment: int = 64, row_parts: Sequence[int] | None = None
+) -> FlatLayout:
     """Place tensors in one flat buffer of little padding so that every rank boundary falls between rows.
 
     Args:
@@ -136,22 +165,24 @@ def pack_rows(shapes: Sequence[torch.Size], *, num_ranks: int, alignment: int = 
         num_ranks: ranks that share the buffer evenly.
         alignment: elements; segments and starts are multiples of it. Where that would make the buffer more than 1 %
             larger (many rows that are no multiple of it), the largest alignment/2^k that does not is taken instead.
+        row_parts: [T] equal parts into which each tensor's rows may be cut; 1 for all when None.
 
     Returns:
         The layout, its slots in the order of ``shapes``.
 
     Raises:
-        ValueError: ``num_ranks`` or ``alignment`` is not positive.
+        ValueError: ``num_ranks`` or ``alignment`` is not positive; ``row_parts`` does not divide dim 1 of its tensor.
 
     Ranks: pure; every rank computes the same answer.
     Source: ZeRO (arXiv:1910.02054) section 5 for the flat partition; the row rule is ours.
     """
     if num_ranks < 1 or alignment < 1:
         raise ValueError(f"num_ranks and alignment must be positive, got {num_ranks} and {alignment}")
-    slots = [TensorSlot(torch.Size(shape), 0) for shape in shapes]
+    parts = [1] * len(shapes) if row_parts is None else row_parts
+    slots = [TensorSlot(torch.Size(shape), 0, part) for shape, part in zip(shapes, parts, strict=True)]
     if not slots:
         return FlatLayout((), num_ranks, 0)
-    least_segment = _least_segment(_kinds(slots), num_ranks, 1)
+    least_segment = least_segment_of(slots, num_ranks=num_ranks, alignment=1)
     # A few elements of alignment for each tensor and rank are not worth an unaligned start.
     allowed = max(_ALIGNMENT_WORTH * least_segment, least_segment + alignment * (2 + len(slots) / num_ranks))
     best = _pack_aligned(slots, num_ranks, alignment)
@@ -161,103 +192,6 @@ def pack_rows(shapes: Sequence[torch.Size], *, num_ranks: int, alignment: int = 
         if layout.segment_numel * _ALIGNMENT_WORTH < best.segment_numel:
             best = layout
     return best
-
-
-def group_by_rows(
-    shapes: Sequence[torch.Size], *, num_ranks: int, alignment: int = 64, max_padding: float = 0.02
-) -> list[list[int]]:
-    """Partition tensors into the fewest buffers whose layouts together keep to a budget of padding.
-
-    Row sizes are kept together first; where that does not keep the budget, tensors of one shape may also move to the
-    buffer of another row size, to fill its tail. The search is bounded, so a better partition may exist.
-
-    Args:
-        shapes: [T] shapes of the tensors, in parameter order.
-        num_ranks: ranks that share each buffer evenly.
-        alignment: elements, as for ``pack_rows``.
-        max_padding: padding elements allowed for each used one, over all buffers together; besides,
-            ``alignment * num_ranks`` elements are always allowed, so that tiny units stay in one buffer.
-
-    Returns:
-        Indices of the tensors of each buffer, ascending, ordered by their first index; where no partition that was
-        tried keeps the budget, the one with the least padding.
-
-    Raises:
-        ValueError: ``num_ranks`` or ``alignment`` is not positive.
-
-    Ranks: pure; every rank computes the same answer.
-    """
-    slots = [TensorSlot(torch.Size(shape), 0) for shape in shapes]
-    allowed = max_padding * sum(slot.numel for slot in slots) + alignment * num_ranks
-    packed: dict[tuple[int, ...], int] = {}
-
-    def padding(group: tuple[int, ...]) -> int:
-        if group not in packed:
-            layout = pack_rows([shapes[index] for index in group], num_ranks=num_ranks, alignment=alignment)
-            packed[group] = layout.padding_numel
-        return packed[group]
-
-    by_row = _Kinds(slots, num_ranks, alignment, key=lambda slot: slot.row_numel)
-    by_shape = _Kinds(slots, num_ranks, alignment, key=lambda slot: tuple(slot.shape))
-    everything = tuple(range(len(slots)))
-    best, least = [everything], padding(everything)
-    for num_groups in range(2, max(len(by_row.members), len(by_shape.members)) + 1):
-        for kinds in (by_row, by_shape):
-            if least <= allowed:
-                break
-            for groups in kinds.partitions(num_groups)[:_MAX_TRIALS]:
-                total = sum(padding(group) for group in groups)
-                if total < least:
-                    best, least = groups, total
-    return [list(group) for group in best if group]
-
-
-class _Kinds:
-    """Tensors put together by a key, and the partitions of these kinds into buffers."""
-
-    def __init__(
-        self, slots: Sequence[TensorSlot], num_ranks: int, alignment: int, key: Callable[[TensorSlot], Hashable]
-    ) -> None:
-        self._slots, self._num_ranks, self._alignment = slots, num_ranks, alignment
-        found: dict[Hashable, list[int]] = defaultdict(list)
-        for index, slot in enumerate(slots):
-            found[key(slot)].append(index)
-        by_size = sorted(found.values(), key=lambda members: -sum(slots[index].numel for index in members))
-        rest = [index for members in by_size[_MAX_KINDS - 1 :] for index in members]
-        self.members = by_size[: _MAX_KINDS - 1] + ([rest] if rest else [])
-        self._bounds: dict[tuple[int, ...], int] = {}
-
-    def partitions(self, num_groups: int) -> list[list[tuple[int, ...]]]:
-        """All partitions into ``num_groups`` groups of tensor indices, the one of least possible padding first."""
-        partitions = [
-            [tuple(sorted(index for kind in group for index in self.members[kind])) for group in groups]
-            for groups in _partitions(len(self.members), num_groups)
-        ]
-        ordered = [sorted(groups) for groups in partitions]
-        return sorted(ordered, key=lambda groups: (sum(self._least_numel(group) for group in groups), groups))
-
-    def _least_numel(self, group: tuple[int, ...]) -> int:
-        if group not in self._bounds:
-            kinds = _kinds([self._slots[index] for index in group])
-            self._bounds[group] = self._num_ranks * _least_segment(kinds, self._num_ranks, self._alignment)
-        return self._bounds[group]
-
-
-def _partitions(num_items: int, num_groups: int) -> Iterator[list[list[int]]]:
-    """Each way to put items 0..num_items-1 into exactly ``num_groups`` groups, once."""
-
-    def place(item: int, groups: list[list[int]]) -> Iterator[list[list[int]]]:
-        if num_groups - len(groups) > num_items - item:
-            return
-        if item == num_items:
-            yield groups
-            return
-        for at, group in enumerate(groups):
-            yield from place(item + 1, [*groups[:at], [*group, item], *groups[at + 1 :]])
-        if len(groups) < num_groups:
-            yield from place(item + 1, [*groups, [item]])
-
-    return place(0, [])
 
 
 def _cuts_fall_on_rows(slot: TensorSlot, segment: int) -> bool:
@@ -280,8 +214,9 @@ def _kinds(slots: Sequence[TensorSlot]) -> dict[tuple[int, int], int]:
     return kinds
 
 
-def _least_segment(kinds: dict[tuple[int, int], int], num_ranks: int, alignment: int) -> int:
-    """The least segment that holds the tensors and that none of them rules out by itself."""
+def least_segment_of(slots: Sequence[TensorSlot], *, num_ranks: int, alignment: int) -> int:
+    """The least segment that holds the tensors and that none of them rules out by itself; starts do not matter."""
+    kinds = _kinds(slots)
     aligned_numel = sum(_round_up(numel, alignment) * number for (numel, _), number in kinds.items())
     return _next_segment(kinds, alignment, at_least=max(-(-aligned_numel // num_ranks), alignment))
 
@@ -316,7 +251,7 @@ def _pack_aligned(slots: Sequence[TensorSlot], num_ranks: int, alignment: int) -
     filled = sorted(
         (index for index, slot in enumerate(slots) if slot.numel), key=lambda index: _priority(slots[index])
     )
-    segment = _least_segment(kinds, num_ranks, alignment)
+    segment = least_segment_of(slots, num_ranks=num_ranks, alignment=alignment)
     for trial in count():
         # The larger first: what crosses boundaries wants the long free stretch, what does not fills the gaps.
         order = sorted(filled, key=lambda index: slots[index].numel <= segment)
@@ -326,7 +261,7 @@ def _pack_aligned(slots: Sequence[TensorSlot], num_ranks: int, alignment: int) -
         step = max(1, (end - num_ranks * segment) // (_OVERRUN_SHARE * num_ranks))
         coarse = segment // 256 if trial > _FINE_TRIALS else 0
         segment = _next_segment(kinds, alignment, at_least=segment + max(step, coarse))
-    placed = tuple(TensorSlot(slot.shape, start) for slot, start in zip(slots, starts, strict=True))
+    placed = tuple(replace(slot, start=start) for slot, start in zip(slots, starts, strict=True))
     return FlatLayout(placed, num_ranks, segment)
 
 

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from megatron.core.distributed.fsdp.block_shard import BlockShard
+from megatron.core.distributed.fsdp.row_shard import RowShard
 from megatron.core.distributed.fsdp.unit import FsdpUnit
 
 
@@ -68,11 +69,11 @@ def _copy(parameter: DTensor, value: torch.Tensor) -> None:
 
 
 def local_rows(parameter: DTensor, full: torch.Tensor) -> torch.Tensor:
-    """The part of ``full`` that this rank owns of ``parameter``; all of it where the parameter is replicated."""
+    """The part of ``full`` that this rank owns of ``parameter``, in its local shape; all of it where it is replicated."""
     mesh = parameter.device_mesh
     for axis, placement in enumerate(parameter.placements):
         rank, num_ranks = mesh.get_local_rank(axis), mesh.size(axis)
-        if isinstance(placement, BlockShard):
+        if isinstance(placement, BlockShard | RowShard):
             full = placement.part(full, rank=rank, num_ranks=num_ranks)
         elif isinstance(placement, Shard):
             size, begin = placement.local_shard_size_and_offset(full.shape[placement.dim], num_ranks, rank)

@@ -23,13 +23,12 @@ from megatron.core.distributed.fsdp.dbuffer import DBuffer, Gather
 from megatron.core.distributed.fsdp.grad_sums import GradSum
 from megatron.core.distributed.fsdp.group_mesh import GroupMesh
 from megatron.core.distributed.fsdp.holders import Holder, Holders, ManagedParameter, each
-from megatron.core.distributed.fsdp.layout import pack_rows
+from megatron.core.distributed.fsdp.layout import FlatLayout
 from megatron.core.distributed.fsdp.mixed_precision import GroupDtypes
 from megatron.core.distributed.fsdp.model_parallel import is_shared_between_stages, part_of
 from megatron.core.distributed.fsdp.outer_sum import OuterSum
 from megatron.core.distributed.fsdp.placement import Placements
 from megatron.core.distributed.fsdp.retired_parameter import retire
-from megatron.core.distributed.fsdp.row_shard import RowShard
 from megatron.core.distributed.fsdp.storage import FlatStorage
 
 _GRAD, _VERSION, _REQUIRES_GRAD = (operator.attrgetter(name) for name in ("grad", "_version", "requires_grad"))
@@ -43,6 +42,7 @@ class FsdpParameterGroup:
 
     Args:
         parameters: [T] parameters of one dtype and one ``requires_grad``.
+        layout: where they lie in the full buffer, whose segments are for the ranks that share it.
         group_mesh: data-parallel mesh and transports.
         placements: where weights, gradients and optimizer state rest.
         dtypes: dtypes of the buffers.
@@ -56,6 +56,7 @@ class FsdpParameterGroup:
         self,
         parameters: Sequence[ManagedParameter],
         *,
+        layout: FlatLayout,
         group_mesh: GroupMesh,
         placements: Placements,
         dtypes: GroupDtypes,
@@ -68,8 +69,8 @@ class FsdpParameterGroup:
         self.trainable = self.parameters[0].original.requires_grad
         self.grad_scale = group_mesh.grad_scale(placements, grad_divisor)
         self.parts = [part_of(p.original, p.name, group_mesh.tensor_size) for p in self.parameters]
-        shapes = [p.original.shape for p in self.parameters]
-        self.layout = pack_rows(shapes, num_ranks=group_mesh.num_shards(placements))
+        self.layout = layout
+        assert layout.num_ranks == group_mesh.num_shards(placements), "a layout belongs to the ranks that share it"
         self.needs_gather = any(isinstance(p, Shard) for p in placements.parameter)
         self._make_weights()
         self.sharded = [self._sharded_parameter(i, p) for i, p in enumerate(self.parameters)]
@@ -180,24 +181,11 @@ class FsdpParameterGroup:
     def _dtensor(self, buffer: DBuffer, index: int) -> DTensor:
         part = self.parts[index]
         stride = torch.empty(part.shape, device="meta").stride()
-        placements = [*part.placements, *self._row_placements(buffer, index)]
+        placements = [*part.placements, *buffer.row_placements(index)]
         mesh = self.group_mesh.tensor_mesh or self.group_mesh.rows_mesh
         return DTensor.from_local(
             buffer.view(index), mesh, placements, run_check=False, shape=part.shape, stride=stride
         )
-
-    def _row_placements(self, buffer: DBuffer, index: int) -> list[Placement]:
-        """[A] which rows of tensor ``index`` the buffer holds, by axis, innermost first."""
-        slot, begin, segment_numel = self.layout.slots[index], 0, self.layout.total_numel
-        placements: list[Placement] = []
-        for placement, axis in reversed(list(zip(buffer.placements, self.group_mesh.axes, strict=True))):
-            if not isinstance(placement, Shard):
-                placements.append(Replicate())
-                continue
-            segment_numel //= axis.size
-            placements.append(RowShard(max(slot.start - begin, 0), segment_numel, slot.row_numel))
-            begin += axis.rank * segment_numel  # the next axis cuts what this one leaves here
-        return placements
 
     def _unsharded_parameter(self, index: int, parameter: ManagedParameter) -> nn.Parameter:
         unsharded = nn.Parameter(self.full_weight.view(index), requires_grad=self.trainable)

@@ -26,7 +26,7 @@ class Placements:
             a sharded parameter needs a sharded gradient, a sharded gradient a sharded optimizer state.
         TypeError: a placement of a kind that is not listed above.
 
-    ``Shard(0)`` here means whole rows of the unit's flat buffer; ranks may own unequal numbers of rows
+    ``Shard(0)`` here means rows, or equal parts of rows, of the unit's flat buffer; ranks may own unequal numbers of them
     (see ``RowShard``, which the parameters' DTensors carry).
     Source: ZeRO (arXiv:1910.02054) stages 1 to 3 and hybrid sharding, as tables.
     """

@@ -5,7 +5,8 @@ DTensor asks a placement how to gather and split, which RowShard answers itself.
 - *Propagation.* Each operation's rule rebuilds the placements of its outputs as ``Shard(dim)``, which would rename
   uneven rows to even ones. Here an operation that works row by row is propagated with ``Shard(0)`` in RowShard's
   place, which is put back in what comes out; every other operation is propagated with ``Replicate()``, so that its
-  inputs are gathered first; what can be neither (a view, a write that would be lost, randomness) is an error.
+  inputs are gathered first; what can be neither (a view, a write that would be lost, randomness) is an error. Where rows
+  are cut into parts (``row_parts``), only what works element by element, on tensors of one shape, works row by row.
 - *Redistribution.* From a shard to a shard of the same dim nothing moves. Here it goes through ``Replicate()``.
 - *Checks of a spec.* A sharded dim's placement must equal ``Shard(dim)``. Here it may be a RowShard.
 
@@ -60,6 +61,8 @@ _FACTORIES = frozenset(
     {"empty_like", "full_like", "ones_like", "zeros_like"}
     | {"new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros"}
 )
+# Row by row, but not part by part where rows are cut: they name a shape.
+_SHAPED = frozenset({"reshape", "_unsafe_view", "view", *(name for name in _FACTORIES if name.startswith("new_"))})
 _NORMS = frozenset({"linalg_vector_norm", "_foreach_norm"})
 # Lists of tensors, one operation for each element: all elementwise but for these.
 _LIST_PREFIXES = ("_foreach_", "_fused_", "_amp_foreach_")
@@ -115,6 +118,11 @@ def _is_taught(placement: Placement) -> bool:
     return isinstance(placement, tuple(_TAUGHT))
 
 
+def _cuts_rows(placement: Placement) -> bool:
+    """True for a RowShard whose local rows are parts of the tensor's rows."""
+    return getattr(placement, "row_parts", 1) > 1
+
+
 class _Rules:
     def __init__(self, propagator: Any, propagate: Callable[[OpSchema], OutputSharding]) -> None:
         self._propagator, self._propagate = propagator, propagate
@@ -136,7 +144,9 @@ class _Rules:
             return OutputSharding(None)
         if _is_row_wise(schema):
             with contextlib.suppress(_NotRowWiseError):
-                return self._propagate_with(schema, inputs, self._splits(inputs))
+                splits = self._splits(inputs)
+                _check_parts(schema, inputs, splits)
+                return self._propagate_with(schema, inputs, splits)
         if schema.op._schema._is_view_op():
             raise NotImplementedError(f"{schema.op} cannot be a view of unevenly split rows (RowShard); {_REMEDY}")
         return self._propagate_with(schema, inputs, {})
@@ -204,6 +214,8 @@ def _plan_through_replicate(
         is_split = isinstance(src, Shard | _StridedShard) and isinstance(dst, Shard | _StridedShard)
         return is_split and src != dst and (_is_taught(src) or _is_taught(dst))
 
+    _check_columns(src_spec)
+    _check_columns(dst_spec)
     pairs = list(zip(src_spec.placements, dst_spec.placements, strict=True))
     meeting = [axis for axis, (src, dst) in enumerate(pairs) if meet(src, dst)]
     if not meeting:
@@ -218,6 +230,29 @@ def _plan_through_replicate(
             "redistribute to Replicate() on all axes first"
         )
     return steps
+
+
+def _check_columns(spec: DTensorSpec) -> None:
+    """Raise where parts of rows cannot be moved: their columns are cut again, or torch would take them for whole rows."""
+    axes = [axis for axis, placement in enumerate(spec.placements) if _cuts_rows(placement)]
+    if any(placement.is_shard() and not placement.is_shard(0) for axis in axes for placement in spec.placements[axis:]):
+        raise NotImplementedError(
+            f"columns must be cut before parts of rows are, got {spec.placements}; put the other axis first, or {_REMEDY}"
+        )
+    if any(spec.mesh.size(axis) == 1 for axis in axes):
+        raise NotImplementedError(
+            f"an axis of one rank cuts nothing and must have row_parts=1, got {spec.placements} on {spec.mesh}"
+        )
+
+
+def _check_parts(schema: OpSchema, inputs: list[_Input], splits: dict[_Place, _Split]) -> None:
+    """Raise ``_NotRowWiseError`` where parts of rows would meet a tensor of another shape, which is for whole rows."""
+    if not any(_cuts_rows(placement) for placement, _ in splits.values()):
+        return
+    shapes = {element: shape for (element, _), (placement, shape) in splits.items() if _cuts_rows(placement)}
+    met = ((_shape(found.spec), shapes.get(found.element)) for found in inputs if found.element in {None, *shapes})
+    if _base_name(schema) in _SHAPED or any(own != shape and own.numel() != 1 for own, shape in met):
+        raise _NotRowWiseError
 
 
 def _is_list_operation(schema: OpSchema) -> bool:
@@ -240,15 +275,15 @@ def _writes_elements_split_alike(schema: OpSchema, inputs: list[_Input]) -> bool
     """True for a list operation in place whose tensors of each element lie alike; torch has no rules for some."""
     if not _is_list_operation(schema) or schema.op._schema.returns:
         return False
-    places: dict[int, tuple[DeviceMesh, tuple[Placement, ...]]] = {}
+    places: dict[int, tuple[DeviceMesh, tuple[Placement, ...], torch.Size]] = {}
     for found in inputs:
         # Scalars, such as the number of steps, are the same on all ranks.
         if not _shape(found.spec) and found.spec.is_replicated():
             continue
-        place = found.spec.mesh, found.spec.placements
+        place = found.spec.mesh, found.spec.placements, _shape(found.spec)
         if found.element is None or places.setdefault(found.element, place) != place:
             return False
-    return not any(placement.is_partial() for _, placements in places.values() for placement in placements)
+    return not any(placement.is_partial() for _, placements, _ in places.values() for placement in placements)
 
 
 def _base_name(schema: OpSchema) -> str:
@@ -303,10 +338,15 @@ def _put_back(spec: DTensorSpec, element: int | None, splits: dict[_Place, _Spli
     placements = list(spec.placements)
     for axis, placement in enumerate(placements):
         split = splits.get((element, axis))
-        if split is None or not isinstance(placement, Shard | _StridedShard):
+        if split is None:
             continue
         row_shard, shape = split
-        if placement != Shard(0) or _shape(spec)[:1] != shape[:1]:
+        own, is_split = _shape(spec), isinstance(placement, Shard | _StridedShard)
+        if _cuts_rows(row_shard) and own != shape and (is_split or own.numel() != 1):
+            raise _NotRowWiseError  # sums over rows, or over columns
+        if not is_split:
+            continue
+        if placement != Shard(0) or own[:1] != shape[:1]:
             raise _NotRowWiseError
         placements[axis] = row_shard
     return _with_placements(spec, placements)

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import math
+import random
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, permutations
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Size
 
-from megatron.core.distributed.fsdp.layout import (
-    FlatLayout,
-    TensorSlot,
-    _kinds,
-    _least_segment,
-    group_by_rows,
-    pack_rows,
-)
+from megatron.core.distributed.fsdp.layout import FlatLayout, TensorSlot, least_segment_of, pack_rows
+from megatron.core.distributed.fsdp.row_groups import RowGroup, group_by_rows
 
 
 def _sizes(*shapes: tuple[int, ...]) -> list[Size]:
@@ -36,6 +32,8 @@ def check(layout: FlatLayout, shapes: Sequence[Size]) -> None:
     assert not taken or (taken[0][0] >= 0 and taken[-1][1] <= layout.total_numel)
     for index, slot in enumerate(layout.slots):
         ranges = layout.row_ranges(index)
+        assert slot.rows * slot.row_numel == slot.numel == slot.cut_shape.numel()
+        assert slot.row_parts == 1 or slot.rows == slot.shape[0] * slot.row_parts
         assert ranges[0][0] == 0 and ranges[-1][1] == slot.rows
         assert all(before[1] == after[0] for before, after in pairwise(ranges))
         for rank, (begin, end) in enumerate(ranges):
@@ -47,9 +45,16 @@ def check(layout: FlatLayout, shapes: Sequence[Size]) -> None:
             assert layout.local_start(index, rank) == first - rank * segment
 
 
-def padding_of_groups(shapes: Sequence[Size], groups: list[list[int]], num_ranks: int) -> float:
-    layouts = [pack_rows([shapes[index] for index in group], num_ranks=num_ranks) for group in groups]
+def padding_of(groups: Sequence[RowGroup]) -> float:
+    """Padding elements for each used one, over all buffers together."""
+    layouts = [group.layout for group in groups]
     return sum(layout.padding_numel for layout in layouts) / sum(layout.used_numel for layout in layouts)
+
+
+def cut_shapes(groups: Sequence[RowGroup]) -> dict[tuple[int, ...], int]:
+    """The shapes of the tensors whose rows are cut, and into how many parts."""
+    slots = [slot for group in groups for slot in group.layout.slots]
+    return {tuple(slot.shape): slot.row_parts for slot in slots if slot.row_parts > 1}
 
 
 # Real layers, fused as Megatron fuses them.
@@ -85,13 +90,13 @@ WORLDS = (1, 2, 4, 8, 16, 24, 32, 64, 96, 128, 256, 384, 512, 768, 1000, 1024)
 
 # Cells that whole rows and equal segments cannot serve: one matrix of long rows has so few rows for each rank that
 # rounding them up wastes more than the budget, and what else the layer has is too large, or has rows that do not
-# divide that segment, to fill the ranks left over. (padding fraction, the matrix, rows for each rank)
-HARD: dict[tuple[str, int], tuple[float, str]] = {
-    ("qwen2.5-7b", 1000): (0.048, "linear_fc2 [3584, 18944]: 3.58 rows for each rank"),
-    ("qwen2.5-7b", 1024): (0.042, "linear_fc2 [3584, 18944]: 3.5 rows for each rank"),
-    ("qwen2.5-72b", 1000): (0.032, "linear_fc2 [8192, 29568]: 8.19 rows for each rank"),
-    ("qwen3-32b", 1000): (0.046, "linear_fc2 [5120, 25600]: 5.12 rows for each rank"),
-    ("deepseek-v3-moe-without-experts", 1000): (0.060, "linear_proj [7168, 16384]: 7.17 rows for each rank"),
+# divide that segment, to fill the ranks left over. There, and nowhere else, rows are cut.
+CUT: dict[tuple[str, int], str] = {
+    ("qwen2.5-7b", 1000): "linear_fc2 [3584, 18944]: 3.58 rows for each rank",
+    ("qwen2.5-7b", 1024): "linear_fc2 [3584, 18944]: 3.5 rows for each rank",
+    ("qwen2.5-72b", 1000): "linear_fc2 [8192, 29568]: 8.19 rows for each rank",
+    ("qwen3-32b", 1000): "linear_fc2 [5120, 25600]: 5.12 rows for each rank",
+    ("deepseek-v3-moe-without-experts", 1000): "linear_proj [7168, 16384]: 7.17 rows for each rank",
 }
 
 
@@ -100,18 +105,17 @@ HARD: dict[tuple[str, int], tuple[float, str]] = {
 def test_real_layers_keep_to_two_percent(name: str, num_ranks: int) -> None:
     shapes = LAYERS[name]
     groups = group_by_rows(shapes, num_ranks=num_ranks)
-    assert sorted(index for group in groups for index in group) == list(range(len(shapes)))
+    assert sorted(index for group in groups for index in group.members) == list(range(len(shapes)))
     for group in groups:
-        part = [shapes[index] for index in group]
-        layout = pack_rows(part, num_ranks=num_ranks)
-        check(layout, part)
+        layout = group.layout
+        check(layout, [shapes[index] for index in group.members])
         assert layout.segment_numel % 64 == 0 and all(slot.start % 64 == 0 for slot in layout.slots)
-    budget, _ = HARD.get((name, num_ranks), (0.02, ""))
-    assert padding_of_groups(shapes, groups, num_ranks) <= budget
+    assert padding_of(groups) <= 0.02
+    assert bool(cut_shapes(groups)) == ((name, num_ranks) in CUT)
 
 
-@pytest.mark.parametrize(("name", "num_ranks"), HARD)
-def test_hard_cells_are_hard_for_every_partition(name: str, num_ranks: int) -> None:
+@pytest.mark.parametrize(("name", "num_ranks"), CUT)
+def test_rows_are_cut_only_where_whole_ones_cannot_keep_the_budget(name: str, num_ranks: int) -> None:
     """A lower bound on the buffer that holds the matrix of long rows, whatever shares it, is over the budget."""
     shapes = LAYERS[name]
     # Fewest rows for each rank of the longest-rowed matrix; a buffer of fewer would have to be split inside a row.
@@ -171,58 +175,46 @@ TABLES = {
     "qwen3-30b-a3b": (151_936, 2048),
     "deepseek-v3": (129_280, 7168),
 }
-# Units over the budget, and why: {ranks: {unit: reason}}. With rows alone nothing helps (see the test of lower bounds).
-_ROUTER = "the router's 128 rows of 2048 are a quarter of a row for each rank, or less, in a layer of few elements each"
-HARD_UNITS: dict[int, dict[str, str]] = {
-    512: {"qwen3-30b-a3b ep 32": _ROUTER, "qwen3-30b-a3b ep 64": _ROUTER},
-    1024: {
-        "qwen2.5-7b": "linear_fc2 [3584, 18944]: 3.5 rows for each rank",
-        "qwen3-30b-a3b ep 16": _ROUTER,
-        "qwen3-30b-a3b ep 32": _ROUTER,
-        "qwen3-30b-a3b ep 64": _ROUTER,
-    },
+# Units with matrices whose rows are cut: {ranks: units}. The router's 128 rows of 2048 are a quarter of a row for each rank,
+# or less, in a layer of few elements each; its segment must be a multiple of 2048 all the same.
+CUT_UNITS: dict[int, set[str]] = {
+    512: {f"qwen3-30b-a3b ep {degree}" for degree in (1, 2, 4, 8, 16, 32, 64)},
+    1024: {"qwen2.5-7b", *(f"qwen3-30b-a3b ep {degree}" for degree in (1, 2, 4, 8, 16, 32, 64))},
 }
 DENSE_LAYERS = ("llama-3-8b", "llama-3-70b", "llama-3-405b", "qwen2.5-7b", "qwen2.5-72b", "deepseek-v3-dense")
 
 
-def padding_of_unit(parts: Sequence[tuple[list[Size], int]]) -> float:
-    """Padding elements for each used one, of all groups that a rank's unit has."""
-    layouts = [
-        pack_rows([shapes[index] for index in group], num_ranks=num_ranks)
-        for shapes, num_ranks in parts
-        for group in group_by_rows(shapes, num_ranks=num_ranks)
-    ]
-    return sum(layout.padding_numel for layout in layouts) / sum(layout.used_numel for layout in layouts)
+def groups_of_unit(parts: Sequence[tuple[list[Size], int]]) -> list[RowGroup]:
+    """All buffers that a rank's unit has."""
+    return [group for shapes, num_ranks in parts for group in group_by_rows(shapes, num_ranks=num_ranks)]
 
 
 @pytest.mark.parametrize("num_ranks", [8, 16, 64, 256, 512, 1024])
 def test_units_of_real_models_keep_to_two_percent(num_ranks: int) -> None:
-    """Transformer layers, with the experts of one expert-parallel rank, and tables of words; but for ``HARD_UNITS``."""
+    """Transformer layers, with the experts of one expert-parallel rank, and tables of words: all of them."""
     units: dict[str, list[tuple[list[Size], int]]] = {name: [(LAYERS[name], num_ranks)] for name in DENSE_LAYERS}
     units |= {f"{name} table": [(_sizes(shape), num_ranks)] for name, shape in TABLES.items()}
     for name, layers in MOE_LAYERS.items():
         for layer in layers:
             if num_ranks % layer.expert_parallel == 0:
                 units[f"{name} ep {layer.expert_parallel}"] = layer.parts(num_ranks)
-    over = {name: padding for name, parts in units.items() if (padding := padding_of_unit(parts)) > 0.02}
-    assert set(over) == set(HARD_UNITS.get(num_ranks, {})), over
+    groups = {name: groups_of_unit(parts) for name, parts in units.items()}
+    over = {name: padding for name, of_unit in groups.items() if (padding := padding_of(of_unit)) > 0.02}
+    assert not over
+    assert {name for name, of_unit in groups.items() if cut_shapes(of_unit)} == CUT_UNITS.get(num_ranks, set())
 
 
 @pytest.mark.parametrize("num_ranks", [512, 1024])
-def test_hard_units_are_hard_for_every_partition_into_buffers(num_ranks: int) -> None:
-    """The sum of what each buffer needs at least, over the best of all partitions, is over the budget."""
+def test_no_partition_of_whole_rows_keeps_the_budget_where_they_are_cut(num_ranks: int) -> None:
+    """The sum of what each buffer of the dense part needs at least, over the best of all partitions, is over the budget."""
     dense = [shape for shape in _QWEN3_MOE if len(shape) > 1]  # vectors would only add
     bounds = []
     for partition in _all_partitions(list(range(len(dense)))):
-        segments = [_least_segment(_kinds([TensorSlot(dense[i], 0) for i in part]), num_ranks, 1) for part in partition]
+        buffers = [[TensorSlot(dense[i], 0) for i in part] for part in partition]
+        segments = [least_segment_of(slots, num_ranks=num_ranks, alignment=1) for slots in buffers]
         bounds.append(num_ranks * sum(segments))
     used = sum(math.prod(shape) for shape in _QWEN3_MOE)
-    least = min(bounds) - used
-    for name in HARD_UNITS[num_ranks]:
-        if name.startswith("qwen3"):
-            degree = int(name.split()[-1])
-            experts = sum(math.prod(shape) for shape in _QWEN3_EXPERT) * 128 // degree
-            assert least / (used + experts) > 0.02, name
+    assert (min(bounds) - used) / used > 0.02
 
 
 def _all_partitions(items: list[int]) -> Iterator[list[list[int]]]:
@@ -240,23 +232,49 @@ def test_padding_of_a_deepseek_layer_is_not_the_lowest_common_multiple() -> None
     shapes = LAYERS["deepseek-v3-dense"]
     assert pack_rows(shapes, num_ranks=512).padding_fraction == pytest.approx(0.81, abs=0.01)
     groups = group_by_rows(shapes, num_ranks=512)
-    assert len(groups) == 2
-    assert padding_of_groups(shapes, groups, 512) < 0.02
+    assert len(groups) == 2 and not cut_shapes(groups)
+    assert padding_of(groups) < 0.02
+
+
+def test_rows_are_cut_into_the_fewest_parts_that_keep_the_budget() -> None:
+    """3.5 rows for each rank need halves of rows, of this matrix alone, in the two buffers that whole rows would take."""
+    groups = group_by_rows(LAYERS["qwen2.5-7b"], num_ranks=1024)
+    assert cut_shapes(groups) == {(3584, 18944): 2} and len(groups) == 2
+
+
+def members_of(groups: Sequence[RowGroup]) -> list[list[int]]:
+    return [list(group.members) for group in groups]
 
 
 @pytest.mark.parametrize("name", ["llama-3-8b", "llama-3-405b", "qwen3-8b", "deepseek-v3-32-experts"])
 def test_one_buffer_where_it_keeps_the_budget(name: str) -> None:
-    assert group_by_rows(LAYERS[name], num_ranks=64) == [list(range(len(LAYERS[name])))]
+    assert members_of(group_by_rows(LAYERS[name], num_ranks=64)) == [list(range(len(LAYERS[name])))]
 
 
 def test_tiny_units_stay_in_one_buffer() -> None:
     """A norm on 1,024 ranks is mostly padding whatever one does; more buffers would only add collectives."""
-    assert group_by_rows(_sizes((4096,), (4096,), (3, 3)), num_ranks=1024) == [[0, 1, 2]]
+    groups = group_by_rows(_sizes((4096,), (4096,), (3, 3)), num_ranks=1024)
+    assert members_of(groups) == [[0, 1, 2]] and not cut_shapes(groups)
 
 
 def test_the_least_padding_where_no_partition_keeps_the_budget() -> None:
+    """Rows are cut along dim 1, of which there is one entry here."""
+    shapes = _sizes((50, 1, 10_007), (70, 1, 20_011))
+    assert members_of(group_by_rows(shapes, num_ranks=16, max_padding=0.0)) == [[0], [1]]
+
+
+def test_rows_of_a_prime_size_are_cut_at_aligned_places() -> None:
     shapes = _sizes((50, 10_007), (70, 20_011))
-    assert group_by_rows(shapes, num_ranks=16, max_padding=0.0) == [[0], [1]]
+    (group,) = group_by_rows(shapes, num_ranks=16, max_padding=0.0)
+    check(group.layout, shapes)
+    assert cut_shapes([group]) == {(50, 10_007): 10_007, (70, 20_011): 20_011}
+    assert group.layout.segment_numel % 64 == 0 and group.layout.padding_numel <= 64 * (2 * 16 + 2)
+
+
+def test_what_fits_into_a_segment_is_never_cut() -> None:
+    """Three rows of 4096 on 4 ranks are cut; the small matrix of longer rows beside them crosses no boundary."""
+    groups = group_by_rows(_sizes((3, 4096), (1, 5120 // 2)), num_ranks=4)
+    assert set(cut_shapes(groups)) == {(3, 4096)} and padding_of(groups) <= 0.1
 
 
 # Packing.
@@ -336,6 +354,7 @@ def test_slots_know_rows() -> None:
 @pytest.mark.parametrize(
     ("slots", "segment", "message"),
     [
+        ([((4, 10), 0, 2)], 22, "between rows"),
         ([((4, 10), 0)], 15, "between rows"),
         ([((4, 10), 5)], 20, "between rows"),
         ([((4, 10), 0), ((2,), 39)], 20, "overlap"),
@@ -343,11 +362,33 @@ def test_slots_know_rows() -> None:
         ([((1,), 0)], 0, "overlap"),
     ],
 )
-def test_a_layout_that_breaks_a_rule_is_refused(
-    slots: list[tuple[tuple[int, ...], int]], segment: int, message: str
-) -> None:
+def test_a_layout_that_breaks_a_rule_is_refused(slots: list[tuple[Any, ...]], segment: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        FlatLayout(tuple(TensorSlot(Size(shape), start) for shape, start in slots), 2, segment)
+        FlatLayout(tuple(TensorSlot(Size(shape), *place) for shape, *place in slots), 2, segment)
+
+
+@pytest.mark.parametrize(
+    ("shape", "parts"), [((), 2), ((4,), 2), ((4, 6), 4), ((4, 6), 0), ((4, 0), 2), ((4, 1, 8), 2)]
+)
+def test_rows_are_cut_into_equal_parts_of_dim_1(shape: tuple[int, ...], parts: int) -> None:
+    with pytest.raises(ValueError, match="row_parts must divide dim 1"):
+        TensorSlot(Size(shape), 0, parts)
+    with pytest.raises(ValueError, match="row_parts must divide dim 1"):
+        pack_rows(_sizes(shape), num_ranks=2, row_parts=[parts])
+
+
+def test_a_rank_that_owns_everything_cuts_no_rows() -> None:
+    with pytest.raises(ValueError, match="row_parts must be 1 where one rank"):
+        pack_rows(_sizes((4, 6)), num_ranks=1, row_parts=[2])
+
+
+def test_parts_of_rows_are_rows_to_a_layout() -> None:
+    """Three rows of 8 on 4 ranks in quarters: three quarters each, where whole rows would leave a rank with nothing."""
+    layout = pack_rows(_sizes((3, 8)), num_ranks=4, alignment=1, row_parts=[4])
+    assert (layout.padding_numel, layout.slots[0].cut_shape) == (0, (12, 2))
+    assert layout.row_ranges(0) == ((0, 3), (3, 6), (6, 9), (9, 12))
+    assert [layout.local_start(0, rank) for rank in range(4)] == [0] * 4
+    check(layout, _sizes((3, 8)))
 
 
 @pytest.mark.parametrize(("num_ranks", "alignment"), [(0, 64), (2, 0)])
@@ -384,18 +425,39 @@ def test_every_layout_keeps_the_rules(shapes: list[Size], num_ranks: int, alignm
     assert layout == pack_rows(shapes, num_ranks=num_ranks, alignment=alignment)
 
 
+@given(_SHAPES, st.integers(2, 20), st.sampled_from([1, 8]), st.randoms(use_true_random=False))
+@settings(max_examples=200, deadline=None)
+def test_every_layout_of_cut_rows_keeps_the_rules(
+    shapes: list[Size], num_ranks: int, alignment: int, draw: random.Random
+) -> None:
+    """Equal to the layout of the views whose rows the parts are."""
+    parts = [
+        draw.choice([p for p in range(1, shape[1] + 1) if shape[1] % p == 0] or [1]) if len(shape) > 1 else 1
+        for shape in shapes
+    ]
+    layout = pack_rows(shapes, num_ranks=num_ranks, alignment=alignment, row_parts=parts)
+    check(layout, shapes)
+    views = pack_rows([slot.cut_shape for slot in layout.slots], num_ranks=num_ranks, alignment=alignment)
+    assert [slot.start for slot in layout.slots] == [slot.start for slot in views.slots]
+    assert [layout.row_ranges(i) for i in range(len(shapes))] == [views.row_ranges(i) for i in range(len(shapes))]
+
+
 @given(_SHAPES, st.integers(1, 20), st.sampled_from([0.0, 0.02, 0.5]))
 @settings(max_examples=100, deadline=None)
 def test_every_grouping_is_a_partition_no_worse_than_one_buffer(
     shapes: list[Size], num_ranks: int, budget: float
 ) -> None:
     groups = group_by_rows(shapes, num_ranks=num_ranks, alignment=8, max_padding=budget)
-    assert sorted(index for group in groups for index in group) == list(range(len(shapes)))
-    assert [group[0] for group in groups] == sorted(group[0] for group in groups)
-    paddings = [
-        pack_rows([shapes[i] for i in group], num_ranks=num_ranks, alignment=8).padding_numel for group in groups
-    ]
-    assert sum(paddings) <= pack_rows(shapes, num_ranks=num_ranks, alignment=8).padding_numel
+    members = members_of(groups)
+    assert sorted(index for group in members for index in group) == list(range(len(shapes)))
+    assert [group[0] for group in members] == sorted(group[0] for group in members)
+    for group in groups:
+        check(group.layout, [shapes[index] for index in group.members])
+    padding = sum(group.layout.padding_numel for group in groups)
+    whole = pack_rows(shapes, num_ranks=num_ranks, alignment=8)
+    assert padding <= whole.padding_numel
+    if whole.padding_numel <= max(budget * whole.used_numel, 8 * (2 * num_ranks + len(shapes))):
+        assert not cut_shapes(groups) and len(groups) <= 1, "whole rows in one buffer keep the budget"
 
 
 def _least_segment_by_trial(shapes: list[Size], num_ranks: int) -> int:

@@ -106,24 +106,25 @@ def train_sharded(setting: Setting, *, poisons: bool) -> Trace:
     mine.weights = [local_of(p).clone() for p in net.parameters()]
     assert context_of(net).plan is not None
     assert_at_rest(net)
-    return _whole(mine, [isinstance(p.placements[0], Shard) for p in net.parameters()])
+    return _whole(mine, [p.shape if isinstance(p.placements[0], Shard) else None for p in net.parameters()])
 
 
-def _whole(mine: Trace, is_sharded: list[bool]) -> Trace:
+def _whole(mine: Trace, sharded: list[torch.Size | None]) -> Trace:
     """The trace over all ranks, from each rank's rows: one exchange for a run keeps this test fast. Ranks: all."""
     everyone: list[Trace] = [mine] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
 
     def joined(kind: str) -> list[torch.Tensor]:
         tensors = zip(*(getattr(trace, kind) for trace in everyone), strict=True)
-        return [torch.cat(rows) if shards else rows[0] for rows, shards in zip(tensors, itertools.cycle(is_sharded))]
+        placed = zip(tensors, itertools.cycle(sharded))
+        return [rows[0] if shape is None else torch.cat(rows).view(shape) for rows, shape in placed]
 
     losses = [torch.stack(of_ranks) for of_ranks in zip(*(trace.losses for trace in everyone), strict=True)]
     return Trace(losses, mine.norms, joined("gradients"), joined("weights"))
 
 
 @functools.cache
-def _train_unsharded(setting: Setting, *, in_order: bool) -> Trace:
+def train_unsharded(setting: Setting, *, in_order: bool) -> Trace:
     """This process alone, on the whole global batch; model weights are cast from main weights after each step."""
     net = make_net(2, dtype=setting.compute)
     mains = [nn.Parameter(p.detach().float()) for p in net.parameters()]
@@ -187,7 +188,7 @@ def _assert_close(got: Trace, expected: Trace, tolerance: float) -> None:
         assert worst <= tolerance, f"{kind} differ by {worst:.2e}"
 
 
-def _assert_same_bits(got: Trace, expected: Trace) -> None:
+def assert_same_bits(got: Trace, expected: Trace) -> None:
     for kind in ("losses", "norms", "gradients", "weights"):
         assert _same_bits(getattr(got, kind), getattr(expected, kind)), f"{kind} are not equal to the last bit"
 
@@ -214,7 +215,7 @@ def _mine(setting: Setting) -> bool:
 def _reference(setting: Setting, *, in_order: bool) -> Trace:
     # Strategies that sum in the same order share a reference.
     shared = "optim" if setting.sums_microbatches_first else "optim_grads"
-    return _train_unsharded(replace(setting, strategy=shared), in_order=in_order)
+    return train_unsharded(replace(setting, strategy=shared), in_order=in_order)
 
 
 @CHECKS.on(1, 2, 4)
@@ -223,7 +224,7 @@ def sharded_equals_unsharded_to_the_last_bit() -> None:
     for setting in _settings():
         got = _train_once(setting, poisons=True)
         if not setting.clips and _mine(setting):
-            _assert_same_bits(got, _reference(setting, in_order=True))
+            assert_same_bits(got, _reference(setting, in_order=True))
 
 
 @CHECKS.on(1, 2, 4)
@@ -235,7 +236,7 @@ def clipping_equals_unsharded_but_for_the_rounding_of_the_norm() -> None:
             assert all(norm > MAX_NORM for norm in got.norms)
             _assert_close(got, expected, 1e-6)
             if setting.strategy == "no_shard":
-                _assert_same_bits(got, expected)
+                assert_same_bits(got, expected)
 
 
 @CHECKS.on(1, 2, 4)
@@ -250,7 +251,7 @@ def two_runs_are_equal_to_the_last_bit() -> None:
     """Also poisoned against not: what released memory holds is in no result."""
     for setting in _settings():
         if setting.num_microbatches == 3 and setting.clips and setting.optimizer == "adamw":
-            _assert_same_bits(_train_once(setting, poisons=True), train_sharded(setting, poisons=False))
+            assert_same_bits(_train_once(setting, poisons=True), train_sharded(setting, poisons=False))
 
 
 @CHECKS.on(2)
@@ -264,7 +265,7 @@ def bf16_rounds_only_where_the_policy_says() -> None:
             (torch.float32, torch.bfloat16),
         ):
             setting = Setting(strategy, 3, False, "adamw", torch.bfloat16, grad_comm, main_grads)
-            _assert_same_bits(train_sharded(setting, poisons=True), _reference(setting, in_order=True))
+            assert_same_bits(train_sharded(setting, poisons=True), _reference(setting, in_order=True))
 
 
 @CHECKS.on(2)
