@@ -35,7 +35,12 @@ class RowGroup:
 
 
 def group_by_rows(
-    shapes: Sequence[torch.Size], *, num_ranks: int, alignment: int = 64, max_padding: float = 0.02
+    shapes: Sequence[torch.Size],
+    *,
+    num_ranks: int,
+    alignment: int = 64,
+    max_padding: float = 0.02,
+    least_numel_to_cut: int = 2**20,
 ) -> list[RowGroup]:
     """Lay tensors out in the fewest buffers that together keep to a budget of padding.
 
@@ -49,7 +54,9 @@ def group_by_rows(
         num_ranks: ranks that share each buffer evenly.
         alignment: elements, as for ``pack_rows``.
         max_padding: padding elements allowed for each used one, over all buffers together. ``alignment`` elements for
-            each tensor and two for each rank are always allowed, so that tiny units stay in one buffer, in whole rows.
+            each tensor and two for each rank are always allowed, so that tiny units stay in one buffer.
+        least_numel_to_cut: tensors of fewer elements together keep whole rows: what they lose is little, and whole rows are
+            simpler to work with.
 
     Returns:
         The buffers, ordered by their first tensor; where nothing that was tried keeps the budget, those of the least
@@ -60,16 +67,18 @@ def group_by_rows(
 
     Ranks: pure; every rank computes the same answer.
     """
-    return list(_groups(tuple(map(torch.Size, shapes)), num_ranks, alignment, max_padding))
+    return list(_groups(tuple(map(torch.Size, shapes)), num_ranks, alignment, max_padding, least_numel_to_cut))
 
 
 # The layers of a model have the same shapes.
 @functools.lru_cache(maxsize=256)
-def _groups(shapes: tuple[torch.Size, ...], num_ranks: int, alignment: int, max_padding: float) -> tuple[RowGroup, ...]:
+def _groups(
+    shapes: tuple[torch.Size, ...], num_ranks: int, alignment: int, max_padding: float, least_numel_to_cut: int
+) -> tuple[RowGroup, ...]:
     whole = _Cut([TensorSlot(shape, 0) for shape in shapes], num_ranks, alignment)
     allowed = max(max_padding * whole.used_numel, alignment * (2 * num_ranks + len(shapes)))
     cut, partition = whole, whole.best_partition(allowed)
-    if whole.padding(partition) > allowed and num_ranks > 1:
+    if whole.padding(partition) > allowed and num_ranks > 1 and whole.used_numel >= least_numel_to_cut:
         for finer in _finer_cuts(whole):
             found = finer.best_partition(allowed, at_most=allowed)
             if finer.padding(found) < cut.padding(partition):

@@ -273,7 +273,7 @@ def test_rows_of_a_prime_size_are_cut_at_aligned_places() -> None:
 
 def test_what_fits_into_a_segment_is_never_cut() -> None:
     """Three rows of 4096 on 4 ranks are cut; the small matrix of longer rows beside them crosses no boundary."""
-    groups = group_by_rows(_sizes((3, 4096), (1, 5120 // 2)), num_ranks=4)
+    groups = group_by_rows(_sizes((3, 4096), (1, 5120 // 2)), num_ranks=4, least_numel_to_cut=0)
     assert set(cut_shapes(groups)) == {(3, 4096)} and padding_of(groups) <= 0.1
 
 
@@ -447,7 +447,7 @@ def test_every_layout_of_cut_rows_keeps_the_rules(
 def test_every_grouping_is_a_partition_no_worse_than_one_buffer(
     shapes: list[Size], num_ranks: int, budget: float
 ) -> None:
-    groups = group_by_rows(shapes, num_ranks=num_ranks, alignment=8, max_padding=budget)
+    groups = group_by_rows(shapes, num_ranks=num_ranks, alignment=8, max_padding=budget, least_numel_to_cut=0)
     members = members_of(groups)
     assert sorted(index for group in members for index in group) == list(range(len(shapes)))
     assert [group[0] for group in members] == sorted(group[0] for group in members)
