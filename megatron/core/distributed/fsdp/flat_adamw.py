@@ -13,9 +13,10 @@ from torch.distributed.tensor import DTensor
 from megatron.core.distributed.fsdp.adamw_update import join, make_update
 from megatron.core.distributed.fsdp.cohorts import Cohorts
 from megatron.core.distributed.fsdp.flat_norm import FlatGradNorm, has_gradient
-from megatron.core.distributed.fsdp.flat_state import REMAINDER, STEP, FlatState, placed_like
+from megatron.core.distributed.fsdp.flat_state import REMAINDER, STEP, FlatState
 from megatron.core.distributed.fsdp.holders import each
 from megatron.core.distributed.fsdp.load import local_rows
+from megatron.core.distributed.fsdp.local_parts import placed_like
 from megatron.core.distributed.fsdp.optimizer import check_step, contexts_of_groups, groups_of
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup
 

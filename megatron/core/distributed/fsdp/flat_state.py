@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron.core.distributed.fsdp.adamw_update import FlatShard, TorchUpdate
 from megatron.core.distributed.fsdp.flat_runs import Run, runs_of
+from megatron.core.distributed.fsdp.local_parts import placed_like
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup
 
 EXP_AVG, EXP_AVG_SQ, REMAINDER, STEP = "exp_avg", "exp_avg_sq", "param_remainder", "step"
@@ -90,15 +91,3 @@ def _view_like(parameter: torch.Tensor, flat: torch.Tensor, group: FsdpParameter
     begin = rows.storage_offset() - group.main_weight.local.storage_offset()
     local = flat[begin : begin + rows.numel()].view(rows.shape)
     return placed_like(parameter, local)
-
-
-def placed_like(parameter: DTensor, local: torch.Tensor) -> DTensor:
-    """The DTensor of the parameter's shape and placements whose rows of this rank are ``local``."""
-    return DTensor.from_local(
-        local,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from megatron.core.distributed.fsdp.block_shard import BlockShard
+from megatron.core.distributed.fsdp.local_parts import placed_like
 from megatron.core.distributed.fsdp.row_shard import RowShard
 from megatron.core.distributed.fsdp.unit import FsdpUnit
 
@@ -20,6 +21,8 @@ def watch_loads(unit: FsdpUnit, modules: Sequence[tuple[str, nn.Module]]) -> Non
 
     A value of another shape is left to ``load_state_dict``, which refuses it by name, as it does missing and extra
     keys. What was gathered ahead is dropped, so that the next forward sees what was loaded.
+
+    What ``state_dict`` returns can be passed to torch.save and deepcopy: see [Note: offsets] in local_parts.py.
 
     Raises (from ``load_state_dict``):
         RuntimeError: the unit is unsharded, or running.
@@ -50,10 +53,17 @@ def watch_loads(unit: FsdpUnit, modules: Sequence[tuple[str, nn.Module]]) -> Non
         if unit is not None and unit.context is not None:
             unit.context.finish_updates()
 
+    def after_save(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+        for key in module._parameters:
+            value = state_dict.get(prefix + key)
+            if isinstance(value, DTensor) and not isinstance(value, nn.Parameter):  # with keep_vars it is one
+                state_dict[prefix + key] = placed_like(value, value._local_tensor)
+
     for _, module in modules:
         if any(parameter is not None for parameter in module._parameters.values()):
             module.register_load_state_dict_pre_hook(before_load)
             module.register_state_dict_pre_hook(before_save)
+            module.register_state_dict_post_hook(after_save)
 
 
 @torch.no_grad()

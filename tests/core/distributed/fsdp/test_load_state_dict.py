@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from megatron.core.distributed.fsdp import microbatch
+from megatron.core.distributed.fsdp.flat_adamw import FlatAdamW
 from tests.core.distributed.fsdp.agreement import assert_same_parameters, seeded, shard
 from tests.core.distributed.fsdp.models import (
     STRATEGY_NAMES,
@@ -73,6 +76,35 @@ def what_is_loaded_is_in_effect_from_the_next_forward() -> None:
                 assert all(a is b for a, b in zip(held, net.parameters(), strict=True)), (
                     "the optimizer holds them still"
                 )
+
+
+@CHECKS.on(1, 2)
+def what_torch_saves_and_copies_is_whole() -> None:
+    """Each rank saves its own; a copy is one, and what was saved is loaded without running code from the file."""
+    for strategy in STRATEGY_NAMES:
+        net = shard_net(make_net(2), strategy)
+        optimizer = FlatAdamW(net.parameters(), lr=0.1)
+        loss_of(net, my_piece(0)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        saved = net.state_dict()
+        copied = copy.deepcopy(saved)
+        assert all(value._local_tensor is not saved[name]._local_tensor for name, value in copied.items())
+        file = io.BytesIO()
+        torch.save({"model": saved, "optimizer": optimizer.state_dict()}, file)
+        file.seek(0)
+        loaded = torch.load(file, weights_only=True)
+        fresh = shard_net(make_net(2, seed=9), strategy)
+        continued = FlatAdamW(fresh.parameters(), lr=0.1)
+        fresh.load_state_dict(loaded["model"])
+        continued.load_state_dict(loaded["optimizer"])
+        for model, owner in ((net, optimizer), (fresh, continued)):
+            loss_of(model, my_piece(1)).backward()
+            owner.step()
+        others = dict(fresh.named_parameters())
+        for name, parameter in net.named_parameters():
+            assert torch.equal(full(others[name]), full(parameter)), name
+            assert not torch.equal(full(copied[name]), full(parameter)), "training has moved on from the copy"
 
 
 @CHECKS.on(2)

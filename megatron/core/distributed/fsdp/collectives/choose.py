@@ -181,3 +181,7 @@ class SharedTransports:
 
     def __reduce__(self) -> tuple[type[SharedTransports], tuple[()]]:
         return SharedTransports, ()  # a mesh that is copied or pickled goes without: transports belong to a process
+
+
+# DTensors carry their mesh into files of torch.save, and the mesh these, empty.
+torch.serialization.add_safe_globals([SharedTransports])
