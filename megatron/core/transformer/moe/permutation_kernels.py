@@ -14,7 +14,7 @@ import torch
 from megatron.core.distributed.fsdp.kernel_launcher import KernelLauncher
 from megatron.core.extensions.triton_language import tl, triton
 
-ASSIGNMENTS_AT_ONCE = 2048
+ASSIGNMENTS_AT_ONCE = 8192
 ROWS_AT_ONCE = 1024
 COLUMNS_AT_ONCE = 1024
 
@@ -104,7 +104,7 @@ def _sums_kernel(  # type: ignore[no-untyped-def]
     tl.store(sums + index * width + columns, total.to(dtype), mask=inside)
 
 
-_launch_assignments = KernelLauncher(_assignments_kernel, num_warps=8)
+_launch_assignments = KernelLauncher(_assignments_kernel, num_warps=16)
 _launch_blocks = KernelLauncher(_blocks_kernel, num_warps=4)
 _launch_sums = KernelLauncher(_sums_kernel, num_warps=4)
 

@@ -23,7 +23,7 @@ from megatron.core.transformer.moe.permutation import (
 )
 
 # (tokens, experts of a token, experts): one program's block and less, several, one assignment alone, idle experts.
-ROUTINGS = [(1, 1, 1), (7, 2, 4), (1700, 3, 5), (2048, 1, 2), (33, 4, 20)]
+ROUTINGS = [(1, 1, 1), (7, 2, 4), (6000, 3, 5), (8192, 1, 2), (33, 4, 20)]
 SIZES = [[[3, 0, 1], [2, 5, 0]], [[0, 0], [0, 1500], [0, 1]], [[0, 0, 0, 0]], [[1, 2, 3]], [[1024, 7], [0, 2048]]]
 
 
