@@ -77,13 +77,14 @@ class DBuffer:
     def row_placements(self, index: int) -> list[Placement]:
         """[A] which rows of tensor ``index`` lie here, by axis, innermost first: the placements of a DTensor of ``view``.
 
-        The first axis that cuts a tensor with ``row_parts`` cuts its rows into them; to the others they are rows.
+        The first axis that cuts a tensor with ``row_parts`` cuts its rows into them; to the others they are rows. Of several
+        axes, one of a single rank cuts nothing: torch 2.11 would take two that cut alike for one.
         """
         slot, begin, segment_numel = self.layout.slots[index], 0, self.layout.total_numel
         row_parts = slot.row_parts
         placements: list[Placement] = []
         for placement, axis in reversed(list(zip(self.placements, self.axes, strict=True))):
-            if not isinstance(placement, Shard):
+            if not isinstance(placement, Shard) or (axis.size == 1 and len(self.axes) > 1):
                 placements.append(Replicate())
                 continue
             segment_numel //= axis.size
