@@ -70,15 +70,13 @@ class Layout:
         what: in words.
         flags: beside those that all have.
         is_moe: the model with experts.
-        length: tokens of a sequence.
-        global_batch: sequences of a step; None: one for each rank.
+        length: tokens of a sequence; a step has one for each rank.
     """
 
     what: str
     flags: str = _NCCL
     is_moe: bool = False
     length: int = 4096
-    global_batch: int | None = None
 
 
 _LONG = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
@@ -101,13 +99,11 @@ LAYOUTS = {
         "context parallelism 2 at 32,768 tokens, each layer recomputed, FSDP over all ranks",
         f"{_NCCL} --context-parallel-size 2 {_LONG}",
         length=32768,
-        global_batch=2,
     ),
     "fsdp-32k": Layout(
         "pure FSDP at 32,768 tokens, each layer recomputed",
         f"{_NCCL} {_LONG}",
         length=32768,
-        global_batch=4,
     ),
     "moe": Layout("8 experts, top 2, pure FSDP", is_moe=True),
     "moe-ep2": Layout(
@@ -239,7 +235,7 @@ def train(layout: Layout, device: torch.device) -> Run:
         model, tokens = (_TINY_MOE if layout.is_moe else _TINY), 64
     flags = (
         f"{_COMMON} {model} {layout.flags} --seq-length {tokens} --max-position-embeddings {tokens} "
-        f"--global-batch-size {layout.global_batch or dist.get_world_size()} --distributed-backend {'nccl' if is_cuda else 'gloo'}"
+        f"--global-batch-size {dist.get_world_size()} --distributed-backend {'nccl' if is_cuda else 'gloo'}"
     )
     gc.collect()
     if is_cuda:
