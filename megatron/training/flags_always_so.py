@@ -48,6 +48,7 @@ ALWAYS_SO: dict[str, AlwaysSo] = {
     ),
     "--no-create-attention-mask-in-dataloader": AlwaysSo(fact="the causal mask is the attention kernel's own"),
     "--moe-permute-fusion": AlwaysSo(fact="tokens reach the order of experts by one gather, whose gradient is one too"),
+    "--moe-router-fusion": AlwaysSo(fact="what follows a router's choice of experts is one compiled function each way"),
     "--no-overlap-p2p-communication": AlwaysSo(fact="stages are not interleaved: there are no chunks to overlap with"),
     "--no-scatter-gather-tensors-in-pipeline": AlwaysSo(fact="each tensor-parallel rank sends what it holds"),
     "--no-align-grad-reduce": AlwaysSo(fact="each pipeline stage reduces gradients when its own backward has them"),

@@ -109,7 +109,6 @@ REFUSED: dict[str, str] = {
     "--moe-layer-recompute": "use --recompute-granularity full, which recomputes layers with experts as well",
     "--moe-per-layer-logging": "auxiliary losses are logged as means over layers; leave the flag out",
     "--moe-router-force-load-balancing": "routers choose experts by their logits; leave the flag out",
-    "--moe-router-fusion": "routers run PyTorch's kernels; leave the flag out",
     "--moe-shared-expert-overlap": "shared experts run before the routed ones; leave the flag out",
     "--moe-use-legacy-grouped-gemm": "--moe-grouped-gemm runs torch's kernel; leave the flag out",
     "--disable-gloo-process-groups": "GPU ranks make a gloo group for --async-save alone; leave the flag out",
