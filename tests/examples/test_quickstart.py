@@ -56,6 +56,8 @@ def start(folder: Path) -> subprocess.Popen[str]:
         stderr=subprocess.STDOUT,
         text=True,
         env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        # A shell that starts tests in the background has them ignore it.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 
