@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -40,6 +37,7 @@ from tests.core.distributed.fsdp.models import (
     shard_net,
 )
 from tests.support.rank_checks import RankChecks
+from tests.support.shared_folder import shared_folder
 
 CHECKS = RankChecks(__name__)
 BF16 = torch.bfloat16
@@ -104,19 +102,6 @@ def _copied(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         "param_groups": [dict(group) for group in state["param_groups"]],
         "state": {index: {key: value.clone() for key, value in own.items()} for index, own in state["state"].items()},
     }
-
-
-@contextmanager
-def _shared_folder() -> Iterator[str]:
-    """A folder of all ranks, gone afterwards. Ranks: all."""
-    names = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
-    dist.broadcast_object_list(names)
-    try:
-        yield names[0]
-        dist.barrier()
-    finally:
-        if dist.get_rank() == 0:
-            shutil.rmtree(names[0])
 
 
 @CHECKS.on(1, 2, 4)
@@ -338,7 +323,7 @@ def counts_of_steps_may_differ_within_a_unit() -> None:
 @CHECKS.on(2)
 def the_engines_checkpoints_go_both_ways() -> None:
     """Under other strategies too; FlatAdamW and torch's AdamW load what the other saved."""
-    with _shared_folder() as folder:
+    with shared_folder() as folder:
         for index, (first, second) in enumerate(((_flat_adamw, _torch_adamw), (_torch_adamw, _flat_adamw))):
             net = shard_net(make_net(2))
             optimizer = first(net)
@@ -356,7 +341,7 @@ def the_engines_checkpoints_go_both_ways() -> None:
 
 @CHECKS.on(2)
 def torchs_own_distributed_checkpoints_hold_its_state() -> None:
-    with _shared_folder() as folder:
+    with shared_folder() as folder:
         net, other = shard_net(make_net(2)), shard_net(make_net(2, seed=1))
         optimizer, continued = _flat_adamw(net), _flat_adamw(other)
         _train(net, optimizer, range(2))

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from megatron.core.distributed.fsdp import (
@@ -33,6 +28,7 @@ from tests.core.distributed.fsdp.models import (
     shard_net,
 )
 from tests.support.rank_checks import RankChecks
+from tests.support.shared_folder import shared_folder
 
 CHECKS = RankChecks(__name__)
 BF16 = torch.bfloat16
@@ -178,19 +174,6 @@ def writes_from_outside_reset_remainders() -> None:
 # ---- checkpoints ----------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def _shared_folder() -> Iterator[str]:
-    """A folder of all ranks, gone afterwards. Ranks: all."""
-    names = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
-    dist.broadcast_object_list(names)
-    try:
-        yield names[0]
-        dist.barrier()
-    finally:
-        if dist.get_rank() == 0:
-            shutil.rmtree(names[0])
-
-
 def _torch_net(strategy: str, *, seed: int) -> tuple[Net, Any]:
     net = shard_net(make_net(2, seed=seed, dtype=BF16), strategy)
     return net, fully_shard_optimizer(torch.optim.AdamW(net.parameters(), lr=0.01, weight_decay=0.1))
@@ -200,7 +183,7 @@ def _torch_net(strategy: str, *, seed: int) -> tuple[Net, Any]:
 def checkpoints_of_whole_and_split_main_weights_load_into_each_other() -> None:
     """Nothing of the fp32 weights is lost on the way, whoever saved and whoever loads; also under another strategy."""
     makers = (_split_net, _whole_net, _torch_net)
-    with _shared_folder() as folder:
+    with shared_folder() as folder:
         for at, make in enumerate(makers):
             net, optimizer = make("optim_grads_params", seed=at)
             _train(net, optimizer, range(2))
@@ -224,7 +207,7 @@ def _full_master(optimizer: Any, parameter: torch.Tensor) -> torch.Tensor:
 
 @CHECKS.on(2)
 def training_continues_bit_for_bit_from_a_checkpoint_and_from_a_state_dict() -> None:
-    with _shared_folder() as folder:
+    with shared_folder() as folder:
         net, optimizer = _split_net()
         _train(net, optimizer, range(3))
         save_checkpoint(net, optimizer, f"{folder}/a")
