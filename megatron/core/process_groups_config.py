@@ -78,6 +78,16 @@ class ProcessGroupCollection:
         return cls(dp=world, dp_cp=world)
 
 
+def group_of(groups: ProcessGroupCollection | None, name: str) -> ProcessGroup | None:
+    """The group of this name; None where that split is not used, or without a collection.
+
+    Raises:
+        AttributeError: no group has this name.
+    """
+    group: ProcessGroup | None = None if groups is None else getattr(groups, name)
+    return group
+
+
 def create_all_gather_groups(
     for_expert_parallelism: bool = False,
     timeout: timedelta | None = None,

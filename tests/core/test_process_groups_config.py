@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from megatron.core.process_groups_config import ProcessGroupCollection, create_all_gather_groups
+from megatron.core.process_groups_config import ProcessGroupCollection, create_all_gather_groups, group_of
 from tests.support.launch import run_ranks
 
 
@@ -96,3 +96,9 @@ def _refused_all_gather_groups() -> None:
 
 def test_what_cannot_be_mirrored_is_refused() -> None:
     run_ranks(2, _refused_all_gather_groups)
+
+
+def test_a_group_is_asked_for_by_a_name_that_exists() -> None:
+    assert group_of(None, "tp") is None and group_of(ProcessGroupCollection(), "tp") is None
+    with pytest.raises(AttributeError, match="tpp"):
+        group_of(ProcessGroupCollection(), "tpp")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron.core.process_groups_config import ProcessGroupCollection, group_size
+from megatron.core.process_groups_config import ProcessGroupCollection, group_of, group_size
 from megatron.core.transformer.attention_kernels import choose_kernel
 from megatron.core.transformer.context_parallel import comm_types
 from megatron.core.transformer.context_parallel_gather import gathered_attention
@@ -104,6 +104,6 @@ def core_attention_for(core_attention: ModuleSpec | type, pg_collection: Process
 
     Foreign ones are given the groups and see to it themselves.
     """
-    if group_size(getattr(pg_collection, "cp", None)) == 1:
+    if group_size(group_of(pg_collection, "cp")) == 1:
         return core_attention
     return ContextParallelAttention if core_attention is DotProductAttention else core_attention

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
-from megatron.core.process_groups_config import group_rank, group_size
+from megatron.core.process_groups_config import group_of, group_rank, group_size
 from megatron.core.transformer.global_module_list import GlobalModuleList
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module, get_module
@@ -61,8 +61,8 @@ class TransformerBlock(MegatronModule):
         submodules = _block_submodules(config, spec)
         own = layers_of_stage(
             config.num_layers,
-            num_stages=group_size(getattr(pg_collection, "pp", None)),
-            stage=group_rank(getattr(pg_collection, "pp", None)),
+            num_stages=group_size(group_of(pg_collection, "pp")),
+            stage=group_rank(group_of(pg_collection, "pp")),
         )
         specs = submodules.layer_specs or []
         self.layers = GlobalModuleList(

@@ -15,6 +15,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -192,7 +193,11 @@ REFUSED_ARGUMENTS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"mtp_block_spec": ModuleSpec(module=GPTModel)}, NotImplementedError, "mtp_block_spec"),
     ({"position_embedding_type": "rope", "rotary_percent": 0.25}, ValueError, "rotary_percent .* 4 . 0.25"),
     *(
-        ({"pg_collection": SimpleNamespace(**{name: SimpleNamespace(size=lambda: 2)})}, ValueError, rf"{field} \(1\)")
+        (
+            {"pg_collection": ProcessGroupCollection(**{name: SimpleNamespace(size=lambda: 2)})},
+            ValueError,
+            rf"{field} \(1\)",
+        )
         for name, field in (("tp", "tensor_model_parallel_size"), ("cp", "context_parallel_size"))
     ),
 ]

@@ -12,7 +12,7 @@ import torch
 from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
-from megatron.core.process_groups_config import group_rank, group_size
+from megatron.core.process_groups_config import group_of, group_rank, group_size
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.tensor_parallel.mappings import scatter_to_sequence_parallel_region
@@ -313,7 +313,7 @@ def _check_arguments(
 
 def _check_stage(pre_process: bool, post_process: bool, pg_collection: ProcessGroupCollection | None) -> None:
     """Raises where embedding and output layer would not be where the other stages expect them."""
-    group = getattr(pg_collection, "pp", None)
+    group = group_of(pg_collection, "pp")
     stage, num_stages = group_rank(group), group_size(group)
     if num_stages > 1 and (pre_process, post_process) != (stage == 0, stage == num_stages - 1):
         raise ValueError(
@@ -325,7 +325,7 @@ def _check_stage(pre_process: bool, post_process: bool, pg_collection: ProcessGr
 def _check_degrees(config: TransformerConfig, pg_collection: ProcessGroupCollection | None) -> None:
     """Raises where configuration and groups disagree: half of a model would be split, the other half not."""
     for name, field in (("tp", "tensor_model_parallel_size"), ("cp", "context_parallel_size")):
-        num_ranks = group_size(getattr(pg_collection, name, None))
+        num_ranks = group_size(group_of(pg_collection, name))
         if num_ranks != getattr(config, field):
             raise ValueError(
                 f"pg_collection.{name} must be of TransformerConfig.{field} ({getattr(config, field)}) ranks, got"

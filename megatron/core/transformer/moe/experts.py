@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
-from megatron.core.process_groups_config import group_rank, group_size
+from megatron.core.process_groups_config import group_of, group_rank, group_size
 from megatron.core.transformer.global_module_list import GlobalModuleList
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
@@ -72,7 +72,7 @@ class SequentialMLP(MegatronModule):
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
         super().__init__(config)
-        ep_group = getattr(pg_collection, "ep", None)
+        ep_group = group_of(pg_collection, "ep")
         if num_local_experts * group_size(ep_group) != config.num_moe_experts:
             raise ValueError(
                 f"num_local_experts must be num_moe_experts ({config.num_moe_experts}) / {group_size(ep_group)} ranks, got"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megatron.core.process_groups_config import group_size
+from megatron.core.process_groups_config import group_of, group_size
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.token_dispatcher import build_dispatcher
@@ -113,7 +113,7 @@ def _check_degrees(config: TransformerConfig, pg_collection: ProcessGroupCollect
     """Raises where configuration and groups disagree: experts would be missing, or be there twice."""
     split = config.expert_tensor_parallel_size or config.tensor_model_parallel_size
     for name, degree in (("ep", config.expert_model_parallel_size), ("expt_tp", split)):
-        num_ranks = group_size(getattr(pg_collection, name, None))
+        num_ranks = group_size(group_of(pg_collection, name))
         if num_ranks != degree:
             raise ValueError(
                 f"pg_collection.{name} must be of as many ranks as the configuration says ({degree}:"

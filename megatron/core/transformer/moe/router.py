@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron.core.process_groups_config import group_size
+from megatron.core.process_groups_config import group_of, group_size
 from megatron.core.transformer.moe.auxiliary_losses import AuxiliaryLosses
 from megatron.core.transformer.moe.loss_record import AuxiliaryLossRecord, auxiliary_loss_names, balancing_loss_name
 from megatron.core.transformer.moe.routing import Routing, route
@@ -40,9 +40,9 @@ class TopKRouter(InitializedParameters):
         assert config.num_moe_experts and config.init_method, "a router is built for experts only; derived"
         marks: dict[str, Any] = {"sequence_parallel": True} if config.sequence_parallel else {}
         self.add_parameter("weight", (config.num_moe_experts, config.hidden_size), config.init_method, **marks)
-        self.tp_cp_group = getattr(pg_collection, "tp_cp", None)
-        self.cp_size = group_size(getattr(pg_collection, "cp", None))
-        expected = self.cp_size * group_size(getattr(pg_collection, "tp", None))
+        self.tp_cp_group = group_of(pg_collection, "tp_cp")
+        self.cp_size = group_size(group_of(pg_collection, "cp"))
+        expected = self.cp_size * group_size(group_of(pg_collection, "tp"))
         if group_size(self.tp_cp_group) != expected:
             raise ValueError(
                 f"pg_collection.tp_cp must hold the ranks of tp and cp ({expected}), got {group_size(self.tp_cp_group)}"

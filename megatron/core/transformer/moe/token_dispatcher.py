@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from megatron.core.delayed_read import DelayedRead
-from megatron.core.process_groups_config import group_size
+from megatron.core.process_groups_config import group_of, group_size
 from megatron.core.transformer.moe.journey import Journey, Trip
 from megatron.core.transformer.moe.permutation import ExpertOrder, expert_order, expert_order_up_to, with_copies
 from megatron.core.transformer.moe.routing import Routing, capacity
@@ -114,11 +114,11 @@ def build_dispatcher(config: TransformerConfig, pg_collection: ProcessGroupColle
     Raises:
         ValueError: ``tp_ep`` is not ep x expt_tp ranks, where both are more than one.
     """
-    ep, expt_tp = getattr(pg_collection, "ep", None), getattr(pg_collection, "expt_tp", None)
+    ep, expt_tp = group_of(pg_collection, "ep"), group_of(pg_collection, "expt_tp")
     num_copies, num_owners = group_size(expt_tp), group_size(ep)
     if num_copies * num_owners == 1:
         return LocalDispatcher(config)
-    group = ep if num_copies == 1 else expt_tp if num_owners == 1 else getattr(pg_collection, "tp_ep", None)
+    group = ep if num_copies == 1 else expt_tp if num_owners == 1 else group_of(pg_collection, "tp_ep")
     if group is None or group.size() != num_copies * num_owners:
         raise ValueError(
             f"pg_collection.tp_ep must hold the ranks of expt_tp and ep ({num_copies} x {num_owners}), got"
