@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron.core.distributed.fsdp.flat_runs import Run, block_table
-from megatron.core.distributed.fsdp.kernel_launcher import KernelLauncher
+from megatron.core.extensions.kernel_launcher import KernelLauncher
 
 # Columns of the hyperparameters [G, 5] fp64, and of the coefficients [C, 8] fp32 that a step makes of them.
 HYPERPARAMETERS = ("lr", "weight_decay", "beta1", "beta2", "eps")

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron.core.distributed.fsdp.kernel_launcher import KernelLauncher
+from megatron.core.extensions.kernel_launcher import KernelLauncher
 from megatron.core.extensions.triton_language import tl, triton
 
 ASSIGNMENTS_AT_ONCE = 8192

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from megatron.core.distributed.fsdp.kernel_launcher import KernelLauncher
+from megatron.core.extensions.kernel_launcher import KernelLauncher
 from megatron.core.extensions.triton_language import tl, triton
 
 # 16 elements for each of 128 threads: loads of 16 bytes, several of them in flight.
