@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import random
-import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load
 
 from tests.parity.cells import GPT_LAYOUTS, MICRO_BATCH, MODELS, MOE_LAYOUTS, STEPS, STRATEGIES, Cell, Reference
 from tests.parity.comparison import TOLERANCE
 from tests.parity.launches import Ran, run_command_lines, run_references
+from tests.support.whole_tensors import whole_tensors
 
 _MICROBATCHES = 8
 """Of all data-parallel ranks together, so that one process has the same."""
@@ -79,21 +76,6 @@ def _run(names: list[str], folder: Path) -> dict[str, Ran]:
     return run_command_lines(saves) | run_command_lines(loads)
 
 
-def _full_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """All tensors of the checkpoint, as PyTorch reads them in one process that knows nothing of the model."""
-    path = folder / f"iter_{_SAVED_AT:07d}"
-    metadata = FileSystemReader(path).read_metadata().state_dict_metadata
-    state = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in metadata.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that it is one process
-        load(state, checkpoint_id=path, no_dist=True)
-    return state
-
-
 def _check(names: list[str], folder: Path) -> None:
     ran = _run(names, folder)
     failures = [f"{name} failed:\n{one}" for name, one in ran.items() if isinstance(one, str)]
@@ -103,7 +85,8 @@ def _check(names: list[str], folder: Path) -> None:
     }
     expected = run_references(list(references.values()))
     for index, name in enumerate(names):
-        first, second = _full_tensors(folder / f"{index}"), _full_tensors(folder / f"{index}_again")
+        at = f"iter_{_SAVED_AT:07d}"
+        first, second = whole_tensors(folder / f"{index}" / at), whole_tensors(folder / f"{index}_again" / at)
         assert first.keys() == second.keys() and len(first) > 30, name
         unequal = [key for key, tensor in first.items() if not torch.equal(tensor, second[key])]
         assert not unequal, f"{name}: {unequal}"

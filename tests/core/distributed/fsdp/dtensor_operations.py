@@ -9,6 +9,9 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
+Full = Callable[[int, int], torch.Tensor]
+Split = Callable[[int, torch.Tensor], Any]
+
 # Element by element, which stays on its rank: (a, b) of one shape.
 ELEMENTWISE: dict[str, Callable[..., Any]] = {
     "mul_": lambda a, b: a.mul_(b),
@@ -119,3 +122,31 @@ OPTIMIZERS: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
     ]
     for kind in ({"foreach": False}, {"foreach": True}, {"fused": True})
 ]
+
+
+def assert_optimizers_step_as_on_the_whole(num_tensors: int, full: Full, split: Split) -> None:
+    """Three steps of each optimizer lead DTensors where they lead the whole tensors; states are placed as parameters are.
+
+    Args:
+        full: (index, seed) -> a whole tensor.
+        split: (index, whole tensor) -> the DTensor that stands for it.
+
+    Ranks: all.
+    """
+    for optimizer_class, options in OPTIMIZERS:
+        parts: list[Any] = [torch.nn.Parameter(split(index, full(index, 0))) for index in range(num_tensors)]
+        whole = [torch.nn.Parameter(full(index, 0)) for index in range(num_tensors)]
+        optimizers = [optimizer_class(parameters, **options) for parameters in (parts, whole)]
+        for step in range(1, 4):
+            for index, parameter in enumerate(parts):
+                parameter.grad = split(index, full(index, step))
+                whole[index].grad = full(index, step)
+            for optimizer in optimizers:
+                optimizer.step()
+        for parameter, wanted in zip(parts, whole, strict=True):
+            # Fused kernels take vectors of elements, whose ends fall elsewhere on a part of the rows.
+            tolerance = 1e-6 if options.get("fused") else 0.0
+            torch.testing.assert_close(parameter.full_tensor(), wanted.detach(), rtol=tolerance, atol=tolerance)
+            for name, state in optimizers[0].state[parameter].items():
+                if isinstance(state, DTensor):
+                    assert state.placements == parameter.placements, f"{name} is placed by {state.placements}"

@@ -28,7 +28,13 @@ from megatron.core.distributed.fsdp.layout import FlatLayout, TensorSlot, pack_r
 from megatron.core.distributed.fsdp.load import local_rows
 from megatron.core.distributed.fsdp.row_shard import RowShard
 from megatron.core.distributed.fsdp.tensor_pieces import _boxes, boxes_of, pieces_of
-from tests.core.distributed.fsdp.dtensor_operations import ELEMENTWISE, FOREACH, OPTIMIZERS, REDUCED, REFUSED
+from tests.core.distributed.fsdp.dtensor_operations import (
+    ELEMENTWISE,
+    FOREACH,
+    REDUCED,
+    REFUSED,
+    assert_optimizers_step_as_on_the_whole,
+)
 from tests.support.rank_checks import RankChecks
 from tests.support.shared_folder import shared_folder
 
@@ -354,23 +360,7 @@ def other_splits_are_redistributed_before_they_combine() -> None:
 def optimizers_step_as_on_the_whole() -> None:
     mesh = _mesh()
     layout = _layout(mesh.size())
-    for optimizer_class, options in OPTIMIZERS:
-        split: list[Any] = [nn.Parameter(tensor) for tensor in _all_split(mesh)]
-        whole = [nn.Parameter(_full(index)) for index in range(len(SHAPES))]
-        optimizers = [optimizer_class(parameters, **options) for parameters in (split, whole)]
-        for step in range(1, 4):
-            for index, parameter in enumerate(split):
-                parameter.grad = _split(_full(index, step), mesh, layout, index)
-                whole[index].grad = _full(index, step)
-            for optimizer in optimizers:
-                optimizer.step()
-        for index, (parameter, wanted) in enumerate(zip(split, whole, strict=True)):
-            # Fused kernels take vectors of elements, whose ends fall elsewhere on a part of the rows.
-            tolerance = 1e-6 if options.get("fused") else 0.0
-            torch.testing.assert_close(parameter.full_tensor(), wanted.detach(), rtol=tolerance, atol=tolerance)
-            for name, state in optimizers[0].state[parameter].items():
-                if isinstance(state, DTensor):
-                    assert state.placements == (RowShard.of(layout, index),), f"{name} is placed by {state.placements}"
+    assert_optimizers_step_as_on_the_whole(len(SHAPES), _full, lambda index, full: _split(full, mesh, layout, index))
 
 
 @CHECKS.on(4)

@@ -26,7 +26,13 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from megatron.core.distributed.fsdp.layout import FlatLayout, pack_rows
 from megatron.core.distributed.fsdp.row_shard import RowShard
-from tests.core.distributed.fsdp.dtensor_operations import ELEMENTWISE, FOREACH, OPTIMIZERS, REDUCED, REFUSED
+from tests.core.distributed.fsdp.dtensor_operations import (
+    ELEMENTWISE,
+    FOREACH,
+    REDUCED,
+    REFUSED,
+    assert_optimizers_step_as_on_the_whole,
+)
 from tests.support.launch import run_ranks
 
 # Uneven rows, fewer rows than ranks, one dimension, more than two; large enough rows that some ranks own none.
@@ -316,23 +322,9 @@ def other_splits_are_redistributed_before_they_combine() -> None:
 def optimizers_step_as_on_the_whole() -> None:
     mesh = _mesh()
     layout = _layout(mesh.size())
-    for optimizer_class, settings_ in OPTIMIZERS:
-        split: list[Any] = [torch.nn.Parameter(tensor) for tensor in _all_split(mesh)]
-        whole = [torch.nn.Parameter(_full(index)) for index in range(len(SHAPES))]
-        optimizers = [optimizer_class(parameters, **settings_) for parameters in (split, whole)]
-        for step in range(1, 4):
-            for index, parameter in enumerate(split):
-                parameter.grad = _split(_full(index, step), mesh, RowShard.of(layout, index))
-                whole[index].grad = _full(index, step)
-            for optimizer in optimizers:
-                optimizer.step()
-        for index, (parameter, wanted) in enumerate(zip(split, whole, strict=True)):
-            # Fused kernels take vectors of elements, whose ends fall elsewhere on a part of the rows.
-            tolerance = 1e-6 if settings_.get("fused") else 0.0
-            torch.testing.assert_close(parameter.full_tensor(), wanted.detach(), rtol=tolerance, atol=tolerance)
-            for name, state in optimizers[0].state[parameter].items():
-                if isinstance(state, DTensor):
-                    assert state.placements == (RowShard.of(layout, index),), f"{name} is placed by {state.placements}"
+    assert_optimizers_step_as_on_the_whole(
+        len(SHAPES), _full, lambda index, full: _split(full, mesh, RowShard.of(layout, index))
+    )
 
 
 @on_ranks(1, 2, 4)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load
 
 from megatron.core.distributed.fsdp import load_checkpoint, save_checkpoint
 from megatron.core.distributed.fsdp.flat_adamw import FlatAdamW
@@ -21,6 +17,7 @@ from megatron.core.distributed.fsdp.load import local_rows
 from tests.core.distributed.fsdp.models import STRATEGY_NAMES, local_of
 from tests.core.distributed.fsdp.split_models import Layout, backward, named, specs, wrap
 from tests.support.launch import run_ranks
+from tests.support.whole_tensors import whole_tensors
 
 DEGREES = [
     {},
@@ -66,20 +63,6 @@ def _trained(layout: Layout) -> tuple[Any, FlatAdamW]:
     return model, optimizer
 
 
-def _whole_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a checkpoint, as PyTorch reads them in one process that knows nothing of the model."""
-    metadata = FileSystemReader(path).read_metadata().state_dict_metadata
-    state = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in metadata.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that it is one process
-        load(state, checkpoint_id=path, no_dist=True)
-    return state
-
-
 def _assert_holds(model: Any, optimizer: FlatAdamW, layout: Layout, whole: dict[str, torch.Tensor], what: str) -> None:
     """What this rank holds is its part of the whole tensors, bit for bit."""
     for spec, parameter in named(model, layout):
@@ -98,7 +81,7 @@ def full_tensors_survive(folder: str, number: int) -> None:
         model, optimizer = _trained(first)
         per_rank = {"per_rank": dist.get_rank(), "iteration": 2}
         save_checkpoint(model, optimizer, path, extra_state=per_rank)
-        whole = _whole_tensors(path)
+        whole = whole_tensors(path)
         assert {name for name in whole if not name.startswith("optimizer.")} >= {spec.name for spec in specs(first)}
         _assert_holds(model, optimizer, first, whole, what)
         other: Any = wrap(second)
@@ -159,7 +142,7 @@ def an_asynchronous_save_holds_all_parts(folder: str) -> None:
     handle = save_checkpoint(model, optimizer, path, async_save=True)
     assert handle is not None
     handle.wait()
-    _assert_holds(model, optimizer, layout, _whole_tensors(path), "async")
+    _assert_holds(model, optimizer, layout, whole_tensors(path), "async")
 
 
 def test_an_asynchronous_save_holds_all_parts(tmp_path: Path) -> None:
