@@ -11,12 +11,12 @@ from torch import Tensor
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tokenizers import MegatronTokenizerBase
 from megatron.training.arguments import Settings, parse_settings
-from megatron.training.data import Datasets, build_gpt_datasets
-from megatron.training.distributed_init import rank_of_environment
-from megatron.training.flag_parser import FlagError
-from megatron.training.gpt_config import build_gpt_model
-from megatron.training.pretrain import pretrain
-from megatron.training.stage_forward import Batch, has_output_layer
+from megatron.training.cli.flag_parser import FlagError
+from megatron.training.data.datasets import Datasets, build_gpt_datasets
+from megatron.training.launch.distributed_init import rank_of_environment
+from megatron.training.launch.gpt_config import build_gpt_model
+from megatron.training.launch.pretrain import pretrain
+from megatron.training.loop.stage_forward import Batch, has_output_layer
 
 
 def model_provider(

@@ -21,16 +21,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from benchmarks import report
-from benchmarks.agreement import all_failed
-from benchmarks.bars import bars_section, graph_section
-from benchmarks.engine import Batch, Engine, EngineSettings
-from benchmarks.engines import NAMES, engine_kind, is_ours
-from benchmarks.graphed import NUM_EAGER_STEPS
-from benchmarks.measure import GIB, Measurement, make_batch, run_in_a_row, run_steps
-from benchmarks.memory import MemoryWatch, use_expandable_segments
-from benchmarks.plain_gpt import SHAPES, Linear, PlainGpt
+from benchmarks.engines.engine import Batch, Engine, EngineSettings
+from benchmarks.engines.graphed import NUM_EAGER_STEPS
+from benchmarks.engines.plain_gpt import SHAPES, Linear, PlainGpt
+from benchmarks.engines.registry import NAMES, engine_kind, is_ours
+from benchmarks.measure.memory import MemoryWatch, use_expandable_segments
+from benchmarks.measure.steps import GIB, Measurement, make_batch, run_in_a_row, run_steps
 from benchmarks.profile_step import NUM_PROFILED_STEPS, profile_engine
+from benchmarks.reports import page as report
+from benchmarks.reports.agreement import all_failed
+from benchmarks.reports.bars import bars_section, graph_section
 
 _TIMED_STEPS = 10
 _CHECKED_STEPS = 20

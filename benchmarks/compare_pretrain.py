@@ -21,18 +21,18 @@ from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import pretrain_gpt
-from benchmarks.report import facts_of_run
-from benchmarks.report import page as markdown_page
+from benchmarks.reports.page import facts_of_run
+from benchmarks.reports.page import page as markdown_page
 from megatron.core.optimizer.param_groups import get_param_groups
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.training.arguments import Settings, parse_settings
-from megatron.training.batches import SequentialBatchSampler
-from megatron.training.data import build_gpt_datasets, tokenizer_of
-from megatron.training.data_loader import iterate_batches
-from megatron.training.distributed_init import initialize_distributed
-from megatron.training.gpt_config import build_gpt_model
-from megatron.training.pretrain import pretrain
-from megatron.training.train_step import Batch
+from megatron.training.data.batches import SequentialBatchSampler
+from megatron.training.data.data_loader import iterate_batches
+from megatron.training.data.datasets import build_gpt_datasets, tokenizer_of
+from megatron.training.launch.distributed_init import initialize_distributed
+from megatron.training.launch.gpt_config import build_gpt_model
+from megatron.training.launch.pretrain import pretrain
+from megatron.training.loop.train_step import Batch
 
 WARM_UP = 5
 # Two bf16 runs that sum gradients in another order differ by rounding, which training amplifies step by step.

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# One bounded visit to a GPU machine: tests, and comparisons with other engines against the bars of benchmarks/bars.py.
+# One bounded visit to a GPU machine: tests, and comparisons with other engines against the bars of benchmarks/reports/bars.py.
 #
 #   bash benchmarks/gpu_session.sh FOLDER [PART...]
 #

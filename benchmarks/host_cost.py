@@ -28,11 +28,11 @@ from torch import nn
 from torch._C._distributed_c10d import HashStore
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from benchmarks.host_counts import PHASES, Counts, Tally
+from benchmarks.measure.host_counts import PHASES, Counts, Tally
 from megatron.core.distributed.fsdp import fully_shard, fully_shard_optimizer
-from megatron.core.distributed.fsdp.collectives import ProcessGroupTransport, RankOrderTransport
-from megatron.core.distributed.fsdp.module import find_context
-from megatron.core.distributed.fsdp.placement import STRATEGIES, strategy_placements
+from megatron.core.distributed.fsdp.api.module import find_context
+from megatron.core.distributed.fsdp.comm import ProcessGroupTransport, RankOrderTransport
+from megatron.core.distributed.fsdp.config.placement import STRATEGIES, strategy_placements
 
 WIDTH = 8
 # The first step is recorded, the second follows the plan for the first time; what comes later is alike.

@@ -24,14 +24,14 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 import pretrain_gpt
-from benchmarks.measure import GIB
-from benchmarks.overlap import Interval, length, overlap
-from benchmarks.report import facts_of_run
-from benchmarks.report import page as markdown_page
+from benchmarks.measure.overlap import Interval, length, overlap
+from benchmarks.measure.steps import GIB
+from benchmarks.reports.page import facts_of_run
+from benchmarks.reports.page import page as markdown_page
 from megatron.training.arguments import parse_settings
-from megatron.training.distributed_init import initialize_distributed
-from megatron.training.pretrain import pretrain
-from megatron.training.train_step import StepRecord, TrainStep
+from megatron.training.launch.distributed_init import initialize_distributed
+from megatron.training.launch.pretrain import pretrain
+from megatron.training.loop.train_step import StepRecord, TrainStep
 
 NUM_STEPS, WARM_UP, PROFILED = 20, 6, 18
 _NUM_OTHERS = 10  # kernels besides that a profile names, those of most time

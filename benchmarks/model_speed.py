@@ -81,7 +81,7 @@ class Result:
     backward_ms: float
     host_ms: float
     flops: int
-    kept_nbytes: int
+    stays_unsharded_nbytes: int
     """What forward leaves for backward."""
     peak_nbytes: int
     """Above what was there before."""
@@ -91,7 +91,7 @@ class Result:
         total = self.forward_ms + self.backward_ms
         return (
             f"| {self.name} | {self.forward_ms:.3f} | {self.backward_ms:.3f} | {total:.3f} | {self.host_ms:.3f}"
-            f" | {self.flops / total / 1e9:.0f} | {self.kept_nbytes / _GIB:.3f} | {self.peak_nbytes / _GIB:.3f} |"
+            f" | {self.flops / total / 1e9:.0f} | {self.stays_unsharded_nbytes / _GIB:.3f} | {self.peak_nbytes / _GIB:.3f} |"
         )
 
 
@@ -200,7 +200,7 @@ def measure(name: str, step: Step, flops: int, *, num_steps: int, device: torch.
         backward_ms=1e3 * backward_s,
         host_ms=1e3 * host_s,
         flops=flops,
-        kept_nbytes=kept,
+        stays_unsharded_nbytes=kept,
         peak_nbytes=peak,
         kernels=_kernels(step, device),
     )

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.engine import Batch, Engine
-from benchmarks.overlap import Interval, length, overlap
-from benchmarks.phases import time_phases
+from benchmarks.engines.engine import Batch, Engine
+from benchmarks.measure.overlap import Interval, length, overlap
+from benchmarks.measure.phases import time_phases
 
 # Kernels are told by name: NCCL's annotations ("nccl:...") are no kernels. Of peer copy the copies, the barriers and the sum
 # over what was copied are communication.

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron.training.arguments import build_parser
-from megatron.training.combinations import REFUSALS
+from megatron.training.cli.combinations import REFUSALS
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 README = REPOSITORY / "README.md"

@@ -25,7 +25,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megatron.core.distributed.fsdp.context import FsdpContext
+from megatron.core.distributed.fsdp.runtime.context import FsdpContext
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker, model_parallel_cuda_manual_seed
 
 logger = logging.getLogger(__name__)
@@ -322,10 +322,10 @@ class FullCudaGraph:
         """
         for context in self.contexts:
             context.weights_changed()
-            context.gatherer.ranges_moved()
+            context.unsharder.ranges_moved()
 
     def _weight_versions(self) -> list[int]:
-        return [group.main_version for context in self.contexts for group in context.groups]
+        return [group.main_write_count for context in self.contexts for group in context.groups]
 
     def close(self) -> None:
         """The graph and its memory are given back."""

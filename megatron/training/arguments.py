@@ -15,28 +15,28 @@ from megatron.core.full_cuda_graph import FullCudaGraphConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.rank_grid import RankGrid
 from megatron.core.transformer.transformer_config import TransformerConfig, squared_relu
-from megatron.training.batches import BatchConfig
 from megatron.training.checkpointing import CheckpointConfig
-from megatron.training.combinations import refusals_of
-from megatron.training.data import DataConfig
-from megatron.training.distributed_init import DistributedConfig, world_size_of_environment
-from megatron.training.flag_conflicts import conflicts_of
-from megatron.training.flag_parser import FlagError, FlagParser
-from megatron.training.flags_always_so import ALWAYS_SO
-from megatron.training.flags_checkpoint import add_checkpoint_flags, add_logging_flags
-from megatron.training.flags_data import add_data_flags
-from megatron.training.flags_distributed import add_distributed_flags
-from megatron.training.flags_experts import add_expert_flags, expert_settings
-from megatron.training.flags_graphs import add_graph_flags, captures_iterations, full_cuda_graph_config
-from megatron.training.flags_model import add_model_flags, ffn_hidden_size, position_embedding_type
-from megatron.training.flags_parallel import add_parallel_flags, parallel_settings, rank_grid
-from megatron.training.flags_refused import REFUSED, REFUSED_FAMILIES
-from megatron.training.flags_training import add_training_flags
-from megatron.training.garbage import GarbageConfig
-from megatron.training.gpt_config import GPTConfig
-from megatron.training.loop import LoopConfig
-from megatron.training.metrics import LoggingConfig
-from megatron.training.schedule import ScheduleConfig
+from megatron.training.cli.combinations import refusals_of
+from megatron.training.cli.flag_conflicts import conflicts_of
+from megatron.training.cli.flag_parser import FlagError, FlagParser
+from megatron.training.cli.flags_always_so import ALWAYS_SO
+from megatron.training.cli.flags_checkpoint import add_checkpoint_flags, add_logging_flags
+from megatron.training.cli.flags_data import add_data_flags
+from megatron.training.cli.flags_distributed import add_distributed_flags
+from megatron.training.cli.flags_experts import add_expert_flags, expert_settings
+from megatron.training.cli.flags_graphs import add_graph_flags, captures_iterations, full_cuda_graph_config
+from megatron.training.cli.flags_model import add_model_flags, ffn_hidden_size, position_embedding_type
+from megatron.training.cli.flags_parallel import add_parallel_flags, parallel_settings, rank_grid
+from megatron.training.cli.flags_refused import REFUSED, REFUSED_FAMILIES
+from megatron.training.cli.flags_training import add_training_flags
+from megatron.training.data.batches import BatchConfig
+from megatron.training.data.datasets import DataConfig
+from megatron.training.launch.distributed_init import DistributedConfig, world_size_of_environment
+from megatron.training.launch.gpt_config import GPTConfig
+from megatron.training.loop.garbage import GarbageConfig
+from megatron.training.loop.lr_schedule import ScheduleConfig
+from megatron.training.loop.training_loop import LoopConfig
+from megatron.training.telemetry.metrics import LoggingConfig
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -15,15 +15,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.core.distributed.fsdp.checkpoint import load_checkpoint, save_checkpoint
-from megatron.core.distributed.fsdp.checkpoint_agreement import agree
-from megatron.core.distributed.fsdp.checkpoint_files import CheckpointReader
-from megatron.core.distributed.fsdp.checkpoint_folder import find_folder
-from megatron.core.distributed.fsdp.checkpoint_state import EXTRA_STATE
+from megatron.core.distributed.fsdp.checkpoint.agreement import agree
+from megatron.core.distributed.fsdp.checkpoint.entry_points import load_checkpoint, save_checkpoint
+from megatron.core.distributed.fsdp.checkpoint.files import CheckpointReader
+from megatron.core.distributed.fsdp.checkpoint.folder import find_folder
+from megatron.core.distributed.fsdp.checkpoint.state import EXTRA_STATE
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.training.dropout_seed import rng_state, set_rng_state
-from megatron.training.train_state import TrainState
+from megatron.training.loop.dropout_seed import rng_state, set_rng_state
+from megatron.training.loop.train_state import TrainState
 
 TRACKER = "latest_checkpointed_iteration.txt"
 

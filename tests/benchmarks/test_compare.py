@@ -11,10 +11,11 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from benchmarks import compare, engines
-from benchmarks.engine import Engine, EngineSettings
-from benchmarks.ours import Ours, parse_ours
-from benchmarks.plain_gpt import SHAPES, Linear, PlainGpt
+from benchmarks import compare
+from benchmarks.engines import registry as engines
+from benchmarks.engines.engine import Engine, EngineSettings
+from benchmarks.engines.ours import Ours, parse_ours
+from benchmarks.engines.plain_gpt import SHAPES, Linear, PlainGpt
 from tests.support.launch import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -112,8 +113,8 @@ def test_an_engine_that_fails_on_every_rank_stops_no_other(tmp_path: Path):
 def _phases() -> list[str]:
     from torch.distributed.device_mesh import init_device_mesh
 
-    from benchmarks.measure import make_batch
-    from benchmarks.phases import time_phases
+    from benchmarks.measure.phases import time_phases
+    from benchmarks.measure.steps import make_batch
 
     device, mesh = torch.device("cpu"), init_device_mesh("cpu", (1,))
     settings = EngineSettings(shape=SHAPES["tiny"], mesh=mesh, device=device, learning_rate=1e-3, seed=1)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed._symmetric_memory as symm_mem
 
 from benchmarks import compare
-from benchmarks.memory import MemoryWatch
+from benchmarks.measure.memory import MemoryWatch
 from tests.support.launch import run_ranks
 
 _GRAPHS = ("ours-nccl-graph", "ours-peer-graph")

@@ -7,7 +7,7 @@ import re
 import subprocess
 from pathlib import Path
 
-from benchmarks.engines import engine_kind
+from benchmarks.engines.registry import engine_kind
 
 ROOT = Path(__file__).resolve().parents[2]
 _HEAD = (ROOT / "benchmarks/gpu_session.sh").read_text().split("set -uo")[0].split("PART:")[1].split("Each part")[0]

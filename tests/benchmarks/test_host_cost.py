@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks import host_cost
-from benchmarks.host_counts import ENGINE, PHASES, Tally
+from benchmarks.measure.host_counts import ENGINE, PHASES, Tally
 
 
 def _engine_function(body: str) -> dict[str, object]:

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron.core.distributed.fsdp import context as context_module
 from megatron.core.distributed.fsdp import fully_shard, microbatch
-from megatron.core.distributed.fsdp.flat_adamw import FlatAdamW
-from megatron.core.distributed.fsdp.fully_shard import contexts_of
+from megatron.core.distributed.fsdp.api.fully_shard import contexts_of
+from megatron.core.distributed.fsdp.flat_optimizer.flat_adamw import FlatAdamW
+from megatron.core.distributed.fsdp.runtime import context as context_module
 from megatron.core.full_cuda_graph import (
     CudaStepGraph,
     FullCudaGraph,

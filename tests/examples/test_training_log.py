@@ -10,7 +10,7 @@ import pytest
 from examples.loss_curve import main
 from examples.training_log import IterationLine, ValidationLine, parse_line, read_losses
 from examples.training_run import describe
-from megatron.training.log_line import LogRecord, format_evaluation, format_log_line
+from megatron.training.telemetry.log_line import LogRecord, format_evaluation, format_log_line
 
 RECORD = LogRecord(
     iteration=30,

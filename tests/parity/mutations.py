@@ -56,13 +56,13 @@ class Mutation:
 
 
 def _experts_are_averaged_over_their_own_ranks(patch: pytest.MonkeyPatch) -> None:
-    from megatron.core.distributed.fsdp.group_meshes import GroupMeshes
+    from megatron.core.distributed.fsdp.api.group_meshes import GroupMeshes
 
     patch.setattr(GroupMeshes, "grad_divisor", lambda self, mesh, placements, divisor: Fraction(divisor))
 
 
 def _gradients_are_always_averaged(patch: pytest.MonkeyPatch) -> None:
-    from megatron.core.distributed.fsdp import mcore_fsdp_adapter
+    from megatron.core.distributed.fsdp.adapter import fully_sharded_data_parallel as mcore_fsdp_adapter
 
     init = mcore_fsdp_adapter._Sharder.__init__
 
@@ -73,7 +73,7 @@ def _gradients_are_always_averaged(patch: pytest.MonkeyPatch) -> None:
 
 
 def _means_are_over_the_inner_axis(patch: pytest.MonkeyPatch) -> None:
-    from megatron.core.distributed.fsdp import parameter_group
+    from megatron.core.distributed.fsdp.buffers import parameter_group
 
     scale = parameter_group._grad_scale
 
@@ -84,9 +84,9 @@ def _means_are_over_the_inner_axis(patch: pytest.MonkeyPatch) -> None:
 
 
 def _no_outer_reduction(patch: pytest.MonkeyPatch) -> None:
-    from megatron.core.distributed.fsdp.outer_sum import OuterSum
+    from megatron.core.distributed.fsdp.buffers.hsdp_grad_accumulator import HsdpGradAccumulator
 
-    follow = OuterSum.follow
+    follow = HsdpGradAccumulator.follow
 
     def alone(self: Any, staging: Any) -> None:
         follow(self, staging)
@@ -99,23 +99,23 @@ def _no_outer_reduction(patch: pytest.MonkeyPatch) -> None:
 
         self._outer = own_part, self._outer[1]
 
-    patch.setattr(OuterSum, "follow", alone)
+    patch.setattr(HsdpGradAccumulator, "follow", alone)
 
 
 def _outer_reduction_of_the_last_microbatch_alone(patch: pytest.MonkeyPatch) -> None:
-    from megatron.core.distributed.fsdp.outer_sum import OuterSum
+    from megatron.core.distributed.fsdp.buffers.hsdp_grad_accumulator import HsdpGradAccumulator
 
-    finish = OuterSum.finish
+    finish = HsdpGradAccumulator.finish
 
     def forgetful(self: Any, out: torch.Tensor, **options: Any) -> None:
         self.is_held = False
         finish(self, out, **options)
 
-    patch.setattr(OuterSum, "finish", forgetful)
+    patch.setattr(HsdpGradAccumulator, "finish", forgetful)
 
 
 def _only_grad_sums(patch: pytest.MonkeyPatch, *, of_stages: bool) -> None:
-    from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup
+    from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
 
     make = FsdpParameterGroup._make_grad_sums
     patch.setattr(
@@ -134,19 +134,21 @@ def _stages_keep_their_embedding_gradients(patch: pytest.MonkeyPatch) -> None:
 
 
 def _the_norm_counts_every_replica(patch: pytest.MonkeyPatch) -> None:
-    from megatron.core.distributed.fsdp import counting, flat_norm
+    from megatron.core.distributed.fsdp.buffers import norm_ownership as counting
+    from megatron.core.distributed.fsdp.flat_optimizer import flat_norm
 
     patch.setattr(flat_norm, "counts_here", lambda parameter: not counting.is_copy(parameter))
 
 
 def _the_norm_counts_the_tied_copy(patch: pytest.MonkeyPatch) -> None:
-    from megatron.core.distributed.fsdp import counting
+    from megatron.core.distributed.fsdp.buffers import norm_ownership as counting
 
     patch.setattr(counting, "is_copy", lambda parameter: False)
 
 
 def _the_norm_is_of_this_ranks_part_of_the_model(patch: pytest.MonkeyPatch) -> None:
-    from megatron.core.distributed.fsdp import counting, flat_norm
+    from megatron.core.distributed.fsdp.buffers import norm_ownership as counting
+    from megatron.core.distributed.fsdp.flat_optimizer import flat_norm
 
     def scope_of(parameter: Any) -> Any:
         mesh, held = parameter.device_mesh, enumerate(parameter.placements)
@@ -157,13 +159,13 @@ def _the_norm_is_of_this_ranks_part_of_the_model(patch: pytest.MonkeyPatch) -> N
 
 
 def _a_mean_is_over_the_tokens_of_a_part(patch: pytest.MonkeyPatch) -> None:
-    from megatron.training import train_step
+    from megatron.training.loop import train_step
 
     patch.setattr(train_step, "group_size", lambda group: 1)
 
 
 def _token_counts_are_this_ranks(patch: pytest.MonkeyPatch) -> None:
-    from megatron.training import train_step
+    from megatron.training.loop import train_step
 
     def of_vectors(tensor: torch.Tensor, group: Any = None) -> None:
         if tensor.dim() > 0:
@@ -173,7 +175,7 @@ def _token_counts_are_this_ranks(patch: pytest.MonkeyPatch) -> None:
 
 
 def _microbatches_are_summed(patch: pytest.MonkeyPatch) -> None:
-    from megatron.training.train_step import StepComputation
+    from megatron.training.loop.train_step import StepComputation
 
     scaled = StepComputation.scaled
 
@@ -184,14 +186,14 @@ def _microbatches_are_summed(patch: pytest.MonkeyPatch) -> None:
 
 
 def _a_microbatch_overwrites_those_before(patch: pytest.MonkeyPatch) -> None:
-    from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup
+    from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
 
     prepare = FsdpParameterGroup.prepare_main_grad
     patch.setattr(FsdpParameterGroup, "prepare_main_grad", lambda self: prepare(self) or True)
 
 
 def _no_microbatch_is_the_last(patch: pytest.MonkeyPatch) -> None:
-    from megatron.training import train_step
+    from megatron.training.loop import train_step
 
     microbatch = train_step.microbatch  # type: ignore[attr-defined]
     patch.setattr(
@@ -214,7 +216,7 @@ def _experts_are_balanced_over_a_ranks_own_tokens(patch: pytest.MonkeyPatch) -> 
 
 
 def _routers_know_no_microbatches(patch: pytest.MonkeyPatch) -> None:
-    from megatron.training import train_step
+    from megatron.training.loop import train_step
 
     patch.setattr(train_step, "set_num_microbatches", lambda model, num_microbatches: None)
 

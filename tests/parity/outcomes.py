@@ -31,8 +31,8 @@ def train(argv: list[str]) -> Outcome:
     """The run. Ranks: all that the command line is for."""
     from megatron.core.datasets.mock_corpus import MockGPTLowLevelDataset
     from megatron.training.arguments import parse_settings
-    from megatron.training.pretrain import pretrain
-    from megatron.training.train_step import TrainStep
+    from megatron.training.launch.pretrain import pretrain
+    from megatron.training.loop.train_step import TrainStep
     from pretrain_gpt import datasets_provider, forward_step, model_provider
 
     # Documents shorter than samples: their ends do not count, and microbatches differ in the number of tokens that do.

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from megatron.core.distributed.fsdp.streams import Edge, Role
+from megatron.core.distributed.fsdp.runtime.streams import Edge, Role
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.core.distributed.fsdp.streams import CudaStreams, Role
+from megatron.core.distributed.fsdp.runtime.streams import CudaStreams, Role
 
 # About a millisecond on a GPU of 1 to 2 GHz: longer than any kernel of a small model.
 _DELAY_CYCLES = 2_000_000

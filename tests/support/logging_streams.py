@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from megatron.core.distributed.fsdp.streams import Edge, Role
+from megatron.core.distributed.fsdp.runtime.streams import Edge, Role
 
 Clock = dict[Role, int]
 

@@ -31,9 +31,9 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from megatron.core.distributed.fsdp.checkpoint_files import CheckpointReader
-from megatron.core.distributed.fsdp.checkpoint_folder import find_folder
-from megatron.core.distributed.fsdp.checkpoint_state import EXTRA_STATE, OPTIMIZER, NamedTensor
+from megatron.core.distributed.fsdp.checkpoint.files import CheckpointReader
+from megatron.core.distributed.fsdp.checkpoint.folder import find_folder
+from megatron.core.distributed.fsdp.checkpoint.state import EXTRA_STATE, OPTIMIZER, NamedTensor
 
 TRACKER = "latest_checkpointed_iteration.txt"
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from megatron.core.distributed.fsdp.counting import Scope, counts_here, group_of, scope_of
-from megatron.core.distributed.fsdp.grad_sums import sum_grads
+from megatron.core.distributed.fsdp.buffers.grad_sums import sum_grads
+from megatron.core.distributed.fsdp.buffers.norm_ownership import Scope, counts_here, group_of, scope_of
 
 
 def get_grad_norm(params: Iterable[Tensor]) -> Tensor:

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from megatron.core.distributed.fsdp import FlatAdamW, fully_shard_optimizer
-from megatron.core.distributed.fsdp.flat_adamw import serves
-from megatron.core.distributed.fsdp.flat_norm import clip_factor
+from megatron.core.distributed.fsdp.flat_optimizer.flat_adamw import serves
+from megatron.core.distributed.fsdp.flat_optimizer.flat_norm import clip_factor
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm, count_zeros, get_grad_norm, get_params_norm
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.param_groups import get_param_groups

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset
-from tests.core.datasets.corpora import build, config, texts, write_corpus
+from tests.support.corpora import build, config, texts, write_corpus
 from tests.support.launch import run_ranks
 
 

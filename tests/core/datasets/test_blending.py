@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from megatron.core.datasets.blending import build_blending_indices, build_exhaustive_blending_indices
 from megatron.core.datasets.split import normalize
-from tests.core.datasets import naive_reference as naive
+from tests.support import naive_samples as naive
 
 WEIGHTS = st.lists(st.floats(1e-4, 1.0) | st.integers(1, 9).map(float), min_size=1, max_size=12)
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.split import documents_of, normalize, parse_and_normalize_split
-from tests.core.datasets import naive_reference as naive
-from tests.core.datasets.corpora import EXPECTED, FIXTURES, PARTS, build, config, texts, write_corpus
+from tests.support import naive_samples as naive
+from tests.support.corpora import EXPECTED, FIXTURES, PARTS, build, config, texts, write_corpus
 
 
 @pytest.mark.parametrize("name", EXPECTED["corpora"])

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.datasets.sample_masks import attention_mask_of, loss_mask_of, position_ids_of
 from megatron.core.tokenizers import build_tokenizer
-from tests.core.datasets.corpora import FixtureTokenizer, build, config, texts, write_corpus
+from tests.support.corpora import FixtureTokenizer, build, config, texts, write_corpus
 
 
 def _train(prefix: str, size: int | None, cache: Path, **settings: Any) -> Any:

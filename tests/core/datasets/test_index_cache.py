@@ -15,7 +15,7 @@ import pytest
 
 from megatron.core.datasets.build_once import build_once_per_node
 from megatron.core.datasets.index_cache import IndexCache
-from tests.core.datasets.corpora import build, config, texts, write_corpus
+from tests.support.corpora import build, config, texts, write_corpus
 from tests.support.launch import run_ranks
 
 ARRAYS = {"first": numpy.arange(1000, dtype=numpy.int32), "second": numpy.arange(6).reshape(2, 3)}

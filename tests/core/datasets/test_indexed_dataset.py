@@ -22,7 +22,7 @@ from megatron.core.datasets.indexed_dataset import (
     get_bin_path,
     get_idx_path,
 )
-from tests.core.datasets.corpora import FIXTURES, write_corpus
+from tests.support.corpora import FIXTURES, write_corpus
 
 TOKEN_TYPES = [numpy.uint8, numpy.int8, numpy.int16, numpy.uint16, numpy.int32, numpy.int64]
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.core.datasets.sample_indices import build_sample_index, build_sample_indices, plan_epochs
-from tests.core.datasets import naive_reference as naive
+from tests.support import naive_samples as naive
 
 LENGTHS = st.lists(st.integers(0, 40), min_size=1, max_size=30).filter(lambda lengths: sum(lengths) > 1)
 

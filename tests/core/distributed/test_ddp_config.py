@@ -10,8 +10,8 @@ import torch
 
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.distributed.distributed_data_parallel_config import NOT_SERVED, TransportKind
-from megatron.core.distributed.fsdp.collectives import TRANSPORT_KINDS
-from megatron.training.flags_distributed import TRANSPORTS
+from megatron.core.distributed.fsdp.comm import TRANSPORT_KINDS
+from megatron.training.cli.flags_distributed import TRANSPORTS
 
 # For each setting that is not served, a value other than its default.
 _WISHES: dict[str, Any] = {
@@ -19,7 +19,7 @@ _WISHES: dict[str, Any] = {
     "preserve_fp32_weights": False,
     "gradient_reduce_div_fusion": False,
 }
-# Settings that are served; tests/core/distributed/fsdp/test_adapter.py shows what each changes.
+# Settings that are served; tests/core/distributed/fsdp/adapter/test_adapter.py shows what each changes.
 _SERVED = {
     "use_megatron_fsdp",
     "data_parallel_sharding_strategy",

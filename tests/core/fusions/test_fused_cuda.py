@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from megatron.core import jit
-from tests.core.fusions.cases import CASES, make_inputs, outputs_and_gradients
-from tests.core.models.tiny_gpt import build_gpt, random_tokens
+from tests.support.fusion_cases import CASES, make_inputs, outputs_and_gradients
+from tests.support.tiny_gpt import build_gpt, random_tokens
 
 # What the compiler warns of (tuning hints, its own deprecations) differs between versions and is no fault here.
 pytestmark = [pytest.mark.gpu(1), pytest.mark.filterwarnings("default")]

@@ -13,7 +13,7 @@ from megatron.core.fusions import fused_cross_entropy
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
 from megatron.core.fusions.fused_norm import fused_norm
-from tests.core.fusions.cases import CASES, make_inputs, outputs_and_gradients
+from tests.support.fusion_cases import CASES, make_inputs, outputs_and_gradients
 
 
 @pytest.mark.parametrize("name", CASES)

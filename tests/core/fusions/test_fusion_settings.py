@@ -12,7 +12,7 @@ from megatron.core import jit
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.training.arguments import build_parser, settings_from_args
-from tests.core.models.tiny_gpt import FIXTURE_NAMES, build_gpt, load_fixture, random_tokens
+from tests.support.tiny_gpt import FIXTURE_NAMES, build_gpt, load_fixture, random_tokens
 
 FUSIONS: dict[str, tuple[str, set[str]]] = {
     "bias_activation_fusion": ("--no-bias-swiglu-fusion", {"_swiglu", "_swiglu_backward"}),

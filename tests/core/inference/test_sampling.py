@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron.core.inference.sampling import generate
-from tests.core.models.tiny_gpt import VOCAB_SIZE, build_gpt, random_tokens
+from tests.support.tiny_gpt import VOCAB_SIZE, build_gpt, random_tokens
 
 
 class Counter(torch.nn.Module):

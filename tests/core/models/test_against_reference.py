@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.core.models.reference_gpt import reference_logits
-from tests.core.models.tiny_gpt import build_gpt, random_tokens
+from tests.support.reference_gpt import reference_logits
+from tests.support.tiny_gpt import build_gpt, random_tokens
 
 OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "no positions, tied": ({}, {"position_embedding_type": "none", "share_embeddings_and_output_weights": True}),

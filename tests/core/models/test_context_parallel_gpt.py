@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.context_parallel import get_batch_on_this_cp_rank
-from tests.core.models.tiny_gpt import build_gpt, random_tokens
 from tests.support.launch import run_ranks
+from tests.support.tiny_gpt import build_gpt, random_tokens
 
 MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "rope": ({"position_embedding_type": "rope"}, {"num_query_groups": 2, "apply_rope_fusion": True}),

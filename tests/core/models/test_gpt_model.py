@@ -20,7 +20,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
-from tests.core.models.tiny_gpt import build_gpt, load_fixture, random_tokens
+from tests.support.tiny_gpt import build_gpt, load_fixture, random_tokens
 
 
 def test_the_seeded_loss_is_pinned() -> None:

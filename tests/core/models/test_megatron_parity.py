@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.core.models.tiny_gpt import FIXTURE_NAMES, MOE_FIXTURE_NAMES, load_fixture
+from tests.support.tiny_gpt import FIXTURE_NAMES, MOE_FIXTURE_NAMES, load_fixture
 
 TOLERANCE = 1e-5  # fp32: fused attention and another order of sums; seen: 5e-7 on losses, 1e-7 on gradients
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron.core.distributed.fsdp import FlatAdamW, MixedPrecisionPolicy, fully_shard
-from megatron.core.distributed.fsdp.placement import strategy_placements
+from megatron.core.distributed.fsdp.config.placement import strategy_placements
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import count_zeros, get_grad_norm
 from tests.support.launch import run_ranks

@@ -12,7 +12,7 @@ from megatron.core.tensor_parallel import linear_function
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.tensor_parallel.linear_function import linear_with_main_grad
 from megatron.core.transformer.transformer_config import TransformerConfig
-from tests.core.models.tiny_gpt import build_gpt, random_tokens
+from tests.support.tiny_gpt import build_gpt, random_tokens
 
 
 class MainGrad:

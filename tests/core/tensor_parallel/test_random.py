@@ -16,8 +16,8 @@ from megatron.core.tensor_parallel.random import (
     get_cuda_rng_tracker,
     model_parallel_cuda_manual_seed,
 )
-from tests.core.models.tiny_gpt import build_gpt, random_tokens
 from tests.support.launch import run_ranks
+from tests.support.tiny_gpt import build_gpt, random_tokens
 
 CPU = torch.device("cpu")
 

@@ -15,8 +15,8 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection, group_size
 from megatron.core.tensor_parallel.partition import assemble, partition
 from megatron.core.transformer.transformer_config import TransformerConfig
-from tests.core.models.tiny_gpt import FIXTURE_NAMES, build_gpt, load_fixture, random_tokens
 from tests.support.launch import run_ranks
+from tests.support.tiny_gpt import FIXTURE_NAMES, build_gpt, load_fixture, random_tokens
 
 Values = dict[str, np.ndarray]
 

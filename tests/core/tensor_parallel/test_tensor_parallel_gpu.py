@@ -14,10 +14,10 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import TransformerConfig
-from tests.core.models.tiny_gpt import build_gpt
 from tests.core.tensor_parallel.test_tensor_parallel_gpt import whole, whole_gradient
 from tests.support.device_trace import num_overlapping, traced
 from tests.support.launch import run_ranks
+from tests.support.tiny_gpt import build_gpt
 
 LLAMA: dict[str, Any] = {
     "hidden_size": 256,

@@ -13,7 +13,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.parameter_init import NormalInit, parameter_seed
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
-from tests.core.models.tiny_gpt import build_gpt, random_tokens
+from tests.support.tiny_gpt import build_gpt, random_tokens
 
 
 def _materialise(model: torch.nn.Module, order: int = 1) -> None:

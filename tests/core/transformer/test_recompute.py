@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.core.models.tiny_gpt import build_gpt, random_tokens
+from tests.support.tiny_gpt import build_gpt, random_tokens
 
 METHODS: list[dict[str, Any]] = [
     {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron.core.distributed.fsdp import fully_shard, save_checkpoint
-from megatron.core.distributed.fsdp.flat_adamw import FlatAdamW
+from megatron.core.distributed.fsdp.flat_optimizer.flat_adamw import FlatAdamW
 from tests.support.launch import run_ranks
 
 TOOL = Path(__file__).parents[3] / "tools" / "checkpoint" / "inspect.py"

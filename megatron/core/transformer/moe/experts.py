@@ -19,7 +19,7 @@ from megatron.core.transformer.moe.weighted_activation import weighted_swiglu
 
 if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.core.transformer.moe.journey import ExpertRows
+    from megatron.core.transformer.moe.token_exchange import ExpertRows
     from megatron.core.transformer.transformer_config import TransformerConfig
 
 

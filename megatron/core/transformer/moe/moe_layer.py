@@ -99,11 +99,11 @@ class MoELayer(MegatronModule):
         Ranks: all of ``ep`` and ``expt_tp``, and in training with a load-balancing loss all of ``tp_cp``.
         """
         routing = self.router(hidden_states)
-        journey = self.token_dispatcher.plan(routing)
+        dispatch_plan = self.token_dispatcher.plan(routing)
         # While the host waits for what the plan asked, and after that, the device has this to do.
         shared = None if self.shared_experts is None else self.shared_experts(hidden_states)
-        rows = journey.to_experts(hidden_states, routing.probs)
-        output = journey.to_tokens(self.experts(rows)).view_as(hidden_states)
+        rows = dispatch_plan.dispatch(hidden_states, routing.probs)
+        output = dispatch_plan.combine(self.experts(rows)).view_as(hidden_states)
         if shared is not None:
             output = output + shared
         return output, None

@@ -8,7 +8,7 @@ experts' matrices are split over tensor-parallel ranks, each of these gets a cop
 from each, is added up at home. That is an all-gather and a reduce-scatter in the same all-to-all.
 
 [Note: what a wait costs] Between two waits the host is never ahead of the device, so each operation that it queues there
-is time of the step. Hence one node of autograd each way (``journey``), one kernel for an order of rows
+is time of the step. Hence one node of autograd each way (``dispatch_plan``), one kernel for an order of rows
 (``permutation_kernels``), and orders of rows that arrive from their counts, not by sorting.
 
 Shapes: t tokens, k experts of a token, h hidden size, e experts, l experts of this rank, r rows of this rank's experts.
@@ -23,9 +23,9 @@ import torch.distributed as dist
 
 from megatron.core.delayed_read import DelayedRead
 from megatron.core.process_groups_config import group_of, group_size
-from megatron.core.transformer.moe.journey import Journey, Trip
 from megatron.core.transformer.moe.permutation import ExpertOrder, expert_order, expert_order_up_to, with_copies
 from megatron.core.transformer.moe.routing import Routing, capacity
+from megatron.core.transformer.moe.token_exchange import DispatchPlan, TokenExchange
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -41,12 +41,12 @@ class LocalDispatcher:
         assert config.num_moe_experts, "a dispatcher is built for experts only"
         self.config, self.num_experts = config, config.num_moe_experts
 
-    def plan(self, routing: Routing) -> Journey:
+    def plan(self, routing: Routing) -> DispatchPlan:
         """The way of a microbatch's tokens, which are routed so. Ranks: this one alone.
 
         The host waits only where assignments are dropped without padding.
         """
-        return Journey(self._order(routing))
+        return DispatchPlan(self._order(routing))
 
     def _order(self, routing: Routing) -> ExpertOrder:
         limit = capacity(routing.experts.shape[0], self.config)
@@ -76,36 +76,36 @@ class AllToAllDispatcher(LocalDispatcher):
         self.num_owners = group.size() // num_copies
         self.num_local_experts = self.num_experts // self.num_owners
 
-    def plan(self, routing: Routing) -> Journey:
+    def plan(self, routing: Routing) -> DispatchPlan:
         """As ``LocalDispatcher.plan``, to all ranks' experts. Ranks: all of the group.
 
         How many rows travel is under way to the host then; it waits for it, once, when the tokens leave.
         """
         order = self._order(routing)
-        find_trip = self._find_trip(order)
+        find_exchange = self._find_exchange(order)
         if self.num_copies > 1:
             order = with_copies(order, self.num_copies, self.num_owners)
-        return Journey(order, find_trip)
+        return DispatchPlan(order, find_exchange)
 
-    def _find_trip(self, order: ExpertOrder) -> Callable[[], Trip]:
+    def _find_exchange(self, order: ExpertOrder) -> Callable[[], TokenExchange]:
         """What returns who sends how many rows to whom. Ranks: all; it makes the host wait, unless all send the same to all."""
         num_ranks, num_experts = self.group.size(), self.num_local_experts
         if order.rows_of_each is not None:
             # All ranks have as many tokens, so all have the same capacity.
             even = [[order.rows_of_each] * num_experts] * num_ranks
             arriving = order.counts.new_full((num_ranks, num_experts), order.rows_of_each)
-            return lambda: Trip(self.group, sent=even, received=even, arriving=arriving)
+            return lambda: TokenExchange(self.group, sent=even, received=even, arriving=arriving)
         both = order.counts.new_empty(2, num_ranks, num_experts)
         leaving, arriving = both.unbind()
         leaving.view(self.num_owners, self.num_copies, num_experts).copy_(order.counts.view(self.num_owners, 1, -1))
         dist.all_to_all_single(arriving, leaving, group=self.group)
         counts = DelayedRead(both)
 
-        def trip() -> Trip:
+        def exchange() -> TokenExchange:
             sent, received = counts.tensor().tolist()
-            return Trip(self.group, sent=sent, received=received, arriving=arriving)
+            return TokenExchange(self.group, sent=sent, received=received, arriving=arriving)
 
-        return trip
+        return exchange
 
 
 def build_dispatcher(config: TransformerConfig, pg_collection: ProcessGroupCollection | None) -> LocalDispatcher:

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.core.transformer.moe.tiny_moe import Reference, reference, sharded_step
 from tests.support.launch import run_ranks
+from tests.support.tiny_moe import Reference, reference, sharded_step
 
 TP, CP = "tensor_model_parallel_size", "context_parallel_size"
 EP, ETP = "expert_model_parallel_size", "expert_tensor_parallel_size"

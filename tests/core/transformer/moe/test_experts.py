@@ -14,9 +14,9 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import GroupedMLP, SequentialMLP
 from megatron.core.transformer.moe.grouped_gemm import are_aligned, can_group, grouped_linear, stacked
-from megatron.core.transformer.moe.journey import ExpertRows
+from megatron.core.transformer.moe.token_exchange import ExpertRows
 from megatron.core.transformer.moe.weighted_activation import weighted_swiglu
-from tests.core.transformer.moe.tiny_moe import FIELDS, TransformerConfig
+from tests.support.tiny_moe import FIELDS, TransformerConfig
 
 COUNTS = (5, 0, 1, 7)  # the second expert is idle
 SUBMODULES = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)

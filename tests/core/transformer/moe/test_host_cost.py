@@ -22,9 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron.core.delayed_read import DelayedRead
 from megatron.core.jit import Fusible
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.moe.journey import ExpertRows
-from tests.core.transformer.moe.tiny_moe import build_moe_gpt
+from megatron.core.transformer.moe.token_exchange import ExpertRows
 from tests.support.launch import run_ranks
+from tests.support.tiny_moe import build_moe_gpt
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, has_experts
-from tests.core.transformer.moe.tiny_moe import FIELDS, TransformerConfig, build_moe_gpt, mean_loss
+from tests.support.tiny_moe import FIELDS, TransformerConfig, build_moe_gpt, mean_loss
 
 
 def _gradients(model: GPTModel, *data_ranks: int) -> dict[str, torch.Tensor]:

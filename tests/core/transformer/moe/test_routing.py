@@ -10,8 +10,8 @@ import torch
 
 from megatron.core.transformer.moe.auxiliary_losses import AuxiliaryLosses
 from megatron.core.transformer.moe.routing import Routing, capacity, route
-from tests.core.transformer.moe import plain_router
-from tests.core.transformer.moe.tiny_moe import FIELDS, TransformerConfig
+from tests.support import plain_router
+from tests.support.tiny_moe import FIELDS, TransformerConfig
 
 LOGITS = torch.tensor([[0.0, math.log(2.0), math.log(5.0), math.log(4.0)]])  # softmax: 1, 2, 5 and 4 twelfths
 

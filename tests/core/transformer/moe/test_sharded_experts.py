@@ -11,11 +11,12 @@ import torch.distributed as dist
 
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.distributed.fsdp import FullyShardedDataParallel, microbatch
-from megatron.core.distributed.fsdp.layout import pack_rows
+from megatron.core.distributed.fsdp.layout.flat_layout import pack_rows
 from megatron.core.process_group_builder import build_process_groups
 from megatron.core.process_groups_config import group_rank, group_size
 from megatron.core.rank_grid import RankGrid
-from tests.core.transformer.moe.tiny_moe import (
+from tests.support.launch import run_ranks
+from tests.support.tiny_moe import (
     LENGTH,
     Reference,
     build_moe_gpt,
@@ -24,7 +25,6 @@ from tests.core.transformer.moe.tiny_moe import (
     own_part,
     reference,
 )
-from tests.support.launch import run_ranks
 
 CELLS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "ep2": ({"expert_model_parallel_size": 2}, {}),

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from megatron.core.process_group_builder import build_process_groups
 from megatron.core.process_groups_config import group_rank, group_size
 from megatron.core.rank_grid import RankGrid
-from megatron.core.transformer.moe.journey import ExpertRows
 from megatron.core.transformer.moe.permutation import expert_order_up_to
 from megatron.core.transformer.moe.routing import Routing, capacity
 from megatron.core.transformer.moe.token_dispatcher import (
@@ -19,8 +18,9 @@ from megatron.core.transformer.moe.token_dispatcher import (
     LocalDispatcher,
     build_dispatcher,
 )
-from tests.core.transformer.moe.tiny_moe import FIELDS, TransformerConfig
+from megatron.core.transformer.moe.token_exchange import ExpertRows
 from tests.support.launch import run_ranks
+from tests.support.tiny_moe import FIELDS, TransformerConfig
 
 NUM_TOKENS, WIDTH, NUM_EXPERTS, TOPK = 10, 3, 4, 2
 
@@ -80,9 +80,9 @@ def test_a_round_trip_on_one_rank_is_the_sum_over_kept_experts(drop: str) -> Non
     hidden, routing = _tokens(0)
     kept = _kept(routing, config)
     assert bool(kept.all()) == (drop == "dropless")
-    journey = LocalDispatcher(config).plan(routing)
-    rows = journey.to_experts(hidden, routing.probs)
-    output, expected = journey.to_tokens(_compute(rows, factors)), _directly(hidden, routing, kept, factors)
+    dispatch_plan = LocalDispatcher(config).plan(routing)
+    rows = dispatch_plan.dispatch(hidden, routing.probs)
+    output, expected = dispatch_plan.combine(_compute(rows, factors)), _directly(hidden, routing, kept, factors)
     torch.testing.assert_close(output, expected)
     weight = torch.randn_like(output)
     inputs = (hidden, routing.probs)
@@ -107,11 +107,11 @@ def _round_trips(degrees: dict[str, int], idle: int | None) -> dict[str, float]:
         dispatcher = build_dispatcher(config, groups)
         assert isinstance(dispatcher, AllToAllDispatcher)
         hidden, routing = _tokens(dist.get_rank(), idle)
-        journey = dispatcher.plan(routing)
-        rows = journey.to_experts(hidden, routing.probs)
+        dispatch_plan = dispatcher.plan(routing)
+        rows = dispatch_plan.dispatch(hidden, routing.probs)
         # Tensor-parallel ranks of an expert give summands that differ.
         share = (1 + group_rank(groups.expt_tp)) / sum(range(1, num_parts + 1))
-        output = journey.to_tokens(_compute(rows, factors[mine], share))
+        output = dispatch_plan.combine(_compute(rows, factors[mine], share))
         expected = _directly(hidden, routing, _kept(routing, config), factors)
         differences[drop] = float((output - expected).detach().abs().max())
         inputs = (hidden, routing.probs, factors)

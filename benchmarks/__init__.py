@@ -1,0 +1,1 @@
+"""Comparisons with other engines; start the scripts beside this file."""

@@ -1,0 +1,188 @@
+"""This repository's engine, with each of its optimisations as an option that can be left out."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import megatron.core.distributed.fsdp as fsdp
+from benchmarks.engines.engine import BETAS, WEIGHT_DECAY, Engine, EngineSettings, MemoryPlan, adamw
+from benchmarks.engines.plain_gpt import Linear, MainGradLinear, PlainGpt
+from megatron.core.distributed.fsdp.api.fully_shard import contexts_of
+from megatron.core.distributed.fsdp.comm.choose import transport_problem
+from megatron.core.distributed.fsdp.comm.symmetric import SymmetricTransport
+from megatron.core.distributed.fsdp.runtime.context import FsdpContext
+
+# How engines are named on the command line, and how ``fully_shard`` calls the transport.
+TRANSPORTS = {"nccl": "nccl", "symm": "symm", "peer": "peer_copy"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class OursOptions:
+    """What an engine of ours is made with."""
+
+    transport: str = "nccl"
+    """A key of ``TRANSPORTS``."""
+    linear: type = MainGradLinear
+    """Class of the linear layers; ``MainGradLinear`` writes weight gradients in place."""
+    flat_optimizer: bool = True
+    """``FlatAdamW`` over flat shards, not PyTorch's AdamW over the parameters."""
+    remainders: bool = True
+    """Main weights are kept as the bf16 model weight and the 16 bits that it lacks, not as fp32 beside it."""
+    overlaps_forward: bool = True
+    """The optimizer's update of a unit may run under the next forward."""
+    gathers_apart: bool = True
+    """All-gathers on a communicator of their own, so that they run beside reductions; peer copy needs none."""
+    wide_grads: bool = False
+    """Main gradients are fp32 where nothing is accumulated too; else they rest as they came over the wire, in bf16."""
+    fine_units: bool = False
+    """Each matrix of a layer is a unit, not each layer: smaller arenas, four times as many gathers and reductions."""
+    prepares_forward: bool = True
+    """After each step the first gather of the next is begun."""
+    kept_gib: float = 0.0
+    """GiB of gathered weights that may stay from forward to backward, and between microbatches."""
+    graph: bool = False
+    """Whole steps are one CUDA graph."""
+
+
+# ``+keep=GIB`` behind an engine's name.
+_KEEP = re.compile(r"keep=(\d+(?:\.\d+)?)")
+# What ``+name`` behind an engine's name changes, and in words.
+VARIATIONS: dict[str, tuple[dict[str, Any], str]] = {
+    "plain": ({"linear": Linear}, "on torch's linear layers"),
+    "fp32main": ({"remainders": False}, "fp32 main weights beside the bf16 ones"),
+    "torchadam": (
+        {"flat_optimizer": False, "remainders": False, "overlaps_forward": False},
+        "PyTorch's fused AdamW on fp32 main weights",
+    ),
+    "nooverlap": ({"overlaps_forward": False}, "the whole update before the next forward"),
+    "fp32grads": ({"wide_grads": True}, "fp32 main gradients, also of one microbatch"),
+    "fine": ({"fine_units": True}, "each matrix of a layer a unit"),
+    "together": ({"gathers_apart": False}, "gathers and reductions on one communicator"),
+    "nosync": ({"prepares_forward": False}, "nothing launched between step and forward"),
+}
+_ALIASES = {"ours-plain": "ours-nccl+plain"}
+
+
+def parse_ours(name: str) -> OursOptions:
+    """The options of ``ours-TRANSPORT[-graph][+VARIATION...]``.
+
+    Raises:
+        ValueError: no such engine, transport or variation.
+    """
+    base, *variations = _parts(name)
+    prefix, _, rest = base.partition("-")
+    transport, _, suffix = rest.partition("-")
+    if prefix != "ours" or transport not in TRANSPORTS or suffix not in ("", "graph"):
+        raise ValueError(
+            f"an engine of ours must be named ours-{{{','.join(TRANSPORTS)}}}[-graph][+VARIATION...], got {name}"
+        )
+    unknown = [v for v in variations if v not in VARIATIONS and not _KEEP.fullmatch(v)]
+    if unknown:
+        raise ValueError(
+            f"variations must be among {', '.join(VARIATIONS)}, keep=GIB, got {', '.join(unknown)} in {name}"
+        )
+    changes: dict[str, Any] = {}
+    for variation in variations:
+        keep = _KEEP.fullmatch(variation)
+        changes |= {"kept_gib": float(keep[1])} if keep else VARIATIONS[variation][0]
+    if suffix:
+        # A graph holds whole steps: nothing may be launched before it for the next one, or left over for it.
+        changes |= {"graph": True, "prepares_forward": False, "overlaps_forward": False}
+    return dataclasses.replace(OursOptions(transport=transport), **changes)
+
+
+def _parts(name: str) -> list[str]:
+    base, *variations = name.split("+")
+    return [*_ALIASES.get(base, base).split("+"), *variations]
+
+
+def describe_ours(name: str) -> str:
+    """The engine in words."""
+    options = parse_ours(name)
+    words = [f"this repository's fully_shard (ZeRO-3), transport {TRANSPORTS[options.transport]}"]
+    words += [VARIATIONS[v][1] for v in _parts(name)[1:] if v in VARIATIONS]
+    if options.kept_gib:
+        words.append(f"{options.kept_gib:g} GiB of gathered weights kept for backward")
+    if options.graph:
+        words.append("each step one CUDA graph")
+    return ", ".join(words)
+
+
+def why_not_ours(options: OursOptions, settings: EngineSettings) -> str | None:
+    """Why an engine with these options cannot run here; None if it can. Ranks: all, and all answer alike."""
+    if options.graph and settings.device.type != "cuda":
+        return "CUDA graphs need CUDA devices"
+    kind = TRANSPORTS[options.transport]
+    if kind == "nccl" or settings.mesh.size() == 1:
+        return None
+    problem = transport_problem(kind, settings.mesh.get_group(), settings.device)
+    return None if problem is None else f"transport {kind} cannot serve these ranks: {problem}"
+
+
+class Ours(Engine):
+    """Fully sharded by this repository's ``fully_shard`` (ZeRO-3)."""
+
+    model: PlainGpt
+
+    def __init__(self, settings: EngineSettings, options: OursOptions) -> None:
+        self.options = options
+        self._gather_group = dist.new_group() if options.gathers_apart and options.transport != "peer" else None
+        accumulates = settings.num_microbatches > 1
+        policy = fsdp.MixedPrecisionPolicy(
+            main_params_dtype=torch.bfloat16 if options.remainders else torch.float32,
+            main_grads_dtype=torch.float32 if accumulates or options.wide_grads else torch.bfloat16,
+            grad_comm_dtype=torch.bfloat16,
+        )
+        with torch.device("meta"):
+            model = PlainGpt(settings.shape, linear=options.linear, dtype=torch.bfloat16, seed=settings.seed)
+        kind = TRANSPORTS[options.transport]
+        inner = [m for layer in model.layers for m in layer.children()] if options.fine_units else []
+        matrices = [module for module in inner if isinstance(module, options.linear)]
+        for unit in (*matrices, *model.units(), model):
+            fsdp.fully_shard(unit, settings.mesh, None, policy, fsdp_group_ag=self._gather_group, transport=kind)  # type: ignore[arg-type]
+        self.model = model
+        self.contexts: list[FsdpContext] = contexts_of(model)
+        for context in self.contexts:
+            context.planner.memory_budget_nbytes = int(options.kept_gib * 2**30)
+        self.optimizer = self._make_optimizer(settings)
+
+    def _make_optimizer(self, settings: EngineSettings) -> torch.optim.Optimizer:
+        options, parameters = self.options, self.model.parameters()
+        if not options.flat_optimizer:
+            return fsdp.fully_shard_optimizer(adamw(parameters, settings, capturable=options.graph))
+        return fsdp.FlatAdamW(
+            parameters,
+            lr=settings.learning_rate,
+            betas=BETAS,
+            weight_decay=WEIGHT_DECAY,
+            store_param_remainders=options.remainders,
+            overlaps_forward=options.overlaps_forward,
+        )
+
+    def scope(self, *, is_first: bool, is_last: bool) -> AbstractContextManager[Any]:
+        return fsdp.microbatch(self.model, is_first=is_first, is_last=is_last)
+
+    def after_step(self) -> None:
+        if self.options.prepares_forward:
+            for context in self.contexts:
+                context.prepare_forward()
+
+    def memory_plan(self) -> MemoryPlan:
+        reports = [context.describe() for context in self.contexts]
+        return MemoryPlan("\n".join(map(str, reports)), sum(report.at_rest for report in reports))
+
+    def close(self) -> None:
+        groups = [group for context in self.contexts for group in context.groups]
+        for transport in {axis for group in groups for axis in group.group_mesh.axes}:
+            if isinstance(transport, SymmetricTransport):
+                transport.close()  # what it has registered must not outlive its groups
+        if self._gather_group is not None:
+            dist.destroy_process_group(self._gather_group)
+            self._gather_group = None

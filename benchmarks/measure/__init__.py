@@ -1,0 +1,1 @@
+"""Timing, memory, overlap and host counts of a step."""

@@ -1,0 +1,1 @@
+"""Pages of results, bars to clear and checks that losses agree."""

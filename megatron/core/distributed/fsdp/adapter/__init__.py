@@ -1,0 +1,1 @@
+"""Megatron-Core's configuration and process groups, turned into ``fully_shard`` calls."""

@@ -1,0 +1,359 @@
+"""The door for Megatron code: a configuration and process groups in, ``fully_shard`` calls out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from fractions import Fraction
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.fsdp.adapter.model_groups import distributed_index, has_experts, model_parallel
+from megatron.core.distributed.fsdp.api.fully_shard import contexts_of, fully_shard
+from megatron.core.distributed.fsdp.api.group_meshes import is_expert
+from megatron.core.distributed.fsdp.api.module import FsdpModule, fsdp_modules
+from megatron.core.distributed.fsdp.buffers.grad_sums import sum_grads
+from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
+from megatron.core.distributed.fsdp.comm import SharedTransports
+from megatron.core.distributed.fsdp.comm.symmetric import SymmetricTransport
+from megatron.core.distributed.fsdp.config.mixed_precision import MixedPrecisionPolicy
+from megatron.core.distributed.fsdp.config.placement import Placements, hybrid_placements, strategy_placements
+from megatron.core.distributed.fsdp.mesh.distributed_index import FSDPDistributedIndex
+from megatron.core.distributed.fsdp.mesh.group_mesh import device_of
+from megatron.core.distributed.fsdp.mesh.model_parallel import ModelParallel
+from megatron.core.distributed.fsdp.runtime.context import FsdpContext
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.process_groups_config import ProcessGroupCollection, group_size
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+
+class FullyShardedDataParallel(nn.Module):
+    """A model whose weights, gradients and optimizer state are sharded over the data-parallel ranks.
+
+    Args:
+        config: read for ``calculate_per_token_loss``: gradients are then summed over ranks, not averaged.
+        ddp_config: strategy, dtypes and overlap.
+        module: the model, changed in place; parameters on the meta device are made here, unit by unit.
+        fsdp_unit_modules: classes (or names of classes) of the modules that are units. None: transformer layers, the
+            embedding and the output layer, each by itself. What is in no unit belongs to the root.
+        disable_bucketing: must be False: gradients are reduced unit by unit.
+        device: the device of the ranks' shards; None: the current CUDA device where the group is NCCL's, else the CPU.
+        pg_collection: its ``dp_cp`` (or, if None, ``dp``) is the sharding group; None: all ranks. Under hybrid sharding
+            (``num_distributed_optimizer_instances`` above 1) that is ``intra_dp_cp``, and ``inter_dist_opt`` the group over
+            which it is replicated. Experts (parameters with ``allreduce=False``) are sharded over ``expt_dp``; ``tp``,
+            ``expt_tp``, ``pp`` and ``embd`` are read where they are: see ``ModelParallel`` for what parameters say by
+            attributes.
+
+    Raises:
+        ValueError: the collection has no data-parallel group, or none for hybrid sharding, or these do not fit; a unit class that the model does not hold; the transport
+            that ``ddp_config`` names cannot serve the ranks, or its memory budget is a fraction of no device.
+        NotImplementedError: ``disable_bucketing=True``, or a setting that is not served.
+
+    Ranks: all of the sharding group; weights become those of its first rank.
+    Source: Megatron-Core's class of this name (signature and methods).
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        ddp_config: DistributedDataParallelConfig,
+        module: nn.Module,
+        fsdp_unit_modules: Sequence[type[nn.Module] | str] | None = None,
+        disable_bucketing: bool = False,
+        device: torch.device | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        super().__init__()
+        if disable_bucketing:
+            raise NotImplementedError("disable_bucketing must be False, got True: gradients are reduced unit by unit")
+        self.config, self.ddp_config, self.module = config, ddp_config, module
+        self.pg_collection = pg_collection or ProcessGroupCollection.data_parallel()
+        self.dist_index = distributed_index(self.pg_collection, ddp_config, device, has_experts=has_experts(module))
+        self._model_parallel = model_parallel(self.pg_collection, self.dist_index)
+        group = self.dist_index.get_dp_group()
+        sums = getattr(config, "calculate_per_token_loss", False)
+        units = _units(module, fsdp_unit_modules, is_stage=group_size(self.pg_collection.pp) > 1)
+        self._shard = _Sharder(
+            index=self.dist_index,
+            model_parallel=self._model_parallel,
+            ddp_config=ddp_config,
+            grad_divisor=Fraction(1, group.size()) if sums else Fraction(1),
+            sizes_nbytes={is_one: _sizes_nbytes(units, experts=is_one) for is_one in (False, True)},
+        )
+        for unit in units:
+            self._shard(unit)
+        self._shard(module)
+        _tie_output_layer(module)
+        memory_budget_nbytes = _budget_nbytes(
+            ddp_config.fsdp_memory_budget, group, device_of(self.dist_index.get_root_mesh())
+        )
+        for context in self._contexts():
+            context.overlaps_gather = ddp_config.overlap_param_gather
+            context.overlaps_reduce = ddp_config.overlap_grad_reduce
+            context.planner.ahead_numel = ddp_config.suggested_communication_unit_size or 0
+            context.planner.memory_budget_nbytes = memory_budget_nbytes
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward. Ranks: all."""
+        return self.module(*args, **kwargs)
+
+    def _contexts(self) -> list[FsdpContext]:
+        return contexts_of(self.module)
+
+    @property
+    def parameter_groups(self) -> list[FsdpParameterGroup]:
+        """All parameter groups of the model, in the order of ``modules()``."""
+        return [group for module in fsdp_modules(self.module) for group in module.parameter_groups]
+
+    @property
+    def transport_names(self) -> list[str]:
+        """What moves this model's bytes between ranks: "nccl", "symm", "peer_copy", "gloo" or "local"."""
+        return sorted({axis.name for group in self.parameter_groups for axis in group.group_mesh.axes})
+
+    def close(self) -> None:
+        """Afterwards no memory of the model is registered with process groups, which can then be destroyed.
+
+        Only symmetric memory registers any; deleting the model does the same. Ranks: all; blocks the host.
+        """
+        transports = {axis for group in self.parameter_groups for axis in group.group_mesh.axes}
+        for transport in transports:
+            if isinstance(transport, SymmetricTransport):
+                transport.close()
+
+    def describe(self) -> str:
+        """What the engine's buffers take on this rank, as a table: as expected before a step has run, then as planned."""
+        return "\n".join(str(context.describe()) for context in self._contexts())
+
+    # ---- weights ------------------------------------------------------------------------------------------------
+
+    def start_param_sync(self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False) -> None:
+        """Afterwards the step's weights are final and the first unit's are being gathered. Ranks: all.
+
+        Call it after the optimizer's step. It does nothing where ``fsdp_all_gather_in_start_param_sync`` is off (and
+        nothing is asked to be forced): the first forward then gathers.
+        """
+        if self.ddp_config.fsdp_all_gather_in_start_param_sync or force_sync or force_dispatch:
+            for context in self._contexts():
+                context.prepare_forward()
+        if force_sync:
+            self.synchronize_param_gather()
+
+    def synchronize_param_gather(self) -> None:
+        """Afterwards work on the caller's stream sees whatever was gathered ahead."""
+        for context in self._contexts():
+            context.unsharder.wait_for_gathers()
+
+    @torch.no_grad()
+    def broadcast_params(self) -> None:
+        """Afterwards replicated main weights equal the first rank's; sharded ones have one owner each. Ranks: all."""
+        for group in self.parameter_groups:
+            group.broadcast_replicas()
+        for context in self._contexts():
+            context.weights_changed()
+
+    # ---- gradients ----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """In the scope, backward does not reduce gradients further than they rest between microbatches."""
+        with ExitStack() as scopes:
+            for context in self._contexts():
+                scopes.enter_context(context.accumulate())
+            yield
+
+    def start_grad_sync(self, *unused: Any) -> None:
+        """Afterwards gradients that rest unreduced are being reduced: those of ``no_sync`` alone. Ranks: all."""
+        for context in self._contexts():
+            context.reduce_partial()
+
+    def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
+        """Afterwards ``param.grad`` holds the gradients of the whole step. Ranks: all.
+
+        Raises:
+            RuntimeError: with ``check_for_nan_in_grad``, a gradient that is not finite; on every rank.
+        """
+        self.start_grad_sync()
+        sum_grads(self.parameter_groups, in_use=True)
+        if self.ddp_config.check_for_nan_in_grad:
+            self._check_finite()
+
+    def _check_finite(self) -> None:
+        groups = [group for group in self.parameter_groups if group.has_main_grad]
+        named = [(group.name_of(index), p.grad) for group in groups for index, p in enumerate(group.sharded)]
+        grads = [(name, grad.to_local()) for name, grad in named if grad is not None]  # type: ignore[attr-defined]
+        bad = [name for name, grad in grads if not grad.isfinite().all()]
+        device = device_of(self.dist_index.get_root_mesh())
+        is_finite = torch.tensor(not bad, dtype=torch.int32, device=device)
+        ranks = self._model_parallel.model_groups or (self.dist_index.get_dp_group(),)
+        for ranks_of_model in ranks:
+            dist.all_reduce(is_finite, op=dist.ReduceOp.MIN, group=ranks_of_model)
+        if is_finite:
+            return
+        for ranks_of_model in ranks:
+            found: list[list[str]] = [[]] * ranks_of_model.size()
+            dist.all_gather_object(found, bad, group=ranks_of_model)
+            bad = list(dict.fromkeys(name for names in found for name in names))
+        others = f" and {len(bad) - 1} other parameters" if len(bad) > 1 else ""
+        raise RuntimeError(
+            f"gradients must be finite, got NaN or infinity in that of {bad[0]}{others} (rank {dist.get_rank()} and "
+            "all others stop here)"
+        )
+
+    @torch.no_grad()
+    def scale_gradients(self, scaling_factor: float | torch.Tensor) -> None:
+        """Afterwards every main gradient is ``scaling_factor`` times what it was."""
+        flats = [group.main_grad_storage.flat for group in self.parameter_groups if group.has_main_grad]
+        if flats:
+            torch._foreach_mul_(flats, scaling_factor)
+
+    def zero_grad_buffer(self) -> None:
+        """Afterwards there are no gradients, and they take no memory."""
+        for group in self.parameter_groups:
+            group.clear_grads()
+
+    # ---- state --------------------------------------------------------------------------------------------------
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """The sharded main weights under the names of the unwrapped model, which ``load_state_dict`` takes."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
+        """The sharded main weights under the names of the unwrapped model."""
+        return self.module.state_dict(prefix=prefix, keep_vars=keep_vars)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Afterwards the main weights equal ``state_dict``: full tensors or DTensors under the unwrapped model's names.
+
+        Raises:
+            RuntimeError: missing, extra or mis-shaped keys (``strict``), by name.
+        """
+        return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
+
+
+class _Sharder:
+    """``fully_shard`` with the settings of one model."""
+
+    def __init__(
+        self,
+        *,
+        index: FSDPDistributedIndex,
+        model_parallel: ModelParallel,
+        ddp_config: DistributedDataParallelConfig,
+        grad_divisor: Fraction,
+        sizes_nbytes: Mapping[bool, Sequence[int]],
+    ) -> None:
+        for experts in (False, True) if index.expt_device_mesh is not None else (False,):
+            # Chosen here, where the sizes of the units are known; meshes remember it.
+            mesh = index.get_root_mesh(experts)
+            SharedTransports.of(mesh).resolve(
+                ddp_config.transport_kind,
+                index.get_fsdp_group(experts),
+                index.get_fsdp_group(experts, independent_all_gather=True),
+                device_of(mesh),
+                sizes_nbytes=sizes_nbytes[experts],
+            )
+        comm_dtype = ddp_config.megatron_fsdp_grad_comm_dtype
+        if comm_dtype is None and ddp_config.grad_reduce_in_fp32:
+            comm_dtype = torch.float32
+        self._arguments: dict[str, Any] = {
+            "mesh": index.get_root_mesh(),
+            "placements": _placements(index, ddp_config.data_parallel_sharding_strategy),
+            "mixed_precision_policy": MixedPrecisionPolicy(
+                main_params_dtype=ddp_config.megatron_fsdp_main_params_dtype,
+                main_grads_dtype=ddp_config.megatron_fsdp_main_grads_dtype,
+                grad_comm_dtype=comm_dtype,
+            ),
+            "grad_divisor": grad_divisor,
+            "fsdp_group_ag": index.get_fsdp_group(independent_all_gather=True),
+            "transport": ddp_config.transport_kind,
+            "model_parallel": model_parallel,
+        }
+
+    def __call__(self, module: nn.Module) -> None:
+        fully_shard(module, **self._arguments)
+
+
+def _placements(index: FSDPDistributedIndex, strategy: str) -> Placements:
+    """The strategy on the index's axes."""
+    assert index.dp_shard_dim is not None
+    if index.dp_outer_dim is None:
+        return strategy_placements(strategy, index.dp_shard_dim)
+    outer = "optim" if index.hsdp_outer_dp_shard else "no_shard"
+    return hybrid_placements(strategy, outer, (index.dp_outer_dim, index.dp_shard_dim))
+
+
+def _units(model: nn.Module, classes: Sequence[type[nn.Module] | str] | None, *, is_stage: bool) -> list[nn.Module]:
+    """The modules that become units, innermost first, in the order of ``modules()``.
+
+    Args:
+        is_stage: other pipeline stages may hold what this one lacks.
+    """
+    if classes is None:
+        output_layer = getattr(model, "output_layer", None)
+        found = [
+            m for m in model.modules() if isinstance(m, TransformerLayer | LanguageModelEmbedding) or m is output_layer
+        ]
+    else:
+        names = {c for c in classes if isinstance(c, str)}
+        types = tuple(c for c in classes if not isinstance(c, str))
+        found = [m for m in model.modules() if isinstance(m, types) or type(m).__name__ in names]
+        absent = names - {type(m).__name__ for m in found}
+        absent |= {c.__name__ for c in types if not any(isinstance(m, c) for m in found)}
+        if absent and not is_stage:
+            raise ValueError(
+                f"fsdp_unit_modules must be classes of modules in the model, got {sorted(absent)}, which it lacks"
+            )
+    return [module for module in reversed(found) if module is not model]
+
+
+def _sizes_nbytes(units: Sequence[nn.Module], *, experts: bool) -> list[int]:
+    """Bytes of a typical unit's and of the largest unit's weights, dense or experts'; of none where there are no units."""
+    sizes = sorted(
+        sum(p.numel() * p.element_size() for p in unit.parameters() if is_expert(p) is experts) for unit in units
+    )
+    return sorted({sizes[len(sizes) // 2], sizes[-1]}) if sizes else []
+
+
+def _budget_nbytes(budget: float | None, group: ProcessGroup, device: torch.device) -> int:
+    """Bytes that a budget means, the same on all ranks. Ranks: all of the group, for a fraction of the device."""
+    if budget is None or budget >= 1:
+        return int(budget or 0)
+    if device.type != "cuda":
+        raise ValueError(
+            f"fsdp_memory_budget must be bytes where there is no device with memory of its own, got {budget} on {device.type}"
+        )
+    total = torch.tensor(torch.cuda.get_device_properties(device).total_memory, device=device)
+    dist.all_reduce(total, op=dist.ReduceOp.MIN, group=group)  # ranks plan alike
+    return int(budget * total.item())
+
+
+def _tie_output_layer(model: nn.Module) -> None:
+    """Afterwards an output layer that is given the embedding's weight has it gathered when it runs.
+
+    The model hands the weight over before the output layer runs, when it is sharded; the layer's unit borrows the
+    embedding's group, and a hook puts the gathered weight in its place. Where the output layer is no unit, the
+    weight stays gathered while the root runs, which is around it.
+    """
+    output_layer = getattr(model, "output_layer", None)
+    shares = getattr(model, "share_embeddings_and_output_weights", False) and getattr(model, "pre_process", False)
+    if not shares or output_layer is None:
+        return
+    embedding = model.embedding.word_embeddings  # type: ignore[union-attr]
+    group = embedding.weight._fsdp_group()  # type: ignore[union-attr, operator]
+    if not isinstance(output_layer, FsdpModule):
+        assert isinstance(model, FsdpModule)
+        if group not in model._fsdp_unit.groups:
+            model._fsdp_unit.borrow(group)
+        return
+    output_layer._fsdp_unit.borrow(group)
+
+    def with_gathered_weight(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return args, {**kwargs, "weight": embedding.weight}  # type: ignore[union-attr]
+
+    output_layer.register_forward_pre_hook(with_gathered_weight, with_kwargs=True)

@@ -1,0 +1,155 @@
+"""The meshes over which a model of process groups is sharded, and the ranks between which it is split besides."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.fsdp.api.group_meshes import is_expert
+from megatron.core.distributed.fsdp.mesh.distributed_index import FSDPDistributedIndex
+from megatron.core.distributed.fsdp.mesh.group_mesh import mesh_of_groups
+from megatron.core.distributed.fsdp.mesh.model_parallel import ModelParallel
+from megatron.core.process_groups_config import ProcessGroupCollection, group_size
+
+AXIS, OUTER_AXIS, TENSOR_AXIS = "dp_cp", "dp_outer", "tp"
+
+
+def distributed_index(
+    groups: ProcessGroupCollection,
+    ddp_config: DistributedDataParallelConfig,
+    device: torch.device | None,
+    *,
+    has_experts: bool,
+) -> FSDPDistributedIndex:
+    """The meshes of the collection's groups: (tp, outer, dp_cp) of those axes that are used, for experts too.
+
+    Args:
+        device: of the shards; None: the current CUDA device where the group is NCCL's, else the CPU.
+        has_experts: the model holds parameters with ``allreduce=False``. They have a mesh of their own where they are
+            sharded over other ranks than the others.
+
+    Raises:
+        ValueError: a group is missing, or the groups are not the axes of a mesh.
+
+    Ranks: all of the collection's groups; blocks where there is tensor parallelism.
+    """
+    dense = groups.dp_cp or groups.dp
+    if dense is None:
+        raise ValueError("pg_collection must hold a data-parallel group in dp_cp or dp, got None in both")
+    if device is None:
+        is_cuda = torch.cuda.is_available() and "nccl" in str(dist.get_backend_config(dense))
+        device = torch.device("cuda" if is_cuda else "cpu")
+    instances = ddp_config.num_distributed_optimizer_instances
+    is_hybrid = instances > 1
+    hybrid = (groups.inter_dist_opt, groups.intra_dp_cp) if is_hybrid else None
+    mesh = _mesh(dense, hybrid, groups.tp, device.type, instances, "inter_dist_opt and intra_dp_cp")
+    expert_mesh = None
+    if has_experts and _experts_differ(groups, dense):
+        assert groups.expt_dp is not None
+        hybrid = (groups.inter_expt_dist_opt, groups.intra_expt_dp) if is_hybrid else None
+        names = "inter_expt_dist_opt and intra_expt_dp"
+        expert_mesh = _mesh(groups.expt_dp, hybrid, groups.expt_tp, device.type, instances, names)
+    return FSDPDistributedIndex(
+        mesh,
+        dp_shard_dim=AXIS,
+        dp_outer_dim=OUTER_AXIS if is_hybrid else None,
+        tp_dim=TENSOR_AXIS if group_size(groups.tp) > 1 else None,
+        hybrid_fsdp_group=dense if is_hybrid else None,
+        hybrid_fsdp_expt_group=groups.expt_dp if is_hybrid and expert_mesh is not None else None,
+        hsdp_outer_dp_shard=is_hybrid and ddp_config.outer_dp_sharding_strategy == "optim",
+        expt_device_mesh=expert_mesh,
+        fsdp_group_ag=groups.dp_cp_ag,
+        expt_fsdp_group_ag=groups.expt_dp_ag if expert_mesh is not None else None,
+    )
+
+
+def model_parallel(groups: ProcessGroupCollection, index: FSDPDistributedIndex) -> ModelParallel:
+    """Between which ranks the model is split besides data parallelism. Communicates nothing."""
+    return ModelParallel(
+        tensor_axis=index.tp_dim or (TENSOR_AXIS if index.expt_device_mesh is not None else None),
+        expert_mesh=index.expt_device_mesh,
+        expert_group_ag=index.expt_fsdp_group_ag,
+        embedding_group=groups.embd,
+        model_groups=_model_groups(groups, index),
+    )
+
+
+def has_experts(model: nn.Module) -> bool:
+    """True if a parameter of the model is an expert's."""
+    return any(is_expert(parameter) for parameter in model.parameters())
+
+
+def _model_groups(groups: ProcessGroupCollection, index: FSDPDistributedIndex) -> tuple[ProcessGroup, ...]:
+    split = group_size(groups.tp) * group_size(groups.pp)
+    if split == 1 and index.expt_device_mesh is None:
+        return ()
+    dense = index.get_dp_group()
+    if dense.size() * split == dist.get_world_size():
+        everyone = dist.group.WORLD
+        assert everyone is not None
+        return (everyone,)
+    others: Iterable[ProcessGroup | None] = (groups.mp,) if groups.mp is not None else (groups.tp, groups.pp)
+    return tuple(group for group in (dense, *others) if group is not None and group.size() > 1)
+
+
+def _experts_differ(groups: ProcessGroupCollection, dense: ProcessGroup) -> bool:
+    """True if experts are sharded over other ranks than the other parameters."""
+    if groups.expt_dp is None:
+        if group_size(groups.ep) > 1:
+            raise ValueError(
+                f"pg_collection must hold expt_dp, the ranks that hold the same experts, for experts that are split over "
+                f"{group_size(groups.ep)} ranks, got None; make it with build_process_groups"
+            )
+        return False
+    return _ranks(groups.expt_dp) != _ranks(dense) or _ranks(groups.expt_tp) != _ranks(groups.tp)
+
+
+def _ranks(group: ProcessGroup | None) -> list[int]:
+    return [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
+
+
+def _mesh(
+    whole: ProcessGroup,
+    hybrid: tuple[ProcessGroup | None, ProcessGroup | None] | None,
+    tensor: ProcessGroup | None,
+    device_type: str,
+    instances: int,
+    names: str,
+) -> DeviceMesh:
+    """The mesh of ``whole``, or of its outer and inner group, with the tensor-parallel axis before them if it is used."""
+    if hybrid is None:
+        mesh = DeviceMesh.from_group(whole, device_type, mesh_dim_names=(AXIS,))
+    else:
+        outer, inner = hybrid
+        if outer is None or inner is None or outer.size() != instances:
+            sizes = [None if each is None else each.size() for each in hybrid]
+            raise ValueError(
+                f"num_distributed_optimizer_instances={instances} needs {names} in pg_collection, the first of {instances} "
+                f"ranks, got groups of {sizes[0]} and {sizes[1]} ranks; make them with build_process_groups"
+            )
+        mesh = mesh_of_groups(whole, [outer, inner], device_type, (OUTER_AXIS, AXIS))
+    return mesh if tensor is None or tensor.size() == 1 else _with_tensor_axis(mesh, whole, tensor)
+
+
+def _with_tensor_axis(mesh: DeviceMesh, whole: ProcessGroup, tensor: ProcessGroup) -> DeviceMesh:
+    """``mesh``, which ``whole`` spans, and before its axes that of the tensor-parallel groups. Ranks: all; blocks."""
+    found: list[list[int]] = [[]] * whole.size()
+    dist.all_gather_object(found, _ranks(tensor), group=whole)
+    lines = dict(zip(_ranks(whole), found, strict=True))
+    in_order = mesh.mesh.flatten().tolist()
+    if len({len(line) for line in found}) > 1 or [lines[rank][tensor.rank()] for rank in in_order] != in_order:
+        raise ValueError(
+            f"the tensor-parallel groups of the data-parallel ranks {_ranks(whole)} must be of one size and hold each at one "
+            f"place, got {found}"
+        )
+    table = torch.tensor([lines[rank] for rank in in_order])
+    ranks = table.T.reshape(tensor.size(), *mesh.shape).contiguous()
+    groups = [tensor, *(mesh.get_group(axis) for axis in range(mesh.ndim))]
+    names = (TENSOR_AXIS, *(mesh.mesh_dim_names or ()))
+    return DeviceMesh.from_group(groups, mesh.device_type, mesh=ranks, mesh_dim_names=names)

@@ -1,0 +1,192 @@
+"""What ``fully_shard`` adds to a module: its weights are gathered around each forward and backward."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
+from megatron.core.distributed.fsdp.runtime.context import FsdpContext
+from megatron.core.distributed.fsdp.runtime.unit import FsdpUnit
+from megatron.core.distributed.fsdp.runtime.unit import Phase as _Phase
+
+# Outputs are searched this deep for tensors; deeper ones would be a data structure, not an output.
+_MAX_DEPTH = 8
+
+
+class FsdpModule(nn.Module if TYPE_CHECKING else object):  # type: ignore[misc]
+    """A module whose parameters are sharded. Made by ``fully_shard``, never directly.
+
+    At rest its parameters are DTensors, sharded main weights; around forward and backward they are whole.
+    """
+
+    Phase = _Phase
+    _fsdp_unit: FsdpUnit
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Forward on whole weights. Ranks: all of the mesh, in the same order of units."""
+        unit = self._fsdp_unit
+        context = find_context(self)
+        recomputes = context.enter_forward(unit)
+        try:
+            output = super().__call__(*args, **kwargs)
+        except BaseException:
+            if not recomputes:
+                context.fail_forward(unit)
+            raise
+        leave = context.leave_recomputation if recomputes else context.leave_forward
+        leave(unit, list(_differentiable(output, 0)) if torch.is_grad_enabled() else [])
+        return output
+
+    @property
+    def parameter_groups(self) -> list[FsdpParameterGroup]:
+        """Groups of the parameters that this module manages, without those of nested ones."""
+        return self._fsdp_unit.own_groups
+
+    @property
+    def use_symm_mem(self) -> bool:
+        """True if this module's parameters are gathered and reduced through NCCL symmetric memory."""
+        return any(group.use_symm_mem for group in self._fsdp_unit.own_groups)
+
+    @property
+    def phase(self) -> _Phase:
+        """What the unit is doing."""
+        return self._fsdp_unit.phase
+
+    def unshard(self) -> None:
+        """Afterwards the module's parameters are whole tensors, until ``reshard``. Ranks: all of the mesh.
+
+        What is written to them is lost at ``reshard``; write to the sharded parameters instead.
+        """
+        find_context(self).unshard(self._fsdp_unit)
+
+    def reshard(self) -> None:
+        """Afterwards the module's parameters are sharded again, unless a pass is using them."""
+        find_context(self).reshard(self._fsdp_unit)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> nn.Module:
+        """Afterwards ``fn`` has converted the buffers; it must leave the parameters' dtype and device alone.
+
+        What it made of the parameters is dropped: PyTorch would put another object in the place of each DTensor.
+        """
+        groups = [group for module in fsdp_modules(self) for group in module.parameter_groups]
+        for group in groups:
+            with torch.no_grad():
+                own, converted = group.main_weight.local[:1], fn(group.main_weight.local[:1])
+            if converted.dtype != own.dtype or converted.device != own.device:
+                raise RuntimeError(
+                    f"the dtype and device of sharded parameters must stay {own.dtype} on {own.device}, got {converted.dtype} "
+                    f"on {converted.device} from .to(), .half(), .cuda() or the like; convert the module before fully_shard"
+                )
+        hidden = [
+            (module, key, parameter)
+            for module in self.modules()
+            for key, parameter in module._parameters.items()
+            if hasattr(parameter, "_fsdp_group")
+        ]
+        for module, key, _ in hidden:
+            module._parameters[key] = None
+        try:
+            super()._apply(fn, recurse)
+        finally:
+            for module, key, parameter in hidden:
+                module._parameters[key] = parameter
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise NotImplementedError(
+            f"{type(self).__name__} must not be copied: its parameters are views of buffers that ranks share. Copy the "
+            "module before fully_shard, or load the state_dict() of this one into another"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise NotImplementedError(
+            f"{type(self).__name__} must not be pickled: its parameters are shards of buffers on several ranks. Save "
+            "its state_dict() with save_checkpoint or torch.distributed.checkpoint"
+        )
+
+
+def fsdp_modules(root: nn.Module) -> Iterator[FsdpModule]:
+    """The sharded modules in a tree, ``root`` included, in the order of ``modules()``."""
+    return (module for module in root.modules() if isinstance(module, FsdpModule))
+
+
+def topmost_fsdp_modules(root: nn.Module) -> list[FsdpModule]:
+    """The sharded modules of a tree that lie in no other sharded module."""
+    if isinstance(root, FsdpModule):
+        return [root]
+    found: dict[FsdpModule, None] = {}
+    for child in root.children():
+        for module in topmost_fsdp_modules(child):
+            found[module] = None
+    return list(found)
+
+
+def find_context(module: FsdpModule) -> FsdpContext:
+    """The module's context; made now, with the module as root, if it has none. Nested modules join their root's."""
+    unit = module._fsdp_unit
+    if unit.context is None:
+        context = FsdpContext(_device_of(module))
+        _adopt(module, context)
+        _check_ties(module, context)
+        return context
+    return unit.context
+
+
+def _adopt(root: FsdpModule, context: FsdpContext) -> None:
+    """Afterwards the units under ``root`` belong to ``context``, also those that ran alone before, as their own root."""
+    names = {module: name for name, module in root.named_modules()}
+    for module in fsdp_modules(root):
+        unit = module._fsdp_unit
+        unit.name = names[module] or type(module).__mro__[2].__name__
+        unit.prefix = f"{names[module]}." if names[module] else ""
+        if unit.context is not None and (unit.context.is_shared or not unit.context.disband()):
+            continue
+        context.register(unit)
+
+
+def _check_ties(root: FsdpModule, context: FsdpContext) -> None:
+    for unit in context.units:
+        for group in unit.borrowed_groups:
+            if group.context is None or group.context() is not context:
+                raise RuntimeError(
+                    f"units that share weights must run under one root, got {unit.name}, which shares {group} with a unit "
+                    f"outside of {type(root).__name__}; call fully_shard on a module around both, and run that first"
+                )
+
+
+def _device_of(root: FsdpModule) -> torch.device:
+    for module in fsdp_modules(root):
+        for group in module.parameter_groups:
+            return group.device
+    return torch.device("cpu")
+
+
+def _differentiable(value: Any, depth: int) -> Iterator[torch.Tensor]:
+    """The tensors in a module's output that a backward can come through."""
+    if isinstance(value, torch.Tensor):
+        if value.grad_fn is not None:
+            yield value
+            # An in-place operation on a view re-routes its gradient through the base, past the view's own hooks.
+            base = value._base
+            if base is not None and base.grad_fn is not None:
+                yield base
+    elif depth < _MAX_DEPTH:
+        for item in _items(value):
+            yield from _differentiable(item, depth + 1)
+
+
+def _items(value: Any) -> Any:
+    if isinstance(value, list | tuple | set):
+        return value
+    if isinstance(value, Mapping):
+        return value.values()
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [getattr(value, f.name) for f in dataclasses.fields(value)]
+    if isinstance(value, str | bytes | int | float | complex | type(None) | nn.Module | type):
+        return ()
+    return list(vars(value).values()) if hasattr(value, "__dict__") else ()

@@ -1,0 +1,91 @@
+"""``load_state_dict`` on sharded modules: full or sharded tensors go into the main weights, also with ``assign=True``."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+
+from megatron.core.distributed.fsdp.dtensor.block_shard import BlockShard
+from megatron.core.distributed.fsdp.dtensor.local_parts import placed_like
+from megatron.core.distributed.fsdp.dtensor.row_shard import RowShard
+from megatron.core.distributed.fsdp.runtime.unit import FsdpUnit
+
+
+def watch_loads(unit: FsdpUnit, modules: Sequence[tuple[str, nn.Module]]) -> None:
+    """Afterwards ``load_state_dict`` of these modules loads into the unit's main weights.
+
+    A value of another shape is left to ``load_state_dict``, which refuses it by name, as it does missing and extra
+    keys. What was gathered ahead is dropped, so that the next forward sees what was loaded.
+
+    What ``state_dict`` returns can be passed to torch.save and deepcopy: see [Note: offsets] in local_parts.py.
+
+    Raises (from ``load_state_dict``):
+        RuntimeError: the unit is unsharded, or running.
+    """
+    unit_ref = weakref.ref(unit)
+
+    def before_load(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+        unit = unit_ref()
+        if unit is None:
+            return
+        if any(group.held_by_user or group.num_users for group in unit.groups):
+            raise RuntimeError(
+                f"load_state_dict must find sharded parameters, got those of {unit.name} gathered, where what is loaded would "
+                "be lost; call reshard() first, and not from within forward"
+            )
+        if unit.context is not None:
+            unit.context.finish_updates()
+        for key, parameter in module._parameters.items():
+            value = state_dict.get(prefix + key)
+            if isinstance(parameter, DTensor) and isinstance(value, torch.Tensor) and value.shape == parameter.shape:
+                _copy(parameter, value)
+                state_dict[prefix + key] = parameter
+        if unit.context is not None:
+            unit.context.weights_changed()
+
+    def before_save(*_: Any) -> None:
+        unit = unit_ref()
+        if unit is not None and unit.context is not None:
+            unit.context.finish_updates()
+
+    def after_save(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+        for key in module._parameters:
+            value = state_dict.get(prefix + key)
+            if isinstance(value, DTensor) and not isinstance(value, nn.Parameter):  # with keep_vars it is one
+                state_dict[prefix + key] = placed_like(value, value._local_tensor)
+
+    for _, module in modules:
+        if any(parameter is not None for parameter in module._parameters.values()):
+            module.register_load_state_dict_pre_hook(before_load)
+            module.register_state_dict_pre_hook(before_save)
+            module.register_state_dict_post_hook(after_save)
+
+
+@torch.no_grad()
+def _copy(parameter: DTensor, value: torch.Tensor) -> None:
+    """Afterwards the parameter equals ``value``, a full tensor or a DTensor of any placement. Ranks: all, for a DTensor."""
+    local = parameter._local_tensor
+    if isinstance(value, DTensor):
+        if value.placements == parameter.placements and value.device_mesh == parameter.device_mesh:
+            local.copy_(value._local_tensor)
+            return
+        value = value.full_tensor()
+    local.copy_(local_rows(parameter, value))
+
+
+def local_rows(parameter: DTensor, full: torch.Tensor) -> torch.Tensor:
+    """The part of ``full`` that this rank owns of ``parameter``, in its local shape; all of it where it is replicated."""
+    mesh = parameter.device_mesh
+    for axis, placement in enumerate(parameter.placements):
+        rank, num_ranks = mesh.get_local_rank(axis), mesh.size(axis)
+        if isinstance(placement, BlockShard | RowShard):
+            full = placement.part(full, rank=rank, num_ranks=num_ranks)
+        elif isinstance(placement, Shard):
+            size, begin = placement.local_shard_size_and_offset(full.shape[placement.dim], num_ranks, rank)
+            full = full.narrow(placement.dim, min(int(begin), full.shape[placement.dim]), int(size))
+    return full

@@ -1,0 +1,1 @@
+"""The flat weight and gradient buffers of a parameter group."""

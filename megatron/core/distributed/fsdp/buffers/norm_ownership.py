@@ -1,0 +1,86 @@
+"""Which rank counts an element of the model in a norm, and over which ranks what they count is summed."""
+
+from __future__ import annotations
+
+import weakref
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+
+from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
+from megatron.core.distributed.fsdp.mesh.model_parallel import ModelParallel
+
+
+class Scope(NamedTuple):
+    """The ranks over which sums are taken: some axes of a mesh, or the groups of all ranks of the model."""
+
+    mesh: DeviceMesh | None
+    axes: tuple[int, ...]
+    groups: tuple[ProcessGroup, ...] = ()
+
+    @property
+    def is_model(self) -> bool:
+        """True if all ranks of the model take part, also those that count nothing."""
+        return bool(self.groups)
+
+    def sum(self, value: torch.Tensor) -> None:
+        """Afterwards ``value`` is the sum of the ranks' values. Ranks: all of the scope."""
+        if self.mesh is not None:
+            for axis in self.axes:
+                dist.all_reduce(value, group=self.mesh.get_group(axis))
+        for group in self.groups:
+            dist.all_reduce(value, group=group)
+
+
+# Of what every rank holds in full, and sums over nobody.
+EVERYWHERE = Scope(None, ())
+
+
+def scope_of(parameter: torch.Tensor) -> Scope:
+    """Over which ranks a norm of this parameter, or of its gradient, is summed. Communicates nothing."""
+    model = _model_of(parameter)
+    if model is not None and model.model_groups:
+        return Scope(None, (), model.model_groups)
+    if not isinstance(parameter, DTensor):
+        return EVERYWHERE
+    mesh = parameter.device_mesh
+    held = enumerate(parameter.placements)
+    axes = tuple(axis for axis, placement in held if not isinstance(placement, Replicate) and mesh.size(axis) > 1)
+    return Scope(mesh, axes) if axes else EVERYWHERE
+
+
+def counts_here(parameter: torch.Tensor) -> bool:
+    """True if this rank counts the elements that it holds of the parameter: each is counted once in its scope.
+
+    Where sums go over all ranks of the model, of those that hold the same elements the first one counts them, and nobody
+    counts a copy that a pipeline stage holds of another's parameter. Else replicas are not summed over at all.
+    """
+    if not scope_of(parameter).is_model:
+        return True
+    if is_copy(parameter):
+        return False
+    assert isinstance(parameter, DTensor), "parameters of the engine's groups are DTensors"
+    coordinate = parameter.device_mesh.get_coordinate()
+    assert coordinate is not None
+    placed = zip(parameter.placements, coordinate, strict=True)
+    return all(at == 0 for placement, at in placed if isinstance(placement, Replicate))
+
+
+def is_copy(parameter: torch.Tensor) -> bool:
+    """True for a pipeline stage's copy of a parameter that another stage holds under the copy's ``canonical_name``."""
+    return getattr(parameter, "canonical_name", None) is not None
+
+
+def _model_of(parameter: torch.Tensor) -> ModelParallel | None:
+    group = group_of(parameter)
+    return None if group is None else group.group_mesh.model
+
+
+def group_of(parameter: torch.Tensor) -> FsdpParameterGroup | None:
+    """The engine's group that the parameter belongs to; None for others."""
+    reference: weakref.ref[FsdpParameterGroup] | None = getattr(parameter, "_fsdp_group", None)
+    return None if reference is None else reference()

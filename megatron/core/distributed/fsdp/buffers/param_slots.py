@@ -1,0 +1,95 @@
+"""Where modules hold a group's parameters, and which of a parameter's two faces they hold."""
+
+from __future__ import annotations
+
+import operator
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+ModuleParameters = dict[str, nn.Parameter | None]
+
+
+@dataclass(eq=False)
+class ManagedParameter:
+    """A parameter as its user made it, and where modules hold it.
+
+    Args:
+        name: its name within the unit.
+        original: the parameter before sharding.
+        made_from: the meta parameter that it was before, which a module of another unit may hold.
+        param_slots: the ``_parameters`` dicts that hold it, with the key; several where weights are tied.
+    """
+
+    name: str
+    original: nn.Parameter
+    made_from: nn.Parameter | None = None
+    param_slots: list[tuple[ModuleParameters, str]] = field(default_factory=list)
+    original_ids: tuple[int, ...] = ()
+
+
+class ParamSlots:
+    """The places (a module's ``_parameters`` and a key) of parameters that are [T] sharded at rest, [T] whole in use.
+
+    Args:
+        places: [T] the places of each parameter; several where weights are tied.
+    """
+
+    def __init__(
+        self,
+        places: Sequence[Sequence[tuple[ModuleParameters, str]]],
+        sharded: Sequence[nn.Parameter],
+        unsharded: Sequence[nn.Parameter],
+    ) -> None:
+        self._sharded_of, self._unsharded_of = sharded, unsharded
+        self._dicts: list[ModuleParameters] = []
+        self._keys: list[str] = []
+        self._indices: list[int] = []
+        self._sharded: list[nn.Parameter] = []
+        self._unsharded: list[nn.Parameter] = []
+        for index, of_one in enumerate(places):
+            for holder, key in of_one:
+                self.add(index, holder, key)
+
+    def add(self, index: int, holder: ModuleParameters, key: str) -> None:
+        """Afterwards a module holds parameter ``index`` under ``key``, sharded."""
+        self._dicts.append(holder)
+        self._keys.append(key)
+        self._indices.append(index)
+        self._sharded.append(self._sharded_of[index])
+        self._unsharded.append(self._unsharded_of[index])
+        holder[key] = self._sharded_of[index]
+
+    def has(self, holder: ModuleParameters, key: str) -> bool:
+        """True if the module with these ``_parameters`` holds one of the parameters under ``key``."""
+        return any(own is holder and name == key for own, name in zip(self._dicts, self._keys, strict=True))
+
+    def held(self) -> list[nn.Parameter | None]:
+        """What modules hold now, place by place."""
+        return list(map(dict.get, self._dicts, self._keys))
+
+    def replaced(self) -> int | None:
+        """The index of a parameter in whose place a module holds something else now; None if there is none."""
+        if all(map(operator.is_, map(dict.get, self._dicts, self._keys), self._sharded)):
+            return None
+        places = zip(self._indices, self.held(), self._sharded, self._unsharded, strict=True)
+        for index, found, sharded, unsharded in places:
+            if found is not sharded and found is not unsharded:
+                return index
+        return None
+
+    def to_sharded(self) -> None:
+        """Afterwards modules hold the sharded parameters."""
+        each(dict.__setitem__, self._dicts, self._keys, self._sharded)
+
+    def to_unsharded(self) -> None:
+        """Afterwards modules hold the full parameters."""
+        each(dict.__setitem__, self._dicts, self._keys, self._unsharded)
+
+
+def each(function: Callable[..., Any], *arguments: Iterable[Any]) -> None:
+    """Calls ``function`` on the arguments' elements without a line of Python for each: the host is a bottleneck."""
+    deque(map(function, *arguments), maxlen=0)

@@ -1,0 +1,1 @@
+"""Sharded checkpoints in PyTorch's DCP format."""

@@ -1,0 +1,104 @@
+"""Which parts of each tensor this rank holds and writes. They follow from placements and layout; no rank asks another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+from torch.distributed.tensor import DTensor, Replicate
+
+from megatron.core.distributed.fsdp.checkpoint.state import NamedTensor
+from megatron.core.distributed.fsdp.dtensor.tensor_pieces import pieces_of
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A box of a tensor, and the memory that holds it on this rank.
+
+    Args:
+        name: the tensor's name in the checkpoint.
+        size: of the whole tensor.
+        offsets: where the box begins in it.
+        local: the box; its shape is the box's.
+    """
+
+    name: str
+    size: torch.Size
+    offsets: torch.Size
+    local: torch.Tensor
+
+    @property
+    def metadata(self) -> ChunkStorageMetadata:
+        return ChunkStorageMetadata(offsets=self.offsets, sizes=self.local.shape)
+
+
+def local_chunks(name: str, tensor: torch.Tensor) -> list[Chunk]:
+    """The parts of a tensor that this rank holds, in the order of its rows; [] where it is not in the tensor's mesh.
+
+    Raises:
+        RuntimeError: a placement is Partial.
+    """
+    if not isinstance(tensor, DTensor):
+        return [Chunk(name, tensor.shape, torch.Size([0] * tensor.dim()), tensor.detach())]
+    if tensor.device_mesh.get_coordinate() is None:
+        return []
+    return [Chunk(name, tensor.shape, box.offsets, local) for box, local in pieces_of(tensor)]
+
+
+def chunks_to_write(tensors: Sequence[NamedTensor]) -> list[Chunk]:
+    """What this rank writes of DTensors, so that all ranks together write each element once.
+
+    Replicas share the work by bytes. Copies of what another pipeline stage holds are left to that.
+    """
+    nbytes: dict[tuple[object, ...], list[int]] = {}
+    chunks = []
+    for entry in tensors:
+        tensor = entry.tensor
+        if not isinstance(tensor, DTensor) or entry.is_copy:
+            continue
+        held = local_chunks(entry.name, tensor)
+        if not held:
+            continue
+        if tensor.numel() == 0:
+            # Nobody holds an element, but it has a name.
+            chunks += held[:1] if not any(tensor.device_mesh.get_coordinate() or ()) else []
+        elif _is_my_turn(tensor, nbytes):
+            chunks += [chunk for chunk in held if chunk.local.numel() > 0]
+    return chunks
+
+
+def plain_chunks(tensors: Sequence[NamedTensor]) -> dict[str, Chunk]:
+    """The plain tensors, whole, by name; one of the ranks that have a name writes it."""
+    plain = (entry for entry in tensors if not isinstance(entry.tensor, DTensor) and not entry.is_copy)
+    return {entry.name: chunk for entry in plain for chunk in local_chunks(entry.name, entry.tensor)}
+
+
+def copied_to_host(chunks: Sequence[Chunk]) -> list[Chunk]:
+    """The chunks in host memory of their own (pinned where they come from a GPU). Blocks until the copies are made."""
+    copies = []
+    for chunk in chunks:
+        copy = torch.empty(
+            chunk.local.shape, dtype=chunk.local.dtype, device="cpu", pin_memory=chunk.local.device.type == "cuda"
+        )
+        copy.copy_(chunk.local, non_blocking=True)
+        copies.append(replace(chunk, local=copy))
+    for device in {chunk.local.device for chunk in chunks if chunk.local.device.type == "cuda"}:
+        torch.cuda.current_stream(device).synchronize()
+    return copies
+
+
+def _is_my_turn(tensor: DTensor, nbytes: dict[tuple[object, ...], list[int]]) -> bool:
+    """True if this rank, of those that hold the same part, has the least to write so far; they all agree on it."""
+    mesh = tensor.device_mesh
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    axes = tuple(axis for axis, placement in enumerate(tensor.placements) if isinstance(placement, Replicate))
+    mine, num_replicas = 0, 1
+    for axis in axes:
+        mine, num_replicas = mine * mesh.size(axis) + coordinate[axis], num_replicas * mesh.size(axis)
+    written = nbytes.setdefault((mesh, axes), [0] * num_replicas)
+    chosen = written.index(min(written))
+    written[chosen] += tensor._local_tensor.nbytes
+    return chosen == mine

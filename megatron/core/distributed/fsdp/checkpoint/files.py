@@ -1,0 +1,268 @@
+"""Chunks to and from the files of a PyTorch distributed checkpoint (DCP), which any of its readers can read.
+
+DCP's own planners gather a plan from all ranks before anyone writes, and one after. Here each rank knows what to write,
+so only what was written is gathered, once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import math
+import os
+import pickle
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorProperties, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.storage import WriteResult
+
+from megatron.core.distributed.fsdp.checkpoint.chunks import Chunk, local_chunks
+from megatron.core.distributed.fsdp.checkpoint.folder import MARKER
+from megatron.core.distributed.fsdp.checkpoint.state import NamedTensor
+
+_ONE_BYTE_ITEM = torch.Size([0])
+_COPY_AHEAD_NBYTES = 10_000_000  # DCP's default
+# A tensor's name, and where in it a box begins.
+_Target = tuple[str, torch.Size]
+
+
+@dataclasses.dataclass
+class Written:
+    """What one rank wrote: the items, and where in which file each is."""
+
+    plan: SavePlan
+    results: list[WriteResult]
+
+
+def write_data(folder: Path, chunks: Sequence[Chunk], values: Mapping[str, bytes], *, rank: int) -> Written:
+    """Afterwards this rank's file is on disk. ``values`` are serialised already. Ranks: each, on its own."""
+    data: dict[MetadataIndex, torch.Tensor | bytes] = {}
+    items = []
+    for name, packed in values.items():
+        item = WriteItem(index=MetadataIndex(name), type=WriteItemType.BYTE_IO)
+        items.append(item)
+        data[item.index] = packed
+    for chunk in chunks:
+        properties = TensorProperties(dtype=chunk.local.dtype)
+        item = WriteItem(
+            index=MetadataIndex(chunk.name, chunk.offsets),
+            type=WriteItemType.SHARD,
+            tensor_data=TensorWriteData(chunk=chunk.metadata, properties=properties, size=chunk.size),
+        )
+        items.append(item)
+        data[item.index] = chunk.local
+    plan = SavePlan(items)
+    if not items:
+        return Written(plan, [])
+    # Copies ahead are for device memory, and need the current device to be its device; a new thread's is not.
+    on_device = any(chunk.local.device.type != "cpu" for chunk in chunks)
+    writer = FileSystemWriter(folder, sync_files=False, per_thread_copy_ahead=_COPY_AHEAD_NBYTES if on_device else 0)
+    writer.set_up_storage_writer(rank == 0, rank=rank, use_collectives=True)
+    # The writer names files by the plan's place in the list.
+    plan = writer.prepare_global_plan([SavePlan([])] * rank + [plan])[rank]
+    results = writer.write_data(plan, _WritePlanner(data)).value()
+    for name in dict.fromkeys(result.storage_data.relative_path for result in results):
+        _sync_file(folder / name)
+    return Written(SavePlan(items), results)
+
+
+def write_metadata(folder: Path, written: Sequence[Written], sizes: Mapping[str, torch.Size]) -> None:
+    """Afterwards the folder says what is in it and is complete. Ranks: one, when all have written.
+
+    Args:
+        written: [R] what each rank wrote.
+        sizes: of all tensors that there must be.
+
+    Raises:
+        RuntimeError: the ranks together did not write a tensor whole, or wrote part of it twice.
+    """
+    _, metadata = create_default_global_save_plan([rank.plan for rank in written])
+    for name, size in sizes.items():
+        stored = metadata.state_dict_metadata.get(name)
+        chunks = stored.chunks if isinstance(stored, TensorStorageMetadata) else []
+        numel = sum(math.prod(chunk.sizes) for chunk in chunks)
+        if numel != math.prod(size) or not chunks:
+            raise RuntimeError(
+                f"all ranks together must write the {math.prod(size)} elements of {name} once, got {numel}; its mesh must "
+                "lie within the ranks that save, and hold it once"
+            )
+    writer = FileSystemWriter(folder, sync_files=False)
+    writer.set_up_storage_writer(True, rank=0, use_collectives=True)
+    writer.finish(metadata, [rank.results for rank in written])
+    _sync_file(folder / MARKER)
+
+
+class CheckpointReader:
+    """Reads a complete folder.
+
+    Raises:
+        ValueError: its metadata cannot be read.
+
+    Ranks: each reads what it needs, on its own.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._reader = FileSystemReader(folder)
+        try:
+            self.metadata: Metadata = self._reader.read_metadata()
+        except (pickle.UnpicklingError, EOFError, AttributeError, ImportError, IndexError, ValueError) as error:
+            raise ValueError(f"{folder / MARKER} must be the metadata of a checkpoint, got {error!r}") from error
+        self._reader.set_up_storage_reader(self.metadata, is_coordinator=False)
+
+    def values(self, names: Sequence[str]) -> dict[str, Any]:
+        """Plain values by name; tensors in them are on the CPU.
+
+        Raises:
+            FileNotFoundError: as ``plan``.
+        """
+        items = [
+            ReadItem(
+                type=LoadItemType.BYTE_IO,
+                dest_index=MetadataIndex(name),
+                dest_offsets=_ONE_BYTE_ITEM,
+                storage_index=MetadataIndex(name),
+                storage_offsets=_ONE_BYTE_ITEM,
+                lengths=_ONE_BYTE_ITEM,
+            )
+            for name in names
+        ]
+        self._check_files(items)
+        planner = _ReadPlanner({})
+        self._read(items, planner)
+        return {name: planner.values[name] for name in names}
+
+    def plan(self, tensors: Sequence[NamedTensor]) -> ReadPlan:
+        """How to read the parts that this rank holds of tensors that were found in the checkpoint, by first name.
+
+        Raises:
+            FileNotFoundError: a file that has some of it is gone or too short.
+        """
+        items: list[ReadItem] = []
+        targets: dict[_Target, torch.Tensor] = {}
+        for entry in tensors:
+            chunks = [chunk for chunk in local_chunks(entry.name, entry.tensor) if chunk.local.numel() > 0]
+            stored = self.metadata.state_dict_metadata[entry.name]
+            assert isinstance(stored, TensorStorageMetadata)
+            items += create_read_items_for_chunk_list(entry.name, stored, [chunk.metadata for chunk in chunks])
+            targets.update({(entry.name, chunk.offsets): chunk.local for chunk in chunks})
+        self._check_files(items)
+        return ReadPlan(items, targets)
+
+    def read(self, plan: ReadPlan) -> None:
+        """Afterwards the plan's tensors have the checkpoint's values, in place, converted to their dtype."""
+        self._read(plan.items, _ReadPlanner(plan.targets))
+
+    def _read(self, items: list[ReadItem], planner: _ReadPlanner) -> None:
+        with torch.no_grad():
+            self._reader.read_data(LoadPlan(items), planner).wait()
+
+    def _check_files(self, items: Sequence[ReadItem]) -> None:
+        needed: dict[str, int] = {}
+        for item in items:
+            place = self.metadata.storage_data[item.storage_index]
+            end = place.offset + place.length
+            needed[place.relative_path] = max(needed.get(place.relative_path, 0), end)
+        for name, nbytes in needed.items():
+            path = self.folder / name
+            have = os.path.getsize(path) if path.is_file() else None
+            if have is None or have < nbytes:
+                raise FileNotFoundError(
+                    f"{path} must have {nbytes} bytes or more, got {'no file' if have is None else f'{have} bytes'}: "
+                    "the checkpoint was damaged after it was written; load another one"
+                )
+
+
+@dataclasses.dataclass(frozen=True)
+class ReadPlan:
+    """What a rank reads, and by name and place in the whole tensor the memory that it goes to."""
+
+    items: list[ReadItem]
+    targets: dict[_Target, torch.Tensor]
+
+
+def _sync_file(path: Path) -> None:
+    # DCP's sync_files asks the system to write before Python's buffer is empty, so the file's end may be lost.
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+
+
+def packed(value: Any) -> bytes:
+    """A plain value as DCP stores what is no tensor."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+class _WritePlanner(SavePlanner):
+    """Answers the one question that DCP's writer asks: what are the data of an item."""
+
+    def __init__(self, data: Mapping[MetadataIndex, torch.Tensor | bytes]) -> None:
+        self._data = data
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        data = self._data[write_item.index]
+        return io.BytesIO(data) if isinstance(data, bytes) else data
+
+    def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
+        raise AssertionError("the plan is made")
+
+    def create_local_plan(self) -> SavePlan:
+        raise AssertionError("the plan is made")
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        raise AssertionError("the plan is made")
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        raise AssertionError("the plan is made")
+
+
+class _ReadPlanner(LoadPlanner):
+    """Tells DCP's reader where the data of an item go."""
+
+    def __init__(self, targets: Mapping[_Target, torch.Tensor]) -> None:
+        self._targets = targets
+        self.values: dict[str, Any] = {}
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        self.values[read_item.dest_index.fqn] = torch.load(value, map_location="cpu", weights_only=True)
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        index = read_item.dest_index
+        assert index.offset is not None
+        target = self._targets[index.fqn, index.offset]
+        for dim, (begin, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
+            target = target.narrow(dim, begin, length)
+        return target
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        pass  # written in place
+
+    def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
+        raise AssertionError("the plan is made")
+
+    def create_local_plan(self) -> LoadPlan:
+        raise AssertionError("the plan is made")
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        raise AssertionError("the plan is made")
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        raise AssertionError("the plan is made")

@@ -1,0 +1,190 @@
+"""One load: everything is compared by name before the first weight changes, then read in place."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.metadata import STORAGE_TYPES, TensorStorageMetadata
+
+from megatron.core.distributed.fsdp.api.module import fsdp_modules
+from megatron.core.distributed.fsdp.checkpoint.files import CheckpointReader
+from megatron.core.distributed.fsdp.checkpoint.folder import find_folder
+from megatron.core.distributed.fsdp.checkpoint.optimizer import (
+    KIND,
+    PARAM_GROUPS,
+    OptimizerLoad,
+    prepare_load,
+    torch_optimizer,
+)
+from megatron.core.distributed.fsdp.checkpoint.problems import Problems
+from megatron.core.distributed.fsdp.checkpoint.state import (
+    EXTRA_STATE,
+    OPTIMIZER,
+    PER_RANK,
+    NamedTensor,
+    is_split,
+    model_tensors,
+    module_states,
+    unwrapped,
+)
+
+
+class Load:
+    """A checkpoint matched with a model and an optimizer (None: not loaded), neither of which has changed yet.
+
+    Raises:
+        FileNotFoundError: no complete checkpoint is there.
+        ValueError: names, shapes or dtypes do not match; the message lists them.
+        RuntimeError: a unit is unsharded by its user.
+
+    Attributes:
+        unclaimed: (part, name) of what is in the checkpoint and not here. Where the model is split, another rank may hold
+            it; elsewhere that is an error.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Any, path: str | os.PathLike[str], *, rank: int) -> None:
+        self._model, self._path, self._rank = unwrapped(model), path, rank
+        _check_at_rest(self._model)
+        self._reader = CheckpointReader(find_folder(Path(os.path.abspath(path))))
+        self._saved: Mapping[str, STORAGE_TYPES] = self._reader.metadata.state_dict_metadata
+        self._optimizer: OptimizerLoad | None = None
+        self.is_split = is_split(self._model)
+        self.unclaimed: list[tuple[str, str]] = []
+        targets = self._match(None if optimizer is None else torch_optimizer(optimizer))
+        self._module_values = self._reader.values(list(module_states(self._model)))
+        self.extra_state = self._read_extra_state()
+        self._plan = self._reader.plan(targets)
+
+    def read(self) -> None:
+        """Afterwards the main weights have the checkpoint's values.
+
+        Raises:
+            RuntimeError: reading failed midway.
+        """
+        try:
+            self._reader.read(self._plan)
+        except Exception as error:
+            raise RuntimeError(
+                f"reading {self._path} failed midway ({error!r}): the model holds a mixture and must not be used; load again"
+            ) from error
+
+    @torch.no_grad()
+    def install(self) -> None:
+        """Afterwards the optimizer has its state, and the next forward sees the weights."""
+        if self._optimizer is not None:
+            self._optimizer.install()
+        for name, module in module_states(self._model).items():
+            module.set_extra_state(self._module_values[name])
+        for unit in (module._fsdp_unit for module in fsdp_modules(self._model)):
+            if unit.context is not None:
+                unit.context.weights_changed()
+
+    def _match(self, optimizer: torch.optim.Optimizer | None) -> list[NamedTensor]:
+        """What is read into, each tensor under the name that it has in the checkpoint."""
+        tensors = model_tensors(self._model)
+        model_problems, optimizer_problems = (
+            Problems(part, is_partial=self.is_split) for part in ("model", "optimizer")
+        )
+        targets = self._match_model(tensors, model_problems)
+        self._check_dtypes(targets, model_problems)
+        if optimizer is not None:
+            self._optimizer = self._match_optimizer(optimizer, tensors, optimizer_problems)
+            self._check_dtypes(self._optimizer.tensors, optimizer_problems)
+            whole = self._optimizer.whole
+            targets = [replace(entry, tensor=whole.get(entry.name, entry.tensor)) for entry in targets]
+            targets += self._optimizer.tensors
+        problems = [str(part) for part in (model_problems, optimizer_problems) if part]
+        if problems:
+            raise self._mismatch(problems)
+        parts = (model_problems, optimizer_problems)
+        self.unclaimed = [(problems.part, name) for problems in parts for name in problems.extra]
+        return targets
+
+    def _mismatch(self, problems: Sequence[str]) -> ValueError:
+        return ValueError(
+            f"the checkpoint {self._path} must match what it is loaded into, got {' | '.join(problems)}. Nothing was changed"
+        )
+
+    def refuse_unclaimed(self, found: Sequence[Sequence[tuple[str, str]]]) -> None:
+        """Raise if something in the checkpoint is unclaimed on all of these ranks.
+
+        Raises:
+            ValueError: the names.
+        """
+        nowhere = set(found[0]).intersection(*found[1:])
+        problems = [
+            Problems(part, extra=[name for own, name in found[0] if own == part and (own, name) in nowhere])
+            for part in ("model", "optimizer")
+        ]
+        if any(problems):
+            raise self._mismatch([str(part) for part in problems if part])
+
+    def _match_model(self, tensors: Sequence[NamedTensor], problems: Problems) -> list[NamedTensor]:
+        """The model's tensors, each under the name that it has in the checkpoint."""
+        targets = []
+        for entry in tensors:
+            name = next((name for name in entry.names if name in self._saved), None)
+            if name is None:
+                problems.missing.append(entry.name)
+                continue
+            targets.append(replace(entry, names=(name,)))
+            stored = self._saved[name]
+            if not isinstance(stored, TensorStorageMetadata):
+                problems.mistyped.append(f"{name} (saved as a plain value)")
+            elif stored.size != entry.tensor.shape:
+                problems.misshaped.append(f"{name} (saved {list(stored.size)}, model {list(entry.tensor.shape)})")
+        states = module_states(self._model)
+        problems.missing += [name for name in states if name not in self._saved]
+        known = {entry.name for entry in targets} | set(states)
+        problems.extra += [
+            name for name in self._saved if name not in known and not name.startswith((OPTIMIZER, EXTRA_STATE))
+        ]
+        return targets
+
+    def _match_optimizer(
+        self, optimizer: torch.optim.Optimizer, tensors: Sequence[NamedTensor], problems: Problems
+    ) -> OptimizerLoad:
+        absent = [name for name in (PARAM_GROUPS, KIND) if name not in self._saved]
+        if absent:
+            problems.missing += absent
+            problems.other.append(
+                "it was saved without an optimizer; pass load_optimizer=False to load the model alone"
+            )
+            return OptimizerLoad(optimizer)
+        plain = [
+            name
+            for name, stored in self._saved.items()
+            if name.startswith(OPTIMIZER) and not isinstance(stored, TensorStorageMetadata)
+        ]
+        return prepare_load(optimizer, tensors, self._saved, self._reader.values(plain), problems)
+
+    def _check_dtypes(self, targets: Sequence[NamedTensor], problems: Problems) -> None:
+        for entry in targets:
+            stored, dtype = self._saved[entry.name], entry.tensor.dtype
+            if not isinstance(stored, TensorStorageMetadata) or stored.properties.dtype == dtype:
+                continue
+            if not (stored.properties.dtype.is_floating_point and dtype.is_floating_point):
+                problems.mistyped.append(f"{entry.name} (saved {stored.properties.dtype}, here {dtype})")
+
+    def _read_extra_state(self) -> dict[str, Any]:
+        per_rank = f"{EXTRA_STATE}{PER_RANK}."
+        common = [name for name in self._saved if name.startswith(EXTRA_STATE) and not name.startswith(per_rank)]
+        own = [name for name in (f"{per_rank}{self._rank}",) if name in self._saved]
+        values = self._reader.values(common + own)
+        return {PER_RANK if name in own else name.removeprefix(EXTRA_STATE): value for name, value in values.items()}
+
+
+def _check_at_rest(model: nn.Module) -> None:
+    for module in fsdp_modules(model):
+        for group in module.parameter_groups:
+            if group.held_by_user:
+                raise RuntimeError(
+                    f"units must be sharded while a checkpoint is loaded, got {group.parameters[0].name} of a "
+                    f"{type(module).__name__} unsharded, which would keep its old values; call reshard() first"
+                )

@@ -1,0 +1,360 @@
+"""What a checkpoint holds of an optimizer: state and hyperparameters under the names of the parameters that they serve.
+
+Groups may be ordered otherwise when it is loaded, since nothing goes by position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import STORAGE_TYPES, TensorStorageMetadata
+from torch.distributed.tensor import DTensor
+
+from megatron.core.distributed.fsdp.checkpoint.problems import Problems
+from megatron.core.distributed.fsdp.checkpoint.state import OPTIMIZER, NamedTensor, plain_copy
+from megatron.core.distributed.fsdp.flat_optimizer.adamw_update import split
+from megatron.core.distributed.fsdp.flat_optimizer.flat_adamw import FlatAdamW
+from megatron.core.distributed.fsdp.flat_optimizer.flat_state import REMAINDER
+
+STATE = f"{OPTIMIZER}state."
+PARAM_GROUPS = f"{OPTIMIZER}param_groups"
+KIND = f"{OPTIMIZER}kind"
+# How a process computes an update, not which update; a checkpoint of a GPU run must load on a CPU.
+_EXECUTION = ("capturable", "differentiable", "foreach", "fused")
+
+
+def torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
+    """The ``torch.optim`` optimizer that ``optimizer`` is, or holds as ``.optimizer``.
+
+    Raises:
+        TypeError: neither.
+    """
+    found = optimizer
+    while not isinstance(found, torch.optim.Optimizer):
+        found = getattr(found, "optimizer", None)
+        if found is None:
+            raise TypeError(
+                f"optimizer must be a torch.optim optimizer or hold one as .optimizer, got {type(optimizer).__name__}"
+            )
+    return found
+
+
+@dataclass(frozen=True)
+class OptimizerEntries:
+    """What is saved of an optimizer: ``tensors`` and plain ``values`` by name."""
+
+    tensors: list[NamedTensor]
+    values: dict[str, Any]
+
+
+def optimizer_entries(optimizer: torch.optim.Optimizer, model: Sequence[NamedTensor]) -> OptimizerEntries:
+    """The optimizer's state, by name.
+
+    Raises:
+        ValueError: it holds a parameter that the model does not.
+        TypeError: state that is neither a tensor nor plain.
+    """
+    names = _names_of_parameters(optimizer, model)
+    copies = {id(entry.tensor) for entry in model if entry.is_copy}
+    tensors: list[NamedTensor] = []
+    values: dict[str, Any] = {}
+    scalars: dict[str, None] = {}
+    for parameter, (name, *_) in names.items():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if not isinstance(key, str) or "." in key:
+                raise TypeError(f"the optimizer's state of {name} must have keys without a dot, got {key!r}")
+            full = f"{STATE}{name}.{key}"
+            if not isinstance(value, torch.Tensor):
+                if id(parameter) not in copies:
+                    values[full] = plain_copy(value, full)
+                continue
+            tensors.append(NamedTensor((full,), value, is_copy=id(parameter) in copies))
+            if _is_scalar(parameter, key, value):
+                scalars[key] = None
+    values[PARAM_GROUPS] = [
+        {"params": [names[p][0] for p in group["params"] if id(p) not in copies], **_hyperparameters(group)}
+        for group in optimizer.param_groups
+    ]
+    values[KIND] = {
+        "class": type(optimizer).__name__,
+        "hyperparameters": _default_names(optimizer),
+        "scalar_state": list(scalars),
+    }
+    return OptimizerEntries(tensors, values)
+
+
+def merged_values(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The plain values ``param_groups`` and ``kind`` of the whole model's optimizer, of those of ranks that hold parts.
+
+    Parameters of other ranks join the first group of rank 0's with their hyperparameters; where there is none, a group is
+    added.
+
+    Raises:
+        ValueError: optimizers of different kinds.
+    """
+    first = ranks[0]
+    groups = [{**group, "params": list(group["params"])} for group in first[PARAM_GROUPS]]
+    known = {name for group in groups for name in group["params"]}
+    scalars = dict.fromkeys(first[KIND]["scalar_state"])
+    for other in ranks[1:]:
+        for key in ("class", "hyperparameters"):
+            if other[KIND][key] != first[KIND][key]:
+                raise ValueError(
+                    f"all ranks must save one kind of optimizer, got {key} {first[KIND][key]} and {other[KIND][key]}"
+                )
+        scalars.update(dict.fromkeys(other[KIND]["scalar_state"]))
+        for group in other[PARAM_GROUPS]:
+            added = [name for name in group["params"] if name not in known]
+            known.update(added)
+            same = next((own for own in groups if _same_hyperparameters(own, group)), None)
+            if same is None:
+                groups.append({**group, "params": added})
+            else:
+                same["params"] += added
+    return {PARAM_GROUPS: groups, KIND: {**first[KIND], "scalar_state": list(scalars)}}
+
+
+def _same_hyperparameters(left: Mapping[str, Any], right: Mapping[str, Any]) -> bool:
+    keys = [key for key in left if key != "params"]
+    return keys == [key for key in right if key != "params"] and all(_equal(left[key], right[key]) for key in keys)
+
+
+@dataclass
+class OptimizerLoad:
+    """A checkpoint's optimizer state that waits to be put in place.
+
+    Args:
+        optimizer: where it goes.
+        groups: [G] hyperparameters of each of the optimizer's groups.
+        tensors: tensors to read into, under the names in the checkpoint.
+        state: the optimizer's state to come; holds ``tensors``, and plain values.
+        whole: fp32 main weights to read into, by their name in the checkpoint, instead of into parameters that are the
+            upper halves of such.
+        conversions: what to do once all is read: main weights come whole or in two halves, and go into either.
+    """
+
+    optimizer: torch.optim.Optimizer
+    groups: list[dict[str, Any]] = field(default_factory=list)
+    tensors: list[NamedTensor] = field(default_factory=list)
+    state: dict[torch.Tensor, dict[str, Any]] = field(default_factory=dict)
+    whole: dict[str, torch.Tensor] = field(default_factory=dict)
+    conversions: list[Callable[[], None]] = field(default_factory=list)
+    _groups: dict[torch.Tensor, dict[str, Any]] = field(default_factory=dict)
+
+    def group_of(self, parameter: torch.Tensor) -> dict[str, Any]:
+        """The optimizer's group that holds the parameter."""
+        if not self._groups:
+            self._groups = {p: group for group in self.optimizer.param_groups for p in group["params"]}
+        return self._groups[parameter]
+
+    def install(self) -> None:
+        """Afterwards the optimizer has the state, and nothing of its own from before."""
+        for convert in self.conversions:
+            convert()
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                self.optimizer.state.pop(parameter, None)
+        self.optimizer.state.update(self.state)
+        if isinstance(self.optimizer, FlatAdamW):
+            self.optimizer.adopt_state()
+        for group, hyperparameters in zip(self.optimizer.param_groups, self.groups, strict=True):
+            for key, value in hyperparameters.items():
+                own = group.get(key)
+                if isinstance(own, torch.Tensor):
+                    own.copy_(torch.as_tensor(value))  # whoever captured its address sees the new value
+                else:
+                    group[key] = value
+
+
+def prepare_load(
+    optimizer: torch.optim.Optimizer,
+    model: Sequence[NamedTensor],
+    saved: Mapping[str, STORAGE_TYPES],
+    values: Mapping[str, Any],
+    problems: Problems,
+) -> OptimizerLoad:
+    """Match a checkpoint's optimizer with this one by names; what does not match is added to ``problems``.
+
+    Args:
+        saved: all of the checkpoint's entries.
+        values: the plain ones of the optimizer, loaded.
+
+    Raises:
+        ValueError: the optimizer holds a parameter that the model does not.
+
+    Nothing of the optimizer changes. State that it does not have yet is made, as zeros.
+    """
+    load = OptimizerLoad(optimizer)
+    parameters = _match_parameters(optimizer, model, values, problems)
+    if problems:
+        return load
+    of_name = {name: group for group in values[PARAM_GROUPS] for name in group["params"]}
+    saved_name = {parameter: name for name, parameter in parameters.items()}
+    for index, group in enumerate(optimizer.param_groups):
+        members = [of_name[saved_name[parameter]] for parameter in group["params"]]
+        load.groups.append(_shared_hyperparameters(index, members, problems))
+    for full, stored in saved.items():
+        if full.startswith(STATE):
+            _match_state(load, full, stored, parameters, values, problems)
+    for name, parameter in parameters.items():
+        _match_main_weight(load, name, parameter, saved)
+    return load
+
+
+def _match_parameters(
+    optimizer: torch.optim.Optimizer, model: Sequence[NamedTensor], values: Mapping[str, Any], problems: Problems
+) -> dict[str, torch.Tensor]:
+    """The optimizer's parameters under the names that they have in the checkpoint."""
+    in_checkpoint = {name: None for group in values[PARAM_GROUPS] for name in group["params"]}
+    parameters: dict[str, torch.Tensor] = {}
+    for parameter, names in _names_of_parameters(optimizer, model).items():
+        found = next((name for name in names if name in in_checkpoint), None)
+        if found is None:
+            problems.missing.append(names[0])
+        else:
+            parameters[found] = parameter
+    problems.extra += [name for name in in_checkpoint if name not in parameters]
+    own, saved = _default_names(optimizer), values[KIND]["hyperparameters"]
+    problems.missing += [f"hyperparameter {key}" for key in own if key not in saved]
+    problems.extra += [f"hyperparameter {key}" for key in saved if key not in own]
+    return parameters
+
+
+def _match_state(
+    load: OptimizerLoad,
+    full: str,
+    stored: STORAGE_TYPES,
+    parameters: Mapping[str, torch.Tensor],
+    values: Mapping[str, Any],
+    problems: Problems,
+) -> None:
+    """Afterwards the state that the checkpoint calls ``full`` has a place in ``load``, or is a problem."""
+    name, _, key = full.removeprefix(STATE).rpartition(".")
+    parameter = parameters.get(name)
+    if parameter is None:
+        problems.extra.append(full)
+        return
+    state = load.state.setdefault(parameter, {})
+    if not isinstance(stored, TensorStorageMetadata):
+        state[key] = values[full]
+        return
+    is_scalar = key in values[KIND]["scalar_state"]
+    if not is_scalar and stored.size != parameter.shape:
+        problems.misshaped.append(f"{full} (saved {list(stored.size)}, parameter {list(parameter.shape)})")
+        return
+    own = load.optimizer.state.get(parameter, {}).get(key)
+    is_shared = is_scalar and isinstance(load.optimizer, FlatAdamW)  # by parameters that may differ in the checkpoint
+    if isinstance(own, torch.Tensor) and own.shape == stored.size and not is_shared:
+        state[key] = own
+    elif is_scalar:
+        state[key] = _new_scalar(parameter, stored, load.group_of(parameter))
+    else:
+        state[key] = _new_state(parameter, stored)
+    load.tensors.append(NamedTensor((full,), state[key]))
+
+
+def _match_main_weight(
+    load: OptimizerLoad, name: str, parameter: torch.Tensor, saved: Mapping[str, STORAGE_TYPES]
+) -> None:
+    """Afterwards main weights that were saved whole will be split if this optimizer keeps two halves, and the reverse."""
+    is_split_here = REMAINDER in load.optimizer.state.get(parameter, {})
+    remainder = load.state.get(parameter, {}).get(REMAINDER)
+    if remainder is not None and not is_split_here:
+        del load.state[parameter][REMAINDER]
+        if parameter.dtype == torch.float32:
+            load.conversions.append(partial(_add_lower_half, parameter, remainder))
+        return
+    stored = saved.get(name)
+    is_whole = isinstance(stored, TensorStorageMetadata) and stored.properties.dtype == torch.float32
+    if is_whole and is_split_here and remainder is None:
+        load.whole[name] = whole = torch.zeros_like(parameter, dtype=torch.float32)
+        own = load.state.setdefault(parameter, {})[REMAINDER] = load.optimizer.state[parameter][REMAINDER]
+        load.conversions.append(partial(_split_main_weight, parameter, whole, own))
+
+
+def _add_lower_half(parameter: torch.Tensor, remainder: torch.Tensor) -> None:
+    """Afterwards fp32 main weights that were read from their upper halves are whole."""
+    local = _local_of(parameter)
+    local.view(torch.int32).add_(_local_of(remainder))
+
+
+def _split_main_weight(parameter: torch.Tensor, whole: torch.Tensor, remainder: torch.Tensor) -> None:
+    split(_local_of(whole), _local_of(parameter), _local_of(remainder))
+
+
+def _local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of a tensor that this rank holds, to read and write."""
+    return tensor._local_tensor.detach() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def _names_of_parameters(
+    optimizer: torch.optim.Optimizer, model: Sequence[NamedTensor]
+) -> dict[torch.Tensor, tuple[str, ...]]:
+    """The names of each of the optimizer's parameters, in the order of its groups."""
+    names = {id(entry.tensor): entry.names for entry in model}
+    found: dict[torch.Tensor, tuple[str, ...]] = {}
+    for index, group in enumerate(optimizer.param_groups):
+        for position, parameter in enumerate(group["params"]):
+            if id(parameter) not in names:
+                raise ValueError(
+                    f"each parameter of the optimizer must be one of the model's, got one of shape "
+                    f"{list(parameter.shape)} (group {index}, position {position}) that is not; build the optimizer over "
+                    "model.parameters() after fully_shard, and pass that model"
+                )
+            found[parameter] = names[id(parameter)]
+    return found
+
+
+def _is_scalar(parameter: torch.Tensor, key: str, value: torch.Tensor) -> bool:
+    """True for state that counts or averages for the parameter as a whole, such as ``step``."""
+    if value.dim() > 0:
+        return False
+    return not isinstance(value, DTensor) if isinstance(parameter, DTensor) else parameter.dim() > 0 or key == "step"
+
+
+def _new_scalar(parameter: torch.Tensor, stored: TensorStorageMetadata, group: Mapping[str, Any]) -> torch.Tensor:
+    # Where torch.optim makes it: kernels that do not synchronise with the host read it on the device.
+    on_device = bool(group.get("capturable") or group.get("fused"))
+    device = parameter.device if on_device else torch.device("cpu")
+    return torch.zeros(stored.size, dtype=stored.properties.dtype, device=device)
+
+
+def _new_state(parameter: torch.Tensor, stored: TensorStorageMetadata) -> torch.Tensor:
+    is_floating = stored.properties.dtype.is_floating_point and parameter.dtype.is_floating_point
+    with torch.no_grad():
+        return torch.zeros_like(parameter, dtype=parameter.dtype if is_floating else stored.properties.dtype)
+
+
+def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
+    skipped = ("params", "param_names", *_EXECUTION)
+    return {key: plain_copy(value, f"{PARAM_GROUPS}.{key}") for key, value in group.items() if key not in skipped}
+
+
+def _default_names(optimizer: torch.optim.Optimizer) -> list[str]:
+    return [key for key in optimizer.defaults if key not in _EXECUTION]
+
+
+def _shared_hyperparameters(index: int, members: Sequence[Mapping[str, Any]], problems: Problems) -> dict[str, Any]:
+    """What the saved groups of this group's parameters say; a problem where they do not say the same."""
+    shared: dict[str, Any] = {}
+    for member in {id(member): member for member in members}.values():
+        for key, value in member.items():
+            if key == "params":
+                continue
+            if key in shared and not _equal(shared[key], value):
+                problems.other.append(
+                    f"parameters of group {index} must have been saved with one {key}, got {shared[key]} and {value}; "
+                    "group them as they were"
+                )
+            shared.setdefault(key, value)
+    return shared
+
+
+def _equal(left: Any, right: Any) -> bool:
+    if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
+        return torch.equal(left, right)
+    return bool(left == right)

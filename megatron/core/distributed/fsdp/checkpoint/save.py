@@ -1,0 +1,266 @@
+"""One save, from the state as it is now to a folder at its place; at once, or in a thread."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron.core.distributed.fsdp.checkpoint.agreement import agree, digest_of, firsts
+from megatron.core.distributed.fsdp.checkpoint.chunks import Chunk, chunks_to_write, copied_to_host, plain_chunks
+from megatron.core.distributed.fsdp.checkpoint.files import Written, packed, write_data, write_metadata
+from megatron.core.distributed.fsdp.checkpoint.folder import FolderInProgress, begin_folder
+from megatron.core.distributed.fsdp.checkpoint.optimizer import (
+    KIND,
+    PARAM_GROUPS,
+    merged_values,
+    optimizer_entries,
+    torch_optimizer,
+)
+from megatron.core.distributed.fsdp.checkpoint.state import (
+    EXTRA_STATE,
+    PER_RANK,
+    is_split,
+    model_tensors,
+    module_states,
+    plain_copy,
+)
+
+
+@dataclass(frozen=True)
+class Description:
+    """What a rank has, for others that have something else.
+
+    Args:
+        tensors: shape and dtype of all tensors, whole, by name.
+        once: names of plain tensors and values, each of which one rank writes.
+        optimizer: what is saved of the optimizer's parameter groups and kind; {} without one.
+    """
+
+    tensors: dict[str, tuple[torch.Size, torch.dtype]]
+    once: list[str]
+    optimizer: dict[str, Any]
+
+    @property
+    def digest(self) -> str:
+        """The same for ranks that have the same."""
+        return digest_of((self.tensors, self.once))
+
+
+@dataclass(frozen=True)
+class LocalState:
+    """What this rank writes: parts of tensors, and plain values as the bytes that DCP stores.
+
+    ``once`` and ``values`` are written by one of the ranks that have their names. With ``is_split``, others may have others.
+    """
+
+    chunks: list[Chunk]
+    once: dict[str, Chunk]
+    values: dict[str, bytes]
+    own_values: dict[str, bytes]
+    description: Description
+    is_split: bool
+
+
+def local_state(model: nn.Module, optimizer: Any, extra_state: Mapping[str, Any], *, rank: int) -> LocalState:
+    """This rank's share of the state. Plain values are copied, tensors are not.
+
+    Raises:
+        TypeError, ValueError: state that a checkpoint cannot hold, by name.
+    """
+    tensors = model_tensors(model)
+    values = {name: plain_copy(module.get_extra_state(), name) for name, module in module_states(model).items()}
+    of_optimizer: dict[str, Any] = {}
+    if optimizer is not None:
+        entries = optimizer_entries(torch_optimizer(optimizer), tensors)
+        tensors = [*tensors, *entries.tensors]
+        values.update(entries.values)
+        of_optimizer = {key: values[key] for key in (PARAM_GROUPS, KIND)}
+    extra, own = _extra_values(extra_state, rank)
+    once = plain_chunks(tensors)
+    description = Description(
+        tensors={entry.name: (entry.tensor.shape, entry.tensor.dtype) for entry in tensors},
+        once=[*once, *values],
+        optimizer=of_optimizer,
+    )
+    splits = is_split(model)
+    mine = values if rank == 0 or splits else {}
+    return LocalState(
+        chunks=chunks_to_write(tensors),
+        once=once if rank == 0 or splits else {},
+        values={name: packed(value) for name, value in mine.items()},
+        own_values={name: packed(value) for name, value in {**(extra if rank == 0 else {}), **own}.items()},
+        description=description,
+        is_split=splits,
+    )
+
+
+def _extra_values(extra_state: Mapping[str, Any], rank: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What the caller gave: for rank 0 to write, and for this rank."""
+    common, own = {}, {}
+    for key, value in extra_state.items():
+        if not isinstance(key, str) or key.startswith(f"{PER_RANK}."):
+            raise TypeError(f"keys of extra_state must be strings that do not begin with {PER_RANK}., got {key!r}")
+        if key == PER_RANK:
+            own[f"{EXTRA_STATE}{PER_RANK}.{rank}"] = plain_copy(value, f"extra_state[{PER_RANK!r}]")
+        else:
+            common[EXTRA_STATE + key] = plain_copy(value, f"extra_state[{key!r}]")
+    return common, own
+
+
+class Save:
+    """Two agreements of all ranks: on what is written where, and that it was written. One more where ranks have parts.
+
+    Args:
+        path: the folder's final name.
+        group: all ranks, for the agreements; the default group when None.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, group: dist.ProcessGroup | None = None) -> None:
+        self._path = Path(os.path.abspath(path))
+        self._group = group
+        self._rank = dist.get_rank()
+        self._state: LocalState | None = None
+        self._beside = Path()
+        self._writers: dict[str, int] = {}  # of what one rank writes; rank 0 writes what is not in it
+        # On rank 0:
+        self._folder: FolderInProgress | None = None
+        self._sizes: dict[str, torch.Size] = {}  # of all tensors
+        self._merged: dict[str, Any] = {}  # values of the optimizer, of which ranks have parts
+
+    def prepare(self, collect: Callable[[], LocalState]) -> None:
+        """Afterwards this rank's share is collected, and there is an empty folder to write it to. Ranks: all; blocks."""
+
+        def local() -> tuple[Path, str, bool]:
+            self._state = collect()
+            return self._path, self._state.description.digest, self._state.is_split
+
+        beside, speakers = agree(local, self._begin, group=self._group)
+        if beside is None:
+            beside = self._prepare_parts(speakers)
+        self._beside = beside
+
+    def _prepare_parts(self, speakers: Sequence[int]) -> Path:
+        """As ``prepare``, where ranks have different parts of the model; ``speakers`` are one rank of each."""
+        assert self._state is not None
+        own = self._state.description if self._rank in speakers else None
+        beside, self._writers = agree(lambda: own, self._judge_parts, group=self._group)
+        return beside
+
+    def write(self) -> None:
+        """Afterwards the checkpoint is at its place, or (if this raises) nothing is left of it. Ranks: all; blocks."""
+        try:
+            agree(self._write, self._publish, group=self._group)
+        except BaseException:
+            if self._folder is not None:
+                self._folder.discard()
+            raise
+
+    def _begin(self, found: list[tuple[Path, str, bool]]) -> tuple[Path | None, list[int]]:
+        path, digest, _ = found[0]
+        differing = [f"{other} (rank {rank})" for rank, (other, _, _) in enumerate(found) if other != path]
+        if differing:
+            raise ValueError(f"all ranks must save to one path, got {path} (rank 0) and {', '.join(differing[:8])}")
+        differing = [str(rank) for rank, (_, other, _) in enumerate(found) if other != digest]
+        if differing and all(is_split for *_, is_split in found):
+            return None, firsts([digest for _, digest, _ in found])
+        if differing:
+            raise ValueError(
+                "all ranks must save the same model and optimizer, got other names, shapes or dtypes than rank 0's on "
+                f"rank {', '.join(differing[:8])}; what rank 0 does not have would be lost"
+            )
+        assert self._state is not None
+        self._sizes = {name: size for name, (size, _) in self._state.description.tensors.items()}
+        self._folder = begin_folder(self._path)
+        return self._folder.beside, []
+
+    def _judge_parts(self, found: list[Description | None]) -> tuple[Path, dict[str, int]]:
+        writers: dict[str, int] = {}
+        tensors: dict[str, tuple[torch.Size, torch.dtype]] = {}
+        for rank, part in enumerate(found):
+            for name, kind in part.tensors.items() if part is not None else ():
+                if tensors.setdefault(name, kind) != kind:
+                    (size, dtype), (other_size, other_dtype) = tensors[name], kind
+                    raise ValueError(
+                        f"{name} must be the same tensor on all ranks, got shape {list(size)} of {dtype}, and "
+                        f"{list(other_size)} of {other_dtype} on rank {rank}; parts of a model need names of their own"
+                    )
+            for name in part.once if part is not None else ():
+                writers.setdefault(name, rank)
+        self._sizes = {name: size for name, (size, _) in tensors.items()}
+        optimizers = [part.optimizer for part in found if part is not None]
+        if all(optimizers):
+            self._merged = merged_values(optimizers)
+        elif any(optimizers):
+            raise ValueError("all ranks must save an optimizer or none, got one on some ranks only")
+        self._folder = begin_folder(self._path)
+        return self._folder.beside, writers
+
+    def _write(self) -> Written:
+        assert self._state is not None
+        state, writers, rank = self._state, self._writers, self._rank
+        chunks = [*state.chunks, *(chunk for name, chunk in state.once.items() if writers.get(name, 0) == rank)]
+        values = {name: value for name, value in state.values.items() if writers.get(name, 0) == rank}
+        values.update({name: packed(value) for name, value in self._merged.items()})
+        written = write_data(self._beside, chunks, {**values, **state.own_values}, rank=rank)
+        # Copies in host memory are not needed any more.
+        self._state = replace(state, chunks=[], once={}, values={}, own_values={})
+        return written
+
+    def _publish(self, written: list[Written]) -> None:
+        assert self._folder is not None and self._state is not None
+        write_metadata(self._beside, written, self._sizes)
+        self._folder.publish()
+
+
+class AsyncSave:
+    """A save that a thread of this process is writing. Made by ``save_checkpoint``.
+
+    The process does not end before the thread does. Keep torch.distributed initialised until ``wait`` has returned.
+    """
+
+    def __init__(self, save: Save, group: dist.ProcessGroup) -> None:
+        self._save = save
+        self._group: dist.ProcessGroup | None = group
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="checkpoint")
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._save.write()
+        except Exception as error:
+            self._error = error
+
+    def done(self) -> bool:
+        """True if this rank's part is over, well or not. Does not block."""
+        return not self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Afterwards the checkpoint is at its place.
+
+        Raises:
+            Exception: what made any rank fail, on all ranks; again at each call.
+
+        Ranks: all, each when it likes; blocks until all ranks have written.
+        """
+        self._thread.join()
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
+            self._group = None
+        if self._error is not None:
+            raise self._error
+
+
+def host_copy(state: LocalState) -> LocalState:
+    """The state in host memory of its own, which training does not change. Blocks until it is copied."""
+    copies = copied_to_host([*state.chunks, *state.once.values()])
+    num_chunks = len(state.chunks)
+    return replace(state, chunks=copies[:num_chunks], once=dict(zip(state.once, copies[num_chunks:], strict=True)))

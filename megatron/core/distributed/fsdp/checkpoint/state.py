@@ -1,0 +1,138 @@
+"""What a checkpoint holds of a model: each tensor once, under the names of the model that was wrapped."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron.core.distributed.fsdp.api.module import FsdpModule, fsdp_modules
+from megatron.core.distributed.fsdp.buffers.norm_ownership import is_copy
+
+OPTIMIZER, EXTRA_STATE = "optimizer.", "extra_state."
+PER_RANK = "per_rank"
+_MODULE_STATE = "_extra_state"  # what nn.Module.state_dict calls the result of get_extra_state
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+
+
+@dataclass(frozen=True)
+class NamedTensor:
+    """A tensor of the state.
+
+    Args:
+        names: where it is found in the model; several where weights are tied. It is stored under the first.
+        tensor: a DTensor, or a plain tensor that is the same on all ranks that have one of the name.
+        is_copy: another pipeline stage holds it too, and is the one to save it.
+    """
+
+    names: tuple[str, ...]
+    tensor: torch.Tensor
+    is_copy: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside of wrappers: modules that hold nothing of their own but one child, registered as ``module``."""
+    while not isinstance(model, FsdpModule):
+        children = list(model._modules.items())
+        owns = any(own is not None for own in (*model._parameters.values(), *model._buffers.values()))
+        if owns or len(children) != 1 or children[0][0] != "module" or children[0][1] is None:
+            break
+        model = children[0][1]
+    return model
+
+
+def model_tensors(model: nn.Module) -> list[NamedTensor]:
+    """Main weights, plain parameters and persistent buffers of a model, each tensor once, in the order of its modules.
+
+    Compute sees weights and the optimizer's state as updates beside it leave them.
+
+    Raises:
+        ValueError: a name that is reserved for other state; a tensor without memory (meta device).
+    """
+    root = unwrapped(model)
+    for module in fsdp_modules(root):
+        if module._fsdp_unit.context is not None:
+            module._fsdp_unit.context.finish_updates()
+    main_weights = {
+        id(unsharded): sharded
+        for module in fsdp_modules(root)
+        for group in module.parameter_groups
+        for sharded, unsharded in zip(group.sharded, group.unsharded, strict=True)
+    }
+    found: dict[int, tuple[list[str], torch.Tensor]] = {}
+    for prefix, module in root.named_modules(remove_duplicate=False):
+        own = {key: main_weights.get(id(p), p) for key, p in module._parameters.items() if p is not None}
+        own.update(
+            (key, buffer)
+            for key, buffer in module._buffers.items()
+            if buffer is not None and key not in module._non_persistent_buffers_set
+        )
+        for key, tensor in own.items():
+            name = _checked(f"{prefix}.{key}" if prefix else key, tensor)
+            found.setdefault(id(tensor), ([], tensor))[0].append(name)
+    return [_named(names, tensor) for names, tensor in found.values()]
+
+
+def _named(names: list[str], tensor: torch.Tensor) -> NamedTensor:
+    if is_copy(tensor):
+        return NamedTensor((tensor.canonical_name,), tensor, is_copy=True)  # type: ignore[attr-defined]
+    return NamedTensor(tuple(names), tensor)
+
+
+def is_split(model: nn.Module) -> bool:
+    """True if other ranks hold other parts of the model, under other names."""
+    groups = (group for module in fsdp_modules(unwrapped(model)) for group in module.parameter_groups)
+    return any(group.group_mesh.model.model_groups for group in groups)
+
+
+def module_states(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules that have state beside tensors (``get_extra_state``), by the name that ``state_dict`` gives it."""
+    return {
+        f"{prefix}.{_MODULE_STATE}" if prefix else _MODULE_STATE: module
+        for prefix, module in unwrapped(model).named_modules()
+        if type(module).get_extra_state is not nn.Module.get_extra_state
+    }
+
+
+def plain_copy(value: Any, name: str) -> Any:
+    """A copy of a nest of plain values and tensors, which later changes do not reach; tensors are on the CPU.
+
+    Raises:
+        TypeError: a value that is not plain, by its place in the nest.
+    """
+    if isinstance(value, torch.Tensor):
+        if type(value) not in (torch.Tensor, nn.Parameter):
+            raise TypeError(
+                f"{name} must hold plain tensors, got a {type(value).__name__}; take its to_local() or values"
+            )
+        return value.detach().to("cpu", copy=True).contiguous()
+    if type(value) in _PLAIN:
+        return value
+    if type(value) in (list, tuple):
+        return type(value)(plain_copy(item, f"{name}[{index}]") for index, item in enumerate(value))
+    if type(value) in (dict, OrderedDict, defaultdict):
+        return {
+            plain_copy(key, f"a key of {name}"): plain_copy(item, f"{name}[{key!r}]") for key, item in value.items()
+        }
+    raise TypeError(
+        f"{name} must be a tensor, None, a number, a string, bytes, or a list, tuple or dict of these, got a "
+        f"{type(value).__module__}.{type(value).__name__}; convert it before saving"
+    )
+
+
+def _checked(name: str, tensor: torch.Tensor) -> str:
+    if name.startswith((OPTIMIZER, EXTRA_STATE)):
+        raise ValueError(
+            f"{name} of the model has a name that checkpoints keep for other state; no child of the model may be called "
+            "optimizer or extra_state"
+        )
+    if tensor.is_meta:
+        raise ValueError(f"{name} must have values, got a tensor on the meta device; materialise the model first")
+    return name

@@ -1,0 +1,23 @@
+"""The only code that moves bytes between ranks: one file per transport, one interface for all."""
+
+from megatron.core.distributed.fsdp.comm.choose import (
+    TRANSPORT_KINDS,
+    SharedTransports,
+    TransportKind,
+    make_transport,
+)
+from megatron.core.distributed.fsdp.comm.process_group import ProcessGroupTransport, RankOrderTransport
+from megatron.core.distributed.fsdp.comm.transport import LocalTransport, MemoryKind, Transport, unfinished
+
+__all__ = [
+    "TRANSPORT_KINDS",
+    "LocalTransport",
+    "MemoryKind",
+    "ProcessGroupTransport",
+    "RankOrderTransport",
+    "SharedTransports",
+    "Transport",
+    "TransportKind",
+    "make_transport",
+    "unfinished",
+]

@@ -1,0 +1,241 @@
+"""Peer copy: ranks pull each other's shards and summands; copy engines move them, and no SM is taken from the GEMMs."""
+
+from __future__ import annotations
+
+import platform
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from megatron.core.distributed.fsdp.comm.nvlink import Place, linked_devices, problem_between
+from megatron.core.distributed.fsdp.comm.peer.device_copy import prepare_copies
+from megatron.core.distributed.fsdp.comm.peer.peer_memory import Meeting, PeerMemory, peer_memory_of
+from megatron.core.distributed.fsdp.comm.process_group import ProcessGroupTransport, RankOrderTransport
+from megatron.core.distributed.fsdp.comm.sum_pieces import sum_pieces
+from megatron.core.distributed.fsdp.comm.transport import MemoryKind
+
+# Memory for pulled pieces, beyond which a reduction goes on in several rounds.
+SCRATCH_NBYTES = 64 * 2**20
+# Pieces up to this size are summed straight from the peers' memory: the launches of copies (50 us of the host) cost more
+# than the SMs that wait for NVLink meanwhile.
+DIRECT_NBYTES = 64 * 2**20
+# Rounds begin at multiples of this, so that every piece stays aligned for loads of 16 bytes.
+_ROUND_NUMEL = 1024
+# Attributes of a full buffer, which is the same object each time: what a gather into it copies, and what a reduction of
+# it sums. They die with that object, so neither keeps memory that nobody moves any more.
+_COPIES, _SUMMANDS = "_fsdp_copies", "_fsdp_summands"
+
+
+@dataclass(frozen=True)
+class _Copies:
+    """What makes the copies of a gather of ``shard`` to an address, which changes where memory comes and goes."""
+
+    shard: torch.Tensor
+    address: int
+    run: Callable[[], None]
+
+
+@dataclass(frozen=True)
+class _Summands:
+    """This rank's segment of a buffer, the peers' (``views``), and all in rank order."""
+
+    memory: PeerMemory
+    own: torch.Tensor
+    views: dict[int, torch.Tensor]
+    pieces: list[torch.Tensor]
+
+
+class PeerCopyTransport:
+    """Gathers by copies out of the peers' shards, reductions by copies out of their staging memory and a local sum.
+
+    A gather needs no handshake, since shards do not change within a step: one barrier when they are published, none
+    after, and a slow rank delays nobody's gathers. A reduction has a barrier before its pulls (all have staged) and one
+    after (all have read). Sums go in rank order in fp32: bitwise those of ``RankOrderTransport``.
+
+    What is not in peer memory goes through the process group, as do ``all_reduce`` and ``broadcast``. Every rank decides alike,
+    since memory comes from the same calls on all of them. [Note: peer memory] in peer_memory.py.
+
+    Args:
+        group: the ranks, all on one host.
+        gather_group: as for ``ProcessGroupTransport``, which it serves here.
+        device: of the buffers.
+    """
+
+    name = "peer_copy"
+    is_symmetric = True
+    reads_peers = True
+
+    def __init__(self, group: ProcessGroup, gather_group: ProcessGroup, device: torch.device) -> None:
+        self._by_group = (ProcessGroupTransport if device.type == "cuda" else RankOrderTransport)(group, gather_group)
+        self.group, self.gather_group = group, gather_group
+        self.size, self.rank = group.size(), group.rank()
+        self.ranks: Sequence[int] = self._by_group.ranks
+        self.scratch_nbytes = SCRATCH_NBYTES
+        # Between processes on a CPU a copy first would gain nothing.
+        self.direct_nbytes = DIRECT_NBYTES if device.type == "cuda" else 2**63
+        self._device = device
+        self._group_name = group.group_name
+        # Whose signals publish and end_pass use: those of the first shards that were made or gathered here and still are.
+        self._shards: weakref.ref[PeerMemory] | None = None
+        self.all_reduce = self._by_group.all_reduce
+        self.broadcast = self._by_group.broadcast
+        self.exchange = self._by_group.exchange
+
+    def empty(self, numel: int, dtype: torch.dtype, device: torch.device, kind: MemoryKind) -> torch.Tensor:
+        if kind is MemoryKind.GATHERED or numel == 0:
+            return torch.empty(numel, dtype=dtype, device=device)
+        tensor = _empty_peer_memory(numel, dtype, device, self.group)
+        if kind is MemoryKind.SHARD:
+            memory = peer_memory_of(tensor)
+            assert memory is not None
+            self._remember(memory)
+        return tensor
+
+    def _remember(self, memory: PeerMemory) -> None:
+        if self._shards is None or self._shards() is None:
+            self._shards = memory.reference
+
+    def publish(self) -> None:
+        self._meet(Meeting.PUBLISHED)
+
+    def end_pass(self) -> None:
+        self._meet(Meeting.PASS_ENDED)
+
+    def _meet(self, meeting: Meeting) -> None:
+        memory = None if self._shards is None else self._shards()
+        if memory is None:  # the shards may be in another transport's memory, which was not seen here yet
+            dist.all_reduce(torch.zeros(1, device=self._device), group=self.gather_group)
+            return
+        memory.barrier(meeting)
+
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> None:
+        plan: _Copies | None = getattr(full, _COPIES, None)
+        if plan is None or plan.shard is not shard or plan.address != full.data_ptr():
+            plan = self._plan_copies(full, shard)
+            if plan is None:
+                self._by_group.all_gather(full, shard)
+                return
+        plan.run()
+
+    def _plan_copies(self, full: torch.Tensor, shard: torch.Tensor) -> _Copies | None:
+        """What a gather of ``shard`` into ``full`` copies, which ``full`` then carries; None where the group must do it."""
+        memory = self._memory_of(shard)
+        start, numel = shard.data_ptr(), shard.numel()
+        # A shard in its place in the full buffer was written just now, and not published.
+        if memory is None or 0 <= start - full.data_ptr() < full.numel() * full.element_size():
+            return None
+        self._remember(memory)
+        segments = full.data.view(self.size, numel).unbind()  # views of full itself would keep it, and it them
+        pairs = [(segments[peer], view) for peer, view in memory.views(start, numel, shard.dtype).items()]
+        plan = _Copies(shard, full.data_ptr(), prepare_copies([*pairs, (segments[self.rank], shard.data)]))
+        setattr(full, _COPIES, plan)
+        return plan
+
+    def reduce_scatter(
+        self, out: torch.Tensor, full: torch.Tensor, *, scale: float = 1.0, accumulate: bool = False
+    ) -> None:
+        plan: _Summands | None = getattr(full, _SUMMANDS, None)
+        if plan is None:
+            memory = self._memory_of(full)
+            if memory is None:
+                self._by_group.reduce_scatter(out, full, scale=scale, accumulate=accumulate)
+                return
+            plan = self._find_summands(full, memory)
+        if plan.own.numel() != out.numel():
+            raise ValueError(f"full must have {self.size} times out's {out.numel()} elements, got {full.numel()}")
+        plan.memory.barrier(Meeting.STAGED)
+        if plan.own.numel() * plan.own.element_size() <= self.direct_nbytes:
+            sum_pieces(out, plan.pieces, scale=scale, accumulate=accumulate)
+        else:
+            self._sum_by_pulls(out, plan.own, plan.views, scale, accumulate)
+        plan.memory.barrier(Meeting.PULLED)
+
+    def _find_summands(self, full: torch.Tensor, memory: PeerMemory) -> _Summands:
+        """This rank's segments of all ranks' ``full``, which then carries them."""
+        if full.numel() % self.size:
+            raise ValueError(f"full must have a segment for each of {self.size} ranks, got {full.numel()} elements")
+        numel = full.numel() // self.size
+        own = full.data.narrow(0, self.rank * numel, numel)  # a view of full itself would keep it, and it the view
+        views = memory.views(own.data_ptr(), numel, own.dtype)
+        plan = _Summands(memory, own, views, self._in_rank_order(own, views))
+        setattr(full, _SUMMANDS, plan)
+        return plan
+
+    def _sum_by_pulls(
+        self, out: torch.Tensor, own: torch.Tensor, views: dict[int, torch.Tensor], scale: float, accumulate: bool
+    ) -> None:
+        numel = own.numel()
+        share = self.scratch_nbytes // (own.element_size() * (self.size - 1))
+        round_numel = max(_ROUND_NUMEL, share // _ROUND_NUMEL * _ROUND_NUMEL)
+        if numel <= round_numel:
+            self._pull_and_sum(out, own, views, scale, accumulate)
+            return
+        for begin in range(0, numel, round_numel):
+            here = slice(begin, begin + round_numel)
+            self._pull_and_sum(out[here], own[here], {p: view[here] for p, view in views.items()}, scale, accumulate)
+
+    def _pull_and_sum(
+        self, out: torch.Tensor, own: torch.Tensor, views: dict[int, torch.Tensor], scale: float, accumulate: bool
+    ) -> None:
+        # On one stream, so that the next round gets the same memory.
+        scratch = torch.empty((self.size - 1, own.numel()), dtype=own.dtype, device=own.device)
+        pulled = dict(zip(views, scratch.unbind(), strict=True))
+        for peer, view in views.items():
+            pulled[peer].copy_(view, non_blocking=True)
+        sum_pieces(out, self._in_rank_order(own, pulled), scale=scale, accumulate=accumulate)
+
+    def _in_rank_order(self, own: torch.Tensor, others: dict[int, torch.Tensor]) -> list[torch.Tensor]:
+        return [own if rank == self.rank else others[rank] for rank in range(self.size)]
+
+    def _memory_of(self, tensor: torch.Tensor) -> PeerMemory | None:
+        """The peer memory that the tensor lies in, if it is this group's."""
+        memory = peer_memory_of(tensor)
+        return memory if memory is not None and memory.group_name == self._group_name else None
+
+
+def peer_copy_problem(group: ProcessGroup, device: torch.device) -> str | None:
+    """Why peer copy cannot serve the group's buffers on ``device``; None if it can. The same on all ranks.
+
+    Ranks: all of the group; blocks the host. On a CPU memory is mapped once to see that it works.
+    """
+    if group.size() == 1:
+        return "peer copy is for two ranks or more, got a group of one"
+    places: list[Place] = [None] * group.size()  # type: ignore[list-item]
+    dist.all_gather_object(places, _place_of(group, device), group=group)
+    problem = problem_between(places)
+    if problem is None and device.type == "cpu":
+        try:
+            _empty_peer_memory(1, torch.uint8, device, group)
+        except RuntimeError as error:
+            return str(error)
+    return problem
+
+
+def _place_of(group: ProcessGroup, device: torch.device) -> Place:
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    host = f"{platform.node()} {boot.read_text()[:8] if boot.exists() else ''}".strip()
+    if device.type == "cuda":
+        from megatron.core.distributed.fsdp.comm.peer.peer_memory_cuda import backend_problem
+
+        index = torch.cuda.current_device() if device.index is None else device.index
+        # Flags are raised by atomics in the peers' memory, which need NVLink.
+        return Place(host, index, linked_devices(index), backend_problem(device))
+    from megatron.core.distributed.fsdp.comm.peer.peer_memory_cpu import platform_problem
+
+    return Place(host, group.rank(), tuple(range(group.size())), platform_problem())
+
+
+def _empty_peer_memory(numel: int, dtype: torch.dtype, device: torch.device, group: ProcessGroup) -> torch.Tensor:
+    if device.type == "cuda":
+        # Imported here: builds of torch without CUDA need none of it.
+        from megatron.core.distributed.fsdp.comm.peer.peer_memory_cuda import empty_on_cuda
+
+        return empty_on_cuda(numel, dtype, device, group)
+    from megatron.core.distributed.fsdp.comm.peer.peer_memory_cpu import empty_on_cpu
+
+    return empty_on_cpu(numel, dtype, group)

@@ -1,0 +1,53 @@
+"""Peer memory between the GPUs of an NVLink domain: PyTorch's symmetric memory with its CUDA backend."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed._symmetric_memory as symm_mem
+from torch.distributed import ProcessGroup
+
+from megatron.core.distributed.fsdp.comm.peer.peer_memory import Meeting, PeerMemory, attach, time_out_of
+
+
+class CudaPeerMemory(PeerMemory):
+    """Peers' memory is mapped into this device's addresses; barriers are kernels of one warp on the current stream.
+
+    A barrier raises a flag in each peer's signal pad and lowers those that the peers raised in its own, so a captured
+    one can be replayed. One that waits for longer than the group's time-out traps, which ends all work on the device.
+    """
+
+    def __init__(self, tensor: torch.Tensor, group: ProcessGroup) -> None:
+        super().__init__(group, tensor.data_ptr())
+        self._handle = symm_mem.rendezvous(tensor, group)
+        self._time_out_ms = max(1, int(time_out_of(group, tensor.device).total_seconds() * 1000))
+
+    def barrier(self, meeting: Meeting) -> None:
+        self._handle.barrier(meeting.value, self._time_out_ms)
+
+    def _view(self, peer: int, offset_nbytes: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        # The view does not keep the mapping alive; this object does, which also keeps the view.
+        return self._handle.get_buffer(peer, (numel,), dtype, offset_nbytes // dtype.itemsize)
+
+
+def empty_on_cuda(numel: int, dtype: torch.dtype, device: torch.device, group: ProcessGroup) -> torch.Tensor:
+    """Uninitialised peer memory [numel] on ``device``, in whole pages of 2 MiB. Ranks: all; blocks the host.
+
+    The driver's own call gives it, not PyTorch's caching allocator: ``torch.cuda.memory_allocated`` does not count it, and
+    it goes back to the device at once.
+    """
+    if device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    tensor = symm_mem.empty(numel, dtype=dtype, device=device)
+    attach(tensor, CudaPeerMemory(tensor, group))
+    return tensor
+
+
+def backend_problem(device: torch.device) -> str | None:
+    """Why PyTorch's symmetric memory cannot be used as it is set up in this process; None if it can."""
+    backend = symm_mem.get_backend(device)
+    if backend == "CUDA":
+        return None
+    return (
+        f"PyTorch's symmetric memory must have its CUDA backend, got {backend!r}; do not call symm_mem.set_backend, and "
+        "leave TORCH_SYMMMEM unset"
+    )

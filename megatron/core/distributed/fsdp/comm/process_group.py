@@ -1,0 +1,111 @@
+"""The collectives of a process group: for NCCL over any network, and, summed in rank order, for gloo."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from megatron.core.distributed.fsdp.comm.sum_pieces import sum_pieces
+from megatron.core.distributed.fsdp.comm.transport import MemoryKind, scale_and_accumulate
+from megatron.core.distributed.fsdp.config.mixed_precision import SERVED_DTYPES
+from megatron.core.distributed.fsdp.config.torch_versions import all_gather_flat, reduce_scatter_flat
+
+
+class ProcessGroupTransport:
+    """The group's own collectives, straight between arena and shard; for NCCL over any network.
+
+    ``gather_group`` holds the same ranks; where it is another communicator, gathers run beside reductions.
+    """
+
+    name = "nccl"
+    is_symmetric = False
+    reads_peers = False
+
+    def __init__(self, group: ProcessGroup, gather_group: ProcessGroup) -> None:
+        self.group = group
+        self.gather_group = gather_group
+        self.size = group.size()
+        self.rank = group.rank()
+        self.ranks: Sequence[int] = dist.get_process_group_ranks(group)
+
+    def empty(self, numel: int, dtype: torch.dtype, device: torch.device, kind: MemoryKind) -> torch.Tensor:
+        return torch.empty(numel, dtype=dtype, device=device)
+
+    def publish(self) -> None:
+        pass  # a gather starts when all ranks have come to it
+
+    def end_pass(self) -> None:
+        pass
+
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> None:
+        all_gather_flat(self.gather_group, _movable(full), _movable(shard))
+
+    def reduce_scatter(
+        self, out: torch.Tensor, full: torch.Tensor, *, scale: float = 1.0, accumulate: bool = False
+    ) -> None:
+        # SUM, never AVG: symmetric-memory kernels are chosen for SUM alone, and the scale is applied later, in out's
+        # dtype. The sum takes the place of this rank's own segment, so that it needs no memory of its own.
+        direct = out.dtype == full.dtype and not accumulate
+        total = out if direct else full.narrow(0, self.rank * out.numel(), out.numel())
+        reduce_scatter_flat(self.group, total, full)
+        sum_pieces(out, (total,), scale=scale, accumulate=accumulate)  # widens, scales and adds in one kernel
+
+    def all_reduce(
+        self, out: torch.Tensor, full: torch.Tensor, *, scale: float = 1.0, accumulate: bool = False
+    ) -> None:
+        dist.all_reduce(full, op=dist.ReduceOp.SUM, group=self.group)
+        sum_pieces(out, (full,), scale=scale, accumulate=accumulate)
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        dist.broadcast(_movable(tensor), src=dist.get_global_rank(self.group, 0), group=self.group)
+
+    def exchange(self, value: Any) -> list[Any]:
+        values = [None] * self.size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+
+class RankOrderTransport(ProcessGroupTransport):
+    """Sums in rank order: pieces travel as they are and are added on the rank that owns them, in fp32 or wider.
+
+    The sum of a gradient does not depend on the strategy (scattered or not), on the number of buffers, or on
+    the library's ring, so strategies can be compared bit for bit. It is the transport of gloo groups; the cost
+    is one copy of the full buffer. [Note: fixed order of reduction] in DESIGN.md.
+    """
+
+    name = "gloo"
+
+    def reduce_scatter(
+        self, out: torch.Tensor, full: torch.Tensor, *, scale: float = 1.0, accumulate: bool = False
+    ) -> None:
+        pieces = torch.empty_like(full)
+        dist.all_to_all_single(pieces, full, group=self.group)
+        scale_and_accumulate(out, sum_in_order(pieces.view(self.size, -1)), scale=scale, accumulate=accumulate)
+
+    def all_reduce(
+        self, out: torch.Tensor, full: torch.Tensor, *, scale: float = 1.0, accumulate: bool = False
+    ) -> None:
+        padded = torch.nn.functional.pad(full, (0, -full.numel() % self.size))
+        wide = torch.promote_types(full.dtype, torch.float32)
+        shard = torch.empty(padded.numel() // self.size, dtype=wide, device=out.device)
+        self.reduce_scatter(shard, padded)
+        total = torch.empty_like(padded, dtype=wide)
+        all_gather_flat(self.group, total, shard)
+        scale_and_accumulate(out, total[: out.numel()], scale=scale, accumulate=accumulate)
+
+
+def _movable(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or its bytes where it has a dtype (of frozen weights) that not every backend knows."""
+    return tensor if tensor.dtype in SERVED_DTYPES else tensor.view(torch.uint8)
+
+
+def sum_in_order(pieces: torch.Tensor) -> torch.Tensor:
+    """[S] sum of ``pieces`` [R, S] in fp32 or wider, from rank 0 upwards."""
+    total = pieces[0].to(torch.promote_types(pieces.dtype, torch.float32), copy=True)
+    for piece in pieces[1:]:
+        total += piece
+    return total

@@ -1,0 +1,61 @@
+"""The local half of a reduction by pulls: pieces of several ranks become their scaled sum, in one pass."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from megatron.core.distributed.fsdp.comm.transport import scale_and_accumulate
+
+# What the Triton kernel has arguments for, and dtypes that it adds in fp32.
+MAX_KERNEL_PIECES = 8
+_KERNEL_DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16))
+
+
+def sum_pieces(
+    out: torch.Tensor,
+    pieces: Sequence[torch.Tensor],
+    *,
+    scale: float = 1.0,
+    accumulate: bool = False,
+    squares: torch.Tensor | None = None,
+) -> None:
+    """Afterwards ``out`` [S] holds, or (``accumulate``) has grown by, ``scale`` times the sum of ``pieces`` [N] of [S].
+
+    They are added in fp32 or wider, from the first to the last, so the result is bitwise the same every time.
+    ``squares`` [] fp32 grows by the sum of the squares of what ``out`` holds then. One kernel on CUDA, two more for squares.
+    """
+    if len(pieces) == 1 and out.dtype == pieces[0].dtype and squares is None:
+        scale_and_accumulate(out, pieces[0], scale=scale, accumulate=accumulate)
+        return
+    if _for_kernel(out, pieces):
+        kernel = _kernel()
+        if kernel is not None:
+            kernel(out, pieces, scale, accumulate, squares)
+            return
+    total = pieces[0].to(torch.promote_types(pieces[0].dtype, torch.float32), copy=True)
+    for piece in pieces[1:]:
+        total += piece
+    scale_and_accumulate(out, total, scale=scale, accumulate=accumulate)
+    if squares is not None:
+        squares += out.float().square().sum()
+
+
+def _for_kernel(out: torch.Tensor, pieces: Sequence[torch.Tensor]) -> bool:
+    if not (out.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"):
+        return False
+    return len(pieces) <= MAX_KERNEL_PIECES and out.dtype in _KERNEL_DTYPES and pieces[0].dtype in _KERNEL_DTYPES
+
+
+@functools.cache
+def _kernel() -> Callable[..., Any] | None:
+    """Triton is imported at the first use: on a CPU there may be none."""
+    try:
+        from megatron.core.distributed.fsdp.comm.sum_pieces_triton import sum_with_triton
+    except ImportError:
+        return None
+    return sum_with_triton

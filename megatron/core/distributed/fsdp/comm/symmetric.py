@@ -1,0 +1,112 @@
+"""NCCL symmetric memory: buffers from NCCL's own pool, registered once, which its symmetric kernels read and write.
+
+NCCL (2.27 and later) takes an ``ncclSymk`` kernel for a collective whose buffers all lie in windows of the communicator.
+A window is registered by all ranks together. PyTorch registers what a memory pool holds (``register_mem_pool``), and
+what the pool grows by afterwards in a hook of its allocator, which walks the communicators in an order that is not the
+same on all ranks: with two communicators they would wait for each other. So each allocation here has a pool of its own,
+which is registered when it is full, with one communicator after the other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from megatron.core.distributed.fsdp.comm.process_group import ProcessGroupTransport
+from megatron.core.distributed.fsdp.comm.transport import MemoryKind, scale_and_accumulate
+from megatron.core.distributed.fsdp.config.torch_versions import reduce_scatter_flat
+
+# The caching allocator takes segments of 20 MiB for what is above 1 and below 10 MiB, which a pool of one buffer would
+# waste, and segments of its size for what is larger.
+_SMALL_NBYTES, _LARGE_NBYTES = 2**20, 10 * 2**20
+
+
+class SymmetricTransport(ProcessGroupTransport):
+    """The group's collectives between buffers in windows of its communicators, by NCCL's symmetric kernels.
+
+    What does not lie in ``empty``'s memory (a first step before there is a plan) goes by NCCL's other kernels, as it
+    must then on all ranks. Groups may be destroyed once no buffer is registered with them: after ``close``, or when the
+    model is gone.
+
+    Ranks: all of the group must construct; blocks until both communicators are there.
+    """
+
+    name = "symm"
+    is_symmetric = True
+
+    def __init__(self, group: ProcessGroup, gather_group: ProcessGroup, device: torch.device) -> None:
+        super().__init__(group, gather_group)
+        groups = dict.fromkeys((group, gather_group))
+        for each in groups:
+            # A communicator is made by its first collective, and can register nothing before.
+            dist.all_reduce(torch.zeros(1, device=device), group=each)
+        self._backends: list[Any] = [each._get_backend(device) for each in groups]
+        self._registrations: weakref.WeakSet[_Registration] = weakref.WeakSet()
+        self._gone: list[str] = []  # an entry for each buffer that died since memory was asked for last
+
+    def empty(self, numel: int, dtype: torch.dtype, device: torch.device, kind: MemoryKind) -> torch.Tensor:
+        nbytes = numel * dtype.itemsize
+        if nbytes == 0:
+            return torch.empty(numel, dtype=dtype, device=device)
+        if self._gone:
+            self._gone.clear()
+            torch.cuda.empty_cache()  # a pool without buffers gives its segment back then, and to nobody before
+        taken = _LARGE_NBYTES if _SMALL_NBYTES < nbytes < _LARGE_NBYTES else nbytes
+        pool = torch.cuda.MemPool(self._backends[0].mem_allocator)
+        with torch.cuda.use_mem_pool(pool, device):
+            memory = torch.empty(taken, dtype=torch.uint8, device=device)
+        registration = _Registration(pool, self._backends, device)
+        self._registrations.add(registration)
+        weakref.finalize(memory.untyped_storage(), registration.end, self._gone)
+        return memory[:nbytes].view(dtype)
+
+    def close(self) -> None:
+        """Afterwards no buffer is registered, and the groups can be destroyed; collectives go by NCCL's other kernels.
+
+        Ranks: all of the group, before the next collective; blocks the host until this rank's work is done.
+        """
+        for registration in self._registrations:
+            registration.deregister()
+
+    def reduce_scatter(
+        self, out: torch.Tensor, full: torch.Tensor, *, scale: float = 1.0, accumulate: bool = False
+    ) -> None:
+        # Both sides must lie in windows, which ``out``, a main gradient, does not: the sum takes the place of this rank's
+        # own segment. SUM, then scale: for AVG there is no symmetric kernel.
+        total = full.narrow(0, self.rank * out.numel(), out.numel())
+        reduce_scatter_flat(self.group, total, full)
+        scale_and_accumulate(out, total, scale=scale, accumulate=accumulate)
+
+
+class _Registration:
+    """A pool's memory in windows of communicators. Ranks: all of the communicators must construct, in one order."""
+
+    def __init__(self, pool: torch.cuda.MemPool, backends: list[Any], device: torch.device) -> None:
+        self._pool, self._backends, self._device = pool, backends, device
+        for backend in backends:
+            backend.register_mem_pool(pool, symm=True)
+        self.is_registered = True
+
+    def deregister(self) -> None:
+        """Afterwards the memory is in no window. Each rank does it alone: peers have mapped the memory themselves."""
+        if not self.is_registered:
+            return
+        self.is_registered = False
+        # Nothing may read or write through a window that goes away. Where the device is lost, or a group was destroyed
+        # first, its windows are gone with it; an error would come up at a place that has nothing to do with it.
+        with contextlib.suppress(RuntimeError):
+            torch.cuda.synchronize(self._device)
+        for backend in self._backends:
+            with contextlib.suppress(RuntimeError):
+                backend.deregister_mem_pool(self._pool)
+
+    def end(self, gone: list[str]) -> None:
+        """Afterwards the memory, which is about to die, is in no window and no pool. It is noted in ``gone``."""
+        self.deregister()
+        del self._pool  # the allocator takes the segment over, and frees it when it empties its cache
+        gone.append("buffer")

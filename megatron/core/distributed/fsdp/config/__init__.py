@@ -1,0 +1,1 @@
+"""Choices: what is sharded, in which dtypes, and what differs between versions of torch."""

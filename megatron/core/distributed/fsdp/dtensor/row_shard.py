@@ -1,0 +1,207 @@
+"""A DTensor placement for rows that ranks own in unequal numbers, which knows these numbers without asking anyone.
+
+PyTorch's ``Shard(0)`` means ``torch.chunk``: equal shares but for the last ranks. A rank of ours owns the rows that
+fall into its segment of a flat buffer (layout.py), so the placement carries where the tensor lies in that buffer.
+Everything else (gathering, splitting, checkpoint offsets) follows from it and the tensor's rows.
+
+What DTensor must be taught besides, since it rebuilds placements as ``Shard(dim)``, stands in row_shard_rules.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed._functional_collectives as funcol
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
+
+from megatron.core.distributed.fsdp.config.torch_versions import all_gather_functional
+from megatron.core.distributed.fsdp.dtensor import row_shard_rules
+from megatron.core.distributed.fsdp.layout.flat_layout import FlatLayout, check_row_parts, rows_before
+
+
+class RowShard(Shard):
+    """Dim 0 is split over a mesh axis where the segments of a flat buffer cut it; the split may be uneven.
+
+    Rank k of the axis owns the rows of the tensor that begin in elements [k * segment_numel, (k + 1) * segment_numel)
+    of a buffer in which the tensor begins at ``start``. Ranks may own no row. Two placements are equal only if all
+    their numbers are, so tensors that are split alike combine freely and others are redistributed first.
+
+    With ``row_parts`` p these are rows of the tensor's view [R * p, C / p, ...]: each row [C, ...] is cut into p equal parts
+    along dim 1, and so is the local tensor's shape, [rows here, C / p, ...]; the DTensor's stays [R, C, ...]. Elementwise
+    operations between tensors placed so, and norms and sums of all elements, work on the parts. What looks at rows or columns
+    is gathered first, or refused (row_shard_rules.py). On an axis further right, which cuts what this one leaves, "rows"
+    are those parts and ``row_parts`` is 1.
+
+    Make DTensors with ``DTensor.from_local(local, mesh, [placement], run_check=False, shape=..., stride=...)`` (without
+    shape and stride, PyTorch would take all shards to be as large as this rank's), or from a ``Replicate()`` one by
+    ``redistribute``. ``distribute_tensor`` knows only ``Shard(dim)`` and returns an even ``Shard(0)``.
+
+    Args:
+        start: elements before the tensor in the flat buffer.
+        segment_numel: elements of the flat buffer that each rank of the axis owns.
+        row_numel: elements of a row as it is cut; 1 for tensors of one dimension.
+        row_parts: rows as they are cut for each row of the tensor.
+
+    Raises:
+        ValueError: a number is negative; when used, a tensor that does not end within the ranks' segments, or whose dim 1
+            ``row_parts`` does not divide.
+    """
+
+    start: int
+    segment_numel: int
+    row_numel: int
+    row_parts: int
+
+    def __init__(self, start: int, segment_numel: int, row_numel: int, row_parts: int = 1) -> None:
+        if row_parts < 1:
+            raise ValueError(f"row_parts must be 1 or more, got {row_parts}")
+        if start < 0 or segment_numel < 0 or row_numel < 0:
+            raise ValueError(
+                f"start, segment_numel and row_numel must be 0 or more, got {start}, {segment_numel} and {row_numel}"
+            )
+        super().__init__(0)
+        self.start, self.segment_numel, self.row_numel, self.row_parts = start, segment_numel, row_numel, row_parts
+
+    @classmethod
+    def of(cls, layout: FlatLayout, index: int) -> RowShard:
+        """The placement of tensor ``index`` of a layout on the axis whose ranks share the layout's buffer."""
+        slot = layout.slots[index]
+        return cls(slot.start, layout.segment_numel, slot.row_numel, slot.row_parts)
+
+    def rows(self, num_rows: int, *, rank: int, num_ranks: int) -> tuple[int, int]:
+        """Rows [begin, end), as they are cut, that ``rank`` owns of a tensor of ``num_rows`` rows; begin == end for none.
+
+        Raises:
+            ValueError: the segments of ``num_ranks`` ranks do not hold all rows.
+        """
+        num_cut = num_rows * self.row_parts
+        begin, end, covered = (
+            rows_before(cut * self.segment_numel, start=self.start, row_numel=self.row_numel, num_rows=num_cut)
+            for cut in (rank, rank + 1, num_ranks)
+        )
+        if covered != num_cut:
+            raise ValueError(
+                f"{self} on {num_ranks} ranks holds {covered} rows, got a tensor of {num_cut}; "
+                "a placement belongs to the tensor and the number of ranks that its layout was made for"
+            )
+        return begin, end
+
+    def part(self, tensor: torch.Tensor, *, rank: int, num_ranks: int) -> torch.Tensor:
+        """A rank's rows of a whole tensor, as they are cut; a view where ``tensor`` is contiguous."""
+        begin, end = self.rows(tensor.size(0), rank=rank, num_ranks=num_ranks)
+        return self._cut(tensor)[begin:end]
+
+    def _cut(self, tensor: torch.Tensor) -> torch.Tensor:
+        """[R, C, ...] as [R * row_parts, C / row_parts, ...]."""
+        if self.row_parts == 1:
+            return tensor
+        check_row_parts(tensor.shape, self.row_parts)
+        return tensor.unflatten(1, (self.row_parts, tensor.size(1) // self.row_parts)).flatten(0, 1)
+
+    def _joined(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What ``_cut`` has cut, whole."""
+        if self.row_parts == 1:
+            return tensor
+        return tensor.unflatten(0, (tensor.size(0) // self.row_parts, self.row_parts)).flatten(1, 2)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RowShard) and self._fields() == other._fields()
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash((RowShard, *self._fields()))
+
+    def __repr__(self) -> str:
+        parts = f", row_parts={self.row_parts}" if self.row_parts > 1 else ""
+        return f"RowShard(start={self.start}, segment_numel={self.segment_numel}, row_numel={self.row_numel}{parts})"
+
+    def __str__(self) -> str:
+        parts = f":1/{self.row_parts}" if self.row_parts > 1 else ""
+        return f"Rows({self.start}:{self.segment_numel}:{self.row_numel}{parts})"
+
+    def __reduce__(self) -> tuple[type[RowShard], tuple[int, int, int, int]]:
+        return RowShard, self._fields()
+
+    def __copy__(self) -> RowShard:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RowShard:
+        return self
+
+    def _fields(self) -> tuple[int, int, int, int]:
+        return self.start, self.segment_numel, self.row_numel, self.row_parts
+
+    # What DTensor calls on a placement. The names and signatures are torch's (2.11 to 2.13). Sizes of dim 0 are those
+    # before this axis cuts, and those that it returns are as it cuts: so an axis further right is told of these.
+
+    def _local_shard_size_and_offset(self, curr_local_size: int, num_chunks: int, rank: int) -> tuple[int, int]:  # type: ignore[override]
+        begin, end = self.rows(curr_local_size, rank=rank, num_ranks=num_chunks)
+        return end - begin, begin
+
+    def local_shard_size_and_offset(self, curr_local_size: int, num_chunks: int, rank: int) -> tuple[int, int]:  # type: ignore[override]
+        return self._local_shard_size_and_offset(curr_local_size, num_chunks, rank)
+
+    def _split_tensor(
+        self, tensor: torch.Tensor, num_chunks: int, *, with_padding: bool = True, contiguous: bool = True
+    ) -> tuple[list[torch.Tensor], list[int]]:
+        """Each rank's rows of ``tensor``, padded to the most that any owns where asked, and the padding of each."""
+        ranges = self._row_ranges(tensor.size(0), num_chunks)
+        most = max(end - begin for begin, end in ranges)
+        pads = [most - (end - begin) for begin, end in ranges]
+        pieces = [self._cut(tensor)[begin:end] for begin, end in ranges]
+        if with_padding:
+            pieces = [_pad_rows(piece, most) for piece in pieces]
+        return [piece.contiguous() if contiguous else piece for piece in pieces], pads if with_padding else []
+
+    def _replicate_to_shard(  # type: ignore[override]
+        self, local_tensor: torch.Tensor, mesh: DeviceMesh, mesh_dim: int, shard_index: int
+    ) -> torch.Tensor:
+        own = self.part(local_tensor, rank=shard_index, num_ranks=mesh.size(mesh_dim))
+        return own.clone(memory_format=torch.contiguous_format)
+
+    def _to_replicate_tensor(  # type: ignore[override]
+        self, local_tensor: torch.Tensor, mesh: DeviceMesh, mesh_dim: int, current_logical_shape: Sequence[int]
+    ) -> torch.Tensor:
+        ranges = self._row_ranges(current_logical_shape[0], mesh.size(mesh_dim))
+        begin, end = ranges[mesh.get_local_rank(mesh_dim)]
+        if local_tensor.size(0) != end - begin:
+            raise ValueError(
+                f"the local tensor must hold rows [{begin}, {end}) by {self}, got {local_tensor.size(0)} rows; pass "
+                "shape and stride of the full tensor to DTensor.from_local"
+            )
+        most = max(end - begin for begin, end in ranges)
+        gathered = all_gather_functional(_pad_rows(local_tensor, most), gather_dim=0, group=(mesh, mesh_dim))
+        starts = (rank * most for rank in range(len(ranges)))
+        joined = torch.cat([gathered[at : at + end - begin] for at, (begin, end) in zip(starts, ranges, strict=True)])
+        return self._joined(joined)
+
+    def _reduce_shard_tensor(
+        self, tensor: torch.Tensor, mesh: DeviceMesh, reduce_op: str, mesh_dim: int
+    ) -> torch.Tensor:
+        # Not the hot path (the engine reduces whole buffers), so the simple way: all-reduce, keep our rows.
+        reduced = funcol.all_reduce(tensor, reduceOp=reduce_op, group=(mesh, mesh_dim))
+        return self._replicate_to_shard(reduced, mesh, mesh_dim, mesh.get_local_rank(mesh_dim))
+
+    def _to_new_shard_dim(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        raise AssertionError("the planner goes from RowShard to another dim through Replicate")
+
+    def _row_ranges(self, num_rows: int, num_ranks: int) -> list[tuple[int, int]]:
+        return [self.rows(num_rows, rank=rank, num_ranks=num_ranks) for rank in range(num_ranks)]
+
+
+def _pad_rows(tensor: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """``tensor`` with zero rows after it, ``num_rows`` in all, contiguous."""
+    if tensor.size(0) == num_rows:
+        return tensor.contiguous()
+    padded = tensor.new_zeros((num_rows, *tensor.shape[1:]))
+    padded[: tensor.size(0)] = tensor
+    return padded
+
+
+torch.serialization.add_safe_globals([RowShard])
+row_shard_rules.patch_dtensor(RowShard)

@@ -1,0 +1,384 @@
+"""What DTensor must be taught so that an uneven placement is never taken for an even one.
+
+DTensor asks a placement how to gather and split, which RowShard answers itself. Three things it decides without:
+
+- *Propagation.* Each operation's rule rebuilds the placements of its outputs as ``Shard(dim)``, which would rename
+  uneven rows to even ones. Here an operation that works row by row is propagated with ``Shard(0)`` in RowShard's
+  place, which is put back in what comes out; every other operation is propagated with ``Replicate()``, so that its
+  inputs are gathered first; what can be neither (a view, a write that would be lost, randomness) is an error. Where rows
+  are cut into parts (``row_parts``), only what works element by element, on tensors of one shape, works row by row.
+- *Redistribution.* From a shard to a shard of the same dim nothing moves. Here it goes through ``Replicate()``.
+- *Checks of a spec.* A sharded dim's placement must equal ``Shard(dim)``. Here it may be a RowShard.
+
+The same holds of BlockShard (block_shard.py), which is another cut of dim 0, so what is said of RowShard below is meant
+of both. Of several axes that cut a dim the leftmost comes first, as everywhere in DTensor, so what cuts further on the
+right must be undone before.
+
+All are wrapped once, at import, at the one place through which torch 2.11 to 2.13 lead all callers; tensors without
+a RowShard take the path that they took before. Delete this file when DTensor lets a placement say how it propagates.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import types
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed.tensor._redistribute as torch_redistribute
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor._op_schema import OpSchema, OutputSharding
+from torch.distributed.tensor._sharding_prop import LocalLRUCache
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+# Row by row although torch does not tag them as pointwise.
+_ROW_WISE = frozenset(
+    {
+        "_to_copy",
+        "alias",
+        "clone",
+        "copy_",
+        "detach",
+        "detach_",
+        "equal",
+        "fill_",
+        "lift_fresh",
+        "masked_fill_",
+        "reshape",
+        "sum",
+        "_unsafe_view",
+        "view",
+        "zero_",
+    }
+)
+# Results that depend on the shape of the input alone.
+_FACTORIES = frozenset(
+    {"empty_like", "full_like", "ones_like", "zeros_like"}
+    | {"new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros"}
+)
+# Row by row, but not part by part where rows are cut: they name a shape.
+_SHAPED = frozenset({"reshape", "_unsafe_view", "view", *(name for name in _FACTORIES if name.startswith("new_"))})
+_NORMS = frozenset({"linalg_vector_norm", "_foreach_norm"})
+# Lists of tensors, one operation for each element: all elementwise but for these.
+_LIST_PREFIXES = ("_foreach_", "_fused_", "_amp_foreach_")
+_LIST_REDUCTIONS = frozenset({"_foreach_max", "_foreach_powsum"})
+
+
+_REMEDY = "call full_tensor() or redistribute it to Replicate() first, or work on to_local()"
+
+# A split of dim 0: the RowShard, and the shape of the tensor that has it.
+_Split = tuple[Placement, torch.Size]
+# Which tensors must be split alike: (element of a list operation, else 0; mesh axis).
+_Place = tuple[int | None, int]
+
+
+class _NotRowWiseError(Exception):
+    """The rule that torch chose splits something else than the rows that the inputs share."""
+
+
+class _Input(NamedTuple):
+    spec: DTensorSpec
+    # Index in the lists of a list operation; None for a tensor that all elements share; 0 in other operations.
+    element: int | None
+    is_written: bool
+    is_keyword: bool
+
+
+# The placement classes that have been taught.
+_TAUGHT: list[type[Shard]] = []
+
+
+def patch_dtensor(placement: type[Shard]) -> None:
+    """Wrap DTensor's propagation and redistribution plans, once, so that they keep placements of this class apart."""
+    _TAUGHT.append(placement)
+    if len(_TAUGHT) > 1:
+        return
+    propagator: Any = DTensor._op_dispatcher.sharding_propagator
+    rules = _Rules(propagator, propagator.propagate_op_sharding_non_cached)
+    propagator.propagate_op_sharding_non_cached = rules.propagate
+    propagator.propagate_op_sharding = LocalLRUCache(rules.propagate)
+    plan = torch_redistribute._gen_transform_infos_non_cached
+    torch_redistribute._gen_transform_infos_non_cached = functools.partial(_plan_through_replicate, plan)
+    verify = DTensorSpec._verify_shard_order
+
+    def verify_as_shards(spec: DTensorSpec, shard_order: Any) -> None:
+        """Torch's check that each axis named for a dim holds ``Shard(dim)``, which RowShard is but does not equal."""
+        placements = tuple(Shard(p.dim) if _is_patched(p) else p for p in spec.placements)  # type: ignore[attr-defined]
+        verify(types.SimpleNamespace(placements=placements), shard_order)  # type: ignore[arg-type]
+
+    DTensorSpec._verify_shard_order = verify_as_shards  # type: ignore[method-assign, assignment]
+
+
+def _is_patched(placement: Placement) -> bool:
+    return isinstance(placement, tuple(_TAUGHT))
+
+
+def _cuts_rows(placement: Placement) -> bool:
+    """True for a RowShard whose local rows are parts of the tensor's rows."""
+    return getattr(placement, "row_parts", 1) > 1
+
+
+class _Rules:
+    def __init__(self, propagator: Any, propagate: Callable[[OpSchema], OutputSharding]) -> None:
+        self._propagator, self._propagate = propagator, propagate
+
+    def propagate(self, schema: OpSchema) -> OutputSharding:
+        """Torch's propagation, in which a RowShard input is uneven rows and nothing else.
+
+        Raises:
+            NotImplementedError: an operation that would be wrong on uneven rows and cannot be gathered for.
+        """
+        inputs = _inputs(schema)
+        if not any(_is_patched(p) for found in inputs for p in found.spec.placements):
+            return self._propagate(schema)
+        if torch.Tag.nondeterministic_seeded in schema.op.tags:
+            raise NotImplementedError(f"{schema.op} would draw other numbers on unevenly split rows; {_REMEDY}")
+        if schema.op in DTensor._op_dispatcher._custom_op_handlers:
+            raise NotImplementedError(f"{schema.op} takes all shards to be even, which RowShard is not; {_REMEDY}")
+        if _writes_elements_split_alike(schema, inputs):
+            return OutputSharding(None)
+        if _is_row_wise(schema):
+            with contextlib.suppress(_NotRowWiseError):
+                splits = self._splits(inputs)
+                _check_parts(schema, inputs, splits)
+                return self._propagate_with(schema, inputs, splits)
+        if schema.op._schema._is_view_op():
+            raise NotImplementedError(f"{schema.op} cannot be a view of unevenly split rows (RowShard); {_REMEDY}")
+        return self._propagate_with(schema, inputs, {})
+
+    def _splits(self, inputs: list[_Input]) -> dict[_Place, _Split]:
+        """The split that each place works in: that of what is written there, which cannot move, else the first."""
+        splits: dict[_Place, _Split | None] = {}
+        for found in sorted(inputs, key=lambda found: not found.is_written):
+            for axis, placement in enumerate(found.spec.placements):
+                place = found.element, axis
+                if _is_patched(placement) and found.element is not None:
+                    splits.setdefault(place, (placement, _shape(found.spec)))
+                elif found.is_written:
+                    splits.setdefault(place, None)
+        return {place: split for place, split in splits.items() if split is not None}
+
+    def _propagate_with(self, schema: OpSchema, inputs: list[_Input], splits: dict[_Place, _Split]) -> OutputSharding:
+        """Propagate with these splits as ``Shard(0)`` and others as ``Replicate()``, then put them back."""
+        stand_ins = _replace_specs(schema, [self._stand_in(found, splits) for found in inputs])
+        result = self._propagate(stand_ins)
+        moved_to = result.redistribute_schema or stand_ins
+        specs = [
+            _put_back(wanted.spec, found.element, splits)
+            for wanted, found in zip(_inputs(moved_to), inputs, strict=True)
+        ]
+        output_spec = _put_back_output(result.output_spec, _is_list_operation(schema), splits)
+        is_moved = [found.spec.placements != spec.placements for found, spec in zip(inputs, specs, strict=True)]
+        _refuse_lost_writes(schema, inputs, is_moved, output_spec)
+        moved_to = _replace_specs(moved_to, specs)
+        if result.use_val_from_redistribute_schema and schema.op in self._propagator.op_to_shape_and_stride_idx:
+            assert isinstance(output_spec, DTensorSpec)
+            moved_to = self._propagator._adjust_shape_and_stride_args(output_spec.tensor_meta, moved_to, output_spec)
+        needs_redistribute = any(is_moved) or result.use_val_from_redistribute_schema
+        return OutputSharding(
+            output_spec,
+            moved_to if needs_redistribute else None,
+            needs_redistribute=needs_redistribute,
+            use_val_from_redistribute_schema=result.use_val_from_redistribute_schema,
+        )
+
+    def _stand_in(self, found: _Input, splits: dict[_Place, _Split]) -> DTensorSpec:
+        placements: list[Placement] = []
+        for axis, placement in enumerate(found.spec.placements):
+            split, shape = splits.get((found.element, axis), (None, torch.Size()))
+            is_row_shard = _is_patched(placement)
+            has_rows = (is_row_shard or placement == Shard(0)) and _shape(found.spec)[:1] == shape[:1]
+            is_whole = placement.is_replicate() and not found.is_written and _shape(found.spec) == shape
+            if split is not None and (has_rows or is_whole):
+                # Rows that are split otherwise, or not at all, follow: what is put back for them is where they move.
+                placements.append(Shard(0))
+            else:
+                placements.append(Replicate() if is_row_shard else placement)
+        return _with_placements(found.spec, placements)
+
+
+def _plan_through_replicate(
+    plan: Callable[..., list[Any]],
+    src_spec: DTensorSpec,
+    dst_spec: DTensorSpec,
+    use_graph_based_transform: bool | None = None,
+) -> list[Any]:
+    """Torch's transforms from one spec to another, by way of ``Replicate()`` where RowShard meets another split."""
+
+    def meet(src: Placement, dst: Placement) -> bool:
+        is_split = isinstance(src, Shard | _StridedShard) and isinstance(dst, Shard | _StridedShard)
+        return is_split and src != dst and (_is_patched(src) or _is_patched(dst))
+
+    _check_columns(src_spec)
+    _check_columns(dst_spec)
+    pairs = list(zip(src_spec.placements, dst_spec.placements, strict=True))
+    meeting = [axis for axis, (src, dst) in enumerate(pairs) if meet(src, dst)]
+    if not meeting:
+        return plan(src_spec, dst_spec, use_graph_based_transform)
+    # Axes further right cut what an axis leaves, so they are undone with it.
+    between = [Replicate() if axis >= meeting[0] and src.is_shard() else src for axis, (src, _) in enumerate(pairs)]
+    spec = _with_placements(src_spec, between)
+    steps = [*plan(src_spec, spec), *plan(spec, dst_spec)]
+    if any(meet(*step.src_dst_placements) for step in steps):
+        raise NotImplementedError(
+            f"cannot plan a redistribution from {src_spec.placements} to {dst_spec.placements}; "
+            "redistribute to Replicate() on all axes first"
+        )
+    return steps
+
+
+def _check_columns(spec: DTensorSpec) -> None:
+    """Raise where parts of rows cannot be moved: their columns are cut again, or torch would take them for whole rows."""
+    axes = [axis for axis, placement in enumerate(spec.placements) if _cuts_rows(placement)]
+    if any(placement.is_shard() and not placement.is_shard(0) for axis in axes for placement in spec.placements[axis:]):
+        raise NotImplementedError(
+            f"columns must be cut before parts of rows are, got {spec.placements}; put the other axis first, or {_REMEDY}"
+        )
+    if any(spec.mesh.size(axis) == 1 for axis in axes):
+        raise NotImplementedError(
+            f"an axis of one rank cuts nothing and must have row_parts=1, got {spec.placements} on {spec.mesh}"
+        )
+
+
+def _check_parts(schema: OpSchema, inputs: list[_Input], splits: dict[_Place, _Split]) -> None:
+    """Raise ``_NotRowWiseError`` where parts of rows would meet a tensor of another shape, which is for whole rows."""
+    if not any(_cuts_rows(placement) for placement, _ in splits.values()):
+        return
+    shapes = {element: shape for (element, _), (placement, shape) in splits.items() if _cuts_rows(placement)}
+    met = ((_shape(found.spec), shapes.get(found.element)) for found in inputs if found.element in {None, *shapes})
+    if _base_name(schema) in _SHAPED or any(own != shape and own.numel() != 1 for own, shape in met):
+        raise _NotRowWiseError
+
+
+def _is_list_operation(schema: OpSchema) -> bool:
+    return _base_name(schema).startswith(_LIST_PREFIXES)
+
+
+def _is_row_wise(schema: OpSchema) -> bool:
+    """True if the operation works on each row by itself, or reduces over rows to what DTensor holds as Partial."""
+    name = _base_name(schema)
+    if name in _NORMS:
+        order = schema.args_schema[1] if len(schema.args_schema) > 1 else 2
+        # The largest or the smallest element of a rank without rows is not defined.
+        return isinstance(order, int | float) and 0 < order < math.inf
+    if _is_list_operation(schema):
+        return name not in _LIST_REDUCTIONS
+    return torch.Tag.pointwise in schema.op.tags or name in _ROW_WISE or name in _FACTORIES
+
+
+def _writes_elements_split_alike(schema: OpSchema, inputs: list[_Input]) -> bool:
+    """True for a list operation in place whose tensors of each element lie alike; torch has no rules for some."""
+    if not _is_list_operation(schema) or schema.op._schema.returns:
+        return False
+    places: dict[int, tuple[DeviceMesh, tuple[Placement, ...], torch.Size]] = {}
+    for found in inputs:
+        # Scalars, such as the number of steps, are the same on all ranks.
+        if not _shape(found.spec) and found.spec.is_replicated():
+            continue
+        place = found.spec.mesh, found.spec.placements, _shape(found.spec)
+        if found.element is None or places.setdefault(found.element, place) != place:
+            return False
+    return not any(placement.is_partial() for _, placements, _ in places.values() for placement in placements)
+
+
+def _base_name(schema: OpSchema) -> str:
+    """``add_`` of ``aten.add_.Tensor``."""
+    return str(schema.op._schema.name).split("::")[-1]
+
+
+def _inputs(schema: OpSchema) -> list[_Input]:
+    """The tensors among an operation's arguments, in order."""
+    is_list_operation = _is_list_operation(schema)
+    arguments = schema.op._schema.arguments
+    written = {
+        argument.name: argument.alias_info is not None and argument.alias_info.is_write for argument in arguments
+    }
+    found: list[_Input] = []
+
+    def add(value: object, element: int | None, is_written: bool, is_keyword: bool) -> None:
+        if isinstance(value, DTensorSpec):
+            found.append(_Input(value, element, is_written, is_keyword))
+        elif isinstance(value, list | tuple):
+            for index, item in enumerate(value):
+                add(item, index if is_list_operation else 0, is_written, is_keyword)
+
+    single = None if is_list_operation else 0
+    # A schema that torch suggests may have its lists flattened: then positions name no arguments, and nobody asks.
+    for position, value in enumerate(schema.args_schema):
+        name = arguments[min(position, len(arguments) - 1)].name
+        add(value, single, written[name], False)
+    for name, value in schema.kwargs_schema.items():
+        add(value, single, written[name], True)
+    return found
+
+
+def _replace_specs(schema: OpSchema, specs: Sequence[DTensorSpec]) -> OpSchema:
+    """The schema with its tensors' specs, in order, replaced by these."""
+    remaining = iter(specs)
+
+    def replace(value: Any) -> Any:
+        if isinstance(value, DTensorSpec):
+            return next(remaining)
+        if isinstance(value, list | tuple) and not isinstance(value, torch.Size):
+            return type(value)(replace(item) for item in value)
+        return value
+
+    args = tuple(replace(value) for value in schema.args_schema)
+    kwargs = {name: replace(value) for name, value in schema.kwargs_schema.items()}
+    return OpSchema(schema.op, args, kwargs, schema_info=schema.schema_info)
+
+
+def _put_back(spec: DTensorSpec, element: int | None, splits: dict[_Place, _Split]) -> DTensorSpec:
+    """The spec with RowShard where it stands for one; an uneven split of other rows is no row-wise operation."""
+    placements = list(spec.placements)
+    for axis, placement in enumerate(placements):
+        split = splits.get((element, axis))
+        if split is None:
+            continue
+        row_shard, shape = split
+        own, is_split = _shape(spec), isinstance(placement, Shard | _StridedShard)
+        if _cuts_rows(row_shard) and own != shape and (is_split or own.numel() != 1):
+            raise _NotRowWiseError  # sums over rows, or over columns
+        if not is_split:
+            continue
+        if placement != Shard(0) or own[:1] != shape[:1]:
+            raise _NotRowWiseError
+        placements[axis] = row_shard
+    return _with_placements(spec, placements)
+
+
+def _put_back_output(output: Any, is_list_operation: bool, splits: dict[_Place, _Split]) -> Any:
+    if isinstance(output, DTensorSpec):
+        return _put_back(output, 0, splits)
+    if isinstance(output, list | tuple):
+        elements = range(len(output)) if is_list_operation else [0] * len(output)
+        return type(output)(
+            None if spec is None else _put_back(spec, element, splits)
+            for spec, element in zip(output, elements, strict=True)
+        )
+    return output
+
+
+def _refuse_lost_writes(schema: OpSchema, inputs: list[_Input], is_moved: list[bool], output: Any) -> None:
+    """Raise if what is written would be a copy, or be placed otherwise than the tensor that it is written to."""
+    for found, moves in zip(inputs, is_moved, strict=True):
+        is_replaced = isinstance(output, DTensorSpec) and output.placements != found.spec.placements
+        if (moves and found.is_keyword) or (found.is_written and (moves or is_replaced)):
+            raise NotImplementedError(
+                f"{schema.op} would have to move a tensor placed by {found.spec.placements} that it is to write, and "
+                f"what it writes would be lost; {_REMEDY}"
+            )
+
+
+def _shape(spec: DTensorSpec) -> torch.Size:
+    assert spec.tensor_meta is not None
+    return spec.tensor_meta.shape
+
+
+def _with_placements(spec: DTensorSpec, placements: Sequence[Placement]) -> DTensorSpec:
+    return DTensorSpec(spec.mesh, tuple(placements), tensor_meta=spec.tensor_meta)

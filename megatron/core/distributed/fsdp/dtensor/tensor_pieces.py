@@ -1,0 +1,185 @@
+"""Which boxes of a whole tensor a rank's part of a DTensor is; several, where blocks are cut, or rows in parts.
+
+DTensor and PyTorch's distributed checkpoints (DCP) take each rank's part to be one box, so those of tensors that are cut
+otherwise would be stored at wrong offsets without a word. They ask the DTensor first, which is taught to answer here. Who
+asks for the one box of such a placement gets an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed.tensor._utils as torch_utils
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from megatron.core.distributed.fsdp.dtensor.block_shard import BlockShard
+from megatron.core.distributed.fsdp.dtensor.row_shard import RowShard
+from megatron.core.distributed.fsdp.layout.flat_layout import check_row_parts
+
+# Begin and end of rows of the whole tensor, or of the parts that rows are cut into.
+_Range = tuple[int, int]
+
+
+def boxes_of(tensor: DTensor) -> list[ChunkStorageMetadata]:
+    """The boxes of the whole tensor that this rank holds, in the order of its rows; one of no elements if it holds none.
+
+    A range of rows is one box; one that begins and ends inside of rows is up to three: the rest of a row, whole rows,
+    and the beginning of one.
+
+    Raises:
+        RuntimeError: a placement is Partial.
+        NotImplementedError: columns are cut behind parts of rows.
+
+    Ranks: each of the tensor's mesh, on its own.
+    """
+    if any(placement.is_partial() for placement in tensor.placements):
+        raise RuntimeError(
+            f"a tensor must be reduced before its parts are stored, got one placed by {tensor.placements}"
+        )
+    sizes, offsets = list(tensor.shape), [0] * tensor.dim()
+    ranges: list[_Range] = [(0, sizes[0])] if sizes else []
+    mesh = tensor.device_mesh
+    row_parts = 1
+    for axis, placement in enumerate(tensor.placements):
+        if not isinstance(placement, Shard):
+            continue
+        place = {"rank": mesh.get_local_rank(axis), "num_ranks": mesh.size(axis)}
+        if placement.dim == 0:
+            kept = _kept(placement, sum(end - begin for begin, end in ranges), **place)
+            if isinstance(placement, RowShard) and placement.row_parts > 1:
+                row_parts *= placement.row_parts
+                check_row_parts(sizes, row_parts)
+                ranges = [(begin * placement.row_parts, end * placement.row_parts) for begin, end in ranges]
+            ranges = [piece for begin, end in kept for piece in _slice(ranges, begin, end)]
+        elif row_parts > 1:
+            raise NotImplementedError(f"columns must be cut before parts of rows are, got {tensor.placements}")
+        else:
+            size, offset = placement.local_shard_size_and_offset(
+                sizes[placement.dim], place["num_ranks"], place["rank"]
+            )
+            sizes[placement.dim], offsets[placement.dim] = size, offsets[placement.dim] + offset
+    if not sizes:
+        return [ChunkStorageMetadata(torch.Size(), torch.Size())]
+    return [
+        box for begin, end in ranges or [(0, 0)] for box in _boxes(begin, end, row_parts, tuple(sizes), tuple(offsets))
+    ]
+
+
+def _kept(placement: Shard, num_rows: int, *, rank: int, num_ranks: int) -> list[_Range]:
+    """What an axis leaves to a rank of so many rows: ranges of these, or of their parts where it cuts these."""
+    size, offset = map(int, placement._local_shard_size_and_offset(num_rows, num_ranks, rank))
+    if isinstance(placement, BlockShard):
+        return placement.full_ranges(0, size, num_rows=num_rows, rank=rank, num_ranks=num_ranks)
+    return [(offset, offset + size)] if size else []
+
+
+def _boxes(
+    begin: int, end: int, row_parts: int, sizes: tuple[int, ...], offsets: tuple[int, ...]
+) -> Iterator[ChunkStorageMetadata]:
+    """Parts [begin, end) of rows as boxes, in order, where dims from 1 on have these sizes and offsets."""
+    if row_parts == 1:
+        yield ChunkStorageMetadata(torch.Size((begin, *offsets[1:])), torch.Size((end - begin, *sizes[1:])))
+        return
+    width = sizes[1] // row_parts
+    whole = -(-begin // row_parts) * row_parts, end // row_parts * row_parts  # rows that lie here with all their parts
+    pieces = [(begin, whole[0]), whole, (whole[1], end)] if whole[0] <= whole[1] else [(begin, end)]
+    for first, last in [(first, last) for first, last in pieces if last > first] or [(0, 0)]:
+        (row, part), num_parts = divmod(first, row_parts), last - first
+        num_rows, num_parts = (1, num_parts) if num_parts % row_parts else (num_parts // row_parts, row_parts)
+        yield ChunkStorageMetadata(
+            torch.Size((row, offsets[1] + part * width, *offsets[2:])),
+            torch.Size((num_rows, num_parts * width, *sizes[2:])),
+        )
+
+
+def _slice(ranges: list[_Range], begin: int, end: int) -> list[_Range]:
+    """Rows [begin, end) of the rows that ``ranges`` name, one after the other."""
+    found: list[_Range] = []
+    passed = 0
+    for first, last in ranges:
+        start, stop = max(begin - passed, 0), min(end - passed, last - first)
+        if stop > start:
+            found.append((first + start, first + stop))
+        passed += last - first
+    return found
+
+
+def pieces_of(tensor: DTensor) -> list[tuple[ChunkStorageMetadata, torch.Tensor]]:
+    """The boxes that this rank holds, each with the memory that holds it: a view of the local tensor."""
+    local, begin, pieces = tensor._local_tensor.detach(), 0, []
+    if local.dim() == 0:
+        return [(box, local) for box in boxes_of(tensor)]
+    for box in boxes_of(tensor):
+        # Rows of the local tensor, which are parts of the box's where rows are cut.
+        rows = box.sizes.numel() // local.shape[1:].numel() if box.sizes.numel() else box.sizes[0]
+        pieces.append((box, local[begin : begin + rows].view(box.sizes)))
+        begin += rows
+    assert begin == local.shape[0], "the placements say how many rows a rank holds"
+    return pieces
+
+
+def _is_in_boxes(placements: Sequence[Placement]) -> bool:
+    """True if a rank's part may be several boxes of the whole tensor."""
+    return any(isinstance(p, BlockShard) or (isinstance(p, RowShard) and p.row_parts > 1) for p in placements)
+
+
+def _patch_dtensor() -> None:
+    """Wrap what DCP asks of a DTensor, so that one whose parts are several boxes answers for each of them."""
+    write_items, chunk_list, shard = (
+        DTensor.__create_write_items__,
+        DTensor.__create_chunk_list__,
+        DTensor.__get_tensor_shard__,
+    )
+
+    def create_write_items(self: DTensor, fqn: str, object: Any) -> Any:
+        if not _is_in_boxes(self.placements):
+            return write_items(self, fqn, object)
+        properties = TensorProperties.create_from_tensor(self._local_tensor)
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, box.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=box, properties=properties, size=self.size()),
+            )
+            for box in boxes_of(self)
+            # One that is empty would have the place of another rank's.
+            if box.sizes.numel() > 0 or self.numel() == 0
+        ]
+
+    def create_chunk_list(self: DTensor) -> Any:
+        return boxes_of(self) if _is_in_boxes(self.placements) else chunk_list(self)
+
+    def get_tensor_shard(self: DTensor, index: MetadataIndex) -> Any:
+        if not _is_in_boxes(self.placements):
+            return shard(self, index)
+        return next(local for box, local in pieces_of(self) if box.offsets == index.offset)
+
+    one_box: Callable[..., Any] = torch_utils._compute_local_shape_and_global_offset
+
+    def refuse_several_boxes(
+        global_shape: Any,
+        mesh_shape: Any,
+        my_coordinate: Any,
+        placements: Sequence[Placement],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        if _is_in_boxes(placements):
+            raise NotImplementedError(
+                f"a rank's part of a tensor placed by {tuple(placements)} is no box of the whole tensor; give whole tensors to "
+                "load_state_dict, call full_tensor(), or take boxes_of() from megatron.core.distributed.fsdp.dtensor.tensor_pieces"
+            )
+        return one_box(global_shape, mesh_shape, my_coordinate, placements, *args, **kwargs)
+
+    torch_utils._compute_local_shape_and_global_offset = refuse_several_boxes
+    DTensor.__create_write_items__ = create_write_items  # type: ignore[method-assign]
+    DTensor.__create_chunk_list__ = create_chunk_list  # type: ignore[method-assign]
+    DTensor.__get_tensor_shard__ = get_tensor_shard  # type: ignore[method-assign]
+
+
+_patch_dtensor()

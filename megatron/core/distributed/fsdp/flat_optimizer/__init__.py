@@ -1,0 +1,1 @@
+"""AdamW and gradient norms over whole shards."""

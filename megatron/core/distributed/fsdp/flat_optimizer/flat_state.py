@@ -1,0 +1,93 @@
+"""AdamW's state of one group of the engine: flat buffers beside its main weights, and views of them by parameter."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
+from megatron.core.distributed.fsdp.dtensor.local_parts import placed_like
+from megatron.core.distributed.fsdp.flat_optimizer.adamw_update import FlatShard, TorchUpdate
+from megatron.core.distributed.fsdp.flat_optimizer.flat_runs import Run, runs_of
+
+EXP_AVG, EXP_AVG_SQ, REMAINDER, STEP = "exp_avg", "exp_avg_sq", "param_remainder", "step"
+
+
+class FlatState:
+    """State of a group, all zeros at first.
+
+    Args:
+        keeps_remainder: main weights are upper halves of fp32 ones, whose lower halves are kept here.
+
+    ``views`` [T] are DTensors by key, placed as the parameters are. The group is held weakly.
+    """
+
+    def __init__(self, group: FsdpParameterGroup, *, keeps_remainder: bool) -> None:
+        self.group = weakref.ref(group)
+        main = group.main_weight.local
+        self._flat = {
+            EXP_AVG: torch.zeros_like(main, dtype=torch.float32, memory_format=torch.contiguous_format),
+            EXP_AVG_SQ: torch.zeros_like(main, dtype=torch.float32, memory_format=torch.contiguous_format),
+        }
+        self.remainder: torch.Tensor | None = None
+        if keeps_remainder:
+            self.remainder = self._flat[REMAINDER] = torch.zeros_like(main, dtype=torch.int16)
+        self.views = [
+            {key: _view_like(parameter, flat, group, index) for key, flat in self._flat.items()}
+            for index, parameter in enumerate(group.sharded)
+        ]
+        group.optimizer_state_nbytes = sum(flat.numel() * flat.element_size() for flat in self._flat.values())
+        self._runs: tuple[Run, ...] = ()
+        self._blocks: torch.Tensor | None = None
+        self._addresses = (0, 0)
+        self._seen_version = 0
+        self.note_version(group)
+
+    def lay_out(self, group: FsdpParameterGroup, cohorts: Sequence[int], update: TorchUpdate) -> None:
+        """Afterwards tensor t is updated with the coefficients of ``cohorts[t]``."""
+        self._runs = tuple(runs_of(group.main_weight, cohorts))
+        self._blocks = update.blocks(self._runs, group.device)
+        self._make_shard(group)
+
+    def _make_shard(self, group: FsdpParameterGroup) -> None:
+        self._addresses = (group.main_weight.local.data_ptr(), group.model_weight.local.data_ptr())
+        self._shard = FlatShard(
+            # An alias with a version counter of its own: what autograd saved of a model's weights is not "modified" by it.
+            main=group.main_weight.local.data,
+            exp_avg=self._flat[EXP_AVG],
+            exp_avg_sq=self._flat[EXP_AVG_SQ],
+            remainder=self.remainder,
+            model=group.model_piece,
+            runs=self._runs,
+            blocks=self._blocks,
+        )
+
+    def shard(self, group: FsdpParameterGroup) -> FlatShard:
+        """The buffers of an update, where they are now."""
+        if (group.main_weight.local.data_ptr(), group.model_weight.local.data_ptr()) != self._addresses:
+            self._make_shard(group)
+        return self._shard
+
+    # ---- writes from outside ------------------------------------------------------------------------------------
+
+    def note_version(self, group: FsdpParameterGroup) -> None:
+        """Afterwards main weights and remainders belong together."""
+        if self.remainder is not None:
+            self._seen_version = group.main_write_count
+
+    def drop_stale_remainder(self, group: FsdpParameterGroup) -> None:
+        """Afterwards the remainders are zero if somebody else has written to the main weights."""
+        if self.remainder is not None and group.main_write_count != self._seen_version:
+            self.remainder.zero_()
+            self.note_version(group)
+
+
+def _view_like(parameter: torch.Tensor, flat: torch.Tensor, group: FsdpParameterGroup, index: int) -> DTensor:
+    assert isinstance(parameter, DTensor)
+    rows = group.main_weight.view(index)
+    begin = rows.storage_offset() - group.main_weight.local.storage_offset()
+    local = flat[begin : begin + rows.numel()].view(rows.shape)
+    return placed_like(parameter, local)

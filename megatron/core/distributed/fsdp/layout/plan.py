@@ -1,0 +1,259 @@
+"""The plan: in which order units really run, and where their buffers lie so that ranges alive together never overlap."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+from megatron.core.distributed.fsdp.layout.arena import ArenaPlan, LiveRange, plan_arena
+
+# A record longer than this many uses is not a step; it is dropped rather than kept growing.
+_MAX_USES = 100_000
+NO_UNITS: frozenset[int] = frozenset()
+
+
+class Use(NamedTuple):
+    """One use of a unit's weights."""
+
+    unit: int
+    backward: bool
+
+
+@dataclass(frozen=True)
+class PoolPlan:
+    """Addresses of some groups' ranges in one arena."""
+
+    groups: tuple[int, ...]
+    arena: ArenaPlan
+
+    @property
+    def nbytes(self) -> int:
+        return self.arena.nbytes
+
+    def offset(self, group: int) -> int:
+        """Bytes from the arena's start."""
+        return self.arena.offsets[self.groups.index(group)]
+
+    def overlapping(self, group: int) -> tuple[int, ...]:
+        """Groups whose range shares addresses with the group's."""
+        return tuple(self.groups[other] for other in self.arena.overlapping[self.groups.index(group)])
+
+
+@dataclass(frozen=True)
+class RangePlan:
+    """Addresses of the groups' ranges, in an arena for each pool: memory of one transport, or of none in particular."""
+
+    pools: tuple[PoolPlan, ...]
+
+    @property
+    def groups(self) -> tuple[int, ...]:
+        return tuple(group for pool in self.pools for group in pool.groups)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arenas."""
+        return sum(pool.nbytes for pool in self.pools)
+
+    def offset(self, group: int) -> int:
+        """Bytes from the start of the group's arena."""
+        return self._pool(group).offset(group)
+
+    def overlapping(self, group: int) -> tuple[int, ...]:
+        """Groups whose range shares addresses with the group's."""
+        return self._pool(group).overlapping(group)
+
+    def _pool(self, group: int) -> PoolPlan:
+        return next(pool for pool in self.pools if group in pool.groups)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a step does, from its first forward to the end of its last backward.
+
+    Attributes:
+        uses: [U] uses of units, in order.
+        ahead: [U] uses whose weights are gathered when a use begins; they come soon after it.
+        kept: [U] True where forward turns into backward, which needs the weights of what ran last first.
+        weights: ranges of the gathered weights.
+        staging: ranges of the gradient staging buffers.
+        stays_unsharded_nbytes: bytes of the groups whose weights stay gathered from a step's first forward to its last backward.
+    """
+
+    uses: tuple[Use, ...]
+    ahead: tuple[tuple[Use, ...], ...]
+    kept: tuple[bool, ...]
+    weights: RangePlan
+    staging: RangePlan
+    stays_unsharded_nbytes: Mapping[int, int]
+
+    @cached_property
+    def horizons(self) -> tuple[int, ...]:
+        """[U] how many uses have their weights gathered, or on their way, once each use has begun."""
+        return tuple(accumulate((len(following) for following in self.ahead), initial=1))[1:]
+
+    @cached_property
+    def staying(self) -> tuple[frozenset[int], ...]:
+        """[U] units whose weights stay though their forward ends at a use: the pass that comes next needs them at once."""
+        again = Use(self.uses[0].unit, False)
+        stays = []
+        for at, (use, following) in enumerate(zip(self.uses, (*self.uses[1:], None), strict=True)):
+            end = at
+            if self.kept[at]:
+                end = self.uses.index(Use(use.unit, True), at) + 1
+            elif following == again:
+                end = self.horizons[at]
+            stays.append(frozenset(use.unit for use in self.uses[at + 1 : end]) or NO_UNITS)
+        return tuple(stays)
+
+    @cached_property
+    def first_uses(self) -> dict[int, int]:
+        """The place of each unit's first use."""
+        return {use.unit: at for at, use in reversed(list(enumerate(self.uses)))}
+
+
+@dataclass
+class Recorder:
+    """Writes down the uses and live ranges of one step; time is counted in uses."""
+
+    uses: list[Use] = field(default_factory=list)
+    _weights: dict[int, list[LiveRange]] = field(default_factory=lambda: defaultdict(list))
+    _staging: dict[int, list[LiveRange]] = field(default_factory=lambda: defaultdict(list))
+    _open: dict[tuple[str, int], int] = field(default_factory=dict)
+
+    @property
+    def _now(self) -> int:
+        return max(len(self.uses) - 1, 0)
+
+    @property
+    def is_too_long(self) -> bool:
+        return len(self.uses) > _MAX_USES
+
+    def use(self, unit: int, *, backward: bool) -> None:
+        self.uses.append(Use(unit, backward))
+
+    def gathered(self, group: int) -> None:
+        self._open.setdefault(("weights", group), self._now)
+
+    def released(self, group: int) -> None:
+        begin = self._open.pop(("weights", group), None)
+        if begin is not None:
+            self._weights[group].append(LiveRange(group, begin, self._now + 1))
+
+    def staged(self, group: int) -> None:
+        self._open.setdefault(("staging", group), self._now)
+
+    def reduced(self, group: int) -> None:
+        begin = self._open.pop(("staging", group), None)
+        if begin is not None:
+            # The reduction still reads while the next unit's backward writes.
+            self._staging[group].append(LiveRange(group, begin, self._now + 2))
+
+    @property
+    def ranges(self) -> tuple[dict[int, list[LiveRange]], dict[int, list[LiveRange]]]:
+        """When the groups' gathered weights, and their staging buffers, were alive; what is alive now ends here."""
+        for kind, group in list(self._open):
+            (self.released if kind == "weights" else self.reduced)(group)
+        return dict(self._weights), dict(self._staging)
+
+    def add(self, ranges: tuple[dict[int, list[LiveRange]], dict[int, list[LiveRange]]]) -> None:
+        """Afterwards buffers are alive also when another rank's ``ranges`` say so."""
+        for own, others in zip((self._weights, self._staging), ranges, strict=True):
+            for group, live in others.items():
+                own[group] = list(dict.fromkeys([*own[group], *live]))
+
+    def plan(
+        self,
+        *,
+        weight_nbytes: Mapping[int, int],
+        staging_nbytes: Mapping[int, int],
+        groups_of: Mapping[int, list[int]],
+        pool_of: Mapping[int, int] | None = None,
+        ahead_nbytes: int = 0,
+        memory_budget_nbytes: int = 0,
+    ) -> Plan:
+        """The plan that repeats what was recorded, with gathers ahead of their use.
+
+        Args:
+            weight_nbytes: bytes of each group's gathered weights.
+            staging_nbytes: bytes of each group's staging buffer.
+            groups_of: groups whose weights a unit uses.
+            pool_of: the pool of each group's ranges; one for all when None.
+            ahead_nbytes: bytes of weights to have on their way; at least those of one use are.
+            memory_budget_nbytes: bytes that may be spent on weights that stay gathered, the last units of forward first.
+        """
+        _ = self.ranges
+        # Units without weights are not worth a gather; replicated weights are worth one (their synchronisation).
+        sizes = {unit: sum(weight_nbytes.get(group, 1) for group in groups) for unit, groups in groups_of.items()}
+        begins, ahead = self._gather_ahead(sizes, ahead_nbytes)
+        for group, ranges in self._weights.items():
+            self._weights[group] = [LiveRange(group, begins[r.begin], r.end) for r in ranges]
+        kept = [False] * len(self.uses)
+        for at, (use, following) in enumerate(pairwise(self.uses)):
+            if use.backward or not following.backward:
+                continue
+            if Use(use.unit, True) not in self.uses[at:]:
+                continue
+            kept[at] = True  # here forward turns into backward, which needs these weights again
+            again = self.uses.index(Use(use.unit, True), at)
+            for group in groups_of[use.unit]:
+                if self._weights[group]:
+                    self._weights[group].append(LiveRange(group, at, again + 1))
+        stays_unsharded_nbytes = self._keep(weight_nbytes, groups_of, memory_budget_nbytes)
+        for group in stays_unsharded_nbytes:  # its range is its own
+            self._weights[group] = [LiveRange(group, 0, len(self.uses) + 1)]
+        return Plan(
+            tuple(self.uses),
+            tuple(ahead),
+            tuple(kept),
+            _range_plan(self._weights, weight_nbytes, pool_of or {}),
+            _range_plan(self._staging, staging_nbytes, pool_of or {}),
+            stays_unsharded_nbytes,
+        )
+
+    def _keep(
+        self, weight_nbytes: Mapping[int, int], groups_of: Mapping[int, list[int]], memory_budget_nbytes: int
+    ) -> dict[int, int]:
+        """The groups that are worth their memory: gathered in forward and again in backward, as many as fit."""
+        kept: dict[int, int] = {}
+        for use in reversed([use for use in self.uses if not use.backward and Use(use.unit, True) in self.uses]):
+            own = {g: weight_nbytes[g] for g in groups_of[use.unit] if g in weight_nbytes and g not in kept}
+            if sum(kept.values()) + sum(own.values()) > memory_budget_nbytes:
+                break
+            kept.update(own)
+        return kept
+
+    def _gather_ahead(self, nbytes: Mapping[int, int], ahead_nbytes: int) -> tuple[list[int], list[tuple[Use, ...]]]:
+        """[U] the use at whose begin the weights of each use are gathered, and [U] the uses gathered at each."""
+        begins, upto = list(range(len(self.uses))), 0
+        ahead: list[tuple[Use, ...]] = []
+        for now in range(len(self.uses)):
+            upto = max(upto, now)
+            first = upto + 1
+            while upto + 1 < len(self.uses):
+                on_their_way = sum(nbytes.get(use.unit, 0) for use in self.uses[now + 1 : upto + 1])
+                if upto > now and on_their_way >= max(ahead_nbytes, 1):
+                    break
+                upto += 1
+                begins[upto] = now
+            ahead.append(tuple(self.uses[first : upto + 1]))
+        return begins, ahead
+
+
+def _range_plan(
+    ranges: Mapping[int, list[LiveRange]], nbytes: Mapping[int, int], pool_of: Mapping[int, int]
+) -> RangePlan:
+    members: dict[int, list[int]] = defaultdict(list)
+    for group in sorted(ranges):
+        if ranges[group] and group in nbytes:
+            members[pool_of.get(group, 0)].append(group)
+    return RangePlan(tuple(_pool_plan(tuple(members[pool]), ranges, nbytes) for pool in sorted(members)))
+
+
+def _pool_plan(groups: tuple[int, ...], ranges: Mapping[int, list[LiveRange]], nbytes: Mapping[int, int]) -> PoolPlan:
+    local = {group: index for index, group in enumerate(groups)}
+    live = [LiveRange(local[group], r.begin, r.end) for group in groups for r in ranges[group]]
+    return PoolPlan(groups, plan_arena([nbytes[group] for group in groups], live))

@@ -1,0 +1,1 @@
+"""Between which ranks parameters are sharded, and between which the model is split besides."""

@@ -1,0 +1,196 @@
+"""The ranks over which a group of parameters is sharded, and what moves its bytes between them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from itertools import pairwise
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+from megatron.core.distributed.fsdp.comm import MemoryKind, SharedTransports, Transport
+from megatron.core.distributed.fsdp.config.placement import Placements
+from megatron.core.distributed.fsdp.mesh.model_parallel import ModelParallel
+
+
+@dataclass(frozen=True)
+class GroupMesh:
+    """The data-parallel axes of a group, outermost first, and a transport for each.
+
+    Buffers lie in memory of the innermost axis's transport, which moves whole ones; outer axes move parts of them.
+
+    Args:
+        rows_mesh: the same axes, innermost first: what DTensors name, where an axis cuts what those before it leave.
+            [Note: cuts go inside out] in DESIGN.md.
+        tensor_mesh: the tensor-parallel axis, and behind it those of ``rows_mesh``: what DTensors name where there is one.
+        model: between which ranks the model is split besides.
+    """
+
+    mesh: DeviceMesh
+    axes: tuple[Transport, ...]
+    rows_mesh: DeviceMesh
+    tensor_mesh: DeviceMesh | None = None
+    model: ModelParallel = field(default_factory=ModelParallel)
+
+    @property
+    def size(self) -> int:
+        """Data-parallel ranks."""
+        return self.mesh.size()
+
+    @property
+    def tensor_size(self) -> int | None:
+        """Tensor-parallel ranks; None where there is no such axis."""
+        return None if self.tensor_mesh is None else self.tensor_mesh.size(0)
+
+    def empty(self, numel: int, dtype: torch.dtype, device: torch.device, kind: MemoryKind) -> torch.Tensor:
+        """Memory [numel] for buffers of ``kind``, of the innermost axis's transport. Ranks: all of that, alike."""
+        return self.axes[-1].empty(numel, dtype, device, kind)
+
+    def num_shards(self, placements: Placements) -> int:
+        """Ranks that share a buffer: of the axes over which anything is sharded."""
+        kinds = zip(placements.parameter, placements.gradient, placements.optimizer, strict=True)
+        sharded = [any(isinstance(p, Shard) for p in of_axis) for of_axis in kinds]
+        return math.prod(axis.size for axis, is_sharded in zip(self.axes, sharded, strict=True) if is_sharded)
+
+    def grad_scale(self, placements: Placements, grad_divisor: float | Fraction) -> float:
+        """What sums of gradients are multiplied by: averaged where placements say so, and divided by ``grad_divisor``."""
+        divisor = Fraction(grad_divisor)
+        for placement, axis in zip(placements.gradient, self.axes, strict=True):
+            if isinstance(placement, Shard) or placement.reduce_op == "avg":  # type: ignore[attr-defined]
+                divisor *= axis.size
+        return float(1 / divisor)
+
+
+def group_mesh_of(
+    mesh: DeviceMesh, placements: Placements, gather_group: ProcessGroup | None, kind: str
+) -> tuple[GroupMesh, torch.device]:
+    """The data-parallel part of a mesh with a transport for each axis, and where this rank's buffers live.
+
+    The innermost axis, over which whole weights and gradients travel every microbatch, has the transport that was
+    asked for; the outer one, once a step, the process group's.
+
+    Args:
+        gather_group: the ranks of the innermost axis, for all-gathers alone.
+        kind: of the innermost axis's transport.
+
+    Raises:
+        ValueError: the mesh does not hold this rank, or lacks an axis; axes are not in the mesh's order; the gather group
+            has other ranks; the transport cannot serve the axis.
+        NotImplementedError: three axes or more; weights or gradients that are sharded over the outer axis.
+
+    Ranks: all of the mesh, in the same order; may block.
+    """
+    if mesh.get_coordinate() is None:
+        raise ValueError(
+            f"the mesh must hold this rank, got rank {dist.get_rank()} and {mesh}; call fully_shard on its ranks only"
+        )
+    _check_outer(placements)
+    transports = SharedTransports.of(mesh)
+    axes = [_axis_index(mesh, axis) for axis in placements.dp_axes]
+    data_mesh = _sub_mesh(mesh, axes)
+    group = data_mesh.get_group(data_mesh.ndim - 1)
+    if gather_group is not None:
+        own, given = dist.get_process_group_ranks(group), dist.get_process_group_ranks(gather_group)
+        if own != given:
+            raise ValueError(f"fsdp_group_ag must hold the mesh's ranks {own} in that order, got {given}")
+    device = device_of(mesh)
+    outer_groups = [data_mesh.get_group(axis) for axis in range(data_mesh.ndim - 1)]
+    outer = [transports.get("nccl", outer_group, outer_group, device) for outer_group in outer_groups]
+    inner = transports.get(kind, group, gather_group or group, device)
+    return GroupMesh(data_mesh, (*outer, inner), mesh_in_order(mesh, axes[::-1])), device
+
+
+def device_of(mesh: DeviceMesh) -> torch.device:
+    """Where this rank's buffers live: the current device of the mesh's type."""
+    if mesh.device_type == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device(mesh.device_type)
+
+
+def mesh_of_groups(
+    whole: ProcessGroup, groups: Sequence[ProcessGroup], device_type: str, names: Sequence[str]
+) -> DeviceMesh:
+    """The mesh over the ranks of ``whole``, in their order, whose axes are this rank's ``groups``, outermost first.
+
+    Raises:
+        ValueError: the groups are not those of such a mesh.
+    """
+    shape = [group.size() for group in groups]
+    own = [dist.get_process_group_ranks(group) for group in groups]
+    ranks = torch.tensor(dist.get_process_group_ranks(whole))
+    if math.prod(shape) == whole.size():
+        ranks = ranks.view(shape)
+        (place,) = (ranks == dist.get_rank()).nonzero().tolist()
+        lines = [ranks[(*place[:axis], slice(None), *place[axis + 1 :])].tolist() for axis in range(len(groups))]
+        if lines == own:
+            return DeviceMesh.from_group(list(groups), device_type, mesh=ranks, mesh_dim_names=tuple(names))
+    raise ValueError(
+        f"the groups of {', '.join(names)} must be the axes of a mesh over ranks {ranks.flatten().tolist()}, got "
+        f"{' and '.join(map(str, own))} on rank {dist.get_rank()}"
+    )
+
+
+def mesh_in_order(mesh: DeviceMesh, axes: Sequence[int]) -> DeviceMesh:
+    """The mesh of these axes of ``mesh``, in this order, that holds this rank; over the same groups, and one for all calls."""
+    if list(axes) == sorted(axes):
+        return _sub_mesh(mesh, axes)
+    kept: dict[tuple[int, ...], DeviceMesh] = mesh.__dict__.setdefault("_fsdp_meshes_in_order", {})
+    key = tuple(axes)
+    if key not in kept:
+        upwards = sorted(axes)
+        own = _sub_mesh(mesh, upwards)
+        names = mesh.mesh_dim_names or tuple(f"axis_{axis}" for axis in range(mesh.ndim))
+        # Torch reads the layout off the tensor's strides.
+        ranks = own.mesh.permute([upwards.index(axis) for axis in axes]).contiguous()
+        groups = [mesh.get_group(axis) for axis in axes]
+        in_order = tuple(names[axis] for axis in axes)
+        kept[key] = DeviceMesh.from_group(groups, mesh.device_type, mesh=ranks, mesh_dim_names=in_order)
+    return kept[key]
+
+
+def _check_outer(placements: Placements) -> None:
+    if len(placements.dp_axes) > 2:
+        raise NotImplementedError(
+            f"one data-parallel axis, or an outer and an inner one, are served, got {placements.dp_axes}"
+        )
+    if len(placements.dp_axes) == 1:
+        return
+    parameter, gradient = placements.parameter[0], placements.gradient[0]
+    if not (isinstance(parameter, Replicate) and isinstance(gradient, Partial)):
+        raise NotImplementedError(
+            f"over the outer axis {placements.dp_axes[0]!r} weights must be Replicate() and gradients Partial(), got "
+            f"{parameter} and {gradient}; shard them over the inner axis, or over one axis of all ranks"
+        )
+
+
+def _axis_index(mesh: DeviceMesh, axis: int | str) -> int:
+    names = mesh.mesh_dim_names or ()
+    if isinstance(axis, str):
+        if axis not in names:
+            raise ValueError(f"data-parallel axis {axis!r} must be among the mesh's {mesh.mesh_dim_names}")
+        return names.index(axis)
+    if not -mesh.ndim <= axis < mesh.ndim:
+        raise ValueError(f"data-parallel axis {axis} must be an axis of the mesh, which has {mesh.ndim}")
+    return axis % mesh.ndim
+
+
+def _sub_mesh(mesh: DeviceMesh, axes: Sequence[int]) -> DeviceMesh:
+    """The mesh of these axes that holds this rank."""
+    if any(later <= earlier for earlier, later in pairwise(axes)):
+        raise ValueError(
+            f"data-parallel axes must be in the mesh's order, outermost first, got axes {list(axes)} of {mesh}"
+        )
+    if len(axes) == mesh.ndim:
+        return mesh
+    if mesh.mesh_dim_names is None:
+        raise ValueError(
+            f"a mesh of {mesh.ndim} axes must name them, got none; pass mesh_dim_names to init_device_mesh"
+        )
+    names = tuple(mesh.mesh_dim_names[axis] for axis in axes)
+    return mesh[names]

@@ -1,0 +1,101 @@
+"""How a model is split besides data parallelism, as far as its parameters, gradients and norms depend on it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from megatron.core.distributed.fsdp.dtensor.block_shard import BlockShard
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelParallel:
+    """The ranks between which a model is split besides data parallelism.
+
+    Parameters say by attributes how they take part, with Megatron's names: ``tensor_model_parallel``, ``partition_dim``
+    and ``partition_stride`` (this rank's parameter is its part of a larger tensor), ``sequence_parallel`` (it is the same
+    on all tensor-parallel ranks, each of which sees a part of the sequence), ``allreduce=False`` (an expert's),
+    ``shared_embedding`` (it is also held by another pipeline stage), ``canonical_name`` (it is a copy of the parameter of
+    that name, which another pipeline stage holds).
+
+    Args:
+        tensor_axis: name of the axis of the mesh (and of ``expert_mesh``, if it has one so named) over which
+            tensor-parallel parameters are split. Their DTensors are those of the whole tensors, over this axis and
+            the data-parallel ones. Gradients of ``sequence_parallel`` parameters are summed over it, once per step.
+        expert_mesh: mesh over which parameters with ``allreduce=False`` are sharded, with the same names of axes as the
+            other. Experts get tokens of all ranks of the other mesh, so what their gradients are divided by is its size.
+        expert_group_ag: a group of the ranks of ``expert_mesh`` for all-gathers alone.
+        embedding_group: ranks that hold ``shared_embedding`` parameters; their gradients are summed over it, once per
+            step, before they are used.
+        model_groups: groups that together span all ranks that hold a part of the model: one of all, or several, over
+            which sums are taken one after the other. Norms are then such sums of what each rank counts, each element
+            once. Empty: the meshes of the parameters hold the model.
+    """
+
+    tensor_axis: str | None = None
+    expert_mesh: DeviceMesh | None = None
+    expert_group_ag: ProcessGroup | None = None
+    embedding_group: ProcessGroup | None = None
+    model_groups: tuple[ProcessGroup, ...] = ()
+
+
+@dataclass(frozen=True)
+class TensorPart:
+    """How this rank's parameter is part of a whole tensor.
+
+    Args:
+        shape: of the whole tensor.
+        placements: of the tensor-parallel axis; [] where there is none.
+    """
+
+    shape: torch.Size
+    placements: tuple[Placement, ...] = ()
+
+    @property
+    def is_replicated(self) -> bool:
+        """True if all tensor-parallel ranks hold the same."""
+        return all(isinstance(placement, Replicate) for placement in self.placements)
+
+
+def part_of(parameter: torch.Tensor, name: str, num_ranks: int | None) -> TensorPart:
+    """What a parameter's attributes say of the tensor that it is part of.
+
+    Args:
+        num_ranks: tensor-parallel ranks; None where there is no such axis.
+
+    Raises:
+        ValueError: ``partition_dim`` is no dim of the parameter, or ``partition_stride`` does not divide it.
+        NotImplementedError: blocks along another dim than 0.
+    """
+    if num_ranks is None:
+        return TensorPart(parameter.shape)
+    if not getattr(parameter, "tensor_model_parallel", False):
+        return TensorPart(parameter.shape, (Replicate(),))
+    dim, stride = getattr(parameter, "partition_dim", 0), getattr(parameter, "partition_stride", 1)
+    if not 0 <= dim < parameter.dim():
+        raise ValueError(
+            f"partition_dim of parameter {name} must be one of its {parameter.dim()} dims, got {dim}; set it with "
+            "tensor_model_parallel=True"
+        )
+    if stride < 1 or parameter.shape[dim] % stride != 0:
+        raise ValueError(
+            f"partition_stride of parameter {name} must divide its {parameter.shape[dim]} entries of dim {dim}, got {stride}"
+        )
+    if stride > 1 and dim != 0:
+        raise NotImplementedError(
+            f"parameter {name} must hold its {stride} matrices along dim 0, got partition_dim={dim}; transpose it, or "
+            "make each matrix a parameter"
+        )
+    shape = [extent * num_ranks if at == dim else extent for at, extent in enumerate(parameter.shape)]
+    return TensorPart(torch.Size(shape), (BlockShard(stride) if stride > 1 else Shard(dim),))
+
+
+def is_shared_between_stages(parameter: torch.Tensor, model: ModelParallel) -> bool:
+    """True if another pipeline stage holds the parameter too, whose gradients are summed over both."""
+    group = model.embedding_group
+    return group is not None and group.size() > 1 and getattr(parameter, "shared_embedding", False)

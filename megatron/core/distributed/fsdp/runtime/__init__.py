@@ -1,0 +1,1 @@
+"""A training step: unsharding, resharding, prefetching and reducing, unit by unit."""

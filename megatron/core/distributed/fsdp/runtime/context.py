@@ -1,0 +1,464 @@
+"""One step, in order: what runs when a unit is entered or left, forward and backward."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from megatron.core.distributed.fsdp.buffers.grad_sums import sum_grads
+from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
+from megatron.core.distributed.fsdp.layout.plan import Plan
+from megatron.core.distributed.fsdp.runtime import nvtx
+from megatron.core.distributed.fsdp.runtime.backward import Backward
+from megatron.core.distributed.fsdp.runtime.grad_reducer import GradReducer
+from megatron.core.distributed.fsdp.runtime.graphs import Graphs, GraphToken
+from megatron.core.distributed.fsdp.runtime.memory_report import MemoryReport, report_memory
+from megatron.core.distributed.fsdp.runtime.planner import Planner
+from megatron.core.distributed.fsdp.runtime.prefetch_scheduler import PrefetchScheduler
+from megatron.core.distributed.fsdp.runtime.streams import CudaStreams, Streams, make_streams
+from megatron.core.distributed.fsdp.runtime.unit import FsdpUnit, Phase
+from megatron.core.distributed.fsdp.runtime.unit_registry import UnitRegistry
+from megatron.core.distributed.fsdp.runtime.unsharder import Unsharder
+from megatron.core.distributed.fsdp.runtime.updater import Update, Updater
+from megatron.core.distributed.fsdp.runtime.weight_versions import WeightVersions
+
+logger = logging.getLogger(__name__)
+
+
+class FsdpContext:
+    """Streams, order, plan and microbatch state of the units under one root (or of sibling roots that share it).
+
+    Ranks: units are used in the same order on all ranks; everything here follows from that order alone.
+    """
+
+    def __init__(self, device: torch.device, streams: Streams | None = None, *, is_shared: bool = False) -> None:
+        self.device = device
+        self.is_shared = is_shared  # made by fully_shard_context: units stay in it whatever lies above them
+        self.streams = streams or make_streams(device)
+        self.unsharder = Unsharder(self.streams)
+        self_ref = weakref.ref(self)
+        self.unsharder.can_move = lambda: (own := self_ref()) is not None and own._can_move()
+        self.grad_reducer = GradReducer(self.streams)
+        self._updater = Updater(self.streams, self.unsharder)
+        self.graphs = Graphs()
+        self.planner = Planner(self.unsharder, self.grad_reducer, self.graphs, device)
+        self.registry = UnitRegistry()
+        self._prefetch_scheduler = PrefetchScheduler(self.registry, self.unsharder, self.planner)
+        self._backward = Backward(self.registry, self._prefetch_scheduler, self.unsharder, self.grad_reducer)
+        self._backward_end: weakref.ref[BackwardEnd] | None = None
+        self._is_capturing = False
+        self._depth = 0
+        self._num_entered = 0  # forwards of units, ever
+        self._weight_versions = WeightVersions(self.streams, self.unsharder)
+
+    @property
+    def plan(self) -> Plan | None:
+        """What a step is expected to do; None until one has been recorded."""
+        return self.planner.plan
+
+    @property
+    def in_plan(self) -> bool:
+        """True if this step has done so far what the plan says."""
+        return self.planner.in_plan
+
+    @property
+    def overlaps_gather(self) -> bool:
+        """The next unit's weights are gathered ahead of its use."""
+        return self._prefetch_scheduler.gathers_ahead
+
+    @overlaps_gather.setter
+    def overlaps_gather(self, value: bool) -> None:
+        self._prefetch_scheduler.gathers_ahead = value
+
+    @property
+    def overlaps_reduce(self) -> bool:
+        """A unit's gradients are reduced while the next backward runs; off, compute waits for each reduction."""
+        return self.grad_reducer.overlaps
+
+    @overlaps_reduce.setter
+    def overlaps_reduce(self, value: bool) -> None:
+        self.grad_reducer.overlaps = value
+
+    @property
+    def poisons(self) -> bool:
+        """Released ranges are filled with NaN: a debugging aid that turns a use after release into NaN losses."""
+        return self.unsharder.poisons
+
+    @poisons.setter
+    def poisons(self, value: bool) -> None:
+        self.unsharder.poisons = self.grad_reducer.poisons = value
+
+    # ---- units --------------------------------------------------------------------------------------------------
+
+    def register(self, unit: FsdpUnit) -> None:
+        """Afterwards the unit belongs to this context, which drops its plan, since it does not know the unit."""
+        unit.context = self
+        for group in unit.own_groups:
+            group.context = weakref.ref(self)
+        self.registry.add(unit)
+        self.planner.leave_plan(self.groups)
+
+    def disband(self) -> bool:
+        """Afterwards, if it was at rest, this context has no units left; the caller registers them elsewhere."""
+        if self._depth or not self._backward.is_at_rest or self.graphs.are_open:
+            return False
+        self.planner.leave_plan(self.groups)
+        self.registry.clear()
+        return True
+
+    @property
+    def units(self) -> list[FsdpUnit]:
+        """The units that still exist, in the order of their registration."""
+        return self.registry.units
+
+    @property
+    def groups(self) -> list[FsdpParameterGroup]:
+        """The groups that still exist."""
+        return self.registry.groups
+
+    def describe(self) -> MemoryReport:
+        """What the buffers of these units take on this rank: as planned, or, before a step has run, as expected."""
+        plan = self.plan or self.planner.expect(self.units, self.groups)
+        return report_memory(self.groups, plan, is_planned=self.plan is not None)
+
+    # ---- microbatches -------------------------------------------------------------------------------------------
+
+    @property
+    def is_last_microbatch(self) -> bool:
+        """A backward ends the step: it reduces gradients over all ranks."""
+        return self._backward.is_last
+
+    @is_last_microbatch.setter
+    def is_last_microbatch(self, value: bool) -> None:
+        self._backward.is_last = value
+
+    @contextmanager
+    def microbatch(self, *, is_first: bool, is_last: bool) -> Iterator[None]:
+        """In the scope, weights are synchronised once (``is_first``) or not at all, and gradients summed over ranks
+        at rest placement only, or (``is_last``) to the optimizer's."""
+        previous = self.is_last_microbatch
+        self._weight_versions.begin(is_first=is_first)
+        self.is_last_microbatch = is_last
+        self._weight_versions.num_scopes += 1
+        if is_first:
+            for group in self.groups:
+                if group.trainable and group.has_partial:
+                    self.grad_reducer.drop_partial(group)  # left by a step that was given up
+        try:
+            yield
+        finally:
+            self._weight_versions.num_scopes -= 1
+            self.is_last_microbatch = previous
+
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """In the scope, backward leaves gradients where they rest between microbatches."""
+        previous, self.is_last_microbatch = self.is_last_microbatch, False
+        try:
+            yield
+        finally:
+            self.is_last_microbatch = previous
+
+    def prepare_forward(self) -> None:
+        """Afterwards the weights of the step to come are final, and the first unit's are on their way.
+
+        Ranks: all. Call it after the optimizer has stepped; the next forward or first microbatch uses what it began.
+        """
+        self._recover()
+        self._weight_versions.open(prepares=True)
+        if self._depth == 0:
+            self._prefetch_scheduler.prepare_first()
+
+    def weights_changed(self) -> None:
+        """Afterwards the next forward uses the main weights as they are now, also in a scope that is not a step's first."""
+        self.unsharder.reshard_idle()
+        self._weight_versions.open()
+
+    def update_weights(
+        self,
+        groups: Sequence[FsdpParameterGroup],
+        update: Update,
+        *,
+        overlaps: bool = False,
+    ) -> None:
+        """Afterwards ``update`` has been called for each group, in the order in which the next forward needs them.
+
+        Args:
+            groups: some of this context's.
+            update: writes the group's main weights from its main gradient, and its ``model_piece``, on the current
+                stream; reads nothing that compute writes later.
+            overlaps: the updates run beside the next forward, on a stream of their own; a unit's first gather waits for
+                its own update. Who reads main weights otherwise must call ``finish_updates`` first.
+
+        Ranks: all that hold the groups.
+        """
+        self.unsharder.reshard_idle()
+        in_order = sorted(groups, key=lambda group: self.planner.first_use(self.registry.owner(group).index))
+        self._updater.run(in_order, update, overlaps=overlaps)
+        self._weight_versions.open()
+
+    def finish_updates(self) -> None:
+        """Afterwards work on the compute stream sees main weights, and may free main gradients, as updates leave them."""
+        self._updater.finish()
+
+    # ---- forward ------------------------------------------------------------------------------------------------
+
+    def enter_forward(self, unit: FsdpUnit) -> bool:
+        """Afterwards the unit's weights are whole and its module holds them; True if this recomputes activations.
+
+        Ranks: all.
+        """
+        if torch._C._current_graph_task_id() != -1:
+            self._open_backward()
+            self._backward.recompute(unit)
+            return True
+        if self._depth == 0:
+            self._begin_forward()
+        self._depth += 1
+        self._num_entered += 1
+        unit.order = self._num_entered
+        unit.forward_depth += 1
+        unit.phase = Phase.FORWARD
+        nvtx.push(unit.forward_range)
+        for group in unit.groups:
+            group.num_users += 1
+        try:
+            self._prefetch_scheduler.begin(unit, backward=False)
+        except BaseException:
+            self.fail_forward(unit)
+            raise
+        return False
+
+    def leave_forward(self, unit: FsdpUnit, tensors: list[torch.Tensor]) -> None:
+        """Afterwards the unit's weights are released, and its backward begins with the gradient of any of ``tensors``."""
+        token = self.graphs.current
+        if tensors and token is not None:
+            self._watch(unit, tensors, token)
+            # Used twice in one graph, its gradients are whole only at the end.
+            is_again = unit.last_token is not None and unit.last_token() is token
+            unit.is_deferred = unit.has_nested or is_again
+            unit.last_token = weakref.ref(token)
+        self._step_out(unit, keeps=unit.index in self.planner.staying)
+        if self._depth == 0:
+            self.graphs.end()
+            if not tensors:
+                self.unsharder.reshard_idle()
+                self.unsharder.end_pass(self.registry.read_peers)
+
+    def leave_recomputation(self, unit: FsdpUnit, tensors: list[torch.Tensor]) -> None:
+        """Afterwards the weights stay for the backward that recomputed, and the gradient of any of ``tensors`` begins it.
+
+        Those gradients come if the recomputed graph itself is differentiated, as reentrant checkpoints do.
+        """
+        self._watch(unit, tensors, GraphToken(self.graphs.generation))
+
+    def fail_forward(self, unit: FsdpUnit) -> None:
+        """Afterwards the unit is not in forward any more; if it was the outermost, nothing of the step is left.
+
+        A module that holds the unit may catch what was raised and go on without it.
+        """
+        self._step_out(unit, keeps=False)
+        if self._depth == 0:
+            self.abandon()
+
+    def _watch(self, unit: FsdpUnit, tensors: list[torch.Tensor], token: GraphToken) -> None:
+        hook = OutputHook(self, unit, token)
+        for tensor in tensors:
+            tensor.register_hook(hook)
+
+    def _step_out(self, unit: FsdpUnit, *, keeps: bool) -> None:
+        nvtx.pop()
+        unit.last_inside = self._num_entered
+        unit.forward_depth -= 1
+        if unit.forward_depth == 0 and unit.phase is Phase.FORWARD:
+            unit.phase = Phase.RESTING
+        self._depth -= 1
+        for group in unit.groups:
+            group.num_users -= 1
+            if group.stays_unsharded and torch.is_grad_enabled():
+                self.unsharder.keep_unsharded(group)
+            elif not (keeps and group.needs_gather):
+                self.unsharder.reshard(group)
+
+    def _begin_forward(self) -> None:
+        if isinstance(self.streams, CudaStreams):
+            self.streams.follow_caller()
+            self._notice_capture()
+        self._recover()
+        if self._weight_versions.num_scopes == 0:
+            self._weight_versions.begin()
+        self.registry.check()
+        for group in self.groups:
+            if group.trainable:
+                group.watch_gradients()
+                group.free_main_grad_if_cleared()
+        if not self.graphs.are_open:
+            self._begin_step()
+        self.graphs.begin()
+
+    def _notice_capture(self) -> None:
+        """Afterwards, where a capture into a CUDA graph has begun or ended, nothing waits for events of before."""
+        is_capturing = torch.cuda.is_current_stream_capturing()
+        if is_capturing is not self._is_capturing:
+            self._is_capturing = is_capturing
+            self.unsharder.forget_events()
+            self.grad_reducer.forget_events()
+            self._updater.forget_events()
+            for group in self.groups:
+                group.forget_events()
+            self._weight_versions.open()
+
+    # ---- backward -----------------------------------------------------------------------------------------------
+
+    def begin_unit_backward(self, unit: FsdpUnit) -> None:
+        """Afterwards the unit's weights are whole for its backward, and later units' gradients on their way. Ranks: all."""
+        if self._backward_end is None or self._backward_end() is None:
+            self._open_backward()
+        self._backward.begin(unit)
+
+    def _open_backward(self) -> None:
+        if self._backward_end is not None:
+            if self._backward_end() is not None:
+                return
+            self._recover()
+        end = BackwardEnd(self)
+        self._backward_end = weakref.ref(end)
+        torch.autograd.Variable._execution_engine.queue_callback(end)
+
+    def open_group(self, group: FsdpParameterGroup) -> None:
+        """Afterwards this backward owes the group's gradients: one of them has arrived, or is about to be written."""
+        self._open_backward()
+        self._backward.owe(self.registry.owner(group))
+
+    def acquire_staging(self, group: FsdpParameterGroup) -> None:
+        """Afterwards backward may write gradients of the group in place."""
+        self.open_group(group)
+        self.grad_reducer.stage(group)
+
+    def end_backward(self) -> None:
+        """Afterwards every gradient of this backward is in ``param.grad`` and nothing stays gathered. Ranks: all."""
+        self._backward_end = None
+        upcoming = self.planner.upcoming  # other graphs wait for their backward, and the plan goes on with these
+        self._backward.end(staying=frozenset(use.unit for use in upcoming))
+        self.grad_reducer.finish()
+        if self.is_last_microbatch:
+            sum_grads(self.groups, in_use=False)
+        if self.registry.read_peers and self.unsharder.has_unused and not upcoming:
+            # Reductions tell of gathers that compute waited for, no others.
+            self.unsharder.end_pass(self.registry.read_peers)
+        self.unsharder.reshard_idle(keeps=not self.is_last_microbatch, upcoming=self.registry.groups_of(upcoming))
+        self.planner.end_record(self.units, self.groups)
+
+    def reduce_partial(self) -> None:
+        """Afterwards gradients that microbatches left unreduced are in ``param.grad``. Ranks: all."""
+        self._backward.reduce_partial()
+        self.grad_reducer.finish()
+        sum_grads(self.groups, in_use=False)
+
+    # ---- failure ------------------------------------------------------------------------------------------------
+
+    @property
+    def is_running(self) -> bool:
+        """True within a forward or a backward."""
+        return self._depth > 0 or (self._backward_end is not None and self._backward_end() is not None)
+
+    @property
+    def has_failed(self) -> bool:
+        """True after a backward that did not reach its end."""
+        return self._backward_end is not None and self._backward_end() is None
+
+    def _recover(self) -> None:
+        if self.has_failed:
+            logger.warning(
+                "the last backward did not finish: its gradients are dropped, and what it had gathered is released"
+            )
+            self.abandon()
+
+    def abandon(self) -> None:
+        """Afterwards nothing of the step that was under way is left: nothing gathered, no gradient half reduced."""
+        self._backward_end = None
+        self._depth = 0
+        self._backward.abandon()
+        for unit in self.units:
+            unit.phase, unit.forward_depth, unit.is_open = Phase.RESTING, 0, False
+        for group in self.groups:
+            group.num_users = group.num_claims = 0
+            if group.trainable:
+                self.grad_reducer.abandon(group)
+                if group.has_partial:
+                    self.grad_reducer.drop_partial(group)
+        self.grad_reducer.finish()
+        for group in self.groups:
+            self.unsharder.reshard(group)
+        self.graphs.end()
+        self.planner.drop_record()
+
+    # ---- the user's view of a unit ------------------------------------------------------------------------------
+
+    def unshard(self, unit: FsdpUnit) -> None:
+        """Afterwards the unit's weights are whole until ``unpin``. Ranks: all."""
+        if self._depth == 0 and self._weight_versions.num_scopes == 0 and not self._weight_versions.is_prepared:
+            self._weight_versions.open()
+        for group in unit.groups:
+            storage = group.weight_storage
+            if storage is not None and storage.in_arena and not group.is_gathered and self._can_move():
+                self.unsharder.leave_arena(group)  # the plan does not know how long its range is needed
+            group.held_by_user = True
+            self.unsharder.unshard(group, forward=True)
+
+    def reshard(self, unit: FsdpUnit) -> None:
+        """Afterwards the unit's weights are released, unless a pass is using them."""
+        for group in unit.groups:
+            group.held_by_user = False
+            self.unsharder.reshard(group)
+
+    # ---- the plan -----------------------------------------------------------------------------------------------
+
+    def _begin_step(self) -> None:
+        """Afterwards a new step is compared with the plan, and what is gathered was gathered for it."""
+        self.planner.end_record(self.units, self.groups)
+        self.planner.begin_step(self.groups)
+        if any(group.synced_weight_version != self.unsharder.weight_version for group in self.unsharder.live):
+            self.unsharder.reshard_idle()
+
+    def _can_move(self) -> bool:
+        """True if no graph waits for its backward or is in it; graphs that have had theirs are refused another then."""
+        if self.graphs.are_open or self._backward_end is not None:
+            return False
+        self.graphs.moved()
+        return True
+
+
+class BackwardEnd:
+    """What autograd calls at a backward's end. It dies with the backward, also with one that failed."""
+
+    def __init__(self, context: FsdpContext) -> None:
+        self._context = weakref.ref(context)
+
+    def __call__(self) -> None:
+        context = self._context()
+        if context is not None:
+            context.end_backward()
+
+
+class OutputHook:
+    """Begins a unit's backward when the gradient of one of its outputs arrives."""
+
+    __slots__ = ("context", "token", "unit")
+
+    def __init__(self, context: FsdpContext, unit: FsdpUnit, token: GraphToken) -> None:
+        self.context, self.unit, self.token = context, unit, token
+
+    def __call__(self, grad: torch.Tensor) -> None:
+        token = self.token
+        if token.is_done and token.generation != self.context.graphs.generation:
+            raise RuntimeError(
+                f"backward runs a second time through a graph of {self.unit.name} that was made before weights moved to "
+                "their planned addresses; keep graphs only within a step, or run forward again"
+            )
+        token.is_done = True
+        self.context.begin_unit_backward(self.unit)

@@ -1,0 +1,114 @@
+"""What the engine's buffers take on this rank, told before they are used."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
+from megatron.core.distributed.fsdp.layout.plan import Plan
+
+_GIB = 2**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryReport:
+    """Bytes of this rank, by kind. Activations, and buffers of the model's own, are not the engine's and not in it.
+
+    Attributes:
+        main_weights: what the optimizer updates.
+        model_weights: shards (or replicas) of the weights in the compute dtype, as far as they are not the main weights.
+        optimizer_state: of an optimizer that told its groups (``FlatAdamW``); 0 until it has.
+        gathered: the arena of gathered weights.
+        staging: the arena of gradients on their way.
+        main_gradients: from a unit's reduction to ``zero_grad``.
+        partial_gradients: of strategies that accumulate whole gradients between microbatches, if there are several.
+        kept: bytes of ``gathered`` that hold weights from forward to backward to save their second gather.
+        saved_traffic: bytes that this rank need not gather in each microbatch because of that.
+        is_planned: arenas are those of a recorded step; else they are expected, from the order of registration.
+    """
+
+    main_weights: int
+    model_weights: int
+    optimizer_state: int
+    gathered: int
+    staging: int
+    main_gradients: int
+    partial_gradients: int
+    kept: int
+    saved_traffic: int
+    is_planned: bool
+
+    @property
+    def persistent(self) -> int:
+        """Bytes that are always there."""
+        return self.main_weights + self.model_weights + self.optimizer_state
+
+    @property
+    def arena(self) -> int:
+        """Bytes of both arenas, which are there from the plan's adoption on."""
+        return self.gathered + self.staging
+
+    @property
+    def at_rest(self) -> int:
+        """Bytes between steps, gradients cleared."""
+        return self.persistent + self.arena
+
+    @property
+    def peak(self) -> int:
+        """The most at any time of a step of one microbatch."""
+        return self.at_rest + self.main_gradients
+
+    def __str__(self) -> str:
+        rows = [
+            ("persistent", self.persistent, ""),
+            ("  main weights", self.main_weights, ""),
+            ("  model weights", self.model_weights, ""),
+            ("  optimizer state", self.optimizer_state, "" if self.optimizer_state else "not known yet"),
+            ("arenas", self.arena, "planned" if self.is_planned else "expected from the order of registration"),
+            ("  gathered weights", self.gathered, self._kept),
+            ("  gradient staging", self.staging, ""),
+            ("main gradients", self.main_gradients, "from reduction to zero_grad"),
+            ("partial gradients", self.partial_gradients, "between microbatches"),
+            ("peak, without activations", self.peak, ""),
+        ]
+        shown = [row for row in rows if row[1] or not row[0].startswith(("partial", "  model"))]
+        lines = [f"  {name:<28}{nbytes / _GIB:>9.3f} GiB  {note}".rstrip() for name, nbytes, note in shown]
+        return "\n".join(["sharding engine, memory of this rank:", *lines])
+
+    @property
+    def _kept(self) -> str:
+        if not self.kept:
+            return ""
+        return (
+            f"{self.kept / _GIB:.3f} GiB kept for backward, which saves {self.saved_traffic / _GIB:.3f} GiB of gathers"
+        )
+
+
+def report_memory(groups: Sequence[FsdpParameterGroup], plan: Plan, *, is_planned: bool) -> MemoryReport:
+    """The memory of these groups under a plan. Pure: takes nothing, sends nothing."""
+    trainable = [group for group in groups if group.trainable]
+    return MemoryReport(
+        main_weights=sum(group.main_weight.local_nbytes for group in groups),
+        model_weights=sum(_model_nbytes(group) for group in groups),
+        optimizer_state=sum(group.optimizer_state_nbytes for group in groups),
+        gathered=plan.weights.nbytes,
+        staging=plan.staging.nbytes,
+        main_gradients=sum(group.main_grad_storage.nbytes for group in trainable),
+        partial_gradients=sum(group.partial_nbytes for group in trainable),
+        kept=sum(plan.stays_unsharded_nbytes.values()),
+        saved_traffic=sum(_gathered_nbytes(group) for group in groups if group.index in plan.stays_unsharded_nbytes),
+        is_planned=is_planned,
+    )
+
+
+def _model_nbytes(group: FsdpParameterGroup) -> int:
+    """Bytes of the model weight besides the main weight, which may be all of it, or lie in it."""
+    shared = group.main_weight.local_nbytes if group.model_piece is None else 0
+    return group.model_weight.local_nbytes - shared
+
+
+def _gathered_nbytes(group: FsdpParameterGroup) -> int:
+    """Bytes that a gather brings from other ranks."""
+    shard, full = group.model_weight.local_nbytes, group.full_weight.local_nbytes
+    return full - shard

@@ -1,0 +1,256 @@
+"""Learns the order of a step from one that ran, says what comes next, and lays buffers out for it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
+from megatron.core.distributed.fsdp.comm import MemoryKind, Transport
+from megatron.core.distributed.fsdp.layout.plan import NO_UNITS, Plan, RangePlan, Recorder, Use
+from megatron.core.distributed.fsdp.runtime.grad_reducer import GradReducer
+from megatron.core.distributed.fsdp.runtime.graphs import Graphs
+from megatron.core.distributed.fsdp.runtime.unit import FsdpUnit
+from megatron.core.distributed.fsdp.runtime.unsharder import Unsharder
+
+logger = logging.getLogger(__name__)
+
+
+class Planner:
+    """The plan of a context: recorded, adopted, followed, left.
+
+    Attributes:
+        plan: what a step is expected to do; None until one has been recorded.
+        in_plan: this step has done so far what the plan says.
+        recorder: writes this step down, where the plan is missing or was left.
+        arenas: memory of the ranges that the plan lays out: of gathered weights, of gradient staging.
+        ahead_numel: elements of weights to have on their way; at least one unit is.
+        memory_budget_nbytes: bytes to spend on weights that stay gathered throughout a step.
+
+    Ranks: every rank plans alike, since all run units in the same order.
+    """
+
+    def __init__(self, unsharder: Unsharder, grad_reducer: GradReducer, graphs: Graphs, device: torch.device) -> None:
+        self.unsharder, self.grad_reducer, self.graphs, self.device = unsharder, grad_reducer, graphs, device
+        self.plan: Plan | None = None
+        self.in_plan = False
+        self.recorder: Recorder | None = None
+        self.arenas: list[torch.Tensor] = []
+        self.ahead_numel = 0
+        self.memory_budget_nbytes = 0
+        self.has_told = False  # that a unit ran out of order; once for each plan
+        self._cursor = -1
+        self._candidate: Plan | None = None
+        self._last_uses: tuple[Use, ...] = ()
+        self._wants_record = True
+
+    # ---- a step -------------------------------------------------------------------------------------------------
+
+    def begin_step(self, groups: Sequence[FsdpParameterGroup]) -> None:
+        """Afterwards a plan that was learned is in force, and what runs is compared with it.
+
+        No graph is waiting for its backward: with one, the step goes on.
+        """
+        self.graphs.forget()
+        if self._candidate is not None:
+            self._adopt(self._candidate, groups)
+            self._candidate = None
+        self._cursor = -1
+        self.in_plan = self.plan is not None
+        if not self.in_plan or self._wants_record:
+            self._set_recorder(Recorder())
+
+    def use(self, unit: FsdpUnit, *, backward: bool) -> tuple[Use, ...]:
+        """The uses that the plan gathers weights for as this one begins; none where this one is not the plan's."""
+        if self.recorder is not None:
+            self.recorder.use(unit.index, backward=backward)
+        plan = self.plan
+        if plan is None or not self.in_plan:
+            return ()
+        cursor = self._cursor + 1
+        if cursor < len(plan.uses) and plan.uses[cursor] == (unit.index, backward):
+            self._cursor = cursor
+            return plan.ahead[cursor]
+        self._depart(unit, backward)
+        return ()
+
+    def first_use(self, unit: int) -> int:
+        """The place of the unit's first use in a step; without a plan, that of its registration."""
+        if self.plan is None:
+            return unit
+        return self.plan.first_uses.get(unit, len(self.plan.uses))
+
+    @property
+    def staying(self) -> frozenset[int]:
+        """Units that run again at once, if they end now."""
+        return self.plan.staying[self._cursor] if self.in_plan and self.plan is not None else NO_UNITS
+
+    @property
+    def upcoming(self) -> tuple[Use, ...]:
+        """The uses, of those that follow in this step, whose weights are gathered or on their way by now."""
+        if not self.in_plan or self.plan is None:
+            return ()
+        return self.plan.uses[self._cursor + 1 : self.plan.horizons[self._cursor]]
+
+    def is_forward_again(self, use: Use) -> bool:
+        """True if the use begins another forward of this step, which an evaluation has not."""
+        return self.plan is not None and use.unit == self.plan.uses[0].unit
+
+    def _depart(self, unit: FsdpUnit, backward: bool) -> None:
+        self.in_plan = False
+        self._wants_record = True
+        if not self.has_told:
+            self.has_told = True
+            logger.warning(
+                "unit %s ran %s out of the planned order: weights are gathered on demand, without overlap, until an "
+                "order repeats",
+                unit.name,
+                "backward" if backward else "forward",
+            )
+
+    # ---- the record ---------------------------------------------------------------------------------------------
+
+    def _set_recorder(self, recorder: Recorder | None) -> None:
+        self.recorder = self.unsharder.recorder = self.grad_reducer.recorder = recorder
+
+    def drop_record(self) -> None:
+        """Afterwards this step is not learned from."""
+        self._set_recorder(None)
+
+    def end_record(self, units: Sequence[FsdpUnit], groups: Sequence[FsdpParameterGroup]) -> None:
+        """Afterwards, if a step is over, its record is the next plan, or has confirmed the one there is.
+
+        The first record is planned at once, one that is longer than a plan of forwards alone too; another order only when
+        it comes twice in a row.
+        """
+        recorder = self.recorder
+        if recorder is None or not recorder.uses or (self.graphs.are_open and not recorder.is_too_long):
+            return
+        self.drop_record()
+        uses = tuple(recorder.uses)
+        grows = self.plan is None or not any(use.backward for use in self.plan.uses)
+        if self.plan is not None and uses == self.plan.uses[: len(uses)]:
+            if not grows and len(uses) == len(self.plan.uses):
+                self._wants_record = False  # else it is the forward alone, which says nothing about the rest
+            return
+        repeats, self._last_uses = uses == self._last_uses, uses
+        if not (repeats or grows) or recorder.is_too_long:
+            return
+        self._agree(recorder, groups)
+        self._candidate = self._plan_of(recorder, units, groups)
+
+    def _plan_of(self, recorder: Recorder, units: Sequence[FsdpUnit], groups: Sequence[FsdpParameterGroup]) -> Plan:
+        return recorder.plan(
+            weight_nbytes={g.index: g.weight_storage.nbytes for g in groups if g.weight_storage is not None},
+            staging_nbytes={g.index: g.staging_storage.nbytes for g in groups if g.trainable},
+            groups_of={unit.index: [group.index for group in unit.groups] for unit in units},
+            pool_of={group.index: number for number, pool in enumerate(_pools(groups)) for group in pool},
+            ahead_nbytes=self._ahead_nbytes(groups),
+            memory_budget_nbytes=self.memory_budget_nbytes,
+        )
+
+    def expect(self, units: Sequence[FsdpUnit], groups: Sequence[FsdpParameterGroup]) -> Plan:
+        """The plan of a step that runs units in the order of their registration: an estimate, never followed.
+
+        Units that hold others are used around them.
+        """
+        recorder = Recorder()
+        around = [unit for unit in units if unit.has_nested]
+        inside = [unit for unit in units if not unit.has_nested]
+        for unit in (*around, *inside):
+            recorder.use(unit.index, backward=False)
+            for group in unit.groups:
+                recorder.gathered(group.index)
+                if unit in inside:
+                    recorder.released(group.index)
+        for unit in (*around, *reversed(inside)):
+            recorder.use(unit.index, backward=True)
+            for group in unit.groups:
+                recorder.gathered(group.index)
+                if group.trainable:
+                    recorder.staged(group.index)
+                if unit in inside:
+                    recorder.released(group.index)
+                    recorder.reduced(group.index)
+        return self._plan_of(recorder, units, groups)
+
+    def _agree(self, recorder: Recorder, groups: Sequence[FsdpParameterGroup]) -> None:
+        """Afterwards the record tells of all ranks, where buffers must lie at equal offsets on all of them.
+
+        Gradients come at other moments on a rank that uses other parameters, which would give another layout.
+        """
+        for pool in _pools(groups):
+            transport, indices = pool[0].group_mesh.axes[-1], {group.index for group in pool}
+            if transport.is_symmetric:
+                weights, staging = recorder.ranges
+                own = tuple({g: live[g] for g in live if g in indices} for live in (weights, staging))
+                for ranges in transport.exchange(own):
+                    recorder.add(ranges)
+
+    def _ahead_nbytes(self, groups: Sequence[FsdpParameterGroup]) -> int:
+        return self.ahead_numel * max((g.dtypes.compute.itemsize for g in groups if g.needs_gather), default=0)
+
+    # ---- the layout ---------------------------------------------------------------------------------------------
+
+    def _adopt(self, plan: Plan, groups: Sequence[FsdpParameterGroup]) -> None:
+        """Afterwards buffers lie where the plan says. No graph is waiting for its backward."""
+        self.leave_plan(groups)
+        by_index = {group.index: group for group in groups}
+        for ranges, kind in ((plan.weights, "weights"), (plan.staging, "staging")):
+            self._fill_arena(ranges, by_index, kind)
+        self.unsharder.ranges_moved()
+        for index in plan.stays_unsharded_nbytes:
+            by_index[index].stays_unsharded = True
+        self.plan = plan
+        self._wants_record = self.has_told = False
+
+    def _fill_arena(self, ranges: RangePlan, groups: dict[int, FsdpParameterGroup], kind: str) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # memory of the first step, in blocks that would fragment the rest
+        what = MemoryKind.GATHERED if kind == "weights" else MemoryKind.STAGING
+        owner: Any = self.unsharder if kind == "weights" else self.grad_reducer
+        owner.overlapping = {i: {groups[o] for o in ranges.overlapping(i)} for i in ranges.groups}
+        for pool in ranges.pools:
+            arena = groups[pool.groups[0]].group_mesh.empty(pool.nbytes, torch.uint8, self.device, what).zero_()
+            self.arenas.append(arena)
+            for index in pool.groups:
+                group, offset = groups[index], pool.offset(index)
+                storage = group.weight_storage if kind == "weights" else group.staging_storage
+                assert storage is not None
+                flat = arena[offset : offset + storage.nbytes].view(storage.dtype)
+                (group.move_weights if kind == "weights" else group.move_staging)(flat)
+
+    def leave_plan(self, groups: Sequence[FsdpParameterGroup]) -> None:
+        """Afterwards every group has memory of its own, none of it taken."""
+        self.unsharder.reshard_idle()
+        for group in groups:
+            group.stays_unsharded = False
+            storage = group.weight_storage
+            if storage is not None and storage.in_arena and not group.is_gathered:
+                group.move_weights(None)
+                storage.free()
+            if group.trainable and group.staging_storage.in_arena:
+                group.move_staging(None)
+                group.staging_storage.free()
+        self.unsharder.overlapping, self.grad_reducer.overlapping = {}, {}
+        self.arenas.clear()
+        self.plan = None
+        self.graphs.moved()
+        self.in_plan = False
+        self._wants_record = True
+
+
+def _pools(groups: Sequence[FsdpParameterGroup]) -> list[list[FsdpParameterGroup]]:
+    """Groups whose buffers may lie in one arena, in an order that is the same on all ranks.
+
+    Buffers that must lie at equal offsets of one transport's memory, on all of its ranks, are by themselves; others need
+    no memory in particular.
+    """
+    pools: dict[Transport | None, list[FsdpParameterGroup]] = {}
+    for group in groups:
+        transport = group.group_mesh.axes[-1]
+        pools.setdefault(transport if transport.is_symmetric else None, []).append(group)
+    return list(pools.values())

@@ -1,0 +1,83 @@
+"""A unit: the parameters that one module gathers, uses and releases together."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
+from megatron.core.distributed.fsdp.runtime.graphs import GraphToken
+
+
+class Phase(Enum):
+    """What a unit is doing."""
+
+    RESTING = "resting"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+
+@dataclass(eq=False)
+class FsdpUnit:
+    """A module's parameter groups and where it is in a step.
+
+    Attributes:
+        name: name of the module within its root, or the root's class; for messages.
+        prefix: what the names of its parameters begin with, seen from the root.
+        own_groups: groups of the parameters that this unit manages.
+        borrowed_groups: groups of other units that hold weights tied to this unit's; gathered for it too.
+        is_deferred: its gradients are reduced at backward's end: units lie inside this one, or it runs several times
+            in one graph.
+        phase: what it is doing.
+        forward_range, backward_range: names of its phases on the time line.
+        mark: ends the range of the backward that is under way.
+        is_open: a backward owes gradients of its own groups, or has not reduced them yet.
+        order: place of its latest forward among all forwards of its context; backward comes back in reverse.
+        last_inside: place of the last forward that began within it.
+        last_token: the graph that it ran in last.
+        context: the ``FsdpContext`` that it runs in, which imports this file; None until the root has run.
+    """
+
+    name: str
+    own_groups: list[FsdpParameterGroup]
+    borrowed_groups: list[FsdpParameterGroup] = field(default_factory=list)
+    is_deferred: bool = False
+    has_nested: bool = False
+    prefix: str = ""
+    phase: Phase = Phase.RESTING
+    forward_range: str = ""
+    backward_range: str = ""
+    mark: int = 0
+    index: int = -1
+    forward_depth: int = 0
+    is_open: bool = False
+    order: int = 0
+    last_inside: int = 0
+    context: Any = None
+    last_token: weakref.ref[GraphToken] | None = None
+
+    def __post_init__(self) -> None:
+        self.borrowed_groups, borrowed = [], self.borrowed_groups
+        self.groups = list(self.own_groups)
+        self.trainable_groups = [group for group in self.own_groups if group.trainable]
+        self.is_deferred = self.has_nested
+        for group in borrowed:
+            self.borrow(group)
+
+    def borrow(self, group: FsdpParameterGroup) -> None:
+        """Afterwards the group, which another unit owns, is gathered for this one too."""
+        group.is_shared = True
+        self.borrowed_groups.append(group)
+        self.groups.append(group)
+
+    @property
+    def waits_for_end(self) -> bool:
+        """True if its gradients are whole only at backward's end."""
+        return self.is_deferred or any(group.is_shared for group in self.own_groups)
+
+    @property
+    def delays_reshard(self) -> bool:
+        """True if its backward holds weights that get no gradient from it."""
+        return not self.has_nested and len(self.trainable_groups) < len(self.groups)

@@ -1,0 +1,90 @@
+"""The units that run in one context, and their groups, by number."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+
+from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
+from megatron.core.distributed.fsdp.comm import Transport
+from megatron.core.distributed.fsdp.layout.plan import Use
+from megatron.core.distributed.fsdp.runtime.unit import FsdpUnit
+
+
+class UnitRegistry:
+    """Units and groups in the order of their registration; modules own them, and they may be gone.
+
+    Attributes:
+        refs: to the units, by number.
+        read_peers: transports whose gathers read shards without asking, one for each set of ranks.
+    """
+
+    def __init__(self) -> None:
+        self.refs: list[weakref.ref[FsdpUnit]] = []
+        self.read_peers: list[Transport] = []
+        self._groups: list[weakref.ref[FsdpParameterGroup]] = []
+        self._owners: list[weakref.ref[FsdpUnit]] = []  # of the groups
+
+    def add(self, unit: FsdpUnit) -> None:
+        """Afterwards the unit and its own groups have numbers, and names for messages and for the time line."""
+        unit.index = len(self.refs)
+        self.refs.append(weakref.ref(unit))
+        for group in unit.own_groups:
+            group.index = len(self._groups)
+            group.set_prefix(unit.prefix)
+            self._groups.append(weakref.ref(group))
+            self._owners.append(self.refs[-1])
+            self.read_peers += [axis for axis in group.group_mesh.axes if axis.reads_peers and group.needs_gather][:1]
+        self.read_peers = list({tuple(axis.ranks): axis for axis in self.read_peers}.values())
+        name = unit.prefix.rstrip(".") or "root"
+        unit.forward_range, unit.backward_range = f"fsdp.forward {name}", f"fsdp.backward {name}"
+
+    def clear(self) -> None:
+        """Afterwards there are none."""
+        for members in (self.refs, self._groups, self._owners, self.read_peers):
+            members.clear()
+
+    @property
+    def units(self) -> list[FsdpUnit]:
+        """The units that still exist."""
+        return [unit for ref in self.refs if (unit := ref()) is not None]
+
+    @property
+    def groups(self) -> list[FsdpParameterGroup]:
+        """The groups that still exist."""
+        return [group for ref in self._groups if (group := ref()) is not None]
+
+    def groups_of(self, uses: Sequence[Use]) -> set[FsdpParameterGroup]:
+        """The groups that these uses need."""
+        units = (self.refs[use.unit]() for use in uses)
+        return {group for unit in units if unit is not None for group in unit.groups}
+
+    def holds(self, group: FsdpParameterGroup) -> bool:
+        """True if the group is a member."""
+        return 0 <= group.index < len(self._groups) and self._groups[group.index]() is group
+
+    def owner(self, group: FsdpParameterGroup) -> FsdpUnit:
+        """The unit that manages the group, which is a member."""
+        owner = self._owners[group.index]()
+        assert owner is not None, "a group lives no longer than its unit"
+        return owner
+
+    def check(self) -> None:
+        """Afterwards it is known that the parameters are those that were sharded, and learn as they did.
+
+        Raises:
+            RuntimeError: one was replaced, or frozen or unfrozen; the message names it.
+        """
+        for group in self.groups:
+            replaced = group.param_slots.replaced()
+            if replaced is not None:
+                raise RuntimeError(
+                    f"{group.name_of(replaced)} must stay the parameter that fully_shard made, got another one in its place, which no forward "
+                    "would use; write to the parameter in place, or replace it before fully_shard"
+                )
+            changed = group.with_other_requires_grad()
+            if changed is not None:
+                raise RuntimeError(
+                    f"requires_grad of {changed} must stay {group.trainable}, as it was when fully_shard was called, got "
+                    f"{not group.trainable}; freeze or unfreeze parameters before fully_shard"
+                )

@@ -1,0 +1,59 @@
+"""Optimizer updates, group by group: where they run, who waits for them, and when gradients they read may go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
+from megatron.core.distributed.fsdp.runtime import nvtx
+from megatron.core.distributed.fsdp.runtime.streams import Edge, Role, Streams
+from megatron.core.distributed.fsdp.runtime.unsharder import Unsharder
+
+Update = Callable[[FsdpParameterGroup], None]
+
+
+class Updater:
+    """Runs updates of main weights, on compute or beside it. [Note: updates beside the forward] in DESIGN.md."""
+
+    def __init__(self, streams: Streams, unsharder: Unsharder) -> None:
+        self.streams, self.unsharder = streams, unsharder
+        self._beside: list[FsdpParameterGroup] = []  # groups whose updates compute has not waited for as a whole
+        self._last: Any = None
+
+    def run(self, groups: Sequence[FsdpParameterGroup], update: Update, *, overlaps: bool) -> None:
+        """Afterwards ``update`` has been called for each group, in this order; beside compute if ``overlaps``."""
+        self.finish()
+        if not overlaps:
+            for group in groups:
+                _run(group, update)
+            return
+        self.streams.wait(Edge.GRADS_FINAL, self.streams.record(Role.COMPUTE))
+        with self.streams.on(Role.UPDATE):
+            for group in groups:
+                _run(group, update)
+                self._last = self.streams.record(Role.UPDATE, group.updated_event)
+                group.begin_update(self._last)
+        self._beside = list(groups)
+
+    def finish(self) -> None:
+        """Afterwards work on the compute stream sees main weights, and may free main gradients, as updates leave them."""
+        if not self._beside:
+            return
+        self.streams.wait(Edge.UPDATES_DONE, self._last)
+        self.unsharder.note_update()  # gathers need wait for compute alone now
+        for group in self._beside:
+            group.updated = None
+            group.end_update()
+        self.forget_events()
+
+    def forget_events(self) -> None:
+        """As ``Unsharder.forget_events``."""
+        self._beside, self._last = [], None
+
+
+def _run(group: FsdpParameterGroup, update: Update) -> None:
+    nvtx.push(group.update_range)
+    update(group)
+    nvtx.pop()
+    group.updated_write_count = group.main_write_count

@@ -1,0 +1,1 @@
+"""Functions that one kernel computes."""

@@ -1,0 +1,1 @@
+"""Embeddings of tokens and positions."""

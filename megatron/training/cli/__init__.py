@@ -1,0 +1,1 @@
+"""Flags: their definitions, what they must not be combined with, and the report of what is in effect."""

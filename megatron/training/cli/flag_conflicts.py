@@ -1,0 +1,393 @@
+"""Combinations of flags that are not served: a table of (name, condition, message), one test a row."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from megatron.training.cli.flags_graphs import captures_iterations
+from megatron.training.cli.flags_model import position_embedding_type
+
+
+@dataclass(frozen=True)
+class Conflict:
+    """``message`` is formatted with the flags' values where ``when`` is true."""
+
+    name: str
+    when: Callable[[Namespace], bool]
+    message: str
+
+
+def conflicts_of(args: Namespace) -> list[str]:
+    """The messages of all rows that hold for these flags."""
+    return [row.message.format(**vars(args)) for row in CONFLICTS if row.when(args)]
+
+
+def _missing(flag: str) -> Conflict:
+    dest = flag.removeprefix("--").replace("-", "_")
+    return Conflict(f"no {dest}", lambda args: getattr(args, dest) is None, f"{flag} must be given, got none")
+
+
+def _needs_load(dest: str, flag: str) -> Conflict:
+    return Conflict(
+        f"{dest} without load", lambda args: getattr(args, dest) and args.load is None, f"{flag} needs --load, got none"
+    )
+
+
+def _data_sources(args: Namespace) -> int:
+    per_split = (args.train_data_path, args.valid_data_path, args.test_data_path)
+    return bool(args.mock_data) + bool(args.data_path) + any(per_split)
+
+
+def _by_samples(args: Namespace) -> bool:
+    return bool(args.lr_decay_samples or args.lr_warmup_samples or args.lr_wsd_decay_samples)
+
+
+def _by_iterations(args: Namespace) -> bool:
+    return bool(args.lr_decay_iters or args.lr_warmup_iters or args.lr_wsd_decay_iters)
+
+
+def _has_explicit_dtype(args: Namespace, dtype: str) -> bool:
+    return dtype in (args.megatron_fsdp_main_grads_dtype, args.megatron_fsdp_grad_comm_dtype)
+
+
+CONFLICTS: tuple[Conflict, ...] = (
+    *map(
+        _missing,
+        (
+            "--num-layers",
+            "--hidden-size",
+            "--num-attention-heads",
+            "--seq-length",
+            "--max-position-embeddings",
+            "--micro-batch-size",
+            "--lr",
+        ),
+    ),
+    Conflict(
+        "positions shorter than samples",
+        lambda a: None not in (a.seq_length, a.max_position_embeddings) and a.max_position_embeddings < a.seq_length,
+        "--max-position-embeddings must be at least --seq-length, got {max_position_embeddings} and {seq_length}",
+    ),
+    Conflict(
+        "samples that context parallelism cannot cut",
+        lambda a: (
+            a.context_parallel_size > 1
+            and a.seq_length is not None
+            and a.seq_length % (2 * a.context_parallel_size) != 0
+        ),
+        "--seq-length must be a multiple of 2 * --context-parallel-size (each rank has an early and a late part), got "
+        "{seq_length} and {context_parallel_size}",
+    ),
+    Conflict(
+        "samples that sequence parallelism cannot cut",
+        lambda a: (
+            a.sequence_parallel
+            and a.seq_length is not None
+            and a.seq_length % (a.context_parallel_size * a.tensor_model_parallel_size) != 0
+        ),
+        "--seq-length must be a multiple of --context-parallel-size * --tensor-model-parallel-size with "
+        "--sequence-parallel, got {seq_length} and {context_parallel_size} * {tensor_model_parallel_size}",
+    ),
+    Conflict(
+        "a vocabulary that tensor parallelism cannot cut",
+        lambda a: (
+            a.tensor_model_parallel_size > 0 and a.make_vocab_size_divisible_by % a.tensor_model_parallel_size != 0
+        ),
+        "--make-vocab-size-divisible-by must be a multiple of --tensor-model-parallel-size, got "
+        "{make_vocab_size_divisible_by} and {tensor_model_parallel_size}: the vocabulary is padded to it alone, so that the "
+        "model is the same whatever the split",
+    ),
+    Conflict(
+        "query groups without grouped attention",
+        lambda a: a.num_query_groups != 1 and not a.group_query_attention,
+        "--num-query-groups {num_query_groups} needs --group-query-attention",
+    ),
+    Conflict(
+        "rotary settings without rotary positions",
+        lambda a: (
+            position_embedding_type(a) != "rope"
+            and (
+                a.rotary_base != 10000
+                or a.rotary_percent != 1.0
+                or a.rotary_interleaved
+                or a.use_rope_scaling
+                or a.rotary_seq_len_interpolation_factor is not None
+            )
+        ),
+        "flags of rotary positions need --position-embedding-type rope, got {position_embedding_type}",
+    ),
+    Conflict(
+        "rope scaling factor without rope scaling",
+        lambda a: a.rope_scaling_factor != 8.0 and not a.use_rope_scaling,
+        "--rope-scaling-factor {rope_scaling_factor} needs --use-rope-scaling",
+    ),
+    Conflict(
+        "two activations",
+        lambda a: a.swiglu and a.squared_relu,
+        "--swiglu and --squared-relu are two activations; give one",
+    ),
+    Conflict(
+        "selective recomputation by layers",
+        lambda a: (
+            a.recompute_granularity != "full" and (a.recompute_method is not None or a.recompute_num_layers is not None)
+        ),
+        "--recompute-method and --recompute-num-layers belong to --recompute-granularity full, got "
+        "{recompute_granularity}",
+    ),
+    Conflict(
+        "full recomputation without layers",
+        lambda a: a.recompute_granularity == "full" and (a.recompute_method is None or a.recompute_num_layers is None),
+        "--recompute-granularity full needs --recompute-method and --recompute-num-layers, got {recompute_method} and "
+        "{recompute_num_layers}",
+    ),
+    Conflict(
+        "recomputed modules without selective recomputation",
+        lambda a: a.recompute_modules is not None and a.recompute_granularity != "selective",
+        "--recompute-modules belongs to --recompute-granularity selective, got {recompute_granularity}",
+    ),
+    Conflict(
+        "no length of training",
+        lambda a: (a.train_iters is None) == (a.train_samples is None),
+        "one of --train-iters and --train-samples must be given, got {train_iters} and {train_samples}",
+    ),
+    Conflict(
+        "samples in a schedule of iterations",
+        lambda a: a.train_iters is not None and a.train_samples is None and _by_samples(a),
+        "with --train-iters, give --lr-decay-iters, --lr-warmup-iters and --lr-wsd-decay-iters instead of samples",
+    ),
+    Conflict(
+        "iterations in a schedule of samples",
+        lambda a: a.train_samples is not None and a.train_iters is None and _by_iterations(a),
+        "with --train-samples, give --lr-decay-samples, --lr-warmup-samples and --lr-wsd-decay-samples instead of "
+        "iterations",
+    ),
+    Conflict(
+        "warm-up given twice",
+        lambda a: a.lr_warmup_fraction is not None and bool(a.lr_warmup_iters or a.lr_warmup_samples),
+        "--lr-warmup-fraction and --lr-warmup-iters or --lr-warmup-samples are two warm-ups; give one",
+    ),
+    Conflict(
+        "a warm-up of all or more",
+        lambda a: a.lr_warmup_fraction is not None and not 0 <= a.lr_warmup_fraction < 1,
+        "--lr-warmup-fraction must be at least 0 and below 1, got {lr_warmup_fraction}",
+    ),
+    Conflict(
+        "wsd without its last phase",
+        lambda a: a.lr_decay_style == "WSD" and a.lr_wsd_decay_iters is None and a.lr_wsd_decay_samples is None,
+        "--lr-decay-style WSD needs --lr-wsd-decay-iters or --lr-wsd-decay-samples, got none",
+    ),
+    Conflict(
+        "last phase without wsd",
+        lambda a: (
+            a.lr_decay_style != "WSD" and (a.lr_wsd_decay_iters is not None or a.lr_wsd_decay_samples is not None)
+        ),
+        "--lr-wsd-decay-iters and --lr-wsd-decay-samples belong to --lr-decay-style WSD, got {lr_decay_style}",
+    ),
+    Conflict(
+        "style of the last phase without wsd",
+        lambda a: a.lr_decay_style != "WSD" and a.lr_wsd_decay_style != "exponential",
+        "--lr-wsd-decay-style {lr_wsd_decay_style} belongs to --lr-decay-style WSD, got {lr_decay_style}",
+    ),
+    Conflict(
+        "decoupled floor without decoupled rate",
+        lambda a: a.decoupled_min_lr is not None and a.decoupled_lr is None,
+        "--decoupled-min-lr needs --decoupled-lr, got none",
+    ),
+    Conflict(
+        "growing weight decay without its ends",
+        lambda a: (
+            a.weight_decay_incr_style != "constant" and (a.start_weight_decay is None or a.end_weight_decay is None)
+        ),
+        "--weight-decay-incr-style {weight_decay_incr_style} needs --start-weight-decay and --end-weight-decay",
+    ),
+    Conflict(
+        "ends of a constant weight decay",
+        lambda a: (
+            a.weight_decay_incr_style == "constant"
+            and (a.start_weight_decay is not None or a.end_weight_decay is not None)
+        ),
+        "--start-weight-decay and --end-weight-decay need --weight-decay-incr-style linear or cosine, got constant",
+    ),
+    Conflict(
+        "two schedules",
+        lambda a: a.override_opt_param_scheduler and a.use_checkpoint_opt_param_scheduler,
+        "--override-opt-param-scheduler and --use-checkpoint-opt-param-scheduler exclude each other; give one",
+    ),
+    Conflict(
+        "sharding without the engine",
+        lambda a: not a.use_megatron_fsdp and a.data_parallel_sharding_strategy != "no_shard",
+        "--data-parallel-sharding-strategy {data_parallel_sharding_strategy} needs --use-megatron-fsdp",
+    ),
+    Conflict(
+        "an optimizer that is sharded and not",
+        lambda a: (
+            a.use_megatron_fsdp and a.use_distributed_optimizer and a.data_parallel_sharding_strategy == "no_shard"
+        ),
+        "--use-distributed-optimizer asks for sharded optimizer state, which --data-parallel-sharding-strategy no_shard "
+        "does not have; give optim or more",
+    ),
+    Conflict(
+        "gather without anything sharded",
+        lambda a: a.overlap_param_gather and not (a.use_megatron_fsdp or a.use_distributed_optimizer),
+        "--overlap-param-gather needs --use-megatron-fsdp or --use-distributed-optimizer: nothing is gathered without",
+    ),
+    Conflict(
+        "symmetric memory and another transport",
+        lambda a: a.use_nccl_ub and a.fsdp_transport not in ("auto", "symm"),
+        "--use-nccl-ub means --fsdp-transport symm, got {fsdp_transport}",
+    ),
+    Conflict(
+        "symmetric memory on CPUs",
+        lambda a: (a.use_nccl_ub or a.fsdp_transport == "symm") and a.distributed_backend == "gloo",
+        "--use-nccl-ub and --fsdp-transport symm are NCCL's, got --distributed-backend {distributed_backend}",
+    ),
+    Conflict(
+        "precision-aware optimizer without bf16",
+        lambda a: a.use_precision_aware_optimizer and not a.bf16,
+        "--use-precision-aware-optimizer keeps main weights as bf16 and 16 bits more, so it needs --bf16",
+    ),
+    Conflict(
+        "precision-aware optimizer of another kind",
+        lambda a: a.use_precision_aware_optimizer and a.optimizer != "adam",
+        "--use-precision-aware-optimizer needs --optimizer adam, got {optimizer}",
+    ),
+    Conflict(
+        "precision-aware optimizer and main weights that are not fp32",
+        lambda a: a.use_precision_aware_optimizer and a.megatron_fsdp_main_params_dtype != "fp32",
+        "--use-precision-aware-optimizer keeps fp32 main weights, got --megatron-fsdp-main-params-dtype "
+        "{megatron_fsdp_main_params_dtype}",
+    ),
+    Conflict(
+        "bf16 reduction of fp32 training",
+        lambda a: a.grad_reduce_in_bf16 and not a.bf16,
+        "--grad-reduce-in-bf16 needs --bf16; in fp32 training use --megatron-fsdp-grad-comm-dtype bf16",
+    ),
+    Conflict(
+        "two dtypes of gradients",
+        lambda a: (
+            a.accumulate_allreduce_grads_in_fp32
+            and (a.grad_reduce_in_bf16 or _has_explicit_dtype(a, "bf16") or _has_explicit_dtype(a, "fp16"))
+        ),
+        "--accumulate-allreduce-grads-in-fp32 excludes --grad-reduce-in-bf16 and gradient dtypes other than fp32",
+    ),
+    Conflict(
+        "no data",
+        lambda a: _data_sources(a) == 0,
+        "data must be given by --data-path, --train-data-path or --mock-data, got none",
+    ),
+    Conflict(
+        "two sources of data",
+        lambda a: _data_sources(a) > 1,
+        "--data-path, --train-data-path (with its valid and test) and --mock-data exclude each other; give one",
+    ),
+    Conflict(
+        "a split of what is split",
+        lambda a: a.split is not None and not a.data_path and not a.mock_data,
+        "--split {split} belongs to --data-path; --train-data-path and the like are not split",
+    ),
+    Conflict(
+        "a tokenizer without its file",
+        lambda a: a.tokenizer_type in ("HuggingFaceTokenizer", "SentencePieceTokenizer") and a.tokenizer_model is None,
+        "--tokenizer-type {tokenizer_type} needs --tokenizer-model, got none",
+    ),
+    Conflict(
+        "a file without its tokenizer",
+        lambda a: a.tokenizer_type in ("ByteLevelTokenizer", "NullTokenizer") and a.tokenizer_model is not None,
+        "--tokenizer-model {tokenizer_model} does not belong to --tokenizer-type {tokenizer_type}",
+    ),
+    Conflict(
+        "a null tokenizer without its size",
+        lambda a: a.tokenizer_type == "NullTokenizer" and a.vocab_size is None,
+        "--tokenizer-type NullTokenizer needs --vocab-size, got none",
+    ),
+    Conflict(
+        "negative workers",
+        lambda a: a.num_workers < 0,
+        "--num-workers must not be negative, got {num_workers}",
+    ),
+    *(
+        Conflict(
+            f"{dest} without save",
+            lambda a, dest=dest: getattr(a, dest) and a.save is None,  # type: ignore[misc]
+            f"--{dest.replace('_', '-')} needs --save, got none",
+        )
+        for dest in ("save_interval", "async_save", "no_save_optim", "no_save_rng", "exit_signal_handler")
+    ),
+    Conflict(
+        "a save interval of nothing",
+        lambda a: a.save_interval is not None and a.save_interval < 1,
+        "--save-interval must be at least 1, got {save_interval}",
+    ),
+    _needs_load("finetune", "--finetune"),
+    _needs_load("no_load_optim", "--no-load-optim"),
+    _needs_load("no_load_rng", "--no-load-rng"),
+    _needs_load("exit_on_missing_checkpoint", "--exit-on-missing-checkpoint"),
+    _needs_load("use_checkpoint_opt_param_scheduler", "--use-checkpoint-opt-param-scheduler"),
+    Conflict(
+        "a step without load",
+        lambda a: a.ckpt_step is not None and a.load is None,
+        "--ckpt-step {ckpt_step} needs --load, got none",
+    ),
+    Conflict(
+        "finetuning from where it ended",
+        lambda a: a.finetune and a.use_checkpoint_opt_param_scheduler,
+        "--finetune starts a new schedule; leave out --use-checkpoint-opt-param-scheduler",
+    ),
+    Conflict(
+        "a wandb account without a project",
+        lambda a: bool(a.wandb_entity or a.wandb_exp_name or a.wandb_save_dir) and not a.wandb_project,
+        "--wandb-entity, --wandb-exp-name and --wandb-save-dir need --wandb-project, got none",
+    ),
+    Conflict(
+        "scalars without a writer",
+        lambda a: (
+            (a.log_timers_to_tensorboard or a.log_memory_to_tensorboard or a.log_validation_ppl_to_tensorboard)
+            and not (a.tensorboard_dir or a.wandb_project)
+        ),
+        "--log-timers-to-tensorboard, --log-memory-to-tensorboard and --log-validation-ppl-to-tensorboard need "
+        "--tensorboard-dir or --wandb-project, got none",
+    ),
+    Conflict(
+        "graphs of layers",
+        lambda a: a.cuda_graph_impl in ("local", "transformer_engine") and not captures_iterations(a),
+        "--cuda-graph-impl {cuda_graph_impl} captures layer by layer, which is not served; use full_iteration, or none",
+    ),
+    Conflict(
+        "a scope without its graph",
+        lambda a: a.cuda_graph_scope is not None and not captures_iterations(a),
+        "--cuda-graph-scope must be full_iteration, with --cuda-graph-impl local, got {cuda_graph_scope} with "
+        "{cuda_graph_impl}; use --cuda-graph-impl full_iteration",
+    ),
+    Conflict(
+        "another scope than the whole iteration",
+        lambda a: a.cuda_graph_impl == "full_iteration" and a.cuda_graph_scope not in (None, ["full_iteration"]),
+        "--cuda-graph-impl full_iteration captures all of a step, got --cuda-graph-scope {cuda_graph_scope}; leave it out",
+    ),
+    Conflict(
+        "warm-up of no graph",
+        lambda a: a.cuda_graph_warmup_steps is not None and not captures_iterations(a),
+        "--cuda-graph-warmup-steps {cuda_graph_warmup_steps} needs --cuda-graph-impl full_iteration",
+    ),
+    Conflict(
+        "graphs on CPUs",
+        lambda a: captures_iterations(a) and a.distributed_backend == "gloo",
+        "a graph of the iteration needs CUDA devices, got --distributed-backend gloo; use --cuda-graph-impl none",
+    ),
+    Conflict(
+        "recomputed dropout in a graph",
+        lambda a: (
+            captures_iterations(a)
+            and a.recompute_granularity is not None
+            and (a.attention_dropout > 0 or a.hidden_dropout > 0)
+        ),
+        "recomputation under a CUDA graph cannot restore random numbers, got --recompute-granularity "
+        "{recompute_granularity} with dropout; set --attention-dropout and --hidden-dropout to 0, or --cuda-graph-impl none",
+    ),
+    Conflict(
+        "sgd in a graph",
+        lambda a: captures_iterations(a) and a.optimizer == "sgd",
+        "in a CUDA graph the rates of --optimizer sgd could not change, got sgd; use adam, or --cuda-graph-impl none",
+    ),
+)

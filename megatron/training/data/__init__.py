@@ -1,0 +1,1 @@
+"""Tokenizer, datasets and batches of a run."""

@@ -1,0 +1,51 @@
+"""Brings microbatches from a dataset to the device."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.utils.data import DataLoader, Dataset
+
+from megatron.core.transformer.context_parallel import get_batch_on_this_cp_rank
+from megatron.training.data.batches import SequentialBatchSampler
+
+
+def iterate_batches(
+    dataset: Dataset[Any],
+    sampler: SequentialBatchSampler,
+    *,
+    num_workers: int,
+    device: torch.device,
+    cp_group: ProcessGroup | None = None,
+) -> Iterator[dict[str, Tensor]]:
+    """Yield microbatches on ``device``: one tensor for each key of the samples, stacked over [B].
+
+    Args:
+        cp_group: ranks that split each sequence; they are given the same sampler, and each yields its part.
+
+    Loader processes do not hear SIGTERM: a scheduler sends it to all processes, and training must read its data until
+    it has saved. They end with the iterator.
+
+    Ranks: each rank its own; does not block the host on the device.
+    """
+    loader: DataLoader[Any] = DataLoader(
+        dataset,
+        batch_sampler=sampler,
+        num_workers=num_workers,
+        pin_memory=device.type == "cuda",
+        generator=torch.Generator(),
+        worker_init_fn=_ignore_termination if num_workers > 0 else None,
+    )
+    for batch in loader:
+        # Cut on the device: what is cut on the host is no longer in pinned memory.
+        on_device = {key: value.to(device, non_blocking=True) for key, value in batch.items()}
+        yield get_batch_on_this_cp_rank(on_device, cp_group)
+
+
+def _ignore_termination(worker: int) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -1,0 +1,1 @@
+"""Starting the ranks, building the model and running ``pretrain`` from start to end."""

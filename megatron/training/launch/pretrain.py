@@ -1,0 +1,313 @@
+"""Pretraining from start to end: ranks, model, data, resume, loop, last evaluation."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron.core.distributed.fsdp.adapter.fully_sharded_data_parallel import FullyShardedDataParallel
+from megatron.core.distributed.fsdp.api.fully_shard import contexts_of
+from megatron.core.full_cuda_graph import CudaStepGraph, FullCudaGraph
+from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.pipeline_parallel import PipelineStage, hidden_shape
+from megatron.core.process_groups_config import ProcessGroupCollection, group_rank
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from megatron.core.transformer.moe.loss_record import auxiliary_loss_names
+from megatron.training.arguments import Settings
+from megatron.training.checkpointing import Checkpointer, print_rank_0
+from megatron.training.cli.configuration_report import report_configuration
+from megatron.training.data.batches import BatchConfig, SequentialBatchSampler
+from megatron.training.data.data_loader import iterate_batches
+from megatron.training.data.datasets import Datasets, tokenizer_of
+from megatron.training.launch.distributed_init import initialize_distributed, process_groups, set_deterministic
+from megatron.training.loop.dropout_seed import seed_everything
+from megatron.training.loop.evaluation import evaluate
+from megatron.training.loop.garbage import GarbageCollector
+from megatron.training.loop.lr_schedule import build_scheduler
+from megatron.training.loop.step_agreement import StepAgreement, TerminationSignal
+from megatron.training.loop.train_state import TrainState
+from megatron.training.loop.train_step import Batch, ForwardStep, StepComputation, TrainStep
+from megatron.training.loop.training_loop import LoopConfig, TrainingLoop
+from megatron.training.telemetry.flops import flops_per_sample
+from megatron.training.telemetry.life_signs import naming_silent_ranks
+from megatron.training.telemetry.metrics import MetricLog, build_writers
+
+ModelProvider = Callable[[Settings, int, torch.device, ProcessGroupCollection], torch.nn.Module]
+"""(settings, size of the vocabulary, device, groups between which the model is split) -> this rank's part of the model,
+unwrapped; on the meta device if the settings say so."""
+
+DatasetProvider = Callable[[Settings, Any, Sequence[int]], Datasets]
+"""(settings, tokenizer, [3] samples of training, validation and test) -> datasets of dicts of tensors."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingSetup:
+    """All that a run consists of before its first step."""
+
+    settings: Settings
+    device: torch.device
+    datasets: Datasets
+    model: FullyShardedDataParallel
+    stage: PipelineStage
+    """The pipeline stage that the model is."""
+    optimizer: MegatronOptimizer
+    scheduler: OptimizerParamScheduler
+    architecture: dict[str, Any]
+    """Plain values that tell this model from others."""
+    flops_per_sample: int
+
+
+def pretrain(
+    settings: Settings,
+    *,
+    model_provider: ModelProvider,
+    datasets_provider: DatasetProvider,
+    forward_step: ForwardStep,
+) -> TrainState:
+    """The model is trained to the end that the settings name, evaluated and saved; returns where training stands.
+
+    Raises:
+        RuntimeError: ranks or devices are missing, or a loss is not finite.
+        ValueError: data, checkpoint or devices do not fit the settings.
+
+    Ranks: all.
+    """
+    start_time = time.time()
+    owns_group = not dist.is_initialized()
+    device = initialize_distributed(settings.distributed)
+    if settings.cuda_graph.enabled:
+        _begin_capturing(device)
+    if settings.logging.logging_level is not None:
+        logging.basicConfig()  # without a handler, Python prints warnings at most, whatever the level
+        logging.getLogger().setLevel(settings.logging.logging_level)
+    if settings.loop.deterministic:
+        set_deterministic()
+    seed_everything(settings.loop.seed)
+    with naming_silent_ranks():
+        setup = _set_up(settings, device, model_provider, datasets_provider)
+        print_rank_0(_report(setup))
+        state = _train(setup, forward_step, start_time)
+    if owns_group:
+        setup.model.close()
+        dist.destroy_process_group()
+    return state
+
+
+def _set_up(
+    settings: Settings, device: torch.device, model_provider: ModelProvider, datasets_provider: DatasetProvider
+) -> TrainingSetup:
+    """Data first: what is wrong with them is found before a model is allocated."""
+    tokenizer = tokenizer_of(settings.data)
+    datasets = datasets_provider(settings, tokenizer, _sizes(settings.loop, settings.batch))
+    groups = process_groups(settings.distributed, settings.grid)
+    module = model_provider(settings, tokenizer.vocab_size, device, groups)
+    model = FullyShardedDataParallel(
+        settings.model.transformer,
+        settings.ddp,
+        module,
+        device=device,
+        pg_collection=groups,
+    )
+    optimizer = get_megatron_optimizer(settings.optimizer, [model])
+    architecture = settings.model.architecture(tokenizer.vocab_size)
+    return TrainingSetup(
+        settings=settings,
+        device=device,
+        datasets=datasets,
+        model=model,
+        stage=_pipeline_stage(settings, groups, device),
+        optimizer=optimizer,
+        scheduler=build_scheduler(settings.schedule, settings.optimizer, optimizer),
+        architecture=architecture,
+        flops_per_sample=flops_per_sample(
+            settings.model.transformer,
+            seq_length=settings.data.seq_length,
+            vocab_size=architecture["padded_vocab_size"],
+        ),
+    )
+
+
+def _pipeline_stage(settings: Settings, groups: ProcessGroupCollection, device: torch.device) -> PipelineStage:
+    transformer = settings.model.transformer
+    dtype = torch.float32 if transformer.fp32_residual_connection else transformer.params_dtype
+    shape = hidden_shape(
+        seq_length=settings.data.seq_length,
+        micro_batch_size=settings.batch.micro_batch_size,
+        hidden_size=transformer.hidden_size,
+        context_parallel_size=transformer.context_parallel_size,
+        tensor_model_parallel_size=transformer.tensor_model_parallel_size,
+        sequence_parallel=transformer.sequence_parallel,
+    )
+    return PipelineStage(group=groups.pp, hidden_shape=shape, dtype=transformer.pipeline_dtype or dtype, device=device)
+
+
+def _report(setup: TrainingSetup) -> str:
+    configuration = report_configuration(
+        setup.settings,
+        device=setup.device,
+        model=setup.model,
+        padded_vocab_size=setup.architecture["padded_vocab_size"],
+        flops_per_sample=setup.flops_per_sample,
+    )
+    return f"{configuration}\n{setup.model.describe()}"
+
+
+def _train(setup: TrainingSetup, forward_step: ForwardStep, start_time: float) -> TrainState:
+    settings, device = setup.settings, setup.device
+    checkpointer = Checkpointer(
+        settings.checkpoint,
+        setup.model,
+        setup.optimizer,
+        setup.scheduler,
+        architecture=setup.architecture,
+        seed=settings.loop.seed,
+    )
+    state = checkpointer.load()
+    log = MetricLog(
+        settings.logging,
+        settings.batch,
+        device=device,
+        train_iters=settings.loop.train_iters,
+        flops_per_sample=setup.flops_per_sample,
+        tokens_per_sample=settings.data.seq_length,
+        writers=build_writers(settings.logging, setup.architecture),
+        auxiliary_losses=auxiliary_loss_names(settings.model.transformer),
+    )
+    termination = TerminationSignal() if settings.loop.exit_signal_handler else None
+    garbage = GarbageCollector(settings.garbage)
+    step = _step(setup, forward_step, checkpointer.seed)
+    loop = TrainingLoop(
+        settings.loop,
+        settings.batch,
+        step=step,
+        forward_step=forward_step,
+        state=state,
+        train_batches=_batches(setup, setup.datasets.train, state.consumed_train_samples),
+        valid_batches=_batches(setup, setup.datasets.valid, state.consumed_valid_samples, repeats=True),
+        checkpointer=checkpointer,
+        agreement=StepAgreement(
+            device,
+            check_finite=settings.loop.check_finite,
+            termination=termination,
+            duration_mins=settings.loop.exit_duration_mins,
+            start_time=start_time,
+        ),
+        log=log,
+        garbage=garbage,
+        device=device,
+        stage=setup.stage,
+    )
+    try:
+        reason = loop.run()
+        if state.iteration >= settings.loop.train_iters:
+            loop.evaluate(f"iteration {state.iteration} on validation set")
+            _test(setup, forward_step, state, log)
+        print_rank_0(f" training ended after iteration {state.iteration}: {reason}")
+    finally:
+        step.close()
+        garbage.close()
+        log.close()
+        if termination is not None:
+            termination.restore()
+    return state
+
+
+def _begin_capturing(device: torch.device) -> None:
+    """It is known that steps can be captured on this device, and said what that changes."""
+    if device.type != "cuda":
+        raise ValueError(
+            f"--cuda-graph-impl full_iteration needs CUDA devices, got {device.type}; use --cuda-graph-impl none"
+        )
+    print_rank_0(
+        " fsdp_all_gather_in_start_param_sync is off: steps are captured in a CUDA graph, and nothing may be gathered "
+        "between them"
+    )
+
+
+def _step(setup: TrainingSetup, forward_step: ForwardStep, seed: int) -> TrainStep:
+    settings, num_microbatches = setup.settings, setup.settings.batch.num_microbatches
+    computation = StepComputation(
+        setup.model,
+        setup.optimizer,
+        forward_step,
+        num_microbatches=num_microbatches,
+        per_token_loss=settings.model.transformer.calculate_per_token_loss,
+        device=setup.device,
+        stage=setup.stage,
+    )
+    graph = None
+    if settings.cuda_graph.enabled:
+        tracker = get_cuda_rng_tracker(setup.model)
+        graph = FullCudaGraph(
+            computation,
+            contexts_of(setup.model.module),
+            CudaStepGraph(setup.device, num_microbatches=num_microbatches, tracker=tracker),
+            warmup_steps=settings.cuda_graph.warmup_steps,
+            tracker=tracker,
+        )
+    return TrainStep(computation, setup.scheduler, settings.batch, seed=seed, rank=_data_rank(setup), graph=graph)
+
+
+def _data_rank(setup: TrainingSetup) -> int:
+    """This rank's place among those that compute different samples."""
+    return group_rank(setup.model.pg_collection.dp)
+
+
+def _sizes(loop: LoopConfig, batch: BatchConfig) -> tuple[int, int, int]:
+    """Samples of training, validation and test that the whole run draws; as in Megatron-LM."""
+    evaluations = loop.train_iters // loop.eval_interval + 1
+    per_evaluation = loop.eval_iters * batch.global_batch_size
+    return loop.train_iters * batch.global_batch_size, evaluations * per_evaluation, per_evaluation
+
+
+def _batches(
+    setup: TrainingSetup, dataset: Any, consumed_samples: int, *, repeats: bool = False
+) -> Iterator[Batch] | None:
+    """Microbatches of this rank; ``repeats`` starts over where the samples end (a resumed run may evaluate more often).
+
+    Ranks between which the model is split draw the same samples.
+    """
+    if dataset is None:
+        return None
+    sampler = SequentialBatchSampler(
+        setup.settings.batch, rank=_data_rank(setup), total_samples=len(dataset), consumed_samples=consumed_samples
+    )
+    one_pass = iterate_batches(
+        dataset,
+        sampler,
+        num_workers=setup.settings.data.num_workers,
+        device=setup.device,
+        cp_group=setup.model.pg_collection.cp,
+    )
+    return chain(one_pass, _forever(lambda: _batches(setup, dataset, 0))) if repeats else one_pass
+
+
+def _forever(make: Callable[[], Iterator[Batch] | None]) -> Iterator[Batch]:
+    while (batches := make()) is not None:
+        yield from batches
+
+
+def _test(setup: TrainingSetup, forward_step: ForwardStep, state: TrainState, log: MetricLog) -> None:
+    """The loss on the test data is logged, where there are any."""
+    batches = _batches(setup, setup.datasets.test, 0)
+    if batches is None:
+        return
+    loop = setup.settings.loop
+    loss = evaluate(
+        setup.model,
+        forward_step,
+        batches,
+        setup.settings.batch,
+        eval_iters=loop.eval_iters,
+        device=setup.device,
+        stage=setup.stage,
+    )
+    log.write_evaluation(f"iteration {state.iteration} on test set", "test", loss, state.iteration)

@@ -1,0 +1,1 @@
+"""Training steps and what runs between them."""

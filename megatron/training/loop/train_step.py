@@ -1,0 +1,234 @@
+"""One step of training: forward and backward of all microbatches, the update, and what is reported of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from megatron.core.distributed.fsdp import FullyShardedDataParallel, microbatch
+from megatron.core.full_cuda_graph import FullCudaGraph
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.pipeline_parallel import Pipeline, PipelineStage
+from megatron.core.process_groups_config import group_rank, group_size
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
+from megatron.core.transformer.moe.moe_layer import num_expert_layers
+from megatron.core.transformer.moe.router import record_auxiliary_losses, set_num_microbatches
+from megatron.training.data.batches import BatchConfig
+from megatron.training.loop.dropout_seed import microbatch_seed
+from megatron.training.loop.stage_forward import Batch, ForwardStep, StageForward
+
+__all__ = ["Batch", "ForwardStep", "StepComputation", "StepRecord", "TrainStep"]
+
+
+class StepRecord(NamedTuple):
+    """What a step did; all tensors are on the device and nobody has waited for them."""
+
+    loss_and_tokens: Tensor
+    """[2] this rank's sums of losses and of tokens, over its microbatches, in fp64: counts stay exact. Stages of a pipeline
+    have those of the last one."""
+    grad_norm: Tensor
+    """[] of the whole model, before clipping."""
+    num_zeros_in_grad: Tensor | None
+    update_successful: bool
+    auxiliary_losses: Tensor | None = None
+    """[A] by ``auxiliary_loss_names``, in fp64; the sum over all ranks is the mean over layers with experts, microbatches and
+    data-parallel ranks. None where there are none."""
+
+
+class StepComputation:
+    """What a step does on the device, and nothing else: it can be captured and replayed.
+
+    The gradient is the mean over microbatches and ranks of each microbatch's mean loss over its tokens (those of all ranks
+    that share its sequences); with ``per_token_loss`` it is that of the mean over all tokens of the global batch.
+
+    Args:
+        model: wrapped for sharding; its groups say who shares sequences and who averages gradients.
+        per_token_loss: the engine sums gradients over ranks instead of averaging them, and they are scaled here once.
+        stage: of the pipeline; None: the model is whole.
+
+    Ranks: all of the model's groups.
+    """
+
+    def __init__(
+        self,
+        model: FullyShardedDataParallel,
+        optimizer: MegatronOptimizer,
+        forward_step: ForwardStep,
+        *,
+        num_microbatches: int,
+        per_token_loss: bool,
+        device: torch.device,
+        stage: PipelineStage | None = None,
+    ) -> None:
+        self.model, self.optimizer = model, optimizer
+        self.num_microbatches, self.per_token_loss, self.device = num_microbatches, per_token_loss, device
+        self.stage = stage or PipelineStage()
+        self.stage_forward = StageForward(model, forward_step, self.stage)
+        self.pipeline = Pipeline(self.stage)
+        set_num_microbatches(model, num_microbatches)
+        self.auxiliary_losses = record_auxiliary_losses(model, model.config)
+
+    def __call__(self, microbatches: Iterable[Batch], draw: Callable[[int], None]) -> dict[str, Tensor]:
+        """The weights have taken one step; returns the tensors of a ``StepRecord`` by name; does not block the host.
+
+        Args:
+            microbatches: [M] of this rank.
+            draw: ``draw(i)`` puts the random generator at the start of microbatch ``i``'s stream.
+        """
+        if self.auxiliary_losses is not None:
+            self.auxiliary_losses.clear()
+        microbatches_of_stage = _Microbatches(self, iter(microbatches), draw)
+        self.pipeline.forward_backward(microbatches_of_stage, self.num_microbatches)
+        sums = microbatches_of_stage.sums
+        if self.stage.num_stages > 1:
+            dist.all_reduce(sums, group=self.stage.group)  # the last stage alone has added to them
+        if self.per_token_loss:
+            tokens = sums[1].clone()
+            groups = self.model.pg_collection
+            dist.all_reduce(tokens, group=groups.dp_cp or groups.dp)
+            self.model.scale_gradients((1.0 / tokens.clamp(min=1.0)).float())
+        result = self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        results = {"loss_and_tokens": sums, "grad_norm": result.grad_norm}
+        if result.num_zeros_in_grad is not None:
+            results["num_zeros_in_grad"] = result.num_zeros_in_grad
+        if self.auxiliary_losses is not None:
+            num_addends = num_expert_layers(self.model.config) * self.num_microbatches
+            num_addends *= group_size(self.model.pg_collection.dp)
+            results["auxiliary_losses"] = self.auxiliary_losses.take(self.device) / num_addends
+        return results
+
+    def scaled(self, loss: Tensor, tokens: Tensor) -> Tensor:
+        """The loss whose gradient a microbatch adds. Ranks: all that share its sequences."""
+        if self.per_token_loss:
+            return loss
+        cp_group = self.model.pg_collection.cp
+        num_parts = group_size(cp_group)
+        if num_parts > 1:
+            # The engine averages over these ranks too, though each has the losses of a part alone.
+            tokens = tokens.detach().clone()
+            dist.all_reduce(tokens, group=cp_group)
+            loss = loss * num_parts
+        return loss / (tokens.clamp(min=1) * self.num_microbatches)
+
+
+class _Microbatches:
+    """The microbatches of one step, as the stage's schedule runs them.
+
+    Attributes:
+        sums: [2] of losses and tokens until now, in fp64; zeros but on the last stage.
+    """
+
+    def __init__(self, step: StepComputation, microbatches: Iterator[Batch], draw: Callable[[int], None]) -> None:
+        self.step, self.microbatches, self.draw = step, microbatches, draw
+        self.sums = torch.zeros(2, dtype=torch.float64, device=step.device)
+
+    def forward(self, index: int, hidden_states: Tensor | None) -> Tensor:
+        data = next(self.microbatches)
+        # After the data: loaders may draw random numbers, and dropout must not depend on that.
+        self.draw(index)
+        with microbatch(self.step.model, is_first=index == 0, is_last=False):
+            output = self.step.stage_forward(data, hidden_states)
+        if isinstance(output, Tensor):
+            return output
+        loss, tokens = output
+        self.sums += torch.stack((loss.detach().double(), tokens.detach().double()))
+        return self.step.scaled(loss, tokens)
+
+    def backward(self, index: int, output: GradientEdge, gradient: Tensor | None) -> None:
+        is_last = index == self.step.num_microbatches - 1
+        with microbatch(self.step.model, is_first=False, is_last=is_last):
+            torch.autograd.backward(output, gradient)
+
+
+class TrainStep:
+    """Trains on one global batch at each call.
+
+    Args:
+        computation: what the step does on the device.
+        seed: of dropout; see ``microbatch_seed``.
+        rank: this rank's place among the ``batch.data_parallel_size`` that compute different samples.
+        graph: runs ``computation`` instead of Python, once it has captured it; None: every step is eager.
+
+    Raises:
+        ValueError: a setting of the model that a captured step cannot have.
+
+    Ranks: all of the model's groups.
+    """
+
+    def __init__(
+        self,
+        computation: StepComputation,
+        scheduler: OptimizerParamScheduler,
+        batch: BatchConfig,
+        *,
+        seed: int,
+        rank: int,
+        graph: FullCudaGraph | None = None,
+    ) -> None:
+        self.computation, self.scheduler, self.batch = computation, scheduler, batch
+        self.model, self.optimizer = computation.model, computation.optimizer
+        self.seed, self.rank, self.graph = seed, rank, graph
+        self.tracker = get_cuda_rng_tracker(self.model)
+        if graph is not None:
+            _check_capturable(self.model)
+
+    def __call__(self, batches: Iterator[Batch], iteration: int) -> StepRecord:
+        """The weights have taken one step; does not block the host.
+
+        Args:
+            batches: gives this rank's microbatches.
+            iteration: iterations that were completed before.
+        """
+        count = self.batch.num_microbatches
+        seeds = [self._seed(iteration, index) for index in range(count)]
+        if self.graph is None:
+
+            def draw(index: int) -> None:
+                model_parallel_cuda_manual_seed(seeds[index], self.tracker)
+
+            results = self.computation((next(batches) for _ in range(count)), draw)
+        else:
+            # What the schedules say reaches the device before the graph reads it there.
+            self.optimizer.update_hyperparameters()
+            results = self.graph([next(batches) for _ in range(count)], seeds)
+        self.model.start_param_sync()
+        self.scheduler.step(self.batch.global_batch_size)
+        # There is no loss scaling that could skip an update.
+        return StepRecord(
+            results["loss_and_tokens"],
+            results["grad_norm"],
+            results.get("num_zeros_in_grad"),
+            update_successful=True,
+            auxiliary_losses=results.get("auxiliary_losses"),
+        )
+
+    def _seed(self, iteration: int, index: int) -> int:
+        own = microbatch_seed(self.seed, iteration, index * self.batch.data_parallel_size + self.rank)
+        stage, part = self.computation.stage.index, group_rank(self.model.pg_collection.cp)
+        # Other layers, and other parts of the same sequences, drop other elements.
+        return microbatch_seed(own, stage, part) if stage or part else own
+
+    def close(self) -> None:
+        """The captured step, if there is one, is gone. Call it before process groups are destroyed."""
+        if self.graph is not None:
+            self.graph.close()
+
+
+def _check_capturable(model: FullyShardedDataParallel) -> None:
+    if model.ddp_config.fsdp_all_gather_in_start_param_sync:
+        raise ValueError(
+            "fsdp_all_gather_in_start_param_sync must be off where steps are captured, got it on: nothing may be gathered "
+            "between them; set it to False in the model's DistributedDataParallelConfig"
+        )
+    if model.ddp_config.check_for_nan_in_grad:
+        raise ValueError(
+            "check_for_nan_in_grad must be off where steps are captured, got it on: it makes the host wait within a step; "
+            "training checks losses and gradient norms between steps"
+        )

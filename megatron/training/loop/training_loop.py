@@ -1,0 +1,191 @@
+"""The training loop: steps, and between them what is due: log lines, evaluations, checkpoints, the end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from megatron.core.pipeline_parallel import PipelineStage
+from megatron.training.checkpointing import Checkpointer
+from megatron.training.data.batches import BatchConfig
+from megatron.training.loop.evaluation import evaluate
+from megatron.training.loop.garbage import GarbageCollector
+from megatron.training.loop.step_agreement import StepAgreement
+from megatron.training.loop.train_state import TrainState
+from megatron.training.loop.train_step import Batch, ForwardStep, TrainStep
+from megatron.training.telemetry.metrics import MetricLog
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopConfig:
+    """How long training goes on, and what happens in between."""
+
+    train_iters: int
+    """Iterations over all runs."""
+
+    eval_interval: int = 1000
+    eval_iters: int = 100
+    """Global batches of an evaluation; 0: none."""
+
+    exit_interval: int | None = None
+    """End after an iteration that this divides."""
+
+    exit_duration_mins: float | None = None
+    """End after so many minutes."""
+
+    exit_signal_handler: bool = False
+    """Save and end on SIGTERM."""
+
+    check_finite: bool = True
+    """Losses and gradients that are not finite are errors."""
+
+    empty_unused_memory_level: int = 0
+    """Return unused CUDA memory after each step (1), or before it too (2)."""
+
+    seed: int = 1234
+    deterministic: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("train_iters", "eval_interval"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
+        if self.eval_iters < 0:
+            raise ValueError(f"--eval-iters must not be negative, got {self.eval_iters}")
+        for name in ("exit_interval", "exit_duration_mins"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ValueError(f"--{name.replace('_', '-')} must be positive, got {value}")
+
+
+class TrainingLoop:
+    """Trains until the end that the configuration names.
+
+    Args:
+        train_batches: gives this rank's microbatches, from where training stands.
+        valid_batches: the same for evaluations; None where there is nothing to evaluate on.
+        stage: the pipeline stage that the model is.
+
+    Ranks: all of the run.
+    """
+
+    def __init__(
+        self,
+        config: LoopConfig,
+        batch: BatchConfig,
+        *,
+        step: TrainStep,
+        forward_step: ForwardStep,
+        state: TrainState,
+        train_batches: Iterator[Batch] | None,
+        valid_batches: Iterator[Batch] | None,
+        checkpointer: Checkpointer,
+        agreement: StepAgreement,
+        log: MetricLog,
+        garbage: GarbageCollector,
+        device: torch.device,
+        stage: PipelineStage,
+    ) -> None:
+        self.config, self.batch, self.step, self.forward_step, self.state = config, batch, step, forward_step, state
+        self.train_batches, self.valid_batches = train_batches, valid_batches
+        self.checkpointer, self.agreement, self.log, self.garbage = checkpointer, agreement, log, garbage
+        self.device, self.stage = device, stage
+
+    def run(self) -> str:
+        """Training has ended and the last state is saved; returns why it ended.
+
+        Raises:
+            RuntimeError: a loss or gradient was not finite (unless that is not checked).
+        """
+        try:
+            return self._run()
+        except RuntimeError as error:
+            error.add_note(self._where())
+            raise
+
+    def _run(self) -> str:
+        reason = None
+        self.step.model.train()
+        self.log.start_clock()
+        while reason is None and self.state.iteration < self.config.train_iters:
+            self._train_one_step()
+            reason = self._after_step()
+        self.log.stop_clock()
+        self.agreement.collect()
+        self.checkpointer.save(self.state)
+        self.checkpointer.finish()
+        return reason or "all iterations are done"
+
+    def _where(self) -> str:
+        return (
+            f"rank {dist.get_rank()} of {dist.get_world_size()} had completed iteration {self.state.iteration}; if a "
+            "connection was closed or timed out, another rank has ended or hangs: its own output says where"
+        )
+
+    def _train_one_step(self) -> None:
+        level = self.config.empty_unused_memory_level
+        if level >= 2:
+            _return_memory(self.device)
+        assert self.train_batches is not None
+        record = self.step(self.train_batches, self.state.iteration)
+        if level >= 1:
+            _return_memory(self.device)
+        self.state.iteration += 1
+        self.state.consumed_train_samples += self.batch.global_batch_size
+        self.log.add_step(record)
+        self._reason = self.agreement.collect().end_requested
+        self.agreement.post(self.state.iteration, record.loss_and_tokens[0], record.grad_norm)
+
+    def _after_step(self) -> str | None:
+        """Do what is due after the iteration; returns why training should end, None if it goes on."""
+        iteration = self.state.iteration
+        if iteration % self.log.config.log_interval == 0:
+            self.log.write(
+                iteration=iteration,
+                consumed_samples=self.state.consumed_train_samples,
+                optimizer=self.step.optimizer,
+            )
+        self.garbage.after_step(iteration)
+        self.checkpointer.poll()
+        if self.config.eval_iters > 0 and iteration % self.config.eval_interval == 0:
+            self.evaluate(f"iteration {iteration}")
+        if self.checkpointer.is_due(iteration):
+            self._save()
+        if self._reason is None and self.config.exit_interval and iteration % self.config.exit_interval == 0:
+            return f"--exit-interval {self.config.exit_interval} divides iteration {iteration}"
+        return self._reason
+
+    def _save(self) -> None:
+        self.log.stop_clock()
+        # A state that a loss or gradient was not finite for must not become the latest checkpoint.
+        self._reason = self.agreement.collect().end_requested or self._reason
+        self.checkpointer.save(self.state)
+        self.log.start_clock()
+
+    def evaluate(self, where: str) -> float | None:
+        """The validation loss is logged and returned; None where there is nothing to evaluate on."""
+        if self.valid_batches is None or self.config.eval_iters == 0:
+            return None
+        self.log.stop_clock()
+        self.garbage.around_evaluation()
+        loss = evaluate(
+            self.step.model,
+            self.forward_step,
+            self.valid_batches,
+            self.batch,
+            eval_iters=self.config.eval_iters,
+            device=self.device,
+            stage=self.stage,
+        )
+        self.state.consumed_valid_samples += self.config.eval_iters * self.batch.global_batch_size
+        self.log.write_evaluation(where, "validation", loss, self.state.iteration)
+        self.garbage.around_evaluation()
+        self.log.start_clock()
+        return loss
+
+
+def _return_memory(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

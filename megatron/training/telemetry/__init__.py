@@ -1,0 +1,1 @@
+"""Log lines, metrics, clocks, writers, and signs of life between ranks."""

@@ -1,0 +1,348 @@
+"""What cannot work is refused at once, in words that say what must hold, what was got and what to do."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+
+from megatron.core.distributed.fsdp import fully_shard, fully_shard_optimizer, microbatch
+from megatron.core.distributed.fsdp.config.placement import strategy_placements
+from tests.support.agreement import assert_trains_alike, groups_of, shard
+from tests.support.models import context_of, make_net, my_piece, shard_net
+from tests.support.models import loss_of as net_loss
+from tests.support.rank_checks import RankChecks
+
+CHECKS = RankChecks(__name__)
+
+
+def test_fully_shard_before_init_process_group() -> None:
+    with pytest.raises(RuntimeError, match=r"must be initialised before fully_shard.*init_process_group\(\)"):
+        fully_shard(nn.Linear(2, 2))
+
+
+def test_a_module_without_units_has_no_microbatches() -> None:
+    with (
+        pytest.raises(ValueError, match="Linear must hold sharded modules, got none; call fully_shard"),
+        microbatch(nn.Linear(2, 2)),
+    ):
+        pass
+
+
+# (what is called, error, message). Each leaves the module as it was.
+_REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "a unit again": (lambda: fully_shard(shard(nn.Linear(2, 2))), ValueError, "must be called once.*which is a unit"),
+    "symmetric memory and another transport": (
+        lambda: fully_shard(nn.Linear(2, 2), use_symm_mem=True, transport="nccl"),
+        ValueError,
+        "use_symm_mem=True means transport='symm', got transport='nccl' besides",
+    ),
+    "a transport that does not exist": (
+        lambda: fully_shard(nn.Linear(2, 2), transport="rdma"),  # type: ignore[arg-type]
+        ValueError,
+        "transport must be one of auto, nccl, symm, peer_copy, got 'rdma'",
+    ),
+    "a module without forward": (
+        lambda: fully_shard(nn.ModuleList([nn.Linear(2, 2)])),
+        TypeError,
+        "module with a forward.*got a ModuleList; call it on each",
+    ),
+    "a divisor of nothing": (
+        lambda: fully_shard(nn.Linear(2, 2), grad_divisor=0),
+        ValueError,
+        "grad_divisor must be positive, got 0",
+    ),
+    "an axis by number": (
+        lambda: fully_shard(nn.Linear(2, 2), None, strategy_placements("optim", 1)),
+        ValueError,
+        "axis 1 must be an axis of the mesh, which has 1",
+    ),
+    "an axis by name": (
+        lambda: fully_shard(nn.Linear(2, 2), None, strategy_placements("optim", "dp")),
+        ValueError,
+        "axis 'dp' must be among the mesh's None",
+    ),
+    "two axes without names": (
+        lambda: fully_shard(nn.Linear(2, 2), init_device_mesh("cpu", (1, 2)), strategy_placements("optim", 1)),
+        ValueError,
+        "a mesh of 2 axes must name them.*mesh_dim_names",
+    ),
+    "complex numbers": (
+        lambda: fully_shard(_WithParameter(torch.zeros(2, 2, dtype=torch.complex64))),
+        TypeError,
+        r"parameter weight must have one of the dtypes.*to be trained, got torch\.complex64",
+    ),
+    "a DTensor": (
+        lambda: fully_shard(_WithParameter(distribute_tensor(torch.zeros(2, 2), init_device_mesh("cpu", (2,))))),
+        NotImplementedError,
+        "parameter weight must be a plain tensor, got a DTensor",
+    ),
+}
+
+
+class _WithParameter(nn.Module):
+    def __init__(self, value: torch.Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(value)
+
+    def forward(self) -> torch.Tensor:
+        return self.weight
+
+
+@CHECKS.on(2)
+def what_cannot_be_sharded_is_refused() -> None:
+    for name, (call, kind, message) in _REFUSED.items():
+        try:
+            with pytest.raises(kind, match=message):
+                call()
+        except BaseException as error:
+            raise AssertionError(f"{name}: {error}") from error
+
+
+@CHECKS.on(2)
+def a_script_module_stays_as_it_was() -> None:
+    """The class is looked at before anything is sharded."""
+    module = torch.jit.RecursiveScriptModule.__new__(torch.jit.RecursiveScriptModule)
+    nn.Module.__init__(module)
+    object.__setattr__(module, "forward", lambda: None)
+    with pytest.raises(TypeError, match="class can be extended, got the ScriptModule RecursiveScriptModule"):
+        fully_shard(module)
+
+
+@CHECKS.on(2)
+def hybrid_sharding_that_is_not_served_is_refused() -> None:
+    from megatron.core.distributed.fsdp import Placements, hybrid_placements
+
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("outer", "inner"))
+    rows, whole, partial = Shard(0), Replicate(), Partial("avg")
+    for parameter, gradient in (([whole, rows], [rows, rows]), ([rows, rows], [rows, rows])):
+        placements = Placements(("outer", "inner"), parameter, gradient, [rows, rows])
+        with pytest.raises(NotImplementedError, match=r"over the outer axis 'outer' weights must be Replicate\(\)"):
+            fully_shard(nn.Linear(2, 2), mesh, placements)
+    cube = init_device_mesh("cpu", (1, 1, 2), mesh_dim_names=("a", "b", "c"))
+    three = Placements((0, 1, 2), [whole] * 3, [partial] * 3, [whole] * 3)
+    with pytest.raises(NotImplementedError, match=r"or an outer and an inner one, are served, got \(0, 1, 2\)"):
+        fully_shard(nn.Linear(2, 2), cube, three)
+    for axes in ((1, 0), ("inner", "outer"), (0, 0)):
+        with pytest.raises(ValueError, match="in the mesh's order, outermost first, got axes"):
+            fully_shard(nn.Linear(2, 2), mesh, hybrid_placements("optim", axes=axes))
+    with pytest.raises(ValueError, match="outer strategy must be one of no_shard, optim, got 'optim_grads'"):
+        hybrid_placements("optim", "optim_grads")
+
+
+@CHECKS.on(2)
+def a_mesh_must_hold_this_rank() -> None:
+    mesh = DeviceMesh("cpu", [0])
+    if dist.get_rank() == 0:
+        fully_shard(nn.Linear(2, 2), mesh)
+        return
+    with pytest.raises(ValueError, match="the mesh must hold this rank, got rank 1"):
+        fully_shard(nn.Linear(2, 2), mesh)
+
+
+@CHECKS.on(2)
+def a_mesh_must_fit_the_world() -> None:
+    with pytest.raises(RuntimeError, match=r"(?i)mesh.*(size|world).*|.*world.*mesh"):
+        fully_shard(nn.Linear(2, 2), init_device_mesh("cpu", (3,)))
+
+
+@CHECKS.on(2)
+def a_gather_group_must_hold_the_same_ranks() -> None:
+    alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    with pytest.raises(ValueError, match=r"fsdp_group_ag must hold the mesh's ranks \[0, 1\] in that order, got"):
+        fully_shard(nn.Linear(2, 2), fsdp_group_ag=alone)
+
+
+@CHECKS.on(2)
+def a_parameter_must_belong_to_one_unit() -> None:
+    net = make_net()
+    fully_shard(net)
+    with pytest.raises(ValueError, match=r"parameter norm\.weight must belong to one unit.*inner modules first"):
+        fully_shard(net.blocks[0])
+    net_loss(net, my_piece(0)).backward()
+
+
+@CHECKS.on(2)
+def tied_weights_must_share_their_mesh() -> None:
+    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+    second.weight = first.weight
+    fully_shard(first)
+    with pytest.raises(ValueError, match=r"parameter weight is owned by a unit over .*the same mesh"):
+        fully_shard(
+            second, init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b")), strategy_placements("optim", "b")
+        )
+
+
+@CHECKS.on(2)
+def tied_weights_need_one_root() -> None:
+    """Two contexts would each count steps and release weights without asking the other."""
+
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(5, 5), nn.Linear(5, 5)
+            self.second.weight = self.first.weight
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.second(self.first(x))
+            return out
+
+    pair = Pair()
+    fully_shard(pair.first)
+    fully_shard(pair.second)
+    with pytest.raises(RuntimeError, match="units that share weights must run under one root, got Linear"):
+        pair(torch.randn(2, 5))
+    assert_trains_alike(
+        Pair,
+        lambda m: shard(m, ("first", "second")),
+        lambda model, rank, step: model(torch.full((2, 5), rank + step + 1.0)).square().mean(),
+    )
+
+
+@CHECKS.on(2)
+def dtype_and_device_stay() -> None:
+    net = shard_net(make_net())
+    before = [parameter.to_local().clone() for parameter in net.parameters()]
+    for harmless in (lambda: net.float(), lambda: net.to("cpu"), lambda: net.to(torch.float32)):
+        harmless()
+    assert all(getattr(parameter, "_fsdp_group", None) is not None for parameter in net.parameters())
+    optimizer = fully_shard_optimizer(torch.optim.SGD(net.parameters(), lr=0.1))
+    net_loss(net, my_piece(0)).backward()
+    optimizer.step()
+    assert not all(
+        torch.equal(old, parameter.to_local()) for old, parameter in zip(before, net.parameters(), strict=True)
+    )
+    for harmful in (lambda m: m.to(torch.bfloat16), nn.Module.double, lambda m: m.to("meta")):
+        with pytest.raises(RuntimeError, match=r"dtype and device of sharded parameters must stay.*before fully_shard"):
+            harmful(net)
+    net_loss(net, my_piece(1)).backward()
+
+
+@CHECKS.on(2)
+def a_sharded_module_is_not_copied_or_pickled() -> None:
+    net = make_net()
+    fully_shard(net.blocks[0])
+    for whole in (net.blocks[0], net):
+        with pytest.raises(NotImplementedError, match=r"FsdpBlock must not be copied.*before fully_shard"):
+            copy.deepcopy(whole)
+        with pytest.raises(NotImplementedError, match=r"FsdpBlock must not be pickled.*state_dict"):
+            pickle.dumps(whole)
+    with pytest.raises(NotImplementedError, match="FsdpBlock must not be pickled"):
+        copy.copy(net.blocks[0])
+
+
+@CHECKS.on(2)
+def parameters_from_before_are_not_used() -> None:
+    net = make_net()
+    old = list(net.parameters())
+    optimizers = [torch.optim.SGD(old, lr=0.1), torch.optim.AdamW(old, fused=True)]
+    shard_net(net)
+    assert repr(old[0]).startswith("RetiredParameter(shape=[7, 5]")
+    assert old[0].shape == (7, 5) and old[0].dtype is torch.float32 and old[0].requires_grad
+    for use in (
+        lambda: old[0] + 1,
+        lambda: old[0].grad,
+        lambda: old[0].data,
+        lambda: nn.functional.linear(torch.ones(5), old[0]),
+        lambda: copy.deepcopy(old[0]),
+        *(optimizer.step for optimizer in optimizers),
+        *(optimizer.zero_grad for optimizer in optimizers),
+    ):
+        with pytest.raises(RuntimeError, match=r"before fully_shard|once fully_shard has sharded it"):
+            use()
+
+
+# ---- order of calls -------------------------------------------------------------------------------------------------
+
+
+@CHECKS.on(2)
+def a_step_in_the_middle_of_a_pass_is_refused() -> None:
+    net = shard_net(make_net())
+    optimizer = fully_shard_optimizer(torch.optim.SGD(net.parameters(), lr=0.1))
+
+    def stepping(block: Any, x: torch.Tensor) -> torch.Tensor:
+        with pytest.raises(RuntimeError, match=r"step\(\) must come after forward and backward"):
+            optimizer.step()
+        out: torch.Tensor = block(x)
+        out.register_hook(step_in_backward)
+        return out
+
+    def step_in_backward(grad: torch.Tensor) -> None:
+        with pytest.raises(RuntimeError, match=r"step\(\) must come after forward and backward"):
+            optimizer.step()
+
+    net.around = stepping
+    net_loss(net, my_piece(0)).backward()
+    optimizer.step()
+
+
+@CHECKS.on(2)
+def reshard_in_the_middle_of_a_pass_waits_for_its_end() -> None:
+    net = shard_net(make_net())
+
+    def resharding(block: Any, x: torch.Tensor) -> torch.Tensor:
+        net.reshard()
+        assert not isinstance(net.entry.weight, torch.distributed.tensor.DTensor)
+        out: torch.Tensor = block(x)
+        return out
+
+    net.around = resharding
+    net_loss(net, my_piece(0)).backward()
+    assert not any(group.is_gathered for group in groups_of(net))
+
+
+@CHECKS.on(2)
+def gathering_ahead_of_the_step_is_refused() -> None:
+    """Weights gathered before the optimizer wrote them would be used by the next forward."""
+    net = shard_net(make_net())
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        net_loss(net, my_piece(step)).backward()
+        optimizer.step()
+    assert context_of(net).plan is not None
+    net_loss(net, my_piece(3)).backward()
+    context_of(net).prepare_forward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match=r"written after start_param_sync.*fully_shard_optimizer"):
+        net(my_piece(4)[0])
+    net_loss(net, my_piece(4)).backward()
+
+
+@CHECKS.on(2)
+def a_backward_that_no_output_announced_is_refused() -> None:
+    """A unit that hands its result over beside its output is not seen; its released weights are not read silently."""
+
+    class Hiding(nn.Linear):
+        result: torch.Tensor
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.result = super().forward(x).sin()
+            return x.detach()
+
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.entry, self.hiding = nn.Linear(5, 5), Hiding(5, 5)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.entry(x)
+            self.hiding(x)
+            return x + self.hiding.result
+
+    model = shard(Around(), ("hiding",))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        model(torch.randn(2, 5)).sum().backward()
+
+
+@pytest.mark.parametrize(("num_ranks", "name"), CHECKS.parameters)
+def test_on_ranks(num_ranks: int, name: str) -> None:
+    CHECKS.assert_passed(num_ranks, name)

@@ -1,0 +1,147 @@
+"""One flat buffer under any placement: which elements rest on a rank, and how they come together and apart."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from megatron.core.distributed.fsdp import DBuffer
+from megatron.core.distributed.fsdp.buffers.dbuffer import local_range
+from megatron.core.distributed.fsdp.buffers.storage import FlatStorage
+from megatron.core.distributed.fsdp.comm.transport import scale_and_accumulate
+from megatron.core.distributed.fsdp.layout.flat_layout import FlatLayout, pack_rows
+
+SHAPES = [torch.Size(shape) for shape in [(5, 3), (), (7,), (2, 4), (0, 3)]]
+CPU = torch.device("cpu")
+
+
+class Axis:
+    """One rank's place on a mesh axis; moves by looking at the other ranks' buffers, which ``pieces`` gives in order."""
+
+    def __init__(self, size: int, rank: int, pieces: list[torch.Tensor] | None = None) -> None:
+        self.size, self.rank, self.ranks = size, rank, range(size)
+        self.pieces = pieces or []
+
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> None:
+        assert torch.equal(shard, self.pieces[self.rank])
+        full.copy_(torch.cat(self.pieces))
+
+    def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor, *, scale: float, accumulate: bool) -> None:
+        scale_and_accumulate(
+            out, torch.stack(self.pieces).sum(0).chunk(self.size)[self.rank], scale=scale, accumulate=accumulate
+        )
+
+    def all_reduce(self, out: torch.Tensor, full: torch.Tensor, *, scale: float, accumulate: bool) -> None:
+        scale_and_accumulate(out, torch.stack(self.pieces).sum(0), scale=scale, accumulate=accumulate)
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        raise AssertionError("a buffer broadcasts nothing")
+
+
+def _layout(num_ranks: int) -> FlatLayout:
+    return pack_rows(SHAPES, num_ranks=num_ranks, alignment=1)
+
+
+def _buffer(placements: list[Placement], axes: list[Axis], local: torch.Tensor | None = None) -> DBuffer:
+    num_ranks = 1
+    for axis in axes:
+        num_ranks *= axis.size
+    return DBuffer(_layout(num_ranks), placements, axes, dtype=torch.float32, device=CPU, local=local)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4, 7])
+def test_ranks_share_all_elements_in_order(num_ranks: int) -> None:
+    layout = _layout(num_ranks)
+    ranges = [local_range(layout, [Shard(0)], [Axis(num_ranks, rank)]) for rank in range(num_ranks)]
+    assert [begin for begin, _ in ranges] + [layout.total_numel] == [0] + [end for _, end in ranges]
+    assert local_range(layout, [Replicate()], [Axis(num_ranks, 0)]) == (0, layout.total_numel)
+
+
+def test_cuts_go_inside_out() -> None:
+    """With two axes a rank's inner piece is contiguous, and the outer axis cuts that piece again."""
+    layout = _layout(8)
+    quarter, eighth = layout.total_numel // 4, layout.total_numel // 8
+    for outer in range(2):
+        for inner in range(4):
+            axes = [Axis(2, outer), Axis(4, inner)]
+            assert local_range(layout, [Replicate(), Shard(0)], axes) == (inner * quarter, (inner + 1) * quarter)
+            begin = inner * quarter + outer * eighth
+            assert local_range(layout, [Shard(0), Shard(0)], axes) == (begin, begin + eighth)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_views_are_the_rows_that_rest_here(num_ranks: int) -> None:
+    whole = _buffer([Replicate()], [Axis(num_ranks, 0)])
+    whole.local.copy_(torch.arange(whole.local.numel()))
+    for index, shape in enumerate(SHAPES):
+        full = whole.view(index)
+        assert full.shape == shape
+        if not shape:
+            continue
+        parts = []
+        for rank in range(num_ranks):
+            axes = [Axis(num_ranks, rank)]
+            shard = _buffer([Shard(0)], axes, _buffer([Replicate()], axes, whole.local).piece([Shard(0)]))
+            parts.append(shard.view(index))
+            assert shard.view(index).untyped_storage().data_ptr() == whole.local.untyped_storage().data_ptr()
+        assert torch.equal(torch.cat(parts), full)
+
+
+def test_a_buffer_takes_only_storage_of_its_size() -> None:
+    with pytest.raises(ValueError, match=r"must have .* elements, got 3"):
+        _buffer([Shard(0)], [Axis(2, 0)], torch.zeros(3))
+    buffer = _buffer([Shard(0)], [Axis(2, 0)])
+    assert buffer.local_nbytes == 4 * buffer.local.numel() == 4 * buffer.layout.segment_numel
+
+
+def test_gather_and_reduce() -> None:
+    whole = torch.arange(_layout(2).total_numel, dtype=torch.float32)
+    pieces = list(whole.chunk(2))
+    for rank in range(2):
+        axes = [Axis(2, rank, pieces)]
+        full = _buffer([Replicate()], axes)
+        _buffer([Shard(0)], axes, pieces[rank]).gather(full)
+        assert torch.equal(full.local, whole)
+        partial = _buffer([Partial()], [Axis(2, rank, [whole, 2 * whole])], whole)
+        out = torch.empty(whole.numel() // 2)
+        partial.reduce(out, [Shard(0)])
+        assert torch.equal(out, 3 * pieces[rank])
+        everything = torch.empty_like(whole)
+        partial.reduce(everything, [Replicate()])
+        assert torch.equal(everything, 3 * whole)
+
+
+def test_gather_of_what_is_whole_copies_at_most() -> None:
+    axes = [Axis(2, 0)]
+    source, out = _buffer([Replicate()], axes), _buffer([Replicate()], axes)
+    source.local.fill_(2.0)
+    source.gather(out)
+    assert torch.equal(out.local, source.local)
+    source.gather(source)
+
+
+def test_moves_that_are_none() -> None:
+    axes = [Axis(2, 0)]
+    with pytest.raises(ValueError, match="gather goes from shards to replicas"):
+        _buffer([Replicate()], axes).gather(_buffer([Shard(0)], axes))
+    with pytest.raises(NotImplementedError, match="one partial axis is reduced at a time"):
+        _buffer([Shard(0)], axes).reduce(torch.zeros(1), [Replicate()])
+    two = [Axis(2, 0), Axis(2, 0)]
+    with pytest.raises(NotImplementedError, match="one partial axis"):
+        _buffer([Partial(), Partial()], two).reduce(torch.zeros(1), [Shard(0), Shard(0)])
+
+
+def test_storage_comes_and_goes_under_its_views() -> None:
+    storage = FlatStorage(10, torch.float32, CPU)
+    view = storage.flat[2:5]
+    storage.free()
+    assert storage.flat.untyped_storage().size() == 0 and not storage.allocated
+    storage.free()
+    storage.allocate()
+    storage.flat.fill_(3.0)
+    assert view.tolist() == [3.0] * 3 and storage.nbytes == 40
+    storage.move(torch.ones(10))
+    storage.free()
+    assert storage.in_arena and storage.allocated and storage.flat.sum() == 10, "a range of an arena stays"

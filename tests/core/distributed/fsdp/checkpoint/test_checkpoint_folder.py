@@ -1,0 +1,179 @@
+"""Folders of checkpoints: there whole or not at all, whatever is killed when."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.core.distributed.fsdp.checkpoint import folder as checkpoint_folder
+from megatron.core.distributed.fsdp.checkpoint.folder import MARKER, begin_folder, find_folder
+
+
+class KilledError(BaseException):
+    """Stands for SIGKILL: nothing catches it."""
+
+
+def write(path: Path, content: str) -> None:
+    folder = begin_folder(path)
+    fill(folder.beside, content)
+    folder.publish()
+
+
+def fill(folder: Path, content: str) -> None:
+    (folder / "__0_0.distcp").write_text(content)
+    (folder / MARKER).write_text("")
+
+
+def content(path: Path) -> str:
+    return (find_folder(path) / "__0_0.distcp").read_text()
+
+
+def test_a_published_folder_replaces_the_one_before_and_leaves_nothing_beside(tmp_path: Path) -> None:
+    path = tmp_path / "runs" / "latest"
+    for text in ("first", "second"):
+        write(path, text)
+        assert content(path) == text
+        assert [entry.name for entry in path.parent.iterdir()] == ["latest"]
+
+
+@pytest.mark.parametrize("existing", [False, True])
+def test_a_kill_at_any_call_of_a_save_leaves_the_old_or_the_new_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, existing: bool
+) -> None:
+    """Every call that changes the disk is the last one once; then the next save cleans up."""
+    calls = 0
+    kill_at = -1
+
+    def killable(function: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == kill_at:
+                raise KilledError
+            return function(*args, **kwargs)
+
+        return call
+
+    for module, name in ((os, "rename"), (shutil, "rmtree"), (os, "fsync"), (Path, "mkdir")):
+        monkeypatch.setattr(module, name, killable(getattr(module, name)))
+    try_lock, locks = checkpoint_folder._try_lock, []
+    monkeypatch.setattr(checkpoint_folder, "_try_lock", lambda fd: locks.append(os.dup(fd)) or try_lock(fd))
+    found = set()
+    for attempt in range(1, 40):
+        path = tmp_path / f"{attempt}" / "ck[1]*"
+        kill_at = -1
+        if existing:
+            write(path, "old")
+        calls, kill_at = 0, attempt
+        try:
+            write(path, "new")
+        except KilledError:
+            pass
+        else:
+            break
+        kill_at = -1
+        for lock in locks:  # the system does this for a killed process
+            fcntl.flock(lock, fcntl.LOCK_UN)
+            os.close(lock)
+        locks.clear()
+        if existing or path.exists():
+            found.add(content(path))
+        write(path, "next")
+        assert content(path) == "next"
+        assert [entry.name for entry in path.parent.iterdir()] == [path.name]
+    else:
+        raise AssertionError("the save never came to its end")
+    assert attempt > 4
+    assert found == ({"old", "new"} if existing else {"new"})
+
+
+def test_leftovers_of_other_paths_in_the_folder_are_cleaned_unless_somebody_writes_them(tmp_path: Path) -> None:
+    dead = begin_folder(tmp_path / "iter_10")
+    fill(dead.beside, "half")
+    os.close(dead.lock)  # as the system does for a killed process
+    living = begin_folder(tmp_path / "iter_20")
+    same_path = begin_folder(tmp_path / "iter_30")
+    (tmp_path / "iter_10.tmp-notes").mkdir()
+    write(tmp_path / "iter_30", "new")
+    names = {entry.name for entry in tmp_path.iterdir()}
+    assert names == {"iter_10.tmp-notes", "iter_30", living.beside.name, same_path.beside.name}
+    fill(living.beside, "slow")
+    living.publish()
+    assert content(tmp_path / "iter_20") == "slow"
+
+
+def test_all_that_is_left_of_another_checkpoint_is_not_cleaned(tmp_path: Path) -> None:
+    """A kill between the two moves leaves a checkpoint beside its name; saves under other names must not delete it."""
+    write(tmp_path / "a", "only")
+    os.rename(tmp_path / "a", tmp_path / "a.old-0123456789ab")
+    write(tmp_path / "b", "other")
+    assert content(tmp_path / "a") == "only"
+
+
+def test_without_file_locks_only_leftovers_of_the_same_path_are_cleaned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(checkpoint_folder.fcntl, "flock", refuse)
+    own, other = begin_folder(tmp_path / "a"), begin_folder(tmp_path / "b")
+    write(tmp_path / "a", "new")
+    assert not own.beside.exists()
+    assert other.beside.exists()
+
+
+def test_discarding_after_publishing_keeps_what_was_published(tmp_path: Path) -> None:
+    folder = begin_folder(tmp_path / "a")
+    fill(folder.beside, "new")
+    folder.publish()
+    folder.discard()
+    assert content(tmp_path / "a") == "new"
+
+
+def test_a_folder_without_the_marker_is_never_published(tmp_path: Path) -> None:
+    folder = begin_folder(tmp_path / "a")
+    with pytest.raises(RuntimeError, match=r"must hold \.metadata"):
+        folder.publish()
+    assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda path: None, "got nothing there"),
+        (lambda path: path.mkdir(), r"no \.metadata in it \(it holds nothing\)"),
+        (
+            lambda path: (path.mkdir(), (path / "__0_0.distcp").touch()),
+            r"holds \['__0_0.distcp'\]\).*not written to its end",
+        ),
+        (lambda path: path.touch(), "it holds a file"),
+    ],
+)
+def test_what_is_no_complete_checkpoint_is_refused_with_what_is_missing(
+    tmp_path: Path, make: Any, message: str
+) -> None:
+    make(tmp_path / "a")
+    with pytest.raises(FileNotFoundError, match=message):
+        find_folder(tmp_path / "a")
+
+
+@pytest.mark.parametrize("marker", [False, True])
+def test_a_folder_with_other_things_in_it_is_not_replaced(tmp_path: Path, marker: bool) -> None:
+    """A slip of the path must not delete somebody's work."""
+    work = tmp_path / "work"
+    (work / "thesis").mkdir(parents=True)
+    if marker:
+        (work / MARKER).touch()
+    with pytest.raises(FileExistsError, match="thesis"):
+        begin_folder(work)
+    (tmp_path / "file").touch()
+    with pytest.raises(FileExistsError, match="cannot replace the file"):
+        begin_folder(tmp_path / "file")
+    assert (work / "thesis").exists()
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["file", "work"]

@@ -1,0 +1,286 @@
+"""Peer copy between GPUs: copy engines move the data, sums are those in rank order, and no delay on any rank tears a buffer."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.core.distributed.fsdp.comm import MemoryKind, RankOrderTransport
+from megatron.core.distributed.fsdp.comm.peer.peer_copy import PeerCopyTransport, peer_copy_problem
+from megatron.core.distributed.fsdp.comm.peer.peer_memory import peer_memory_of
+from tests.support.launch import run_ranks
+from tests.support.rank_checks import RankChecks
+
+pytestmark = pytest.mark.gpu(2)
+
+CHECKS = RankChecks(__name__)
+# About a millisecond on a GPU of 1 to 2 GHz: longer than any copy here.
+DELAY_CYCLES = 2_000_000
+
+
+def _device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _peer_copy() -> PeerCopyTransport:
+    group = dist.group.WORLD
+    assert group is not None
+    return PeerCopyTransport(group, group, _device())
+
+
+def _empty(transport: PeerCopyTransport, numel: int, dtype: torch.dtype, kind: MemoryKind) -> torch.Tensor:
+    tensor = transport.empty(numel, dtype, _device(), kind)
+    assert peer_memory_of(tensor) is not None
+    return tensor
+
+
+def _random(seed: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(seed)).to("cuda", dtype)
+
+
+def _meet() -> None:
+    """Afterwards all devices are idle. Ranks: all."""
+    torch.cuda.synchronize()
+    dist.all_reduce(torch.zeros(1, device="cuda"))
+    torch.cuda.synchronize()
+
+
+def _device_events(work: Callable[[], None]) -> list[str]:
+    """Names of what ran on the device."""
+    work()
+    _meet()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
+        work()
+        torch.cuda.synchronize()
+    return [event.name for event in profile.events() if event.device_type.name == "CUDA"]
+
+
+@contextmanager
+def _streams() -> Any:
+    """A stream for gathers and one for reductions, ordered after the current one's work and before what follows."""
+    streams = torch.cuda.Stream(priority=-1), torch.cuda.Stream(priority=-1)
+    for stream in streams:
+        stream.wait_stream(torch.cuda.current_stream())
+    yield streams
+    for stream in streams:
+        torch.cuda.current_stream().wait_stream(stream)
+
+
+@CHECKS.on(2)
+def this_machine_can_serve_it() -> None:
+    group = dist.group.WORLD
+    assert group is not None and peer_copy_problem(group, _device()) is None
+
+
+@CHECKS.on(2)
+def copy_engines_gather_the_shards() -> None:
+    world, rank = dist.get_world_size(), dist.get_rank()
+    for dtype in (torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.int64):
+        transport, numel = _peer_copy(), 1 << 20
+        arena = _empty(transport, numel + 64, dtype, MemoryKind.SHARD)
+        shard = arena[64:]  # a view at an offset
+        values = [_random(r, numel, torch.float32).to(dtype) for r in range(world)]
+        shard.copy_(values[rank])
+        full = transport.empty(world * numel, dtype, _device(), MemoryKind.GATHERED)
+        transport.publish()
+        transport.all_gather(full, shard)
+        assert torch.equal(full.view(torch.uint8), torch.cat(values).view(torch.uint8)), dtype
+        names = _device_events(functools.partial(transport.all_gather, full, shard))
+        assert sum("Memcpy PtoP" in name for name in names) == world - 1, names
+        assert all("Memcpy" in name for name in names), f"no kernel takes an SM: {names}"
+        transport.end_pass()
+        _meet()
+
+
+@CHECKS.on(2)
+def sums_are_bitwise_those_in_rank_order() -> None:
+    """With a power of two as scale, where a multiplication rounds nothing; in one round, in several, and directly."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    group = dist.group.WORLD
+    assert group is not None
+    reference, numel = RankOrderTransport(group, group), 1_000_000
+    for direct in (True, False):
+        transport = _peer_copy()
+        transport.direct_nbytes = 2**62 if direct else 0
+        transport.scratch_nbytes = 2**20
+        for wire in (torch.float32, torch.bfloat16):
+            full = _empty(transport, world * numel, wire, MemoryKind.STAGING)
+            for held in (torch.float32, torch.bfloat16):
+                for scale, accumulate in ((1.0, False), (0.25, False), (0.25, True)):
+                    values, out = _random(rank, world * numel, wire), _random(77, numel, held)
+                    expected = out.clone()
+                    full.copy_(values)
+                    transport.reduce_scatter(out, full, scale=scale, accumulate=accumulate)
+                    full.fill_(float("nan"))  # the peers have read it
+                    reference.reduce_scatter(expected, values, scale=scale, accumulate=accumulate)
+                    assert torch.equal(out, expected), (direct, wire, held, scale, accumulate)
+
+
+@CHECKS.on(2)
+def a_reduction_is_pulls_and_one_kernel_between_two_barriers() -> None:
+    world, numel = dist.get_world_size(), 1 << 20
+    transport = _peer_copy()
+    transport.direct_nbytes = 0
+    full = _empty(transport, world * numel, torch.bfloat16, MemoryKind.STAGING).zero_()
+    out = torch.zeros(numel, device="cuda")
+    names = _device_events(functools.partial(transport.reduce_scatter, out, full, scale=0.5, accumulate=True))
+    assert sum("Memcpy PtoP" in name for name in names) == world - 1, names
+    kernels = [name for name in names if "Memcpy" not in name]
+    assert len(kernels) == 3 and sum("barrier" in name for name in kernels) == 2, kernels
+    assert any("sum_kernel" in name for name in kernels), kernels
+
+
+@CHECKS.on(2)
+def what_is_not_in_peer_memory_goes_through_the_group() -> None:
+    world, rank = dist.get_world_size(), dist.get_rank()
+    transport = _peer_copy()
+    full, shard = torch.empty(4 * world, device="cuda"), torch.full((4,), float(rank), device="cuda")
+    transport.publish()
+    transport.all_gather(full, shard)
+    assert full.tolist() == [float(r) for r in range(world) for _ in range(4)]
+    inside = _empty(transport, 4 * world, torch.float32, MemoryKind.SHARD).zero_()
+    inside[4 * rank : 4 * rank + 4] = rank
+    transport.all_gather(inside, inside[4 * rank : 4 * rank + 4])
+    assert torch.equal(inside, full)
+    out = torch.ones(4, device="cuda")
+    transport.reduce_scatter(out, full.clone(), scale=0.5, accumulate=True)
+    assert out.tolist() == [1.0 + 0.5 * world * rank] * 4
+    transport.all_reduce(full, full)
+    transport.broadcast(shard)
+    assert shard.tolist() == [0.0] * 4
+    _meet()
+
+
+@CHECKS.on(2)
+def delays_tear_nothing() -> None:
+    """Steps as the engine makes them: gathers and reductions at the same time, with random delays on each rank."""
+    world, rank, numel = dist.get_world_size(), dist.get_rank(), 1 << 18
+    late, transport = random.Random(rank), _peer_copy()
+    transport.direct_nbytes = 0
+
+    def delay() -> None:
+        if late.random() < 0.5:
+            torch.cuda._sleep(late.randrange(DELAY_CYCLES))
+
+    shard = _empty(transport, numel, torch.float32, MemoryKind.SHARD)
+    staging = [_empty(transport, world * numel, torch.float32, MemoryKind.STAGING) for _ in range(2)]
+    full, out = torch.empty(world * numel, device="cuda"), torch.empty(numel, device="cuda")
+    wrong_weights, wrong_sums = (torch.zeros((), dtype=torch.int64, device="cuda") for _ in range(2))
+    for step in range(40):
+        with _streams() as (gather, reduce):
+            with torch.cuda.stream(gather):
+                delay()
+                shard.fill_(float(step * world + rank))
+                delay()
+                transport.publish()
+                for _ in range(2):
+                    delay()
+                    transport.all_gather(full, shard)
+                    expected = torch.arange(world, device="cuda") + step * world
+                    wrong_weights += (full.view(world, numel) != expected[:, None]).sum()
+                delay()
+                transport.end_pass()
+            with torch.cuda.stream(reduce):
+                for turn in range(3):
+                    summand = staging[turn % 2]
+                    delay()
+                    summand.fill_(float(step * world + rank + turn))
+                    delay()
+                    transport.reduce_scatter(out, summand)
+                    total = sum(step * world + r + turn for r in range(world))
+                    wrong_sums += (out != total).sum()
+                    summand.fill_(float("nan"))
+    torch.cuda.synchronize()
+    assert (wrong_weights.item(), wrong_sums.item()) == (0, 0)
+
+
+@CHECKS.on(2)
+def a_graph_replays_it() -> None:
+    """Barriers are flags that are raised and lowered: nothing of a replay is left for the next one."""
+    world, rank, numel = dist.get_world_size(), dist.get_rank(), 1 << 16
+    transport = _peer_copy()
+    transport.direct_nbytes = 0
+    weight, grad = torch.zeros(numel, device="cuda"), torch.zeros(world * numel, device="cuda")
+    shard = _empty(transport, numel, torch.float32, MemoryKind.SHARD)
+    staging = _empty(transport, world * numel, torch.float32, MemoryKind.STAGING)
+    full, out = torch.zeros(world * numel, device="cuda"), torch.zeros(numel, device="cuda")
+
+    def step() -> None:
+        with _streams() as (gather, reduce):
+            with torch.cuda.stream(gather):
+                shard.copy_(weight)
+                transport.publish()
+                transport.all_gather(full, shard)
+                transport.end_pass()
+            with torch.cuda.stream(reduce):
+                staging.copy_(grad)
+                transport.reduce_scatter(out, staging, scale=0.5, accumulate=True)
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    _meet()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
+        step()
+    out.zero_()
+    late, expected = random.Random(rank), 0.0
+    for replay in range(30):
+        weight.fill_(float(replay * world + rank))
+        grad.fill_(float(replay + rank))
+        if late.random() < 0.5:
+            torch.cuda._sleep(late.randrange(DELAY_CYCLES))
+        graph.replay()
+        expected += 0.5 * sum(replay + r for r in range(world))
+        assert full.view(world, numel)[:, 0].tolist() == [float(replay * world + r) for r in range(world)]
+        assert torch.equal(out, torch.full_like(out, expected)), replay
+    step()  # and eager steps go on from there
+    _meet()
+    del graph
+
+
+@CHECKS.on(2)
+def memory_goes_with_its_last_view() -> None:
+    transport, nbytes = _peer_copy(), 2**28
+    transport.publish()
+    _meet()
+    before = torch.cuda.mem_get_info()[0]
+    tensor = _empty(transport, nbytes, torch.uint8, MemoryKind.SHARD)
+    view = tensor[64:128]
+    transport.publish()
+    transport.all_gather(torch.empty(64 * transport.size, dtype=torch.uint8, device="cuda"), view)
+    transport.end_pass()
+    del tensor
+    torch.cuda.synchronize()
+    assert before - torch.cuda.mem_get_info()[0] >= nbytes, "a view keeps the memory"
+    del view
+    _meet()  # the last rank to unmap it gives it back
+    assert before - torch.cuda.mem_get_info()[0] < nbytes // 4
+
+
+def _run_checks() -> dict[str, str]:
+    return CHECKS.run()
+
+
+@functools.cache
+def _failures() -> dict[str, str]:
+    """All checks share one launch: starting CUDA takes longer than any of them."""
+    everywhere: dict[str, str] = {}
+    for failures in run_ranks(2, _run_checks, backend="nccl"):
+        everywhere.update(failures)
+    return everywhere
+
+
+@pytest.mark.parametrize(("num_ranks", "name"), CHECKS.parameters)
+def test_on_ranks(num_ranks: int, name: str) -> None:
+    assert name not in _failures(), _failures()[name]

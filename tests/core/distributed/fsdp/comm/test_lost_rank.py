@@ -1,0 +1,83 @@
+"""A rank that is gone: the others end within the process group's time-out and say what they waited for."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support.launch import run_ranks
+from tests.support.models import loss_of as net_loss
+from tests.support.models import make_net, my_piece, shard_net
+
+# Of the group; far less than the launcher's, which must see the ranks' own words.
+_GROUP_TIMEOUT_S = 5.0
+
+
+def _survive(moment: str, strategy: str, path: str) -> None:
+    """Train; rank 1 leaves in the third step at ``moment``; the others write down how they ended."""
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    timeout = timedelta(seconds=_GROUP_TIMEOUT_S)
+    dist.init_process_group("gloo", init_method=f"file://{path}/store", rank=rank, world_size=3, timeout=timeout)
+    net = shard_net(make_net(), strategy)
+    for step in range(2):
+        net_loss(net, my_piece(step)).backward()
+    begin = time.monotonic()
+
+    def leave(*_: Any) -> None:
+        if rank == 1:
+            # Stopped, a process hangs and its connections stay open.
+            os.kill(os.getpid(), signal.SIGSTOP if moment.startswith("stopped") else signal.SIGKILL)
+
+    def run(block: Any, x: torch.Tensor) -> torch.Tensor:
+        if block is net.blocks[1] and moment.endswith("forward"):
+            leave()
+        out: torch.Tensor = block(x)
+        return out
+
+    net.around = run
+    if moment.endswith("backward"):
+        net.blocks[1].parameter_groups[0].unsharded[0].register_hook(leave)
+    try:
+        net_loss(net, my_piece(2)).backward()
+        words = "finished"
+    except RuntimeError as error:
+        words = f"{time.monotonic() - begin}\n{error.__cause__}\n{error}"
+    Path(f"{path}/said by {rank}").write_text(words)
+    os._exit(0)  # the group is broken: there is nothing to end in order
+
+
+@pytest.mark.parametrize(
+    ("moment", "strategy", "waited_for"),
+    [
+        (
+            "killed in forward",
+            "optim_grads_params",
+            r"all-gather of the weights of blocks\.\d\.norm\.weight and 4 more",
+        ),
+        ("killed in backward", "no_shard", r"reduction of the gradients of blocks\.\d\.norm\.weight and 4 more"),
+        (
+            "stopped in backward",
+            "optim_grads_params",
+            r"(all-gather|reduction) of the .* of (blocks\.\d\.)?\w+\.weight",
+        ),
+    ],
+)
+def test_the_others_say_what_they_waited_for(moment: str, strategy: str, waited_for: str, tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="died without a word"):
+        run_ranks(3, _survive, moment, strategy, str(tmp_path), timeout_s=60)
+    for rank in (0, 2):
+        seconds, cause, message = (tmp_path / f"said by {rank}").read_text().split("\n", 2)
+        assert float(seconds) < 4 * _GROUP_TIMEOUT_S, "far less than the launcher waits"
+        assert re.match(waited_for, message), message
+        assert f"must be joined by all of ranks [0, 1, 2], and did not finish on rank {rank}" in message
+        assert cause and cause in message, "the backend's own words are kept"

@@ -1,0 +1,133 @@
+"""The local sum of a reduction: in order, in fp32, scaled and added, and the squares for the norm."""
+
+from __future__ import annotations
+
+import importlib.util
+import multiprocessing
+from fractions import Fraction
+
+import pytest
+import torch
+
+from megatron.core.distributed.fsdp.comm.process_group import sum_in_order
+from megatron.core.distributed.fsdp.comm.sum_pieces import sum_pieces
+from megatron.core.distributed.fsdp.comm.transport import scale_and_accumulate
+
+
+def _pieces(count: int, numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(count * 10_000 + numel)
+    # Of different sizes, so that another order gives another sum.
+    return [(torch.randn(numel, generator=generator) * 3.0**index).to(dtype) for index in range(count)]
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("held", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16, torch.float64])
+def test_the_sum_is_that_of_the_process_group(wire: torch.dtype, held: torch.dtype, accumulate: bool) -> None:
+    pieces = _pieces(5, 1003, wire)
+    out = _pieces(1, 1003, held)[0]
+    expected = out.clone()
+    scale_and_accumulate(expected, sum_in_order(torch.stack(pieces)), scale=1 / 3, accumulate=accumulate)
+    kept = [piece.clone() for piece in pieces]
+    sum_pieces(out, pieces, scale=1 / 3, accumulate=accumulate)
+    assert torch.equal(out, expected)
+    assert all(torch.equal(piece, copy) for piece, copy in zip(pieces, kept, strict=True)), "peers read them too"
+
+
+def test_pieces_are_added_in_order_in_fp32() -> None:
+    pieces = [torch.tensor([value], dtype=torch.bfloat16) for value in (256.0, 1.0, 1.0)]
+    out = torch.empty(1)
+    sum_pieces(out, pieces)
+    assert out.item() == 258.0, "in bf16 it is 256"
+    one, tiny = torch.tensor([1.0]), torch.tensor([2.0**-24])
+    sum_pieces(out, [one, tiny, tiny])
+    assert out.item() == 1.0
+    sum_pieces(out, [tiny, tiny, one])
+    assert out.item() == 1.0 + 2.0**-23
+
+
+@pytest.mark.parametrize("held", [torch.float32, torch.bfloat16])
+def test_squares_are_of_what_is_held_afterwards(held: torch.dtype) -> None:
+    """With accumulation too, where the squares of the summands would be of no use; and after rounding."""
+    out, squares = _pieces(1, 500, held)[0], torch.tensor(2.0)
+    sum_pieces(out, _pieces(2, 500, torch.bfloat16), scale=0.5, accumulate=True, squares=squares)
+    exact = 2 + sum(Fraction(value) ** 2 for value in out.tolist())
+    # fp32, summed in some fixed order: 500 summands lose a few units in the last place at most.
+    assert squares.item() == pytest.approx(float(exact), rel=1e-5)
+
+
+def _compare_kernel() -> int:
+    """Compares the kernel, interpreted, with plain torch; returns how many cases it saw."""
+    import warnings
+
+    import numpy as np
+
+    warnings.simplefilter("error")
+    np.seterr(all="ignore")
+    from megatron.core.distributed.fsdp.comm import sum_pieces_triton
+
+    num_cases = 0
+    for count in (1, 2, 3, 8):
+        for numel in (1, 16, 2048, 2048 * 2 + 17):
+            for wire, held in ((torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16), (torch.float16,) * 2):
+                for accumulate in (False, True):
+                    pieces, out = _pieces(count, numel, wire), _pieces(1, numel, held)[0]
+                    if wire == torch.float16:
+                        pieces = [piece / 64 for piece in pieces]
+                    expected, squares = out.clone(), torch.tensor(1.0)
+                    total = sum_in_order(torch.stack(pieces))
+                    # One rounding at the end, to what is held. With a power of two, scaling does not round.
+                    expected.copy_(total * 0.25 + (expected.float() if accumulate else 0.0))
+                    sum_pieces_triton.sum_with_triton(out, pieces, 0.25, accumulate, squares)
+                    # Triton's interpreter cuts bf16 off where devices round.
+                    tolerance = 2.0**-7 if held == torch.bfloat16 else 0.0
+                    torch.testing.assert_close(out, expected, rtol=tolerance, atol=0.0)
+                    reference = 1 + out.double().square().sum().item()
+                    assert abs(squares.item() - reference) < 1e-5 * reference
+                    num_cases += 1
+    empty = torch.empty(0)
+    sum_pieces_triton.sum_with_triton(empty, [empty, empty], 1.0, False, None)
+    out = torch.empty(100)
+    pieces = _pieces(3, 100, torch.bfloat16)
+    used: list[int] = []
+    launch = sum_pieces_triton.sum_with_triton
+    sum_pieces_triton.sum_with_triton = lambda *args: (used.append(1), launch(*args))[1]  # type: ignore[func-returns-value]
+    sum_pieces(out, pieces, scale=1 / 3)
+    assert used, "the kernel serves whatever it can"
+    assert torch.equal(out, sum_in_order(torch.stack(pieces)) * torch.tensor(1 / 3))
+    sum_pieces(out, _pieces(9, 100, torch.bfloat16))
+    sum_pieces(out.double(), pieces)
+    assert len(used) == 1, "and plain torch the rest"
+    return num_cases
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton, whose interpreter runs on a CPU")
+def test_the_kernel_agrees_with_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its arithmetic, in a process of its own: whether triton interprets is decided when it is imported."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        assert pool.apply(_compare_kernel) == 4 * 4 * 3 * 2
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("count", [2, 4, 8, 9])
+@pytest.mark.parametrize("numel", [1, 4096, 1_000_003])
+def test_the_kernel_on_cuda(count: int, numel: int) -> None:
+    for wire, held in (
+        (torch.bfloat16, torch.float32),
+        (torch.float32, torch.float32),
+        (torch.bfloat16, torch.bfloat16),
+    ):
+        for accumulate in (False, True):
+            pieces = [piece.cuda() for piece in _pieces(count, numel, wire)]
+            out = _pieces(1, numel, held)[0].cuda()
+            squares = torch.zeros((), device="cuda")
+            expected = sum_in_order(torch.stack(pieces)) * 0.25 + (out.float() if accumulate else 0.0)
+            again = out.clone()
+            sum_pieces(out, pieces, scale=0.25, accumulate=accumulate, squares=squares)
+            if count <= 8 or not accumulate:  # plain torch may round twice
+                assert torch.equal(out, expected.to(held))
+            torch.testing.assert_close(squares.double(), out.double().square().sum(), rtol=1e-5, atol=0.0)
+            once = squares.clone()
+            sum_pieces(again, pieces, scale=0.25, accumulate=accumulate, squares=squares.zero_())
+            assert torch.equal(out, again) and torch.equal(squares, once), "bitwise the same every time"

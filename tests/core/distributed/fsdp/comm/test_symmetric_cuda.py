@@ -1,0 +1,234 @@
+"""NCCL's symmetric kernels and their memory on GPUs: in use where asked for, gone without a word; and what auto chooses."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import subprocess
+import sys
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from megatron.core.distributed.fsdp import fully_shard, fully_shard_optimizer
+from megatron.core.distributed.fsdp.comm import SharedTransports, auto, choose
+from megatron.core.process_groups_config import create_all_gather_groups
+from tests.support.launch import run_ranks
+
+pytestmark = pytest.mark.gpu(2)
+
+# 8 MiB a unit in bf16: a few MiB are where symmetric kernels gain most.
+WIDTH, NUM_UNITS = 2048, 4
+
+
+class Trainer:
+    """A net of equal units that takes the same steps whatever moves its bytes."""
+
+    def __init__(self, **options: Any) -> None:
+        torch.manual_seed(0)
+        layers = (nn.Linear(WIDTH, WIDTH, bias=False, device="cuda", dtype=torch.bfloat16) for _ in range(NUM_UNITS))
+        self.net = nn.Sequential(*layers)
+        for unit in (*self.net, self.net):
+            fully_shard(unit, **options)
+        self.optimizer = fully_shard_optimizer(torch.optim.SGD(self.net.parameters(), lr=2e-3))
+        self.inputs = torch.randn(
+            16, WIDTH, device="cuda", generator=torch.Generator("cuda").manual_seed(dist.get_rank())
+        )
+
+    @property
+    def transport(self) -> Any:
+        return self.net[0].parameter_groups[0].group_mesh.axes[0]  # type: ignore[index,union-attr]
+
+    def step(self) -> torch.Tensor:
+        loss = self.net(self.inputs.bfloat16()).float().square().sum() / len(self.inputs)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+    def losses(self, num_steps: int) -> list[float]:
+        return torch.stack([self.step() for _ in range(num_steps)]).tolist()
+
+
+def _collectives(trainer: Trainer) -> list[str]:
+    """The names of NCCL's kernels in two steps."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
+        trainer.losses(2)
+        torch.cuda.synchronize()
+    return [
+        event.name
+        for event in profile.events()
+        if event.name.startswith("nccl") and ("AllGather" in event.name or "ReduceScatter" in event.name)
+    ]
+
+
+def _kernels() -> None:
+    losses, found = {}, {}
+    for use_symm_mem in (False, True):
+        trainer = Trainer(use_symm_mem=use_symm_mem)
+        assert trainer.transport.name == ("symm" if use_symm_mem else "nccl")
+        losses[use_symm_mem] = trainer.losses(6)
+        found[use_symm_mem] = _collectives(trainer)
+        del trainer
+    # The sum of two ranks' gradients has one order.
+    assert losses[True] == losses[False] and losses[True][-1] < losses[True][0]
+    for use_symm_mem, names in found.items():
+        assert sum("AllGather" in name for name in names) == 2 * (2 * NUM_UNITS - 1), names
+        assert sum("ReduceScatter" in name for name in names) == 2 * NUM_UNITS, names
+        assert all(name.startswith("ncclSymk") is use_symm_mem for name in names), names
+
+
+def test_each_collective_has_a_symmetric_kernel_where_it_is_asked_for_and_none_elsewhere() -> None:
+    run_ranks(2, _kernels, backend="nccl")
+
+
+def _two_communicators() -> None:
+    settings = {"dp_cp": {"max_ctas": 8, "is_high_priority_stream": True}}
+    gathers, _ = create_all_gather_groups(nccl_comm_cfgs=settings)
+    with pytest.raises(ValueError, match="must name settings of NCCL's communicators, got 'max_cats'"):
+        create_all_gather_groups(nccl_comm_cfgs={"dp_cp": {"max_cats": 8}})
+    trainer = Trainer(use_symm_mem=True, fsdp_group_ag=gathers)
+    losses = trainer.losses(6)
+    names = _collectives(trainer)
+    assert names and all(name.startswith("ncclSymk") for name in names), "memory is registered with both"
+    assert losses == Trainer().losses(6)
+
+
+def test_buffers_are_registered_with_the_group_for_gathers_too() -> None:
+    run_ranks(2, _two_communicators, backend="nccl")
+
+
+def _life() -> None:
+    trainer = Trainer(use_symm_mem=True)
+    trainer.losses(4)
+    registrations = list(trainer.transport._registrations)
+    assert len(registrations) >= 3, "shards, and an arena each for weights and gradients"
+    del trainer
+    assert not any(each.is_registered for each in registrations), "all went with the model"
+    expected = Trainer().losses(8)
+    trainer = Trainer(use_symm_mem=True)
+    losses = trainer.losses(4)
+    trainer.transport.close()
+    assert not any(each.is_registered for each in trainer.transport._registrations)
+    assert losses + trainer.losses(4) == expected, "what is not registered any more is moved by other kernels"
+
+
+def test_memory_is_registered_as_long_as_it_is_there() -> None:
+    run_ranks(2, _life, backend="nccl")
+
+
+_SCRIPT = """
+import os, sys
+import torch
+import torch.distributed as dist
+from tests.core.distributed.fsdp.comm.test_symmetric_cuda import Trainer
+from megatron.core.process_groups_config import create_all_gather_groups
+
+torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+dist.init_process_group("nccl", device_id=torch.device("cuda", int(os.environ["LOCAL_RANK"])))
+gathers, _ = create_all_gather_groups()
+trainer = Trainer(transport=sys.argv[1], fsdp_group_ag=gathers)
+trainer.losses(4)
+if sys.argv[2] == "deleted":
+    del trainer
+elif sys.argv[1] == "symm":
+    trainer.transport.close()
+dist.destroy_process_group()
+print("ended well", flush=True)
+"""
+
+
+@pytest.mark.parametrize("end", ["deleted", "closed"])
+@pytest.mark.parametrize("transport", ["nccl", "symm"])
+def test_groups_are_destroyed_without_a_warning(transport: str, end: str, tmp_path: Path) -> None:
+    """Of Python's, of PyTorch's libraries or of NCCL's, whether the model is still there or not."""
+    script = tmp_path / "script.py"
+    script.write_text(_SCRIPT)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "NCCL_DEBUG": "WARN", "PYTHONPATH": os.getcwd()}  # fmt: skip
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    ended = subprocess.run(
+        [*command, str(script), transport, end], env=environment, capture_output=True, text=True, timeout=240
+    )
+    told = ended.stdout + ended.stderr
+    assert ended.returncode == 0 and ended.stdout.count("ended well") == 2, told
+    warnings = [line for line in told.splitlines() if re.search(r"\[W\d{3}|NCCL WARN|Warning:", line)]
+    # A machine may lack a network or a tool, and have that said; here it is about groups and what is registered.
+    ours = [line for line in warnings if re.search("group|regist|pool|window|leak|symm", line, re.IGNORECASE)]
+    assert not ours, "\n".join(ours)
+
+
+def _refused() -> None:
+    for name, value, message in (
+        ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True", "expandable segments cannot be registered"),
+        ("NCCL_WIN_ENABLE", "0", "cannot register windows with NCCL_WIN_ENABLE=0"),
+    ):
+        # On one rank alone: the others say the same.
+        if dist.get_rank() == 1:
+            os.environ[name] = value
+        with pytest.raises(ValueError, match=rf"transport='symm' cannot serve ranks \[0, 1\] on cuda: .*{message}"):
+            fully_shard(nn.Linear(2, 2, device="cuda"), use_symm_mem=True)
+        os.environ.pop(name, None)
+
+
+def test_settings_that_rule_it_out_on_one_rank_are_refused_on_all() -> None:
+    run_ranks(2, _refused, backend="nccl")
+
+
+def _auto() -> str:
+    mesh, group = init_device_mesh("cuda", (2,)), dist.group.WORLD
+    device = torch.device("cuda", torch.cuda.current_device())
+    seconds: list[float] = []
+    keep = choose.measure  # type: ignore[attr-defined]
+
+    def timed(*arguments: Any) -> Any:
+        result = keep(*arguments)
+        assert not result[1], f"none of those that can serve fails: {result[1]}"
+        seconds.append(result[-1])
+        return result
+
+    choose.measure = timed  # type: ignore[attr-defined]
+    try:
+        with redirect_stdout(io.StringIO()) as printed:
+            kind = SharedTransports.of(mesh).resolve("auto", group, group, device)
+            again = SharedTransports.of(mesh).resolve("auto", group, group, device)
+    finally:
+        choose.measure = keep  # type: ignore[attr-defined]
+    assert kind == again and len(seconds) <= 1 and all(each < 2 for each in seconds), seconds
+    line = printed.getvalue()
+    assert line.count("\n") == (1 if dist.get_rank() == 0 else 0)
+    assert dist.get_rank() or line.startswith(f"fsdp transport: {kind} between 2 ranks; "), line
+    trainer = Trainer(mesh=mesh, transport="auto")
+    assert trainer.transport.name == kind
+    # Peer copy does not round the sum to bf16 before it is scaled.
+    torch.testing.assert_close(trainer.losses(4), Trainer(transport="nccl").losses(4), rtol=1e-2, atol=0)
+    print(line, end="")
+    return kind
+
+
+def test_auto_chooses_alike_in_less_than_two_seconds() -> None:
+    kinds = run_ranks(2, _auto, backend="nccl")
+    assert len(set(kinds)) == 1
+
+
+def _figures() -> list[auto.Figures]:
+    group, device = dist.group.WORLD, torch.device("cuda", torch.cuda.current_device())
+    kinds = [kind for kind in ("nccl", "symm", "peer_copy") if choose.transport_problem(kind, group, device) is None]
+    makers = {kind: (lambda kind=kind: choose._construct(kind, group, group, device)) for kind in kinds}  # type: ignore[misc]
+    figures, failed, sizes, _ = auto.measure(makers, group, device, [32 * 2**20])
+    assert set(figures) == set(kinds) and not failed and sizes == [32 * 2**20]
+    for each in figures.values():
+        # 32 MiB take more than 10 us on any link and less than a second, and GEMMs are never slowed tenfold.
+        assert 0.01 < each.gather_ms[0] < 1000 and 0.01 < each.reduce_ms[0] < 1000 and 1 <= each.gemm_factor < 10
+    return list(figures.values())
+
+
+def test_ranks_have_the_same_figures() -> None:
+    first, second = run_ranks(2, _figures, backend="nccl")
+    assert first == second

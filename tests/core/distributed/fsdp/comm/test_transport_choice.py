@@ -1,0 +1,352 @@
+"""Who moves the bytes: what was asked for, or a word on why it cannot; one transport for all units over a mesh."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from megatron.core.distributed.fsdp.comm import (
+    TRANSPORT_KINDS,
+    LocalTransport,
+    ProcessGroupTransport,
+    RankOrderTransport,
+    SharedTransports,
+    auto,
+    choose,
+    make_transport,
+)
+from megatron.core.distributed.fsdp.comm.auto import Figures, cheapest, describe, sizes_to_measure
+from megatron.core.distributed.fsdp.comm.nvlink import Place, problem_between, settings_problem
+from megatron.core.distributed.fsdp.comm.peer.peer_copy import PeerCopyTransport
+from megatron.core.distributed.fsdp.comm.symmetric import SymmetricTransport
+from tests.support.rank_checks import RankChecks
+from tests.support.tiny_gpt import build_gpt
+
+CHECKS = RankChecks(__name__)
+CPU = torch.device("cpu")
+MIB = 2**20
+
+
+def _world() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+def _transport_of(module: Any) -> Any:
+    (transport,) = module.parameter_groups[0].group_mesh.axes
+    return transport
+
+
+# ---- which one ------------------------------------------------------------------------------------------------------
+
+
+def test_names_are_the_kinds_and_what_stands_in_for_them() -> None:
+    classes = (ProcessGroupTransport, SymmetricTransport, PeerCopyTransport, RankOrderTransport, LocalTransport)
+    names = [each.name for each in classes]
+    assert names == ["nccl", "symm", "peer_copy", "gloo", "local"]
+    assert set(names) - {"gloo", "local"} == set(TRANSPORT_KINDS) - {"auto"}
+
+
+@CHECKS.on(2)
+def kinds_on_cpus() -> None:
+    for kind, expected in (("nccl", "gloo"), ("auto", "gloo"), ("peer_copy", "peer_copy")):
+        transport = make_transport(_world(), _world(), CPU, kind)
+        assert transport.name == expected, kind
+        full = torch.empty(2)
+        transport.all_gather(full, torch.tensor([float(dist.get_rank())]))
+        assert full.tolist() == [0.0, 1.0]
+    with pytest.raises(ValueError, match="transport must be one of auto, nccl, symm, peer_copy, got 'rdma'"):
+        make_transport(_world(), _world(), CPU, "rdma")
+
+
+@CHECKS.on(2)
+def auto_on_cpus_costs_and_says_nothing() -> None:
+    calls: list[Any] = []
+    keep = dist.all_gather_object, dist.all_reduce
+    dist.all_gather_object = dist.all_reduce = lambda *a, **k: calls.append(a)  # type: ignore[assignment]
+    try:
+        with redirect_stdout(io.StringIO()) as printed:
+            assert isinstance(make_transport(_world(), _world(), CPU, "auto"), RankOrderTransport)
+    finally:
+        dist.all_gather_object, dist.all_reduce = keep
+    assert not calls and not printed.getvalue()
+
+
+@CHECKS.on(2)
+def a_rank_alone_needs_no_transport() -> None:
+    alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    for kind in TRANSPORT_KINDS:
+        assert isinstance(make_transport(alone, alone, CPU, kind), LocalTransport)
+    with pytest.raises(ValueError, match="transport must be one of"):
+        make_transport(alone, alone, CPU, "rdma")
+
+
+@CHECKS.on(2)
+def symmetric_memory_on_cpus_is_refused_wherever_it_is_asked_for() -> None:
+    reason = (
+        r"transport='symm' cannot serve ranks \[0, 1\] on cpu: NCCL's symmetric memory is for CUDA devices and the nccl "
+        r"backend, got cpu and gloo; use transport='nccl' .* or 'auto'"
+    )
+    for refused in (
+        lambda: make_transport(_world(), _world(), CPU, "symm"),
+        lambda: fully_shard(nn.Linear(2, 2), use_symm_mem=True),
+        lambda: fully_shard(nn.Linear(2, 2), use_symm_mem=True, transport="auto"),
+        lambda: fully_shard(nn.Linear(2, 2), transport="symm"),
+        lambda: _wrap(use_symm_mem=True),
+        lambda: _wrap(nccl_ub=True),
+        lambda: _wrap(fsdp_transport="symm"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            refused()  # type: ignore[no-untyped-call]
+
+
+def _wrap(**settings: Any) -> FullyShardedDataParallel:
+    model = build_gpt()
+    config = DistributedDataParallelConfig(
+        use_megatron_fsdp=True, data_parallel_sharding_strategy="optim_grads_params", **settings
+    )
+    return FullyShardedDataParallel(model.config, config, model)
+
+
+@CHECKS.on(1, 2)
+def the_configuration_names_the_transport() -> None:
+    for kind in ("auto", "nccl", "peer_copy"):
+        names = {_transport_of(group_owner).name for group_owner in (_wrap(fsdp_transport=kind),)}
+        alone = dist.get_world_size() == 1
+        assert names == {"local" if alone else {"auto": "gloo", "nccl": "gloo"}.get(kind, kind)}
+
+
+# ---- one for all units ----------------------------------------------------------------------------------------------
+
+
+@CHECKS.on(2)
+def units_over_a_mesh_share_a_transport_that_outlives_them() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    gathers = dist.new_group([0, 1])
+    for arguments in ({"mesh": mesh}, {}, {"mesh": mesh, "fsdp_group_ag": gathers}, {"transport": "peer_copy"}):
+        net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        for unit in (*net, net):
+            fully_shard(unit, **arguments)  # type: ignore[arg-type]
+        first, second = (_transport_of(unit) for unit in net)
+        assert (first.gather_group is gathers) == ("fsdp_group_ag" in arguments) == (second.gather_group is gathers)
+        if "transport" not in arguments:
+            continue  # the process group's is made by each rank alone, and keeps its groups no longer than its unit
+        assert first is second
+        del second, net, unit
+        again = fully_shard(nn.Linear(2, 2), **arguments)  # type: ignore[arg-type]
+        assert _transport_of(again) is first, "when a rank lets go of a model is no matter for the others"
+
+
+@CHECKS.on(2)
+def other_groups_and_kinds_have_other_transports() -> None:
+    mesh, gathers = init_device_mesh("cpu", (2,)), dist.new_group([0, 1])
+    shared = SharedTransports.of(mesh)
+    made = [
+        shared.get("nccl", _world(), _world(), CPU),
+        shared.get("nccl", _world(), gathers, CPU),
+        shared.get("peer_copy", _world(), _world(), CPU),
+    ]
+    assert len(set(map(id, made))) == 3
+    assert shared.get("peer_copy", _world(), _world(), CPU) is made[2]
+    other = SharedTransports.of(init_device_mesh("cpu", (2,)))
+    assert other.get("peer_copy", _world(), _world(), CPU) is not made[2]
+
+
+@CHECKS.on(2)
+def a_choice_is_made_once_for_a_mesh() -> None:
+    mesh, asked = init_device_mesh("cpu", (2,)), []
+    keep = choose.resolve_kind
+
+    def resolve(kind: str, *arguments: Any, **options: Any) -> str:
+        asked.append((kind, options.get("sizes_nbytes")))
+        return keep(kind, *arguments, **options)
+
+    choose.resolve_kind = resolve
+    try:
+        kind = SharedTransports.of(mesh).resolve("auto", _world(), _world(), CPU, sizes_nbytes=[7])
+        assert kind == "nccl"
+        for _ in range(3):
+            fully_shard(nn.Linear(2, 2), mesh, transport="auto")
+    finally:
+        choose.resolve_kind = keep
+    assert [sizes for kind, sizes in asked if kind == "auto"] == [[7]]
+
+
+@CHECKS.on(2)
+def a_mesh_is_copied_without_its_transports() -> None:
+    """DTensors carry the mesh into checkpoints and copies, where a transport of this process means nothing."""
+    mesh = init_device_mesh("cpu", (2,))
+    net = fully_shard(nn.Linear(2, 2), mesh, transport="peer_copy")
+    shared = SharedTransports.of(mesh)
+    assert len(shared._made) == 1
+    for copied in (copy.deepcopy(shared), pickle.loads(pickle.dumps(shared))):
+        assert len(copied._made) == 0
+    torch.save(net.state_dict(), io.BytesIO())
+
+
+# ---- why not --------------------------------------------------------------------------------------------------------
+
+_TWO = (Place("a", 0, (1,)), Place("a", 1, (0,)))
+_PROBLEMS: dict[str, tuple[tuple[Place, ...], str | None]] = {
+    "none": (_TWO, None),
+    "several hosts": ((Place("a", 0, ()), Place("b", 0, ())), "on one host, in one NVLink domain, got 2 hosts: a, b"),
+    "devices that hide each other": ((Place("a", 0, ()), Place("a", 0, ())), r"see the others', got devices \[0, 0\]"),
+    "no NVLink": ((Place("a", 0, (1,)), Place("a", 1, ())), "NVLink must connect all .* none between devices 1 and 0"),
+    "not all to all": (
+        (Place("a", 0, (1,)), Place("a", 1, (0, 2)), Place("a", 2, (1,))),
+        "none between devices 0 and 2",
+    ),
+    "a word from one rank": ((_TWO[0], Place("a", 1, (0,), "NCCL is too old")), "NCCL is too old"),
+}
+
+
+@pytest.mark.parametrize("name", _PROBLEMS)
+def test_ranks_that_cannot_share_symmetric_memory(name: str) -> None:
+    places, message = _PROBLEMS[name]
+    problem = problem_between(places)
+    assert (problem is None) == (message is None)
+    if message is not None:
+        with pytest.raises(ValueError, match=message):
+            raise ValueError(problem)
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({}, None),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512,expandable_segments:False"}, None),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, "expandable segments cannot .*PYTORCH_CUDA_ALLOC_CONF"),
+        ({"PYTORCH_ALLOC_CONF": "garbage_collection_threshold:0.8, expandable_segments: True"}, "PYTORCH_ALLOC_CONF="),
+        ({"NCCL_CUMEM_ENABLE": "0"}, "cannot register windows with NCCL_CUMEM_ENABLE=0"),
+        ({"NCCL_CUMEM_ENABLE": "1"}, None),
+        ({"NCCL_WIN_ENABLE": "0"}, "cannot register windows with NCCL_WIN_ENABLE=0"),
+        ({"TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK": "1"}, "registers all memory, and none symmetrically"),
+        ({"TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK": "0"}, None),
+    ],
+)  # fmt: skip
+def test_settings_that_rule_symmetric_memory_out(environment: dict[str, str], message: str | None) -> None:
+    problem = settings_problem(environment)
+    assert (problem is None) == (message is None)
+    if message is not None:
+        with pytest.raises(ValueError, match=message):
+            raise ValueError(problem)
+
+
+# ---- auto -----------------------------------------------------------------------------------------------------------
+
+
+def _figures(ms: float, factor: float) -> Figures:
+    return Figures((ms / 2,), (ms / 2,), factor)
+
+
+def test_the_cheapest_counts_what_gemms_lose() -> None:
+    """The figures of 4 x H200: nearly the same speed, and copies leave the GEMMs alone."""
+    figures = {"nccl": _figures(3.0, 1.33), "symm": _figures(2.8, 1.26), "peer_copy": _figures(2.9, 1.12)}
+    assert cheapest(figures) == "peer_copy"
+    assert cheapest({**figures, "peer_copy": _figures(4.0, 1.12)}) == "symm"
+    assert cheapest({"nccl": _figures(1.0, 1.3)}) == "nccl"
+
+
+def test_what_is_hardly_better_is_not_chosen() -> None:
+    assert cheapest({"nccl": _figures(1.0, 1.0), "symm": _figures(0.98, 1.0)}) == "nccl"
+    assert cheapest({"nccl": _figures(1.0, 1.0), "symm": _figures(0.96, 1.0)}) == "symm"
+
+
+def test_sizes_are_what_is_wanted_and_fits() -> None:
+    plenty = 100 * 2**30
+    assert sizes_to_measure([], plenty) == [8 * MIB, 128 * MIB]
+    assert sizes_to_measure([436 * MIB, 1000], plenty) == [MIB, 436 * MIB]
+    assert sizes_to_measure([2**40, 2**41], plenty) == [512 * MIB]
+    assert sizes_to_measure([100 * MIB], 160 * MIB) == [20 * MIB]
+    assert sizes_to_measure([100 * MIB], 0) == [MIB]
+
+
+def test_the_line_has_the_figures_of_all() -> None:
+    figures = {"nccl": Figures((0.1, 1.5), (0.1, 1.5), 1.33), "peer_copy": Figures((0.1, 1.4), (0.1, 1.6), 1.12)}
+    assert describe(figures, [8 * MIB, 436 * MIB]) == (
+        "gather / reduction of 8 and 436 MiB: peer_copy 0.10 and 1.40 / 0.10 and 1.60 ms, GEMMs x 1.12, cost 3.58; "
+        "nccl 0.10 and 1.50 / 0.10 and 1.50 ms, GEMMs x 1.33, cost 4.26"
+    )
+
+
+@CHECKS.on(2)
+def ranks_agree_on_figures_that_they_measured_differently() -> None:
+    rank = dist.get_rank()
+    calls = {"gather": 0, "reduce": 0}
+
+    class Counting(RankOrderTransport):
+        def all_gather(self, *arguments: Any) -> None:
+            calls["gather"] += 1
+            super().all_gather(*arguments)
+
+    times = iter([1.0 + rank, 4.0, 2.0 - rank, 3.0, 40.0 + 2 * rank])
+    keep = auto._time_ms, auto._beside_ms
+    rounds: list[int] = []
+    auto._time_ms = lambda call, repeats: (call(), next(times))[1]  # type: ignore[func-returns-value]
+    auto._beside_ms = lambda buffers, nbytes, num_rounds, gemms: (rounds.append(num_rounds), 50.0 - rank)[1]  # type: ignore[func-returns-value]
+    gemms: Any = type("Gemms", (), {"run": staticmethod(lambda: None)})
+    try:
+        figures = auto._measure_one(Counting(_world(), _world()), _world(), CPU, [1000, 4000], gemms)
+    finally:
+        auto._time_ms, auto._beside_ms = keep
+    assert figures == Figures((2.0, 4.0), (2.0, 3.0), 50.0 / 42.0) and calls["gather"] == 2
+    assert rounds == [9], "1.5 times 42 ms of GEMMs are covered by 9 rounds of 7 ms"
+
+
+@CHECKS.on(2)
+def the_choice_is_printed_once_with_the_reasons() -> None:
+    figures = {"nccl": _figures(3.0, 1.33), "peer_copy": _figures(2.9, 1.12)}
+    asked: list[Any] = []
+
+    def measured(makers: Any, group: Any, device: Any, sizes: Any) -> Any:
+        asked.append((list(makers), sizes))
+        assert all(isinstance(make(), ProcessGroupTransport | PeerCopyTransport) for make in makers.values())
+        return figures, {}, [8 * MIB], 0.25
+
+    line = _choose_with(measured, {"symm": "no NVLink", "peer_copy": None}, "peer_copy")
+    assert asked == [(["nccl", "peer_copy"], [5])]
+    expected = (
+        f"fsdp transport: peer_copy between 2 ranks; {describe(figures, [8 * MIB])}; measured in 0.2 s; "
+        "symm cannot serve: no NVLink\n"
+    )
+    assert line == (expected if dist.get_rank() == 0 else "")
+    line = _choose_with(None, {"symm": "no NVLink", "peer_copy": "two hosts"}, "nccl")
+    expected = "fsdp transport: nccl between 2 ranks; symm cannot serve: no NVLink; peer_copy cannot serve: two hosts\n"
+    assert line == (expected if dist.get_rank() == 0 else "")
+    torch.use_deterministic_algorithms(True)
+    try:
+        line = _choose_with(None, {"symm": None, "peer_copy": None}, "peer_copy")
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert ("not measured, since deterministic" in line) == (dist.get_rank() == 0)
+
+
+def _choose_with(measured: Callable[..., Any] | None, problems: dict[str, str | None], expected: str) -> str:
+    """What is printed when ``expected`` is chosen by these measurements, or without any."""
+    keep = choose.measure, choose.transport_problem
+    choose.measure = measured  # type: ignore[assignment]
+    choose.transport_problem = lambda kind, group, device: problems[kind]  # type: ignore[assignment]
+    try:
+        with redirect_stdout(io.StringIO()) as printed:
+            assert choose._fastest(_world(), _world(), CPU, [5]) == expected
+    finally:
+        choose.measure, choose.transport_problem = keep
+    return printed.getvalue()
+
+
+@pytest.mark.parametrize(("num_ranks", "name"), CHECKS.parameters)
+def test_on_ranks(num_ranks: int, name: str) -> None:
+    CHECKS.assert_passed(num_ranks, name)

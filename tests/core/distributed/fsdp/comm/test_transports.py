@@ -1,0 +1,149 @@
+"""Transports move what they say they move; sums have one order and the width of fp32."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.core.distributed.fsdp.comm import (
+    LocalTransport,
+    ProcessGroupTransport,
+    RankOrderTransport,
+    make_transport,
+    unfinished,
+)
+from tests.support.rank_checks import RankChecks
+
+CHECKS = RankChecks(__name__)
+CPU = torch.device("cpu")
+
+
+def _transports() -> list[Any]:
+    group = dist.group.WORLD
+    assert group is not None
+    return [make_transport(group, group, CPU), ProcessGroupTransport(group, group)]
+
+
+def _of_rank(rank: int, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(rank)).to(dtype)
+
+
+@CHECKS.on(1, 2, 4)
+def each_collective_does_what_it_says() -> None:
+    world, rank = dist.get_world_size(), dist.get_rank()
+    everyone = [_of_rank(r, 3 * world) for r in range(world)]
+    total = torch.stack(everyone).sum(0)
+    for transport in _transports():
+        assert transport.size == world and transport.rank == rank and list(transport.ranks) == list(range(world))
+        full = torch.empty(3 * world)
+        transport.all_gather(full, everyone[rank][:3])
+        assert torch.equal(full, torch.cat([piece[:3] for piece in everyone]))
+        inside = torch.zeros(3 * world)
+        inside[3 * rank : 3 * rank + 3] = everyone[rank][:3]
+        transport.all_gather(inside, inside[3 * rank : 3 * rank + 3])
+        assert torch.equal(inside, full), "the shard may lie in the full buffer"
+        shard = torch.empty(3)
+        transport.reduce_scatter(shard, everyone[rank].clone())
+        torch.testing.assert_close(shard, total[3 * rank : 3 * rank + 3])
+        out = torch.empty(3 * world)
+        transport.all_reduce(out, everyone[rank].clone())
+        torch.testing.assert_close(out, total)
+        for move, into, sums in ((transport.reduce_scatter, shard, shard.clone()), (transport.all_reduce, out, total)):
+            wide = into.double()
+            move(wide, everyone[rank].clone(), scale=0.25, accumulate=True)
+            torch.testing.assert_close(wide.float(), 1.25 * sums)
+            move(wide, everyone[rank].clone(), scale=0.25)
+            torch.testing.assert_close(wide.float(), 0.25 * sums)
+        value = torch.full((2,), float(rank))
+        transport.broadcast(value)
+        assert value.tolist() == [0.0, 0.0]
+
+
+@CHECKS.on(2, 4)
+def sums_go_in_rank_order_in_fp32() -> None:
+    """Not in bf16, where 256 + 1 is 256; and not in the ring's order, which strategies would not share."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    transport = _transports()[0]
+    assert isinstance(transport, RankOrderTransport)
+    mine = torch.full((world,), 256.0 if rank == 0 else 1.0, dtype=torch.bfloat16)
+    for out, call in ((torch.empty(1), transport.reduce_scatter), (torch.empty(world), transport.all_reduce)):
+        call(out, mine.clone())
+        assert out.tolist() == [256.0 + world - 1] * out.numel()
+    numel = 5 * world + 1
+    pieces = [_of_rank(r, numel) * 10.0**r for r in range(world)]
+    in_order = pieces[0].clone()
+    for piece in pieces[1:]:
+        in_order += piece
+    everything = torch.empty(numel)
+    transport.all_reduce(everything, pieces[rank].clone())
+    assert torch.equal(everything, in_order), "also where the ranks do not divide the buffer"
+    scattered = torch.empty(5)
+    transport.reduce_scatter(scattered, pieces[rank][: 5 * world].contiguous())
+    assert torch.equal(scattered, in_order[5 * rank : 5 * rank + 5])
+
+
+@CHECKS.on(2)
+def bytes_of_any_dtype_are_gathered() -> None:
+    for transport in _transports():
+        for dtype in (torch.bool, torch.int8, torch.int64, torch.float8_e4m3fn, torch.complex64):
+            shard = torch.tensor([dist.get_rank(), 1]).to(dtype)
+            full = torch.empty(4, dtype=dtype)
+            transport.all_gather(full, shard)
+            expected = torch.tensor([0, 1, 1, 1]).to(dtype)
+            assert torch.equal(full.view(torch.uint8), expected.view(torch.uint8)), dtype
+            transport.broadcast(shard)
+            assert torch.equal(shard.view(torch.uint8), expected[:2].view(torch.uint8)), dtype
+
+
+@CHECKS.on(2)
+def gathers_use_the_group_that_is_kept_for_them() -> None:
+    """So that they run beside reductions, which one communicator would put one after the other."""
+    group, gathers = dist.group.WORLD, dist.new_group([0, 1])
+    used: list[Any] = []
+    transport = make_transport(group, gathers, CPU)
+    assert isinstance(transport, RankOrderTransport)
+    assert transport.gather_group is gathers and transport.group is group
+    from megatron.core.distributed.fsdp.comm import process_group
+
+    keep = process_group.all_gather_flat
+    process_group.all_gather_flat = lambda group, *args: (used.append(group), keep(group, *args))
+    try:
+        transport.all_gather(torch.empty(4), torch.ones(2))
+    finally:
+        process_group.all_gather_flat = keep
+    assert used == [gathers]
+
+
+@CHECKS.on(2)
+def cuda_tensors_need_nccl() -> None:
+    with pytest.raises(ValueError, match=r"must have the nccl backend, got '.*gloo.*'"):
+        make_transport(dist.group.WORLD, dist.group.WORLD, torch.device("cuda"))
+    alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    local = make_transport(alone, alone, torch.device("cuda"))
+    assert isinstance(local, LocalTransport) and local.ranks == [dist.get_rank()]
+
+
+@CHECKS.on(2)
+def what_did_not_finish_is_said() -> None:
+    error = unfinished("all-gather of x", [_transports()[0]], RuntimeError("Connection closed by peer"))
+    assert str(error).startswith("all-gather of x must be joined by all of ranks [0, 1], and did not finish on rank ")
+    assert "Connection closed by peer" in str(error) and "different orders" in str(error)
+
+
+def test_one_rank_alone_copies() -> None:
+    local = LocalTransport()
+    out, source = torch.zeros(3), torch.arange(3.0)
+    for move in (local.all_gather, local.reduce_scatter, local.all_reduce):
+        out.zero_()
+        move(out, source)
+        assert torch.equal(out, source)
+        move(source, source)
+    local.broadcast(source)
+
+
+@pytest.mark.parametrize(("num_ranks", "name"), CHECKS.parameters)
+def test_on_ranks(num_ranks: int, name: str) -> None:
+    CHECKS.assert_passed(num_ranks, name)

@@ -1,0 +1,96 @@
+"""The Triton kernels compute what the torch operations do: run by Triton's interpreter, where Triton is installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from megatron.core.distributed.fsdp.flat_optimizer import adamw_update
+from megatron.core.distributed.fsdp.flat_optimizer.adamw_update import FlatShard, HyperparameterColumns
+from megatron.core.distributed.fsdp.flat_optimizer.flat_runs import Run
+
+FP32, BF16 = torch.float32, torch.bfloat16
+# (main weights, gradients, model weights, remainders)
+KINDS = [
+    (FP32, FP32, BF16, False),
+    (FP32, BF16, None, False),
+    (BF16, BF16, None, True),
+    (BF16, FP32, BF16, True),
+    (BF16, BF16, None, False),
+]
+NUMEL = 3000
+# A block of three runs, whole blocks, a gap, and an end inside of a block.
+RUNS = (Run(3, 500, 0), Run(500, 700, 1), Run(700, 2100, 0), Run(2110, NUMEL - 7, 1))
+
+
+def _table() -> HyperparameterColumns:
+    rates = [[0.01, 0.1, 0.9, 0.999, 1e-8], [0.02, 0.0, 0.0, 0.95, 1e-6]]
+    return HyperparameterColumns(
+        hyperparameters=torch.tensor(rates, dtype=torch.float64),
+        group_of_cohort=torch.tensor([0, 1, 0, 0], dtype=torch.int32),
+        steps=torch.tensor([0.0, 3.0, 7.0, 0.0]),
+        advances=torch.tensor([1.0, 1.0, 0.0, 0.0]),
+        coefficients=torch.zeros(4, len(adamw_update.COLUMNS)),
+    )
+
+
+def _compare() -> None:
+    """Runs in a process whose Triton interprets. Rounding differs: torch fuses a product with a sum, the kernels do not."""
+    kernels, operations = adamw_update.KernelUpdate(), adamw_update.TorchUpdate()
+    tables = [_table(), _table()]
+    for update, table in zip((kernels, operations), tables, strict=True):
+        update.write_coefficients(table, torch.tensor(0.5))
+    assert tables[0].steps.tolist() == tables[1].steps.tolist() == [1.0, 4.0, 7.0, 0.0]
+    torch.testing.assert_close(tables[0].coefficients, tables[1].coefficients, rtol=1e-7, atol=0.0)
+    generator = torch.Generator().manual_seed(0)
+    for main, grad, model, keeps_remainder in KINDS:
+        grads = torch.randn(NUMEL, generator=generator).to(grad)
+        grads[0] = grads[2105] = float("nan")  # in no run
+        grads[100] = float("nan")
+        tensors = {
+            "main": torch.randn(NUMEL, generator=generator).to(main),
+            "exp_avg": torch.randn(NUMEL, generator=generator) * 0.1,
+            "exp_avg_sq": torch.rand(NUMEL, generator=generator) * 0.01,
+        }
+        if keeps_remainder:
+            tensors["remainder"] = torch.randint(-(1 << 15), 1 << 15, (NUMEL,), generator=generator).short()
+        if model is not None:
+            tensors["model"] = torch.zeros(NUMEL, dtype=model)
+        results = []
+        for update in (kernels, operations):
+            own = {"remainder": None, "model": None, **{key: value.clone() for key, value in tensors.items()}}
+            shard = FlatShard(**own, runs=RUNS, blocks=update.blocks(RUNS, torch.device("cpu")))
+            update.update(shard, grads, tables[1].coefficients)
+            results.append(shard)
+        _assert_close(*results, keeps_remainder)
+
+
+def _assert_close(got: FlatShard, expected: FlatShard, keeps_remainder: bool) -> None:
+    close = {"rtol": 1e-6, "atol": 1e-7, "equal_nan": True}
+    torch.testing.assert_close(got.exp_avg, expected.exp_avg, **close)
+    torch.testing.assert_close(got.exp_avg_sq, expected.exp_avg_sq, **close)
+    whole = [
+        adamw_update.join(shard.main, shard.remainder) if shard.remainder is not None else shard.main
+        for shard in (got, expected)
+    ]
+    # The interpreter cuts bf16 off where devices round, so a neighbour is right.
+    rounded = {"rtol": 2.0**-7, "atol": 0.0, "equal_nan": True}
+    torch.testing.assert_close(*whole, **(close if whole[0].dtype == FP32 else rounded))
+    assert got.main[100].isnan() and got.main[2105].isfinite() and got.main[0].isfinite()
+    if got.model is not None and expected.model is not None:
+        torch.testing.assert_close(got.model, expected.model, **rounded)
+        if keeps_remainder:
+            inside = slice(3, 2100)
+            assert torch.equal(got.model[inside].view(torch.int16), got.main[inside].view(torch.int16))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+def test_interpreted_kernels_agree_with_torch() -> None:
+    command = [sys.executable, "-c", f"from {__name__} import _compare; _compare()"]
+    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

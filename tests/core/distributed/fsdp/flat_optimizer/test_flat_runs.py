@@ -1,0 +1,53 @@
+"""Runs hold all parameters and no padding; blocks cover each element of a run once."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.tensor import Replicate
+
+from megatron.core.distributed.fsdp.buffers.dbuffer import DBuffer
+from megatron.core.distributed.fsdp.flat_optimizer.flat_runs import Run, block_table, merged, runs_of
+from megatron.core.distributed.fsdp.layout.flat_layout import FlatLayout, TensorSlot
+
+_RUNS = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 40), st.integers(0, 2)), max_size=8)
+
+
+def _runs(pieces: list[tuple[int, int, int]]) -> list[Run]:
+    """Gaps, lengths and cohorts -> runs in a row."""
+    runs, at = [], 0
+    for gap, length, cohort in pieces:
+        runs.append(Run(at + gap, at + gap + length, cohort))
+        at += gap + length
+    return runs
+
+
+@given(_RUNS)
+def test_merging_keeps_the_elements_and_leaves_nothing_to_merge(pieces: list[tuple[int, int, int]]) -> None:
+    runs = _runs(pieces)
+    found = merged(reversed(runs))
+    assert {(at, r.cohort) for r in runs for at in range(r.begin, r.end)} == {
+        (at, r.cohort) for r in found for at in range(r.begin, r.end)
+    }
+    assert all(a.end < b.begin or a.cohort != b.cohort for a, b in pairwise(found))
+
+
+@given(_RUNS, st.sampled_from([1, 4, 16]))
+def test_blocks_cover_each_element_once_with_its_cohort(pieces: list[tuple[int, int, int]], size: int) -> None:
+    runs = _runs(pieces)
+    table = block_table(runs, size)
+    assert table.dtype == torch.int32 and table.shape[1] == 4
+    covered = [(block * size + i, cohort) for block, first, last, cohort in table.tolist() for i in range(first, last)]
+    assert covered == [(at, r.cohort) for r in runs for at in range(r.begin, r.end)]
+    assert all(0 <= first < last <= size for _, first, last, _ in table.tolist())
+
+
+def test_runs_of_a_buffer_leave_out_padding_and_empty_tensors() -> None:
+    slots = (TensorSlot(torch.Size((2, 3)), 0), TensorSlot(torch.Size((4,)), 6), TensorSlot(torch.Size((0,)), 0))
+    layout = FlatLayout((*slots, TensorSlot(torch.Size(()), 12)), 1, 16)
+    buffer = DBuffer(layout, [Replicate()], [None], dtype=torch.float32, device=torch.device("cpu"))  # type: ignore[list-item]
+    assert runs_of(buffer, [0, 0, 5, 0]) == [Run(0, 10, 0), Run(12, 13, 0)]
+    assert runs_of(buffer, [1, 0, 5, 0]) == [Run(0, 6, 1), Run(6, 10, 0), Run(12, 13, 0)]

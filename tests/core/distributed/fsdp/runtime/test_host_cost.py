@@ -1,0 +1,129 @@
+"""What the engine costs the host is held: calls and lines per unit and phase, and that no loop runs over parameters.
+
+``python -m benchmarks.host_cost`` prints the same figures, by function. The bounds are what was reached; who makes the engine
+cheaper lowers them here, and who makes it dearer sees red. The interpreter counts; no time is measured.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from benchmarks.host_cost import count, rank_of_two
+from benchmarks.measure.host_counts import PHASES, Counts
+from megatron.core.distributed.fsdp.config.placement import STRATEGIES
+
+UNITS, PARAMETERS, MORE_PARAMETERS = 8, 4, 40
+KINDS = ("calls", "builtins", "lines", "events", "waits")
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """At most so much, in one phase of a step of the steady state (ZeRO-3, one group a unit, an SGD of PyTorch).
+
+    Attributes:
+        calls: Python functions of the engine that a further unit calls.
+        builtins: functions in C that the engine calls for a further unit.
+        lines: lines of the engine that run for a further unit of 4 parameters, with ``UNITS`` others.
+        events: events that a further unit records.
+        waits: waits for events that a further unit adds.
+        calls_per_parameter: Python functions of the engine that a further parameter of a unit calls.
+        lines_per_parameter: lines of the engine that a further parameter of a unit adds.
+        lines_per_other_unit: lines by which each unit gets dearer for each other one that there is.
+    """
+
+    calls: int
+    builtins: int
+    lines: int
+    events: int
+    waits: int
+    calls_per_parameter: float
+    lines_per_parameter: float
+    lines_per_other_unit: float
+
+
+# The aim is 0 in the last three columns; autograd tells of each gradient by a call.
+# With torch 2.11, which gives a Work to wait for after each collective; 2.13 is a few lines cheaper.
+BOUNDS = {
+    #                 calls builtins lines events waits  per parameter: calls, lines  per other unit: lines
+    "forward": Bounds(49, 19, 205, 2, 2, 0.0, 0.0, 0.0),
+    "backward": Bounds(79, 41, 304, 4, 4, 1.0, 6.0, 0.0),
+    "step": Bounds(7, 13, 17, 0, 0, 0.0, 0.0, 0.0),
+}
+
+
+@pytest.fixture(scope="module")
+def sizes() -> Iterator[dict[tuple[int, int], Counts]]:
+    """Counts by (units, parameters of each)."""
+    with rank_of_two(torch.device("cpu")):
+        yield {
+            (units, parameters): count(num_units=units, num_parameters=parameters)
+            for units, parameters in (
+                (UNITS, PARAMETERS),
+                (2 * UNITS, PARAMETERS),
+                (3 * UNITS, PARAMETERS),
+                (UNITS, MORE_PARAMETERS),
+            )
+        }
+
+
+def _total(counts: Counts, kind: str, phase: str) -> int:
+    """What the engine did in the phase, without the placements of DTensors that PyTorch's optimizer looks at."""
+    total: int = getattr(counts, kind)[phase]
+    by_function: Counter[tuple[str, str]] = {"calls": counts.by_function, "lines": counts.lines_by_function}.get(
+        kind, Counter()
+    )
+    return total - sum(number for (when, name), number in by_function.items() if when == phase and "row_shard" in name)
+
+
+def _per_unit(sizes: dict[tuple[int, int], Counts], kind: str, phase: str) -> float:
+    few, many = (_total(sizes[units, PARAMETERS], kind, phase) for units in (UNITS, 2 * UNITS))
+    return (many - few) / UNITS
+
+
+def _per_parameter(sizes: dict[tuple[int, int], Counts], kind: str, phase: str) -> float:
+    few, many = (_total(sizes[UNITS, parameters], kind, phase) for parameters in (PARAMETERS, MORE_PARAMETERS))
+    return (many - few) / (UNITS * (MORE_PARAMETERS - PARAMETERS))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_unit_costs_the_host_no_more_than_it_did(sizes: dict[tuple[int, int], Counts], phase: str, kind: str) -> None:
+    cost, bound = _per_unit(sizes, kind, phase), getattr(BOUNDS[phase], kind)
+    assert cost <= bound, f"{kind} in {phase} for a further unit"
+
+
+@pytest.mark.parametrize("kind", ["calls", "lines"])
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_parameter_costs_the_host_no_more_than_it_did(
+    sizes: dict[tuple[int, int], Counts], phase: str, kind: str
+) -> None:
+    """Whatever a loop over parameters does between forward and step can be done once for a list made beforehand."""
+    cost, bound = _per_parameter(sizes, kind, phase), getattr(BOUNDS[phase], f"{kind}_per_parameter")
+    assert cost <= bound, f"{kind} in {phase} for a further parameter"
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_unit_gets_no_dearer_for_the_others_than_it_did(sizes: dict[tuple[int, int], Counts], phase: str) -> None:
+    """A loop over other units in what each unit does would make a step quadratic."""
+    one, two, three = (_total(sizes[number * UNITS, PARAMETERS], "lines", phase) for number in (1, 2, 3))
+    # n units that each pay for n others: the second difference over equal steps s is 2 s^2 times that price.
+    assert ((three - two) - (two - one)) / (2 * UNITS**2) <= BOUNDS[phase].lines_per_other_unit
+
+
+def test_each_unit_gathers_twice_and_reduces_once_in_a_step(sizes: dict[tuple[int, int], Counts]) -> None:
+    assert [_per_unit(sizes, "collectives", phase) for phase in PHASES] == [1, 2, 0]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_no_operator_runs_on_a_dtensor_between_forward_and_step(
+    sizes: dict[tuple[int, int], Counts], strategy: str
+) -> None:
+    """Each costs tens of microseconds; the optimizer's own are what is left."""
+    counts = count(num_units=2, num_parameters=2, strategy=strategy)
+    assert counts.dtensor_ops["forward"] == counts.dtensor_ops["backward"] == 0
+    assert counts.dtensor_ops["step"] > 0, "the counter sees them"

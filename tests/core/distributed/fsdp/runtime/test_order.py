@@ -1,0 +1,703 @@
+"""Units run as they please: out of order, twice, not at all, interleaved, recomputed. Right each time, nothing stays gathered.
+
+Released memory is poisoned with NaN throughout, so that weights read after their release would show in the loss.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from megatron.core.distributed.fsdp import fully_shard, fully_shard_optimizer, microbatch
+from megatron.core.distributed.fsdp.api.module import find_context
+from megatron.core.distributed.fsdp.runtime.unit import Phase
+from tests.support.models import (
+    STRATEGY_NAMES,
+    Net,
+    assert_at_rest,
+    assert_same_gradients,
+    assert_same_weights,
+    context_of,
+    difference,
+    global_batch,
+    loss_of,
+    make_net,
+    make_pair,
+)
+from tests.support.rank_checks import RankChecks
+
+CHECKS = RankChecks(__name__)
+
+
+class Pair:
+    """A sharded net and the same net unsharded, which are trained side by side on the same data.
+
+    Every rank gets the same pieces, so that the mean over ranks is what one process computes.
+    """
+
+    def __init__(self, num_blocks: int = 3, strategy: str = "optim_grads_params") -> None:
+        self.unsharded, self.sharded = make_pair(num_blocks, strategy)
+        self.nets = (self.unsharded, self.sharded)
+        self.optimizers = [
+            torch.optim.SGD(self.unsharded.parameters(), lr=0.1, momentum=0.9),
+            fully_shard_optimizer(torch.optim.SGD(self.sharded.parameters(), lr=0.1, momentum=0.9)),
+        ]
+        self.context = context_of(self.sharded)
+        self.num_steps = 0
+
+    def set(self, **attributes: object) -> None:
+        """Afterwards both nets have these attributes."""
+        for net in self.nets:
+            for key, value in attributes.items():
+                setattr(net, key, value)
+
+    def pieces(self, count: int = 2) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        return global_batch(self.num_steps, count)
+
+    def both(self, act: Callable[[Net], torch.Tensor]) -> torch.Tensor:
+        """Afterwards both nets have done the same and returned equal tensors."""
+        expected, got = (act(net) for net in self.nets)
+        assert difference(got, expected) <= 1e-6, (got, expected)
+        return got
+
+    def check_gradients(self) -> None:
+        assert_at_rest(self.sharded)
+        assert_same_gradients(self.sharded, self.unsharded)
+
+    def finish_step(self) -> None:
+        """Afterwards gradients were equal, and the optimizers have stepped and cleared them."""
+        self.check_gradients()
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        self.num_steps += 1
+
+    def step(self) -> None:
+        """Afterwards both have taken an ordinary step."""
+        for piece in self.pieces(1):
+            self.both(lambda net, piece=piece: _forward_backward(net, piece))
+        self.finish_step()
+
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self.step()
+        assert_same_weights(self.sharded, self.unsharded)
+
+
+def _forward_backward(net: nn.Module, piece: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    loss = loss_of(net, piece)
+    loss.backward()
+    return loss.detach()
+
+
+def _uses(pair: Pair) -> list[str]:
+    """The planned uses, as names: ``f`` or ``b`` and the block's number, or ``r`` for the root."""
+    assert pair.context.plan is not None
+    names = {unit.index: unit.name.removeprefix("blocks.") for unit in pair.context.units}
+    return [
+        ("b" if use.backward else "f") + (names[use.unit] if names[use.unit].isdigit() else "r")
+        for use in pair.context.plan.uses
+    ]
+
+
+@contextmanager
+def _warnings_logged() -> Iterator[list[str]]:
+    """The warnings that the engine logs in the scope."""
+    messages: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("megatron.core.distributed.fsdp")
+    logger.addHandler(handler)
+    try:
+        yield messages
+    finally:
+        logger.removeHandler(handler)
+
+
+# ---- 1. order ---------------------------------------------------------------------------------------------------------
+
+
+@CHECKS.on(2)
+def the_order_of_running_counts_not_that_of_registration() -> None:
+    pair = Pair(4)
+    pair.set(order=[2, 0, 3, 1])
+    pair.steps(3)
+    assert _uses(pair) == ["fr", "f2", "f0", "f3", "f1", "br", "b1", "b3", "b0", "b2"]
+    assert pair.context.in_plan
+
+
+@CHECKS.on(2)
+def an_order_that_changes_is_right_told_once_and_learned() -> None:
+    pair = Pair(4)
+    pair.steps(2)
+    with _warnings_logged() as messages:
+        pair.set(order=[3, 2, 1, 0])
+        pair.step()
+        assert pair.context.plan is not None and not pair.context.in_plan
+        pair.steps(3)
+    assert len(messages) == 1 and "blocks.3 ran forward out of the planned order" in messages[0]
+    assert _uses(pair)[:5] == ["fr", "f3", "f2", "f1", "f0"]
+    assert pair.context.in_plan
+
+
+@CHECKS.on(2)
+def orders_that_alternate_are_right() -> None:
+    pair = Pair(4)
+    for order in ([0, 1, 2, 3], [3, 1, 2, 0], [0, 1, 2, 3], [1, 0], [0, 1, 2, 3], [3, 1, 2, 0], [3, 1, 2, 0], [2]):
+        pair.set(order=order)
+        pair.steps(1)
+
+
+@CHECKS.on(2)
+def a_unit_may_run_alone_between_backward_and_step() -> None:
+    pair = Pair()
+    x = torch.linspace(-1, 1, 7).view(1, 7)
+    for _ in range(3):
+        _both_forward_backward(pair)
+        with torch.no_grad():
+            pair.both(lambda net: net.blocks[1](x))
+        pair.finish_step()
+    # With gradients: they add to those of the step.
+    for _ in range(2):
+        _both_forward_backward(pair)
+        pair.both(lambda net: _backward_of(net.blocks[1](x)))
+        pair.finish_step()
+    pair.steps(2)
+
+
+def _both_forward_backward(pair: Pair) -> None:
+    (piece,) = pair.pieces(1)
+    pair.both(lambda net: _forward_backward(net, piece))
+
+
+def _backward_of(out: torch.Tensor) -> torch.Tensor:
+    out.square().sum().backward()
+    return out.detach()
+
+
+@CHECKS.on(2)
+def a_unit_may_run_alone_before_the_root_ever_ran() -> None:
+    """It is its own root then, and joins the root's context later, without losing its gradient."""
+    pair_of_nets = make_net(), make_net()
+    unsharded, sharded = pair_of_nets
+    for block in sharded.blocks:
+        fully_shard(block)
+    fully_shard(sharded)
+    x = torch.linspace(-1, 1, 7).view(1, 7)
+    for _ in range(3):  # its own context has a plan by then
+        for net in pair_of_nets:
+            _backward_of(net.blocks[1](x))
+    alone = find_context(sharded.blocks[1])
+    assert alone.plan is not None and len(alone.units) == 1
+    assert_at_rest(alone)
+    for step in range(3):
+        (piece,) = global_batch(step, 1)
+        for net in pair_of_nets:
+            _forward_backward(net, piece)
+        assert_same_gradients(sharded, unsharded)
+    assert find_context(sharded.blocks[1]) is find_context(sharded) is not alone
+    assert_at_rest(sharded)
+
+
+@CHECKS.on(2)
+def a_unit_used_alone_while_its_graph_waits_keeps_a_context_of_its_own() -> None:
+    """The root's first forward comes between the unit's forward and its backward; both are right."""
+    nets = make_net(), make_net()
+    for block in nets[1].blocks:
+        fully_shard(block)
+    fully_shard(nets[1])
+    x = torch.linspace(-1, 1, 7).view(1, 7)
+    (piece,) = global_batch(0, 1)
+    for net in nets:
+        early = net.blocks[1](x).square().sum()
+        late = loss_of(net, piece)
+        late.backward()
+        early.backward()
+    assert_same_gradients(nets[1], nets[0])
+    for context in {find_context(module) for module in (nets[1], *nets[1].blocks)}:
+        assert_at_rest(context)
+
+
+# ---- 2. prefetched, not used --------------------------------------------------------------------------------------------
+
+
+@CHECKS.on(2)
+def a_unit_that_is_prefetched_and_not_used_does_not_stay_gathered() -> None:
+    """Branches change between steps: a skipped unit's weights were on their way; and its gradient is none."""
+    pair = Pair(4)
+    for order in ([0, 1, 2, 3], [0, 1, 2, 3], [0, 2, 3], [0, 1, 2], [0, 1], [], [0, 1, 2, 3], [1], [0, 1, 2, 3]):
+        pair.set(order=order)
+        gathers = pair.context.unsharder.num_gathers
+        pair.steps(1)
+        assert pair.context.unsharder.num_gathers > gathers
+    # The same under no_grad, where no backward comes that would clean up.
+    pair.steps(2)
+    pair.set(order=[0, 2])
+    (piece,) = pair.pieces(1)
+    with torch.no_grad():
+        pair.both(lambda net: loss_of(net, piece))
+    assert_at_rest(pair.sharded)
+
+
+@CHECKS.on(2)
+def a_loss_that_is_deleted_without_backward_leaves_nothing_to_wait_for() -> None:
+    pair = Pair()
+    for _ in range(3):
+        for piece in pair.pieces(1):
+            pair.both(lambda net, piece=piece: loss_of(net, piece).detach())
+        pair.step()
+    assert pair.context.in_plan
+
+
+# ---- 3. twice -----------------------------------------------------------------------------------------------------------
+
+
+@CHECKS.on(2)
+def a_unit_may_run_twice_in_one_forward() -> None:
+    for strategy in STRATEGY_NAMES:
+        for order in ([0, 1, 0], [1, 1, 1], [0, 1, 2, 1, 0]):
+            pair = Pair(3, strategy)
+            pair.set(order=order)
+            pair.steps(3)
+
+
+@CHECKS.on(2)
+def a_unit_that_ran_twice_once_is_right_when_it_runs_once() -> None:
+    pair = Pair()
+    for order in ([0, 1, 2], [0, 1, 1, 2], [0, 1, 2], [0, 1, 2], [2, 0, 2], [0, 1, 2]):
+        pair.set(order=order)
+        pair.steps(1)
+
+
+@CHECKS.on(2)
+def a_unit_that_runs_twice_is_reduced_once_and_early_again_when_it_runs_once() -> None:
+    """Its gradient is whole at backward's end; that it once ran twice does not make it late for ever."""
+    pair = Pair()
+    for order in ([0, 1, 1, 2], [1, 0, 1], [0, 1, 2]):
+        pair.set(order=order)
+        for _ in range(4):
+            before = pair.context.grad_reducer.num_reductions
+            pair.step()
+            used = len(set(order)) + 1
+            assert pair.context.grad_reducer.num_reductions - before == used, order
+    assert [unit.name for unit in pair.context.units if unit.is_deferred] == ["Net"]
+    assert pair.context.in_plan
+
+
+class TwoNames(nn.Module):
+    """One module under two names, and in a list besides."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.first = block
+        self.second = block
+        self.listed = nn.ModuleList([block])
+        self.scale = nn.Parameter(torch.tensor([1.5]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.listed[0](self.second(self.first(x) * self.scale)).sum()
+
+
+@CHECKS.on(2)
+def a_module_may_be_reached_under_two_names() -> None:
+    for wraps_block in (True, False):
+        nets = [TwoNames(make_net().blocks[0]) for _ in range(2)]
+        if wraps_block:
+            fully_shard(nets[1].first)
+        fully_shard(nets[1])
+        assert [name for name, _ in nets[0].named_parameters()] == [name for name, _ in nets[1].named_parameters()]
+        assert list(nets[0].state_dict()) == list(nets[1].state_dict())
+        context_of(nets[1]).poisons = True
+        optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets]
+        for step in range(3):
+            x = global_batch(step, 1)[0][0] @ torch.ones(5, 7)
+            for net, optimizer in zip(nets, optimizers, strict=True):
+                optimizer.zero_grad()
+                net(x).backward()
+            assert_same_gradients(nets[1], nets[0])
+            for optimizer in optimizers:
+                optimizer.step()
+        assert_same_weights(nets[1], nets[0])
+        assert_at_rest(nets[1])
+
+
+# ---- 4. several graphs ------------------------------------------------------------------------------------------------
+
+
+@CHECKS.on(2)
+def two_forwards_then_two_backwards_are_right_in_either_order() -> None:
+    for strategy in STRATEGY_NAMES:
+        for order in ((0, 1), (1, 0)):
+            pair = Pair(3, strategy)
+            pair.step()
+            for _ in range(3):
+                pieces = pair.pieces(2)
+                for net in pair.nets:
+                    losses = [loss_of(net, piece) for piece in pieces]
+                    for index in order:
+                        losses[index].backward()
+                pair.finish_step()
+            assert_same_weights(pair.sharded, pair.unsharded)
+
+
+@CHECKS.on(2)
+def one_forward_one_backward_schedules_are_right() -> None:
+    """F1 F2 B1 F3 B2 B3, in microbatch scopes and outside of them, and a change of schedule between steps."""
+    for strategy in STRATEGY_NAMES:
+        pair = Pair(3, strategy)
+        for schedule in ("F0 F1 B0 F2 B1 B2",) * 3 + ("F0 B0 F1 B1 F2 B2", "F0 F1 F2 B0 B1 B2", "F0 F1 B0 F2 B1 B2"):
+            pieces = pair.pieces(3)
+            for net in pair.nets:
+                losses: dict[int, torch.Tensor] = {}
+                for act in schedule.split():
+                    index = int(act[1])
+                    if act[0] == "F":
+                        losses[index] = loss_of(net, pieces[index])
+                    else:
+                        losses.pop(index).backward()
+            pair.finish_step()
+        assert_same_weights(pair.sharded, pair.unsharded)
+
+
+@CHECKS.on(2)
+def a_pipeline_in_microbatch_scopes_reduces_once() -> None:
+    """Scopes lie around each pass: the backward of the last microbatch alone is the last."""
+    for strategy in STRATEGY_NAMES:
+        pair = Pair(3, strategy)
+        for _ in range(3):
+            pieces = pair.pieces(3)
+            before = pair.context.grad_reducer.num_reductions
+            losses: dict[int, torch.Tensor] = {}
+            for act in ["F0", "F1", "B0", "F2", "B1", "B2"]:
+                index = int(act[1])
+                with microbatch(pair.sharded, is_first=act == "F0", is_last=act == "B2"):
+                    if act[0] == "F":
+                        losses[index] = loss_of(pair.sharded, pieces[index])
+                    else:
+                        losses.pop(index).backward()
+            reductions = pair.context.grad_reducer.num_reductions - before
+            num_groups = len(pair.context.groups)
+            assert reductions == num_groups * (1 if strategy in ("no_shard", "optim") else 3)
+            for piece in pieces:
+                loss_of(pair.unsharded, piece).backward()
+            pair.finish_step()
+        assert_same_weights(pair.sharded, pair.unsharded)
+
+
+@CHECKS.on(2)
+def a_graph_may_be_differentiated_twice() -> None:
+    for strategy in STRATEGY_NAMES:
+        pair = Pair(3, strategy)
+        for _ in range(4):
+            (piece,) = pair.pieces(1)
+            for net in pair.nets:
+                loss = loss_of(net, piece)
+                loss.backward(retain_graph=True)
+                loss.backward()
+            pair.finish_step()
+        assert_same_weights(pair.sharded, pair.unsharded)
+
+
+@CHECKS.on(2)
+def two_losses_of_one_graph_may_be_differentiated_one_after_the_other() -> None:
+    pair = Pair()
+    for _ in range(4):
+        (piece,) = pair.pieces(1)
+        for net in pair.nets:
+            out = net(piece[0])
+            out[:, 0].sum().backward(retain_graph=True)
+            nn.functional.cross_entropy(out, piece[1]).backward()
+        pair.finish_step()
+    assert_same_weights(pair.sharded, pair.unsharded)
+
+
+@CHECKS.on(2)
+def the_same_graph_after_the_weights_have_moved_is_refused() -> None:
+    """A graph that was kept past its step refers to addresses that hold other weights now."""
+    pair = Pair()
+    (piece,) = pair.pieces(1)
+    loss = loss_of(pair.sharded, piece)
+    loss.backward(retain_graph=True)
+    pair.sharded.zero_grad()
+    pair.steps(2)
+    with pytest.raises(RuntimeError, match="run forward again"):
+        loss.backward()
+    assert_at_rest_after_failure(pair)
+    pair.steps(2)
+
+
+def assert_at_rest_after_failure(pair: Pair) -> None:
+    """Afterwards what a failed step left is gone; the next forward would do the same."""
+    pair.context._recover()
+    assert_at_rest(pair.sharded)
+    for net in pair.nets:
+        net.zero_grad()
+
+
+# ---- 5. evaluation ----------------------------------------------------------------------------------------------------
+
+
+@CHECKS.on(2)
+def evaluation_between_steps_is_right_and_keeps_the_plan() -> None:
+    """Train, evaluate, train; under no_grad, inference_mode or neither, with eval() on, between any two calls."""
+    for strategy in STRATEGY_NAMES:
+        pair = Pair(3, strategy)
+        pair.steps(2)
+        plan = pair.context.plan
+        for mode in (torch.no_grad, torch.inference_mode):
+            for _ in range(3):
+                pair.set(training=False)
+                with mode():
+                    for piece in pair.pieces(3):
+                        pair.both(lambda net, piece=piece: loss_of(net, piece).clone())
+                assert_at_rest(pair.sharded)
+                pair.set(training=True)
+            pair.steps(1)
+        _both_evaluate(pair)
+        _both_forward_backward(pair)
+        _both_evaluate(pair)  # between backward and step
+        pair.finish_step()
+        pair.steps(1)
+        assert pair.context.plan is plan and pair.context.in_plan
+
+
+def _both_evaluate(pair: Pair) -> None:
+    with torch.no_grad():
+        for piece in pair.pieces(2):
+            pair.both(lambda net, piece=piece: loss_of(net, piece))
+
+
+@CHECKS.on(2)
+def evaluation_first_then_training() -> None:
+    """The first order that is seen is that of an evaluation; the plan grows when backward comes."""
+    pair = Pair()
+    for _ in range(3):
+        _both_evaluate(pair)
+        assert_at_rest(pair.sharded)
+    assert "br" not in _uses(pair)
+    pair.steps(3)
+    assert "br" in _uses(pair) and pair.context.in_plan
+
+
+@CHECKS.on(2)
+def evaluation_while_a_graph_waits_for_its_backward() -> None:
+    pair = Pair()
+    for _ in range(3):
+        pieces = pair.pieces(2)
+        for net in pair.nets:
+            loss = loss_of(net, pieces[0])
+            with torch.no_grad():
+                loss_of(net, pieces[1])
+            loss.backward()
+        pair.finish_step()
+    pair.steps(2)
+
+
+# ---- 6. recomputation -------------------------------------------------------------------------------------------------
+
+
+def _recomputed(use_reentrant: bool) -> Callable[[nn.Module, torch.Tensor], torch.Tensor]:
+    return lambda block, x: checkpoint(block, x, use_reentrant=use_reentrant)
+
+
+def _inside(use_reentrant: bool) -> Callable[[nn.Module, torch.Tensor], torch.Tensor]:
+    """Recomputes two calls of a block as one piece, as a whole layer stack would be."""
+    return lambda block, x: checkpoint(lambda y: block(block(y)), x, use_reentrant=use_reentrant)
+
+
+@CHECKS.on(2)
+def recomputation_is_right_and_gathers_no_more_than_without() -> None:
+    """Each unit is gathered once in forward and once in backward, but for the turn, whether it is recomputed or not."""
+    for use_reentrant in (False, True):
+        counts = []
+        for around in (None, _recomputed(use_reentrant)):
+            pair = Pair(4)
+            if around is not None:
+                pair.set(around=around)
+            pair.steps(3)
+            before = pair.context.unsharder.num_gathers
+            pair.steps(1)
+            counts.append(pair.context.unsharder.num_gathers - before)
+            assert pair.context.in_plan
+        assert counts[1] <= counts[0], (use_reentrant, counts)
+
+
+@CHECKS.on(2)
+def recomputation_is_right_for_every_strategy() -> None:
+    for strategy in STRATEGY_NAMES:
+        for use_reentrant in (False, True):
+            for around in (_recomputed(use_reentrant), _inside(use_reentrant)):
+                pair = Pair(3, strategy)
+                pair.set(around=around)
+                pair.steps(3)
+
+
+@CHECKS.on(2)
+def recomputation_of_several_units_at_once_is_right() -> None:
+    """A checkpoint around two units: backward begins with a whole forward of both."""
+    for use_reentrant in (False, True):
+        pair = Pair(4)
+        for net in pair.nets:
+            net.order = [0]
+            net.around = lambda _, x, net=net, use=use_reentrant: checkpoint(_through, net, x, use_reentrant=use)
+        pair.steps(3)
+        gathers, reductions = pair.context.unsharder.num_gathers, pair.context.grad_reducer.num_reductions
+        pair.steps(1)
+        # Four blocks twice and the root once: what the recomputation gathered is what backward uses.
+        num_groups = len(pair.context.groups)
+        assert pair.context.unsharder.num_gathers - gathers <= 2 * num_groups
+        assert pair.context.grad_reducer.num_reductions - reductions == num_groups
+
+
+def _through(net: Net, x: torch.Tensor) -> torch.Tensor:
+    for block in net.blocks:
+        x = block(x)
+    return x
+
+
+# ---- 7. exceptions ----------------------------------------------------------------------------------------------------
+
+
+class Trip(torch.autograd.Function):
+    """The identity, until it is armed: then backward raises."""
+
+    armed = False
+
+    @staticmethod
+    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, grad: torch.Tensor) -> torch.Tensor:
+        if Trip.armed:
+            raise ValueError("backward trips")
+        return grad
+
+
+class ArmedBlocks:
+    """Raises in the forward of the calls whose numbers are given, counted over this object's life."""
+
+    def __init__(self, *calls: int) -> None:
+        self.calls, self.count = set(calls), -1
+
+    def __call__(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        handle = block.register_forward_pre_hook(self._raise) if self.count in self.calls else None
+        try:
+            return block(x)
+        finally:
+            if handle is not None:
+                handle.remove()
+
+    @staticmethod
+    def _raise(*_: object) -> None:
+        raise ValueError("forward trips")
+
+
+@CHECKS.on(2)
+def after_an_exception_in_forward_the_next_step_is_right() -> None:
+    """In each block in turn, before and after there is a plan; nothing stays gathered at once."""
+    for strategy in STRATEGY_NAMES:
+        for num_steps_before in (0, 2):
+            for call in range(3):
+                pair = Pair(3, strategy)
+                pair.steps(num_steps_before)
+                (piece,) = pair.pieces(1)
+                plain = pair.sharded.around
+                pair.sharded.around = ArmedBlocks(call)
+                with pytest.raises(ValueError, match="forward trips"):
+                    loss_of(pair.sharded, piece)
+                assert_at_rest(pair.sharded)
+                assert all(unit.phase is Phase.RESTING for unit in pair.context.units)
+                pair.sharded.around = plain
+                pair.steps(2)
+
+
+@CHECKS.on(2)
+def after_an_exception_in_backward_the_next_step_is_right() -> None:
+    """A backward that fails has no end; the next forward finds that out, drops its gradients, and says so."""
+    for strategy in STRATEGY_NAMES:
+        for num_steps_before in (0, 2):
+            pair = Pair(3, strategy)
+            pair.set(around=lambda block, x: block(Trip.apply(x)))
+            pair.steps(num_steps_before)
+            (piece,) = pair.pieces(1)
+            loss = loss_of(pair.sharded, piece)
+            Trip.armed = True
+            try:
+                with pytest.raises(ValueError, match="backward trips"):
+                    loss.backward()
+            finally:
+                Trip.armed = False
+            del loss
+            with pytest.raises(RuntimeError, match="the last one did not finish"):
+                pair.optimizers[1].step()
+            pair.optimizers[1].zero_grad()
+            with _warnings_logged() as messages:
+                pair.steps(2)
+            assert sum("did not finish" in message for message in messages) == 1
+            assert pair.context.in_plan or num_steps_before == 0
+
+
+@CHECKS.on(2)
+def after_an_exception_in_a_recomputation_the_next_step_is_right() -> None:
+    for use_reentrant in (False, True):
+        for num_steps_before in (0, 2):
+            pair = Pair()
+            plain = _recomputed(use_reentrant)
+            pair.set(around=plain)
+            pair.steps(num_steps_before)
+            (piece,) = pair.pieces(1)
+            armed = ArmedBlocks(4)  # three calls in forward; the second recomputation fails
+            pair.sharded.around = lambda block, x, armed=armed, use=use_reentrant: checkpoint(
+                armed, block, x, use_reentrant=use
+            )
+            loss = loss_of(pair.sharded, piece)
+            with pytest.raises(ValueError, match="forward trips"):
+                loss.backward()
+            del loss
+            assert_at_rest_after_failure(pair)
+            pair.sharded.around = plain
+            pair.steps(2)
+
+
+@CHECKS.on(2)
+def an_exception_between_forward_and_backward_leaves_the_next_step_right() -> None:
+    """The user's own code fails between the two and drops the graph."""
+    pair = Pair()
+    pair.steps(2)
+    (piece,) = pair.pieces(1)
+    with pytest.raises(ValueError, match="the loss trips"), microbatch(pair.sharded):
+        loss = loss_of(pair.sharded, piece)
+        assert loss.requires_grad
+        raise ValueError("the loss trips")
+    del loss
+    pair.steps(2)
+    assert pair.context.in_plan
+
+
+@CHECKS.on(2)
+def an_exception_that_is_caught_inside_the_model_is_right() -> None:
+    """The model catches what its block raised and goes on without it."""
+
+    def caught(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        try:
+            return ArmedBlocks(0)(block, x) if block in to_fail else block(x)
+        except ValueError:
+            return x
+
+    pair = Pair()
+    to_fail = {net.blocks[1] for net in pair.nets}
+    pair.set(around=caught)
+    pair.steps(3)
+
+
+@pytest.mark.parametrize(("num_ranks", "name"), CHECKS.parameters)
+def test_order(num_ranks: int, name: str) -> None:
+    CHECKS.assert_passed(num_ranks, name)

@@ -1,0 +1,374 @@
+"""Each flag has one of three fates, none is ignored, and what is wrong with a command line is said at once."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.training.arguments import build_parser, parse_settings, settings_from_args
+from megatron.training.cli.flag_parser import FlagError
+from megatron.training.cli.flags_experts import layer_pattern
+from tests.support.launch_lines import (
+    DEEPSEEK_V3,
+    LLAMA3_8B,
+    LLAMA3_8B_AS_SERVED,
+    MIXTRAL_8X7B,
+    QWEN3_30B_A3B_AS_SERVED,
+)
+
+MINIMAL = [
+    "--num-layers",
+    "2",
+    "--hidden-size",
+    "16",
+    "--num-attention-heads",
+    "4",
+    "--seq-length",
+    "8",
+    "--max-position-embeddings",
+    "8",
+    "--micro-batch-size",
+    "2",
+    "--train-iters",
+    "4",
+    "--lr",
+    "1e-3",
+    "--mock-data",
+]
+
+
+def _fates(line: str) -> dict[str, set[str]]:
+    parser = build_parser()
+    fates: dict[str, set[str]] = {"in effect": set(), "always so": set(), "refused": set()}
+    for flag in re.findall(r"--[a-z][a-z0-9-]*", line):
+        found = [
+            fate
+            for fate, holds in (
+                ("in effect", flag in parser._option_string_actions),
+                ("always so", flag in parser.always_so),
+                ("refused", parser.reason_against(flag) is not None),
+            )
+            if holds
+        ]
+        assert len(found) == 1, f"{flag} must have one fate, has {found}"
+        fates[found[0]].add(flag)
+    return fates
+
+
+@pytest.mark.parametrize("line", [LLAMA3_8B, DEEPSEEK_V3], ids=["llama3_8b", "deepseek_v3"])
+def test_each_flag_of_the_published_launch_lines_has_one_fate(line: str) -> None:
+    fates = _fates(line)
+    assert len(fates["in effect"]) > 50
+    assert all(fates.values())
+
+
+@pytest.mark.parametrize("line", [LLAMA3_8B, DEEPSEEK_V3], ids=["llama3_8b", "deepseek_v3"])
+def test_a_launch_line_is_refused_with_every_reason_at_once(line: str) -> None:
+    refused = _fates(line)["refused"]
+    with pytest.raises(FlagError) as caught:
+        parse_settings(line.split(), world_size=8)
+    lines = str(caught.value).splitlines()
+    assert {text.split()[0] for text in lines} >= refused
+    assert all(" is refused: " in text or " must be " in text for text in lines)
+
+
+def test_the_launch_line_without_what_is_refused_is_in_effect() -> None:
+    settings = parse_settings(LLAMA3_8B_AS_SERVED.split(), world_size=8)
+    assert settings.batch.num_microbatches == 16
+    assert settings.loop.train_iters == 1953125000 // 128
+    assert settings.schedule.warmup_samples == 3906252
+    assert settings.data.split == "99,1,0"
+    assert settings.model.transformer.layernorm_zero_centered_gamma
+    assert settings.model.padded_vocab_size(128257) == 128384
+    assert settings.optimizer.decoupled_min_lr == 4.5e-5
+    assert settings.ddp.data_parallel_sharding_strategy == "optim_grads_params"
+    assert settings.ddp.transport_kind == "symm" and settings.distributed.create_all_gather_group
+
+
+def test_of_the_line_of_a_mixture_only_the_tokenizer_must_be_changed() -> None:
+    """Sequence parallelism over one rank, and the older ways to ask for rotary positions, are what scripts hold."""
+    with pytest.raises(FlagError, match="got Llama2Tokenizer; use SentencePieceTokenizer") as caught:
+        parse_settings(MIXTRAL_8X7B.split(), world_size=64)
+    assert len(str(caught.value).splitlines()) == 1
+    served = MIXTRAL_8X7B.replace("Llama2Tokenizer", "SentencePieceTokenizer")
+    settings = parse_settings(served.split(), world_size=64)
+    transformer = settings.model.transformer
+    assert settings.model.position_embedding_type == "rope" and not transformer.sequence_parallel
+    assert settings.grid.size("expt_dp") == 2 and settings.ddp.data_parallel_sharding_strategy == "optim"
+
+
+def test_a_line_of_many_experts_is_in_effect() -> None:
+    settings = parse_settings(QWEN3_30B_A3B_AS_SERVED.split(), world_size=32)
+    transformer = settings.model.transformer
+    assert settings.model.position_embedding_type == "rope" and settings.model.rotary_base == 1000000
+    assert (transformer.recompute_granularity, transformer.sequence_parallel) == ("selective", True)
+    assert (transformer.moe_router_topk, transformer.moe_z_loss_coeff, transformer.moe_router_dtype) == (
+        8,
+        1e-3,
+        "fp32",
+    )
+    assert settings.grid.size("expt_tp") == 1 and settings.grid.size("expt_dp") == 2
+
+
+@pytest.mark.parametrize(
+    ("flags", "width"),
+    [
+        ("--hidden-size 4096", 16384),
+        ("--hidden-size 4096 --swiglu", 10880),
+        ("--hidden-size 16 --swiglu", 64),
+        ("--hidden-size 4096 --swiglu --ffn-hidden-size 14336", 14336),
+    ],
+)
+def test_a_gated_mlp_is_two_thirds_as_wide_unless_told(flags: str, width: int) -> None:
+    """As in Megatron-LM, where a launch script may leave the width out."""
+    transformer = parse_settings([*MINIMAL, *flags.split(), "--num-experts", "4"], world_size=1).model.transformer
+    assert transformer.ffn_hidden_size == width and transformer.moe_ffn_hidden_size is None, "which means the same"
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("", "learned_absolute"),
+        ("--no-position-embedding", "none"),
+        ("--use-rotary-position-embeddings --no-position-embedding", "rope"),
+        ("--position-embedding-type rope --no-position-embedding --rotary-percent 0.5", "rope"),
+    ],
+)
+def test_positions_by_older_flags(flags: str, expected: str) -> None:
+    assert parse_settings([*MINIMAL, *flags.split()], world_size=1).model.position_embedding_type == expected
+
+
+def test_flags_that_name_a_fact_leave_the_settings_as_they_are() -> None:
+    facts = [token for flag, so in build_parser().always_so.items() for token in (flag, *so.values[:1])]
+    assert build_parser().parse_flags(MINIMAL + facts) == build_parser().parse_flags(MINIMAL)
+
+
+@pytest.mark.parametrize(("flag", "so"), [(f, so) for f, so in build_parser().always_so.items() if so.values])
+def test_another_value_of_a_fact_is_refused(flag: str, so: Any) -> None:
+    with pytest.raises(FlagError, match=f"{flag} must be .*got 7"):
+        parse_settings([*MINIMAL, flag, "7"], world_size=1)
+    with pytest.raises(FlagError, match=f"{flag} takes one value"):
+        parse_settings([*MINIMAL, flag], world_size=1)
+
+
+def test_values_may_follow_an_equals_sign() -> None:
+    assert parse_settings([*MINIMAL, "--tensor-model-parallel-size=1", "--seed=7"], world_size=1).loop.seed == 7
+
+
+def test_every_refusal_has_a_reason_and_is_not_served_elsewhere() -> None:
+    parser = build_parser()
+    for flag, reason in parser.refused.items():
+        assert flag not in parser._option_string_actions and flag not in parser.always_so
+        assert reason and parser.reason_against(flag) == reason
+    for start, reason in parser.refused_families:
+        assert reason and parser.reason_against(f"{start}of-its-kind") == reason
+
+
+def test_unknown_flags_are_refused_with_the_nearest_name_and_abbreviations_are_unknown() -> None:
+    with pytest.raises(FlagError) as caught:
+        parse_settings([*MINIMAL, "--num-layer", "3", "--fp16", "--no-such-thing"], world_size=1)
+    assert "--num-layer is unknown; did you mean --num-layers?" in str(caught.value)
+    assert "--fp16 is refused: " in str(caught.value)
+    assert "--no-such-thing is unknown; see --help" in str(caught.value), "no far-fetched name"
+
+
+@pytest.mark.parametrize(
+    "extra", [["--num-layers", "two"], ["--optimizer", "muon"], ["stray"], ["--use-mcore-models", "1"]]
+)
+def test_malformed_command_lines_are_refused(extra: list[str]) -> None:
+    with pytest.raises(FlagError):
+        parse_settings([*MINIMAL, *extra], world_size=1)
+
+
+def test_help_names_every_flag() -> None:
+    parser = build_parser()
+    text = parser.format_help()
+    assert all(flag in text for flag in [*parser._option_string_actions, *parser.always_so])
+    assert all(action.help for action in parser._actions)
+
+
+class _RecordingNamespace(Namespace):
+    """Remembers which flags were read."""
+
+    def __getattribute__(self, name: str) -> Any:
+        if not name.startswith("_"):
+            object.__getattribute__(self, "_read").add(name)
+        return object.__getattribute__(self, name)
+
+
+def _read_flags(argv: list[str]) -> set[str]:
+    args = build_parser().parse_flags(argv)
+    recording = _RecordingNamespace()
+    recording._read = set()  # type: ignore[attr-defined]
+    recording.__dict__.update(vars(args))
+    settings_from_args(recording, world_size=1)
+    return recording._read  # type: ignore[attr-defined, no-any-return]
+
+
+def test_every_flag_is_read_into_the_settings() -> None:
+    everything = _read_flags(MINIMAL) | _read_flags([*MINIMAL, "--swiglu", "--group-query-attention"])
+    everything |= _read_flags(
+        [*MINIMAL, "--weight-decay-incr-style", "linear", "--start-weight-decay", "0", "--end-weight-decay", "1"]
+    )
+    dests = {action.dest for action in build_parser()._actions if action.dest != "help"}
+    assert dests - everything == set()
+
+
+def test_every_setting_is_read_by_a_component() -> None:
+    """A field that no code reads would be a flag that is accepted and ignored."""
+    import dataclasses
+
+    settings = parse_settings(MINIMAL, world_size=1)
+    sources = [*Path("megatron/training").glob("*.py"), *Path("megatron/core/optimizer").glob("*.py")]
+    text = "\n".join(path.read_text() for path in sources if path.name not in ("arguments.py", "flag_conflicts.py"))
+    for part in dataclasses.fields(settings):
+        if part.name in ("ddp", "grid"):
+            continue  # the engine's own, and geometry: their tests see to it
+        for field in dataclasses.fields(getattr(settings, part.name)):
+            assert re.search(rf"\.{field.name}\b|\"{field.name}\"", text), f"{part.name}.{field.name} is never read"
+
+
+def test_defaults_are_those_of_megatron_lm() -> None:
+    args = vars(build_parser().parse_flags([]))
+    expected = {
+        "attention_dropout": 0.1, "hidden_dropout": 0.1, "weight_decay": 0.01, "clip_grad": 1.0, "adam_beta1": 0.9,
+        "adam_beta2": 0.999, "adam_eps": 1e-8, "sgd_momentum": 0.9, "init_method_std": 0.02, "norm_epsilon": 1e-5,
+        "rotary_base": 10000, "rotary_percent": 1.0, "make_vocab_size_divisible_by": 128, "num_query_groups": 1,
+        "position_embedding_type": "learned_absolute", "normalization": "LayerNorm", "seed": 1234, "log_interval": 100,
+        "eval_interval": 1000, "eval_iters": 100, "lr_decay_style": "linear", "min_lr": 0.0, "lr_warmup_iters": 0,
+        "lr_warmup_samples": 0, "lr_warmup_init": 0.0, "num_workers": 2, "distributed_timeout_minutes": 10,
+        "data_parallel_sharding_strategy": "no_shard", "optimizer": "adam", "global_batch_size": None, "save": None,
+        "megatron_fsdp_main_params_dtype": "fp32", "megatron_fsdp_main_grads_dtype": "auto",
+        "megatron_fsdp_grad_comm_dtype": "auto", "check_for_nan_in_loss_and_grad": True, "mmap_bin_files": True,
+        "gradient_accumulation_fusion": True, "bf16": False, "manual_gc_interval": 0, "lr_wsd_decay_style": "exponential",
+    }  # fmt: skip
+    assert {name: args[name] for name in expected} == expected
+
+
+def test_ranks_that_split_the_model_share_samples() -> None:
+    flags = (
+        "--tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2 --pipeline-model-parallel-size 2"
+    )
+    flags += " --attention-dropout 0 --use-tp-pp-dp-mapping"
+    settings = parse_settings([*MINIMAL, *flags.split()], world_size=16)
+    assert (settings.batch.data_parallel_size, settings.batch.global_batch_size) == (2, 4)
+    assert settings.grid.groups("dp").tolist()[0] == [0, 8] and settings.grid.groups("pp").tolist()[0] == [0, 4]
+    transformer = settings.model.transformer
+    assert transformer.sequence_parallel and transformer.cp_comm_type is None, "which means p2p"
+    by_layer = parse_settings([*MINIMAL, *flags.split(), "--cp-comm-type", "p2p", "all_gather"], world_size=16)
+    assert by_layer.model.transformer.cp_comm_type == ["p2p", "all_gather"]
+
+
+def test_experts_and_their_router_reach_the_model() -> None:
+    flags = "--num-experts 4 --moe-layer-freq ([0]+[1]*1) --moe-router-topk 3 --moe-aux-loss-coeff 0.1"
+    settings = parse_settings([*MINIMAL, *flags.split(), "--expert-model-parallel-size", "2"], world_size=4)
+    transformer = settings.model.transformer
+    assert (transformer.num_moe_experts, transformer.moe_layer_freq, transformer.moe_router_topk) == (4, [0, 1], 3)
+    assert transformer.moe_aux_loss_coeff == 0.1 and settings.grid.size("expt_dp") == 2
+
+
+def test_hybrid_sharding_reaches_the_engine() -> None:
+    flags = "--use-megatron-fsdp --num-distributed-optimizer-instances 2 --outer-dp-sharding-strategy optim"
+    settings = parse_settings([*MINIMAL, *flags.split()], world_size=4)
+    ddp = settings.ddp
+    assert (ddp.num_distributed_optimizer_instances, ddp.outer_dp_sharding_strategy) == (2, "optim")
+    assert settings.grid.groups("intra_dp_cp").tolist() == [[0, 1], [2, 3]]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("2", 2), ("[0,1]", [0, 1]), ("([0]*3 + [1]*2)", [0, 0, 0, 1, 1]), ("[0,1]*2", [0, 1] * 2)]
+)
+def test_a_pattern_of_layers_is_a_number_or_a_sum_of_lists(text: str, expected: Any) -> None:
+    assert layer_pattern(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "1+1", "[1]*[1]", "['1']", "[0]*99999999", "__import__('os')", "[[1]]"])
+def test_another_pattern_of_layers_is_refused(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="must be a number or an expression"):
+        layer_pattern(text)
+
+
+def test_schedule_counts_samples_whatever_it_was_given_in() -> None:
+    by_iterations = parse_settings([*MINIMAL, "--lr-warmup-iters", "1", "--lr-decay-iters", "3"], world_size=2)
+    assert (by_iterations.schedule.warmup_samples, by_iterations.schedule.decay_samples) == (4, 12)
+    assert by_iterations.schedule.weight_decay_incr_samples == 16
+    by_fraction = parse_settings([*MINIMAL, "--lr-warmup-fraction", "0.25"], world_size=2)
+    assert by_fraction.schedule.warmup_samples == 4.0
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ([], (torch.float32, torch.float32, torch.float32)),
+        (["--bf16"], (torch.float32, torch.float32, torch.float32)),
+        (["--bf16", "--grad-reduce-in-bf16"], (torch.float32, torch.bfloat16, torch.bfloat16)),
+        (["--bf16", "--megatron-fsdp-grad-comm-dtype", "bf16"], (torch.float32, torch.float32, torch.bfloat16)),
+        (["--bf16", "--megatron-fsdp-main-grads-dtype", "bf16"], (torch.float32, torch.bfloat16, torch.bfloat16)),
+        (["--bf16", "--megatron-fsdp-main-params-dtype", "auto"], (torch.bfloat16, torch.float32, torch.float32)),
+        (["--bf16", "--accumulate-allreduce-grads-in-fp32"], (torch.float32, torch.float32, torch.float32)),
+        (["--bf16", "--use-precision-aware-optimizer"], (torch.bfloat16, torch.float32, torch.float32)),
+    ],
+)
+def test_dtypes_of_main_weights_and_gradients(flags: list[str], expected: tuple[torch.dtype, ...]) -> None:
+    ddp = parse_settings([*MINIMAL, *flags], world_size=1).ddp
+    got = (ddp.megatron_fsdp_main_params_dtype, ddp.megatron_fsdp_main_grads_dtype, ddp.megatron_fsdp_grad_comm_dtype)
+    assert got == expected
+
+
+def test_the_precision_aware_optimizer_keeps_remainders() -> None:
+    flags = ["--bf16", "--use-precision-aware-optimizer"]
+    assert parse_settings([*MINIMAL, *flags], world_size=1).optimizer.store_param_remainders
+    assert not parse_settings([*MINIMAL, "--bf16"], world_size=1).optimizer.store_param_remainders
+
+
+@pytest.mark.parametrize(
+    ("flags", "strategy"),
+    [
+        ([], "no_shard"),
+        (["--use-distributed-optimizer"], "optim"),
+        (["--use-megatron-fsdp", "--data-parallel-sharding-strategy", "optim_grads"], "optim_grads"),
+        (["--use-megatron-fsdp"], "no_shard"),
+    ],
+)
+def test_what_is_sharded(flags: list[str], strategy: str) -> None:
+    assert parse_settings([*MINIMAL, *flags], world_size=1).ddp.data_parallel_sharding_strategy == strategy
+
+
+@pytest.mark.parametrize(
+    ("flags", "kind"),
+    [
+        ([], "auto"),
+        (["--use-nccl-ub"], "symm"),
+        (["--use-nccl-ub", "--fsdp-transport", "symm"], "symm"),
+        (["--fsdp-transport", "nccl"], "nccl"),
+        (["--fsdp-transport", "peer_copy"], "peer_copy"),
+    ],
+)
+def test_what_moves_bytes(flags: list[str], kind: str) -> None:
+    assert parse_settings([*MINIMAL, *flags], world_size=1).ddp.transport_kind == kind
+
+
+@pytest.mark.parametrize(("text", "budget"), [("0.25", 0.25), ("8589934592", 2**33)])
+def test_a_memory_budget_is_bytes_or_a_fraction(text: str, budget: float) -> None:
+    assert parse_settings([*MINIMAL, "--fsdp-memory-budget", text], world_size=1).ddp.fsdp_memory_budget == budget
+    with pytest.raises(FlagError, match="fsdp_memory_budget must be bytes, or a fraction"):
+        parse_settings([*MINIMAL, "--fsdp-memory-budget", "1.25"], world_size=1)
+
+
+def test_errors_of_components_name_what_must_hold() -> None:
+    with pytest.raises(FlagError, match="multiple of --micro-batch-size"):
+        parse_settings([*MINIMAL, "--global-batch-size", "6"], world_size=2)
+    with pytest.raises(FlagError, match="hidden_size must be a multiple"):
+        parse_settings([*MINIMAL, "--num-attention-heads", "3"], world_size=1)
+
+
+def test_the_parser_is_no_place_for_defaults_of_dataclasses_to_hide() -> None:
+    """argparse would take a later default over an explicit None."""
+    assert isinstance(build_parser(), argparse.ArgumentParser)
+    assert parse_settings(MINIMAL, world_size=3).batch.global_batch_size == 6

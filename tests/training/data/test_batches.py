@@ -1,0 +1,49 @@
+"""A global batch holds the same samples in the same order whatever the number of ranks."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron.training.data.batches import BatchConfig, SequentialBatchSampler
+from megatron.training.loop.dropout_seed import microbatch_seed
+
+
+def _samples_of_steps(ranks: int, *, consumed: int = 0, micro: int = 2, total: int = 40) -> list[list[int]]:
+    """The samples of each step, in the order of microbatches and ranks."""
+    batch = BatchConfig(micro_batch_size=micro, global_batch_size=8, data_parallel_size=ranks)
+    by_rank = [
+        list(SequentialBatchSampler(batch, rank=rank, total_samples=total, consumed_samples=consumed))
+        for rank in range(ranks)
+    ]
+    order = [sample for taken in zip(*by_rank, strict=True) for samples in taken for sample in samples]
+    return [order[start : start + 8] for start in range(0, len(order), 8)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_steps_take_consecutive_samples(ranks: int) -> None:
+    assert _samples_of_steps(ranks) == [list(range(start, start + 8)) for start in range(0, 40, 8)]
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_a_resume_goes_on_where_it_was(ranks: int) -> None:
+    assert _samples_of_steps(ranks, consumed=24) == _samples_of_steps(1)[3:]
+
+
+def test_an_incomplete_microbatch_is_left_out() -> None:
+    batch = BatchConfig(micro_batch_size=2, global_batch_size=4, data_parallel_size=2)
+    sampler = SequentialBatchSampler(batch, rank=1, total_samples=7)
+    assert list(sampler) == [[2, 3]]
+    assert len(sampler) == 1
+    assert len(SequentialBatchSampler(batch, rank=0, total_samples=4, consumed_samples=8)) == 0
+
+
+@pytest.mark.parametrize("sizes", [(2, 6, 2), (0, 6, 2), (2, 0, 1)])
+def test_sizes_that_do_not_fit_are_refused(sizes: tuple[int, int, int]) -> None:
+    with pytest.raises(ValueError, match=r"(must be a multiple|must be positive)"):
+        BatchConfig(micro_batch_size=sizes[0], global_batch_size=sizes[1], data_parallel_size=sizes[2])
+
+
+def test_seeds_of_dropout_differ_and_do_not_depend_on_the_process() -> None:
+    seeds = {microbatch_seed(s, i, m) for s in range(3) for i in range(5) for m in range(7)}
+    assert len(seeds) == 3 * 5 * 7
+    assert microbatch_seed(1234, 0, 0) == 7511662402349365976

@@ -1,0 +1,110 @@
+"""The command line end to end on gloo ranks: what must not change the losses does not change them."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from tests.support.tiny_run import SHARDED, Run, train_all
+
+_BLOW_UP = f"{SHARDED} --lr 1e30 --optimizer sgd --clip-grad 0 --train-iters 6"
+_EQUAL_ON_TWO_RANKS = {
+    "plain": "",
+    "sharded optimizer": "--use-distributed-optimizer",
+    "sharded gradients": "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads --overlap-grad-reduce",
+    "meta device": f"{SHARDED} --init-model-with-meta-device --overlap-param-gather",
+    "recomputation": f"{SHARDED} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    "per token": f"{SHARDED} --calculate-per-token-loss",
+}
+_OTHERS = {
+    "first": SHARDED,
+    "second": SHARDED,
+    "bf16": f"{SHARDED} --bf16 --megatron-fsdp-grad-comm-dtype bf16 --use-distributed-optimizer",
+    "everything logged": (
+        f"{SHARDED} --log-throughput --log-params-norm --log-num-zeros-in-grad --decoupled-lr 1e-3 --eval-iters 1 "
+        "--eval-interval 2 --tensorboard-dir FOLDER --log-timers-to-tensorboard --log-memory-to-tensorboard "
+        "--log-validation-ppl-to-tensorboard --manual-gc --manual-gc-interval 1 --optimizer sgd"
+    ),
+    "not finite": _BLOW_UP,
+    "not finite and allowed": f"{_BLOW_UP} --no-check-for-nan-in-loss-and-grad",
+    "missing tokenizer": "--tokenizer-type HuggingFaceTokenizer --tokenizer-model /nowhere/at-all",
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("tensorboard")
+
+
+@pytest.fixture(scope="module")
+def alone() -> Run:
+    return train_all(1, {"alone": ""})["alone"]
+
+
+@pytest.fixture(scope="module")
+def on_two(folder: Path) -> dict[str, Run]:
+    flags = _EQUAL_ON_TWO_RANKS | _OTHERS
+    return train_all(2, {name: added.replace("FOLDER", str(folder)) for name, added in flags.items()})
+
+
+def _assert_same(run: Run, reference: Run, *, tolerance: float) -> None:
+    assert run.error is None
+    assert run.losses.keys() == reference.losses.keys() == {1, 2, 3, 4}
+    for iteration, loss in reference.losses.items():
+        assert run.losses[iteration] == pytest.approx(loss, rel=tolerance)
+        assert run.grad_norms[iteration] == pytest.approx(reference.grad_norms[iteration], rel=10 * tolerance)
+
+
+@pytest.mark.parametrize("name", _EQUAL_ON_TWO_RANKS)
+def test_ranks_and_sharding_do_not_change_the_losses(alone: Run, on_two: dict[str, Run], name: str) -> None:
+    """Dropout is on: it is a function of seed, iteration and microbatch. What is left is the order of fp32 sums."""
+    assert alone.losses[4] < alone.losses[1]
+    _assert_same(on_two[name], alone, tolerance=1e-6)
+
+
+def test_four_ranks_train_alike(alone: Run) -> None:
+    run = train_all(4, {"four": f"{SHARDED} --no-gradient-accumulation-fusion"})["four"]
+    _assert_same(run, alone, tolerance=1e-6)
+
+
+def test_two_runs_are_equal_to_the_last_bit(on_two: dict[str, Run]) -> None:
+    first, second = on_two["first"], on_two["second"]
+    assert first.losses == second.losses and first.grad_norms == second.grad_norms
+
+
+def test_bf16_stays_near_fp32(alone: Run, on_two: dict[str, Run]) -> None:
+    run = on_two["bf16"]
+    _assert_same(run, alone, tolerance=2e-2)  # bf16 has 8 bits of mantissa
+    assert run.losses != alone.losses
+    assert "compute dtype ............... bfloat16" in run.output
+    assert "gradients on the wire ....... bfloat16" in run.output
+
+
+def test_everything_that_can_be_logged_is_logged(on_two: dict[str, Run], folder: Path) -> None:
+    run = on_two["everything logged"]
+    assert run.error is None
+    for name in ("throughput per GPU", "params norm", "num zeros", "decoupled learning rate", "memory resident"):
+        assert run.output.count(f"{name}") >= 4
+    assert run.output.count("effective configuration:") == 1
+    assert run.output.count("validation loss at iteration") == 4  # twice in between, on validation and test at the end
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    assert [event.value for event in events.Scalars("lm loss")] == pytest.approx(list(run.losses.values()), rel=1e-6)
+    assert {"iteration-time", "memory resident (MiB)", "lm loss validation ppl"} <= set(events.Tags()["scalars"])
+
+
+def test_a_loss_that_is_not_finite_ends_training_and_can_be_allowed(on_two: dict[str, Run]) -> None:
+    error, allowed = on_two["not finite"].error, on_two["not finite and allowed"]
+    assert error is not None and "must be finite" in error
+    assert allowed.error is None
+    assert "number of nan iterations:   1" in allowed.output
+    assert math.isnan(allowed.losses.get(6, math.nan))
+
+
+def test_a_missing_file_is_named(on_two: dict[str, Run]) -> None:
+    error = on_two["missing tokenizer"].error
+    assert error is not None and "/nowhere/at-all" in error

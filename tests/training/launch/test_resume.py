@@ -1,0 +1,163 @@
+"""A resumed run goes on as if it had never stopped, on other ranks and strategies too; what cannot be loaded is named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron.training.checkpointing import TRACKER
+from tests.support.tiny_run import SHARDED, Run, train_all
+
+_SCHEDULE = "--lr-decay-style cosine --lr-warmup-iters 1 --lr-decay-iters 4"
+_RUN = f"{SHARDED} {_SCHEDULE} --eval-iters 1 --eval-interval 1"
+_MISFITS = {
+    "--norm-epsilon 1e-6": "layernorm_epsilon: now 1e-06, saved 1e-05",
+    "--hidden-size 64": "hidden_size: now 64, saved 32",
+    "--lr 1e-3": "max_lr: now 0.001, saved 0.01",
+    "--ckpt-step 7": "iter_0000007",
+}
+
+
+_HALVES = "--bf16 --use-precision-aware-optimizer"
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("resume")
+    (folder / "damaged").mkdir()
+    (folder / "damaged" / TRACKER).write_text("release")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def runs(root: Path) -> dict[str, Run]:
+    """By name; each run finds what those above it have saved."""
+    load = f"{_RUN} --load {root}/halfway"
+    flags = {
+        "whole": _RUN,
+        "halfway": f"{_RUN} --exit-interval 2 --save {root}/halfway",
+        "resumed": load,
+        "other strategy": load.replace("optim_grads_params", "optim_grads"),
+        "finetuned": f"{load} --finetune --train-iters 1",
+        "fresh moments": f"{load} --no-load-optim --no-load-rng",
+        "other seed": f"{load} --no-load-rng --seed 4",
+        "other betas": f"{load} --adam-beta2 0.5",
+        "from scratch": f"{_RUN} --train-iters 1 --load {root}/empty",
+        "must exist": f"{_RUN} --load {root}/empty --exit-on-missing-checkpoint",
+        "damaged": f"{_RUN} --load {root}/damaged",
+        **{misfit: f"{load} {misfit}" for misfit in _MISFITS},
+        "asynchronous": f"{_RUN} --async-save --save-interval 2 --save {root}/asynchronous",
+        "from asynchronous": f"{_RUN} --load {root}/asynchronous --ckpt-step 2",
+        "bf16": f"{_RUN} --bf16",
+        "two halves": f"{_RUN} {_HALVES}",
+        "two halves halfway": f"{_RUN} {_HALVES} --exit-interval 2 --save {root}/halves",
+        "two halves resumed": f"{_RUN} {_HALVES} --load {root}/halves",
+        "made whole": f"{_RUN} --bf16 --load {root}/halves",
+        "bf16 halfway": f"{_RUN} --bf16 --exit-interval 2 --save {root}/bf16",
+        "made two halves": f"{_RUN} {_HALVES} --load {root}/bf16",
+        "slim": f"{_RUN} --exit-interval 2 --no-save-optim --no-save-rng --save {root}/slim",
+        "slim without flags": f"{_RUN} --load {root}/slim",
+        "slim without optimizer": f"{_RUN} --load {root}/slim --no-load-optim",
+        "slim with flags": f"{_RUN} --load {root}/slim --no-load-optim --no-load-rng",
+    }
+    return train_all(2, flags)
+
+
+def _validation_losses(run: Run) -> list[str]:
+    return [line for line in run.output.splitlines() if "validation loss at" in line]
+
+
+def _learning_rates(run: Run) -> list[str]:
+    return [line.split("learning rate: ")[1][:12] for line in run.output.splitlines() if "lm loss:" in line]
+
+
+def test_a_checkpoint_has_its_folder_and_the_tracker_names_it(runs: dict[str, Run], root: Path) -> None:
+    assert runs["halfway"].error is None
+    assert "--exit-interval 2 divides iteration 2" in runs["halfway"].output
+    assert (root / "halfway" / TRACKER).read_text() == "2"
+    assert sorted(entry.name for entry in (root / "halfway").iterdir()) == ["iter_0000002", TRACKER]
+
+
+def test_the_same_run_goes_on_to_the_last_bit(runs: dict[str, Run]) -> None:
+    whole, resumed = runs["whole"], runs["resumed"]
+    assert resumed.error is None
+    assert "training continues after iteration 2" in resumed.output
+    assert resumed.losses == {3: whole.losses[3], 4: whole.losses[4]}
+    assert resumed.grad_norms == {3: whole.grad_norms[3], 4: whole.grad_norms[4]}
+    assert _validation_losses(resumed) == _validation_losses(whole)[2:]
+    assert _learning_rates(resumed) == _learning_rates(whole)[2:]
+
+
+def test_main_weights_in_two_halves_train_and_go_on_as_fp32_ones(runs: dict[str, Run]) -> None:
+    """Whole or in two halves, saved and loaded: the same to the last bit (none of these weights is at a tie)."""
+    whole = runs["bf16"]
+    assert len(whole.losses) == 4 and runs["two halves"].losses == whole.losses
+    for name in ("two halves resumed", "made whole", "made two halves"):
+        assert runs[name].error is None, name
+        assert runs[name].losses == {3: whole.losses[3], 4: whole.losses[4]}, name
+        assert runs[name].grad_norms == {3: whole.grad_norms[3], 4: whole.grad_norms[4]}, name
+
+
+def _assert_goes_on(resumed: Run, whole: Run) -> None:
+    """What is left is the order of fp32 sums."""
+    assert resumed.error is None
+    assert resumed.losses == {i: pytest.approx(whole.losses[i], rel=1e-6) for i in (3, 4)}
+
+
+def test_another_strategy_goes_on_alike(runs: dict[str, Run]) -> None:
+    _assert_goes_on(runs["other strategy"], runs["whole"])
+
+
+@pytest.mark.parametrize(("ranks", "flags"), [(1, _SCHEDULE), (4, f"{SHARDED} {_SCHEDULE}")])
+def test_other_numbers_of_ranks_go_on_alike(runs: dict[str, Run], root: Path, ranks: int, flags: str) -> None:
+    resumed = train_all(ranks, {"resumed": f"{flags} --load {root}/halfway"})["resumed"]
+    _assert_goes_on(resumed, runs["whole"])
+
+
+def test_parts_can_be_left_out_of_a_load(runs: dict[str, Run]) -> None:
+    whole, tuned, fresh = runs["whole"], runs["finetuned"], runs["fresh moments"]
+    assert tuned.error is None and "training starts at iteration 0" in tuned.output
+    assert tuned.losses[1] < whole.losses[1]  # the weights are trained, the data are those of iteration 1
+    assert fresh.losses[3] == whole.losses[3]  # the loss of the loaded weights
+    assert fresh.losses[4] != whole.losses[4]  # the moments start at zero
+    assert runs["other seed"].losses[3] != whole.losses[3]
+
+
+def test_hyperparameters_of_the_command_line_stay_in_effect(runs: dict[str, Run]) -> None:
+    assert runs["other betas"].losses[3] == runs["whole"].losses[3]
+    assert runs["other betas"].losses[4] != runs["whole"].losses[4]
+
+
+def test_a_folder_without_checkpoint_is_a_start_from_scratch_or_an_error(runs: dict[str, Run]) -> None:
+    assert runs["from scratch"].losses == {1: runs["whole"].losses[1]}
+    assert "training starts from scratch" in runs["from scratch"].output
+    error = runs["must exist"].error
+    assert error is not None and "must have a checkpoint" in error
+
+
+@pytest.mark.parametrize("misfit", _MISFITS)
+def test_what_does_not_fit_is_named(runs: dict[str, Run], misfit: str) -> None:
+    error = runs[misfit].error
+    assert error is not None and _MISFITS[misfit] in error
+
+
+def test_a_damaged_tracker_is_named(runs: dict[str, Run]) -> None:
+    error = runs["damaged"].error
+    assert error is not None and "must hold the number of an iteration, got 'release'" in error
+
+
+def test_an_asynchronous_save_holds_the_state_at_its_iteration(runs: dict[str, Run], root: Path) -> None:
+    """Training goes on while it is written: what is written must be a copy."""
+    assert runs["asynchronous"].error is None
+    assert runs["asynchronous"].losses == runs["whole"].losses
+    assert (root / "asynchronous" / TRACKER).read_text() == "4"
+    assert runs["from asynchronous"].losses == runs["resumed"].losses
+
+
+def test_state_can_be_left_out_of_a_checkpoint(runs: dict[str, Run]) -> None:
+    assert runs["slim"].error is None
+    for name, word in (("slim without flags", "optimizer"), ("slim without optimizer", "load it with --no-load-rng")):
+        error = runs[name].error
+        assert error is not None and word in error
+    assert runs["slim with flags"].losses == runs["fresh moments"].losses

@@ -1,0 +1,54 @@
+"""After a failure the ranks that are silent are named, and no others."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from megatron.training.telemetry.life_signs import LifeSigns
+
+_INTERVAL_S = 0.05
+
+
+@pytest.fixture
+def ranks(request: pytest.FixtureRequest) -> Iterator[list[LifeSigns]]:
+    """Three ranks in one process, each with a store of its own connection; the parameter is their interval."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=5), wait_for_workers=False)
+    interval_s = request.param
+    made = [LifeSigns(server, rank=rank, world_size=3, interval_s=interval_s, watches=rank == 0) for rank in range(3)]
+    yield made
+    for signs in made:
+        signs.close()
+
+
+@pytest.mark.parametrize("ranks", [0.3], indirect=True)  # threads of a busy machine may come late
+def test_ranks_that_stopped_are_named_with_their_host(ranks: list[LifeSigns]) -> None:
+    assert ranks[0].silent_ranks() == {}
+    assert "none has ended" in ranks[0].describe()
+    ranks[2].close()
+    assert list(ranks[1].silent_ranks() or {}) == [2]
+    assert "from rank 2 (host " in ranks[1].describe() and "rank 1" not in ranks[1].describe()
+
+
+@pytest.mark.parametrize("ranks", [_INTERVAL_S], indirect=True)
+def test_rank_0_says_once_who_fell_silent(ranks: list[LifeSigns], capfd: pytest.CaptureFixture[str]) -> None:
+    """Where a failed collective ends the process without an exception (NCCL's watchdog), nobody else would say it."""
+    ranks[1].close()
+    time.sleep(_INTERVAL_S * 50)
+    told = capfd.readouterr().err
+    assert told.count("no sign of life for 1 s from rank 1 (host ") == 1 and "rank 2" not in told
+
+
+def test_a_store_that_does_not_answer_is_not_waited_for() -> None:
+    """A rank that never gave a sign is as a store that is cut off: the answer does not come."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=30), wait_for_workers=False)
+    alone = LifeSigns(server, rank=0, world_size=2, interval_s=_INTERVAL_S)
+    start = time.monotonic()
+    assert "did not answer" in alone.describe()
+    assert time.monotonic() - start < 5
+    alone.close()
+    server.set("life_signs/1", "0 nowhere")  # the question that nobody waits for any more ends
