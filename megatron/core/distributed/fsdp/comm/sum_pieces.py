@@ -22,27 +22,24 @@ def sum_pieces(
     *,
     scale: float = 1.0,
     accumulate: bool = False,
-    squares: torch.Tensor | None = None,
 ) -> None:
     """Afterwards ``out`` [S] holds, or (``accumulate``) has grown by, ``scale`` times the sum of ``pieces`` [N] of [S].
 
     They are added in fp32 or wider, from the first to the last, so the result is bitwise the same every time.
-    ``squares`` [] fp32 grows by the sum of the squares of what ``out`` holds then. One kernel on CUDA, two more for squares.
+    One kernel on CUDA.
     """
-    if len(pieces) == 1 and out.dtype == pieces[0].dtype and squares is None:
+    if len(pieces) == 1 and out.dtype == pieces[0].dtype:
         scale_and_accumulate(out, pieces[0], scale=scale, accumulate=accumulate)
         return
     if _for_kernel(out, pieces):
         kernel = _kernel()
         if kernel is not None:
-            kernel(out, pieces, scale, accumulate, squares)
+            kernel(out, pieces, scale, accumulate)
             return
     total = pieces[0].to(torch.promote_types(pieces[0].dtype, torch.float32), copy=True)
     for piece in pieces[1:]:
         total += piece
     scale_and_accumulate(out, total, scale=scale, accumulate=accumulate)
-    if squares is not None:
-        squares += out.float().square().sum()
 
 
 def _for_kernel(out: torch.Tensor, pieces: Sequence[torch.Tensor]) -> bool:

@@ -17,7 +17,6 @@ _NUM_WARPS = 4
 @triton.jit  # type: ignore[untyped-decorator]
 def _sum_kernel(  # type: ignore[no-untyped-def]
     out,
-    partials,
     p0,
     p1,
     p2,
@@ -30,11 +29,9 @@ def _sum_kernel(  # type: ignore[no-untyped-def]
     scale,
     NUM_PIECES: tl.constexpr,
     ACCUMULATE: tl.constexpr,
-    SQUARES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    block = tl.program_id(0)
-    offsets = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < numel
     total = tl.load(p0 + offsets, mask=inside, other=0.0).to(tl.float32)
     if NUM_PIECES > 1:
@@ -54,34 +51,20 @@ def _sum_kernel(  # type: ignore[no-untyped-def]
     total = total * scale
     if ACCUMULATE:
         total += tl.load(out + offsets, mask=inside, other=0.0).to(tl.float32)
-    held = total.to(out.dtype.element_ty)
-    tl.store(out + offsets, held, mask=inside)
-    if SQUARES:
-        wide = held.to(tl.float32)  # zero outside
-        tl.store(partials + block, tl.sum(wide * wide, axis=0))
+    tl.store(out + offsets, total.to(out.dtype.element_ty), mask=inside)
 
 
 _ABSENT = [(None,) * (8 - count) for count in range(9)]
 _launch = KernelLauncher(_sum_kernel, num_warps=_NUM_WARPS)
 
 
-def sum_with_triton(
-    out: torch.Tensor,
-    pieces: Sequence[torch.Tensor],
-    scale: float,
-    accumulate: bool,
-    squares: torch.Tensor | None,
-) -> None:
+def sum_with_triton(out: torch.Tensor, pieces: Sequence[torch.Tensor], scale: float, accumulate: bool) -> None:
     """As ``sum_pieces``, for at most 8 contiguous pieces of 16 or 32 bits. The device must be the current one."""
     numel = out.numel()
     num_blocks = -(-numel // _BLOCK_NUMEL)
     if num_blocks == 0:
         return
-    partials = None if squares is None else torch.empty(num_blocks, dtype=torch.float32, device=out.device)
     # numel keeps its specialisation: masks that end at a multiple of 16 elements are what lets loads be wide. There are
     # at most two variants by it, and two by the alignment of the pointers.
-    tensors = (out, partials, *pieces, *_ABSENT[len(pieces)])
-    _launch(num_blocks, tensors, (numel, scale), (len(pieces), accumulate, partials is not None, _BLOCK_NUMEL))
-    if squares is not None and partials is not None:
-        # Partial sums in a fixed order, then one sum: no atomics, so that the norm is the same every time.
-        squares.add_(partials.sum())
+    tensors = (out, *pieces, *_ABSENT[len(pieces)])
+    _launch(num_blocks, tensors, (numel, scale), (len(pieces), accumulate, _BLOCK_NUMEL))
