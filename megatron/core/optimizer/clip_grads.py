@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from megatron.core.distributed.fsdp.buffers.grad_sums import sum_grads
-from megatron.core.distributed.fsdp.buffers.norm_ownership import Scope, counts_here, group_of, scope_of
+from megatron.core.distributed.fsdp.buffers.norm_ownership import Scope, counts_here, scope_of
+from megatron.core.distributed.fsdp.buffers.parameter_group import group_of
 
 
 def get_grad_norm(params: Iterable[Tensor]) -> Tensor:

@@ -18,7 +18,7 @@ from megatron.core.distributed.fsdp.api.fully_shard import contexts_of, fully_sh
 from megatron.core.distributed.fsdp.api.group_meshes import is_expert
 from megatron.core.distributed.fsdp.api.module import FsdpModule, fsdp_modules
 from megatron.core.distributed.fsdp.buffers.grad_sums import sum_grads
-from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
+from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup, group_of
 from megatron.core.distributed.fsdp.comm import SharedTransports
 from megatron.core.distributed.fsdp.comm.symmetric import SymmetricTransport
 from megatron.core.distributed.fsdp.config.mixed_precision import MixedPrecisionPolicy
@@ -345,7 +345,8 @@ def _tie_output_layer(model: nn.Module) -> None:
     if not shares or output_layer is None:
         return
     embedding = model.embedding.word_embeddings  # type: ignore[union-attr]
-    group = embedding.weight._fsdp_group()  # type: ignore[union-attr, operator]
+    group = group_of(embedding.weight)  # type: ignore[union-attr, arg-type]
+    assert group is not None
     if not isinstance(output_layer, FsdpModule):
         assert isinstance(model, FsdpModule)
         if group not in model._fsdp_unit.groups:

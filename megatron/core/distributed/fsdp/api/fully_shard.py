@@ -21,7 +21,7 @@ from megatron.core.distributed.fsdp.api.module import FsdpModule, find_context, 
 from megatron.core.distributed.fsdp.api.state_dict_hooks import watch_loads
 from megatron.core.distributed.fsdp.buffers.materialize import materialize, move_buffers
 from megatron.core.distributed.fsdp.buffers.param_slots import ManagedParameter
-from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
+from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup, group_of
 from megatron.core.distributed.fsdp.comm import TransportKind
 from megatron.core.distributed.fsdp.config.mixed_precision import SERVED_DTYPES, MixedPrecisionPolicy
 from megatron.core.distributed.fsdp.config.placement import Placements, strategy_placements
@@ -238,7 +238,7 @@ def _collect(
             if parameter is None:
                 continue
             name = f"{prefix}.{key}" if prefix else key
-            owner = _owner_of(parameter)
+            owner = group_of(parameter)
             if owner is not None:
                 mesh = meshes.of(parameter).mesh
                 if owner.group_mesh.mesh != mesh:
@@ -265,11 +265,6 @@ def _collect(
             own = ManagedParameter(name, parameter, made_from.get(parameter))
             managed.setdefault(parameter, own).param_slots.append((module._parameters, key))
     return list(managed.values()), list(borrowed)
-
-
-def _owner_of(parameter: nn.Parameter) -> FsdpParameterGroup | None:
-    reference = getattr(parameter, "_fsdp_group", None)
-    return None if reference is None else reference()
 
 
 def _group(

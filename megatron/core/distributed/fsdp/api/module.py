@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
+from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup, group_of
 from megatron.core.distributed.fsdp.runtime.context import FsdpContext
 from megatron.core.distributed.fsdp.runtime.unit import FsdpUnit
 from megatron.core.distributed.fsdp.runtime.unit import Phase as _Phase
@@ -86,7 +86,7 @@ class FsdpModule(nn.Module if TYPE_CHECKING else object):  # type: ignore[misc]
             (module, key, parameter)
             for module in self.modules()
             for key, parameter in module._parameters.items()
-            if hasattr(parameter, "_fsdp_group")
+            if parameter is not None and group_of(parameter) is not None
         ]
         for module, key, _ in hidden:
             module._parameters[key] = None

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from megatron.core.distributed.fsdp.buffers.grad_sums import sum_grads
-from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
+from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup, group_of
 from megatron.core.distributed.fsdp.runtime.context import FsdpContext
 
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
@@ -129,8 +129,7 @@ def groups_of(optimizer: torch.optim.Optimizer) -> list[FsdpParameterGroup]:
     groups: dict[FsdpParameterGroup, None] = {}
     for param_group in optimizer.param_groups:
         for parameter in param_group["params"]:
-            reference: weakref.ref[FsdpParameterGroup] | None = getattr(parameter, "_fsdp_group", None)
-            group = None if reference is None else reference()
+            group = group_of(parameter)
             if group is None:
                 continue
             if not any(parameter is sharded for sharded in group.sharded):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import NamedTuple
 
 import torch
@@ -11,7 +10,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
+from megatron.core.distributed.fsdp.buffers.parameter_group import group_of
 from megatron.core.distributed.fsdp.mesh.model_parallel import ModelParallel
 
 
@@ -78,9 +77,3 @@ def is_copy(parameter: torch.Tensor) -> bool:
 def _model_of(parameter: torch.Tensor) -> ModelParallel | None:
     group = group_of(parameter)
     return None if group is None else group.group_mesh.model
-
-
-def group_of(parameter: torch.Tensor) -> FsdpParameterGroup | None:
-    """The engine's group that the parameter belongs to; None for others."""
-    reference: weakref.ref[FsdpParameterGroup] | None = getattr(parameter, "_fsdp_group", None)
-    return None if reference is None else reference()

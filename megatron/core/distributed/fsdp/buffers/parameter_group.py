@@ -77,7 +77,7 @@ class FsdpParameterGroup:
         self.unsharded = [self._unsharded_parameter(i, p) for i, p in enumerate(self.parameters)]
         self._versioned = [*self.sharded, *(p._local_tensor for p in self.sharded)]  # type: ignore[attr-defined]
         for parameter, sharded in zip(self.parameters, self.sharded, strict=True):
-            # Whoever meets one of these elsewhere (a tied weight, an optimizer) finds this group.
+            # Read by group_of: a module with a tied weight, or an optimizer, finds this group.
             sharded._fsdp_group = weakref.ref(self)  # type: ignore[attr-defined]
             for original in (parameter.original, parameter.made_from):
                 if original is not None:
@@ -580,6 +580,12 @@ class FsdpParameterGroup:
             return  # an update beside compute reads it: the next gather's wait comes after that
         if list(map(_GRAD, self.sharded)).count(None) == len(self.sharded):
             self.main_grad_storage.free()
+
+
+def group_of(parameter: torch.Tensor) -> FsdpParameterGroup | None:
+    """The group that a parameter belongs to, also one that was sharded since; None for parameters of no group."""
+    reference: weakref.ref[FsdpParameterGroup] | None = getattr(parameter, "_fsdp_group", None)
+    return None if reference is None else reference()
 
 
 def _arrival_hook(group: weakref.ref[FsdpParameterGroup]) -> Callable[..., None]:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from megatron.core.distributed.fsdp.api.optimizer import check_step, contexts_of_groups, groups_of
 from megatron.core.distributed.fsdp.api.state_dict_hooks import local_rows
 from megatron.core.distributed.fsdp.buffers.param_slots import each
-from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
+from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup, group_of
 from megatron.core.distributed.fsdp.dtensor.local_parts import placed_like
 from megatron.core.distributed.fsdp.flat_optimizer.adamw_update import join, make_update
 from megatron.core.distributed.fsdp.flat_optimizer.flat_norm import FlatGradNorm, has_gradient
@@ -263,7 +263,7 @@ def _check_rates(lr: float | torch.Tensor, betas: tuple[float, float], eps: floa
 
 def _check_parameters(param_groups: Sequence[dict[str, Any]], groups: Sequence[FsdpParameterGroup]) -> None:
     given = {parameter for group in param_groups for parameter in group["params"]}
-    foreign = [list(parameter.shape) for parameter in given if not _is_sharded(parameter)]
+    foreign = [list(parameter.shape) for parameter in given if group_of(parameter) is None]
     if foreign or not groups:
         raise ValueError(
             f"FlatAdamW must be given trainable parameters of units of the engine, got {len(foreign)} others of shapes "
@@ -282,14 +282,9 @@ def _check_parameters(param_groups: Sequence[dict[str, Any]], groups: Sequence[F
             )
 
 
-def _is_sharded(parameter: torch.Tensor) -> bool:
-    reference = getattr(parameter, "_fsdp_group", None)
-    return reference is not None and reference() is not None
-
-
 def serves(parameters: Iterable[torch.Tensor]) -> bool:
     """True if ``FlatAdamW`` can train these parameters: all are of units of the engine, in dtypes that fp32 can hold."""
-    return all(_is_sharded(parameter) and parameter.dtype in _MAIN_DTYPES for parameter in parameters)
+    return all(group_of(parameter) is not None and parameter.dtype in _MAIN_DTYPES for parameter in parameters)
 
 
 def _keeps_remainder(group: FsdpParameterGroup, asked: bool) -> bool:

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
 from megatron.core.distributed.fsdp import fully_shard, fully_shard_optimizer, microbatch
+from megatron.core.distributed.fsdp.buffers.parameter_group import group_of
 from megatron.core.distributed.fsdp.config.placement import strategy_placements
 from tests.support.agreement import assert_trains_alike, groups_of, shard
 from tests.support.models import context_of, make_net, my_piece, shard_net
@@ -213,7 +214,7 @@ def dtype_and_device_stay() -> None:
     before = [parameter.to_local().clone() for parameter in net.parameters()]
     for harmless in (lambda: net.float(), lambda: net.to("cpu"), lambda: net.to(torch.float32)):
         harmless()
-    assert all(getattr(parameter, "_fsdp_group", None) is not None for parameter in net.parameters())
+    assert all(group_of(parameter) is not None for parameter in net.parameters())
     optimizer = fully_shard_optimizer(torch.optim.SGD(net.parameters(), lr=0.1))
     net_loss(net, my_piece(0)).backward()
     optimizer.step()
