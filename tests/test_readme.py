@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron.training.arguments import build_parser
-from megatron.training.cli.combinations import REFUSALS
+from megatron.training.cli.refused_combinations import NOT_SERVED
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 README = REPOSITORY / "README.md"
@@ -133,7 +133,7 @@ def test_the_tables_of_flags_are_those_of_the_parser() -> None:
 def table_of_refusals() -> str:
     """The combinations that are not served, as the README has them."""
     lines = ["| what is refused | why | what to do |", "|---|---|---|"]
-    return "\n".join([*lines, *(f"| {row.what} | {row.reason} | {row.remedy} |" for row in REFUSALS)]) + "\n"
+    return "\n".join([*lines, *(f"| {row.what} | {row.reason} | {row.remedy} |" for row in NOT_SERVED)]) + "\n"
 
 
 def test_the_table_of_refusals_is_that_of_the_command_line() -> None:

@@ -16,8 +16,6 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.rank_grid import RankGrid
 from megatron.core.transformer.transformer_config import TransformerConfig, squared_relu
 from megatron.training.checkpointing import CheckpointConfig
-from megatron.training.cli.combinations import refusals_of
-from megatron.training.cli.flag_conflicts import conflicts_of
 from megatron.training.cli.flag_parser import FlagError, FlagParser
 from megatron.training.cli.flags_always_so import ALWAYS_SO
 from megatron.training.cli.flags_checkpoint import add_checkpoint_flags, add_logging_flags
@@ -29,6 +27,7 @@ from megatron.training.cli.flags_model import add_model_flags, ffn_hidden_size, 
 from megatron.training.cli.flags_parallel import add_parallel_flags, parallel_settings, rank_grid
 from megatron.training.cli.flags_refused import REFUSED, REFUSED_FAMILIES
 from megatron.training.cli.flags_training import add_training_flags
+from megatron.training.cli.refused_combinations import refusals_of
 from megatron.training.data.batches import BatchConfig
 from megatron.training.data.datasets import DataConfig
 from megatron.training.launch.distributed_init import DistributedConfig, world_size_of_environment
@@ -94,7 +93,7 @@ def parse_settings(argv: Sequence[str], *, world_size: int | None = None) -> Set
         FlagError: flags are unknown, refused, malformed or do not go together; the message names all that were found.
     """
     args = build_parser().parse_flags(argv)
-    if messages := conflicts_of(args) + refusals_of(args):
+    if messages := refusals_of(args):
         raise FlagError("\n".join(messages))
     try:
         return settings_from_args(args, world_size=world_size or world_size_of_environment())

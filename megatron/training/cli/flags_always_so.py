@@ -1,4 +1,4 @@
-"""Flags of Megatron-LM that name what always holds here."""
+"""Flags of Megatron-LM that are accepted because they ask for what always holds here."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ALWAYS_SO: dict[str, AlwaysSo] = {
         otherwise="layers of transformer-engine are not served yet",
     ),
     "--use-flash-attn": AlwaysSo(
-        fact="attention takes the FlashAttention kernel wherever PyTorch has it for the device"
+        fact="attention uses the FlashAttention kernel wherever PyTorch has it for the device"
     ),
     "--megatron-fsdp-version": AlwaysSo(
         fact="there is one engine, built on DTensors as version 2 is",
@@ -29,9 +29,7 @@ ALWAYS_SO: dict[str, AlwaysSo] = {
         values=("fsdp_dtensor",),
         otherwise="checkpoints are PyTorch DCP directories of DTensors (fsdp_dtensor); other formats are not served",
     ),
-    "--auto-detect-ckpt-format": AlwaysSo(
-        fact="there is one format, and a foreign directory is refused when it is loaded"
-    ),
+    "--auto-detect-ckpt-format": AlwaysSo(fact="there is one format, and loading any other is refused"),
     "--dist-ckpt-strictness": AlwaysSo(
         fact="missing, extra and mis-shaped keys are errors",
         values=("raise_all",),
@@ -46,20 +44,24 @@ ALWAYS_SO: dict[str, AlwaysSo] = {
         values=("single",),
         otherwise="other orders of samples are not served",
     ),
-    "--no-create-attention-mask-in-dataloader": AlwaysSo(fact="the causal mask is the attention kernel's own"),
-    "--moe-permute-fusion": AlwaysSo(fact="tokens reach the order of experts by one gather, whose gradient is one too"),
-    "--moe-router-fusion": AlwaysSo(fact="what follows a router's choice of experts is one compiled function each way"),
-    "--no-overlap-p2p-communication": AlwaysSo(fact="stages are not interleaved: there are no chunks to overlap with"),
-    "--no-scatter-gather-tensors-in-pipeline": AlwaysSo(fact="each tensor-parallel rank sends what it holds"),
-    "--no-align-grad-reduce": AlwaysSo(fact="each pipeline stage reduces gradients when its own backward has them"),
+    "--no-create-attention-mask-in-dataloader": AlwaysSo(fact="the attention kernel applies the causal mask itself"),
+    "--moe-permute-fusion": AlwaysSo(fact="tokens are permuted by one gather, in backward as well"),
+    "--moe-router-fusion": AlwaysSo(
+        fact="routing after the choice of experts is one compiled function, forward and backward"
+    ),
+    "--no-overlap-p2p-communication": AlwaysSo(fact="stages are not interleaved: there is nothing to overlap with"),
+    "--no-scatter-gather-tensors-in-pipeline": AlwaysSo(fact="each tensor-parallel rank sends its own tensors"),
+    "--no-align-grad-reduce": AlwaysSo(
+        fact="each pipeline stage reduces its gradients as soon as its backward has computed them"
+    ),
     "--no-align-param-gather": AlwaysSo(fact="each pipeline stage gathers weights by its own plan"),
     "--timing-log-level": AlwaysSo(
         fact="iterations are timed as a whole", values=("0",), otherwise="iterations are timed as a whole (0), no parts"
     ),
-    "--no-barrier-with-level-1-timing": AlwaysSo(fact="no barrier is there for the sake of timing"),
-    "--disable-msc": AlwaysSo(fact="files are local ones"),
-    "--enable-experimental": AlwaysSo(fact="nothing stands behind this switch"),
-    "--te-rng-tracker": AlwaysSo(fact="random numbers in a CUDA graph are those of an eager step"),
+    "--no-barrier-with-level-1-timing": AlwaysSo(fact="timing adds no barrier"),
+    "--disable-msc": AlwaysSo(fact="all files are local"),
+    "--enable-experimental": AlwaysSo(fact="no feature depends on this switch"),
+    "--te-rng-tracker": AlwaysSo(fact="a CUDA graph draws the same random numbers as eager steps"),
     "--rerun-mode": AlwaysSo(fact="no step is run twice", values=("disabled",), otherwise="reruns are not served"),
     "--no-one-logger": AlwaysSo(fact="nothing is reported to one_logger"),
 }

@@ -1,4 +1,8 @@
-"""Combinations of flags that are not served: a table of (name, condition, message), one test a row."""
+"""Combinations of flags that are refused: one table of (name, condition, message), one test for each row.
+
+Two kinds of rows: flags that contradict each other, and lawful combinations that are not served (``_not_served``). The
+documentation lists the second kind, ``NOT_SERVED``; a test compares.
+"""
 
 from __future__ import annotations
 
@@ -11,26 +15,39 @@ from megatron.training.cli.flags_model import position_embedding_type
 
 
 @dataclass(frozen=True)
-class Conflict:
-    """``message`` is formatted with the flags' values where ``when`` is true."""
+class Refusal:
+    """A combination of flags that is refused before anything is allocated."""
 
-    name: str
+    what: str
+    """The combination; of a row that is not served, as the documentation names it."""
+
     when: Callable[[Namespace], bool]
     message: str
+    """What the user reads; formatted with the values of the flags."""
+
+    reason: str = ""
+    """Why a lawful combination is not served; empty where flags contradict each other."""
+
+    remedy: str = ""
+    """What to change on the command line, where ``reason`` is given."""
 
 
-def conflicts_of(args: Namespace) -> list[str]:
-    """The messages of all rows that hold for these flags."""
-    return [row.message.format(**vars(args)) for row in CONFLICTS if row.when(args)]
+def refusals_of(args: Namespace) -> list[str]:
+    """Return the messages of all rows that hold for these flags."""
+    return [row.message.format(**vars(args)) for row in REFUSALS if row.when(args)]
 
 
-def _missing(flag: str) -> Conflict:
+def _not_served(what: str, when: Callable[[Namespace], bool], reason: str, remedy: str) -> Refusal:
+    return Refusal(what, when, f"{what}: not served, since {reason}; {remedy}", reason, remedy)
+
+
+def _missing(flag: str) -> Refusal:
     dest = flag.removeprefix("--").replace("-", "_")
-    return Conflict(f"no {dest}", lambda args: getattr(args, dest) is None, f"{flag} must be given, got none")
+    return Refusal(f"no {dest}", lambda args: getattr(args, dest) is None, f"{flag} must be given, got none")
 
 
-def _needs_load(dest: str, flag: str) -> Conflict:
-    return Conflict(
+def _needs_load(dest: str, flag: str) -> Refusal:
+    return Refusal(
         f"{dest} without load", lambda args: getattr(args, dest) and args.load is None, f"{flag} needs --load, got none"
     )
 
@@ -52,7 +69,13 @@ def _has_explicit_dtype(args: Namespace, dtype: str) -> bool:
     return dtype in (args.megatron_fsdp_main_grads_dtype, args.megatron_fsdp_grad_comm_dtype)
 
 
-CONFLICTS: tuple[Conflict, ...] = (
+def _divides(parts: int, number: int | None) -> bool:
+    return number is None or parts < 1 or number % parts == 0
+
+
+_GRAPH_REMEDY = "use `--cuda-graph-impl none`"
+
+REFUSALS: tuple[Refusal, ...] = (
     *map(
         _missing,
         (
@@ -65,23 +88,23 @@ CONFLICTS: tuple[Conflict, ...] = (
             "--lr",
         ),
     ),
-    Conflict(
-        "positions shorter than samples",
+    Refusal(
+        "max-position-embeddings below seq-length",
         lambda a: None not in (a.seq_length, a.max_position_embeddings) and a.max_position_embeddings < a.seq_length,
         "--max-position-embeddings must be at least --seq-length, got {max_position_embeddings} and {seq_length}",
     ),
-    Conflict(
-        "samples that context parallelism cannot cut",
+    Refusal(
+        "seq-length not divisible by 2 * context-parallel-size",
         lambda a: (
             a.context_parallel_size > 1
             and a.seq_length is not None
             and a.seq_length % (2 * a.context_parallel_size) != 0
         ),
-        "--seq-length must be a multiple of 2 * --context-parallel-size (each rank has an early and a late part), got "
+        "--seq-length must be a multiple of 2 * --context-parallel-size (each rank takes an early and a late part), got "
         "{seq_length} and {context_parallel_size}",
     ),
-    Conflict(
-        "samples that sequence parallelism cannot cut",
+    Refusal(
+        "seq-length not divisible for sequence parallelism",
         lambda a: (
             a.sequence_parallel
             and a.seq_length is not None
@@ -90,22 +113,22 @@ CONFLICTS: tuple[Conflict, ...] = (
         "--seq-length must be a multiple of --context-parallel-size * --tensor-model-parallel-size with "
         "--sequence-parallel, got {seq_length} and {context_parallel_size} * {tensor_model_parallel_size}",
     ),
-    Conflict(
-        "a vocabulary that tensor parallelism cannot cut",
+    Refusal(
+        "vocabulary padding not divisible by tensor-model-parallel-size",
         lambda a: (
             a.tensor_model_parallel_size > 0 and a.make_vocab_size_divisible_by % a.tensor_model_parallel_size != 0
         ),
         "--make-vocab-size-divisible-by must be a multiple of --tensor-model-parallel-size, got "
-        "{make_vocab_size_divisible_by} and {tensor_model_parallel_size}: the vocabulary is padded to it alone, so that the "
-        "model is the same whatever the split",
+        "{make_vocab_size_divisible_by} and {tensor_model_parallel_size}: the vocabulary is padded to a multiple of the "
+        "first alone, so that the model does not depend on the split",
     ),
-    Conflict(
-        "query groups without grouped attention",
+    Refusal(
+        "num-query-groups without group-query-attention",
         lambda a: a.num_query_groups != 1 and not a.group_query_attention,
         "--num-query-groups {num_query_groups} needs --group-query-attention",
     ),
-    Conflict(
-        "rotary settings without rotary positions",
+    Refusal(
+        "rotary settings without rope",
         lambda a: (
             position_embedding_type(a) != "rope"
             and (
@@ -118,205 +141,206 @@ CONFLICTS: tuple[Conflict, ...] = (
         ),
         "flags of rotary positions need --position-embedding-type rope, got {position_embedding_type}",
     ),
-    Conflict(
-        "rope scaling factor without rope scaling",
+    Refusal(
+        "rope-scaling-factor without use-rope-scaling",
         lambda a: a.rope_scaling_factor != 8.0 and not a.use_rope_scaling,
         "--rope-scaling-factor {rope_scaling_factor} needs --use-rope-scaling",
     ),
-    Conflict(
-        "two activations",
+    Refusal(
+        "two activation functions",
         lambda a: a.swiglu and a.squared_relu,
         "--swiglu and --squared-relu are two activations; give one",
     ),
-    Conflict(
-        "selective recomputation by layers",
+    Refusal(
+        "recompute method or layers without full recomputation",
         lambda a: (
             a.recompute_granularity != "full" and (a.recompute_method is not None or a.recompute_num_layers is not None)
         ),
         "--recompute-method and --recompute-num-layers belong to --recompute-granularity full, got "
         "{recompute_granularity}",
     ),
-    Conflict(
-        "full recomputation without layers",
+    Refusal(
+        "full recomputation without method or layers",
         lambda a: a.recompute_granularity == "full" and (a.recompute_method is None or a.recompute_num_layers is None),
         "--recompute-granularity full needs --recompute-method and --recompute-num-layers, got {recompute_method} and "
         "{recompute_num_layers}",
     ),
-    Conflict(
-        "recomputed modules without selective recomputation",
+    Refusal(
+        "recompute-modules without selective recomputation",
         lambda a: a.recompute_modules is not None and a.recompute_granularity != "selective",
         "--recompute-modules belongs to --recompute-granularity selective, got {recompute_granularity}",
     ),
-    Conflict(
-        "no length of training",
+    Refusal(
+        "neither or both of train-iters and train-samples",
         lambda a: (a.train_iters is None) == (a.train_samples is None),
         "one of --train-iters and --train-samples must be given, got {train_iters} and {train_samples}",
     ),
-    Conflict(
-        "samples in a schedule of iterations",
+    Refusal(
+        "schedule in samples with train-iters",
         lambda a: a.train_iters is not None and a.train_samples is None and _by_samples(a),
         "with --train-iters, give --lr-decay-iters, --lr-warmup-iters and --lr-wsd-decay-iters instead of samples",
     ),
-    Conflict(
-        "iterations in a schedule of samples",
+    Refusal(
+        "schedule in iterations with train-samples",
         lambda a: a.train_samples is not None and a.train_iters is None and _by_iterations(a),
         "with --train-samples, give --lr-decay-samples, --lr-warmup-samples and --lr-wsd-decay-samples instead of "
         "iterations",
     ),
-    Conflict(
-        "warm-up given twice",
+    Refusal(
+        "two warm-up lengths",
         lambda a: a.lr_warmup_fraction is not None and bool(a.lr_warmup_iters or a.lr_warmup_samples),
         "--lr-warmup-fraction and --lr-warmup-iters or --lr-warmup-samples are two warm-ups; give one",
     ),
-    Conflict(
-        "a warm-up of all or more",
+    Refusal(
+        "warm-up fraction out of range",
         lambda a: a.lr_warmup_fraction is not None and not 0 <= a.lr_warmup_fraction < 1,
         "--lr-warmup-fraction must be at least 0 and below 1, got {lr_warmup_fraction}",
     ),
-    Conflict(
-        "wsd without its last phase",
+    Refusal(
+        "WSD without a decay length",
         lambda a: a.lr_decay_style == "WSD" and a.lr_wsd_decay_iters is None and a.lr_wsd_decay_samples is None,
         "--lr-decay-style WSD needs --lr-wsd-decay-iters or --lr-wsd-decay-samples, got none",
     ),
-    Conflict(
-        "last phase without wsd",
+    Refusal(
+        "WSD decay length with another style",
         lambda a: (
             a.lr_decay_style != "WSD" and (a.lr_wsd_decay_iters is not None or a.lr_wsd_decay_samples is not None)
         ),
         "--lr-wsd-decay-iters and --lr-wsd-decay-samples belong to --lr-decay-style WSD, got {lr_decay_style}",
     ),
-    Conflict(
-        "style of the last phase without wsd",
+    Refusal(
+        "WSD decay style with another style",
         lambda a: a.lr_decay_style != "WSD" and a.lr_wsd_decay_style != "exponential",
         "--lr-wsd-decay-style {lr_wsd_decay_style} belongs to --lr-decay-style WSD, got {lr_decay_style}",
     ),
-    Conflict(
-        "decoupled floor without decoupled rate",
+    Refusal(
+        "decoupled-min-lr without decoupled-lr",
         lambda a: a.decoupled_min_lr is not None and a.decoupled_lr is None,
         "--decoupled-min-lr needs --decoupled-lr, got none",
     ),
-    Conflict(
-        "growing weight decay without its ends",
+    Refusal(
+        "growing weight decay without start or end",
         lambda a: (
             a.weight_decay_incr_style != "constant" and (a.start_weight_decay is None or a.end_weight_decay is None)
         ),
         "--weight-decay-incr-style {weight_decay_incr_style} needs --start-weight-decay and --end-weight-decay",
     ),
-    Conflict(
-        "ends of a constant weight decay",
+    Refusal(
+        "constant weight decay with start or end",
         lambda a: (
             a.weight_decay_incr_style == "constant"
             and (a.start_weight_decay is not None or a.end_weight_decay is not None)
         ),
         "--start-weight-decay and --end-weight-decay need --weight-decay-incr-style linear or cosine, got constant",
     ),
-    Conflict(
-        "two schedules",
+    Refusal(
+        "two sources of the schedule",
         lambda a: a.override_opt_param_scheduler and a.use_checkpoint_opt_param_scheduler,
         "--override-opt-param-scheduler and --use-checkpoint-opt-param-scheduler exclude each other; give one",
     ),
-    Conflict(
-        "sharding without the engine",
+    Refusal(
+        "sharding strategy without use-megatron-fsdp",
         lambda a: not a.use_megatron_fsdp and a.data_parallel_sharding_strategy != "no_shard",
         "--data-parallel-sharding-strategy {data_parallel_sharding_strategy} needs --use-megatron-fsdp",
     ),
-    Conflict(
-        "an optimizer that is sharded and not",
+    Refusal(
+        "distributed optimizer with no_shard",
         lambda a: (
             a.use_megatron_fsdp and a.use_distributed_optimizer and a.data_parallel_sharding_strategy == "no_shard"
         ),
         "--use-distributed-optimizer asks for sharded optimizer state, which --data-parallel-sharding-strategy no_shard "
-        "does not have; give optim or more",
+        "excludes; give optim or more",
     ),
-    Conflict(
-        "gather without anything sharded",
+    Refusal(
+        "overlap-param-gather without sharding",
         lambda a: a.overlap_param_gather and not (a.use_megatron_fsdp or a.use_distributed_optimizer),
-        "--overlap-param-gather needs --use-megatron-fsdp or --use-distributed-optimizer: nothing is gathered without",
+        "--overlap-param-gather needs --use-megatron-fsdp or --use-distributed-optimizer; otherwise nothing is gathered",
     ),
-    Conflict(
-        "symmetric memory and another transport",
+    Refusal(
+        "use-nccl-ub with another transport",
         lambda a: a.use_nccl_ub and a.fsdp_transport not in ("auto", "symm"),
         "--use-nccl-ub means --fsdp-transport symm, got {fsdp_transport}",
     ),
-    Conflict(
-        "symmetric memory on CPUs",
+    Refusal(
+        "symmetric memory with gloo",
         lambda a: (a.use_nccl_ub or a.fsdp_transport == "symm") and a.distributed_backend == "gloo",
-        "--use-nccl-ub and --fsdp-transport symm are NCCL's, got --distributed-backend {distributed_backend}",
+        "--use-nccl-ub and --fsdp-transport symm need NCCL, got --distributed-backend {distributed_backend}",
     ),
-    Conflict(
+    Refusal(
         "precision-aware optimizer without bf16",
         lambda a: a.use_precision_aware_optimizer and not a.bf16,
         "--use-precision-aware-optimizer keeps main weights as bf16 and 16 bits more, so it needs --bf16",
     ),
-    Conflict(
-        "precision-aware optimizer of another kind",
+    Refusal(
+        "precision-aware optimizer with sgd",
         lambda a: a.use_precision_aware_optimizer and a.optimizer != "adam",
         "--use-precision-aware-optimizer needs --optimizer adam, got {optimizer}",
     ),
-    Conflict(
-        "precision-aware optimizer and main weights that are not fp32",
+    Refusal(
+        "precision-aware optimizer without fp32 main weights",
         lambda a: a.use_precision_aware_optimizer and a.megatron_fsdp_main_params_dtype != "fp32",
         "--use-precision-aware-optimizer keeps fp32 main weights, got --megatron-fsdp-main-params-dtype "
         "{megatron_fsdp_main_params_dtype}",
     ),
-    Conflict(
-        "bf16 reduction of fp32 training",
+    Refusal(
+        "grad-reduce-in-bf16 without bf16",
         lambda a: a.grad_reduce_in_bf16 and not a.bf16,
         "--grad-reduce-in-bf16 needs --bf16; in fp32 training use --megatron-fsdp-grad-comm-dtype bf16",
     ),
-    Conflict(
-        "two dtypes of gradients",
+    Refusal(
+        "two gradient dtypes",
         lambda a: (
             a.accumulate_allreduce_grads_in_fp32
             and (a.grad_reduce_in_bf16 or _has_explicit_dtype(a, "bf16") or _has_explicit_dtype(a, "fp16"))
         ),
         "--accumulate-allreduce-grads-in-fp32 excludes --grad-reduce-in-bf16 and gradient dtypes other than fp32",
     ),
-    Conflict(
+    Refusal(
         "no data",
         lambda a: _data_sources(a) == 0,
         "data must be given by --data-path, --train-data-path or --mock-data, got none",
     ),
-    Conflict(
-        "two sources of data",
+    Refusal(
+        "two data sources",
         lambda a: _data_sources(a) > 1,
-        "--data-path, --train-data-path (with its valid and test) and --mock-data exclude each other; give one",
+        "--data-path, --train-data-path (with --valid-data-path and --test-data-path) and --mock-data exclude each other; "
+        "give one",
     ),
-    Conflict(
-        "a split of what is split",
+    Refusal(
+        "split with data paths of each split",
         lambda a: a.split is not None and not a.data_path and not a.mock_data,
-        "--split {split} belongs to --data-path; --train-data-path and the like are not split",
+        "--split {split} belongs to --data-path; --train-data-path, --valid-data-path and --test-data-path are not split",
     ),
-    Conflict(
-        "a tokenizer without its file",
+    Refusal(
+        "tokenizer without its file",
         lambda a: a.tokenizer_type in ("HuggingFaceTokenizer", "SentencePieceTokenizer") and a.tokenizer_model is None,
         "--tokenizer-type {tokenizer_type} needs --tokenizer-model, got none",
     ),
-    Conflict(
-        "a file without its tokenizer",
+    Refusal(
+        "tokenizer file with a tokenizer that has none",
         lambda a: a.tokenizer_type in ("ByteLevelTokenizer", "NullTokenizer") and a.tokenizer_model is not None,
         "--tokenizer-model {tokenizer_model} does not belong to --tokenizer-type {tokenizer_type}",
     ),
-    Conflict(
-        "a null tokenizer without its size",
+    Refusal(
+        "NullTokenizer without vocab-size",
         lambda a: a.tokenizer_type == "NullTokenizer" and a.vocab_size is None,
         "--tokenizer-type NullTokenizer needs --vocab-size, got none",
     ),
-    Conflict(
-        "negative workers",
+    Refusal(
+        "negative num-workers",
         lambda a: a.num_workers < 0,
         "--num-workers must not be negative, got {num_workers}",
     ),
     *(
-        Conflict(
+        Refusal(
             f"{dest} without save",
             lambda a, dest=dest: getattr(a, dest) and a.save is None,  # type: ignore[misc]
             f"--{dest.replace('_', '-')} needs --save, got none",
         )
         for dest in ("save_interval", "async_save", "no_save_optim", "no_save_rng", "exit_signal_handler")
     ),
-    Conflict(
-        "a save interval of nothing",
+    Refusal(
+        "save-interval below 1",
         lambda a: a.save_interval is not None and a.save_interval < 1,
         "--save-interval must be at least 1, got {save_interval}",
     ),
@@ -325,23 +349,23 @@ CONFLICTS: tuple[Conflict, ...] = (
     _needs_load("no_load_rng", "--no-load-rng"),
     _needs_load("exit_on_missing_checkpoint", "--exit-on-missing-checkpoint"),
     _needs_load("use_checkpoint_opt_param_scheduler", "--use-checkpoint-opt-param-scheduler"),
-    Conflict(
-        "a step without load",
+    Refusal(
+        "ckpt-step without load",
         lambda a: a.ckpt_step is not None and a.load is None,
         "--ckpt-step {ckpt_step} needs --load, got none",
     ),
-    Conflict(
-        "finetuning from where it ended",
+    Refusal(
+        "finetune with the checkpoint's schedule",
         lambda a: a.finetune and a.use_checkpoint_opt_param_scheduler,
         "--finetune starts a new schedule; leave out --use-checkpoint-opt-param-scheduler",
     ),
-    Conflict(
-        "a wandb account without a project",
+    Refusal(
+        "wandb settings without wandb-project",
         lambda a: bool(a.wandb_entity or a.wandb_exp_name or a.wandb_save_dir) and not a.wandb_project,
         "--wandb-entity, --wandb-exp-name and --wandb-save-dir need --wandb-project, got none",
     ),
-    Conflict(
-        "scalars without a writer",
+    Refusal(
+        "TensorBoard scalars without a writer",
         lambda a: (
             (a.log_timers_to_tensorboard or a.log_memory_to_tensorboard or a.log_validation_ppl_to_tensorboard)
             and not (a.tensorboard_dir or a.wandb_project)
@@ -349,34 +373,34 @@ CONFLICTS: tuple[Conflict, ...] = (
         "--log-timers-to-tensorboard, --log-memory-to-tensorboard and --log-validation-ppl-to-tensorboard need "
         "--tensorboard-dir or --wandb-project, got none",
     ),
-    Conflict(
-        "graphs of layers",
+    Refusal(
+        "CUDA graphs of single layers",
         lambda a: a.cuda_graph_impl in ("local", "transformer_engine") and not captures_iterations(a),
         "--cuda-graph-impl {cuda_graph_impl} captures layer by layer, which is not served; use full_iteration, or none",
     ),
-    Conflict(
-        "a scope without its graph",
+    Refusal(
+        "CUDA graph scope without a graph of the iteration",
         lambda a: a.cuda_graph_scope is not None and not captures_iterations(a),
         "--cuda-graph-scope must be full_iteration, with --cuda-graph-impl local, got {cuda_graph_scope} with "
         "{cuda_graph_impl}; use --cuda-graph-impl full_iteration",
     ),
-    Conflict(
-        "another scope than the whole iteration",
+    Refusal(
+        "CUDA graph scope below the iteration",
         lambda a: a.cuda_graph_impl == "full_iteration" and a.cuda_graph_scope not in (None, ["full_iteration"]),
-        "--cuda-graph-impl full_iteration captures all of a step, got --cuda-graph-scope {cuda_graph_scope}; leave it out",
+        "--cuda-graph-impl full_iteration captures the whole step, got --cuda-graph-scope {cuda_graph_scope}; leave it out",
     ),
-    Conflict(
-        "warm-up of no graph",
+    Refusal(
+        "CUDA graph warm-up without a graph",
         lambda a: a.cuda_graph_warmup_steps is not None and not captures_iterations(a),
         "--cuda-graph-warmup-steps {cuda_graph_warmup_steps} needs --cuda-graph-impl full_iteration",
     ),
-    Conflict(
-        "graphs on CPUs",
+    Refusal(
+        "CUDA graph with gloo",
         lambda a: captures_iterations(a) and a.distributed_backend == "gloo",
         "a graph of the iteration needs CUDA devices, got --distributed-backend gloo; use --cuda-graph-impl none",
     ),
-    Conflict(
-        "recomputed dropout in a graph",
+    Refusal(
+        "CUDA graph with recomputed dropout",
         lambda a: (
             captures_iterations(a)
             and a.recompute_granularity is not None
@@ -385,9 +409,76 @@ CONFLICTS: tuple[Conflict, ...] = (
         "recomputation under a CUDA graph cannot restore random numbers, got --recompute-granularity "
         "{recompute_granularity} with dropout; set --attention-dropout and --hidden-dropout to 0, or --cuda-graph-impl none",
     ),
-    Conflict(
-        "sgd in a graph",
+    Refusal(
+        "CUDA graph with sgd",
         lambda a: captures_iterations(a) and a.optimizer == "sgd",
-        "in a CUDA graph the rates of --optimizer sgd could not change, got sgd; use adam, or --cuda-graph-impl none",
+        "in a CUDA graph the learning rate of --optimizer sgd could not change, got sgd; use adam, or --cuda-graph-impl none",
+    ),
+    _not_served(
+        "attention dropout with `--context-parallel-size` above 1",
+        lambda a: a.context_parallel_size > 1 and a.attention_dropout > 0.0,
+        "the dropped probabilities would depend on the number of ranks",
+        "give `--attention-dropout 0`",
+    ),
+    _not_served(
+        "query groups that the tensor-parallel ranks do not divide",
+        lambda a: a.group_query_attention and not _divides(a.tensor_model_parallel_size, a.num_query_groups),
+        "key and value heads are divided over ranks, not replicated",
+        "choose a `--tensor-model-parallel-size` that divides `--num-query-groups`",
+    ),
+    _not_served(
+        "pipeline stages with different numbers of layers",
+        lambda a: not _divides(a.pipeline_model_parallel_size, a.num_layers),
+        "all stages are built alike",
+        "choose a `--pipeline-model-parallel-size` that divides `--num-layers`",
+    ),
+    _not_served(
+        "`--num-experts` with `--tensor-model-parallel-size` above 1 and no `--sequence-parallel`",
+        lambda a: a.num_experts is not None and a.tensor_model_parallel_size > 1 and not a.sequence_parallel,
+        "all tensor-parallel ranks would route the same tokens",
+        "add `--sequence-parallel`",
+    ),
+    _not_served(
+        "biases of shared experts, or of experts that tensor parallelism splits",
+        lambda a: (
+            a.num_experts is not None
+            and a.add_bias_linear
+            and (
+                a.moe_shared_expert_intermediate_size is not None
+                or (a.expert_tensor_parallel_size or a.tensor_model_parallel_size) > 1
+            )
+        ),
+        "their outputs are summed over ranks, which would add the bias more than once",
+        "add `--disable-bias-linear`",
+    ),
+    _not_served(
+        "`--moe-token-dispatcher-type flex`, or `allgather` with `--expert-model-parallel-size` above 1",
+        lambda a: (
+            a.moe_token_dispatcher_type == "flex"
+            or (a.moe_token_dispatcher_type == "allgather" and a.expert_model_parallel_size > 1)
+        ),
+        "experts of other ranks are reached by an all-to-all alone",
+        "give `--moe-token-dispatcher-type alltoall`",
+    ),
+    _not_served(
+        "`--moe-router-load-balancing-type sinkhorn` or `global_aux_loss`",
+        lambda a: a.moe_router_load_balancing_type in ("sinkhorn", "global_aux_loss"),
+        "auxiliary losses are computed over a microbatch or a sequence",
+        "give `--moe-router-load-balancing-type aux_loss`, `seq_aux_loss` or `none`",
+    ),
+    _not_served(
+        "a CUDA graph with experts",
+        lambda a: captures_iterations(a) and a.num_experts is not None,
+        "the host must know in each step how many tokens an expert gets",
+        _GRAPH_REMEDY,
+    ),
+    _not_served(
+        "a CUDA graph with several pipeline stages or `--context-parallel-size` above 1",
+        lambda a: captures_iterations(a) and (a.pipeline_model_parallel_size > 1 or a.context_parallel_size > 1),
+        "sends and receives between two ranks cannot be captured yet",
+        _GRAPH_REMEDY,
     ),
 )
+
+NOT_SERVED = tuple(row for row in REFUSALS if row.reason)
+"""The lawful combinations that are not served, which the documentation lists."""

@@ -1,0 +1,156 @@
+"""Each row of the table of refused combinations refuses a command line, by its own message, before anything is allocated."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron.training.arguments import parse_settings
+from megatron.training.cli.flag_parser import FlagError
+from megatron.training.cli.refused_combinations import NOT_SERVED, REFUSALS, Refusal
+from tests.training.cli.test_flags import MINIMAL
+
+EXPERTS = "--num-experts 4"
+NO_BIAS = "--disable-bias-linear"
+GRAPH = "--cuda-graph-impl full_iteration"
+
+# contradictions: (flags to add, flag to take out with its value)
+CONTRADICTIONS: dict[str, tuple[str, str]] = {
+    "no num_layers": ("", "--num-layers"),
+    "no hidden_size": ("", "--hidden-size"),
+    "no num_attention_heads": ("", "--num-attention-heads"),
+    "no seq_length": ("", "--seq-length"),
+    "no max_position_embeddings": ("", "--max-position-embeddings"),
+    "no micro_batch_size": ("", "--micro-batch-size"),
+    "no lr": ("", "--lr"),
+    "max-position-embeddings below seq-length": ("--max-position-embeddings 4", ""),
+    "seq-length not divisible by 2 * context-parallel-size": ("--context-parallel-size 3 --attention-dropout 0", ""),
+    "seq-length not divisible for sequence parallelism": (
+        "--context-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel --seq-length 6",
+        "",
+    ),
+    "vocabulary padding not divisible by tensor-model-parallel-size": (
+        "--tensor-model-parallel-size 4 --make-vocab-size-divisible-by 6",
+        "",
+    ),
+    "num-query-groups without group-query-attention": ("--num-query-groups 2", ""),
+    "rotary settings without rope": ("--rotary-base 500000", ""),
+    "rope-scaling-factor without use-rope-scaling": ("--position-embedding-type rope --rope-scaling-factor 4", ""),
+    "two activation functions": ("--swiglu --squared-relu", ""),
+    "recompute method or layers without full recomputation": ("--recompute-granularity selective --recompute-num-layers 1", ""),
+    "full recomputation without method or layers": ("--recompute-granularity full --recompute-method uniform", ""),
+    "recompute-modules without selective recomputation": ("--recompute-modules core_attn", ""),
+    "neither or both of train-iters and train-samples": ("--train-samples 8", ""),
+    "schedule in samples with train-iters": ("--lr-warmup-samples 4", ""),
+    "schedule in iterations with train-samples": ("--train-samples 8 --lr-warmup-iters 1", "--train-iters"),
+    "two warm-up lengths": ("--lr-warmup-fraction 0.1 --lr-warmup-iters 1", ""),
+    "warm-up fraction out of range": ("--lr-warmup-fraction 1.0", ""),
+    "WSD without a decay length": ("--lr-decay-style WSD", ""),
+    "WSD decay length with another style": ("--lr-wsd-decay-iters 2", ""),
+    "WSD decay style with another style": ("--lr-wsd-decay-style cosine", ""),
+    "decoupled-min-lr without decoupled-lr": ("--decoupled-min-lr 1e-5", ""),
+    "growing weight decay without start or end": ("--weight-decay-incr-style cosine", ""),
+    "constant weight decay with start or end": ("--end-weight-decay 0.1", ""),
+    "two sources of the schedule": ("--load x --override-opt-param-scheduler --use-checkpoint-opt-param-scheduler", ""),
+    "sharding strategy without use-megatron-fsdp": ("--data-parallel-sharding-strategy optim", ""),
+    "distributed optimizer with no_shard": ("--use-megatron-fsdp --use-distributed-optimizer", ""),
+    "overlap-param-gather without sharding": ("--overlap-param-gather", ""),
+    "use-nccl-ub with another transport": ("--use-nccl-ub --fsdp-transport nccl", ""),
+    "symmetric memory with gloo": ("--fsdp-transport symm --distributed-backend gloo", ""),
+    "precision-aware optimizer without bf16": ("--use-precision-aware-optimizer", ""),
+    "precision-aware optimizer with sgd": ("--bf16 --use-precision-aware-optimizer --optimizer sgd", ""),
+    "precision-aware optimizer without fp32 main weights": (
+        "--bf16 --use-precision-aware-optimizer --megatron-fsdp-main-params-dtype bf16",
+        "",
+    ),
+    "grad-reduce-in-bf16 without bf16": ("--grad-reduce-in-bf16", ""),
+    "two gradient dtypes": ("--bf16 --grad-reduce-in-bf16 --accumulate-allreduce-grads-in-fp32", ""),
+    "no data": ("", "--mock-data"),
+    "two data sources": ("--data-path x", ""),
+    "split with data paths of each split": ("--train-data-path x --split 9,1,0", "--mock-data"),
+    "tokenizer without its file": ("--tokenizer-type HuggingFaceTokenizer", ""),
+    "tokenizer file with a tokenizer that has none": ("--tokenizer-model x", ""),
+    "NullTokenizer without vocab-size": ("--tokenizer-type NullTokenizer", ""),
+    "negative num-workers": ("--num-workers -1", ""),
+    "save_interval without save": ("--save-interval 2", ""),
+    "async_save without save": ("--async-save", ""),
+    "no_save_optim without save": ("--no-save-optim", ""),
+    "no_save_rng without save": ("--no-save-rng", ""),
+    "exit_signal_handler without save": ("--exit-signal-handler", ""),
+    "save-interval below 1": ("--save x --save-interval 0", ""),
+    "finetune without load": ("--finetune", ""),
+    "no_load_optim without load": ("--no-load-optim", ""),
+    "no_load_rng without load": ("--no-load-rng", ""),
+    "exit_on_missing_checkpoint without load": ("--exit-on-missing-checkpoint", ""),
+    "use_checkpoint_opt_param_scheduler without load": ("--use-checkpoint-opt-param-scheduler", ""),
+    "ckpt-step without load": ("--ckpt-step 3", ""),
+    "finetune with the checkpoint's schedule": ("--load x --finetune --use-checkpoint-opt-param-scheduler", ""),
+    "wandb settings without wandb-project": ("--wandb-exp-name x", ""),
+    "TensorBoard scalars without a writer": ("--log-timers-to-tensorboard", ""),
+    "CUDA graphs of single layers": ("--cuda-graph-impl local", ""),
+    "CUDA graph scope without a graph of the iteration": ("--cuda-graph-scope full_iteration", ""),
+    "CUDA graph scope below the iteration": ("--cuda-graph-impl full_iteration --cuda-graph-scope attn mlp", ""),
+    "CUDA graph warm-up without a graph": ("--cuda-graph-warmup-steps 3", ""),
+    "CUDA graph with gloo": ("--cuda-graph-impl full_iteration --distributed-backend gloo", ""),
+    "CUDA graph with recomputed dropout": ("--cuda-graph-impl full_iteration --recompute-granularity selective", ""),
+    "CUDA graph with sgd": ("--cuda-graph-impl full_iteration --optimizer sgd", ""),
+}  # fmt: skip
+
+# in the order of the table: (flags that the row refuses, flags that are served instead)
+COMBINATIONS: list[tuple[str, str]] = [
+    ("--context-parallel-size 2", "--context-parallel-size 2 --attention-dropout 0"),
+    (
+        "--tensor-model-parallel-size 4 --group-query-attention --num-query-groups 2",
+        "--tensor-model-parallel-size 2 --group-query-attention --num-query-groups 2",
+    ),
+    ("--pipeline-model-parallel-size 4", "--pipeline-model-parallel-size 2"),
+    (
+        f"{EXPERTS} --tensor-model-parallel-size 2",
+        f"{EXPERTS} --tensor-model-parallel-size 2 --sequence-parallel {NO_BIAS}",
+    ),
+    (f"{EXPERTS} --expert-tensor-parallel-size 2", f"{EXPERTS} --expert-tensor-parallel-size 2 {NO_BIAS}"),
+    (
+        f"{EXPERTS} --expert-model-parallel-size 2 --moe-token-dispatcher-type allgather",
+        f"{EXPERTS} --moe-token-dispatcher-type allgather",
+    ),
+    (
+        f"{EXPERTS} --moe-router-load-balancing-type sinkhorn",
+        f"{EXPERTS} --moe-router-load-balancing-type seq_aux_loss",
+    ),
+    (f"{GRAPH} {EXPERTS}", f"--cuda-graph-impl none {EXPERTS}"),
+    (f"{GRAPH} --pipeline-model-parallel-size 2", f"{GRAPH} --tensor-model-parallel-size 2"),
+]
+
+
+def test_every_row_has_a_case() -> None:
+    assert [row.what for row in REFUSALS if row not in NOT_SERVED] == list(CONTRADICTIONS)
+    assert len(NOT_SERVED) == len(COMBINATIONS)
+
+
+def _minimal_without(flag: str) -> list[str]:
+    """The minimal command line without a flag and its value."""
+    argv = list(MINIMAL)
+    if flag:
+        start = argv.index(flag)
+        end = start + 1 if start + 1 == len(argv) or argv[start + 1].startswith("--") else start + 2
+        argv[start:end] = []
+    return argv
+
+
+@pytest.mark.parametrize("row", [row for row in REFUSALS if row not in NOT_SERVED], ids=lambda row: row.what)
+def test_contradicting_flags_are_refused(row: Refusal) -> None:
+    added, removed = CONTRADICTIONS[row.what]
+    with pytest.raises(FlagError) as caught:
+        parse_settings(_minimal_without(removed) + added.split(), world_size=1)
+    opening = row.message.split("{")[0]
+    assert opening and opening in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("row", "case"), list(zip(NOT_SERVED, COMBINATIONS, strict=True)), ids=[row.what for row in NOT_SERVED]
+)
+def test_a_combination_is_refused_and_its_alternative_is_served(row: Refusal, case: tuple[str, str]) -> None:
+    refused, served = case
+    with pytest.raises(FlagError) as caught:
+        parse_settings(MINIMAL + refused.split(), world_size=4)
+    assert row.message in str(caught.value)
+    parse_settings(MINIMAL + served.split(), world_size=4)
