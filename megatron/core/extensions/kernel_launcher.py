@@ -1,15 +1,21 @@
-"""Launching a Triton kernel again and again without what its launcher does in Python each time (50 us of the host)."""
+"""Repeated launches of a Triton kernel without the Python of Triton's own launch, which takes 50 us of the host each time."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+# To measure what this file gains: "plain" launches through Triton each time.
+_LAUNCHES = os.environ.get("FSDP_TRITON_LAUNCHER", "cached")
+if _LAUNCHES not in ("cached", "plain"):
+    raise ValueError(f"FSDP_TRITON_LAUNCHER must be cached or plain, got {_LAUNCHES!r}; leave it unset for cached")
+
 
 class KernelLauncher:
-    """Launches one kernel; from the second launch of a kind on straight through what Triton compiled at the first.
+    """Launches of one kernel: Triton compiles at the first of a kind, and later ones call what it compiled.
 
     Args:
         kernel: a function under ``triton.jit``, whose arguments are tensors (or None), then numbers, then constants.
@@ -27,11 +33,16 @@ class KernelLauncher:
         numbers: Sequence[int | float],
         constants: tuple[Any, ...],
     ) -> Callable[..., None] | None:
-        """Afterwards the kernel is launched on the current stream; returns what launches it again.
+        """Launch the kernel on the current stream, and return the function that launches it again.
 
-        That takes the addresses, the numbers and the constants, and asks for tensors of the same dtypes and alignment
-        on the same device, which must be the current one. None where it was interpreted, which compiles nothing.
+        Returns:
+            A function of the tensors' addresses, the numbers and the constants. It is valid for tensors of the same dtypes
+            and alignment on the same device, which must be the current one. None under Triton's interpreter, which compiles
+            nothing, and with ``FSDP_TRITON_LAUNCHER=plain``: the next launch needs the tensors again.
         """
+        if _LAUNCHES == "plain":
+            self._kernel[(num_programs,)](*tensors, *numbers, *constants, **self._options)
+            return None
         addresses = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
         # What Triton compiles for: dtypes, and which addresses and integers are multiples of 16, or 1.
         kind = (

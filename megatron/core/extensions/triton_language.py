@@ -1,4 +1,4 @@
-"""Triton, which torch's CUDA builds bring with them. Importing this file where it is missing is an ImportError."""
+"""Triton, which torch's CUDA builds bring with them. Importing this file without it raises ImportError."""
 
 import triton
 import triton.language as tl
