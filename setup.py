@@ -1,8 +1,13 @@
 """Packaging: ``pip install -e .`` installs the library, ``pip install -e .[all]`` all that scripts and tests use."""
 
+import re
 from pathlib import Path
 
 from setuptools import find_namespace_packages, setup
+
+FOLDER = Path(__file__).parent
+# Read, not imported: a build has no torch.
+VERSION = re.findall(r'^__version__ = "(.+)"$', (FOLDER / "megatron/core/__init__.py").read_text(), re.MULTILINE)[0]
 
 EXTRAS = {
     # What the example, the tools and --tensorboard-dir use.
@@ -19,20 +24,24 @@ EXTRAS = {
         "triton>=3.3",
         "ruff>=0.6",
         "mypy>=1.11",
+        "import-linter>=2.6",
     ],
 }
 EXTRAS["all"] = EXTRAS["train"] + EXTRAS["tokenizers"] + EXTRAS["test"]
 
 setup(
     name="megatron-fsdp-trainer",
-    version="0.1.0",
+    version=VERSION,
     description="Megatron-style GPT training on fully sharded data parallelism",
-    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
+    long_description=(FOLDER / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_namespace_packages(include=["megatron", "megatron.*"]),
-    install_requires=["torch>=2.11", "numpy>=1.26"],
+    # PEP 561: in a namespace package, each of its packages says that it is typed.
+    package_data={"megatron.core": ["py.typed"], "megatron.training": ["py.typed"]},
+    # Above, too: DTensor's placements of uneven rows rest on what these versions of torch do inside.
+    install_requires=["torch>=2.11,<2.14", "numpy>=1.26"],
     extras_require=EXTRAS,
     classifiers=["Programming Language :: Python :: 3", "Typing :: Typed"],
 )

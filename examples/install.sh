@@ -1,8 +1,8 @@
-# Sourced. `install train` or `install all`: afterwards $PYTHON runs what training, or training and tests, import.
+# Sourced. `install train` or `install all` sets PYTHON to a Python that has what training, or training and tests, import.
 #
-# Where python3 has a torch with CUDA, that is the one to train with, and nothing is installed that it has already.
-# Elsewhere .venv is made beside the README. torch comes first, with its version from constraints.txt: without one, pip
-# may fetch another build, and gigabytes with it.
+# A python3 whose torch sees a CUDA device is used as it is; only what it lacks is installed, into .venv beside it.
+# Elsewhere .venv is made beside the README. torch comes first, with its version from constraints.txt: without a version,
+# pip may fetch another build, and gigabytes with it.
 
 MIN_FREE_MIB=2500
 
@@ -22,7 +22,7 @@ find_python() {
     fail "Python 3.11 or newer is needed, got $(python3 --version 2>&1 || true); install one, or name it: PYTHON=/path/to/python3.12 bash $0"
 }
 
-# lacks PYTHON GROUP: the modules of a group that a Python does not have.
+# lacks PYTHON GROUP: the packages of a group that a Python does not have, by the names that pip knows.
 lacks() {
     "$1" - "$2" <<'EOF'
 import importlib.util
@@ -30,11 +30,13 @@ import sys
 
 modules = ["torch", "numpy", "tensorboard", "matplotlib"]
 if sys.argv[1] == "all":
-    modules += ["tokenizers", "sentencepiece", "rich", "safetensors", "triton", "pytest", "pytest_timeout", "xdist", "hypothesis", "ruff", "mypy"]
-print(*(name for name in modules if importlib.util.find_spec(name) is None))
+    modules += ["tokenizers", "sentencepiece", "rich", "safetensors", "triton", "pytest", "pytest_timeout", "xdist", "hypothesis", "ruff", "mypy", "importlinter"]
+named = {"pytest_timeout": "pytest-timeout", "xdist": "pytest-xdist", "importlinter": "import-linter"}
+print(*(named.get(module, module) for module in modules if importlib.util.find_spec(module) is None))
 EOF
 }
 
+# has_cuda_torch PYTHON: it has a torch that sees a CUDA device, of a version that setup.py admits.
 has_cuda_torch() {
     "$1" - 2>/dev/null <<'EOF'
 import sys
@@ -42,11 +44,11 @@ import sys
 import torch
 
 version = tuple(map(int, torch.__version__.split(".")[:2]))
-sys.exit(version < (2, 11) or not torch.cuda.is_available())
+sys.exit(not (2, 11) <= version < (2, 14) or not torch.cuda.is_available())
 EOF
 }
 
-# make_venv PYTHON [OPTION]: .venv is there.
+# make_venv PYTHON [OPTION]: make .venv where there is none yet.
 make_venv() {
     # An interrupted installation may have left one without pip.
     .venv/bin/python -m pip --version >/dev/null 2>&1 && return
@@ -96,7 +98,7 @@ install() {
     touch "$ready"
 }
 
-# install_beside_cuda_torch PYTHON GROUP: as install; what training can do without may be missing.
+# install_beside_cuda_torch PYTHON GROUP: as install, and go on without what training can do without.
 install_beside_cuda_torch() {
     local missing
     PYTHON=$1

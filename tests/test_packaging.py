@@ -14,10 +14,12 @@ from typing import Any
 import pytest
 import setuptools
 
+import megatron.core
+
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 OWN = {"megatron", "tests", "tools", "examples", "benchmarks", "pretrain_gpt"}
-DISTRIBUTION_OF_MODULE = {"pytest_timeout": "pytest-timeout", "xdist": "pytest-xdist"}
+DISTRIBUTION_OF_MODULE = {"pytest_timeout": "pytest-timeout", "xdist": "pytest-xdist", "importlinter": "import-linter"}
 
 
 @pytest.fixture(scope="module")
@@ -85,11 +87,35 @@ def test_everything_that_is_installed_has_a_pinned_version(metadata: dict[str, A
 
 
 def test_install_script_looks_for_what_is_declared(metadata: dict[str, Any]) -> None:
-    """Its list of modules decides whether a system's Python has all that is needed."""
+    """Its list of modules decides whether a system's Python has all that is needed, and its names are what pip fetches."""
     script = (REPOSITORY / "examples/install.sh").read_text()
+    (named,) = re.findall(r"named = (\{.*\})", script)
+    assert ast.literal_eval(named) == DISTRIBUTION_OF_MODULE
     modules = {name for listed in re.findall(r"modules \+?= (\[.*\])", script) for name in ast.literal_eval(listed)}
     names = {DISTRIBUTION_OF_MODULE.get(module, module) for module in modules}
     assert names == names_of(metadata["install_requires"] + metadata["extras_require"]["all"])
+
+
+def test_torch_is_bounded_alike_where_it_is_required_and_where_a_system_torch_is_taken(
+    metadata: dict[str, Any],
+) -> None:
+    """DTensor's placements of uneven rows rest on torch's inside: a version that nobody tried is not taken in silence."""
+    (required,) = (bounds for bounds in metadata["install_requires"] if bounds.startswith("torch"))
+    low, high = re.fullmatch(r"torch>=([\d.]+),<([\d.]+)", required).groups()
+    script = (REPOSITORY / "examples/install.sh").read_text()
+    assert f"({low.replace('.', ', ')}) <= version < ({high.replace('.', ', ')})" in script
+
+
+def test_every_package_of_the_namespace_is_typed_where_it_is_installed(metadata: dict[str, Any]) -> None:
+    """PEP 561: each package of a namespace has its own marker, and checkers read no types without it."""
+    assert "Typing :: Typed" in metadata["classifiers"]
+    packages = [path.name for path in (REPOSITORY / "megatron").iterdir() if (path / "__init__.py").exists()]
+    assert metadata["package_data"] == {f"megatron.{package}": ["py.typed"] for package in sorted(packages)}
+    assert all((REPOSITORY / "megatron" / package / "py.typed").exists() for package in packages)
+
+
+def test_the_version_can_be_read_at_run_time(metadata: dict[str, Any]) -> None:
+    assert metadata["version"] == megatron.core.__version__
 
 
 def test_metadata_names_the_packages_and_the_licence(metadata: dict[str, Any]) -> None:
