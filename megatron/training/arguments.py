@@ -10,11 +10,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from megatron.core.activations import squared_relu
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.full_cuda_graph import FullCudaGraphConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.rank_grid import RankGrid
-from megatron.core.transformer.transformer_config import TransformerConfig, squared_relu
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.checkpointing import CheckpointConfig
 from megatron.training.cli.flag_parser import FlagError, FlagParser
 from megatron.training.cli.flags_always_so import ALWAYS_SO

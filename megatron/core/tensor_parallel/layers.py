@@ -25,7 +25,8 @@ from megatron.core.tensor_parallel.mappings import (
     scatter_to_tensor_model_parallel_region,
 )
 from megatron.core.tensor_parallel.partition import part_extent
-from megatron.core.transformer.parameter_init import ConstantInit, InitializedParameters, InitMethod
+from megatron.core.transformer.init_methods import ConstantInit, InitMethod
+from megatron.core.transformer.parameter_init import InitializedParameters
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from megatron.core.activations import ACTIVATIONS
 from megatron.core.transformer.context_parallel import COMM_TYPES, comm_types
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.moe.moe_config_checks import MOE_CONTRADICTIONS
@@ -86,7 +87,7 @@ CONTRADICTIONS: list[tuple[Condition, str]] = [
         "normalization must be 'LayerNorm' or 'RMSNorm', got {normalization!r}",
     ),
     (
-        lambda c: isinstance(c.activation_func, str) and c.activation_func not in _activation_names(),
+        lambda c: isinstance(c.activation_func, str) and c.activation_func not in ACTIVATIONS,
         "activation_func must be a function or one of gelu, silu, swish, relu, squared_relu, got {activation_func!r}",
     ),
     (
@@ -157,7 +158,6 @@ CONTRADICTIONS: list[tuple[Condition, str]] = [
     ),
 ]
 
-
 CONTRADICTIONS += [*MOE_CONTRADICTIONS, *PARALLEL_CONTRADICTIONS]
 
 
@@ -176,12 +176,6 @@ def check_config(config: TransformerConfig) -> None:
     for holds, message in CONTRADICTIONS:
         if holds(config):
             raise ValueError("TransformerConfig." + message.format_map(vars(config)))
-
-
-def _activation_names() -> list[str]:
-    from megatron.core.transformer.transformer_config import ACTIVATIONS
-
-    return list(ACTIVATIONS)
 
 
 def _fusible_activation(config: TransformerConfig) -> bool:

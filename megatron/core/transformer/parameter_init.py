@@ -9,7 +9,6 @@ names them and materialises them by exactly the calls that meta-device initialis
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,52 +16,12 @@ import torch
 
 from megatron.core.process_groups_config import group_rank, group_size
 from megatron.core.tensor_parallel.partition import part_extent, partition
+from megatron.core.transformer.init_methods import ConstantInit, InheritedInit, InitMethod, NormalInit
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from megatron.core.transformer.transformer_config import TransformerConfig
-
-InitMethod = Callable[[torch.Tensor], Any]
-
-
-class NormalInit:
-    """Fills a tensor from normal(0, std); callable with the tensor alone, as Megatron-Core's init methods are."""
-
-    def __init__(self, std: float) -> None:
-        self.std = std
-
-    def __call__(self, tensor: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
-        with torch.no_grad():
-            return tensor.normal_(0.0, self.std, generator=generator)
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}(std={self.std})"
-
-
-class ConfigInit(NormalInit):
-    """The default that the configuration derived from ``init_method_std``: derived anew when the configuration is."""
-
-
-class InheritedInit:
-    """Another field's init method, taken over by the configuration: taken over anew when the configuration is."""
-
-    def __init__(self, init_method: InitMethod) -> None:
-        self.init_method = init_method
-
-    def __call__(self, tensor: torch.Tensor) -> Any:
-        return self.init_method(tensor)
-
-
-class ConstantInit:
-    """Fills a tensor with one value: ones for norms, zeros for biases."""
-
-    def __init__(self, value: float) -> None:
-        self.value = value
-
-    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            return tensor.fill_(self.value)
 
 
 def parameter_seed(init_seed: int, name: str, shape: torch.Size) -> int:

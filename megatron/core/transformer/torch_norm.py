@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 
 from megatron.core.fusions.fused_norm import fused_norm
-from megatron.core.transformer.parameter_init import ConstantInit, InitializedParameters
+from megatron.core.transformer.init_methods import ConstantInit
+from megatron.core.transformer.parameter_init import InitializedParameters
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig

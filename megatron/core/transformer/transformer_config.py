@@ -10,23 +10,10 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 
+from megatron.core.activations import ACTIVATIONS
 from megatron.core.transformer.config_checks import check_config
 from megatron.core.transformer.enums import AttnBackend
-from megatron.core.transformer.parameter_init import ConfigInit, InheritedInit, InitMethod
-
-
-def squared_relu(x: torch.Tensor) -> torch.Tensor:
-    """relu(x)^2, elementwise. Source: Primer (arXiv:2109.08668)."""
-    return torch.square(F.relu(x))
-
-
-ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "gelu": F.gelu,
-    "silu": F.silu,
-    "swish": F.silu,
-    "relu": F.relu,
-    "squared_relu": squared_relu,
-}
+from megatron.core.transformer.init_methods import ConfigInit, InheritedInit, InitMethod
 
 
 @dataclass(frozen=True, kw_only=True)

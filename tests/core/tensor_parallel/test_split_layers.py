@@ -16,7 +16,7 @@ from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross
 from megatron.core.tensor_parallel import cross_entropy, mappings
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from megatron.core.tensor_parallel.partition import assemble, partition
-from megatron.core.transformer.parameter_init import NormalInit
+from megatron.core.transformer.init_methods import NormalInit
 from megatron.core.transformer.transformer_config import TransformerConfig
 from tests.support.launch import run_ranks
 

@@ -10,7 +10,8 @@ import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.parameter_init import NormalInit, parameter_seed
+from megatron.core.transformer.init_methods import NormalInit
+from megatron.core.transformer.parameter_init import parameter_seed
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from tests.support.tiny_gpt import build_gpt, random_tokens

@@ -9,9 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megatron.core.activations import squared_relu
 from megatron.core.transformer.config_checks import CONTRADICTIONS, NOT_SERVED
 from megatron.core.transformer.parallel_checks import PARALLEL_CONTRADICTIONS
-from megatron.core.transformer.transformer_config import TransformerConfig, squared_relu
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 BASE: dict[str, Any] = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4}
 

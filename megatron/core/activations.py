@@ -1,0 +1,22 @@
+"""Activation functions by the names that a TransformerConfig may give."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+
+def squared_relu(x: torch.Tensor) -> torch.Tensor:
+    """Compute relu(x)^2, elementwise. Source: Primer (arXiv:2109.08668)."""
+    return torch.square(F.relu(x))
+
+
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "gelu": F.gelu,
+    "silu": F.silu,
+    "swish": F.silu,
+    "relu": F.relu,
+    "squared_relu": squared_relu,
+}

@@ -1,0 +1,49 @@
+"""Init methods: what fills a parameter with its initial values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+InitMethod = Callable[[torch.Tensor], Any]
+
+
+class NormalInit:
+    """An init method that draws from normal(0, std); callable with the tensor alone, as Megatron-Core's are."""
+
+    def __init__(self, std: float) -> None:
+        self.std = std
+
+    def __call__(self, tensor: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
+        with torch.no_grad():
+            return tensor.normal_(0.0, self.std, generator=generator)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(std={self.std})"
+
+
+class ConfigInit(NormalInit):
+    """A default derived from ``init_method_std``; ``dataclasses.replace`` on the config derives it again."""
+
+
+class InheritedInit:
+    """A default copied from another field's init method; ``dataclasses.replace`` on the config copies it again."""
+
+    def __init__(self, init_method: InitMethod) -> None:
+        self.init_method = init_method
+
+    def __call__(self, tensor: torch.Tensor) -> Any:
+        return self.init_method(tensor)
+
+
+class ConstantInit:
+    """An init method that fills a tensor with one value: ones for norms, zeros for biases."""
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            return tensor.fill_(self.value)
