@@ -153,8 +153,8 @@ class _Buffers:
         self.transport = transport
         numel = self._numel(nbytes)
         self.shard = transport.empty(numel // transport.size, _DTYPE, device, MemoryKind.SHARD)
-        self.full = transport.empty(numel, _DTYPE, device, MemoryKind.GATHERED)
-        self.staging = transport.empty(numel, _DTYPE, device, MemoryKind.STAGING)
+        self.full = transport.empty(numel, _DTYPE, device, MemoryKind.UNSHARDED)
+        self.staging = transport.empty(numel, _DTYPE, device, MemoryKind.REDUCE_SCATTER_INPUT)
         self.out = torch.empty(numel // transport.size, dtype=torch.float32, device=device)
         self.shard.normal_()
         self.staging.normal_()

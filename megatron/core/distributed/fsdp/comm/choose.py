@@ -13,9 +13,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from megatron.core.distributed.fsdp.comm.auto import cheapest, describe, measure
-from megatron.core.distributed.fsdp.comm.nvlink import symmetric_memory_problem
-from megatron.core.distributed.fsdp.comm.process_group import ProcessGroupTransport, RankOrderTransport
-from megatron.core.distributed.fsdp.comm.symmetric import SymmetricTransport
+from megatron.core.distributed.fsdp.comm.process_group import make_process_group_transport
+from megatron.core.distributed.fsdp.comm.symmetric import SymmetricTransport, symmetric_memory_problem
 from megatron.core.distributed.fsdp.comm.transport import LocalTransport, Transport
 
 TransportKind = Literal["auto", "nccl", "symm", "peer_copy"]
@@ -124,7 +123,7 @@ def _construct(kind: str, group: ProcessGroup, gather_group: ProcessGroup, devic
         from megatron.core.distributed.fsdp.comm.peer.peer_copy import PeerCopyTransport
 
         return PeerCopyTransport(group, gather_group, device)
-    return (ProcessGroupTransport if device.type == "cuda" else RankOrderTransport)(group, gather_group)
+    return make_process_group_transport(group, gather_group, device)
 
 
 def _forget(*tables: dict[tuple[Any, ...], Any]) -> None:

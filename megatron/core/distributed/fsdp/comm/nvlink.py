@@ -1,11 +1,10 @@
-"""Whether NCCL's symmetric memory can work between the ranks of a group, and why not."""
+"""Where the ranks of a process group run, and whether NVLink connects all of their devices."""
 
 from __future__ import annotations
 
 import ctypes
-import os
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,15 +12,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-# The first version with symmetric kernels.
-_NCCL_VERSION = (2, 27)
 # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED of the driver's API: true over NVLink, false over PCIe.
 _NATIVE_ATOMICS = 3
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank is: its host, its device there, which other devices NVLink connects that one to, and what is wrong."""
+    """The place of a rank: its host, its device there, the devices that NVLink connects to it, and a problem that it has."""
 
     host: str
     device: int
@@ -29,20 +26,21 @@ class Place:
     problem: str | None = None
 
 
-def symmetric_memory_problem(group: ProcessGroup, device: torch.device) -> str | None:
-    """Why NCCL's symmetric memory cannot serve the group's buffers on ``device``, the same on all ranks; None if it can.
+def problem_among(own: Place, group: ProcessGroup) -> str | None:
+    """Say why the ranks of a process group cannot reach each other's memory, the same on all ranks; None if they can.
 
-    Ranks: all of the group; blocks the host.
+    Args:
+        own: the place of this rank.
+
+    Ranks: all of the process group; blocks the host.
     """
-    if device.type != "cuda":
-        return f"NCCL's symmetric memory is for CUDA devices and the nccl backend, got {device.type} and {dist.get_backend(group)}"
-    places: list[Place] = [None] * group.size()  # type: ignore[list-item]
-    dist.all_gather_object(places, _place_of(device), group=group)
+    places: list[Place] = [own] * group.size()
+    dist.all_gather_object(places, own, group=group)
     return problem_between(places)
 
 
 def problem_between(places: Sequence[Place]) -> str | None:
-    """Why ranks at these places cannot share symmetric memory; None if they can."""
+    """Say why ranks at these places cannot reach each other's memory; None if they can."""
     for place in places:
         if place.problem is not None:
             return place.problem
@@ -59,32 +57,20 @@ def problem_between(places: Sequence[Place]) -> str | None:
     return None
 
 
-def settings_problem(environment: Mapping[str, str]) -> str | None:
-    """Which environment variable keeps symmetric memory from working; None where none does."""
-    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
-        if "expandable_segments:true" in environment.get(name, "").replace(" ", "").lower():
-            return f"expandable segments cannot be registered, got {name}={environment[name]}; leave expandable_segments out"
-    for name in ("NCCL_CUMEM_ENABLE", "NCCL_WIN_ENABLE"):
-        if environment.get(name) == "0":
-            return f"NCCL cannot register windows with {name}=0; leave it unset"
-    name = "TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK"
-    if environment.get(name, "0").lower() not in ("", "0", "false", "n", "no"):
-        return f"PyTorch registers all memory, and none symmetrically, with {name}={environment[name]}; leave it unset"
-    return None
-
-
-def _place_of(device: torch.device) -> Place:
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    host = f"{platform.node()} {boot.read_text()[:8] if boot.exists() else ''}".strip()
+def cuda_place(device: torch.device, problem: str | None) -> Place:
+    """Return this rank's place, with the problem that it reports to the others."""
     index = torch.cuda.current_device() if device.index is None else device.index
-    problem = settings_problem(os.environ)
-    if problem is None and torch.cuda.nccl.version() < _NCCL_VERSION:
-        problem = f"NCCL must be {'.'.join(map(str, _NCCL_VERSION))} or later, got {torch.cuda.nccl.version()}"
-    return Place(host, index, linked_devices(index), problem)
+    return Place(this_host(), index, linked_devices(index), problem)
+
+
+def this_host() -> str:
+    """Return a name of this host that no other host or container of another host has."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return f"{platform.node()} {boot.read_text()[:8] if boot.exists() else ''}".strip()
 
 
 def linked_devices(index: int) -> tuple[int, ...]:
-    """The visible devices, besides ``index``, that it reaches over NVLink."""
+    """Return the visible devices, besides ``index``, that it reaches over NVLink."""
     links = _nvlinks(index)
     return tuple(
         other
@@ -96,7 +82,7 @@ def linked_devices(index: int) -> tuple[int, ...]:
 
 
 def _nvlinks(index: int) -> list[int]:
-    """Links to each visible device, as far as the driver's management library tells (not in every container)."""
+    """Count the links to each visible device. All are 0 where the driver's management library is missing (some containers)."""
     from torch._C._autograd import DeviceType
     from torch._C._distributed_c10d import _detect_dma_connectivity  # type: ignore[attr-defined]
 
@@ -108,7 +94,7 @@ def _nvlinks(index: int) -> list[int]:
 
 
 def _has_native_atomics(index: int, other: int) -> bool:
-    """Whether the driver says that one device's atomics work in the other's memory, as they do over NVLink alone."""
+    """Ask the driver whether one device's atomics work in the other's memory, as they do over NVLink alone."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:

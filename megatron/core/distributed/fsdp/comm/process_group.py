@@ -98,6 +98,13 @@ class RankOrderTransport(ProcessGroupTransport):
         scale_and_accumulate(out, total[: out.numel()], scale=scale, accumulate=accumulate)
 
 
+def make_process_group_transport(
+    group: ProcessGroup, gather_group: ProcessGroup, device: torch.device
+) -> ProcessGroupTransport:
+    """Make the transport that moves buffers on ``device`` by the collectives of a process group; on CPUs in rank order."""
+    return (ProcessGroupTransport if device.type == "cuda" else RankOrderTransport)(group, gather_group)
+
+
 def _movable(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor, or its bytes where it has a dtype (of frozen weights) that not every backend knows."""
     return tensor if tensor.dtype in SERVED_DTYPES else tensor.view(torch.uint8)

@@ -10,20 +10,52 @@ which is registered when it is full, with one communicator after the other.
 from __future__ import annotations
 
 import contextlib
+import os
 import weakref
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from megatron.core.distributed.fsdp.comm.nvlink import cuda_place, problem_among
 from megatron.core.distributed.fsdp.comm.process_group import ProcessGroupTransport
 from megatron.core.distributed.fsdp.comm.transport import MemoryKind, scale_and_accumulate
 from megatron.core.distributed.fsdp.config.torch_versions import reduce_scatter_flat
 
+# The first version with symmetric kernels.
+_NCCL_VERSION = (2, 27)
 # The caching allocator takes segments of 20 MiB for what is above 1 and below 10 MiB, which a pool of one buffer would
 # waste, and segments of its size for what is larger.
 _SMALL_NBYTES, _LARGE_NBYTES = 2**20, 10 * 2**20
+
+
+def symmetric_memory_problem(group: ProcessGroup, device: torch.device) -> str | None:
+    """Say why NCCL's symmetric memory cannot serve buffers on ``device``, the same on all ranks; None if it can.
+
+    Ranks: all of the process group; blocks the host.
+    """
+    if device.type != "cuda":
+        return f"NCCL's symmetric memory is for CUDA devices and the nccl backend, got {device.type} and {dist.get_backend(group)}"
+    problem = settings_problem(os.environ)
+    if problem is None and torch.cuda.nccl.version() < _NCCL_VERSION:
+        problem = f"NCCL must be {'.'.join(map(str, _NCCL_VERSION))} or later, got {torch.cuda.nccl.version()}"
+    return problem_among(cuda_place(device, problem), group)
+
+
+def settings_problem(environment: Mapping[str, str]) -> str | None:
+    """Say which environment variable keeps symmetric memory from working; None if none does."""
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        if "expandable_segments:true" in environment.get(name, "").replace(" ", "").lower():
+            return f"expandable segments cannot be registered, got {name}={environment[name]}; leave expandable_segments out"
+    for name in ("NCCL_CUMEM_ENABLE", "NCCL_WIN_ENABLE"):
+        if environment.get(name) == "0":
+            return f"NCCL cannot register windows with {name}=0; leave it unset"
+    name = "TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK"
+    if environment.get(name, "0").lower() not in ("", "0", "false", "n", "no"):
+        return f"PyTorch registers all memory, and none symmetrically, with {name}={environment[name]}; leave it unset"
+    return None
 
 
 class SymmetricTransport(ProcessGroupTransport):

@@ -24,8 +24,8 @@ class MemoryKind(Enum):
     """What a buffer is for: a transport may need some of them in memory that other ranks can reach."""
 
     SHARD = "shard"  # a rank's part of the weights: what gathers read
-    GATHERED = "gathered"  # whole weights: what gathers write
-    STAGING = "staging"  # whole gradients: what reductions read
+    UNSHARDED = "unsharded"  # whole weights: what gathers write
+    REDUCE_SCATTER_INPUT = "reduce-scatter input"  # whole gradients of this rank
 
 
 class Transport(Protocol):

@@ -28,9 +28,9 @@ from megatron.core.distributed.fsdp.comm import (
     make_transport,
 )
 from megatron.core.distributed.fsdp.comm.auto import Figures, cheapest, describe, sizes_to_measure
-from megatron.core.distributed.fsdp.comm.nvlink import Place, problem_between, settings_problem
+from megatron.core.distributed.fsdp.comm.nvlink import Place, problem_between
 from megatron.core.distributed.fsdp.comm.peer.peer_copy import PeerCopyTransport
-from megatron.core.distributed.fsdp.comm.symmetric import SymmetricTransport
+from megatron.core.distributed.fsdp.comm.symmetric import SymmetricTransport, settings_problem
 from tests.support.rank_checks import RankChecks
 from tests.support.tiny_gpt import build_gpt
 

@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-import platform
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from megatron.core.distributed.fsdp.comm.nvlink import Place, linked_devices, problem_between
 from megatron.core.distributed.fsdp.comm.peer.device_copy import prepare_copies
 from megatron.core.distributed.fsdp.comm.peer.peer_memory import Meeting, PeerMemory, peer_memory_of
-from megatron.core.distributed.fsdp.comm.process_group import ProcessGroupTransport, RankOrderTransport
+from megatron.core.distributed.fsdp.comm.peer.peer_memory_cpu import CpuPeerMemory
+from megatron.core.distributed.fsdp.comm.peer.peer_memory_cuda import CudaPeerMemory
+from megatron.core.distributed.fsdp.comm.process_group import make_process_group_transport
 from megatron.core.distributed.fsdp.comm.sum_pieces import sum_pieces
 from megatron.core.distributed.fsdp.comm.transport import MemoryKind
 
+# The memory that peers can read, by the type of device.
+PEER_MEMORY: dict[str, type[PeerMemory]] = {"cuda": CudaPeerMemory, "cpu": CpuPeerMemory}
 # Memory for pulled pieces, beyond which a reduction goes on in several rounds.
 SCRATCH_NBYTES = 64 * 2**20
-# Pieces up to this size are summed straight from the peers' memory: the launches of copies (50 us of the host) cost more
-# than the SMs that wait for NVLink meanwhile.
-DIRECT_NBYTES = 64 * 2**20
 # Rounds begin at multiples of this, so that every piece stays aligned for loads of 16 bytes.
 _ROUND_NUMEL = 1024
 # Attributes of a full buffer, which is the same object each time: what a gather into it copies, and what a reduction of
@@ -71,13 +69,13 @@ class PeerCopyTransport:
     reads_peers = True
 
     def __init__(self, group: ProcessGroup, gather_group: ProcessGroup, device: torch.device) -> None:
-        self._by_group = (ProcessGroupTransport if device.type == "cuda" else RankOrderTransport)(group, gather_group)
+        self._by_group = make_process_group_transport(group, gather_group, device)
         self.group, self.gather_group = group, gather_group
         self.size, self.rank = group.size(), group.rank()
         self.ranks: Sequence[int] = self._by_group.ranks
         self.scratch_nbytes = SCRATCH_NBYTES
-        # Between processes on a CPU a copy first would gain nothing.
-        self.direct_nbytes = DIRECT_NBYTES if device.type == "cuda" else 2**63
+        self._memory = PEER_MEMORY[device.type]
+        self.direct_nbytes = self._memory.direct_nbytes
         self._device = device
         self._group_name = group.group_name
         # Whose signals publish and end_pass use: those of the first shards that were made or gathered here and still are.
@@ -87,9 +85,9 @@ class PeerCopyTransport:
         self.exchange = self._by_group.exchange
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device, kind: MemoryKind) -> torch.Tensor:
-        if kind is MemoryKind.GATHERED or numel == 0:
+        if kind is MemoryKind.UNSHARDED or numel == 0:
             return torch.empty(numel, dtype=dtype, device=device)
-        tensor = _empty_peer_memory(numel, dtype, device, self.group)
+        tensor = self._memory.empty(numel, dtype, device, self.group)
         if kind is MemoryKind.SHARD:
             memory = peer_memory_of(tensor)
             assert memory is not None
@@ -199,43 +197,12 @@ class PeerCopyTransport:
 
 
 def peer_copy_problem(group: ProcessGroup, device: torch.device) -> str | None:
-    """Why peer copy cannot serve the group's buffers on ``device``; None if it can. The same on all ranks.
+    """Say why peer copy cannot serve buffers on ``device``, the same on all ranks; None if it can.
 
-    Ranks: all of the group; blocks the host. On a CPU memory is mapped once to see that it works.
+    Ranks: all of the process group; blocks the host.
     """
     if group.size() == 1:
         return "peer copy is for two ranks or more, got a group of one"
-    places: list[Place] = [None] * group.size()  # type: ignore[list-item]
-    dist.all_gather_object(places, _place_of(group, device), group=group)
-    problem = problem_between(places)
-    if problem is None and device.type == "cpu":
-        try:
-            _empty_peer_memory(1, torch.uint8, device, group)
-        except RuntimeError as error:
-            return str(error)
-    return problem
-
-
-def _place_of(group: ProcessGroup, device: torch.device) -> Place:
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    host = f"{platform.node()} {boot.read_text()[:8] if boot.exists() else ''}".strip()
-    if device.type == "cuda":
-        from megatron.core.distributed.fsdp.comm.peer.peer_memory_cuda import backend_problem
-
-        index = torch.cuda.current_device() if device.index is None else device.index
-        # Flags are raised by atomics in the peers' memory, which need NVLink.
-        return Place(host, index, linked_devices(index), backend_problem(device))
-    from megatron.core.distributed.fsdp.comm.peer.peer_memory_cpu import platform_problem
-
-    return Place(host, group.rank(), tuple(range(group.size())), platform_problem())
-
-
-def _empty_peer_memory(numel: int, dtype: torch.dtype, device: torch.device, group: ProcessGroup) -> torch.Tensor:
-    if device.type == "cuda":
-        # Imported here: builds of torch without CUDA need none of it.
-        from megatron.core.distributed.fsdp.comm.peer.peer_memory_cuda import empty_on_cuda
-
-        return empty_on_cuda(numel, dtype, device, group)
-    from megatron.core.distributed.fsdp.comm.peer.peer_memory_cpu import empty_on_cpu
-
-    return empty_on_cpu(numel, dtype, group)
+    if device.type not in PEER_MEMORY:
+        return f"peer copy is for {' and '.join(PEER_MEMORY)} devices, got {device.type}"
+    return PEER_MEMORY[device.type].problem(group, device)

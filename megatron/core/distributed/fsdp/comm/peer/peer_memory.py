@@ -16,10 +16,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from datetime import timedelta
 from enum import Enum
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
+
+from megatron.core.distributed.fsdp.comm.nvlink import Place, problem_among
 
 _ATTRIBUTE = "_fsdp_peer_memory"
 
@@ -40,8 +43,11 @@ class Meeting(Enum):
 class PeerMemory(ABC):
     """This rank's part of an allocation that every rank of ``group`` has made, and the way to the other parts.
 
-    ``reference`` is a weak reference to it.
+    There is a subclass for each type of device: ``peer_copy.PEER_MEMORY``. ``reference`` is a weak reference to the object.
     """
+
+    direct_nbytes: ClassVar[int]
+    """A reduction sums pieces up to this size straight out of the peers' memory; larger ones are copied here first."""
 
     def __init__(self, group: ProcessGroup, start: int) -> None:
         self.group_name: str = group.group_name
@@ -63,6 +69,21 @@ class PeerMemory(ABC):
             found = {peer: self._view(peer, start - self.start, numel, dtype) for peer in self.peers}
             self._views[start, numel, dtype] = found
         return found
+
+    @classmethod
+    @abstractmethod
+    def empty(cls, numel: int, dtype: torch.dtype, device: torch.device, group: ProcessGroup) -> torch.Tensor:
+        """Allocate peer memory [numel] for the ranks of ``group``. Ranks: all, with the same arguments; blocks the host."""
+
+    @classmethod
+    @abstractmethod
+    def place(cls, group: ProcessGroup, device: torch.device) -> Place:
+        """Return where this rank is, with what keeps it from sharing memory."""
+
+    @classmethod
+    def problem(cls, group: ProcessGroup, device: torch.device) -> str | None:
+        """Say why the ranks cannot share memory on ``device``, the same on all; None if they can. Ranks: all; blocks."""
+        return problem_among(cls.place(group, device), group)
 
     @abstractmethod
     def barrier(self, meeting: Meeting) -> None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch.distributed import ProcessGroup
 
+from megatron.core.distributed.fsdp.comm.nvlink import Place, this_host
 from megatron.core.distributed.fsdp.comm.peer.peer_memory import Meeting, PeerMemory, attach, time_out_of
 from megatron.core.distributed.fsdp.config.torch_versions import all_gather_flat
 
@@ -33,12 +34,15 @@ class _Part:
     flags: mmap.mmap
 
 
-class SharedPeerMemory(PeerMemory):
+class CpuPeerMemory(PeerMemory):
     """Peers' memory is mapped into this process; barriers block it.
 
     A flag is raised by the rank that has come and lowered by the one that has seen it. Flags are single bytes, written after
     the data: the processor must not let stores pass each other, as x86 does not.
     """
+
+    # A copy first gains nothing: the cores that compute make it.
+    direct_nbytes = 2**63
 
     def __init__(self, own: _Part, parts: dict[int, _Part], processes: list[int], group: ProcessGroup) -> None:
         super().__init__(group, own.storage.data_ptr())
@@ -46,6 +50,43 @@ class SharedPeerMemory(PeerMemory):
         self._parts = parts
         self._processes = processes  # [size] process id of each rank
         self._time_out = time_out_of(group, torch.device("cpu")).total_seconds()
+
+    @classmethod
+    def empty(cls, numel: int, dtype: torch.dtype, device: torch.device, group: ProcessGroup) -> torch.Tensor:
+        """Allocate peer memory of zeros.
+
+        Raises:
+            RuntimeError: on all ranks, if one could not map another's memory.
+        """
+        nbytes = numel * dtype.itemsize
+        file = os.memfd_create("fsdp peer memory", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(file, _flags_offset(nbytes) + _flags_nbytes(group.size()))
+            own = _map(file, nbytes, group.size())
+            mine = torch.tensor([os.getpid(), file, os.fstat(file).st_ino, nbytes])
+            everyone = torch.empty(group.size() * mine.numel(), dtype=mine.dtype)
+            all_gather_flat(group, everyone, mine)
+            addresses: list[list[int]] = everyone.view(group.size(), -1).tolist()
+            parts = _map_peers(addresses, nbytes, group)
+        finally:
+            os.close(file)
+        tensor = _flat(own.storage, 0, numel, dtype)
+        attach(tensor, cls(own, parts, [address[0] for address in addresses], group))
+        return tensor
+
+    @classmethod
+    def place(cls, group: ProcessGroup, device: torch.device) -> Place:
+        return Place(this_host(), group.rank(), tuple(range(group.size())), platform_problem())
+
+    @classmethod
+    def problem(cls, group: ProcessGroup, device: torch.device) -> str | None:
+        problem = super().problem(group, device)
+        if problem is None:
+            try:  # containers of one host may hide their processes from each other
+                cls.empty(1, torch.uint8, device, group)
+            except RuntimeError as error:
+                return str(error)
+        return problem
 
     def barrier(self, meeting: Meeting) -> None:
         first = meeting.value * self.size
@@ -92,31 +133,8 @@ class SharedPeerMemory(PeerMemory):
         return _flat(self._parts[peer].storage, offset_nbytes, numel, dtype)
 
 
-def empty_on_cpu(numel: int, dtype: torch.dtype, group: ProcessGroup) -> torch.Tensor:
-    """Peer memory [numel] of zeros. Ranks: all; blocks the host.
-
-    Raises:
-        RuntimeError: on all ranks, if one could not map another's memory.
-    """
-    nbytes = numel * dtype.itemsize
-    file = os.memfd_create("fsdp peer memory", os.MFD_CLOEXEC)
-    try:
-        os.ftruncate(file, _flags_offset(nbytes) + _flags_nbytes(group.size()))
-        own = _map(file, nbytes, group.size())
-        mine = torch.tensor([os.getpid(), file, os.fstat(file).st_ino, nbytes])
-        everyone = torch.empty(group.size() * mine.numel(), dtype=mine.dtype)
-        all_gather_flat(group, everyone, mine)
-        addresses: list[list[int]] = everyone.view(group.size(), -1).tolist()
-        parts = _map_peers(addresses, nbytes, group)
-    finally:
-        os.close(file)
-    tensor = _flat(own.storage, 0, numel, dtype)
-    attach(tensor, SharedPeerMemory(own, parts, [address[0] for address in addresses], group))
-    return tensor
-
-
 def platform_problem() -> str | None:
-    """Why processes on this machine cannot read each other's memory in this way; None if they can."""
+    """Say why processes on this machine cannot read each other's memory in this way; None if they can."""
     if platform.machine() not in ("x86_64", "AMD64"):
         return f"shared memory between CPU ranks needs x86-64, which keeps stores in order, got {platform.machine()!r}"
     if not hasattr(os, "memfd_create"):

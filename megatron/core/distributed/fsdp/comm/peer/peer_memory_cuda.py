@@ -6,6 +6,7 @@ import torch
 import torch.distributed._symmetric_memory as symm_mem
 from torch.distributed import ProcessGroup
 
+from megatron.core.distributed.fsdp.comm.nvlink import Place, cuda_place
 from megatron.core.distributed.fsdp.comm.peer.peer_memory import Meeting, PeerMemory, attach, time_out_of
 
 
@@ -16,10 +17,31 @@ class CudaPeerMemory(PeerMemory):
     one can be replayed. One that waits for longer than the group's time-out traps, which ends all work on the device.
     """
 
+    # The launches of copies (50 us of the host) cost more than the SMs that wait for NVLink meanwhile.
+    direct_nbytes = 64 * 2**20
+
     def __init__(self, tensor: torch.Tensor, group: ProcessGroup) -> None:
         super().__init__(group, tensor.data_ptr())
         self._handle = symm_mem.rendezvous(tensor, group)
         self._time_out_ms = max(1, int(time_out_of(group, tensor.device).total_seconds() * 1000))
+
+    @classmethod
+    def empty(cls, numel: int, dtype: torch.dtype, device: torch.device, group: ProcessGroup) -> torch.Tensor:
+        """Allocate peer memory, in whole pages of 2 MiB.
+
+        The driver's own call gives it, not PyTorch's caching allocator: ``torch.cuda.memory_allocated`` does not count it,
+        and it goes back to the device at once.
+        """
+        if device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        tensor = symm_mem.empty(numel, dtype=dtype, device=device)
+        attach(tensor, cls(tensor, group))
+        return tensor
+
+    @classmethod
+    def place(cls, group: ProcessGroup, device: torch.device) -> Place:
+        # Barriers raise flags by atomics in the peers' memory, which need NVLink.
+        return cuda_place(device, backend_problem(device))
 
     def barrier(self, meeting: Meeting) -> None:
         self._handle.barrier(meeting.value, self._time_out_ms)
@@ -29,21 +51,8 @@ class CudaPeerMemory(PeerMemory):
         return self._handle.get_buffer(peer, (numel,), dtype, offset_nbytes // dtype.itemsize)
 
 
-def empty_on_cuda(numel: int, dtype: torch.dtype, device: torch.device, group: ProcessGroup) -> torch.Tensor:
-    """Uninitialised peer memory [numel] on ``device``, in whole pages of 2 MiB. Ranks: all; blocks the host.
-
-    The driver's own call gives it, not PyTorch's caching allocator: ``torch.cuda.memory_allocated`` does not count it, and
-    it goes back to the device at once.
-    """
-    if device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
-    tensor = symm_mem.empty(numel, dtype=dtype, device=device)
-    attach(tensor, CudaPeerMemory(tensor, group))
-    return tensor
-
-
 def backend_problem(device: torch.device) -> str | None:
-    """Why PyTorch's symmetric memory cannot be used as it is set up in this process; None if it can."""
+    """Say why PyTorch's symmetric memory cannot be used as it is set up in this process; None if it can."""
     backend = symm_mem.get_backend(device)
     if backend == "CUDA":
         return None

@@ -10,9 +10,9 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -21,10 +21,9 @@ import torch.distributed as dist
 from megatron.core.distributed.fsdp import fully_shard, fully_shard_optimizer, microbatch
 from megatron.core.distributed.fsdp.comm import MemoryKind, RankOrderTransport, TransportKind
 from megatron.core.distributed.fsdp.comm.nvlink import Place
-from megatron.core.distributed.fsdp.comm.peer import peer_copy as peer_copy_module
 from megatron.core.distributed.fsdp.comm.peer.peer_copy import PeerCopyTransport, peer_copy_problem
 from megatron.core.distributed.fsdp.comm.peer.peer_memory import Meeting, peer_memory_of
-from megatron.core.distributed.fsdp.comm.peer.peer_memory_cpu import SharedPeerMemory
+from megatron.core.distributed.fsdp.comm.peer.peer_memory_cpu import CpuPeerMemory
 from megatron.core.distributed.fsdp.config.placement import strategy_placements
 from tests.support.launch import run_ranks
 from tests.support.models import STRATEGY_NAMES, context_of, loss_of, make_net, my_piece
@@ -85,7 +84,7 @@ def shards_are_gathered_from_the_peers() -> None:
         shards = _in_peer_memory(transport, values[rank], MemoryKind.SHARD)
         transport.publish()
         for part in (slice(0, 24), slice(8, 24)):  # views of an allocation are found at their offset
-            full = transport.empty(world * shards[part].numel(), dtype, CPU, MemoryKind.GATHERED)
+            full = transport.empty(world * shards[part].numel(), dtype, CPU, MemoryKind.UNSHARDED)
             with _ByGroup(transport):
                 transport.all_gather(full, shards[part])
             expected = torch.cat([value[part] for value in values])
@@ -122,7 +121,7 @@ def sums_are_bitwise_those_of_the_process_group() -> None:
         transport.direct_nbytes = 2**20 if direct else 0
         transport.scratch_nbytes = 1024 * 2 * (world - 1)  # rounds of 1024 elements
         for wire in (torch.float32, torch.bfloat16, torch.float64):
-            full = transport.empty(world * numel, wire, CPU, MemoryKind.STAGING)
+            full = transport.empty(world * numel, wire, CPU, MemoryKind.REDUCE_SCATTER_INPUT)
             for held in (torch.float32, torch.bfloat16, torch.float64):
                 for scale, accumulate in ((1.0, False), (0.25, False), (1 / 3, True)):
                     values = _random(rank, world * numel, wire)
@@ -184,7 +183,7 @@ def memory_goes_with_its_last_view() -> None:
     before = _mappings()
     transport = _peer_copy()
     shard = transport.empty(100_000, torch.bfloat16, CPU, MemoryKind.SHARD)
-    staging = transport.empty(60_000, torch.float32, CPU, MemoryKind.STAGING)
+    staging = transport.empty(60_000, torch.float32, CPU, MemoryKind.REDUCE_SCATTER_INPUT)
     view = shard[10:34]
     assert peer_memory_of(view) is peer_memory_of(shard)
     transport.publish()
@@ -204,14 +203,14 @@ def nothing_is_taken_for_nothing() -> None:
     transport = _peer_copy()
     before = _mappings()
     kept = [transport.empty(0, torch.float32, CPU, kind) for kind in MemoryKind]
-    kept.append(transport.empty(8, torch.float32, CPU, MemoryKind.GATHERED))
+    kept.append(transport.empty(8, torch.float32, CPU, MemoryKind.UNSHARDED))
     assert _mappings() == before and all(peer_memory_of(tensor) is None for tensor in kept)
 
 
 @CHECKS.on(2)
 def a_summand_of_another_size_is_refused() -> None:
     transport = _peer_copy()
-    full = transport.empty(8, torch.float32, CPU, MemoryKind.STAGING)
+    full = transport.empty(8, torch.float32, CPU, MemoryKind.REDUCE_SCATTER_INPUT)
     with pytest.raises(ValueError, match="full must have 2 times out's 3 elements, got 8"):
         transport.reduce_scatter(torch.empty(3), full)
 
@@ -252,7 +251,7 @@ def staging_is_read_whole_and_overwritten_only_when_all_have_read() -> None:
     wait, transport = random.Random(rank), _peer_copy()
     numel = 4096
     transport.direct_nbytes = 0
-    staging = [transport.empty(world * numel, torch.float32, CPU, MemoryKind.STAGING) for _ in range(2)]
+    staging = [transport.empty(world * numel, torch.float32, CPU, MemoryKind.REDUCE_SCATTER_INPUT) for _ in range(2)]
     out = torch.empty(numel)
     for step in range(40):
         full = staging[step % 2]
@@ -262,10 +261,6 @@ def staging_is_read_whole_and_overwritten_only_when_all_have_read() -> None:
         transport.reduce_scatter(out, full)
         assert torch.equal(out, torch.full_like(out, sum(step * world + r for r in range(world)))), step
         full.fill_(float("nan"))
-
-
-def _at(here: Place, *_: Any) -> Place:
-    return here
 
 
 @CHECKS.on(2)
@@ -306,18 +301,16 @@ def what_cannot_be_served_is_said() -> None:
         assert problem == "peer copy is for two ranks or more, got a group of one"
         return
     assert problem is None
-    rank, kept = group.rank(), peer_copy_module._place_of
+    assert peer_copy_problem(group, torch.device("meta")) == "peer copy is for cuda and cpu devices, got meta"
+    rank = group.rank()
     for here, words in (
         (Place(f"host-{rank}", rank, (0, 1)), "got 2 hosts: host-0, host-1"),
         (Place("host", rank, (0, 1), None if rank == 0 else "no x86"), "no x86"),
         (Place("host", 0, ()), r"a device of its own .* got devices \[0, 0\]"),
         (Place("host", rank, (1,)), "between devices 1 and 0"),
     ):
-        peer_copy_module._place_of = partial(_at, here)
-        try:
+        with patch.object(CpuPeerMemory, "place", return_value=here):
             assert re.search(words, str(peer_copy_problem(group, CPU)))
-        finally:
-            peer_copy_module._place_of = kept
 
 
 def _train(transport: TransportKind, strategy: str) -> tuple[list[torch.Tensor], int]:
@@ -385,10 +378,10 @@ _TIME_OUT_S = 2.0
 def _lose(moment: str, how: signal.Signals, path: str) -> None:
     rank, transport = dist.get_rank(), _peer_copy()
     shard = transport.empty(8, torch.float32, CPU, MemoryKind.SHARD).zero_()
-    staging = transport.empty(24, torch.float32, CPU, MemoryKind.STAGING).zero_()
+    staging = transport.empty(24, torch.float32, CPU, MemoryKind.REDUCE_SCATTER_INPUT).zero_()
     for tensor in (shard, staging):
         memory = peer_memory_of(tensor)
-        assert isinstance(memory, SharedPeerMemory) and memory._time_out == 20.0, "the group's"
+        assert isinstance(memory, CpuPeerMemory) and memory._time_out == 20.0, "the group's"
         memory._time_out = _TIME_OUT_S
     calls: dict[str, Callable[[], None]] = {
         "publish": transport.publish,
