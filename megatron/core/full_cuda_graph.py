@@ -25,7 +25,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megatron.core.distributed.fsdp.runtime.context import FsdpContext
+from megatron.core.distributed.fsdp import FsdpContext
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker, model_parallel_cuda_manual_seed
 
 logger = logging.getLogger(__name__)
@@ -325,7 +325,7 @@ class FullCudaGraph:
             context.unsharder.ranges_moved()
 
     def _weight_versions(self) -> list[int]:
-        return [group.main_write_count for context in self.contexts for group in context.groups]
+        return [group.weights.write_count for context in self.contexts for group in context.groups]
 
     def close(self) -> None:
         """The graph and its memory are given back."""

@@ -137,7 +137,7 @@ def _the_norm_counts_every_replica(patch: pytest.MonkeyPatch) -> None:
     from megatron.core.distributed.fsdp.buffers import norm_ownership as counting
     from megatron.core.distributed.fsdp.flat_optimizer import flat_norm
 
-    patch.setattr(flat_norm, "counts_here", lambda parameter: not counting.is_copy(parameter))
+    patch.setattr(flat_norm, "counts_in_norm", lambda parameter: not counting.is_copy(parameter))
 
 
 def _the_norm_counts_the_tied_copy(patch: pytest.MonkeyPatch) -> None:
@@ -150,12 +150,12 @@ def _the_norm_is_of_this_ranks_part_of_the_model(patch: pytest.MonkeyPatch) -> N
     from megatron.core.distributed.fsdp.buffers import norm_ownership as counting
     from megatron.core.distributed.fsdp.flat_optimizer import flat_norm
 
-    def scope_of(parameter: Any) -> Any:
+    def norm_scope_of(parameter: Any) -> Any:
         mesh, held = parameter.device_mesh, enumerate(parameter.placements)
-        return counting.Scope(mesh, tuple(axis for axis, placement in held if not placement.is_replicate()))
+        return counting.NormScope(mesh, tuple(axis for axis, placement in held if not placement.is_replicate()))
 
-    patch.setattr(flat_norm, "scope_of", scope_of)
-    patch.setattr(counting, "scope_of", scope_of)
+    patch.setattr(flat_norm, "norm_scope_of", norm_scope_of)
+    patch.setattr(counting, "norm_scope_of", norm_scope_of)
 
 
 def _a_mean_is_over_the_tokens_of_a_part(patch: pytest.MonkeyPatch) -> None:
@@ -186,10 +186,10 @@ def _microbatches_are_summed(patch: pytest.MonkeyPatch) -> None:
 
 
 def _a_microbatch_overwrites_those_before(patch: pytest.MonkeyPatch) -> None:
-    from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
+    from megatron.core.distributed.fsdp.buffers.gradients import GroupGradients
 
-    prepare = FsdpParameterGroup.prepare_main_grad
-    patch.setattr(FsdpParameterGroup, "prepare_main_grad", lambda self: prepare(self) or True)
+    prepare = GroupGradients.prepare_main
+    patch.setattr(GroupGradients, "prepare_main", lambda self: prepare(self) or True)
 
 
 def _no_microbatch_is_the_last(patch: pytest.MonkeyPatch) -> None:

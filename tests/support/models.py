@@ -168,14 +168,15 @@ def assert_at_rest(module: nn.Module | FsdpContext) -> None:
     assert not context.unsharder.live
     for group in context.groups:
         name = group.parameters[0].name
-        assert group.num_users == group.num_claims == 0 and not group.is_owed, name
-        if group.needs_gather:
-            storage = group.weight_storage
+        assert group.weights.num_forwards == group.weights.num_backwards == 0, name
+        assert not (group.trainable and group.grads.is_owed), name
+        if group.weights.needs_gather:
+            storage = group.weights.full_storage
             assert storage is not None
-            assert not group.is_gathered and (storage.in_arena or not storage.allocated), name
+            assert not group.weights.is_unsharded and (storage.in_arena or not storage.allocated), name
         assert all(isinstance(held, DTensor) for held in group.param_slots.held()), f"modules must hold {name} sharded"
         if group.trainable:
-            assert not group.staging_held and not group.has_partial, name
-            assert group.staging_storage.in_arena or not group.staging_storage.allocated, name
-            assert not group._partial_storage.allocated, name
+            assert not group.grads.input_held and not group.grads.has_partial, name
+            assert group.grads.input_storage.in_arena or not group.grads.input_storage.allocated, name
+            assert not group.grads.partial_storage.allocated, name
             assert all(parameter.grad is None for parameter in group.unsharded), name

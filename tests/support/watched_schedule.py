@@ -10,45 +10,50 @@ from unittest.mock import patch
 import torch
 
 from megatron.core.distributed.fsdp import FsdpParameterGroup
+from megatron.core.distributed.fsdp.buffers.gradients import GroupGradients
+from megatron.core.distributed.fsdp.buffers.parameter_group import group_of
 from megatron.core.distributed.fsdp.buffers.storage import FlatStorage
+from megatron.core.distributed.fsdp.buffers.weights import GroupWeights
 from megatron.core.distributed.fsdp.runtime import context as context_module
 from megatron.core.distributed.fsdp.runtime.unsharder import Unsharder
 from tests.support.logging_streams import LoggingStreams
+
+Accesses = tuple[str, tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]
 
 
 @contextmanager
 def watched_schedule(streams: LoggingStreams) -> Iterator[LoggingStreams]:
     """In the scope, contexts are made with ``streams``, and everything that groups do is work on their buffers."""
 
-    def gather(group: FsdpParameterGroup) -> tuple[str, Any, Any]:
-        return "gather", (group.model_weight.local,), (group.full_weight.local,)
+    def gather(weights: GroupWeights) -> Accesses:
+        return "gather", (weights.model.local,), (weights.full.local,)
 
-    def sync(group: FsdpParameterGroup) -> tuple[str, Any, Any]:
-        if group.main_weight is group.model_weight:
+    def sync(weights: GroupWeights) -> Accesses:
+        if weights.main is weights.model:
             return "sync", (), ()
-        return "sync", (group.main_weight.local,), (group.model_weight.local,)
+        return "sync", (weights.main.local,), (weights.model.local,)
 
-    def stage(group: FsdpParameterGroup) -> tuple[str, Any, Any]:
-        return "stage", (), (group.staging_storage.flat,)
+    def copy_in(grads: GroupGradients) -> Accesses:
+        return "copy in", (), (grads.input_storage.flat,)
 
-    def accumulate(group: FsdpParameterGroup) -> tuple[str, Any, Any]:
-        return "accumulate", (group.staging_storage.flat,), (group._partial_storage.flat,)
+    def accumulate(grads: GroupGradients) -> Accesses:
+        return "accumulate", (grads.input_storage.flat,), (grads.partial_storage.flat,)
 
-    def reduce(group: FsdpParameterGroup) -> tuple[str, Any, Any]:
-        partial = (group._partial_storage.flat,) if group._holds_partial else ()
-        outer = () if group._hsdp_accumulator is None else (group._hsdp_accumulator.storage.flat,)
-        return "reduce", (), (group.staging_storage.flat, *partial, *outer, group.main_grad_storage.flat)
+    def reduce(grads: GroupGradients) -> Accesses:
+        partial = (grads.partial_storage.flat,) if grads._holds_partial else ()
+        outer = () if grads._hsdp_accumulator is None else (grads._hsdp_accumulator.storage.flat,)
+        return "reduce", (), (grads.input_storage.flat, *partial, *outer, grads.main_storage.flat)
 
     with ExitStack() as patches:
         patches.enter_context(patch.object(context_module, "make_streams", lambda device: streams))
-        for method, accesses in (
-            ("gather", gather),
-            ("sync", sync),
-            ("stage_grads", stage),
-            ("accumulate_partial", accumulate),
-            ("reduce", reduce),
+        for owner, method, accesses in (
+            (GroupWeights, "all_gather", gather),
+            (GroupWeights, "sync", sync),
+            (GroupGradients, "copy_in", copy_in),
+            (GroupGradients, "accumulate_partial", accumulate),
+            (GroupGradients, "reduce", reduce),
         ):
-            patches.enter_context(_watched(streams, FsdpParameterGroup, method, accesses))
+            patches.enter_context(_watched(streams, owner, method, accesses))
         patches.enter_context(_watched_use(streams))
         patches.enter_context(_watched_memory(streams))
         yield streams
@@ -58,12 +63,15 @@ def _name(group: FsdpParameterGroup) -> str:
     return group.prefix.removeprefix("blocks.").rstrip(".") or "root"
 
 
-def _watched(streams: LoggingStreams, owner: type, method: str, accesses: Callable[[Any], tuple[str, Any, Any]]) -> Any:
+def _watched(streams: LoggingStreams, owner: type, method: str, accesses: Callable[[Any], Accesses]) -> Any:
     original = getattr(owner, method)
 
-    def watched(group: FsdpParameterGroup, **options: Any) -> None:
-        what, reads, writes = accesses(group)
-        original(group, **options)
+    def watched(buffers: Any, **options: Any) -> None:
+        what, reads, writes = accesses(buffers)
+        original(buffers, **options)
+        sharded = buffers.sharded if isinstance(buffers, GroupWeights) else buffers._sharded
+        group = group_of(sharded[0])
+        assert group is not None
         streams.work(f"{what} {_name(group)}", reads=reads, writes=writes)
 
     return patch.object(owner, method, watched)
@@ -71,19 +79,21 @@ def _watched(streams: LoggingStreams, owner: type, method: str, accesses: Callab
 
 @contextmanager
 def _watched_use(streams: LoggingStreams) -> Iterator[None]:
-    """Compute reads gathered weights from ``acquire`` to ``release``; where they lie is asked at both."""
-    acquire, release = Unsharder.acquire, Unsharder._reshard_now
+    """Compute reads unsharded weights from ``unshard`` to ``reshard``; where they lie is asked at both."""
+    unshard, reshard = Unsharder.unshard, Unsharder._reshard_now
 
-    def watched_acquire(unsharder: Unsharder, group: FsdpParameterGroup, *, forward: bool) -> None:
-        acquire(unsharder, group, forward=forward)
-        streams.work(f"{'forward' if forward else 'backward'} {_name(group)}", reads=(group.full_weight.local,))
+    def watched_unshard(unsharder: Unsharder, group: FsdpParameterGroup, *, forward: bool) -> None:
+        unshard(unsharder, group, forward=forward)
+        streams.work(f"{'forward' if forward else 'backward'} {_name(group)}", reads=(group.weights.full.local,))
 
-    def watched_release(unsharder: Unsharder, group: FsdpParameterGroup) -> None:
-        if group.is_gathered and group.gathered is None:  # compute has waited for it, so it may have used it
-            streams.work(f"end {_name(group)}", reads=(group.full_weight.local,))
-        release(unsharder, group)
+    def watched_reshard(unsharder: Unsharder, group: FsdpParameterGroup) -> None:
+        if (
+            group.weights.is_unsharded and group.weights.gathered is None
+        ):  # compute has waited for it, so it may have used it
+            streams.work(f"end {_name(group)}", reads=(group.weights.full.local,))
+        reshard(unsharder, group)
 
-    with patch.object(Unsharder, "acquire", watched_acquire), patch.object(Unsharder, "_reshard_now", watched_release):
+    with patch.object(Unsharder, "unshard", watched_unshard), patch.object(Unsharder, "_reshard_now", watched_reshard):
         yield
 
 
@@ -117,10 +127,10 @@ def _watched_memory(streams: LoggingStreams) -> Iterator[None]:
 def watch_optimizer(
     streams: LoggingStreams, optimizer: torch.optim.Optimizer, groups: list[FsdpParameterGroup]
 ) -> None:
-    """Afterwards each step is work that reads main gradients and writes main weights."""
+    """Log each step as work that reads main gradients and writes main weights."""
 
     def step(*_: Any) -> None:
-        gradients = tuple(group.main_grad_storage.flat for group in groups if group.has_main_grad)
-        streams.work("optimizer", reads=gradients, writes=tuple(group.main_weight.local for group in groups))
+        gradients = tuple(group.grads.main_storage.flat for group in groups if group.trainable and group.grads.has_main)
+        streams.work("optimizer", reads=gradients, writes=tuple(group.weights.main.local for group in groups))
 
     optimizer.register_step_pre_hook(step)

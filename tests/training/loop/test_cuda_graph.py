@@ -45,7 +45,7 @@ _VARIANTS = {
 def _persistent(computation: Any) -> list[torch.Tensor]:
     """What a step leaves to the next one: main and model weights, and the optimizer's state."""
     state = [value for entries in computation.optimizer.optimizer.state.values() for value in entries.values()]
-    weights = [group.model_weight.local for group in computation.model.parameter_groups]
+    weights = [group.weights.model.local for group in computation.model.parameter_groups]
     tensors = (*weights, *(parameter.detach() for parameter in computation.model.parameters()), *state)
     return [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]
 

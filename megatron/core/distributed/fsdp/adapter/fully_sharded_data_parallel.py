@@ -153,7 +153,7 @@ class FullyShardedDataParallel(nn.Module):
     def broadcast_params(self) -> None:
         """Afterwards replicated main weights equal the first rank's; sharded ones have one owner each. Ranks: all."""
         for group in self.parameter_groups:
-            group.broadcast_replicas()
+            group.weights.broadcast_replicas()
         for context in self._contexts():
             context.weights_changed()
 
@@ -184,7 +184,7 @@ class FullyShardedDataParallel(nn.Module):
             self._check_finite()
 
     def _check_finite(self) -> None:
-        groups = [group for group in self.parameter_groups if group.has_main_grad]
+        groups = [group for group in self.parameter_groups if group.trainable and group.grads.has_main]
         named = [(group.name_of(index), p.grad) for group in groups for index, p in enumerate(group.sharded)]
         grads = [(name, grad.to_local()) for name, grad in named if grad is not None]  # type: ignore[attr-defined]
         bad = [name for name, grad in grads if not grad.isfinite().all()]
@@ -208,14 +208,15 @@ class FullyShardedDataParallel(nn.Module):
     @torch.no_grad()
     def scale_gradients(self, scaling_factor: float | torch.Tensor) -> None:
         """Afterwards every main gradient is ``scaling_factor`` times what it was."""
-        flats = [group.main_grad_storage.flat for group in self.parameter_groups if group.has_main_grad]
+        flats = [group.grads.main_storage.flat for group in self.parameter_groups if group.trainable and group.grads.has_main]
         if flats:
             torch._foreach_mul_(flats, scaling_factor)
 
     def zero_grad_buffer(self) -> None:
         """Afterwards there are no gradients, and they take no memory."""
         for group in self.parameter_groups:
-            group.clear_grads()
+            if group.trainable:
+                group.grads.clear()
 
     # ---- state --------------------------------------------------------------------------------------------------
 

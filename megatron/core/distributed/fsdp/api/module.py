@@ -76,7 +76,7 @@ class FsdpModule(nn.Module if TYPE_CHECKING else object):  # type: ignore[misc]
         groups = [group for module in fsdp_modules(self) for group in module.parameter_groups]
         for group in groups:
             with torch.no_grad():
-                own, converted = group.main_weight.local[:1], fn(group.main_weight.local[:1])
+                own, converted = group.weights.main.local[:1], fn(group.weights.main.local[:1])
             if converted.dtype != own.dtype or converted.device != own.device:
                 raise RuntimeError(
                     f"the dtype and device of sharded parameters must stay {own.dtype} on {own.device}, got {converted.dtype} "

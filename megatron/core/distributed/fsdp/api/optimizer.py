@@ -49,7 +49,7 @@ def fully_shard_optimizer(optimizer: OptimizerT) -> OptimizerT:
         assert own is not None
         own(set_to_none=set_to_none)
         for group in watch.groups():
-            group.free_main_grad_if_cleared()
+            group.grads.free_main_if_cleared()
 
     optimizer.zero_grad = zero_grad_and_free  # type: ignore[method-assign]
     return optimizer
@@ -110,7 +110,7 @@ def check_step(groups: Sequence[FsdpParameterGroup]) -> None:
                 "optimizer.step() needs the gradients of a whole backward, but the last one did not finish; call "
                 "zero_grad() and run forward and backward again"
             )
-    partial = [group.name_of(0) for group in groups if group.has_partial]
+    partial = [group.name_of(0) for group in groups if group.grads.has_partial]
     if partial:
         raise RuntimeError(
             "optimizer.step() needs gradients reduced over the ranks, but the last microbatch has not come: "

@@ -33,7 +33,7 @@ def watch_loads(unit: FsdpUnit, modules: Sequence[tuple[str, nn.Module]]) -> Non
         unit = unit_ref()
         if unit is None:
             return
-        if any(group.held_by_user or group.num_users for group in unit.groups):
+        if any(group.weights.held_by_user or group.weights.num_forwards for group in unit.groups):
             raise RuntimeError(
                 f"load_state_dict must find sharded parameters, got those of {unit.name} gathered, where what is loaded would "
                 "be lost; call reshard() first, and not from within forward"

@@ -1,4 +1,4 @@
-"""Gradients of which other ranks of the model hold a part: summed over them once per step, when no more is to come.
+"""Sums of gradients over ranks besides the data-parallel ones, once per step: sequence-parallel and shared parameters.
 
 Two kinds of parameters are the same on ranks that compute with them on different data, besides the data-parallel ones.
 ``sequence_parallel`` parameters see a part of the sequence on each tensor-parallel rank; theirs are summed at the end of
@@ -41,7 +41,7 @@ class GradSum:
         self._is_summed = False
 
     def before_reduction(self, *, overwrite: bool) -> None:
-        """Afterwards what is reduced into the main gradients next can be summed together with what they hold.
+        """Make the main gradients such that what is reduced into them next can be summed together with what they hold.
 
         Sums that they hold already are kept on the first rank alone.
         """
@@ -58,7 +58,7 @@ class GradSum:
         return [grad._local_tensor if isinstance(grad, DTensor) else grad for grad in held if grad is not None]
 
     def done(self) -> None:
-        """Afterwards the gradients count as summed."""
+        """Note that the gradients are summed."""
         self.is_due, self._is_summed = False, True
 
 
@@ -70,7 +70,7 @@ class HasGradSums(Protocol):
 
 @torch.no_grad()
 def sum_grads(groups: Iterable[HasGradSums], *, in_use: bool) -> None:
-    """Afterwards main gradients that were due are sums over the ranks that hold a part of them.
+    """Sum the main gradients that are due over the ranks that hold a part of them.
 
     Args:
         in_use: they are about to be used; else a backward ends, and those that wait for use go on waiting.

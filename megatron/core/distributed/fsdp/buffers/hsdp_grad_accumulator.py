@@ -1,4 +1,4 @@
-"""Gradients of hybrid sharding on their way over two axes: the inner one each microbatch, the outer one once a step."""
+"""Gradients under hybrid sharding (HSDP): reduced over the inner axis each microbatch, over the outer axis once a step."""
 
 from __future__ import annotations
 
@@ -13,37 +13,37 @@ from megatron.core.distributed.fsdp.buffers.storage import FlatStorage
 
 
 class HsdpGradAccumulator:
-    """Sums over the inner axis that wait for the outer one. [Note: two reductions] in DESIGN.md.
+    """Sums over the inner axis that still are to be reduced over the outer one. [Note: two reductions] in DESIGN.md.
 
-    Over several microbatches they are kept in memory of their own, in the dtype of main gradients; that of a single one
-    stays in this rank's own segment of the staging buffer, which is also what travels over the outer axis.
+    Sums of several microbatches have memory of their own, in the dtype of main gradients; that of a single one
+    stays in this rank's own segment of the reduce-scatter input, which is also what travels over the outer axis.
 
     Args:
-        staging: whole gradients, partial over both axes.
+        full_input: whole gradients, partial over both axes.
         placements: [2] where main gradients rest.
         dtype: of main gradients.
 
     Attributes:
-        is_held: sums of earlier microbatches are kept.
+        is_held: there are sums of earlier microbatches.
     """
 
-    def __init__(self, staging: DBuffer, placements: Sequence[Placement], dtype: torch.dtype) -> None:
+    def __init__(self, full_input: DBuffer, placements: Sequence[Placement], dtype: torch.dtype) -> None:
         self._after_inner = (Partial(), *placements[1:])
         self._placements = tuple(placements)
         self.is_held = False
-        self.follow(staging)
-        self.storage = FlatStorage(self._segment.numel(), dtype, staging.local.device)
+        self.follow(full_input)
+        self.storage = FlatStorage(self._segment.numel(), dtype, full_input.local.device)
         self.storage.free()
 
-    def follow(self, staging: DBuffer) -> None:
-        """Afterwards reductions read ``staging`` where it is now."""
-        self._inner = staging.reduction(self._after_inner)
-        self._segment = staging.piece(self._after_inner)
+    def follow(self, full_input: DBuffer) -> None:
+        """Reduce from ``full_input`` where it is now."""
+        self._inner = full_input.reduction(self._after_inner)
+        self._segment = full_input.piece(self._after_inner)
         segment = DBuffer(
-            staging.layout,
+            full_input.layout,
             self._after_inner,
-            staging.axes,
-            dtype=staging.dtype,
+            full_input.axes,
+            dtype=full_input.dtype,
             device=self._segment.device,
             local=self._segment,
         )
@@ -51,35 +51,35 @@ class HsdpGradAccumulator:
 
     @property
     def waits_to_be_freed(self) -> bool:
-        """True if there is memory that nothing is kept in."""
+        """True if there is memory that holds no sum."""
         return self.storage.allocated and not self.is_held
 
-    def keep(self) -> None:
-        """Afterwards what is kept has grown by the ranks' staged gradients. Ranks: all of the inner axis."""
+    def add_input(self) -> None:
+        """Reduce the ranks' gradients over the inner axis and add them to the sum. Ranks: all of the inner axis."""
         reduce, full = self._inner
         reduce(self.storage.flat, full, accumulate=self.is_held)
         self.is_held = True
 
-    def finish(self, out: torch.Tensor, *, scale: float, accumulate: bool, is_staged: bool) -> None:
-        """Afterwards ``out`` holds, or has grown by, ``scale`` times the sum over both axes, and nothing is kept.
+    def finish(self, out: torch.Tensor, *, scale: float, accumulate: bool, has_input: bool) -> None:
+        """Write or add ``scale`` times the sum over both axes to ``out``, and empty the accumulator.
 
         Args:
-            is_staged: this microbatch has staged gradients; else what is kept is all there is.
+            has_input: a backward wrote the reduce-scatter input; else the sum of earlier microbatches is all there is.
 
         Ranks: all of both axes.
         """
-        if is_staged and not self.is_held:
+        if has_input and not self.is_held:
             reduce, full = self._inner
             reduce(self._segment, full)
         else:
-            if is_staged:
-                self.keep()
+            if has_input:
+                self.add_input()
             self._segment.copy_(self.storage.flat)
         self.is_held = False
         reduce, segment = self._outer
         reduce(out, segment, scale=scale, accumulate=accumulate)
 
     def drop(self) -> None:
-        """Afterwards nothing is kept."""
+        """Empty the accumulator and free its memory."""
         self.is_held = False
         self.storage.free()

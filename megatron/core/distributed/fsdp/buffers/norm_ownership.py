@@ -1,4 +1,4 @@
-"""Which rank counts an element of the model in a norm, and over which ranks what they count is summed."""
+"""Norms over the whole model: which rank counts which elements, and over which ranks the counts are summed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron.core.distributed.fsdp.buffers.parameter_group import group_of
 from megatron.core.distributed.fsdp.mesh.model_parallel import ModelParallel
 
 
-class Scope(NamedTuple):
+class NormScope(NamedTuple):
     """The ranks over which sums are taken: some axes of a mesh, or the groups of all ranks of the model."""
 
     mesh: DeviceMesh | None
@@ -27,7 +27,7 @@ class Scope(NamedTuple):
         return bool(self.groups)
 
     def sum(self, value: torch.Tensor) -> None:
-        """Afterwards ``value`` is the sum of the ranks' values. Ranks: all of the scope."""
+        """Sum ``value`` over the ranks, in place. Ranks: all of the scope."""
         if self.mesh is not None:
             for axis in self.axes:
                 dist.all_reduce(value, group=self.mesh.get_group(axis))
@@ -36,29 +36,29 @@ class Scope(NamedTuple):
 
 
 # Of what every rank holds in full, and sums over nobody.
-EVERYWHERE = Scope(None, ())
+EVERYWHERE = NormScope(None, ())
 
 
-def scope_of(parameter: torch.Tensor) -> Scope:
+def norm_scope_of(parameter: torch.Tensor) -> NormScope:
     """Over which ranks a norm of this parameter, or of its gradient, is summed. Communicates nothing."""
     model = _model_of(parameter)
     if model is not None and model.model_groups:
-        return Scope(None, (), model.model_groups)
+        return NormScope(None, (), model.model_groups)
     if not isinstance(parameter, DTensor):
         return EVERYWHERE
     mesh = parameter.device_mesh
     held = enumerate(parameter.placements)
     axes = tuple(axis for axis, placement in held if not isinstance(placement, Replicate) and mesh.size(axis) > 1)
-    return Scope(mesh, axes) if axes else EVERYWHERE
+    return NormScope(mesh, axes) if axes else EVERYWHERE
 
 
-def counts_here(parameter: torch.Tensor) -> bool:
+def counts_in_norm(parameter: torch.Tensor) -> bool:
     """True if this rank counts the elements that it holds of the parameter: each is counted once in its scope.
 
     Where sums go over all ranks of the model, of those that hold the same elements the first one counts them, and nobody
     counts a copy that a pipeline stage holds of another's parameter. Else replicas are not summed over at all.
     """
-    if not scope_of(parameter).is_model:
+    if not norm_scope_of(parameter).is_model:
         return True
     if is_copy(parameter):
         return False

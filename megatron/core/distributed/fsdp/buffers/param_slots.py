@@ -1,4 +1,4 @@
-"""Where modules hold a group's parameters, and which of a parameter's two faces they hold."""
+"""Where modules hold a group's parameters, sharded at rest and unsharded in use."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class ParamSlots:
                 self.add(index, holder, key)
 
     def add(self, index: int, holder: ModuleParameters, key: str) -> None:
-        """Afterwards a module holds parameter ``index`` under ``key``, sharded."""
+        """Put sharded parameter ``index`` into a module under ``key``."""
         self._dicts.append(holder)
         self._keys.append(key)
         self._indices.append(index)
@@ -82,14 +82,14 @@ class ParamSlots:
         return None
 
     def to_sharded(self) -> None:
-        """Afterwards modules hold the sharded parameters."""
+        """Put the sharded parameters into the modules."""
         each(dict.__setitem__, self._dicts, self._keys, self._sharded)
 
     def to_unsharded(self) -> None:
-        """Afterwards modules hold the full parameters."""
+        """Put the unsharded parameters into the modules."""
         each(dict.__setitem__, self._dicts, self._keys, self._unsharded)
 
 
 def each(function: Callable[..., Any], *arguments: Iterable[Any]) -> None:
-    """Calls ``function`` on the arguments' elements without a line of Python for each: the host is a bottleneck."""
+    """Call ``function`` on the arguments' elements without a line of Python for each: the host is a bottleneck."""
     deque(map(function, *arguments), maxlen=0)

@@ -1,4 +1,4 @@
-"""Memory of a flat buffer that comes and goes while the views on it stay."""
+"""Memory of a flat buffer, which is freed and allocated again under its views."""
 
 from __future__ import annotations
 
@@ -13,27 +13,23 @@ class FlatStorage:
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
         self.numel, self.dtype, self.device = numel, dtype, device
+        self.nbytes = numel * dtype.itemsize  # of the whole buffer, in use or not
         self.move(None)
 
     def move(self, flat: torch.Tensor | None) -> None:
-        """Afterwards ``flat`` is the given range of an arena, or, if None, new memory of its own."""
+        """Use the given range of an arena, or, if None, new memory of its own."""
         self.in_arena = flat is not None
         self.flat = torch.empty(self.numel, dtype=self.dtype, device=self.device) if flat is None else flat
         self.allocated = True
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the whole buffer, in use or not."""
-        return self.numel * self.dtype.itemsize
-
     def allocate(self) -> None:
-        """Afterwards the memory is there, its content undefined if it was not."""
+        """Allocate the memory if it was freed; its content is undefined then."""
         if not self.allocated:
             self.flat.untyped_storage().resize_(self.nbytes)
             self.allocated = True
 
     def free(self) -> None:
-        """Afterwards memory of its own is given back; a range of an arena stays."""
+        """Free memory of its own; a range of an arena stays."""
         if self.allocated and not self.in_arena:
             self.flat.untyped_storage().resize_(0)
             self.allocated = False

@@ -1,4 +1,4 @@
-"""One load: everything is compared by name before the first weight changes, then read in place."""
+"""``load_checkpoint``: compare everything by name before the first weight changes, then read in place."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.metadata import STORAGE_TYPES, TensorStorageMetadata
 
 from megatron.core.distributed.fsdp.api.module import fsdp_modules
+from megatron.core.distributed.fsdp.checkpoint.agreement import agree, check_initialized, digest_of, firsts
 from megatron.core.distributed.fsdp.checkpoint.files import CheckpointReader
-from megatron.core.distributed.fsdp.checkpoint.folder import find_folder
 from megatron.core.distributed.fsdp.checkpoint.optimizer import (
     KIND,
     PARAM_GROUPS,
@@ -35,6 +36,57 @@ from megatron.core.distributed.fsdp.checkpoint.state import (
 )
 
 
+def load_checkpoint(
+    model: nn.Module, optimizer: Any, path: str | os.PathLike[str], *, load_optimizer: bool = True
+) -> dict[str, Any]:
+    """Load a checkpoint into model and optimizer, whatever number of ranks and strategy it was saved with.
+
+    Main weights are written in place, and the next forward sees them. Optimizer state is matched by the names of the
+    parameters; state that the optimizer does not have yet is made. Its hyperparameters become the saved ones, except for
+    ``capturable``, ``differentiable``, ``foreach`` and ``fused``, which say how this process computes. Values of one
+    floating dtype are converted to another where model and checkpoint differ; other dtypes must be equal.
+
+    Args:
+        model: as in ``save_checkpoint``.
+        optimizer: as in ``save_checkpoint``; None loads the model alone.
+        path: the folder. If a save was killed while it replaced that folder, what it left beside it is loaded.
+        load_optimizer: False leaves the optimizer as it is.
+
+    Returns:
+        The saved ``extra_state``. Its ``"per_rank"`` is what this rank gave, and is absent if fewer ranks saved the
+        checkpoint. Tensors in it are on the CPU.
+
+    Raises:
+        FileNotFoundError: nothing is at ``path``, or it is incomplete; a file in it is missing or cut short.
+        ValueError: missing, extra or mis-shaped entries, by name, of the model and the optimizer.
+        RuntimeError: torch.distributed is not initialised; a unit is unsharded; reading failed midway.
+
+    What one rank raises, all ranks raise. Nothing has changed then, except where reading failed midway.
+
+    Ranks: all of the default process group; blocks until all have read. Each rank reads what it holds. Two rounds of one
+    gather and one broadcast, and a third where ranks hold different parts of the model.
+    Source: the format is that of torch.distributed.checkpoint.
+    """
+    check_initialized("load_checkpoint")
+    loads: list[Load] = []
+
+    def prepare() -> str | None:
+        loads.append(Load(model, optimizer if load_optimizer else None, path, rank=dist.get_rank()))
+        return digest_of(loads[0].unclaimed) if loads[0].is_split and loads[0].unclaimed else None
+
+    # Ranks that hold the same part lack the same entries; one rank of each part lists them, if every rank lacks some.
+    speakers = agree(prepare, lambda digests: [] if None in digests else firsts(digests))
+    (load,) = loads
+    if speakers:
+        agree(
+            lambda: load.unclaimed if dist.get_rank() in speakers else None,
+            lambda found: load.refuse_unclaimed([names for names in found if names is not None]),
+        )
+    agree(load.read, lambda _: None)
+    load.install()
+    return load.extra_state
+
+
 class Load:
     """A checkpoint matched with a model and an optimizer (None: not loaded), neither of which has changed yet.
 
@@ -51,7 +103,7 @@ class Load:
     def __init__(self, model: nn.Module, optimizer: Any, path: str | os.PathLike[str], *, rank: int) -> None:
         self._model, self._path, self._rank = unwrapped(model), path, rank
         _check_at_rest(self._model)
-        self._reader = CheckpointReader(find_folder(Path(os.path.abspath(path))))
+        self._reader = CheckpointReader(Path(os.path.abspath(path)))
         self._saved: Mapping[str, STORAGE_TYPES] = self._reader.metadata.state_dict_metadata
         self._optimizer: OptimizerLoad | None = None
         self.is_split = is_split(self._model)
@@ -183,7 +235,7 @@ class Load:
 def _check_at_rest(model: nn.Module) -> None:
     for module in fsdp_modules(model):
         for group in module.parameter_groups:
-            if group.held_by_user:
+            if group.weights.held_by_user:
                 raise RuntimeError(
                     f"units must be sharded while a checkpoint is loaded, got {group.parameters[0].name} of a "
                     f"{type(module).__name__} unsharded, which would keep its old values; call reshard() first"

@@ -88,6 +88,11 @@ class FlatAdamW(torch.optim.Optimizer):
         self.refresh_hyperparameters()
         self._is_built = True
 
+    @staticmethod
+    def serves(parameters: Iterable[torch.Tensor]) -> bool:
+        """True if ``FlatAdamW`` can train these parameters: all are sharded by the engine, in dtypes that fp32 can hold."""
+        return all(group_of(parameter) is not None and parameter.dtype in _MAIN_DTYPES for parameter in parameters)
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if getattr(self, "_is_built", False):
             raise NotImplementedError(
@@ -132,7 +137,7 @@ class FlatAdamW(torch.optim.Optimizer):
 
     def _update_group(self, group: FsdpParameterGroup) -> None:
         shard = self._state_of[id(group)].shard(group)
-        self._update.update(shard, group.main_grad_storage.flat, self._cohorts.table.coefficients)
+        self._update.update(shard, group.grads.main_storage.flat, self._cohorts.table.coefficients)
 
     def refresh_hyperparameters(self) -> None:
         """Afterwards the device knows the hyperparameters as they are now, for replays of a graph; ``step`` calls it.
@@ -155,7 +160,7 @@ class FlatAdamW(torch.optim.Optimizer):
             return
         each(setattr, self._parameters, repeat("grad"), repeat(None))
         for group in self.groups:
-            group.free_main_grad_if_cleared()
+            group.grads.free_main_if_cleared()
 
     def synchronize(self) -> None:
         """Afterwards work on the current stream sees weights and state as the last step leaves them. Does not block."""
@@ -280,11 +285,6 @@ def _check_parameters(param_groups: Sequence[dict[str, Any]], groups: Sequence[F
             raise ValueError(
                 f"FlatAdamW computes in fp32, got main weights of {group} in {group.dtypes.main_params}; use torch.optim.AdamW"
             )
-
-
-def serves(parameters: Iterable[torch.Tensor]) -> bool:
-    """True if ``FlatAdamW`` can train these parameters: all are of units of the engine, in dtypes that fp32 can hold."""
-    return all(group_of(parameter) is not None and parameter.dtype in _MAIN_DTYPES for parameter in parameters)
 
 
 def _keeps_remainder(group: FsdpParameterGroup, asked: bool) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from megatron.core.distributed.fsdp.buffers.grad_sums import sum_grads
-from megatron.core.distributed.fsdp.buffers.norm_ownership import Scope, counts_here, scope_of
+from megatron.core.distributed.fsdp.buffers.norm_ownership import NormScope, counts_in_norm, norm_scope_of
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
 from megatron.core.distributed.fsdp.flat_optimizer.flat_runs import Run, runs_of
 
@@ -22,12 +22,12 @@ def has_gradient(group: FsdpParameterGroup) -> bool:
     What the user put in the place of one is copied there, and a parameter without counts as zero.
     """
     held = list(map(_GRAD, group.sharded))
-    if all(map(operator.is_, held, group._grads)):
+    if all(map(operator.is_, held, group.grads.main)):
         return True
     if held.count(None) == len(held):
         return False
     with torch.no_grad():
-        group.prepare_main_grad()
+        group.grads.prepare_main()
     return True
 
 
@@ -48,7 +48,7 @@ class FlatGradNorm:
         """
         living = [(shard, group) for shard in self._shards if (group := shard.group()) is not None]
         sum_grads([group for _, group in living], in_use=True)
-        views: dict[Scope, dict[torch.dtype, list[torch.Tensor]]] = {}
+        views: dict[NormScope, dict[torch.dtype, list[torch.Tensor]]] = {}
         for shard, group in living:
             has_any = has_gradient(group)
             for scope, counted in shard.views(group):
@@ -56,7 +56,7 @@ class FlatGradNorm:
                 if has_any or scope.is_model:
                     by_dtype = views.setdefault(scope, {})
                     if has_any:
-                        by_dtype.setdefault(group.main_grad_storage.flat.dtype, []).extend(counted)
+                        by_dtype.setdefault(group.grads.main_storage.flat.dtype, []).extend(counted)
         total = torch.zeros((), dtype=torch.float32, device=living[-1][1].device if living else None)
         for scope, by_dtype in views.items():
             part = _sum_of_squares(list(by_dtype.values()), total)
@@ -70,17 +70,17 @@ class _GradShard:
 
     def __init__(self, group: FsdpParameterGroup) -> None:
         self.group = weakref.ref(group)
-        scopes = [scope_of(parameter) for parameter in group.sharded]
-        self._runs: dict[Scope, list[Run]] = {}
+        scopes = [norm_scope_of(parameter) for parameter in group.sharded]
+        self._runs: dict[NormScope, list[Run]] = {}
         for scope in dict.fromkeys(scopes):
-            counted = [own == scope and counts_here(p) for own, p in zip(scopes, group.sharded, strict=True)]
-            self._runs[scope] = runs_of(group.main_weight, [0] * len(counted), only=counted)
+            counted = [own == scope and counts_in_norm(p) for own, p in zip(scopes, group.sharded, strict=True)]
+            self._runs[scope] = runs_of(group.weights.main, [0] * len(counted), only=counted)
         self._flat: torch.Tensor | None = None
-        self._views: list[tuple[Scope, list[torch.Tensor]]] = []
+        self._views: list[tuple[NormScope, list[torch.Tensor]]] = []
 
-    def views(self, group: FsdpParameterGroup) -> list[tuple[Scope, list[torch.Tensor]]]:
+    def views(self, group: FsdpParameterGroup) -> list[tuple[NormScope, list[torch.Tensor]]]:
         """The runs by the ranks over which they are summed. No gradient: they are not to be read."""
-        flat = group.main_grad_storage.flat
+        flat = group.grads.main_storage.flat
         if flat is not self._flat:
             self._flat = flat
             self._views = [(scope, [flat[begin:end] for begin, end, _ in runs]) for scope, runs in self._runs.items()]
@@ -90,8 +90,3 @@ class _GradShard:
 def _sum_of_squares(by_dtype: Sequence[list[torch.Tensor]], zero: torch.Tensor) -> torch.Tensor:
     norms = [norm for views in by_dtype if views for norm in torch._foreach_norm(views, 2, dtype=torch.float32)]
     return torch.stack(norms).square().sum() if norms else zero.clone()
-
-
-def clip_factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
-    """[] what gradients of this norm [] are multiplied by so that it is at most ``max_norm``; NaN for NaN."""
-    return torch.clamp(max_norm / (norm + 1.0e-6), max=1.0)

@@ -27,7 +27,7 @@ class FlatState:
 
     def __init__(self, group: FsdpParameterGroup, *, keeps_remainder: bool) -> None:
         self.group = weakref.ref(group)
-        main = group.main_weight.local
+        main = group.weights.main.local
         self._flat = {
             EXP_AVG: torch.zeros_like(main, dtype=torch.float32, memory_format=torch.contiguous_format),
             EXP_AVG_SQ: torch.zeros_like(main, dtype=torch.float32, memory_format=torch.contiguous_format),
@@ -48,26 +48,26 @@ class FlatState:
 
     def lay_out(self, group: FsdpParameterGroup, cohorts: Sequence[int], update: TorchUpdate) -> None:
         """Afterwards tensor t is updated with the coefficients of ``cohorts[t]``."""
-        self._runs = tuple(runs_of(group.main_weight, cohorts))
+        self._runs = tuple(runs_of(group.weights.main, cohorts))
         self._blocks = update.blocks(self._runs, group.device)
         self._make_shard(group)
 
     def _make_shard(self, group: FsdpParameterGroup) -> None:
-        self._addresses = (group.main_weight.local.data_ptr(), group.model_weight.local.data_ptr())
+        self._addresses = (group.weights.main.local.data_ptr(), group.weights.model.local.data_ptr())
         self._shard = FlatShard(
             # An alias with a version counter of its own: what autograd saved of a model's weights is not "modified" by it.
-            main=group.main_weight.local.data,
+            main=group.weights.main.local.data,
             exp_avg=self._flat[EXP_AVG],
             exp_avg_sq=self._flat[EXP_AVG_SQ],
             remainder=self.remainder,
-            model=group.model_piece,
+            model=group.weights.model_piece,
             runs=self._runs,
             blocks=self._blocks,
         )
 
     def shard(self, group: FsdpParameterGroup) -> FlatShard:
         """The buffers of an update, where they are now."""
-        if (group.main_weight.local.data_ptr(), group.model_weight.local.data_ptr()) != self._addresses:
+        if (group.weights.main.local.data_ptr(), group.weights.model.local.data_ptr()) != self._addresses:
             self._make_shard(group)
         return self._shard
 
@@ -76,18 +76,18 @@ class FlatState:
     def note_version(self, group: FsdpParameterGroup) -> None:
         """Afterwards main weights and remainders belong together."""
         if self.remainder is not None:
-            self._seen_version = group.main_write_count
+            self._seen_version = group.weights.write_count
 
     def drop_stale_remainder(self, group: FsdpParameterGroup) -> None:
         """Afterwards the remainders are zero if somebody else has written to the main weights."""
-        if self.remainder is not None and group.main_write_count != self._seen_version:
+        if self.remainder is not None and group.weights.write_count != self._seen_version:
             self.remainder.zero_()
             self.note_version(group)
 
 
 def _view_like(parameter: torch.Tensor, flat: torch.Tensor, group: FsdpParameterGroup, index: int) -> DTensor:
     assert isinstance(parameter, DTensor)
-    rows = group.main_weight.view(index)
-    begin = rows.storage_offset() - group.main_weight.local.storage_offset()
+    rows = group.weights.main.view(index)
+    begin = rows.storage_offset() - group.weights.main.local.storage_offset()
     local = flat[begin : begin + rows.numel()].view(rows.shape)
     return placed_like(parameter, local)

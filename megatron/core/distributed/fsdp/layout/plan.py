@@ -79,7 +79,7 @@ class Plan:
         ahead: [U] uses whose weights are gathered when a use begins; they come soon after it.
         kept: [U] True where forward turns into backward, which needs the weights of what ran last first.
         weights: ranges of the gathered weights.
-        staging: ranges of the gradient staging buffers.
+        inputs: ranges of the reduce-scatter inputs.
         stays_unsharded_nbytes: bytes of the groups whose weights stay gathered from a step's first forward to its last backward.
     """
 
@@ -87,7 +87,7 @@ class Plan:
     ahead: tuple[tuple[Use, ...], ...]
     kept: tuple[bool, ...]
     weights: RangePlan
-    staging: RangePlan
+    inputs: RangePlan
     stays_unsharded_nbytes: Mapping[int, int]
 
     @cached_property
@@ -121,7 +121,7 @@ class Recorder:
 
     uses: list[Use] = field(default_factory=list)
     _weights: dict[int, list[LiveRange]] = field(default_factory=lambda: defaultdict(list))
-    _staging: dict[int, list[LiveRange]] = field(default_factory=lambda: defaultdict(list))
+    _inputs: dict[int, list[LiveRange]] = field(default_factory=lambda: defaultdict(list))
     _open: dict[tuple[str, int], int] = field(default_factory=dict)
 
     @property
@@ -143,25 +143,25 @@ class Recorder:
         if begin is not None:
             self._weights[group].append(LiveRange(group, begin, self._now + 1))
 
-    def staged(self, group: int) -> None:
-        self._open.setdefault(("staging", group), self._now)
+    def input_acquired(self, group: int) -> None:
+        self._open.setdefault(("input", group), self._now)
 
     def reduced(self, group: int) -> None:
-        begin = self._open.pop(("staging", group), None)
+        begin = self._open.pop(("input", group), None)
         if begin is not None:
             # The reduction still reads while the next unit's backward writes.
-            self._staging[group].append(LiveRange(group, begin, self._now + 2))
+            self._inputs[group].append(LiveRange(group, begin, self._now + 2))
 
     @property
     def ranges(self) -> tuple[dict[int, list[LiveRange]], dict[int, list[LiveRange]]]:
-        """When the groups' gathered weights, and their staging buffers, were alive; what is alive now ends here."""
+        """When the groups' gathered weights, and their reduce-scatter inputs, were alive; what is alive now ends here."""
         for kind, group in list(self._open):
             (self.released if kind == "weights" else self.reduced)(group)
-        return dict(self._weights), dict(self._staging)
+        return dict(self._weights), dict(self._inputs)
 
     def add(self, ranges: tuple[dict[int, list[LiveRange]], dict[int, list[LiveRange]]]) -> None:
         """Afterwards buffers are alive also when another rank's ``ranges`` say so."""
-        for own, others in zip((self._weights, self._staging), ranges, strict=True):
+        for own, others in zip((self._weights, self._inputs), ranges, strict=True):
             for group, live in others.items():
                 own[group] = list(dict.fromkeys([*own[group], *live]))
 
@@ -169,7 +169,7 @@ class Recorder:
         self,
         *,
         weight_nbytes: Mapping[int, int],
-        staging_nbytes: Mapping[int, int],
+        input_nbytes: Mapping[int, int],
         groups_of: Mapping[int, list[int]],
         pool_of: Mapping[int, int] | None = None,
         ahead_nbytes: int = 0,
@@ -179,7 +179,7 @@ class Recorder:
 
         Args:
             weight_nbytes: bytes of each group's gathered weights.
-            staging_nbytes: bytes of each group's staging buffer.
+            input_nbytes: bytes of each group's reduce-scatter input.
             groups_of: groups whose weights a unit uses.
             pool_of: the pool of each group's ranges; one for all when None.
             ahead_nbytes: bytes of weights to have on their way; at least those of one use are.
@@ -210,7 +210,7 @@ class Recorder:
             tuple(ahead),
             tuple(kept),
             _range_plan(self._weights, weight_nbytes, pool_of or {}),
-            _range_plan(self._staging, staging_nbytes, pool_of or {}),
+            _range_plan(self._inputs, input_nbytes, pool_of or {}),
             stays_unsharded_nbytes,
         )
 

@@ -1,4 +1,4 @@
-"""What a backward owes, gradients that all ranks reduce in one order, and what it holds meanwhile: weights."""
+"""Which gradients a backward still owes, in the one order in which all ranks reduce them, and which weights it holds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron.core.distributed.fsdp.runtime.unsharder import Unsharder
 
 
 class Backward:
-    """The backward that is under way, unit by unit; at rest it owes and holds nothing.
+    """The backward that is under way, unit by unit; between backwards it owes and holds nothing.
 
     A unit is *open* while gradients of its own parameters are owed or not reduced yet. It *claims* weights from the
     moment that its backward, or a recomputation in it, begins. See [Note: one order of reductions] in DESIGN.md.
@@ -31,7 +31,7 @@ class Backward:
         self._open: list[FsdpUnit] = []  # in the order of their begin
         self._claiming: list[FsdpUnit] = []
         self._recomputed: list[FsdpUnit] = []  # of these, the ones that recompute and whose gradients have not come
-        self._delayed: list[FsdpUnit] = []  # of these, the ones that hold weights until the second next unit begins
+        self._delayed: list[FsdpUnit] = []  # of these, the ones that are resharded when the second next unit begins
         self._staying = NO_UNITS  # at its end, the units that the plan goes on with
 
     @property
@@ -40,13 +40,13 @@ class Backward:
         return not (self._claiming or self._open)
 
     def recompute(self, unit: FsdpUnit) -> None:
-        """Afterwards the unit's weights are whole for the forward that backward repeats, and for its backward."""
+        """Unshard the unit for the forward that backward repeats, and for its backward."""
         if unit.phase is not Phase.BACKWARD:
             self._recomputed.append(unit)
         self._claim(unit)
 
     def begin(self, unit: FsdpUnit) -> None:
-        """Afterwards the unit's weights are whole for its backward. Ranks: all.
+        """Reduce the units that are done, and unshard this one for its backward. Ranks: all.
 
         Units that ran later in forward are done with theirs, so their gradients are on their way to their owners, with
         zeros for what is missing. Not when they are complete: a parameter that gets no gradient on this rank may get
@@ -63,18 +63,18 @@ class Backward:
         self._claim(unit)
 
     def owe(self, unit: FsdpUnit) -> None:
-        """Afterwards this backward owes the gradients of the unit's own parameters."""
+        """Note that this backward owes the gradients of the unit's own parameters."""
         if unit.is_open or not unit.trainable_groups:
             return
         unit.is_open = True
         for group in unit.trainable_groups:
-            group.is_owed = True
+            group.grads.is_owed = True
         self._open.append(unit)
         if unit in self._recomputed:
             self._recomputed.remove(unit)
 
     def end(self, staying: frozenset[int]) -> None:
-        """Afterwards every gradient of this backward is on its way to its owner, and no weights are held. Ranks: all.
+        """Launch the reductions that are left, and reshard all units. Ranks: all.
 
         Args:
             staying: units that the plan goes on with, which keep their weights.
@@ -93,23 +93,23 @@ class Backward:
         self._staying = NO_UNITS
 
     def reduce_partial(self) -> None:
-        """Afterwards gradients that microbatches left unreduced are on their way to their owners. Ranks: all."""
+        """Launch the reductions of gradients that microbatches left unreduced. Ranks: all."""
         for group in self.registry.groups:
-            if group.trainable and group.has_partial:
+            if group.trainable and group.grads.has_partial:
                 self.grad_reducer.reduce_rest(group)
 
     def abandon(self) -> None:
-        """Afterwards nothing is owed or held; the caller sees to gradients and weights."""
+        """Forget what is owed and held; the caller drops gradients and reshards weights."""
         for unit in self._claiming:
             nvtx.end(unit.mark)
         for units in (self._open, self._claiming, self._delayed, self._recomputed):
             units.clear()
 
     def _claim(self, unit: FsdpUnit) -> None:
-        """Afterwards backward holds the unit's weights, for its recomputation or for its gradients."""
+        """Unshard the unit and hold its weights for a recomputation or for its gradients."""
         if unit.phase is Phase.BACKWARD:
             for group in unit.groups:
-                if not group.is_gathered:  # another unit needed its addresses meanwhile
+                if not group.weights.is_unsharded:  # another unit needed its addresses meanwhile
                     self.unsharder.unshard(group, forward=False)
             return
         unit.phase = Phase.BACKWARD
@@ -119,11 +119,11 @@ class Backward:
             self._delayed.append(unit)
         self._claiming.append(unit)
         for group in unit.groups:
-            group.num_claims += 1
+            group.weights.num_backwards += 1
         self.scheduler.begin(unit, backward=True)
 
     def _reshard_delayed(self) -> None:
-        """Afterwards weights that get no gradient here are released for all units but the last one.
+        """Reshard the weights that get no gradient here, of all units but the last one.
 
         Such weights (frozen, or tied and owned by another unit) have no event that says when backward is done with
         them. Autograd runs what was recorded later first, so once the second next unit has begun, all that could
@@ -135,25 +135,25 @@ class Backward:
                 self._close(unit)
 
     def _reduce(self, unit: FsdpUnit) -> None:
-        """Afterwards the unit's gradients are on their way to their owners. Ranks: all."""
+        """Launch the reductions of the unit's gradients. Ranks: all."""
         unit.is_open = False
         self._open.remove(unit)
         for group in unit.trainable_groups:
-            group.is_owed = False
+            group.grads.is_owed = False
             self.grad_reducer.reduce(group, is_last=self.is_last)
         if unit not in self._delayed:
             self._close(unit)
 
     def _close(self, unit: FsdpUnit) -> None:
-        """Afterwards the unit's backward no longer holds any weights."""
+        """Let go of the weights that the unit's backward held."""
         if unit.phase is not Phase.BACKWARD:
             return
         unit.phase = Phase.RESTING
         nvtx.end(unit.mark)
         self._claiming.remove(unit)
         for group in unit.groups:
-            group.num_claims -= 1
-            if group.stays_unsharded or unit.index in self._staying:  # kept: until the end of the last backward
+            group.weights.num_backwards -= 1
+            if group.weights.stays_unsharded or unit.index in self._staying:  # kept: until the end of the last backward
                 self.unsharder.keep_unsharded(group)
             else:
                 self.unsharder.reshard(group)

@@ -67,16 +67,16 @@ class FsdpContext:
 
     @property
     def overlaps_gather(self) -> bool:
-        """The next unit's weights are gathered ahead of its use."""
-        return self._prefetch_scheduler.gathers_ahead
+        """Whether the next units' weights are gathered ahead of their use."""
+        return self._prefetch_scheduler.prefetches
 
     @overlaps_gather.setter
     def overlaps_gather(self, value: bool) -> None:
-        self._prefetch_scheduler.gathers_ahead = value
+        self._prefetch_scheduler.prefetches = value
 
     @property
     def overlaps_reduce(self) -> bool:
-        """A unit's gradients are reduced while the next backward runs; off, compute waits for each reduction."""
+        """Whether a unit's gradients are reduced while the next backward runs; else compute waits for each reduction."""
         return self.grad_reducer.overlaps
 
     @overlaps_reduce.setter
@@ -85,7 +85,7 @@ class FsdpContext:
 
     @property
     def poisons(self) -> bool:
-        """Released ranges are filled with NaN: a debugging aid that turns a use after release into NaN losses."""
+        """Whether released memory is filled with NaN: a debugging aid that turns a read after release into NaN losses."""
         return self.unsharder.poisons
 
     @poisons.setter
@@ -95,7 +95,7 @@ class FsdpContext:
     # ---- units --------------------------------------------------------------------------------------------------
 
     def register(self, unit: FsdpUnit) -> None:
-        """Afterwards the unit belongs to this context, which drops its plan, since it does not know the unit."""
+        """Add the unit, and drop the plan, which does not know it."""
         unit.context = self
         for group in unit.own_groups:
             group.context = weakref.ref(self)
@@ -103,7 +103,7 @@ class FsdpContext:
         self.planner.leave_plan(self.groups)
 
     def disband(self) -> bool:
-        """Afterwards, if it was at rest, this context has no units left; the caller registers them elsewhere."""
+        """Give up all units, if no pass is under way, and return whether that was so; the caller registers them elsewhere."""
         if self._depth or not self._backward.is_at_rest or self.graphs.are_open:
             return False
         self.planner.leave_plan(self.groups)
@@ -129,7 +129,7 @@ class FsdpContext:
 
     @property
     def is_last_microbatch(self) -> bool:
-        """A backward ends the step: it reduces gradients over all ranks."""
+        """Whether a backward ends the step, that is, reduces gradients over all ranks."""
         return self._backward.is_last
 
     @is_last_microbatch.setter
@@ -141,12 +141,12 @@ class FsdpContext:
         """In the scope, weights are synchronised once (``is_first``) or not at all, and gradients summed over ranks
         at rest placement only, or (``is_last``) to the optimizer's."""
         previous = self.is_last_microbatch
-        self._weight_versions.begin(is_first=is_first)
+        self._weight_versions.begin_pass(is_first=is_first)
         self.is_last_microbatch = is_last
         self._weight_versions.num_scopes += 1
         if is_first:
             for group in self.groups:
-                if group.trainable and group.has_partial:
+                if group.trainable and group.grads.has_partial:
                     self.grad_reducer.drop_partial(group)  # left by a step that was given up
         try:
             yield
@@ -164,19 +164,19 @@ class FsdpContext:
             self.is_last_microbatch = previous
 
     def prepare_forward(self) -> None:
-        """Afterwards the weights of the step to come are final, and the first unit's are on their way.
+        """Take the main weights as final for the next step, and prefetch its first unit.
 
         Ranks: all. Call it after the optimizer has stepped; the next forward or first microbatch uses what it began.
         """
         self._recover()
-        self._weight_versions.open(prepares=True)
+        self._weight_versions.begin(prepares=True)
         if self._depth == 0:
-            self._prefetch_scheduler.prepare_first()
+            self._prefetch_scheduler.prefetch_first()
 
     def weights_changed(self) -> None:
-        """Afterwards the next forward uses the main weights as they are now, also in a scope that is not a step's first."""
+        """Make the next forward use the main weights as they are now, also in a scope that is not a step's first."""
         self.unsharder.reshard_idle()
-        self._weight_versions.open()
+        self._weight_versions.begin()
 
     def update_weights(
         self,
@@ -185,7 +185,7 @@ class FsdpContext:
         *,
         overlaps: bool = False,
     ) -> None:
-        """Afterwards ``update`` has been called for each group, in the order in which the next forward needs them.
+        """Call ``update`` for each group, in the order in which the next forward needs them.
 
         Args:
             groups: some of this context's.
@@ -199,16 +199,16 @@ class FsdpContext:
         self.unsharder.reshard_idle()
         in_order = sorted(groups, key=lambda group: self.planner.first_use(self.registry.owner(group).index))
         self._updater.run(in_order, update, overlaps=overlaps)
-        self._weight_versions.open()
+        self._weight_versions.begin()
 
     def finish_updates(self) -> None:
-        """Afterwards work on the compute stream sees main weights, and may free main gradients, as updates leave them."""
+        """Make compute wait for all updates; then it may read main weights and free main gradients."""
         self._updater.finish()
 
     # ---- forward ------------------------------------------------------------------------------------------------
 
     def enter_forward(self, unit: FsdpUnit) -> bool:
-        """Afterwards the unit's weights are whole and its module holds them; True if this recomputes activations.
+        """Unshard the unit for its forward; return True if that is a recomputation within a backward.
 
         Ranks: all.
         """
@@ -225,7 +225,7 @@ class FsdpContext:
         unit.phase = Phase.FORWARD
         nvtx.push(unit.forward_range)
         for group in unit.groups:
-            group.num_users += 1
+            group.weights.num_forwards += 1
         try:
             self._prefetch_scheduler.begin(unit, backward=False)
         except BaseException:
@@ -234,7 +234,7 @@ class FsdpContext:
         return False
 
     def leave_forward(self, unit: FsdpUnit, tensors: list[torch.Tensor]) -> None:
-        """Afterwards the unit's weights are released, and its backward begins with the gradient of any of ``tensors``."""
+        """Reshard the unit, and begin its backward when the gradient of any of ``tensors`` arrives."""
         token = self.graphs.current
         if tensors and token is not None:
             self._watch(unit, tensors, token)
@@ -250,14 +250,14 @@ class FsdpContext:
                 self.unsharder.end_pass(self.registry.read_peers)
 
     def leave_recomputation(self, unit: FsdpUnit, tensors: list[torch.Tensor]) -> None:
-        """Afterwards the weights stay for the backward that recomputed, and the gradient of any of ``tensors`` begins it.
+        """Keep the weights for the backward that recomputed, which begins when the gradient of any of ``tensors`` arrives.
 
         Those gradients come if the recomputed graph itself is differentiated, as reentrant checkpoints do.
         """
         self._watch(unit, tensors, GraphToken(self.graphs.generation))
 
     def fail_forward(self, unit: FsdpUnit) -> None:
-        """Afterwards the unit is not in forward any more; if it was the outermost, nothing of the step is left.
+        """End a forward that raised; if the unit was the outermost, drop what is left of the step.
 
         A module that holds the unit may catch what was raised and go on without it.
         """
@@ -278,10 +278,10 @@ class FsdpContext:
             unit.phase = Phase.RESTING
         self._depth -= 1
         for group in unit.groups:
-            group.num_users -= 1
-            if group.stays_unsharded and torch.is_grad_enabled():
+            group.weights.num_forwards -= 1
+            if group.weights.stays_unsharded and torch.is_grad_enabled():
                 self.unsharder.keep_unsharded(group)
-            elif not (keeps and group.needs_gather):
+            elif not (keeps and group.weights.needs_gather):
                 self.unsharder.reshard(group)
 
     def _begin_forward(self) -> None:
@@ -290,18 +290,18 @@ class FsdpContext:
             self._notice_capture()
         self._recover()
         if self._weight_versions.num_scopes == 0:
-            self._weight_versions.begin()
+            self._weight_versions.begin_pass()
         self.registry.check()
         for group in self.groups:
             if group.trainable:
                 group.watch_gradients()
-                group.free_main_grad_if_cleared()
+                group.grads.free_main_if_cleared()
         if not self.graphs.are_open:
             self._begin_step()
         self.graphs.begin()
 
     def _notice_capture(self) -> None:
-        """Afterwards, where a capture into a CUDA graph has begun or ended, nothing waits for events of before."""
+        """Forget all events where a capture into a CUDA graph has begun or ended: work from before cannot be waited for."""
         is_capturing = torch.cuda.is_current_stream_capturing()
         if is_capturing is not self._is_capturing:
             self._is_capturing = is_capturing
@@ -310,12 +310,12 @@ class FsdpContext:
             self._updater.forget_events()
             for group in self.groups:
                 group.forget_events()
-            self._weight_versions.open()
+            self._weight_versions.begin()
 
     # ---- backward -----------------------------------------------------------------------------------------------
 
     def begin_unit_backward(self, unit: FsdpUnit) -> None:
-        """Afterwards the unit's weights are whole for its backward, and later units' gradients on their way. Ranks: all."""
+        """Unshard the unit for its backward, and launch the reductions of later units. Ranks: all."""
         if self._backward_end is None or self._backward_end() is None:
             self._open_backward()
         self._backward.begin(unit)
@@ -330,17 +330,17 @@ class FsdpContext:
         torch.autograd.Variable._execution_engine.queue_callback(end)
 
     def open_group(self, group: FsdpParameterGroup) -> None:
-        """Afterwards this backward owes the group's gradients: one of them has arrived, or is about to be written."""
+        """Note that this backward owes the group's gradients: one of them has arrived, or is about to be written."""
         self._open_backward()
         self._backward.owe(self.registry.owner(group))
 
-    def acquire_staging(self, group: FsdpParameterGroup) -> None:
-        """Afterwards backward may write gradients of the group in place."""
+    def acquire_input(self, group: FsdpParameterGroup) -> None:
+        """Let backward write to the group's reduce-scatter input."""
         self.open_group(group)
-        self.grad_reducer.stage(group)
+        self.grad_reducer.acquire_input(group)
 
     def end_backward(self) -> None:
-        """Afterwards every gradient of this backward is in ``param.grad`` and nothing stays gathered. Ranks: all."""
+        """Finish the backward: every gradient is in ``param.grad``, and every unit is resharded. Ranks: all."""
         self._backward_end = None
         upcoming = self.planner.upcoming  # other graphs wait for their backward, and the plan goes on with these
         self._backward.end(staying=frozenset(use.unit for use in upcoming))
@@ -354,7 +354,7 @@ class FsdpContext:
         self.planner.end_record(self.units, self.groups)
 
     def reduce_partial(self) -> None:
-        """Afterwards gradients that microbatches left unreduced are in ``param.grad``. Ranks: all."""
+        """Reduce gradients that microbatches left unreduced into ``param.grad``. Ranks: all."""
         self._backward.reduce_partial()
         self.grad_reducer.finish()
         sum_grads(self.groups, in_use=False)
@@ -373,23 +373,21 @@ class FsdpContext:
 
     def _recover(self) -> None:
         if self.has_failed:
-            logger.warning(
-                "the last backward did not finish: its gradients are dropped, and what it had gathered is released"
-            )
+            logger.warning("the last backward did not finish: its gradients are dropped, and its units are resharded")
             self.abandon()
 
     def abandon(self) -> None:
-        """Afterwards nothing of the step that was under way is left: nothing gathered, no gradient half reduced."""
+        """Drop the step that was under way: reshard all units, and drop gradients that are not reduced."""
         self._backward_end = None
         self._depth = 0
         self._backward.abandon()
         for unit in self.units:
             unit.phase, unit.forward_depth, unit.is_open = Phase.RESTING, 0, False
         for group in self.groups:
-            group.num_users = group.num_claims = 0
+            group.weights.num_forwards = group.weights.num_backwards = 0
             if group.trainable:
                 self.grad_reducer.abandon(group)
-                if group.has_partial:
+                if group.grads.has_partial:
                     self.grad_reducer.drop_partial(group)
         self.grad_reducer.finish()
         for group in self.groups:
@@ -400,29 +398,29 @@ class FsdpContext:
     # ---- the user's view of a unit ------------------------------------------------------------------------------
 
     def unshard(self, unit: FsdpUnit) -> None:
-        """Afterwards the unit's weights are whole until ``unpin``. Ranks: all."""
+        """Unshard the unit until ``reshard``. Ranks: all."""
         if self._depth == 0 and self._weight_versions.num_scopes == 0 and not self._weight_versions.is_prepared:
-            self._weight_versions.open()
+            self._weight_versions.begin()
         for group in unit.groups:
-            storage = group.weight_storage
-            if storage is not None and storage.in_arena and not group.is_gathered and self._can_move():
+            storage = group.weights.full_storage
+            if storage is not None and storage.in_arena and not group.weights.is_unsharded and self._can_move():
                 self.unsharder.leave_arena(group)  # the plan does not know how long its range is needed
-            group.held_by_user = True
+            group.weights.held_by_user = True
             self.unsharder.unshard(group, forward=True)
 
     def reshard(self, unit: FsdpUnit) -> None:
-        """Afterwards the unit's weights are released, unless a pass is using them."""
+        """Reshard the unit, unless a pass is using its weights."""
         for group in unit.groups:
-            group.held_by_user = False
+            group.weights.held_by_user = False
             self.unsharder.reshard(group)
 
     # ---- the plan -----------------------------------------------------------------------------------------------
 
     def _begin_step(self) -> None:
-        """Afterwards a new step is compared with the plan, and what is gathered was gathered for it."""
+        """Compare what runs from now on with the plan, and drop weights that were gathered for an earlier step."""
         self.planner.end_record(self.units, self.groups)
         self.planner.begin_step(self.groups)
-        if any(group.synced_weight_version != self.unsharder.weight_version for group in self.unsharder.live):
+        if any(group.weights.synced_weight_version != self.unsharder.weight_version for group in self.unsharder.live):
             self.unsharder.reshard_idle()
 
     def _can_move(self) -> bool:
@@ -434,7 +432,7 @@ class FsdpContext:
 
 
 class BackwardEnd:
-    """What autograd calls at a backward's end. It dies with the backward, also with one that failed."""
+    """A callback at a backward's end. It lives as long as the backward, also one that failed."""
 
     def __init__(self, context: FsdpContext) -> None:
         self._context = weakref.ref(context)

@@ -1,4 +1,4 @@
-"""Which autograd graphs still refer to gathered weights, so that buffers move only when none does."""
+"""Which autograd graphs still refer to unsharded weights, so that buffers move only when none does."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class Graphs:
         self._tokens: list[weakref.ref[GraphToken]] = []
 
     def begin(self) -> None:
-        """Afterwards a new graph is being recorded."""
+        """Begin a graph."""
         self.current = GraphToken(self.generation)
         self._tokens.append(weakref.ref(self.current))
 
     def end(self) -> None:
-        """Afterwards no graph is being recorded."""
+        """End the graph that is being recorded."""
         self.current = None
 
     @property
@@ -48,9 +48,9 @@ class Graphs:
         return any((token := ref()) is not None and not token.is_done for ref in self._tokens)
 
     def forget(self) -> None:
-        """Afterwards graphs that do not wait for a backward are not looked at any more."""
+        """Forget all graphs. None waits for a backward."""
         self._tokens.clear()
 
     def moved(self) -> None:
-        """Afterwards a second backward through a graph from before is refused: gathered weights lie elsewhere."""
+        """Note that weights have moved: a second backward through a graph from before is refused."""
         self.generation += 1

@@ -1,4 +1,4 @@
-"""What the engine's buffers take on this rank, told before they are used."""
+"""Memory of the engine's buffers on this rank, known before it is used."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class MemoryReport:
         main_weights: what the optimizer updates.
         model_weights: shards (or replicas) of the weights in the compute dtype, as far as they are not the main weights.
         optimizer_state: of an optimizer that told its groups (``FlatAdamW``); 0 until it has.
-        gathered: the arena of gathered weights.
-        staging: the arena of gradients on their way.
+        unsharded: the arena of unsharded weights.
+        reduce_scatter_inputs: the arena of whole gradients that wait for their reduction.
         main_gradients: from a unit's reduction to ``zero_grad``.
         partial_gradients: of strategies that accumulate whole gradients between microbatches, if there are several.
-        kept: bytes of ``gathered`` that hold weights from forward to backward to save their second gather.
+        stays_unsharded: bytes of ``unsharded`` that hold weights from forward to backward to save their second gather.
         saved_traffic: bytes that this rank need not gather in each microbatch because of that.
         is_planned: arenas are those of a recorded step; else they are expected, from the order of registration.
     """
@@ -31,11 +31,11 @@ class MemoryReport:
     main_weights: int
     model_weights: int
     optimizer_state: int
-    gathered: int
-    staging: int
+    unsharded: int
+    reduce_scatter_inputs: int
     main_gradients: int
     partial_gradients: int
-    kept: int
+    stays_unsharded: int
     saved_traffic: int
     is_planned: bool
 
@@ -47,7 +47,7 @@ class MemoryReport:
     @property
     def arena(self) -> int:
         """Bytes of both arenas, which are there from the plan's adoption on."""
-        return self.gathered + self.staging
+        return self.unsharded + self.reduce_scatter_inputs
 
     @property
     def at_rest(self) -> int:
@@ -66,8 +66,8 @@ class MemoryReport:
             ("  model weights", self.model_weights, ""),
             ("  optimizer state", self.optimizer_state, "" if self.optimizer_state else "not known yet"),
             ("arenas", self.arena, "planned" if self.is_planned else "expected from the order of registration"),
-            ("  gathered weights", self.gathered, self._kept),
-            ("  gradient staging", self.staging, ""),
+            ("  unsharded weights", self.unsharded, self._note),
+            ("  reduce-scatter inputs", self.reduce_scatter_inputs, ""),
             ("main gradients", self.main_gradients, "from reduction to zero_grad"),
             ("partial gradients", self.partial_gradients, "between microbatches"),
             ("peak, without activations", self.peak, ""),
@@ -77,26 +77,24 @@ class MemoryReport:
         return "\n".join(["sharding engine, memory of this rank:", *lines])
 
     @property
-    def _kept(self) -> str:
-        if not self.kept:
+    def _note(self) -> str:
+        if not self.stays_unsharded:
             return ""
-        return (
-            f"{self.kept / _GIB:.3f} GiB kept for backward, which saves {self.saved_traffic / _GIB:.3f} GiB of gathers"
-        )
+        return f"{self.stays_unsharded / _GIB:.3f} GiB stays unsharded for backward, which saves {self.saved_traffic / _GIB:.3f} GiB of gathers"
 
 
 def report_memory(groups: Sequence[FsdpParameterGroup], plan: Plan, *, is_planned: bool) -> MemoryReport:
     """The memory of these groups under a plan. Pure: takes nothing, sends nothing."""
     trainable = [group for group in groups if group.trainable]
     return MemoryReport(
-        main_weights=sum(group.main_weight.local_nbytes for group in groups),
+        main_weights=sum(group.weights.main.local_nbytes for group in groups),
         model_weights=sum(_model_nbytes(group) for group in groups),
         optimizer_state=sum(group.optimizer_state_nbytes for group in groups),
-        gathered=plan.weights.nbytes,
-        staging=plan.staging.nbytes,
-        main_gradients=sum(group.main_grad_storage.nbytes for group in trainable),
-        partial_gradients=sum(group.partial_nbytes for group in trainable),
-        kept=sum(plan.stays_unsharded_nbytes.values()),
+        unsharded=plan.weights.nbytes,
+        reduce_scatter_inputs=plan.inputs.nbytes,
+        main_gradients=sum(group.grads.main_storage.nbytes for group in trainable),
+        partial_gradients=sum(group.grads.partial_nbytes for group in trainable),
+        stays_unsharded=sum(plan.stays_unsharded_nbytes.values()),
         saved_traffic=sum(_gathered_nbytes(group) for group in groups if group.index in plan.stays_unsharded_nbytes),
         is_planned=is_planned,
     )
@@ -104,11 +102,11 @@ def report_memory(groups: Sequence[FsdpParameterGroup], plan: Plan, *, is_planne
 
 def _model_nbytes(group: FsdpParameterGroup) -> int:
     """Bytes of the model weight besides the main weight, which may be all of it, or lie in it."""
-    shared = group.main_weight.local_nbytes if group.model_piece is None else 0
-    return group.model_weight.local_nbytes - shared
+    shared = group.weights.main.local_nbytes if group.weights.model_piece is None else 0
+    return group.weights.model.local_nbytes - shared
 
 
 def _gathered_nbytes(group: FsdpParameterGroup) -> int:
     """Bytes that a gather brings from other ranks."""
-    shard, full = group.model_weight.local_nbytes, group.full_weight.local_nbytes
+    shard, full = group.weights.model.local_nbytes, group.weights.full.local_nbytes
     return full - shard

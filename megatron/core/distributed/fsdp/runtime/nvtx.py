@@ -1,6 +1,6 @@
-"""Marks on the host's time line, for Nsight Systems and the like: what the engine does, with the unit's name.
+"""NVTX ranges for profilers such as Nsight Systems: what the engine does, with the unit's name.
 
-Acts nest and are pushed and popped (``fsdp.gather layers.0``); phases of units do not, and are begun and ended. A mark
+Operations nest: they are pushed and popped (``fsdp.gather layers.0``). Phases of units overlap: they are begun and ended. A range
 costs about half a microsecond; in a build without NVTX (for CPUs) it does nothing.
 """
 
@@ -14,23 +14,23 @@ _nvtx: Any = getattr(torch._C, "_nvtx", None)
 
 
 def push(name: str) -> None:
-    """Afterwards an act of this name is under way."""
+    """Begin an operation of this name."""
     if _nvtx is not None:
         _nvtx.rangePushA(name)
 
 
 def pop() -> None:
-    """Afterwards the act that was pushed last is over."""
+    """End the operation that was pushed last."""
     if _nvtx is not None:
         _nvtx.rangePop()
 
 
 def begin(name: str) -> int:
-    """Afterwards a phase of this name is under way; what is returned ends it."""
+    """Begin a phase of this name; return what ends it."""
     return int(_nvtx.rangeStartA(name)) if _nvtx is not None else 0
 
 
 def end(mark: int) -> None:
-    """Afterwards the phase is over."""
+    """End the phase."""
     if _nvtx is not None:
         _nvtx.rangeEnd(mark)

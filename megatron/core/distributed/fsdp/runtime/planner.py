@@ -1,4 +1,4 @@
-"""Learns the order of a step from one that ran, says what comes next, and lays buffers out for it."""
+"""Records the order of a step, says what comes next, and lays buffers out for it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Planner:
         plan: what a step is expected to do; None until one has been recorded.
         in_plan: this step has done so far what the plan says.
         recorder: writes this step down, where the plan is missing or was left.
-        arenas: memory of the ranges that the plan lays out: of gathered weights, of gradient staging.
+        arenas: memory of the ranges that the plan lays out: of full weights, of reduce-scatter inputs.
         ahead_numel: elements of weights to have on their way; at least one unit is.
         memory_budget_nbytes: bytes to spend on weights that stay gathered throughout a step.
 
@@ -41,7 +41,7 @@ class Planner:
         self.arenas: list[torch.Tensor] = []
         self.ahead_numel = 0
         self.memory_budget_nbytes = 0
-        self.has_told = False  # that a unit ran out of order; once for each plan
+        self.has_warned = False  # that a unit ran out of order; once for each plan
         self._cursor = -1
         self._candidate: Plan | None = None
         self._last_uses: tuple[Use, ...] = ()
@@ -50,7 +50,7 @@ class Planner:
     # ---- a step -------------------------------------------------------------------------------------------------
 
     def begin_step(self, groups: Sequence[FsdpParameterGroup]) -> None:
-        """Afterwards a plan that was learned is in force, and what runs is compared with it.
+        """Adopt a plan that was recorded, and compare what runs from now on with it.
 
         No graph is waiting for its backward: with one, the step goes on.
         """
@@ -102,8 +102,8 @@ class Planner:
     def _depart(self, unit: FsdpUnit, backward: bool) -> None:
         self.in_plan = False
         self._wants_record = True
-        if not self.has_told:
-            self.has_told = True
+        if not self.has_warned:
+            self.has_warned = True
             logger.warning(
                 "unit %s ran %s out of the planned order: weights are gathered on demand, without overlap, until an "
                 "order repeats",
@@ -117,11 +117,11 @@ class Planner:
         self.recorder = self.unsharder.recorder = self.grad_reducer.recorder = recorder
 
     def drop_record(self) -> None:
-        """Afterwards this step is not learned from."""
+        """Stop recording this step."""
         self._set_recorder(None)
 
     def end_record(self, units: Sequence[FsdpUnit], groups: Sequence[FsdpParameterGroup]) -> None:
-        """Afterwards, if a step is over, its record is the next plan, or has confirmed the one there is.
+        """Make the next plan of the record, if the step is over and the record differs from the plan there is.
 
         The first record is planned at once, one that is longer than a plan of forwards alone too; another order only when
         it comes twice in a row.
@@ -144,8 +144,10 @@ class Planner:
 
     def _plan_of(self, recorder: Recorder, units: Sequence[FsdpUnit], groups: Sequence[FsdpParameterGroup]) -> Plan:
         return recorder.plan(
-            weight_nbytes={g.index: g.weight_storage.nbytes for g in groups if g.weight_storage is not None},
-            staging_nbytes={g.index: g.staging_storage.nbytes for g in groups if g.trainable},
+            weight_nbytes={
+                g.index: g.weights.full_storage.nbytes for g in groups if g.weights.full_storage is not None
+            },
+            input_nbytes={g.index: g.grads.input_storage.nbytes for g in groups if g.trainable},
             groups_of={unit.index: [group.index for group in unit.groups] for unit in units},
             pool_of={group.index: number for number, pool in enumerate(_pools(groups)) for group in pool},
             ahead_nbytes=self._ahead_nbytes(groups),
@@ -171,46 +173,46 @@ class Planner:
             for group in unit.groups:
                 recorder.gathered(group.index)
                 if group.trainable:
-                    recorder.staged(group.index)
+                    recorder.input_acquired(group.index)
                 if unit in inside:
                     recorder.released(group.index)
                     recorder.reduced(group.index)
         return self._plan_of(recorder, units, groups)
 
     def _agree(self, recorder: Recorder, groups: Sequence[FsdpParameterGroup]) -> None:
-        """Afterwards the record tells of all ranks, where buffers must lie at equal offsets on all of them.
+        """Merge the ranks' records, where buffers must lie at equal offsets on all of them.
 
         Gradients come at other moments on a rank that uses other parameters, which would give another layout.
         """
         for pool in _pools(groups):
             transport, indices = pool[0].group_mesh.axes[-1], {group.index for group in pool}
             if transport.is_symmetric:
-                weights, staging = recorder.ranges
-                own = tuple({g: live[g] for g in live if g in indices} for live in (weights, staging))
+                weights, inputs = recorder.ranges
+                own = tuple({g: live[g] for g in live if g in indices} for live in (weights, inputs))
                 for ranges in transport.exchange(own):
                     recorder.add(ranges)
 
     def _ahead_nbytes(self, groups: Sequence[FsdpParameterGroup]) -> int:
-        return self.ahead_numel * max((g.dtypes.compute.itemsize for g in groups if g.needs_gather), default=0)
+        return self.ahead_numel * max((g.dtypes.compute.itemsize for g in groups if g.weights.needs_gather), default=0)
 
     # ---- the layout ---------------------------------------------------------------------------------------------
 
     def _adopt(self, plan: Plan, groups: Sequence[FsdpParameterGroup]) -> None:
-        """Afterwards buffers lie where the plan says. No graph is waiting for its backward."""
+        """Move buffers to where the plan says. No graph is waiting for its backward."""
         self.leave_plan(groups)
         by_index = {group.index: group for group in groups}
-        for ranges, kind in ((plan.weights, "weights"), (plan.staging, "staging")):
+        for ranges, kind in ((plan.weights, "weights"), (plan.inputs, "inputs")):
             self._fill_arena(ranges, by_index, kind)
         self.unsharder.ranges_moved()
         for index in plan.stays_unsharded_nbytes:
-            by_index[index].stays_unsharded = True
+            by_index[index].weights.stays_unsharded = True
         self.plan = plan
-        self._wants_record = self.has_told = False
+        self._wants_record = self.has_warned = False
 
     def _fill_arena(self, ranges: RangePlan, groups: dict[int, FsdpParameterGroup], kind: str) -> None:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # memory of the first step, in blocks that would fragment the rest
-        what = MemoryKind.GATHERED if kind == "weights" else MemoryKind.STAGING
+        what = MemoryKind.UNSHARDED if kind == "weights" else MemoryKind.REDUCE_SCATTER_INPUT
         owner: Any = self.unsharder if kind == "weights" else self.grad_reducer
         owner.overlapping = {i: {groups[o] for o in ranges.overlapping(i)} for i in ranges.groups}
         for pool in ranges.pools:
@@ -218,23 +220,23 @@ class Planner:
             self.arenas.append(arena)
             for index in pool.groups:
                 group, offset = groups[index], pool.offset(index)
-                storage = group.weight_storage if kind == "weights" else group.staging_storage
+                storage = group.weights.full_storage if kind == "weights" else group.grads.input_storage
                 assert storage is not None
                 flat = arena[offset : offset + storage.nbytes].view(storage.dtype)
-                (group.move_weights if kind == "weights" else group.move_staging)(flat)
+                (group.weights.move if kind == "weights" else group.grads.move_input)(flat)
 
     def leave_plan(self, groups: Sequence[FsdpParameterGroup]) -> None:
-        """Afterwards every group has memory of its own, none of it taken."""
+        """Give every group memory of its own again, none of it allocated."""
         self.unsharder.reshard_idle()
         for group in groups:
-            group.stays_unsharded = False
-            storage = group.weight_storage
-            if storage is not None and storage.in_arena and not group.is_gathered:
-                group.move_weights(None)
+            group.weights.stays_unsharded = False
+            storage = group.weights.full_storage
+            if storage is not None and storage.in_arena and not group.weights.is_unsharded:
+                group.weights.move(None)
                 storage.free()
-            if group.trainable and group.staging_storage.in_arena:
-                group.move_staging(None)
-                group.staging_storage.free()
+            if group.trainable and group.grads.input_storage.in_arena:
+                group.grads.move_input(None)
+                group.grads.input_storage.free()
         self.unsharder.overlapping, self.grad_reducer.overlapping = {}, {}
         self.arenas.clear()
         self.plan = None

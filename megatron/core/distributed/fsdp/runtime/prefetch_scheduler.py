@@ -1,4 +1,4 @@
-"""A unit's weights from the moment that it needs them, and the next unit's from the moment that the plan says."""
+"""Unshards a unit when it runs, and prefetches the units that the plan says come next."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from megatron.core.distributed.fsdp.runtime.unsharder import Unsharder
 
 
 class PrefetchScheduler:
-    """Forwards and backwards of units, one after the other, as users of weights.
+    """Begins forwards and backwards of units, one after the other.
 
     Attributes:
-        gathers_ahead: the next unit's weights are gathered ahead of its use.
+        prefetches: weights of the next units are gathered ahead of their use.
 
     Ranks: all, in the same order of units.
     """
 
     def __init__(self, registry: UnitRegistry, unsharder: Unsharder, planner: Planner) -> None:
         self.registry, self.unsharder, self.planner = registry, unsharder, planner
-        self.gathers_ahead = True
+        self.prefetches = True
 
     def begin(self, unit: FsdpUnit, *, backward: bool) -> None:
-        """Afterwards compute may read the unit's weights, and, where the plan holds, the next unit's are on their way."""
+        """Unshard the unit and, where the plan holds, prefetch the units after it."""
         following = self.planner.use(unit, backward=backward)
         for group in unit.groups:
             self.unsharder.unshard(group, forward=not backward)
-        for use in following if self.gathers_ahead else ():
+        for use in following if self.prefetches else ():
             # Without gradients neither a backward follows, nor another forward on these weights.
             if backward or torch.is_grad_enabled() or not (use.backward or self.planner.is_forward_again(use)):
                 self._prefetch(use, forward=not use.backward)
 
-    def prepare_first(self) -> None:
-        """Afterwards, if there is a plan, the weights with which it begins are on their way. No forward is under way."""
+    def prefetch_first(self) -> None:
+        """Prefetch the units with which the plan begins, if there is one. No forward is under way."""
         plan = self.planner.plan
         if plan is None:
             return

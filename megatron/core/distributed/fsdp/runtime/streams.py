@@ -26,7 +26,7 @@ class Edge(Enum):
     RANGE_RELEASED = ("compute", "gather", "write after read")
     WEIGHTS_GATHERED = ("gather", "compute", "read after write")
     GRADS_WRITTEN = ("compute", "reduce", "read after write")
-    STAGING_REDUCED = ("reduce", "compute", "write after read")
+    INPUT_REDUCED = ("reduce", "compute", "write after read")
     GRADS_REDUCED = ("reduce", "compute", "read after write")
     GRADS_FINAL = ("compute", "update", "read after write")
     UPDATES_DONE = ("update", "compute", "read after write")
@@ -53,7 +53,7 @@ class Streams(Protocol):
         """
 
     def wait(self, edge: Edge, event: Any) -> None:
-        """Afterwards work issued on the edge's consumer runs after ``event``; the host does not wait."""
+        """Make work issued on the edge's consumer run after ``event``; the host does not wait."""
 
 
 class HostStreams:
@@ -110,7 +110,7 @@ class CudaStreams:
         self.follow_caller()
 
     def follow_caller(self) -> None:
-        """Afterwards compute is the caller's current stream."""
+        """Take the caller's current stream as the compute stream."""
         self._streams[Role.COMPUTE] = torch.cuda.current_stream(self.device)
 
     def stream(self, role: Role) -> torch.cuda.Stream:

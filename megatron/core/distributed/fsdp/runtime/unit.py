@@ -1,4 +1,4 @@
-"""A unit: the parameters that one module gathers, uses and releases together."""
+"""A unit: the parameters that one module unshards, uses and reshards together."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class FsdpUnit:
             self.borrow(group)
 
     def borrow(self, group: FsdpParameterGroup) -> None:
-        """Afterwards the group, which another unit owns, is gathered for this one too."""
+        """Unshard the group, which another unit owns, for this unit too."""
         group.is_shared = True
         self.borrowed_groups.append(group)
         self.groups.append(group)

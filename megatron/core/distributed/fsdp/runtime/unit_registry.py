@@ -26,7 +26,7 @@ class UnitRegistry:
         self._owners: list[weakref.ref[FsdpUnit]] = []  # of the groups
 
     def add(self, unit: FsdpUnit) -> None:
-        """Afterwards the unit and its own groups have numbers, and names for messages and for the time line."""
+        """Give the unit and its own groups numbers, and names for messages and NVTX ranges."""
         unit.index = len(self.refs)
         self.refs.append(weakref.ref(unit))
         for group in unit.own_groups:
@@ -34,13 +34,15 @@ class UnitRegistry:
             group.set_prefix(unit.prefix)
             self._groups.append(weakref.ref(group))
             self._owners.append(self.refs[-1])
-            self.read_peers += [axis for axis in group.group_mesh.axes if axis.reads_peers and group.needs_gather][:1]
+            self.read_peers += [
+                axis for axis in group.group_mesh.axes if axis.reads_peers and group.weights.needs_gather
+            ][:1]
         self.read_peers = list({tuple(axis.ranks): axis for axis in self.read_peers}.values())
         name = unit.prefix.rstrip(".") or "root"
         unit.forward_range, unit.backward_range = f"fsdp.forward {name}", f"fsdp.backward {name}"
 
     def clear(self) -> None:
-        """Afterwards there are none."""
+        """Remove all."""
         for members in (self.refs, self._groups, self._owners, self.read_peers):
             members.clear()
 
@@ -70,7 +72,7 @@ class UnitRegistry:
         return owner
 
     def check(self) -> None:
-        """Afterwards it is known that the parameters are those that were sharded, and learn as they did.
+        """Check that parameters are those that were sharded, and are frozen or trained as they were.
 
         Raises:
             RuntimeError: one was replaced, or frozen or unfrozen; the message names it.

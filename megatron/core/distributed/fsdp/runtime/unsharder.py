@@ -1,4 +1,4 @@
-"""Full weights on demand and ahead of it: who holds them, in which memory, and what a gather must wait for."""
+"""Unshards and reshards groups: who holds full weights, in which memory, and what an all-gather must wait for."""
 
 from __future__ import annotations
 
@@ -15,9 +15,16 @@ from megatron.core.distributed.fsdp.runtime.streams import Edge, Role, Streams
 
 
 class Unsharder:
-    """Gathers and releases the weights of groups on the gather stream.
+    """All-gathers weights of groups on the gather stream, and gives their memory back.
 
-    ``weight_version`` counts the steps' weights: a group is synchronised from its main weights once per weight_version.
+    Attributes:
+        weight_version: counts the steps' weights: a group is synced from its main weight once per version.
+        recorder: writes down what is gathered and released, while a step is recorded.
+        poisons: fill released memory with NaN.
+        live: groups whose full weight is complete, or whose all-gather is under way.
+        num_gathers: all-gathers so far.
+        overlapping: groups that share addresses in the arena, by group number.
+        can_move: True if no graph will look for weights where they are.
     """
 
     def __init__(self, streams: Streams) -> None:
@@ -25,52 +32,55 @@ class Unsharder:
         self.weight_version = 0
         self.recorder: Recorder | None = None
         self.poisons = False
-        self.live: dict[FsdpParameterGroup, None] = {}  # groups whose weights are gathered, or on their way
+        self.live: dict[FsdpParameterGroup, None] = {}
         self.num_gathers = 0
-        self.overlapping: dict[int, set[FsdpParameterGroup]] = {}  # groups that share addresses in the arena
-        self.can_move: Callable[[], bool] = lambda: True  # no graph will look for weights where they are
-        self._updated: Any = None  # compute has written main weights; None once gathers have waited for that
+        self.overlapping: dict[int, set[FsdpParameterGroup]] = {}
+        self.can_move: Callable[[], bool] = lambda: True
+        self._updated: Any = None  # compute has written main weights; None once all-gathers have waited for that
         self._updated_event: Any = None
         self._released: Any = None  # compute's latest release of a range
         self._now: Any = None  # for waits on what compute has been given until now
 
+    # ---- weight versions ----------------------------------------------------------------------------------------
+
     def begin_weight_version(self) -> None:
-        """Afterwards main weights may have changed: each group is synchronised before its next forward."""
+        """Note that main weights may have changed: each group is synced before its next forward."""
         self.weight_version += 1
         self.note_update()
 
     def note_update(self) -> None:
-        """Afterwards gathers see what compute has been given until now."""
+        """Make all-gathers wait for what compute has been given until now."""
         self._updated = self._updated_event = self.streams.record(Role.COMPUTE, self._updated_event)
 
     def forget_events(self) -> None:
-        """Afterwards no gather waits for what was issued before: a capture, or its end, makes that impossible.
+        """Drop all events, so that no all-gather waits for work from before: a CUDA graph's capture began or ended.
 
-        Whoever begins or ends a capture sees to it that all streams have joined the one that is captured.
+        The caller has joined all streams into the one that is captured.
         """
         self._updated = self._updated_event = self._released = self._now = None
 
+    # ---- unshard ------------------------------------------------------------------------------------------------
+
     def prefetch(self, group: FsdpParameterGroup, *, forward: bool) -> None:
-        """Afterwards the group's weights are on their way. Ranks: all of the group's mesh, in the same order."""
-        is_stale = forward and group.synced_weight_version != self.weight_version
-        if group.is_gathered and not is_stale:
-            return
-        if not group.needs_gather and not is_stale:
+        """Begin the all-gather of the group's weights, unless it is under way. Ranks: all of the group's mesh, in one order."""
+        weights = group.weights
+        is_stale = forward and weights.synced_weight_version != self.weight_version
+        if not is_stale and (weights.is_unsharded or not weights.needs_gather):
             return
         self._make_room(group)
         if self._updated is not None:
             self.streams.wait(Edge.WEIGHTS_UPDATED, self._updated)
             self._updated = None
-        if group.updated is not None:
-            self.streams.wait(Edge.UNIT_UPDATED, group.updated)
-            group.updated = None
+        if weights.updated is not None:
+            self.streams.wait(Edge.UNIT_UPDATED, weights.updated)
+            weights.updated = None
         nvtx.push(group.gather_range)
         with self.streams.on(Role.GATHER):  # no buffer requires gradients: there is nothing to record
             try:
                 if forward:
                     self._sync(group, is_stale)
-                if group.needs_gather:
-                    group.gather()
+                if weights.needs_gather:
+                    weights.all_gather()
                     self.num_gathers += 1
             except torch.OutOfMemoryError:
                 raise
@@ -79,94 +89,103 @@ class Unsharder:
                 raise unfinished(what, group.group_mesh.axes, error) from error
             finally:
                 nvtx.pop()
-        group.gathered = group.gathered_event = self.streams.record(Role.GATHER, group.gathered_event)
-        group.is_gathered = True
+        weights.gathered = weights.gathered_event = self.streams.record(Role.GATHER, weights.gathered_event)
+        weights.is_unsharded = True
         self.live[group] = None
-        if group.needs_gather and self.recorder is not None:
+        if weights.needs_gather and self.recorder is not None:
             self.recorder.gathered(group.index)
 
     def _sync(self, group: FsdpParameterGroup, is_stale: bool) -> None:
-        # What every rank must take part in goes by the weight_version alone, which is the same on all of them.
-        version = group.main_write_count
+        # What every rank must take part in depends on the weight version alone, which is the same on all of them.
+        weights = group.weights
+        write_count = weights.write_count
         if is_stale:
             nvtx.push(group.sync_range)
             try:
-                group.sync(casts=version != group.updated_write_count)
-                group.publish()
+                weights.sync(casts=write_count != weights.updated_write_count)
+                weights.publish()
             finally:
                 nvtx.pop()
-        elif group.syncs_alone and version != group.synced_write_count:
-            group.sync_within_step()
+        elif weights.syncs_alone and write_count != weights.synced_write_count:
+            if weights.reads_peers:
+                raise RuntimeError(
+                    f"weights of {group} must not be written between the forwards of a step: other ranks read them where they rest; "
+                    "write before the first microbatch (is_first=True)"
+                )
+            weights.sync()
         else:
             return
-        group.synced_weight_version, group.synced_write_count = self.weight_version, version
+        weights.synced_weight_version, weights.synced_write_count = self.weight_version, write_count
 
     def unshard(self, group: FsdpParameterGroup, *, forward: bool) -> None:
-        """Afterwards compute may read the group's weights, and modules hold them. Ranks: as ``prefetch``."""
+        """Let compute read the group's full weights, and put them into its modules. Ranks: as ``prefetch``."""
         self.prefetch(group, forward=forward)
-        if group.gathered is not None:
-            self.streams.wait(Edge.WEIGHTS_GATHERED, group.gathered)
-            group.gathered = None
-        group.end_update()  # the gather came after it
-        if group.needs_gather:
-            group.set_fence(True)
+        weights = group.weights
+        if weights.gathered is not None:
+            self.streams.wait(Edge.WEIGHTS_GATHERED, weights.gathered)
+            weights.gathered = None
+        if group.trainable and group.grads.read_by_update:
+            group.grads.end_update()  # the all-gather came after it
+        if weights.needs_gather:
+            weights.set_fence(True)
         else:
-            self.live.pop(group, None)  # synchronised, and waited for: there is nothing to release
+            self.live.pop(group, None)  # synced, and waited for: there is nothing to reshard
         group.param_slots.to_unsharded()
 
     def wait_for_gathers(self) -> None:
-        """Afterwards work on the compute stream sees whatever was gathered ahead."""
+        """Make compute wait for every all-gather that is under way."""
         for group in self.live:
-            if group.gathered is not None:
-                self.streams.wait(Edge.WEIGHTS_GATHERED, group.gathered)
-                group.gathered = None
-
-    def reshard(self, group: FsdpParameterGroup) -> None:
-        """Afterwards the group's full weights may be overwritten, unless somebody still uses them."""
-        if not (group.num_users or group.num_claims or group.held_by_user):
-            self._reshard_now(group)
+            if group.weights.gathered is not None:
+                self.streams.wait(Edge.WEIGHTS_GATHERED, group.weights.gathered)
+                group.weights.gathered = None
 
     @property
     def has_unused(self) -> bool:
-        """True if something was gathered ahead that compute has not waited for; the same on all ranks."""
-        return any(group.gathered is not None for group in self.live)
+        """True if something was prefetched that compute has not waited for; the same on all ranks."""
+        return any(group.weights.gathered is not None for group in self.live)
+
+    # ---- reshard ------------------------------------------------------------------------------------------------
+
+    def reshard(self, group: FsdpParameterGroup) -> None:
+        """Put the sharded parameters back and let go of the full weights, unless somebody still uses them."""
+        weights = group.weights
+        if not (weights.num_forwards or weights.num_backwards or weights.held_by_user):
+            self._reshard_now(group)
 
     def keep_unsharded(self, group: FsdpParameterGroup) -> None:
-        """Afterwards modules hold the sharded parameters; the full weights stay for the next pass of this step."""
-        if not (group.num_users or group.num_claims or group.held_by_user):
+        """Put the sharded parameters back, but keep the full weights for the next pass of this step."""
+        weights = group.weights
+        if not (weights.num_forwards or weights.num_backwards or weights.held_by_user):
             group.param_slots.to_sharded()
 
     def _reshard_now(self, group: FsdpParameterGroup) -> None:
         group.param_slots.to_sharded()
-        if group.gathered is not None:  # prefetched and never used
-            self.streams.wait(Edge.GATHER_BEFORE_FREE, group.gathered)
-            group.gathered = None
-        storage = group.weight_storage
-        if storage is None or not group.is_gathered:
+        weights = group.weights
+        if weights.gathered is not None:  # prefetched and never used
+            self.streams.wait(Edge.GATHER_BEFORE_FREE, weights.gathered)
+            weights.gathered = None
+        storage = weights.full_storage
+        if storage is None or not weights.is_unsharded:
             self.live.pop(group, None)
             return
-        group.set_fence(False)
+        weights.set_fence(False)
         if self.poisons:
-            group.full_weight.local.data.fill_(float("nan"))
+            weights.full.local.data.fill_(float("nan"))
         storage.free()
         self._released = self.streams.record(Role.COMPUTE, self._released)
-        group.is_gathered = False
+        weights.is_unsharded = False
         del self.live[group]
         if self.recorder is not None:
             self.recorder.released(group.index)
 
     def reshard_idle(self, *, keeps: bool = False, upcoming: Collection[FsdpParameterGroup] = ()) -> None:
-        """Afterwards nothing is gathered that nobody uses, except ``upcoming`` and what the plan keeps (``keeps``)."""
+        """Reshard every group that nobody uses, except ``upcoming`` and (``keeps``) what the plan keeps unsharded."""
         for group in list(self.live):
-            if group not in upcoming and not (keeps and group.stays_unsharded):
+            if group not in upcoming and not (keeps and group.weights.stays_unsharded):
                 self.reshard(group)
 
-    def ranges_moved(self) -> None:
-        """Afterwards gathers wait for what compute has done to the ranges until now: arenas are zeroed when made."""
-        self._released = self.streams.record(Role.COMPUTE, self._released)
-
     def end_pass(self, transports: Sequence[Transport]) -> None:
-        """Afterwards compute may write to shards: all ranks have read what they gathered until now. Ranks: all."""
+        """Let compute write to shards again: all ranks have read what they gathered until now. Ranks: all."""
         if not transports:
             return
         with self.streams.on(Role.GATHER):
@@ -174,19 +193,25 @@ class Unsharder:
                 transport.end_pass()
         self.streams.wait(Edge.SHARDS_READ, self.streams.record(Role.GATHER))
 
+    # ---- memory -------------------------------------------------------------------------------------------------
+
+    def ranges_moved(self) -> None:
+        """Make all-gathers wait for what compute has done to the arena until now: it is zeroed when made."""
+        self._released = self.streams.record(Role.COMPUTE, self._released)
+
     def _make_room(self, group: FsdpParameterGroup) -> None:
-        storage = group.weight_storage
+        storage = group.weights.full_storage
         if storage is None:
             return
-        if storage.in_arena and not group.is_gathered:
+        if storage.in_arena and not group.weights.is_unsharded:
             sharing = self.overlapping[group.index]
             for other in [live for live in self.live if live in sharing]:
                 self.reshard(other)
-                if other.is_gathered and not self._evict(group, other):
+                if other.weights.is_unsharded and not self._evict(group, other):
                     break
         if storage.in_arena:
             # Compute runs in order, so its latest release comes after that of whatever was in this range.
-            if not group.is_gathered:
+            if not group.weights.is_unsharded:
                 self.streams.wait(Edge.RANGE_RELEASED, self._released)
                 return
         else:
@@ -195,15 +220,15 @@ class Unsharder:
         self.streams.wait(Edge.RANGE_RELEASED, self._now)
 
     def _evict(self, group: FsdpParameterGroup, other: FsdpParameterGroup) -> bool:
-        """Afterwards ``other`` is out of the range that they share (True), or else the group has memory of its own.
+        """Reshard ``other``, which is in the group's range of the arena, or give the group memory of its own (False).
 
-        Units come to need a range together where they run out of the plan. While a graph refers to their addresses
-        none can move; but a unit that backward has only begun, and will come back to, is gathered again then.
+        Two units need one range at the same time where they run out of plan. While a graph refers to their addresses
+        neither can move; but a unit that backward has only begun, and will come back to, can be gathered again then.
         """
         if self.can_move():
             self.leave_arena(group)
             return False
-        if other.num_users or other.held_by_user:
+        if other.weights.num_forwards or other.weights.held_by_user:
             raise RuntimeError(
                 f"the weights of {group.name_of(0)} and {other.name_of(0)} share addresses, because they were "
                 "never needed together, and now are, while a graph still refers to them; finish its backward (or delete "
@@ -213,8 +238,8 @@ class Unsharder:
         return True
 
     def leave_arena(self, group: FsdpParameterGroup) -> None:
-        """Afterwards the group's weights are gathered into memory of their own. ``can_move()`` must be true."""
-        group.move_weights(None)
+        """Give the group's full weight memory of its own. ``can_move()`` must be true."""
+        group.weights.move(None)
         for overlap in self.overlapping.values():
             overlap.discard(group)
         self.overlapping.pop(group.index, None)

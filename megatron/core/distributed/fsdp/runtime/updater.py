@@ -1,4 +1,4 @@
-"""Optimizer updates, group by group: where they run, who waits for them, and when gradients they read may go."""
+"""Optimizer updates, group by group: where they run, who waits for them, and when the gradients they read may go."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Update = Callable[[FsdpParameterGroup], None]
 
 
 class Updater:
-    """Runs updates of main weights, on compute or beside it. [Note: updates beside the forward] in DESIGN.md."""
+    """Runs updates of main weights on the compute stream or beside it. [Note: updates beside the forward] in DESIGN.md."""
 
     def __init__(self, streams: Streams, unsharder: Unsharder) -> None:
         self.streams, self.unsharder = streams, unsharder
@@ -22,7 +22,7 @@ class Updater:
         self._last: Any = None
 
     def run(self, groups: Sequence[FsdpParameterGroup], update: Update, *, overlaps: bool) -> None:
-        """Afterwards ``update`` has been called for each group, in this order; beside compute if ``overlaps``."""
+        """Call ``update`` for each group, in this order; beside compute if ``overlaps``."""
         self.finish()
         if not overlaps:
             for group in groups:
@@ -32,19 +32,22 @@ class Updater:
         with self.streams.on(Role.UPDATE):
             for group in groups:
                 _run(group, update)
-                self._last = self.streams.record(Role.UPDATE, group.updated_event)
-                group.begin_update(self._last)
+                weights = group.weights
+                weights.updated = weights.updated_event = self.streams.record(Role.UPDATE, weights.updated_event)
+                self._last = weights.updated
+                group.grads.read_by_update = True
         self._beside = list(groups)
 
     def finish(self) -> None:
-        """Afterwards work on the compute stream sees main weights, and may free main gradients, as updates leave them."""
+        """Make compute wait for all updates; afterwards it may read main weights and free main gradients."""
         if not self._beside:
             return
         self.streams.wait(Edge.UPDATES_DONE, self._last)
-        self.unsharder.note_update()  # gathers need wait for compute alone now
+        self.unsharder.note_update()  # all-gathers need wait for compute alone now
         for group in self._beside:
-            group.updated = None
-            group.end_update()
+            group.weights.updated = None
+            if group.grads.read_by_update:
+                group.grads.end_update()
         self.forget_events()
 
     def forget_events(self) -> None:
@@ -56,4 +59,4 @@ def _run(group: FsdpParameterGroup, update: Update) -> None:
     nvtx.push(group.update_range)
     update(group)
     nvtx.pop()
-    group.updated_write_count = group.main_write_count
+    group.weights.updated_write_count = group.weights.write_count

@@ -204,8 +204,8 @@ def strategies_and_dtypes_reach_the_units() -> None:
     for strategy in STRATEGY_NAMES:
         wrapped = _wrap(build_gpt(), data_parallel_sharding_strategy=strategy)
         for group in wrapped.parameter_groups:
-            assert group.needs_gather is (strategy == "optim_grads_params")
-            assert (group.main_weight.local.numel() < group.layout.total_numel) is (strategy != "no_shard")
+            assert group.weights.needs_gather is (strategy == "optim_grads_params")
+            assert (group.weights.main.local.numel() < group.layout.total_numel) is (strategy != "no_shard")
 
 
 @contextmanager
@@ -215,9 +215,9 @@ def _watched(model: GPTModel) -> Iterator[list[tuple[str, str]]]:
     prefetch = Unsharder.prefetch
 
     def prefetching(self: Unsharder, group: Any, **options: Any) -> None:
-        was = group.is_gathered
+        was = group.weights.is_unsharded
         prefetch(self, group, **options)
-        if group.is_gathered and not was:
+        if group.weights.is_unsharded and not was:
             events.append(("gather", group.prefix))
 
     Unsharder.prefetch = prefetching  # type: ignore[method-assign]
@@ -351,7 +351,7 @@ def zero_grad_buffer_leaves_nothing() -> None:
             _mine(wrapped, 1).backward()
         wrapped.zero_grad_buffer()
         assert all(parameter.grad is None for parameter in model.parameters())
-        assert all(group.main_grad_storage.flat.untyped_storage().size() == 0 for group in wrapped.parameter_groups)
+        assert all(group.grads.main_storage.flat.untyped_storage().size() == 0 for group in wrapped.parameter_groups)
         plain = build_gpt()
         _mine(wrapped, 2).backward()
         _plainly(plain, 2)

@@ -64,7 +64,7 @@ def _collectives(*, on: bool, num_microbatches: int) -> tuple[Counter[str], list
     (context,) = wrapped._contexts()
     assert context.plan is not None
     first = context.units[context.plan.uses[0].unit]
-    return tally.counts.collectives, losses, sum(group.needs_gather for group in first.groups)
+    return tally.counts.collectives, losses, sum(group.weights.needs_gather for group in first.groups)
 
 
 @CHECKS.on(2)

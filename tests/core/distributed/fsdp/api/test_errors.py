@@ -297,7 +297,7 @@ def reshard_in_the_middle_of_a_pass_waits_for_its_end() -> None:
 
     net.around = resharding
     net_loss(net, my_piece(0)).backward()
-    assert not any(group.is_gathered for group in groups_of(net))
+    assert not any(group.weights.is_unsharded for group in groups_of(net))
 
 
 @CHECKS.on(2)

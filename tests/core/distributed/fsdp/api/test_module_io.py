@@ -212,7 +212,7 @@ def outputs_that_hold_themselves_or_a_module_are_searched_once() -> None:
     model.take = lambda out: out.value if isinstance(out, Loop) else out
     _loss(model, 0, 0).backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
-    assert not any(group.is_gathered for group in groups_of(model))
+    assert not any(group.weights.is_unsharded for group in groups_of(model))
 
 
 @CHECKS.on(2)

@@ -185,7 +185,7 @@ def a_step_on_one_ranks_own_gradients_is_refused() -> None:
 @CHECKS.on(2)
 def zero_grad_gives_the_memory_of_gradients_back() -> None:
     net = shard_net(make_net())
-    storages = [group.main_grad_storage for group in groups_of(net)]
+    storages = [group.grads.main_storage for group in groups_of(net)]
     optimizer = fully_shard_optimizer(torch.optim.SGD(net.parameters(), lr=0.1))
 
     def nbytes() -> int:

@@ -89,13 +89,13 @@ def the_layers_really_write_into_the_staging_buffer() -> None:
     group = next(g for g in model.first.parameter_groups if "once.weight" in [p.name for p in g.parameters])
     index = [p.name for p in group.parameters].index("once.weight")
     seen: list[Any] = []
-    stage_grads = group.stage_grads
+    stage_grads = group.grads.copy_in
 
     def looking() -> None:
-        seen.append((group._written[index], group.unsharded[index].grad))
+        seen.append((group.grads._written[index], group.unsharded[index].grad))
         stage_grads()
 
-    group.stage_grads = looking  # type: ignore[method-assign]
+    group.grads.copy_in = looking  # type: ignore[method-assign]
     _loss(model, dist.get_rank(), 0).backward()
     assert seen == [(True, None)]
     assert group.unsharded[index].grad_added_to_main_grad is True  # type: ignore[attr-defined]

@@ -180,7 +180,7 @@ def frozen_parameters_take_no_memory_for_gradients_or_main_weights() -> None:
     shard(model, ("frozen",), mixed_precision_policy=MixedPrecisionPolicy())
     (group,) = model.frozen.parameter_groups
     assert not group.trainable and not hasattr(group, "staging_storage")
-    assert group.main_weight is group.model_weight and group.sharded[0].dtype is torch.bfloat16
+    assert group.weights.main is group.weights.model and group.sharded[0].dtype is torch.bfloat16
     assert model.first.weight.dtype is torch.float32
 
 
@@ -205,7 +205,7 @@ def a_model_that_is_frozen_altogether_computes() -> None:
     model = shard(seeded(FrozenMiddle).requires_grad_(False), ("first", "adapted.0"))
     for step in range(3):
         torch.testing.assert_close(_square_loss(model, 0, step), _square_loss(plain, 0, step))
-    assert not any(group.is_gathered for group in groups_of(model))
+    assert not any(group.weights.is_unsharded for group in groups_of(model))
 
 
 @CHECKS.on(2)

@@ -78,7 +78,7 @@ def _stand_in() -> Iterator[tuple[SymmetricTransport, list[Backend], list[tuple[
 
 def _registered_while_used() -> None:
     with _stand_in() as (transport, backends, log):
-        big = transport.empty(8 * MIB, torch.bfloat16, CPU, MemoryKind.GATHERED)
+        big = transport.empty(8 * MIB, torch.bfloat16, CPU, MemoryKind.UNSHARDED)
         assert big.dtype == torch.bfloat16 and big.numel() == 8 * MIB
         assert log == [("register", "reductions"), ("register", "gathers")], "one communicator after the other"
         view = big[5:7].view(torch.uint8).data
@@ -89,10 +89,10 @@ def _registered_while_used() -> None:
         assert log == [("synchronise", ""), ("deregister", "reductions"), ("deregister", "gathers")]
         assert Pool.num_alive == 0, "its segment can be freed"
         log.clear()
-        again = transport.empty(8 * MIB, torch.bfloat16, CPU, MemoryKind.STAGING)
+        again = transport.empty(8 * MIB, torch.bfloat16, CPU, MemoryKind.REDUCE_SCATTER_INPUT)
         assert log == [("empty the cache", ""), ("register", "reductions"), ("register", "gathers")]
         log.clear()
-        more = transport.empty(8 * MIB, torch.bfloat16, CPU, MemoryKind.STAGING)
+        more = transport.empty(8 * MIB, torch.bfloat16, CPU, MemoryKind.REDUCE_SCATTER_INPUT)
         assert log == [("register", "reductions"), ("register", "gathers")], "nothing was freed meanwhile"
         assert len(transport._registrations) == Pool.num_alive == 2 and again.numel() == more.numel()
 

@@ -48,15 +48,15 @@ def every_buffer_has_its_dtype() -> None:
         net = shard_net(make_net(1, dtype=BF16), strategy, policy=policy)
         seen: list[torch.dtype] = []
         for group in groups_of(net):
-            reduce = group.reduce
+            reduce = group.grads.reduce
 
             def looking(*, group: Any = group, reduce: Any = reduce, seen: list[Any] = seen, **how: bool) -> None:
-                seen.append(group._staging.local.dtype)
+                seen.append(group.grads._input.local.dtype)
                 reduce(**how)
 
-            group.reduce = looking  # type: ignore[method-assign]
-            assert group.unsharded[0].dtype is BF16 and group.model_weight.local.dtype is BF16
-            assert group.sharded[0].dtype is F64 and group.main_weight.local.dtype is F64
+            group.grads.reduce = looking  # type: ignore[method-assign]
+            assert group.unsharded[0].dtype is BF16 and group.weights.model.local.dtype is BF16
+            assert group.sharded[0].dtype is F64 and group.weights.main.local.dtype is F64
         loss_of(net, my_piece(0)).backward()
         assert set(seen) == {F16}
         for parameter in net.parameters():
@@ -68,8 +68,8 @@ def equal_dtypes_share_memory() -> None:
     """Where the model weight has the main weight's dtype it is the main weight: no second copy."""
     for strategy in STRATEGY_NAMES:
         for group in groups_of(shard_net(make_net(1), strategy)):
-            same = group.main_weight.local.untyped_storage().data_ptr()
-            assert group.model_weight.local.untyped_storage().data_ptr() == same, strategy
+            same = group.weights.main.local.untyped_storage().data_ptr()
+            assert group.weights.model.local.untyped_storage().data_ptr() == same, strategy
 
 
 @pytest.mark.parametrize(("num_ranks", "name"), CHECKS.parameters)

@@ -23,7 +23,7 @@ from megatron.core.distributed.fsdp import (
     microbatch,
     save_checkpoint,
 )
-from megatron.core.distributed.fsdp.flat_optimizer.flat_norm import clip_factor
+from megatron.core.optimizer.clip_grads import clip_factor
 from tests.support.agreement import groups_of
 from tests.support.models import (
     STRATEGY_NAMES,
@@ -86,8 +86,8 @@ def _poison_padding(net: nn.Module, buffer_of: Callable[[FsdpParameterGroup], DB
 
 
 def _main_grad(group: FsdpParameterGroup) -> DBuffer:
-    axes, flat = group.group_mesh.axes, group.main_grad_storage.flat
-    return DBuffer(group.layout, group.main_weight.placements, axes, dtype=flat.dtype, device=group.device, local=flat)
+    axes, flat = group.group_mesh.axes, group.grads.main_storage.flat
+    return DBuffer(group.layout, group.weights.main.placements, axes, dtype=flat.dtype, device=group.device, local=flat)
 
 
 def _assert_same(ours: nn.Module, theirs: nn.Module, what: str = "") -> None:
@@ -145,7 +145,7 @@ def padding_is_never_read() -> None:
     nets = [shard_net(make_net(2)) for _ in range(2)]
     optimizers = [_flat_adamw(net) for net in nets]
     assert any(group.layout.padding_numel for group in groups_of(nets[0]))
-    _poison_padding(nets[0], lambda group: group.main_weight)
+    _poison_padding(nets[0], lambda group: group.weights.main)
     for step in range(3):
         norms = []
         for index, (net, optimizer) in enumerate(zip(nets, optimizers, strict=True)):
@@ -240,10 +240,10 @@ def the_model_weight_is_written_with_the_main_weight() -> None:
     for _ in range(2):
         _train(net, optimizer, range(1))
     for group in groups_of(net):
-        assert group.model_piece is not None
+        assert group.weights.model_piece is not None
         for index in range(len(group.parameters)):
-            assert torch.equal(group.model_weight.view(index), group.main_weight.view(index).to(BF16))
-        group.model_weight.local.data.fill_(1.0)  # a cast in the next forward would undo this
+            assert torch.equal(group.weights.model.view(index), group.weights.main.view(index).to(BF16))
+        group.weights.model.local.data.fill_(1.0)  # a cast in the next forward would undo this
     features = my_piece(0)[0].bfloat16()
     ones = make_net(2, dtype=BF16)
     for parameter in ones.parameters():
@@ -269,11 +269,11 @@ def weights_may_move() -> None:
         ]
         assert losses[0] == losses[1]
         for group in groups_of(nets[0]):
-            old = group.main_weight.local
+            old = group.weights.main.local
             old.data = old.clone()
             for index, parameter in enumerate(group.sharded):
                 local_of(parameter)  # a view of the old memory
-                parameter._local_tensor.data = group.main_weight.view(index)  # type: ignore[attr-defined]
+                parameter._local_tensor.data = group.weights.main.view(index)  # type: ignore[attr-defined]
     _assert_same(nets[0], nets[1])
 
 
@@ -419,7 +419,7 @@ def cleared_gradients_take_no_memory_and_a_deleted_model_frees_its_own() -> None
     assert all(not local_of(p.grad).any() for p in net.parameters())
     optimizer.zero_grad()
     assert all(p.grad is None for p in net.parameters())
-    assert not any(group.main_grad_storage.allocated for group in groups_of(net))
+    assert not any(group.grads.main_storage.allocated for group in groups_of(net))
     group = weakref.ref(groups_of(net)[0])
     del net
     assert group() is None and optimizer.groups == []

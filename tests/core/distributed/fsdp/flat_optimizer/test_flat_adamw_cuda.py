@@ -12,8 +12,7 @@ from torch import nn
 
 from megatron.core.distributed.fsdp import FlatAdamW, MixedPrecisionPolicy, fully_shard, fully_shard_optimizer
 from megatron.core.distributed.fsdp.config.placement import strategy_placements
-from megatron.core.distributed.fsdp.flat_optimizer.flat_norm import clip_factor
-from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm, get_grad_norm
+from megatron.core.optimizer.clip_grads import clip_factor, clip_grad_by_total_norm, get_grad_norm
 from tests.support.agreement import groups_of
 from tests.support.launch import run_ranks
 from tests.support.models import full, local_of
@@ -135,7 +134,7 @@ def _overlap_changes_nothing() -> None:
                 after = net(_features(net, 99)).float().sum()
             optimizer.synchronize()
             results.append([losses, after, *(local_of(p).clone() for p in net.parameters())])
-            assert not any(group.main_grad_storage.allocated for group in groups_of(net))
+            assert not any(group.grads.main_storage.allocated for group in groups_of(net))
     for other in results[1:]:
         for got, expected in zip(other, results[0], strict=True):
             assert torch.equal(got, expected), strategy

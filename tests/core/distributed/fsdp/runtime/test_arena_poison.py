@@ -61,8 +61,8 @@ def what_is_released_is_poisoned() -> None:
     for step in range(3):
         _step(net, optimizer, step)
     for group in context.groups:
-        assert group.full_weight.local.isnan().all()
-        assert group.staging_storage.flat.isnan().all()
+        assert group.weights.full.local.isnan().all()
+        assert group.grads.input_storage.flat.isnan().all()
 
 
 @CHECKS.on(2)
@@ -120,7 +120,7 @@ def a_chain_of_equal_units_takes_two_ranges_and_the_root() -> None:
         }
         own = [index for index, unit in enumerate(context.units) if unit.has_nested]
         assert own == [0] and len(set(sizes["weight_storage"][1:])) == 1
-        for ranges, kind in ((plan.weights, "weight_storage"), (plan.staging, "staging_storage")):
+        for ranges, kind in ((plan.weights, "weight_storage"), (plan.inputs, "staging_storage")):
             root, *blocks = sizes[kind]
             assert ranges.nbytes == root + 2 * blocks[0], (kind, ranges.nbytes, root, blocks)
 
@@ -132,7 +132,7 @@ def nothing_is_allocated_in_a_steady_step_but_main_gradients() -> None:
     context, optimizer = context_of(net), _optimizer(net)
     for step in range(3):
         _step(net, optimizer, step)
-    main_gradients = {id(group.main_grad_storage) for group in context.groups}
+    main_gradients = {id(group.grads.main_storage) for group in context.groups}
     allocated: list[int] = []
     moved: list[FlatStorage] = []
     allocate, move = FlatStorage.allocate, FlatStorage.move
@@ -160,12 +160,12 @@ def no_main_gradient_is_resident_during_forward() -> None:
     context, optimizer = context_of(net), _optimizer(net)
     for step in range(3):
         loss = loss_of(net, my_piece(step))
-        assert not any(group.main_grad_storage.allocated for group in context.groups)
+        assert not any(group.grads.main_storage.allocated for group in context.groups)
         loss.backward()
-        assert all(group.main_grad_storage.allocated for group in context.groups)
+        assert all(group.grads.main_storage.allocated for group in context.groups)
         optimizer.step()
         optimizer.zero_grad()
-        assert not any(group.main_grad_storage.allocated for group in context.groups)
+        assert not any(group.grads.main_storage.allocated for group in context.groups)
 
 
 @CHECKS.on(2)

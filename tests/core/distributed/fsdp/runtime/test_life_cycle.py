@@ -79,15 +79,15 @@ class Memory:
 
 def _flats(group: FsdpParameterGroup) -> dict[str, torch.Tensor]:
     flats = {
-        "gathered weight": group.full_weight.local,
-        "model weight": group.model_weight.local,
-        "main weight": group.main_weight.local,
+        "gathered weight": group.weights.full.local,
+        "model weight": group.weights.model.local,
+        "main weight": group.weights.main.local,
     }
     if group.trainable:
         flats |= {
-            "staging": group.staging_storage.flat,
-            "main gradient": group.main_grad_storage.flat,
-            "partial sum": group._partial_storage.flat,
+            "staging": group.grads.input_storage.flat,
+            "main gradient": group.grads.main_storage.flat,
+            "partial sum": group.grads.partial_storage.flat,
         }
     return flats
 

@@ -47,8 +47,8 @@ def _engine_nbytes(net: Net) -> int:
     context = context_of(net)
     tensors: list[torch.Tensor] = list(context.planner.arenas)
     for group in context.groups:
-        tensors += [group.main_weight.local, group.model_weight.local, group.main_grad_storage.flat]
-        tensors += [group.full_weight.local, group.staging_storage.flat]
+        tensors += [group.weights.main.local, group.weights.model.local, group.grads.main_storage.flat]
+        tensors += [group.weights.full.local, group.grads.input_storage.flat]
     storages: dict[int, Any] = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors}
     return sum(storage.nbytes() for storage in storages.values())
 
@@ -73,7 +73,7 @@ def what_is_told_is_what_is_allocated() -> None:
 def a_budget_keeps_the_last_units_and_saves_their_gathers() -> None:
     """The same numbers to the last bit, and as many gathers fewer as the report says; kept weights are in a range of their own."""
     plain, plain_optimizer = _net()
-    block = context_of(plain).groups[1].full_weight.local_nbytes
+    block = context_of(plain).groups[1].weights.full.local_nbytes
     for num_blocks_kept, num_microbatches in ((1, 1), (2, 1), (2, 3), (4, 3)):
         plain, plain_optimizer = _net()
         rich, rich_optimizer = _net(memory_budget_nbytes=num_blocks_kept * block)
@@ -88,7 +88,7 @@ def a_budget_keeps_the_last_units_and_saves_their_gathers() -> None:
         saved = (num_blocks_kept - 1) + (num_microbatches - 1) * (2 * num_blocks_kept - 1)
         assert counts[0] - counts[1] == saved, (num_blocks_kept, num_microbatches, counts)
         report = context_of(rich).describe()
-        assert report.kept == num_blocks_kept * block and report.saved_traffic == report.kept // 2
+        assert report.stays_unsharded == num_blocks_kept * block and report.saved_traffic == report.stays_unsharded // 2
         assert "kept for backward" in str(report)
         with torch.no_grad():
             assert torch.equal(loss_of(rich, my_piece(7)), loss_of(plain, my_piece(7)))

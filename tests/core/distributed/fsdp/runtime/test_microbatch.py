@@ -13,7 +13,6 @@ from torch import nn
 
 from megatron.core.distributed.fsdp import (
     FsdpModule,
-    FsdpParameterGroup,
     MixedPrecisionPolicy,
     fully_shard,
     fully_shard_context,
@@ -21,6 +20,7 @@ from megatron.core.distributed.fsdp import (
     microbatch,
 )
 from megatron.core.distributed.fsdp.api.fully_shard import contexts_of
+from megatron.core.distributed.fsdp.buffers.weights import GroupWeights
 from megatron.core.distributed.fsdp.config.placement import strategy_placements
 from tests.support.models import (
     STRATEGY_NAMES,
@@ -42,20 +42,20 @@ CHECKS = RankChecks(__name__)
 
 
 @contextmanager
-def _counted_syncs() -> Iterator[dict[FsdpParameterGroup, int]]:
+def _counted_syncs() -> Iterator[dict[GroupWeights, int]]:
     """How often each group is synchronised from its main weights in the scope."""
-    counts: dict[FsdpParameterGroup, int] = {}
-    original = FsdpParameterGroup.sync
+    counts: dict[GroupWeights, int] = {}
+    original = GroupWeights.sync
 
-    def counted(group: FsdpParameterGroup, **options: Any) -> None:
-        counts[group] = counts.get(group, 0) + 1
-        original(group, **options)
+    def counted(weights: GroupWeights, **options: Any) -> None:
+        counts[weights] = counts.get(weights, 0) + 1
+        original(weights, **options)
 
-    FsdpParameterGroup.sync = counted  # type: ignore[method-assign, assignment]
+    GroupWeights.sync = counted  # type: ignore[method-assign, assignment]
     try:
         yield counts
     finally:
-        FsdpParameterGroup.sync = original  # type: ignore[method-assign]
+        GroupWeights.sync = original  # type: ignore[method-assign]
 
 
 def _accumulate(net: nn.Module, step: int, count: int) -> None:
@@ -85,7 +85,7 @@ def clearing_gradients_either_way_is_right() -> None:
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=set_to_none)
             for group in context_of(sharded).groups:
-                assert group.main_grad_storage.allocated is not set_to_none
+                assert group.grads.main_storage.allocated is not set_to_none
                 assert all((parameter.grad is None) is set_to_none for parameter in group.sharded)
         assert_same_weights(sharded, unsharded)
 
@@ -99,7 +99,7 @@ def gradients_are_freed_by_the_next_forward_without_our_optimizer() -> None:
         optimizer.step()
         optimizer.zero_grad()
     net(global_batch(0, 1)[0][0])
-    assert not any(group.main_grad_storage.allocated for group in context_of(net).groups)
+    assert not any(group.grads.main_storage.allocated for group in context_of(net).groups)
 
 
 @CHECKS.on(2)
@@ -160,7 +160,7 @@ def the_first_microbatch_synchronises_and_later_ones_only_gather() -> None:
                 gathers.append(context.unsharder.num_gathers - before)
             optimizer.step()
             optimizer.zero_grad()
-            num_groups, num_sharded = len(context.groups), sum(group.needs_gather for group in context.groups)
+            num_groups, num_sharded = len(context.groups), sum(group.weights.needs_gather for group in context.groups)
             assert syncs == [[1] * num_groups, [], []], (strategy, nested, step)
             if step > 0:  # the very first one has no plan, and gathers more
                 assert gathers[0] == gathers[1] == gathers[2] >= num_sharded, (strategy, nested, gathers)
@@ -242,7 +242,7 @@ def accumulating_without_scopes_is_right() -> None:
             with context.accumulate():
                 for piece in first:
                     loss_of(sharded, piece).backward()
-            assert any(group.has_partial for group in context.groups) is (strategy in ("no_shard", "optim"))
+            assert any(group.grads.has_partial for group in context.groups) is (strategy in ("no_shard", "optim"))
             loss_of(sharded, last).backward()
             for piece in (*first, last):
                 loss_of(unsharded, piece).backward()

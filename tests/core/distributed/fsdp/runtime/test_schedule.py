@@ -78,7 +78,7 @@ def _gradients_kept(streams: LoggingStreams, strategy: str) -> None:
         loss_of(run.net, my_piece(step)).backward()
         run.optimizer.step()
         run.optimizer.zero_grad(set_to_none=False)
-        flats = tuple(group.main_grad_storage.flat for group in run.context.groups)
+        flats = tuple(group.grads.main_storage.flat for group in run.context.groups)
         streams.work("zero", writes=flats)
 
 
@@ -130,7 +130,7 @@ def _updating_beside_forward(streams: LoggingStreams, strategy: str) -> None:
     groups = [group for group in run.context.groups if group.trainable]
 
     def update(group: FsdpParameterGroup) -> None:
-        main, grad, piece = group.main_weight.local, group.main_grad_storage.flat, group.model_piece
+        main, grad, piece = group.weights.main.local, group.grads.main_storage.flat, group.weights.model_piece
         main.add_(grad, alpha=-0.1)
         if piece is not None:
             piece.copy_(main)
@@ -144,7 +144,7 @@ def _updating_beside_forward(streams: LoggingStreams, strategy: str) -> None:
         run.step()
     run.step(2)
     run.context.finish_updates()
-    streams.work("read", reads=tuple(group.main_weight.local for group in groups))
+    streams.work("read", reads=tuple(group.weights.main.local for group in groups))
     run.evaluate()
 
 
@@ -155,7 +155,7 @@ class _Peers:
         self.run = run
 
     def end_pass(self) -> None:
-        shards = tuple(group.model_weight.local for group in self.run.context.groups)
+        shards = tuple(group.weights.model.local for group in self.run.context.groups)
         self.run.streams.work("peers read", reads=shards)
 
 
@@ -166,7 +166,7 @@ def _shards_that_peers_read(streams: LoggingStreams, strategy: str) -> None:
     run.context.registry.read_peers = [_Peers(run)]  # type: ignore[list-item]
     for _ in range(2):
         run.evaluate()
-        streams.work("load", writes=tuple(group.model_weight.local for group in run.context.groups))
+        streams.work("load", writes=tuple(group.weights.model.local for group in run.context.groups))
         run.context.weights_changed()
 
 
@@ -244,7 +244,7 @@ def compute_waits_once_for_each_gather_and_once_for_all_reductions() -> None:
     assert log.count("wait WEIGHTS_GATHERED") == sum(entry.startswith("gather") for entry in log) == 8
     assert log.count("wait GRADS_REDUCED") == 1
     assert log.count("wait GRADS_WRITTEN") == 5
-    assert log.count("wait STAGING_REDUCED") == 2
+    assert log.count("wait INPUT_REDUCED") == 2
     assert log.count("wait WEIGHTS_UPDATED") == 1
     assert log.index("wait WEIGHTS_UPDATED") < log.index("gather root")
     assert not log.count("wait REDUCE_BEFORE_FREE") and not log.count("wait GATHER_BEFORE_FREE")
@@ -271,7 +271,9 @@ def never_more_than_two_units_are_gathered_beside_their_root() -> None:
     nbytes = {False: 0, True: 0}  # of the root's weights, and of the largest unit's
     for unit in run.context.units:
         own = sum(
-            _aligned(group.weight_storage.nbytes) for group in unit.own_groups if group.weight_storage is not None
+            _aligned(group.weights.full_storage.nbytes)
+            for group in unit.own_groups
+            if group.weights.full_storage is not None
         )
         nbytes[bool(unit.prefix)] = max(nbytes[bool(unit.prefix)], own)
     assert run.context.plan.weights.nbytes <= nbytes[False] + 2 * nbytes[True]

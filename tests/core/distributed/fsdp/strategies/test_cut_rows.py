@@ -25,7 +25,6 @@ from megatron.core.distributed.fsdp import (
 )
 from megatron.core.distributed.fsdp.api.state_dict_hooks import local_rows
 from megatron.core.distributed.fsdp.dtensor.row_shard import RowShard
-from megatron.core.distributed.fsdp.flat_optimizer.flat_adamw import serves
 from tests.core.distributed.fsdp.checkpoint.test_split_checkpoints import full_tensors_survive
 from tests.core.distributed.fsdp.strategies.test_parity import Setting, assert_same_bits, train_sharded, train_unsharded
 from tests.core.distributed.fsdp.strategies.test_split_models import a_step_is_the_whole_models
@@ -54,7 +53,7 @@ SHARDED = [name for name in STRATEGY_NAMES if name != "no_shard"]
 def _flat_adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     """``FlatAdamW``, for a model of the engine; PyTorch's for the one that it is compared with."""
     held = list(parameters)
-    return FlatAdamW(held, lr=0.02, eps=1e-3) if serves(held) else torch.optim.AdamW(held, lr=0.02, eps=1e-3)
+    return FlatAdamW(held, lr=0.02, eps=1e-3) if FlatAdamW.serves(held) else torch.optim.AdamW(held, lr=0.02, eps=1e-3)
 
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {

@@ -16,13 +16,14 @@ from torch.distributed.tensor import DTensor
 
 from megatron.core.distributed.fsdp import (
     FlatAdamW,
-    FsdpParameterGroup,
     MixedPrecisionPolicy,
     fully_shard,
     fully_shard_optimizer,
     hybrid_placements,
     microbatch,
 )
+from megatron.core.distributed.fsdp.buffers.gradients import GroupGradients
+from megatron.core.distributed.fsdp.buffers.parameter_group import group_of
 from megatron.core.distributed.fsdp.comm import RankOrderTransport
 from megatron.core.distributed.fsdp.config.placement import strategy_placements
 from tests.support.hybrid import (
@@ -144,7 +145,7 @@ def a_step_that_fails_leaves_nothing_behind() -> None:
             net.zero_grad()
         with microbatch(net, is_last=False):
             loss_of(net, pieces_of(7, 1)[0][0]).backward()
-        assert all(group.has_partial for group in context_of(net).groups)
+        assert all(group.grads.has_partial for group in context_of(net).groups)
         optimizer = fully_shard_optimizer(torch.optim.SGD(net.parameters(), lr=0.1))
         with pytest.raises(RuntimeError, match="the last microbatch has not come"):
             optimizer.step()
@@ -266,8 +267,8 @@ def ranks_that_start_apart_are_made_alike() -> None:
         assert all(map(torch.equal, map(full, net.parameters()), first))
         if outer == "no_shard":
             for group in context_of(net).groups:
-                group.main_weight.local.add_(float(dist.get_rank() // 2))
-                group.broadcast_replicas()
+                group.weights.main.local.add_(float(dist.get_rank() // 2))
+                group.weights.broadcast_replicas()
             assert all(map(torch.equal, map(full, net.parameters()), first))
 
 
@@ -280,11 +281,13 @@ def _reductions() -> Iterator[list[str]]:
     log: list[str] = []
     current: list[str] = []
     depth = [0]
-    reduce = FsdpParameterGroup.reduce
+    reduce = GroupGradients.reduce
 
-    def watched_reduce(group: FsdpParameterGroup, **options: Any) -> None:
+    def watched_reduce(grads: GroupGradients, **options: Any) -> None:
+        group = group_of(grads._sharded[0])
+        assert group is not None
         current[:] = [group.prefix]
-        reduce(group, **options)
+        reduce(grads, **options)
         current.clear()
 
     def watched(call: Callable[..., None]) -> Callable[..., None]:
@@ -299,7 +302,7 @@ def _reductions() -> Iterator[list[str]]:
         return moved
 
     with ExitStack() as patches:  # before groups are made: they look the functions up once
-        patches.enter_context(patch.object(FsdpParameterGroup, "reduce", watched_reduce))
+        patches.enter_context(patch.object(GroupGradients, "reduce", watched_reduce))
         for name in ("reduce_scatter", "all_reduce"):
             patches.enter_context(patch.object(RankOrderTransport, name, watched(getattr(RankOrderTransport, name))))
         yield log
@@ -385,7 +388,7 @@ def transports_of_different_ranks_have_arenas_of_their_own() -> None:
 
     net, weights = train("peer_copy")
     plan = context_of(net).plan
-    assert plan is not None and len(plan.staging.pools) == len(plan.weights.pools) == 2
+    assert plan is not None and len(plan.inputs.pools) == len(plan.weights.pools) == 2
     assert plan.weights.nbytes == sum(pool.nbytes for pool in plan.weights.pools)
     assert all(map(torch.equal, weights, train("nccl")[1]))
 
@@ -403,9 +406,13 @@ def the_report_knows_sums_that_wait_for_the_outer_axis() -> None:
         assert context.describe().main_weights == inner_nbytes // (2 if outer == "optim" else 1)
         with microbatch(net, is_last=False):
             loss_of(net, pieces_of(0, 1)[0][0]).backward()
-        kept = [group._hsdp_accumulator.storage for group in context.groups if group._hsdp_accumulator is not None]
+        kept = [
+            group.grads._hsdp_accumulator.storage
+            for group in context.groups
+            if group.grads._hsdp_accumulator is not None
+        ]
         assert sum(storage.flat.untyped_storage().size() for storage in kept) == inner_nbytes
-        assert not any(group.main_grad_storage.allocated for group in context.groups)
+        assert not any(group.grads.main_storage.allocated for group in context.groups)
         with microbatch(net, is_first=False):
             loss_of(net, pieces_of(0, 1)[0][0]).backward()
         assert not any(storage.allocated for storage in kept)

@@ -88,7 +88,7 @@ def copy_engines_gather_the_shards() -> None:
         shard = arena[64:]  # a view at an offset
         values = [_random(r, numel, torch.float32).to(dtype) for r in range(world)]
         shard.copy_(values[rank])
-        full = transport.empty(world * numel, dtype, _device(), MemoryKind.GATHERED)
+        full = transport.empty(world * numel, dtype, _device(), MemoryKind.UNSHARDED)
         transport.publish()
         transport.all_gather(full, shard)
         assert torch.equal(full.view(torch.uint8), torch.cat(values).view(torch.uint8)), dtype
@@ -111,7 +111,7 @@ def sums_are_bitwise_those_in_rank_order() -> None:
         transport.direct_nbytes = 2**62 if direct else 0
         transport.scratch_nbytes = 2**20
         for wire in (torch.float32, torch.bfloat16):
-            full = _empty(transport, world * numel, wire, MemoryKind.STAGING)
+            full = _empty(transport, world * numel, wire, MemoryKind.REDUCE_SCATTER_INPUT)
             for held in (torch.float32, torch.bfloat16):
                 for scale, accumulate in ((1.0, False), (0.25, False), (0.25, True)):
                     values, out = _random(rank, world * numel, wire), _random(77, numel, held)
@@ -128,7 +128,7 @@ def a_reduction_is_pulls_and_one_kernel_between_two_barriers() -> None:
     world, numel = dist.get_world_size(), 1 << 20
     transport = _peer_copy()
     transport.direct_nbytes = 0
-    full = _empty(transport, world * numel, torch.bfloat16, MemoryKind.STAGING).zero_()
+    full = _empty(transport, world * numel, torch.bfloat16, MemoryKind.REDUCE_SCATTER_INPUT).zero_()
     out = torch.zeros(numel, device="cuda")
     names = _device_events(functools.partial(transport.reduce_scatter, out, full, scale=0.5, accumulate=True))
     assert sum("Memcpy PtoP" in name for name in names) == world - 1, names
@@ -170,7 +170,7 @@ def delays_tear_nothing() -> None:
             torch.cuda._sleep(late.randrange(DELAY_CYCLES))
 
     shard = _empty(transport, numel, torch.float32, MemoryKind.SHARD)
-    staging = [_empty(transport, world * numel, torch.float32, MemoryKind.STAGING) for _ in range(2)]
+    staging = [_empty(transport, world * numel, torch.float32, MemoryKind.REDUCE_SCATTER_INPUT) for _ in range(2)]
     full, out = torch.empty(world * numel, device="cuda"), torch.empty(numel, device="cuda")
     wrong_weights, wrong_sums = (torch.zeros((), dtype=torch.int64, device="cuda") for _ in range(2))
     for step in range(40):
@@ -209,7 +209,7 @@ def a_graph_replays_it() -> None:
     transport.direct_nbytes = 0
     weight, grad = torch.zeros(numel, device="cuda"), torch.zeros(world * numel, device="cuda")
     shard = _empty(transport, numel, torch.float32, MemoryKind.SHARD)
-    staging = _empty(transport, world * numel, torch.float32, MemoryKind.STAGING)
+    staging = _empty(transport, world * numel, torch.float32, MemoryKind.REDUCE_SCATTER_INPUT)
     full, out = torch.zeros(world * numel, device="cuda"), torch.zeros(numel, device="cuda")
 
     def step() -> None:

@@ -1,0 +1,281 @@
+"""The gradients of a parameter group: from backward's first write, through the reduction, to the main gradient."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from itertools import repeat
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Partial
+
+from megatron.core.distributed.fsdp.buffers.dbuffer import DBuffer
+from megatron.core.distributed.fsdp.buffers.grad_sums import GradSum
+from megatron.core.distributed.fsdp.buffers.hsdp_grad_accumulator import HsdpGradAccumulator
+from megatron.core.distributed.fsdp.buffers.param_slots import each
+from megatron.core.distributed.fsdp.buffers.storage import FlatStorage
+from megatron.core.distributed.fsdp.buffers.weights import GroupWeights
+
+_GRAD = operator.attrgetter("grad")
+
+
+class GroupGradients:
+    """Flat buffers of a group's gradients, none of which takes memory before it is written.
+
+    A backward writes the reduce-scatter input, whole gradients of this rank alone; its reduction writes the main
+    gradient, of which ``param.grad`` are views. Microbatches in between accumulate in ``partial_storage`` (whole gradients,
+    where the strategy does not shard them) or in the HSDP accumulator (sums over the inner axis).
+
+    Args:
+        weights: the group's, whose parameters get the gradients.
+        grad_sums: sums over further ranks of the model.
+        scale: what sums over ranks are multiplied by.
+
+    Attributes:
+        input_storage: memory of the reduce-scatter input, in the communication dtype.
+        input_held: backward may write to the reduce-scatter input.
+        main_storage, main_buffer: memory of the main gradient, and the buffer over it.
+        main: [T] DTensors over the main gradient, which ``param.grad`` become.
+        partial_storage: memory of sums over microbatches that are not reduced yet.
+        accumulates_partial: microbatches before the last are summed locally, not reduced.
+        is_owed: the backward under way owes the gradient.
+        reduced: event of the latest reduction that read the reduce-scatter input; None once nobody need wait for it.
+        read_by_update: an optimizer update beside compute reads the main gradient, and compute has not waited for it.
+    """
+
+    def __init__(self, weights: GroupWeights, *, grad_sums: Sequence[GradSum], scale: float) -> None:
+        self._sharded, self._unsharded = weights.sharded, weights.unsharded
+        self._placements, self.scale, self._grad_sums = weights.placements, scale, list(grad_sums)
+        layout, axes, dtypes, device = weights.layout, weights.group_mesh.axes, weights.dtypes, weights.device
+        self.accumulates_partial = isinstance(self._placements.gradient[-1], Partial)
+        self.input_storage = FlatStorage(layout.total_numel, dtypes.grad_comm, device)
+        partial = [Partial()] * len(axes)
+        self._input = DBuffer(
+            layout, partial, axes, dtype=dtypes.grad_comm, device=device, local=self.input_storage.flat
+        )
+        self._hsdp_accumulator: HsdpGradAccumulator | None = None
+        if len(axes) > 1:
+            self._hsdp_accumulator = HsdpGradAccumulator(self._input, self._placements.optimizer, dtypes.main_grads)
+        self._follow_input()
+        self._input_home: torch.Tensor | None = None
+        self._written = [False] * len(self._sharded)
+        self.main_storage = FlatStorage(weights.main.local.numel(), dtypes.main_grads, device)
+        self.main_buffer = DBuffer(
+            layout,
+            self._placements.optimizer,
+            axes,
+            dtype=dtypes.main_grads,
+            device=device,
+            local=self.main_storage.flat,
+        )
+        self.main: list[DTensor] = []
+        self.partial_storage = FlatStorage(layout.total_numel, dtypes.main_grads, device)
+        self._holds_partial = False
+        self.input_held = self.is_owed = self.read_by_update = False
+        self.reduced: Any = None
+        self.reduced_event: Any = None  # the same, kept to be recorded anew
+
+    def set_main_gradients(self, main: Sequence[DTensor]) -> None:
+        """Keep the [T] DTensors over ``main_storage``, and give back the memory of all buffers."""
+        self.main = list(main)
+        for storage in (self.input_storage, self.main_storage, self.partial_storage):
+            storage.free()
+
+    # ---- the reduce-scatter input -------------------------------------------------------------------------------
+
+    def move_input(self, flat: torch.Tensor | None) -> None:
+        """Put the reduce-scatter input into ``flat`` [total_numel], or into memory of its own if None."""
+        self._input_home = None
+        self.input_storage.move(flat)
+        self._input.local = self.input_storage.flat
+        self._follow_input()
+
+    def _follow_input(self) -> None:
+        """Write and reduce gradients where the reduce-scatter input is now."""
+        self._input_views = [self._input.view(i) for i in range(len(self._sharded))]
+        if self._hsdp_accumulator is None:
+            self._reduction = self._input.reduction(self._placements.optimizer)
+        else:
+            self._hsdp_accumulator.follow(self._input)
+
+    def set_input_aside(self, *, copies: bool) -> None:
+        """Move the reduce-scatter input out of the arena until ``bring_input_home``.
+
+        Args:
+            copies: what was written already moves along.
+        """
+        home = self.input_storage.flat
+        self.move_input(None)
+        self._input_home = home
+        if copies:
+            self._input.local.copy_(home)
+
+    def bring_input_home(self, *, copies: bool) -> None:
+        """Move the reduce-scatter input to where the plan says, which nobody else uses."""
+        assert self._input_home is not None
+        aside = self._input.local
+        self.move_input(self._input_home)
+        if copies:
+            self._input.local.copy_(aside)
+
+    @property
+    def input_is_aside(self) -> bool:
+        """True if the reduce-scatter input lies outside of the arena for now."""
+        return self._input_home is not None
+
+    def write_target(self, index: int) -> torch.Tensor:
+        """The slice of the reduce-scatter input for parameter ``index``, full shape, to be written or added to."""
+        self._unsharded[index].overwrite_main_grad = not self._written[index]  # type: ignore[attr-defined]
+        self._written[index] = True
+        return self._input_views[index]
+
+    def copy_in(self) -> None:
+        """Copy what autograd left in ``.grad`` into the reduce-scatter input; what got no gradient counts as zero."""
+        targets, parameters, written = self._input_views, self._unsharded, self._written
+        grads = list(map(_GRAD, parameters))
+        given = [index for index, grad in enumerate(grads) if grad is not None]
+        added = [index for index in given if written[index]]
+        copied = [index for index in given if not written[index]] if added else given
+        with torch.no_grad():
+            if copied:
+                torch._foreach_copy_([targets[i] for i in copied], [grads[i] for i in copied])
+            if added:
+                torch._foreach_add_([targets[i] for i in added], [grads[i] for i in added])
+            if len(copied) + written.count(True) < len(targets):
+                torch._foreach_zero_([t for i, t in enumerate(targets) if not written[i] and grads[i] is None])
+        if given:
+            each(setattr, parameters, repeat("grad"), repeat(None))
+        self._written = [False] * len(targets)
+
+    def drop_unreduced(self) -> None:
+        """Drop what a backward that did not finish has written."""
+        for parameter in self._unsharded:
+            parameter.grad = None
+        self.is_owed = False
+        self._written = [False] * len(self._sharded)
+
+    # ---- sums over microbatches ---------------------------------------------------------------------------------
+
+    def accumulate_partial(self) -> None:
+        """Add the reduce-scatter input to this rank's own sum over microbatches, in ``main_grads_dtype``."""
+        if self._holds_partial:
+            self.partial_storage.flat.add_(self._input.local)
+        else:
+            self.partial_storage.allocate()
+            self.partial_storage.flat.copy_(self._input.local)
+            self._holds_partial = True
+
+    @property
+    def has_partial(self) -> bool:
+        """True if sums over microbatches are not reduced over all ranks yet."""
+        return self._holds_partial or (self._hsdp_accumulator is not None and self._hsdp_accumulator.is_held)
+
+    @property
+    def has_outer_partial(self) -> bool:
+        """True if sums over microbatches are reduced over the inner axis, and not over the outer one yet."""
+        return self._hsdp_accumulator is not None and self._hsdp_accumulator.is_held
+
+    @property
+    def holds_own_memory(self) -> bool:
+        """True if a reduction reads memory outside of the arena that is to be freed then."""
+        waits = self._hsdp_accumulator is not None and self._hsdp_accumulator.waits_to_be_freed
+        return self.partial_storage.allocated or waits or not self.input_storage.in_arena
+
+    def free_own_memory(self) -> None:
+        """Free memory outside of the arena whose gradients have been reduced."""
+        self.input_storage.free()
+        if not self._holds_partial:
+            self.partial_storage.free()
+        if self._hsdp_accumulator is not None and self._hsdp_accumulator.waits_to_be_freed:
+            self._hsdp_accumulator.drop()
+
+    @property
+    def partial_nbytes(self) -> int:
+        """Bytes of sums over microbatches that are not reduced over all ranks, where the strategy keeps them."""
+        if self.accumulates_partial:
+            return self.partial_storage.nbytes
+        return 0 if self._hsdp_accumulator is None else self._hsdp_accumulator.storage.nbytes
+
+    def drop_partial(self) -> None:
+        """Drop sums over microbatches that are not reduced over all ranks. No reduction is under way."""
+        self._holds_partial = False
+        self.partial_storage.free()
+        if self._hsdp_accumulator is not None:
+            self._hsdp_accumulator.drop()
+
+    # ---- the reduction and the main gradient --------------------------------------------------------------------
+
+    def prepare_sum(self) -> bool:
+        """As ``prepare_main``, for what a reduction writes that is not a step's last."""
+        if self._hsdp_accumulator is None:
+            return self.prepare_main()
+        self._hsdp_accumulator.storage.allocate()
+        return not self._hsdp_accumulator.is_held
+
+    def prepare_main(self) -> bool:
+        """Make ``param.grad`` the main gradient; return True if it holds nothing yet, to be overwritten."""
+        self.main_storage.allocate()
+        held = list(map(_GRAD, self._sharded))
+        overwrite = held.count(None) == len(held)
+        if not overwrite:
+            self._take_over(held)
+        each(setattr, self._sharded, repeat("grad"), self.main)
+        return overwrite
+
+    def _take_over(self, held: list[Any]) -> None:
+        """Copy into the main gradient what ``param.grad`` held, zeros where there was none."""
+        for grad, own in zip(held, self.main, strict=True):
+            if grad is None:
+                own._local_tensor.zero_()
+            elif grad is not own:
+                own._local_tensor.copy_(grad._local_tensor if isinstance(grad, DTensor) else grad)
+
+    def reduce(self, *, overwrite: bool, is_last: bool, has_input: bool = True) -> None:
+        """Write (``overwrite``) or add the mean of the ranks' gradients to the main gradient.
+
+        Args:
+            is_last: also over the outer axis; else, where there is one, the sum over the inner axis waits for it.
+            has_input: a backward wrote the reduce-scatter input; else there are only sums of earlier microbatches.
+
+        Ranks: all of the mesh, or (not ``is_last``) of the inner axis.
+        """
+        if self._holds_partial:
+            self.partial_storage.flat.add_(self._input.local)
+            self._input.local.copy_(self.partial_storage.flat)
+            self._holds_partial = False
+        out, accumulator = self.main_storage.flat, self._hsdp_accumulator
+        if is_last or accumulator is None:
+            for grad_sum in self._grad_sums:
+                grad_sum.before_reduction(overwrite=overwrite)
+        if accumulator is None:
+            reduce, full = self._reduction
+            reduce(out, full, scale=self.scale, accumulate=not overwrite)
+        elif is_last:
+            accumulator.finish(out, scale=self.scale, accumulate=not overwrite, has_input=has_input)
+        else:
+            accumulator.add_input()
+
+    @property
+    def has_main(self) -> bool:
+        """True if the main gradient holds anything."""
+        return list(map(_GRAD, self._sharded)).count(None) < len(self._sharded)
+
+    def clear(self) -> None:
+        """Set every ``param.grad`` to None, and give back the memory of all gradients."""
+        for parameter in self._sharded:
+            parameter.grad = None
+        self.free_main_if_cleared()
+        self.drop_partial()
+
+    def free_main_if_cleared(self) -> None:
+        """Give back the main gradient's memory if the user has set ``param.grad`` to None."""
+        if self.read_by_update or not self.main_storage.allocated:
+            return  # the next gather's wait comes after the update beside compute, which reads it
+        if list(map(_GRAD, self._sharded)).count(None) == len(self._sharded):
+            self.main_storage.free()
+
+    def end_update(self) -> None:
+        """Note that compute has waited for the update that read the main gradient."""
+        self.read_by_update = False
+        self.free_main_if_cleared()

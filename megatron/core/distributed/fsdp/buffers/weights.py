@@ -1,0 +1,221 @@
+"""The weights of a parameter group: main and model weight at rest, the full weight in use, and what guards them."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from megatron.core.distributed.fsdp.buffers.dbuffer import DBuffer, Gather
+from megatron.core.distributed.fsdp.buffers.storage import FlatStorage
+from megatron.core.distributed.fsdp.comm import MemoryKind, unfinished
+from megatron.core.distributed.fsdp.config.mixed_precision import GroupDtypes
+from megatron.core.distributed.fsdp.config.placement import Placements
+from megatron.core.distributed.fsdp.layout.flat_layout import FlatLayout
+from megatron.core.distributed.fsdp.mesh.group_mesh import GroupMesh
+
+_VERSION = operator.attrgetter("_version")
+
+# Version counters of unsharded and of resharded weights. [Note: version fence] in DESIGN.md.
+_UNSHARDED, _RESHARDED = 0, 1
+
+
+class GroupWeights:
+    """Flat buffers of a group's weights, and the events and claims that say when they may be read or overwritten.
+
+    Args:
+        originals: [T] parameters as the user made them; made equal to the mesh's first rank's.
+        layout: where they lie in the full buffer.
+        group_mesh: data-parallel mesh and transports.
+        placements: where weights and optimizer state rest.
+        dtypes: dtypes of the buffers.
+        device: where the buffers live.
+        name: of the group, for errors.
+
+    Attributes:
+        main: what the optimizer and checkpoints see.
+        model: in the compute dtype, what is all-gathered; the same buffer as ``main`` where dtypes and placements match.
+        full: the whole model weight, of which ``unsharded`` are views; valid while ``is_unsharded``.
+        full_storage: memory of ``full``; None where the model weight is not sharded and ``full`` is ``model``.
+        model_piece: [main weight's elements] the part of the model weight that this rank's optimizer owns; None where it is
+            the main weight. An optimizer that writes it together with the main weight saves the cast.
+        sharded, unsharded: [T] parameters that modules hold at rest and in use.
+        is_unsharded: the full weight is complete, or its all-gather is under way.
+        num_forwards, num_backwards: units whose forward, or backward, uses the full weight now.
+        held_by_user: the user called ``unshard``.
+        stays_unsharded: the plan keeps the full weight between forward and backward.
+        gathered: event of the all-gather; None at rest, and once compute has waited for it.
+        updated: event of an optimizer update beside compute; None once the gather stream has waited for it.
+        synced_weight_version: weight version of the latest cast from main to model weight.
+        synced_write_count, updated_write_count: ``write_count`` at that cast, and as an optimizer left it that wrote the
+            model weight too.
+
+    Ranks: every rank of the mesh must construct.
+    """
+
+    def __init__(
+        self,
+        originals: Sequence[torch.Tensor],
+        *,
+        layout: FlatLayout,
+        group_mesh: GroupMesh,
+        placements: Placements,
+        dtypes: GroupDtypes,
+        device: torch.device,
+        name: str,
+    ) -> None:
+        self.layout, self.group_mesh, self.placements = layout, group_mesh, placements
+        self.dtypes, self.device = dtypes, device
+        self.needs_gather = any(isinstance(p, Shard) for p in placements.parameter)
+        self._make_buffers(self._original_weights(originals, name))
+        self.sharded: list[nn.Parameter] = []
+        self.unsharded: list[nn.Parameter] = []
+        self._versioned: list[torch.Tensor] = []
+        self.is_unsharded = not self.needs_gather
+        self.num_forwards = self.num_backwards = 0
+        self.held_by_user = self.stays_unsharded = False
+        self.gathered: Any = None
+        self.gathered_event: Any = None  # the same, kept to be recorded anew
+        self.updated: Any = None
+        self.updated_event: Any = None  # the same, kept to be recorded anew
+        self.synced_weight_version = self.synced_write_count = self.updated_write_count = -1
+
+    # ---- construction -------------------------------------------------------------------------------------------
+
+    def _original_weights(self, originals: Sequence[torch.Tensor], name: str) -> DBuffer:
+        """Return the full model weight with the first rank's values."""
+        flat = torch.zeros(self.layout.total_numel, dtype=self.dtypes.compute, device=self.device)
+        full = self._buffer(self._replicas, self.dtypes.compute, flat)
+        for index, original in enumerate(originals):
+            full.view(index).copy_(original.data)
+        for axis in self.group_mesh.axes:
+            try:
+                axis.broadcast(full.local)
+            except RuntimeError as error:
+                raise unfinished(f"broadcast of the initial weights of {name}", [axis], error) from error
+        return full
+
+    @property
+    def _replicas(self) -> list[Placement]:
+        return [Replicate()] * len(self.group_mesh.axes)
+
+    def _buffer(
+        self, placements: Sequence[Placement], dtype: torch.dtype, local: torch.Tensor | None = None
+    ) -> DBuffer:
+        return DBuffer(self.layout, placements, self.group_mesh.axes, dtype=dtype, device=self.device, local=local)
+
+    def _make_buffers(self, full: DBuffer) -> None:
+        """Make model and main weight from the full one, and the memory into which the model weight is gathered."""
+        placements, dtypes = self.placements, self.dtypes
+        self.model = self._make_model_weight(full)
+        same_dtype = dtypes.main_params == dtypes.compute
+        if same_dtype and tuple(placements.parameter) == tuple(placements.optimizer):
+            self.main = self.model
+        elif same_dtype:
+            self.main = self._buffer(placements.optimizer, dtypes.main_params, self.model.piece(placements.optimizer))
+        else:
+            self.main = self._buffer(placements.optimizer, dtypes.main_params)
+            self.main.local.copy_(full.piece(placements.optimizer))
+        # Writes go through an alias with a version counter of its own: what autograd saved is not "modified" by it.
+        self._model_alias = self.model.local.data
+        self.full_storage: FlatStorage | None = None
+        if self.needs_gather:
+            self.full_storage = FlatStorage(self.layout.total_numel, dtypes.compute, self.device)
+            full = self._buffer(self._replicas, dtypes.compute, self.full_storage.flat)
+        self.full = full
+        self._gathers = self.model.gathers(full) if self.needs_gather else []
+        piece = self.model.piece(placements.optimizer).data
+        has_piece = self.main is not self.model and piece.data_ptr() != self.main.local.data_ptr()
+        self.model_piece = piece if has_piece else None
+        self._sync_gathers: list[Gather] = []
+        own = self._buffer(placements.optimizer, dtypes.compute, piece)
+        if own.local.numel() != self._model_alias.numel():
+            model = self._buffer(placements.parameter, dtypes.compute, self._model_alias)
+            self._sync_gathers = own.gathers(model)
+
+    def _make_model_weight(self, full: DBuffer) -> DBuffer:
+        if not self.needs_gather:
+            return full
+        piece = full.piece(self.placements.parameter)
+        shard = self.group_mesh.empty(piece.numel(), self.dtypes.compute, self.device, MemoryKind.SHARD)
+        model = self._buffer(self.placements.parameter, self.dtypes.compute, shard)
+        model.local.copy_(piece)
+        return model
+
+    def set_parameters(self, sharded: Sequence[nn.Parameter], unsharded: Sequence[nn.Parameter]) -> None:
+        """Keep the [T] parameters over these buffers, and give back the full weight's memory."""
+        self.sharded, self.unsharded = list(sharded), list(unsharded)
+        self._versioned = [*self.sharded, *(p._local_tensor for p in self.sharded)]  # type: ignore[attr-defined]
+        if self.full_storage is not None:
+            self.full_storage.free()
+
+    # ---- main to model weight -----------------------------------------------------------------------------------
+
+    @property
+    def write_count(self) -> int:
+        """Grows with each in-place write to the sharded parameters, or to their local tensors, that autograd counts."""
+        return sum(map(_VERSION, self._versioned))
+
+    def sync(self, *, casts: bool = True) -> None:
+        """Bring the model weight up to date with the main weight. Ranks: all, where the model weight is replicated.
+
+        Args:
+            casts: False if this rank's piece of the model weight equals the main weight already.
+        """
+        if self.main is self.model:
+            return
+        if casts and self.model_piece is not None:
+            self.model_piece.copy_(self.main.local)
+        for all_gather, full, shard in self._sync_gathers:
+            all_gather(full, shard)
+
+    @property
+    def syncs_alone(self) -> bool:
+        """True if a rank can bring its part of the model weight up to date without the others."""
+        return self.needs_gather and not self._sync_gathers
+
+    @property
+    def reads_peers(self) -> bool:
+        """True if other ranks read this rank's model weight without asking."""
+        return any(axis.reads_peers for axis in self.group_mesh.axes)
+
+    def publish(self) -> None:
+        """Let all-gathers see what ranks have written to their shards. Ranks: all of the mesh."""
+        if self.needs_gather:
+            for axis in self.group_mesh.axes:
+                axis.publish()
+
+    def broadcast_replicas(self) -> None:
+        """Copy the first rank's main weight along each axis that replicates it. Ranks: all of the mesh."""
+        for placement, axis in zip(self.main.placements, self.group_mesh.axes, strict=True):
+            if isinstance(placement, Replicate):
+                axis.broadcast(self.main.local)
+
+    # ---- the full weight ----------------------------------------------------------------------------------------
+
+    def all_gather(self) -> None:
+        """All-gather the model weight into the full weight. Ranks: all of the mesh."""
+        for all_gather, full, shard in self._gathers:
+            all_gather(full, shard)
+
+    def set_fence(self, unsharded: bool) -> None:
+        """Let autograd use what it saved of these weights, or (not ``unsharded``) make it refuse to."""
+        fence = self.unsharded[0]
+        torch._C._autograd._unsafe_set_version_counter((fence,), (_UNSHARDED if unsharded else _RESHARDED,))
+
+    def move(self, flat: torch.Tensor | None) -> None:
+        """Put the full weight into ``flat`` [total_numel], or into memory of its own if None.
+
+        The caller makes sure that no graph will look for it at the old address.
+        """
+        assert self.full_storage is not None
+        self.full_storage.move(flat)
+        self.full.local = self.full_storage.flat
+        self._gathers = self.model.gathers(self.full)
+        for index, parameter in enumerate(self.unsharded):
+            parameter.data = self.full.view(index)
