@@ -4,8 +4,6 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 source examples/install.sh
 install all
-"$PYTHON" -m ruff check .
-"$PYTHON" -m ruff format --check .
-"$PYTHON" -m mypy megatron tools examples pretrain_gpt.py
+PYTHON=$PYTHON bash tests/check.sh
 export OMP_NUM_THREADS=1
 exec "$PYTHON" -m pytest -n 2 --dist loadfile "$@"

@@ -137,6 +137,20 @@ def test_every_folder_of_the_library_is_a_package_that_is_installed(metadata: di
     assert {".".join(folder.parts) for folder in folders} <= set(metadata["packages"])
 
 
-@pytest.mark.parametrize("script", ["examples/install.sh", "examples/quickstart.sh", "tests/run.sh", ".ci/run"])
+@pytest.mark.parametrize(
+    "script", ["examples/install.sh", "examples/quickstart.sh", "tests/run.sh", "tests/check.sh", ".ci/run"]
+)
 def test_shell_scripts_are_well_formed(script: str) -> None:
     subprocess.run(["bash", "-n", str(REPOSITORY / script)], check=True)
+
+
+def test_pre_commit_checks_what_ci_checks() -> None:
+    """One script has the list of checks, so that the two cannot differ."""
+    for name in ("tests/run.sh", ".pre-commit-config.yaml"):
+        assert "bash tests/check.sh" in (REPOSITORY / name).read_text(), f"{name} must run tests/check.sh"
+
+
+def test_code_owners_are_named_for_what_is_there() -> None:
+    rows = [line.split() for line in (REPOSITORY / "CODEOWNERS").read_text().splitlines() if line and line[0] != "#"]
+    assert rows[0][0] == "*" and all(owner.startswith("@") for _, *owners in rows for owner in owners)
+    assert [pattern for pattern, *_ in rows[1:] if not (REPOSITORY / pattern.lstrip("/")).exists()] == []
