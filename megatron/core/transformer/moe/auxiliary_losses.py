@@ -1,15 +1,14 @@
-"""Losses of the router, whose gradients join the main loss's in backward.
+"""Auxiliary losses of the router, whose gradients its backward adds to the main loss's.
 
-[Note: scale of auxiliary losses] The loss that training minimises is, for each microbatch and data-parallel rank, the mean
-over its tokens plus the auxiliary losses of its tokens, and of these the mean over microbatches (M) and data-parallel
-ranks. A microbatch's tokens may be split over context- and tensor-parallel ranks; each of these computes a part such that
-the auxiliary loss is the sum of the parts. Backward starts each part with the factor s:
+[Note: scale of auxiliary losses] Training minimises the mean, over microbatches (M) and data-parallel ranks, of the loss of
+a microbatch: its mean over tokens plus its auxiliary losses. The tokens of a microbatch may be split over context- and
+tensor-parallel ranks; each of these computes a part, and the auxiliary loss is the sum of the parts. Backward starts each
+part with the factor s:
 
-- gradients are averaged over dp x cp ranks (and summed over tp, where the router sees parts of the sequence), so a part's
-  gradient arrives divided by dp x cp; it shall arrive divided by dp x M: s = cp / M;
-- with ``calculate_per_token_loss`` they are summed and divided once by all tokens of the step, T x dp x M with T tokens in a
-  microbatch over all its ranks: s = T. (Where tokens are masked, auxiliary losses weigh as much more as there are fewer
-  tokens in the divisor.)
+- Gradients are averaged over dp x cp ranks (and summed over tp, where the router sees parts of the sequence), so a part's
+  gradient is divided by dp x cp. It must be divided by dp x M: s = cp / M.
+- With ``calculate_per_token_loss`` gradients are summed and divided once by all tokens of the step, T x dp x M with T tokens
+  in a microbatch over all its ranks: s = T. (Where tokens are masked, the divisor is smaller and auxiliary losses weigh more.)
 
 Megatron-Core multiplies by the tokens of the rank alone in the second case, which agrees where neither cp nor tp splits them.
 
@@ -32,14 +31,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class AuxiliaryLosses:
-    """The losses of one forward of a router, as gradients that its backward adds.
+    """Auxiliary losses of one forward of a router, and their gradients, which its backward adds.
 
     Attributes:
-        balancing: coefficient, of the load-balancing loss; 0: there is none.
-        z: the same of the z-loss; None: there is none.
-        scale: with what its backward starts; see [Note: scale of auxiliary losses].
-        num_sequences: q; with more than one, the loss is the mean of the losses of each sequence alone.
-        group: the ranks that hold the rest of these sequences; the sum of all parts is the loss.
+        balancing: coefficient of the load-balancing loss; 0: there is none.
+        z: coefficient of the z-loss; None: there is none.
+        scale: factor with which backward starts; see [Note: scale of auxiliary losses].
+        num_sequences: q; with more than one, the loss is the mean over sequences of each one's loss.
+        group: the ranks that hold the rest of these sequences; the loss is the sum of their parts.
     """
 
     balancing: float
@@ -51,11 +50,17 @@ class AuxiliaryLosses:
     def balance(
         self, summed: torch.Tensor, counts: torch.Tensor, topk: int, num_tokens: int
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Of each sequence's sums of scores [q * e] and assignments: this rank's part of the loss [], and its gradient.
+        """Compute this rank's part of the load-balancing loss, and its gradient.
 
-        The loss is e x sum over experts of (share of assignments) x (mean score): 1 where all are balanced. ``counts``
-        is written over; they are constant for autograd. The gradient [q * e] is that of a token's scores, the same for all
-        tokens of a sequence, times coefficient and scale.
+        The loss is e x sum over experts of (share of assignments) x (mean score): 1 where all are balanced.
+
+        Args:
+            summed: [q * e] sums of scores over each sequence's tokens.
+            counts: [q * e] assignments of each sequence, constant for autograd; overwritten.
+
+        Returns:
+            The part [] without coefficient, and the gradient [q * e] of a token's scores, the same for all tokens of a
+            sequence, times coefficient and scale; (None, None) where there is no such loss.
 
         Ranks: all of ``group``, which sums the counts.
         Source: Switch Transformer (arXiv:2101.03961) equations 4 to 6, with k choices of each token.
@@ -72,10 +77,17 @@ class AuxiliaryLosses:
     def restrain(
         self, mean_square: torch.Tensor, log_sums: torch.Tensor
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Of the mean [] of squares of log-sum-exps [t]: this rank's part of the z-loss [], and its gradient.
+        """Compute this rank's part of the z-loss, the mean square of log-sum-exps, and its gradient.
 
-        The loss is the mean over the tokens of all of ``group``. The gradient [t] is that of each log-sum-exp, which is
-        written over, times coefficient and scale.
+        The loss is the mean over the tokens of all ranks of ``group``.
+
+        Args:
+            mean_square: [] mean over this rank's tokens.
+            log_sums: [t] log-sum-exps of the logits; overwritten.
+
+        Returns:
+            The part [] without coefficient, and the gradient [t] of each log-sum-exp times coefficient and scale;
+            (None, None) where there is no such loss.
 
         Ranks: no communication.
         Source: ST-MoE (arXiv:2202.08906) equation 5.

@@ -26,19 +26,19 @@ if TYPE_CHECKING:
 class ExpertMLP(MLP):
     """An MLP whose result is scaled row by row: probs * (fc2(activation(fc1(x))) + bias).
 
-    The factor is applied before fc2, so that fc2's result need not be kept for the router's gradient.
+    The factor is applied before fc2, so that autograd need not keep fc2's result for the router's gradient.
     """
 
     def forward(  # type: ignore[override]
         self, hidden_states: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """[r, h] rows of this expert and their factors [r] -> [r, h], and no bias."""
+        """Compute [r, h] rows of this expert, scaled by their factors [r]; the second item, a bias, is always None."""
         intermediate, bias = self.linear_fc1(hidden_states)
         output, bias = self.linear_fc2(self.activate_scaled(intermediate, bias, probs))
         return output if bias is None else output + scaled(bias, probs), None
 
     def activate_scaled(self, x: torch.Tensor, bias: torch.Tensor | None, probs: torch.Tensor) -> torch.Tensor:
-        """[r, f] (or [r, 2f] where gated) -> [r, f] activations times [r]; ``bias`` is None where it is in x already."""
+        """Activate [r, f] (or [r, 2f] where gated) and scale by [r] to [r, f]; ``bias`` None: x includes it already."""
         config, is_swiglu = self.config, self.config.gated_linear_unit and self.activation_func is F.silu
         if config.bias_activation_fusion and is_swiglu and bias is None:
             return weighted_swiglu(x, probs, compiled=not config.disable_jit_fuser)
@@ -46,20 +46,20 @@ class ExpertMLP(MLP):
 
 
 def scaled(x: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
-    """[r, f] (or [f]) times [r], in the dtype of x."""
+    """Multiply [r, f] (or [f]) by [r] and return the dtype of x."""
     return (x * probs.unsqueeze(1)).to(x.dtype)
 
 
 class SequentialMLP(MegatronModule):
-    """This rank's experts, computed one after the other; also those without rows, whose gradients are zeros.
+    """This rank's experts, computed one after the other; experts without rows run too and get gradients of zeros.
 
-    Their names are those of the model with all experts on one rank: ``local_experts.{global number}``.
+    Parameter names are those of the model with all experts on one rank: ``local_experts.{global number}``.
 
     Args:
-        num_local_experts: must be ``num_moe_experts`` over the ranks of ``pg_collection.ep``.
+        num_local_experts: must be ``num_moe_experts`` divided by the number of ranks of ``pg_collection.ep``.
 
     Raises:
-        ValueError: another number.
+        ValueError: ``num_local_experts`` is another number.
 
     Source: Megatron-Core's SequentialMLP (names and arithmetic).
     """
@@ -92,7 +92,7 @@ class SequentialMLP(MegatronModule):
         self.local_experts = GlobalModuleList(experts, first_index=group_rank(ep_group) * num_local_experts)
 
     def forward(self, rows: ExpertRows) -> torch.Tensor:
-        """[r, h] results, each with its factor. On CUDA the host waits for the counts unless they are known."""
+        """Return the [r, h] scaled results. On CUDA the host waits for the counts unless it knows them."""
         counts = rows.counts_on_host()
         if len(counts) == 1:
             output: torch.Tensor = self.local_experts[0](rows.hidden_states, rows.probs)[0]
@@ -102,13 +102,13 @@ class SequentialMLP(MegatronModule):
 
 
 class GroupedMLP(SequentialMLP):
-    """The same experts, whose layers are one kernel each for all of them where the device has it (see ``can_group``).
+    """This rank's experts with one grouped kernel for each layer, where the device has it (see ``can_group``).
 
-    Elsewhere they are computed one after the other. Names and values are the same either way.
+    Elsewhere experts are computed one after the other. Names and values are the same either way.
     """
 
     def forward(self, rows: ExpertRows) -> torch.Tensor:
-        """[r, h] results, each with its factor. The host does not wait where the device has the kernel."""
+        """Return the [r, h] scaled results. The host does not wait where the device has the kernel."""
         experts: list[ExpertMLP] = list(self.local_experts)  # type: ignore[arg-type]
         fc1, fc2 = [expert.linear_fc1 for expert in experts], [expert.linear_fc2 for expert in experts]
         weights1, weights2 = [layer.weight for layer in fc1], [layer.weight for layer in fc2]
@@ -128,7 +128,7 @@ class GroupedMLP(SequentialMLP):
 
 
 def _bias_of_rows(biases: list[torch.Tensor | None], rows: ExpertRows) -> torch.Tensor | None:
-    """[r, f] the bias of each row's expert; None where experts have none."""
+    """Repeat each expert's bias for its rows to [r, f]; None where experts have no bias."""
     if biases[0] is None:
         return None
     num_rows = rows.hidden_states.shape[0]

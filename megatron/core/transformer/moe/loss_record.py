@@ -1,4 +1,4 @@
-"""What routers' auxiliary losses were: kept on the device until somebody asks."""
+"""Record of the routers' auxiliary losses for the log; values stay on the device until they are read."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def auxiliary_loss_names(config: TransformerConfig) -> tuple[str, ...]:
-    """The auxiliary losses of a model's routers, under the names that they have in Megatron-LM's log.
+    """List the auxiliary losses of a model's routers by their names in Megatron-LM's log.
 
     Ranks: pure; the same also on pipeline stages without experts.
     """
@@ -22,18 +22,18 @@ def auxiliary_loss_names(config: TransformerConfig) -> tuple[str, ...]:
 
 
 def balancing_loss_name(config: TransformerConfig) -> str:
-    """The name of the loss that balances experts."""
+    """Return the log's name of the load-balancing loss."""
     by_sequence = config.moe_router_load_balancing_type == "seq_aux_loss"
     return "seq_load_balancing_loss" if by_sequence else "load_balancing_loss"
 
 
 class AuxiliaryLossRecord:
-    """Sums of auxiliary losses, before their coefficients, over the routers and forwards of this rank since the last ``take``.
+    """Sums of auxiliary losses, without coefficients, over this rank's routers and forwards since the last ``take``.
 
     Args:
-        names: of the losses that are recorded.
+        names: the losses to record.
 
-    Ranks: each its own; nothing is communicated, and the host does not wait.
+    Ranks: each alone, no communication; the host does not wait.
     """
 
     def __init__(self, names: tuple[str, ...]) -> None:
@@ -41,17 +41,17 @@ class AuxiliaryLossRecord:
         self._parts: dict[str, list[torch.Tensor]] = {name: [] for name in names}
 
     def add(self, name: str, part: torch.Tensor) -> None:
-        """This rank's part [] of a router's loss in one forward counts, unless backward is repeating that forward."""
+        """Add this rank's part [] of a router's loss, unless backward is recomputing that forward."""
         if torch._C._current_graph_task_id() == -1:
             self._parts[name].append(part.detach())
 
     def clear(self) -> None:
-        """The sums are zeros again; what a step that was given up has left is gone."""
+        """Reset all sums to zero, also those of an interrupted step."""
         for parts in self._parts.values():
             parts.clear()
 
     def take(self, device: torch.device) -> torch.Tensor:
-        """[names] the sums, in fp64 on ``device``; they are zeros again afterwards."""
+        """Return the sums [number of names], in fp64 on ``device``, and reset them to zero."""
         sums = [
             torch.stack(parts).double().sum() if parts else torch.zeros((), dtype=torch.float64, device=device)
             for parts in self._parts.values()

@@ -1,4 +1,4 @@
-"""What the fields of experts and their routers must hold; those of experts' places are in ``parallel_checks``."""
+"""Checks of the fields of experts and routers; ``parallel_checks`` has those of their parallel degrees."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ MOE_CONTRADICTIONS: list[tuple[Callable[[TransformerConfig], bool], str]] = [
             and c.moe_router_score_function == "softmax"
             and not c.moe_router_pre_softmax
         ),
-        "moe_router_topk=1 must go with moe_router_pre_softmax, got False: a softmax over the one expert that is taken is"
-        " 1 whatever the router says",
+        "moe_router_topk=1 must go with moe_router_pre_softmax, got False: a softmax over a single expert is 1"
+        " whatever the router computes",
     ),
     (
         lambda c: c.moe_router_load_balancing_type == "none" and c.moe_aux_loss_coeff != 0.0,
@@ -94,7 +94,7 @@ MOE_CONTRADICTIONS: list[tuple[Callable[[TransformerConfig], bool], str]] = [
     (
         lambda c: c.moe_token_dispatcher_type == "allgather" and c.expert_model_parallel_size > 1,
         "moe_token_dispatcher_type must be 'alltoall' with expert_model_parallel_size > 1, got 'allgather' and"
-        " {expert_model_parallel_size}: tokens travel by one exchange",
+        " {expert_model_parallel_size}: tokens are exchanged by one all-to-all",
     ),
     (
         lambda c: c.moe_router_pre_softmax and c.moe_router_score_function != "softmax",
@@ -118,4 +118,4 @@ MOE_CONTRADICTIONS: list[tuple[Callable[[TransformerConfig], bool], str]] = [
         " the bias of the second layer; turn it off or set expert_tensor_parallel_size=1",
     ),
 ]
-"""As ``config_checks.CONTRADICTIONS``."""
+"""Rows like those of ``config_checks.CONTRADICTIONS``."""

@@ -1,4 +1,4 @@
-"""A mixture-of-experts layer, in the place of a layer's MLP.
+"""The mixture-of-experts layer, which replaces the MLP of a transformer layer.
 
 Shapes: s sequence, b batch, h hidden size.
 """
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class MoESubmodules:
-    """The specs of the routed experts and of the shared one (read where the configuration has one)."""
+    """The specs of the routed experts and of the shared expert (used where the configuration has one)."""
 
     experts: ModuleSpec | type
     shared_experts: ModuleSpec | type | None = None
@@ -39,16 +39,16 @@ def has_experts(config: TransformerConfig, layer_number: int) -> bool:
 
 
 def num_expert_layers(config: TransformerConfig) -> int:
-    """Layers of the whole model that are mixtures of experts."""
+    """Count the layers of the whole model that are mixtures of experts."""
     return sum(has_experts(config, number) for number in range(1, config.num_layers + 1))
 
 
 class MoELayer(MegatronModule):
-    """The sum over each token's experts of probability times expert(token), plus the shared expert's result.
+    """A mixture of experts: for each token the sum of probability * expert(token), plus the shared expert's result.
 
     Args:
-        num_experts: of the layer spec; must equal ``config.num_moe_experts``.
-        pg_collection: experts are divided over ``ep`` and each split over ``expt_tp``.
+        num_experts: the layer spec's number; must equal ``config.num_moe_experts``.
+        pg_collection: experts are divided over ``ep``, and each expert is split over ``expt_tp``.
 
     Raises:
         ValueError: the spec or the groups do not fit the configuration.
@@ -94,29 +94,29 @@ class MoELayer(MegatronModule):
             )
 
     def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """[s, b, h] -> [s, b, h], and no bias: experts add their own.
+        """Compute [s, b, h] -> [s, b, h]; the second item, a bias, is None since experts add their own.
 
         Ranks: all of ``ep`` and ``expt_tp``, and in training with a load-balancing loss all of ``tp_cp``.
         """
         routing = self.router(hidden_states)
-        dispatch_plan = self.token_dispatcher.plan(routing)
-        # While the host waits for what the plan asked, and after that, the device has this to do.
+        plan = self.token_dispatcher.plan(routing)
+        # Queued before dispatch makes the host wait for the counts, so that the device has work meanwhile.
         shared = None if self.shared_experts is None else self.shared_experts(hidden_states)
-        rows = dispatch_plan.dispatch(hidden_states, routing.probs)
-        output = dispatch_plan.combine(self.experts(rows)).view_as(hidden_states)
+        rows = plan.dispatch(hidden_states, routing.probs)
+        output = plan.combine(self.experts(rows)).view_as(hidden_states)
         if shared is not None:
             output = output + shared
         return output, None
 
 
 def _check_degrees(config: TransformerConfig, pg_collection: ProcessGroupCollection | None) -> None:
-    """Raises where configuration and groups disagree: experts would be missing, or be there twice."""
+    """Raise where configuration and process groups disagree: experts would be missing, or exist twice."""
     split = config.expert_tensor_parallel_size or config.tensor_model_parallel_size
     for name, degree in (("ep", config.expert_model_parallel_size), ("expt_tp", split)):
         num_ranks = group_size(group_of(pg_collection, name))
         if num_ranks != degree:
             raise ValueError(
-                f"pg_collection.{name} must be of as many ranks as the configuration says ({degree}:"
+                f"pg_collection.{name} must have as many ranks as the configuration says ({degree}:"
                 f" expert_model_parallel_size {config.expert_model_parallel_size}, expert_tensor_parallel_size"
                 f" {config.expert_tensor_parallel_size}, tensor_model_parallel_size {config.tensor_model_parallel_size}),"
                 f" got {num_ranks}; pass the collection that was built for it"

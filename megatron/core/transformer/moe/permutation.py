@@ -1,4 +1,4 @@
-"""Rows of a matrix in another order, some of them several times or not at all, without atomics either way.
+"""Permutations of rows into expert order, with copies and dropped rows, without atomics in forward or backward.
 
 Shapes: n rows of the source, r rows of the destination, a assignments, e experts, c copies of a source row, g ranks,
 l experts of a rank.
@@ -18,14 +18,14 @@ import torch
 
 @dataclass(frozen=True, kw_only=True)
 class RowMap:
-    """Which source row each destination row is, and, the other way, where each source row went.
+    """A permutation of rows in both directions: the source of each destination row, and the copies of each source row.
 
     ``take`` and ``sum`` are each other's adjoint; autograd records neither.
 
     Attributes:
-        sources: [r] source row of each destination row; n: none, the row is zeros.
-        places: [n, c] destination rows that are copies of each source row; r: none.
-        has_gaps: some entry is n or r.
+        sources: [r] source row of each destination row; n means none, and the row is zeros.
+        places: [n, c] destination rows that are copies of each source row; r means none.
+        has_gaps: whether some entry is n or r.
     """
 
     sources: torch.Tensor
@@ -33,11 +33,11 @@ class RowMap:
     has_gaps: bool = False
 
     def take(self, x: torch.Tensor) -> torch.Tensor:
-        """[n, ...] -> [r, ...]: destination rows."""
+        """Gather the destination rows: [n, ...] -> [r, ...]."""
         return _take(x, self.sources, self.has_gaps)
 
     def sum(self, y: torch.Tensor) -> torch.Tensor:
-        """[r, ...] -> [n, ...]: the sums of each source row's copies, in a fixed order."""
+        """Sum the copies of each source row in a fixed order: [r, ...] -> [n, ...]."""
         num_sources, copies = self.places.shape
         kernels = _kernels_on(y.device) if y.dim() == 2 and copies > 1 else None
         if kernels is not None:
@@ -48,7 +48,7 @@ class RowMap:
 
 
 def _take(x: torch.Tensor, indices: torch.Tensor, has_gaps: bool) -> torch.Tensor:
-    """Rows of x at ``indices``; zeros where an index is the number of rows."""
+    """Gather rows of x at ``indices``; an index equal to the number of rows gives zeros."""
     if not has_gaps:
         return x.index_select(0, indices)
     if x.shape[0] == 0:
@@ -63,11 +63,11 @@ class ExpertOrder:
     """Assignments of tokens to experts, sorted by expert.
 
     Attributes:
-        assignments: maps the [a] assignments to rows in the order of experts.
-        tokens: maps the tokens, each of which is the source of a / (number of tokens) consecutive assignments.
+        assignments: maps the [a] assignments to rows in expert order.
+        tokens: maps tokens to the same rows; a token is the source of a / (number of tokens) consecutive assignments.
         counts: [e] rows of each expert, int64.
-        ends: [e] where each expert's rows end, int32, where that is known.
-        rows_of_each: the same for every expert, where it is known to the host.
+        ends: [e] index after each expert's last row, int32; None: not computed.
+        rows_of_each: number of rows of each expert, where all have the same and the host knows it.
     """
 
     assignments: RowMap
@@ -78,14 +78,14 @@ class ExpertOrder:
 
 
 def _of_tokens(assignments: RowMap, topk: int) -> RowMap:
-    """The map of tokens, each of which is the source of ``topk`` assignments."""
-    # n for no source stays n: a // topk tokens.
+    """Make the map of tokens, each of which is the source of ``topk`` assignments, from the map of assignments."""
+    # The mark for no source, a, becomes a // topk, the number of tokens: again the mark for none.
     places = assignments.places.view(assignments.places.shape[0] // topk, -1)
     return replace(assignments, sources=assignments.sources // topk, places=places)
 
 
 def expert_order(experts: torch.Tensor, num_experts: int) -> ExpertOrder:
-    """All assignments, of one expert in the order of tokens. ``experts``: [t, k]. The host does not wait."""
+    """Sort all [t, k] assignments by expert, those of one expert by token. The host does not wait."""
     kernels = _kernels_on(experts.device)
     if kernels is not None:
         sources, tokens, places, counts, ends = kernels.sort_assignments(experts, num_experts)
@@ -106,13 +106,13 @@ def expert_order(experts: torch.Tensor, num_experts: int) -> ExpertOrder:
 def expert_order_up_to(
     capacity: int, experts: torch.Tensor, num_experts: int, *, probs: torch.Tensor | None, pads: bool
 ) -> ExpertOrder:
-    """At most ``capacity`` assignments of each expert; the others have no row.
+    """Sort assignments by expert, keep at most ``capacity`` of each and drop the others.
 
     Args:
-        experts: [t, k].
-        probs: [t, k]: the most probable are kept (of equal ones the first); None: the first.
-        pads: each expert has exactly ``capacity`` rows, the last of which may have no source. Without it the host waits
-            for the device, to know how many rows there are.
+        experts: [t, k] expert of each assignment.
+        probs: [t, k] probabilities: the most probable are kept (the first of equal ones); None: the first are kept.
+        pads: give each expert exactly ``capacity`` rows, the last of which may have no source. Without it the host waits
+            for the device to learn how many rows there are.
     """
     flat, topk = experts.view(-1), experts.shape[1]
     preferred = torch.arange(flat.shape[0], device=flat.device)
@@ -138,7 +138,7 @@ def expert_order_up_to(
 
 
 def with_copies(order: ExpertOrder, num_copies: int, num_owners: int) -> ExpertOrder:
-    """The order in which the rows of each owner of consecutive experts stand ``num_copies`` times, block after block."""
+    """Repeat the rows of each owner of consecutive experts ``num_copies`` times, block after block."""
     rows, device = order.assignments, order.counts.device
     num_rows = rows.sources.shape[0]
     sizes = order.counts.view(num_owners, -1).sum(dim=1)
@@ -148,7 +148,7 @@ def with_copies(order: ExpertOrder, num_copies: int, num_owners: int) -> ExpertO
     places = (torch.arange(num_rows, device=device) + before).unsqueeze(1) + copies * sizes[owners].unsqueeze(1)
     sources = rows.sources.new_empty(num_rows * num_copies)
     sources[places] = rows.sources.unsqueeze(1)
-    # Assignments without a row have no copies either: the end of the new list.
+    # Dropped assignments have no copies either: their mark is the end of the new list.
     places = torch.cat((places, places.new_full((1, num_copies), sources.shape[0])))
     copied = replace(rows, sources=sources, places=places[rows.places.squeeze(1)])
     topk = rows.places.shape[0] // order.tokens.places.shape[0]
@@ -156,21 +156,22 @@ def with_copies(order: ExpertOrder, num_copies: int, num_owners: int) -> ExpertO
 
 
 class Arrivals(NamedTuple):
-    """Rows of l experts that came from g ranks."""
+    """Order of the rows of l experts that were received from g ranks."""
 
     rows: RowMap | None
-    """From the order of arrival to that of experts, of one expert in the order of ranks; None where these are the same."""
+    """Permutes received rows into expert order, those of one expert by rank; None: they are in this order already."""
     counts: torch.Tensor
     """[l] rows of each expert, int64."""
     ends: torch.Tensor | None
-    """[l] where each expert's rows end, int32, where that is known."""
+    """[l] index after each expert's last row, int32; None: not computed."""
 
 
 def arrivals(sizes: torch.Tensor, known_sizes: list[list[int]]) -> Arrivals:
-    """The order of rows that arrive rank by rank, of each rank expert by expert.
+    """Compute the permutation into expert order of rows that arrive by rank, and of each rank by expert.
 
     Args:
-        sizes: [g, l] rows, int64. known_sizes: the same on the host, which does not wait.
+        sizes: [g, l] numbers of rows, int64, on the device.
+        known_sizes: the same on the host, which does not wait.
     """
     if sizes.shape[1] == 1:
         return Arrivals(None, sizes.sum(dim=0), None)
@@ -187,26 +188,26 @@ def arrivals(sizes: torch.Tensor, known_sizes: list[list[int]]) -> Arrivals:
 
 
 def _transposed(rows: torch.Tensor, sizes: Sequence[Sequence[int]]) -> torch.Tensor:
-    """[r] that lie as blocks of [p, q] sizes, in the order of [q, p]."""
+    """Reorder [r] rows that lie in blocks of [p, q] sizes to the block order [q, p]."""
     blocks = torch.split(rows, [size for line in sizes for size in line])
     num_columns = len(sizes[0])
     return torch.cat([block for column in range(num_columns) for block in blocks[column::num_columns]])
 
 
 def _sorted(experts: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """[a] experts in their order, in a small dtype, and which assignment each is; of equal ones the first comes first."""
-    # A radix sort passes over each byte of the keys.
+    """Sort [a] experts stably; return them, in a small dtype, and the assignment of each."""
+    # A radix sort makes one pass for each byte of the keys.
     return experts.to(torch.int16 if num_experts < 2**15 else torch.int32).sort(stable=True)
 
 
 def _bounds(by_expert: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """[e + 1] where each expert's assignments begin in the sorted list, and the end."""
+    """Return the [e + 1] bounds of each expert's assignments in the sorted list."""
     edges = torch.arange(num_experts + 1, dtype=by_expert.dtype, device=by_expert.device)
     return torch.searchsorted(by_expert, edges)
 
 
 def _inverse(sources: torch.Tensor, places: torch.Tensor, num_sources: int) -> torch.Tensor:
-    """[n, 1] of ``places`` [n] in the order of ``sources``, each of which stands there once."""
+    """Reorder ``places`` [n] by ``sources``, a permutation of n, to [n, 1]."""
     inverse = torch.empty(num_sources, dtype=places.dtype, device=places.device)
     inverse[sources] = places
     return inverse.unsqueeze(1)
@@ -219,7 +220,7 @@ def _kernels_on(device: torch.device) -> ModuleType | None:
 
 @functools.cache
 def _kernels() -> ModuleType | None:
-    """Triton is imported at the first use: on a CPU there may be none."""
+    """Import the Triton kernels at first use; None where Triton is not installed, as on a CPU."""
     try:
         from megatron.core.transformer.moe import permutation_kernels
     except ImportError:

@@ -1,7 +1,7 @@
-"""Where rows go, and their sums, by one Triton kernel each. Import it where Triton is there; ``permutation`` chooses.
+"""Triton kernels of ``permutation.py``, which imports them where Triton is installed.
 
-A dozen small operations of torch cost the host far more than they cost the device. Each place is written by one program,
-in the order of assignments, so the result is the same every time.
+A dozen small operations of torch cost the host far more than the device. Each element is written by one program, in the
+order of assignments, so results are bitwise reproducible.
 
 Shapes: t tokens, k experts of a token, a assignments (t * k), e experts, r rows, g ranks, l experts of a rank, n sums, c
 summands of each, w width.
@@ -23,7 +23,7 @@ COLUMNS_AT_ONCE = 1024
 def _assignments_kernel(  # type: ignore[no-untyped-def]
     experts, sources, tokens, places, counts, ends, num_assignments, TOPK: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """One program for each expert: counts the assignments of those before it, then writes down its own."""
+    """Sort assignments by expert. One program per expert: it counts those of earlier experts, then writes its own."""
     expert = tl.program_id(0)
     inside = tl.arange(0, BLOCK)
     smaller = tl.zeros((BLOCK,), dtype=tl.int32)
@@ -62,7 +62,10 @@ def _blocks_kernel(  # type: ignore[no-untyped-def]
     PADDED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program for each block of rows, those of one rank and expert; ``PADDED`` is a power of two, g * l or more."""
+    """Permute received rows into expert order. One program per block of rows, those of one rank and one expert.
+
+    ``PADDED`` is a power of two, at least g * l.
+    """
     block = tl.program_id(0)
     rank = block // NUM_EXPERTS
     expert = block % NUM_EXPERTS
@@ -90,7 +93,7 @@ def _blocks_kernel(  # type: ignore[no-untyped-def]
 def _sums_kernel(  # type: ignore[no-untyped-def]
     rows, places, sums, num_rows, width, COPIES: tl.constexpr, HAS_GAPS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """One program for each ``BLOCK`` columns of each sum."""
+    """Sum the copies of rows. One program for ``BLOCK`` columns of one sum."""
     blocks = tl.cdiv(width, BLOCK)
     index = (tl.program_id(0) // blocks).to(tl.int64)
     columns = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
@@ -112,9 +115,11 @@ _launch_sums = KernelLauncher(_sums_kernel, num_warps=4)
 def sort_assignments(
     experts: torch.Tensor, num_experts: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of [t, k] experts: the assignment of each row [a], its token [a], each assignment's row [t, k], counts and ends [e].
+    """Sort the assignments of [t, k] experts by expert.
 
-    ``ends`` are int32, all else int64.
+    Returns:
+        The assignment of each row [a], its token [a], each assignment's row [t, k], counts [e] and ends [e] of the experts;
+        ends are int32, all others int64.
     """
     experts = experts.contiguous()
     sources, tokens, places = experts.new_empty(3, experts.numel()).unbind()
@@ -125,7 +130,11 @@ def sort_assignments(
 
 
 def sort_blocks(sizes: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of blocks of [g, l] rows: where each row of the order [l, g] lies [r], where each goes [r, 1], counts and ends [l]."""
+    """Permute blocks of [g, l] rows to the order [l, g].
+
+    Returns:
+        The source of each row of the new order [r], the place of each row of the old one [r, 1], counts and ends [l].
+    """
     num_ranks, num_experts = sizes.shape
     sources, places = sizes.new_empty(num_rows), sizes.new_empty(num_rows, 1)
     counts, ends = sizes.new_empty(num_experts), sizes.new_empty(num_experts, dtype=torch.int32)
@@ -135,9 +144,9 @@ def sort_blocks(sizes: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch
 
 
 def sum_rows(rows: torch.Tensor, places: torch.Tensor, *, has_gaps: bool) -> torch.Tensor:
-    """[n, w] sums, from the first to the last and in fp32 at least, of the rows [r, w] at ``places`` [n, c].
+    """Sum the rows [r, w] at ``places`` [n, c] to [n, w], in the order of the places and in fp32 at least.
 
-    With ``has_gaps`` some places are r, and no summands.
+    With ``has_gaps`` some places are r, which means no row.
     """
     rows, places = rows.contiguous(), places.contiguous()
     (num_sums, copies), (num_rows, width) = places.shape, rows.shape

@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 
 class TopKRouter(InitializedParameters):
-    """Sends each token to its best experts, and adds the gradients of its auxiliary losses in training's backward.
+    """A router that chooses the top-k experts of each token; in training its backward adds the auxiliary losses' gradients.
 
     Args:
-        pg_collection: ``tp_cp`` holds the ranks that share a microbatch's tokens, ``cp`` those of them whose gradients
-            are averaged.
+        pg_collection: ``tp_cp`` are the ranks that share a microbatch's tokens, ``cp`` those of them whose gradients are
+            averaged.
 
     Raises:
         ValueError: ``tp_cp`` is not tp x cp ranks.
@@ -37,7 +37,7 @@ class TopKRouter(InitializedParameters):
 
     def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None) -> None:
         super().__init__(config)
-        assert config.num_moe_experts and config.init_method, "a router is built for experts only; derived"
+        assert config.num_moe_experts and config.init_method, "routers are built with experts; init_method is derived"
         marks: dict[str, Any] = {"sequence_parallel": True} if config.sequence_parallel else {}
         self.add_parameter("weight", (config.num_moe_experts, config.hidden_size), config.init_method, **marks)
         self.tp_cp_group = group_of(pg_collection, "tp_cp")
@@ -52,14 +52,14 @@ class TopKRouter(InitializedParameters):
         self.reset_parameters()
 
     def set_num_microbatches(self, num_microbatches: int) -> None:
-        """Auxiliary losses are from now on scaled for steps of so many microbatches (1 at first).
+        """Scale auxiliary losses for steps of this many microbatches (1 at first).
 
         See [Note: scale of auxiliary losses].
         """
         self.aux_loss_scale = 1.0 if self.config.calculate_per_token_loss else self.cp_size / num_microbatches
 
     def forward(self, hidden_states: torch.Tensor) -> Routing:
-        """[s, b, h] -> routing of s * b tokens. Ranks: all of ``tp_cp``, in training with a load-balancing loss."""
+        """Route the s * b tokens of [s, b, h]. Ranks: all of ``tp_cp``, in training with a load-balancing loss."""
         losses = self._losses(hidden_states) if self.training and torch.is_grad_enabled() else None
         routing, balancing_loss, z_loss = route(hidden_states, self.weight, self.config, losses)
         if self.loss_record is not None:
@@ -87,10 +87,10 @@ class TopKRouter(InitializedParameters):
 
 
 def set_num_microbatches(model: torch.nn.Module, num_microbatches: int) -> None:
-    """Afterwards all routers of the model scale their auxiliary losses for steps of ``num_microbatches`` microbatches.
+    """Tell all routers of the model how many microbatches a step has, by which they scale auxiliary losses.
 
-    Call it before training and whenever the number changes; it goes through all modules. A model without experts is
-    left as it is.
+    Call it before training and whenever the number changes; it visits all modules. It does nothing to a model without
+    experts.
     """
     for module in model.modules():
         if isinstance(module, TopKRouter):
@@ -98,11 +98,11 @@ def set_num_microbatches(model: torch.nn.Module, num_microbatches: int) -> None:
 
 
 def record_auxiliary_losses(model: torch.nn.Module, config: TransformerConfig) -> AuxiliaryLossRecord | None:
-    """The record that the model's routers add their losses to from now on; None where its configuration has none.
+    """Attach a record to the model's routers, to which they add their losses; None where the configuration has none.
 
-    Whoever asks for it must ``take`` from it in every step: until then it keeps a number for each loss.
+    The caller must call ``take`` on it in every step: until then it keeps one tensor for each loss and forward.
 
-    Ranks: each alone. A pipeline stage without routers has a record too, of zeros.
+    Ranks: each alone. A pipeline stage without routers gets a record of zeros.
     """
     names = auxiliary_loss_names(config)
     if not names:

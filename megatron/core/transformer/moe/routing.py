@@ -1,8 +1,8 @@
-"""Which experts a token goes to, and with what weight: the router's arithmetic, one node of autograd in all.
+"""The router's arithmetic: which experts a token goes to and with what weight, as one autograd node.
 
-[Note: a router's operations] Logits of a few experts are small, so a router costs the host what it has operations, and the
-device next to nothing. Hence all that follows the choice is one function each way, which is compiled where there is a
-compiler, auxiliary losses included; backward computes scores anew from logits instead of keeping them.
+[Note: a router's operations] Logits are small, so a router costs the device next to nothing, and the host one launch for
+each operation. Hence everything after the choice of experts, auxiliary losses included, is one function in forward and one
+in backward, compiled where there is a compiler. Backward recomputes scores from logits instead of keeping them.
 
 Shapes: t tokens, h hidden size, e experts, k experts of a token (topk), q sequences (1 where experts are balanced over all
 tokens; tokens are [t / q, q]).
@@ -23,21 +23,21 @@ if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
 _DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
-# Megatron-Core's guard of a sum of sigmoids.
+# Keeps a sum of sigmoids above zero; the value is Megatron-Core's.
 _TINY = 1e-20
 
 
 class Routing(NamedTuple):
-    """Where tokens go; choice ``j`` of token ``i`` is assignment ``i * k + j``."""
+    """The experts of each token; choice ``j`` of token ``i`` is assignment ``i * k + j``."""
 
     probs: torch.Tensor
     """[t, k] factor of the expert's output, differentiable."""
     experts: torch.Tensor
-    """[t, k] number of the expert, int64."""
+    """[t, k] index of the expert, int64."""
 
 
 class RoutingWithLosses(NamedTuple):
-    """A routing, and this rank's parts of the auxiliary losses, [], before their coefficients; None: there is none."""
+    """A routing with this rank's parts of the auxiliary losses [], without coefficients; None where a loss is off."""
 
     routing: Routing
     balancing_loss: torch.Tensor | None
@@ -47,7 +47,7 @@ class RoutingWithLosses(NamedTuple):
 def route(
     hidden_states: torch.Tensor, weight: torch.Tensor, config: TransformerConfig, losses: AuxiliaryLosses | None = None
 ) -> RoutingWithLosses:
-    """Each of [..., h] tokens goes to its ``moe_router_topk`` best experts, by logits of an [e, h] weight.
+    """Choose the ``moe_router_topk`` best experts of each of [..., h] tokens by the logits of an [e, h] weight.
 
     Logits are in ``moe_router_dtype``, and so are ``probs``; scores are computed in fp32 at least. Backward adds the
     gradients of the losses to whatever reaches ``probs``.
@@ -60,7 +60,7 @@ def route(
 
 
 def capacity(num_tokens: int, config: TransformerConfig) -> int | None:
-    """Assignments that each expert takes of a rank's microbatch of ``num_tokens``; None: all.
+    """Return how many assignments an expert takes from a rank's microbatch of ``num_tokens``; None: all of them.
 
     Source: GShard (arXiv:2006.16668) section 2.2; counted on each rank alone, as in Megatron-Core.
     """
@@ -68,7 +68,7 @@ def capacity(num_tokens: int, config: TransformerConfig) -> int | None:
         return None
     assert config.num_moe_experts, "checked by the configuration"
     fair = num_tokens * config.moe_router_topk / config.num_moe_experts
-    # A token goes to an expert once at most.
+    # A token goes to an expert at most once.
     return min(math.ceil(fair * config.moe_expert_capacity_factor), num_tokens)
 
 
@@ -89,16 +89,16 @@ class _Route(torch.autograd.Function):
         best, experts = torch.topk(_score(logits, ctx.scores), config.moe_router_topk, dim=1)
         if losses is None:
             probs = _weigh(ctx.compiled, logits, best, ctx.scores, ctx.scaling)
-            pull = tension = balancing_loss = z_loss = None
+            grad_sums = grad_log_sums = balancing_loss = z_loss = None
         else:
             probs, summed, counts, log_sums, z_loss = _weigh_with_losses(
                 ctx.compiled, logits, best, experts, ctx.scores, ctx.scaling, losses.num_sequences
             )
-            balancing_loss, pull = losses.balance(summed, counts, config.moe_router_topk, logits.shape[0])
-            z_loss, tension = losses.restrain(z_loss, log_sums)
-        ctx.save_for_backward(hidden_states, weight, logits, best, experts, pull, tension)
+            balancing_loss, grad_sums = losses.balance(summed, counts, config.moe_router_topk, logits.shape[0])
+            z_loss, grad_log_sums = losses.restrain(z_loss, log_sums)
+        ctx.save_for_backward(hidden_states, weight, logits, best, experts, grad_sums, grad_log_sums)
         ctx.mark_non_differentiable(*(x for x in (experts, balancing_loss, z_loss) if x is not None))
-        ctx.set_materialize_grads(False)  # that of the factors is there; zeros for the others would be filled in vain
+        ctx.set_materialize_grads(False)  # only probs has a gradient; zeros for the other outputs would go unused
         return probs, experts, balancing_loss, z_loss
 
     @staticmethod
@@ -116,7 +116,7 @@ class _Route(torch.autograd.Function):
 
 
 def _scores(config: TransformerConfig) -> str:
-    """By what experts are chosen: logits (a softmax over the chosen follows), their softmax over all, or sigmoids."""
+    """Name the scores that choose experts: logits (then a softmax over the chosen), softmax over all, or sigmoids."""
     if config.moe_router_score_function == "sigmoid":
         return "sigmoid"
     return "softmax" if config.moe_router_pre_softmax else "logits"
@@ -129,7 +129,7 @@ def _score(logits: torch.Tensor, scores: str) -> torch.Tensor:
 
 
 def _probs_of(best: torch.Tensor, scores: str) -> torch.Tensor:
-    """[t, k] factors, before scaling, of the best scores [t, k]."""
+    """Compute the [t, k] factors, before scaling, from the best scores [t, k]."""
     if scores == "logits":
         return torch.softmax(best, dim=-1)
     return _normalised(best) if scores == "sigmoid" and best.shape[1] > 1 else best
@@ -144,8 +144,12 @@ def _weigh(logits: torch.Tensor, best: torch.Tensor, scores: str, scaling: float
 def _weigh_with_losses(
     logits: torch.Tensor, best: torch.Tensor, experts: torch.Tensor, scores: str, scaling: float, num_sequences: int
 ) -> tuple[torch.Tensor, ...]:
-    """Factors; of each sequence the sums [q * e] of scores over tokens, and its assignments; the log-sum-exp [t] and
-    the mean [] of its square."""
+    """Compute what ``_weigh`` does and what the losses need.
+
+    Returns:
+        Factors [t, k]; sums over the tokens of each sequence of scores and of assignments, [q * e] each; log-sum-exps [t]
+        of the logits and the mean [] of their squares.
+    """
     num_experts, wide = logits.shape[1], _wide(logits)
     summed = _balanced(wide, scores).view(-1, num_sequences, num_experts).sum(dim=0)
     # Sums of ones are exact in any order.
@@ -162,13 +166,16 @@ def _gradient(
     grad_probs: torch.Tensor,
     best: torch.Tensor,
     experts: torch.Tensor,
-    pull: torch.Tensor | None,
-    tension: torch.Tensor | None,
+    grad_sums: torch.Tensor | None,
+    grad_log_sums: torch.Tensor | None,
     scores: str,
     scaling: float,
 ) -> torch.Tensor:
-    """[t, e] gradient of logits, of the factors' and of losses: ``pull`` [q * e] is the gradient of the scores that
-    balance, ``tension`` [t] that of the log-sum-exp."""
+    """Compute the [t, e] gradient of the logits from the gradients of factors and losses.
+
+    ``grad_sums`` [q * e] is the load-balancing loss's gradient of the summed scores, ``grad_log_sums`` [t] the z-loss's
+    gradient of the log-sum-exps; None where there is no such loss.
+    """
     num_tokens, num_experts = logits.shape
     wide = _wide(logits)
     grad_best = grad_probs.to(wide.dtype) * scaling
@@ -181,26 +188,26 @@ def _gradient(
         grad = _softmax_gradient(grad, torch.softmax(wide, dim=-1))
     elif scores == "sigmoid":
         grad = _sigmoid_gradient(grad, torch.sigmoid(wide))
-    if pull is not None:
-        sequences = pull.view(1, -1, num_experts)
-        pulled = sequences.expand(num_tokens // sequences.shape[1], -1, -1).reshape(num_tokens, num_experts)
+    if grad_sums is not None:
+        sequences = grad_sums.view(1, -1, num_experts)
+        expanded = sequences.expand(num_tokens // sequences.shape[1], -1, -1).reshape(num_tokens, num_experts)
         if scores == "sigmoid":
             sigmoid = torch.sigmoid(wide)
-            grad = grad + _sigmoid_gradient(_normalised_gradient(pulled, sigmoid), sigmoid)
+            grad = grad + _sigmoid_gradient(_normalised_gradient(expanded, sigmoid), sigmoid)
         else:
-            grad = grad + _softmax_gradient(pulled, torch.softmax(wide, dim=-1))
-    if tension is not None:
-        grad = grad + tension.unsqueeze(1) * torch.softmax(wide, dim=-1)
+            grad = grad + _softmax_gradient(expanded, torch.softmax(wide, dim=-1))
+    if grad_log_sums is not None:
+        grad = grad + grad_log_sums.unsqueeze(1) * torch.softmax(wide, dim=-1)
     return grad.to(logits.dtype)
 
 
 def _balanced(wide: torch.Tensor, scores: str) -> torch.Tensor:
-    """[t, e] of [t, e] logits: scores that add up to 1 over the experts, which the load-balancing loss weighs."""
+    """Turn [t, e] logits into the scores that the load-balancing loss uses; they add up to 1 over the experts."""
     return _normalised(torch.sigmoid(wide)) if scores == "sigmoid" else torch.softmax(wide, dim=-1)
 
 
 def _is_taken(experts: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """[t, k, e] whether a choice is an expert."""
+    """Compare choices with experts: [t, k, e], True where choice k of token t is expert e."""
     return experts.unsqueeze(2) == torch.arange(num_experts, device=experts.device)
 
 

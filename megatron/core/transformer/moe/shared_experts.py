@@ -1,4 +1,4 @@
-"""The expert that all tokens pass.
+"""The shared expert, which computes all tokens.
 
 Shapes: s sequence, b batch, h hidden size.
 """
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class SharedExpertMLP(InitializedParameters):
-    """A dense MLP of width ``moe_shared_expert_intermediate_size``; with a gate, times sigmoid(gate_weight x).
+    """A dense MLP of width ``moe_shared_expert_intermediate_size``; with a gate, its output times sigmoid(gate_weight x).
 
     Source: Megatron-Core's SharedExpertMLP (names and arithmetic).
     """
@@ -40,7 +40,7 @@ class SharedExpertMLP(InitializedParameters):
             ffn_hidden_size=config.moe_shared_expert_intermediate_size,
             pg_collection=pg_collection,
         )
-        # Its layers are this module's, under Megatron-Core's names; the tuple keeps it out of the tree of modules.
+        # Its layers are registered here, under Megatron-Core's names; the tuple keeps the MLP itself unregistered.
         self.linear_fc1, self.linear_fc2 = mlp.linear_fc1, mlp.linear_fc2
         self._mlp = (mlp,)
         if gate:
@@ -52,7 +52,7 @@ class SharedExpertMLP(InitializedParameters):
         self.reset_parameters()
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """[s, b, h] -> [s, b, h]; with sequence parallelism s is this rank's part."""
+        """Compute [s, b, h] -> [s, b, h]; with sequence parallelism s is this rank's part."""
         output: torch.Tensor = self._mlp[0](hidden_states)[0]
         if self.gate_weight is None:
             return output

@@ -1,15 +1,15 @@
-"""How tokens reach their experts and come back.
+"""Token dispatchers: they plan how a microbatch's tokens reach their experts.
 
-[Note: rows of experts] A row is one assignment of a token to an expert. Rows lie in the order of experts, so an expert's
-rows are consecutive, and experts of one rank are as well. With experts on several ranks rows travel there and back by one
-all-to-all each way; how many is known to the device alone, so the host waits for the counts, once for each layer: with
-the shared expert and the taking of rows queued behind them, so that the device has work while the host wakes up. Where
-experts' matrices are split over tensor-parallel ranks, each of these gets a copy of the row, and what comes back, a summand
-from each, is added up at home. That is an all-gather and a reduce-scatter in the same all-to-all.
+[Note: rows of experts] A row is one assignment of a token to an expert. Rows are permuted into expert order, so the rows
+of an expert are consecutive, and so are those of a rank's experts. With experts on several ranks one all-to-all dispatches
+the rows and one combines the results. Only the device knows how many rows go where, so the host waits for the counts, once
+for each layer; the shared expert and the permutation are queued before the wait, so that the device has work meanwhile.
+Where experts' matrices are split over tensor-parallel ranks, each of these ranks gets a copy of the row, and the token's own
+rank sums their results: an all-gather and a reduce-scatter within the same two all-to-alls.
 
-[Note: what a wait costs] Between two waits the host is never ahead of the device, so each operation that it queues there
-is time of the step. Hence one node of autograd each way (``dispatch_plan``), one kernel for an order of rows
-(``permutation_kernels``), and orders of rows that arrive from their counts, not by sorting.
+[Note: what a wait costs] After a wait the host is not ahead of the device, so each operation that it queues until the next
+wait adds its host time to the step. Hence dispatch and combine are one autograd node each (``token_exchange.py``), a
+permutation is one kernel (``permutation_kernels.py``), and received rows are permuted by their counts, without sorting.
 
 Shapes: t tokens, k experts of a token, h hidden size, e experts, l experts of this rank, r rows of this rank's experts.
 """
@@ -35,14 +35,14 @@ if TYPE_CHECKING:
 
 
 class LocalDispatcher:
-    """Brings tokens into the order of experts that are all on this rank."""
+    """Dispatcher of a rank that holds all experts: it permutes rows, without communication."""
 
     def __init__(self, config: TransformerConfig) -> None:
         assert config.num_moe_experts, "a dispatcher is built for experts only"
         self.config, self.num_experts = config, config.num_moe_experts
 
     def plan(self, routing: Routing) -> DispatchPlan:
-        """The way of a microbatch's tokens, which are routed so. Ranks: this one alone.
+        """Plan the dispatch of a microbatch's tokens. Ranks: each alone.
 
         The host waits only where assignments are dropped without padding.
         """
@@ -63,11 +63,10 @@ class LocalDispatcher:
 
 
 class AllToAllDispatcher(LocalDispatcher):
-    """Brings rows to the ranks of their experts and the results back. See [Note: rows of experts].
+    """Dispatcher of experts that are divided over ranks. See [Note: rows of experts].
 
     Args:
-        group: the ranks over which experts are divided, each expert's ``num_copies`` tensor-parallel ranks next to each
-            other.
+        group: the ranks that hold the experts; the ``num_copies`` tensor-parallel ranks of an expert are neighbours in it.
     """
 
     def __init__(self, config: TransformerConfig, group: ProcessGroup, *, num_copies: int = 1) -> None:
@@ -77,9 +76,9 @@ class AllToAllDispatcher(LocalDispatcher):
         self.num_local_experts = self.num_experts // self.num_owners
 
     def plan(self, routing: Routing) -> DispatchPlan:
-        """As ``LocalDispatcher.plan``, to all ranks' experts. Ranks: all of the group.
+        """Plan the dispatch to the experts of all ranks. Ranks: all of the group.
 
-        How many rows travel is under way to the host then; it waits for it, once, when the tokens leave.
+        Starts the copy of the counts to the host, which waits for it once, when the rows are sent.
         """
         order = self._order(routing)
         find_exchange = self._find_exchange(order)
@@ -88,28 +87,31 @@ class AllToAllDispatcher(LocalDispatcher):
         return DispatchPlan(order, find_exchange)
 
     def _find_exchange(self, order: ExpertOrder) -> Callable[[], TokenExchange]:
-        """What returns who sends how many rows to whom. Ranks: all; it makes the host wait, unless all send the same to all."""
+        """Exchange the counts of rows and return a function that waits for them and builds the exchange. Ranks: all.
+
+        With padding every rank sends the same number to each expert, so nothing is exchanged and nobody waits.
+        """
         num_ranks, num_experts = self.group.size(), self.num_local_experts
         if order.rows_of_each is not None:
             # All ranks have as many tokens, so all have the same capacity.
             even = [[order.rows_of_each] * num_experts] * num_ranks
-            arriving = order.counts.new_full((num_ranks, num_experts), order.rows_of_each)
-            return lambda: TokenExchange(self.group, sent=even, received=even, arriving=arriving)
+            on_device = order.counts.new_full((num_ranks, num_experts), order.rows_of_each)
+            return lambda: TokenExchange(self.group, sent=even, received=even, received_on_device=on_device)
         both = order.counts.new_empty(2, num_ranks, num_experts)
-        leaving, arriving = both.unbind()
-        leaving.view(self.num_owners, self.num_copies, num_experts).copy_(order.counts.view(self.num_owners, 1, -1))
-        dist.all_to_all_single(arriving, leaving, group=self.group)
+        sent, received = both.unbind()
+        sent.view(self.num_owners, self.num_copies, num_experts).copy_(order.counts.view(self.num_owners, 1, -1))
+        dist.all_to_all_single(received, sent, group=self.group)
         counts = DelayedRead(both)
 
         def exchange() -> TokenExchange:
-            sent, received = counts.tensor().tolist()
-            return TokenExchange(self.group, sent=sent, received=received, arriving=arriving)
+            num_sent, num_received = counts.tensor().tolist()
+            return TokenExchange(self.group, sent=num_sent, received=num_received, received_on_device=received)
 
         return exchange
 
 
 def build_dispatcher(config: TransformerConfig, pg_collection: ProcessGroupCollection | None) -> LocalDispatcher:
-    """The dispatcher for these groups: local where one rank has all experts whole.
+    """Build the dispatcher for these process groups: local where one rank has all experts whole.
 
     Raises:
         ValueError: ``tp_ep`` is not ep x expt_tp ranks, where both are more than one.

@@ -1,6 +1,7 @@
-"""An expert's SwiGLU times the rows' factors, as one function each way that keeps only its inputs.
+"""SwiGLU of an expert times the rows' factors: one function in forward, one in backward; only the inputs are kept.
 
-Apart, the product is written and read in the factors' dtype, fp32, forward and three times backward.
+As separate operations the product is written and read in the factors' dtype, fp32, once in forward and three times in
+backward.
 
 Shapes: r rows, f width of an expert; the input holds [gate; up] in its last dim.
 """
@@ -16,9 +17,9 @@ from megatron.core.jit import Fusible
 
 
 def weighted_swiglu(x: torch.Tensor, probs: torch.Tensor, *, compiled: bool = True) -> torch.Tensor:
-    """[r, 2f] and [r] -> [r, f] in the dtype of x: silu(gate) * up * probs, computed in fp32 at least.
+    """Compute silu(gate) * up * probs from [r, 2f] and [r]: [r, f] in the dtype of x, computed in fp32.
 
-    Source: arXiv:2002.05202; Megatron-Core's weighted_bias_swiglu_impl for the product in it.
+    Source: arXiv:2002.05202; Megatron-Core's weighted_bias_swiglu_impl, which includes the product.
     """
     weighted: torch.Tensor = _WeightedSwiGLU.apply(x, probs, compiled)  # type: ignore[no-untyped-call, unused-ignore]
     return weighted

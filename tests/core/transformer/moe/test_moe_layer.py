@@ -164,5 +164,5 @@ def test_groups_that_the_configuration_does_not_know_are_refused(name: str) -> N
     config = TransformerConfig(**FIELDS)
     spec = get_gpt_layer_local_spec(num_experts=4).submodules.mlp
     groups = ProcessGroupCollection(**{name: TwoRanks()})  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=rf"pg_collection.{name} must be of as many ranks .*\(1:.*got 2"):
+    with pytest.raises(ValueError, match=rf"pg_collection.{name} must have as many ranks .*\(1:.*got 2"):
         MoELayer(config, spec.submodules, pg_collection=groups)
