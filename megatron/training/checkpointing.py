@@ -15,11 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.core.distributed.fsdp.checkpoint.agreement import agree
-from megatron.core.distributed.fsdp.checkpoint.entry_points import load_checkpoint, save_checkpoint
-from megatron.core.distributed.fsdp.checkpoint.files import CheckpointReader
-from megatron.core.distributed.fsdp.checkpoint.folder import find_folder
-from megatron.core.distributed.fsdp.checkpoint.state import EXTRA_STATE
+from megatron.core.distributed.fsdp import load_checkpoint, save_checkpoint
+from megatron.core.distributed.fsdp.checkpoint import EXTRA_STATE, CheckpointReader, agree
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.training.loop.dropout_seed import rng_state, set_rng_state
@@ -243,7 +240,7 @@ def print_rank_0(text: str) -> None:
 
 def _saved_architecture(path: Path) -> dict[str, Any]:
     """What the model of a checkpoint is, read before anything is loaded. Ranks: each on its own."""
-    reader, name = CheckpointReader(find_folder(path)), f"{EXTRA_STATE}architecture"
+    reader, name = CheckpointReader(path), f"{EXTRA_STATE}architecture"
     if name not in reader.metadata.state_dict_metadata:
         raise ValueError(
             f"{path} must be a checkpoint of a training run, got one without {name}; weights that were saved by a "

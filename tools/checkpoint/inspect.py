@@ -31,9 +31,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from megatron.core.distributed.fsdp.checkpoint.files import CheckpointReader
-from megatron.core.distributed.fsdp.checkpoint.folder import find_folder
-from megatron.core.distributed.fsdp.checkpoint.state import EXTRA_STATE, OPTIMIZER, NamedTensor
+from megatron.core.distributed.fsdp.checkpoint import EXTRA_STATE, OPTIMIZER, CheckpointReader
 
 TRACKER = "latest_checkpointed_iteration.txt"
 
@@ -75,8 +73,8 @@ class Checkpoint:
             if not text.isdecimal():
                 raise ValueError(f"{tracker} must hold the number of an iteration, got {text!r}")
             path = path / f"iter_{int(text):07d}"
-        self.folder = find_folder(path)
-        self._reader = CheckpointReader(self.folder)
+        self._reader = CheckpointReader(path)
+        self.folder = self._reader.folder
         metadata = self._reader.metadata
         files: dict[str, dict[str, None]] = {}
         for index, place in metadata.storage_data.items():
@@ -106,9 +104,7 @@ class Checkpoint:
         Raises:
             FileNotFoundError: a file that has some of it is gone or cut short.
         """
-        whole = torch.empty(entry.shape, dtype=entry.dtype)
-        self._reader.read(self._reader.plan([NamedTensor((entry.name,), whole)]))
-        return whole
+        return self._reader.tensor(entry.name)
 
 
 def describe(checkpoint: Checkpoint, only: str) -> Iterator[str]:

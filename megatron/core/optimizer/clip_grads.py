@@ -16,9 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from megatron.core.distributed.fsdp.buffers.grad_sums import sum_grads
-from megatron.core.distributed.fsdp.buffers.norm_ownership import Scope, counts_here, scope_of
-from megatron.core.distributed.fsdp.buffers.parameter_group import group_of
+from megatron.core.distributed.fsdp import NormScope, counts_in_norm, group_of, norm_scope_of, sum_grads
 
 
 def get_grad_norm(params: Iterable[Tensor]) -> Tensor:
@@ -42,6 +40,11 @@ def count_zeros(params: Iterable[Tensor]) -> Tensor:
     return _sum_over_model(_with_gradients(params), _number_of_zeros)
 
 
+def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
+    """[] what gradients of this norm [] are multiplied by so that it is at most ``max_norm``; NaN for NaN."""
+    return torch.clamp(max_norm / (norm + 1.0e-6), max=1.0)
+
+
 def clip_grad_by_total_norm(params: Iterable[Tensor], max_norm: float, total_norm: Tensor) -> None:
     """Gradients are scaled in place so that their norm is at most ``max_norm``.
 
@@ -50,7 +53,7 @@ def clip_grad_by_total_norm(params: Iterable[Tensor], max_norm: float, total_nor
 
     Ranks: local.
     """
-    scale = torch.clamp(max_norm / (total_norm + 1.0e-6), max=1.0)
+    scale = clip_factor(total_norm, max_norm)
     for tensors in _by_dtype([_local(gradient) for gradient in _gradients(params)]):
         torch._foreach_mul_(tensors, scale.to(tensors[0].device))
 
@@ -90,17 +93,17 @@ def _sum_over_model(
     values: Sequence[tuple[Tensor, Tensor | None]], measure: Callable[[Sequence[Tensor]], Tensor]
 ) -> Tensor:
     """Sum ``measure`` over the parameters' values: once per scope locally, then over the ranks of that scope."""
-    by_scope: dict[Scope, list[Tensor]] = {}
+    by_scope: dict[NormScope, list[Tensor]] = {}
     device = None
     for param, value in values:
         placed = param if value is None or group_of(param) is not None else value
-        scope = scope_of(placed)
+        scope = norm_scope_of(placed)
         if value is None and not scope.is_model:
             continue
         own, device = by_scope.setdefault(scope, []), device or _local(placed).device
         if value is not None:
             _check_reduced(value)
-            if counts_here(placed):
+            if counts_in_norm(placed):
                 own.append(_local(value))
     total = torch.zeros((), dtype=torch.float32, device=device)
     for scope, locals_ in by_scope.items():

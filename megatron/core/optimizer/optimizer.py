@@ -10,9 +10,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from megatron.core.distributed.fsdp import FlatAdamW, fully_shard_optimizer
-from megatron.core.distributed.fsdp.flat_optimizer.flat_adamw import serves
-from megatron.core.distributed.fsdp.flat_optimizer.flat_norm import clip_factor
-from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm, count_zeros, get_grad_norm, get_params_norm
+from megatron.core.optimizer.clip_grads import (
+    clip_factor,
+    clip_grad_by_total_norm,
+    count_zeros,
+    get_grad_norm,
+    get_params_norm,
+)
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.param_groups import get_param_groups
 
@@ -121,7 +125,7 @@ def get_megatron_optimizer(config: OptimizerConfig, model_chunks: Sequence[torch
     named = [item for chunk in model_chunks for item in chunk.named_parameters()]
     groups = get_param_groups(named, config)
     params = [param for group in groups for param in group["params"]]
-    if config.optimizer == "adam" and serves(params):
+    if config.optimizer == "adam" and FlatAdamW.serves(params):
         return MegatronOptimizer(_flat_adamw(config, groups), config)
     if config.store_param_remainders:
         raise ValueError(

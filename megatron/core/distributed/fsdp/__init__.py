@@ -1,18 +1,23 @@
-"""Fully sharded data parallelism. Start with ``fully_shard``; how it works stands in DESIGN.md and SCHEDULE.md."""
+"""Fully sharded data parallelism: start with ``fully_shard``; DESIGN.md and SCHEDULE.md explain how it works.
 
-from importlib import import_module
+Code outside of this package imports from here, and from ``checkpoint`` what reads checkpoints without a model.
+"""
+
 from typing import TYPE_CHECKING, Any
 
-from megatron.core.distributed.fsdp.api.fully_shard import fully_shard, fully_shard_context, microbatch
+from megatron.core.distributed.fsdp.api.fully_shard import contexts_of, fully_shard, fully_shard_context, microbatch
 from megatron.core.distributed.fsdp.api.module import FsdpModule
 from megatron.core.distributed.fsdp.api.optimizer import fully_shard_optimizer
 from megatron.core.distributed.fsdp.buffers.dbuffer import DBuffer
-from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
-from megatron.core.distributed.fsdp.checkpoint.entry_points import load_checkpoint, save_checkpoint
+from megatron.core.distributed.fsdp.buffers.grad_sums import sum_grads
+from megatron.core.distributed.fsdp.buffers.norm_ownership import NormScope, counts_in_norm, norm_scope_of
+from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup, group_of
+from megatron.core.distributed.fsdp.checkpoint import load_checkpoint, save_checkpoint
 from megatron.core.distributed.fsdp.config.mixed_precision import MixedPrecisionPolicy
 from megatron.core.distributed.fsdp.config.placement import Placements, hybrid_placements
 from megatron.core.distributed.fsdp.flat_optimizer.flat_adamw import FlatAdamW
 from megatron.core.distributed.fsdp.mesh.distributed_index import FSDPDistributedIndex
+from megatron.core.distributed.fsdp.mesh.model_parallel import ModelParallel
 from megatron.core.distributed.fsdp.runtime.context import FsdpContext
 
 if TYPE_CHECKING:
@@ -27,21 +32,28 @@ __all__ = [
     "FsdpParameterGroup",
     "FullyShardedDataParallel",
     "MixedPrecisionPolicy",
+    "ModelParallel",
+    "NormScope",
     "Placements",
+    "contexts_of",
+    "counts_in_norm",
     "fully_shard",
     "fully_shard_context",
     "fully_shard_optimizer",
+    "group_of",
     "hybrid_placements",
     "load_checkpoint",
     "microbatch",
+    "norm_scope_of",
     "save_checkpoint",
+    "sum_grads",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    """Import the adapter when it is asked for: it alone needs Megatron's model, which ``fully_shard`` does without."""
+    """Import the adapter on first use: only it needs Megatron's model, which ``fully_shard`` does without."""
     if name == "FullyShardedDataParallel":
-        return import_module(
-            "megatron.core.distributed.fsdp.adapter.fully_sharded_data_parallel"
-        ).FullyShardedDataParallel
+        from megatron.core.distributed.fsdp.adapter.fully_sharded_data_parallel import FullyShardedDataParallel
+
+        return FullyShardedDataParallel
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -76,6 +76,15 @@ def agree(
     return result
 
 
+def check_initialized(caller: str) -> None:
+    """Raise a RuntimeError that names the caller if torch.distributed is not initialised."""
+    if not dist.is_initialized():
+        raise RuntimeError(
+            f"torch.distributed must be initialised before {caller}; call torch.distributed.init_process_group() in a "
+            "program started with torchrun"
+        )
+
+
 def digest_of(value: object) -> str:
     """A short name for a value that has a ``repr``, the same on all ranks."""
     return hashlib.sha256(repr(value).encode()).hexdigest()

@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.storage import WriteResult
 
 from megatron.core.distributed.fsdp.checkpoint.chunks import Chunk, local_chunks
-from megatron.core.distributed.fsdp.checkpoint.folder import MARKER
+from megatron.core.distributed.fsdp.checkpoint.folder import MARKER, find_folder
 from megatron.core.distributed.fsdp.checkpoint.state import NamedTensor
 
 _ONE_BYTE_ITEM = torch.Size([0])
@@ -110,16 +110,24 @@ def write_metadata(folder: Path, written: Sequence[Written], sizes: Mapping[str,
 
 
 class CheckpointReader:
-    """Reads a complete folder.
+    """A checkpoint on disk, to be read without a model or process group.
+
+    Args:
+        path: the checkpoint. If a save was killed while it replaced it, what that left beside ``path`` is read.
 
     Raises:
+        FileNotFoundError: no complete checkpoint is there.
         ValueError: its metadata cannot be read.
+
+    Attributes:
+        folder: where it was found.
+        metadata: DCP's: names, shapes, dtypes and files of the entries.
 
     Ranks: each reads what it needs, on its own.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, path: Path) -> None:
+        self.folder = folder = find_folder(path)
         self._reader = FileSystemReader(folder)
         try:
             self.metadata: Metadata = self._reader.read_metadata()
@@ -148,6 +156,18 @@ class CheckpointReader:
         planner = _ReadPlanner({})
         self._read(items, planner)
         return {name: planner.values[name] for name in names}
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Read a whole tensor into CPU memory.
+
+        Raises:
+            FileNotFoundError: as ``plan``.
+        """
+        stored = self.metadata.state_dict_metadata[name]
+        assert isinstance(stored, TensorStorageMetadata)
+        whole = torch.empty(stored.size, dtype=stored.properties.dtype)
+        self.read(self.plan([NamedTensor((name,), whole)]))
+        return whole
 
     def plan(self, tensors: Sequence[NamedTensor]) -> ReadPlan:
         """How to read the parts that this rank holds of tensors that were found in the checkpoint, by first name.

@@ -1,4 +1,4 @@
-"""One save, from the state as it is now to a folder at its place; at once, or in a thread."""
+"""``save_checkpoint``: collect this rank's share of the state, write it, and publish the folder; also in a thread."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron.core.distributed.fsdp.checkpoint.agreement import agree, digest_of, firsts
+from megatron.core.distributed.fsdp.checkpoint.agreement import agree, check_initialized, digest_of, firsts
 from megatron.core.distributed.fsdp.checkpoint.chunks import Chunk, chunks_to_write, copied_to_host, plain_chunks
 from megatron.core.distributed.fsdp.checkpoint.files import Written, packed, write_data, write_metadata
 from megatron.core.distributed.fsdp.checkpoint.folder import FolderInProgress, begin_folder
@@ -32,6 +32,67 @@ from megatron.core.distributed.fsdp.checkpoint.state import (
     module_states,
     plain_copy,
 )
+
+
+def save_checkpoint(
+    model: nn.Module,
+    optimizer: Any,
+    path: str | os.PathLike[str],
+    *,
+    extra_state: Mapping[str, Any] | None = None,
+    async_save: bool = False,
+) -> AsyncSave | None:
+    """Save model, optimizer and extra state to the folder ``path``, which any number of ranks can load.
+
+    A checkpoint at ``path`` is replaced: whenever a process is killed, the old one or the new one is there, complete. What
+    killed saves left in the parent folder is removed.
+
+    Args:
+        model: a sharded module, a module that holds some, or a ``FullyShardedDataParallel``.
+        optimizer: a ``torch.optim`` optimizer over the model's parameters, an object that holds one as ``.optimizer``, or
+            None to save none.
+        path: the folder to write; all ranks must see it.
+        extra_state: plain values and tensors by name, also nested in lists, tuples and dicts. Rank 0's are saved. Under the
+            key ``"per_rank"`` each rank saves its own value, such as the state of its random number generators, and gets
+            it back from ``load_checkpoint`` as the same rank.
+        async_save: copy the state to host memory and return; a thread writes the copy while training goes on, and
+            communicates over a gloo process group of its own. ``wait()`` for it before another save to the same path.
+
+    Returns:
+        The save that is running, with ``async_save``; else None.
+
+    Raises:
+        FileExistsError: something that is not a checkpoint is at ``path``.
+        TypeError: a value in ``extra_state`` or in the optimizer's state is not plain.
+        ValueError: the optimizer holds a parameter that the model does not; ranks give different paths.
+        OSError: a rank could not write. What was at ``path`` is still there.
+        RuntimeError: torch.distributed is not initialised; the ranks do not hold one model.
+
+    What one rank raises, all ranks raise, with the number of the rank that failed.
+
+    Ranks: all of the default process group; blocks until all have written (with ``async_save``: copied). The layout says
+    which rank writes what, so nothing is communicated per tensor: two rounds of one gather and one broadcast, and a third
+    where ranks hold different parts of the model.
+    Source: the format is that of torch.distributed.checkpoint.
+    """
+    check_initialized("save_checkpoint")
+    group = dist.new_group(backend="gloo") if async_save else None
+    save = Save(path, group=group)
+
+    def collect() -> LocalState:
+        state = local_state(model, optimizer, extra_state or {}, rank=dist.get_rank())
+        return host_copy(state) if async_save else state
+
+    try:
+        save.prepare(collect)
+    except BaseException:
+        if group is not None:
+            dist.destroy_process_group(group)
+        raise
+    if group is not None:
+        return AsyncSave(save, group)
+    save.write()
+    return None
 
 
 @dataclass(frozen=True)
