@@ -1,0 +1,207 @@
+"""The code blocks of README and docs run, and what they say of flags is what the command line does."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.training.arguments import build_parser
+from megatron.training.cli.refused_combinations import NOT_SERVED
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+README, DOCS = REPOSITORY / "README.md", REPOSITORY / "docs"
+CHECKPOINTS, DATA = DOCS / "checkpoints.md", DOCS / "data.md"
+FLAGS, PORTING, SPLITTING = DOCS / "flags.md", DOCS / "porting.md", DOCS / "splitting_the_model.md"
+CONTRIBUTING = REPOSITORY / "CONTRIBUTING.md"
+PAGES = [*sorted(REPOSITORY.glob("*.md")), *sorted(DOCS.glob("*.md"))]
+MARKS = {
+    FLAGS: ("<!-- flags: written by python -m tests.test_docs -->\n", "<!-- end of flags -->"),
+    SPLITTING: ("<!-- refusals: written by python -m tests.test_docs -->\n", "<!-- end of refusals -->"),
+}
+
+
+def blocks(page: Path, language: str = r"\w*") -> list[str]:
+    """Return a page's code blocks in a language, or all of them, in their order."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+
+
+def run(command: list[str], folder: Path) -> str:
+    """Run a command with ranks on the CPU, ``python`` and ``torchrun`` being those of this test; return what it prints."""
+    programs = folder / "programs"
+    programs.mkdir(exist_ok=True)
+    for name, arguments in (("python", ""), ("torchrun", "-m torch.distributed.run --standalone")):
+        (programs / name).write_text(f'#!/bin/sh\nexec {sys.executable} {arguments} "$@"\n')
+        (programs / name).chmod(stat.S_IRWXU)
+    environment = {
+        **os.environ,
+        "PATH": f"{programs}:{os.environ['PATH']}",
+        "PYTHONPATH": str(REPOSITORY),
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+    }
+    process = subprocess.Popen(
+        command,
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        printed, _ = process.communicate(timeout=240)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)  # its ranks too
+        pytest.fail(f"{command} did not end in 240 s:\n{process.communicate()[0]}")
+    assert process.returncode == 0, printed
+    return printed
+
+
+def train_on_two_ranks(script: str, folder: Path) -> None:
+    """Run a script on two ranks and check that the loss that it prints falls."""
+    (folder / "script.py").write_text(script)
+    printed = run(["torchrun", "--nproc-per-node", "2", "script.py"], folder)
+    losses = [float(loss) for loss in re.findall(r"step \d: loss (\S+)", printed)]
+    assert len(losses) == 5 and losses[-1] < losses[0]
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A folder with the repository's files whose ``runs`` is its own."""
+    for name in ("pretrain_gpt.py", "megatron", "tools", "examples"):
+        (tmp_path / name).symlink_to(REPOSITORY / name)
+    return tmp_path
+
+
+def test_the_first_two_blocks_are_the_commands_to_train_and_to_test() -> None:
+    """They install packages, so they are not run here; continuous integration runs the second one."""
+    first, second = blocks(README)[:2]
+    assert first == "bash examples/quickstart.sh\n" and second == "bash tests/run.sh\n"
+    assert (REPOSITORY / first.split()[1]).exists() and (REPOSITORY / second.split()[1]).exists()
+    assert second.strip() in (REPOSITORY / ".ci/run").read_text()
+
+
+def test_all_other_blocks_are_run_by_the_tests_below() -> None:
+    assert {page.name: len(blocks(page)) for page in PAGES if blocks(page)} == {
+        "README.md": 2 + 3,
+        "checkpoints.md": 2,
+        "data.md": 1,
+        "splitting_the_model.md": 1,
+    }
+
+
+def test_megatron_core_code_trains(tmp_path: Path) -> None:
+    train_on_two_ranks(blocks(README, "python")[0], tmp_path)
+
+
+def test_any_module_trains_and_resumes_from_a_checkpoint(tmp_path: Path) -> None:
+    """The block of docs/checkpoints.md continues the README's, in the same launch."""
+    trains, end = blocks(README, "python")[1].split("dist.destroy_process_group()")
+    (resumes,) = blocks(CHECKPOINTS, "python")
+    train_on_two_ranks(f"{trains}{resumes}dist.destroy_process_group(){end}", tmp_path)
+
+
+def test_the_launch_script_trains_and_its_checkpoint_can_be_sampled_from(checkout: Path) -> None:
+    printed = run(["bash", "-euc", blocks(README, "bash")[2]], checkout)
+    assert "iteration       10/      10" in printed and (checkout / "runs/first/iter_0000010").is_dir()
+    assert run(["bash", "-euc", blocks(CHECKPOINTS, "bash")[0]], checkout).startswith("import")
+
+
+def test_a_split_model_trains(checkout: Path) -> None:
+    printed = run(["bash", "-euc", blocks(SPLITTING, "bash")[0]], checkout)
+    assert "iteration        4/       4" in printed and "tensor 2 with sequence parallelism, pipeline 2" in printed
+
+
+def test_a_corpus_is_prepared_and_trained_on(checkout: Path) -> None:
+    printed = run(["bash", "-euc", blocks(DATA, "bash")[0]], checkout)
+    assert "iteration        4/       4" in printed and "validation loss" in printed
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.read_text(encoding="utf-8").splitlines()) <= 150
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_files_and_headings(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)]+)\)", page.read_text(encoding="utf-8")):
+        path, _, heading = link.partition("#")
+        target = page.parent / path if path else page
+        assert target.exists(), link
+        assert not heading or heading in headings_of(target), link
+
+
+def headings_of(page: Path) -> list[str]:
+    """Return the anchors of a page's headings, as Markdown's viewers make them."""
+    titles = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return [re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles]
+
+
+def test_paths_in_the_table_of_the_repository_exist() -> None:
+    table = CONTRIBUTING.read_text(encoding="utf-8").split("## What is where")[1].split("\n## ")[0]
+    paths = [path for row in re.findall(r"^\| (`.*?) \|", table, re.M) for path in re.findall(r"`([^`]+)`", row)]
+    assert len(paths) > 10 and all((REPOSITORY / path).exists() for path in paths)
+
+
+def tables_of_flags() -> str:
+    """Return the flags in effect and those that name a fact, as docs/flags.md has them."""
+    parser = build_parser()
+    lines = ["## In effect", "", "| flag | meaning |", "|---|---|"]
+    for group in parser._action_groups:
+        actions = [action for action in group._group_actions if "--help" not in action.option_strings]
+        if actions:
+            lines.append(f"| **{group.title}** | |")
+        for action in actions:
+            flags = " ".join(f"`{flag}`" for flag in action.option_strings)
+            choices = f" {{{', '.join(map(str, action.choices))}}}" if action.choices else ""
+            lines.append(f"| {flags}{choices} | {action.help} |")
+    lines += ["", "## Always so", "", "These are accepted, since what they ask for always holds:", ""]
+    lines += ["| flag | what always holds |", "|---|---|"]
+    for flag, so in parser.always_so.items():
+        lines.append(f"| `{' '.join((flag, *so.values[:1]))}` | {so.fact} |")
+    return "\n".join(lines)
+
+
+def table_of_refusals() -> str:
+    """Return the combinations that are not served, as docs/splitting_the_model.md has them."""
+    rows = [f"| {row.what} | {row.reason} | {row.remedy} |" for row in NOT_SERVED]
+    return "\n".join(["| what is refused | why | what to do |", "|---|---|---|", *rows])
+
+
+def generated() -> dict[Path, str]:
+    """Return what stands between the marks of each page."""
+    return {FLAGS: tables_of_flags(), SPLITTING: table_of_refusals()}
+
+
+def parts_of(page: Path) -> tuple[str, str, str]:
+    """Return what a page has before, between and after its marks, which belong to the outer parts."""
+    start, end = MARKS[page]
+    before, rest = page.read_text(encoding="utf-8").split(start)
+    between, after = rest.split(end)
+    return before + start, between, end + after
+
+
+@pytest.mark.parametrize("page", MARKS, ids=lambda page: page.name)
+def test_generated_tables_are_up_to_date(page: Path) -> None:
+    assert parts_of(page)[1].strip() == generated()[page], "run `python -m tests.test_docs` to write them anew"
+
+
+def test_the_flags_that_the_docs_call_refused_are_refused() -> None:
+    table = PORTING.read_text(encoding="utf-8").split("## Refused flags")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| (`--.*?) \|", table, re.M)
+    flags = [flag for row in rows for flag in re.findall(r"`(--[a-z0-9-]+)`", row)]
+    parser = build_parser()
+    assert len(flags) > 20
+    assert [flag for flag in flags if parser.reason_against(flag) is None] == []
+
+
+if __name__ == "__main__":
+    for page, text in generated().items():
+        before, _, after = parts_of(page)
+        page.write_text(f"{before}\n{text}\n\n{after}", encoding="utf-8")
