@@ -361,6 +361,8 @@ def _ddp(args: Namespace) -> DistributedDataParallelConfig:
         megatron_fsdp_main_params_dtype=main_params,
         megatron_fsdp_main_grads_dtype=main_grads,
         megatron_fsdp_grad_comm_dtype=grad_comm,
+        fsdp_forward_prefetch_depth=args.fsdp_forward_prefetch_depth,
+        fsdp_backward_prefetch_depth=args.fsdp_backward_prefetch_depth,
         suggested_communication_unit_size=args.suggested_communication_unit_size,
         # Where iterations are captured, nothing may be launched between them.
         fsdp_all_gather_in_start_param_sync=not captures_iterations(args),

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 
-TransportKind = Literal["auto", "nccl", "symm", "peer_copy"]
+from megatron.core.distributed.fsdp import TRANSPORT_KINDS, TransportKind
 
 
 @dataclass(kw_only=True)
@@ -46,8 +46,15 @@ class DistributedDataParallelConfig:
     grad_reduce_in_fp32: bool = False
     """Reduce gradients in fp32, where ``megatron_fsdp_grad_comm_dtype`` does not say otherwise."""
 
+    fsdp_forward_prefetch_depth: int = 1
+    """How many units ahead weights are gathered in forward; 0 gathers each when it is needed."""
+
+    fsdp_backward_prefetch_depth: int = 1
+    """The same in backward."""
+
     suggested_communication_unit_size: int | None = None
-    """Elements to have on their way: units are gathered ahead until they hold as many; None: one unit ahead."""
+    """Elements to have on their way: units beyond the prefetch depth are gathered ahead until together they hold as many;
+    None: the prefetch depth alone counts."""
 
     fsdp_memory_budget: int | float | None = None
     """Memory to spend on weights that stay gathered between forward and backward and between microbatches, which saves
@@ -60,8 +67,7 @@ class DistributedDataParallelConfig:
     """``finish_grad_sync`` raises on every rank if any gradient is not finite; costs a host synchronisation."""
 
     fsdp_transport: TransportKind = "auto"
-    """What moves bytes between ranks: the process group ("nccl", on CPUs gloo), NCCL symmetric memory, or copies between
-    the ranks' memory; "auto" measures once those that can serve the ranks."""
+    """What moves bytes between ranks: a key of ``TRANSPORT_KINDS``, whose values say how."""
 
     use_symm_mem: bool = False
     """The same as ``fsdp_transport="symm"``."""
@@ -109,14 +115,15 @@ class DistributedDataParallelConfig:
                 "suggested_communication_unit_size must be at least 1 element, got "
                 f"{self.suggested_communication_unit_size}"
             )
+        for name in ("fsdp_forward_prefetch_depth", "fsdp_backward_prefetch_depth"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be 0 or more units, got {getattr(self, name)}")
         self._check_hybrid_sharding()
         budget = self.fsdp_memory_budget
         if budget is not None and not (0 < budget < 1 or (budget >= 1 and budget == int(budget))):
             raise ValueError(f"fsdp_memory_budget must be bytes, or a fraction above 0 and below 1, got {budget}")
-        if self.fsdp_transport not in get_args(TransportKind):
-            raise ValueError(
-                f"fsdp_transport must be one of {', '.join(get_args(TransportKind))}, got {self.fsdp_transport!r}"
-            )
+        if self.fsdp_transport not in TRANSPORT_KINDS:
+            raise ValueError(f"fsdp_transport must be one of {', '.join(TRANSPORT_KINDS)}, got {self.fsdp_transport!r}")
         if (self.use_symm_mem or self.nccl_ub) and self.fsdp_transport not in ("auto", "symm"):
             raise ValueError(
                 f"{'use_symm_mem' if self.use_symm_mem else 'nccl_ub'}=True means fsdp_transport='symm', got "

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 
+from megatron.core.distributed.fsdp import TRANSPORT_KINDS
+
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 OUTER_STRATEGIES = ("no_shard", "optim")
-TRANSPORTS = ("auto", "nccl", "symm", "peer_copy")
 DTYPES = ("fp32", "bf16", "fp16", "auto")
 
 
@@ -33,10 +34,11 @@ def add_distributed_flags(parser: argparse.ArgumentParser) -> None:
 def _add_transport_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--fsdp-transport",
-        choices=TRANSPORTS,
+        choices=list(TRANSPORT_KINDS),
         default="auto",
-        help="what moves bytes between ranks: nccl (the process group, on CPUs gloo), symm (NCCL symmetric memory), "
-        "peer_copy (copies between the ranks' memory), auto (measures those that can serve the ranks) (default: auto)",
+        help="what moves bytes between ranks: "
+        + ", ".join(f"{kind} ({summary})" for kind, summary in TRANSPORT_KINDS.items())
+        + " (default: auto)",
     )
     group.add_argument("--use-nccl-ub", action="store_true", help="NCCL symmetric memory: --fsdp-transport symm")
 
@@ -97,7 +99,21 @@ def _add_sharding_flags(group: argparse._ArgumentGroup) -> None:
         "device's (default: none)",
     )
     group.add_argument(
-        "--suggested-communication-unit-size", type=int, help="elements that gathers ahead of use may hold at once"
+        "--fsdp-forward-prefetch-depth",
+        type=int,
+        default=1,
+        help="units whose weights are gathered ahead in forward; 0 gathers each when it is needed (default: 1)",
+    )
+    group.add_argument(
+        "--fsdp-backward-prefetch-depth",
+        type=int,
+        default=1,
+        help="units whose weights are gathered ahead in backward (default: 1)",
+    )
+    group.add_argument(
+        "--suggested-communication-unit-size",
+        type=int,
+        help="gather units ahead, beyond the prefetch depth, until weights of so many elements are on their way",
     )
 
 

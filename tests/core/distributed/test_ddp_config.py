@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
 
 from megatron.core.distributed import DistributedDataParallelConfig
-from megatron.core.distributed.distributed_data_parallel_config import NOT_SERVED, TransportKind
-from megatron.core.distributed.fsdp.comm import TRANSPORT_KINDS
-from megatron.training.cli.flags_distributed import TRANSPORTS
+from megatron.core.distributed.distributed_data_parallel_config import NOT_SERVED
+from megatron.core.distributed.fsdp import TRANSPORT_KINDS
 
 # For each setting that is not served, a value other than its default.
 _WISHES: dict[str, Any] = {
@@ -30,6 +29,8 @@ _SERVED = {
     "megatron_fsdp_main_grads_dtype",
     "megatron_fsdp_grad_comm_dtype",
     "grad_reduce_in_fp32",
+    "fsdp_forward_prefetch_depth",
+    "fsdp_backward_prefetch_depth",
     "suggested_communication_unit_size",
     "fsdp_all_gather_in_start_param_sync",
     "check_for_nan_in_grad",
@@ -70,6 +71,8 @@ def test_strategies(strategy: Any) -> None:
     ("settings", "message"),
     [
         ({"data_parallel_sharding_strategy": "zero3"}, "must be one of no_shard, optim, .*got 'zero3'"),
+        ({"fsdp_forward_prefetch_depth": -1}, "fsdp_forward_prefetch_depth must be 0 or more units, got -1"),
+        ({"fsdp_backward_prefetch_depth": -2}, "fsdp_backward_prefetch_depth must be 0 or more units, got -2"),
         ({"suggested_communication_unit_size": 0}, "must be at least 1 element, got 0"),
         ({"fsdp_memory_budget": 0}, "must be bytes, or a fraction above 0 and below 1, got 0"),
         ({"fsdp_memory_budget": -0.5}, "must be bytes, or a fraction above 0 and below 1, got -0.5"),
@@ -98,8 +101,9 @@ def test_symmetric_memory_has_three_names(settings: dict[str, Any]) -> None:
     assert DistributedDataParallelConfig(**settings | {"fsdp_transport": "symm"}).transport_kind == "symm"
 
 
-def test_the_kinds_of_transport_are_the_engines() -> None:
-    assert get_args(TransportKind) == TRANSPORT_KINDS == TRANSPORTS
+def test_every_kind_of_transport_can_be_asked_for() -> None:
+    for kind in TRANSPORT_KINDS:
+        assert DistributedDataParallelConfig(fsdp_transport=kind).transport_kind == kind  # type: ignore[arg-type]
     assert DistributedDataParallelConfig().transport_kind == "auto"
 
 

@@ -20,7 +20,6 @@ from megatron.core.distributed.fsdp.api.module import FsdpModule, fsdp_modules
 from megatron.core.distributed.fsdp.buffers.grad_sums import sum_grads
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup, group_of
 from megatron.core.distributed.fsdp.comm import SharedTransports
-from megatron.core.distributed.fsdp.comm.symmetric import SymmetricTransport
 from megatron.core.distributed.fsdp.config.mixed_precision import MixedPrecisionPolicy
 from megatron.core.distributed.fsdp.config.placement import Placements, hybrid_placements, strategy_placements
 from megatron.core.distributed.fsdp.mesh.distributed_index import FSDPDistributedIndex
@@ -113,18 +112,16 @@ class FullyShardedDataParallel(nn.Module):
 
     @property
     def transport_names(self) -> list[str]:
-        """What moves this model's bytes between ranks: "nccl", "symm", "peer_copy", "gloo" or "local"."""
+        """The ``name`` of each transport that moves this model's bytes between ranks."""
         return sorted({axis.name for group in self.parameter_groups for axis in group.group_mesh.axes})
 
     def close(self) -> None:
-        """Afterwards no memory of the model is registered with process groups, which can then be destroyed.
+        """Deregister the model's memory from its process groups, so that these can be destroyed.
 
-        Only symmetric memory registers any; deleting the model does the same. Ranks: all; blocks the host.
+        Only symmetric memory is registered; deleting the model does the same. Ranks: all; blocks the host.
         """
-        transports = {axis for group in self.parameter_groups for axis in group.group_mesh.axes}
-        for transport in transports:
-            if isinstance(transport, SymmetricTransport):
-                transport.close()
+        for transport in {axis for group in self.parameter_groups for axis in group.group_mesh.axes}:
+            transport.close()
 
     def describe(self) -> str:
         """What the engine's buffers take on this rank, as a table: as expected before a step has run, then as planned."""
@@ -274,6 +271,8 @@ class _Sharder:
             "fsdp_group_ag": index.get_fsdp_group(independent_all_gather=True),
             "transport": ddp_config.transport_kind,
             "model_parallel": model_parallel,
+            "forward_prefetch_depth": ddp_config.fsdp_forward_prefetch_depth,
+            "backward_prefetch_depth": ddp_config.fsdp_backward_prefetch_depth,
         }
 
     def __call__(self, module: nn.Module) -> None:

@@ -26,6 +26,7 @@ from megatron.core.distributed.fsdp.comm import TransportKind
 from megatron.core.distributed.fsdp.config.mixed_precision import SERVED_DTYPES, MixedPrecisionPolicy
 from megatron.core.distributed.fsdp.config.placement import Placements, strategy_placements
 from megatron.core.distributed.fsdp.layout.flat_layout import FlatLayout
+from megatron.core.distributed.fsdp.layout.granule import granule_of
 from megatron.core.distributed.fsdp.layout.row_groups import group_by_rows
 from megatron.core.distributed.fsdp.mesh.group_mesh import GroupMesh
 from megatron.core.distributed.fsdp.mesh.model_parallel import ModelParallel, is_shared_between_stages
@@ -48,12 +49,15 @@ def fully_shard(
     fsdp_group_ag: ProcessGroup | None = None,
     transport: TransportKind | None = None,
     model_parallel: ModelParallel | None = None,
+    forward_prefetch_depth: int | None = None,
+    backward_prefetch_depth: int | None = None,
 ) -> ModuleT:
     """Afterwards the module is a unit: its parameters are sharded, and gathered around its forward and backward.
 
     Call it on the layers, then on the root. A unit manages the parameters of its tree that no unit inside it does.
     Parameters become DTensors (main weights, split unevenly between rows or, where that would cost more than 2 % of padding,
-    between equal parts of rows: ``RowShard``); names, ``state_dict`` keys and attributes of parameters stay. Build the
+    between equal parts of rows: ``RowShard``); names, ``state_dict`` keys and attributes of parameters stay. A parameter
+    whose attribute ``fsdp_granule`` is a ``Granule`` (blocks of rows, the whole tensor) is cut nowhere else. Build the
     optimizer afterwards.
 
     Args:
@@ -71,14 +75,18 @@ def fully_shard(
             that can serve the mesh, once, and prints what it chose.
         model_parallel: between which ranks the model is split besides: where experts (parameters with
             ``allreduce=False``) are sharded, and of which larger tensors parameters are parts.
+        forward_prefetch_depth: how many further units' weights are gathered ahead when this unit's forward begins, in the
+            order in which units run; 0 gathers each when it is needed. None: as many as for the root module, and there 1.
+            Each costs the memory of one more unsharded unit.
+        backward_prefetch_depth: the same, when this unit's backward begins.
 
     Returns:
         ``module``.
 
     Raises:
         ValueError: the mesh does not hold this rank or lacks an axis; a parameter is owned by a unit over other ranks,
-            or by one around this module; the module is a unit already; ``grad_divisor`` is not positive; the transport
-            cannot serve the mesh, or ``use_symm_mem`` contradicts it; ranks that shard experts together hold other ones.
+            or by one around this module; the module is a unit already; ``grad_divisor`` is not positive; a prefetch depth is
+            negative; the transport cannot serve the mesh, or ``use_symm_mem`` contradicts it; ranks that shard experts together hold other ones.
         TypeError: a parameter of a dtype that cannot be trained; a module without forward or whose class cannot be
             extended.
         NotImplementedError: more than two data-parallel axes, or weights or gradients sharded over an outer one;
@@ -100,6 +108,10 @@ def fully_shard(
     unit_class = _unit_class(type(module))  # type: ignore[arg-type]
     if not grad_divisor > 0:
         raise ValueError(f"grad_divisor must be positive, got {grad_divisor}")
+    prefetch_depth = (forward_prefetch_depth, backward_prefetch_depth)
+    for name, depth in zip(("forward_prefetch_depth", "backward_prefetch_depth"), prefetch_depth, strict=True):
+        if depth is not None and depth < 0:
+            raise ValueError(f"{name} must be 0 or more units, got {depth}")
     kind = _transport_kind(transport, use_symm_mem)
     mesh = mesh if mesh is not None else _default_mesh()
     placements = placements if placements is not None else strategy_placements("optim_grads_params")
@@ -127,6 +139,7 @@ def fully_shard(
         groups,
         borrowed,
         has_nested=any(isinstance(child, FsdpModule) for child in module.modules()),
+        own_prefetch_depth=prefetch_depth,
     )
     module.__class__ = unit_class  # type: ignore[assignment]
     module._fsdp_unit = unit  # type: ignore[assignment]
@@ -286,7 +299,9 @@ def _group(
         own = placements.replicated() if is_scalar else placements
         own = own if trainable else own.frozen()
         mesh = meshes.of(members[0].original)
-        for found in group_by_rows([p.original.shape for p in members], num_ranks=mesh.num_shards(own)):
+        shapes = [p.original.shape for p in members]
+        granules = [granule_of(p.original, p.name) for p in members]
+        for found in group_by_rows(shapes, num_ranks=mesh.num_shards(own), granules=granules):
             groups.append(([members[i] for i in found.members], found.layout, own, mesh))
     return groups
 

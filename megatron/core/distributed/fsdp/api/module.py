@@ -146,6 +146,7 @@ def _adopt(root: FsdpModule, context: FsdpContext) -> None:
         unit.prefix = f"{names[module]}." if names[module] else ""
         if unit.context is not None and (unit.context.is_shared or not unit.context.disband()):
             continue
+        unit.take_prefetch_depth(root._fsdp_unit)
         context.register(unit)
 
 

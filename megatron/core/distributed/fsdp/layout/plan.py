@@ -172,6 +172,7 @@ class Recorder:
         input_nbytes: Mapping[int, int],
         groups_of: Mapping[int, list[int]],
         pool_of: Mapping[int, int] | None = None,
+        prefetch_depth_of: Mapping[int, tuple[int, int]] | None = None,
         ahead_nbytes: int = 0,
         memory_budget_nbytes: int = 0,
     ) -> Plan:
@@ -182,13 +183,15 @@ class Recorder:
             input_nbytes: bytes of each group's reduce-scatter input.
             groups_of: groups whose weights a unit uses.
             pool_of: the pool of each group's ranges; one for all when None.
-            ahead_nbytes: bytes of weights to have on their way; at least those of one use are.
+            prefetch_depth_of: how many units with weights are prefetched when a unit's (forward, backward) begins; 1 for
+                all when None.
+            ahead_nbytes: prefetch more units until weights of so many bytes are on their way; a depth of 0 prefetches none.
             memory_budget_nbytes: bytes that may be spent on weights that stay gathered, the last units of forward first.
         """
         _ = self.ranges
         # Units without weights are not worth a gather; replicated weights are worth one (their synchronisation).
         sizes = {unit: sum(weight_nbytes.get(group, 1) for group in groups) for unit, groups in groups_of.items()}
-        begins, ahead = self._gather_ahead(sizes, ahead_nbytes)
+        begins, ahead = self._gather_ahead(sizes, prefetch_depth_of or {}, ahead_nbytes)
         for group, ranges in self._weights.items():
             self._weights[group] = [LiveRange(group, begins[r.begin], r.end) for r in ranges]
         kept = [False] * len(self.uses)
@@ -226,19 +229,23 @@ class Recorder:
             kept.update(own)
         return kept
 
-    def _gather_ahead(self, nbytes: Mapping[int, int], ahead_nbytes: int) -> tuple[list[int], list[tuple[Use, ...]]]:
+    def _gather_ahead(
+        self, nbytes: Mapping[int, int], depth_of: Mapping[int, tuple[int, int]], ahead_nbytes: int
+    ) -> tuple[list[int], list[tuple[Use, ...]]]:
         """[U] the use at whose begin the weights of each use are gathered, and [U] the uses gathered at each."""
         begins, upto = list(range(len(self.uses))), 0
         ahead: list[tuple[Use, ...]] = []
-        for now in range(len(self.uses)):
+        for now, use in enumerate(self.uses):
             upto = max(upto, now)
-            first = upto + 1
-            while upto + 1 < len(self.uses):
-                on_their_way = sum(nbytes.get(use.unit, 0) for use in self.uses[now + 1 : upto + 1])
-                if upto > now and on_their_way >= max(ahead_nbytes, 1):
+            first, depth = upto + 1, depth_of.get(use.unit, (1, 1))[use.backward]
+            on_their_way = [size for u in self.uses[now + 1 : first] if (size := nbytes.get(u.unit, 0))]
+            while depth and upto + 1 < len(self.uses):
+                if len(on_their_way) >= depth and sum(on_their_way) >= ahead_nbytes:
                     break
                 upto += 1
                 begins[upto] = now
+                if size := nbytes.get(self.uses[upto].unit, 0):
+                    on_their_way.append(size)
             ahead.append(tuple(self.uses[first : upto + 1]))
         return begins, ahead
 

@@ -27,7 +27,7 @@ class Planner:
         in_plan: this step has done so far what the plan says.
         recorder: writes this step down, where the plan is missing or was left.
         arenas: memory of the ranges that the plan lays out: of full weights, of reduce-scatter inputs.
-        ahead_numel: elements of weights to have on their way; at least one unit is.
+        ahead_numel: elements of weights to have on their way, where the units' prefetch depth alone means fewer.
         memory_budget_nbytes: bytes to spend on weights that stay gathered throughout a step.
 
     Ranks: every rank plans alike, since all run units in the same order.
@@ -150,6 +150,7 @@ class Planner:
             input_nbytes={g.index: g.grads.input_storage.nbytes for g in groups if g.trainable},
             groups_of={unit.index: [group.index for group in unit.groups] for unit in units},
             pool_of={group.index: number for number, pool in enumerate(_pools(groups)) for group in pool},
+            prefetch_depth_of={unit.index: unit.prefetch_depth for unit in units},
             ahead_nbytes=self._ahead_nbytes(groups),
             memory_budget_nbytes=self.memory_budget_nbytes,
         )

@@ -37,6 +37,8 @@ class FsdpUnit:
         order: place of its latest forward among all forwards of its context; backward comes back in reverse.
         last_inside: place of the last forward that began within it.
         last_token: the graph that it ran in last.
+        prefetch_depth: how many further units are prefetched when its (forward, backward) begins.
+        own_prefetch_depth: what the user asked of this unit; None: the root's.
         context: the ``FsdpContext`` that it runs in, which imports this file; None until the root has run.
     """
 
@@ -56,6 +58,8 @@ class FsdpUnit:
     order: int = 0
     last_inside: int = 0
     context: Any = None
+    prefetch_depth: tuple[int, int] = (1, 1)
+    own_prefetch_depth: tuple[int | None, int | None] = (None, None)
     last_token: weakref.ref[GraphToken] | None = None
 
     def __post_init__(self) -> None:
@@ -63,8 +67,17 @@ class FsdpUnit:
         self.groups = list(self.own_groups)
         self.trainable_groups = [group for group in self.own_groups if group.trainable]
         self.is_deferred = self.has_nested
+        self.take_prefetch_depth(self)
         for group in borrowed:
             self.borrow(group)
+
+    def take_prefetch_depth(self, root: FsdpUnit) -> None:
+        """Set the prefetch depth to what the user asked of this unit, else of the root, else to 1."""
+        forward, backward = (
+            next((depth for depth in (own, of_root) if depth is not None), 1)
+            for own, of_root in zip(self.own_prefetch_depth, root.own_prefetch_depth, strict=True)
+        )
+        self.prefetch_depth = (forward, backward)
 
     def borrow(self, group: FsdpParameterGroup) -> None:
         """Unshard the group, which another unit owns, for this unit too."""

@@ -251,6 +251,9 @@ def weights_are_gathered_ahead_as_far_as_asked() -> None:
     for name, settings in {
         "off": {"overlap_param_gather": False},
         "one": {"overlap_param_gather": True},
+        "none": {"overlap_param_gather": True, "fsdp_forward_prefetch_depth": 0},
+        "three": {"overlap_param_gather": True, "fsdp_forward_prefetch_depth": 3},
+        "backward": {"overlap_param_gather": True, "fsdp_backward_prefetch_depth": 3},
         "many": {"overlap_param_gather": True, "suggested_communication_unit_size": 1_000_000},
     }.items():
         model = build_gpt(num_layers=4)
@@ -260,7 +263,8 @@ def weights_are_gathered_ahead_as_far_as_asked() -> None:
         with _watched(model) as events, torch.no_grad():
             _mine(wrapped, 3)
         seen[name] = _most_waiting(events)
-    assert seen["off"] == 0 and seen["one"] == 1 and seen["many"] >= 4, seen
+    assert seen["off"] == seen["none"] == 0 and seen["one"] == seen["backward"] == 1 and seen["three"] == 3, seen
+    assert seen["many"] >= 4, seen
 
 
 @CHECKS.on(2)

@@ -24,9 +24,9 @@ def _chain(num_blocks: int, *, with_backward: bool = True) -> Recorder:
         for block in range(num_blocks, 0, -1):
             _use(recorder, block, backward=True)
             recorder.released(block)
-            recorder.staged(block)
+            recorder.input_acquired(block)
             recorder.reduced(block)
-        recorder.staged(0)
+        recorder.input_acquired(0)
         recorder.reduced(0)
         recorder.released(0)
     return recorder
@@ -41,7 +41,7 @@ def _plan(recorder: Recorder, num_units: int, *, ahead_nbytes: int = 0, sizes: d
     nbytes = sizes or dict.fromkeys(range(num_units), NBYTES)
     return recorder.plan(
         weight_nbytes=nbytes,
-        staging_nbytes=nbytes,
+        input_nbytes=nbytes,
         groups_of={unit: [unit] for unit in range(num_units)},
         ahead_nbytes=ahead_nbytes,
     )
@@ -73,7 +73,7 @@ def test_nothing_is_kept_for_a_unit_that_has_no_backward() -> None:
 
 def test_forward_alone_keeps_nothing() -> None:
     plan = _plan(_chain(3, with_backward=False), 4)
-    assert not any(plan.kept) and not plan.staging.groups and plan.staging.nbytes == 0
+    assert not any(plan.kept) and not plan.inputs.groups and plan.inputs.nbytes == 0
 
 
 def test_pools_have_arenas_of_their_own() -> None:
@@ -81,9 +81,9 @@ def test_pools_have_arenas_of_their_own() -> None:
     num_blocks, nbytes = 6, dict.fromkeys(range(7), NBYTES)
     pool_of = {unit: unit % 2 for unit in nbytes}
     plan = _chain(num_blocks).plan(
-        weight_nbytes=nbytes, staging_nbytes=nbytes, groups_of={unit: [unit] for unit in nbytes}, pool_of=pool_of
+        weight_nbytes=nbytes, input_nbytes=nbytes, groups_of={unit: [unit] for unit in nbytes}, pool_of=pool_of
     )
-    for ranges in (plan.weights, plan.staging):
+    for ranges in (plan.weights, plan.inputs):
         assert [pool.groups for pool in ranges.pools] == [(0, 2, 4, 6), (1, 3, 5)]
         assert ranges.nbytes == sum(pool.nbytes for pool in ranges.pools)
         for unit in nbytes:
@@ -91,19 +91,19 @@ def test_pools_have_arenas_of_their_own() -> None:
             assert {pool_of[other] for other in ranges.overlapping(unit)} <= {pool_of[unit]}
             assert 0 <= ranges.offset(unit) <= pool.nbytes - NBYTES
     # Every second block alone: one range does, besides the root's.
-    assert [pool.nbytes for pool in plan.staging.pools] == [2 * NBYTES, NBYTES]
+    assert [pool.nbytes for pool in plan.inputs.pools] == [2 * NBYTES, NBYTES]
 
 
 def test_a_chain_shares_two_ranges_besides_the_roots() -> None:
     """One unit computes while the next one is gathered, or the last one is reduced, however long the chain is."""
     for num_blocks in (2, 3, 8):
         plan = _plan(_chain(num_blocks), num_blocks + 1)
-        assert plan.weights.nbytes == plan.staging.nbytes == 3 * NBYTES
+        assert plan.weights.nbytes == plan.inputs.nbytes == 3 * NBYTES
         assert plan.weights.overlapping(0) == ()
         for block in range(1, num_blocks):
             assert block + 1 not in plan.weights.overlapping(block)
             assert plan.weights.offset(block) != plan.weights.offset(block + 1)
-            assert block + 1 not in plan.staging.overlapping(block)
+            assert block + 1 not in plan.inputs.overlapping(block)
 
 
 def test_gathers_reach_as_far_ahead_as_asked() -> None:
@@ -115,6 +115,41 @@ def test_gathers_reach_as_far_ahead_as_asked() -> None:
     assert plan.weights.nbytes == 4 * NBYTES
     all_ahead = [use for ahead in plan.ahead for use in ahead]
     assert all_ahead == list(plan.uses[1:]), "each use is gathered ahead once"
+
+
+def _plan_of_depth(num_blocks: int, depth: tuple[int, int], **options: int) -> Plan:
+    nbytes = dict.fromkeys(range(num_blocks + 1), NBYTES)
+    return _chain(num_blocks).plan(
+        weight_nbytes=nbytes,
+        input_nbytes=nbytes,
+        groups_of={unit: [unit] for unit in nbytes},
+        prefetch_depth_of=dict.fromkeys(nbytes, depth),
+        **options,
+    )
+
+
+def test_prefetch_depth_counts_units_in_each_direction() -> None:
+    """Forward three units ahead, backward one; where forward turns, what forward has fetched is not fetched again."""
+    plan = _plan_of_depth(6, (3, 1))
+    assert plan.ahead[0] == plan.uses[1:4]
+    first_backward = next(at for at, use in enumerate(plan.uses) if use.backward)
+    assert all(len(ahead) == 1 for ahead in plan.ahead[1 : first_backward - 1])
+    assert [use for ahead in plan.ahead for use in ahead] == list(plan.uses[1:]), "each use is gathered ahead once"
+    assert plan.weights.nbytes > _plan_of_depth(6, (1, 1)).weights.nbytes
+    assert _plan_of_depth(6, (1, 1)) == _plan(_chain(6), 7)
+
+
+def test_a_prefetch_depth_of_zero_gathers_on_demand() -> None:
+    plan = _plan_of_depth(6, (0, 0), ahead_nbytes=2 * NBYTES)
+    assert not any(plan.ahead)
+    backward = _plan_of_depth(6, (1, 0))
+    assert all(not ahead for use, ahead in zip(backward.uses, backward.ahead, strict=True) if use.backward)
+    assert any(backward.ahead)
+
+
+def test_the_bytes_asked_for_go_beyond_the_depth() -> None:
+    assert _plan_of_depth(6, (2, 2), ahead_nbytes=NBYTES) == _plan_of_depth(6, (2, 2))
+    assert _plan_of_depth(6, (1, 1), ahead_nbytes=3 * NBYTES) == _plan_of_depth(6, (3, 3))
 
 
 def test_small_units_count_by_their_bytes() -> None:
@@ -129,8 +164,8 @@ def test_small_units_count_by_their_bytes() -> None:
 def test_units_without_weights_to_gather_have_no_range() -> None:
     """Groups that rest replicated are used, but take no address."""
     recorder = _chain(2)
-    plan = recorder.plan(weight_nbytes={1: NBYTES}, staging_nbytes={}, groups_of={0: [0], 1: [1], 2: [2]})
-    assert plan.weights.groups == (1,) and plan.staging.groups == ()
+    plan = recorder.plan(weight_nbytes={1: NBYTES}, input_nbytes={}, groups_of={0: [0], 1: [1], 2: [2]})
+    assert plan.weights.groups == (1,) and plan.inputs.groups == ()
 
 
 def test_a_group_that_was_never_released_lives_to_the_end() -> None:
