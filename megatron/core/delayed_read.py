@@ -1,4 +1,4 @@
-"""Values on their way from the device to the host, so that the host can read them later without having waited."""
+"""Asynchronous copies of device values that the host reads later."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class DelayedRead:
-    """A copy of a tensor's values as they are now, in stream order; does not block the host.
+    """A copy of a tensor's current values, in stream order, on its way to the host; making it does not block the host.
 
     Ranks: each its own.
     """
@@ -22,12 +22,12 @@ class DelayedRead:
             self._host = tensor.clone()
 
     def tensor(self) -> Tensor:
-        """The values on the host, in the tensor's shape; blocks until they have arrived."""
+        """Return the values on the host, in the tensor's shape; block until they have arrived."""
         if self._done is not None:
             self._done.synchronize()
         return self._host
 
     def values(self) -> list[float]:
-        """The same as a list [n]."""
+        """Return the values as a list [n]; block until they have arrived."""
         values: list[float] = self.tensor().flatten().tolist()
         return values

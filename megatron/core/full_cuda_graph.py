@@ -1,16 +1,15 @@
-"""A training step as one CUDA graph: run eagerly a few times, captured once, replayed ever after.
+"""A training step as one CUDA graph: run eagerly a few times, captured once, then replayed.
 
-What is captured is a function of static inputs: forward and backward of all microbatches, reductions, clipping and the
-update. On a replay no Python of it runs. So whatever changes from step to step must come from device memory: inputs
-from buffers that are filled before each replay, random numbers from generators that are seeded before it, rates of the
-optimizer from tensors that it writes before it. Weights, optimizer state and the engine's buffers have fixed addresses.
+The captured function computes forward and backward of all microbatches, reductions, clipping and the update from static
+inputs. A replay runs none of its Python. So whatever changes from step to step must come from device memory: inputs from
+buffers that are filled before each replay, random numbers from generators that are seeded before it, learning rates from
+tensors that the optimizer writes before it. Weights, optimizer state and the engine's buffers have fixed addresses.
 
-[Note: what the host knows after a replay] The engine's Python ran once, when the step was captured. Its state then says
-that a step has ended: nothing gathered, no gradients, the weights newer than any that were synchronised. That is what
-it would say after each replay, so an eager forward in between (an evaluation) goes by it and sees current weights. Only
-events must not cross: an event of the capture means nothing outside of it, nor the reverse, so both sides start with
-events of their own. The arenas that the graph reads and writes stay allocated as long as the graph, also when the
-engine makes itself a new plan.
+[Note: what the host knows after a replay] The engine's Python ran once, when the step was captured. Its state says that a
+step has ended: nothing is gathered, there are no gradients, and the main weights are newer than the model weights. The
+same holds after each replay, so an eager forward in between (an evaluation) sees current weights. Only events are
+different: an event that was recorded in the capture has no meaning outside, nor the reverse, so events are renewed before
+and after the capture. The arenas that the graph uses stay allocated as long as the graph, also when the engine plans anew.
 """
 
 from __future__ import annotations
@@ -32,57 +31,58 @@ logger = logging.getLogger(__name__)
 
 Microbatch = dict[str, Tensor]
 Step = Callable[[Sequence[Microbatch], Callable[[int], None]], dict[str, Tensor]]
-"""(microbatches, draw) -> results; ``draw(i)`` puts the random generator at the start of microbatch ``i``'s stream."""
+"""(microbatches, draw) -> results; ``draw(i)`` seeds the random generators for microbatch ``i``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FullCudaGraphConfig:
-    """Whether a training step is captured, and when."""
+    """Settings of the CUDA graph of a training step."""
 
     enabled: bool = False
+    """Whether the step is captured."""
 
     warmup_steps: int = 3
-    """Eager steps before the capture. The first records the engine's plan, the second moves buffers to where it says,
-    and libraries choose their kernels: 2 is the least, 3 is Megatron-LM's default."""
+    """Eager steps before the capture, at least 2: the first records the engine's plan, the second moves buffers into its
+    arena, and libraries choose their kernels. 3 is Megatron-LM's default."""
 
     def __post_init__(self) -> None:
         if self.warmup_steps < 2:
             raise ValueError(
-                f"--cuda-graph-warmup-steps must be at least 2, got {self.warmup_steps}: the first step records where "
-                "buffers belong, the second moves them there"
+                f"--cuda-graph-warmup-steps must be at least 2, got {self.warmup_steps}: the first step records the "
+                "engine's plan, the second moves buffers into its arena"
             )
 
 
 class StepGraph(Protocol):
-    """Captures work on a device and repeats it."""
+    """A graph that captures the work of a step on a device and replays it."""
 
     def warmup(self) -> AbstractContextManager[None]:
-        """A scope for the eager steps before the capture."""
+        """Return a context for the eager steps before the capture."""
 
     def capture(self, function: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
-        """The work of ``function`` is known, not done; returns its results, which each replay writes anew."""
+        """Capture the work of ``function`` without running it; return its results, which each replay overwrites."""
 
     def draw(self, index: int) -> None:
-        """Within a capture: random numbers that follow are those of microbatch ``index``."""
+        """Switch, within a capture, to the random generators of microbatch ``index``."""
 
     def replay(self, seeds: Sequence[int]) -> None:
-        """The work is done again, in stream order, with random streams that start at [num_microbatches] ``seeds``."""
+        """Run the captured work again, in stream order, with generators seeded by [num_microbatches] ``seeds``."""
 
     def close(self) -> None:
-        """The graph is gone, with its memory."""
+        """Free the graph and its memory."""
 
 
 class CudaStepGraph:
-    """A CUDA graph, the stream that it is captured on, and a random generator for each microbatch.
+    """A CUDA graph with the stream that it is captured on and a random generator for each microbatch.
 
-    Warm-up and capture share a stream of their own: gradient accumulation remembers the stream of the first forward, and
-    the default stream cannot be captured. Within a capture generators cannot be seeded; so each microbatch has one of
-    its own that the graph knows, and the default generator takes on its state. A replay reads seeds from the
-    generators as they are then: dropout is that of an eager step with the same seeds, bit for bit. The streams of a
-    tensor-parallel rank have generators of their own, in the same way.
+    Warm-up and capture share one side stream: gradient accumulation remembers the stream of the first forward, and the
+    default stream cannot be captured. Generators cannot be seeded within a capture. So each microbatch has its own
+    generator, registered with the graph, whose state the default generator takes on. A replay reads the generators' current
+    seeds, so dropout is bitwise that of an eager step with the same seeds. The random stream of a tensor-parallel rank has
+    generators of its own, used in the same way.
 
     Args:
-        tracker: of the model (``get_cuda_rng_tracker``).
+        tracker: the model's tracker (``get_cuda_rng_tracker``).
 
     Raises:
         ValueError: the device is not a CUDA device.
@@ -119,7 +119,7 @@ class CudaStepGraph:
         state = self._default_generator.graphsafe_get_state()
         rank_stream = None if self._tracker is None else self._tracker.use(self._rank_generators[0])
         try:
-            # Thread-local: NCCL's watchdog and the loader's pinning thread call CUDA meanwhile.
+            # Thread-local, since NCCL's watchdog and the loader's pinning thread call CUDA meanwhile.
             with (
                 _no_garbage_collection(),
                 torch.cuda.graph(self._graph, stream=self._stream, capture_error_mode="thread_local"),
@@ -128,7 +128,7 @@ class CudaStepGraph:
         except Exception as error:
             raise RuntimeError(
                 "the training step must be capturable as a CUDA graph: fixed shapes, no value read on the host, no "
-                "stream left unjoined; it is not, for the reason above; train eagerly (--cuda-graph-impl none)"
+                "stream left unjoined; the capture failed for the reason above; train eagerly (--cuda-graph-impl none)"
             ) from error
         finally:
             self._default_generator.graphsafe_set_state(state)
@@ -154,7 +154,7 @@ class CudaStepGraph:
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """Garbage is collected before, and not within: freeing what other steps left would break a capture."""
+    """Collect garbage before the scope and never within: freeing memory of other steps would break a capture."""
     gc.collect()
     was_enabled = gc.isenabled()
     gc.disable()
@@ -166,14 +166,14 @@ def _no_garbage_collection() -> Iterator[None]:
 
 
 class StaticInputs:
-    """Microbatches at fixed addresses, with the shapes of the first that came."""
+    """Buffers of microbatches at fixed addresses, with the shapes of the first ones."""
 
     def __init__(self, microbatches: Sequence[Microbatch]) -> None:
         self.microbatches = [{key: torch.empty_like(tensor) for key, tensor in one.items()} for one in microbatches]
         self._targets = [tensor for one in self.microbatches for tensor in one.values()]
 
     def fill(self, microbatches: Sequence[Microbatch]) -> None:
-        """Afterwards, in stream order, the buffers hold these microbatches.
+        """Copy microbatches into the buffers, in stream order.
 
         Raises:
             ValueError: number, names, shapes or dtypes are not those of the first call.
@@ -191,7 +191,7 @@ class StaticInputs:
 
 
 def _matching(given: Microbatch, buffers: Microbatch, index: int) -> list[Tensor]:
-    """The tensors of a microbatch, in the order of its buffers."""
+    """Return the tensors of a microbatch in the order of its buffers; check names, shapes and dtypes."""
     if given.keys() != buffers.keys():
         raise ValueError(
             f"microbatches of a captured step must keep their tensors {sorted(buffers)}, got {sorted(given)} in "
@@ -209,15 +209,14 @@ def _matching(given: Microbatch, buffers: Microbatch, index: int) -> list[Tensor
 
 
 class FullCudaGraph:
-    """Runs a training step: eagerly at first, then from a CUDA graph, with the same numbers.
+    """A training step that runs eagerly at first and then from a CUDA graph, with the same numbers.
 
     Args:
-        step: see ``Step``. Nothing of it may be needed on the host but what it returns, and the model's first forward must
-            be in it.
-        contexts: of the sharded model; nothing may be gathered ahead between steps (``start_param_sync``).
-        graph: of the device that the step runs on.
+        step: see ``Step``. The host may need only what it returns, and the model's first forward must be in it.
+        contexts: the contexts of the sharded model; nothing may be gathered between steps (``start_param_sync``).
+        graph: the graph of the device on which the step runs.
         warmup_steps: eager steps before the capture; see ``FullCudaGraphConfig``.
-        tracker: of the model (``get_cuda_rng_tracker``); the graph must know it too.
+        tracker: the model's tracker (``get_cuda_rng_tracker``); the graph must have the same.
 
     Ranks: all make the same calls. Close it before its process groups are destroyed: NCCL waits for graphs that hold its
     kernels.
@@ -238,8 +237,8 @@ class FullCudaGraph:
         self._inputs: StaticInputs | None = None
         self._results: dict[str, Tensor] | None = None
         self._weights: list[int] = []  # versions of the main weights, group by group
-        self._arenas: list[Tensor] = []  # what the graph writes to, whatever the engine plans later
-        self._has_told = self._is_closed = False
+        self._arenas: list[Tensor] = []  # kept alive for the graph, also when the engine plans anew
+        self._has_warned = self._is_closed = False
 
     @property
     def is_captured(self) -> bool:
@@ -247,17 +246,17 @@ class FullCudaGraph:
         return self._results is not None
 
     def __call__(self, microbatches: Sequence[Microbatch], seeds: Sequence[int]) -> dict[str, Tensor]:
-        """The step is done with these inputs, in stream order; returns its results, which stay as they are.
+        """Run the step on these inputs, in stream order, and return its results, which later steps do not overwrite.
 
         Args:
-            microbatches: [M] their tensors may be reused as soon as the call returns.
-            seeds: [M] of each microbatch's random numbers.
+            microbatches: [M] inputs; their tensors may be reused as soon as the call returns.
+            seeds: [M] seeds of the microbatches' random numbers.
 
         Raises:
-            ValueError: inputs differ in shape from those of the first call.
-            RuntimeError: the step cannot be captured, or somebody else has written weights since it was.
+            ValueError: the inputs' shapes differ from those of the first call.
+            RuntimeError: the step cannot be captured, or weights were written outside the step since the capture.
 
-        Ranks: all; does not block the host, but for the capture.
+        Ranks: all; does not block the host, except for the capture.
         """
         if self._is_closed:
             raise RuntimeError("a captured step must not be called after close(); make a new one")
@@ -270,10 +269,10 @@ class FullCudaGraph:
             self._results = self._capture(self._inputs)
         if self._weight_versions() != self._weights:
             raise RuntimeError(
-                "weights must not be written between the replays of a captured step, which would go on from the old ones; "
-                "somebody did (load_state_dict or a checkpoint?): load before the first step, or make a new FullCudaGraph"
+                "weights must not be written between the replays of a captured step, which would continue from the old ones, "
+                "but they were (load_state_dict or a checkpoint?); load before the first step, or make a new FullCudaGraph"
             )
-        # Generators outside of the graph go on from where the last microbatch would have put them.
+        # Generators outside the graph must be where an eager step would have left them.
         model_parallel_cuda_manual_seed(seeds[-1], self.tracker)
         self.graph.replay(seeds)
         return {name: result.clone() for name, result in self._results.items()}
@@ -281,12 +280,12 @@ class FullCudaGraph:
     def _is_warm(self) -> bool:
         if self.num_eager_steps < self.warmup_steps:
             return False
-        # Out of plan, buffers are about to move; a capture would hold them where they are.
-        settled = all(context.in_plan for context in self.contexts)
-        if not settled and not self._has_told:
-            self._has_told = True
-            logger.warning("the step is not captured yet: the last one used units in another order than the one before")
-        return settled
+        # Out of plan, buffers are about to move, and a capture would record their old addresses.
+        in_plan = all(context.in_plan for context in self.contexts)
+        if not in_plan and not self._has_warned:
+            self._has_warned = True
+            logger.warning("the step is not captured yet: the last step ran units in another order than the one before")
+        return in_plan
 
     def _run_eagerly(self, inputs: StaticInputs, seeds: Sequence[int]) -> dict[str, Tensor]:
         def draw(index: int) -> None:
@@ -297,7 +296,7 @@ class FullCudaGraph:
             return self._step(inputs, draw)
 
     def _step(self, inputs: StaticInputs, draw: Callable[[int], None]) -> dict[str, Tensor]:
-        """The step, after which the stream that it ran on has seen all of it."""
+        """Run the step and make its stream wait for all of its work."""
         results = self.step(inputs.microbatches, draw)
         for context in self.contexts:
             context.finish_updates()
@@ -316,9 +315,9 @@ class FullCudaGraph:
         return results
 
     def _renew_events(self) -> None:
-        """Afterwards the engine waits for nothing but work of the stream that the caller is on.
+        """Replace the engine's events, so that it waits for work of the current stream alone.
 
-        [Note: what the host knows after a replay]
+        See [Note: what the host knows after a replay].
         """
         for context in self.contexts:
             context.weights_changed()
@@ -328,7 +327,7 @@ class FullCudaGraph:
         return [group.weights.write_count for context in self.contexts for group in context.groups]
 
     def close(self) -> None:
-        """The graph and its memory are given back."""
+        """Free the graph and its memory."""
         self._is_closed = True
         self._results, self._inputs, self._arenas = None, None, []
         self.graph.close()

@@ -1,14 +1,14 @@
-"""Functions of tensors that `torch.compile` turns into few kernels on CUDA, and that run as they stand elsewhere.
+"""Functions of tensors that `torch.compile` turns into few kernels on CUDA, and that run eagerly elsewhere.
 
-[Note: fused functions] What is compiled is a function of tensors without autograd: the forward or the backward of a
-`torch.autograd.Function`, which says itself what is kept for backward. So nothing of a module is traced (a sharding
-engine swaps parameters under it), recomputation and saved-tensor hooks see an ordinary function, and a function is
-compiled once for all layers. On CPU, where compiling costs more than it gains, the same arithmetic runs eagerly.
+[Note: fused functions] Only functions of tensors without autograd are compiled: the forward or the backward of a
+`torch.autograd.Function`, which decides what is kept for backward. So no module is traced (a sharding engine swaps its
+parameters), recomputation and saved-tensor hooks see an ordinary function, and a function is compiled once for all layers.
+On CPU, where compilation costs more than it gains, the same arithmetic runs eagerly.
 
-[Note: one code for each width] What torch.compile has met in two sizes it compiles for any size, and a kernel that must divide
-by widths that it does not know is several times slower (SwiGLU's backward, 14,336 wide: 1.14 ms against 0.2). The number of rows may
-change from step to step (tokens of experts, other lengths); widths differ between layers (dense and expert ones, queries and keys),
-and each gets code of its own.
+[Note: one code for each width] torch.compile makes code for any size once it has seen two sizes, and a kernel that divides by
+widths that are not constants is several times slower (SwiGLU's backward, 14,336 wide: 1.14 ms against 0.2 ms). The number of
+rows may change from step to step (tokens of experts, other lengths). Widths differ between layers (dense and expert layers,
+queries and keys), so each width gets its own code.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _logger = logging.getLogger(__name__)
 
 
 class Fusible:
-    """A function of tensors, the first of which says by its device whether it may be compiled.
+    """A function of tensors that is compiled where its first argument is on CUDA.
 
     Source: ours; Megatron-Core's ``jit_fuser`` compiles when the function is defined.
     """
@@ -40,19 +40,19 @@ class Fusible:
         self._failed = False
 
     def __call__(self, compiled: bool, first: torch.Tensor, *rest: Any) -> Any:
-        """The function's value of (first, *rest), from compiled code where asked for and possible.
+        """Call the function on (first, *rest), compiled where ``compiled`` asks for it and it is possible.
 
-        Where the compiler fails, the plain function runs, then and later, and one log line says why.
+        Where the compiler fails, the eager function runs, now and later, and one log line says why.
         """
         if not is_compiled(compiled, first) or self._failed:
             return self.eager(first, *rest)
         widths = first.shape[1:]
         compiled_for_widths = self._compiled.get(widths)
         if compiled_for_widths is None:
-            # Without fullgraph: a function that has met too many shapes runs the next one eagerly, and does not raise.
+            # Without fullgraph, a function that has seen too many shapes runs the next one eagerly instead of raising.
             compiled_for_widths = self._compiled[widths] = torch.compile(_renamed(self.eager, widths))
         try:
-            # Values only: the compiler would guard on requires_grad, and warns where it meets a tensor that is no leaf.
+            # Detached: the compiler would guard on requires_grad, and warns about tensors that are no leaves.
             return compiled_for_widths(*(x.detach() if isinstance(x, torch.Tensor) else x for x in (first, *rest)))
         except Exception as error:
             if not _is_compilers(error):
@@ -68,7 +68,7 @@ class Fusible:
 
 
 def _renamed(function: Callable[..., Any], widths: tuple[int, ...]) -> Callable[..., Any]:
-    """The function under a name of its own for these widths: the compiler remembers sizes by file, line and name."""
+    """Copy the function under a name for these widths: the compiler remembers sizes by file, line and name."""
     name = "_".join((function.__name__, *map(str, widths)))
     code = function.__code__.replace(co_name=name)
     renamed = types.FunctionType(code, function.__globals__, name, function.__defaults__, function.__closure__)
@@ -77,12 +77,12 @@ def _renamed(function: Callable[..., Any], widths: tuple[int, ...]) -> Callable[
 
 
 def is_compiled(compiled: bool, first: torch.Tensor) -> bool:
-    """Whether a ``Fusible`` with this first argument runs compiled where ``compiled`` asks for it."""
+    """Return whether a ``Fusible`` with this first argument runs compiled where ``compiled`` asks for it."""
     return compiled and first.is_cuda and _can_compile()
 
 
 def why_not_compiled() -> str | None:
-    """What torch.compile lacks on this machine for CUDA, or None where it lacks nothing."""
+    """Say what torch.compile lacks on this machine for CUDA; None: nothing."""
     try:
         importlib.import_module("triton")
     except ImportError:

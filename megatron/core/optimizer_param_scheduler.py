@@ -26,25 +26,25 @@ _COMPARED = (
 
 
 class HasParamGroups(Protocol):
-    """An optimizer, as far as the scheduler knows it."""
+    """An object with an optimizer's parameter groups."""
 
     @property
     def param_groups(self) -> list[dict[str, Any]]: ...
 
 
 class OptimizerParamScheduler:
-    """Sets ``lr`` and ``weight_decay`` of each parameter group from the number of steps; training counts samples.
+    """A scheduler of ``lr`` and ``weight_decay`` of each parameter group; a step is one sample in training.
 
-    A group's own ``max_lr``, ``min_lr`` and ``wd_mult`` are respected.
+    A group's own ``max_lr``, ``min_lr`` and ``wd_mult`` take precedence.
 
     Args:
-        init_lr: rate at step 0 of a warm-up.
-        max_lr: rate at the end of the warm-up.
-        min_lr: rate at ``lr_decay_steps`` and after.
+        init_lr: learning rate at step 0 of a warm-up.
+        max_lr: learning rate at the end of the warm-up.
+        min_lr: learning rate at ``lr_decay_steps`` and after.
         lr_warmup_steps: steps of linear growth from ``init_lr`` to ``max_lr``.
-        lr_decay_steps: step at which the decay has ended, the warm-up included.
-        start_wd: weight decay at step 0; with ``end_wd``, ``wd_incr_steps`` and ``wd_incr_style`` its growth.
-        wsd_decay_steps: length of the last phase of ``WSD`` (warm-up, stable, decay).
+        lr_decay_steps: step at which the decay ends, warm-up included.
+        start_wd: weight decay at step 0; it grows to ``end_wd`` over ``wd_incr_steps`` by ``wd_incr_style``.
+        wsd_decay_steps: length of the decay phase of ``WSD`` (warm-up, stable, decay).
         use_checkpoint_opt_param_scheduler: ``load_state_dict`` takes the saved schedule.
         override_opt_param_scheduler: ``load_state_dict`` keeps this schedule. With neither, they must be equal.
 
@@ -108,14 +108,17 @@ class OptimizerParamScheduler:
                 f"wsd_decay_steps and lr_wsd_decay_style in {LR_WSD_DECAY_STYLES} for WSD, "
                 f"got {self.wsd_decay_steps} and {self.lr_wsd_decay_style}",
             ),
-            (not (self.override and self.use_checkpoint), "not both override and use_checkpoint_opt_param_scheduler"),
+            (
+                not (self.override and self.use_checkpoint),
+                "at most one of override_ and use_checkpoint_opt_param_scheduler, got both",
+            ),
         )
         for holds, rule in rules:
             if not holds:
-                raise ValueError(f"of the schedule must hold: {rule}")
+                raise ValueError(f"the schedule needs {rule}")
 
     def get_lr(self, param_group: dict[str, Any]) -> float:
-        """Learning rate of a group after ``num_steps`` steps."""
+        """Compute the learning rate of a group after ``num_steps`` steps."""
         max_lr: float = param_group.get("max_lr", self.max_lr)
         min_lr: float = param_group.get("min_lr", self.min_lr)
         if self.lr_warmup_steps > 0 and self.num_steps <= self.lr_warmup_steps:
@@ -129,7 +132,7 @@ class OptimizerParamScheduler:
         return min_lr + self._decay_factor() * (max_lr - min_lr)
 
     def _decay_factor(self) -> float:
-        """1 at the end of the warm-up, 0 at ``lr_decay_steps``."""
+        """Compute the decay factor: 1 at the end of the warm-up, 0 at ``lr_decay_steps``."""
         if self.lr_decay_style == "WSD":
             assert self.wsd_decay_steps is not None
             decayed = self.num_steps - (self.lr_decay_steps - self.wsd_decay_steps)
@@ -138,7 +141,7 @@ class OptimizerParamScheduler:
         return 1.0 - progress if self.lr_decay_style == "linear" else _half_cosine(progress)
 
     def get_wd(self, param_group: dict[str, Any]) -> float:
-        """Weight decay of a group after ``num_steps`` steps."""
+        """Compute the weight decay of a group after ``num_steps`` steps."""
         if self.wd_incr_style == "constant" or self.num_steps > self.wd_incr_steps:
             wd = self.end_wd
         else:
@@ -148,21 +151,21 @@ class OptimizerParamScheduler:
         return wd * float(param_group.get("wd_mult", 1.0))
 
     def step(self, increment: int) -> None:
-        """``increment`` more steps are counted, and all groups have the rates that belong to the count."""
+        """Count ``increment`` more steps and set the rates of all groups."""
         self.num_steps += increment
         for group in self.optimizer.param_groups:
             group["lr"] = self.get_lr(group)
             group["weight_decay"] = self.get_wd(group)
 
     def state_dict(self) -> dict[str, Any]:
-        """The schedule and its position, as plain values."""
+        """Return the schedule and its position as plain values."""
         return {name: getattr(self, name) for name in (*_COMPARED, "num_steps")}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """The position is the saved one; the schedule is the saved one, this one, or both are equal (see the class).
+        """Continue from a saved position, by the saved schedule or by this one (see the class).
 
         Raises:
-            ValueError: the schedules differ and neither side was chosen; the message names the values.
+            ValueError: the schedules differ and neither was chosen; the message names the values.
         """
         differing = {name: state_dict[name] for name in _COMPARED if state_dict[name] != getattr(self, name)}
         if differing and not self.override and not self.use_checkpoint:

@@ -1,4 +1,4 @@
-"""Megatron-Core's door to process groups, without its globals: what it builds, it returns."""
+"""Megatron-Core's entry point for process groups, without its globals: it returns what it builds."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def initialize_model_parallel(
     order: str = "tp-cp-ep-dp-pp",
     create_all_gather_group: bool = False,
 ) -> ProcessGroupCollection:
-    """The process groups of a run that is split so; pass them to the model and to the engine.
+    """Build the process groups of a run with these degrees; pass them to the model and to the engine.
 
-    Nothing is remembered: there are no ``get_*_group()`` functions, since models of different splits may live in one
-    process. Read ``collection.tp`` and the like, with ``group_size`` and ``group_rank`` of ``process_groups_config``.
+    Nothing is stored: there are no ``get_*_group()`` functions, since one process may hold models with different degrees.
+    Read ``collection.tp`` and the like, with ``group_size`` and ``group_rank`` of ``process_groups_config``.
 
     Raises:
         ValueError: the degrees do not fill the world; the message shows the arithmetic.
@@ -36,7 +36,7 @@ def initialize_model_parallel(
     Source: Megatron-Core's function of this name, as far as its arguments are served.
     """
     if not dist.is_initialized():
-        ProcessGroupCollection.data_parallel()  # raises, and says what to call
+        ProcessGroupCollection.data_parallel()  # raises an error that says what to call
     grid = RankGrid(
         world_size=dist.get_world_size(),
         tensor_model_parallel_size=tensor_model_parallel_size,

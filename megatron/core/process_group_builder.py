@@ -1,4 +1,4 @@
-"""Makes the process groups of a run from its grid of ranks."""
+"""Builder of a run's process groups from its grid of ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 from megatron.core.process_groups_config import ProcessGroupCollection, create_all_gather_groups, group_size
 from megatron.core.rank_grid import RankGrid
 
-# Groups that the engine reduces and gathers over, beside the model's computation. They share no communicator with the
+# Process groups over which the engine reduces and gathers while the model computes. They share no communicator with the
 # model's own, even where the ranks are the same: one communicator runs its collectives one after the other.
 _ENGINE_GROUPS = (
     "dp_cp",
@@ -25,33 +25,33 @@ _ENGINE_GROUPS = (
 )
 _MODEL_GROUPS = ("tp", "cp", "ep", "pp", "expt_tp", "tp_cp", "tp_ep", "mp")
 _HYBRID_GROUPS = ("intra_dp_cp", "intra_expt_dp", "inter_dist_opt", "inter_expt_dist_opt")
-# The engine shards over these also where they are one rank.
+# The engine shards over these even if they have one rank.
 _GROUPS_OF_ONE = ("dp_cp", "dp", "expt_dp", "intra_dp_cp", "intra_expt_dp")
 
 
 def build_process_groups(
     grid: RankGrid, *, timeout: timedelta | None = None, create_all_gather_group: bool = False
 ) -> ProcessGroupCollection:
-    """The groups of ``grid`` that hold this rank; None for splits that are not used.
+    """Build the process groups of ``grid`` that contain this rank; None for degrees of one rank.
 
-    Groups of the same ranks are one group where they serve the same purpose. The all-gather groups, where asked for,
-    mirror the axis over which weights are sharded: the inner one under hybrid sharding.
+    Process groups of the same ranks are one object where they serve the same purpose. The all-gather groups have the
+    ranks over which weights are sharded: those of the inner axis under hybrid sharding.
 
     Args:
-        timeout: how long collectives wait for a rank; torch.distributed's default when None.
+        timeout: how long collectives wait for a rank; None: torch.distributed's default.
         create_all_gather_group: also make ``dp_cp_ag``, and ``expt_dp_ag`` where experts are split.
 
     Raises:
         RuntimeError: torch.distributed is not initialised.
-        ValueError: the grid is of another number of ranks than there are.
+        ValueError: the grid has another number of ranks than the run.
 
-    Ranks: all of the run, with equal arguments; blocks until the ranks of its groups have come. The caller destroys the groups.
+    Ranks: all of the run, with equal arguments; blocks until all ranks of its groups have joined. The caller destroys them.
     Source: ours; the groups are those of Megatron-Core's parallel_state, which keeps them in globals.
     """
     everyone = ProcessGroupCollection.data_parallel().dp_cp
     assert everyone is not None
     if dist.get_world_size() != grid.world_size:
-        raise ValueError(f"the grid must be of all {dist.get_world_size()} ranks, got one of {grid.world_size}")
+        raise ValueError(f"the grid must have all {dist.get_world_size()} ranks, got one of {grid.world_size}")
     engine = _GroupMaker(timeout, {tuple(range(grid.world_size)): everyone})
     model = _GroupMaker(timeout, {})
     made: dict[str, ProcessGroup | None] = {}
@@ -66,7 +66,7 @@ def build_process_groups(
 
 
 def _with_all_gather_groups(groups: ProcessGroupCollection, timeout: timedelta | None) -> ProcessGroupCollection:
-    """The collection with groups for all-gathers alone; experts share the dense one where their ranks are the same."""
+    """Add process groups for all-gathers alone; experts share the dense one where their ranks are the same."""
     sharding, expert_sharding = groups.intra_dp_cp or groups.dp_cp, groups.intra_expt_dp or groups.expt_dp
     if group_size(sharding) == group_size(expert_sharding) == 1:
         return groups
@@ -76,13 +76,13 @@ def _with_all_gather_groups(groups: ProcessGroupCollection, timeout: timedelta |
 
 
 class _GroupMaker:
-    """Makes each group of ranks once; every rank takes part in making all of them, in one order."""
+    """A maker of process groups, one for each set of ranks; all ranks take part in making all of them, in one order."""
 
     def __init__(self, timeout: timedelta | None, made: dict[tuple[int, ...], ProcessGroup]) -> None:
         self.timeout, self.made = timeout, made
 
     def make(self, name: str, grid: RankGrid) -> ProcessGroup | None:
-        """This rank's group of the name; None where it is in none."""
+        """Make all groups of this name; return this rank's, or None where it is in none."""
         own: ProcessGroup | None = None
         for ranks in grid.groups(name).tolist():
             key = tuple(ranks)

@@ -1,4 +1,4 @@
-"""The process groups of a run, passed to whatever needs them; there are no process-group globals."""
+"""The collection of a run's process groups, which is passed to whatever needs it; there are no global process groups."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from torch.distributed import ProcessGroup
 
 
 def group_size(group: ProcessGroup | None) -> int:
-    """Ranks of a group; 1 for None, which is a split that is not used."""
+    """Return the number of ranks of a process group; 1 for None, which means that the split is not used."""
     return 1 if group is None else group.size()
 
 
 def group_rank(group: ProcessGroup | None) -> int:
-    """This rank's place in a group; 0 for None."""
+    """Return this rank's index in a process group; 0 for None."""
     return 0 if group is None else group.rank()
 
 
 @dataclass(kw_only=True)
 class ProcessGroupCollection:
-    """One process group per way of splitting the work, each holding this rank; None where a split is not used.
+    """The process groups of this rank, one for each kind of parallelism; None where it is not used.
 
     Attributes:
         tp, pp, cp, ep: tensor, pipeline, context and expert parallelism.
@@ -35,10 +35,10 @@ class ProcessGroupCollection:
         embd: the first and the last pipeline stage, which share the word embedding; None on other stages.
         intra_dp_cp, intra_expt_dp: the inner (sharding) axis of hybrid sharding, dense and expert.
         inter_dist_opt, inter_expt_dist_opt: its outer (replicating) axis, dense and expert.
-        dp_cp_ag, expt_dp_ag: the ranks of ``dp_cp`` and ``expt_dp`` (under hybrid sharding of the inner axes), for
+        dp_cp_ag, expt_dp_ag: the ranks of ``dp_cp`` and ``expt_dp`` (under hybrid sharding those of the inner axes), for
             all-gathers alone.
 
-    The groups belong to whoever made the collection, who destroys them.
+    Whoever made the process groups destroys them.
     """
 
     tp: ProcessGroup | None = None
@@ -62,12 +62,12 @@ class ProcessGroupCollection:
 
     @classmethod
     def data_parallel(cls) -> ProcessGroupCollection:
-        """A collection in which all ranks are data-parallel and nothing else is split.
+        """Make a collection in which all ranks are data-parallel and the model is not split.
 
         Raises:
             RuntimeError: torch.distributed is not initialised.
 
-        Ranks: all; communicates nothing, since the groups are the default one.
+        Ranks: all; no communication, since it uses the default process group.
         """
         if not dist.is_initialized():
             raise RuntimeError(
@@ -79,10 +79,10 @@ class ProcessGroupCollection:
 
 
 def group_of(groups: ProcessGroupCollection | None, name: str) -> ProcessGroup | None:
-    """The group of this name; None where that split is not used, or without a collection.
+    """Return the process group of this name; None where it is not used, or without a collection.
 
     Raises:
-        AttributeError: no group has this name.
+        AttributeError: there is no such name.
     """
     group: ProcessGroup | None = None if groups is None else getattr(groups, name)
     return group
@@ -95,29 +95,30 @@ def create_all_gather_groups(
     *,
     pg_collection: ProcessGroupCollection | None = None,
 ) -> tuple[ProcessGroup, ProcessGroup | None]:
-    """Groups of their own for all-gathers, with the ranks over which weights are sharded, dense and expert.
+    """Make separate process groups for the all-gathers of weights, dense and expert.
 
     One NCCL communicator runs its collectives one after the other, so gathers and reductions overlap only on two.
     Put them into the collection: ``replace(pg_collection, dp_cp_ag=dense, expt_dp_ag=expert)``.
 
     Args:
         for_expert_parallelism: also make the expert one, where ``pg_collection`` splits the experts.
-        timeout: how long its collectives wait for a rank; torch.distributed's default when None.
-        nccl_comm_cfgs: settings of NCCL communicators by the name of the group, "dp_cp" and "ep_dp":
+        timeout: how long collectives wait for a rank; None: torch.distributed's default.
+        nccl_comm_cfgs: settings of NCCL communicators by the name of the process group, "dp_cp" and "ep_dp":
             ``is_high_priority_stream`` and fields of NCCL's configuration such as ``max_ctas``. Other backends
             refuse them.
-        pg_collection: whose sharding groups are mirrored: ``intra_dp_cp`` and ``intra_expt_dp`` under hybrid sharding,
-            else ``dp_cp`` (or ``dp``) and ``expt_dp``; all ranks when None.
+        pg_collection: the new groups have the ranks of its sharding groups: ``intra_dp_cp`` and ``intra_expt_dp`` under
+            hybrid sharding, otherwise ``dp_cp`` (or ``dp``) and ``expt_dp``; None: all ranks.
 
     Returns:
-        (dense, expert) groups of this rank; no expert one without ``for_expert_parallelism``, or where experts are split
-        as dense layers are.
+        (dense, expert) process groups of this rank; the second is None without ``for_expert_parallelism``, or where
+        experts are split as dense layers are.
 
     Raises:
-        ValueError: the collection lacks a group; settings for a group that is not made or not NCCL's, or unknown ones.
+        ValueError: the collection lacks a group; there are settings for a group that is not made or is not NCCL's, or
+            unknown settings.
         RuntimeError: torch.distributed is not initialised.
 
-    Ranks: all of the run, whichever groups they are in; blocks until all have come. The caller destroys the groups.
+    Ranks: all of the run, whichever groups they are in; blocks until all have called it. The caller destroys the groups.
     Source: Megatron-Core's function of this name, which reads the groups from globals; here they are passed in.
     """
     groups = pg_collection or ProcessGroupCollection.data_parallel()
@@ -143,12 +144,12 @@ def create_all_gather_groups(
 def _mirror(
     group: ProcessGroup, timeout: timedelta | None, settings: Mapping[str, Any] | None, description: str
 ) -> ProcessGroup:
-    """A new group of this rank's group's ranks. Ranks: all of the run, each with the group of its own."""
+    """Make a new process group of the same ranks. Ranks: all of the run, each with its own ``group``."""
     options = _nccl_options(group, settings) if settings else None
     own = dist.get_process_group_ranks(group)
     everyone: list[list[int]] = [own] * dist.get_world_size()
     if len(own) < len(everyone):
-        # Each rank must take part in making each group, also of ranks that it is not among.
+        # Every rank must take part in making every group, also those that do not contain it.
         dist.all_gather_object(everyone, own)
     made: dict[tuple[int, ...], ProcessGroup] = {
         ranks: dist.new_group(list(ranks), timeout=timeout, pg_options=options, group_desc=description)

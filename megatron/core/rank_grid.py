@@ -1,9 +1,9 @@
-"""Which ranks split the work with which: pure geometry, without processes.
+"""The ranks of every process group of a run: pure geometry, without processes.
 
-Every rank has a place on two grids over the same ranks. On the dense grid its axes are tensor (tp), context (cp), data
-(dp) and pipeline parallelism (pp); on the expert grid tensor parallelism of experts, expert parallelism (ep), data
-parallelism of experts, and the same pipeline stages. Where experts are split as dense layers are, the two are one. A
-group holds the ranks that differ on its axes alone.
+The ranks form two grids. The axes of the dense grid are tensor (tp), context (cp), data (dp) and pipeline parallelism (pp);
+those of the expert grid are tensor parallelism of experts, expert parallelism (ep), data parallelism of experts, and the
+same pipeline stages. Where experts are split as dense layers are, the two grids are one. A group has the ranks that differ
+on its axes alone.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ _HYBRID = {
 }
 
 GROUP_NAMES = (*_DENSE_AXES, *_EXPERT_AXES, *_HYBRID, "embd")
-"""The groups that a grid knows, under their names in ``ProcessGroupCollection``."""
+"""The names of all groups of a grid, as in ``ProcessGroupCollection``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankGrid:
-    """The ranks of every group of a run, from the degrees to which the work is split.
+    """The ranks of every group of a run, computed from the degrees of parallelism.
 
     Raises:
-        ValueError: a degree is not positive, the order is none, or the degrees do not fill the world; the message shows
-            the arithmetic.
+        ValueError: a degree is not positive, the order is malformed, or the degrees do not divide the number of ranks; the
+            message shows the arithmetic.
 
     Ranks: pure; every rank computes the same answer.
     Source: Megatron-Core's parallel_state: its order strings, its two grids, and hybrid sharding's division of the
@@ -62,7 +62,7 @@ class RankGrid:
     """None: as many as ``tensor_model_parallel_size``."""
 
     num_distributed_optimizer_instances: int = 1
-    """Replicas of what is sharded: the size of the outer axis of hybrid sharding."""
+    """Size of the outer axis of hybrid sharding: the number of replicas of the sharded state."""
 
     order: str = "tp-cp-ep-dp-pp"
     """The axes, neighbouring ranks first."""
@@ -105,23 +105,23 @@ class RankGrid:
 
     @property
     def expert_tensor_size(self) -> int:
-        """Ranks that split one expert's matrices."""
+        """Number of ranks that split one expert's matrices."""
         return self.expert_tensor_parallel_size or self.tensor_model_parallel_size
 
     @property
     def experts_are_split_as_dense_layers(self) -> bool:
-        """True without experts too."""
+        """True if the expert grid equals the dense grid, as without experts."""
         return self.expert_model_parallel_size == 1 and self.expert_tensor_size == self.tensor_model_parallel_size
 
     @cached_property
     def dense_sizes(self) -> dict[str, int]:
-        """The size of each axis of the dense grid, neighbouring ranks first."""
+        """Size of each axis of the dense grid; along the first axis ranks are neighbours."""
         tp, cp, pp = self.tensor_model_parallel_size, self.context_parallel_size, self.pipeline_model_parallel_size
         return self._ordered({"tp": tp, "cp": cp, "ep": 1, "dp": self.world_size // (tp * cp * pp), "pp": pp})
 
     @cached_property
     def expert_sizes(self) -> dict[str, int]:
-        """The size of each axis of the expert grid, neighbouring ranks first, where it is a grid of its own."""
+        """Size of each axis of the expert grid where it differs from the dense one; the first axis has neighbours."""
         tp, ep, pp = self.expert_tensor_size, self.expert_model_parallel_size, self.pipeline_model_parallel_size
         return self._ordered({"tp": tp, "cp": 1, "ep": ep, "dp": self.world_size // (tp * ep * pp), "pp": pp})
 
@@ -129,16 +129,16 @@ class RankGrid:
         return {axis: sizes[axis] for axis in self.order.split("-")}
 
     def size(self, name: str) -> int:
-        """Ranks of each group of this name; 1 where the split is not used."""
+        """Return the number of ranks of each group of this name; 1 where the split is not used."""
         return 1 if name == "embd" and self.pipeline_model_parallel_size == 1 else self.groups(name).shape[1]
 
     def groups(self, name: str) -> Groups:
-        """[G, N] the ranks of all groups of this name, in ascending order of their first ranks.
+        """Return the ranks [G, N] of all groups of this name, in ascending order of their first ranks.
 
-        Each rank is in exactly one of them, except that middle stages are in no "embd" group.
+        Each rank is in exactly one group, except that middle stages are in no "embd" group.
 
         Raises:
-            ValueError: a name that is not in ``GROUP_NAMES``.
+            ValueError: the name is not in ``GROUP_NAMES``.
         """
         if name in _DENSE_AXES:
             return self._dense_groups(_DENSE_AXES[name])
@@ -152,7 +152,7 @@ class RankGrid:
         raise ValueError(f"a group must be one of {', '.join(GROUP_NAMES)}, got {name!r}")
 
     def ranks(self, name: str, rank: int) -> list[int] | None:
-        """The group of this name that holds ``rank``; None where none does."""
+        """Return the ranks of the group of this name that contains ``rank``; None where there is none."""
         groups = self.groups(name)
         found: list[Any] = groups[(groups == rank).any(axis=1)].tolist()
         return found[0] if found else None
@@ -166,7 +166,7 @@ class RankGrid:
         return _groups_along(self.expert_sizes, axes)
 
     def _hybrid_groups(self, sharded: str, *, inner: bool) -> Groups:
-        """Inner groups are consecutive parts of the data-parallel ranks, so that they stay within a host."""
+        """Cut data-parallel groups into inner groups of consecutive ranks, which stay within a host, or into outer ones."""
         groups = self.groups(sharded)
         parts = groups.reshape(len(groups), self.num_distributed_optimizer_instances, -1)
         if not inner:
@@ -175,7 +175,7 @@ class RankGrid:
 
 
 def _groups_along(sizes: dict[str, int], axes: tuple[str, ...]) -> Groups:
-    """[G, N] groups of ranks that differ on ``axes`` alone, the first of ``sizes`` varying fastest."""
+    """Return the groups [G, N] of ranks that differ on ``axes`` alone; the first axis of ``sizes`` varies fastest."""
     names = list(sizes)[::-1]  # in an array the last axis varies fastest
     grid = np.arange(prod(sizes.values()), dtype=np.int64).reshape([sizes[name] for name in names])
     kept = [index for index, name in enumerate(names) if name not in axes]

@@ -109,7 +109,7 @@ def test_weight_decay_grows() -> None:
     ],
 )
 def test_a_schedule_that_cannot_be_is_refused(changes: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="of the schedule must hold"):
+    with pytest.raises(ValueError, match="the schedule needs"):
         _scheduler(**changes)
 
 

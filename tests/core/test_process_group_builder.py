@@ -73,7 +73,7 @@ def test_each_rank_has_the_groups_of_the_grid() -> None:
 
 def _megatrons_door() -> tuple[dict[str, list[int]], str]:
     groups = initialize_model_parallel(2, 1, num_distributed_optimizer_instances=1, distributed_timeout_minutes=1)
-    with pytest.raises(ValueError, match="the grid must be of all 2 ranks, got one of 4") as caught:
+    with pytest.raises(ValueError, match="the grid must have all 2 ranks, got one of 4") as caught:
         build_process_groups(RankGrid(world_size=4))
     dist.barrier()  # a rank that ends would cut off another that still connects
     return _ranks_of(groups), str(caught.value)

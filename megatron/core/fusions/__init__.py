@@ -1,1 +1,1 @@
-"""Functions that one kernel computes."""
+"""Fused functions: one kernel in forward and one in backward."""

@@ -1,4 +1,4 @@
-"""Activations of the MLP as single functions that keep only their input for backward.
+"""Activations of the MLP, fused with their bias; they keep only their input for backward.
 
 Shapes: s sequence, b batch, f MLP width; a gated input holds [gate; up] in its last dim.
 """
@@ -15,23 +15,23 @@ from megatron.core.jit import Fusible
 
 
 def swiglu(x: torch.Tensor) -> torch.Tensor:
-    """[..., 2f] -> [..., f]: silu(gate) * up, by PyTorch's own kernels. Source: arXiv:2002.05202."""
+    """Compute silu(gate) * up, [..., 2f] -> [..., f], by PyTorch's own kernels. Source: arXiv:2002.05202."""
     activated: torch.Tensor = _SwiGLU.apply(x)  # type: ignore[no-untyped-call, unused-ignore]
     return activated
 
 
 def bias_swiglu(x: torch.Tensor, bias: torch.Tensor | None = None, *, compiled: bool = True) -> torch.Tensor:
-    """[..., 2f] and [2f] -> [..., f]: silu(gate) * up of x + bias, computed in fp32 by one kernel each way."""
+    """Compute silu(gate) * up of x [..., 2f] + bias [2f] in fp32; return [..., f] in the dtype of x."""
     return _apply(_SWIGLU, x, bias, compiled)
 
 
 def bias_geglu(x: torch.Tensor, bias: torch.Tensor | None = None, *, compiled: bool = True) -> torch.Tensor:
-    """[..., 2f] and [2f] -> [..., f]: gelu(gate) * up of x + bias, in the tanh form as Megatron-Core's function."""
+    """Compute gelu(gate) * up of x [..., 2f] + bias [2f], with Megatron-Core's tanh form of GELU; return [..., f]."""
     return _apply(_GEGLU, x, bias, compiled)
 
 
 def bias_gelu(x: torch.Tensor, bias: torch.Tensor | None = None, *, compiled: bool = True) -> torch.Tensor:
-    """[..., f] and [f] -> [..., f]: gelu(x + bias), in the tanh form as Megatron-Core's function."""
+    """Compute gelu(x + bias) of [..., f] and [f], with Megatron-Core's tanh form of GELU; return [..., f]."""
     return _apply(_GELU, x, bias, compiled)
 
 

@@ -1,4 +1,4 @@
-"""The end of a sublayer: residual + dropout(x + bias), in Megatron-Core's order of operations.
+"""Bias-dropout-add, the end of a sublayer: residual + dropout(x + bias), in Megatron-Core's order of operations.
 
 Shapes: s sequence, b batch, h hidden size.
 """
@@ -18,11 +18,11 @@ BiasDropoutAdd = Callable[[tuple[torch.Tensor, torch.Tensor | None], torch.Tenso
 
 
 def get_bias_dropout_add(training: bool, fused: bool, *, compiled: bool = True) -> BiasDropoutAdd:
-    """The function that adds (x [s, b, h], bias [h] or None) to a residual [s, b, h] after dropout.
+    """Return the function that adds (x [s, b, h], bias [h] or None) to a residual [s, b, h] after dropout.
 
     Args:
-        fused: by one function each way, which draws other random numbers than PyTorch's dropout.
-        compiled: the fused function may be compiled.
+        fused: return the fused function, which draws other random numbers than PyTorch's dropout.
+        compiled: whether the fused function may be compiled.
     """
     if fused:
         return partial(_fused_bias_dropout_add, training, compiled)
@@ -62,7 +62,7 @@ def _fused_bias_dropout_add(
     if not training:
         prob = 0.0
     if bias is None and prob == 0.0:
-        return residual + x  # one kernel as it is
+        return residual + x  # one kernel already
     total: torch.Tensor = _BiasDropoutAdd.apply(x, bias, residual, prob, compiled)  # type: ignore[no-untyped-call, unused-ignore]
     return total
 
@@ -76,7 +76,7 @@ def _add(x: torch.Tensor, bias: torch.Tensor, residual: torch.Tensor) -> torch.T
 def _drop_and_add(
     x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor, prob: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sum, and which elements were kept (bool)."""
+    """Compute the sum, and a mask of the elements that were kept (bool)."""
     kept = torch.rand_like(x, dtype=torch.float32) >= prob
     wide = x.float() if bias is None else x.float() + bias.float()
     total = residual.float() + torch.where(kept, wide / (1.0 - prob), 0.0)
@@ -89,7 +89,7 @@ def _drop_backward(grad: torch.Tensor, kept: torch.Tensor, prob: float, dtype: t
 
 
 class _BiasDropoutAdd(torch.autograd.Function):
-    """Keeps one byte for each element where some are dropped, and nothing otherwise."""
+    """Fused bias-dropout-add; it keeps one byte for each element with dropout, and nothing without."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""Cross entropy over a large vocabulary in one pass each way, its gradient in the memory of the logits.
+"""Fused cross entropy: one pass over the logits in forward and one in backward, whose gradient can overwrite them.
 
 Shapes: s sequence, b batch, v vocabulary (this rank's part of it), t tokens (s * b).
 """
@@ -14,7 +14,7 @@ from megatron.core.jit import Fusible, is_compiled
 from megatron.core.process_groups_config import group_size
 from megatron.core.tensor_parallel.cross_entropy import largest, own_labels, whole_vocabulary
 
-# Where nothing is compiled, chunks of 2**24 logits bound the fp32 copies that each operation makes.
+# Where functions are not compiled, chunks of 2**24 logits bound the fp32 copies that each operation makes.
 CHUNK_NUMEL = 2**24
 
 
@@ -26,16 +26,21 @@ def fused_vocab_parallel_cross_entropy(
     overwrite_logits: bool = False,
     compiled: bool = True,
 ) -> torch.Tensor:
-    """Per-token loss [s, b] in fp32 of logits [s, b, v] in any float dtype and target [s, b] in the whole vocabulary.
+    """Compute the loss of each token.
 
     Args:
-        tp_group: the ranks whose logits are parts of the vocabulary, in rank order; None: these are all.
-        overwrite_logits: backward writes the logits' gradient where the logits were. For logits that nobody reads
-            afterwards; a second backward through the same loss raises RuntimeError then.
+        vocab_parallel_logits: [s, b, v] of any float dtype.
+        target: [s, b] token ids of the whole vocabulary.
+        tp_group: the ranks whose logits are parts of the vocabulary, in rank order; None: the logits are all.
+        overwrite_logits: backward writes the gradient over the logits, which nobody may read after it; a second backward
+            through the same loss raises RuntimeError.
+
+    Returns:
+        Losses [s, b], fp32.
 
     Ranks: all of ``tp_group``, with the same targets, in forward; each gets the same losses.
-    Source: Megatron-Core's function of this name for the signature; one read of the logits forward, one read and one
-    write backward, are ours.
+    Source: the signature is Megatron-Core's; one read of the logits in forward, one read and one write in backward are
+    ours.
     """
     loss: torch.Tensor = _CrossEntropy.apply(vocab_parallel_logits, target, tp_group, overwrite_logits, compiled)  # type: ignore[no-untyped-call, unused-ignore]
     return loss
@@ -43,9 +48,9 @@ def fused_vocab_parallel_cross_entropy(
 
 @Fusible
 def _losses(logits: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Losses [t] of logits [t, v] and target [t], and the logarithm [t] of the sum of exponentials; both fp32."""
+    """Compute the losses [t] of logits [t, v] and target [t], and the log-sum-exps [t]; both fp32."""
     wide = logits.float()
-    # Written so, and not as logsumexp, the compiler finds the maximum and the sum in one pass over the logits.
+    # Unlike logsumexp, the compiler computes maximum and sum of this in one pass over the logits.
     most = wide.amax(dim=-1, keepdim=True)
     log_sum = (most + (wide - most).exp().sum(dim=-1, keepdim=True).log()).squeeze(1)
     return log_sum - logits.gather(1, target.unsqueeze(1)).squeeze(1).float(), log_sum
@@ -53,7 +58,7 @@ def _losses(logits: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, t
 
 @Fusible
 def _sums_of_a_part(logits: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Of logits [t, v]: the largest, the sum of exp(logit - largest), and the target's or 0; each [t] in fp32."""
+    """Compute, of logits [t, v], the largest, the sum of exp(logit - largest), and the target's or 0; each [t] in fp32."""
     wide = logits.float()
     most = largest(wide)
     sums = (wide - most.unsqueeze(1)).exp().sum(dim=-1)
@@ -65,7 +70,7 @@ def _sums_of_a_part(logits: torch.Tensor, target: torch.Tensor) -> tuple[torch.T
 def _gradient_of(
     logits: torch.Tensor, target: torch.Tensor, log_sum: torch.Tensor, grad_loss: torch.Tensor
 ) -> torch.Tensor:
-    """The gradient [t, v] in the dtype of the logits: (softmax - one hot) * grad_loss; no hit for a target elsewhere."""
+    """Compute the gradient [t, v], in the dtype of the logits: (softmax - one hot) * grad_loss."""
     hit = torch.arange(logits.shape[-1], device=logits.device) == target.unsqueeze(1)
     softmax = torch.exp(logits.float() - log_sum.unsqueeze(1))
     return ((softmax - hit.float()) * grad_loss.unsqueeze(1)).to(logits.dtype)
@@ -112,7 +117,7 @@ class _CrossEntropy(torch.autograd.Function):
             )
         logits, target, log_sum = ctx.saved_tensors
         ctx.overwritten = ctx.overwrite
-        # Rows that cannot be viewed are a copy, which may be written over too.
+        # Where reshape has to copy, the copy may be overwritten too.
         rows = logits.detach().reshape(-1, logits.shape[-1])
         chunks = _chunks(ctx.compiled, rows, target.reshape(-1), log_sum, grad_outputs[0].reshape(-1))
         function = _gradient_in_place if ctx.overwrite else _gradient
@@ -127,14 +132,14 @@ class _CrossEntropy(torch.autograd.Function):
 def _by_chunks(
     function: Fusible, compiled: bool, logits: torch.Tensor, target: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    """A function's values, each [t], of logits [t, v] and target [t], taken chunk by chunk."""
+    """Apply a function to logits [t, v] and target [t] chunk by chunk; return its results, each [t]."""
     rows, labels = logits.reshape(-1, logits.shape[-1]), target.reshape(-1)
     parts = [function(compiled, *chunk) for chunk in zip(*_chunks(compiled, rows, labels), strict=True)]
     return tuple(torch.cat(part) if len(parts) > 1 else part[0] for part in zip(*parts, strict=True))
 
 
 def _chunks(compiled: bool, rows: torch.Tensor, *rest: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
-    """[t, v] and further tensors [t, ...], all of them cut alike; in one piece where the function is compiled."""
+    """Cut [t, v] and further tensors [t, ...] into equal chunks; into one chunk where functions are compiled."""
     if is_compiled(compiled, rows):
         return [(tensor,) for tensor in (rows, *rest)]
     num_rows = max(1, CHUNK_NUMEL // rows.shape[-1])

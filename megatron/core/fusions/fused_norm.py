@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm whose rows stay on chip, with the residual sum before them and its gradient in them.
+"""Fused RMSNorm and LayerNorm, which include the residual sum before the norm and the sum of its gradients.
 
 Shapes: s sequence, b batch, h the normalised size.
 """
@@ -22,13 +22,19 @@ def fused_norm(
     centered: bool,
     compiled: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(norm(x + residual) in the dtype of the weight, x + residual), both [..., h]; the sum is x where none is given.
+    """Compute x + residual and its norm.
 
-    Backward adds both outputs' gradients in the kernel that it takes anyway. Statistics are in fp32.
+    Backward adds the gradients of both outputs within the norm's own kernel. Statistics are in fp32.
 
     Args:
-        weight: [h], as ``bias``, which may be None.
-        centered: the mean is taken off first (LayerNorm).
+        x: [..., h].
+        residual: [..., h] added to x first, or None.
+        weight: [h].
+        bias: [h] or None.
+        centered: subtract the mean first (LayerNorm).
+
+    Returns:
+        (norm in the dtype of the weight, x + residual or x), both [..., h].
     """
     outputs: tuple[torch.Tensor, torch.Tensor]
     outputs = _Norm.apply(x, residual, weight, bias, eps, centered, compiled)  # type: ignore[no-untyped-call, unused-ignore]
@@ -44,7 +50,7 @@ def _norm(
     eps: float,
     centered: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor | None]:
-    """The norm, the sum (None where nothing is added), 1 / deviation [..., 1] and mean [..., 1] in fp32."""
+    """Compute the norm, the sum (None where nothing is added), 1 / deviation [..., 1] and mean [..., 1] in fp32."""
     total = None if residual is None else residual + x
     wide = (x if total is None else total).float()
     mean = wide.mean(-1, keepdim=True) if centered else None
@@ -67,7 +73,7 @@ def _norm_backward(
     mean: torch.Tensor | None,
     has_bias: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Gradients of the sum, in its dtype, of the weight, and of the bias where there is one."""
+    """Compute the gradients of the sum, in its dtype, of the weight, and of the bias where there is one."""
     normal = total.float() * inverse if mean is None else (total.float() - mean) * inverse
     wide = grad.float()
     scaled = wide * weight.float()

@@ -1,4 +1,4 @@
-"""Rotary position embedding by one function each way, with the split of the query-key-value projection in it.
+"""Fused rotary position embedding, which includes the split of the query-key-value projection.
 
 Shapes: s sequence, b batch, n query heads, g key and value heads (groups), d head width, r rotated width.
 """
@@ -22,13 +22,17 @@ def fused_split_and_rotate(
     interleaved: bool = False,
     compiled: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Rotated queries [s, b, n, d] and keys [s, b, g, d] and plain values [s, b, g, d], all contiguous.
+    """Split a query-key-value projection and rotate queries and keys.
 
-    Nothing but the tables is kept, and the gradient is written as one tensor, where a split would gather three.
+    Only the tables are kept for backward, which writes the gradient as one tensor.
 
     Args:
-        mixed: [s, b, (n + 2g) * d]: group after group its queries, its key, its value.
-        cos: [s, r/2] in fp32, as ``sin``.
+        mixed: [s, b, (n + 2g) * d]: for each group its queries, its key, its value.
+        cos: [s, r/2] table, fp32.
+        sin: [s, r/2] table, fp32.
+
+    Returns:
+        Rotated queries [s, b, n, d] and keys [s, b, g, d], and values [s, b, g, d], all contiguous.
     """
     shape = (num_groups, head_width, interleaved)
     heads: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -39,16 +43,16 @@ def fused_split_and_rotate(
 def fused_rotate(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: bool = False, compiled: bool = True
 ) -> torch.Tensor:
-    """Heads [s, b, ..., d], their first r channels turned by the angles of [s, r/2]; contiguous, in the dtype of x."""
+    """Rotate the first r channels of heads [s, b, ..., d] by tables [s, r/2]; contiguous, in the dtype of x."""
     rotated: torch.Tensor = _Rotate.apply(x, cos, sin, interleaved, compiled)  # type: ignore[no-untyped-call, unused-ignore]
     return rotated
 
 
 def _turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
-    """[s, b, ..., d] -> the same shape, in the dtype of x; computed in fp32.
+    """Rotate [s, b, ..., d] by tables, in fp32; return the dtype of x.
 
-    Written as x * cos + swapped * (-sin, sin), each element by itself: halves that are computed apart and put together
-    would be kernels and copies of their own wherever something is still to be done with them.
+    Written elementwise as x * cos + swapped * (-sin, sin): two halves that are computed separately and concatenated would
+    be separate kernels and copies.
     """
     half = cos.shape[-1]
     wide, pair = x[..., : 2 * half].float(), -1 if interleaved else -2
@@ -78,7 +82,7 @@ def _split_and_rotate(
     heads = mixed.view(*mixed.shape[:2], num_groups, -1, head_width)
     query = _turn(heads[:, :, :, :-2].flatten(2, 3), cos, sin, interleaved)
     key = _turn(heads[:, :, :, -2], cos, sin, interleaved)
-    # As a view the value would keep the whole projection in memory until backward, for the sake of its third part.
+    # A view would keep the whole query-key-value projection in memory until backward.
     return query.contiguous(), key.contiguous(), heads[:, :, :, -1].clone(memory_format=torch.contiguous_format)
 
 
@@ -98,7 +102,7 @@ def _join_and_rotate_back(
 
 
 class _Rotate(torch.autograd.Function):
-    """A rotation's gradient is the rotation back, so nothing but the tables is kept."""
+    """The rotation as an autograd function; backward is the inverse rotation, so only the tables are kept."""
 
     @staticmethod
     def forward(

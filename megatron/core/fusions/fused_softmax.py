@@ -1,4 +1,4 @@
-"""The softmax of masked scores by one function each way.
+"""Fused softmax of scaled and masked scores.
 
 Shapes: b batch, n query heads, s sequence.
 """
@@ -17,9 +17,9 @@ MASKED = -10000.0  # Megatron-Core's value: a row that is masked everywhere beco
 def scaled_masked_softmax(
     scores: torch.Tensor, mask: torch.Tensor, scale: float, *, compiled: bool = True
 ) -> torch.Tensor:
-    """softmax(scores * scale) [b, n, s, s] in their dtype, computed in fp32; what the mask (bool) marks counts nothing.
+    """Compute softmax(scores * scale) of [b, n, s, s] in fp32, in the dtype of the scores; mask (bool): True is hidden.
 
-    Keeps the probabilities only. Source: Megatron-Core's FusedScaleMaskSoftmax.
+    Backward needs the probabilities alone. Source: Megatron-Core's FusedScaleMaskSoftmax.
     """
     probs: torch.Tensor = _Softmax.apply(scores, mask, scale, compiled)  # type: ignore[no-untyped-call, unused-ignore]
     return probs

@@ -1,4 +1,4 @@
-"""Layers, regions and random numbers of tensor parallelism, under Megatron-Core's names."""
+"""Layers and region functions of tensor parallelism, under Megatron-Core's names."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _LAYERS = ("ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding"
 
 
 def __getattr__(name: str) -> Any:
-    # Late, because the engine takes the geometry of parts (partition.py) from this package, and no model code with it.
+    # Lazy: the engine imports the geometry of parts (partition.py) from this package and must not import layers with it.
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     file = "layers" if name in _LAYERS else "cross_entropy" if name.endswith("entropy") else "mappings"

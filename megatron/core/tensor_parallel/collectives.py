@@ -1,7 +1,7 @@
-"""What tensor-parallel ranks say to each other: collectives that are begun, and waited for where their result is read.
+"""Asynchronous collectives of tensor parallelism; their results are waited for where they are read.
 
-All work on contiguous tensors, along the first dim. On CUDA a wait makes the current stream wait and not the host, so
-whatever is issued between beginning and wait runs beside the collective. Shapes: s sequence (the first dim), n ranks.
+All work on contiguous tensors, along the first dim. On CUDA a wait makes the current stream wait, not the host, so work
+that is launched before the wait overlaps the collective. Shapes: s sequence (the first dim), n ranks.
 """
 
 from __future__ import annotations
@@ -12,50 +12,50 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-# 2.13 renames the flat collectives and warns about the old names, which are the only ones in 2.11.
+# torch 2.13 renames these collectives and warns about the old names, which are the only ones in 2.11.
 _gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Pending(NamedTuple):
-    """A collective that is under way."""
+    """A collective in flight."""
 
     result: torch.Tensor
     work: Any
 
     def wait(self) -> torch.Tensor:
-        """Its result, valid for what follows on the current stream."""
+        """Make the current stream wait for the collective and return its result."""
         self.work.wait()
         return self.result
 
 
 def begin_gather(part: torch.Tensor, group: ProcessGroup) -> Pending:
-    """The ranks' parts [s/n, ...] in rank order, [s, ...]. Ranks: all of the group."""
+    """Start to gather the ranks' parts [s/n, ...] to [s, ...], in rank order. Ranks: all of the group."""
     part = part.contiguous()
     full = part.new_empty((part.shape[0] * group.size(), *part.shape[1:]))
     return Pending(full, _gather(full, part, group=group, async_op=True))
 
 
 def begin_sum(tensor: torch.Tensor, group: ProcessGroup) -> Pending:
-    """The sum over ranks, in the memory of ``tensor`` (which must be contiguous). Ranks: all of the group."""
+    """Start to sum ``tensor``, which must be contiguous, over ranks in place. Ranks: all of the group."""
     return Pending(tensor, dist.all_reduce(tensor, group=group, async_op=True))
 
 
 def begin_sum_and_scatter(full: torch.Tensor, group: ProcessGroup) -> Pending:
-    """This rank's part [s/n, ...] of the sum over ranks of ``full`` [s, ...]. Ranks: all of the group.
+    """Start to sum ``full`` [s, ...] over ranks and scatter it to parts [s/n, ...]. Ranks: all of the group.
 
     Raises:
-        ValueError: s is no multiple of the number of ranks.
+        ValueError: s is not a multiple of the number of ranks.
     """
     part = full.new_empty((rows_of_a_part(full, group), *full.shape[1:]))
     return Pending(part, _reduce_scatter(part, full.contiguous(), group=group, async_op=True))
 
 
 def rows_of_a_part(full: torch.Tensor, group: ProcessGroup) -> int:
-    """s/n of ``full`` [s, ...].
+    """Return s/n of ``full`` [s, ...].
 
     Raises:
-        ValueError: s is no multiple of the number of ranks.
+        ValueError: s is not a multiple of the number of ranks.
     """
     if full.shape[0] % group.size() != 0:
         raise ValueError(

@@ -1,11 +1,11 @@
-"""The column-parallel linear map: its collectives run beside its matrix products.
+"""The column-parallel linear function, whose collectives overlap its matrix products.
 
-[Note: what runs beside what] Backward, in the order of issue (gather and sum are on the group's own stream):
+[Note: what runs beside what] Backward launches, in this order (collectives run on the process group's own stream):
 
-    gather the input again (sequence parallelism)  ||  input gradient = output gradient x weight
-    sum of the input gradient over ranks           ||  weight gradient = output gradient^T x input
+    all-gather of the input again (sequence parallelism)  ||  input gradient = output gradient x weight
+    sum of the input gradient over ranks                  ||  weight gradient = output gradient^T x input
 
-Forward keeps this rank's part of the input alone, which is why it is gathered again.
+The input is gathered again because forward keeps this rank's part of it alone.
 
 Shapes: s sequence, i input size, o output size, n ranks.
 """
@@ -35,10 +35,18 @@ def column_parallel_linear(
     sequence_parallel: bool,
     write_main_grad: bool = True,
 ) -> torch.Tensor:
-    """[s, ..., i] (with ``sequence_parallel`` the rank's [s/n, ..., i]) -> [s, ..., o/n] of weight [o/n, i] and bias [o/n].
+    """Compute x weight^T + bias for this rank's output features.
 
-    The gradient of x is summed over the group. The weight's gradient follows [Note: main gradient contract] in
-    linear_function.py where ``write_main_grad``.
+    Backward sums the gradient of x over the process group. With ``write_main_grad`` the weight gradient follows [Note: main
+    gradient contract] in linear_function.py.
+
+    Args:
+        x: [s, ..., i]; with ``sequence_parallel`` this rank's part [s/n, ..., i].
+        weight: [o/n, i].
+        bias: [o/n] or None.
+
+    Returns:
+        [s, ..., o/n].
 
     Ranks: all of the group, in forward and in backward.
     Source: Megatron-Core's linear_with_grad_accumulation_and_async_allreduce (arXiv:2205.05198, section 4.2.2).
@@ -63,7 +71,7 @@ class _ColumnParallelLinear(torch.autograd.Function):
         write_main_grad: bool,
     ) -> torch.Tensor:
         needs_x, needs_weight = ctx.needs_input_grad[:2]
-        # As in linear_function.py: the weight through save_for_backward, the attributes on the Parameter object.
+        # As in linear_function.py: save_for_backward has the weight, the Parameter object has the attributes.
         ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None)
         ctx.weight = weight if write_main_grad else None
         ctx.group, ctx.sequence_parallel = group, sequence_parallel

@@ -1,7 +1,7 @@
 """Cross entropy over the vocabulary in fp32, without an fp32 copy of all logits.
 
-With the vocabulary split over ranks, each reduces its own part of the logits to three numbers a token (the largest, the
-sum of exponentials, and the target's logit where it has it); two small collectives make those of the whole.
+Where the vocabulary is split over ranks, each reduces its part of the logits to three numbers a token (the largest logit, the
+sum of exponentials, and the target's logit if it has it); two small collectives combine them.
 
 Shapes: s sequence, b batch, v vocabulary (this rank's part of it), t tokens (s * b), c tokens of a chunk.
 """
@@ -26,10 +26,12 @@ def vocab_parallel_cross_entropy(
     label_smoothing: float = 0.0,
     tp_group: ProcessGroup | None = None,
 ) -> torch.Tensor:
-    """Per-token loss [s, b] in fp32 of logits [s, b, v] in any float dtype and target [s, b] in the whole vocabulary.
+    """Compute the loss [s, b], fp32, of each token.
 
     Args:
-        tp_group: the ranks whose logits are parts of the vocabulary, in rank order; None: these are all.
+        vocab_parallel_logits: [s, b, v] of any float dtype.
+        target: [s, b] token ids of the whole vocabulary.
+        tp_group: the ranks whose logits are parts of the vocabulary, in rank order; None: the logits are all.
 
     Raises:
         NotImplementedError: ``label_smoothing`` is not 0.
@@ -48,22 +50,22 @@ def vocab_parallel_cross_entropy(
 
 
 def own_labels(logits: torch.Tensor, target: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-    """Targets [...] counted from the first of this rank's logits [..., v]; out of [0, v) where another rank has them."""
+    """Shift targets [...] to indices into this rank's logits [..., v]; out of [0, v) means that another rank has them."""
     return target - group.rank() * logits.shape[-1]
 
 
 def largest(logits: torch.Tensor) -> torch.Tensor:
-    """The largest of each token's logits [t, v], in fp32 and finite: a part of the vocabulary may be masked (-inf)."""
+    """Return the largest of each token's logits [t, v], in fp32, clamped to finite: all of a part may be masked (-inf)."""
     return logits.amax(dim=-1).float().clamp(min=torch.finfo(torch.float32).min)
 
 
 def whole_vocabulary(
     most: torch.Tensor, sums: torch.Tensor, predicted: torch.Tensor, group: ProcessGroup
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of all ranks' logits, what the arguments are of this rank's, each [t] in fp32.
+    """Combine the ranks' numbers, each [t] in fp32, into those of the whole vocabulary.
 
     Args:
-        most: the largest logit.
+        most: the largest logit of this rank.
         sums: the sum of exp(logit - most).
         predicted: the target's logit, 0 where another rank has it.
 
@@ -77,7 +79,7 @@ def whole_vocabulary(
 
 
 class _SplitCrossEntropy(torch.autograd.Function):
-    """Keeps this rank's logits as they are, and each token's largest logit and sum of exponentials."""
+    """Cross entropy over a split vocabulary; it keeps this rank's logits, and two numbers for each token."""
 
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, target: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
@@ -105,7 +107,7 @@ class _SplitCrossEntropy(torch.autograd.Function):
         for chunk, out in zip(_chunks(rows), _chunks(grad), strict=True):
             here = slice(start, start + chunk.shape[0])
             own, is_own = _clamped(labels[here], rows.shape[-1])
-            # As a quotient, not as exp(logit - log of the sum): the log of large logits is too coarse for it.
+            # A quotient, not exp(logit - log of the sum), which would lose precision for large logits.
             softmax = (chunk - most[here].unsqueeze(1)).exp_().div_(sums[here].unsqueeze(1))
             softmax.scatter_add_(1, own, -is_own.float())
             torch.mul(softmax, grad_loss[here], out=out)
@@ -114,13 +116,13 @@ class _SplitCrossEntropy(torch.autograd.Function):
 
 
 def _clamped(labels: torch.Tensor, vocab_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Labels in [0, v), and which of them were."""
+    """Clamp labels to [0, v); also return which of them were inside."""
     own = labels.clamp(0, vocab_size - 1)
     return own, own == labels
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Keeps the logits as they are; the softmax is computed again in backward, by one kernel per chunk."""
+    """Cross entropy over a whole vocabulary; it keeps the logits, and backward recomputes the softmax by chunks."""
 
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -129,7 +131,7 @@ class _CrossEntropy(torch.autograd.Function):
         start = 0
         for chunk in _chunks(rows):
             here = slice(start, start + chunk.shape[0])
-            # One kernel that reads the logits in their dtype, where a sum of exponentials would be five.
+            # One kernel that reads the logits in their own dtype; a sum of exponentials would be five.
             torch.gather(torch.log_softmax(chunk, dim=-1, dtype=torch.float32), 1, labels[here], out=loss[here])
             start = here.stop
         loss.neg_()
@@ -154,5 +156,5 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _chunks(rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """[t, v] as [c, v] views."""
+    """Split [t, v] into views [c, v]."""
     return torch.split(rows, max(1, CHUNK_NUMEL // rows.shape[-1]))

@@ -1,9 +1,9 @@
 """Linear layers that are split over tensor-parallel ranks, and the vocabulary embedding, under Megatron-Core's names.
 
-Every layer takes its group as ``tp_group``; None, or a group of one rank, is a layer that is not split. With
-``config.sequence_parallel`` activations between split layers are parts of the sequence: a column-parallel layer gathers
-them, a row-parallel layer leaves parts of its sums. Layers of experts (``is_expert``) talk to nobody: the dispatcher
-of their tokens brings them what they need and sums what they give.
+Every layer takes its process group as ``tp_group``; with None, or one rank, the layer is not split. With
+``config.sequence_parallel`` each rank holds a part of the sequence between split layers: a column-parallel layer gathers its
+input, a row-parallel layer reduce-scatters its output. Layers of experts (``is_expert``) do not communicate: the token
+dispatcher brings their rows and sums their results.
 
 Shapes: s sequence, b batch, i input size, o output size, v vocabulary, h hidden size, n ranks.
 """
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class _Linear(InitializedParameters):
-    """y = x A^T + b, with A [o, i] and b [o], of which each rank holds a part."""
+    """Base class of the linear layers: y = x A^T + b, with A [o, i] and b [o], of which each rank holds a part."""
 
     weight: torch.Tensor | None
     bias: torch.Tensor | None
@@ -59,7 +59,7 @@ class _Linear(InitializedParameters):
         self.is_split = group_size(tp_group) > 1
         self.communicates = self.is_split and not is_expert
         self.sequence_parallel = config.sequence_parallel and self.communicates
-        # Experts are sharded over other ranks than dense parameters.
+        # Experts are sharded over other data-parallel ranks than dense parameters.
         self._marks: dict[str, Any] = {"allreduce": False} if is_expert else {}
         if skip_weight_param_allocation:
             self.register_parameter("weight", None)
@@ -73,7 +73,7 @@ class _Linear(InitializedParameters):
         weight = self.weight if given is None else given
         if weight is None:
             raise RuntimeError(
-                f"{type(self).__name__} must be given a weight since it holds none (skip_weight_param_allocation), got"
+                f"{type(self).__name__} must be given a weight since it has none (skip_weight_param_allocation), got"
                 " None; pass weight="
             )
         return weight
@@ -87,16 +87,16 @@ class ColumnParallelLinear(_Linear):
     """A linear layer whose output features are split over tensor-parallel ranks.
 
     Args:
-        gather_output: each rank gets all features, not only its own.
+        gather_output: gather the features of all ranks.
         skip_bias_add: return the bias beside the output instead of adding it.
-        skip_weight_param_allocation: hold no weight; ``forward`` must be given one (this rank's part).
-        stride: matrices that the weight holds one after the other; see [Note: partition stride] in partition.py.
-        is_expert: the layer is an expert's; ``tp_group`` is then the experts'.
+        skip_weight_param_allocation: have no weight; ``forward`` must be given one (this rank's part).
+        stride: number of matrices that are concatenated in the weight; see [Note: partition stride] in partition.py.
+        is_expert: whether the layer is an expert's; ``tp_group`` is then the experts'.
 
     Raises:
-        ValueError: ``output_size`` is no multiple of stride times ranks.
+        ValueError: ``output_size`` is not a multiple of stride times ranks.
 
-    Source: Megatron-Core's class of this name (arXiv:1909.08053, section 3); what runs beside what is in
+    Source: Megatron-Core's class of this name (arXiv:1909.08053, section 3); overlap: [Note: what runs beside what] in
     column_function.py.
     """
 
@@ -124,11 +124,15 @@ class ColumnParallelLinear(_Linear):
     def forward(
         self, input_: torch.Tensor, weight: torch.Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """[s, ..., i] ([s/n, ..., i] with sequence parallelism) -> [s, ..., o/n], and the bias where it was not added.
+        """Compute this rank's features of the output.
 
         Args:
-            weight: used instead of the layer's own: [o/n, i].
-            runtime_gather_output: in place of ``gather_output``; [s, ..., o] where True.
+            input_: [s, ..., i]; with sequence parallelism [s/n, ..., i].
+            weight: [o/n, i] used instead of the layer's own.
+            runtime_gather_output: overrides ``gather_output``.
+
+        Returns:
+            [s, ..., o/n], or [s, ..., o] where the output is gathered; and the bias where it was not added, else None.
 
         Ranks: all of ``tp_group``, unless the layer is an expert's.
         """
@@ -152,16 +156,15 @@ class ColumnParallelLinear(_Linear):
 
 
 class RowParallelLinear(_Linear):
-    """A linear layer whose input features are split over tensor-parallel ranks. Its bias is whole on each of them.
+    """A linear layer whose input features are split over tensor-parallel ranks; each rank has the whole bias.
 
     Args:
-        input_is_parallel: the input holds this rank's features alone; False: it holds all, of which each rank takes its
-            own.
+        input_is_parallel: whether the input has this rank's features alone; if not, each rank takes its part of them.
         skip_bias_add: return the bias beside the output instead of adding it.
-        is_expert: the layer is an expert's; its output is this rank's summand.
+        is_expert: whether the layer is an expert's; its output is then a partial sum.
 
     Raises:
-        ValueError: ``input_size`` is no multiple of the ranks, or an expert's bias is to be added to a summand.
+        ValueError: ``input_size`` is not a multiple of the ranks, or an expert's bias would be added to a partial sum.
 
     Source: Megatron-Core's class of this name (arXiv:1909.08053, section 3).
     """
@@ -197,7 +200,10 @@ class RowParallelLinear(_Linear):
         )
 
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """[s, ..., i/n] -> [s, ..., o] ([s/n, ..., o] with sequence parallelism), and the bias where it was not added.
+        """Compute [s, ..., i/n] -> [s, ..., o] ([s/n, ..., o] with sequence parallelism).
+
+        Returns:
+            The output, and the bias where it was not added, else None.
 
         Ranks: all of ``tp_group``, unless the layer is an expert's.
         """
@@ -219,10 +225,10 @@ class RowParallelLinear(_Linear):
 
 
 class Embedding(InitializedParameters):
-    """A table of [num_embeddings, embedding_dim] weights, whole on each rank, looked up by row.
+    """An embedding table [num_embeddings, embedding_dim], whole on each rank.
 
     Args:
-        attributes: of the weight.
+        attributes: attributes of the weight.
     """
 
     weight: torch.Tensor
@@ -242,7 +248,7 @@ class Embedding(InitializedParameters):
         self.reset_parameters()
 
     def forward(self, input_: torch.Tensor) -> torch.Tensor:
-        """[...] row numbers -> [..., embedding_dim]."""
+        """Look up the rows of indices [...]: [..., embedding_dim]."""
         return F.embedding(input_, self.weight)
 
     def extra_repr(self) -> str:
@@ -253,10 +259,10 @@ class VocabParallelEmbedding(Embedding):
     """The word embedding, whose rows are split over tensor-parallel ranks.
 
     Args:
-        reduce_scatter_embeddings: each rank gets its part of the sequence alone.
+        reduce_scatter_embeddings: return this rank's part of the sequence alone.
 
     Raises:
-        ValueError: ``num_embeddings`` is no multiple of the ranks.
+        ValueError: ``num_embeddings`` is not a multiple of the ranks.
 
     Source: Megatron-Core's class of this name.
     """
@@ -279,7 +285,7 @@ class VocabParallelEmbedding(Embedding):
         self.vocab_start_index = group_rank(tp_group) * self.num_embeddings_per_partition
 
     def forward(self, input_: torch.Tensor) -> torch.Tensor:
-        """[s, ...] row numbers -> [s, ..., h], or [s/n, ..., h] with ``reduce_scatter_embeddings``.
+        """Look up token ids [s, ...]: [s, ..., h], or [s/n, ..., h] with ``reduce_scatter_embeddings``.
 
         Ranks: all of ``tp_group``.
         """

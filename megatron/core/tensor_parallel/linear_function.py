@@ -1,14 +1,14 @@
-"""The linear map whose backward writes the weight gradient where the engine wants it.
+"""The linear function whose backward writes the weight gradient into the main gradient.
 
-[Note: main gradient contract] A weight may carry attributes that its owner (a sharding engine) set:
+[Note: main gradient contract] A weight may have attributes that its owner (a sharding engine) set:
 
-- ``weight.get_main_grad()`` returns a tensor of the weight's full shape, in any float dtype;
-- ``weight.overwrite_main_grad``, valid right after that call: True where the tensor holds nothing yet, False where the
-  gradient is to be added to what it holds;
-- ``weight.grad_added_to_main_grad`` is set to True here once the gradient stands there; autograd then gets no
-  gradient for the weight.
+- ``weight.get_main_grad()`` returns a tensor of the weight's full shape, of any float dtype.
+- ``weight.overwrite_main_grad``, valid right after that call, is True if the gradient must overwrite the tensor, and False
+  if it must be added.
+- ``weight.grad_added_to_main_grad`` is set to True here after the gradient was written; autograd then gets no gradient for
+  the weight.
 
-Each use of a weight in a backward pass calls ``get_main_grad`` once, so a weight used twice is written, then added to.
+Each use of a weight in a backward pass calls ``get_main_grad`` once. So the first use of a weight overwrites, the second adds.
 
 Shapes: i input size, o output size, t tokens (all leading dims together).
 """
@@ -20,23 +20,23 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-# On a device, the gradient of a smaller weight is left to autograd: a copy of it there (4 bytes an element: 25 us for this
-# many) takes less time than this function's Python in forward and backward takes on the host (60 us and more).
+# On a device, the gradient of a smaller weight is left to autograd: copying it (4 bytes an element: 25 us for this many)
+# takes less time than the Python of this function's forward and backward takes on the host (60 us and more).
 IN_PLACE_MIN_NUMEL = 3 * 2**23
 
 
 def linear_with_main_grad(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, write_main_grad: bool = True
 ) -> torch.Tensor:
-    """[..., i] times [o, i] transposed, plus [o], is [..., o].
+    """Compute x [..., i] times weight [o, i] transposed plus bias [o]: [..., o].
 
     Args:
-        write_main_grad: False leaves the weight's gradient to autograd whatever attributes the weight carries, as it is
-            for a weight of fewer than ``IN_PLACE_MIN_NUMEL`` elements on a device.
+        write_main_grad: follow the contract; False leaves the weight gradient to autograd, as does a weight of fewer than
+            ``IN_PLACE_MIN_NUMEL`` elements on a device.
     """
     if x.is_cuda and weight.numel() < IN_PLACE_MIN_NUMEL:
         return F.linear(x, weight, bias)
-    # The name of the device, not x.device.type, which makes two objects: this line runs for each layer of a step.
+    # Not x.device.type, which makes two objects: this line runs for each layer of a step.
     if torch.is_autocast_enabled("cuda" if x.is_cuda else "cpu") or torch._C._are_functorch_transforms_active():
         return F.linear(x, weight, bias)
     output: torch.Tensor = _apply(x, weight, bias, write_main_grad)
@@ -49,8 +49,8 @@ class _LinearWithMainGrad(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, write_main_grad: bool
     ) -> torch.Tensor:
         needs_x, needs_weight, _, _ = ctx.needs_input_grad
-        # The weight goes through save_for_backward so that autograd sees writes into it; the attributes of the contract
-        # are on the Parameter object, which saved tensors do not keep.
+        # The weight is saved so that autograd notices writes into it; the attributes of the contract are on the Parameter
+        # object, which saved tensors do not keep.
         ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None)
         ctx.weight = weight if write_main_grad else None
         return F.linear(x, weight, bias)
@@ -69,15 +69,15 @@ class _LinearWithMainGrad(torch.autograd.Function):
         return grad_x, grad_weight, grad_bias, None
 
 
-# What Function.apply ends in, without what it does before for functorch's transforms and for default arguments (3 us of
-# 10 each time): there are none of either here. Where torch lacks it, Function.apply itself.
+# The C++ method that Function.apply calls in the end. It skips the checks for functorch's transforms and for default
+# arguments (3 us of 10 for each call), which do not occur here. Where torch lacks it, Function.apply itself.
 _apply: Any = getattr(super(torch.autograd.Function, _LinearWithMainGrad), "apply", _LinearWithMainGrad.apply)
 
 
 def _weight_gradient(weight: Any, grad_rows: torch.Tensor, x_rows: torch.Tensor) -> torch.Tensor | None:
-    """The gradient [o, i] of [t, o] and [t, i], or None once it stands in the weight's main gradient."""
+    """Compute the weight gradient [o, i] of [t, o] and [t, i]; return None if it was written into the main gradient."""
     get_main_grad = getattr(weight, "get_main_grad", None)
-    # With create_graph the gradient must itself be differentiable, which a write into a buffer is not.
+    # With create_graph the gradient must be differentiable, which a write into a buffer is not.
     if get_main_grad is None or torch.is_grad_enabled():
         return grad_rows.t().mm(x_rows)
     main_grad, grad_columns = get_main_grad(), grad_rows.t()
@@ -99,7 +99,7 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def _product(dtype: torch.dtype, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """The product in ``dtype`` where the device's GEMM can end in it, else in the dtype of the operands."""
+    """Multiply a and b; the result has ``dtype`` where the device's GEMM supports it, else the dtype of the operands."""
     if a.is_cuda and dtype is torch.float32 and a.dtype in (torch.bfloat16, torch.float16):
         return torch.mm(a, b, out_dtype=torch.float32)
     return torch.mm(a, b)

@@ -1,17 +1,17 @@
-"""Into and out of regions that tensor-parallel ranks share: each forward map with the backward map that belongs to it.
+"""Transitions into and out of tensor-parallel regions: pairs of a forward and a backward communication.
 
 | region (``..._region``)            | forward                         | backward                        |
 |------------------------------------|---------------------------------|---------------------------------|
-| copy_to_tensor_model_parallel      | as it is                        | sum over ranks                  |
-| reduce_from_tensor_model_parallel  | sum over ranks                  | as it is                        |
+| copy_to_tensor_model_parallel      | identity                        | sum over ranks                  |
+| reduce_from_tensor_model_parallel  | sum over ranks                  | identity                        |
 | scatter_to_tensor_model_parallel   | this rank's part of the last dim | gather the last dim            |
 | gather_from_tensor_model_parallel  | gather the last dim             | this rank's part of the last dim |
 | scatter_to_sequence_parallel       | this rank's part of the first dim | gather the first dim          |
 | gather_from_sequence_parallel      | gather the first dim            | sum, this rank's part (or the part alone) |
 | reduce_scatter_to_sequence_parallel | sum, this rank's part of the first dim | gather the first dim      |
 
-With ``group`` None or of one rank each returns its input. None writes into its input. Ranks: all of the group, in
-forward and in backward.
+With ``group`` None or of one rank all return their input. None of them writes into its input. Ranks: all of the group,
+in forward and in backward.
 
 Source: Megatron-Core's functions of these names (arXiv:1909.08053 section 3, arXiv:2205.05198 section 4.2).
 """
@@ -37,34 +37,34 @@ Map = Callable[[torch.Tensor, ProcessGroup], torch.Tensor]
 
 
 def copy_to_tensor_model_parallel_region(input_: torch.Tensor, group: ProcessGroup | None = None) -> torch.Tensor:
-    """The input, whole on each rank, of layers that are split: its gradient is the sum over ranks."""
+    """Return the input of split layers, which each rank has whole; backward sums its gradient over ranks."""
     return _apply(input_, group, _same, _sum)
 
 
 def reduce_from_tensor_model_parallel_region(input_: torch.Tensor, group: ProcessGroup | None = None) -> torch.Tensor:
-    """The sum of the ranks' inputs, whole on each rank."""
+    """Sum the inputs over ranks; each rank gets the whole sum."""
     return _apply(input_, group, _sum, _same)
 
 
 def scatter_to_tensor_model_parallel_region(input_: torch.Tensor, group: ProcessGroup | None = None) -> torch.Tensor:
-    """[..., i] -> [..., i/n], this rank's part.
+    """Return this rank's part of the last dim: [..., i] -> [..., i/n].
 
     Raises:
-        ValueError: i is no multiple of the number of ranks.
+        ValueError: i is not a multiple of the number of ranks.
     """
     return _apply(input_, group, _part_of_last, _gather_last)
 
 
 def gather_from_tensor_model_parallel_region(input_: torch.Tensor, group: ProcessGroup | None = None) -> torch.Tensor:
-    """[..., o/n] -> [..., o]; the gradient must be the same on all ranks."""
+    """Gather the last dim: [..., o/n] -> [..., o]; the gradient must be the same on all ranks."""
     return _apply(input_, group, _gather_last, _part_of_last)
 
 
 def scatter_to_sequence_parallel_region(input_: torch.Tensor, group: ProcessGroup | None = None) -> torch.Tensor:
-    """[s, ...] -> [s/n, ...], this rank's part.
+    """Return this rank's part of the first dim: [s, ...] -> [s/n, ...].
 
     Raises:
-        ValueError: s is no multiple of the number of ranks.
+        ValueError: s is not a multiple of the number of ranks.
     """
     return _apply(input_, group, _part_of_first, _gather_first)
 
@@ -72,20 +72,20 @@ def scatter_to_sequence_parallel_region(input_: torch.Tensor, group: ProcessGrou
 def gather_from_sequence_parallel_region(
     input_: torch.Tensor, tensor_parallel_output_grad: bool = True, group: ProcessGroup | None = None
 ) -> torch.Tensor:
-    """[s/n, ...] -> [s, ...].
+    """Gather the first dim: [s/n, ...] -> [s, ...].
 
     Args:
-        tensor_parallel_output_grad: ranks do different work with the result, so their gradients are summed; False where
-            all do the same work, whose gradient each has whole.
+        tensor_parallel_output_grad: True where ranks use the result differently, so that backward sums their gradients;
+            False where all use it alike and each has the whole gradient.
     """
     return _apply(input_, group, _gather_first, _sum_and_scatter if tensor_parallel_output_grad else _part_of_first)
 
 
 def reduce_scatter_to_sequence_parallel_region(input_: torch.Tensor, group: ProcessGroup | None = None) -> torch.Tensor:
-    """[s, ...] -> [s/n, ...], this rank's part of the sum over ranks.
+    """Sum over ranks and return this rank's part of the first dim: [s, ...] -> [s/n, ...].
 
     Raises:
-        ValueError: s is no multiple of the number of ranks.
+        ValueError: s is not a multiple of the number of ranks.
     """
     return _apply(input_, group, _sum_and_scatter, _gather_first)
 
@@ -114,7 +114,7 @@ def _same(x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
 
 
 def _sum(x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-    # A copy: autograd may have given the same gradient to others, and an input is its owner's.
+    # A copy: autograd may use the same gradient elsewhere, and the input belongs to the caller.
     return begin_sum(x.clone(memory_format=torch.contiguous_format), group).wait()
 
 

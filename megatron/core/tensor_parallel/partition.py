@@ -1,8 +1,7 @@
-"""Where a tensor-parallel rank's part of a tensor lies in the whole one; pure geometry.
+"""Geometry of tensor-parallel parts of a tensor.
 
-[Note: partition stride] A tensor that holds several matrices, one after the other along the dim that is cut, is cut
-matrix by matrix: a gated ``linear_fc1`` is [gate; up] with stride 2, and a rank's part is [its rows of gate; its rows of
-up]. Stride 1 is one matrix.
+[Note: partition stride] A tensor that concatenates several matrices along the split dim is split matrix by matrix: a gated
+``linear_fc1`` is [gate; up] with stride 2, and a rank's part is [its rows of gate; its rows of up]. Stride 1 is one matrix.
 
 Source: Megatron-Core's ``partition_dim`` and ``partition_stride`` of parameters (their meaning; the code is ours).
 """
@@ -15,35 +14,35 @@ import torch
 
 
 def part_extent(extent: int, stride: int, size: int) -> int:
-    """Extent of each rank's part of ``extent`` entries along the dim that is cut.
+    """Return the extent of each rank's part of ``extent`` entries along the split dim.
 
     Raises:
-        ValueError: ``extent`` is no multiple of ``stride * size``.
+        ValueError: ``extent`` is not a multiple of ``stride * size``.
     """
     if extent % (stride * size) != 0:
         pieces = f"{stride} matrices x {size} ranks" if stride > 1 else f"{size} ranks"
         raise ValueError(
-            f"the extent of a dim that tensor parallelism cuts must be a multiple of {stride * size} ({pieces}), got"
+            f"the extent of a dim that tensor parallelism splits must be a multiple of {stride * size} ({pieces}), got"
             f" {extent}; change the degree or the size of the model"
         )
     return extent // size
 
 
 def part_ranges(extent: int, stride: int, rank: int, size: int) -> list[tuple[int, int]]:
-    """[stride] (start, end) in the whole of the pieces that make up a rank's part, in the order of the part.
+    """Return the [stride] ranges (start, end) of the whole dim that make up a rank's part, in its order.
 
     Raises:
-        ValueError: ``extent`` is no multiple of ``stride * size``.
+        ValueError: ``extent`` is not a multiple of ``stride * size``.
     """
     piece = part_extent(extent, stride, size) // stride
     return [(start, start + piece) for start in (index * size * piece + rank * piece for index in range(stride))]
 
 
 def partition(full: torch.Tensor, dim: int, stride: int, rank: int, size: int) -> torch.Tensor:
-    """A rank's part of a whole tensor, cut along ``dim``: a view with stride 1 or one rank, else a copy.
+    """Cut a rank's part out of a whole tensor along ``dim``: a view with stride 1 or one rank, otherwise a copy.
 
     Raises:
-        ValueError: the extent of ``dim`` is no multiple of ``stride * size``.
+        ValueError: the extent of ``dim`` is not a multiple of ``stride * size``.
 
     Ranks: pure.
     """
@@ -54,10 +53,10 @@ def partition(full: torch.Tensor, dim: int, stride: int, rank: int, size: int) -
 
 
 def assemble(parts: Sequence[torch.Tensor], dim: int, stride: int) -> torch.Tensor:
-    """The whole tensor of all ranks' parts in rank order: ``partition`` undone.
+    """Assemble the whole tensor from all ranks' parts in rank order: the inverse of ``partition``.
 
     Raises:
-        ValueError: the extent of a part along ``dim`` is no multiple of ``stride``.
+        ValueError: the extent of a part along ``dim`` is not a multiple of ``stride``.
 
     Ranks: pure.
     """

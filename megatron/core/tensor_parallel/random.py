@@ -1,13 +1,13 @@
 """Random numbers of tensor-parallel ranks: the same on all of them, except within a fork.
 
-[Note: random streams of tensor ranks] What all tensor-parallel ranks compute alike (dropout of whole hidden states) must
-draw alike on all of them: it draws from torch's default generator, which they seed alike. Where each has a part (attention
-probabilities of its heads; hidden states of its part of the sequence) they must draw apart: such code runs within
-``CudaRNGStatesTracker.fork``, which puts a stream of the rank's own in the default generator's place and leaves the
-default one as it was. A model has one tracker, which its modules are given; there is none where nothing is split.
+[Note: random streams of tensor ranks] Where all tensor-parallel ranks compute the same (dropout of whole hidden states), they
+must draw the same numbers: they use torch's default generator with the same seed. Where each has a part (attention
+probabilities of its heads, hidden states of its part of the sequence), they must draw different numbers: such code runs
+within ``CudaRNGStatesTracker.fork``, which replaces the default generator by the rank's own stream and restores it after. A
+model has one tracker, which is passed to its modules; there is none where the model is not split.
 
-On CUDA a fork exchanges whole generator states by reference and asks the device nothing, so it can be captured: a CUDA
-graph has a generator of its own for each stream (``use``).
+On CUDA a fork swaps generator states by reference, without asking the device, so it can be captured: a CUDA graph has its
+own generator for each stream (``use``).
 
 Source: Megatron-Core's names; there the tracker is global.
 """
@@ -27,11 +27,11 @@ States = dict[tuple[str, torch.device], torch.Tensor]
 
 
 class CudaRNGStatesTracker:
-    """Named random streams of one tensor-parallel rank, on whatever devices they are used (CUDA or CPU).
+    """Named random streams of one tensor-parallel rank, one generator for each device on which they are used.
 
     Args:
-        rank: of the tensor-parallel group.
-        seed: of the model-parallel stream until ``seed`` is called.
+        rank: index in the tensor-parallel process group.
+        seed: seed of the model-parallel stream until ``seed`` is called.
     """
 
     def __init__(self, rank: int = 0, seed: int = 0) -> None:
@@ -41,47 +41,49 @@ class CudaRNGStatesTracker:
         self.seed(seed)
 
     def seed(self, seed: int) -> None:
-        """The model-parallel stream starts anew, on each device, as this rank's of ``seed``."""
+        """Restart the model-parallel stream, on each device, at this rank's seed for ``seed``."""
         self._restart(MODEL_PARALLEL_STREAM, self.own_seed(seed))
 
     def own_seed(self, seed: int) -> int:
-        """The seed in [0, 2**63) of this rank's stream: unrelated to other ranks' and to ``seed`` itself."""
+        """Derive this rank's seed in [0, 2**63), unrelated to other ranks' and to ``seed`` itself."""
         digest = hashlib.sha256(f"tensor rank {self.rank}/{seed}".encode()).digest()
         return int.from_bytes(digest[:8], "big") >> 1
 
     def add(self, name: str, seed: int) -> None:
-        """A further stream, which starts at ``seed`` as it is.
+        """Add a stream that starts at ``seed`` itself.
 
         Raises:
-            ValueError: there is a stream of this name.
+            ValueError: there is already a stream of this name.
         """
         if name in self._seeds:
             raise ValueError(f"a random stream must have a name of its own, got {name!r} a second time")
         self._restart(name, seed)
 
     def reset(self) -> None:
-        """There are no streams."""
+        """Remove all streams."""
         self._seeds.clear()
         self._generators.clear()
 
     def get_states(self) -> States:
-        """The state of each stream on each device where it has been used, by (name, device)."""
+        """Return the state of each stream on each device where it was used, by (name, device)."""
         return {key: generator.get_state() for key, generator in self._generators.items()}
 
     def set_states(self, states: Mapping[tuple[str, torch.device], torch.Tensor]) -> None:
-        """The streams are where ``get_states`` found them; those that it had not seen are at their start."""
+        """Restore the states that ``get_states`` returned; restart generators that are not among them."""
         self._go_to(self._seeds, states)
 
     def _go_to(self, seeds: Mapping[str, int], states: Mapping[tuple[str, torch.device], torch.Tensor]) -> None:
         for key, generator in self._generators.items():
             if key in states:
                 generator.set_state(states[key])
-            else:  # it has been used since for the first time
+            else:  # first used after get_states
                 generator.manual_seed(seeds[key[0]])
 
     @contextmanager
     def fork(self, name: str = MODEL_PARALLEL_STREAM, device: torch.device | None = None) -> Iterator[None]:
-        """In the scope, random functions on ``device`` draw from a stream of this tracker, and go on where it was.
+        """Make random functions on ``device`` draw from a stream of this tracker within the scope.
+
+        The stream continues where it was.
 
         Args:
             device: None: the current CUDA device, or the CPU where there is none.
@@ -95,16 +97,16 @@ class CudaRNGStatesTracker:
             yield
 
     def use(self, generator: torch.Generator, name: str = MODEL_PARALLEL_STREAM) -> torch.Generator:
-        """From now on the stream on the generator's device is this generator; returns the one that it was."""
+        """Replace a stream's generator on the generator's device; return the previous one."""
         device = _exact(generator.device)
         before = self._stream(name, device)
         self._generators[name, device] = generator
         return before
 
     def recomputation(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """Scopes for a forward pass and for its repetition in backward, which draws what the first drew.
+        """Return contexts for a forward pass and for its recomputation in backward, which draws the same numbers.
 
-        The ``context_fn`` of torch.utils.checkpoint; it cannot be captured.
+        It is a ``context_fn`` of torch.utils.checkpoint; it cannot be captured.
         """
         seeds: dict[str, int] = {}
         states: States = {}
@@ -142,17 +144,17 @@ class CudaRNGStatesTracker:
 
 
 def get_cuda_rng_tracker(model: nn.Module) -> CudaRNGStatesTracker | None:
-    """The tracker of a model (wrapped or not), None where nothing of it is split over tensor-parallel ranks."""
+    """Return the tracker of a model (wrapped or not); None where it is not split over tensor-parallel ranks."""
     trackers = (getattr(module, "rng_tracker", None) for module in model.modules())
     return next((tracker for tracker in trackers if tracker is not None), None)
 
 
 def model_parallel_cuda_manual_seed(seed: int, tracker: CudaRNGStatesTracker | None = None) -> None:
-    """Torch's generators are at the start of ``seed``, on all devices; the tracker's is at the start of its rank's stream.
+    """Seed torch's default generators, on all devices, and restart the tracker's model-parallel stream.
 
     Args:
         seed: the same on all tensor-parallel ranks.
-        tracker: of the model (``get_cuda_rng_tracker``).
+        tracker: the model's tracker (``get_cuda_rng_tracker``).
     """
     torch.manual_seed(seed)
     if tracker is not None:
@@ -160,7 +162,7 @@ def model_parallel_cuda_manual_seed(seed: int, tracker: CudaRNGStatesTracker | N
 
 
 def _exact(device: torch.device | None) -> torch.device:
-    """The device with its number, where it has one."""
+    """Add the current index to a CUDA device without one; None: CUDA if available, else the CPU."""
     if device is None:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cuda" and device.index is None:
@@ -172,7 +174,7 @@ def _exact(device: torch.device | None) -> torch.device:
 def _on_cuda(stream: torch.Generator, device: torch.device) -> Iterator[None]:
     default = torch.cuda.default_generators[device.index]
     outer = default.graphsafe_get_state()
-    default.graphsafe_set_state(stream)  # by reference: what is drawn moves the stream on
+    default.graphsafe_set_state(stream)  # by reference: draws advance the stream
     try:
         yield
     finally:

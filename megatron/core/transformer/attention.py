@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class SelfAttentionSubmodules:
-    """What a self-attention is built of."""
+    """The specs of the modules of a self-attention."""
 
     linear_qkv: ModuleSpec | type
     core_attention: ModuleSpec | type
@@ -41,14 +41,14 @@ class SelfAttentionSubmodules:
 
 
 class SelfAttention(MegatronModule):
-    """Projects to queries, keys and values, normalises and rotates them where configured, attends, projects back.
+    """Self-attention: project to queries, keys and values, normalise and rotate them where configured, attend, project back.
 
     Args:
         pg_collection: heads are split over its ``tp``, sequences over its ``cp``.
 
     Raises:
-        ValueError: the spec and ``config.qk_layernorm`` disagree about the norms of queries and keys, or heads or groups
-            are no multiple of the ranks.
+        ValueError: the spec and ``config.qk_layernorm`` disagree about the norms of queries and keys, or the number of
+            heads or key-value heads is not a multiple of the ranks.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class SelfAttention(MegatronModule):
             spec, config=self.config, hidden_size=self.head_width, eps=self.config.layernorm_epsilon
         )
         if self.is_split and isinstance(norm, Norm):
-            # Each rank's heads give a part of the gradient of weights that all ranks hold, whatever the sequence does.
+            # All ranks hold these weights and each rank's heads give a part of their gradient, also without sequence parallelism.
             norm.sum_gradients_over_tensor_ranks()
         return norm
 
@@ -127,14 +127,15 @@ class SelfAttention(MegatronModule):
         rotary_pos_cos: torch.Tensor | None = None,
         rotary_pos_sin: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """[s, b, h] -> [s, b, h] and the bias [h] that is still to be added (or None).
+        """Attend over [s, b, h]; return [s, b, h] and the bias [h] that the caller still has to add (or None).
 
-        With sequence parallelism both hold this rank's part of the sequence; masks and tables are of the whole.
+        With sequence parallelism input and output are this rank's part of the sequence; masks and tables are of all of it.
 
         Args:
             attention_mask: see ``DotProductAttention.forward``; None is causal.
-            rotary_pos_emb: angles [s, 1, 1, r] as ``RotaryEmbedding`` gives them, where the tables are not given.
-            rotary_pos_cos: [s, r/2] table of cosines (r: the rotated width), and ``rotary_pos_sin`` of sines.
+            rotary_pos_emb: angles [s, 1, 1, r] as ``RotaryEmbedding`` returns them; used where no tables are given.
+            rotary_pos_cos: [s, r/2] table of cosines (r: the rotated width).
+            rotary_pos_sin: [s, r/2] table of sines.
         """
         if rotary_pos_emb is not None:
             rotary_pos_cos, rotary_pos_sin = self._tables(rotary_pos_emb)
@@ -142,9 +143,9 @@ class SelfAttention(MegatronModule):
             query, key, value = self._rotated(hidden_states, rotary_pos_cos, rotary_pos_sin)
         else:
             query, key, value = self.get_query_key_value_tensors(hidden_states)
-            query = query.flatten(2, 3)  # a view of what a norm wrote, else the one copy
+            query = query.flatten(2, 3)  # a view after a norm, otherwise a copy
         draws = self.training and self.config.attention_dropout > 0
-        # The heads are this rank's alone, and so is what is dropped of them.
+        # Each tensor-parallel rank has its own heads, so it draws its own dropout.
         with self.drawing_apart(query, draws):
             if self.config.recompute_granularity == "selective" and self.training:
                 context = checkpoint(
@@ -164,7 +165,7 @@ class SelfAttention(MegatronModule):
     def _rotated(
         self, hidden_states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """[s, b, h] -> rotated queries [s, b, n, d] and keys [s, b, g, d], and values [s, b, g, d]."""
+        """Project [s, b, h] to rotated queries [s, b, n, d] and keys [s, b, g, d], and to values [s, b, g, d]."""
         config = self.config
         interleaved, compiled = config.rotary_interleaved, not config.disable_jit_fuser
         if config.apply_rope_fusion and self.q_layernorm is None and self.k_layernorm is None:
@@ -186,15 +187,15 @@ class SelfAttention(MegatronModule):
             query = apply_rotary(query, cos, sin, interleaved=interleaved)
             key = apply_rotary(key, cos, sin, interleaved=interleaved)
         if self.q_layernorm is None:
-            # As a view it would keep the whole projection in memory until backward, for the sake of its third part.
+            # A view would keep the whole query-key-value projection in memory until backward.
             value = value.contiguous()
-        # The groups' query heads side by side: a view of what the rotation wrote.
+        # A view of what the rotation wrote.
         return query.flatten(2, 3), key, value
 
     def get_query_key_value_tensors(
         self, hidden_states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """[s, b, h] -> queries [s, b, g, n/g, d], keys [s, b, g, d] and values [s, b, g, d]."""
+        """Project [s, b, h] to queries [s, b, g, n/g, d], keys [s, b, g, d] and values [s, b, g, d]."""
         mixed, _ = self.linear_qkv(hidden_states)
         mixed = mixed.unflatten(-1, (self.num_groups, -1, self.head_width))
         query, key, value = mixed.split([self.num_heads // self.num_groups, 1, 1], dim=3)
@@ -206,7 +207,7 @@ class SelfAttention(MegatronModule):
         return query, key, value
 
     def _tables(self, angles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """[s, 1, 1, r] angles, each twice -> [s, r/2] cosines and sines."""
+        """Compute the [s, r/2] cosines and sines of [s, 1, 1, r] angles, which hold each angle twice."""
         angles = angles[:, 0, 0]
         angles = angles[:, ::2] if self.config.rotary_interleaved else angles[:, : angles.shape[-1] // 2]
         return angles.cos(), angles.sin()

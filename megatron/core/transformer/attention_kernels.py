@@ -1,7 +1,7 @@
-"""Attention over a block of keys, with the log-sum-exp by which the results of several blocks are put together.
+"""Kernels of attention over one block of keys; their log-sum-exps serve to merge the results of several blocks.
 
-Causality enters in two shapes only: a block whose keys are the queries' own (``causal``, square), and a block that all
-its queries see whole. No kernel's idea of how an oblong causal mask is aligned matters then.
+A block is either square and causal (the keys are those of the queries' own tokens), or all its queries see all its keys. So
+it does not matter how a kernel aligns a causal mask that is not square.
 
 Shapes: b batch, n query heads, g key and value heads, q queries, k keys, d head width.
 Source: the merge is arXiv:2112.05682's; backward from output and log-sum-exp is FlashAttention's (arXiv:2205.14135).
@@ -21,7 +21,7 @@ aten = torch.ops.aten
 
 
 class Block(NamedTuple):
-    """Queries, and the block of keys and values that they see."""
+    """Queries and one block of keys and values that they attend to."""
 
     query: Tensor
     """[b, n, q, d]"""
@@ -32,39 +32,39 @@ class Block(NamedTuple):
     scale: float
     """Factor on query-key products."""
     causal: bool
-    """The keys are the queries' own, and none sees what comes after it."""
+    """The keys are those of the queries' own tokens, under a causal mask; False: all queries see all keys."""
 
 
 class Attended(NamedTuple):
-    """What attention gave, of one block or of whole rows."""
+    """The result of attention over one block, or over all blocks."""
 
     output: Tensor
     """[b, n, q, d]"""
     logsumexp: Tensor
-    """[b, n, q] of the scores, in fp32."""
+    """[b, n, q] log-sum-exp of the scores, fp32."""
     state: list[Tensor]
-    """What else backward wants to see."""
+    """What else the kernel's backward needs, such as the state of random numbers."""
 
 
 class BlockKernel(Protocol):
     """Forward and backward of the attention over one block of keys."""
 
     def forward(self, block: Block) -> Attended:
-        """The queries' attention over this block alone."""
+        """Compute attention over this block alone."""
         ...
 
     def backward(self, block: Block, rows: Attended, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The block's part of the gradients of query, key and value.
+        """Compute the block's part of the gradients of query, key and value.
 
         Args:
-            rows: of the whole rows and not of the block; its ``state`` is what any forward of the same queries gave.
-            grad: [b, n, q, d] of ``rows.output``.
+            rows: the result over all blocks, not this one; its ``state`` is that of any forward of the same queries.
+            grad: [b, n, q, d] gradient of ``rows.output``.
         """
         ...
 
 
 class ExplicitKernel:
-    """All scores of a block in memory, in fp32: for CPUs, for fp32, and where unfused attention was asked for."""
+    """Attention with all scores of a block in memory, in fp32: for CPUs, for fp32, and for unfused backends."""
 
     def forward(self, block: Block) -> Attended:
         scores = _scores(block)
@@ -130,24 +130,24 @@ _DEMANDED: dict[Any, type[FlashKernel | CudnnKernel]] = {AttnBackend.flash: Flas
 
 
 def choose_kernel(query: Tensor, key: Tensor, value: Tensor, *, scale: float, fused: bool, backend: Any) -> BlockKernel:
-    """The kernel for causal attention of [b, n, q, d] with [b, g, q, d]: the one that one rank's attention would run.
+    """Choose the kernel that attention on one rank would run for [b, n, q, d] with [b, g, q, d].
 
     Args:
-        fused: not, with all scores in memory.
+        fused: False: keep all scores in memory.
         backend: ``config.attention_backend``.
 
     Raises:
-        NotImplementedError: ``backend`` demands a kernel that does not serve these tensors.
+        NotImplementedError: ``backend`` demands a kernel that does not support these tensors.
     """
     if not fused or not query.is_cuda:
         return ExplicitKernel()
     demanded = _DEMANDED.get(backend)
-    # Other widths are padded by scaled_dot_product_attention before it calls a kernel; what is called here does not.
+    # scaled_dot_product_attention pads other widths before it calls a kernel; the kernels called here do not.
     if query.dtype not in (torch.bfloat16, torch.float16) or query.shape[-1] % 8 != 0:
         if demanded is not None:
             raise NotImplementedError(
-                f"with context parallelism attention_backend {backend.name} must meet bf16 or fp16 heads of a width that 8"
-                f" divides, got {query.dtype} and {query.shape[-1]}; use attention_backend auto, or --bf16"
+                f"with context parallelism attention_backend {backend.name} needs bf16 or fp16 heads of a width that is a"
+                f" multiple of 8, got {query.dtype} and {query.shape[-1]}; use attention_backend auto, or --bf16"
             )
         return ExplicitKernel()
     if demanded is not None:
@@ -160,14 +160,14 @@ def choose_kernel(query: Tensor, key: Tensor, value: Tensor, *, scale: float, fu
 
 
 def merge_block(output: Tensor, logsumexp: Tensor, block_output: Tensor, block_logsumexp: Tensor) -> None:
-    """``output`` [b, n, q, d] and ``logsumexp`` [b, n, q], in fp32, are those over the block's keys too; in place."""
-    # As a logistic of the difference, the block's share of the row neither overflows nor loses small shares.
+    """Merge a block's result into ``output`` [b, n, q, d] and ``logsumexp`` [b, n, q], fp32, in place."""
+    # The block's weight is a logistic of the difference, which neither overflows nor loses small weights.
     output.lerp_(block_output.to(output.dtype), torch.sigmoid(block_logsumexp - logsumexp).unsqueeze(-1))
     logsumexp.copy_(torch.logaddexp(logsumexp, block_logsumexp))
 
 
 def _scores(block: Block) -> Tensor:
-    """[b, g, n/g, q, k] in fp32."""
+    """Compute the scores [b, g, n/g, q, k] in fp32, masked where the block is causal."""
     grouped = torch.unflatten(block.query.float(), 1, (block.key.shape[1], -1))
     scores = (grouped * block.scale) @ block.key.float().unsqueeze(2).transpose(-1, -2)
     if block.causal:

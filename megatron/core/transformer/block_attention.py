@@ -1,4 +1,4 @@
-"""Attention of fixed queries whose keys come block by block, and its gradients.
+"""Attention of fixed queries over keys that arrive block by block, and its gradients.
 
 Shapes: b batch, n query heads, g key and value heads, l queries of this rank (an early and a late chunk), k keys of a block,
 d head width.
@@ -13,25 +13,26 @@ from megatron.core.transformer.attention_kernels import Attended, Block, BlockKe
 
 
 def late_chunk(x: Tensor) -> Tensor:
-    """[b, n, l, ...] -> [b, n, l / 2, ...], the later of the two chunks."""
+    """Return the later of the two chunks: [b, n, l, ...] -> [b, n, l / 2, ...], a view."""
     return x[:, :, x.shape[2] // 2 :]
 
 
 class BlockAttention:
-    """What queries have seen so far: the output over the blocks that were added, in fp32.
+    """Attention of fixed queries over the blocks added so far, accumulated in fp32.
 
     Args:
-        query: [b, n, l, d]. key, value: [b, g, l, d], those of the same tokens; each query sees itself and what is before.
+        query: [b, n, l, d] queries.
+        key, value: [b, g, l, d] of the same tokens, the first block; it is causal.
     """
 
     def __init__(self, kernel: BlockKernel, query: Tensor, key: Tensor, value: Tensor, *, scale: float) -> None:
         self.kernel, self.query, self.scale = kernel, query, scale
         output, self._logsumexp, self._state = kernel.forward(Block(query, key, value, scale, True))
-        # With one block of keys only, the kernel's output could serve; elsewhere sums over blocks must not round to bf16.
+        # fp32, so that the sums over blocks are not rounded to bf16 in between.
         self._output = output.float()
 
     def add(self, key: Tensor, value: Tensor, *, late_only: bool = False) -> None:
-        """The queries (or those of the late chunk only) have seen this block, [b, g, k, d], as a whole."""
+        """Add a block of keys and values [b, g, k, d] that all queries (or those of the late chunk alone) see."""
         query, output, logsumexp = self.query, self._output, self._logsumexp
         if late_only:
             query, output, logsumexp = late_chunk(query), late_chunk(output), late_chunk(logsumexp)
@@ -39,16 +40,16 @@ class BlockAttention:
         merge_block(output, logsumexp, block.output, block.logsumexp)
 
     def result(self) -> Attended:
-        """Of all blocks together; the output [b, n, l, d] is in the queries' dtype."""
+        """Return the result over all blocks; the output [b, n, l, d] is in the queries' dtype."""
         return Attended(self._output.to(self.query.dtype), self._logsumexp, self._state)
 
 
 class BlockGradients:
-    """The gradients of what ``BlockAttention`` computed, block by block; sums are in fp32.
+    """Backward of ``BlockAttention``, block by block; sums are in fp32.
 
     Args:
-        attended: what ``BlockAttention.result`` gave.
-        grad: [b, n, l, d] of its output.
+        attended: the result of ``BlockAttention.result``.
+        grad: [b, n, l, d] gradient of its output.
     """
 
     def __init__(self, kernel: BlockKernel, query: Tensor, attended: Attended, grad: Tensor, *, scale: float) -> None:
@@ -58,11 +59,11 @@ class BlockGradients:
     def add(
         self, key: Tensor, value: Tensor, *, causal: bool = False, late_only: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """The gradients of this block's key and value [b, g, k, d]; ``grad_query`` has the block's part."""
+        """Return the gradients of this block's key and value [b, g, k, d]; add its part to ``grad_query``."""
         query, grad, into, (output, logsumexp, state) = self.query, self.grad, self.grad_query, self.attended
         if late_only:
             query, grad, into, output, logsumexp = map(late_chunk, (query, grad, into, output, logsumexp))
-        # A kernel reads the log-sum-exp without strides.
+        # Kernels ignore the strides of the log-sum-exp.
         rows = Attended(output, logsumexp.contiguous(), state)
         block = Block(query, key, value, self.scale, causal)
         grad_query, grad_key, grad_value = self.kernel.backward(block, rows, grad)

@@ -1,4 +1,4 @@
-"""What a TransformerConfig must hold: tables of (condition, message), each row a test."""
+"""Checks of a TransformerConfig: tables of (condition, message), one test for each row."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron.core.transformer.parallel_checks import PARALLEL_CONTRADICTIONS, C
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-_ROUTER_GROUPS = "a token's experts are the best of all, not of some groups"
+_ROUTER_GROUPS = "a token's experts are the best of all, not the best of some groups"
 _RECIPES = "reduced-precision recipes beyond bf16 are not served"
 
 NOT_SERVED: dict[str, tuple[tuple[object, ...], str]] = {
@@ -26,14 +26,14 @@ NOT_SERVED: dict[str, tuple[tuple[object, ...], str]] = {
     "enable_autocast": ((False,), "layers compute in params_dtype; set that instead"),
     "embedding_init_method_std": (
         (None,),
-        "it would exempt embeddings from weight decay too, which is not served; use embedding_init_method",
+        "it would also exempt embeddings from weight decay, which is not served; use embedding_init_method",
     ),
     "distribute_saved_activations": ((False,), "recomputed layers keep their whole input; use sequence_parallel"),
     "virtual_pipeline_model_parallel_size": (
         (None,),
         "each stage is one block of layers; interleaved stages are not served",
     ),
-    "moe_input_jitter_eps": ((None,), "routers see their input as it is"),
+    "moe_input_jitter_eps": ((None,), "routers add no noise to their input"),
     "moe_router_enable_expert_bias": ((False,), "experts are balanced by auxiliary losses; use moe_aux_loss_coeff"),
     "moe_router_num_groups": ((None,), _ROUTER_GROUPS),
     "moe_router_group_topk": ((None,), _ROUTER_GROUPS),
@@ -46,12 +46,12 @@ NOT_SERVED: dict[str, tuple[tuple[object, ...], str]] = {
     "use_mup": ((False,), "maximal update parametrisation is not served"),
     "memory_efficient_layer_norm": (
         (False,),
-        "norms keep their input, from which backward is exact, not their output; use recompute_granularity",
+        "norms keep their input for an exact backward, not their output; use recompute_granularity",
     ),
     "cross_entropy_fusion_impl": (("native",), "transformer-engine's cross entropy is not served"),
     "cpu_offloading": ((False,), "activations are not offloaded; use recompute_granularity"),
 }
-"""Field: (values that are served, why others are not)."""
+"""Maps a field to (values that are served, why others are not)."""
 
 CONTRADICTIONS: list[tuple[Condition, str]] = [
     (lambda c: c.num_layers < 1, "num_layers must be at least 1, got {num_layers}"),
@@ -122,8 +122,8 @@ CONTRADICTIONS: list[tuple[Condition, str]] = [
     ),
     (
         lambda c: c.context_parallel_size > 1 and c.attention_dropout > 0.0,
-        "attention_dropout must be 0 with context_parallel_size > 1, got {attention_dropout}: which probabilities are"
-        " dropped would depend on the number of ranks; pass --attention-dropout 0",
+        "attention_dropout must be 0 with context_parallel_size > 1, got {attention_dropout}: the dropped"
+        " probabilities would depend on the number of ranks; pass --attention-dropout 0",
     ),
     (
         lambda c: c.recompute_granularity not in (None, "full", "selective"),
@@ -162,11 +162,11 @@ CONTRADICTIONS += [*MOE_CONTRADICTIONS, *PARALLEL_CONTRADICTIONS]
 
 
 def check_config(config: TransformerConfig) -> None:
-    """The configuration is served and consistent, or the first field that is not is named.
+    """Check that the configuration is served and consistent.
 
     Raises:
-        NotImplementedError: a field of ``NOT_SERVED`` has another value than those served.
-        ValueError: a row of ``CONTRADICTIONS`` holds.
+        NotImplementedError: a field of ``NOT_SERVED`` has a value that is not served; the message names the first one.
+        ValueError: a row of ``CONTRADICTIONS`` holds; the message is that of the first one.
     """
     for name, (served, reason) in NOT_SERVED.items():
         value = getattr(config, name)

@@ -1,7 +1,7 @@
-"""Which part of a sequence a context-parallel rank holds, and how batches are cut to it.
+"""The part of a sequence that a context-parallel rank holds, and the cut of batches to it.
 
-A sequence is cut into 2 * ranks chunks of one length, and rank r holds chunks r and 2 * ranks - 1 - r, in this order: under
-a causal mask late chunks see more keys than early ones, and one of each makes all ranks' work equal.
+A sequence is cut into 2 * ranks chunks of equal length, and rank r holds chunks r and 2 * ranks - 1 - r, in this order. Under
+a causal mask late chunks see more keys than early ones; with one of each, all ranks have the same work.
 
 Shapes: b batch, s the whole sequence, l = s / ranks what a rank holds, c = l / 2 a chunk.
 Source: the cut is Megatron-LM's (and of arXiv:2310.01889's causal variants); the code is ours.
@@ -20,17 +20,17 @@ COMM_TYPES = ("p2p", "all_gather", "a2a")
 
 
 def comm_types(given: str | Sequence[str] | None) -> list[str]:
-    """How layers communicate, one for each or one for all, as ``cp_comm_type`` says it. Pure."""
+    """Return ``cp_comm_type`` as a list: one type for each layer, or one for all. Pure."""
     return [given or "p2p"] if given is None or isinstance(given, str) else list(given)
 
 
 def chunk_order(num_ranks: int) -> list[int]:
-    """[2 * ranks] the chunks that ranks 0, 1, ... hold, one rank after the other. Pure."""
+    """List the [2 * ranks] chunks that ranks 0, 1, ... hold, rank after rank. Pure."""
     return [chunk for rank in range(num_ranks) for chunk in (rank, 2 * num_ranks - 1 - rank)]
 
 
 def chunk_length(length: int, num_ranks: int) -> int:
-    """Tokens of a chunk of a sequence of ``length``. Pure.
+    """Return the number of tokens in a chunk of a sequence of ``length``. Pure.
 
     Raises:
         ValueError: the sequence cannot be cut evenly.
@@ -44,12 +44,12 @@ def chunk_length(length: int, num_ranks: int) -> int:
 
 
 def positions_on_this_cp_rank(length: int, cp_group: ProcessGroup | None, device: torch.device) -> torch.Tensor:
-    """[l] int64, the positions of a whole sequence of ``length`` that this rank holds, ascending.
+    """Return the positions [l], int64 and ascending, that this rank holds of a sequence of ``length``.
 
     Raises:
         ValueError: the sequence cannot be cut evenly.
 
-    Ranks: each rank its own part; communicates nothing.
+    Ranks: each its own part, no communication.
     """
     size, rank = group_size(cp_group), group_rank(cp_group)
     if size == 1:
@@ -62,7 +62,7 @@ def positions_on_this_cp_rank(length: int, cp_group: ProcessGroup | None, device
 def get_batch_on_this_cp_rank(
     batch: Mapping[str, torch.Tensor], cp_group: ProcessGroup | None
 ) -> dict[str, torch.Tensor]:
-    """The tokens of a batch that this rank holds: [b, s] -> [b, l] for each tensor; the batch itself without a cut.
+    """Cut a batch to the tokens of this rank: each tensor [b, s] -> [b, l]; without context parallelism nothing is cut.
 
     Args:
         batch: tensors [b, s] (tokens, labels, loss_mask, position_ids) by name.
@@ -71,7 +71,7 @@ def get_batch_on_this_cp_rank(
         ValueError: the sequence cannot be cut evenly, or a tensor is not [b, s].
         NotImplementedError: the batch has an attention mask.
 
-    Ranks: each rank its own part of the same batch; communicates nothing.
+    Ranks: each its own part of the same batch, no communication.
     Source: Megatron-Core's function of this name, which reads the group from globals.
     """
     size, rank = group_size(cp_group), group_rank(cp_group)

@@ -1,4 +1,4 @@
-"""The core of attention where a sequence is split over context-parallel ranks.
+"""Core attention over sequences that are split over context-parallel ranks.
 
 Shapes: l tokens of this rank, b batch, n query heads, g key and value heads, d head width.
 """
@@ -29,8 +29,8 @@ class ContextParallelAttention(DotProductAttention):
         kwargs: further arguments of ``DotProductAttention``.
 
     Raises:
-        NotImplementedError: attention dropout.
-        ValueError: ``config.context_parallel_size`` is not the size of the group.
+        NotImplementedError: attention dropout is on.
+        ValueError: ``config.context_parallel_size`` is not the size of the process group.
 
     Ranks: all of ``pg_collection.cp`` call forward and backward in the same order.
     """
@@ -50,19 +50,19 @@ class ContextParallelAttention(DotProductAttention):
         self.comm_type = types[layer_number - 1] if len(types) > 1 else types[0]
         if config.context_parallel_size != self.cp_group.size():
             raise ValueError(
-                "context_parallel_size must be the ranks of pg_collection.cp, got"
+                "context_parallel_size must be the number of ranks of pg_collection.cp, got"
                 f" {config.context_parallel_size} and {self.cp_group.size()}; build both from the same degrees"
             )
         if self.attention_dropout > 0.0:
             raise NotImplementedError(
-                f"attention_dropout must be 0 with context parallelism, got {self.attention_dropout}: which probabilities"
-                " are dropped would depend on the number of ranks; pass --attention-dropout 0"
+                f"attention_dropout must be 0 with context parallelism, got {self.attention_dropout}: the dropped"
+                " probabilities would depend on the number of ranks; pass --attention-dropout 0"
             )
 
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None
     ) -> torch.Tensor:
-        """The context [l, b, n * d] of query [l, b, n, d], key and value [l, b, g, d].
+        """Compute the context [l, b, n * d] of query [l, b, n, d], key and value [l, b, g, d].
 
         Raises:
             NotImplementedError: a mask is given.
@@ -76,7 +76,7 @@ class ContextParallelAttention(DotProductAttention):
         self._check(query, None)
         if query.shape[0] % 2 != 0:
             raise ValueError(
-                "a context-parallel rank must hold two chunks of one length of each sequence, got"
+                "a context-parallel rank must hold two chunks of equal length of each sequence, got"
                 f" {query.shape[0]} tokens; cut batches with get_batch_on_this_cp_rank"
             )
         if self.comm_type == "a2a":
@@ -100,9 +100,9 @@ class ContextParallelAttention(DotProductAttention):
 
 
 def core_attention_for(core_attention: ModuleSpec | type, pg_collection: ProcessGroupCollection | None) -> Any:
-    """The core attention of a spec, in place of ours the context-parallel one where ``pg_collection`` splits sequences.
+    """Replace ``DotProductAttention`` in a spec by ``ContextParallelAttention`` where ``pg_collection`` splits sequences.
 
-    Foreign ones are given the groups and see to it themselves.
+    Other classes are returned as they are: they get the process groups and must handle them.
     """
     if group_size(group_of(pg_collection, "cp")) == 1:
         return core_attention

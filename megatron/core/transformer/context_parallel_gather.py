@@ -1,8 +1,8 @@
 """Attention over keys and values gathered from all context-parallel ranks.
 
-The keys of the ranks before this one, early chunks only, are one block that all queries see; those of the ranks behind it,
-whole, are one block that the late queries see (see ``context_parallel_ring`` for why). In what order keys stand inside a
-block does not matter, so they stay as they were gathered. Backward gathers them anew instead of keeping them.
+The early chunks of lower ranks are one block that all queries see. Both chunks of higher ranks are one block that the late
+queries see (``context_parallel_ring.py`` explains why). The order of keys within a block does not matter, so they stay as
+gathered. Backward gathers them again instead of keeping them.
 
 Shapes: l tokens of this rank, c = l / 2, b batch, n query heads, g key and value heads, d head width.
 Source: Llama 3 (arXiv:2407.21783) section 3.3.2 for the all-gather.
@@ -24,9 +24,9 @@ from megatron.core.transformer.block_attention import BlockAttention, BlockGradi
 def gathered_attention(
     query: Tensor, key: Tensor, value: Tensor, *, cp_group: ProcessGroup, kernel: BlockKernel, scale: float
 ) -> Tensor:
-    """Causal attention [l, b, n, d] of query [l, b, n, d] with key and value [l, b, g, d] of all ranks' tokens.
+    """Compute causal attention [l, b, n, d] of query [l, b, n, d] over the key and value [l, b, g, d] of all ranks.
 
-    Ranks: all of ``cp_group``, forward and backward; on CUDA it does not block the host.
+    Ranks: all of ``cp_group``, in forward and backward; on CUDA it does not block the host.
     """
     context: Tensor = _GatheredAttention.apply(query, key, value, cp_group, kernel, scale)  # type: ignore[no-untyped-call, unused-ignore]
     return context
@@ -39,7 +39,7 @@ class _GatheredAttention(torch.autograd.Function):
     ) -> Tensor:
         key, value, query = key.contiguous(), value.contiguous(), query.permute(1, 2, 0, 3)
         gathers = [begin_gather(x, cp_group) for x in (key, value)]
-        # The ranks' own block needs no other rank, and is computed while keys and values come.
+        # The rank's own block is computed while the others are gathered.
         attention = BlockAttention(kernel, query, _heads_first(key), _heads_first(value), scale=scale)
         keys, values = (gather.wait() for gather in gathers)
         size, rank = cp_group.size(), cp_group.rank()
@@ -63,7 +63,7 @@ class _GatheredAttention(torch.autograd.Function):
         gradients = BlockGradients(ctx.kernel, query, Attended(output, logsumexp, state), grad, scale=ctx.scale)
         own = gradients.add(_heads_first(key), _heads_first(value), causal=True)
         gathered = [gather.wait() for gather in gathers]
-        # What one rank adds is rounded once, where the ranks' sums end.
+        # Sums over ranks are in fp32 and rounded once, at the end.
         sums = [torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in gathered]
         parts: list[tuple[list[Tensor], tuple[Tensor, Tensor]]] = [
             ([torch.unflatten(x, 0, (size, -1))[rank] for x in sums], own)
@@ -83,20 +83,20 @@ class _GatheredAttention(torch.autograd.Function):
 
 
 def _early_chunks(gathered: Tensor, size: int, rank: int) -> Tensor:
-    """[ranks * l, b, g, d] -> [rank, c, b, g, d], the early chunks of the ranks before this one, a view."""
+    """Return the early chunks of lower ranks: [ranks * l, b, g, d] -> [rank, c, b, g, d], a view."""
     return torch.unflatten(gathered, 0, (size, 2, -1))[:rank, 0]
 
 
 def _before(gathered: Tensor, size: int, rank: int) -> Tensor:
-    """[ranks * l, b, g, d] -> [rank * c, b, g, d], the early chunks of the ranks before this one."""
+    """Return the early chunks of lower ranks: [ranks * l, b, g, d] -> [rank * c, b, g, d]."""
     return _early_chunks(gathered, size, rank).flatten(0, 1)
 
 
 def _behind(gathered: Tensor, size: int, rank: int) -> Tensor:
-    """[ranks * l, b, g, d] -> [(ranks - 1 - rank) * l, b, g, d], all chunks of the ranks behind this one, a view."""
+    """Return all chunks of higher ranks: [ranks * l, b, g, d] -> [(ranks - 1 - rank) * l, b, g, d], a view."""
     return gathered[(rank + 1) * (gathered.shape[0] // size) :]
 
 
 def _heads_first(x: Tensor) -> Tensor:
-    """[k, b, g, d] -> [b, g, k, d], a view."""
+    """Permute [k, b, g, d] to [b, g, k, d], a view."""
     return x.permute(1, 2, 0, 3)

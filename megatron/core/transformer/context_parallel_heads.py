@@ -1,4 +1,4 @@
-"""Attention over the whole sequence for a part of the heads: two all-to-alls swap what is split.
+"""All-to-alls between a split of the sequence and a split of the heads, around attention over whole sequences.
 
 Shapes: s sequence, l = s / ranks tokens of this rank, c = l / 2, b batch, n heads, d head width.
 Source: DeepSpeed Ulysses (arXiv:2309.14509).
@@ -17,22 +17,22 @@ from megatron.core.transformer.context_parallel import chunk_order
 
 
 def scatter_heads(x: Tensor, cp_group: ProcessGroup) -> Tensor:
-    """[l, b, n, d] of all heads and this rank's tokens -> [s, b, n / ranks, d] of its heads and all tokens, in order.
+    """Exchange this rank's tokens of all heads [l, b, n, d] for all tokens, in order, of its heads [s, b, n / ranks, d].
 
-    Ranks: all of ``cp_group``, forward and backward.
+    Ranks: all of ``cp_group``, in forward and backward.
     """
     scattered: Tensor = _Swap.apply(x, cp_group, True)  # type: ignore[no-untyped-call, unused-ignore]
     return scattered
 
 
 def gather_heads(x: Tensor, cp_group: ProcessGroup) -> Tensor:
-    """What undoes ``scatter_heads``: [s, b, n / ranks, d] -> [l, b, n, d]."""
+    """Undo ``scatter_heads``: [s, b, n / ranks, d] -> [l, b, n, d]. Ranks: all of ``cp_group``."""
     gathered: Tensor = _Swap.apply(x, cp_group, False)  # type: ignore[no-untyped-call, unused-ignore]
     return gathered
 
 
 class _Swap(torch.autograd.Function):
-    """Each way is the other's gradient: elements move, and none is added to another."""
+    """One of the two exchanges; the backward of each is the other, since elements only move."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cp_group: ProcessGroup, scatters: bool) -> Tensor:
@@ -50,7 +50,7 @@ def _scatter(x: Tensor, group: ProcessGroup) -> Tensor:
     size = group.size()
     received = _all_to_all(torch.unflatten(x, 2, (size, -1)).movedim(2, 0), group)
     chunks = torch.unflatten(received, 1, (2, -1)).flatten(0, 1)
-    # Chunks by name, not by an index tensor: on CUDA that would come from the host.
+    # No index tensor: on CUDA it would have to be copied from the host.
     return torch.cat([chunks[place] for place in _inverse(chunk_order(size))])
 
 
@@ -63,7 +63,7 @@ def _gather(x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def _all_to_all(x: Tensor, group: ProcessGroup) -> Tensor:
-    """[ranks, ...]: part i goes to rank i; part i of the result came from there."""
+    """Send part i of [ranks, ...] to rank i and return the parts that the ranks sent."""
     x = x.contiguous()
     received = torch.empty_like(x)
     dist.all_to_all_single(received, x, group=group)

@@ -1,16 +1,16 @@
-"""Ring attention: keys and values travel round the context-parallel ranks while each attends to what it holds.
+"""Ring attention: each rank attends to a block of keys and values while the next block arrives from its neighbour.
 
 Four ranks hold chunks (0 7) (1 6) (2 5) (3 4). In step i, rank r has the keys of rank j = r - i:
 
-    j = r   its own: causal among themselves, early chunk before late one
-    j < r   chunk j is before both of r's chunks, the other one of j after both: all queries, early keys
+    j = r   its own keys: causal
+    j < r   j's early chunk is before both of r's chunks, j's late chunk after both: all queries, early keys
     j > r   both of j's chunks are between r's two: late queries, all keys
 
-so after its own step each rank computes half a square in every step. In backward the gradients of keys and values follow
-them, one step behind, gather each rank's part on the way, and come home with the last step.
+So after step 0 each rank computes half a square in every step. In backward the gradients of keys and values are passed
+round one step behind them; each rank adds its part, and the last step returns them to the rank of the keys.
 
 Shapes: l tokens of this rank, c = l / 2, b batch, n query heads, g key and value heads, d head width.
-Source: Ring Attention (arXiv:2310.01889), with the balanced order of Striped Attention's follow-ups as Megatron-LM has it.
+Source: Ring Attention (arXiv:2310.01889), with Megatron-LM's balanced order of chunks.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from megatron.core.transformer.block_attention import BlockAttention, BlockGradi
 def ring_attention(
     query: Tensor, key: Tensor, value: Tensor, *, cp_group: ProcessGroup, kernel: BlockKernel, scale: float
 ) -> Tensor:
-    """Causal attention [l, b, n, d] of query [l, b, n, d] with key and value [l, b, g, d] of all ranks' tokens.
+    """Compute causal attention [l, b, n, d] of query [l, b, n, d] over the key and value [l, b, g, d] of all ranks.
 
-    Ranks: all of ``cp_group``, forward and backward; on CUDA it does not block the host.
+    Ranks: all of ``cp_group``, in forward and backward; on CUDA it does not block the host.
     """
     context: Tensor = _RingAttention.apply(query, key, value, cp_group, kernel, scale)  # type: ignore[no-untyped-call, unused-ignore]
     return context
@@ -47,7 +47,7 @@ class _RingAttention(torch.autograd.Function):
         size, rank = cp_group.size(), cp_group.rank()
         held, attention = own, None
         for step in range(size):
-            # Sent before the block's kernels are: the next block arrives while this one is computed.
+            # Started before the block's kernels: the next block arrives while this one is computed.
             arriving = _Hop(held, cp_group) if step < size - 1 else None
             keys, values = _heads_first(held)
             if attention is None:
@@ -76,7 +76,7 @@ class _RingAttention(torch.autograd.Function):
             part = _block_gradients(gradients, held, own=step == 0, earlier=step <= rank)
             if following is not None:
                 part += following.wait()
-            # Its next wait is after the next block's kernels; after the last one, at home.
+            # Waited for after the next block's kernels; the last one brings the gradients to the keys' own rank.
             following = _Hop(part, ctx.cp_group)
             if arriving is not None:
                 held = arriving.wait()
@@ -86,7 +86,7 @@ class _RingAttention(torch.autograd.Function):
 
 
 def _block_gradients(gradients: BlockGradients, held: Tensor, *, own: bool, earlier: bool) -> Tensor:
-    """[2, l, b, g, d] in fp32, this rank's part of the gradients of the keys and values that it holds."""
+    """Compute this rank's part [2, l, b, g, d], in fp32, of the gradients of the keys and values that it holds."""
     keys, values = _heads_first(held)
     if own:
         parts = gradients.add(keys, values, causal=True)
@@ -101,7 +101,7 @@ def _block_gradients(gradients: BlockGradients, held: Tensor, *, own: bool, earl
 
 
 class _Hop:
-    """A tensor on its way to the next rank of the ring, and the previous rank's on its way here; both outlive the trip."""
+    """One step of the ring: a send to the next rank and a receive from the previous one, with references to both tensors."""
 
     def __init__(self, tensor: Tensor, group: ProcessGroup) -> None:
         self._sent, self._received = tensor, torch.empty_like(tensor)
@@ -114,18 +114,18 @@ class _Hop:
         )
 
     def wait(self) -> Tensor:
-        """What the previous rank sent; on CUDA the current stream waits, not the host."""
+        """Wait and return what the previous rank sent; on CUDA the current stream waits, not the host."""
         for work in self._works:
             work.wait()
         return self._received
 
 
 def _heads_first(held: Tensor) -> tuple[Tensor, Tensor]:
-    """[2, l, b, g, d] -> keys and values [b, g, l, d], views."""
+    """Split [2, l, b, g, d] into keys and values [b, g, l, d], views."""
     keys, values = held.permute(0, 2, 3, 1, 4)
     return keys, values
 
 
 def _early(x: Tensor) -> Tensor:
-    """[b, g, l, d] -> [b, g, c, d], the earlier of the two chunks."""
+    """Return the earlier of the two chunks: [b, g, l, d] -> [b, g, c, d], a view."""
     return x[:, :, : x.shape[2] // 2]

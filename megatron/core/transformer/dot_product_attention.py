@@ -1,4 +1,4 @@
-"""The core of attention: softmax(q k^T) v, fused where no mask is given.
+"""Core attention, softmax(q k^T) v, by fused kernels where no mask is given.
 
 Shapes: s sequence, b batch, n query heads, g key and value heads, d head width.
 """
@@ -28,7 +28,7 @@ _KERNELS: dict[object, SDPBackend] = {
 
 
 class DotProductAttention(MegatronModule):
-    """Causal attention without parameters; the part that selective recomputation repeats.
+    """Causal core attention, without parameters; selective recomputation recomputes this module.
 
     Source: arXiv:1706.03762, grouped as in arXiv:2305.13245; the layer scaling is Megatron-Core's.
     """
@@ -47,7 +47,9 @@ class DotProductAttention(MegatronModule):
         if attn_mask_type is not AttnMaskType.causal:
             raise NotImplementedError(f"attn_mask_type must be causal, got {attn_mask_type}: others are not served")
         if attention_type != "self":
-            raise NotImplementedError(f"attention_type must be 'self', got {attention_type!r}: GPT has no other")
+            raise NotImplementedError(
+                f"attention_type must be 'self', got {attention_type!r}: GPT has no other attention"
+            )
         self.attention_dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self.layer_scale = float(max(1, layer_number)) if config.apply_query_key_layer_scaling else 1.0
         backend = config.attention_backend
@@ -59,11 +61,11 @@ class DotProductAttention(MegatronModule):
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None
     ) -> torch.Tensor:
-        """The context [s, b, n * d] of query [s, b, n, d], key and value [s, b, g, d].
+        """Compute the context [s, b, n * d] of query [s, b, n, d], key and value [s, b, g, d].
 
         Args:
-            attention_mask: bool, broadcastable to [b, n, s, s], True where a key is hidden; then nothing else is
-                (as in Megatron-Core, it stands in the causal mask's place). None: causal.
+            attention_mask: bool, broadcastable to [b, n, s, s], True where a key is hidden; as in Megatron-Core it replaces
+                the causal mask. None: causal.
 
         Raises:
             TypeError: the mask is not of dtype bool.
@@ -87,7 +89,7 @@ class DotProductAttention(MegatronModule):
         attention_mask: torch.Tensor | None,
         dropout: float,
     ) -> torch.Tensor:
-        """[b, n, s, d] with [b, g, s, d] twice -> [b, n, s, d], with all scores in memory."""
+        """Compute attention [b, n, s, d] with all scores in memory; key and value are [b, g, s, d]."""
         key, value = _expand_heads(key, value, query.shape[1])
         scores = (query * (self.softmax_scale / self.layer_scale)) @ key.transpose(-1, -2)
         if attention_mask is None:
@@ -124,9 +126,9 @@ class DotProductAttention(MegatronModule):
 def fused_causal_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, scale: float, dropout: float
 ) -> torch.Tensor:
-    """Causal attention of [b, n, s, d] with [b, g, s, d] twice, by torch's fused kernels; no mask is made."""
+    """Compute causal attention of [b, n, s, d] over [b, g, s, d] by torch's fused kernels, without making a mask."""
     grouped = key.shape[1] != query.shape[1]
-    # Only the half-precision CUDA kernels take groups as they are; elsewhere torch would fall back to the unfused path.
+    # Only the half-precision CUDA kernels support grouped heads; elsewhere torch would fall back to the unfused path.
     if grouped and not (query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)):
         key, value = _expand_heads(key, value, query.shape[1])
         grouped = False
@@ -136,12 +138,12 @@ def fused_causal_attention(
 
 
 def causal_mask(num_queries: int, num_keys: int, device: torch.device) -> torch.Tensor:
-    """[s, s] bool, True where a key comes after its query."""
+    """Make the causal mask [s, s], bool, True where a key comes after its query."""
     return torch.ones(num_queries, num_keys, dtype=torch.bool, device=device).triu(diagonal=1)
 
 
 def _expand_heads(key: torch.Tensor, value: torch.Tensor, num_heads: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """[b, g, s, d] -> [b, n, s, d]: each key and value head repeated for the query heads of its group."""
+    """Repeat each key and value head for the query heads of its group: [b, g, s, d] -> [b, n, s, d]."""
     repeats = num_heads // key.shape[1]
     if repeats == 1:
         return key, value

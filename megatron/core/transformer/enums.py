@@ -6,13 +6,13 @@ import enum
 
 
 class ModelType(enum.Enum):
-    """What a model is to a pipeline schedule."""
+    """The kind of model that a pipeline schedule runs."""
 
     encoder_or_decoder = 1
 
 
 class AttnMaskType(enum.Enum):
-    """Which keys a query may see where no mask is given. ``causal`` is what is served."""
+    """The keys that a query may see where no mask is given; only ``causal`` is served."""
 
     padding = 1
     causal = 2
@@ -22,7 +22,7 @@ class AttnMaskType(enum.Enum):
 
 
 class AttnBackend(enum.Enum):
-    """Which kernels attention uses; see ``TransformerConfig.attention_backend``."""
+    """The kernels that attention uses; see ``TransformerConfig.attention_backend``."""
 
     flash = 1
     fused = 2

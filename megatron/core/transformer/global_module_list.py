@@ -1,4 +1,4 @@
-"""A list of modules whose names are those that they have in the whole model."""
+"""A list of modules that are named by their index in the whole model."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from torch import nn
 
 
 class GlobalModuleList(nn.Module):
-    """Consecutive modules of a longer list: indexed from 0 here, named by their place in the whole list.
+    """Consecutive modules of a longer list, indexed from 0 and named by their index in the whole list.
 
-    The layers of a pipeline stage and the experts of an expert-parallel rank keep the names that they have in the model
-    that is not split, so initial weights, ``state_dict`` keys and checkpoints need no translation.
+    The layers of a pipeline stage and the experts of an expert-parallel rank keep the names of the unsplit model, so
+    initial weights, ``state_dict`` keys and checkpoints need no translation.
 
     Args:
-        modules: [N] the modules that this rank holds.
-        first_index: the place of the first of them in the whole list.
+        modules: [N] the modules of this rank.
+        first_index: index of the first of them in the whole list.
     """
 
     def __init__(self, modules: Sequence[nn.Module], first_index: int = 0) -> None:
@@ -25,7 +25,7 @@ class GlobalModuleList(nn.Module):
             self.add_module(str(index), module)
 
     def __getitem__(self, index: int) -> nn.Module:
-        """The module at a local index; negative ones count from the end."""
+        """Return the module at a local index; negative ones count from the end."""
         modules = list(self.children())
         return modules[index]
 

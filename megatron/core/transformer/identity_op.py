@@ -1,4 +1,4 @@
-"""The module that stands where a layer spec has nothing to put."""
+"""The module that does nothing, for places that a layer spec leaves empty."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 class IdentityOp(torch.nn.Module):
-    """Returns its first argument; takes any construction arguments."""
+    """A module that returns its first argument and accepts any constructor arguments."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The feed-forward part of a layer.
+"""The MLP of a transformer layer.
 
 Shapes: s sequence, b batch, h hidden size, f MLP width.
 """
@@ -22,18 +22,18 @@ if TYPE_CHECKING:
 
 @dataclass
 class MLPSubmodules:
-    """What an MLP is built of."""
+    """The specs of the modules of an MLP."""
 
     linear_fc1: ModuleSpec | type
     linear_fc2: ModuleSpec | type
 
 
 class MLP(MegatronModule):
-    """fc2(activation(fc1(x))); gated, fc1 has 2f outputs: all gates, then all ups (of this rank's part of the width).
+    """An MLP, fc2(activation(fc1(x))); gated, fc1 has 2f outputs: all gates, then all ups of this rank's part of the width.
 
     Args:
-        is_expert: the MLP is an expert's: it is split over ``pg_collection.expt_tp`` instead of ``tp``, and neither
-            gathers its input nor sums its output.
+        is_expert: whether the MLP is an expert. It is then split over ``pg_collection.expt_tp`` instead of ``tp``, and
+            neither gathers its input nor sums its output.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class MLP(MegatronModule):
             init_method=config.init_method,
             gather_output=False,
             bias=config.add_bias_linear,
-            # The GEMM adds the bias for nothing, unless one function of bias and activation is asked for.
+            # The GEMM adds the bias at no cost, unless bias and activation are to be one function.
             skip_bias_add=config.bias_activation_fusion,
             is_expert=is_expert,
             stride=2 if config.gated_linear_unit else 1,
@@ -78,7 +78,7 @@ class MLP(MegatronModule):
         )
 
     def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """[s, b, h] -> [s, b, h] and the bias [h] that is still to be added (or None).
+        """Compute [s, b, h] from [s, b, h]; return it and the bias [h] that the caller still has to add (or None).
 
         With sequence parallelism s is this rank's part of the sequence.
         """
@@ -87,7 +87,7 @@ class MLP(MegatronModule):
         return output, output_bias
 
     def _activate(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """[s, b, f] (or [s, b, 2f] where gated) -> [s, b, f]; ``bias`` is None where it is in x already."""
+        """Activate [s, b, f] (or [s, b, 2f] where gated) to [s, b, f]; ``bias`` None: x includes it already."""
         gated, function = self.config.gated_linear_unit, self.activation_func
         if self.config.bias_activation_fusion:
             compiled = not self.config.disable_jit_fuser

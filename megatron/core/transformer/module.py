@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 
 class MegatronModule(torch.nn.Module):
-    """A module that knows the model's configuration.
+    """A module with the model's configuration.
 
     Attributes:
-        rng_tracker: the model's random streams of this tensor-parallel rank; None where nothing is split.
+        rng_tracker: the random number streams of this tensor-parallel rank; None where the model is not split.
     """
 
     rng_tracker: CudaRNGStatesTracker | None = None
@@ -26,13 +26,13 @@ class MegatronModule(torch.nn.Module):
         self.config = config
 
     def set_is_first_microbatch(self) -> None:
-        """Nothing is cached between microbatches here; kept for callers that announce the first one."""
+        """Do nothing: modules cache nothing between microbatches. Megatron-Core's callers may call it."""
 
     def drawing_apart(self, x: torch.Tensor, draws: bool) -> AbstractContextManager[None]:
-        """A scope in which each tensor-parallel rank draws its own random numbers on the device of ``x``.
+        """Return a context in which each tensor-parallel rank draws its own random numbers on the device of ``x``.
 
         Args:
-            draws: False, or without a tracker: the scope does nothing.
+            draws: whether anything is drawn; if not, or without a tracker, the context does nothing.
         """
         if not draws or self.rng_tracker is None:
             return nullcontext()

@@ -1,4 +1,4 @@
-"""What a TransformerConfig must hold where it is split, and of experts: tables of (condition, message), each row a test."""
+"""Checks of a TransformerConfig's parallel degrees and expert layout: a table of (condition, message), one test a row."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _OF_EXPERTS = {
     "moe_router_dtype": None,
     "moe_router_load_balancing_type": "aux_loss",
 }
-"""Fields without meaning where there are no experts, with their defaults; the table of experts has others."""
+"""Fields without meaning where there are no experts, with their defaults; ``moe_config_checks`` has the others."""
 
 _DEGREES = (
     "tensor_model_parallel_size",
@@ -130,7 +130,7 @@ PARALLEL_CONTRADICTIONS: list[tuple[Condition, str]] = [
     ),
     (
         lambda c: _has_experts(c) and c.tensor_model_parallel_size > 1 and not c.sequence_parallel,
-        "sequence_parallel must be on where experts meet tensor_model_parallel_size > 1, got it off with"
+        "sequence_parallel must be on with experts and tensor_model_parallel_size > 1, got it off with"
         " {tensor_model_parallel_size}; each rank then routes its own part of the tokens",
     ),
     (
@@ -142,4 +142,4 @@ PARALLEL_CONTRADICTIONS: list[tuple[Condition, str]] = [
         "moe_token_drop_policy='position' must go with moe_expert_capacity_factor, got None: nothing is dropped",
     ),
 ]
-"""As ``config_checks.CONTRADICTIONS``."""
+"""Rows like those of ``config_checks.CONTRADICTIONS``."""

@@ -1,9 +1,9 @@
-"""Initial weights that are a function of seed, parameter name and full shape alone.
+"""Initial weights as a function of seed, parameter name and full shape alone.
 
-[Note: names at construction] A module that is built by itself fills its parameters under its own short names. A model
-knows the full names only when it is complete, so it builds its submodules on the meta device, and ``initialize_model``
-names them and materialises them by exactly the calls that meta-device initialisation makes (``to_empty``, then
-``reset_parameters``): the two cannot differ, and nothing is drawn twice.
+[Note: names at construction] A module that is built alone initialises its parameters under its own short names. Full names
+are known only when the model is complete. So a model builds its submodules on the meta device, and ``initialize_model``
+names and materialises them by the same calls as meta-device initialisation (``to_empty``, then ``reset_parameters``): the
+results cannot differ, and nothing is drawn twice.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def parameter_seed(init_seed: int, name: str, shape: torch.Size) -> int:
-    """A seed in [0, 2**63) that depends on nothing but its arguments (never on ``hash()``, ranks or order).
+    """Compute a seed in [0, 2**63) that depends on the arguments alone, never on ``hash()``, ranks or order.
 
     Source: ours.
     """
@@ -35,12 +35,14 @@ def parameter_seed(init_seed: int, name: str, shape: torch.Size) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """What a tensor-parallel rank holds of a parameter.
+    """The part of a parameter that a tensor-parallel rank holds.
 
     Attributes:
-        shape: of the full parameter.
-        dim: the dim that is cut; None: the rank holds all of it.
+        shape: shape of the full parameter.
+        dim: the split dim; None: the rank holds the whole parameter.
         stride: see [Note: partition stride] in tensor_parallel/partition.py.
+        rank: index of the part.
+        size: number of parts.
     """
 
     shape: torch.Size
@@ -51,14 +53,14 @@ class Part:
 
     @property
     def own_shape(self) -> torch.Size:
-        """Shape of the rank's part. Raises: ValueError where the extent of the dim that is cut does not divide."""
+        """Shape of the rank's part. Raises: ValueError where the extent of the split dim is not a multiple of ``size``."""
         extents = list(self.shape)
         if self.dim is not None:
             extents[self.dim] = part_extent(extents[self.dim], self.stride, self.size)
         return torch.Size(extents)
 
     def of(self, full: torch.Tensor) -> torch.Tensor:
-        """The rank's part of a full tensor."""
+        """Cut the rank's part out of a full tensor."""
         return full if self.dim is None else partition(full, self.dim, self.stride, self.rank, self.size)
 
 
@@ -72,18 +74,18 @@ def initialize_parameter(
     on_cpu: bool,
     part: Part | None = None,
 ) -> None:
-    """Fill one parameter with the values that its name and full shape stand for.
+    """Fill a parameter with the initial values that follow from the seed, its name and its full shape.
 
-    Normal values are drawn in fp32 and rounded, so that a bf16 model starts at the rounded weights of the fp32 model.
-    A part of a parameter is cut out of the values of the whole one.
+    Normal values are drawn in fp32 and rounded, so a bf16 model starts at the rounded weights of the fp32 model. A part of
+    a parameter is cut out of the values of the whole one.
 
     Args:
         parameter: the parameter before any sharding, on a real device.
         name: its full name in the unwrapped model.
         init_method: ``NormalInit`` draws from the parameter's own generator; any other callable runs with torch's
-            default generators seeded for this parameter alone and put back afterwards.
-        on_cpu: draw on the CPU and copy, whatever the parameter's device is: the same values on every kind of device.
-        part: what ``parameter`` is of the full one; None: all of it.
+            default generators seeded for this parameter alone and restored after it.
+        on_cpu: draw on the CPU and copy, whatever the parameter's device: the same values on every kind of device.
+        part: which part of the full parameter ``parameter`` is; None: the whole.
     """
     if parameter.is_meta:
         return
@@ -106,7 +108,7 @@ def initialize_parameter(
 
 
 def _seed_default_generator(device: torch.device, seed: int) -> None:
-    # Only the generators that fork_rng puts back: torch.manual_seed would reseed every CUDA device.
+    # Only the generators that fork_rng restores: torch.manual_seed would reseed every CUDA device.
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         with torch.cuda.device(device):
@@ -114,9 +116,9 @@ def _seed_default_generator(device: torch.device, seed: int) -> None:
 
 
 class InitializedParameters(torch.nn.Module):
-    """A module that owns parameters directly and can refill them at any time with their initial values.
+    """A module that owns parameters directly and can reset them to their initial values at any time.
 
-    ``parameter_prefix`` is the module's full name in the unwrapped model (empty while it stands alone).
+    ``parameter_prefix`` is the module's full name in the unwrapped model; empty for a module that is built alone.
     """
 
     parameter_prefix: str
@@ -140,17 +142,17 @@ class InitializedParameters(torch.nn.Module):
         group: ProcessGroup | None = None,
         **attributes: Any,
     ) -> None:
-        """Register an unfilled parameter of the configured dtype: this rank's part of one of ``full_shape``.
+        """Register an uninitialised parameter of the configured dtype: this rank's part of one of ``full_shape``.
 
         Args:
-            partition_dim: the dim that is cut over ``group``; None: each rank holds the whole parameter. Where it is
-                given, the parameter carries ``tensor_model_parallel`` (True), ``partition_dim`` and ``partition_stride``.
+            partition_dim: the dim that is split over ``group``; None: each rank holds the whole parameter. If given, the
+                parameter gets the attributes ``tensor_model_parallel`` (True), ``partition_dim`` and ``partition_stride``.
             partition_stride: see [Note: partition stride] in tensor_parallel/partition.py.
-            attributes: of the parameter; they survive ``to_empty``. With ``canonical_name`` it starts with the values
-                of the parameter of that name.
+            attributes: attributes of the parameter; they survive ``to_empty``. With ``canonical_name`` the initial values
+                are those of the parameter of that name.
 
         Raises:
-            ValueError: the extent of ``partition_dim`` does not divide.
+            ValueError: the extent of ``partition_dim`` is not a multiple of the ranks.
 
         Ranks: each alone, no communication.
         """
@@ -173,14 +175,14 @@ class InitializedParameters(torch.nn.Module):
         self._parameter_attributes[name] = attributes
 
     def set_parameter_attribute(self, name: str, attribute: str, value: Any) -> None:
-        """The parameter carries the attribute from now on, also after ``to_empty`` and ``reset_parameters``."""
+        """Set an attribute of a parameter that survives ``to_empty`` and ``reset_parameters``."""
         self._parameter_attributes[name][attribute] = value
         setattr(self.get_parameter(name), attribute, value)
 
     def reset_parameters(self) -> None:
-        """This module's own parameters hold their initial values (ranks: each alone, no communication).
+        """Fill this module's own parameters with their initial values. Ranks: each alone, no communication.
 
-        Random ones are left as they are where ``config.perform_initialization`` is off.
+        Parameters with random initial values are left alone where ``config.perform_initialization`` is off.
         """
         for name, parameter in self.named_parameters(recurse=False):
             init_method, attributes = self._init_methods[name], self._parameter_attributes[name]
@@ -201,9 +203,9 @@ class InitializedParameters(torch.nn.Module):
 
 
 def initialize_model(model: torch.nn.Module, device: torch.device) -> None:
-    """Every parameter of a model that was built on the meta device is on ``device``, named and filled.
+    """Materialise a model that was built on the meta device: name all parameters, move them to ``device`` and fill them.
 
-    On the meta device only the names are told. See [Note: names at construction].
+    With the meta device as ``device`` it only names them. See [Note: names at construction].
 
     Raises:
         ValueError: a module owns parameters or buffers and has no ``reset_parameters()``.
@@ -216,7 +218,7 @@ def initialize_model(model: torch.nn.Module, device: torch.device) -> None:
         if owned and not callable(getattr(module, "reset_parameters", None)):
             raise ValueError(
                 "every module that owns parameters or buffers must have reset_parameters(), got"
-                f" {type(module).__name__} at {name!r} with {owned}; give it one that refills its own tensors"
+                f" {type(module).__name__} at {name!r} with {owned}; give it one that fills its own tensors"
             )
         if device.type != "meta":
             module.to_empty(device=device, recurse=False)

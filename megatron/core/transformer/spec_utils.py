@@ -1,4 +1,4 @@
-"""A layer spec: which module to build where, with what parameters and submodules."""
+"""Layer specs: the module to build, its arguments and the specs of its submodules."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass
 class ModuleSpec:
-    """What to build: a class (or its (import path, name)), its fixed arguments and the specs of its submodules."""
+    """A module to build: its class (or (import path, name)), fixed arguments and the specs of its submodules."""
 
     module: tuple[str, str] | type
     params: dict[str, Any] = field(default_factory=dict)
@@ -21,7 +21,7 @@ class ModuleSpec:
 
 
 def get_module(spec_or_module: ModuleSpec | type, **_: Any) -> Any:
-    """The class or function that a spec names."""
+    """Return the class or function that a spec names."""
     module = spec_or_module.module if isinstance(spec_or_module, ModuleSpec) else spec_or_module
     if isinstance(module, tuple):
         path, name = module
@@ -30,13 +30,13 @@ def get_module(spec_or_module: ModuleSpec | type, **_: Any) -> Any:
 
 
 def build_module(spec_or_module: ModuleSpec | type, *args: Any, **kwargs: Any) -> Any:
-    """An instance of what the spec names; functions (such as ``get_bias_dropout_add``) are returned as they are.
+    """Build the module that a spec names; functions (such as ``get_bias_dropout_add``) are returned as they are.
 
     Args:
-        args, kwargs: arguments of the construction, beside ``spec.params``.
+        args, kwargs: constructor arguments, beside ``spec.params``.
 
     Raises:
-        TypeError: the construction failed on its arguments; the message names the module.
+        TypeError: the constructor refused its arguments; the message names the module.
     """
     module = get_module(spec_or_module)
     if not isinstance(module, type):

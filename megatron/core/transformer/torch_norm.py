@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 
 class Norm(InitializedParameters):
-    """The weight, stored as its distance from 1 where ``config.layernorm_zero_centered_gamma`` is set."""
+    """Base class of the norms; weights are stored as weight - 1 with ``config.layernorm_zero_centered_gamma``."""
 
     weight: torch.Tensor
     centered: bool
-    """The mean is taken off first."""
+    """Whether the mean is subtracted first."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
         super().__init__(config)
@@ -31,22 +31,22 @@ class Norm(InitializedParameters):
         self._add("weight", 0.0 if config.layernorm_zero_centered_gamma else 1.0)
 
     def _add(self, name: str, value: float) -> None:
-        # With sequence parallelism a norm sees this rank's part of the sequence, and its gradient is that part's.
+        # With sequence parallelism a norm sees this rank's part of the sequence, so gradients are partial sums.
         marks: dict[str, Any] = {"sequence_parallel": True} if self.config.sequence_parallel else {}
         self.add_parameter(name, (self.hidden_size,), ConstantInit(value), **marks)
 
     def sum_gradients_over_tensor_ranks(self) -> None:
-        """The parameters say that each tensor-parallel rank has a summand of their gradient (``sequence_parallel``)."""
+        """Mark the parameters (``sequence_parallel``) so that gradients are summed over tensor-parallel ranks."""
         for name, _ in self.named_parameters(recurse=False):
             self.set_parameter_attribute(name, "sequence_parallel", True)
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None, *, keep_input: bool = False) -> Any:
-        """[..., h] in any float dtype -> [..., h] in the dtype of the weight.
+        """Normalise [..., h] of any float dtype to [..., h] in the dtype of the weight.
 
         Args:
-            residual: [..., h]: it is added to x first.
-            keep_input: return (norm, x + residual). With ``config.persist_layer_norm`` the gradients of both then meet
-                in the norm's backward kernel.
+            residual: [..., h] added to x first.
+            keep_input: return (norm, x + residual). With ``config.persist_layer_norm`` the norm's backward kernel then
+                adds the gradients of both.
         """
         scale = self._scale()
         if self.config.persist_layer_norm:
@@ -63,7 +63,7 @@ class Norm(InitializedParameters):
         return None
 
     def _plain(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        """The norm by PyTorch's own kernel."""
+        """Normalise by PyTorch's own kernel."""
         raise NotImplementedError
 
     def _scale(self) -> torch.Tensor:
@@ -74,7 +74,7 @@ class Norm(InitializedParameters):
 
 
 class RMSNorm(Norm):
-    """x / sqrt(mean(x^2) + eps) * weight."""
+    """RMSNorm: x / sqrt(mean(x^2) + eps) * weight."""
 
     centered = False
 
@@ -89,7 +89,7 @@ class RMSNorm(Norm):
 
 
 class LayerNorm(Norm):
-    """(x - mean(x)) / sqrt(var(x) + eps) * weight + bias."""
+    """LayerNorm: (x - mean(x)) / sqrt(var(x) + eps) * weight + bias."""
 
     bias: torch.Tensor
     centered = True
@@ -110,7 +110,7 @@ class LayerNorm(Norm):
 
 
 class WrappedTorchNorm:
-    """Builds the norm that ``config.normalization`` names (the name that Megatron-Core's layer specs use)."""
+    """A constructor of the norm that ``config.normalization`` names; Megatron-Core's layer specs use this name."""
 
     def __new__(  # type: ignore[misc]
         cls,
@@ -119,7 +119,10 @@ class WrappedTorchNorm:
         eps: float = 1e-5,
         normalization: str | None = None,
     ) -> RMSNorm | LayerNorm:
-        """Args: ``normalization`` is what the layer spec was asked for; None follows the configuration.
+        """Build the configured norm.
+
+        Args:
+            normalization: the layer spec's norm; None: that of the configuration.
 
         Raises:
             ValueError: the layer spec asks for another norm than the configuration.

@@ -1,4 +1,4 @@
-"""The stack of layers, with recomputation of layers where configured.
+"""The stack of transformer layers, with recomputation where configured.
 
 Shapes: s sequence, b batch, h hidden size, r rotated width.
 """
@@ -25,25 +25,25 @@ if TYPE_CHECKING:
 
 @dataclass
 class TransformerBlockSubmodules:
-    """The specs of a block's layers, one each, and of the norm after the last (None: no norm)."""
+    """The specs of a block's layers, one for each, and of the norm after the last layer (None: no norm)."""
 
     layer_specs: list[ModuleSpec] | None = None
     layer_norm: ModuleSpec | type | None = None
 
 
 class TransformerBlock(MegatronModule):
-    """This pipeline stage's part of ``config.num_layers`` layers, named by their place in the whole, and a final norm.
+    """The layers of this pipeline stage, named by their index in the whole model, and on the last stage the final norm.
 
     Args:
-        spec: of one layer (all are built from it, with the configured norm at the end), or a block's submodules, with the
+        spec: of one layer (all are built from it, with the configured norm at the end), or a block's submodules with the
             specs of the layers of all stages.
-        post_layer_norm: there is a norm after the last layer (only where ``post_process``).
-        pre_process: False: the input is what ``set_input_tensor`` was last given.
+        post_layer_norm: whether a norm follows the last layer (only with ``post_process``).
+        pre_process: whether this is the first stage; if not, the input is the last argument of ``set_input_tensor``.
         pg_collection: the stages are the ranks of its ``pp``, in order.
 
     Raises:
-        ValueError: the submodules hold another number of layer specs than ``config.num_layers``, or the stages cannot
-            have equally many layers.
+        ValueError: the submodules hold another number of layer specs than ``config.num_layers``, or ``num_layers`` is no
+            multiple of the stages.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class TransformerBlock(MegatronModule):
             )
 
     def set_input_tensor(self, input_tensor: torch.Tensor | None) -> None:
-        """Forward starts from this [s, b, h] where the block is not the first stage."""
+        """Set the input [s, b, h] of the next forward, where the block is not on the first stage."""
         self.input_tensor = input_tensor
 
     def forward(
@@ -91,7 +91,7 @@ class TransformerBlock(MegatronModule):
         rotary_pos_cos: torch.Tensor | None = None,
         rotary_pos_sin: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """[s, b, h] -> [s, b, h]; the other arguments as in ``SelfAttention.forward``.
+        """Run the layers: [s, b, h] -> [s, b, h]; the other arguments as in ``SelfAttention.forward``.
 
         Raises:
             RuntimeError: a later stage runs before ``set_input_tensor``.
@@ -104,7 +104,7 @@ class TransformerBlock(MegatronModule):
         for layers, recompute in self._chunks():
             if recompute:
                 run = _Layers(layers)
-                # Without dropout there is nothing to restore, and a CUDA graph could not.
+                # Without dropout there is no random state to restore; in a CUDA graph it could not be restored.
                 restores = self.config.hidden_dropout > 0 or self.config.attention_dropout > 0
                 streams = self.rng_tracker.recomputation if restores and self.rng_tracker else noop_context_fn
                 hidden_states = checkpoint(
@@ -117,7 +117,7 @@ class TransformerBlock(MegatronModule):
         return hidden_states
 
     def _chunks(self) -> list[tuple[list[torch.nn.Module], bool]]:
-        """Layers in order of execution, in chunks, each with whether it is recomputed as one."""
+        """Split the layers, in order of execution, into chunks; each comes with whether it is recomputed."""
         layers, config = list(self.layers), self.config
         # Without gradients nothing is saved, so there is nothing to recompute.
         if config.recompute_granularity != "full" or not (self.training and torch.is_grad_enabled()):
@@ -129,10 +129,10 @@ class TransformerBlock(MegatronModule):
 
 
 def layers_of_stage(num_layers: int, *, num_stages: int, stage: int) -> range:
-    """The places, in the whole model, of the layers that a pipeline stage holds: equally many on each.
+    """Return the indices, in the whole model, of the layers of a pipeline stage; all stages have the same number.
 
     Raises:
-        ValueError: the stages cannot have equally many.
+        ValueError: ``num_layers`` is not a multiple of ``num_stages``.
 
     Ranks: pure.
     """
@@ -146,7 +146,7 @@ def layers_of_stage(num_layers: int, *, num_stages: int, stage: int) -> range:
 
 
 class _Layers:
-    """Runs layers one after the other; called a second time by recomputation."""
+    """A function that runs layers in order; recomputation calls it a second time."""
 
     def __init__(self, layers: list[torch.nn.Module]) -> None:
         self.layers = layers

@@ -1,4 +1,4 @@
-"""One pre-norm transformer layer.
+"""The pre-norm transformer layer.
 
 Shapes: s sequence, b batch, h hidden size, r rotated width.
 """
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class TransformerLayerSubmodules:
-    """What a layer is built of; ``*_bda`` are functions of (training, fused) that return a bias-dropout-add."""
+    """The specs of a layer's modules; ``*_bda`` are functions of (training, fused) that return a bias-dropout-add."""
 
     input_layernorm: ModuleSpec | type = IdentityOp
     self_attention: ModuleSpec | type = IdentityOp
@@ -36,7 +36,7 @@ class TransformerLayerSubmodules:
 
 
 class TransformerLayer(MegatronModule):
-    """x + dropout(attention(norm(x))), then the same with the MLP."""
+    """A transformer layer: x + dropout(attention(norm(x))), then the same with the MLP."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class TransformerLayer(MegatronModule):
         self._check_experts()
 
     def _check_experts(self) -> None:
-        """Raises: ValueError where the spec gives the layer experts and the configuration none, or the reverse."""
+        """Raise ValueError where the spec gives the layer experts and the configuration does not, or the reverse."""
         expected, has = has_experts(self.config, self.layer_number), isinstance(self.mlp, MoELayer)
         if has != expected and isinstance(self.mlp, MoELayer | MLP):
             raise ValueError(
@@ -79,7 +79,7 @@ class TransformerLayer(MegatronModule):
         rotary_pos_cos: torch.Tensor | None = None,
         rotary_pos_sin: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """[s, b, h] -> [s, b, h]; the other arguments as in ``SelfAttention.forward``."""
+        """Run the layer: [s, b, h] -> [s, b, h]; the other arguments as in ``SelfAttention.forward``."""
         normed, hidden_states = self._normed(self.input_layernorm, hidden_states)
         attended = self.self_attention(
             normed,
@@ -96,7 +96,7 @@ class TransformerLayer(MegatronModule):
         return self._bias_dropout_add(self.mlp_bda, self.mlp(normed), hidden_states)
 
     def _normed(self, norm: torch.nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The norm of x, and x for the residual sum, whose gradients meet in the norm where it can do that."""
+        """Return the norm of x, and x for the residual sum; where the norm can, its backward adds both gradients."""
         if isinstance(norm, Norm):
             normed, x = norm(x, keep_input=True)
             return normed, x
@@ -110,13 +110,13 @@ class TransformerLayer(MegatronModule):
             add = build(self.training, config.bias_dropout_fusion, compiled=not config.disable_jit_fuser)
         else:
             add = build(self.training, config.bias_dropout_fusion)
-        # With sequence parallelism each tensor-parallel rank has a part of the hidden states, and drops elements of its own.
+        # With sequence parallelism each tensor-parallel rank has its own part of the hidden states, so it draws its own dropout.
         draws = config.sequence_parallel and self.training and self.hidden_dropout > 0.0
         with self.drawing_apart(residual, draws):
             total: torch.Tensor = add(x_with_bias, residual, self.hidden_dropout)
         return total
 
     def _only_adds(self, build: Any, bias: torch.Tensor | None) -> bool:
-        """Whether the end of a sublayer is a plain sum, which the norm after it can do on its way."""
+        """Return whether bias-dropout-add is a plain sum here, which the next norm can compute in its own kernel."""
         dropping = self.training and self.hidden_dropout > 0.0
         return self.config.bias_dropout_fusion and build is get_bias_dropout_add and bias is None and not dropping

@@ -118,7 +118,7 @@ def test_a_kernel_that_was_demanded_is_taken_or_refused() -> None:
     assert isinstance(choose(AttnBackend.fused, torch.float16, 64), CudnnKernel)
     assert isinstance(choose(AttnBackend.auto, torch.float32, 64), ExplicitKernel)
     for dtype, width in ((torch.float32, 64), (torch.bfloat16, 12)):
-        with pytest.raises(NotImplementedError, match=rf"attention_backend flash must meet .* got {dtype} and {width}"):
+        with pytest.raises(NotImplementedError, match=rf"attention_backend flash needs .* got {dtype} and {width}"):
             choose(AttnBackend.flash, dtype, width)
 
 
@@ -172,10 +172,10 @@ def test_what_is_not_served_is_refused_by_name() -> None:
     for messages in run_ranks(2, _refusals):
         masked, odd, heads, dropout, degree, mask_in_batch, uneven = messages
         assert "attention_mask must be None (causal) with context parallelism" in masked
-        assert "two chunks of one length" in odd and "got 3 tokens" in odd
+        assert "two chunks of equal length" in odd and "got 3 tokens" in odd
         assert "must be a multiple of context_parallel_size, got 1 heads and 2 ranks" in heads
         assert "attention_dropout must be 0 with context parallelism, got 0.1" in dropout
-        assert "context_parallel_size must be the ranks of pg_collection.cp, got 4 and 2" in degree
+        assert "context_parallel_size must be the number of ranks of pg_collection.cp, got 4 and 2" in degree
         assert "must have no attention_mask" in mask_in_batch
         assert "must be a multiple of 2 * context_parallel_size (4), got 6" in uneven
 

@@ -55,7 +55,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {**EXPERTS, "tensor_model_parallel_size": 2},
-        "sequence_parallel must be on where experts meet .*, got it off with 2",
+        "sequence_parallel must be on with experts and .*, got it off with 2",
     ),
     ({**EXPERTS, "moe_layer_freq": [0, 1, 2, 1]}, r"moe_layer_freq must be a number, or .*, got \[0, 1, 2, 1\]"),
     ({**EXPERTS, "moe_token_drop_policy": "position"}, "moe_token_drop_policy='position' must go with .*, got None"),
