@@ -104,7 +104,7 @@ class DBuffer:
         return self.local[begin - self.begin : end - self.begin]
 
     def gathers(self, out: DBuffer) -> list[Gather]:
-        """What to call, in order, so that ``out``, whose axes are replicated where this buffer's may be sharded, is whole.
+        """The all-gathers that fill ``out``, which is replicated on axes where this buffer is sharded, in order.
 
         ``self.local`` may lie in ``out.local``, at its own place. The list holds as long as neither moves.
 
@@ -123,16 +123,8 @@ class DBuffer:
             raise ValueError(f"gather goes from shards to replicas, got {self.placements} -> {out.placements}")
         return steps
 
-    def gather(self, out: DBuffer) -> None:
-        """Afterwards ``out`` holds the elements (``gathers``). Ranks: all of each axis that changes."""
-        steps = self.gathers(out)
-        for all_gather, full, shard in steps:
-            all_gather(full, shard)
-        if not steps and self.local.data_ptr() != out.local.data_ptr():
-            out.local.copy_(self.local)
-
     def reduction(self, placements: Sequence[Placement]) -> Reduction:
-        """What to call so that a buffer at rest under ``placements`` gets the sum over the axes that stop being partial.
+        """The reduce-scatter or all-reduce that brings this partial buffer to ``placements``.
 
         The pair is the transport's function and its second argument, this rank's summand; it holds as long as
         ``self.local`` does not move.
@@ -147,16 +139,6 @@ class DBuffer:
             )
         transport, target = self.axes[changed[0]], placements[changed[0]]
         return (transport.reduce_scatter if isinstance(target, Shard) else transport.all_reduce), self.local
-
-    def reduce(
-        self, out: torch.Tensor, placements: Sequence[Placement], *, scale: float = 1.0, accumulate: bool = False
-    ) -> None:
-        """Afterwards ``out`` holds, or has grown by, ``scale`` times the sum (``reduction``).
-
-        What this buffer holds then is undefined. Ranks: all of each axis that changes.
-        """
-        reduce, full = self.reduction(placements)
-        reduce(out, full, scale=scale, accumulate=accumulate)
 
 
 def local_range(layout: FlatLayout, placements: Sequence[Placement], axes: Sequence[Transport]) -> tuple[int, int]:

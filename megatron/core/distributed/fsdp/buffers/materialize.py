@@ -1,4 +1,4 @@
-"""Modules made on the meta device get their weights, unit by unit, so that no rank ever holds more than one."""
+"""Fill modules that were built on the meta device, unit by unit, so that no rank holds more than one unit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron.core.distributed.fsdp.buffers.retired_parameter import RetiredPara
 def materialize(
     root: nn.Module, modules: Sequence[tuple[str, nn.Module]], device: torch.device
 ) -> dict[nn.Parameter, nn.Parameter]:
-    """Afterwards no parameter or buffer of ``modules`` is on the meta device; ``reset_parameters`` has filled each.
+    """Replace the meta tensors of ``modules`` by real ones, filled by ``reset_parameters``.
 
     Tied weights stay tied, and keep the values that the first module that holds them gave them. One that another unit
     has sharded already is left for that unit to share.
@@ -52,7 +52,7 @@ def materialize(
 def _make_empty(
     module: nn.Module, made: dict[nn.Parameter, nn.Parameter], device: torch.device
 ) -> dict[str, nn.Parameter]:
-    """Afterwards the module's meta tensors have memory; those of its parameters that another module has filled."""
+    """Give the module's meta tensors memory; return those of its parameters that another module has filled."""
     filled: dict[str, nn.Parameter] = {}
     for key, parameter in module._parameters.items():
         if parameter is None or not parameter.is_meta:
@@ -74,7 +74,7 @@ def _make_empty(
 
 
 def move_buffers(modules: Sequence[tuple[str, nn.Module]], device: torch.device) -> None:
-    """Afterwards the modules' buffers are on ``device``; a value of theirs never changes."""
+    """Move the modules' buffers to ``device``."""
     for _, module in modules:
         for key, buffer in module._buffers.items():
             if buffer is not None and buffer.device != device:

@@ -187,7 +187,7 @@ class FsdpParameterGroup:
     @property
     def use_symm_mem(self) -> bool:
         """True if buffers lie in NCCL symmetric memory."""
-        return any(axis.name == "symm" for axis in self.group_mesh.axes)
+        return any(axis.registers_memory for axis in self.group_mesh.axes)
 
     def with_other_requires_grad(self) -> str | None:
         """The name of a parameter that was frozen or unfrozen after sharding; None if there is none."""

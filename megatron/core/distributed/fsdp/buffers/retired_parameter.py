@@ -1,4 +1,4 @@
-"""What becomes of a parameter when ``fully_shard`` has taken its place: whoever still holds it must not use it."""
+"""The class of parameters from before ``fully_shard``: whoever still holds one must not use it."""
 
 from __future__ import annotations
 
@@ -56,5 +56,5 @@ class RetiredParameter(nn.Parameter):
 
 
 def retire(parameter: nn.Parameter) -> None:
-    """Afterwards nobody can use the parameter's values by mistake."""
+    """Make every use of the parameter's values an error."""
     parameter.__class__ = RetiredParameter

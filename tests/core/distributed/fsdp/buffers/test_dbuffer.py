@@ -102,35 +102,27 @@ def test_gather_and_reduce() -> None:
     for rank in range(2):
         axes = [Axis(2, rank, pieces)]
         full = _buffer([Replicate()], axes)
-        _buffer([Shard(0)], axes, pieces[rank]).gather(full)
+        for all_gather, target, shard in _buffer([Shard(0)], axes, pieces[rank]).gathers(full):
+            all_gather(target, shard)
         assert torch.equal(full.local, whole)
         partial = _buffer([Partial()], [Axis(2, rank, [whole, 2 * whole])], whole)
-        out = torch.empty(whole.numel() // 2)
-        partial.reduce(out, [Shard(0)])
-        assert torch.equal(out, 3 * pieces[rank])
-        everything = torch.empty_like(whole)
-        partial.reduce(everything, [Replicate()])
-        assert torch.equal(everything, 3 * whole)
-
-
-def test_gather_of_what_is_whole_copies_at_most() -> None:
-    axes = [Axis(2, 0)]
-    source, out = _buffer([Replicate()], axes), _buffer([Replicate()], axes)
-    source.local.fill_(2.0)
-    source.gather(out)
-    assert torch.equal(out.local, source.local)
-    source.gather(source)
+        for placement, expected in ((Shard(0), 3 * pieces[rank]), (Replicate(), 3 * whole)):
+            out = torch.empty_like(expected)
+            reduce, summand = partial.reduction([placement])
+            reduce(out, summand)
+            assert torch.equal(out, expected)
 
 
 def test_moves_that_are_none() -> None:
     axes = [Axis(2, 0)]
+    assert not _buffer([Replicate()], axes).gathers(_buffer([Replicate()], axes)), "what is whole needs no gather"
     with pytest.raises(ValueError, match="gather goes from shards to replicas"):
-        _buffer([Replicate()], axes).gather(_buffer([Shard(0)], axes))
+        _buffer([Replicate()], axes).gathers(_buffer([Shard(0)], axes))
     with pytest.raises(NotImplementedError, match="one partial axis is reduced at a time"):
-        _buffer([Shard(0)], axes).reduce(torch.zeros(1), [Replicate()])
+        _buffer([Shard(0)], axes).reduction([Replicate()])
     two = [Axis(2, 0), Axis(2, 0)]
     with pytest.raises(NotImplementedError, match="one partial axis"):
-        _buffer([Partial(), Partial()], two).reduce(torch.zeros(1), [Shard(0), Shard(0)])
+        _buffer([Partial(), Partial()], two).reduction([Shard(0), Shard(0)])
 
 
 def test_storage_comes_and_goes_under_its_views() -> None:
