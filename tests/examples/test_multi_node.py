@@ -26,7 +26,9 @@ def _stub(folder: Path, name: str, script: str) -> Path:
     return path
 
 
-def _start_host(folder: Path, *, python: str, flags: list[str] = TINY, **settings: str) -> subprocess.Popen[str]:
+def _start_host(
+    folder: Path, settings: dict[str, str], *, python: str, flags: list[str] = TINY
+) -> subprocess.Popen[str]:
     """train.sh with a stand-in for Python."""
     _stub(folder, "sleep", "exit 0")
     environment = os.environ | HOST | {"RUN": str(folder / "run"), "PYTHON": str(_stub(folder, "python", python))}
@@ -40,7 +42,7 @@ def _start_host(folder: Path, *, python: str, flags: list[str] = TINY, **setting
 
 
 def _host(folder: Path, *, python: str, **settings: str) -> tuple[int, str]:
-    process = _start_host(folder, python=python, **settings)
+    process = _start_host(folder, settings, python=python)
     output = process.communicate(timeout=60)[0]
     return process.returncode, output
 
@@ -89,9 +91,7 @@ def test_sigterm_reaches_torchrun_except_under_slurm(under_slurm: bool, heard: b
     """torchrun gives ranks 30 s; Slurm signals the ranks themselves, which then have as long as the job has."""
     # A process whose parent ignores a signal cannot trap it in bash: then only the file ends it.
     wait = f"trap 'echo heard; exit 0' TERM; echo up; while [[ ! -e {tmp_path}/end ]]; do /bin/sleep 0.05; done"
-    process = _start_host(
-        tmp_path, python=f'echo "$@"; {wait}', **({"SLURM_JOB_ID": "1"} if under_slurm else {"SLURM_JOB_ID": ""})
-    )
+    process = _start_host(tmp_path, {"SLURM_JOB_ID": "1" if under_slurm else ""}, python=f'echo "$@"; {wait}')
     assert process.stdout is not None
     flags = process.stdout.readline()
     assert process.stdout.readline() == "up\n"

@@ -23,6 +23,7 @@ class Block(nn.Module):
         self.scale = nn.Parameter(torch.tensor(0.5))
         self.gain = nn.Parameter(torch.ones(width, dtype=torch.bfloat16))
         self.offset = nn.Parameter(torch.randn(1, width), requires_grad=False)
+        self.calls: torch.Tensor
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
         self.register_buffer("scratch", torch.zeros(2), persistent=False)
 
@@ -54,10 +55,9 @@ def sharded_model(
     """A ``TiedModel`` whose blocks and root are units. Ranks: all."""
     torch.manual_seed(seed)
     model = TiedModel(**sizes)
-    arguments = {"placements": strategy_placements(strategy), "mixed_precision_policy": policy}
-    for block in model.blocks:
-        fully_shard(block, **arguments)
-    return fully_shard(model, **arguments)
+    for unit in (*model.blocks, model):
+        fully_shard(unit, placements=strategy_placements(strategy), mixed_precision_policy=policy)
+    return model
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:

@@ -71,13 +71,13 @@ def _collect(pipes: list[Connection], timeout_s: float) -> list[Any]:
     results: list[Any] = [None] * len(pipes)
     pending = {pipe: rank for rank, pipe in enumerate(pipes)}
     while pending:
-        ready = wait(list(pending), timeout=timeout_s)
+        ready: list[Any] = wait(list(pending), timeout=timeout_s)
         if not ready:
             raise AssertionError(f"ranks {sorted(pending.values())} did not finish in {timeout_s} s")
         for pipe in ready:
-            rank = pending.pop(pipe)  # type: ignore[call-overload]
+            rank = pending.pop(pipe)
             try:
-                succeeded, value = pipe.recv()  # type: ignore[union-attr]
+                succeeded, value = pipe.recv()
             except EOFError:
                 raise AssertionError(f"rank {rank} died without a word") from None
             if not succeeded:

@@ -53,6 +53,7 @@ def _attention(
 ) -> torch.Tensor:
     config = model.config
     width, groups = config.kv_channels, config.num_query_groups
+    assert width is not None and groups is not None
     per_group = config.num_attention_heads // groups
     mixed = _linear(_under(part, "self_attention.linear_qkv."), x)
     chunks = mixed.split(width, dim=-1)

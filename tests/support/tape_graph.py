@@ -23,7 +23,7 @@ from tests.support.capture_streams import CaptureStreams
 class _Recorder(TorchDispatchMode):
     """Runs what is dispatched, and appends a repetition of it to ``acts``."""
 
-    def __init__(self, acts: list[Callable[[], None]]) -> None:
+    def __init__(self, acts: list[Callable[[], object]]) -> None:
         super().__init__()
         self._acts = acts
 
@@ -67,7 +67,7 @@ class TapeGraph:
     def __init__(self, persistent: Callable[[], Sequence[Tensor]], streams: CaptureStreams | None = None) -> None:
         self.persistent, self.streams = persistent, streams
         self.num_replays = 0
-        self._acts: list[Callable[[], None]] = []
+        self._acts: list[Callable[[], object]] = []
         self._seeds: Sequence[int] = ()
         self._resize = torch.UntypedStorage.resize_
         torch.UntypedStorage.resize_ = _growing(self._resize)  # type: ignore[method-assign]
@@ -89,7 +89,7 @@ class TapeGraph:
         return results
 
     def draw(self, index: int) -> None:
-        self._acts.append(lambda: torch.manual_seed(self._seeds[index]) and None)
+        self._acts.append(lambda: torch.manual_seed(self._seeds[index]))
 
     def replay(self, seeds: Sequence[int]) -> None:
         self._seeds = seeds

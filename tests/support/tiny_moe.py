@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed import ProcessGroup
 
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
@@ -86,7 +87,7 @@ def reference(num_data_ranks: int, **fields: Any) -> Reference:
     return Reference([loss.item() for loss in losses], gradients)
 
 
-def sharded_step(degrees: dict[str, int], fields: dict[str, Any], expected: Reference) -> tuple[float, float]:
+def sharded_step(degrees: dict[str, Any], fields: dict[str, Any], expected: Reference) -> tuple[float, float]:
     """One forward and backward on this rank, gradients summed as the engine sums them, against one rank's.
 
     Returns:
@@ -113,7 +114,7 @@ def difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     return float((ours - theirs).abs().max() / theirs.abs().max().clamp(min=1e-12))
 
 
-def mean_loss_of_part(model: GPTModel, data_rank: int, cp_group: ProcessGroup | None) -> torch.Tensor:
+def mean_loss_of_part(model: nn.Module, data_rank: int, cp_group: ProcessGroup | None) -> torch.Tensor:
     """[] whose mean over context-parallel ranks is the mean over all tokens."""
     tokens = tokens_of(data_rank)
     batch = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}

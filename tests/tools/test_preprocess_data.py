@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
@@ -20,7 +21,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 TOOL = Path(__file__).parents[2] / "tools" / "preprocess_data.py"
 
 
-def _write(path: Path, documents: list[object]) -> Path:
+def _write(path: Path, documents: Sequence[object]) -> Path:
     path.write_text("".join(json.dumps(document) + "\n" for document in documents))
     return path
 
@@ -31,7 +32,8 @@ def _run(source: Path | str, prefix: Path, *flags: str) -> subprocess.CompletedP
 
 
 def _documents(prefix: str) -> list[list[int]]:
-    return [document.tolist() for document in IndexedDataset(prefix)]
+    corpus = IndexedDataset(prefix)
+    return [corpus[number].tolist() for number in range(len(corpus))]
 
 
 def test_documents_of_all_keys_in_order(tmp_path: Path) -> None:

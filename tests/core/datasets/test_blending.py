@@ -22,7 +22,7 @@ def test_weighted_blend_equals_the_loop(weights: list[float], size: int) -> None
     shares = normalize(weights)
     datasets, samples = build_blending_indices(shares, size)
     assert list(zip(datasets.tolist(), samples.tolist(), strict=True)) == naive.blend(shares, size)
-    assert (datasets.dtype, samples.dtype) == (numpy.int16, numpy.int64)
+    assert datasets.dtype == numpy.int16 and samples.dtype == numpy.int64
 
 
 @settings(max_examples=60, deadline=None)

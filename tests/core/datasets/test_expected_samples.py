@@ -23,7 +23,7 @@ from tests.support.corpora import EXPECTED, FIXTURES, PARTS, build, config, text
 def test_corpora_of_megatron_are_read_as_they_are(name: str, mmap: bool) -> None:
     corpus = IndexedDataset(str(FIXTURES / name), mmap=mmap)
     expected = EXPECTED["corpora"][name]
-    assert [document.tolist() for document in corpus] == expected["documents"]
+    assert [corpus[number].tolist() for number in range(len(corpus))] == expected["documents"]
     assert corpus.index.dtype.__name__ == expected["dtype"]
     assert corpus.document_indices.tolist() == list(range(len(expected["documents"]) + 1))
 

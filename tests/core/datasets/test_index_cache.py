@@ -9,16 +9,21 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy
 import pytest
 
 from megatron.core.datasets.build_once import build_once_per_node
 from megatron.core.datasets.index_cache import IndexCache
+from megatron.core.datasets.sample_indices import build_sample_indices
 from tests.support.corpora import build, config, texts, write_corpus
 from tests.support.launch import run_ranks
 
-ARRAYS = {"first": numpy.arange(1000, dtype=numpy.int32), "second": numpy.arange(6).reshape(2, 3)}
+ARRAYS: dict[str, numpy.ndarray] = {
+    "first": numpy.arange(1000, dtype=numpy.int32),
+    "second": numpy.arange(6).reshape(2, 3),
+}
 
 
 def _cache(folder: Path) -> IndexCache:
@@ -87,6 +92,7 @@ KILLED_WRITER = """
 import os, signal, sys
 import numpy
 from megatron.core.datasets.index_cache import IndexCache
+from megatron.core.datasets.sample_indices import build_sample_indices
 
 folder, writes_before_kill = sys.argv[1], int(sys.argv[2])
 replace, writes = os.replace, []
@@ -130,19 +136,9 @@ def test_failed_write_leaves_no_litter(tmp_path: Path, monkeypatch: pytest.Monke
 def _build_and_count(prefix: str, cache: str) -> tuple[int, list[list[int]]]:
     from megatron.core.datasets import gpt_dataset
 
-    calls = []
-    original = gpt_dataset.build_sample_indices
-
-    def counting(**settings: Any) -> Any:
-        calls.append(1)
-        return original(**settings)
-
-    gpt_dataset.build_sample_indices = counting
-    try:
+    with patch.object(gpt_dataset, "build_sample_indices", wraps=build_sample_indices) as counted:
         train, _, _ = build([40, 0, 0], config(blend=([prefix], None), split="1,0,0", path_to_cache=cache))
-    finally:
-        gpt_dataset.build_sample_indices = original
-    return len(calls), texts(train)
+    return counted.call_count, texts(train)
 
 
 def test_local_rank_0_builds_and_the_others_read(tmp_path: Path) -> None:
@@ -167,9 +163,9 @@ def test_nodes_that_share_a_folder_build_at_once(tmp_path: Path) -> None:
 
 
 def _warnings_of_a_missing_part(prefix: str, cache: str) -> int:
-    records = []
+    records: list[logging.LogRecord] = []
     handler = logging.Handler()
-    handler.emit = records.append  # type: ignore[method-assign]
+    handler.emit = records.append  # type: ignore[method-assign,assignment]
     logging.getLogger("megatron.core.datasets").addHandler(handler)
     build([1, 1, 1], config(blend=([prefix], None), split="99,1,0", path_to_cache=cache))
     return len(records)

@@ -47,8 +47,8 @@ def test_compiled_values_and_gradients_equal_the_chain(
     relative, absolute = (1e-4, 1e-4) if dtype is torch.float32 else (2**-6, 2**-5)
     for value, expected in zip(values, expected_values, strict=True):
         torch.testing.assert_close(value.float(), expected, rtol=relative, atol=absolute)
-    for gradient, expected in zip(gradients, expected_gradients, strict=True):
-        if expected is not None:
+    for gradient, summed in zip(gradients, expected_gradients, strict=True):
+        if summed is not None:
             assert gradient is not None
             torch.testing.assert_close(gradient.float(), expected, rtol=relative, atol=absolute)
 

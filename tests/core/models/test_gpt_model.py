@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -59,7 +59,9 @@ def test_tied_weights_are_one_parameter_with_the_gradient_of_both_uses() -> None
     inputs, positions, labels = random_tokens()
     for model in (tied, untied):
         model(inputs, positions, None, labels=labels).mean().backward()
-    both = untied.embedding.word_embeddings.weight.grad + untied.output_layer.weight.grad
+    gradients = (untied.embedding.word_embeddings.weight.grad, untied.output_layer.weight.grad)
+    assert gradients[0] is not None and gradients[1] is not None
+    both = gradients[0] + gradients[1]
     torch.testing.assert_close(tied.embedding.word_embeddings.weight.grad, both)
 
 
@@ -69,8 +71,7 @@ def test_embedding_and_output_weights_are_marked_also_after_to_empty() -> None:
         model = build_gpt()
     for module in model.modules():
         module.to_empty(device="cpu", recurse=False)
-        if hasattr(module, "reset_parameters"):
-            module.reset_parameters()
+        getattr(module, "reset_parameters", lambda: None)()
     marked = {name for name, p in model.named_parameters() if getattr(p, "is_embedding_or_output_parameter", False)}
     assert marked == {"embedding.word_embeddings.weight", "output_layer.weight"}
 
@@ -116,12 +117,12 @@ def test_the_fused_projection_is_not_kept_for_backward_once_rotated() -> None:
         kept.add(tensor.untyped_storage().data_ptr())
         return tensor
 
-    model.decoder.layers[0].self_attention.linear_qkv.register_forward_hook(note_projection)
+    attention: Any = model.decoder.layers[0].self_attention
+    attention.linear_qkv.register_forward_hook(note_projection)
+    assert model.rotary_pos_emb is not None
     inputs, positions, _ = random_tokens()
     with torch.autograd.graph.saved_tensors_hooks(note_kept, lambda tensor: tensor):
-        attended = model.decoder.layers[0].self_attention(
-            model.embedding(inputs, positions), None, model.rotary_pos_emb(inputs.shape[1])
-        )
+        attended = attention(model.embedding(inputs, positions), None, model.rotary_pos_emb(inputs.shape[1]))
     assert attended[0].requires_grad and kept and projections[0].untyped_storage().data_ptr() not in kept
 
 
@@ -131,6 +132,7 @@ def test_angles_serve_as_well_as_tables() -> None:
         model = build_gpt({"position_embedding_type": "rope", "rotary_percent": 0.5}, rotary_interleaved=interleaved)
         x = torch.randn(5, 2, 16)
         rope = model.rotary_pos_emb
+        assert rope is not None
         cos, sin = rope.get_cos_sin(5, x.device)
         by_tables = model.decoder(x, None, rotary_pos_cos=cos, rotary_pos_sin=sin)
         torch.testing.assert_close(model.decoder(x, None, rotary_pos_emb=rope(5)), by_tables)
@@ -194,7 +196,7 @@ REFUSED_ARGUMENTS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"position_embedding_type": "rope", "rotary_percent": 0.25}, ValueError, "rotary_percent .* 4 . 0.25"),
     *(
         (
-            {"pg_collection": ProcessGroupCollection(**{name: SimpleNamespace(size=lambda: 2)})},
+            {"pg_collection": ProcessGroupCollection(**cast(Any, {name: SimpleNamespace(size=lambda: 2)}))},
             ValueError,
             rf"{field} \(1\)",
         )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm, count_zeros, get_grad_norm, get_params_norm
 from tests.support.launch import run_ranks
@@ -57,7 +57,7 @@ def test_plain_tensors(max_norm: float) -> None:
 def _measure_sharded(max_norm: float) -> tuple[float, float, float, float, list[list]]:
     flat = init_device_mesh("cpu", (4,))
     square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
-    kinds = [
+    kinds: list[tuple[DeviceMesh, list[Placement]]] = [
         (flat, [Shard(0)]),  # uneven; (1, 5) leaves three ranks without rows
         (flat, [Shard(0)]),
         (flat, [Replicate()]),

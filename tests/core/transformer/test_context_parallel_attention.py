@@ -144,7 +144,7 @@ def _events_of_the_ring() -> list[str]:
             received: torch.Tensor = super().wait()
             return received
 
-    context_parallel_ring._Hop = RecordedHop  # type: ignore[misc]
+    context_parallel_ring._Hop = RecordedHop  # type: ignore[misc,assignment]
     query, key, value = (torch.randn(4, 1, 2, 8, requires_grad=True) for _ in range(3))
     assert dist.group.WORLD is not None
     context_parallel_ring.ring_attention(
@@ -195,7 +195,7 @@ def _refusals() -> list[str]:
         lambda: get_batch_on_this_cp_rank({"tokens": tokens, "attention_mask": tokens}, dist.group.WORLD),
         lambda: get_batch_on_this_cp_rank({"tokens": tokens}, dist.group.WORLD),
     ]
-    messages = []
+    messages: list[str] = []
     for attempt in attempts:
         try:
             attempt()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -23,8 +24,7 @@ def _materialise(model: torch.nn.Module, order: int = 1) -> None:
         module.to_empty(device="cpu", recurse=False)
         for tensor in module.parameters(recurse=False):
             torch.nn.init.constant_(tensor, float("nan"))
-        if hasattr(module, "reset_parameters"):
-            module.reset_parameters()
+        getattr(module, "reset_parameters", lambda: None)()
 
 
 def _assert_same_weights(a: torch.nn.Module, b: torch.nn.Module) -> None:
@@ -65,18 +65,21 @@ def test_reset_parameters_restores_every_module() -> None:
         for parameter in model.parameters():
             parameter.fill_(9.0)
     for module in model.modules():
-        if hasattr(module, "reset_parameters"):
-            module.reset_parameters()
+        getattr(module, "reset_parameters", lambda: None)()
     _assert_same_weights(model, expected)
+
+
+def _weight_of_fc1(layer: Any) -> torch.Tensor:
+    return layer.mlp.linear_fc1.weight
 
 
 def test_weights_follow_the_seed_and_the_name() -> None:
     model, other = build_gpt(), build_gpt(init_seed=5)
-    first, second = (layer.mlp.linear_fc1.weight for layer in model.decoder.layers)
+    first, second = map(_weight_of_fc1, model.decoder.layers)
     assert not torch.equal(first, second)
-    assert not torch.equal(first, other.decoder.layers[0].mlp.linear_fc1.weight)
+    assert not torch.equal(first, _weight_of_fc1(other.decoder.layers[0]))
     deeper = build_gpt(num_layers=3)
-    assert torch.equal(first, deeper.decoder.layers[0].mlp.linear_fc1.weight)
+    assert torch.equal(first, _weight_of_fc1(deeper.decoder.layers[0]))
 
 
 def test_the_seed_of_a_parameter_is_pinned() -> None:
@@ -113,20 +116,21 @@ def test_initial_values_follow_megatron_cores_rules() -> None:
 
 
 def test_zero_centred_norms_start_at_zero() -> None:
-    weight = build_gpt(layernorm_zero_centered_gamma=True).decoder.final_layernorm.weight
-    assert torch.equal(weight, torch.zeros_like(weight))
+    norm = build_gpt(layernorm_zero_centered_gamma=True).decoder.final_layernorm
+    assert norm is not None and not norm.get_parameter("weight").any()
 
 
 def test_embeddings_may_have_their_own_init_method() -> None:
     model = build_gpt(embedding_init_method=NormalInit(1.0), hidden_size=64)
     assert model.embedding.word_embeddings.weight.std().item() == pytest.approx(1.0, rel=0.1)
+    assert model.output_layer.weight is not None
     assert model.output_layer.weight.std().item() == pytest.approx(0.02, rel=0.1)
 
 
 def test_given_init_methods_fill_their_own_weights() -> None:
     ones, twos = (lambda tensor, value=value: torch.nn.init.constant_(tensor, value) for value in (1.0, 2.0))
     model = build_gpt(init_method=ones, output_layer_init_method=twos)
-    layer = model.decoder.layers[0]
+    layer: Any = model.decoder.layers[0]
     assert layer.mlp.linear_fc1.weight.unique().tolist() == [1.0]
     assert layer.mlp.linear_fc2.weight.unique().tolist() == [2.0]
     assert layer.self_attention.linear_proj.weight.unique().tolist() == [2.0]
@@ -135,12 +139,13 @@ def test_given_init_methods_fill_their_own_weights() -> None:
 
 def test_without_initialisation_random_weights_are_left_alone_and_constants_are_set() -> None:
     model = build_gpt(perform_initialization=False)
-    weight = model.output_layer.weight
+    weight, norm = model.output_layer.weight, model.decoder.final_layernorm
+    assert weight is not None and norm is not None
     with torch.no_grad():
         weight.fill_(3.0)
     model.output_layer.reset_parameters()
     assert weight.unique().tolist() == [3.0]
-    assert model.decoder.final_layernorm.weight.unique().tolist() == [1.0]
+    assert norm.get_parameter("weight").unique().tolist() == [1.0]
 
 
 def test_a_foreign_module_that_cannot_be_refilled_is_refused_by_name() -> None:
@@ -183,6 +188,5 @@ def test_meta_initialisation_on_cuda_gives_the_bits_of_construction_on_cuda() ->
         late = build_gpt()
     for module in late.modules():
         module.to_empty(device="cuda", recurse=False)
-        if hasattr(module, "reset_parameters"):
-            module.reset_parameters()
+        getattr(module, "reset_parameters", lambda: None)()
     _assert_same_weights(direct, late)

@@ -142,7 +142,7 @@ def test_each_contradiction_is_refused(row: int) -> None:
 
 def test_an_unknown_field_is_refused_by_name() -> None:
     with pytest.raises(TypeError, match="hidden_sise"):
-        TransformerConfig(**BASE, hidden_sise=3)
+        TransformerConfig(**BASE, hidden_sise=3)  # type: ignore[call-arg]
 
 
 def test_what_was_checked_cannot_be_changed_afterwards() -> None:

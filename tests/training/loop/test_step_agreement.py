@@ -19,7 +19,7 @@ _FINE = torch.tensor(1.0)
 
 def _errors_where_rank_one_has_a_bad_loss() -> list[str]:
     agreement = StepAgreement(_CPU, check_finite=True)
-    messages = []
+    messages: list[str] = []
     for loss, norm in ((1.0, 1.0), (float("nan") if dist.get_rank() == 1 else 1.0, 1.0), (1.0, float("inf"))):
         agreement.post(len(messages) + 5, torch.tensor(loss), torch.tensor(norm))
         try:

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.training.data.batches import BatchConfig
 from megatron.training.loop.train_step import StepRecord
-from megatron.training.telemetry import metrics
 from megatron.training.telemetry.metrics import LoggingConfig, MetricLog, build_writers
 from tests.support.launch import run_ranks
 
@@ -143,7 +143,7 @@ def test_wandb_gets_scalars_and_settings(monkeypatch: pytest.MonkeyPatch) -> Non
         log=lambda scalars, step: calls.append(("log", (scalars, step))), finish=lambda: calls.append(("finish", None))
     )
     monkeypatch.setitem(sys.modules, "wandb", wandb)
-    monkeypatch.setattr(metrics.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
     (writer,) = build_writers(LoggingConfig(wandb_project="p", wandb_exp_name="e"), {"hidden_size": 4})
     writer.add_scalars({"lm loss": 1.0}, 7)
     writer.close()

@@ -11,9 +11,10 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.loss_record import auxiliary_loss_names
 from megatron.core.transformer.moe.router import TopKRouter, record_auxiliary_losses, set_num_microbatches
+from megatron.core.transformer.transformer_config import TransformerConfig
 from tests.support.launch import run_ranks
 from tests.support.plain_router import load_balancing_loss, scores_of_all, z_loss
-from tests.support.tiny_moe import FIELDS, TransformerConfig
+from tests.support.tiny_moe import FIELDS
 
 SEQUENCE, BATCH = 8, 2
 

@@ -67,7 +67,7 @@ def _num_data_ranks(world_size: int, degrees: dict[str, int]) -> int:
 @pytest.mark.parametrize("world_size", CELLS)
 def test_losses_and_gradients_are_those_of_one_rank(world_size: int) -> None:
     """fp32: experts add up their rows in another order, and tensor-parallel ranks their summands."""
-    references = {}
+    references: dict[tuple[int, str], Reference] = {}
     for layout, models in CELLS[world_size].items():
         size = _num_data_ranks(world_size, DEGREES[layout])
         references |= {(size, model): reference(size, **MODELS[model]) for model in models}

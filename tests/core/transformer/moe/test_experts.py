@@ -9,14 +9,15 @@ import torch
 import torch.nn.functional as F
 
 from megatron.core.fusions.bias_activation import swiglu
-from megatron.core.models.gpt.gpt_layer_specs import ColumnParallelLinear, RowParallelLinear
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import GroupedMLP, SequentialMLP
 from megatron.core.transformer.moe.grouped_gemm import are_aligned, can_group, grouped_linear, stacked
 from megatron.core.transformer.moe.token_exchange import ExpertRows
 from megatron.core.transformer.moe.weighted_activation import weighted_swiglu
-from tests.support.tiny_moe import FIELDS, TransformerConfig
+from megatron.core.transformer.transformer_config import TransformerConfig
+from tests.support.tiny_moe import FIELDS
 
 COUNTS = (5, 0, 1, 7)  # the second expert is idle
 SUBMODULES = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)

@@ -14,8 +14,9 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.grouped_gemm import can_group, grouped_linear
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import set_num_microbatches
+from megatron.core.transformer.transformer_config import TransformerConfig
 from tests.support.launch import run_ranks
-from tests.support.tiny_moe import FIELDS, TransformerConfig, build_moe_gpt, tokens_of
+from tests.support.tiny_moe import FIELDS, build_moe_gpt, tokens_of
 
 IN, OUT = 64, 96
 # Any numbers of rows, not only multiples of 8; idle experts first, in the middle and last; one expert with all.

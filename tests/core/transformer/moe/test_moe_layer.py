@@ -12,7 +12,8 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, has_experts
-from tests.support.tiny_moe import FIELDS, TransformerConfig, build_moe_gpt, mean_loss
+from megatron.core.transformer.transformer_config import TransformerConfig
+from tests.support.tiny_moe import FIELDS, build_moe_gpt, mean_loss
 
 
 def _gradients(model: GPTModel, *data_ranks: int) -> dict[str, torch.Tensor]:
@@ -103,7 +104,7 @@ def test_a_padding_mask_is_refused_where_routers_would_ignore_it() -> None:
 def test_enough_capacity_drops_nothing_and_little_capacity_something() -> None:
     plain = mean_loss(build_moe_gpt(), 0)
     for pads in (False, True):
-        fields = {"moe_pad_expert_input_to_capacity": pads}
+        fields: dict[str, Any] = {"moe_pad_expert_input_to_capacity": pads}
         torch.testing.assert_close(mean_loss(build_moe_gpt(moe_expert_capacity_factor=4.0, **fields), 0), plain)
         assert mean_loss(build_moe_gpt(moe_expert_capacity_factor=0.5, **fields), 0) != plain
 

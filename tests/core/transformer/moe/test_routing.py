@@ -10,8 +10,9 @@ import torch
 
 from megatron.core.transformer.moe.auxiliary_losses import AuxiliaryLosses
 from megatron.core.transformer.moe.routing import Routing, capacity, route
+from megatron.core.transformer.transformer_config import TransformerConfig
 from tests.support import plain_router
-from tests.support.tiny_moe import FIELDS, TransformerConfig
+from tests.support.tiny_moe import FIELDS
 
 LOGITS = torch.tensor([[0.0, math.log(2.0), math.log(5.0), math.log(4.0)]])  # softmax: 1, 2, 5 and 4 twelfths
 
@@ -89,15 +90,16 @@ def test_results_and_gradients_are_those_that_autograd_finds(kind: str, balanced
     grads = torch.autograd.grad(
         (routing.probs.sin() * torch.arange(1.0, probs.numel() + 1).view_as(probs)).sum(), (hidden, weight)
     )
-    theirs: list[torch.Tensor | None] = [None, None]
+    balancing: torch.Tensor | None = None
+    z: torch.Tensor | None = None
     if losses is not None and losses.balancing:
         scores = plain_router.scores_of_all(logits, config.moe_router_score_function)
-        theirs[0] = plain_router.load_balancing_loss(scores, experts, losses.num_sequences)
-        total = total + losses.scale * losses.balancing * theirs[0]
+        balancing = plain_router.load_balancing_loss(scores, experts, losses.num_sequences)
+        total = total + losses.scale * losses.balancing * balancing
     if losses is not None and losses.z:
-        theirs[1] = plain_router.z_loss(logits)
-        total = total + losses.scale * losses.z * theirs[1]
-    for mine, other in zip(ours, theirs, strict=True):
+        z = plain_router.z_loss(logits)
+        total = total + losses.scale * losses.z * z
+    for mine, other in zip(ours, (balancing, z), strict=True):
         assert (mine is None) == (other is None)
         assert mine is None or not mine.requires_grad
         torch.testing.assert_close(mine, None if other is None else other.detach())

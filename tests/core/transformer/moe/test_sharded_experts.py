@@ -35,7 +35,7 @@ CELLS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
 _PER_TOKEN = ("ep2",)
 
 
-def _difference(degrees: dict[str, int], fields: dict[str, Any], expected: Reference, *, per_token: bool) -> float:
+def _difference(degrees: dict[str, Any], fields: dict[str, Any], expected: Reference, *, per_token: bool) -> float:
     """The largest relative difference of a main gradient over two steps; the second follows the plan of the first."""
     groups = build_process_groups(RankGrid(world_size=dist.get_world_size(), **degrees))
     parallel = {**degrees, "sequence_parallel": group_size(groups.tp) > 1, "calculate_per_token_loss": per_token}
