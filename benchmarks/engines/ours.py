@@ -15,8 +15,7 @@ import megatron.core.distributed.fsdp as fsdp
 from benchmarks.engines.engine import BETAS, WEIGHT_DECAY, Engine, EngineSettings, MemoryPlan, adamw
 from benchmarks.engines.plain_gpt import Linear, MainGradLinear, PlainGpt
 from megatron.core.distributed.fsdp.api.fully_shard import contexts_of
-from megatron.core.distributed.fsdp.comm.choose import transport_problem
-from megatron.core.distributed.fsdp.comm.symmetric import SymmetricTransport
+from megatron.core.distributed.fsdp.comm.registry import transport_problem
 from megatron.core.distributed.fsdp.runtime.context import FsdpContext
 
 # How engines are named on the command line, and how ``fully_shard`` calls the transport.
@@ -181,8 +180,7 @@ class Ours(Engine):
     def close(self) -> None:
         groups = [group for context in self.contexts for group in context.groups]
         for transport in {axis for group in groups for axis in group.group_mesh.axes}:
-            if isinstance(transport, SymmetricTransport):
-                transport.close()  # what it has registered must not outlive its groups
+            transport.close()  # what it has registered must not outlive its groups
         if self._gather_group is not None:
             dist.destroy_process_group(self._gather_group)
             self._gather_group = None

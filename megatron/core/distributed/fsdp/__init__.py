@@ -13,6 +13,7 @@ from megatron.core.distributed.fsdp.buffers.grad_sums import sum_grads
 from megatron.core.distributed.fsdp.buffers.norm_ownership import NormScope, counts_in_norm, norm_scope_of
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup, group_of
 from megatron.core.distributed.fsdp.checkpoint import load_checkpoint, save_checkpoint
+from megatron.core.distributed.fsdp.comm import TRANSPORT_KINDS, TransportKind
 from megatron.core.distributed.fsdp.config.mixed_precision import MixedPrecisionPolicy
 from megatron.core.distributed.fsdp.config.placement import Placements, hybrid_placements
 from megatron.core.distributed.fsdp.flat_optimizer.flat_adamw import FlatAdamW
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from megatron.core.distributed.fsdp.adapter.fully_sharded_data_parallel import FullyShardedDataParallel
 
 __all__ = [
+    "TRANSPORT_KINDS",
     "DBuffer",
     "FSDPDistributedIndex",
     "FlatAdamW",
@@ -35,6 +37,7 @@ __all__ = [
     "ModelParallel",
     "NormScope",
     "Placements",
+    "TransportKind",
     "contexts_of",
     "counts_in_norm",
     "fully_shard",

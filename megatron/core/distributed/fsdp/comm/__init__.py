@@ -1,12 +1,8 @@
 """The only code that moves bytes between ranks: one file per transport, one interface for all."""
 
-from megatron.core.distributed.fsdp.comm.choose import (
-    TRANSPORT_KINDS,
-    SharedTransports,
-    TransportKind,
-    make_transport,
-)
+from megatron.core.distributed.fsdp.comm.choose import SharedTransports, make_transport
 from megatron.core.distributed.fsdp.comm.process_group import ProcessGroupTransport, RankOrderTransport
+from megatron.core.distributed.fsdp.comm.registry import TRANSPORT_KINDS, TransportKind
 from megatron.core.distributed.fsdp.comm.transport import LocalTransport, MemoryKind, Transport, unfinished
 
 __all__ = [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,36 +9,25 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from megatron.core.distributed.fsdp.comm.sum_pieces import sum_pieces
-from megatron.core.distributed.fsdp.comm.transport import MemoryKind, scale_and_accumulate
+from megatron.core.distributed.fsdp.comm.transport import Transport, scale_and_accumulate
 from megatron.core.distributed.fsdp.config.mixed_precision import SERVED_DTYPES
 from megatron.core.distributed.fsdp.config.torch_versions import all_gather_flat, reduce_scatter_flat
 
 
-class ProcessGroupTransport:
+class ProcessGroupTransport(Transport):
     """The group's own collectives, straight between arena and shard; for NCCL over any network.
 
     ``gather_group`` holds the same ranks; where it is another communicator, gathers run beside reductions.
     """
 
     name = "nccl"
-    is_symmetric = False
-    reads_peers = False
 
     def __init__(self, group: ProcessGroup, gather_group: ProcessGroup) -> None:
         self.group = group
         self.gather_group = gather_group
         self.size = group.size()
         self.rank = group.rank()
-        self.ranks: Sequence[int] = dist.get_process_group_ranks(group)
-
-    def empty(self, numel: int, dtype: torch.dtype, device: torch.device, kind: MemoryKind) -> torch.Tensor:
-        return torch.empty(numel, dtype=dtype, device=device)
-
-    def publish(self) -> None:
-        pass  # a gather starts when all ranks have come to it
-
-    def end_pass(self) -> None:
-        pass
+        self.ranks = dist.get_process_group_ranks(group)
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> None:
         all_gather_flat(self.gather_group, _movable(full), _movable(shard))

@@ -1,7 +1,8 @@
-"""What every transport does, and the one that needs no other rank."""
+"""The interface of transports, and the transport of one rank alone."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from enum import Enum
 from typing import Any, Protocol
@@ -11,7 +12,13 @@ import torch.distributed as dist
 
 
 def unfinished(what: str, axes: Sequence[Transport], error: RuntimeError) -> RuntimeError:
-    """The error that says what this rank was doing and whom it waited for, when a collective has failed or timed out."""
+    """Return the error that names a failed or timed-out collective and the ranks that must join it.
+
+    Args:
+        what: the collective and what it moves.
+        axes: the transports of the mesh axes along which it goes.
+        error: what the backend raised.
+    """
     ranks = [list(axis.ranks) for axis in axes]
     return RuntimeError(
         f"{what} must be joined by all of ranks {ranks[0] if len(ranks) == 1 else ranks}, and did not finish on rank "
@@ -29,62 +36,81 @@ class MemoryKind(Enum):
 
 
 class Transport(Protocol):
-    """Moves flat buffers along one mesh axis. Every rank of the axis must call, in the same order.
+    """The collectives between the ranks of one mesh axis, on flat buffers. All ranks of the axis must call, in one order.
 
-    Calls are issued on the current stream and return without waiting for the device.
+    Calls are issued on the current stream and return without waiting for the device. The defaults here are those of a
+    transport whose collectives meet all ranks and move memory of any kind.
     """
 
-    name: str  # which transport this is: "nccl", "symm", "peer_copy", "gloo" or "local"
+    name: str  # "nccl", "symm", "peer_copy", "gloo" or "local"
     size: int
     rank: int
-    ranks: Sequence[int]  # of the whole run
-    is_symmetric: bool  # buffers lie at equal offsets of what ``empty`` gave on all ranks
-    reads_peers: bool  # gathers read other ranks' shards where they rest, without asking
+    ranks: Sequence[int]  # global ranks of the axis
+    is_symmetric: bool = False  # buffers must lie at equal offsets of what ``empty`` gave on all ranks
+    reads_peers: bool = False  # gathers read the other ranks' shards without waiting for these ranks
+    registers_memory: bool = False  # what ``empty`` gives is registered with the process groups until it dies, or ``close``
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device, kind: MemoryKind) -> torch.Tensor:
-        """Uninitialised memory [numel] for buffers of ``kind``. Ranks: all, with the same arguments; may block the host.
+        """Allocate uninitialised memory [numel] for buffers of ``kind``. It is freed with its last view.
 
-        Buffers may be views of it, at the same offset on all ranks. It is given back when the last view is gone.
+        Buffers may be views of it, at the same offset on all ranks.
+
+        Ranks: all, with the same arguments; may block the host.
         """
+        return torch.empty(numel, dtype=dtype, device=device)
 
     def publish(self) -> None:
-        """Afterwards gathers issued here see what every rank wrote to its shards before it published.
+        """Order what every rank has written to its shards before the gathers that follow. Ranks: all.
 
-        To be called between a write to shards and the next gather of them.
+        Call it between a write to shards and the next gather of them.
         """
+        return  # a collective starts when all ranks have come to it
 
     def end_pass(self) -> None:
-        """Afterwards work issued here may write to this rank's shards: gathers that any rank issued before have read them.
+        """Order all ranks' gathers so far before later writes to the shards. Ranks: all.
 
-        To be called after the gathers of a forward that no backward follows. A backward's reductions say as much.
+        Call it after the gathers of a forward without a backward. The reductions of a backward have the same effect.
         """
+        return
 
+    def close(self) -> None:
+        """Deregister all memory from the process groups, so that these can be destroyed; the transport stays usable.
+
+        Ranks: all, before the next collective; may block the host.
+        """
+        return
+
+    @abstractmethod
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> None:
-        """Afterwards ``full`` [size * S] holds the ranks' ``shard`` [S] in rank order; ``shard`` may lie in ``full``."""
+        """Fill ``full`` [size * S] with the ranks' ``shard`` [S] in rank order; ``shard`` may lie in ``full``."""
 
+    @abstractmethod
     def reduce_scatter(
         self, out: torch.Tensor, full: torch.Tensor, *, scale: float = 1.0, accumulate: bool = False
     ) -> None:
-        """Afterwards ``out`` [S] holds, or (``accumulate``) has grown by, ``scale`` times the sum of this rank's segments.
+        """Write ``scale`` times the sum of the ranks' segments for this rank to ``out`` [S]; ``accumulate``: add it.
 
-        ``full`` [size * S] is each rank's summand; what it holds afterwards is undefined. ``out`` may have a wider
-        dtype; then the sum is rounded to the dtype of ``full`` at most once, before it is scaled.
+        ``full`` [size * S] holds this rank's segments for all ranks; its content is undefined after the call. ``out`` may
+        have a wider dtype; then the sum is rounded to the dtype of ``full`` at most once, before it is scaled.
         """
 
+    @abstractmethod
     def all_reduce(
         self, out: torch.Tensor, full: torch.Tensor, *, scale: float = 1.0, accumulate: bool = False
     ) -> None:
-        """As ``reduce_scatter``, with the whole sum: ``out`` [S] and ``full`` [S], which may be the same."""
+        """Do the same with the whole sum: ``out`` [S] and ``full`` [S], which may be the same tensor."""
 
+    @abstractmethod
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """Afterwards ``tensor`` holds what it held on the axis's first rank."""
+        """Copy ``tensor`` of the axis's first rank to that of all others."""
 
+    @abstractmethod
     def exchange(self, value: Any) -> list[Any]:
-        """The ranks' values, which must be picklable, in rank order. Blocks the host."""
+        """Return the ranks' values, which must be picklable, in rank order. Blocks the host."""
 
 
 def scale_and_accumulate(out: torch.Tensor, total: torch.Tensor, *, scale: float, accumulate: bool) -> None:
-    """Afterwards ``out`` holds, or has grown by, ``scale`` times ``total``; both may be the same memory."""
+    """Write ``scale`` times ``total`` to ``out``, or add it to ``out``; both may be the same memory."""
     if accumulate:
         out.add_(total, alpha=scale)
         return
@@ -94,26 +120,15 @@ def scale_and_accumulate(out: torch.Tensor, total: torch.Tensor, *, scale: float
         out.mul_(scale)
 
 
-class LocalTransport:
-    """One rank alone: nothing to move but from one buffer to the other."""
+class LocalTransport(Transport):
+    """The transport of one rank alone: it copies from one buffer to the other."""
 
     name = "local"
     size = 1
     rank = 0
-    is_symmetric = False
-    reads_peers = False
 
     def __init__(self, ranks: Sequence[int] = (0,)) -> None:
-        self.ranks: Sequence[int] = ranks
-
-    def empty(self, numel: int, dtype: torch.dtype, device: torch.device, kind: MemoryKind) -> torch.Tensor:
-        return torch.empty(numel, dtype=dtype, device=device)
-
-    def publish(self) -> None:
-        pass
-
-    def end_pass(self) -> None:
-        pass
+        self.ranks = ranks
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> None:
         if full.data_ptr() != shard.data_ptr():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import os
 import re
@@ -19,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from megatron.core.distributed.fsdp import fully_shard, fully_shard_optimizer
 from megatron.core.distributed.fsdp.comm import SharedTransports, auto, choose
+from megatron.core.distributed.fsdp.comm.registry import TRANSPORTS, transport_problem
 from megatron.core.process_groups_config import create_all_gather_groups
 from tests.support.launch import run_ranks
 
@@ -138,7 +140,7 @@ trainer = Trainer(transport=sys.argv[1], fsdp_group_ag=gathers)
 trainer.losses(4)
 if sys.argv[2] == "deleted":
     del trainer
-elif sys.argv[1] == "symm":
+else:
     trainer.transport.close()
 dist.destroy_process_group()
 print("ended well", flush=True)
@@ -219,8 +221,8 @@ def test_auto_chooses_alike_in_less_than_two_seconds() -> None:
 
 def _figures() -> list[auto.Figures]:
     group, device = dist.group.WORLD, torch.device("cuda", torch.cuda.current_device())
-    kinds = [kind for kind in ("nccl", "symm", "peer_copy") if choose.transport_problem(kind, group, device) is None]
-    makers = {kind: (lambda kind=kind: choose._construct(kind, group, group, device)) for kind in kinds}  # type: ignore[misc]
+    kinds = [kind for kind in TRANSPORTS if transport_problem(kind, group, device) is None]
+    makers = {kind: functools.partial(TRANSPORTS[kind].make, group, group, device) for kind in kinds}
     figures, failed, sizes, _ = auto.measure(makers, group, device, [32 * 2**20])
     assert set(figures) == set(kinds) and not failed and sizes == [32 * 2**20]
     for each in figures.values():

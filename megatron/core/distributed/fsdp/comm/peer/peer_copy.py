@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,7 @@ from megatron.core.distributed.fsdp.comm.peer.peer_memory_cpu import CpuPeerMemo
 from megatron.core.distributed.fsdp.comm.peer.peer_memory_cuda import CudaPeerMemory
 from megatron.core.distributed.fsdp.comm.process_group import make_process_group_transport
 from megatron.core.distributed.fsdp.comm.sum_pieces import sum_pieces
-from megatron.core.distributed.fsdp.comm.transport import MemoryKind
+from megatron.core.distributed.fsdp.comm.transport import MemoryKind, Transport
 
 # The memory that peers can read, by the type of device.
 PEER_MEMORY: dict[str, type[PeerMemory]] = {"cuda": CudaPeerMemory, "cpu": CpuPeerMemory}
@@ -48,7 +49,7 @@ class _Summands:
     pieces: list[torch.Tensor]
 
 
-class PeerCopyTransport:
+class PeerCopyTransport(Transport):
     """Gathers by copies out of the peers' shards, reductions by copies out of their staging memory and a local sum.
 
     A gather needs no handshake, since shards do not change within a step: one barrier when they are published, none
@@ -72,7 +73,7 @@ class PeerCopyTransport:
         self._by_group = make_process_group_transport(group, gather_group, device)
         self.group, self.gather_group = group, gather_group
         self.size, self.rank = group.size(), group.rank()
-        self.ranks: Sequence[int] = self._by_group.ranks
+        self.ranks = self._by_group.ranks
         self.scratch_nbytes = SCRATCH_NBYTES
         self._memory = PEER_MEMORY[device.type]
         self.direct_nbytes = self._memory.direct_nbytes
@@ -80,9 +81,6 @@ class PeerCopyTransport:
         self._group_name = group.group_name
         # Whose signals publish and end_pass use: those of the first shards that were made or gathered here and still are.
         self._shards: weakref.ref[PeerMemory] | None = None
-        self.all_reduce = self._by_group.all_reduce
-        self.broadcast = self._by_group.broadcast
-        self.exchange = self._by_group.exchange
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device, kind: MemoryKind) -> torch.Tensor:
         if kind is MemoryKind.UNSHARDED or numel == 0:
@@ -152,6 +150,17 @@ class PeerCopyTransport:
         else:
             self._sum_by_pulls(out, plan.own, plan.views, scale, accumulate)
         plan.memory.barrier(Meeting.PULLED)
+
+    def all_reduce(
+        self, out: torch.Tensor, full: torch.Tensor, *, scale: float = 1.0, accumulate: bool = False
+    ) -> None:
+        self._by_group.all_reduce(out, full, scale=scale, accumulate=accumulate)
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        self._by_group.broadcast(tensor)
+
+    def exchange(self, value: Any) -> list[Any]:
+        return self._by_group.exchange(value)
 
     def _find_summands(self, full: torch.Tensor, memory: PeerMemory) -> _Summands:
         """This rank's segments of all ranks' ``full``, which then carries them."""
