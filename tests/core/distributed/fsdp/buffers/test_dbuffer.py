@@ -109,7 +109,7 @@ def test_gather_and_reduce() -> None:
         for placement, expected in ((Shard(0), 3 * pieces[rank]), (Replicate(), 3 * whole)):
             out = torch.empty_like(expected)
             reduce, summand = partial.reduction([placement])
-            reduce(out, summand)
+            reduce(out, summand, scale=1.0, accumulate=False)
             assert torch.equal(out, expected)
 
 
