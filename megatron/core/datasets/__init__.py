@@ -1,1 +1,1 @@
-"""Corpora in Megatron's indexed format, and the samples that GPT training draws from them (see ``DESIGN.md`` here)."""
+"""Corpora in Megatron's indexed format, and the samples that GPT training draws from them; see DESIGN.md."""

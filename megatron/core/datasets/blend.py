@@ -1,4 +1,4 @@
-"""Which corpora are blended, and with what weights."""
+"""Blends: lists of corpora and their weights."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import math
 from collections.abc import Sequence
 
 Blend = tuple[list[str], list[float] | None]
-"""Prefixes [D] of corpora, and their weights [D] or None (in proportion to their sizes)."""
+"""Prefixes [D] of corpora, and their weights [D]; None: in proportion to their sizes."""
 
 
 def get_blend_from_list(blend: Sequence[str] | None) -> Blend | None:
-    """Read what follows ``--data-path``: prefixes ("a b c") or weights and prefixes in turn ("0.3 a 0.7 b").
+    """Parse the values of ``--data-path``: prefixes ("a b c"), or weights and prefixes in turn ("0.3 a 0.7 b").
 
     Raises:
-        ValueError: some of the places for weights hold numbers and some do not.
+        ValueError: the list is empty, or only some of the words at the places of weights are numbers.
 
     Source: Megatron-Core's rule: the list holds weights where it has an even length and every other word is a number.
     """
@@ -32,14 +32,14 @@ def get_blend_from_list(blend: Sequence[str] | None) -> Blend | None:
 
 
 def sizes_per_dataset(weights: Sequence[float], sizes: Sequence[int], *, surplus: float = 0.0) -> list[list[int]]:
-    """Return how many samples [D, 3] each corpus gives to each part.
+    """Compute how many samples [D, 3] of each corpus each part needs.
 
     Args:
         weights: [D] weights that sum to one.
         sizes: [3] samples asked of the blend.
-        surplus: share by which each corpus holds more than it gives, since a blend may draw a little beyond it.
+        surplus: fraction by which each corpus has more samples than its share, since a blend may draw a few more.
 
-    Source: Megatron-Core's rule, two roundings upwards; without both, other samples are drawn.
+    Source: Megatron-Core's rule; it rounds up twice, and other samples would be drawn without both.
     """
     return [[math.ceil(math.ceil(size * weight) * (1 + surplus)) for size in sizes] for weight in weights]
 

@@ -1,4 +1,4 @@
-"""Samples from several datasets in turn."""
+"""The dataset of a blend: samples of several datasets, interleaved."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from megatron.core.datasets.split import normalize
 
 
 class BlendedDataset(torch.utils.data.Dataset[dict[str, Any]]):
-    """Samples of the datasets, interleaved so that at every point each has given its share.
+    """Samples of several datasets, interleaved so that at every point each has given its share.
 
     Args:
-        datasets: [D] datasets of the same part.
-        weights: [D] positive; shares of the samples, or with ``size`` None the samples that each gives.
-        size: samples of the blend.
+        datasets: [D] datasets of the same part (train, valid or test).
+        weights: [D] positive shares of the samples; with ``size`` None the number of samples of each dataset.
+        size: samples of the blend; None: the sum of ``weights``.
         config: the settings; with ``path_to_cache`` the indices are cached.
 
     Raises:
-        ValueError: the datasets and weights do not fit together, or a dataset is too small for its share.
+        ValueError: datasets and weights do not match, or a dataset is too small for its share.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class BlendedDataset(torch.utils.data.Dataset[dict[str, Any]]):
         return int(self.dataset_index.shape[0])
 
     def __getitem__(self, idx: int) -> dict[str, Any]:
-        """Return a sample, and which dataset it is from as ``dataset_id``."""
+        """Return a sample, with the index of its dataset as ``dataset_id``."""
         dataset_id = int(self.dataset_index[idx])
         return {"dataset_id": dataset_id, **self.datasets[dataset_id][int(self.dataset_sample_index[idx])]}
 
@@ -82,7 +82,7 @@ class BlendedDataset(torch.utils.data.Dataset[dict[str, Any]]):
             if count > len(dataset):
                 raise ValueError(
                     f"the {self.split.name} blend draws {count} samples from {dataset.dataset_path}, which must hold "
-                    f"as many, got {len(dataset)}; raise mid_level_dataset_surplus "
+                    f"as many, got {len(dataset)}; increase mid_level_dataset_surplus "
                     f"(now {self.config.mid_level_dataset_surplus})"
                 )
 
@@ -99,7 +99,7 @@ def _check(datasets: Sequence[MegatronDataset], weights: Sequence[float], size: 
         ),
         (
             any(not weight > 0 for weight in weights),
-            f"the weights of a blend must be positive, got {list(weights)}; leave out what is not wanted",
+            f"the weights of a blend must be positive, got {list(weights)}; leave out unwanted corpora",
         ),
         (
             len({dataset.index_split for dataset in datasets}) > 1,
@@ -107,7 +107,7 @@ def _check(datasets: Sequence[MegatronDataset], weights: Sequence[float], size: 
         ),
         (
             size is None and any(weight != int(weight) for weight in weights),
-            f"without a size the weights are numbers of samples and must be whole, got {list(weights)}",
+            f"without a size the weights are numbers of samples and must be integers, got {list(weights)}",
         ),
     ]
     for condition, message in faults:

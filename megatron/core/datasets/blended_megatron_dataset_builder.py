@@ -1,4 +1,4 @@
-"""Builds the train, valid and test datasets that a configuration asks for."""
+"""Builder of the train, valid and test datasets of a configuration."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ Sizes = Sequence[int | None]
 
 
 class BlendedMegatronDatasetBuilder:
-    """Turns a configuration into datasets.
+    """A builder of the datasets of a configuration.
 
     Args:
         cls: class of the dataset over one corpus, e.g. ``GPTDataset``.
-        sizes: [3] samples of train, valid and test; there may be more. None: one epoch.
-        is_built_on_rank: whether this rank wants the datasets; it gets None otherwise.
+        sizes: [3] minimum numbers of samples of train, valid and test; None: those of one epoch.
+        is_built_on_rank: whether this rank needs the datasets; it gets None otherwise.
         config: the settings.
 
     Raises:
@@ -58,14 +58,13 @@ class BlendedMegatronDatasetBuilder:
                 )
 
     def build(self) -> list[TopLevelDataset | None]:
-        """Return the datasets [3] of train, valid and test; None where a part has no documents.
+        """Build the datasets [3] of train, valid and test; None where a part has no documents.
 
-        A part of one corpus without weights is a ``cls``. Of several corpora, or of weighted ones, it is a
-        ``BlendedDataset``: in proportion to the weights where there are some, else to the sizes of the corpora (capped
-        at their sum).
+        A part of one corpus without a weight is a ``cls``. Otherwise it is a ``BlendedDataset``, in proportion to the
+        weights, or without weights to the sizes of the corpora (capped at their sum).
 
         Raises:
-            FileNotFoundError, ValueError: a corpus is missing, damaged, empty or too small for what is asked of it.
+            FileNotFoundError, ValueError: a corpus is missing, damaged, empty or too small for the requested samples.
 
         Ranks: all must call it; blocks until one rank of each node has built and cached the indices.
         """
@@ -99,7 +98,7 @@ class BlendedMegatronDatasetBuilder:
     def _build_blend(
         self, blend: Blend, split_matrix: Sequence[Bookends | None], sizes: Sizes
     ) -> list[TopLevelDataset | None]:
-        """Build the parts of several corpora."""
+        """Build the parts [3] of a blend of corpora."""
         prefixes, weights = blend
         if weights is None and len(prefixes) == 1:
             return list(self._build_corpus(prefixes[0], split_matrix, sizes))
@@ -154,7 +153,7 @@ class BlendedMegatronDatasetBuilder:
         split_matrix: Sequence[Bookends | None],
         sizes: Sequence[Sequence[int | None]],
     ) -> list[list[MegatronDataset | None]]:
-        """Return [3, D] datasets, ``num_dataset_builder_threads`` corpora at a time."""
+        """Build [3, D] datasets, ``num_dataset_builder_threads`` corpora at a time."""
         with ThreadPoolExecutor(max_workers=self.config.num_dataset_builder_threads) as pool:
             futures = [
                 pool.submit(self._build_corpus, prefix, split_matrix, corpus_sizes)
@@ -166,7 +165,7 @@ class BlendedMegatronDatasetBuilder:
     def _build_corpus(
         self, prefix: str | None, split_matrix: Sequence[Bookends | None], sizes: Sizes
     ) -> list[MegatronDataset | None]:
-        """Return [3] datasets over one corpus."""
+        """Build the datasets [3] of one corpus."""
         corpus = self.cls.build_low_level_dataset(prefix, self.config)
         num_pieces = self.cls.numel_low_level_dataset(corpus)
         if num_pieces == 0:
@@ -185,5 +184,5 @@ class BlendedMegatronDatasetBuilder:
         self, corpus: Any, prefix: str | None, documents: numpy.ndarray, size: int | None, split: Split
     ) -> MegatronDataset:
         dataset = self.cls(corpus, prefix, documents, size, split, self.config)
-        assert size is None or len(dataset) >= size, "enough epochs are planned"
+        assert size is None or len(dataset) >= size, "plan_epochs plans enough epochs"
         return dataset

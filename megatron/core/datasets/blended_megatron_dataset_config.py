@@ -1,4 +1,4 @@
-"""What is drawn from which corpora."""
+"""Settings of datasets: corpora, their split and their blend."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ MOCK_SPLIT = "1,1,1"
 
 @dataclass(frozen=True, kw_only=True)
 class BlendedMegatronDatasetConfig:
-    """Settings of any dataset; fields and defaults are Megatron-Core's."""
+    """Settings of all datasets; fields and defaults are Megatron-Core's."""
 
     random_seed: int
     """Seed of all shuffles."""
 
     sequence_length: int
-    """Tokens that the model sees of a sample."""
+    """Tokens of a sample that the model gets."""
 
     blend: Blend | None = None
-    """Prefixes [D] and weights [D] of the corpora that ``split`` divides. Weights of None stand for
-    their sizes. Without ``blend`` and ``blend_per_split`` the data is mock data."""
+    """Prefixes [D] and weights [D] of the corpora that ``split`` divides; weights None: their sizes. Without ``blend`` and
+    ``blend_per_split`` the data is mock data."""
 
     blend_per_split: list[Blend | None] | None = None
     """A blend, or None, for each of train, valid and test, instead of ``blend`` and ``split``."""
@@ -37,24 +37,24 @@ class BlendedMegatronDatasetConfig:
     """Shares of train, valid and test of each corpus of ``blend``, e.g. "969,30,1"."""
 
     num_dataset_builder_threads: int = 1
-    """Corpora of a blend that are opened and indexed at once."""
+    """Corpora of a blend that are opened and indexed concurrently."""
 
     path_to_cache: str | None = None
-    """Folder of the cached indices. None: beside each corpus (for a blend's own indices: not cached)."""
+    """Folder of the cached indices. None: beside each corpus; the indices of a blend are then not cached."""
 
     mmap_bin_files: bool = True
     """Map ``.bin`` files into memory; otherwise read them piece by piece."""
 
     tokenizer: Any = None
-    """Has ``eod``, and perhaps ``pad``, ``vocab_size`` and ``unique_identifiers``."""
+    """A tokenizer with ``eod``, and optionally ``pad``, ``vocab_size`` and ``unique_identifiers``."""
 
     mid_level_dataset_surplus: float = 0.005
-    """Share by which each corpus of a weighted blend is indexed beyond its share of the samples: a blend may draw a
-    little more from one corpus than its weight says."""
+    """Fraction by which each corpus of a weighted blend is indexed beyond its share of the samples: a blend may draw a few
+    more from a corpus than its weight says."""
 
     allow_ambiguous_pad_tokens: bool = False
-    """Take the tokenizer's padding id as it is, even where it is also another special id. Otherwise such padding is
-    not believed: it would take real ends of documents out of the loss."""
+    """Use the tokenizer's padding id even if it is also another special id. Otherwise such an id is not treated as
+    padding: it would take real ends of documents out of the loss."""
 
     multiple_validation_sets: bool | None = None
     """Not served."""
@@ -69,10 +69,10 @@ class BlendedMegatronDatasetConfig:
     """Not served."""
 
     split_matrix: list[Bookends | None] | None = field(init=False, default=None)
-    """[3] start and end of each part as fractions, from ``split``."""
+    """[3] start and end of each part as fractions, computed from ``split``."""
 
     mock: bool = field(init=False, default=False)
-    """Whether there is no corpus."""
+    """Whether the data is mock data."""
 
     def __post_init__(self) -> None:
         for condition, message in self._refusals():
@@ -91,7 +91,7 @@ class BlendedMegatronDatasetConfig:
         object.__setattr__(self, "split_matrix", convert_split_vector_to_split_matrix(shares))
 
     def _refusals(self) -> list[tuple[bool, str]]:
-        """Lawful wishes that are not served."""
+        """List (condition, message) of settings that are not served."""
         return [
             (
                 bool(self.multiple_validation_sets),
@@ -103,16 +103,16 @@ class BlendedMegatronDatasetConfig:
             ),
             (
                 self.fast_cache_load,
-                "fast_cache_load is not served: cached indices are checked before they are believed",
+                "fast_cache_load is not served: cached indices are always verified",
             ),
             (
                 self.defer_npy_index_mmap,
-                "defer_npy_index_mmap is not served: cached indices are checked before they are believed",
+                "defer_npy_index_mmap is not served: cached indices are always verified",
             ),
         ]
 
     def _faults(self) -> list[tuple[bool, str]]:
-        """Settings that contradict each other or make no sense."""
+        """List (condition, message) of settings that are out of range or contradict each other."""
         per_split = self.blend_per_split is not None and any(self.blend_per_split)
         blends = [blend for blend in [self.blend, *(self.blend_per_split or [])] if blend is not None]
         return [

@@ -1,12 +1,12 @@
-"""Which corpus gives each sample of a blend.
+"""The greedy algorithm that chooses the corpus of each sample of a blend.
 
-The rule is greedy: at step i the sample comes from the corpus that lags furthest behind its share,
-``weight * i - given`` (the first one where two lag alike). Each step needs the counts of the step before, but a step's
-choice soon no longer depends on where the counts started. So the steps are cut into lanes that run side by side, each
-from guessed counts; a lane whose guess differs from the end of the lane before runs again from there, until all join.
-The result is what the loop gives, bit for bit, in the time of a few lanes.
+At step i the sample comes from the corpus that is furthest behind its share, ``weight * i - given`` (the first one of
+equals). Each step needs the counts of the step before, but soon its choice no longer depends on where the counts started. So
+the steps are cut into lanes that are computed together, each from guessed counts. A lane whose guess differs from the end of
+the lane before it is computed again from there, until all agree. The result is exactly that of the loop, in the time of a
+few lanes.
 
-Source: the rule is Megatron-Core's (float64, the comparison order included); running it in lanes is ours.
+Source: the rule is Megatron-Core's (float64, the comparison order included); the lanes are ours.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import numpy
 
 MAX_DATASETS = 32767
-"""Corpora in one blend; ``dataset_index`` is int16 as in Megatron."""
+"""Largest number of corpora in a blend; ``dataset_index`` is int16 as in Megatron."""
 
 
 def build_blending_indices(weights: Sequence[float], size: int) -> tuple[numpy.ndarray, numpy.ndarray]:
@@ -27,7 +27,7 @@ def build_blending_indices(weights: Sequence[float], size: int) -> tuple[numpy.n
         weights: [D] weights that sum to one.
 
     Returns:
-        [size] int16 the corpus of each sample, and [size] int64 which of its samples.
+        The corpus of each sample [size], int16, and its index in the corpus [size], int64.
     """
     shares = numpy.array(weights, dtype=numpy.float64)
     no_limit = numpy.full(shares.size, numpy.iinfo(numpy.int64).max)
@@ -38,7 +38,7 @@ def build_exhaustive_blending_indices(sizes: Sequence[int]) -> tuple[numpy.ndarr
     """Blend corpora so that each gives exactly ``sizes`` [D] samples, spread evenly.
 
     Returns:
-        [sum of sizes] int16 the corpus of each sample, and int64 which of its samples.
+        The corpus of each sample [sum of sizes], int16, and its index in the corpus, int64.
     """
     limits = numpy.array(sizes, dtype=numpy.int64)
     total = int(limits.sum())
@@ -64,7 +64,7 @@ def _run_lanes(weights: numpy.ndarray, limits: numpy.ndarray, size: int) -> nump
     stale = numpy.arange(starts.size)
     while stale.size:
         choices[stale], ends[stale] = _run(weights, limits, starts[stale], counts[stale], lane_length)
-        # Lane k is right when it began where lane k - 1 ended; lane 0 begins at zero: each round settles one or more.
+        # Lane k is right if it began where lane k - 1 ended, and lane 0 begins at zero: each round fixes at least one.
         stale = 1 + numpy.flatnonzero(numpy.any(counts[1:] != ends[:-1], axis=1))
         counts[stale] = ends[stale - 1]
     return choices.reshape(-1)[:size]
@@ -73,7 +73,7 @@ def _run_lanes(weights: numpy.ndarray, limits: numpy.ndarray, size: int) -> nump
 def _run(
     weights: numpy.ndarray, limits: numpy.ndarray, starts: numpy.ndarray, counts: numpy.ndarray, num_steps: int
 ) -> tuple[numpy.ndarray, numpy.ndarray]:
-    """Take ``num_steps`` greedy steps in each lane: [L, num_steps] choices and [L, D] counts afterwards."""
+    """Take ``num_steps`` greedy steps in each lane: [L, num_steps] choices and [L, D] counts after them."""
     given = counts.astype(numpy.float64)
     choices = numpy.empty((num_steps, starts.size), dtype=numpy.int16)
     lanes = numpy.arange(starts.size)

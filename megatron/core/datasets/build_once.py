@@ -1,4 +1,4 @@
-"""Lets one rank of each node build what is cached on disk, and the others read it."""
+"""Building on one rank of each node first, so that the others find its caches."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ Built = TypeVar("Built")
 
 
 def build_once_per_node(build: Callable[[], Built]) -> Built:
-    """Call ``build`` on each rank: on local rank 0 first, then on the others, which find the caches that it filled.
+    """Call ``build`` on local rank 0 of each node first, then on the other ranks, which find its caches.
+
+    Without ``LOCAL_RANK`` in the environment, rank 0 alone goes first. A single process just builds.
 
     Raises:
-        RuntimeError: on every rank, where ``build`` failed on a local rank 0; the message is that failure's.
+        RuntimeError: ``build`` failed on a local rank 0; raised on every other rank, with the message of the failure.
 
-    Ranks: all must call it; blocks until every local rank 0 has built. One process alone just builds.
-    Source: ours; where ``LOCAL_RANK`` is not set, rank 0 is the only one that goes first.
+    Ranks: all must call it; blocks until every local rank 0 has built.
+    Source: ours.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return build()
@@ -27,7 +29,7 @@ def build_once_per_node(build: Callable[[], Built]) -> Built:
     if is_first:
         try:
             built = build()
-        except Exception as error:  # the other ranks wait for this one, so they must hear of it
+        except Exception as error:  # raised below, after the waiting ranks were told
             failure = error
     messages: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(messages, None if failure is None else f"{type(failure).__name__}: {failure}")

@@ -1,4 +1,4 @@
-"""Samples for GPT training: documents laid end to end, cut into sequences, shuffled."""
+"""Samples for GPT training: concatenated documents, cut into sequences, shuffled."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from megatron.core.datasets.split import Split
 logger = logging.getLogger(__name__)
 
 NO_PAD_TOKEN = -1
-"""Padding id where the tokenizer has none; no corpus holds it."""
+"""Padding id where the tokenizer has none; no corpus contains it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,16 +38,16 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
     """Hide earlier documents in the attention mask. Must be given; needs ``create_attention_mask``."""
 
     eod_mask_loss: bool | None = None
-    """Leave what follows an end of document out of the loss. Must be given."""
+    """Leave the prediction after an end of document out of the loss. Must be given."""
 
     create_attention_mask: bool = True
-    """Put an attention mask [1, S, S] into each sample; attention kernels that are causal by themselves need none."""
+    """Add an attention mask [1, S, S] to each sample; causal attention kernels need none."""
 
     drop_last_partial_validation_sequence: bool = True
     """Leave out the tokens at the end of the validation part that do not fill a sample; otherwise they are padded."""
 
     add_extra_token_to_sequence: bool = True
-    """Draw one token more than ``sequence_length``, so that the last input has a label too."""
+    """Read one token more than ``sequence_length``, so that the last input has a label too."""
 
     object_storage_cache_path: str | None = None
     """Not served."""
@@ -65,10 +65,10 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
     """Not served."""
 
     data_parallel_size: int = 1
-    """Any: only ``hybrid_context_parallel`` would ask for it; samples are the same whatever the number of ranks."""
+    """Ignored, since samples do not depend on the number of ranks; ``hybrid_context_parallel`` would need it."""
 
     sequence_parallel_size: int = 0
-    """Any, for the same reason."""
+    """Ignored, for the same reason."""
 
     inter_document_masking: bool = False
     """Not served."""
@@ -78,7 +78,7 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
             *super()._refusals(),
             (
                 self.object_storage_cache_path is not None,
-                "object_storage_cache_path is not served: corpora are read from file systems",
+                "object_storage_cache_path is not served: corpora are read from file systems alone",
             ),
             (
                 self.sequences_per_dataset is not None or self.token_dtype_code is not None,
@@ -98,23 +98,23 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
     def _faults(self) -> list[tuple[bool, str]]:
         return [
             *super()._faults(),
-            (self.tokenizer is None, "tokenizer must be given: its eod divides documents, got None"),
+            (self.tokenizer is None, "tokenizer must be given for its eod, which separates documents, got None"),
             *(
                 (getattr(self, name) is None, f"{name} must be True or False, got None")
                 for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
             ),
             (
                 bool(self.reset_attention_mask) and not self.create_attention_mask,
-                "reset_attention_mask needs create_attention_mask=True: no mask carries it to the model otherwise",
+                "reset_attention_mask needs create_attention_mask=True, got False",
             ),
         ]
 
 
 class GPTDataset(MegatronDataset):
-    """Samples of tokens and labels from one part of one corpus; the arguments are those of ``MegatronDataset``.
+    """Samples of tokens and labels of one part of one corpus; the arguments are those of ``MegatronDataset``.
 
     Raises:
-        ValueError: the documents hold no token, or one epoch is asked for of a corpus that is shorter than a sample.
+        ValueError: the documents hold no token, or one epoch is requested of a corpus that is shorter than a sample.
     """
 
     config: GPTDatasetConfig
@@ -140,7 +140,7 @@ class GPTDataset(MegatronDataset):
 
     @staticmethod
     def numel_low_level_dataset(low_level_dataset: Any) -> int:
-        """Return the sequences of the corpus: GPT splits are cut between sequences."""
+        """Return the number of sequences of the corpus; a split divides it between sequences."""
         return int(low_level_dataset.sequence_lengths.shape[0])
 
     @staticmethod
@@ -165,12 +165,12 @@ class GPTDataset(MegatronDataset):
         return int(self.sample_index.shape[0]) - 1
 
     def __getitem__(self, idx: int | None) -> dict[str, torch.Tensor]:
-        """Return a sample: tokens, labels, position_ids [S] int64, loss_mask [S] float32, and the mask if asked for.
+        """Return a sample: tokens, labels, position_ids [S] int64, loss_mask [S] float32, attention_mask if configured.
 
-        ``idx`` of None gives a sample that fills up a batch: its loss mask is zero.
+        With ``idx`` None it returns a sample that pads a batch: its loss mask is zero.
 
         Raises:
-            ValueError: the corpus holds a token that the tokenizer does not have.
+            ValueError: the corpus holds a token id that the tokenizer does not have.
         """
         config, eod, pad = self.config, self.config.tokenizer.eod, self._pad_token_id
         text = torch.from_numpy(self._text(0 if idx is None else idx))
@@ -187,7 +187,7 @@ class GPTDataset(MegatronDataset):
         loss_mask[labels == pad] = 0.0
         if idx is None:
             loss_mask.zero_()
-        tokens[tokens == pad] = 0  # any id that the embedding has; the loss mask leaves it out
+        tokens[tokens == pad] = 0  # any valid id; the loss mask excludes it
         labels[labels == pad] = 0
         return sample
 
@@ -199,7 +199,7 @@ class GPTDataset(MegatronDataset):
         return self._attention_mask
 
     def _text(self, idx: int) -> numpy.ndarray:
-        """Return the tokens [S + extra] int64 of a sample, padded where the corpus ends in it."""
+        """Return the tokens [S + extra], int64, of a sample, padded where the corpus ends within it."""
         if not -len(self) <= idx < len(self):
             raise IndexError(f"{self._part()} holds {len(self)} samples, got index {idx}")
         extra = int(self.config.add_extra_token_to_sequence)
@@ -216,7 +216,7 @@ class GPTDataset(MegatronDataset):
         if self._num_ids is not None and text.max() >= self._num_ids:
             raise ValueError(
                 f"{self.dataset_path}: token ids must be below the tokenizer's {self._num_ids}, got {text.max()} in "
-                f"documents {self.document_index[first : last + 1].tolist()}; give the tokenizer of the corpus"
+                f"documents {self.document_index[first : last + 1].tolist()}; use the tokenizer of the corpus"
             )
         return text
 
@@ -272,16 +272,16 @@ class GPTDataset(MegatronDataset):
 
 
 class MockGPTDataset(GPTDataset):
-    """Samples of made-up documents, the same on every machine; needs no files."""
+    """Samples of generated documents, the same on every machine; needs no files."""
 
     @staticmethod
     def build_low_level_dataset(dataset_path: str | None, config: GPTDatasetConfig) -> MockGPTLowLevelDataset:
-        """Make up the documents; ``dataset_path`` is not looked at."""
+        """Generate the documents; ``dataset_path`` is ignored."""
         return MockGPTLowLevelDataset(config.tokenizer)
 
 
 def _pad_token_id(config: GPTDatasetConfig) -> int:
-    """Return the tokenizer's padding id, or -1 where there is none or it has another meaning."""
+    """Return the tokenizer's padding id, or -1 where there is none or it is also another special id."""
     try:
         pad = config.tokenizer.pad
     except (AttributeError, NotImplementedError):

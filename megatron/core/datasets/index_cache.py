@@ -1,8 +1,8 @@
-"""Index arrays on disk: complete and right, or not there.
+"""A cache of index arrays on disk that is never used incomplete or damaged.
 
-A set of arrays is a few ``.npy`` files and a description. Each file is written under a temporary name and
-renamed, the description last; it holds the size and checksum of each array file. So a killed builder leaves nothing
-that is believed, and builders that run at once write the same bytes over each other.
+A set of arrays is a few ``.npy`` files and a description, which has the size and checksum of each array file. Each file is
+written under a temporary name and renamed, the description last. So nothing that a killed builder leaves is used, and
+concurrent builders overwrite each other with the same bytes.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ Arrays = Mapping[str, numpy.ndarray]
 
 
 class IndexCache:
-    """Keeps the arrays that one description stands for in one folder.
+    """The cached arrays of one description in one folder.
 
     Args:
-        folder: where the files are, made when needed.
-        stem: beginning of all file names; holds a hash of the description.
-        description: what the arrays were built from, as text; another description is another set of arrays.
-        must_write: whether a folder that cannot be written to is an error; else the arrays stay in memory.
+        folder: folder of the files, created when needed.
+        stem: beginning of all file names; contains a hash of the description.
+        description: text that says what the arrays are built from; arrays with another description are not used.
+        must_write: whether an unwritable folder is an error; if not, the arrays stay in memory.
     """
 
     def __init__(self, folder: str, stem: str, description: str, *, must_write: bool = True) -> None:
@@ -40,7 +40,7 @@ class IndexCache:
         self.must_write = must_write
 
     def load_or_build(self, build: Callable[[], Arrays]) -> Arrays:
-        """Return the arrays, mapped from disk where they are cached and right, else built and cached.
+        """Return the arrays: mapped from disk where valid files are cached, otherwise built and cached.
 
         Raises:
             OSError: the folder cannot be written to, and ``must_write``.
@@ -66,18 +66,18 @@ class IndexCache:
         return os.path.join(self.folder, f"{self.stem}-{name}")
 
     def _load(self) -> Arrays | None:
-        """Map the arrays; None where there are none; ValueError where they are not what their description says."""
+        """Map the arrays; None where nothing is cached; raise ValueError where files and description do not match."""
         if not os.path.isfile(self._path("description.txt")):
             return None
         with open(self._path("description.txt"), encoding="utf-8") as stream:
             content = json.load(stream)
         if not isinstance(content, dict) or content.get("description") != self.description:
-            raise ValueError("the description is of something else")
+            raise ValueError("the description is that of other arrays")
         arrays = {}
         for name, (num_bytes, checksum) in content["files"].items():
             path = self._path(f"{name}.npy")
             if os.path.getsize(path) != num_bytes or _checksum(path) != checksum:
-                raise ValueError(f"{name}.npy is not what was written")
+                raise ValueError(f"{name}.npy has another size or checksum than was written")
             arrays[name] = numpy.load(path, mmap_mode="r", allow_pickle=False)
         return arrays
 
@@ -97,7 +97,7 @@ class IndexCache:
 
 @contextlib.contextmanager
 def _replacing(path: str) -> Iterator[IO[bytes]]:
-    """Open a temporary file that becomes ``path`` when the block ends well, and is removed when it does not."""
+    """Open a temporary file that is renamed to ``path`` after the block, and removed if the block raises."""
     stream = tempfile.NamedTemporaryFile(  # noqa: SIM115 - closed below, before the rename
         dir=os.path.dirname(path), prefix=os.path.basename(path) + ".partial-", delete=False
     )

@@ -1,4 +1,4 @@
-"""Reads a corpus in Megatron's indexed format."""
+"""Reader of corpora in Megatron's indexed format."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["DType", "IndexedDataset", "IndexedDatasetBuilder", "get_bin_path", "
 
 
 class IndexedDataset(torch.utils.data.Dataset[Any]):
-    """The sequences of a corpus, each an array of tokens [n] that may not be written to.
+    """The sequences of a corpus, each a read-only array of tokens [n].
 
     Args:
         path_prefix: path of the ``.bin`` and ``.idx`` files without these endings.
@@ -30,7 +30,7 @@ class IndexedDataset(torch.utils.data.Dataset[Any]):
 
     Raises:
         FileNotFoundError: one of the files is missing.
-        ValueError: one of the files is truncated or foreign. The message names it and what is wrong with it.
+        ValueError: one of the files is truncated or has another format; the message names the file and the fault.
     """
 
     def __init__(self, path_prefix: str, multimodal: bool = False, mmap: bool = True) -> None:
@@ -82,11 +82,11 @@ class IndexedDataset(torch.utils.data.Dataset[Any]):
         return sequences if self.index.modes is None else (sequences, self.index.modes[idx])
 
     def get(self, idx: int, offset: int = 0, length: int | None = None) -> Any:
-        """Return ``length`` tokens (all that follow, when None) of sequence ``idx`` from token ``offset`` on.
+        """Return ``length`` tokens of sequence ``idx`` from token ``offset`` on; None: up to its end.
 
         Raises:
             IndexError: there is no such sequence.
-            ValueError: the piece is not within the sequence.
+            ValueError: the range is not within the sequence.
         """
         number = idx + len(self) if idx < 0 else idx
         if not 0 <= number < len(self):
@@ -108,27 +108,27 @@ class IndexedDataset(torch.utils.data.Dataset[Any]):
             return numpy.empty(0, dtype=self.index.dtype)
         if self._tokens is not None:
             return numpy.frombuffer(self._tokens, dtype=dtype, count=length, offset=start)
-        # A position is passed with each read: data-loader workers that were forked share the file's own position.
+        # Each read passes its position, since forked data-loader workers share the position of the file.
         return numpy.frombuffer(_read_exactly(self._file.fileno(), length * dtype.itemsize, start), dtype=dtype)
 
     @property
     def sequence_lengths(self) -> numpy.ndarray:
-        """[S] int32, tokens in each sequence."""
+        """Tokens of each sequence, [S] int32."""
         return self.index.lengths
 
     @property
     def document_indices(self) -> numpy.ndarray:
-        """[D + 1] int64, the sequence at which each document starts, and the number of sequences at the end."""
+        """Index of the first sequence of each document and, last, the number of sequences, [D + 1] int64."""
         return self.index.document_bounds
 
     @property
     def sequence_modes(self) -> numpy.ndarray | None:
-        """[S] int8, mode of each sequence of a multimodal corpus, else None."""
+        """Mode of each sequence of a multimodal corpus, [S] int8; otherwise None."""
         return self.index.modes
 
     @staticmethod
     def exists(path_prefix: str) -> bool:
-        """Return whether both files of a corpus are there."""
+        """Return whether both files of a corpus exist."""
         return os.path.isfile(get_idx_path(path_prefix)) and os.path.isfile(get_bin_path(path_prefix))
 
 

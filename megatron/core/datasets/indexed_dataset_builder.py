@@ -1,4 +1,4 @@
-"""Writes a corpus in Megatron's indexed format."""
+"""Writer of corpora in Megatron's indexed format."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from megatron.core.datasets.indexed_format import (
 
 
 class IndexedDatasetBuilder:
-    """Writes tokens as they come; the corpus can be read once ``finalize`` has written its index.
+    """A writer of one corpus; the corpus can be read after ``finalize`` has written its index.
 
     Args:
-        bin_path: the ``.bin`` file, overwritten.
+        bin_path: path of the ``.bin`` file, which is overwritten.
         dtype: type of a token in the file.
         multimodal: whether each sequence has a mode.
 
@@ -41,10 +41,10 @@ class IndexedDatasetBuilder:
         self.data_file = open(bin_path, "wb")  # noqa: SIM115 - closed by finalize
 
     def add_item(self, tensor: Any, mode: int = 0) -> None:
-        """Append one sequence (a tensor, array or list of tokens [n]) to the document that ``end_document`` will end.
+        """Append one sequence (a tensor, array or list of tokens [n]) to the current document.
 
         Raises:
-            ValueError: a token does not fit the dtype.
+            ValueError: a token does not fit into the dtype.
         """
         self.sequence_lengths.append(self._write(tensor))
         if self.sequence_modes is not None:
@@ -54,7 +54,7 @@ class IndexedDatasetBuilder:
         """Append a whole document of tokens [n], cut into sequences of ``lengths`` [s].
 
         Raises:
-            ValueError: the lengths do not sum to n, there is not one mode for each, or a token does not fit the dtype.
+            ValueError: the lengths do not sum to n, there is not one mode for each, or a token does not fit into the dtype.
         """
         modes = [0] * len(lengths) if modes is None else modes
         if sum(lengths) != len(tensor) or len(modes) != len(lengths):
@@ -69,14 +69,14 @@ class IndexedDatasetBuilder:
             self.sequence_modes.extend(modes)
 
     def end_document(self) -> None:
-        """End the document that ``add_item`` has been filling."""
+        """End the current document."""
         self.document_indices.append(len(self.sequence_lengths))
 
     def add_index(self, path_prefix: str) -> None:
         """Append all documents of another corpus.
 
         Raises:
-            ValueError: it has another token type, or it is damaged.
+            ValueError: it has another token type or is damaged.
         """
         idx_path, bin_path = get_idx_path(path_prefix), get_bin_path(path_prefix)
         index = read_index(idx_path, multimodal=self.multimodal)
@@ -95,10 +95,10 @@ class IndexedDatasetBuilder:
             shutil.copyfileobj(stream, self.data_file)
 
     def finalize(self, idx_path: str) -> None:
-        """Close the token file and write the index, complete or not at all.
+        """Close the token file and write the index atomically.
 
         Raises:
-            ValueError: the last document was not ended; a reader would refuse the index.
+            ValueError: the last document was not ended; readers would refuse the index.
         """
         self.data_file.close()
         if self.document_indices[-1] != len(self.sequence_lengths):

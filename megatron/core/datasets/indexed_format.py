@@ -1,4 +1,4 @@
-"""The ``MMIDIDX`` index file: its fields, written and read byte for byte as Megatron does.
+"""The ``MMIDIDX`` index file, written and read byte for byte as Megatron does.
 
 Layout, little endian: magic [9 bytes], version [u64], dtype code [u8], number of sequences S [u64], number of document
 bounds B [u64], then sequence lengths [S, i32] in tokens, sequence pointers [S, i64] in bytes into the ``.bin`` file,
@@ -23,7 +23,7 @@ _HEADER = struct.Struct("<9sQBQQ")
 
 
 class DType(Enum):
-    """The codes that stand for token types in an index file."""
+    """Codes of token types in an index file."""
 
     uint8 = 1
     int8 = 2
@@ -54,12 +54,12 @@ class DType(Enum):
 
     @staticmethod
     def size(key: int | type[numpy.number]) -> int:
-        """Return the bytes of one token of a code or numpy type."""
+        """Return the bytes of one token, of a code or numpy type."""
         return numpy.dtype(DType.dtype_from_code(key) if isinstance(key, int) else key).itemsize
 
     @staticmethod
     def optimal_dtype(cardinality: int | None) -> type[numpy.number]:
-        """Return the smallest type for a vocabulary: uint16 below 65,500 ids (Megatron's bound), else int32."""
+        """Choose the token type for a vocabulary: uint16 below 65,500 ids (Megatron's bound), else int32."""
         return numpy.uint16 if cardinality is not None and cardinality < 65500 else numpy.int32
 
 
@@ -75,18 +75,18 @@ def get_bin_path(path_prefix: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceIndex:
-    """Where each sequence and document of a corpus lies in its ``.bin`` file."""
+    """Positions of the sequences and documents of a corpus in its ``.bin`` file."""
 
     dtype: type[numpy.number]
     """Type of a token."""
     lengths: numpy.ndarray
-    """[S] int32, tokens in each sequence."""
+    """Tokens of each sequence, [S] int32."""
     pointers: numpy.ndarray
-    """[S] int64, byte at which each sequence starts."""
+    """Offset of each sequence in bytes, [S] int64."""
     document_bounds: numpy.ndarray
-    """[B] int64, sequence at which each document starts, and S at the end."""
+    """Index of the first sequence of each document and, last, S, [B] int64."""
     modes: numpy.ndarray | None
-    """[S] int8, mode of each sequence of a multimodal corpus."""
+    """Mode of each sequence of a multimodal corpus, [S] int8; otherwise None."""
 
 
 def write_index(
@@ -96,12 +96,12 @@ def write_index(
     document_bounds: Sequence[int],
     modes: Sequence[int] | None = None,
 ) -> None:
-    """Write an index file under a temporary name and rename it: ``path`` holds the whole index or what it held before.
+    """Write an index file atomically, under a temporary name that is renamed to ``path``.
 
     Args:
-        lengths: [S] tokens in each sequence, in the order of the ``.bin`` file.
-        document_bounds: [B] sequence at which each document starts, and S at the end.
-        modes: [S] for a multimodal corpus.
+        lengths: [S] tokens of each sequence, in the order of the ``.bin`` file.
+        document_bounds: [B] index of the first sequence of each document and, last, S.
+        modes: [S] modes of a multimodal corpus.
     """
     length_array = numpy.asarray(lengths, dtype=numpy.int32)
     pointers = numpy.zeros(length_array.size, dtype=numpy.int64)
@@ -128,9 +128,9 @@ def read_index(path: str, *, multimodal: bool = False) -> SequenceIndex:
     """Map an index file into memory and check it.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: it is no index of version 1, its dtype is unknown, its size is not what its header says, or its
-            fields contradict each other. The message names the file and the field.
+        FileNotFoundError: the file does not exist.
+        ValueError: it is no index of version 1, its dtype is unknown, or its size or fields contradict its header. The
+            message names the file and the field.
     """
     num_bytes = _size_of(path)
     with open(path, "rb") as stream:
@@ -164,10 +164,10 @@ def read_index(path: str, *, multimodal: bool = False) -> SequenceIndex:
 
 
 def check_tokens_present(index: SequenceIndex, idx_path: str, bin_path: str) -> None:
-    """Check that the token file holds every sequence of the index.
+    """Check that the token file contains every sequence of the index.
 
     Raises:
-        FileNotFoundError: there is no token file.
+        FileNotFoundError: the token file does not exist.
         ValueError: it is shorter than the index says.
     """
     num_bytes = _size_of(bin_path)

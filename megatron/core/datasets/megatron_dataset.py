@@ -1,4 +1,4 @@
-"""What every dataset over one corpus has: its part of the documents, and a description that names its indices."""
+"""Base class of datasets over one corpus: a part of the documents, and a description from which cache names follow."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from megatron.core.datasets.split import Split
 
 
 class MegatronDataset(ABC, torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """Samples from one part of one corpus.
+    """Samples of one part of one corpus.
 
     Args:
         dataset: the corpus.
         dataset_path: its prefix; None for mock data.
         indices: [D] int32 ids of the documents of this part.
-        num_samples: samples wanted; there may be more. None: those of one epoch.
-        index_split: which part this is.
+        num_samples: minimum number of samples; None: those of one epoch.
+        index_split: the part (train, valid or test).
         config: the settings.
     """
 
@@ -56,7 +56,7 @@ class MegatronDataset(ABC, torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     @staticmethod
     @abstractmethod
     def numel_low_level_dataset(low_level_dataset: Any) -> int:
-        """Return how many pieces of the corpus the split divides."""
+        """Return the number of pieces of the corpus, which the split divides."""
 
     @staticmethod
     @abstractmethod
@@ -65,11 +65,11 @@ class MegatronDataset(ABC, torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
     @staticmethod
     def _key_config_attributes() -> list[str]:
-        """Name the settings that decide the indices."""
+        """List the settings on which the indices depend."""
         return ["random_seed", "sequence_length", "split", "split_matrix", "tokenizer"]
 
     def _key_contents(self) -> dict[str, Any]:
-        """Return what of the corpus itself decides the indices, so that a corpus that was rewritten is not mistaken."""
+        """Return properties of the corpus on which the indices depend, so that a rewritten corpus has other caches."""
         return {}
 
     @abstractmethod
@@ -80,12 +80,12 @@ class MegatronDataset(ABC, torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
 
 def describe(identifiers: OrderedDict[str, Any]) -> str:
-    """Return identifiers as text; an object such as a tokenizer is described by its own ``unique_identifiers``."""
+    """Format identifiers as text; an object such as a tokenizer is described by its own ``unique_identifiers``."""
     return json.dumps(
         identifiers, indent=4, default=lambda value: getattr(value, "unique_identifiers", type(value).__qualname__)
     )
 
 
 def hash_of(description: str) -> str:
-    """Return the part of a cache file's name that stands for its description."""
+    """Hash a description for the name of a cache file."""
     return hashlib.md5(description.encode("utf-8"), usedforsecurity=False).hexdigest()

@@ -1,4 +1,4 @@
-"""Made-up documents for benchmarks and tests."""
+"""Generated documents for benchmarks and tests."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import numpy
 class MockGPTLowLevelDataset:
     """Documents that count upwards from 1 and end with the tokenizer's end of document.
 
-    Each document is a function of its number alone; counts beyond the vocabulary start over.
+    A document depends on its index alone; counts beyond the vocabulary wrap around.
 
-    Source: Megatron-Core's mock data, number for number where the vocabulary has 4,096 ids or more.
+    Source: Megatron-Core's mock data, the same tokens where the vocabulary has 4,096 ids or more.
     """
 
     seed: int = 0
     """Seed of the lengths."""
     size: int = 100000
-    """Documents."""
+    """Number of documents."""
     max_sequence_length: int = 4096
-    """Bound of the lengths (exclusive), in tokens."""
+    """Upper bound of the lengths (exclusive), in tokens."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
@@ -41,7 +41,7 @@ class MockGPTLowLevelDataset:
         return self.get(idx)
 
     def get(self, idx: int, offset: int = 0, length: int | None = None) -> numpy.ndarray:
-        """Return ``length`` tokens (all that follow, when None) of document ``idx`` from token ``offset`` on."""
+        """Return ``length`` tokens of document ``idx`` from token ``offset`` on; None: up to its end."""
         end = int(self.sequence_lengths[idx])
         stop = end if length is None else offset + length
         tokens = self._counts[offset:stop].copy()

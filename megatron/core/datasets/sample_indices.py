@@ -1,10 +1,10 @@
-"""Document, sample and shuffle indices of GPT training: how a corpus becomes a shuffled list of samples.
+"""Document, sample and shuffle indices of GPT training, which turn a corpus into a shuffled list of samples.
 
-The documents of all epochs are shuffled and laid end to end; the samples are cut from this line, each
-``sequence_length`` tokens after the last; then the samples are shuffled. Where the last epoch is needed in small part
-only, it is shuffled by itself and comes last: its few samples are then not spread among those of full epochs.
+The documents of all epochs are shuffled and concatenated. Samples are cut from the result every ``sequence_length`` tokens
+and shuffled in turn. Where only a small part of the last epoch is needed, it is shuffled separately and comes last, so that
+its few samples are not spread among those of full epochs.
 
-Everything here is numpy over whole arrays: no loop over documents or samples.
+Everything is vectorised numpy: there is no loop over documents or samples.
 
 Source: Megatron-Core's GPT dataset; the order in which the random state is used decides which samples are drawn.
 """
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy
 
 SEPARATE_LAST_EPOCH_THRESHOLD = 0.80
-"""The last epoch is separate where it gives fewer samples than this share of an epoch's (Megatron's value)."""
+"""The last epoch is separate if it has fewer samples than this share of a full epoch's (Megatron's value)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,16 +25,16 @@ class SampleIndices:
     """The three indices of a dataset."""
 
     document_index: numpy.ndarray
-    """[E * D] int32, document ids of all epochs in shuffled order."""
+    """Document ids of all epochs in shuffled order, [E * D] int32."""
     sample_index: numpy.ndarray
-    """[N + 1, 2] int32 or int64, where sample n starts: position in ``document_index``, token in that document."""
+    """Start of each sample: position in ``document_index`` and token in that document, [N + 1, 2] int32 or int64."""
     shuffle_index: numpy.ndarray
-    """[N] uint32 or int64, the sample drawn at each position."""
+    """Sample at each position of the dataset, [N] uint32 or int64."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EpochPlan:
-    """How often the documents are passed over."""
+    """The number of epochs over the documents, and how the last one is shuffled."""
 
     num_epochs: int
     separate_last_epoch: bool
@@ -45,11 +45,11 @@ class EpochPlan:
 def plan_epochs(
     *, tokens_per_epoch: int, num_samples: int | None, sequence_length: int, extra_tokens: int
 ) -> EpochPlan:
-    """Return how many epochs hold ``num_samples`` samples (one epoch when None), and whether the last is separate.
+    """Plan the epochs that give ``num_samples`` samples (None: one epoch), and whether the last is separate.
 
     Args:
         tokens_per_epoch: tokens of all documents; positive.
-        extra_tokens: 1 where a sample has one token more than ``sequence_length`` (the last label), else 0.
+        extra_tokens: 1 if a sample has one token more than ``sequence_length`` (the last label), else 0.
     """
     if num_samples is None:
         return EpochPlan(num_epochs=1, separate_last_epoch=False, num_samples_before_last_epoch=0)
@@ -75,10 +75,10 @@ def build_sample_indices(
     """Build the three indices.
 
     Args:
-        documents: [D] int32 ids of the documents to draw from; one at least holds a token.
+        documents: [D] int32 ids of the documents to draw from; at least one is not empty.
         lengths: [S] int32 tokens of every document of the corpus.
-        num_samples: samples wanted; there may be more, since whole epochs are cut up. None: those of one epoch.
-        drop_last_partial: leave out the tokens at the end that do not fill a sample.
+        num_samples: minimum number of samples, since whole epochs are cut; None: those of one epoch.
+        drop_last_partial: drop the tokens at the end that do not fill a sample.
 
     Ranks: pure; every rank computes the same answer.
     """
@@ -112,7 +112,7 @@ def build_sample_indices(
 def build_document_index(
     documents: numpy.ndarray, plan: EpochPlan, random_state: numpy.random.RandomState
 ) -> numpy.ndarray:
-    """Return [E * D] int32 document ids of all epochs, shuffled together, except a separate last epoch."""
+    """Shuffle the document ids of all epochs together, except a separate last epoch: [E * D] int32."""
     num_shuffled_together = plan.num_epochs - plan.separate_last_epoch
     document_index = numpy.tile(documents.astype(numpy.int32), plan.num_epochs)
     boundary = num_shuffled_together * documents.size
@@ -130,12 +130,12 @@ def build_sample_index(
     sequence_length: int,
     extra_tokens: int,
 ) -> numpy.ndarray:
-    """Return [N + 1, 2], where each sample starts: position in ``document_index``, and token in that document.
+    """Compute the start of each sample, [N + 1, 2]: position in ``document_index`` and token in that document.
 
-    Sample n holds the tokens from start n to start n + 1, and ``extra_tokens`` more. Row N is where the last one ends.
+    Sample n has the tokens from start n to start n + 1, and ``extra_tokens`` more. Row N is the end of the last one.
 
-    With an extra token a start is the document that holds the token there (empty documents hold none). Without, it is
-    the document where the sample before ends, behind its last token where the two ends coincide.
+    With an extra token a start is in the document that contains the token there (never an empty one). Without, it is in
+    the document where the previous sample ends, after its last token where the two ends coincide.
     """
     ends = numpy.cumsum(lengths[document_index], dtype=numpy.int64)
     total = int(ends[-1])
@@ -152,7 +152,7 @@ def build_sample_index(
 
 
 def build_shuffle_index(num_first: int, num_samples: int, random_state: numpy.random.RandomState) -> numpy.ndarray:
-    """Return [N] sample numbers: the first ``num_first`` shuffled among themselves, then the others."""
+    """Shuffle the [N] sample numbers: the first ``num_first`` among themselves, then the others."""
     dtype = numpy.int64 if num_samples >= numpy.iinfo(numpy.uint32).max - 1 else numpy.uint32
     shuffle_index = numpy.arange(num_samples, dtype=dtype)
     random_state.shuffle(shuffle_index[:num_first])
@@ -165,6 +165,6 @@ def _count_samples(num_tokens: int, sequence_length: int, drop_last_partial: boo
     if drop_last_partial:
         return max(0, num_tokens // sequence_length)
     exact = max(0, -(-num_tokens // sequence_length))
-    # Megatron divides in float32, which beyond 2**24 tokens may lose samples; as many are shuffled here, so that the
-    # same ones are drawn. Where it invents samples that the tokens cannot fill it fails; the exact count serves there.
+    # Megatron divides in float32, which may lose samples beyond 2**24 tokens; the same number must be shuffled here to draw
+    # the same samples. Where float32 gives more samples than the tokens can fill, Megatron fails; the exact count is used.
     return min(exact, math.ceil(numpy.float32(num_tokens) / numpy.float32(sequence_length)))

@@ -6,14 +6,14 @@ import torch
 
 
 def loss_mask_of(tokens: torch.Tensor, *, eod: int, eod_mask_loss: bool) -> torch.Tensor:
-    """Return [S] float32, 1 where the loss counts: everywhere, or not after the end of a document."""
+    """Make the loss mask [S], float32: 1 everywhere, or with ``eod_mask_loss`` 0 at the end of a document."""
     if eod_mask_loss:
         return (tokens != eod).float()
     return torch.ones(tokens.numel(), dtype=torch.float32)
 
 
 def position_ids_of(tokens: torch.Tensor, *, eod: int, reset_position_ids: bool) -> torch.Tensor:
-    """Return [S] int64 positions, counted from the start of the sample or from the start of each document."""
+    """Make the positions [S], int64, counted from the start of the sample or of each document."""
     positions = torch.arange(tokens.numel(), dtype=torch.int64)
     if not reset_position_ids:
         return positions
@@ -24,7 +24,7 @@ def position_ids_of(tokens: torch.Tensor, *, eod: int, reset_position_ids: bool)
 
 
 def attention_mask_of(tokens: torch.Tensor, *, eod: int, reset_attention_mask: bool) -> torch.Tensor:
-    """Return [1, S, S] bool, True where a row's token may not look: ahead, or into an earlier document."""
+    """Make the attention mask [1, S, S], bool, True where a key is hidden: after its query, or in an earlier document."""
     length = tokens.numel()
     hidden = torch.ones(length, length, dtype=torch.bool).triu(diagonal=1)
     if reset_attention_mask:

@@ -1,4 +1,4 @@
-"""The three parts of a corpus, and where each begins and ends."""
+"""The three parts of a corpus and their bounds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy
 
 
 class Split(Enum):
-    """The parts that a corpus is divided into; the value is the position in ``split`` strings and size lists."""
+    """The parts of a corpus; the value is the position in ``split`` strings and lists of sizes."""
 
     train = 0
     valid = 1
@@ -22,7 +22,7 @@ Bookends = tuple[float, float]
 
 
 def normalize(weights: Sequence[float]) -> list[float]:
-    """Scale ``weights`` [D] to sum to one, in numpy's float64 summation order (as Megatron does, to the last bit).
+    """Scale ``weights`` [D] to sum to one, in numpy's float64 summation order (bitwise as Megatron does).
 
     Raises:
         ValueError: a weight is negative or not finite, or all are zero.
@@ -36,10 +36,10 @@ def normalize(weights: Sequence[float]) -> list[float]:
 
 
 def parse_and_normalize_split(split: str) -> list[float]:
-    """Read a split string ("969,30,1") into [3] shares of train, valid and test that sum to one; missing ones are zero.
+    """Parse a split string ("969,30,1") to [3] shares of train, valid and test that sum to one; missing ones are zero.
 
     Raises:
-        ValueError: there is no number, more than three, or all are zero.
+        ValueError: there are no or more than three numbers, or all are zero.
     """
     numbers = re.findall(r"[.0-9]+", split)
     try:
@@ -58,9 +58,9 @@ def convert_split_vector_to_split_matrix(
 ) -> list[Bookends | None]:
     """Turn shares [3] into the start and end of each part, as fractions of the corpus; an empty part is None.
 
-    With ``vector_b`` a part is where both divisions agree.
+    With ``vector_b`` a part is the intersection of both divisions.
 
-    Source: Megatron-Core's rule. The ends are running sums in float64: their rounding decides which document is where.
+    Source: Megatron-Core's rule. The ends are running sums in float64, whose rounding decides on which document a part ends.
     """
     bookends = []
     for (start_a, end_a), (start_b, end_b) in zip(_bookends(vector_a), _bookends(vector_b or vector_a), strict=True):
@@ -77,7 +77,7 @@ def _bookends(shares: Sequence[float]) -> list[Bookends]:
 
 
 def documents_of(bookends: Bookends, num_documents: int) -> numpy.ndarray:
-    """Return the document ids [n] (int32, ascending) of a part of a corpus.
+    """Return the document ids [n], int32 and ascending, of a part of a corpus.
 
     Source: Megatron-Core's rounding (Python's ``round``, halves to even).
     """

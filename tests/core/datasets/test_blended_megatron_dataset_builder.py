@@ -126,7 +126,7 @@ def test_weights_need_sizes(prefixes: list[str]) -> None:
 
 def test_weights_must_be_positive(prefixes: list[str], tmp_path: Path) -> None:
     settings = config(blend=(prefixes, [1.0, 0.0, 1.0]), split="1,0,0", path_to_cache=str(tmp_path))
-    with pytest.raises(ValueError, match=r"weights of a blend must be positive, got .*; leave out what is not wanted"):
+    with pytest.raises(ValueError, match=r"weights of a blend must be positive, got .*; leave out unwanted corpora"):
         build([5, 0, 0], settings)
 
 
@@ -134,11 +134,11 @@ def test_blend_that_draws_too_much_is_told_what_to_raise(prefixes: list[str], tm
     """A corpus that is smaller than its share would fail in the middle of training."""
     settings = config(blend=(prefixes, None), split="100,0,0", path_to_cache=str(tmp_path))
     part = build([None, 0, 0], settings)[0].datasets
-    with pytest.raises(ValueError, match="raise mid_level_dataset_surplus"):
+    with pytest.raises(ValueError, match="increase mid_level_dataset_surplus"):
         BlendedDataset(part, [1.0, 1.0, 1.0], 90, settings)
     with pytest.raises(ValueError, match="one weight for each dataset, got 2 for 3"):
         BlendedDataset(part, [1.0, 1.0], 9, settings)
-    with pytest.raises(ValueError, match="must be whole, got"):
+    with pytest.raises(ValueError, match="must be integers, got"):
         BlendedDataset(part, [1.5, 1.0, 1.0], None, settings)
 
 
