@@ -1,1 +1,1 @@
-"""AdamW and gradient norms over whole shards."""
+"""``FlatAdamW``: AdamW and gradient norms on flat shards, a whole parameter group at a time."""

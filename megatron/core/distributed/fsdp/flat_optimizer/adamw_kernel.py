@@ -1,47 +1,47 @@
-"""AdamW over flat shards as two Triton kernels. Import it where Triton is there; ``adamw_update`` chooses.
+"""AdamW on flat shards as two Triton kernels. ``adamw_update`` imports this module where Triton is installed.
 
-Products and sums are rounded one by one (the launcher forbids fused multiply-add), so an element's result does not
-depend on the block, the mask or the dtypes that the kernel was compiled for.
+Each product and sum is rounded by itself (the launcher disables fused multiply-add), so an element's result does not
+depend on its block, the mask or the dtypes that the kernel was compiled for.
 """
 
 from __future__ import annotations
 
 from megatron.core.extensions.triton_language import tl, triton
 
-# Elements of a program: 8 for each of 128 threads, so that bf16 is read in words of 16 bytes.
+# Elements of one program: 8 for each of 128 threads, so that bf16 is read in words of 16 bytes.
 BLOCK_NUMEL = 1024
 NUM_WARPS = 4
-# Columns of the table of coefficients, in the order of adamw_update.COLUMNS.
+# Columns of the coefficients, in the order of adamw_update.COLUMNS.
 NUM_COLUMNS = tl.constexpr(8)
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def coefficients_kernel(  # type: ignore[no-untyped-def]
-    hyperparameters, group_of_cohort, steps, advances, grad_factor, coefficients, NUM_COHORTS: tl.constexpr
+    hyperparameters, param_group, steps, advances, grad_factor, coefficients, NUM_ROWS: tl.constexpr
 ):
-    """See ``adamw_update.write_coefficients``; one program, ``NUM_COHORTS`` is a power of two."""
-    cohorts = tl.arange(0, NUM_COHORTS)
-    group = hyperparameters + tl.load(group_of_cohort + cohorts) * 5
+    """Compute ``TorchUpdate.write_coefficients`` in one program; ``NUM_ROWS`` is a power of two."""
+    table_rows = tl.arange(0, NUM_ROWS)
+    group = hyperparameters + tl.load(param_group + table_rows) * 5
     lr = tl.load(group)
     weight_decay = tl.load(group + 1)
     beta1 = tl.load(group + 2)
     beta2 = tl.load(group + 3)
     eps = tl.load(group + 4)
-    step = tl.load(steps + cohorts) + tl.load(advances + cohorts)
-    tl.store(steps + cohorts, step)
-    # A cohort that has never had a gradient is not used; as if at step 1, lest zeros are divided.
+    step = tl.load(steps + table_rows) + tl.load(advances + table_rows)
+    tl.store(steps + table_rows, step)
+    # Coefficients of a row that has taken no step are not used; step 1 avoids a division by zero.
     step = tl.maximum(step.to(tl.float64), 1.0)
     correction1 = 1.0 - tl.exp(step * tl.log(beta1))
     correction2 = 1.0 - tl.exp(step * tl.log(beta2))
-    cohort = coefficients + cohorts * NUM_COLUMNS
-    tl.store(cohort, (1.0 - lr * weight_decay).to(tl.float32))
-    tl.store(cohort + 1, (1.0 - beta1).to(tl.float32))
-    tl.store(cohort + 2, beta2.to(tl.float32))
-    tl.store(cohort + 3, (1.0 - beta2).to(tl.float32))
-    tl.store(cohort + 4, (-(lr / correction1)).to(tl.float32))
-    tl.store(cohort + 5, tl.sqrt(correction2).to(tl.float32))
-    tl.store(cohort + 6, eps.to(tl.float32))
-    tl.store(cohort + 7, tl.load(grad_factor + cohorts * 0))
+    out = coefficients + table_rows * NUM_COLUMNS
+    tl.store(out, (1.0 - lr * weight_decay).to(tl.float32))
+    tl.store(out + 1, (1.0 - beta1).to(tl.float32))
+    tl.store(out + 2, beta2.to(tl.float32))
+    tl.store(out + 3, (1.0 - beta2).to(tl.float32))
+    tl.store(out + 4, (-(lr / correction1)).to(tl.float32))
+    tl.store(out + 5, tl.sqrt(correction2).to(tl.float32))
+    tl.store(out + 6, eps.to(tl.float32))
+    tl.store(out + 7, tl.load(grad_factor + table_rows * 0))
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
@@ -58,19 +58,19 @@ def update_kernel(  # type: ignore[no-untyped-def]
     WRITES_MODEL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """See ``adamw_update.FlatShard``; one program for each row of ``blocks`` [B, 4]."""
+    """Update an ``adamw_update.FlatShard`` with one program for each row of ``blocks`` [B, 4]."""
     entry = blocks + tl.program_id(0) * 4
     at = tl.load(entry).to(tl.int64) * BLOCK
     first = tl.load(entry + 1)
     last = tl.load(entry + 2)
-    cohort = coefficients + tl.load(entry + 3) * NUM_COLUMNS
+    own = coefficients + tl.load(entry + 3) * NUM_COLUMNS
     inside = tl.arange(0, BLOCK)
     offsets = at + inside
     if last - first == BLOCK:
-        _update(main, grad, exp_avg, exp_avg_sq, remainder, model, cohort, offsets, None, KEEPS_REMAINDER, WRITES_MODEL)
+        _update(main, grad, exp_avg, exp_avg_sq, remainder, model, own, offsets, None, KEEPS_REMAINDER, WRITES_MODEL)
     else:
         mask = (inside >= first) & (inside < last)
-        _update(main, grad, exp_avg, exp_avg_sq, remainder, model, cohort, offsets, mask, KEEPS_REMAINDER, WRITES_MODEL)
+        _update(main, grad, exp_avg, exp_avg_sq, remainder, model, own, offsets, mask, KEEPS_REMAINDER, WRITES_MODEL)
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
@@ -81,13 +81,13 @@ def _update(  # type: ignore[no-untyped-def]
     exp_avg_sq,
     remainder,
     model,
-    cohort,
+    coefficients,
     offsets,
     mask,
     KEEPS_REMAINDER: tl.constexpr,
     WRITES_MODEL: tl.constexpr,
 ):
-    g = tl.load(grad + offsets, mask=mask).to(tl.float32) * tl.load(cohort + 7)
+    g = tl.load(grad + offsets, mask=mask).to(tl.float32) * tl.load(coefficients + 7)
     m = tl.load(exp_avg + offsets, mask=mask)
     v = tl.load(exp_avg_sq + offsets, mask=mask)
     w = tl.load(main + offsets, mask=mask)
@@ -96,14 +96,14 @@ def _update(  # type: ignore[no-untyped-def]
         w = ((w.to(tl.int16, bitcast=True).to(tl.int32) << 16) + low).to(tl.float32, bitcast=True)
     else:
         w = w.to(tl.float32)
-    m = m + (g - m) * tl.load(cohort + 1)
-    v = v * tl.load(cohort + 2) + g * tl.load(cohort + 3) * g
-    denominator = tl.div_rn(tl.sqrt_rn(v), tl.load(cohort + 5)) + tl.load(cohort + 6)
-    w = w * tl.load(cohort) + tl.div_rn(m * tl.load(cohort + 4), denominator)
+    m = m + (g - m) * tl.load(coefficients + 1)
+    v = v * tl.load(coefficients + 2) + g * tl.load(coefficients + 3) * g
+    denominator = tl.div_rn(tl.sqrt_rn(v), tl.load(coefficients + 5)) + tl.load(coefficients + 6)
+    w = w * tl.load(coefficients) + tl.div_rn(m * tl.load(coefficients + 4), denominator)
     tl.store(exp_avg + offsets, m, mask=mask)
     tl.store(exp_avg_sq + offsets, v, mask=mask)
     if KEEPS_REMAINDER:
-        # Not-a-number as 0x7FFFFFFF, which devices make, would round over into the sign bit.
+        # Devices write NaN as 0x7FFFFFFF, which would be rounded into the sign bit.
         bits = tl.where(w == w, w.to(tl.int32, bitcast=True), 0x7FC00000)
         high = (bits + 0x8000) >> 16
         low = bits - (high << 16)

@@ -1,7 +1,7 @@
-"""AdamW's arithmetic on flat shards: by Triton kernels on CUDA, by torch operations elsewhere.
+"""AdamW's arithmetic on flat shards: in Triton kernels on CUDA, in torch operations elsewhere.
 
 Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (arXiv:1711.05101), algorithm 2, in the order of
-operations of ``torch.optim.AdamW(foreach=True)``: on the CPU results are the same to the last bit.
+operations of ``torch.optim.AdamW(foreach=True)``: on the CPU the results are bitwise the same.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ import torch
 from megatron.core.distributed.fsdp.flat_optimizer.flat_runs import Run, block_table
 from megatron.core.extensions.kernel_launcher import KernelLauncher
 
-# Columns of the hyperparameters [G, 5] fp64, and of the coefficients [C, 8] fp32 that a step makes of them.
+# Columns of the hyperparameters [P, 5] fp64, and of the coefficients [R, 8] fp32 that a step computes from them.
 HYPERPARAMETERS = ("lr", "weight_decay", "beta1", "beta2", "eps")
 COLUMNS = ("decay", "1 - beta1", "beta2", "1 - beta2", "-step size", "sqrt(1 - beta2^t)", "eps", "gradient factor")
 
 
 @dataclass(frozen=True)
 class HyperparameterColumns:
-    """HyperparameterTable: parameters that share hyperparameters, a count of steps, and whether they step at all.
+    """Device tensors of a ``HyperparameterTable`` of R rows. R is a power of two; the last rows may be unused.
 
     Args:
-        hyperparameters: [G, 5] fp64, of each parameter group.
-        group_of_cohort: [C] int32. C is a power of two; cohorts at the end may serve no parameter.
-        steps: [C] fp32 steps taken, as torch counts them.
-        advances: [C] fp32 1 for cohorts that take part in the next step, else 0.
-        coefficients: [C, 8] fp32, the columns of ``COLUMNS``.
+        hyperparameters: [P, 5] fp64 hyperparameters of each param group, in the columns of ``HYPERPARAMETERS``.
+        param_group: [R] int32 param group of each row.
+        steps: [R] fp32 steps taken, as torch counts them.
+        advances: [R] fp32 1 for rows that take part in the next step, else 0.
+        coefficients: [R, 8] fp32 coefficients of the next step, in the columns of ``COLUMNS``.
     """
 
     hyperparameters: torch.Tensor
-    group_of_cohort: torch.Tensor
+    param_group: torch.Tensor
     steps: torch.Tensor
     advances: torch.Tensor
     coefficients: torch.Tensor
@@ -42,15 +42,15 @@ class HyperparameterColumns:
 
 @dataclass(eq=False)
 class FlatShard:
-    """What one update reads and writes: flat parts [N] of a group's buffers.
+    """The flat local buffers [N] of a parameter group that one update reads and writes.
 
     Args:
-        main: main weights; with ``remainder`` their upper halves, in bf16.
-        model: model weights in a dtype of their own, made of the main ones; None where those are the model's.
-        remainder: int16 lower halves of fp32 main weights; None where ``main`` is all there is.
-        runs: the elements that are updated.
-        blocks: the same for kernels.
-        launch: what the last launch for this shard found out, to be used again.
+        main: main weights; with ``remainder`` their upper halves in bf16.
+        remainder: int16 lower halves of fp32 main weights; None where ``main`` holds the main weights whole.
+        model: model weights in another dtype than the main weights; None where the main weights are the model weights.
+        runs: the elements to update.
+        blocks: the same as a table for the kernel; None where there is no kernel.
+        launch: the compiled launch of the last update, for the next one.
     """
 
     main: torch.Tensor
@@ -64,7 +64,7 @@ class FlatShard:
 
 
 class _ShardLaunch(NamedTuple):
-    """A compiled kernel with a shard's arguments; the gradient's address, which may be another in each step, is the second."""
+    """A compiled kernel and a shard's arguments, except for the gradient's address, which may differ in each step."""
 
     kind: tuple[Any, ...]
     run: Callable[..., None]
@@ -78,16 +78,16 @@ def has_kernels(device: torch.device) -> bool:
 
 
 class TorchUpdate:
-    """The update as torch operations; no synchronisation with the host on any device."""
+    """The update as torch operations, without a host synchronisation on any device."""
 
-    def write_coefficients(self, cohorts: HyperparameterColumns, grad_factor: torch.Tensor) -> None:
-        """Afterwards cohorts that advance have counted a step, and coefficients are those of the step that they are at.
+    def write_coefficients(self, table: HyperparameterColumns, grad_factor: torch.Tensor) -> None:
+        """Count a step in the rows that advance, and compute the coefficients of that step.
 
-        Powers are taken in fp64, as torch takes them on the host.
+        Powers are computed in fp64, as torch computes them on the host.
         """
-        cohorts.steps.add_(cohorts.advances)
-        lr, weight_decay, beta1, beta2, eps = cohorts.hyperparameters[cohorts.group_of_cohort].unbind(1)
-        step = cohorts.steps.double().clamp_(min=1.0)  # a cohort that has never had a gradient is not used
+        table.steps.add_(table.advances)
+        lr, weight_decay, beta1, beta2, eps = table.hyperparameters[table.param_group].unbind(1)
+        step = table.steps.double().clamp_(min=1.0)  # coefficients of a row without steps are not used
         columns = (
             1 - lr * weight_decay,
             1 - beta1,
@@ -98,16 +98,16 @@ class TorchUpdate:
             eps,
             grad_factor.double().expand_as(eps),
         )
-        cohorts.coefficients.copy_(torch.stack(columns, dim=1))
+        table.coefficients.copy_(torch.stack(columns, dim=1))
 
     def blocks(self, runs: Sequence[Run], device: torch.device) -> torch.Tensor | None:
-        """What ``update`` needs besides the runs."""
+        """Return the table of blocks that ``update`` needs besides the runs; None if it needs none."""
         return None
 
     def update(self, shard: FlatShard, grad: torch.Tensor, coefficients: torch.Tensor) -> None:
-        """Afterwards the shard has taken one step. ``grad``: [N] fp32 or bf16; it is not written."""
-        for begin, end, cohort in shard.runs:
-            decay, one_minus_beta1, beta2, one_minus_beta2, step, root, eps, factor = coefficients[cohort].unbind()
+        """Update the shard by one step. ``grad`` [N], in fp32 or bf16, is only read."""
+        for begin, end, table_row in shard.runs:
+            decay, one_minus_beta1, beta2, one_minus_beta2, step, root, eps, factor = coefficients[table_row].unbind()
             main, m, v = (flat[begin:end] for flat in (shard.main, shard.exp_avg, shard.exp_avg_sq))
             remainder = None if shard.remainder is None else shard.remainder[begin:end]
             if remainder is not None:
@@ -128,21 +128,21 @@ class TorchUpdate:
 
 
 class KernelUpdate(TorchUpdate):
-    """The update as Triton kernels: one launch for each shard, and one for the coefficients."""
+    """The update as Triton kernels: one launch per shard, and one for the coefficients."""
 
     def __init__(self) -> None:
         from megatron.core.distributed.fsdp.flat_optimizer import adamw_kernel
 
         self._kernels = adamw_kernel
-        # Products and sums are rounded one by one, whatever the variant.
+        # Each product and sum is rounded by itself, so that all compiled variants compute the same.
         exact = {"enable_fp_fusion": False}
         self._launch_coefficients = KernelLauncher(adamw_kernel.coefficients_kernel, num_warps=1, **exact)
         self._launch_update = KernelLauncher(adamw_kernel.update_kernel, num_warps=adamw_kernel.NUM_WARPS, **exact)
 
-    def write_coefficients(self, cohorts: HyperparameterColumns, grad_factor: torch.Tensor) -> None:
-        c = cohorts
-        tensors = (c.hyperparameters, c.group_of_cohort, c.steps, c.advances, grad_factor, c.coefficients)
-        self._launch_coefficients(1, tensors, (), (c.steps.numel(),))
+    def write_coefficients(self, table: HyperparameterColumns, grad_factor: torch.Tensor) -> None:
+        t = table
+        tensors = (t.hyperparameters, t.param_group, t.steps, t.advances, grad_factor, t.coefficients)
+        self._launch_coefficients(1, tensors, (), (t.steps.numel(),))
 
     def blocks(self, runs: Sequence[Run], device: torch.device) -> torch.Tensor:
         return block_table(runs, self._kernels.BLOCK_NUMEL).to(device)
@@ -164,7 +164,7 @@ class KernelUpdate(TorchUpdate):
         if not blocks.shape[0]:
             return
         model = main if shard.model is None else shard.model
-        remainder = shard.exp_avg if shard.remainder is None else shard.remainder  # any address serves what is not read
+        remainder = shard.exp_avg if shard.remainder is None else shard.remainder  # not read: any address will do
         tensors = (main, grad, shard.exp_avg, shard.exp_avg_sq, remainder, model, blocks, coefficients)
         constants = (shard.remainder is not None, shard.model is not None, self._kernels.BLOCK_NUMEL)
         run = self._launch_update(blocks.shape[0], tensors, (), constants)
@@ -174,7 +174,7 @@ class KernelUpdate(TorchUpdate):
 
 
 def make_update(device: torch.device) -> TorchUpdate:
-    """The update for shards on the device."""
+    """Return the update for shards on the device."""
     return KernelUpdate() if has_kernels(device) else TorchUpdate()
 
 
@@ -182,16 +182,16 @@ def make_update(device: torch.device) -> TorchUpdate:
 
 
 def join(high: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
-    """The fp32 numbers whose bits are the bf16's, as upper half, plus the signed remainders'."""
+    """Return the fp32 numbers whose bits are those of ``high`` (bf16), as upper half, plus the signed remainder."""
     bits = (high.view(torch.int16).to(torch.int32) << 16) + remainder
     return bits.view(torch.float32)
 
 
 def split(whole: torch.Tensor, high: torch.Tensor, remainder: torch.Tensor) -> None:
-    """Afterwards ``high`` (bf16) and ``remainder`` (int16) are fp32 numbers ``whole`` that ``join`` gives back.
+    """Split fp32 numbers into ``high`` (bf16) and ``remainder`` (int16), from which ``join`` restores them.
 
-    ``high`` is ``whole`` rounded to bf16; a tie goes away from zero, where a conversion would go to the even neighbour.
-    Not-a-number stays that, in its canonical form.
+    ``high`` is ``whole`` rounded to bf16, ties away from zero (a cast rounds ties to even). NaN becomes the canonical
+    NaN.
     """
     bits = torch.where(whole.isnan(), 0x7FC00000, whole.view(torch.int32))
     upper = (bits + 0x8000) >> 16

@@ -1,4 +1,4 @@
-"""AdamW over this rank's flat shards: one kernel for each parameter group of the engine, which also casts for the model."""
+"""AdamW on this rank's flat shards: one kernel per parameter group, which also casts to the model weight."""
 
 from __future__ import annotations
 
@@ -24,34 +24,38 @@ _MAIN_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class FlatAdamW(torch.optim.Optimizer):
-    """``torch.optim.AdamW`` for the parameters of a model after ``fully_shard``, which reads and writes each once.
+    """``torch.optim.AdamW`` for the parameters of a model after ``fully_shard``, in one kernel per parameter group.
 
-    A group of the engine is one flat buffer here, so a step is one kernel for each: it takes the gradient in the
-    dtype that it has, clips it, updates state and main weight in fp32, and writes the model weight. State is fp32
-    whatever the dtypes are, is there from the start, and is found in ``state`` by parameter under torch's names, as
-    DTensors that are views of flat buffers: checkpoints go to ``torch.optim.AdamW`` and come from there.
+    The kernel reads the gradient in its own dtype, clips it, updates state and main weight in fp32, and writes the
+    model weight, each element once. State is always fp32 and allocated at once. ``state`` has it by parameter under
+    torch's names, as DTensors that are views of flat buffers, so checkpoints are exchanged with ``torch.optim.AdamW``.
 
     Args:
-        params: all trainable parameters of units of the engine, or param groups, which may differ in ``lr``, ``betas``,
+        params: all trainable parameters of sharded units, or param groups, which may differ in ``lr``, ``betas``,
             ``eps`` and ``weight_decay``. Schedulers write ``param_groups[i]["lr"]``.
-        store_param_remainders: main weights in bf16 are the upper halves of fp32 ones, whose lower halves (int16) are
-            state of the optimizer. Takes 2 bytes per parameter less than fp32 main weights beside bf16 ones, and needs
-            no cast. Training is that of fp32 main weights but for ties: the bf16 weight is the fp32 one rounded, a tie
-            away from zero, where a cast goes to the even neighbour. Needs bf16 parameters and
-            ``MixedPrecisionPolicy(main_params_dtype=None)``. Whoever writes to weights between steps sets the
-            remainders of their group to zero (writes through ``.data`` are not seen), so load weights first and this
-            optimizer's state afterwards.
-        overlaps_forward: ``step`` returns while updates still run beside the next forward, each unit of which waits for
-            its own. Until that forward, or ``synchronize()``, nobody may read or write parameters, state or gradients;
-            ``state_dict``, ``load_state_dict``, checkpoints and the model's ``load_state_dict`` see to that themselves.
+        store_param_remainders: keep bf16 main weights as the upper halves of fp32 ones, whose lower halves (int16) are
+            optimizer state. Saves 2 bytes per parameter compared with fp32 main weights beside bf16 model weights, and
+            the cast. Training is that of fp32 main weights except for ties: the bf16 weight is the fp32 one rounded
+            with ties away from zero, where a cast rounds ties to even. Needs bf16 parameters and
+            ``MixedPrecisionPolicy(main_params_dtype=None)``. A write to weights between steps zeroes the remainders of
+            their group (writes through ``.data`` are not noticed), so load weights before the state of this optimizer.
+        overlaps_forward: return from ``step`` while updates still run beside the next forward, whose units each wait
+            for their own update. Until that forward, or ``synchronize()``, parameters, state and gradients must not be
+            read or written; ``state_dict``, ``load_state_dict`` (also the model's) and checkpoints synchronise
+            themselves.
 
     Raises:
-        ValueError: a parameter is not of a unit of the engine, or not all of a unit's are given, or they have a dtype
-            that is not served; ``store_param_remainders`` where main weights are not bf16; a rate is out of range.
+        ValueError: a parameter is not sharded, not all of a unit's are given, or they have a dtype that is not served;
+            ``store_param_remainders`` with main weights that are not bf16; a rate is out of range.
 
-    A step is refused where ``fully_shard_optimizer`` refuses it, which this optimizer does not need. A parameter without
-    gradient counts as one of zero if others of its group have one; a group without any is left alone. Two runs are
-    bitwise equal. On the CPU a step equals ``torch.optim.AdamW(foreach=True)`` to the last bit, for fp32 main weights.
+    ``step`` makes the checks of ``fully_shard_optimizer``, which this optimizer does not need. A parameter without a
+    gradient counts as one with a zero gradient if others of its group have one; a group without gradients is not
+    updated. Two runs are bitwise equal. On the CPU and for fp32 main weights a step is bitwise that of
+    ``torch.optim.AdamW(foreach=True)``.
+
+    Ranks: all that hold the parameters build it, with the same parameters in the same order.
+    Source: Loshchilov and Hutter (arXiv:1711.05101), algorithm 2; the split of fp32 in two halves as in apex's
+    ``DistributedFusedAdam(store_param_remainders=True)``.
     """
 
     checks_its_steps = True  # fully_shard_optimizer has nothing to add
@@ -81,7 +85,7 @@ class FlatAdamW(torch.optim.Optimizer):
         ]
         self._state_of = {id(group): state for group, state in zip(groups, self._states, strict=True)}
         self._parameters = [parameter for group in groups for parameter in group.sharded]
-        self._cohorts = HyperparameterTable(self.param_groups, groups, device)
+        self._table = HyperparameterTable(self.param_groups, groups, device)
         self._grad_norm = FlatGradNorm(groups)
         self._no_factor = torch.ones(1, dtype=torch.float32, device=device)
         self._lay_out()
@@ -90,13 +94,13 @@ class FlatAdamW(torch.optim.Optimizer):
 
     @staticmethod
     def serves(parameters: Iterable[torch.Tensor]) -> bool:
-        """True if ``FlatAdamW`` can train these parameters: all are sharded by the engine, in dtypes that fp32 can hold."""
+        """True if ``FlatAdamW`` can train these parameters: all are sharded, in dtypes that fp32 can hold."""
         return all(group_of(parameter) is not None and parameter.dtype in _MAIN_DTYPES for parameter in parameters)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if getattr(self, "_is_built", False):
             raise NotImplementedError(
-                "FlatAdamW lays its state out once, got another param group; build it over all parameters"
+                "FlatAdamW must be built over all parameters, got another param group later; pass it to the constructor"
             )
         super().add_param_group(param_group)
 
@@ -104,14 +108,16 @@ class FlatAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, *, grad_factor: torch.Tensor | None = None) -> Any:
-        """Afterwards main and model weights have taken a step, or will have before the forward that reads them.
+        """Update main and model weights; with ``overlaps_forward``, updates may still run when this returns.
 
         Args:
-            closure: runs forward and backward; what it returns is returned.
-            grad_factor: [] or [1] fp32 on the device; gradients count as multiplied by it. ``param.grad`` stays as it is.
+            closure: runs forward and backward; its result is returned.
+            grad_factor: [] or [1] fp32 on the device, by which the update multiplies gradients. ``param.grad`` is not
+                changed.
 
         Raises:
-            RuntimeError: a pass is under way, or has failed, or was not a step's last microbatch.
+            RuntimeError: a forward or backward is running, or has failed, or was not that of the step's last
+                microbatch.
 
         Ranks: all that hold the parameters; does not block the host.
         """
@@ -124,10 +130,10 @@ class FlatAdamW(torch.optim.Optimizer):
         self.synchronize()
         active = [has_gradient(group) for group in groups]
         stepping = [group for group, is_active in zip(groups, active, strict=True) if is_active]
-        self._cohorts.set_active({index for index, is_active in enumerate(active) if is_active})
+        self._table.set_active({index for index, is_active in enumerate(active) if is_active})
         self.refresh_hyperparameters()
         factor = self._no_factor if grad_factor is None else grad_factor
-        self._update.write_coefficients(self._cohorts.table, factor)
+        self._update.write_coefficients(self._table.columns, factor)
         for group in stepping:
             self._state_of[id(group)].drop_stale_remainder(group)
         for context in contexts_of_groups(groups):
@@ -137,23 +143,26 @@ class FlatAdamW(torch.optim.Optimizer):
 
     def _update_group(self, group: FsdpParameterGroup) -> None:
         shard = self._state_of[id(group)].shard(group)
-        self._update.update(shard, group.grads.main_storage.flat, self._cohorts.table.coefficients)
+        self._update.update(shard, group.grads.main_storage.flat, self._table.columns.coefficients)
 
     def refresh_hyperparameters(self) -> None:
-        """Afterwards the device knows the hyperparameters as they are now, for replays of a graph; ``step`` calls it.
+        """Copy changed hyperparameters to the device: ``step`` does; before a replay of a captured ``step``, the caller.
 
         Raises:
-            NotImplementedError: a variant of AdamW that is not served.
-            RuntimeError: something changed while a graph is captured.
+            NotImplementedError: a param group asks for a variant of AdamW that is not served.
+            RuntimeError: a hyperparameter changed while a graph is captured.
         """
-        self._cohorts.refresh(self.param_groups)
+        self._table.refresh(self.param_groups)
 
     def grad_norm(self) -> torch.Tensor:
-        """[] fp32 2-norm of all gradients, on the device. Ranks: all that hold the parameters; does not block the host."""
+        """Return the 2-norm of all gradients, [] fp32 on the device.
+
+        Ranks: all that hold the parameters, and all of the model where it is split; does not block the host.
+        """
         return self._grad_norm()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Afterwards there are no gradients, and they take no memory; or they are zero (``set_to_none=False``)."""
+        """Free the gradients, or set them to zero with ``set_to_none=False``."""
         if not set_to_none:
             self.synchronize()
             super().zero_grad(set_to_none=False)
@@ -163,19 +172,19 @@ class FlatAdamW(torch.optim.Optimizer):
             group.grads.free_main_if_cleared()
 
     def synchronize(self) -> None:
-        """Afterwards work on the current stream sees weights and state as the last step leaves them. Does not block."""
+        """Make the current stream wait for updates that still run. Does not block the host."""
         for context in contexts_of_groups(self.groups):
             context.finish_updates()
 
     @property
     def groups(self) -> list[FsdpParameterGroup]:
-        """The engine's groups that still exist."""
+        """The parameter groups that still exist."""
         return [group for state in self._states if (group := state.group()) is not None]
 
     # ---- state --------------------------------------------------------------------------------------------------
 
     def main_weights(self, parameter: torch.Tensor) -> DTensor:
-        """The parameter's fp32 main weights as a DTensor placed like it; a copy, where they are kept in two halves."""
+        """Return the parameter's main weights in fp32, as a DTensor placed like it; a copy if they are not fp32."""
         self.synchronize()
         assert isinstance(parameter, DTensor)
         remainder = self.state[parameter].get(REMAINDER)
@@ -188,12 +197,12 @@ class FlatAdamW(torch.optim.Optimizer):
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Afterwards the state is that of ``state_dict``, of this class or of ``torch.optim.AdamW``.
+        """Load the state of a ``FlatAdamW`` or a ``torch.optim.AdamW``.
 
         Raises:
-            ValueError: other parameters, or state of another kind.
+            ValueError: it is of other parameters, or of another optimizer.
         """
-        # torch would cast state to the parameter's dtype; what it does not know it leaves alone.
+        # torch casts tensors to the parameter's dtype, and passes on objects that it does not know.
         kept = {
             index: {key: _Kept(value) for key, value in entries.items()}
             for index, entries in state_dict["state"].items()
@@ -205,10 +214,10 @@ class FlatAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def adopt_state(self) -> None:
-        """Afterwards the flat buffers hold what somebody has put into ``state``, zeros where it has nothing.
+        """Copy what was put into ``state`` to the flat buffers, zeros where it has nothing, and show those there.
 
         Raises:
-            ValueError: state of another kind, or of another shape than its parameter.
+            ValueError: state of another optimizer, or of another shape than its parameter.
         """
         self.synchronize()
         steps: dict[torch.Tensor, float] = {}
@@ -220,7 +229,7 @@ class FlatAdamW(torch.optim.Optimizer):
                 for key, view in views.items():
                     _fill(view, given.get(key), parameter)
             state.note_version(group)
-        if self._cohorts.assign(steps):
+        if self._table.set_steps(steps):
             self._lay_out()
         self._show_state()
 
@@ -228,18 +237,18 @@ class FlatAdamW(torch.optim.Optimizer):
         return [(group, state) for state in self._states if (group := state.group()) is not None]
 
     def _lay_out(self) -> None:
-        """Afterwards each group's update knows its cohorts."""
+        """Prepare the updates of all groups after parameters have got other rows in the table."""
         for group, state in self._living():
-            state.lay_out(group, [self._cohorts.of_parameter[p] for p in group.sharded], self._update)
+            state.lay_out(group, [self._table.row_of[p] for p in group.sharded], self._update)
         self._show_state()
 
     def _show_state(self) -> None:
         for group, state in self._living():
             for parameter, views in zip(group.sharded, state.views, strict=True):
-                self.state[parameter] = {STEP: self._cohorts.step_of(parameter), **views}
+                self.state[parameter] = {STEP: self._table.step_of(parameter), **views}
 
 
-# What torch.optim.AdamW has besides, so that checkpoints go both ways.
+# The other defaults of torch.optim.AdamW, so that each loads the other's state_dict.
 _TORCH_DEFAULTS = {
     "amsgrad": False,
     "maximize": False,
@@ -253,7 +262,7 @@ _TORCH_DEFAULTS = {
 
 @dataclass(frozen=True)
 class _Kept:
-    """State on its way past torch's ``load_state_dict``."""
+    """A wrapper in which state passes through torch's ``load_state_dict`` unchanged."""
 
     value: Any
 
@@ -271,7 +280,7 @@ def _check_parameters(param_groups: Sequence[dict[str, Any]], groups: Sequence[F
     foreign = [list(parameter.shape) for parameter in given if group_of(parameter) is None]
     if foreign or not groups:
         raise ValueError(
-            f"FlatAdamW must be given trainable parameters of units of the engine, got {len(foreign)} others of shapes "
+            f"FlatAdamW must be given trainable parameters of sharded modules, got {len(foreign)} others of shapes "
             f"{foreign[:4]}; call fully_shard first, or use torch.optim.AdamW"
         )
     for group in groups:
@@ -302,16 +311,16 @@ def _check_state(given: dict[str, Any], views: dict[str, DTensor], parameter: to
     unknown = [key for key in given if key not in views and key != STEP]
     if REMAINDER in unknown:
         raise ValueError(
-            f"state of a parameter of shape {list(parameter.shape)} holds {REMAINDER}, the lower halves of its main weights, "
-            "for which this optimizer has no place; build it with store_param_remainders=True, or load a checkpoint of "
-            "the model and the optimizer with load_checkpoint, which joins them"
+            f"state of a parameter of shape {list(parameter.shape)} must not hold {REMAINDER}, the lower halves of main "
+            "weights that this optimizer keeps whole; build it with store_param_remainders=True, or load a checkpoint of "
+            "the model and the optimizer with load_checkpoint, which joins the halves"
         )
     if unknown:
-        raise ValueError(f"the state of AdamW is {[STEP, *views]}, got {unknown} besides; use torch.optim.AdamW")
+        raise ValueError(f"the state of AdamW must be {[STEP, *views]}, got also {unknown}; use torch.optim.AdamW")
 
 
 def _fill(view: DTensor, value: Any, parameter: torch.Tensor) -> None:
-    """Afterwards ``view`` equals ``value``: a DTensor of any placement, a whole tensor, or None for zeros."""
+    """Copy ``value``, a DTensor of any placement, a whole tensor, or None for zeros, into ``view``."""
     if value is None:
         view._local_tensor.zero_()
         return

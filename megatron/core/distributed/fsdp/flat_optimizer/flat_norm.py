@@ -1,4 +1,4 @@
-"""The norm of all main gradients, from one pass over flat shards, without a host synchronisation."""
+"""The norm of all main gradients in one pass over flat shards, without a host synchronisation."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ _GRAD = operator.attrgetter("grad")
 
 
 def has_gradient(group: FsdpParameterGroup) -> bool:
-    """True if a parameter of the group has a gradient; afterwards then the flat main gradient holds those of all.
+    """Whether a parameter of the group has a gradient. If so, complete the flat main gradient.
 
-    What the user put in the place of one is copied there, and a parameter without counts as zero.
+    A gradient that the user has put in place of the engine's is copied into it; a parameter without a gradient gets
+    zeros.
     """
     held = list(map(_GRAD, group.sharded))
     if all(map(operator.is_, held, group.grads.main)):
@@ -32,9 +33,9 @@ def has_gradient(group: FsdpParameterGroup) -> bool:
 
 
 class FlatGradNorm:
-    """Takes the norm of the groups' main gradients: each element once, whatever holds it, and no padding.
+    """The norm of the groups' main gradients, each element counted once and no padding.
 
-    Squares are summed in fp32 in two levels of fixed order, so two runs are bitwise equal.
+    Squares are summed in fp32 in a fixed order, so two runs are bitwise equal.
     """
 
     def __init__(self, groups: Sequence[FsdpParameterGroup]) -> None:
@@ -42,7 +43,7 @@ class FlatGradNorm:
 
     @torch.no_grad()
     def __call__(self) -> torch.Tensor:
-        """[] fp32, on the device.
+        """Return the norm as [] fp32 on the device.
 
         Ranks: all of the groups' meshes, and of the model where it is split; does not block the host.
         """
@@ -52,7 +53,7 @@ class FlatGradNorm:
         for shard, group in living:
             has_any = has_gradient(group)
             for scope, counted in shard.views(group):
-                # Also where this rank holds none of it: others wait for its part of the sum.
+                # A scope of the whole model also without gradients: the other ranks wait for this one's sum.
                 if has_any or scope.is_model:
                     by_dtype = views.setdefault(scope, {})
                     if has_any:
@@ -66,7 +67,7 @@ class FlatGradNorm:
 
 
 class _GradShard:
-    """The runs of one group's main gradient that this rank counts, as views that are made once."""
+    """Views of the runs of a group's main gradient that this rank counts."""
 
     def __init__(self, group: FsdpParameterGroup) -> None:
         self.group = weakref.ref(group)
@@ -79,7 +80,7 @@ class _GradShard:
         self._views: list[tuple[NormScope, list[torch.Tensor]]] = []
 
     def views(self, group: FsdpParameterGroup) -> list[tuple[NormScope, list[torch.Tensor]]]:
-        """The runs by the ranks over which they are summed. No gradient: they are not to be read."""
+        """Return the views by the ranks over which they are summed; undefined content without gradients."""
         flat = group.grads.main_storage.flat
         if flat is not self._flat:
             self._flat = flat

@@ -1,4 +1,4 @@
-"""Which stretches of a flat shard are parameters, not padding, and which of them the optimizer treats alike."""
+"""The runs of elements in a flat shard that are parameters, not padding, and that the optimizer updates alike."""
 
 from __future__ import annotations
 
@@ -11,39 +11,39 @@ from megatron.core.distributed.fsdp.buffers.dbuffer import DBuffer
 
 
 class Run(NamedTuple):
-    """Elements [begin, end) of a flat shard, all of one cohort: they are updated with the same coefficients."""
+    """Elements [begin, end) of a flat shard, which share a row of the ``HyperparameterTable``."""
 
     begin: int
     end: int
-    cohort: int = 0
+    table_row: int = 0
 
 
-def runs_of(buffer: DBuffer, cohorts: Sequence[int], only: Sequence[bool] | None = None) -> list[Run]:
-    """The fewest runs that hold all elements of the tensors that lie here, ascending, and nothing of the padding.
+def runs_of(buffer: DBuffer, table_rows: Sequence[int], only: Sequence[bool] | None = None) -> list[Run]:
+    """Return the fewest runs, ascending, that cover this rank's elements of the tensors and no padding.
 
     Args:
-        buffer: whose local part is cut; other buffers of its layout and placements are cut alike.
-        cohorts: [T] the cohort of each tensor.
-        only: [T] False for tensors to be left out; all are taken when None.
+        buffer: the buffer whose local part is cut into runs. They hold for all buffers of its layout and placements.
+        table_rows: [T] row of each tensor.
+        only: [T] False for tensors to leave out; None takes all.
 
     Ranks: pure; each computes its own.
     """
     spans = []
-    for index, cohort in enumerate(cohorts):
+    for index, table_row in enumerate(table_rows):
         if only is not None and not only[index]:
             continue
         view = buffer.view(index)
         begin = int(view.storage_offset() - buffer.local.storage_offset())
         if view.numel():
-            spans.append(Run(begin, begin + view.numel(), cohort))
+            spans.append(Run(begin, begin + view.numel(), table_row))
     return merged(spans)
 
 
 def merged(runs: Iterable[Run]) -> list[Run]:
-    """Runs that touch and have one cohort are one run."""
+    """Join runs that touch and have the same row."""
     found: list[Run] = []
     for run in sorted(runs):
-        if found and found[-1].end == run.begin and found[-1].cohort == run.cohort:
+        if found and found[-1].end == run.begin and found[-1].table_row == run.table_row:
             found[-1] = found[-1]._replace(end=run.end)
         else:
             found.append(run)
@@ -51,15 +51,15 @@ def merged(runs: Iterable[Run]) -> list[Run]:
 
 
 def block_table(runs: Sequence[Run], block_numel: int) -> torch.Tensor:
-    """[B, 4] int32 (block, first, last, cohort) for each block of ``block_numel`` elements that a run lies in.
+    """Return [B, 4] int32 (block, first, last, table row), one entry for each run in each block that it touches.
 
-    A block begins at a multiple of its size, so that whole ones can be read in wide words whatever the runs are; the
-    run has elements [first, last) of it. A block that several runs share has an entry for each.
+    A block is ``block_numel`` elements and begins at a multiple of that, so that whole blocks are read in wide words
+    wherever runs begin. The entry's run covers elements [first, last) of the block.
     """
     parts = []
     for run in runs:
         blocks = torch.arange(run.begin // block_numel, -(-run.end // block_numel))
         first = (run.begin - blocks * block_numel).clamp(min=0)
         last = (run.end - blocks * block_numel).clamp(max=block_numel)
-        parts.append(torch.stack((blocks, first, last, torch.full_like(blocks, run.cohort)), dim=1))
+        parts.append(torch.stack((blocks, first, last, torch.full_like(blocks, run.table_row)), dim=1))
     return torch.cat(parts).int() if parts else torch.empty(0, 4, dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""AdamW's state of one group of the engine: flat buffers beside its main weights, and views of them by parameter."""
+"""AdamW's state of one parameter group: flat buffers beside its main weights, and views of them by parameter."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ EXP_AVG, EXP_AVG_SQ, REMAINDER, STEP = "exp_avg", "exp_avg_sq", "param_remainder
 
 
 class FlatState:
-    """State of a group, all zeros at first.
+    """State of a group, which it references weakly; all zeros at first.
 
     Args:
-        keeps_remainder: main weights are upper halves of fp32 ones, whose lower halves are kept here.
+        keeps_remainder: the main weights are the upper halves of fp32 ones, whose lower halves are kept here.
 
-    ``views`` [T] are DTensors by key, placed as the parameters are. The group is held weakly.
+    Attributes:
+        views: [T] state of each parameter by key, as DTensors that are placed like the parameter.
     """
 
     def __init__(self, group: FsdpParameterGroup, *, keeps_remainder: bool) -> None:
@@ -46,16 +47,16 @@ class FlatState:
         self._seen_version = 0
         self.note_version(group)
 
-    def lay_out(self, group: FsdpParameterGroup, cohorts: Sequence[int], update: TorchUpdate) -> None:
-        """Afterwards tensor t is updated with the coefficients of ``cohorts[t]``."""
-        self._runs = tuple(runs_of(group.weights.main, cohorts))
+    def lay_out(self, group: FsdpParameterGroup, table_rows: Sequence[int], update: TorchUpdate) -> None:
+        """Prepare updates of tensor ``t`` with the coefficients in row ``table_rows[t]``."""
+        self._runs = tuple(runs_of(group.weights.main, table_rows))
         self._blocks = update.blocks(self._runs, group.device)
         self._make_shard(group)
 
     def _make_shard(self, group: FsdpParameterGroup) -> None:
         self._addresses = (group.weights.main.local.data_ptr(), group.weights.model.local.data_ptr())
         self._shard = FlatShard(
-            # An alias with a version counter of its own: what autograd saved of a model's weights is not "modified" by it.
+            # ``.data`` has its own version counter, so autograd does not take weights that it saved for modified.
             main=group.weights.main.local.data,
             exp_avg=self._flat[EXP_AVG],
             exp_avg_sq=self._flat[EXP_AVG_SQ],
@@ -66,7 +67,7 @@ class FlatState:
         )
 
     def shard(self, group: FsdpParameterGroup) -> FlatShard:
-        """The buffers of an update, where they are now."""
+        """Return the buffers of an update at their current addresses."""
         if (group.weights.main.local.data_ptr(), group.weights.model.local.data_ptr()) != self._addresses:
             self._make_shard(group)
         return self._shard
@@ -74,12 +75,12 @@ class FlatState:
     # ---- writes from outside ------------------------------------------------------------------------------------
 
     def note_version(self, group: FsdpParameterGroup) -> None:
-        """Afterwards main weights and remainders belong together."""
+        """Record that the main weights as they are now belong to the remainders."""
         if self.remainder is not None:
             self._seen_version = group.weights.write_count
 
     def drop_stale_remainder(self, group: FsdpParameterGroup) -> None:
-        """Afterwards the remainders are zero if somebody else has written to the main weights."""
+        """Zero the remainders if anything but this optimizer has written to the main weights."""
         if self.remainder is not None and group.weights.write_count != self._seen_version:
             self.remainder.zero_()
             self.note_version(group)
@@ -87,7 +88,6 @@ class FlatState:
 
 def _view_like(parameter: torch.Tensor, flat: torch.Tensor, group: FsdpParameterGroup, index: int) -> DTensor:
     assert isinstance(parameter, DTensor)
-    rows = group.weights.main.view(index)
-    begin = rows.storage_offset() - group.weights.main.local.storage_offset()
-    local = flat[begin : begin + rows.numel()].view(rows.shape)
-    return placed_like(parameter, local)
+    own = group.weights.main.view(index)
+    begin = own.storage_offset() - group.weights.main.local.storage_offset()
+    return placed_like(parameter, flat[begin : begin + own.numel()].view(own.shape))

@@ -1,4 +1,4 @@
-"""HyperparameterTable: parameters of one group of the engine that step alike, and the small device tables that tell kernels how."""
+"""The hyperparameters and step counts of ``FlatAdamW`` on the device, in a table whose rows kernels look up."""
 
 from __future__ import annotations
 
@@ -14,79 +14,82 @@ _SERVED = {"amsgrad": False, "maximize": False, "decoupled_weight_decay": True}
 
 
 class HyperparameterTable:
-    """Parameters with one group of the engine, one of the optimizer's, and one count of steps.
+    """A row for each combination of parameter group (the engine's), param group (the optimizer's) and step count.
 
-    Counts, hyperparameters and what follows from them are on the device, at addresses that stay: a captured graph
-    counts its replays, and sees what ``refresh`` wrote before it.
+    The tensors are on the device and keep their addresses: a replayed CUDA graph counts its own steps, and reads the
+    hyperparameters that ``refresh`` wrote before the replay.
 
     Args:
-        param_groups: the optimizer's.
-        groups: [E] the engine's, which hold the same parameters.
+        param_groups: the optimizer's param groups.
+        groups: [E] the engine's parameter groups, which hold the same parameters.
+
+    Attributes:
+        row_of: the row of each parameter.
+        columns: the table's tensors.
     """
 
     def __init__(
         self, param_groups: Sequence[Mapping[str, Any]], groups: Sequence[FsdpParameterGroup], device: torch.device
     ) -> None:
         self.device = device
-        group_of = {p: index for index, group in enumerate(param_groups) for p in group["params"]}
-        self._members = [(at, group_of[p], p) for at, group in enumerate(groups) for p in group.sharded]
-        self._keys: list[tuple[int, int, float]] = []
+        param_group_of = {p: index for index, group in enumerate(param_groups) for p in group["params"]}
+        self._members = [(at, param_group_of[p], p) for at, group in enumerate(groups) for p in group.sharded]
+        self._rows: list[tuple[int, int, float]] = []
         self._hyperparameters = torch.zeros(len(param_groups), len(HYPERPARAMETERS), dtype=torch.float64, device=device)
         self._cells = [row.unbind() for row in self._hyperparameters.unbind()]
         self._written: list[tuple[float, ...]] = [()] * len(param_groups)
         self._active: frozenset[int] = frozenset(range(len(groups)))
-        self.of_parameter: dict[torch.Tensor, int] = {}
-        self.table: HyperparameterColumns
-        self.assign({})
+        self.row_of: dict[torch.Tensor, int] = {}
+        self.columns: HyperparameterColumns
+        self.set_steps({})
 
-    def assign(self, steps: Mapping[torch.Tensor, float]) -> bool:
-        """Afterwards each parameter has taken ``steps`` (0 where absent); True if cohorts are not what they were."""
+    def set_steps(self, steps: Mapping[torch.Tensor, float]) -> bool:
+        """Set each parameter's step count (0 where absent); return True if parameters have other rows than before."""
         keys = {p: (at, group, float(steps.get(p, 0.0))) for at, group, p in self._members}
-        found = sorted(set(keys.values()))
-        cohort_of = {key: cohort for cohort, key in enumerate(found)}
-        of_parameter: dict[torch.Tensor, int] = {p: cohort_of[key] for p, key in keys.items()}
-        self._keys = found
-        if of_parameter == self.of_parameter:
-            self.table.steps[: len(found)].copy_(torch.tensor([step for *_, step in found]))
+        self._rows = sorted(set(keys.values()))
+        place = {key: row for row, key in enumerate(self._rows)}
+        row_of: dict[torch.Tensor, int] = {p: place[key] for p, key in keys.items()}
+        if row_of == self.row_of:
+            self.columns.steps[: len(self._rows)].copy_(torch.tensor([step for *_, step in self._rows]))
             return False
-        self.of_parameter = of_parameter
-        self.table = self._make_table()
+        self.row_of = row_of
+        self.columns = self._make_columns()
         self._write_advances()
         return True
 
-    def _make_table(self) -> HyperparameterColumns:
-        size = 1 << (len(self._keys) - 1).bit_length()
-        padded = [*self._keys, *[(-1, 0, 0.0)] * (size - len(self._keys))]
+    def _make_columns(self) -> HyperparameterColumns:
+        size = 1 << (len(self._rows) - 1).bit_length()
+        padded = [*self._rows, *[(-1, 0, 0.0)] * (size - len(self._rows))]
         return HyperparameterColumns(
             hyperparameters=self._hyperparameters,
-            group_of_cohort=torch.tensor([group for _, group, _ in padded], dtype=torch.int32, device=self.device),
+            param_group=torch.tensor([group for _, group, _ in padded], dtype=torch.int32, device=self.device),
             steps=torch.tensor([step for *_, step in padded], dtype=torch.float32, device=self.device),
             advances=torch.zeros(size, dtype=torch.float32, device=self.device),
             coefficients=torch.zeros(size, len(COLUMNS), dtype=torch.float32, device=self.device),
         )
 
     def step_of(self, parameter: torch.Tensor) -> torch.Tensor:
-        """[] fp32 steps that the parameter has taken; a view, which its cohort shares."""
-        return self.table.steps[self.of_parameter[parameter]]
+        """Return the parameter's step count, [] fp32: a view, which all parameters of its row share."""
+        return self.columns.steps[self.row_of[parameter]]
 
     def set_active(self, groups: Collection[int]) -> None:
-        """Afterwards these of the engine's groups take part in the next step, and others do not."""
+        """Let only these parameter groups, by index, take part in the next step."""
         if groups != self._active:
             self._active = frozenset(groups)
             self._write_advances()
 
     def _write_advances(self) -> None:
-        advances = torch.zeros(self.table.advances.numel())
-        for cohort, (at, *_) in enumerate(self._keys):
-            advances[cohort] = float(at in self._active)
-        self.table.advances.copy_(advances)
+        advances = torch.zeros(self.columns.advances.numel())
+        for row, (at, *_) in enumerate(self._rows):
+            advances[row] = float(at in self._active)
+        self.columns.advances.copy_(advances)
 
     def refresh(self, param_groups: Sequence[Mapping[str, Any]]) -> None:
-        """Afterwards the device knows the hyperparameters as they are now; only what changed is written.
+        """Copy hyperparameters that have changed to the device.
 
         Raises:
-            NotImplementedError: a variant of AdamW that is not served.
-            RuntimeError: something changed in a graph capture, whose replays would set it back.
+            NotImplementedError: a param group asks for a variant of AdamW that is not served.
+            RuntimeError: a hyperparameter changed within a graph capture, whose replays would reset it each time.
         """
         for index, group in enumerate(param_groups):
             lr = group["lr"]
@@ -100,11 +103,11 @@ class HyperparameterTable:
     def _write(self, index: int, group: Mapping[str, Any], values: tuple[float, ...], *, skips_lr: bool) -> None:
         for key, served in _SERVED.items():
             if group.get(key, served) is not served:
-                raise NotImplementedError(f"FlatAdamW serves {key}={served} alone, got {group[key]} in group {index}")
+                raise NotImplementedError(f"FlatAdamW needs {key}={served}, got {group[key]} in param group {index}")
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
-                "hyperparameters must be on the device before a graph is captured, got a change within; call "
-                "refresh_hyperparameters() before the capture and before each replay"
+                "hyperparameters must not change within a graph capture, got a change; call refresh_hyperparameters() "
+                "before the capture and before each replay"
             )
         before = self._written[index] or (None,) * len(values)
         for column, (value, old) in enumerate(zip(values, before, strict=True)):

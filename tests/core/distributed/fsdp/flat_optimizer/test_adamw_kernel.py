@@ -32,7 +32,7 @@ def _table() -> HyperparameterColumns:
     rates = [[0.01, 0.1, 0.9, 0.999, 1e-8], [0.02, 0.0, 0.0, 0.95, 1e-6]]
     return HyperparameterColumns(
         hyperparameters=torch.tensor(rates, dtype=torch.float64),
-        group_of_cohort=torch.tensor([0, 1, 0, 0], dtype=torch.int32),
+        param_group=torch.tensor([0, 1, 0, 0], dtype=torch.int32),
         steps=torch.tensor([0.0, 3.0, 7.0, 0.0]),
         advances=torch.tensor([1.0, 1.0, 0.0, 0.0]),
         coefficients=torch.zeros(4, len(adamw_update.COLUMNS)),

@@ -76,7 +76,7 @@ def _train(net: Net, optimizer: torch.optim.Optimizer, steps: range) -> list[flo
 
 
 def _poison_padding(net: nn.Module, buffer_of: Callable[[FsdpParameterGroup], DBuffer]) -> None:
-    """Afterwards what lies between the tensors of the groups' buffers is not a number."""
+    """Fill the padding of the groups' buffers with NaN."""
     for group in groups_of(net):
         buffer = buffer_of(group)
         kept = [buffer.view(index).clone() for index in range(len(group.parameters))]
@@ -382,7 +382,7 @@ def what_it_cannot_train_is_refused() -> None:
         other = FlatAdamW(net.parameters())
         other.param_groups[0].update({key: True, "lr": 0.5})
         loss_of(net, my_piece(0)).backward()
-        with pytest.raises(NotImplementedError, match=f"serves {key}=False alone, got True"):
+        with pytest.raises(NotImplementedError, match=f"needs {key}=False, got True"):
             other.step()
     assert fully_shard_optimizer(optimizer) is optimizer
 

@@ -17,10 +17,10 @@ _RUNS = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 40), st.integers(0,
 
 
 def _runs(pieces: list[tuple[int, int, int]]) -> list[Run]:
-    """Gaps, lengths and cohorts -> runs in a row."""
+    """Gaps, lengths and table rows -> runs in a row."""
     runs, at = [], 0
-    for gap, length, cohort in pieces:
-        runs.append(Run(at + gap, at + gap + length, cohort))
+    for gap, length, table_row in pieces:
+        runs.append(Run(at + gap, at + gap + length, table_row))
         at += gap + length
     return runs
 
@@ -29,19 +29,19 @@ def _runs(pieces: list[tuple[int, int, int]]) -> list[Run]:
 def test_merging_keeps_the_elements_and_leaves_nothing_to_merge(pieces: list[tuple[int, int, int]]) -> None:
     runs = _runs(pieces)
     found = merged(reversed(runs))
-    assert {(at, r.cohort) for r in runs for at in range(r.begin, r.end)} == {
-        (at, r.cohort) for r in found for at in range(r.begin, r.end)
+    assert {(at, r.table_row) for r in runs for at in range(r.begin, r.end)} == {
+        (at, r.table_row) for r in found for at in range(r.begin, r.end)
     }
-    assert all(a.end < b.begin or a.cohort != b.cohort for a, b in pairwise(found))
+    assert all(a.end < b.begin or a.table_row != b.table_row for a, b in pairwise(found))
 
 
 @given(_RUNS, st.sampled_from([1, 4, 16]))
-def test_blocks_cover_each_element_once_with_its_cohort(pieces: list[tuple[int, int, int]], size: int) -> None:
+def test_blocks_cover_each_element_once_with_its_table_row(pieces: list[tuple[int, int, int]], size: int) -> None:
     runs = _runs(pieces)
     table = block_table(runs, size)
     assert table.dtype == torch.int32 and table.shape[1] == 4
-    covered = [(block * size + i, cohort) for block, first, last, cohort in table.tolist() for i in range(first, last)]
-    assert covered == [(at, r.cohort) for r in runs for at in range(r.begin, r.end)]
+    covered = [(block * size + i, row) for block, first, last, row in table.tolist() for i in range(first, last)]
+    assert covered == [(at, r.table_row) for r in runs for at in range(r.begin, r.end)]
     assert all(0 <= first < last <= size for _, first, last, _ in table.tolist())
 
 
