@@ -17,7 +17,7 @@ def _marked(name: str) -> object:
 
 
 def _run_with(cell: Cell, request: pytest.FixtureRequest) -> None:
-    """Afterwards the cell has run, together with all of its number of ranks that this run of the tests has asked for."""
+    """Run the cell, together with all cells of its number of ranks that this run of the tests asks for."""
     items = [item for item in request.session.items if item.function is request.function]  # type: ignore[attr-defined]
     asked = [CELLS[item.callspec.params["name"]] for item in items if not item.get_closest_marker("skip")]  # type: ignore[attr-defined]
     if not _RAN:

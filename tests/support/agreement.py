@@ -24,7 +24,7 @@ LossOf = Callable[[Any, int, int], torch.Tensor]
 
 
 def shard(model: nn.Module, units: Sequence[str] = (), strategy: str = "optim_grads_params", **settings: Any) -> Any:
-    """Afterwards the named modules, then the model, are units whose main weights keep the parameters' own dtype."""
+    """Shard the named modules, then the model, with main weights in the parameters' own dtype."""
     settings = {"mixed_precision_policy": MixedPrecisionPolicy(main_params_dtype=None), **settings}
     for name in units:
         fully_shard(model.get_submodule(name), placements=strategy_placements(strategy), **settings)
@@ -66,7 +66,7 @@ def _assert_close(sharded: Any, whole: torch.Tensor, what: str) -> None:
 def backward_plainly(
     model: nn.Module, loss_of: LossOf, step: int, *, num_microbatches: int = 1, divisor: float | None = None
 ) -> list[float]:
-    """Afterwards ``model`` holds the gradients that all ranks have together; the losses [ranks], summed over microbatches."""
+    """Give ``model`` the gradients that all ranks have together; return the losses [ranks], summed over microbatches."""
     losses = [0.0] * dist.get_world_size()
     for rank in range(len(losses)):
         for index in range(num_microbatches):

@@ -60,7 +60,7 @@ def pieces_of(step: int, num_microbatches: int) -> list[list[Piece]]:
 
 
 def backward_sharded(net: Net, step: int, num_microbatches: int) -> list[torch.Tensor]:
-    """Afterwards the net holds the step's gradients; the losses of this rank's pieces. Ranks: all."""
+    """Compute the step's gradients; return the losses of this rank's pieces. Ranks: all."""
     losses = []
     pieces = pieces_of(step, num_microbatches)
     for at, of_ranks in enumerate(pieces):
@@ -124,21 +124,21 @@ def _steps_in_order(strategy: str, num_microbatches: int, num_steps: int) -> lis
 
 @torch.no_grad()
 def descend(net: nn.Module) -> None:
-    """Afterwards each weight has taken a step against its gradient, which is gone. Communicates nothing."""
+    """Step each weight against its gradient, and clear that. Communicates nothing."""
     for parameter in net.parameters():
         local_of(parameter).add_(local_of(parameter.grad), alpha=-LEARNING_RATE)
         parameter.grad = None
 
 
 def assert_rows(sharded: nn.Module, expected: Sequence[torch.Tensor], *, of_gradients: bool = False) -> None:
-    """Afterwards this rank's rows of all weights, or gradients, are equal to the last bit; communicates nothing."""
+    """Check that this rank's rows of all weights, or gradients, are equal to the last bit; communicates nothing."""
     for (name, parameter), whole in zip(sharded.named_parameters(), expected, strict=True):
         own = parameter.grad if of_gradients else parameter
         assert torch.equal(local_of(own), local_rows(parameter, whole)), name  # type: ignore[arg-type]
 
 
 def assert_equal_rows(sharded: nn.Module, plain: nn.Module, *, gradients: bool) -> None:
-    """Afterwards this rank's rows of weights, and of gradients, are equal to the last bit; communicates nothing."""
+    """Check that this rank's rows of weights, and of gradients, are equal to the last bit; communicates nothing."""
     ours: dict[str, Any] = dict(sharded.named_parameters())
     for name, theirs in plain.named_parameters():
         own = ours[name]

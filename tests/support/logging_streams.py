@@ -81,7 +81,7 @@ class LoggingStreams:
                 own[role] = max(own[role], time)
 
     def work(self, what: str, *, reads: tuple[torch.Tensor, ...] = (), writes: tuple[torch.Tensor, ...] = ()) -> None:
-        """Afterwards the current role has done work on these tensors' bytes."""
+        """Log work of the current role on these tensors' bytes."""
         clock = self._clocks[self._current]
         clock[self._current] += 1
         self.log.append(what)

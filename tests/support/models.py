@@ -140,7 +140,7 @@ def difference(got: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def assert_same_gradients(sharded: nn.Module, unsharded: nn.Module, *, tolerance: float = 2e-6) -> None:
-    """Afterwards each gradient of one equals the other's, where None counts as zero. Ranks: all.
+    """Check that each gradient of one equals the other's, where None counts as zero. Ranks: all.
 
     The tolerance is that of sums over the global batch in another order; see test_parity for exact comparisons.
     """
@@ -156,14 +156,14 @@ def assert_same_gradients(sharded: nn.Module, unsharded: nn.Module, *, tolerance
 
 
 def assert_same_weights(sharded: nn.Module, unsharded: nn.Module, *, tolerance: float = 2e-6) -> None:
-    """Afterwards each weight of one equals the other's. Ranks: all."""
+    """Check that each weight of one equals the other's. Ranks: all."""
     ours = dict(sharded.named_parameters())
     for name, theirs in unsharded.named_parameters():
         assert difference(full(ours[name]), theirs.detach()) <= tolerance, name
 
 
 def assert_at_rest(module: nn.Module | FsdpContext) -> None:
-    """Afterwards nothing is gathered, staged or owed, and memory that comes and goes is gone."""
+    """Check that nothing is unsharded, held or owed, and that temporary memory is freed."""
     context = module if isinstance(module, FsdpContext) else context_of(module)
     assert not context.unsharder.live
     for group in context.groups:

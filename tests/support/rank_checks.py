@@ -28,7 +28,7 @@ class RankChecks:
         self._checks: dict[int, dict[str, Callable[[], None]]] = {}
 
     def on(self, *worlds: int) -> Callable[[Callable[[], None]], Callable[[], None]]:
-        """Afterwards the decorated check runs on each of these numbers of ranks."""
+        """Run the decorated check on each of these numbers of ranks."""
 
         def register(check: Callable[[], None]) -> Callable[[], None]:
             for world in worlds:
@@ -43,7 +43,7 @@ class RankChecks:
         return [(world, name) for world, checks in self._checks.items() for name in checks]
 
     def assert_passed(self, num_ranks: int, name: str) -> None:
-        """Afterwards the check has run on these ranks, and all its assertions hold on each."""
+        """Run the check on these ranks, unless that was done, and fail if an assertion failed on any."""
         failures = _failures(self._module, num_ranks)
         failure = failures if isinstance(failures, str) else failures.get(name, "")
         assert not failure, failure
@@ -61,7 +61,7 @@ class RankChecks:
 
 
 def _meet(name: str, failure: str) -> None:
-    """Afterwards all ranks are done with the check, so that the next one may start even if it failed."""
+    """Wait until all ranks are done with the check, so that the next one may start even if it failed."""
     store = dist.distributed_c10d._get_default_store()
     store.set(f"{name}/{dist.get_rank()}", "done")
     try:

@@ -24,7 +24,7 @@ UNITS = ("blocks.0", "blocks.1", "blocks.2")
 
 
 def _record_calls(calls: list[str]) -> None:
-    """Afterwards each collective of the engine is written down, in order."""
+    """Write down each collective of the engine, in order."""
     for name in ("all_gather", "reduce_scatter", "all_reduce", "broadcast"):
         call: Callable[..., None] = getattr(RankOrderTransport, name)
 

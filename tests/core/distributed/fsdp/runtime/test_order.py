@@ -52,7 +52,7 @@ class Pair:
         self.num_steps = 0
 
     def set(self, **attributes: object) -> None:
-        """Afterwards both nets have these attributes."""
+        """Set these attributes on both nets."""
         for net in self.nets:
             for key, value in attributes.items():
                 setattr(net, key, value)
@@ -61,7 +61,7 @@ class Pair:
         return global_batch(self.num_steps, count)
 
     def both(self, act: Callable[[Net], torch.Tensor]) -> torch.Tensor:
-        """Afterwards both nets have done the same and returned equal tensors."""
+        """Run the same on both nets, and check that they return equal tensors."""
         expected, got = (act(net) for net in self.nets)
         assert difference(got, expected) <= 1e-6, (got, expected)
         return got
@@ -71,7 +71,7 @@ class Pair:
         assert_same_gradients(self.sharded, self.unsharded)
 
     def finish_step(self) -> None:
-        """Afterwards gradients were equal, and the optimizers have stepped and cleared them."""
+        """Check that gradients are equal, step both optimizers and clear gradients."""
         self.check_gradients()
         for optimizer in self.optimizers:
             optimizer.step()
@@ -79,7 +79,7 @@ class Pair:
         self.num_steps += 1
 
     def step(self) -> None:
-        """Afterwards both have taken an ordinary step."""
+        """Take an ordinary step with both."""
         for piece in self.pieces(1):
             self.both(lambda net, piece=piece: _forward_backward(net, piece))
         self.finish_step()
@@ -433,7 +433,7 @@ def the_same_graph_after_the_weights_have_moved_is_refused() -> None:
 
 
 def assert_at_rest_after_failure(pair: Pair) -> None:
-    """Afterwards what a failed step left is gone; the next forward would do the same."""
+    """Drop what a failed step left, as the next forward would."""
     pair.context._recover()
     assert_at_rest(pair.sharded)
     for net in pair.nets:

@@ -144,7 +144,7 @@ def test_gathers_and_reductions_overlap_gemms_on_streams_of_their_own(transport:
 
 
 def _take_workspaces(num_rows: int) -> None:
-    """Afterwards cuBLAS has its workspaces, which stay, for forward's thread and for backward's."""
+    """Make cuBLAS allocate its workspaces, which stay, for forward's thread and for backward's."""
     linear = nn.Linear(WIDTH, WIDTH, bias=False, device=DEVICE, dtype=torch.bfloat16)
     inputs = torch.randn(num_rows, WIDTH, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
     linear(inputs).float().square().mean().backward()

@@ -46,7 +46,7 @@ def _random(seed: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _meet() -> None:
-    """Afterwards all devices are idle. Ranks: all."""
+    """Wait until all devices are idle. Ranks: all."""
     torch.cuda.synchronize()
     dist.all_reduce(torch.zeros(1, device="cuda"))
     torch.cuda.synchronize()
