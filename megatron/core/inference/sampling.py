@@ -1,4 +1,4 @@
-"""Continues token sequences with a language model, one full forward pass for each token.
+"""Generation of tokens with a language model, by one full forward pass for each token.
 
 Shapes: b batch, s sequence, v vocabulary, k candidates.
 """
@@ -19,20 +19,20 @@ def generate(
     generator: torch.Generator | None = None,
     max_context: int | None = None,
 ) -> torch.Tensor:
-    """The tokens [b, s] followed by ``num_tokens`` more: [b, s + num_tokens]. The model runs in eval mode meanwhile.
+    """Continue tokens [b, s] by ``num_tokens``, with the model in eval mode; return [b, s + num_tokens].
 
     Args:
-        model: called as ``model(input_ids, position_ids, attention_mask)``, gives logits [b, s, v].
-        temperature: logits are divided by it; 0 takes the likeliest token.
-        top_k: draw among the k likeliest tokens only; 0: among all.
+        model: called as ``model(input_ids, position_ids, attention_mask)``; returns logits [b, s, v].
+        temperature: divides logits; 0: choose the most probable token.
+        top_k: draw among the k most probable tokens; 0: among all.
         generator: on the device of ``tokens``; None: torch's default.
-        max_context: the model sees at most this many last tokens (learned positions reach no further).
+        max_context: number of last tokens that the model gets at most, where learned positions are limited.
 
     Raises:
-        ValueError: an argument is out of its range.
+        ValueError: an argument is out of range.
 
-    Ranks: all ranks of a sharded model call it together, with the same tokens and generators of the same state, so that
-    they run the same forward passes and draw the same tokens; it communicates only through the model.
+    Ranks: all ranks of a sharded model, with the same tokens and generators in the same state, so that they run the same
+    forward passes and draw the same tokens; only the model communicates.
     """
     if (
         num_tokens < 0
@@ -59,7 +59,7 @@ def generate(
 
 
 def _draw(logits: torch.Tensor, temperature: float, top_k: int, generator: torch.Generator | None) -> torch.Tensor:
-    """One token [b, 1] for each row of logits [b, v]."""
+    """Draw one token [b, 1] for each row of logits [b, v]."""
     if temperature == 0.0:
         return logits.argmax(dim=-1, keepdim=True)
     logits = logits / temperature

@@ -1,1 +1,1 @@
-"""Models."""
+"""Models under Megatron-Core's names."""

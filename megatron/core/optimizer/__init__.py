@@ -1,4 +1,4 @@
-"""Optimizers over sharded main weights; the names are Megatron-Core's."""
+"""Optimizers over sharded main weights, under Megatron-Core's names."""
 
 from megatron.core.optimizer.optimizer import MegatronOptimizer, StepResult, get_megatron_optimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig

@@ -1,11 +1,11 @@
 """Norms and counts over the whole model, each element counted once, without a host synchronisation.
 
-A sharded tensor is a DTensor. Over the mesh axes where it is sharded each rank holds another part, so local results
-are summed with one small all-reduce for each axis; over replicated axes all ranks hold the same values, which are
-counted once by not summing there. Ranks may own no rows of a tensor: they take part in the sums all the same.
+A sharded tensor is a DTensor. Over the mesh axes where it is sharded, each rank has another part, so local results are summed
+by one small all-reduce for each axis. Over replicated axes all ranks have the same values, so nothing is summed. Ranks that
+own no rows of a tensor take part in the sums.
 
-Where a model is split besides (tensor, expert, pipeline parallelism), each element is counted by one rank, and one small
-all-reduce goes over all ranks of the model, also those that hold no gradient.
+Where the model itself is split (tensor, expert, pipeline parallelism), one rank counts each element, and one small all-reduce
+sums over all ranks of the model, also those without a gradient.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron.core.distributed.fsdp import NormScope, counts_in_norm, group_of, 
 
 
 def get_grad_norm(params: Iterable[Tensor]) -> Tensor:
-    """The 2-norm of all gradients is in the [] fp32 tensor returned, on the device of the gradients.
+    """Compute the 2-norm of all gradients: [] fp32, on their device.
 
     Args:
         params: parameters; those without a gradient are skipped.
@@ -31,25 +31,25 @@ def get_grad_norm(params: Iterable[Tensor]) -> Tensor:
 
 
 def get_params_norm(params: Iterable[Tensor]) -> Tensor:
-    """The 2-norm of all parameters is in the [] fp32 tensor returned. Ranks: as ``get_grad_norm``."""
+    """Compute the 2-norm of all parameters: [] fp32. Ranks: as ``get_grad_norm``."""
     return _sum_over_model([(param, param.detach()) for param in params], _sum_of_squares).sqrt()
 
 
 def count_zeros(params: Iterable[Tensor]) -> Tensor:
-    """The number of zeros in all gradients is in the [] fp32 tensor returned. Ranks: as ``get_grad_norm``."""
+    """Count the zeros in all gradients: [] fp32. Ranks: as ``get_grad_norm``."""
     return _sum_over_model(_with_gradients(params), _number_of_zeros)
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
-    """[] what gradients of this norm [] are multiplied by so that it is at most ``max_norm``; NaN for NaN."""
+    """Compute the factor [] that scales gradients of norm [] to at most ``max_norm``; NaN for NaN."""
     return torch.clamp(max_norm / (norm + 1.0e-6), max=1.0)
 
 
 def clip_grad_by_total_norm(params: Iterable[Tensor], max_norm: float, total_norm: Tensor) -> None:
-    """Gradients are scaled in place so that their norm is at most ``max_norm``.
+    """Scale gradients in place so that their norm is at most ``max_norm``.
 
     Args:
-        total_norm: [] what ``get_grad_norm`` gave for these parameters. If it is NaN, so are the gradients.
+        total_norm: [] result of ``get_grad_norm`` for these parameters; NaN makes all gradients NaN.
 
     Ranks: local.
     """
@@ -63,7 +63,7 @@ def _gradients(params: Iterable[Tensor]) -> list[Tensor]:
 
 
 def _with_gradients(params: Iterable[Tensor]) -> list[tuple[Tensor, Tensor | None]]:
-    """The parameters with their gradients, which are sums over all ranks of the model then."""
+    """Sum the gradients over all ranks of the model where needed, and pair the parameters with them."""
     params = list(params)
     sum_grads(dict.fromkeys(group for param in params if (group := group_of(param)) is not None), in_use=True)
     return [(param, param.grad) for param in params]
@@ -92,7 +92,7 @@ def _number_of_zeros(tensors: Sequence[Tensor]) -> Tensor:
 def _sum_over_model(
     values: Sequence[tuple[Tensor, Tensor | None]], measure: Callable[[Sequence[Tensor]], Tensor]
 ) -> Tensor:
-    """Sum ``measure`` over the parameters' values: once per scope locally, then over the ranks of that scope."""
+    """Sum ``measure`` over the parameters' values: for each scope locally, then over the ranks of the scope."""
     by_scope: dict[NormScope, list[Tensor]] = {}
     device = None
     for param, value in values:
@@ -119,6 +119,6 @@ def _check_reduced(tensor: Tensor) -> None:
     for axis, placement in enumerate(tensor.placements if isinstance(tensor, DTensor) else ()):
         if placement.is_partial():
             raise RuntimeError(
-                f"gradients must be reduced before their norm is taken, got one of shape {tuple(tensor.shape)} with a "
+                f"gradients must be reduced before their norm is computed, got one of shape {tuple(tensor.shape)} with a "
                 f"partial sum over mesh axis {axis}; run the backward of the last microbatch first"
             )

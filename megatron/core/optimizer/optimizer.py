@@ -22,17 +22,17 @@ from megatron.core.optimizer.param_groups import get_param_groups
 
 
 class StepResult(NamedTuple):
-    """What a step did; the tensors stay on the device until somebody reads them."""
+    """The result of a step; tensors stay on the device until they are read."""
 
     update_successful: bool
     grad_norm: Tensor
-    """[] norm before clipping."""
+    """Gradient norm before clipping, []."""
     num_zeros_in_grad: Tensor | None
-    """[] zeros in the gradient; None where they are not counted."""
+    """Number of zeros in the gradient, []; None where they are not counted."""
 
 
 class MegatronOptimizer:
-    """A ``torch.optim`` optimizer over main weights whose step also takes the gradient's norm and clips it."""
+    """A ``torch.optim`` optimizer over main weights whose step also computes the gradient norm and clips."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, config: OptimizerConfig) -> None:
         self.optimizer = optimizer
@@ -43,15 +43,14 @@ class MegatronOptimizer:
         return self.optimizer.param_groups
 
     def get_parameters(self) -> list[Tensor]:
-        """All parameters, in the order of the groups."""
+        """Return all parameters, in the order of the parameter groups."""
         return [param for group in self.param_groups for param in group["params"]]
 
     @torch.no_grad()
     def step(self) -> StepResult:
-        """The main weights are updated from the clipped gradients.
+        """Update the main weights from the clipped gradients.
 
-        With ``FlatAdamW`` gradients are clipped as they are read, and ``param.grad`` stays as it was; otherwise they are
-        clipped in place.
+        ``FlatAdamW`` clips gradients as it reads them and leaves ``param.grad`` unchanged; other optimizers clip in place.
 
         Ranks: all ranks of the gradients' meshes; does not block the host.
         """
@@ -73,30 +72,30 @@ class MegatronOptimizer:
         return StepResult(True, grad_norm, num_zeros)
 
     def update_hyperparameters(self) -> None:
-        """The device knows the rates of ``param_groups`` as they are now; ``step`` sees to it, but for a captured one.
+        """Copy the current rates of ``param_groups`` to the device, before a captured step; ``step`` does it itself.
 
         Raises:
-            NotImplementedError: the rates of this optimizer are numbers in the kernels' arguments, which a graph repeats.
+            NotImplementedError: this optimizer passes rates to kernels as numbers, which a CUDA graph would repeat.
         """
         if not isinstance(self.optimizer, FlatAdamW):
             raise NotImplementedError(
-                f"a captured step needs rates on the device, which {type(self.optimizer).__name__} does not keep there; use "
+                f"a captured step needs learning rates on the device, got {type(self.optimizer).__name__} without them; use "
                 "FlatAdamW (--optimizer adam), or train eagerly (--cuda-graph-impl none)"
             )
         self.optimizer.refresh_hyperparameters()
 
     def synchronize(self) -> None:
-        """Work on the current stream sees weights and state as the last step leaves them. Does not block the host."""
+        """Make the current stream wait for the last step's updates of weights and state. Does not block the host."""
         if isinstance(self.optimizer, FlatAdamW):
             self.optimizer.synchronize()
 
     def params_norm(self) -> Tensor:
-        """[] norm of all main weights; of their upper halves, with remainders. Ranks: as ``step``."""
+        """Compute the norm [] of all main weights; with remainders, of their bf16 upper halves. Ranks: as ``step``."""
         self.synchronize()
         return get_params_norm(self.get_parameters())
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Gradients are gone (or zero, with ``set_to_none=False``)."""
+        """Drop the gradients, or fill them with zeros with ``set_to_none=False``."""
         self.optimizer.zero_grad(set_to_none=set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
@@ -107,21 +106,22 @@ class MegatronOptimizer:
 
 
 def get_megatron_optimizer(config: OptimizerConfig, model_chunks: Sequence[torch.nn.Module]) -> MegatronOptimizer:
-    """The optimizer over all trainable parameters of the model.
+    """Build the optimizer over all trainable parameters of the model.
+
+    Adam over a model that is sharded as a whole is ``FlatAdamW``; other optimizers are torch's.
 
     Args:
         config: ``lr`` must be set.
         model_chunks: the parts of the model, wrapped by ``FullyShardedDataParallel`` or plain modules.
 
     Raises:
-        ValueError: ``config.lr`` is None, or nothing is trainable, or ``store_param_remainders`` does not fit the model.
-
-    Adam over a model that is sharded as a whole is ``FlatAdamW``; other optimizers are torch's.
+        ValueError: ``config.lr`` is None, nothing is trainable, or ``store_param_remainders`` is set for a model that is not
+            sharded as a whole.
 
     Ranks: local.
     """
     if config.lr is None:
-        raise ValueError("OptimizerConfig.lr must be set, got None; give the largest learning rate of the schedule")
+        raise ValueError("OptimizerConfig.lr must be set, got None; pass the largest learning rate of the schedule")
     named = [item for chunk in model_chunks for item in chunk.named_parameters()]
     groups = get_param_groups(named, config)
     params = [param for group in groups for param in group["params"]]
@@ -134,7 +134,7 @@ def get_megatron_optimizer(config: OptimizerConfig, model_chunks: Sequence[torch
         )
     optimizer = _torch_optimizer(config, groups, fused=_can_fuse(params))
     if any(isinstance(param, DTensor) for param in params):
-        # Without it the model weights that the next forward reads would stay those of before the step.
+        # Without it the next forward would read the model weights of before the step.
         optimizer = fully_shard_optimizer(optimizer)
     return MegatronOptimizer(optimizer, config)
 

@@ -1,4 +1,4 @@
-"""What the optimizer is told: its kind, its rates and how gradients are clipped."""
+"""Settings of the optimizer: its kind, its rates and gradient clipping."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ class OptimizerConfig:
     sgd_momentum: float = 0.9
 
     store_param_remainders: bool = False
-    """Adam on bf16 main weights: keep the lower 16 bits of fp32 ones as optimizer state; see ``FlatAdamW``."""
+    """Adam on bf16 main weights: keep the lower 16 bits of the fp32 weights as optimizer state; see ``FlatAdamW``."""
 
     overlap_update_with_forward: bool = True
-    """Adam's updates of sharded models run beside the next forward; see ``FlatAdamW`` for what must wait."""
+    """Adam's updates of sharded models overlap the next forward; see ``FlatAdamW`` for what must wait for them."""
 
     clip_grad: float = 1.0
     """Largest norm of the whole model's gradient; 0 does not clip."""
 
     log_num_zeros_in_grad: bool = False
-    """Count zeros of the gradient in each step (it costs a pass over all gradients)."""
+    """Count the zeros of the gradient in each step, at the cost of a pass over all gradients."""
 
     def __post_init__(self) -> None:
         if self.optimizer not in ("adam", "sgd"):

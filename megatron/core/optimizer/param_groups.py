@@ -1,4 +1,4 @@
-"""Splits parameters into the groups that the optimizer and the scheduler treat alike."""
+"""Parameter groups of the optimizer and the scheduler."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig
 def get_param_groups(
     named_parameters: Iterable[tuple[str, torch.nn.Parameter]], config: OptimizerConfig
 ) -> list[dict[str, Any]]:
-    """Each trainable parameter is in one group; groups come in a fixed order and none is empty.
+    """Split the trainable parameters into parameter groups, in a fixed order and without empty ones.
 
-    A group has ``wd_mult`` (0 for biases and for parameters of one dimension, else 1), ``is_decoupled_lr`` (embedding
-    and output layer, where ``config.decoupled_lr`` is set), and ``max_lr`` and ``min_lr`` for the scheduler.
+    A group has ``wd_mult`` (0 for biases and for parameters of one dimension, else 1), ``is_decoupled_lr`` (embedding and
+    output layer, where ``config.decoupled_lr`` is set), and ``max_lr`` and ``min_lr`` for the scheduler.
 
     Args:
-        named_parameters: names of the unwrapped model with its (sharded) parameters; one under two names counts once.
+        named_parameters: names of the unwrapped model with its (sharded) parameters; a parameter with two names counts
+            once.
 
     Raises:
         ValueError: no parameter is trainable.
 
-    Ranks: each alone; of pipeline stages some may lack a group that others have, such as that of decoupled rates.
+    Ranks: each alone; a pipeline stage may lack a group that others have, such as that of decoupled rates.
     Source: Megatron-LM's rule for weight decay.
     """
     groups: dict[tuple[float, bool], dict[str, Any]] = {}

@@ -1,4 +1,4 @@
-"""Pipeline stages: schedules, what travels between stages, and who runs them."""
+"""Pipeline parallelism: schedules, communication between stages, and their execution."""
 
 from megatron.core.pipeline_parallel.p2p_communication import PipelineCommunicator, PipelineStage, hidden_shape
 from megatron.core.pipeline_parallel.pipeline import Pipeline, StageComputation

@@ -1,4 +1,4 @@
-"""Hidden states and their gradients from stage to stage.
+"""Communication of hidden states and their gradients between pipeline stages.
 
 Shapes: s sequence (this rank's part of it), b micro batch, h hidden size.
 """
@@ -18,20 +18,20 @@ from megatron.core.process_groups_config import group_rank, group_size
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineStage:
-    """The part of the model that this rank holds, and what passes between it and its neighbours.
+    """The pipeline stage of this rank, and the shape of the messages between it and its neighbours.
 
     Raises:
         ValueError: there are several stages and no ``hidden_shape``.
     """
 
     group: ProcessGroup | None = None
-    """The ranks of one pipeline, in the order of the stages; None: one stage."""
+    """The ranks of one pipeline, in the order of the stages; None: there is one stage."""
 
     hidden_shape: tuple[int, int, int] | None = None
-    """[s, b, h] of what travels, known in advance; see ``hidden_shape``. Not read where there is one stage."""
+    """Shape [s, b, h] of all messages, known in advance; see ``hidden_shape``. Not used where there is one stage."""
 
     dtype: torch.dtype = torch.float32
-    """Of what travels: the dtype of hidden states between layers."""
+    """Dtype of all messages: that of hidden states between layers."""
 
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
@@ -44,7 +44,7 @@ class PipelineStage:
 
     @property
     def index(self) -> int:
-        """This stage's place in the pipeline."""
+        """Index of this stage in the pipeline."""
         return group_rank(self.group)
 
     @property
@@ -53,12 +53,12 @@ class PipelineStage:
 
     @property
     def is_first(self) -> bool:
-        """True if the stage holds the embedding."""
+        """True if the stage has the embedding."""
         return self.index == 0
 
     @property
     def is_last(self) -> bool:
-        """True if the stage holds the output layer, and knows the loss."""
+        """True if the stage has the output layer, and computes the loss."""
         return self.index == self.num_stages - 1
 
 
@@ -71,10 +71,10 @@ def hidden_shape(
     tensor_model_parallel_size: int = 1,
     sequence_parallel: bool = False,
 ) -> tuple[int, int, int]:
-    """[s, b, h] of the hidden states that a rank holds between two layers.
+    """Compute the shape [s, b, h] of a rank's hidden states between two layers.
 
     Raises:
-        ValueError: the sequence cannot be divided among the ranks that share it.
+        ValueError: the sequence length is not a multiple of the ranks that share a sequence.
     """
     num_parts = context_parallel_size * (tensor_model_parallel_size if sequence_parallel else 1)
     if seq_length % num_parts != 0:
@@ -86,16 +86,16 @@ def hidden_shape(
 
 
 class PipelineCommunicator:
-    """Carries out the exchanges of a stage's schedule, each as one batch on the pipeline's group.
+    """The sends and receives of a stage's schedule; each exchange is one batch on the pipeline's process group.
 
-    [Note: one batch at a time] A communicator runs its operations in the order in which they were issued, on the device
-    too. A receive that is posted further ahead than the next act would hold up the sends behind it until its message
-    comes, which may itself wait for one of these sends. So a batch holds the message just made and the one needed next.
-    A batch that only sends is not waited for until the one after it: compute goes on.
+    [Note: one batch at a time] A communicator runs its operations in the order of issue, on the device too. A receive that is
+    posted earlier than for the next act would block the sends behind it until its message arrives, which may itself depend on
+    one of these sends. So a batch has the message just computed and the one needed next. A batch that only sends is waited
+    for just before the next batch, so that computation continues.
 
-    [Note: connected first] NCCL connects two ranks at the first operation between them, and in that batch both sides must name the
-    same directions. Batches do not: with one microbatch the first stage sends and receives in one, the last stage in two. So all
-    neighbours exchange an element both ways before a communicator's first exchange.
+    [Note: connected first] NCCL connects two ranks at the first operation between them, and in that batch both sides must use the
+    same directions. Batches of a schedule may not: with one microbatch the first stage sends and receives in one batch, the last
+    stage in two. So all neighbours exchange one element in both directions before the first exchange.
 
     Ranks: every rank of the group, each by the schedule of its stage.
     """
@@ -106,7 +106,7 @@ class PipelineCommunicator:
         self._is_connected = stage.num_stages == 1
 
     def connect(self) -> None:
-        """Neighbours can send each other batches of any composition: see [Note: connected first].
+        """Connect the neighbours, so that batches may have any composition: see [Note: connected first].
 
         Ranks: every rank of the group, before its first exchange; later calls do nothing.
         """
@@ -124,19 +124,19 @@ class PipelineCommunicator:
         self._is_connected = True
 
     def exchange(self, exchange: Exchange, made: torch.Tensor | None) -> torch.Tensor | None:
-        """What the next act needs from a neighbour, [s, b, h]; None where it needs nothing.
+        """Send the last act's result and receive what the next act needs, [s, b, h]; None where it needs nothing.
 
         Args:
-            made: what the last act made, of which nothing travels unless ``exchange`` says so.
+            made: the result of the last act, sent only if ``exchange`` says so.
 
-        Blocks the host on backends without streams, until the message has come.
+        Blocks the host on backends without streams, until the message has arrived.
         """
         if exchange.send is None and exchange.receive is None:
             return None
         operations = []
         sent = received = None
         if exchange.send is not None:
-            assert made is not None, "an act that sends has made something"
+            assert made is not None, "an act that sends has a result"
             sent = self._outgoing(exchange.send, made)
             operations.append(dist.P2POp(dist.isend, sent, group=self.stage.group, group_peer=self._to(exchange.send)))
         if exchange.receive is not None:
@@ -155,7 +155,7 @@ class PipelineCommunicator:
         return received
 
     def finish(self) -> None:
-        """Afterwards, in stream order, what was sent has been read and may be overwritten."""
+        """Wait, in stream order, until the sent tensors have been read and may be overwritten."""
         for work, _ in self._sending:
             work.wait()
         self._sending = []
@@ -164,7 +164,7 @@ class PipelineCommunicator:
         stage = self.stage
         if tuple(tensor.shape) != stage.hidden_shape or tensor.dtype != stage.dtype:
             raise ValueError(
-                f"what travels between stages must have shape {stage.hidden_shape} and dtype {stage.dtype}, got "
+                f"messages between stages must have shape {stage.hidden_shape} and dtype {stage.dtype}, got "
                 f"{tuple(tensor.shape)} and {tensor.dtype} in the {message.kind} of microbatch {message.microbatch} on stage "
                 f"{stage.index}; make hidden_shape that of the stage's batches"
             )

@@ -1,4 +1,4 @@
-"""Runs a stage's schedule: forwards and backwards in its order, with exchanges between them."""
+"""Execution of a stage's schedule: forwards, backwards and the exchanges between them."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from megatron.core.pipeline_parallel.schedules import forwards_only, one_forward
 
 
 class ForwardComputation(Protocol):
-    """What a stage computes for a microbatch of an evaluation."""
+    """The computation of a stage for a microbatch of an evaluation."""
 
     def forward(self, microbatch: int, hidden_states: Tensor | None) -> Tensor:
-        """Hidden states [s, b, h] for the next stage; on the last one the loss [] that backward starts from.
+        """Compute hidden states [s, b, h] for the next stage, or on the last stage the loss [] for backward.
 
         Args:
-            hidden_states: [s, b, h] from the stage before; None on the first one.
+            hidden_states: [s, b, h] of the previous stage; None on the first one.
         """
 
 
 class StageComputation(ForwardComputation, Protocol):
-    """What a stage computes for a microbatch of a step."""
+    """The computation of a stage for a microbatch of a training step."""
 
     def backward(self, microbatch: int, output: GradientEdge, gradient: Tensor | None) -> None:
-        """The weights' gradients, and that of the forward's ``hidden_states``, have grown by this microbatch's.
+        """Add this microbatch's gradients to those of the weights and of the forward's ``hidden_states``.
 
         Args:
-            output: where what ``forward`` returned lies in the graph (``torch.autograd.backward`` takes it).
-            gradient: [s, b, h] that of the output; None on the last stage, whose output is the loss.
+            output: the place of forward's result in the autograd graph (``torch.autograd.backward`` takes it).
+            gradient: [s, b, h] gradient of the output; None on the last stage, whose output is the loss.
         """
 
 
 class Pipeline:
-    """The forwards and backwards of steps on one stage, 1F1B; without pipelining, one microbatch after the other.
+    """The 1F1B execution of one stage; without pipelining, one microbatch after the other.
 
-    Ranks: all of the pipeline, each with its stage and as many microbatches.
+    Ranks: all of the pipeline, each with its stage and the same number of microbatches.
     """
 
     def __init__(self, stage: PipelineStage) -> None:
@@ -46,10 +46,10 @@ class Pipeline:
         self._communicator = PipelineCommunicator(stage)
 
     def forward_backward(self, computation: StageComputation, num_microbatches: int) -> None:
-        """Every microbatch has been through forward and backward on this stage.
+        """Run forward and backward of every microbatch on this stage.
 
-        A forward that waits for its backward holds its graph and what it received, not what it sent: that memory is given back
-        when it has been sent.
+        Between its forward and its backward a microbatch keeps its graph and the received hidden states. The memory of the
+        sent ones is freed after the send.
         """
         stage = self.stage
         schedule = one_forward_one_backward(stage.index, stage.num_stages, num_microbatches)
@@ -69,14 +69,14 @@ class Pipeline:
                 hidden_states, edge = in_flight.pop(act.microbatch)
                 computation.backward(act.microbatch, edge, arrived)
                 made = None if hidden_states is None else _gradient_of(hidden_states, act.microbatch)
-                del edge  # the graph ends here, not with the next act
+                del edge  # frees the graph before the next act
             del hidden_states, arrived
         self._communicator.exchange(schedule.exchanges[-1], made)
         self._communicator.finish()
 
     @torch.no_grad()
     def forward_only(self, computation: ForwardComputation, num_microbatches: int) -> None:
-        """Every microbatch has been through forward on this stage; nothing was recorded for a backward."""
+        """Run forward of every microbatch on this stage, without autograd."""
         stage = self.stage
         schedule = forwards_only(stage.index, stage.num_stages, num_microbatches)
         self._communicator.connect()
@@ -90,7 +90,7 @@ class Pipeline:
 def _gradient_of(hidden_states: Tensor, microbatch: int) -> Tensor:
     if hidden_states.grad is None:
         raise RuntimeError(
-            f"a stage's output must depend on what it received, got no gradient of microbatch {microbatch}'s hidden states; the "
-            "model must begin with what set_input_tensor was given"
+            f"a stage's output must depend on its input, got no gradient of microbatch {microbatch}'s hidden states; the "
+            "model must start from the tensor of set_input_tensor"
         )
     return hidden_states.grad

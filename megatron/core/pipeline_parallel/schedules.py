@@ -1,7 +1,7 @@
-"""In which order a pipeline stage runs the forwards and backwards of a step, and what travels between them.
+"""Schedules of pipeline stages: the order of forwards and backwards of a step, and the messages between them.
 
-A schedule is data: a list of acts, and before each act (and after the last) one exchange with the neighbouring stages.
-Whoever runs it computes and communicates by that list alone, so what is shown of the lists holds of the run.
+A schedule is data: a list of acts, with one exchange with the neighbouring stages before each act and after the last. The
+run follows the list alone, so properties that tests show of the list hold for the run.
 
 1F1B, 4 stages, 6 microbatches (number: forward, letter: backward):
 
@@ -13,8 +13,9 @@ stage 3         0 a 1 b 2 c 3 d 4 e 5 f
           |(1)    |     |(2)          |(3)
 ```
 
-(1) warm-up: forwards until the first gradient can come back, one fewer on each later stage; (2) steady: a forward and a
-backward by turns, so no more than ``num_stages - stage`` microbatches hold activations; (3) cool-down: what is left.
+(1) warm-up: forwards until the first gradient can arrive, one fewer on each later stage; (2) steady state: a forward and a
+backward in turn, so that at most ``num_stages - stage`` microbatches hold activations; (3) cool-down: the remaining
+backwards.
 """
 
 from __future__ import annotations
@@ -32,25 +33,25 @@ class Act(NamedTuple):
 
 
 class Message(NamedTuple):
-    """A microbatch's hidden states, on their way to the next stage, or their gradient, to the one before."""
+    """The hidden states of a microbatch, for the next stage, or their gradient, for the previous one."""
 
     kind: Literal["output", "gradient"]
     microbatch: int
 
 
 class Exchange(NamedTuple):
-    """What travels at once between two acts; None where nothing does."""
+    """The messages of one batch between two acts; None: no message."""
 
     send: Message | None
     receive: Message | None
 
 
 class Schedule(NamedTuple):
-    """What a stage does in a step.
+    """The acts and exchanges of a stage in a step.
 
     Attributes:
         acts: [A] in order.
-        exchanges: [A + 1] the one before each act, and the one after the last.
+        exchanges: [A + 1] one before each act, and one after the last.
     """
 
     acts: tuple[Act, ...]
@@ -58,12 +59,12 @@ class Schedule(NamedTuple):
 
 
 def one_forward_one_backward(stage: int, num_stages: int, num_microbatches: int) -> Schedule:
-    """The 1F1B schedule without interleaving; with one stage, each forward is followed by its backward.
+    """Make the 1F1B schedule without interleaving; with one stage, each forward is followed by its backward.
 
     Raises:
         ValueError: there is no such stage, or no microbatch.
 
-    Ranks: pure; the schedules of all stages fit together.
+    Ranks: pure; the schedules of all stages match.
     Source: PipeDream-Flush (arXiv:2006.09503), as in Megatron-LM (arXiv:2104.04473, section 2.2.1).
     """
     _check(stage, num_stages, num_microbatches)
@@ -76,7 +77,7 @@ def one_forward_one_backward(stage: int, num_stages: int, num_microbatches: int)
 
 
 def forwards_only(stage: int, num_stages: int, num_microbatches: int) -> Schedule:
-    """The schedule of an evaluation: all forwards in order.
+    """Make the schedule of an evaluation: all forwards in order.
 
     Raises:
         ValueError: there is no such stage, or no microbatch.
@@ -94,15 +95,15 @@ def _check(stage: int, num_stages: int, num_microbatches: int) -> None:
 
 
 def _with_exchanges(acts: Sequence[Act], stage: int, num_stages: int) -> Schedule:
-    """Between two acts travels what the first one made and what the second one needs, in one batch.
+    """Add the exchanges: between two acts, the first one's result is sent and the second one's input received.
 
-    [Note: no stage waits in a circle] A batch is over when both of its halves are. Its receiving half needs an earlier act
-    of a neighbour, and its sending half that the neighbour has come to the act that needs the message. Outputs depend
-    on stages before, gradients on stages behind and on outputs; so there is an order of all batches, which a test replays.
+    [Note: no stage waits in a circle] A batch ends when its send and its receive have ended. The receive needs an earlier act
+    of a neighbour, and the send needs the neighbour to reach the act that uses the message. Outputs depend on earlier stages,
+    gradients on later stages and on outputs. So there is an order of all batches without a cycle, which a test replays.
     """
     ends = [None, *acts, None]
     exchanges = [Exchange(_made_by(done, stage, num_stages), _needed_by(due, stage)) for done, due in pairwise(ends)]
-    # What the last stage needs for a backward is its own loss.
+    # The last stage's backward starts from its own loss and receives nothing.
     exchanges = [_without_gradient(exchange) if stage == num_stages - 1 else exchange for exchange in exchanges]
     return Schedule(tuple(acts), tuple(exchanges))
 

@@ -1,4 +1,4 @@
-"""Tokenizers: text to token ids and back. ``build_tokenizer`` makes one by the name that ``--tokenizer-type`` gives."""
+"""Tokenizers: text to token ids and back. ``build_tokenizer`` builds the one of a ``--tokenizer-type``."""
 
 from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
 from megatron.core.tokenizers.build_tokenizer import TOKENIZER_TYPES, build_tokenizer

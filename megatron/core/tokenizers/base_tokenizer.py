@@ -1,4 +1,4 @@
-"""What training and data preparation need of a tokenizer."""
+"""The interface of tokenizers."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 
 
 class MegatronTokenizerBase(ABC):
-    """Turns text into token ids in [0, ``vocab_size``) and back."""
+    """A tokenizer: it converts text to token ids in [0, ``vocab_size``) and back."""
 
     NO_TOKEN = -1
-    """Stands for a special token that the tokenizer does not have; no corpus holds it."""
+    """The id of a special token that the tokenizer does not have; no corpus contains it."""
 
     @abstractmethod
     def tokenize(self, text: str) -> list[int]:
@@ -25,24 +25,24 @@ class MegatronTokenizerBase(ABC):
     @property
     @abstractmethod
     def vocab_size(self) -> int:
-        """Number of ids, special tokens included; without padding for the model's sake."""
+        """Number of ids, with special tokens but without the padding that models add."""
 
     @property
     @abstractmethod
     def eod(self) -> int:
-        """Id that ends a document."""
+        """Id of the end of a document."""
 
     @property
     def pad(self) -> int:
-        """Id that fills up sequences, or ``NO_TOKEN``."""
+        """Id of padding, or ``NO_TOKEN``."""
         return self.NO_TOKEN
 
     @property
     def bos(self) -> int:
-        """Id that begins a sequence, or ``NO_TOKEN``."""
+        """Id of the begin of a sequence, or ``NO_TOKEN``."""
         return self.NO_TOKEN
 
     @property
     def unique_identifiers(self) -> OrderedDict[str, Any]:
-        """What tells this tokenizer from another; part of the description of cached indices."""
+        """Properties that distinguish this tokenizer from others, for the description of cached indices."""
         return OrderedDict({"class": type(self).__name__, "vocab_size": self.vocab_size})

@@ -1,4 +1,4 @@
-"""Makes a tokenizer from the flags that name it."""
+"""Builder of tokenizers from the values of flags."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from megatron.core.tokenizers.null_tokenizer import NullTokenizer
 from megatron.core.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer
 
 TOKENIZER_TYPES = ("ByteLevelTokenizer", "HuggingFaceTokenizer", "SentencePieceTokenizer", "NullTokenizer")
-"""What ``--tokenizer-type`` may be; the first is the default."""
+"""Values of ``--tokenizer-type``; the first is the default."""
 
 
 def build_tokenizer(
     tokenizer_type: str = TOKENIZER_TYPES[0], tokenizer_model: str | None = None, vocab_size: int | None = None
 ) -> MegatronTokenizerBase:
-    """Return the tokenizer of a type.
+    """Build the tokenizer of a type.
 
     Args:
         tokenizer_type: one of ``TOKENIZER_TYPES``.
         tokenizer_model: file or folder of a Hugging Face or SentencePiece tokenizer; None for the others.
-        vocab_size: ids of a ``NullTokenizer``, end of document not counted. The others know their own number of ids;
-            where it is given for them it must be that number.
+        vocab_size: number of ids of a ``NullTokenizer``, without the end of document. For the others it must be None or
+            their own number of ids.
 
     Raises:
-        ValueError: there is no such type, an argument is missing, or one is given that the type cannot follow.
+        ValueError: there is no such type, an argument is missing, or the type does not use it.
         FileNotFoundError, ImportError: the tokenizer's file or library is missing.
     """
     if tokenizer_type not in TOKENIZER_TYPES:
@@ -50,7 +50,7 @@ def build_tokenizer(
 
 
 def _with_vocab_size(tokenizer: MegatronTokenizerBase, vocab_size: int | None) -> MegatronTokenizerBase:
-    """Return ``tokenizer`` if ``vocab_size`` is not given or is its own."""
+    """Return ``tokenizer``; raise ValueError if ``vocab_size`` is given and is not its own."""
     if vocab_size not in (None, tokenizer.vocab_size):
         raise ValueError(
             f"--vocab-size must be left out or be the {tokenizer.vocab_size} ids of the {type(tokenizer).__name__}, "

@@ -10,14 +10,14 @@ NUM_BYTES = 256
 
 
 class ByteLevelTokenizer(MegatronTokenizerBase):
-    """The bytes 0-255 of the text in UTF-8, and 256 for the end of a document; needs no files and loses nothing."""
+    """A tokenizer whose ids are the UTF-8 bytes of the text, 0 to 255, and 256 for the end of a document; needs no files."""
 
     def tokenize(self, text: str) -> list[int]:
-        """Return the UTF-8 bytes of ``text``; half of a surrogate pair, which UTF-8 lacks, becomes a question mark."""
+        """Return the UTF-8 bytes of ``text``; unpaired surrogates become question marks."""
         return list(text.encode("utf-8", errors="replace"))
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        """Return the text of ``ids``; ends of documents are left out, bytes that are no UTF-8 become U+FFFD.
+        """Return the text of ``ids`` without ends of documents; invalid UTF-8 becomes U+FFFD.
 
         Raises:
             ValueError: an id is outside the vocabulary.

@@ -12,21 +12,21 @@ from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
 
 TOKENIZER_FILE = "tokenizer.json"
 SETTINGS_FILES = ("tokenizer_config.json", "special_tokens_map.json")
-"""Files beside the tokenizer that name its special tokens; the first that names one counts."""
+"""Files beside the tokenizer that name its special tokens; the first file that names a token decides."""
 KNOWN_END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<|end▁of▁sentence|>", "<eos>")
-"""Taken for the end of a document where no file names it and exactly one of them is an added token."""
+"""Names of the end of a document, used where no file names it and exactly one of them is an added token."""
 
 
 class HuggingFaceTokenizer(MegatronTokenizerBase):
     """A tokenizer of the ``tokenizers`` library.
 
     Args:
-        path: a ``tokenizer.json``, or the folder that holds one.
+        path: a ``tokenizer.json``, or its folder.
 
     Raises:
         ImportError: the ``tokenizers`` library is not installed.
-        FileNotFoundError: there is no such file.
-        ValueError: the file is no tokenizer, or has no end of document that can be told.
+        FileNotFoundError: the file does not exist.
+        ValueError: the file is no tokenizer, or its end of document is unknown.
     """
 
     def __init__(self, path: str) -> None:
@@ -59,7 +59,7 @@ class HuggingFaceTokenizer(MegatronTokenizerBase):
 
     @property
     def vocab_size(self) -> int:
-        """One more than the largest id: added tokens may leave holes."""
+        """One more than the largest id, since ids of added tokens may leave gaps."""
         return 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
 
     @property

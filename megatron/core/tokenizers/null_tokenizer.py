@@ -1,4 +1,4 @@
-"""Numbers as text, for benchmarks and tests."""
+"""A tokenizer of numbers, for benchmarks and tests."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
 
 
 class NullTokenizer(MegatronTokenizerBase):
-    """Text is whole numbers with spaces between; they are the ids. One more id ends a document.
+    """A tokenizer of text that consists of the ids themselves, separated by spaces.
 
     Args:
-        vocab_size: ids without the end of document, which is ``vocab_size`` itself.
+        vocab_size: number of ids without the end of document, whose id is ``vocab_size``.
 
     Raises:
         ValueError: ``vocab_size`` is not positive.

@@ -1,4 +1,4 @@
-"""SentencePiece models."""
+"""Tokenizers of SentencePiece models."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
 
 
 class SentencePieceTokenizer(MegatronTokenizerBase):
-    """A tokenizer of the ``sentencepiece`` library; the model's end of sentence ends a document.
+    """A tokenizer of the ``sentencepiece`` library; the model's end of sentence is the end of a document.
 
     Args:
         path: a ``.model`` file.
 
     Raises:
         ImportError: the ``sentencepiece`` library is not installed.
-        FileNotFoundError: there is no such file.
+        FileNotFoundError: the file does not exist.
         ValueError: the file is no model, or the model has no end of sentence.
     """
 

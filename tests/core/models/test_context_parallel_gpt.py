@@ -105,7 +105,7 @@ def _with_tensor_parallelism() -> list[float]:
 
 def test_a_configuration_without_its_groups_is_refused() -> None:
     """Each rank would train on its part of the sequence as if it were the whole."""
-    with pytest.raises(ValueError, match=r"pg_collection.cp must be of TransformerConfig.context_parallel_size \(2\)"):
+    with pytest.raises(ValueError, match=r"pg_collection.cp must have TransformerConfig.context_parallel_size \(2\)"):
         build_gpt(context_parallel_size=2)
 
 

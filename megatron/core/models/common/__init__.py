@@ -1,1 +1,1 @@
-"""Parts that models share."""
+"""Modules that several models use."""

@@ -1,4 +1,4 @@
-"""The specs of GPT layers."""
+"""Layer specs of GPT models."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ def get_gpt_layer_local_spec(
     qk_l2_norm: bool | None = False,
     use_kitchen: bool = False,
 ) -> ModuleSpec:
-    """The spec of a GPT layer of this framework's own modules.
+    """Return the spec of a GPT layer of this framework's own modules.
 
     Args:
-        num_experts: the layer's MLP is a mixture of experts; must equal ``TransformerConfig.num_moe_experts``.
+        num_experts: number of experts of the layer, which must equal ``TransformerConfig.num_moe_experts``; None: dense.
         moe_grouped_gemm: as ``TransformerConfig.moe_grouped_gemm``.
-        qk_layernorm: queries and keys are normalised; must equal ``TransformerConfig.qk_layernorm``.
-        normalization: must equal ``TransformerConfig.normalization``; None follows it.
+        qk_layernorm: normalise queries and keys; must equal ``TransformerConfig.qk_layernorm``.
+        normalization: must equal ``TransformerConfig.normalization``; None: that of the configuration.
 
     Raises:
-        NotImplementedError: an argument asks for a layer that is not served, by name.
-        ValueError: ``normalization`` is unknown, or a grouped GEMM is asked for without experts.
+        NotImplementedError: an argument asks for a layer that is not served; the message names it.
+        ValueError: ``normalization`` is unknown, or ``moe_grouped_gemm`` is set without experts.
     """
     not_served = {
         "multi_latent_attention": multi_latent_attention,
@@ -103,9 +103,9 @@ def _mlp_spec(num_experts: int | None, moe_grouped_gemm: bool) -> ModuleSpec:
 def get_gpt_decoder_block_spec(
     config: TransformerConfig, use_transformer_engine: bool = False, normalization: str | None = None
 ) -> TransformerBlockSubmodules:
-    """The specs of all of a model's layers, of which ``moe_layer_freq`` says which have experts, and of the final norm.
+    """Return the specs of all layers of a model, with experts where ``moe_layer_freq`` says so, and of the final norm.
 
-    A pipeline stage takes its own layers of them.
+    A pipeline stage builds its own layers of them.
 
     Args:
         normalization: as for ``get_gpt_layer_local_spec``.
@@ -124,12 +124,8 @@ def get_gpt_decoder_block_spec(
 
 
 def get_gpt_layer_with_transformer_engine_spec(*args: object, **kwargs: object) -> ModuleSpec:
-    """Always refused: layers of transformer-engine are not served.
-
-    Raises:
-        NotImplementedError: always.
-    """
+    """Raise NotImplementedError: layers of transformer-engine are not served."""
     raise NotImplementedError(
         "transformer-engine layers are not served; use get_gpt_layer_local_spec(), which loads the same weights except"
-        " that norms are modules of their own (input_layernorm, pre_mlp_layernorm)"
+        " that norms are separate modules (input_layernorm, pre_mlp_layernorm)"
     )

@@ -1,6 +1,6 @@
 """The GPT language model.
 
-Shapes: b batch, s sequence, h hidden size, v vocabulary. Activations are [s, b, h], what goes in and out [b, s, ...].
+Shapes: b batch, s sequence, h hidden size, v vocabulary. Activations are [s, b, h], inputs and outputs [b, s, ...].
 """
 
 from __future__ import annotations
@@ -34,28 +34,28 @@ _POSITION_EMBEDDINGS = ("learned_absolute", "rope", "none")
 class GPTModel(MegatronModule):
     """A decoder-only transformer whose parameters have Megatron-Core's names and layouts.
 
-    It is built on torch's default device (``with torch.device(...):`` chooses another). Initial weights are a function
-    of ``config.init_seed``, parameter name and shape; on the meta device they are left out, and ``to_empty`` and
-    then each module's ``reset_parameters()`` gives the same bits.
+    It is built on torch's default device (``with torch.device(...):`` chooses another). Initial weights are a function of
+    ``config.init_seed``, parameter name and shape. On the meta device they are left out; ``to_empty`` and then each module's
+    ``reset_parameters()`` give the same values.
 
     Args:
-        transformer_layer_spec: of one layer, or of the block.
+        transformer_layer_spec: the spec of one layer, or of the block.
         vocab_size: rows of the embedding, padding included.
-        max_sequence_length: reach of learned positions.
-        pre_process: has the embedding. post_process: has the final norm and the output layer. Of several pipeline stages
-            the first and the last alone.
-        parallel_output: logits that forward returns are this tensor-parallel rank's part of the vocabulary; False: all.
-        share_embeddings_and_output_weights: the output layer uses the word embedding's weight and has none of its own; a
-            last stage without embedding has a copy, which starts with the same values (see ``canonical_name``).
+        max_sequence_length: number of learned positions.
+        pre_process: whether this stage has the embedding; of several pipeline stages the first alone.
+        post_process: whether this stage has the final norm and the output layer; of several stages the last alone.
+        parallel_output: forward returns this tensor-parallel rank's part of the logits; False: all of them.
+        share_embeddings_and_output_weights: the output layer uses the word embedding's weight. A last stage without
+            embedding has a copy of it, which starts with the same values (see ``canonical_name``).
         rotary_percent, rotary_base, rope_scaling, rope_scaling_factor, seq_len_interpolation_factor: see
-            ``RotaryEmbedding``; only used with position_embedding_type="rope".
+            ``RotaryEmbedding``; used only with position_embedding_type="rope".
         scatter_embedding_sequence_parallel: with sequence parallelism the embedding's output is this rank's part of the
-            sequence; False: all of it, for callers that add to it and scatter it themselves (``decoder_input``).
-        pg_collection: the ranks between which the model is split; a rank builds its part. None: it is whole.
+            sequence; False: the whole sequence, for callers that add to it and scatter it themselves (``decoder_input``).
+        pg_collection: the process groups over which the model is split; each rank builds its part. None: not split.
 
     Raises:
-        ValueError: an argument is out of its range, or the groups are of other sizes than the configuration says.
-        NotImplementedError: an argument asks for what is not served, by name.
+        ValueError: an argument is out of range, or the process groups have other sizes than the configuration says.
+        NotImplementedError: an argument asks for something that is not served; the message names it.
 
     Source: Megatron-Core's GPTModel (names, signature, layouts and order of operations).
     """
@@ -118,7 +118,7 @@ class GPTModel(MegatronModule):
         with torch.device("meta"):
             self._build_modules()
         initialize_model(self, device)
-        self._give_random_streams()
+        self._set_rng_tracker()
 
     def _build_modules(self) -> None:
         config = self.config
@@ -156,11 +156,11 @@ class GPTModel(MegatronModule):
             if self.output_layer.weight is not None:
                 self._mark_shared(self.output_layer)
                 if is_shared:
-                    # Another stage's embedding is the same parameter: one start, one gradient, one place in checkpoints.
+                    # The first stage's embedding is the same parameter: same start, gradient and checkpoint entry.
                     self.output_layer.set_parameter_attribute("weight", "canonical_name", _SHARED_WEIGHT)
 
-    def _give_random_streams(self) -> None:
-        """See [Note: random streams of tensor ranks] in tensor_parallel/random.py."""
+    def _set_rng_tracker(self) -> None:
+        """Pass one random number tracker to all modules: [Note: random streams of tensor ranks] in tensor_parallel/random.py."""
         if group_size(self._tp_group) == 1:
             return
         tracker = CudaRNGStatesTracker(group_rank(self._tp_group), self.config.init_seed)
@@ -169,16 +169,16 @@ class GPTModel(MegatronModule):
                 module.rng_tracker = tracker
 
     def _mark_shared(self, module: Any) -> None:
-        """The weight carries the attributes by which optimizers and engines know it."""
+        """Set the attributes by which optimizers and engines recognise embedding and output weights."""
         module.set_parameter_attribute("weight", "is_embedding_or_output_parameter", True)
         if self.share_embeddings_and_output_weights:
             module.set_parameter_attribute("weight", "shared_embedding", True)
 
     def set_input_tensor(self, input_tensor: torch.Tensor | list[torch.Tensor] | None) -> None:
-        """The decoder starts from this [s, b, h] (or a list of one) where the model has no embedding.
+        """Set the input [s, b, h] (or a list of one) of the next forward, where the stage has no embedding.
 
         Raises:
-            ValueError: a list of another length than one.
+            ValueError: the list has another length than one.
         """
         if isinstance(input_tensor, list):
             if len(input_tensor) != 1:
@@ -187,7 +187,7 @@ class GPTModel(MegatronModule):
         self.decoder.set_input_tensor(input_tensor)
 
     def shared_embedding_or_output_weight(self) -> torch.Tensor | None:
-        """The word embedding's weight, on a last stage without embedding the output layer's, else None."""
+        """Return the word embedding's weight; on a last stage without embedding the output layer's; otherwise None."""
         if self.pre_process:
             return self.embedding.word_embeddings.weight
         return self.output_layer.weight if self.post_process else None
@@ -208,24 +208,26 @@ class GPTModel(MegatronModule):
         loss_mask: torch.Tensor | None = None,
         padding_mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The loss of each token [b, s] in fp32 where labels are given, else logits [b, s, v].
-
-        With ``parallel_output`` v is this tensor-parallel rank's part of the vocabulary. A model without output layer
-        returns hidden states [s, b, h], with sequence parallelism the rank's part of s.
+        """Compute the loss of each token where labels are given, otherwise logits.
 
         Args:
             input_ids: [b, s] tokens.
-            position_ids: [b, s], read only where positions are learned; None: 0, 1, ... in each sample.
+            position_ids: [b, s], used only where positions are learned; None: 0, 1, ... in each sample.
             attention_mask: see ``DotProductAttention.forward``; None is causal.
-            decoder_input: [s, b, h], used instead of the embedding; with sequence parallelism the rank's part of s.
+            decoder_input: [s, b, h] used instead of the embedding; with sequence parallelism the rank's part of s.
             labels: [b, s] tokens to predict.
             extra_block_kwargs: further arguments of the decoder's forward.
-            loss_mask: read by the caller's loss function only: the loss is per token, and none is masked here.
-            padding_mask: of experts' routers in Megatron-Core, where it takes tokens out of their auxiliary losses; must be
-                None where there are experts, and a dense model has no use for it.
+            loss_mask: ignored; the caller masks the losses of the tokens.
+            padding_mask: in Megatron-Core it takes tokens out of the routers' auxiliary losses; must be None for a model
+                with experts, and is ignored for a dense one.
+
+        Returns:
+            Losses [b, s], fp32, or logits [b, s, v]; with ``parallel_output`` v is this tensor-parallel rank's part of the
+            vocabulary. A stage without output layer returns hidden states [s, b, h], with sequence parallelism the rank's
+            part of s.
 
         Raises:
-            NotImplementedError: an inference context, packed sequences, or a padding mask for experts are given.
+            NotImplementedError: an inference context, packed sequences, or a padding mask for experts is given.
         """
         _check_forward(
             inference_context=inference_context,
@@ -247,12 +249,12 @@ class GPTModel(MegatronModule):
         )
         if not self.post_process:
             return hidden_states
-        # A last stage without embedding has a copy of its own in the output layer, whose unit gathers it when it runs.
-        is_lent = self.share_embeddings_and_output_weights and self.pre_process
-        weight = self.shared_embedding_or_output_weight() if is_lent else None
+        # A last stage without embedding has its own copy in the output layer.
+        uses_embedding = self.share_embeddings_and_output_weights and self.pre_process
+        weight = self.shared_embedding_or_output_weight() if uses_embedding else None
         logits: torch.Tensor
         if runtime_gather_output is None and labels is not None:
-            runtime_gather_output = False  # the loss needs no rank's logits but its own
+            runtime_gather_output = False  # the loss is computed from each rank's part of the logits
         logits, _ = self.output_layer(hidden_states, weight=weight, runtime_gather_output=runtime_gather_output)
         if labels is None:
             return logits.transpose(0, 1).contiguous()
@@ -263,12 +265,12 @@ class GPTModel(MegatronModule):
     def compute_language_model_loss(
         self, labels: torch.Tensor, logits: torch.Tensor, *, overwrite_logits: bool = False
     ) -> torch.Tensor:
-        """The loss of each token [b, s] of labels [b, s] and logits [s, b, v]: the vocabulary, or this rank's part of it.
+        """Compute the loss of each token [b, s] from labels [b, s] and logits [s, b, v], all or this rank's part of them.
 
         Args:
-            overwrite_logits: with ``config.cross_entropy_loss_fusion``, backward may write over the logits.
+            overwrite_logits: with ``config.cross_entropy_loss_fusion``, backward may overwrite the logits.
 
-        Ranks: all tensor-parallel ones, where the logits are parts.
+        Ranks: all tensor-parallel ranks where the logits are parts.
         """
         tp_group = None if logits.shape[-1] == self.vocab_size else self._tp_group
         if not self.config.cross_entropy_loss_fusion:
@@ -283,8 +285,8 @@ class GPTModel(MegatronModule):
         if self.rotary_pos_emb is None:
             return None, None
         hidden_states = decoder_input if self.pre_process else self.decoder.input_tensor
-        assert hidden_states is not None, "a first stage has an embedding; a later one is refused by the decoder"
-        # With sequence parallelism attention sees the whole sequence, between layers that each have a part.
+        assert hidden_states is not None, "a first stage has an embedding; the decoder of a later one raises before"
+        # Attention gets the whole sequence also with sequence parallelism, where hidden states are a part of it.
         parts = group_size(self._tp_group) if self.config.sequence_parallel else 1
         parts *= group_size(self._cp_group)
         return self.rotary_pos_emb.get_cos_sin(hidden_states.shape[0] * parts, hidden_states.device)
@@ -312,23 +314,23 @@ def _check_arguments(
 
 
 def _check_stage(pre_process: bool, post_process: bool, pg_collection: ProcessGroupCollection | None) -> None:
-    """Raises where embedding and output layer would not be where the other stages expect them."""
+    """Raise where another stage than the first has the embedding, or another than the last has the output layer."""
     group = group_of(pg_collection, "pp")
     stage, num_stages = group_rank(group), group_size(group)
     if num_stages > 1 and (pre_process, post_process) != (stage == 0, stage == num_stages - 1):
         raise ValueError(
-            f"of {num_stages} pipeline stages the first must have pre_process=True and the last post_process=True, and no other, "
+            f"of {num_stages} pipeline stages only the first must have pre_process=True and only the last post_process=True, "
             f"got pre_process={pre_process}, post_process={post_process} on stage {stage}"
         )
 
 
 def _check_degrees(config: TransformerConfig, pg_collection: ProcessGroupCollection | None) -> None:
-    """Raises where configuration and groups disagree: half of a model would be split, the other half not."""
+    """Raise where configuration and process groups disagree: only a part of the model would be split."""
     for name, field in (("tp", "tensor_model_parallel_size"), ("cp", "context_parallel_size")):
         num_ranks = group_size(group_of(pg_collection, name))
         if num_ranks != getattr(config, field):
             raise ValueError(
-                f"pg_collection.{name} must be of TransformerConfig.{field} ({getattr(config, field)}) ranks, got"
+                f"pg_collection.{name} must have TransformerConfig.{field} ({getattr(config, field)}) ranks, got"
                 f" {num_ranks}; pass the collection that was built for this configuration"
             )
 

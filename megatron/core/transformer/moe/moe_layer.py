@@ -30,7 +30,7 @@ class MoESubmodules:
 
 
 def has_experts(config: TransformerConfig, layer_number: int) -> bool:
-    """Whether ``moe_layer_freq`` makes the layer of this number (1 is the first of the model) a mixture of experts."""
+    """Return whether ``moe_layer_freq`` makes the layer of this number (1 is the first of the model) a mixture of experts."""
     if config.num_moe_experts is None:
         return False
     if isinstance(config.moe_layer_freq, int):

@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 
 class LanguageModelEmbedding(MegatronModule):
-    """dropout(word + position embedding), the positions only where they are learned.
+    """The embedding: dropout(word embedding + position embedding); the second only where positions are learned.
 
     Args:
-        scatter_to_sequence_parallel: with sequence parallelism each rank gets its part of the sequence; False: all of it.
-        tp_group: the word embedding's rows are split over it.
-        cp_group: ranks that split each sequence.
+        scatter_to_sequence_parallel: with sequence parallelism return this rank's part of the sequence; False: all of it.
+        tp_group: the ranks over which the rows of the word embedding are split.
+        cp_group: the ranks that split each sequence.
     """
 
     def __init__(
@@ -56,25 +56,25 @@ class LanguageModelEmbedding(MegatronModule):
             tp_group=tp_group,
         )
         if self.add_position_embedding:
-            # Each rank then looks up its own positions alone, and has their part of the gradient.
+            # Each rank looks up its own positions alone, so its gradient is a partial sum.
             marks = {"sequence_parallel": True} if self.scatters else {}
             self.position_embeddings = Embedding(
                 max_sequence_length, config.hidden_size, init_method=init_method, config=config, **marks
             )
 
     def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor | None) -> torch.Tensor:
-        """Tokens and positions [b, s] -> [s, b, h] ([s/n, b, h] where it scatters), in fp32 where the residual stream is.
+        """Embed tokens and positions [b, s] to [s, b, h] ([s/n, b, h] where it scatters); fp32 if the residual stream is.
 
         Args:
-            position_ids: None: 0, 1, ... in each sample, of which a context-parallel rank holds its part.
+            position_ids: None: 0, 1, ... in each sample, of which a context-parallel rank has its part.
 
         Raises:
-            ValueError: positions are learned and the sequence is longer than they reach; the sequence is scattered and
-                no multiple of the ranks.
+            ValueError: positions are learned and the sequence is longer than their number, or the sequence is scattered
+                and not a multiple of the ranks.
 
         Ranks: all of ``tp_group``.
         """
-        # Looked up by [s, b], the result has its final layout at once.
+        # Transposed before the look-up, so that the result needs no transposition.
         embeddings = self.word_embeddings(input_ids.t())
         if self.add_position_embedding:
             length = input_ids.shape[1] * group_size(self.cp_group)
@@ -93,7 +93,7 @@ class LanguageModelEmbedding(MegatronModule):
             return F.dropout(embeddings, p=self.config.hidden_dropout, training=self.training)
 
     def _own_part(self, position_ids: torch.Tensor) -> torch.Tensor:
-        """[s, b] -> [s/n, b] where the sequence is scattered."""
+        """Return this rank's part of the positions: [s, b] -> [s/n, b] where the sequence is scattered."""
         if not self.scatters:
             return position_ids
         return position_ids.chunk(group_size(self.tp_group))[group_rank(self.tp_group)]

@@ -1,4 +1,4 @@
-"""Rotary position embedding: the tables of angles and their application to queries and keys.
+"""Rotary position embedding: tables of cosines and sines, and their application to queries and keys.
 
 Shapes: s sequence, b batch, n heads, d head width, r rotated width (d * rotary_percent, even).
 """
@@ -16,17 +16,17 @@ from megatron.core.transformer.context_parallel import positions_on_this_cp_rank
 
 
 class RotaryEmbedding(torch.nn.Module):
-    """Angles of each position and frequency, computed in fp32 and kept for each device.
+    """Tables of rotary position embedding, computed in fp32 and cached for each device.
 
-    It owns no parameters and no buffers: tables are made where and when they are first asked for, so that a model
-    that was built on the meta device has the right ones.
+    It has no parameters and no buffers: tables are made at first use, on the device of that use, so that they are right for a
+    model that was built on the meta device.
 
     Args:
         kv_channels: width of one head.
-        rotary_percent: the share of it, from the front, that is rotated.
-        seq_len_interpolation_factor: positions are divided by it.
-        cp_group: ranks that split a sequence; each has the angles of the positions that it holds.
-        rope_scaling: stretch low frequencies by ``rope_scaling_factor`` as Llama 3.1 does.
+        rotary_percent: fraction of the head, from the front, that is rotated.
+        seq_len_interpolation_factor: divides positions.
+        cp_group: the ranks that split a sequence; each gets the tables of its own positions.
+        rope_scaling: divide low frequencies by ``rope_scaling_factor`` as Llama 3.1 does.
 
     Raises:
         ValueError: the rotated width is not even and positive.
@@ -61,13 +61,13 @@ class RotaryEmbedding(torch.nn.Module):
         self._held: dict[tuple[torch.device, int], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def get_cos_sin(self, max_seq_len: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines [s, r/2] in fp32 of every position below ``max_seq_len`` that this rank holds.
+        """Return cosines and sines [s, r/2], fp32, of this rank's positions below ``max_seq_len``.
 
         Args:
-            max_seq_len: length of the whole sequence, of which context-parallel ranks hold a part each.
+            max_seq_len: length of the whole sequence, of which each context-parallel rank has a part.
 
         Raises:
-            ValueError: the ranks cannot share a sequence of this length.
+            ValueError: a sequence of this length cannot be cut evenly over the ranks.
         """
         if group_size(self.cp_group) == 1:
             return self._all_positions(max_seq_len, device)
@@ -81,8 +81,8 @@ class RotaryEmbedding(torch.nn.Module):
     def _all_positions(self, max_seq_len: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         known = self._tables[device][0].shape[0] if device in self._tables else 0
         if known < max_seq_len:
-            # Doubled, since generation asks for one more position each time. Tables made under inference_mode could not
-            # be saved for backward later.
+            # Doubled, since generation needs one more position each time. Tables made in inference_mode could not be saved
+            # for backward later.
             with torch.inference_mode(False), torch.no_grad():
                 angles = self._angles(max(max_seq_len, 2 * known), device)
                 self._tables[device] = (angles.cos(), angles.sin())
@@ -90,10 +90,7 @@ class RotaryEmbedding(torch.nn.Module):
         return cos[:max_seq_len], sin[:max_seq_len]
 
     def forward(self, max_seq_len: int, device: torch.device | None = None) -> torch.Tensor:
-        """Angles [s, 1, 1, r], each frequency twice: halves side by side, or pairs where interleaved.
-
-        As ``get_cos_sin``, of the positions that this rank holds.
-        """
+        """Compute the angles [s, 1, 1, r] of this rank's positions, each twice: as two halves, or pairs if interleaved."""
         device = device or torch.get_default_device()
         angles = self._angles(max_seq_len, device)
         if group_size(self.cp_group) > 1:
@@ -126,7 +123,7 @@ def scale_frequencies(
     high_freq_factor: float = 4.0,
     original_length: int = 8192,
 ) -> torch.Tensor:
-    """Frequencies for contexts ``factor`` times longer: short waves stay, long ones are divided, between them a blend.
+    """Scale frequencies for contexts ``factor`` times longer: high ones stay, low ones are divided, others are blended.
 
     Source: Llama 3.1 ("llama3" rope scaling).
     """
@@ -136,14 +133,14 @@ def scale_frequencies(
 
 
 def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: bool = False) -> torch.Tensor:
-    """Heads [s, b, ..., d], their first r channels turned by the angles of [s, r/2]; contiguous, in the dtype of x."""
+    """Rotate the first r channels of heads [s, b, ..., d] by tables [s, r/2]; contiguous, in the dtype of x."""
     shape = (cos.shape[0],) + (1,) * (x.dim() - 2) + (cos.shape[1],)
     rotated: torch.Tensor = _Rotate.apply(x, cos.view(shape), sin.view(shape), interleaved)  # type: ignore[no-untyped-call, unused-ignore]
     return rotated
 
 
 class _Rotate(torch.autograd.Function):
-    """A rotation's gradient is the rotation back, so nothing but the tables is kept."""
+    """The rotation as an autograd function; backward is the inverse rotation, so only the tables are kept."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
