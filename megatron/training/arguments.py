@@ -1,4 +1,4 @@
-"""The command line: maps flags to the dataclasses of the components that read them, and knows nothing else."""
+"""The command line: the mapping from flags to the dataclasses of the components that read them."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Settings:
 
 
 def build_parser() -> FlagParser:
-    """The parser of all flags."""
+    """Build the parser of all flags."""
     parser = FlagParser(
         prog="pretrain_gpt.py",
         description="Trains a GPT model: torchrun --nproc-per-node N pretrain_gpt.py <flags of Megatron-LM>",
@@ -85,13 +85,13 @@ def build_parser() -> FlagParser:
 
 
 def parse_settings(argv: Sequence[str], *, world_size: int | None = None) -> Settings:
-    """The settings that a command line stands for, checked; nothing is allocated.
+    """Parse and check a command line; nothing is allocated.
 
     Args:
-        world_size: ranks of the run; None: those that torchrun started.
+        world_size: number of ranks of the run; None: those that torchrun started.
 
     Raises:
-        FlagError: flags are unknown, refused, malformed or do not go together; the message names all that were found.
+        FlagError: flags are unknown, refused, malformed or contradict each other; the message names all faults found.
     """
     args = build_parser().parse_flags(argv)
     if messages := refusals_of(args):
@@ -103,7 +103,7 @@ def parse_settings(argv: Sequence[str], *, world_size: int | None = None) -> Set
 
 
 def settings_from_args(args: Namespace, *, world_size: int) -> Settings:
-    """Every flag reaches the component that it belongs to.
+    """Map every flag to the settings of its component.
 
     Raises:
         ValueError, NotImplementedError: a component refuses its settings.
@@ -203,7 +203,7 @@ def _transformer(args: Namespace) -> TransformerConfig:
     elif args.squared_relu:
         settings["activation_func"] = squared_relu
     else:
-        # Without a bias there is nothing to fuse GELU with, and Megatron-LM takes the exact GELU then.
+        # Without a bias there is nothing to fuse with GELU, and Megatron-LM uses the exact GELU then.
         settings["bias_activation_fusion"] = args.bias_gelu_fusion and args.add_bias_linear
     return TransformerConfig(
         **settings,
@@ -212,7 +212,7 @@ def _transformer(args: Namespace) -> TransformerConfig:
         layernorm_epsilon=args.norm_epsilon,
         layernorm_zero_centered_gamma=args.apply_layernorm_1p,
         params_dtype=_compute_dtype(args),
-        # As in Megatron-LM, scores that are scaled by layer are always brought back in an fp32 softmax.
+        # As in Megatron-LM, the softmax of scores that are scaled by layer is always in fp32.
         attention_softmax_in_fp32=args.attention_softmax_in_fp32 or args.apply_query_key_layer_scaling,
         init_seed=args.seed,
     )
@@ -343,7 +343,11 @@ def _logging(args: Namespace) -> LoggingConfig:
 
 
 def _ddp(args: Namespace) -> DistributedDataParallelConfig:
-    """Without ``--use-megatron-fsdp``: plain data parallelism, or (distributed optimizer) sharded optimizer state."""
+    """Map the sharding flags.
+
+    Without ``--use-megatron-fsdp`` they mean plain data parallelism, or with ``--use-distributed-optimizer`` the engine's
+    ``optim`` strategy.
+    """
     strategy = args.data_parallel_sharding_strategy
     shards_optimizer_alone = args.use_distributed_optimizer and not args.use_megatron_fsdp
     if shards_optimizer_alone:
@@ -351,7 +355,7 @@ def _ddp(args: Namespace) -> DistributedDataParallelConfig:
     main_grads, grad_comm = _gradient_dtypes(args)
     main_params = _DTYPES.get(args.megatron_fsdp_main_params_dtype, _compute_dtype(args))
     if args.use_precision_aware_optimizer:
-        main_params = torch.bfloat16  # the upper halves of fp32 ones
+        main_params = torch.bfloat16  # the upper halves of the fp32 weights
     return DistributedDataParallelConfig(
         use_megatron_fsdp=args.use_megatron_fsdp or shards_optimizer_alone,
         use_distributed_optimizer=args.use_distributed_optimizer,
@@ -364,7 +368,7 @@ def _ddp(args: Namespace) -> DistributedDataParallelConfig:
         fsdp_forward_prefetch_depth=args.fsdp_forward_prefetch_depth,
         fsdp_backward_prefetch_depth=args.fsdp_backward_prefetch_depth,
         suggested_communication_unit_size=args.suggested_communication_unit_size,
-        # Where iterations are captured, nothing may be launched between them.
+        # With a CUDA graph of the iteration, nothing may be launched between iterations.
         fsdp_all_gather_in_start_param_sync=not captures_iterations(args),
         fsdp_transport=args.fsdp_transport,
         nccl_ub=args.use_nccl_ub,
@@ -375,10 +379,10 @@ def _ddp(args: Namespace) -> DistributedDataParallelConfig:
 
 
 def _gradient_dtypes(args: Namespace) -> tuple[torch.dtype, torch.dtype]:
-    """(main gradients, gradients on the wire).
+    """Return the dtypes of main gradients and of gradient communication.
 
-    As in Megatron-LM, both are fp32 in bf16 training unless ``--grad-reduce-in-bf16`` is given; unlike there, a dtype
-    that is given by its own flag is in effect either way.
+    As in Megatron-LM, both are fp32 in bf16 training unless ``--grad-reduce-in-bf16`` is given. Unlike there, a dtype that is
+    given by its own flag is always in effect.
     """
     in_fp32 = args.accumulate_allreduce_grads_in_fp32 or not args.grad_reduce_in_bf16
     default = torch.float32 if in_fp32 else _compute_dtype(args)

@@ -1,1 +1,1 @@
-"""Flags: their definitions, what they must not be combined with, and the report of what is in effect."""
+"""Flags: their definitions, refused combinations, and the report of the settings in effect."""

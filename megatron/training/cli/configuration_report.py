@@ -1,4 +1,4 @@
-"""What is in effect, printed once by rank 0."""
+"""The report of the settings in effect, which rank 0 prints once."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ _STRATEGY_MEANING = {
 
 
 def count_parameters(model: torch.nn.Module, groups: ProcessGroupCollection | None = None) -> tuple[int, int]:
-    """(elements of all parameters of the whole model, elements that this rank holds of them).
+    """Count the elements of all parameters of the whole model, and those that this rank holds.
 
-    Ranks: all of the groups; blocks.
+    Ranks: all of the process groups; blocks.
     """
     numel_by_name: dict[str, int] = {}
     held = 0
     for name, parameter in model.named_parameters():
-        own_name = name.removeprefix("module.")  # the wrapper's, which canonical names are without
+        own_name = name.removeprefix("module.")  # the wrapper's prefix, which canonical names do not have
         numel_by_name[getattr(parameter, "canonical_name", own_name)] = parameter.numel()
         held += getattr(parameter, "_local_tensor", parameter).numel()
-    # Stages hold other layers and expert-parallel ranks other experts; a tied weight of two stages has one name.
+    # Stages have other layers, expert-parallel ranks other experts; the tied weight of two stages has one name.
     for group in () if groups is None else (groups.pp, groups.ep):
         if group is not None:
             of_ranks: list[Any] = [None] * group.size()
@@ -46,9 +46,9 @@ def count_parameters(model: torch.nn.Module, groups: ProcessGroupCollection | No
 def report_configuration(
     settings: Settings, *, device: torch.device, model: torch.nn.Module, padded_vocab_size: int, flops_per_sample: int
 ) -> str:
-    """The lines that say what is in effect.
+    """Format the report of the settings in effect.
 
-    Ranks: all (parameters of each rank are gathered); blocks.
+    Ranks: all, since each rank's number of parameters is gathered; blocks.
     """
     total, held = count_parameters(model, getattr(model, "pg_collection", None))
     held_by_rank: list[Any] = [None] * dist.get_world_size()
@@ -58,7 +58,7 @@ def report_configuration(
     rows = {
         "device": f"{device.type}, {dist.get_backend()}, {dist.get_world_size()} ranks",
         "versions": f"python {platform.python_version()}, torch {torch.__version__}",
-        "time-out of communication": f"{settings.distributed.timeout_minutes} minutes",
+        "communication time-out": f"{settings.distributed.timeout_minutes} minutes",
         "sharding strategy": f"{strategy} ({_STRATEGY_MEANING[strategy]})" + _hybrid(settings),
         "data-parallel group": f"{batch.data_parallel_size} ranks",
         "split of the model": _split(settings),
@@ -87,7 +87,7 @@ def report_configuration(
         if settings.model.transformer.calculate_per_token_loss
         else "mean over microbatches",
         "CUDA graph": (
-            f"each iteration as a whole, after {settings.cuda_graph.warmup_steps} eager ones"
+            f"each whole iteration, after {settings.cuda_graph.warmup_steps} eager ones"
             if settings.cuda_graph.enabled
             else "none"
         ),
@@ -100,7 +100,7 @@ def report_configuration(
 
 
 def _split(settings: Settings) -> str:
-    """Each split of the model that is in use."""
+    """Describe the splits of the model that are in use."""
     grid, transformer = settings.grid, settings.model.transformer
     sequence = " with sequence parallelism" if transformer.sequence_parallel else ""
     comm_type = "layer by layer" if isinstance(transformer.cp_comm_type, list) else transformer.cp_comm_type or "p2p"
@@ -120,11 +120,11 @@ def _hybrid(settings: Settings) -> str:
     if instances == 1:
         return ""
     shares = settings.ddp.outer_dp_sharding_strategy == "optim"
-    return f", in {instances} groups that hold {'all but the optimizer state, which they share' if shares else 'all of it'} each"
+    return f", in {instances} replicas of {'all but the optimizer state, which they share' if shares else 'the whole state'}"
 
 
 def _all_settings(settings: Settings) -> list[str]:
-    """One line for each part of the settings, with every value that differs from its default."""
+    """Format one line for each part of the settings, with the values that differ from their defaults."""
     lines = ["settings that differ from their defaults:"]
     for part in dataclasses.fields(settings):
         value = getattr(settings, part.name)

@@ -1,4 +1,4 @@
-"""Reads a command line whose flags have one of three fates: in effect, always so here, or refused with the reason."""
+"""The parser of flags, each of which is in effect, accepted because it is always so here, or refused with the reason."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from dataclasses import dataclass
 
 
 class FlagError(ValueError):
-    """The command line cannot be served; the message has one line for each fault and says what to change."""
+    """An error of the command line; the message has one line for each fault and says what to change."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AlwaysSo:
-    """A flag of Megatron-LM that names what always holds here, and is accepted for that."""
+    """A flag of Megatron-LM that is accepted because it asks for what always holds here."""
 
     fact: str
     """What always holds."""
 
     values: tuple[str, ...] = ()
-    """The values that name it; empty: the flag takes none."""
+    """The accepted values; empty: the flag takes none."""
 
     otherwise: str = ""
     """Why another value is refused."""
@@ -30,9 +30,9 @@ class FlagParser(argparse.ArgumentParser):
     """An argument parser without abbreviations that names every fault of a command line at once.
 
     Args:
-        always_so: flags that are accepted because they name a fact.
+        always_so: flags that are accepted because they ask for what always holds.
         refused: flags of Megatron-LM that are refused, with the reason.
-        refused_families: (start of a flag, reason) for flags that are refused together.
+        refused_families: (prefix, reason) of flags that are refused together.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class FlagParser(argparse.ArgumentParser):
             description=description,
             allow_abbrev=False,
             formatter_class=argparse.RawDescriptionHelpFormatter,
-            epilog=f"accepted because they name what is always so here:\n{facts}",
+            epilog=f"accepted because they ask for what always holds here:\n{facts}",
         )
         self.always_so, self.refused, self.refused_families = always_so, refused, refused_families
 
@@ -59,10 +59,10 @@ class FlagParser(argparse.ArgumentParser):
         raise FlagError(message)
 
     def parse_flags(self, argv: Sequence[str]) -> argparse.Namespace:
-        """The flags in effect, each under its name in Megatron-LM.
+        """Parse the flags in effect, under their names in Megatron-LM.
 
         Raises:
-            FlagError: unknown, refused or malformed flags; the message names all of them.
+            FlagError: flags are unknown, refused or malformed; the message names all of them.
         """
         faults: list[str] = []
         rest: list[str] = []
@@ -80,7 +80,7 @@ class FlagParser(argparse.ArgumentParser):
         return self.parse_args(rest)
 
     def reason_against(self, flag: str) -> str | None:
-        """Why a flag is refused; None where it is not."""
+        """Return why a flag is refused; None if it is not."""
         if flag in self._option_string_actions or flag in self.always_so:
             return None
         families = (reason for start, reason in self.refused_families if flag.startswith(start))
@@ -93,7 +93,7 @@ class FlagParser(argparse.ArgumentParser):
 
 
 def _split_by_flag(argv: Sequence[str]) -> list[tuple[str | None, list[str]]]:
-    """[(flag, its values)], with ``--flag=value`` taken apart; values before the first flag stand under None."""
+    """Split into [(flag, its values)], also ``--flag=value``; the flag of values before the first one is None."""
     parts: list[tuple[str | None, list[str]]] = [(None, [])]
     for token in argv:
         if token.startswith("--") and len(token) > 2:

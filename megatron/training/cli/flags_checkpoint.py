@@ -1,4 +1,4 @@
-"""Flags of checkpoints and logs: names, types and defaults are Megatron-LM's."""
+"""Flags of checkpoints and logs; names, types and defaults are Megatron-LM's."""
 
 from __future__ import annotations
 
@@ -6,25 +6,27 @@ import argparse
 
 
 def add_checkpoint_flags(parser: argparse.ArgumentParser) -> None:
-    """``parser`` knows the flags that ``CheckpointConfig`` is made from."""
+    """Add the flags of ``CheckpointConfig``."""
     group = parser.add_argument_group("checkpoints")
     group.add_argument("--save", help="folder to save to")
     group.add_argument(
         "--save-interval", "--persistent-save-interval", dest="save_interval", type=int, help="iterations between saves"
     )
     group.add_argument("--no-save-optim", action="store_true", help="save without optimizer state")
-    group.add_argument("--no-save-rng", action="store_true", help="save without the state of random numbers")
+    group.add_argument("--no-save-rng", action="store_true", help="save without the state of the random generators")
     group.add_argument("--async-save", action="store_true", help="write while training goes on")
-    group.add_argument("--load", help="folder to load from; where it has no checkpoint, training starts from scratch")
+    group.add_argument("--load", help="folder to load from; without a checkpoint in it, training starts from scratch")
     group.add_argument("--ckpt-step", type=int, help="iteration to load (default: the latest)")
     group.add_argument("--exit-on-missing-checkpoint", action="store_true", help="no checkpoint in --load is an error")
     group.add_argument("--no-load-optim", action="store_true", help="load without optimizer state")
-    group.add_argument("--no-load-rng", action="store_true", help="random numbers go by --seed, not by the checkpoint")
+    group.add_argument(
+        "--no-load-rng", action="store_true", help="seed random generators by --seed instead of restoring their state"
+    )
     group.add_argument("--finetune", action="store_true", help="load weights alone and start at iteration 0")
 
 
 def add_logging_flags(parser: argparse.ArgumentParser) -> None:
-    """``parser`` knows the flags that ``LoggingConfig`` is made from."""
+    """Add the flags of ``LoggingConfig``."""
     group = parser.add_argument_group("logs")
     group.add_argument("--log-interval", type=int, default=100, help="iterations between log lines (default: 100)")
     group.add_argument("--log-throughput", action="store_true", help="log TFLOP/s and tokens/s of a device")
@@ -33,10 +35,12 @@ def add_logging_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--logging-level", type=int, help="level of Python's root logger")
     group.add_argument("--tensorboard-dir", help="folder of TensorBoard logs")
     group.add_argument("--tensorboard-queue-size", type=int, default=1000, help="events until a flush (default: 1000)")
-    group.add_argument("--log-timers-to-tensorboard", action="store_true", help="also time and throughput")
-    group.add_argument("--log-memory-to-tensorboard", action="store_true", help="also memory")
-    group.add_argument("--log-validation-ppl-to-tensorboard", action="store_true", help="also validation perplexity")
+    group.add_argument("--log-timers-to-tensorboard", action="store_true", help="write time and throughput too")
+    group.add_argument("--log-memory-to-tensorboard", action="store_true", help="write memory too")
+    group.add_argument(
+        "--log-validation-ppl-to-tensorboard", action="store_true", help="write validation perplexity too"
+    )
     group.add_argument("--wandb-project", default="", help="log to this project of Weights & Biases")
     group.add_argument("--wandb-entity", default="", help="account of the project")
     group.add_argument("--wandb-exp-name", default="", help="name of the run")
-    group.add_argument("--wandb-save-dir", default="", help="folder of its local files")
+    group.add_argument("--wandb-save-dir", default="", help="folder of the run's local files")

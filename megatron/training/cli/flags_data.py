@@ -1,4 +1,4 @@
-"""Flags of data and tokenizers: names, types and defaults are Megatron-LM's unless the help says otherwise."""
+"""Flags of data and tokenizers; names, types and defaults are Megatron-LM's unless the help says otherwise."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megatron.core.tokenizers import TOKENIZER_TYPES
 
 
 def add_data_flags(parser: argparse.ArgumentParser) -> None:
-    """``parser`` knows the flags that ``DataConfig`` is made from."""
+    """Add the flags of ``DataConfig``."""
     group = parser.add_argument_group("data")
     group.add_argument("--data-path", nargs="*", help="a prefix of .bin and .idx, or weights and prefixes in turn")
     group.add_argument("--train-data-path", nargs="*", help="as --data-path, for training alone")
@@ -16,13 +16,18 @@ def add_data_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--test-data-path", nargs="*", help="as --data-path, for the test alone")
     group.add_argument("--split", type=_unquoted, help="parts for training, validation and test (default: 969,30,1)")
     group.add_argument("--data-cache-path", help="folder of the index cache (default: beside the data)")
-    group.add_argument("--mock-data", action="store_true", help="made-up samples instead of --data-path")
+    group.add_argument("--mock-data", action="store_true", help="use generated samples instead of --data-path")
     group.add_argument("--seq-length", type=int, help="tokens of a sample")
     group.add_argument("--num-workers", type=int, default=2, help="loader processes of a rank (default: 2)")
     group.add_argument(
-        "--no-mmap-bin-files", dest="mmap_bin_files", action="store_false", help="read .bin files, no maps"
+        "--no-mmap-bin-files",
+        dest="mmap_bin_files",
+        action="store_false",
+        help="read .bin files instead of mapping them",
     )
-    group.add_argument("--eod-mask-loss", action="store_true", help="no loss where a document ends")
+    group.add_argument(
+        "--eod-mask-loss", action="store_true", help="leave the prediction after an end of document out of the loss"
+    )
     group = parser.add_argument_group("tokenizer")
     group.add_argument(
         "--tokenizer-type",
@@ -31,7 +36,9 @@ def add_data_flags(parser: argparse.ArgumentParser) -> None:
         help=f"one of {', '.join(TOKENIZER_TYPES)} (default: {TOKENIZER_TYPES[0]})",
     )
     group.add_argument("--tokenizer-model", help="file of a HuggingFace or SentencePiece tokenizer")
-    group.add_argument("--vocab-size", type=int, help="of NullTokenizer; of other tokenizers it must be what they have")
+    group.add_argument(
+        "--vocab-size", type=int, help="number of ids of NullTokenizer; for others it must be their own number"
+    )
 
 
 _NEAREST_TOKENIZER = {
@@ -53,5 +60,5 @@ def _tokenizer_type(text: str) -> str:
 
 
 def _unquoted(text: str) -> str:
-    """Launch scripts pass quotes on when they keep flags in an array of strings."""
+    """Strip quotes, which launch scripts pass on when they keep flags in an array of strings."""
     return text.strip("'\"")

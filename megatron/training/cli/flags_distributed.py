@@ -1,4 +1,4 @@
-"""Flags of ranks and sharding: names, types and defaults are Megatron-LM's unless the help says otherwise."""
+"""Flags of ranks and sharding; names, types and defaults are Megatron-LM's unless the help says otherwise."""
 
 from __future__ import annotations
 
@@ -12,20 +12,23 @@ DTYPES = ("fp32", "bf16", "fp16", "auto")
 
 
 def add_distributed_flags(parser: argparse.ArgumentParser) -> None:
-    """``parser`` knows the flags of process groups and of the sharding engine."""
+    """Add the flags of process groups and of the sharding engine."""
     group = parser.add_argument_group("ranks")
     group.add_argument(
         "--distributed-backend",
         choices=["nccl", "gloo"],
-        help="nccl trains on CUDA devices, gloo on CPUs (default: nccl where there are CUDA devices)",
+        help="nccl trains on CUDA devices, gloo on CPUs (default: nccl if there are CUDA devices)",
     )
     group.add_argument(
-        "--distributed-timeout-minutes", type=int, default=10, help="until a missing rank is an error (default: 10)"
+        "--distributed-timeout-minutes",
+        type=int,
+        default=10,
+        help="minutes until a missing rank is an error (default: 10)",
     )
     group.add_argument(
         "--create-all-gather-group",
         action="store_true",
-        help="gather weights on a communicator of their own, so that gathers run beside reductions",
+        help="gather weights on a separate communicator, so that gathers overlap reductions",
     )
     _add_transport_flags(parser.add_argument_group("transport"))
     _add_sharding_flags(parser.add_argument_group("sharding"))
@@ -55,33 +58,41 @@ def _add_sharding_flags(group: argparse._ArgumentGroup) -> None:
         "--num-distributed-optimizer-instances",
         type=int,
         default=1,
-        help="hybrid sharding: groups of data-parallel ranks that hold all of what is sharded (default: 1)",
+        help="hybrid sharding: number of replicas of the sharded state, each over a part of the data-parallel ranks "
+        "(default: 1)",
     )
     group.add_argument(
         "--outer-dp-sharding-strategy",
         choices=OUTER_STRATEGIES,
         default="no_shard",
-        help="what these groups share: nothing, or the optimizer state (default: no_shard)",
+        help="what is sharded over the replicas too: nothing, or the optimizer state (default: no_shard)",
     )
     group.add_argument(
         "--use-distributed-optimizer",
         action="store_true",
-        help="shard optimizer state; with --use-megatron-fsdp the strategy says what is sharded",
+        help="shard optimizer state; with --use-megatron-fsdp the strategy decides what is sharded",
     )
-    group.add_argument("--overlap-grad-reduce", action="store_true", help="reduce gradients while backward goes on")
-    group.add_argument("--overlap-param-gather", action="store_true", help="gather weights while the model computes")
-    group.add_argument("--megatron-fsdp-main-params-dtype", choices=DTYPES, default="fp32", help="(default: fp32)")
+    group.add_argument("--overlap-grad-reduce", action="store_true", help="reduce gradients during backward")
+    group.add_argument(
+        "--overlap-param-gather", action="store_true", help="gather weights ahead while the model computes"
+    )
+    group.add_argument(
+        "--megatron-fsdp-main-params-dtype",
+        choices=DTYPES,
+        default="fp32",
+        help="dtype of main weights (default: fp32)",
+    )
     group.add_argument(
         "--megatron-fsdp-main-grads-dtype",
         choices=DTYPES,
         default="auto",
-        help="auto: fp32, or the compute dtype with --grad-reduce-in-bf16 (default: auto)",
+        help="dtype of main gradients; auto: fp32, or the compute dtype with --grad-reduce-in-bf16 (default: auto)",
     )
     group.add_argument(
         "--megatron-fsdp-grad-comm-dtype",
         choices=DTYPES,
         default="auto",
-        help="auto: that of main gradients (default: auto)",
+        help="dtype in which gradients are communicated; auto: that of main gradients (default: auto)",
     )
     group.add_argument(
         "--grad-reduce-in-bf16", action="store_true", help="keep and reduce gradients in the compute dtype"
@@ -90,13 +101,13 @@ def _add_sharding_flags(group: argparse._ArgumentGroup) -> None:
         "--accumulate-allreduce-grads-in-fp32", action="store_true", help="keep and reduce gradients in fp32"
     )
     group.add_argument(
-        "--init-model-with-meta-device", action="store_true", help="create weights unit by unit, sharded"
+        "--init-model-with-meta-device", action="store_true", help="create weights unit by unit, already sharded"
     )
     group.add_argument(
         "--fsdp-memory-budget",
         type=_bytes_or_fraction,
-        help="memory to spend on weights that stay gathered between forward and backward: bytes, or a fraction of the "
-        "device's (default: none)",
+        help="memory for weights that stay gathered between forward and backward: bytes, or a fraction of the device's "
+        "(default: none)",
     )
     group.add_argument(
         "--fsdp-forward-prefetch-depth",
@@ -113,7 +124,7 @@ def _add_sharding_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--suggested-communication-unit-size",
         type=int,
-        help="gather units ahead, beyond the prefetch depth, until weights of so many elements are on their way",
+        help="gather units ahead, beyond the prefetch depth, until weights of this many elements are in flight",
     )
 
 

@@ -1,4 +1,4 @@
-"""Flags of mixtures of experts: names, types and defaults are Megatron-LM's, except where the help says otherwise."""
+"""Flags of mixtures of experts; names, types and defaults are Megatron-LM's unless the help says otherwise."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import ast
 
 
 def add_expert_flags(parser: argparse.ArgumentParser) -> None:
-    """``parser`` knows the flags of experts and of their routers."""
+    """Add the flags of experts and of their routers."""
     _add_shape_flags(parser.add_argument_group("mixture of experts"))
     _add_router_flags(parser.add_argument_group("router of experts"))
 
@@ -18,15 +18,19 @@ def _add_shape_flags(group: argparse._ArgumentGroup) -> None:
         "--moe-layer-freq",
         type=layer_pattern,
         default=1,
-        help="every so-manieth layer has experts, or a 1 or 0 for each layer, as in ([0]*3+[1]*58) (default: 1)",
+        help="every n-th layer has experts, or a 1 or 0 for each layer, as in ([0]*3+[1]*58) (default: 1)",
     )
     group.add_argument(
         "--moe-ffn-hidden-size", type=int, help="width inside an expert (default: that of the dense MLP)"
     )
     group.add_argument(
-        "--moe-shared-expert-intermediate-size", type=int, help="width of an expert for all tokens (default: none)"
+        "--moe-shared-expert-intermediate-size",
+        type=int,
+        help="width of a shared expert, which computes all tokens (default: none)",
     )
-    group.add_argument("--moe-shared-expert-gate", action="store_true", help="a learned gate on the shared expert")
+    group.add_argument(
+        "--moe-shared-expert-gate", action="store_true", help="multiply the shared expert's output by a learned gate"
+    )
     group.add_argument(
         "--moe-grouped-gemm", action="store_true", help="one grouped kernel for all experts, where the device has it"
     )
@@ -35,7 +39,7 @@ def _add_shape_flags(group: argparse._ArgumentGroup) -> None:
         choices=["allgather", "alltoall", "flex"],
         default="alltoall",
         help="how tokens reach their experts (default: alltoall; Megatron-LM's is allgather, which gives the same numbers "
-        "and is served where experts are not split; flex is refused)",
+        "and is served where experts are not divided; flex is refused)",
     )
 
 
@@ -45,35 +49,39 @@ def _add_router_flags(group: argparse._ArgumentGroup) -> None:
         "--moe-router-score-function",
         choices=["softmax", "sigmoid"],
         default="softmax",
-        help="what makes scores of logits (default: softmax)",
+        help="turns logits into scores (default: softmax)",
     )
     group.add_argument(
-        "--moe-router-pre-softmax", action="store_true", help="softmax over all experts, before the best are taken"
+        "--moe-router-pre-softmax", action="store_true", help="softmax over all experts, before the top-k choice"
     )
     group.add_argument(
-        "--moe-router-topk-scaling-factor", type=float, help="factor on the weights of a token's experts"
+        "--moe-router-topk-scaling-factor", type=float, help="factor on the probabilities of a token's experts"
     )
     group.add_argument("--moe-router-dtype", choices=["fp32", "fp64"], help="dtype of logits (default: the model's)")
     group.add_argument(
         "--moe-router-load-balancing-type",
         choices=["aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"],
         default="aux_loss",
-        help="over what experts are balanced: a microbatch, each sequence, or nothing (default: aux_loss; "
+        help="tokens over which the load is balanced: a microbatch, each sequence, or none (default: aux_loss; "
         "global_aux_loss and sinkhorn are refused)",
     )
-    group.add_argument("--moe-aux-loss-coeff", type=float, default=0.0, help="factor of that loss (default: 0)")
-    group.add_argument("--moe-z-loss-coeff", type=float, help="factor of the loss on the logits' size (default: none)")
     group.add_argument(
-        "--moe-expert-capacity-factor", type=float, help="an expert's share of tokens; more are dropped (default: all)"
+        "--moe-aux-loss-coeff", type=float, default=0.0, help="coefficient of the load-balancing loss (default: 0)"
+    )
+    group.add_argument("--moe-z-loss-coeff", type=float, help="coefficient of the z-loss (default: none)")
+    group.add_argument(
+        "--moe-expert-capacity-factor",
+        type=float,
+        help="capacity of an expert, in multiples of the mean; assignments above it are dropped (default: none)",
     )
     group.add_argument(
-        "--moe-pad-expert-input-to-capacity", action="store_true", help="every expert computes as much as it may take"
+        "--moe-pad-expert-input-to-capacity", action="store_true", help="pad the rows of every expert to its capacity"
     )
     group.add_argument(
         "--moe-token-drop-policy",
         choices=["probs", "position"],
         default="probs",
-        help="which tokens are dropped: the least probable or the last (default: probs)",
+        help="which assignments are dropped: the least probable or the last (default: probs)",
     )
 
 
@@ -99,17 +107,17 @@ _SAME_NAME_IN_TRANSFORMER_CONFIG = (
 
 
 def expert_settings(args: argparse.Namespace) -> dict[str, object]:
-    """The fields of ``TransformerConfig`` that say what experts there are."""
+    """Return the fields of ``TransformerConfig`` for experts and routers."""
     return {"num_moe_experts": args.num_experts} | {
         name: getattr(args, name) for name in _SAME_NAME_IN_TRANSFORMER_CONFIG
     }
 
 
 def layer_pattern(text: str) -> int | list[int]:
-    """A number, or the list that an expression of lists of numbers, ``+`` and ``*`` stands for.
+    """Parse a number, or an expression of lists of numbers, ``+`` and ``*``.
 
     Raises:
-        argparse.ArgumentTypeError: anything else.
+        argparse.ArgumentTypeError: the text is something else.
     """
     try:
         value = _value_of(ast.parse(text.strip(), mode="eval").body)
@@ -121,7 +129,7 @@ def layer_pattern(text: str) -> int | list[int]:
 
 
 def _value_of(node: ast.expr) -> int | list[int] | None:
-    """None where the expression is of another kind; nothing is called or looked up."""
+    """Evaluate the expression without calling or looking up anything; None for other kinds of expressions."""
     if isinstance(node, ast.Constant) and type(node.value) is int:
         return node.value
     if isinstance(node, ast.List):

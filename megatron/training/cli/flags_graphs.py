@@ -1,4 +1,4 @@
-"""Flags of CUDA graphs. Names and defaults are Megatron-LM's; only the graph of a whole iteration is served."""
+"""Flags of CUDA graphs; names and defaults are Megatron-LM's, and only the graph of a whole iteration is served."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ IMPLEMENTATIONS = ("none", "local", "transformer_engine", "full_iteration")
 
 
 def add_graph_flags(parser: argparse.ArgumentParser) -> None:
-    """``parser`` knows the flags of CUDA graphs."""
+    """Add the flags of CUDA graphs."""
     group = parser.add_argument_group("CUDA graphs")
     group.add_argument(
         "--cuda-graph-impl",
@@ -30,14 +30,14 @@ def add_graph_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def captures_iterations(args: Namespace) -> bool:
-    """True if the flags ask for a graph of the whole iteration, in either spelling."""
+    """Return whether the flags ask for a graph of the whole iteration, in either spelling."""
     whole = ["full_iteration"]
     spellings = (("full_iteration", None), ("full_iteration", whole), ("local", whole))
     return (args.cuda_graph_impl, args.cuda_graph_scope) in spellings
 
 
 def full_cuda_graph_config(args: Namespace) -> FullCudaGraphConfig:
-    """What the flags say of the graph."""
+    """Map the flags of CUDA graphs."""
     if args.cuda_graph_warmup_steps is None:
         return FullCudaGraphConfig(enabled=captures_iterations(args))
     return FullCudaGraphConfig(enabled=captures_iterations(args), warmup_steps=args.cuda_graph_warmup_steps)

@@ -1,4 +1,4 @@
-"""Flags of the model: names, types and defaults are Megatron-LM's."""
+"""Flags of the model; names, types and defaults are Megatron-LM's."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import argparse
 
 
 def position_embedding_type(args: argparse.Namespace) -> str:
-    """How positions are encoded, whichever of Megatron-LM's flags say so."""
+    """Return how positions are encoded, from any of Megatron-LM's flags for it."""
     given: str = "rope" if args.use_rotary_position_embeddings else args.position_embedding_type
     return "none" if given == "learned_absolute" and not args.add_position_embedding else given
 
 
 def ffn_hidden_size(args: argparse.Namespace) -> int | None:
-    """Width inside the MLP; None: 4 * hidden size. A gated MLP has three matrices where others have two."""
+    """Return the width of the MLP; None: 4 * hidden size. A gated MLP, with three matrices, is two thirds as wide."""
     given: int | None = args.ffn_hidden_size
     if given is not None or not args.swiglu:
         return given
@@ -20,7 +20,7 @@ def ffn_hidden_size(args: argparse.Namespace) -> int | None:
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
-    """``parser`` knows the flags that ``model_settings`` reads."""
+    """Add the flags of ``GPTConfig`` and ``TransformerConfig``, except those of experts and parallelism."""
     _add_shape_flags(parser.add_argument_group("model"))
     _add_block_flags(parser.add_argument_group("layers of the model"))
     _add_numerics_flags(parser.add_argument_group("numerics of the model"))
@@ -38,7 +38,9 @@ def _add_shape_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--kv-channels", type=int, help="width of a head (default: hidden size / heads)")
     group.add_argument("--group-query-attention", action="store_true", help="share keys and values between query heads")
     group.add_argument("--num-query-groups", type=int, default=1, help="key and value heads (default: 1)")
-    group.add_argument("--max-position-embeddings", type=int, help="longest sequence that the model can take")
+    group.add_argument(
+        "--max-position-embeddings", type=int, help="length of the longest sequence that the model supports"
+    )
     group.add_argument(
         "--position-embedding-type",
         choices=["learned_absolute", "rope", "none"],
@@ -48,24 +50,35 @@ def _add_shape_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--use-rotary-position-embeddings",
         action="store_true",
-        help="the older way to say --position-embedding-type rope",
+        help="the older spelling of --position-embedding-type rope",
     )
     group.add_argument(
         "--no-position-embedding",
         dest="add_position_embedding",
         action="store_false",
-        help="no learned positions: rope where it is asked for, else none",
+        help="no learned positions: rope if it is asked for, else none",
     )
     group.add_argument("--rotary-base", type=int, default=10000, help="base of the rotary frequencies (default: 10000)")
-    group.add_argument("--rotary-percent", type=float, default=1.0, help="part of a head that turns (default: 1.0)")
-    group.add_argument("--rotary-interleaved", action="store_true", help="turn neighbouring pairs of a head")
-    group.add_argument("--use-rope-scaling", action="store_true", help="scale rotary frequencies as Llama 3.1 does")
-    group.add_argument("--rope-scaling-factor", type=float, default=8.0, help="by this factor (default: 8.0)")
-    group.add_argument("--rotary-seq-len-interpolation-factor", type=int, help="squeeze positions by this factor")
     group.add_argument(
-        "--make-vocab-size-divisible-by", type=int, default=128, help="pad the vocabulary (default: 128)"
+        "--rotary-percent", type=float, default=1.0, help="fraction of a head that is rotated (default: 1.0)"
     )
-    group.add_argument("--untie-embeddings-and-output-weights", action="store_true", help="two matrices instead of one")
+    group.add_argument("--rotary-interleaved", action="store_true", help="rotate neighbouring pairs of a head")
+    group.add_argument("--use-rope-scaling", action="store_true", help="scale rotary frequencies as Llama 3.1 does")
+    group.add_argument(
+        "--rope-scaling-factor", type=float, default=8.0, help="factor of --use-rope-scaling (default: 8.0)"
+    )
+    group.add_argument("--rotary-seq-len-interpolation-factor", type=int, help="divide positions by this factor")
+    group.add_argument(
+        "--make-vocab-size-divisible-by",
+        type=int,
+        default=128,
+        help="pad the vocabulary to a multiple of this (default: 128)",
+    )
+    group.add_argument(
+        "--untie-embeddings-and-output-weights",
+        action="store_true",
+        help="separate weights of embedding and output layer",
+    )
 
 
 def _add_block_flags(group: argparse._ArgumentGroup) -> None:
@@ -75,25 +88,29 @@ def _add_block_flags(group: argparse._ArgumentGroup) -> None:
         "--normalization", choices=["LayerNorm", "RMSNorm"], default="LayerNorm", help="norm of the layers"
     )
     group.add_argument("--norm-epsilon", type=float, default=1e-5, help="epsilon of the norms (default: 1e-5)")
-    group.add_argument("--apply-layernorm-1p", action="store_true", help="store norm weights as distance from 1")
+    group.add_argument("--apply-layernorm-1p", action="store_true", help="store norm weights as weight - 1")
     group.add_argument("--qk-layernorm", action="store_true", help="normalise queries and keys per head")
     group.add_argument(
         "--disable-bias-linear", dest="add_bias_linear", action="store_false", help="linear layers have no bias"
     )
     group.add_argument(
-        "--add-qkv-bias", action="store_true", help="a bias in the query-key-value layer, whatever others have"
+        "--add-qkv-bias",
+        action="store_true",
+        help="a bias in the query-key-value layer, even with --disable-bias-linear",
     )
-    group.add_argument("--attention-dropout", type=float, default=0.1, help="dropout of probabilities (default: 0.1)")
+    group.add_argument(
+        "--attention-dropout", type=float, default=0.1, help="dropout of attention probabilities (default: 0.1)"
+    )
     group.add_argument("--hidden-dropout", type=float, default=0.1, help="dropout of sublayer outputs (default: 0.1)")
     group.add_argument(
-        "--init-method-std", type=float, default=0.02, help="deviation of initial weights (default: 0.02)"
+        "--init-method-std", type=float, default=0.02, help="standard deviation of initial weights (default: 0.02)"
     )
     group.add_argument("--use-cpu-initialization", action="store_true", help="draw initial weights on the CPU")
     group.add_argument(
         "--no-initialization",
         dest="perform_initialization",
         action="store_false",
-        help="leave random initial weights unwritten, for a model that is loaded",
+        help="do not write random initial weights, for a model that is loaded",
     )
 
 
@@ -104,7 +121,8 @@ def _add_numerics_flags(group: argparse._ArgumentGroup) -> None:
         "--attention-backend",
         choices=["flash", "fused", "unfused", "local", "auto"],
         default="auto",
-        help="kernels of attention: torch's choice, on CUDA flash or cuDNN (fused) alone, or all scores in memory",
+        help="kernels of attention: torch's choice (auto), on CUDA flash or cuDNN (fused) alone, or all scores in memory "
+        "(unfused, local)",
     )
     group.add_argument("--attention-softmax-in-fp32", action="store_true", help="softmax of unfused attention in fp32")
     group.add_argument(
@@ -114,42 +132,47 @@ def _add_numerics_flags(group: argparse._ArgumentGroup) -> None:
         "--no-bias-gelu-fusion",
         dest="bias_gelu_fusion",
         action="store_false",
-        help="exact GELU apart from the bias (default: one function, GELU in its tanh form)",
+        help="exact GELU, not fused with the bias (default: fused, GELU in its tanh form)",
     )
-    for fused in ("bias_swiglu", "bias_dropout", "masked_softmax", "rope"):
+    for fused, parts in {
+        "bias_swiglu": "bias and SwiGLU",
+        "bias_dropout": "bias, dropout and residual sum",
+        "masked_softmax": "mask and softmax",
+        "rope": "rotary embedding and the split of queries, keys and values",
+    }.items():
         group.add_argument(
             f"--no-{fused.replace('_', '-')}-fusion",
             dest=f"{'apply_' if fused == 'rope' else ''}{fused}_fusion",
             action="store_false",
-            help=f"compute {fused.replace('_', ' and ')} apart",
+            help=f"do not fuse {parts}",
         )
     group.add_argument(
         "--no-persist-layer-norm",
         dest="persist_layer_norm",
         action="store_false",
-        help="PyTorch's norm kernels, sums apart",
+        help="PyTorch's norm kernels, with separate residual sums",
     )
     group.add_argument(
         "--cross-entropy-loss-fusion",
         action="store_true",
-        help="cross entropy as one function each way, its gradient in the memory of the logits",
+        help="fused cross entropy, whose gradient overwrites the logits",
     )
     group.add_argument(
         "--cross-entropy-fusion-impl",
         choices=["native", "te"],
         default="native",
-        help="whose fused cross entropy (default: native; te is refused)",
+        help="implementation of the fused cross entropy (default: native; te is refused)",
     )
     group.add_argument(
-        "--disable-jit-fuser", action="store_true", help="fused functions run as plain PyTorch, not compiled"
+        "--disable-jit-fuser", action="store_true", help="run fused functions as plain PyTorch, not compiled"
     )
     group.add_argument(
         "--no-gradient-accumulation-fusion",
         dest="gradient_accumulation_fusion",
         action="store_false",
-        help="linear layers hand weight gradients to autograd instead of writing them where they are reduced",
+        help="linear layers leave weight gradients to autograd instead of writing them into the reduce-scatter input",
     )
-    group.add_argument("--deterministic-mode", action="store_true", help="only kernels with a fixed order of reduction")
+    group.add_argument("--deterministic-mode", action="store_true", help="use only deterministic kernels")
     group.add_argument(
         "--recompute-granularity", choices=["full", "selective"], help="recompute activations in backward"
     )
@@ -160,6 +183,12 @@ def _add_numerics_flags(group: argparse._ArgumentGroup) -> None:
         const="selective",
         help="the same as --recompute-granularity selective",
     )
-    group.add_argument("--recompute-method", choices=["uniform", "block"], help="which layers are recomputed with full")
-    group.add_argument("--recompute-num-layers", type=int, help="layers of a recomputed chunk, or recomputed layers")
-    group.add_argument("--recompute-modules", nargs="*", help="what selective recomputes (default: core_attn)")
+    group.add_argument(
+        "--recompute-method",
+        choices=["uniform", "block"],
+        help="layers that full recomputes: all in chunks (uniform), or the first ones (block)",
+    )
+    group.add_argument(
+        "--recompute-num-layers", type=int, help="layers of a chunk (uniform), or number of recomputed layers (block)"
+    )
+    group.add_argument("--recompute-modules", nargs="*", help="modules that selective recomputes (default: core_attn)")

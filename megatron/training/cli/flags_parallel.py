@@ -1,4 +1,4 @@
-"""Flags of how the model is split over ranks: names, types and defaults are Megatron-LM's."""
+"""Flags of the split of the model over ranks; names, types and defaults are Megatron-LM's."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megatron.core.rank_grid import RankGrid
 
 
 def add_parallel_flags(parser: argparse.ArgumentParser) -> None:
-    """``parser`` knows the degrees of parallelism."""
+    """Add the degrees of parallelism."""
     group = parser.add_argument_group("split of the model")
     group.add_argument(
         "--tensor-model-parallel-size", type=int, default=1, help="ranks that split each matrix (default: 1)"
@@ -16,7 +16,8 @@ def add_parallel_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--sequence-parallel",
         action="store_true",
-        help="between split matrices, split the sequence over the same ranks (with one rank, as in Megatron-LM, nothing)",
+        help="split the sequence over the tensor-parallel ranks between split matrices (no effect with one rank, as in "
+        "Megatron-LM)",
     )
     group.add_argument(
         "--context-parallel-size", type=int, default=1, help="ranks that split each sequence (default: 1)"
@@ -26,8 +27,8 @@ def add_parallel_flags(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         choices=["p2p", "all_gather", "a2a"],
         default=["p2p"],
-        help="how attention sees the keys of the other parts: a ring (p2p), a gather, or an exchange of heads (a2a); one, "
-        "or one for each layer (default: p2p)",
+        help="how attention gets the keys of other ranks: a ring (p2p), a gather (all_gather), or an exchange of heads "
+        "(a2a); one, or one for each layer (default: p2p)",
     )
     group.add_argument(
         "--pipeline-model-parallel-size", type=int, default=1, help="stages of consecutive layers (default: 1)"
@@ -43,12 +44,13 @@ def add_parallel_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--use-tp-pp-dp-mapping",
         action="store_true",
-        help="the stages of a pipeline are closer neighbours than data-parallel ranks (default: the other way round)",
+        help="order ranks tp-cp-ep-pp-dp, so that pipeline stages are closer neighbours than data-parallel ranks (default: "
+        "tp-cp-ep-dp-pp)",
     )
 
 
 def parallel_settings(args: argparse.Namespace) -> dict[str, object]:
-    """The fields of ``TransformerConfig`` that say how the model is split."""
+    """Return the fields of ``TransformerConfig`` for the split of the model."""
     comm_types = None if args.cp_comm_type == ["p2p"] else args.cp_comm_type
     return {
         "tensor_model_parallel_size": args.tensor_model_parallel_size,
@@ -62,10 +64,10 @@ def parallel_settings(args: argparse.Namespace) -> dict[str, object]:
 
 
 def rank_grid(args: argparse.Namespace, *, world_size: int) -> RankGrid:
-    """Where each rank is in the split.
+    """Build the grid of ranks.
 
     Raises:
-        ValueError: the degrees do not fill the world; the message shows the arithmetic.
+        ValueError: the degrees do not divide the number of ranks; the message shows the arithmetic.
     """
     return RankGrid(
         world_size=world_size,

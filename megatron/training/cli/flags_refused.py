@@ -1,4 +1,4 @@
-"""Flags of Megatron-LM that are refused by name, with the reason; families by the start of their names."""
+"""Flags of Megatron-LM that are refused, by name or by prefix, with the reason."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ _MOE = "this setting of experts is not served"
 _MLA = "multi-latent attention is not served yet"
 _FP8 = "training in FP8 or FP4 is not served yet; use --bf16"
 _FP16 = "fp16 and its loss scaling are not served; use --bf16, which needs none"
-_SHARP = "reductions in switches are not served; --use-nccl-ub is NCCL's symmetric memory over NVLink"
+_SHARP = "reductions in network switches are not served; --use-nccl-ub is NCCL's symmetric memory over NVLink"
 _TP_OVERLAP = "tensor-parallel communication is not overlapped with the matrix products around it"
 _OFFLOAD = "optimizer state and activations stay on the device; shard more, or use --recompute-granularity"
-_DISPATCH = "tokens travel by one all-to-all each way; use --moe-token-dispatcher-type alltoall"
-_DECODER = "models here are decoders alone; use --num-layers and --seq-length"
-_TOKENIZER = "a tokenizer is what its file says; --tokenizer-type and --tokenizer-model name it"
-_FAULTS = "faults are not watched by a package; use --exit-signal-handler, and restart from the checkpoint"
-_CONSTANT_MIX = "training data are one blend; use --data-path, or --train-data-path and its like"
+_DISPATCH = "tokens are dispatched by one all-to-all; use --moe-token-dispatcher-type alltoall"
+_DECODER = "only decoder models are served; use --num-layers and --seq-length"
+_TOKENIZER = "tokenizers are configured by their file alone; use --tokenizer-type and --tokenizer-model"
+_FAULTS = "no fault-tolerance package is served; use --exit-signal-handler, and restart from the checkpoint"
+_CONSTANT_MIX = "the blend of training data is constant; use --data-path, or --train-data-path"
 _MODEL = "this variant of the model is not served yet"
-_PIPELINE = "each stage is one block of as many layers; interleaved and uneven stages are not served"
+_PIPELINE = "all stages have the same number of layers; interleaved and uneven stages are not served"
 _PROFILE = "profiling from the command line is not served yet; profile the whole process from outside"
-_GRAPHS = "graphs of parts of a step are not served; --cuda-graph-impl full_iteration captures all of it"
+_GRAPHS = "graphs of parts of a step are not served; --cuda-graph-impl full_iteration captures the whole step"
 _CHECKPOINT = "this kind of checkpoint is not served; --save, --save-interval and --load are"
-_MASKS = "attention and positions across document borders are not reset here: samples are packed without masks"
+_MASKS = "attention and positions are not reset at document borders: samples are packed without masks"
 _CHECKS = "this check is not served; non-finite losses and gradients are checked by default"
 
 REFUSED: dict[str, str] = {
@@ -45,7 +45,7 @@ REFUSED: dict[str, str] = {
     "--rope-type": _MLA,
     "--disable-symmetric-registration": "registered buffers are symmetric; use --fsdp-transport nccl to register none",
     "--fsdp-db-use-persist-buf-on-alloc-fail": "buffers are planned before training; leave the flag out",
-    "--megatron-fsdp-max-pool-double-buffer": "buffers are planned from what the model really runs; leave the flag out",
+    "--megatron-fsdp-max-pool-double-buffer": "buffers are planned from the recorded order of units; leave the flag out",
     "--use-sharp": _SHARP,
     "--sharp-enabled-group": _SHARP,
     "--nccl-communicator-config-path": "not served; use NCCL's environment variables",
@@ -102,13 +102,13 @@ REFUSED: dict[str, str] = {
     "--account-for-loss-in-pipeline-split": _PIPELINE,
     "--wgrad-deferral-limit": _PIPELINE,
     "--overlap-p2p-communication-warmup-flush": _PIPELINE,
-    "--use-ring-exchange-p2p": "stages exchange by batches of sends and receives; leave the flag out",
-    "--overlap-moe-expert-parallel-comm": "experts' exchanges are not overlapped with another microbatch's computation",
+    "--use-ring-exchange-p2p": "stages communicate by batches of sends and receives; leave the flag out",
+    "--overlap-moe-expert-parallel-comm": "exchanges of experts do not overlap the computation of another microbatch",
     "--moe-enable-deepep": _DISPATCH,
     "--moe-flex-dispatcher-backend": _DISPATCH,
     "--moe-layer-recompute": "use --recompute-granularity full, which recomputes layers with experts as well",
     "--moe-per-layer-logging": "auxiliary losses are logged as means over layers; leave the flag out",
-    "--moe-router-force-load-balancing": "routers choose experts by their logits; leave the flag out",
+    "--moe-router-force-load-balancing": "routers always choose experts by their logits; leave the flag out",
     "--moe-shared-expert-overlap": "shared experts run before the routed ones; leave the flag out",
     "--moe-use-legacy-grouped-gemm": "--moe-grouped-gemm runs torch's kernel; leave the flag out",
     "--disable-gloo-process-groups": "GPU ranks make a gloo group for --async-save alone; leave the flag out",
@@ -128,7 +128,7 @@ REFUSED: dict[str, str] = {
     "--external-cuda-graph": _GRAPHS,
     "--save-retain-interval": _CHECKPOINT,
     "--pretrained-checkpoint": _CHECKPOINT,
-    "--use-checkpoint-args": "the model is what the command line says, and a checkpoint of another model is refused",
+    "--use-checkpoint-args": "the command line describes the model, and a checkpoint of another model is refused",
     "--use-mp-args-from-checkpoint-args": _CHECKPOINT,
     "--load-main-params-from-ckpt": "checkpoints always hold the main weights; leave the flag out",
     "--no-strict-fsdp-dtensor-load": "missing, extra and mis-shaped keys are always errors",
@@ -165,17 +165,17 @@ REFUSED: dict[str, str] = {
     "--trust-remote-code": _TOKENIZER,
     "--vocab-file": "use --tokenizer-type HuggingFaceTokenizer or SentencePieceTokenizer and --tokenizer-model",
     "--merge-file": "use --tokenizer-type HuggingFaceTokenizer and --tokenizer-model",
-    "--vocab-extra-ids": "there are no models with masked spans here",
+    "--vocab-extra-ids": "models with masked spans are not served",
     "--log-progress": "no progress file is written; --tensorboard-dir keeps the numbers",
     "--log-energy": "energy is not measured",
     "--log-max-attention-logit": "logits of attention are not kept",
     "--log-device-memory-used": "the log line has the memory that torch allocated; leave the flag out",
-    "--log-straggler": "ranks are not timed one by one",
-    "--disable-straggler-on-startup": "ranks are not timed one by one",
-    "--run-workload-inspector-server": "nothing is served beside training",
+    "--log-straggler": "single ranks are not timed",
+    "--disable-straggler-on-startup": "single ranks are not timed",
+    "--run-workload-inspector-server": "there is no server beside training",
     "--config-logger-dir": "the configuration is printed once, when training starts",
     "--timing-log-option": "iterations are timed as a whole",
-    "--tensorboard-log-interval": "TensorBoard gets what the log line says, every --log-interval iterations",
+    "--tensorboard-log-interval": "TensorBoard gets the values of the log line, every --log-interval iterations",
     "--log-world-size-to-tensorboard": "the world size is printed once, with the configuration",
     "--no-log-loss-scale-to-tensorboard": "there is no loss scaling; leave the flag out",
     "--use-torch-optimizer-for-cpu-offload": _OFFLOAD,
@@ -186,9 +186,9 @@ REFUSED: dict[str, str] = {
     "--exit-signal": "use --exit-signal-handler, which saves and ends on SIGTERM",
     "--enable-ft-package": _FAULTS,
     "--calc-ft-timeouts": _FAULTS,
-    "--yaml-cfg": "settings are flags here",
-    "--no-async-tensor-model-parallel-allreduce": "the reduction of an input's gradient always runs beside the weight's",
-    "--delay-wgrad-compute": "weight gradients are computed where backward reaches them",
+    "--yaml-cfg": "settings are given as flags",
+    "--no-async-tensor-model-parallel-allreduce": "the reduction of the input gradient always overlaps the weight gradient",
+    "--delay-wgrad-compute": "weight gradients are computed in backward, without delay",
     "--defer-embedding-wgrad-compute": _PIPELINE,
 }
 
@@ -212,13 +212,13 @@ REFUSED_FAMILIES: tuple[tuple[str, str], ...] = (
     ("--relative-attention-", _MODEL),
     ("--linear-", _MODEL),
     ("--dsa-", _MODEL),
-    ("--fim-", "samples with a hole in their middle are not served yet"),
+    ("--fim-", "fill-in-the-middle samples are not served yet"),
     ("--ft-", _FAULTS),
-    ("--straggler-", "ranks are not timed one by one"),
+    ("--straggler-", "single ranks are not timed"),
     ("--error-injection-", "no step is run twice"),
     ("--tokenizer-", _TOKENIZER),
     ("--torch-fsdp2-", "the engine is this framework's own; use --use-megatron-fsdp"),
-    ("--ddp-", "buckets of plain data parallelism do not exist here: units of the model are reduced as a whole"),
+    ("--ddp-", "there are no buckets: gradients are reduced unit by unit"),
     ("--tiktoken-", "tiktoken vocabularies are not served; use --tokenizer-type HuggingFaceTokenizer"),
     ("--non-persistent-", _CHECKPOINT),
     ("--ckpt-convert-", _CHECKPOINT),

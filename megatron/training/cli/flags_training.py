@@ -1,4 +1,4 @@
-"""Flags of training: batches, optimizer, schedule, loop. Names, types and defaults are Megatron-LM's."""
+"""Flags of batches, optimizer, schedule and loop; names, types and defaults are Megatron-LM's."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megatron.core.optimizer_param_scheduler import LR_DECAY_STYLES, LR_WSD_DECA
 
 
 def add_training_flags(parser: argparse.ArgumentParser) -> None:
-    """``parser`` knows the flags of batches, optimizer, schedule, evaluation and the loop."""
+    """Add the flags of batches, optimizer, schedule, evaluation and the training loop."""
     _add_batch_flags(parser.add_argument_group("batches and length of training"))
     _add_optimizer_flags(parser.add_argument_group("optimizer"))
     _add_schedule_flags(parser.add_argument_group("learning rate and weight decay"))
@@ -16,17 +16,19 @@ def add_training_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_batch_flags(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--micro-batch-size", type=int, help="samples of a rank in one forward")
+    group.add_argument("--micro-batch-size", type=int, help="samples of a rank in one microbatch")
     group.add_argument(
         "--global-batch-size", type=int, help="samples of a step (default: micro batch size * data-parallel ranks)"
     )
     group.add_argument("--train-iters", type=int, help="iterations to train, over all runs")
     group.add_argument("--train-samples", type=int, help="samples to train, over all runs; instead of --train-iters")
     group.add_argument(
-        "--seed", type=int, default=1234, help="of initial weights, data order and dropout (default: 1234)"
+        "--seed", type=int, default=1234, help="seed of initial weights, data order and dropout (default: 1234)"
     )
     group.add_argument(
-        "--calculate-per-token-loss", action="store_true", help="weigh each token of the global batch alike"
+        "--calculate-per-token-loss",
+        action="store_true",
+        help="the loss is the mean over all tokens of the global batch, not over microbatches",
     )
 
 
@@ -38,7 +40,7 @@ def _add_optimizer_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--use-precision-aware-optimizer",
         action="store_true",
-        help="keep fp32 main weights as the bf16 ones and 16 bits more, which takes 2 bytes per parameter less",
+        help="keep fp32 main weights as bf16 weights plus 16 bits, which saves 2 bytes per parameter",
     )
     group.add_argument("--sgd-momentum", type=float, default=0.9, help="momentum of sgd (default: 0.9)")
     group.add_argument(
@@ -48,7 +50,7 @@ def _add_optimizer_flags(group: argparse._ArgumentGroup) -> None:
         "--no-check-for-nan-in-loss-and-grad",
         dest="check_for_nan_in_loss_and_grad",
         action="store_false",
-        help="go on when loss or gradient is not finite",
+        help="continue when a loss or gradient is not finite",
     )
 
 
@@ -56,25 +58,32 @@ def _add_schedule_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--lr", type=float, help="largest learning rate")
     group.add_argument("--min-lr", type=float, default=0.0, help="learning rate after the decay (default: 0)")
     group.add_argument("--decoupled-lr", type=float, help="largest learning rate of embedding and output layer")
-    group.add_argument("--decoupled-min-lr", type=float, help="their learning rate after the decay")
-    group.add_argument("--lr-decay-style", choices=LR_DECAY_STYLES, default="linear", help="(default: linear)")
+    group.add_argument("--decoupled-min-lr", type=float, help="smallest learning rate of embedding and output layer")
+    group.add_argument(
+        "--lr-decay-style", choices=LR_DECAY_STYLES, default="linear", help="shape of the decay (default: linear)"
+    )
     group.add_argument("--lr-decay-iters", type=int, help="iteration at which the decay ends (default: --train-iters)")
     group.add_argument("--lr-decay-samples", type=int, help="sample at which the decay ends (default: --train-samples)")
     group.add_argument(
-        "--lr-wsd-decay-style", choices=LR_WSD_DECAY_STYLES, default="exponential", help="last phase of WSD"
+        "--lr-wsd-decay-style",
+        choices=LR_WSD_DECAY_STYLES,
+        default="exponential",
+        help="shape of the decay phase of WSD",
     )
-    group.add_argument("--lr-wsd-decay-iters", type=int, help="iterations of the last phase of WSD")
-    group.add_argument("--lr-wsd-decay-samples", type=int, help="samples of the last phase of WSD")
-    group.add_argument("--lr-warmup-fraction", type=float, help="part of the decay that is warm-up")
+    group.add_argument("--lr-wsd-decay-iters", type=int, help="iterations of the decay phase of WSD")
+    group.add_argument("--lr-wsd-decay-samples", type=int, help="samples of the decay phase of WSD")
+    group.add_argument("--lr-warmup-fraction", type=float, help="warm-up as a fraction of the decay")
     group.add_argument("--lr-warmup-iters", type=int, default=0, help="iterations of warm-up (default: 0)")
     group.add_argument("--lr-warmup-samples", type=int, default=0, help="samples of warm-up (default: 0)")
     group.add_argument(
         "--lr-warmup-init", type=float, default=0.0, help="learning rate where warm-up starts (default: 0)"
     )
-    group.add_argument("--weight-decay", type=float, default=0.01, help="decay of matrices (default: 0.01)")
-    group.add_argument("--start-weight-decay", type=float, help="weight decay at the start, where it grows")
-    group.add_argument("--end-weight-decay", type=float, help="weight decay at the end, where it grows")
-    group.add_argument("--weight-decay-incr-style", choices=WD_INCR_STYLES, default="constant", help="how it grows")
+    group.add_argument("--weight-decay", type=float, default=0.01, help="weight decay of matrices (default: 0.01)")
+    group.add_argument("--start-weight-decay", type=float, help="weight decay at the start, if it grows")
+    group.add_argument("--end-weight-decay", type=float, help="weight decay at the end, if it grows")
+    group.add_argument(
+        "--weight-decay-incr-style", choices=WD_INCR_STYLES, default="constant", help="how weight decay grows"
+    )
     group.add_argument(
         "--override-opt-param-scheduler",
         "--override-opt_param-scheduler",
@@ -94,8 +103,8 @@ def _add_schedule_flags(group: argparse._ArgumentGroup) -> None:
 def _add_loop_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--eval-interval", type=int, default=1000, help="iterations between evaluations (default: 1000)")
     group.add_argument("--eval-iters", type=int, default=100, help="global batches of an evaluation (default: 100)")
-    group.add_argument("--exit-interval", type=int, help="save and end after an iteration that this divides")
-    group.add_argument("--exit-duration-in-mins", type=int, help="save and end after so many minutes")
+    group.add_argument("--exit-interval", type=int, help="save and end after an iteration that is a multiple of this")
+    group.add_argument("--exit-duration-in-mins", type=int, help="save and end after this many minutes")
     group.add_argument("--exit-signal-handler", action="store_true", help="save and end on SIGTERM")
     group.add_argument("--manual-gc", action="store_true", help="collect garbage on all ranks at the same iterations")
     group.add_argument("--manual-gc-interval", type=int, default=0, help="iterations between collections (0: none)")
@@ -107,5 +116,5 @@ def _add_loop_flags(group: argparse._ArgumentGroup) -> None:
         type=int,
         choices=[0, 1, 2],
         default=0,
-        help="return unused CUDA memory after (1) or before and after (2) each step (default: 0, never)",
+        help="free cached CUDA memory after (1) or before and after (2) each step (default: 0, never)",
     )

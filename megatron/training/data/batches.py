@@ -1,4 +1,4 @@
-"""Which samples a rank computes, and when: a global batch is the same whatever the number of ranks."""
+"""The division of samples into global batches, microbatches and ranks; a global batch is the same on any number of ranks."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch.utils.data import Sampler
 
 @dataclass(frozen=True, kw_only=True)
 class BatchConfig:
-    """How a global batch is divided into microbatches and ranks.
+    """The division of a global batch into microbatches and ranks.
 
     Raises:
-        ValueError: the global batch is not a multiple of what all ranks compute in one forward.
+        ValueError: the global batch is not a multiple of the samples of all ranks in one forward.
     """
 
     micro_batch_size: int
@@ -37,26 +37,26 @@ class BatchConfig:
 
     @property
     def samples_per_microbatch(self) -> int:
-        """Samples of all ranks in one forward."""
+        """Number of samples of all ranks in one forward."""
         return self.micro_batch_size * self.data_parallel_size
 
     @property
     def num_microbatches(self) -> int:
-        """Forwards of a rank in one step."""
+        """Number of microbatches of a rank in one step."""
         return self.global_batch_size // self.samples_per_microbatch
 
 
 class SequentialBatchSampler(Sampler[list[int]]):
-    """Yields the samples of one rank, microbatch by microbatch, in one pass over the data.
+    """A sampler of one rank's microbatches in one pass over the data.
 
-    Microbatch ``m`` of a step that starts at sample ``s`` takes samples from ``s + (m * ranks + rank) * size`` on: all
-    ranks together take consecutive samples.
+    Microbatch ``m`` of a step that starts at sample ``s`` has the samples from ``s + (m * ranks + rank) * size`` on, so all
+    ranks together use consecutive samples.
 
     Args:
-        total_samples: samples that there are; an incomplete microbatch at the end is left out.
-        consumed_samples: samples that were taken before, by all ranks.
+        total_samples: number of samples; an incomplete microbatch at the end is dropped.
+        consumed_samples: samples that all ranks have used before.
 
-    Ranks: pure; each rank its own part.
+    Ranks: pure; each its own part.
     """
 
     def __init__(self, batch: BatchConfig, *, rank: int, total_samples: int, consumed_samples: int = 0) -> None:

@@ -1,4 +1,4 @@
-"""Brings microbatches from a dataset to the device."""
+"""Loading of microbatches from a dataset to the device."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def iterate_batches(
     """Yield microbatches on ``device``: one tensor for each key of the samples, stacked over [B].
 
     Args:
-        cp_group: ranks that split each sequence; they are given the same sampler, and each yields its part.
+        cp_group: the ranks that split each sequence; they use the same sampler, and each yields its part.
 
-    Loader processes do not hear SIGTERM: a scheduler sends it to all processes, and training must read its data until
-    it has saved. They end with the iterator.
+    Loader processes ignore SIGTERM: a job scheduler sends it to all processes, and training needs data until it has saved.
+    They end with the iterator.
 
-    Ranks: each rank its own; does not block the host on the device.
+    Ranks: each its own; does not make the host wait for the device.
     """
     loader: DataLoader[Any] = DataLoader(
         dataset,
@@ -42,7 +42,7 @@ def iterate_batches(
         worker_init_fn=_ignore_termination if num_workers > 0 else None,
     )
     for batch in loader:
-        # Cut on the device: what is cut on the host is no longer in pinned memory.
+        # Cut on the device: a cut on the host would copy out of pinned memory.
         on_device = {key: value.to(device, non_blocking=True) for key, value in batch.items()}
         yield get_batch_on_this_cp_rank(on_device, cp_group)
 

@@ -1,4 +1,4 @@
-"""The data of a run: tokenizer, and datasets for training, validation and test."""
+"""The tokenizer and the datasets of a run."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ DEFAULT_SPLIT = "969,30,1"
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Where samples come from and how they are cut."""
+    """Settings of the data of a run."""
 
     data_path: tuple[str, ...] | None = None
-    """A prefix, or weights and prefixes in turn, that ``split`` divides; None: one of the next three, or mock data."""
+    """A prefix, or weights and prefixes in turn, that ``split`` divides; None: the next three are given, or mock data."""
 
     train_data_path: tuple[str, ...] | None = None
     valid_data_path: tuple[str, ...] | None = None
     test_data_path: tuple[str, ...] | None = None
 
     mock_data: bool = False
-    """Made-up samples."""
+    """Use generated samples."""
 
     split: str | None = None
     """Parts for training, validation and test of ``data_path``; None: ``DEFAULT_SPLIT``."""
@@ -38,23 +38,23 @@ class DataConfig:
     """Tokens of a sample."""
 
     seed: int = 1234
-    """Of the order of samples."""
+    """Seed of the order of samples."""
 
     num_workers: int = 2
     """Loader processes of a rank; 0 loads in the training process."""
 
     mmap_bin_files: bool = True
     eod_mask_loss: bool = False
-    """No loss where a document ends."""
+    """Leave the prediction after an end of document out of the loss."""
 
     tokenizer_type: str = "ByteLevelTokenizer"
     tokenizer_model: str | None = None
     vocab_size: int | None = None
-    """Of NullTokenizer; of others it must be what they have."""
+    """Number of ids of NullTokenizer; for others None or their own number."""
 
 
 class Datasets(NamedTuple):
-    """What is trained on, validated on and tested on; None where there is nothing."""
+    """Datasets of training, validation and test; None where there are no samples."""
 
     train: Any
     valid: Any
@@ -62,18 +62,18 @@ class Datasets(NamedTuple):
 
 
 def tokenizer_of(config: DataConfig) -> MegatronTokenizerBase:
-    """The tokenizer that the data were made with."""
+    """Build the tokenizer of the data."""
     return build_tokenizer(config.tokenizer_type, config.tokenizer_model, config.vocab_size)
 
 
 def build_gpt_datasets(config: DataConfig, tokenizer: MegatronTokenizerBase, sizes: Sequence[int]) -> Datasets:
-    """GPT datasets of at least ``sizes`` samples.
+    """Build GPT datasets of at least ``sizes`` samples.
 
     Args:
-        sizes: [3] samples of training, validation and test; 0 where nothing is drawn.
+        sizes: [3] samples of training, validation and test; 0: no dataset is needed.
 
     Raises:
-        ValueError: the data do not give as many samples.
+        ValueError: the data have fewer samples.
 
     Ranks: all; one rank of each node builds the indices, the others wait for it.
     """
@@ -98,7 +98,7 @@ def build_gpt_datasets(config: DataConfig, tokenizer: MegatronTokenizerBase, siz
         held = 0 if dataset is None else len(dataset)
         if held < size and (name == "training" or held > 0):
             raise ValueError(
-                f"the data must give {size} samples for {name}, got {held}; give weights with --data-path (they "
-                "are repeated then), shorten the run or its evaluations, or change --split"
+                f"the data must have {size} samples for {name}, got {held}; give weights with --data-path (which "
+                "repeats the data), shorten the run or its evaluations, or change --split"
             )
     return Datasets(*(dataset if size > 0 else None for dataset, size in zip(built, sizes, strict=True)))

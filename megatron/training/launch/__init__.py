@@ -1,1 +1,1 @@
-"""Starting the ranks, building the model and running ``pretrain`` from start to end."""
+"""Start of the ranks, construction of the model, and ``pretrain``."""

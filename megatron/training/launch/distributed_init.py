@@ -1,4 +1,4 @@
-"""Starts the ranks: device, process group, and what a rank says when another is missing."""
+"""Initialisation of torch.distributed, of this rank's device and of the process groups."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from megatron.core.rank_grid import RankGrid
 
 @dataclass(frozen=True, kw_only=True)
 class DistributedConfig:
-    """How ranks find and reach each other."""
+    """Settings of the communication between ranks."""
 
     backend: str | None = None
-    """``nccl`` trains on CUDA devices, ``gloo`` on CPUs; None: nccl where there are CUDA devices."""
+    """``nccl`` trains on CUDA devices, ``gloo`` on CPUs; None: nccl if there are CUDA devices."""
 
     timeout_minutes: int = 10
-    """Until a rank that does not come is an error on all others."""
+    """Time after which a missing rank is an error on all others."""
 
     create_all_gather_group: bool = False
-    """Weights are gathered on a communicator of their own, beside reductions; off, they take turns."""
+    """Gather weights on a separate communicator, so that gathers overlap reductions; off, they take turns on one."""
 
     def __post_init__(self) -> None:
         if self.backend not in (None, "nccl", "gloo"):
@@ -36,24 +36,24 @@ class DistributedConfig:
 
 
 def world_size_of_environment() -> int:
-    """Ranks that torchrun started; 1 without it."""
+    """Return the number of ranks that torchrun started; 1 without it."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def rank_of_environment() -> int:
-    """This rank among those that torchrun started; 0 without it."""
+    """Return this rank's index among those that torchrun started; 0 without it."""
     return int(os.environ.get("RANK", "0"))
 
 
 def initialize_distributed(config: DistributedConfig) -> torch.device:
-    """The default process group spans all ranks; returns this rank's device, which is current.
+    """Initialise the default process group and return this rank's device, which is made current.
 
-    A group that exists already is used. Without torchrun's environment there is one rank.
+    An existing default process group is used. Without torchrun's environment there is one rank.
 
     Raises:
-        RuntimeError: CUDA was asked for and is missing, there are fewer devices than local ranks, or ranks do not come.
+        RuntimeError: CUDA is requested and missing, there are fewer devices than local ranks, or ranks are missing.
 
-    Ranks: all; blocks until all have come.
+    Ranks: all; blocks until all have joined.
     """
     backend = config.backend or ("nccl" if torch.cuda.is_available() else "gloo")
     device = _device(backend)
@@ -69,7 +69,7 @@ def initialize_distributed(config: DistributedConfig) -> torch.device:
         dist.init_process_group(backend, timeout=timeout, device_id=device_id)
     except (dist.DistStoreError, dist.DistNetworkError, ValueError) as error:
         raise RuntimeError(
-            f"rank {rank_of_environment()} must meet {world_size_of_environment()} ranks at MASTER_ADDR:MASTER_PORT "
+            f"rank {rank_of_environment()} must reach {world_size_of_environment()} ranks at MASTER_ADDR:MASTER_PORT "
             f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')} within {config.timeout_minutes} minutes, "
             f"got: {error}; look for ranks that did not start, and start all of them with torchrun"
         ) from error
@@ -77,12 +77,12 @@ def initialize_distributed(config: DistributedConfig) -> torch.device:
 
 
 def process_groups(config: DistributedConfig, grid: RankGrid) -> ProcessGroupCollection:
-    """The groups of every split of the run; where ``config`` says so, weights are gathered through groups of their own.
+    """Build the process groups of the run, with separate ones for all-gathers of weights if ``config`` says so.
 
     Raises:
-        ValueError: the grid is of another number of ranks than there are.
+        ValueError: the grid has another number of ranks than the run.
 
-    Ranks: all; blocks until the ranks of its groups have come.
+    Ranks: all; blocks until the ranks of its groups have joined.
     """
     return build_process_groups(
         grid,
@@ -110,8 +110,8 @@ def _device(backend: str) -> torch.device:
 
 
 def set_deterministic() -> None:
-    """torch uses only kernels whose result does not depend on scheduling, or raises where it has none."""
-    # cuBLAS reads it when its first handle is made: without a fixed workspace its sums depend on streams.
+    """Make torch use only deterministic kernels; it raises where there is none."""
+    # cuBLAS reads this when it makes its first handle: without a fixed workspace its sums depend on streams.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False

@@ -1,4 +1,4 @@
-"""What a GPT model is, beside its transformer layers, and how it is built."""
+"""The configuration of a GPT model, and its construction."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ _ARCHITECTURE_OF_EXPERTS = (
 
 @dataclass(frozen=True, kw_only=True)
 class GPTConfig:
-    """A GPT model up to the size of its vocabulary, which the tokenizer knows."""
+    """The settings of a GPT model, except the size of its vocabulary, which the tokenizer has."""
 
     transformer: TransformerConfig
 
     max_position_embeddings: int
-    """Longest sequence that the model can take."""
+    """Length of the longest sequence that the model supports."""
 
     position_embedding_type: str = "learned_absolute"
     rotary_base: int = 10000
@@ -61,20 +61,20 @@ class GPTConfig:
     """The output layer uses the word embedding's weight."""
 
     make_vocab_size_divisible_by: int = 128
-    """The vocabulary is padded to a multiple of it: matrices of odd sizes are slow. Unlike in Megatron-LM, tensor
-    parallelism does not enter: the model is the same whatever the split."""
+    """The vocabulary is padded to a multiple of it, since matrices of odd sizes are slow. Unlike in Megatron-LM it is not
+    multiplied by the tensor-parallel ranks, so that the model does not depend on the split."""
 
     init_on_meta_device: bool = False
-    """The engine creates the weights unit by unit, so that no rank ever holds all of them."""
+    """The engine creates the weights unit by unit, so that no rank ever has all of them in memory."""
 
     def padded_vocab_size(self, vocab_size: int) -> int:
-        """The smallest multiple of ``make_vocab_size_divisible_by`` that is not below ``vocab_size``."""
+        """Round ``vocab_size`` up to a multiple of ``make_vocab_size_divisible_by``."""
         return -(-vocab_size // self.make_vocab_size_divisible_by) * self.make_vocab_size_divisible_by
 
     def architecture(self, vocab_size: int) -> dict[str, Any]:
-        """Plain values that two models must have in common to share weights, under their names as flags.
+        """Return the settings, by name, that two models must have in common to share weights.
 
-        How the model is split is none of them: a checkpoint is loaded under any split.
+        The split of the model is not among them: a checkpoint can be loaded under any split.
         """
         own = (
             "max_position_embeddings",
@@ -98,13 +98,13 @@ class GPTConfig:
 def build_gpt_model(
     config: GPTConfig, *, vocab_size: int, device: torch.device, pg_collection: ProcessGroupCollection | None = None
 ) -> GPTModel:
-    """A GPT model on ``device``, or on the meta device where the configuration says so: this rank's part of it.
+    """Build this rank's part of a GPT model, on ``device`` or, if configured, on the meta device.
 
     Args:
         vocab_size: the tokenizer's, without padding.
-        pg_collection: the ranks between which the model is split; None: it is whole.
+        pg_collection: the process groups over which the model is split; None: it is not split.
 
-    Ranks: each alone; parts have the values that they have in the whole model.
+    Ranks: each alone; a part has the same initial values as in the whole model.
     """
     stages = None if pg_collection is None else pg_collection.pp
     with torch.device("meta" if config.init_on_meta_device else device):

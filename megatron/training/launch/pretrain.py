@@ -1,4 +1,4 @@
-"""Pretraining from start to end: ranks, model, data, resume, loop, last evaluation."""
+"""Pretraining from start to end: ranks, data, model, resume, training loop, last evaluation."""
 
 from __future__ import annotations
 
@@ -40,27 +40,27 @@ from megatron.training.telemetry.life_signs import naming_silent_ranks
 from megatron.training.telemetry.metrics import MetricLog, build_writers
 
 ModelProvider = Callable[[Settings, int, torch.device, ProcessGroupCollection], torch.nn.Module]
-"""(settings, size of the vocabulary, device, groups between which the model is split) -> this rank's part of the model,
-unwrapped; on the meta device if the settings say so."""
+"""(settings, size of the vocabulary, device, process groups) -> this rank's part of the model, unwrapped; on the meta
+device if the settings say so."""
 
 DatasetProvider = Callable[[Settings, Any, Sequence[int]], Datasets]
-"""(settings, tokenizer, [3] samples of training, validation and test) -> datasets of dicts of tensors."""
+"""(settings, tokenizer, [3] numbers of samples of training, validation and test) -> datasets of dicts of tensors."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingSetup:
-    """All that a run consists of before its first step."""
+    """The components of a run, built before its first step."""
 
     settings: Settings
     device: torch.device
     datasets: Datasets
     model: FullyShardedDataParallel
     stage: PipelineStage
-    """The pipeline stage that the model is."""
+    """The pipeline stage of this rank."""
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
     architecture: dict[str, Any]
-    """Plain values that tell this model from others."""
+    """See ``GPTConfig.architecture``."""
     flops_per_sample: int
 
 
@@ -71,11 +71,11 @@ def pretrain(
     datasets_provider: DatasetProvider,
     forward_step: ForwardStep,
 ) -> TrainState:
-    """The model is trained to the end that the settings name, evaluated and saved; returns where training stands.
+    """Train, evaluate and save a model as the settings say; return the counters of training at its end.
 
     Raises:
         RuntimeError: ranks or devices are missing, or a loss is not finite.
-        ValueError: data, checkpoint or devices do not fit the settings.
+        ValueError: data, checkpoint or devices do not match the settings.
 
     Ranks: all.
     """
@@ -85,7 +85,7 @@ def pretrain(
     if settings.cuda_graph.enabled:
         _begin_capturing(device)
     if settings.logging.logging_level is not None:
-        logging.basicConfig()  # without a handler, Python prints warnings at most, whatever the level
+        logging.basicConfig()  # without a handler, Python prints nothing below warnings, whatever the level
         logging.getLogger().setLevel(settings.logging.logging_level)
     if settings.loop.deterministic:
         set_deterministic()
@@ -103,7 +103,7 @@ def pretrain(
 def _set_up(
     settings: Settings, device: torch.device, model_provider: ModelProvider, datasets_provider: DatasetProvider
 ) -> TrainingSetup:
-    """Data first: what is wrong with them is found before a model is allocated."""
+    """Build all components; data come first, so that faults in them are found before a model is allocated."""
     tokenizer = tokenizer_of(settings.data)
     datasets = datasets_provider(settings, tokenizer, _sizes(settings.loop, settings.batch))
     groups = process_groups(settings.distributed, settings.grid)
@@ -220,7 +220,7 @@ def _train(setup: TrainingSetup, forward_step: ForwardStep, start_time: float) -
 
 
 def _begin_capturing(device: torch.device) -> None:
-    """It is known that steps can be captured on this device, and said what that changes."""
+    """Check that steps can be captured on this device, and print what capturing changes."""
     if device.type != "cuda":
         raise ValueError(
             f"--cuda-graph-impl full_iteration needs CUDA devices, got {device.type}; use --cuda-graph-impl none"
@@ -256,12 +256,12 @@ def _step(setup: TrainingSetup, forward_step: ForwardStep, seed: int) -> TrainSt
 
 
 def _data_rank(setup: TrainingSetup) -> int:
-    """This rank's place among those that compute different samples."""
+    """Return this rank's index among the ranks that compute different samples."""
     return group_rank(setup.model.pg_collection.dp)
 
 
 def _sizes(loop: LoopConfig, batch: BatchConfig) -> tuple[int, int, int]:
-    """Samples of training, validation and test that the whole run draws; as in Megatron-LM."""
+    """Compute the numbers of samples of training, validation and test that the whole run draws, as Megatron-LM does."""
     evaluations = loop.train_iters // loop.eval_interval + 1
     per_evaluation = loop.eval_iters * batch.global_batch_size
     return loop.train_iters * batch.global_batch_size, evaluations * per_evaluation, per_evaluation
@@ -270,9 +270,10 @@ def _sizes(loop: LoopConfig, batch: BatchConfig) -> tuple[int, int, int]:
 def _batches(
     setup: TrainingSetup, dataset: Any, consumed_samples: int, *, repeats: bool = False
 ) -> Iterator[Batch] | None:
-    """Microbatches of this rank; ``repeats`` starts over where the samples end (a resumed run may evaluate more often).
+    """Iterate over this rank's microbatches; ``repeats``: start over after the last sample.
 
-    Ranks between which the model is split draw the same samples.
+    A resumed run may evaluate more often than planned, hence ``repeats``. Ranks over which the model is split draw the same
+    samples.
     """
     if dataset is None:
         return None
@@ -295,7 +296,7 @@ def _forever(make: Callable[[], Iterator[Batch] | None]) -> Iterator[Batch]:
 
 
 def _test(setup: TrainingSetup, forward_step: ForwardStep, state: TrainState, log: MetricLog) -> None:
-    """The loss on the test data is logged, where there are any."""
+    """Log the loss on the test data, if there are any."""
     batches = _batches(setup, setup.datasets.test, 0)
     if batches is None:
         return

@@ -1,1 +1,1 @@
-"""Training steps and what runs between them."""
+"""The training loop: steps, evaluation, agreement of ranks, and the counters of a run."""

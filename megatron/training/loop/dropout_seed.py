@@ -1,4 +1,4 @@
-"""Random numbers of training: dropout is a function of seed, iteration and microbatch alone."""
+"""Random numbers of training: dropout depends on seed, iteration and microbatch alone."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ import torch
 
 
 def microbatch_seed(seed: int, iteration: int, global_microbatch: int) -> int:
-    """A seed in [0, 2**63) that depends on nothing but its arguments; torch's generators start each microbatch from it.
+    """Compute the seed, in [0, 2**63), of torch's generators for a microbatch from the arguments alone.
 
     So dropout is the same on any number of data-parallel ranks with the same micro batch size, and after a resume.
     Tensor-parallel ranks share the seed; see [Note: random streams of tensor ranks] in tensor_parallel/random.py.
 
     Args:
-        iteration: iterations that were completed before.
-        global_microbatch: microbatch of the global batch, counted over ranks: ``m * ranks + rank``.
+        iteration: number of completed iterations.
+        global_microbatch: index of the microbatch in the global batch, counted over ranks: ``m * ranks + rank``.
 
-    Source: ours; SHA-256 so that neighbouring arguments give unrelated streams.
+    Source: ours; SHA-256, so that neighbouring arguments give unrelated streams.
     """
     digest = hashlib.sha256(f"dropout/{seed}/{iteration}/{global_microbatch}".encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
 
 
 def seed_everything(seed: int) -> None:
-    """The generators of Python, numpy and torch are at the start of the stream of ``seed``."""
+    """Seed the generators of Python, numpy and torch."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
 
 
 def rng_state(seed: int) -> dict[str, Any]:
-    """Plain values (no tensors) from which ``set_rng_state`` continues; ``seed`` is that of ``microbatch_seed``."""
+    """Return the state of all generators, without tensors, for ``set_rng_state``; ``seed`` is that of ``microbatch_seed``."""
     version, internal, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = cast(tuple[str, np.ndarray, int, int, float], np.random.get_state())
     return {
@@ -46,7 +46,7 @@ def rng_state(seed: int) -> dict[str, Any]:
 
 
 def set_rng_state(state: dict[str, Any]) -> int:
-    """The generators continue from ``state``; returns the seed of ``microbatch_seed``."""
+    """Restore the generators from ``state``; return the seed of ``microbatch_seed``."""
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     kind, keys, position, has_gauss, cached = state["numpy"]

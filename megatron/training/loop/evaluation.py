@@ -1,4 +1,4 @@
-"""The loss on held-out data."""
+"""Evaluation: the loss on held-out data."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def evaluate(
     device: torch.device,
     stage: PipelineStage | None = None,
 ) -> float:
-    """The mean loss over all tokens of ``eval_iters`` global batches; the model is in training mode afterwards.
+    """Compute the mean loss over all tokens of ``eval_iters`` global batches; leave the model in training mode.
 
     Args:
-        stage: of the pipeline; None: the model is whole.
+        stage: this rank's pipeline stage; None: the model is not split into stages.
 
-    Ranks: all of the run; blocks until the loss is known, which it is on all of them.
+    Ranks: all of the run, which all get the same loss; blocks until it is known.
     """
     stage = stage or PipelineStage()
     microbatches = _Microbatches(StageForward(model, forward_step, stage), batches, device)
@@ -38,14 +38,14 @@ def evaluate(
         Pipeline(stage).forward_only(microbatches, eval_iters * batch.num_microbatches)
     model.train()
     sums = microbatches.sums
-    # Ranks that share samples, and stages, add the same to both sums, or nothing to either.
+    # Ranks that share samples add the same to both sums, and stages without losses add zeros, so the mean is right.
     dist.all_reduce(sums)
     loss_sum, num_tokens = sums.tolist()
     return float(loss_sum / max(num_tokens, 1.0))
 
 
 class _Microbatches:
-    """The microbatches of an evaluation, as the stage's schedule runs them."""
+    """The microbatches of an evaluation, as ``Pipeline.forward_only`` runs them."""
 
     def __init__(self, stage_forward: StageForward, batches: Iterator[Batch], device: torch.device) -> None:
         self.stage_forward, self.batches = stage_forward, batches

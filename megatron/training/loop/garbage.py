@@ -1,4 +1,4 @@
-"""Garbage collection at iterations that all ranks have in common, so that no rank waits for another's collection."""
+"""Garbage collection at the same iterations on all ranks, so that no rank waits for another's collection."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class GarbageConfig:
-    """When garbage is collected."""
+    """Settings of Python's garbage collection."""
 
     manual: bool = False
-    """Python's own collection by thresholds is off."""
+    """Switch Python's automatic collection off."""
 
     interval: int = 0
     """Iterations between collections; 0: none."""
@@ -27,7 +27,7 @@ class GarbageConfig:
 
 
 class GarbageCollector:
-    """Does what the configuration says; Python's own collection is on again after ``close``."""
+    """The garbage collection of a run, as configured; ``close`` switches Python's automatic collection on again."""
 
     def __init__(self, config: GarbageConfig) -> None:
         self.config = config

@@ -1,4 +1,4 @@
-"""The learning-rate schedule of a run, counted in samples whatever the flags are counted in."""
+"""The schedule of learning rate and weight decay of a run, counted in samples."""
 
 from __future__ import annotations
 
@@ -10,41 +10,41 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleConfig:
-    """The schedule in samples, so that it does not change with the global batch size of a later run."""
+    """Settings of the schedule, in samples, so that it does not change with the global batch size of a later run."""
 
     decay_samples: int
     """Sample at which the decay ends, warm-up included."""
 
     warmup_samples: float = 0
-    """Samples of linear warm-up; a fraction of ``decay_samples`` need not be whole."""
+    """Samples of linear warm-up; it may be fractional."""
 
     warmup_init_lr: float = 0.0
     """Learning rate where warm-up starts."""
 
     decay_style: str = "linear"
     wsd_decay_samples: int | None = None
-    """Length of the last phase of WSD."""
+    """Length of the decay phase of WSD."""
 
     wsd_decay_style: str = "exponential"
 
     start_weight_decay: float
     end_weight_decay: float
     weight_decay_incr_samples: int
-    """Samples until ``end_weight_decay``."""
+    """Samples until weight decay reaches ``end_weight_decay``."""
 
     weight_decay_incr_style: str = "constant"
 
     override_checkpoint: bool = False
-    """A loaded checkpoint gives the position alone."""
+    """Take only the position from a loaded checkpoint, and keep this schedule."""
 
     use_checkpoint: bool = False
-    """A loaded checkpoint gives the schedule too."""
+    """Take the schedule of a loaded checkpoint too."""
 
 
 def build_scheduler(
     config: ScheduleConfig, optimizer_config: OptimizerConfig, optimizer: MegatronOptimizer
 ) -> OptimizerParamScheduler:
-    """The scheduler at sample 0; ``step(samples)`` advances it."""
+    """Build the scheduler at sample 0; ``step(samples)`` advances it."""
     assert optimizer_config.lr is not None
     return OptimizerParamScheduler(
         optimizer,

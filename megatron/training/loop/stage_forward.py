@@ -12,23 +12,23 @@ from megatron.core.pipeline_parallel import PipelineStage
 
 Batch = dict[str, Tensor]
 ForwardStep = Callable[[Batch, torch.nn.Module], tuple[Tensor, Tensor] | Tensor]
-"""(microbatch, model) -> ([] sum of the losses of the tokens that count, [] how many they are), fp32, on the device. On a
-pipeline stage that has no output layer (``has_output_layer``): what the model returned, [s, b, h]."""
+"""(microbatch, model) -> ([] sum of the losses of the unmasked tokens, [] their number), fp32, on the device. On a pipeline
+stage without output layer (``has_output_layer``): the model's output, [s, b, h]."""
 
 
 def has_output_layer(model: torch.nn.Module) -> bool:
-    """True if the model, wrapped or not, computes losses: it is whole, or its pipeline's last stage."""
+    """Return whether the model, wrapped or not, computes losses: it is not split into stages, or it is the last one."""
     return bool(getattr(_unwrapped(model), "post_process", True))
 
 
 class StageForward:
-    """Runs ``forward_step`` on a stage.
+    """The call of ``forward_step`` on a pipeline stage.
 
     Args:
-        model: wrapped or not; where it is not the first stage it has ``set_input_tensor``.
+        model: wrapped or not; on stages other than the first it must have ``set_input_tensor``.
 
     Raises:
-        TypeError: the model of a later stage cannot be given hidden states.
+        TypeError: the model of a later stage has no ``set_input_tensor``.
     """
 
     def __init__(self, model: torch.nn.Module, forward_step: ForwardStep, stage: PipelineStage) -> None:
@@ -43,13 +43,13 @@ class StageForward:
                 )
 
     def __call__(self, batch: Batch, hidden_states: Tensor | None) -> tuple[Tensor, Tensor] | Tensor:
-        """As ``ForwardStep``.
+        """Run ``forward_step`` and return its result.
 
         Args:
-            hidden_states: [s, b, h] from the stage before; None on the first one.
+            hidden_states: [s, b, h] of the previous stage; None on the first one.
 
         Raises:
-            TypeError: ``forward_step`` returned something else than the stage needs.
+            TypeError: ``forward_step`` returned another kind of result than the stage needs.
         """
         if self._set_input is None:
             return self._checked(self.forward_step(batch, self.model))
@@ -57,7 +57,7 @@ class StageForward:
         try:
             return self._checked(self.forward_step(batch, self.model))
         finally:
-            self._set_input(None)  # its memory belongs to the schedule
+            self._set_input(None)  # so that the schedule can free its memory
 
     def _checked(self, output: Any) -> tuple[Tensor, Tensor] | Tensor:
         if isinstance(output, Tensor) is self.stage.is_last:

@@ -1,7 +1,7 @@
-"""What all ranks agree on after each step: losses that are not finite, a signal to end, time that is over.
+"""Agreement of all ranks after each step on non-finite losses, a termination signal and the time limit.
 
-Ranks must take the same decisions, and the host should not wait for the device within a step. So each rank puts its
-marks into a small vector that is summed over ranks, and reads it one step later, when the sum is long done.
+Ranks must take the same decisions, and the host should not wait for the device within a step. So each rank writes flags
+into a small vector that is summed over ranks, and reads the sum one step later, when it has long been computed.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from megatron.core.delayed_read import DelayedRead
 
 @dataclass(frozen=True, kw_only=True)
 class Agreement:
-    """The same on all ranks."""
+    """The common decision of all ranks."""
 
     end_requested: str | None
-    """Why training should save and end; None: it goes on."""
+    """Why training should save and end; None: it continues."""
 
 
 class TerminationSignal:
-    """Remembers that SIGTERM came, instead of dying from it."""
+    """A handler of SIGTERM that records the signal instead of ending the process."""
 
     def __init__(self) -> None:
         self.received = False
@@ -37,17 +37,17 @@ class TerminationSignal:
         self.received = True
 
     def restore(self) -> None:
-        """SIGTERM does what it did before."""
+        """Restore the previous handler of SIGTERM."""
         signal.signal(signal.SIGTERM, self._previous)
 
 
 class StepAgreement:
-    """Collects marks of all ranks step by step.
+    """The exchange of flags between all ranks, once for each step.
 
     Args:
-        check_finite: losses and gradient norms that are not finite end training with an error on all ranks.
-        termination: ends training when any rank has received the signal.
-        duration_mins: ends training so many minutes after ``start_time`` (``time.time()``) on any rank.
+        check_finite: raise an error on all ranks if a loss or gradient norm is not finite.
+        termination: end training when any rank has received the signal.
+        duration_mins: end training this many minutes after ``start_time`` (``time.time()``) on any rank.
 
     Ranks: all make the same calls in the same order.
     """
@@ -68,42 +68,42 @@ class StepAgreement:
 
     @property
     def is_needed(self) -> bool:
-        """False where there is nothing to agree on, and ``post`` does nothing."""
+        """Whether there is anything to agree on; if not, ``post`` does nothing."""
         return self.check_finite or self.termination is not None or self.deadline is not None
 
     @torch.no_grad()
     def post(self, iteration: int, loss: Tensor, grad_norm: Tensor) -> None:
-        """The marks of this rank after ``iteration`` are on their way; does not block the host.
+        """Start to sum this rank's flags after ``iteration`` over all ranks; does not block the host.
 
         Args:
             loss: [] this rank's loss.
-            grad_norm: [] the whole model's, the same on all ranks.
+            grad_norm: [] gradient norm of the whole model, the same on all ranks.
         """
         if not self.is_needed:
             return
-        marks = torch.zeros(self.num_ranks + 3, device=self.device)
+        flags = torch.zeros(self.num_ranks + 3, device=self.device)
         if self.check_finite:
-            marks[self.rank].copy_(~torch.isfinite(loss))
-            marks[self.num_ranks].copy_(~torch.isfinite(grad_norm))
+            flags[self.rank].copy_(~torch.isfinite(loss))
+            flags[self.num_ranks].copy_(~torch.isfinite(grad_norm))
         if self.termination is not None and self.termination.received:
-            marks[self.num_ranks + 1].fill_(1.0)
+            flags[self.num_ranks + 1].fill_(1.0)
         if self.deadline is not None and time.time() > self.deadline:
-            marks[self.num_ranks + 2].fill_(1.0)
-        dist.all_reduce(marks)
-        self._posted = (iteration, DelayedRead(marks))
+            flags[self.num_ranks + 2].fill_(1.0)
+        dist.all_reduce(flags)
+        self._posted = (iteration, DelayedRead(flags))
 
     def collect(self) -> Agreement:
-        """What the marks posted last say; blocks until they have arrived.
+        """Return the decision that follows from the flags posted last; block until they have arrived.
 
         Raises:
-            RuntimeError: on all ranks, if a loss or the gradient was not finite.
+            RuntimeError: on all ranks, if a loss or the gradient norm was not finite.
         """
         if self._posted is None:
             return Agreement(end_requested=None)
-        iteration, marks = self._posted
+        iteration, flags = self._posted
         self._posted = None
-        *losses, gradient, terminated, late = marks.values()
-        self._raise_if_not_finite(iteration, [rank for rank, mark in enumerate(losses) if mark], bool(gradient))
+        *losses, gradient, terminated, late = flags.values()
+        self._raise_if_not_finite(iteration, [rank for rank, flag in enumerate(losses) if flag], bool(gradient))
         if terminated:
             return Agreement(end_requested="SIGTERM was received")
         return Agreement(end_requested="--exit-duration-in-mins is over" if late else None)
@@ -113,7 +113,7 @@ class StepAgreement:
             return
         what = f"the loss on ranks {ranks}" if ranks else "the norm of the gradient (losses were finite)"
         raise RuntimeError(
-            f"loss and gradient must be finite, got a NaN or infinity in iteration {iteration}: {what}; no checkpoint "
-            "holds it. Lower the learning rate, look at the data of this iteration, or go on at your own risk with "
+            f"loss and gradient must be finite, got a NaN or infinity in iteration {iteration}: {what}; it is in no "
+            "checkpoint. Lower the learning rate, look at the data of this iteration, or continue at your own risk with "
             "--no-check-for-nan-in-loss-and-grad"
         )

@@ -1,4 +1,4 @@
-"""Where training stands."""
+"""The counters of training."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import asdict, dataclass
 
 @dataclass(kw_only=True)
 class TrainState:
-    """Counters that a checkpoint carries on."""
+    """Counters of training, saved in checkpoints."""
 
     iteration: int = 0
-    """Iterations that were completed."""
+    """Number of completed iterations."""
 
     consumed_train_samples: int = 0
     consumed_valid_samples: int = 0
 
     def as_dict(self) -> dict[str, int]:
-        """Plain values, for a checkpoint."""
+        """Return the counters by name, for a checkpoint."""
         return asdict(self)

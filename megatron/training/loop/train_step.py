@@ -1,4 +1,4 @@
-"""One step of training: forward and backward of all microbatches, the update, and what is reported of it."""
+"""A training step: forward and backward of all microbatches, the update, and its results."""
 
 from __future__ import annotations
 
@@ -27,30 +27,30 @@ __all__ = ["Batch", "ForwardStep", "StepComputation", "StepRecord", "TrainStep"]
 
 
 class StepRecord(NamedTuple):
-    """What a step did; all tensors are on the device and nobody has waited for them."""
+    """The results of a step; all tensors are on the device, and the host has not waited for them."""
 
     loss_and_tokens: Tensor
-    """[2] this rank's sums of losses and of tokens, over its microbatches, in fp64: counts stay exact. Stages of a pipeline
-    have those of the last one."""
+    """[2] this rank's sums of losses and of tokens over its microbatches, in fp64, so that counts are exact. All stages of a
+    pipeline have those of the last one."""
     grad_norm: Tensor
-    """[] of the whole model, before clipping."""
+    """[] gradient norm of the whole model, before clipping."""
     num_zeros_in_grad: Tensor | None
     update_successful: bool
     auxiliary_losses: Tensor | None = None
-    """[A] by ``auxiliary_loss_names``, in fp64; the sum over all ranks is the mean over layers with experts, microbatches and
-    data-parallel ranks. None where there are none."""
+    """[A] auxiliary losses in the order of ``auxiliary_loss_names``, fp64. Their sum over all ranks is the mean over layers
+    with experts, microbatches and data-parallel ranks. None: the model has none."""
 
 
 class StepComputation:
-    """What a step does on the device, and nothing else: it can be captured and replayed.
+    """The device work of a step, which can be captured and replayed.
 
-    The gradient is the mean over microbatches and ranks of each microbatch's mean loss over its tokens (those of all ranks
-    that share its sequences); with ``per_token_loss`` it is that of the mean over all tokens of the global batch.
+    The minimised loss is the mean, over microbatches and data-parallel ranks, of the mean loss over a microbatch's tokens
+    (those of all ranks that share its sequences). With ``per_token_loss`` it is the mean over all tokens of the global batch.
 
     Args:
-        model: wrapped for sharding; its groups say who shares sequences and who averages gradients.
-        per_token_loss: the engine sums gradients over ranks instead of averaging them, and they are scaled here once.
-        stage: of the pipeline; None: the model is whole.
+        model: the sharded model; its process groups say which ranks share sequences and which average gradients.
+        per_token_loss: the engine sums gradients over ranks instead of averaging them, and the step scales them once.
+        stage: this rank's pipeline stage; None: the model is not split into stages.
 
     Ranks: all of the model's groups.
     """
@@ -75,11 +75,11 @@ class StepComputation:
         self.auxiliary_losses = record_auxiliary_losses(model, model.config)
 
     def __call__(self, microbatches: Iterable[Batch], draw: Callable[[int], None]) -> dict[str, Tensor]:
-        """The weights have taken one step; returns the tensors of a ``StepRecord`` by name; does not block the host.
+        """Run one step; return the tensors of a ``StepRecord`` by name. Does not block the host.
 
         Args:
-            microbatches: [M] of this rank.
-            draw: ``draw(i)`` puts the random generator at the start of microbatch ``i``'s stream.
+            microbatches: [M] microbatches of this rank.
+            draw: ``draw(i)`` seeds the random generators for microbatch ``i``.
         """
         if self.auxiliary_losses is not None:
             self.auxiliary_losses.clear()
@@ -87,7 +87,7 @@ class StepComputation:
         self.pipeline.forward_backward(microbatches_of_stage, self.num_microbatches)
         sums = microbatches_of_stage.sums
         if self.stage.num_stages > 1:
-            dist.all_reduce(sums, group=self.stage.group)  # the last stage alone has added to them
+            dist.all_reduce(sums, group=self.stage.group)  # only those of the last stage are not zero
         if self.per_token_loss:
             tokens = sums[1].clone()
             groups = self.model.pg_collection
@@ -105,13 +105,13 @@ class StepComputation:
         return results
 
     def scaled(self, loss: Tensor, tokens: Tensor) -> Tensor:
-        """The loss whose gradient a microbatch adds. Ranks: all that share its sequences."""
+        """Scale a microbatch's sum of losses to the loss that backward starts from. Ranks: all that share its sequences."""
         if self.per_token_loss:
             return loss
         cp_group = self.model.pg_collection.cp
         num_parts = group_size(cp_group)
         if num_parts > 1:
-            # The engine averages over these ranks too, though each has the losses of a part alone.
+            # The engine averages gradients over these ranks, but each has the losses of its part alone.
             tokens = tokens.detach().clone()
             dist.all_reduce(tokens, group=cp_group)
             loss = loss * num_parts
@@ -119,10 +119,10 @@ class StepComputation:
 
 
 class _Microbatches:
-    """The microbatches of one step, as the stage's schedule runs them.
+    """The microbatches of one step, as ``Pipeline.forward_backward`` runs them.
 
     Attributes:
-        sums: [2] of losses and tokens until now, in fp64; zeros but on the last stage.
+        sums: [2] sums of losses and tokens so far, fp64; zeros on all stages but the last.
     """
 
     def __init__(self, step: StepComputation, microbatches: Iterator[Batch], draw: Callable[[int], None]) -> None:
@@ -131,7 +131,7 @@ class _Microbatches:
 
     def forward(self, index: int, hidden_states: Tensor | None) -> Tensor:
         data = next(self.microbatches)
-        # After the data: loaders may draw random numbers, and dropout must not depend on that.
+        # After next(), since loaders may draw random numbers, on which dropout must not depend.
         self.draw(index)
         with microbatch(self.step.model, is_first=index == 0, is_last=False):
             output = self.step.stage_forward(data, hidden_states)
@@ -148,18 +148,18 @@ class _Microbatches:
 
 
 class TrainStep:
-    """Trains on one global batch at each call.
+    """A training step; each call trains on one global batch.
 
     Args:
-        computation: what the step does on the device.
-        seed: of dropout; see ``microbatch_seed``.
-        rank: this rank's place among the ``batch.data_parallel_size`` that compute different samples.
-        graph: runs ``computation`` instead of Python, once it has captured it; None: every step is eager.
+        computation: the device work of the step.
+        seed: seed of dropout; see ``microbatch_seed``.
+        rank: index of this rank among the ``batch.data_parallel_size`` ranks that compute different samples.
+        graph: captures ``computation`` and replays it; None: every step is eager.
 
     Raises:
-        ValueError: a setting of the model that a captured step cannot have.
+        ValueError: the model has a setting that a captured step does not support.
 
-    Ranks: all of the model's groups.
+    Ranks: all of the model's process groups.
     """
 
     def __init__(
@@ -180,11 +180,11 @@ class TrainStep:
             _check_capturable(self.model)
 
     def __call__(self, batches: Iterator[Batch], iteration: int) -> StepRecord:
-        """The weights have taken one step; does not block the host.
+        """Train on one global batch; does not block the host.
 
         Args:
-            batches: gives this rank's microbatches.
-            iteration: iterations that were completed before.
+            batches: iterator over this rank's microbatches.
+            iteration: number of completed iterations.
         """
         count = self.batch.num_microbatches
         seeds = [self._seed(iteration, index) for index in range(count)]
@@ -195,12 +195,12 @@ class TrainStep:
 
             results = self.computation((next(batches) for _ in range(count)), draw)
         else:
-            # What the schedules say reaches the device before the graph reads it there.
+            # Copies the scheduled rates to the device, where the graph reads them.
             self.optimizer.update_hyperparameters()
             results = self.graph([next(batches) for _ in range(count)], seeds)
         self.model.start_param_sync()
         self.scheduler.step(self.batch.global_batch_size)
-        # There is no loss scaling that could skip an update.
+        # Always successful: there is no loss scaling that could skip an update.
         return StepRecord(
             results["loss_and_tokens"],
             results["grad_norm"],
@@ -212,11 +212,11 @@ class TrainStep:
     def _seed(self, iteration: int, index: int) -> int:
         own = microbatch_seed(self.seed, iteration, index * self.batch.data_parallel_size + self.rank)
         stage, part = self.computation.stage.index, group_rank(self.model.pg_collection.cp)
-        # Other layers, and other parts of the same sequences, drop other elements.
+        # Stages (other layers) and context-parallel ranks (other parts of the sequences) draw different dropout.
         return microbatch_seed(own, stage, part) if stage or part else own
 
     def close(self) -> None:
-        """The captured step, if there is one, is gone. Call it before process groups are destroyed."""
+        """Free the captured step, if there is one. Call it before process groups are destroyed."""
         if self.graph is not None:
             self.graph.close()
 

@@ -1,4 +1,4 @@
-"""The training loop: steps, and between them what is due: log lines, evaluations, checkpoints, the end."""
+"""The training loop: steps, and between them log lines, evaluations, checkpoints and the decision to end."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ from megatron.training.telemetry.metrics import MetricLog
 
 @dataclass(frozen=True, kw_only=True)
 class LoopConfig:
-    """How long training goes on, and what happens in between."""
+    """Settings of the training loop."""
 
     train_iters: int
-    """Iterations over all runs."""
+    """Iterations to train, over all runs."""
 
     eval_interval: int = 1000
     eval_iters: int = 100
-    """Global batches of an evaluation; 0: none."""
+    """Global batches of an evaluation; 0: no evaluation."""
 
     exit_interval: int | None = None
-    """End after an iteration that this divides."""
+    """End after an iteration that is a multiple of this."""
 
     exit_duration_mins: float | None = None
-    """End after so many minutes."""
+    """End after this many minutes."""
 
     exit_signal_handler: bool = False
     """Save and end on SIGTERM."""
 
     check_finite: bool = True
-    """Losses and gradients that are not finite are errors."""
+    """Raise an error if a loss or gradient norm is not finite."""
 
     empty_unused_memory_level: int = 0
     """Return unused CUDA memory after each step (1), or before it too (2)."""
@@ -61,12 +61,12 @@ class LoopConfig:
 
 
 class TrainingLoop:
-    """Trains until the end that the configuration names.
+    """The loop that trains until the configured end.
 
     Args:
-        train_batches: gives this rank's microbatches, from where training stands.
-        valid_batches: the same for evaluations; None where there is nothing to evaluate on.
-        stage: the pipeline stage that the model is.
+        train_batches: iterator over this rank's microbatches, from the current sample on.
+        valid_batches: the same for evaluations; None: there are no validation data.
+        stage: the pipeline stage of this rank.
 
     Ranks: all of the run.
     """
@@ -94,10 +94,10 @@ class TrainingLoop:
         self.device, self.stage = device, stage
 
     def run(self) -> str:
-        """Training has ended and the last state is saved; returns why it ended.
+        """Train to the end, save the last state and return why training ended.
 
         Raises:
-            RuntimeError: a loss or gradient was not finite (unless that is not checked).
+            RuntimeError: a loss or gradient norm was not finite (unless that is not checked).
         """
         try:
             return self._run()
@@ -139,7 +139,7 @@ class TrainingLoop:
         self.agreement.post(self.state.iteration, record.loss_and_tokens[0], record.grad_norm)
 
     def _after_step(self) -> str | None:
-        """Do what is due after the iteration; returns why training should end, None if it goes on."""
+        """Log, evaluate and save if due; return why training should end, or None to continue."""
         iteration = self.state.iteration
         if iteration % self.log.config.log_interval == 0:
             self.log.write(
@@ -159,13 +159,13 @@ class TrainingLoop:
 
     def _save(self) -> None:
         self.log.stop_clock()
-        # A state that a loss or gradient was not finite for must not become the latest checkpoint.
+        # A state with a non-finite loss or gradient must not become the latest checkpoint, so flags are read first.
         self._reason = self.agreement.collect().end_requested or self._reason
         self.checkpointer.save(self.state)
         self.log.start_clock()
 
     def evaluate(self, where: str) -> float | None:
-        """The validation loss is logged and returned; None where there is nothing to evaluate on."""
+        """Compute, log and return the validation loss; None where there are no validation data."""
         if self.valid_batches is None or self.config.eval_iters == 0:
             return None
         self.log.stop_clock()

@@ -1,1 +1,1 @@
-"""Log lines, metrics, clocks, writers, and signs of life between ranks."""
+"""Log lines, metrics, clocks, writers, and signs of life of ranks."""

@@ -1,4 +1,4 @@
-"""Floating-point operations of a training step, by one convention."""
+"""Number of floating-point operations of a training step."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 FLOP_CONVENTION = (
     "TFLOP/s count the model's matrix multiplications: 6 per weight and token (2 in forward, 4 in backward; with the "
-    "output layer and the experts that a token goes to, without the embedding lookup) and the causal half of attention "
+    "output layer and the experts of a token, without the embedding lookup) and the causal half of attention "
     "scores; recomputation is not counted"
 )
 
 
 def flops_per_sample(config: TransformerConfig, *, seq_length: int, vocab_size: int) -> int:
-    """Floating-point operations of forward and backward on one sample; see ``FLOP_CONVENTION``.
+    """Count the floating-point operations of forward and backward on one sample; see ``FLOP_CONVENTION``.
 
     Args:
-        vocab_size: the padded one: the output layer computes all of it.
+        vocab_size: the padded size, since the output layer computes all of it.
 
     Source: Megatron-LM counts the same (its num_floating_point_operations halves attention for causal masks).
     """
@@ -41,7 +41,7 @@ def _dense_weights(config: TransformerConfig) -> int:
 
 
 def _expert_weights(config: TransformerConfig) -> int:
-    """Of a layer with experts, those that a token meets: its experts, the shared one, the router."""
+    """Count the weights that a token uses in a layer with experts: its experts, the shared expert, the router."""
     width = config.moe_ffn_hidden_size or config.ffn_hidden_size
     assert width and config.num_moe_experts
     router = config.hidden_size * config.num_moe_experts

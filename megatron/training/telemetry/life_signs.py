@@ -1,7 +1,7 @@
-"""Which ranks are silent: all give signs of life through the store, beside training, so that a failure can name them.
+"""Signs of life of all ranks through the store, so that after a failure the ranks that are down can be named.
 
-A collective that fails or times out knows that somebody did not come, not who. A rank that was killed, was stopped or is cut
-off gives no more signs; one that itself waits for that rank still does.
+A collective that fails or times out knows that a rank is missing, not which. Each rank writes a counter to the store from a
+thread. A rank that was killed, stopped or disconnected no longer does; a rank that waits for it still does.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 INTERVAL_S = 2.0
-"""Between two signs of a rank."""
+"""Seconds between two signs of a rank."""
 
 _SILENCE = 3
-"""Intervals without a sign after which a rank is silent, once a collective has failed."""
+"""After a failure: intervals without a sign after which a rank counts as silent."""
 
 _WATCH = 15
-"""Intervals between two looks of rank 0 at all ranks, while nothing has failed."""
+"""Intervals between two checks of all ranks by rank 0 during training."""
 
 _SMALL_WORLD = 256
-"""Up to so many ranks all may ask who is silent; in larger worlds the first of each host."""
+"""Up to this many ranks, all of them ask which are silent; in larger runs the first rank of each host asks."""
 
 
 class LifeSigns:
-    """This rank's signs of life, and its view of the others'.
+    """The signs of life of this rank, and the check of the other ranks'.
 
     Args:
-        store: that all ranks reach; a connection of its own is made.
-        watches: this rank looks at all ranks now and then, and says on stderr when one falls silent.
+        store: a store that all ranks reach; a separate connection to it is made.
+        watches: check all ranks at intervals, and report on stderr when one falls silent.
 
-    Ranks: all, each for itself; a thread works until ``close``.
+    Ranks: all, each for itself; a thread runs until ``close``.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class LifeSigns:
         self._thread.start()
 
     def silent_ranks(self) -> dict[int, str] | None:
-        """The hosts of the ranks that gave no sign within a few intervals, by rank; None where the store does not answer.
+        """Return the hosts, by rank, of the ranks without a sign within a few intervals; None: the store does not answer.
 
         Blocks for these intervals.
         """
@@ -63,22 +63,20 @@ class LifeSigns:
         return None if after is None else _unchanged(before, after)
 
     def describe(self) -> str:
-        """A sentence about who is silent; blocks as ``silent_ranks``."""
+        """Describe in a sentence which ranks are silent; blocks as ``silent_ranks``."""
         silent, seconds = self.silent_ranks(), _SILENCE * self.interval_s
         if silent is None:
             return (
-                f"rank {self.rank} on host {self._host} could not ask who is silent: the store of the first host "
+                f"rank {self.rank} on host {self._host} could not ask which ranks are silent: the store of the first host "
                 f"({os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}) did not answer; that host has ended, or"
-                " this one is cut off from it"
+                " this one is disconnected from it"
             )
         if not silent:
-            return (
-                f"all ranks gave a sign of life within {seconds:.0f} s: none has ended, one may hang in its computation"
-            )
-        return f"no sign of life within {seconds:.0f} s from {_names(silent)}: ended, stopped, or cut off"
+            return f"all ranks gave a sign of life within {seconds:.0f} s: none has ended, but one may hang in its computation"
+        return f"no sign of life within {seconds:.0f} s from {_names(silent)}: ended, stopped, or disconnected"
 
     def close(self) -> None:
-        """No more signs are given."""
+        """Stop giving signs."""
         self._ended.set()
         self._thread.join(timeout=self.interval_s)
 
@@ -89,7 +87,7 @@ class LifeSigns:
             try:
                 self._sign(count)
             except RuntimeError:
-                continue  # the network may come back; what cannot wait for that fails by itself
+                continue  # the network may recover; if not, a collective fails
             if self._watches and count % _WATCH == 0:
                 now = self._signs()
                 if now is not None and seen is not None:
@@ -106,14 +104,14 @@ class LifeSigns:
         self._store.set(str(self.rank), f"{count} {self._host}")
 
     def _signs(self) -> list[str] | None:
-        """[ranks] the last sign of each; None where the store does not answer soon."""
+        """Return the last sign of each rank; None if the store does not answer in time."""
         answer: list[list[bytes]] = []
 
         def ask() -> None:
             with suppress(RuntimeError):
                 answer.append(self._asking.multi_get([str(rank) for rank in range(self.world_size)]))
 
-        # On a dead connection the store's client may wait for as long as TCP does.
+        # In a thread: on a dead connection the store's client may wait as long as TCP does.
         thread = threading.Thread(target=ask, daemon=True)
         thread.start()
         thread.join(timeout=_SILENCE * self.interval_s)
@@ -122,11 +120,11 @@ class LifeSigns:
 
 @contextmanager
 def naming_silent_ranks() -> Iterator[None]:
-    """In the scope this rank gives signs of life, and an error of communication names the ranks that give none.
+    """Give signs of life within the scope, and add the silent ranks to an error of communication.
 
-    Only where ranks met at a TCP store, as torchrun's do.
+    It works where the ranks use a TCP store, as with torchrun; otherwise it does nothing.
 
-    Ranks: all of the default group.
+    Ranks: all of the default process group.
     """
     store, rank, world_size = dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
     while isinstance(store, PrefixStore):

@@ -1,4 +1,4 @@
-"""The lines of the training log, in the form that parsers of Megatron-LM's logs read: ``name: value`` between bars."""
+"""Lines of the training log, in the format of Megatron-LM's logs: ``name: value`` between bars."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from datetime import datetime
 
 @dataclass(frozen=True, kw_only=True)
 class LogRecord:
-    """What is known of the iterations since the last line."""
+    """The values of a log line, over the iterations since the last one."""
 
     iteration: int
     train_iters: int
@@ -21,20 +21,20 @@ class LogRecord:
     loss: float
     """Mean over the iterations of the mean over each global batch."""
     auxiliary_losses: dict[str, float] = field(default_factory=dict)
-    """Those of experts' routers by name, without their coefficients: mean over iterations, layers and microbatches."""
+    """Losses of experts' routers by name, without coefficients: means over iterations, layers and microbatches."""
     grad_norm: float
     num_zeros: float | None
     params_norm: float | None
     skipped_iterations: int
     nan_iterations: int
     tflops_per_device: float | None
-    """None: throughput is not logged, nor are tokens."""
+    """None: neither throughput nor tokens are logged."""
     tokens_per_second_per_device: float | None
     memory: dict[str, float]
     """MiB by kind."""
 
     def scalars(self) -> dict[str, float]:
-        """The values under the names that Megatron-LM gives them in TensorBoard, without time and memory."""
+        """Return the values by their names in Megatron-LM's TensorBoard logs, without time and memory."""
         values = {
             "lm loss": self.loss,
             **self.auxiliary_losses,
@@ -49,7 +49,7 @@ class LogRecord:
         return {name: value for name, value in values.items() if value is not None}
 
     def time_scalars(self) -> dict[str, float]:
-        """Seconds per iteration and throughput."""
+        """Return seconds per iteration and throughput by name."""
         values = {
             "iteration-time": self.ms_per_iteration / 1000.0,
             "throughput": self.tflops_per_device,
@@ -59,7 +59,7 @@ class LogRecord:
 
 
 def format_log_line(record: LogRecord, *, now: datetime | None = None) -> str:
-    """The line of a record. Loss scale is always 1: bf16 and fp32 need none."""
+    """Format the line of a record. Loss scale is always 1: bf16 and fp32 need none."""
     time = (now or datetime.now()).strftime("%Y-%m-%d %H:%M:%S")
     parts = [
         f" [{time}] iteration {record.iteration:8d}/{record.train_iters:8d}",
@@ -94,12 +94,12 @@ def format_log_line(record: LogRecord, *, now: datetime | None = None) -> str:
 
 
 def _digits(value: float) -> int:
-    """One digit after the point as in Megatron-LM, more where a slow device would show 0.0."""
+    """Return the digits after the point: one as in Megatron-LM, more where a slow device would show 0.0."""
     return 1 if value >= 10 else 4
 
 
 def format_evaluation(where: str, loss: float) -> str:
-    """The three lines of an evaluation.
+    """Format the three lines of an evaluation.
 
     Args:
         where: "iteration 10" or "iteration 10 on validation set".

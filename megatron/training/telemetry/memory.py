@@ -10,9 +10,9 @@ _MIB = 2**20
 
 
 def memory_in_mib(device: torch.device) -> dict[str, float]:
-    """MiB by kind: on CUDA allocated and reserved, now and at most; on CPUs what the process held at most.
+    """Return MiB by kind: on CUDA allocated and reserved memory, now and at the peak; on CPUs the peak of the process.
 
-    Ranks: each its own; does not block the host on the device.
+    Ranks: each its own; does not make the host wait for the device.
     """
     if device.type != "cuda":
         return {"memory resident": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}

@@ -1,4 +1,4 @@
-"""Gathers what steps did on the device, and writes it at the log interval: console, TensorBoard, Weights & Biases."""
+"""Metrics of steps, collected on the device and written at the log interval to console, TensorBoard, Weights & Biases."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from megatron.training.telemetry.wandb_writer import WandbWriter, require_wandb
 
 @dataclass(frozen=True, kw_only=True)
 class LoggingConfig:
-    """What is logged, how often and where to."""
+    """Settings of logging."""
 
     log_interval: int = 100
     """Iterations between log lines."""
 
     log_throughput: bool = False
     log_params_norm: bool = False
-    """It costs a pass over all weights at the log interval."""
+    """Log the norm of all weights, at the cost of a pass over them at the log interval."""
 
     logging_level: int | None = None
-    """Of Python's root logger; None leaves it."""
+    """Level of Python's root logger; None: leave it."""
 
     tensorboard_dir: str | None = None
     tensorboard_queue_size: int = 1000
@@ -50,7 +50,7 @@ class LoggingConfig:
             raise ValueError(f"--log-interval must be at least 1, got {self.log_interval}")
         if self.wandb_project and not self.wandb_exp_name:
             raise ValueError("--wandb-project needs --wandb-exp-name, got none")
-        # Here, so that a missing package is found before anything is allocated, and on all ranks.
+        # Checked here, so that a missing package is found before anything is allocated, and on all ranks.
         if self.tensorboard_dir:
             require_tensorboard()
         if self.wandb_project:
@@ -58,7 +58,7 @@ class LoggingConfig:
 
 
 class ScalarWriter(Protocol):
-    """Where scalars go."""
+    """A destination of scalars."""
 
     def add_scalars(self, scalars: dict[str, float], iteration: int) -> None: ...
 
@@ -66,7 +66,7 @@ class ScalarWriter(Protocol):
 
 
 def build_writers(config: LoggingConfig, settings: dict[str, Any]) -> list[ScalarWriter]:
-    """The writers that were asked for; on ranks other than 0 none."""
+    """Build the configured writers on rank 0; none on other ranks."""
     writers: list[ScalarWriter] = []
     if dist.get_rank() != 0:
         return writers
@@ -87,31 +87,31 @@ def build_writers(config: LoggingConfig, settings: dict[str, Any]) -> list[Scala
 
 @dataclass(frozen=True, kw_only=True)
 class _PendingLine:
-    """A log line whose values are on their way to the host."""
+    """A log line whose values are being copied to the host."""
 
     values: DelayedRead
-    """Gradient norm, the optional values, and for each step the sums of losses and of tokens, and the auxiliary losses."""
+    """Gradient norm, the optional values, and for each step the sums of losses and tokens and the auxiliary losses."""
     optional: list[str]
     end: Any
-    """The moment at which its last step is done."""
+    """Time at which its last step is done."""
     iteration: int
     consumed_samples: int
     num_steps: int
     skipped: int
     learning_rates: dict[bool, float]
-    """By whether it is the decoupled one."""
+    """Learning rates; the key says whether it is the decoupled one."""
 
 
 class MetricLog:
-    """Keeps the results of steps on the device and turns them into a log line every ``log_interval`` iterations.
+    """The log of a run: it keeps results of steps on the device and writes a line every ``log_interval`` iterations.
 
-    On CUDA a line is written one step after its iteration, when its values have arrived, so that a line for every
-    iteration does not make the host wait for the device; before anything that stops the clock it is written at once.
+    On CUDA a line is written one step later, when its values have arrived, so that even a line for every iteration does not
+    make the host wait for the device. When the clock stops, a pending line is written at once.
 
     Args:
         flops_per_sample: model FLOPs; see ``flops.FLOP_CONVENTION``.
         tokens_per_sample: tokens of a sample.
-        auxiliary_losses: [A] names of what the steps' ``auxiliary_losses`` hold.
+        auxiliary_losses: [A] names of the steps' ``auxiliary_losses``.
 
     Ranks: all make the same calls.
     """
@@ -136,14 +136,14 @@ class MetricLog:
         self._delays = device.type == "cuda"
         self._clock = make_step_clock(device)
         self._elapsed = 0.0
-        self._started: Any = None  # the moment from which time counts; None while the clock stands still
+        self._started: Any = None  # time from which on the clock counts; None while it is stopped
 
     def start_clock(self) -> None:
-        """Time counts for the iterations from here on."""
+        """Start to count time for the iterations."""
         self._started = self._clock.now()
 
     def stop_clock(self) -> None:
-        """What follows (an evaluation, a save) is not time of iterations; waits for the device."""
+        """Stop counting time, before an evaluation or a save; waits for the device."""
         self._write_pending()
         self._count_until(self._clock.now())
         self._started = None
@@ -154,19 +154,19 @@ class MetricLog:
             self._started = moment
 
     def add_step(self, step: StepRecord) -> None:
-        """The step counts for the next line; a line that waits for its values is written."""
+        """Add a step to the next line; write the pending line first."""
         self._write_pending()
         self._steps.append(step)
 
     @torch.no_grad()
     def write(self, *, iteration: int, consumed_samples: int, optimizer: MegatronOptimizer) -> None:
-        """One log line for the steps since the last one, when their values have arrived.
+        """Write one log line for the steps since the last one, on CUDA when its values have arrived.
 
         Ranks: all; rank 0 writes.
         """
         last = self._steps[-1]
         sums = torch.stack([_summands(step) for step in self._steps])
-        # Ranks that share samples, and stages, add the same to both sums, so that the mean is that of the samples.
+        # Ranks that share samples, and stages, add the same to both sums, so the mean is right.
         dist.all_reduce(sums)
         optional = {
             "num_zeros": last.num_zeros_in_grad,
@@ -225,7 +225,7 @@ class MetricLog:
         )
 
     def write_evaluation(self, where: str, name: str, loss: float, iteration: int) -> None:
-        """The lines and scalars of an evaluation. Ranks: any; rank 0 writes."""
+        """Write the lines and scalars of an evaluation. Ranks: any; rank 0 writes."""
         if dist.get_rank() == 0:
             print(format_evaluation(where, loss), flush=True)
         scalars = {f"lm loss {name}": loss}
@@ -235,7 +235,7 @@ class MetricLog:
             writer.add_scalars(scalars, iteration)
 
     def close(self) -> None:
-        """All that was logged is on disk."""
+        """Flush and close all writers."""
         for writer in self.writers:
             writer.close()
 
@@ -258,20 +258,20 @@ class MetricLog:
 
 
 def _summands(step: StepRecord) -> torch.Tensor:
-    """[2 + A] what adds up over ranks."""
+    """Concatenate a step's values that are summed over ranks: [2 + A]."""
     if step.auxiliary_losses is None:
         return step.loss_and_tokens
     return torch.cat((step.loss_and_tokens, step.auxiliary_losses))
 
 
 def _mean_loss(losses: Sequence[float], tokens: Sequence[float]) -> tuple[float, int]:
-    """The mean loss of the iterations whose loss is finite (or the last, where none is), and how many are not."""
+    """Return the mean loss of the iterations with a finite one (if none, the last loss), and the number of the others."""
     means = [loss / max(count, 1.0) for loss, count in zip(losses, tokens, strict=True)]
     finite = [mean for mean in means if abs(mean) < float("inf")]
     return (sum(finite) / len(finite) if finite else means[-1]), len(means) - len(finite)
 
 
 def _learning_rates(optimizer: MegatronOptimizer) -> dict[bool, float]:
-    """The learning rate by whether it is the decoupled one."""
+    """Return the learning rates; the key says whether it is the decoupled one."""
     rates: dict[bool, Any] = {bool(group["is_decoupled_lr"]): group["lr"] for group in optimizer.param_groups}
     return {kind: float(rate) for kind, rate in rates.items()} | ({} if False in rates else {False: float(rates[True])})

@@ -1,4 +1,4 @@
-"""The time between moments of training: of the host, or, where steps run after their launch, of the device."""
+"""Clocks of training steps: the host's, or the device's where steps run after their launch."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import torch
 
 
 class StepClock(Protocol):
-    """Takes moments, and tells what lies between two of them."""
+    """A clock that measures the time between two of its marks."""
 
     def now(self) -> Any:
-        """This moment: when the work that was issued until now is done. Does not wait."""
+        """Return a mark of the time when all work launched so far is done. Does not wait."""
 
     def seconds(self, begin: Any, end: Any) -> float:
-        """From one moment to a later one; waits for that to come."""
+        """Return the seconds between two marks; waits for the later one."""
 
 
 class HostClock:
-    """Work is done when its call returns."""
+    """The host's clock, for devices where work is done when its call returns."""
 
     def now(self) -> float:
         return time.perf_counter()
@@ -29,7 +29,7 @@ class HostClock:
 
 
 class DeviceClock:
-    """Moments are events on the current stream: the host, which runs ahead, would see steps end when it has launched others."""
+    """A clock of events on the current stream, since the host runs ahead of the device."""
 
     def now(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call, unused-ignore]
@@ -42,5 +42,5 @@ class DeviceClock:
 
 
 def make_step_clock(device: torch.device) -> StepClock:
-    """The clock of steps on ``device``."""
+    """Return the clock of steps on ``device``."""
     return DeviceClock() if device.type == "cuda" else HostClock()

@@ -1,4 +1,4 @@
-"""TensorBoard; the only file that imports it."""
+"""Writer to TensorBoard; the only file that imports it."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from importlib.util import find_spec
 
 
 def require_tensorboard() -> None:
-    """The package is there.
+    """Check that the package is installed.
 
     Raises:
-        ValueError: it is not installed.
+        ValueError: it is not.
     """
     if find_spec("tensorboard") is None:
         raise ValueError(
@@ -18,7 +18,7 @@ def require_tensorboard() -> None:
 
 
 class TensorboardWriter:
-    """Scalars go to event files in a folder."""
+    """A writer of scalars to event files in a folder."""
 
     def __init__(self, folder: str, *, queue_size: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -28,7 +28,7 @@ class TensorboardWriter:
     def add_scalars(self, scalars: dict[str, float], iteration: int) -> None:
         for name, value in scalars.items():
             self._writer.add_scalar(name, value, iteration)
-        # An event file that ends with the process shows all that was logged, also when the process is killed.
+        # Flushed each time, so that the file is complete even if the process is killed.
         self._writer.flush()
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Weights & Biases; the only file that imports it."""
+"""Writer to Weights & Biases; the only file that imports it."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import Any
 
 
 def require_wandb() -> None:
-    """The package is there.
+    """Check that the package is installed.
 
     Raises:
-        ValueError: it is not installed.
+        ValueError: it is not.
     """
     if find_spec("wandb") is None:
         raise ValueError("--wandb-project needs the package wandb, which is not installed: pip install wandb")
 
 
 class WandbWriter:
-    """Scalars go to a run of Weights & Biases."""
+    """A writer of scalars to a run of Weights & Biases."""
 
     def __init__(self, *, project: str, entity: str, name: str, folder: str, settings: dict[str, Any]) -> None:
         import wandb
