@@ -1,4 +1,4 @@
-"""Pretrains a GPT model: ``torchrun --nproc-per-node N pretrain_gpt.py <flags>``; ``--help`` lists the flags."""
+"""Pretraining of a GPT model: ``torchrun --nproc-per-node N pretrain_gpt.py <flags>``; ``--help`` lists the flags."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from megatron.training.loop.stage_forward import Batch, has_output_layer
 def model_provider(
     settings: Settings, vocab_size: int, device: torch.device, pg_collection: ProcessGroupCollection
 ) -> torch.nn.Module:
-    """This rank's part of the GPT model that the settings describe, not yet sharded."""
+    """Build this rank's part of the GPT model, not yet sharded."""
     return build_gpt_model(settings.model, vocab_size=vocab_size, device=device, pg_collection=pg_collection)
 
 
 def datasets_provider(settings: Settings, tokenizer: MegatronTokenizerBase, sizes: Sequence[int]) -> Datasets:
-    """GPT samples for training, validation and test."""
+    """Build the GPT datasets of training, validation and test."""
     return build_gpt_datasets(settings.data, tokenizer, sizes)
 
 
 def forward_step(batch: Batch, model: torch.nn.Module) -> tuple[Tensor, Tensor] | Tensor:
-    """([] sum of the losses of the tokens that count, [] how many they are); hidden states on earlier pipeline stages."""
+    """Return the sum [] of the losses of the unmasked tokens and their number []; on earlier pipeline stages hidden states."""
     losses: Tensor = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
     if not has_output_layer(model):
         return losses
@@ -41,7 +41,7 @@ def forward_step(batch: Batch, model: torch.nn.Module) -> tuple[Tensor, Tensor] 
 
 
 def main(argv: Sequence[str]) -> int:
-    """Train as the flags say; returns the exit status, 2 where they cannot be served."""
+    """Train as the flags say; return the exit status, 2 if the flags are refused."""
     try:
         settings = parse_settings(argv)
     except FlagError as error:

@@ -1,4 +1,4 @@
-"""Draws the losses of a training log.
+"""Plot of the losses of a training log.
 
 Example::
 
@@ -19,7 +19,7 @@ from examples.training_log import LossCurves, read_losses
 
 
 def draw_losses(curves: LossCurves, output: Path, *, title: str = "", unit: str = "nats per token") -> None:
-    """A PNG of training and validation loss by iteration is in ``output``.
+    """Plot training and validation loss by iteration to the PNG ``output``.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -42,9 +42,9 @@ def draw_losses(curves: LossCurves, output: Path, *, title: str = "", unit: str 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Draw the picture; returns the exit status."""
+    """Plot the losses of a log; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("log", type=Path, help="what pretrain_gpt.py printed")
+    parser.add_argument("log", type=Path, help="output of pretrain_gpt.py")
     parser.add_argument("--output", type=Path, default=Path("loss.png"), help="the picture (default: loss.png)")
     arguments = parser.parse_args(argv)
     with arguments.log.open(encoding="utf-8", errors="replace") as lines:

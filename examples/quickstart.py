@@ -1,7 +1,7 @@
-"""Trains a small GPT on the Python standard library's own sources, from corpus to sampled text.
+"""Quickstart: a small GPT trained on the sources of the Python standard library, from corpus to sampled text.
 
-``bash examples/quickstart.sh`` installs what this needs and runs it. What it makes is in ``runs/quickstart``; what is
-there already is not made again. Run it again, and training goes on from the checkpoint for another stretch.
+``bash examples/quickstart.sh`` installs the requirements and runs it. All files are in ``runs/quickstart``. Run it again to
+continue training from the checkpoint.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from examples.training_run import TrainingError, TrainingInterruptedError, train
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 STRETCH = 400
-"""Iterations of a run of this command."""
+"""Iterations of one run of this command."""
 
 NUM_GLOO_RANKS = 2
 THREADS = {"OMP_NUM_THREADS": "1"}
-"""Of each process. More gain little in matrices this small, and lose where a container has fewer cores than it sees."""
+"""Threads of each process: more gain little for matrices this small, and slow down a container with fewer cores than it shows."""
 GLOBAL_BATCH_SIZE = 16
 SEQ_LENGTH = 128
 PROMPT = "import os\nimport sys\n\n\ndef "
@@ -51,12 +51,12 @@ TRAINING_FLAGS = """
 --exit-signal-handler --use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params
 --overlap-grad-reduce --overlap-param-gather --override-opt-param-scheduler
 """
-# A second run has a longer schedule than the checkpoint: the command line's is the one to follow.
+# The schedule of a second run is longer than that of the checkpoint, which is therefore overridden.
 
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Where the files of a run are."""
+    """The folder of a run, and the paths of its files."""
 
     path: Path
 
@@ -89,15 +89,15 @@ class RunFolder:
         return self.path / "loss.png"
 
     def data_prefix(self, part: str) -> str:
-        """Of ``part``'s ``.bin`` and ``.idx``."""
+        """Return the path of the ``.bin`` and ``.idx`` files of ``part``, without these endings."""
         return str(self.corpus / f"{part}_text_document")
 
     @contextmanager
     def reserved(self) -> Iterator[None]:
-        """In the scope, no other process trains here.
+        """Lock the folder within the scope.
 
         Raises:
-            BlockingIOError: one does.
+            BlockingIOError: another process trains here.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         with (self.path / "lock").open("w") as file:
@@ -108,26 +108,26 @@ class RunFolder:
             yield
 
     def saved_iteration(self) -> int:
-        """The latest complete checkpoint's iteration; 0 without one."""
+        """Return the iteration of the latest complete checkpoint; 0 without one."""
         tracker = self.checkpoints / "latest_checkpointed_iteration.txt"
         return int(tracker.read_text()) if tracker.exists() else 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
-    """What training runs on."""
+    """The ranks of a run."""
 
     count: int
     backend: str
 
     @property
     def global_batch_size(self) -> int:
-        """The smallest multiple of the ranks that is not below ``GLOBAL_BATCH_SIZE``."""
+        """``GLOBAL_BATCH_SIZE``, rounded up to a multiple of the ranks."""
         return -(-GLOBAL_BATCH_SIZE // self.count) * self.count
 
 
 def find_ranks() -> Ranks:
-    """One rank for each GPU, else two on the CPU."""
+    """Choose one rank for each GPU, or two on the CPU."""
     import torch
 
     if torch.cuda.is_available():
@@ -136,12 +136,12 @@ def find_ranks() -> Ranks:
 
 
 def target_iteration(saved_iteration: int, stretch: int) -> int:
-    """Where this run ends: the end of the stretch that was interrupted, or that begins here."""
+    """Return the last iteration of this run: the next multiple of ``stretch``, which an interrupted run has not reached."""
     return (saved_iteration // stretch + 1) * stretch
 
 
 def training_flags(folder: RunFolder, ranks: Ranks, *, target: int, stretch: int) -> list[str]:
-    """The flags of ``pretrain_gpt.py``: warm-up, then a constant rate that falls to 0 over the end of the stretch."""
+    """Return the flags of ``pretrain_gpt.py``; the learning rate falls to 0 over the second half of the run."""
     flags = shlex.split(MODEL_FLAGS + TRAINING_FLAGS)
     flags += ["--distributed-backend", ranks.backend]
     flags += ["--micro-batch-size", str(ranks.global_batch_size // ranks.count)]
@@ -159,13 +159,13 @@ def training_flags(folder: RunFolder, ranks: Ranks, *, target: int, stretch: int
 
 
 def build_corpus(folder: RunFolder) -> None:
-    """The corpus is there, in Megatron's indexed format.
+    """Build the corpus in Megatron's indexed format, unless it exists.
 
     Raises:
-        subprocess.CalledProcessError: a tool failed, and has said why.
+        subprocess.CalledProcessError: a tool failed, and has printed why.
     """
     if all(Path(f"{folder.data_prefix(part)}.idx").exists() for part in ("train", "valid")):
-        print(f"corpus: {folder.corpus} is there already")
+        print(f"corpus: {folder.corpus} exists already")
         return
     print("corpus: the sources of this Python's standard library, a byte is a token")
     corpus_tool = [sys.executable, str(REPOSITORY / "examples/stdlib_corpus.py")]
@@ -177,7 +177,7 @@ def build_corpus(folder: RunFolder) -> None:
 
 
 def draw_sample(folder: RunFolder) -> str:
-    """Text that the trained model wrote, prompt included; it is in ``folder.sample`` too."""
+    """Sample a text from the trained model, prompt included; write it to ``folder.sample`` and return it."""
     command = [sys.executable, str(REPOSITORY / "examples/sample.py"), "--prompt", PROMPT, f"@{folder.flags}"]
     text = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env={**os.environ, **THREADS}).stdout
     folder.sample.write_text(text, encoding="utf-8")
@@ -185,7 +185,7 @@ def draw_sample(folder: RunFolder) -> str:
 
 
 def run(folder: RunFolder, *, stretch: int) -> None:
-    """One stretch is trained, sampled and drawn."""
+    """Train ``stretch`` iterations, sample a text and plot the losses."""
     started = time.monotonic()
     build_corpus(folder)
     ranks = find_ranks()
@@ -193,7 +193,7 @@ def run(folder: RunFolder, *, stretch: int) -> None:
     target = target_iteration(saved, stretch)
     flags = training_flags(folder, ranks, target=target, stretch=stretch)
     folder.flags.write_text("\n".join(map(shlex.quote, flags)) + "\n", encoding="utf-8")
-    where = f"from iteration {saved}, where {folder.checkpoints} stands, " if saved else ""
+    where = f"from iteration {saved} in {folder.checkpoints} " if saved else ""
     print(f"training: {where}to iteration {target} on {ranks.count} ranks ({ranks.backend}); details in {folder.log}")
     script = REPOSITORY / "pretrain_gpt.py"
     train(script, flags, num_ranks=ranks.count, log=folder.log, environment=THREADS, show=sys.stdout)
@@ -216,10 +216,10 @@ def run(folder: RunFolder, *, stretch: int) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run; returns the exit status."""
+    """Run the quickstart; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run-folder", type=Path, default=Path("runs/quickstart"), help="(default: runs/quickstart)")
-    parser.add_argument("--iterations", type=int, default=STRETCH, help=f"of this run (default: {STRETCH})")
+    parser.add_argument("--iterations", type=int, default=STRETCH, help=f"iterations of this run (default: {STRETCH})")
     arguments = parser.parse_args(argv)
     if arguments.iterations < 40:
         parser.error(f"--iterations must be at least 40, got {arguments.iterations}: the warm-up takes 20")

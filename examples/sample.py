@@ -1,12 +1,12 @@
-"""Continues a text with a trained model.
+"""Continuation of a text by a trained model.
 
 Example::
 
     python examples/sample.py --prompt "import os" --num-tokens 300 @runs/quickstart/flags.txt
 
-The flags after the sampler's own are those that the model was trained with; ``@file`` reads them from a file. The
-checkpoint in ``--load`` is used. One process is enough, whatever the number of ranks in training; under torchrun the
-weights are sharded over its ranks.
+The flags after the sampler's own are those with which the model was trained; ``@file`` reads them from a file. The model
+is loaded from the checkpoint in ``--load``. One process is enough, whatever the number of ranks in training; under torchrun
+the weights are sharded over its ranks.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from megatron.training.launch.gpt_config import build_gpt_model
 
 
 def load_model(settings: Settings, vocab_size: int) -> tuple[FullyShardedDataParallel, torch.device]:
-    """(the trained model, its device).
+    """Load the trained model; return it and its device.
 
     Raises:
         FileNotFoundError: there is no checkpoint in ``--load``.
@@ -45,8 +45,8 @@ def load_model(settings: Settings, vocab_size: int) -> tuple[FullyShardedDataPar
     folder = settings.checkpoint.load
     if settings.grid.size("dp") < settings.grid.world_size:
         raise ValueError(
-            "samples are drawn from the whole model, got flags that split it between ranks; leave them out: a checkpoint "
-            "is loaded whatever the split that it was trained with"
+            "sampling needs the whole model, got flags that split it between ranks; leave them out: a checkpoint can be "
+            "loaded whatever the split in training"
         )
     device = initialize_distributed(settings.distributed)
     iteration = settings.checkpoint.load_step
@@ -68,17 +68,17 @@ def load_model(settings: Settings, vocab_size: int) -> tuple[FullyShardedDataPar
 def continue_text(
     settings: Settings, prompt: str, *, num_tokens: int, temperature: float, top_k: int, seed: int
 ) -> str:
-    """The text that the model continues the prompt with, without the prompt; it ends where a document does.
+    """Return the model's continuation of the prompt, without the prompt, up to the end of a document.
 
     Raises:
-        ValueError: the prompt holds no token.
+        ValueError: the prompt has no token.
 
-    Ranks: all; each returns the same.
+    Ranks: all; each returns the same text.
     """
     tokenizer = tokenizer_of(settings.data)
     prompt_tokens = tokenizer.tokenize(prompt)
     if not prompt_tokens:
-        raise ValueError("--prompt must hold at least one token, got an empty text")
+        raise ValueError("--prompt must have at least one token, got an empty text")
     model, device = load_model(settings, tokenizer.vocab_size)
     tokens = generate(
         model,
@@ -89,7 +89,7 @@ def continue_text(
         generator=torch.Generator(device).manual_seed(seed),
         max_context=settings.data.seq_length,
     )
-    # Ids above the tokenizer's are padding of the vocabulary.
+    # Larger ids are padding of the vocabulary.
     drawn = [token for token in tokens[0, len(prompt_tokens) :].tolist() if token < tokenizer.vocab_size]
     if tokenizer.eod in drawn:
         drawn = drawn[: drawn.index(tokenizer.eod)]
@@ -109,14 +109,18 @@ def _parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
     )
     parser.add_argument("--prompt", default="\n", help="the text to continue (default: a line break)")
     parser.add_argument("--num-tokens", type=int, default=300, help="tokens to draw at most (default: 300)")
-    parser.add_argument("--temperature", type=float, default=0.7, help="0: always the likeliest token (default: 0.7)")
-    parser.add_argument("--top-k", type=int, default=0, help="draw among so many likeliest tokens (default: 0, all)")
-    parser.add_argument("--sample-seed", type=int, default=1, help="of the draws (default: 1)")
+    parser.add_argument(
+        "--temperature", type=float, default=0.7, help="0: always the most probable token (default: 0.7)"
+    )
+    parser.add_argument(
+        "--top-k", type=int, default=0, help="draw among this many most probable tokens (default: 0, all)"
+    )
+    parser.add_argument("--sample-seed", type=int, default=1, help="seed of the draws (default: 1)")
     return parser.parse_known_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print prompt and continuation; returns the exit status."""
+    """Print prompt and continuation; return the exit status."""
     arguments, training_flags = _parse(argv)
     try:
         text = continue_text(

@@ -1,10 +1,10 @@
-"""Writes the Python standard library's own sources as JSON lines: a corpus that every machine has.
+"""A corpus that every machine has: the sources of the Python standard library, as JSON lines.
 
 Example::
 
     python examples/stdlib_corpus.py --output-folder runs/corpus
 
-writes ``train.jsonl`` and ``valid.jsonl``, a module on each line. About one module in twenty is held out for validation.
+writes ``train.jsonl`` and ``valid.jsonl``, one module on each line. About one module in twenty is held out for validation.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "encodings"}
-"""Installed packages; tests, which some systems leave out; tables of code points, which are near copies of each other."""
+"""Installed packages, tests (which some systems leave out), and tables of code points (near copies of each other)."""
 
 HELD_OUT_ONE_IN = 20
-"""Modules for each one that is held out."""
+"""One in this many modules is held out."""
 
 MIN_NBYTES = 4_000_000
-"""Less text than this is a standard library with parts missing, and too little to learn from."""
+"""Minimum bytes of text; with less, parts of the standard library are missing, and it is too little to train on."""
 
 
 class CorpusError(Exception):
-    """The corpus cannot be made; the message says what to do."""
+    """An error in making the corpus; the message says what to do."""
 
 
 def list_modules(folder: Path) -> list[Path]:
-    """[n] the source files below ``folder``, without those of ``SKIPPED_FOLDERS``, in the order of their names."""
+    """List the source files below ``folder``, sorted by name, without those in ``SKIPPED_FOLDERS``."""
     files = (path for path in folder.rglob("*.py") if not SKIPPED_FOLDERS.intersection(path.relative_to(folder).parts))
     return sorted(files, key=lambda path: path.relative_to(folder).as_posix())
 
 
 def read_modules(folder: Path) -> Iterator[tuple[str, str]]:
-    """(name of the file below ``folder``, text) of each module; empty files and those in other encodings are left out."""
+    """Yield (name of the file below ``folder``, text) of each module, without empty files and those that are not UTF-8."""
     for path in list_modules(folder):
         try:
             text = path.read_text(encoding="utf-8")
@@ -49,12 +49,12 @@ def read_modules(folder: Path) -> Iterator[tuple[str, str]]:
 
 
 def is_held_out(name: str) -> bool:
-    """Whether the module is for validation: a function of its name alone, so that other files do not matter."""
+    """Return whether the module is for validation, by its name alone, so that other files do not matter."""
     return zlib.crc32(name.encode()) % HELD_OUT_ONE_IN == 0
 
 
 def write_corpus(folder: Path, output_folder: Path, *, min_nbytes: int = MIN_NBYTES) -> dict[str, int]:
-    """``train.jsonl`` and ``valid.jsonl`` are complete in ``output_folder``; returns the bytes of text in each.
+    """Write ``train.jsonl`` and ``valid.jsonl`` to ``output_folder``; return the bytes of text in each.
 
     Raises:
         CorpusError: there is less text than ``min_nbytes``.
@@ -79,9 +79,9 @@ def write_corpus(folder: Path, output_folder: Path, *, min_nbytes: int = MIN_NBY
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write the corpus of this Python; returns the exit status."""
+    """Write the corpus of this Python; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output-folder", type=Path, required=True, help="where train.jsonl and valid.jsonl go")
+    parser.add_argument("--output-folder", type=Path, required=True, help="folder of train.jsonl and valid.jsonl")
     arguments = parser.parse_args(argv)
     folder = Path(sysconfig.get_paths()["stdlib"])
     try:

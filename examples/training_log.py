@@ -1,4 +1,4 @@
-"""Reads the log that ``pretrain_gpt.py`` (or Megatron-LM) prints."""
+"""Parser of the log of ``pretrain_gpt.py`` (or Megatron-LM)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _VALIDATION = re.compile(
 
 @dataclass(frozen=True, kw_only=True)
 class IterationLine:
-    """The log line of some iterations."""
+    """The log line of one or more iterations."""
 
     iteration: int
     last_iteration: int
@@ -26,11 +26,11 @@ class IterationLine:
     """Nats per token."""
     ms_per_iteration: float
     tokens_per_second_per_device: float | None
-    """None: the log does not say (``--log-throughput``)."""
+    """None: the log does not have it (``--log-throughput``)."""
 
     @property
     def seconds_left(self) -> float:
-        """Until the last iteration, at this pace."""
+        """Seconds until the last iteration, at the current speed."""
         return (self.last_iteration - self.iteration) * self.ms_per_iteration / 1000.0
 
 
@@ -44,7 +44,7 @@ class ValidationLine:
 
 
 def parse_line(line: str) -> IterationLine | ValidationLine | None:
-    """What a line of the log says; None for lines of other kinds, an evaluation on test data among them."""
+    """Parse a line of the log; return None for other lines, such as an evaluation on test data."""
     if found := _ITERATION.search(line):
         rate = _RATE.search(line)
         return IterationLine(
@@ -62,14 +62,14 @@ def parse_line(line: str) -> IterationLine | ValidationLine | None:
 
 @dataclass
 class LossCurves:
-    """Losses by iteration. Where iterations were trained twice (a run was killed and resumed), the later one counts."""
+    """Losses by iteration; of iterations that were trained twice (after a resume), the later loss."""
 
     train: dict[int, float] = field(default_factory=dict)
     validation: dict[int, float] = field(default_factory=dict)
 
 
 def read_losses(lines: Iterable[str]) -> LossCurves:
-    """The losses in a log, which may hold several runs one after the other."""
+    """Read the losses from a log, which may have several runs one after the other."""
     curves = LossCurves()
     for line in lines:
         parsed = parse_line(line)

@@ -1,4 +1,4 @@
-"""Starts ``pretrain_gpt.py`` under torchrun, shows how far it is, and ends it well when it is interrupted."""
+"""Run of ``pretrain_gpt.py`` under torchrun, with progress and a checkpoint when it is interrupted."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ LINES_OF_A_FAILURE = 25
 
 
 class TrainingError(Exception):
-    """Training failed; the message holds the end of its log."""
+    """Training failed; the message has the end of its log."""
 
 
 class TrainingInterruptedError(Exception):
-    """Training was interrupted; it has saved a checkpoint if it had begun to train."""
+    """Training was interrupted; it has saved a checkpoint if it had begun."""
 
 
 def train(
     script: Path, flags: Sequence[str], *, num_ranks: int, log: Path, environment: Mapping[str, str], show: TextIO
 ) -> None:
-    """The script has trained to its end; all that it printed is at the end of ``log``, the essence on ``show``.
+    """Run the script to its end; append its output to ``log`` and print progress to ``show``.
 
     Raises:
         TrainingError: a rank failed.
-        TrainingInterruptedError: Ctrl-C, SIGTERM or SIGHUP came.
+        TrainingInterruptedError: training was interrupted by Ctrl-C, SIGTERM or SIGHUP.
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(num_ranks), "--nnodes", "1"]
     command += ["--master-addr", "127.0.0.1", "--master-port", str(_free_port()), str(script), *flags]
     with log.open("a", encoding="utf-8") as file, _interrupts_raise():
-        # Its own session: Ctrl-C in a terminal goes to all processes of a group, and the ranks are to save first.
+        # Its own session: Ctrl-C in a terminal goes to all processes of the group, but the ranks must save first.
         process = subprocess.Popen(
             command,
             stdout=subprocess.PIPE,
@@ -72,7 +72,7 @@ def train(
 
 
 def describe(line: str) -> str | None:
-    """What a line of the training log means for someone who watches; None for lines that are not shown."""
+    """Format a line of the training log as progress; return None for lines that are not shown."""
     parsed = parse_line(line)
     if isinstance(parsed, IterationLine):
         done = round(BAR_WIDTH * parsed.iteration / parsed.last_iteration)
@@ -100,7 +100,7 @@ def _free_port() -> int:
 
 
 def _end(process: subprocess.Popen[str], log: TextIO) -> None:
-    """torchrun passes SIGTERM on to the ranks, which save and end; a second interrupt does not wait for that."""
+    """Send SIGTERM, on which the ranks save and end; kill them on a second interrupt."""
     process.send_signal(signal.SIGTERM)
     try:
         assert process.stdout is not None
@@ -113,7 +113,7 @@ def _end(process: subprocess.Popen[str], log: TextIO) -> None:
 
 @contextmanager
 def _interrupts_raise() -> Iterator[None]:
-    """In the scope, SIGTERM and SIGHUP do what Ctrl-C does: a closed terminal leaves no ranks behind."""
+    """Make SIGTERM and SIGHUP act like Ctrl-C within the scope, so that a closed terminal leaves no ranks behind."""
 
     def interrupt(number: int, frame: object) -> None:
         raise KeyboardInterrupt

@@ -1,10 +1,10 @@
-"""Turns JSON lines into corpora in Megatron's indexed format.
+"""Conversion of JSON lines to corpora in Megatron's indexed format.
 
 Example::
 
     python tools/preprocess_data.py --input books.jsonl --output-prefix data/books --append-eod --workers 4
 
-writes ``data/books_text_document.bin`` and ``.idx``: each line's ``text`` is a document, in the order of the file. The
+writes ``data/books_text_document.bin`` and ``.idx``: the ``text`` of each line is a document, in the order of the file. The
 output appears when it is complete; a killed run leaves none. Flags have Megatron-LM's names and meanings.
 """
 
@@ -36,10 +36,10 @@ from megatron.core.datasets.indexed_format import DType, get_bin_path, get_idx_p
 from megatron.core.tokenizers import TOKENIZER_TYPES, MegatronTokenizerBase, build_tokenizer
 
 BATCH_NBYTES = 1 << 20
-"""Bytes of lines that go to a worker at once: enough that passing them on costs little, few enough to keep all busy."""
+"""Bytes of lines that a worker gets at once: enough that communication costs little, few enough to keep all workers busy."""
 
 BATCHES_PER_WORKER = 4
-"""Batches that are read ahead for each worker; bounds the memory."""
+"""Batches that are read ahead for each worker, which bounds the memory."""
 
 NOT_SERVED = {
     "--split-sentences": "documents are not split into sentences (GPT training does not use them)",
@@ -56,12 +56,12 @@ NOT_SERVED = {
 
 
 class InputError(Exception):
-    """Something that the user can put right; the message says what and where."""
+    """A fault of the input that the user can correct; the message says what and where."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """Lines of one file."""
+    """Consecutive lines of one file."""
 
     path: str
     first_line: int
@@ -74,16 +74,16 @@ class EncodedBatch:
     """The documents of a batch."""
 
     num_bytes: int
-    """Bytes that were read."""
+    """Bytes of the lines."""
     documents: dict[str, list[tuple[numpy.ndarray, list[int]]]]
-    """For each key the tokens [n] of each document and the lengths of its sequences."""
+    """For each key, the tokens [n] of each document and the lengths of its sequences."""
 
 
 class Encoder:
-    """Turns lines into tokens; each worker process has one."""
+    """An encoder of lines to tokens; each worker process has one."""
 
     current: Encoder
-    """The one of this process; a worker's function can be given no other state."""
+    """The encoder of this process, since functions of a process pool have no other state."""
 
     def __init__(self, tokenizer: MegatronTokenizerBase, keys: Sequence[str], *, append_eod: bool) -> None:
         self.tokenizer = tokenizer
@@ -92,10 +92,10 @@ class Encoder:
         self.dtype = DType.optimal_dtype(tokenizer.vocab_size)
 
     def encode(self, batch: Batch) -> EncodedBatch:
-        """Return the documents of the lines; lines of white space hold none.
+        """Encode the documents of the lines; blank lines have none.
 
         Raises:
-            InputError: a line is no JSON object, lacks a key, or a key holds no text. Names the file and the line.
+            InputError: a line is no JSON object, lacks a key, or a value is no text. The message names file and line.
         """
         documents: dict[str, list[tuple[numpy.ndarray, list[int]]]] = {key: [] for key in self.keys}
         for number, line in enumerate(batch.lines, start=batch.first_line):
@@ -156,15 +156,15 @@ def read_batches(paths: Sequence[str]) -> Iterator[Batch]:
 
 
 def encoded_batches(arguments: argparse.Namespace, batches: Iterable[Batch]) -> Generator[EncodedBatch, None, None]:
-    """Encode batches in their order, in ``--workers`` processes (in this one for 1).
+    """Encode batches in order, in ``--workers`` processes (with 1 in this process).
 
     Raises:
-        InputError: a line is wrong, or a worker process died.
+        InputError: a line is invalid, or a worker process died.
     """
     if arguments.workers == 1:
         yield from map(_make_encoder(arguments).encode, batches)
         return
-    # Fresh processes: a fork would copy the threads' locks of the tokenizer libraries.
+    # Spawned, not forked: a fork would copy locks that threads of tokenizer libraries hold.
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(arguments.workers, context, initializer=_start_worker, initargs=(arguments,))
     pending: deque[Future[EncodedBatch]] = deque()
@@ -182,7 +182,7 @@ def encoded_batches(arguments: argparse.Namespace, batches: Iterable[Batch]) -> 
 
 
 class Progress:
-    """Shows how far the reading is: a bar on a terminal, else a line every ``log_interval`` documents."""
+    """The display of progress: a bar on a terminal, otherwise a line every ``log_interval`` documents."""
 
     def __init__(self, total_nbytes: int, log_interval: int) -> None:
         self.total_nbytes, self.log_interval = total_nbytes, log_interval
@@ -211,7 +211,7 @@ class Progress:
             print(self.summary(), file=sys.stderr, flush=True)
 
     def summary(self) -> str:
-        """Say what has been done and how fast."""
+        """Format what has been done and how fast."""
         seconds = max(time.monotonic() - self.started, 1e-9)
         return (
             f"processed {self.num_documents} documents, {self.num_tokens} tokens "
@@ -253,7 +253,7 @@ class Output:
                 self.builders[key].add_document(tokens, lengths)
 
     def commit(self) -> None:
-        """Give the files their names. The index goes last: a corpus without one is refused by its readers."""
+        """Rename the files to their final names, the index last, since readers refuse a corpus without one."""
         for key, builder in self.builders.items():
             builder.finalize(get_idx_path(self.partial[key]))
         for key, corpus in self.prefixes.items():
@@ -263,7 +263,7 @@ class Output:
             os.replace(get_idx_path(self.partial[key]), get_idx_path(corpus))
 
     def discard(self) -> None:
-        """Remove what is left under temporary names."""
+        """Remove the files with temporary names."""
         for key, builder in self.builders.items():
             builder.data_file.close()
             for path in (get_bin_path(self.partial[key]), get_idx_path(self.partial[key])):
@@ -272,14 +272,14 @@ class Output:
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Read the command line; a flag of Megatron-LM's tool that is not served ends the program with the reason."""
+    """Parse the command line; end the program with the reason if a flag of Megatron-LM's tool is not served."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--input", required=True, help="file of JSON lines, or a pattern: its matches in sorted order")
     parser.add_argument("--json-keys", nargs="+", default=["text"], help="keys of each line, each a corpus")
     parser.add_argument("--output-prefix", required=True, help="path of the corpora without _<key>_document.bin/.idx")
     parser.add_argument("--tokenizer-type", default=TOKENIZER_TYPES[0], help=f"one of {', '.join(TOKENIZER_TYPES)}")
     parser.add_argument("--tokenizer-model", help="file or folder of the tokenizer")
-    parser.add_argument("--vocab-size", type=int, help="ids of NullTokenizer, end of document not counted")
+    parser.add_argument("--vocab-size", type=int, help="ids of NullTokenizer, without the end of document")
     parser.add_argument("--append-eod", action="store_true", help="end each document with the end-of-document token")
     parser.add_argument("--workers", type=int, default=1, help="processes that tokenize")
     parser.add_argument("--log-interval", type=int, default=1000, help="documents between lines of progress")
@@ -305,7 +305,7 @@ class _Refuse(argparse.Action):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prepare the corpora and return the exit status; errors that the user can put right are one line."""
+    """Prepare the corpora; return the exit status; print errors that the user can correct in one line."""
     parsed = parse_arguments(arguments)
     try:
         _prepare(parsed)
@@ -318,8 +318,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _prepare(arguments: argparse.Namespace) -> None:
     paths = [arguments.input] if os.path.isfile(arguments.input) else sorted(glob.glob(arguments.input))
     if not paths:
-        raise InputError(f"--input must name a file or a pattern that fits some, got {arguments.input}")
-    encoder = _make_encoder(arguments)  # a wrong tokenizer is told here and not by each worker
+        raise InputError(f"--input must name a file or a pattern that matches some, got {arguments.input}")
+    encoder = _make_encoder(arguments)  # a wrong tokenizer fails here, once, not in each worker
     output = Output(arguments.output_prefix, arguments.json_keys, encoder.dtype, overwrite=arguments.overwrite)
     try:
         with (

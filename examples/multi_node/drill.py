@@ -1,15 +1,15 @@
-"""Loses a host in mid-training, on one machine: two network namespaces are two hosts, and a cable between them is cut.
+"""A drill of losing a host during training, on one machine: two network namespaces act as hosts, and their link is cut.
 
     sudo python examples/multi_node/drill.py
 
 1. Trains without a disturbance, through ``train.sh`` on both hosts.
-2. Trains again and takes the link down when the run is under way. The first host must end within the time-out and name the
-   ranks that it waited for.
-3. Brings the link back and starts both hosts again: training goes on from the last checkpoint, and every loss of both
-   runs must be that of the undisturbed one.
+2. Trains again and takes the link down during training. The first host must end within the time-out and name the ranks that
+   it waited for.
+3. Brings the link back and starts both hosts again. Training must continue from the last checkpoint, and every loss of both
+   runs must be that of the undisturbed run.
 
-Takes about 3 minutes, CPUs only. It needs root, for the namespaces; ``--stop-processes`` needs nothing: both hosts are this
-one, and instead of a link being cut the second host's processes are stopped.
+It takes about 3 minutes on CPUs. It needs root for the namespaces. With ``--stop-processes`` it does not: both hosts are this
+machine, and instead of cutting a link it stops the processes of the second one.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ MODEL_FLAGS = """
 """
 
 TIMEOUT_S = 60.0
-"""The ranks' time-out, which flags give in whole minutes."""
+"""Communication time-out of the ranks; the flag takes whole minutes."""
 
 SLACK_S = 30.0
-"""Beyond it, to ask who is silent and to end the processes; more where the undisturbed run was slow to begin."""
+"""Time beyond it to find the silent ranks and end the processes; more if the undisturbed run was slow to start."""
 
 
 class DrillError(Exception):
-    """What should have happened did not; the message holds the end of the logs."""
+    """The drill failed; the message has the end of the logs."""
 
 
 @dataclass
 class Host:
-    """One of the two hosts: a namespace, or this machine under another name."""
+    """One of the two hosts: a network namespace, or this machine."""
 
     name: str
     address: str
@@ -63,14 +63,14 @@ class Host:
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def command(self, arguments: Sequence[str]) -> list[str]:
-        """What runs ``arguments`` on this host, which then has its own name."""
+        """Return the command that runs ``arguments`` on this host, under its own host name."""
         if self.namespace is None:
             return list(arguments)
         rename = ["unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', self.name]
         return ["ip", "netns", "exec", self.namespace, *rename, *arguments]
 
     def start(self, arguments: Sequence[str], *, environment: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
-        """The arguments run on this host; what they print is added to ``log``."""
+        """Start ``arguments`` on this host; append the output to ``log``."""
         with log.open("ab") as file:
             process = subprocess.Popen(
                 self.command(arguments),
@@ -82,7 +82,7 @@ class Host:
         return process
 
     def signal(self, number: signal.Signals) -> None:
-        """All processes that were started here and live, and their children, get the signal."""
+        """Send a signal to all running processes that were started here, and to their children."""
         for process in self.processes:
             if process.poll() is None:
                 for pid in _tree(process.pid):
@@ -91,7 +91,7 @@ class Host:
 
 
 class Cable:
-    """Two hosts in namespaces of their own, with one link between them."""
+    """Two hosts in network namespaces, with one link between them."""
 
     def __init__(self) -> None:
         mark = f"{os.getpid() % 10000}"
@@ -114,11 +114,11 @@ class Cable:
         return self
 
     def cut(self) -> None:
-        """Nothing passes between the hosts any more, and neither is told."""
+        """Take the link down; the hosts get no notice."""
         self._set("down")
 
     def mend(self) -> None:
-        """The hosts reach each other again."""
+        """Bring the link up again."""
         self._set("up")
 
     def _set(self, state: str) -> None:
@@ -132,7 +132,7 @@ class Cable:
 
 
 class StoppedProcesses:
-    """Both hosts are this machine; the second is lost by stopping its processes."""
+    """Two hosts that are both this machine; the second is lost by stopping its processes."""
 
     def __init__(self) -> None:
         self.hosts = [Host("localhost (first)", "127.0.0.1"), Host("localhost (second)", "127.0.0.1")]
@@ -141,11 +141,11 @@ class StoppedProcesses:
         return self
 
     def cut(self) -> None:
-        """The second host does nothing any more, and its connections stay open."""
+        """Stop the processes of the second host; their connections stay open."""
         self.hosts[1].signal(signal.SIGSTOP)
 
     def mend(self) -> None:
-        """What was stopped is gone."""
+        """Kill the stopped processes."""
         self.hosts[1].signal(signal.SIGKILL)
 
     def __exit__(self, *_: object) -> None:
@@ -154,10 +154,10 @@ class StoppedProcesses:
 
 
 class Drill:
-    """Runs on two hosts, with their files in one folder.
+    """The drill on two hosts, with all files in one folder.
 
     Args:
-        cut_after: iteration at whose log line the second host is lost.
+        cut_after: iteration after whose log line the second host is lost.
     """
 
     def __init__(
@@ -176,10 +176,10 @@ class Drill:
         self.slack_s = SLACK_S
 
     def run(self) -> None:
-        """All three parts went as they should.
+        """Run all three parts.
 
         Raises:
-            DrillError: one did not.
+            DrillError: one of them failed.
         """
         say(f"1. an undisturbed run: 2 hosts x {self.ranks_per_host} ranks, {self.iterations} iterations")
         whole = self.losses_of(self.finish("whole"))
@@ -190,16 +190,16 @@ class Drill:
         for losses in (before, after):
             wrong = {i: (loss, whole.get(i)) for i, loss in losses.items() if loss != whole.get(i)}
             self.check(not wrong, f"losses must be those of the undisturbed run, got {dict(list(wrong.items())[:5])}")
-        self.check(1 < min(after) <= max(before) + 1, f"training must go on near {max(before)}, got {min(after)}")
+        self.check(1 < min(after) <= max(before) + 1, f"training must continue near {max(before)}, got {min(after)}")
         say(
             f"   iterations 1 to {max(before)} before the loss and {min(after)} to {max(after)} after it have the losses of"
             " the undisturbed run, digit for digit"
         )
 
     def start(self, name: str) -> tuple[Path, list[subprocess.Popen[bytes]]]:
-        """The log of the first host, and both hosts' processes, which train in the folder ``name``."""
+        """Start training on both hosts in the folder ``name``; return the log of the first and both processes."""
         attempt = len(list(self.folder.glob(f"{name}-*-0.log")))
-        self.port += 1  # connections of a lost run may hold the last one for a while
+        self.port += 1  # connections of a lost run may keep the last port for a while
         flags = [*MODEL_FLAGS.split(), "--train-iters", str(self.iterations)]
         logs, processes = [], []
         for number, host in enumerate(self.network.hosts):
@@ -221,23 +221,23 @@ class Drill:
         return logs[0], processes
 
     def finish(self, name: str) -> Path:
-        """The log of a run that came to its end on both hosts."""
+        """Train to the end on both hosts; return the log of the first."""
         start = time.monotonic()
         log, processes = self.start(name)
         while not self.losses_of(log) and all(process.poll() is None for process in processes):
             time.sleep(0.1)
-        # On a busy machine the end of the ranks takes as long as their beginning.
+        # On a busy machine the ranks take as long to end as to start.
         self.slack_s = max(self.slack_s, time.monotonic() - start)
         for process in processes:
             status = process.wait()
-            self.check(status == 0, f"both hosts must end well, got status {status}")
+            self.check(status == 0, f"both hosts must end without error, got status {status}")
         return log
 
     def lose_a_host(self, name: str) -> Path:
-        """The log of a run whose second host was lost, and whose first ended in time and named it."""
+        """Train and lose the second host; check that the first ends in time and names its ranks; return the log."""
         log, (first, second) = self.start(name)
         while self.cut_after not in self.losses_of(log):
-            self.check(first.poll() is None, "training must be under way before a host is lost")
+            self.check(first.poll() is None, "training must run before a host is lost")
             time.sleep(0.1)
         self.network.cut()
         start = time.monotonic()
@@ -247,30 +247,30 @@ class Drill:
         text = log.read_text(errors="replace")
         lost = [self.ranks_per_host + rank for rank in range(self.ranks_per_host)]
         named = [line for line in text.splitlines() if "no sign of life within" in line]
-        self.check(bool(named), "the first host must say whom it waited for")
+        self.check(bool(named), "the first host must name the ranks that it waited for")
         for rank in lost:
             self.check(f"rank {rank} (host " in named[0], f"rank {rank} must be named, got: {named[0]}")
         say(
             f"   the first host ended after {seconds:.0f} s (time-out {TIMEOUT_S:.0f} s) and said:\n   {named[0].strip()}"
         )
         self.network.mend()
-        self.network.hosts[1].signal(signal.SIGKILL)  # what its own time-out has not ended
+        self.network.hosts[1].signal(signal.SIGKILL)  # processes that their own time-out has not ended
         self.wait(second, self.slack_s)
         return log
 
     def losses_of(self, log: Path) -> dict[int, float]:
-        """The losses by iteration in a log, as far as it is written."""
+        """Return the losses by iteration in a log, as far as it is written."""
         return read_losses(log.read_text(errors="replace").splitlines()).train if log.exists() else {}
 
     def wait(self, process: subprocess.Popen[bytes], timeout_s: float) -> int | None:
-        """The status of a process that has ended; None where it has not in this time."""
+        """Wait for a process and return its status; None if it does not end in this time."""
         try:
             return process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             return None
 
     def check(self, holds: bool, message: str) -> None:
-        """Raises ``DrillError`` with the ends of the last logs unless the condition holds."""
+        """Raise ``DrillError`` with the ends of the last logs unless the condition holds."""
         if not holds:
             logs = sorted(self.folder.glob("*.log"), key=lambda log: log.stat().st_mtime)[-2:]
             ends = [f"--- {log}\n" + "\n".join(log.read_text(errors="replace").splitlines()[-25:]) for log in logs]
@@ -278,12 +278,12 @@ class Drill:
 
 
 def say(text: str) -> None:
-    """Print at once: the drill is watched."""
+    """Print without buffering, since the user watches."""
     print(text, flush=True)
 
 
 def missing_for_namespaces() -> str | None:
-    """Why this machine cannot make network namespaces for us; None where it can."""
+    """Return why this process cannot make network namespaces; None if it can."""
     if os.geteuid() != 0:
         return "network namespaces need root: run this with sudo, or with --stop-processes"
     for program in ("ip", "unshare"):
@@ -291,29 +291,34 @@ def missing_for_namespaces() -> str | None:
             return f"{program} is missing (packages iproute2 and util-linux); install it, or use --stop-processes"
     made = subprocess.run(["unshare", "--net", "--uts", "true"], capture_output=True, text=True)
     if made.returncode != 0:
-        return f"this machine lets nobody make namespaces ({made.stderr.strip()}); use --stop-processes"
+        return f"this machine does not allow namespaces ({made.stderr.strip()}); use --stop-processes"
     return None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the drill; the exit status is 0 where all went as it should."""
+    """Run the drill; return the exit status, 0 if it succeeded."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks-per-host", type=int, default=2, help="gloo ranks of each host (default: 2)")
-    parser.add_argument("--iterations", type=int, default=300, help="of the whole run (default: 300)")
+    parser.add_argument("--iterations", type=int, default=300, help="iterations of the whole run (default: 300)")
     parser.add_argument(
-        "--cut-after", type=int, default=100, help="the iteration that the link outlives (default: 100)"
+        "--cut-after", type=int, default=100, help="iteration after which the host is lost (default: 100)"
     )
     parser.add_argument("--stop-processes", action="store_true", help="no namespaces: stop the second host's processes")
-    parser.add_argument("--sharding", default="optim_grads_params", help="within a host (default: optim_grads_params)")
     parser.add_argument(
-        "--outer-sharding", choices=["no_shard", "optim", "all"], default="no_shard", help="over hosts, see train.sh"
+        "--sharding", default="optim_grads_params", help="sharding within a host (default: optim_grads_params)"
+    )
+    parser.add_argument(
+        "--outer-sharding",
+        choices=["no_shard", "optim", "all"],
+        default="no_shard",
+        help="sharding over hosts, see train.sh",
     )
     parser.add_argument("--folder", type=Path, help="keep logs and checkpoints here (default: a temporary folder)")
     chosen = parser.parse_args(arguments)
     if not chosen.stop_processes and (reason := missing_for_namespaces()) is not None:
         print(f"drill.py: {reason}", file=sys.stderr)
         return 2
-    # As an exception, it leaves neither namespaces nor ranks behind.
+    # SIGTERM raises, so that namespaces and ranks are cleaned up.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         with _folder(chosen.folder) as folder, StoppedProcesses() if chosen.stop_processes else Cable() as network:
@@ -348,7 +353,7 @@ def _ip(*arguments: str) -> None:
 
 
 def _tree(root: int) -> list[int]:
-    """A process and all below it, the root first."""
+    """List the ids of a process and its descendants, the root first."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():

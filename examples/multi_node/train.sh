@@ -8,22 +8,22 @@
 #
 # Settings (environment variables)
 #   NNODES, NODE_RANK    hosts, and which this is (the first is 0)
-#   MASTER_ADDR          address of the first host that all hosts reach; its ranks and theirs meet there
+#   MASTER_ADDR          address of the first host that all hosts reach
 #   MASTER_PORT          a free port on it (default: 29500); gloo and NCCL need others between all hosts too
-#   RUN                  folder that all hosts see: checkpoints are in it
+#   RUN                  folder that all hosts share, for checkpoints
 #   RANKS_PER_NODE       (default: one for each GPU, 2 without any)
 #   SHARDING             what is sharded within a host (default: optim_grads_params)
 #   OUTER_SHARDING       over hosts: no_shard (default) keeps all of the model on each host and sums gradients over hosts
 #                        once per step; optim shards the optimizer state over hosts too; all shards everything over all
 #                        ranks as if they were on one host, for models that do not fit on one
 #   SAVE_INTERVAL        iterations between checkpoints (default: 500): what a lost host costs at most
-#   TIMEOUT_MINUTES      until a rank that does not come is an error on all others (default: 10)
+#   TIMEOUT_MINUTES      time after which a missing rank is an error on all others (default: 10)
 #   RESTARTS             how often to start again after a failure, from the last checkpoint (default: 0)
 #
 # What happens
-#   A host is lost     The ranks elsewhere end: at once where its connections close, after TIMEOUT_MINUTES where it just falls
+#   A host is lost     The ranks on other hosts end: at once if its connections close, after TIMEOUT_MINUTES if it just falls
 #                      silent. They name the silent ranks and their host. Start the same command on all hosts again (with
-#                      another host in its place): training goes on from the last checkpoint in RUN, with the same losses.
+#                      another host in its place): training continues from the last checkpoint in RUN, with the same losses.
 #   SIGTERM            All ranks finish the step, save, and end with status 0. torchrun passes it on, and kills ranks that have
 #                      not ended after 30 s. Under Slurm torchrun ignores it, since Slurm signals the ranks themselves: they
 #                      have as long as the job has (slurm.sbatch asks for 5 minutes).
@@ -31,7 +31,7 @@
 #                      --global-batch-size is a multiple of the ranks.
 #
 # Networks with several interfaces
-#   NCCL_SOCKET_IFNAME   interface on which NCCL's ranks find each other, e.g. eth0; wrong ones are the usual first hang
+#   NCCL_SOCKET_IFNAME   interface on which NCCL's ranks find each other, e.g. eth0; a wrong one is a common cause of a hang
 #   GLOO_SOCKET_IFNAME   the same for gloo (ranks on CPUs, and checkpoints' metadata)
 #   NCCL_IB_HCA          InfiniBand adapters that NCCL may use, e.g. mlx5; `=mlx5_0:1,mlx5_1:1` for these ports alone
 #   NCCL_DEBUG           WARN says why NCCL fails, INFO also which network it uses ("NET/IB", or "NET/Socket": slow)
@@ -72,7 +72,7 @@ export TORCH_FR_DUMP_TEMP_FILE="${TORCH_FR_DUMP_TEMP_FILE:-$RUN/nccl_trace/rank_
 launch=("$PYTHON" -m torch.distributed.run --nnodes "$NNODES" --node-rank "$NODE_RANK" --nproc-per-node "$RANKS_PER_NODE")
 launch+=(--master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-29500}")
 if [[ -n "${SLURM_JOB_ID:-}" ]]; then
-    # Ignored here and by torchrun; the ranks set handlers of their own.
+    # Ignored here and by torchrun; the ranks set their own handlers.
     on_term=''
     launch+=(--signals-to-handle SIGINT,SIGHUP,SIGQUIT)
 else
@@ -80,7 +80,7 @@ else
 fi
 
 for ((starts_left = ${RESTARTS:-0}; ; starts_left--)); do
-    # In the background, since bash would hear a signal only after a child in the foreground has ended.
+    # In the background, since bash handles a signal only after a foreground child has ended.
     [[ -n "$on_term" ]] || trap '' TERM
     "${launch[@]}" pretrain_gpt.py "${sharding[@]}" "${checkpoints[@]}" "$@" &
     child=$!
@@ -91,6 +91,6 @@ for ((starts_left = ${RESTARTS:-0}; ; starts_left--)); do
         kill -0 "$child" 2>/dev/null || break
     done
     ((status != 0 && starts_left > 0)) || exit "$status"
-    echo "train.sh: host $NODE_RANK ended with status $status; it starts again, $starts_left times at most" >&2
+    echo "train.sh: host $NODE_RANK ended with status $status; starting again, at most $starts_left times" >&2
     sleep 5
 done

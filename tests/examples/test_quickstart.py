@@ -74,7 +74,7 @@ def test_an_interrupted_run_goes_on_and_ends_with_all_that_was_promised(tmp_path
 
     printed, _ = start(tmp_path).communicate()
     assert f"from iteration {saved}, where" in printed, printed
-    assert "is there already" in printed and "validation loss" in printed
+    assert "exists already" in printed and "validation loss" in printed
     assert folder.saved_iteration() == 40 and (folder.checkpoints / "iter_0000040").is_dir()
     assert folder.sample.read_text().startswith(quickstart.PROMPT)
     assert folder.picture.read_bytes().startswith(b"\x89PNG")

@@ -1,4 +1,4 @@
-"""Shows what is in a checkpoint, or where two differ; needs no GPU and no other ranks.
+"""Listing of a checkpoint, or comparison of two; needs no GPU and no other ranks.
 
 Example::
 
@@ -6,9 +6,9 @@ Example::
     python tools/checkpoint/inspect.py runs/a/iter_0000100 --only 'decoder.layers.0.*'
     python tools/checkpoint/inspect.py runs/a/iter_0000100 runs/b/iter_0000100
 
-lists tensors with shape, dtype, size, pieces (boxes that a rank wrote) and files, or compares the tensors of two
-checkpoints, whatever layouts they were saved under: names, shapes, dtypes and values. Exit status: 0, 1 where the two
-differ, 2 where one cannot be read. Plain values (hyperparameters, counters, random numbers) are listed, not compared.
+lists tensors with shape, dtype, size, pieces (boxes that a rank wrote) and files, or compares the names, shapes, dtypes and
+values of the tensors of two checkpoints, whatever layouts they were saved under. Exit status: 0; 1 if the two differ; 2 if
+one cannot be read. Plain values (hyperparameters, counters, random states) are listed, not compared.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import os
 import sys
 
 if __name__ == "__main__":
-    # Works without an installed package too. The tool's own folder must go: the standard library has an ``inspect`` too.
+    # Works without an installed package. The tool's own folder must go: this file would hide the standard ``inspect``.
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 import argparse
@@ -59,7 +59,7 @@ class Checkpoint:
     """One checkpoint, read tensor by tensor.
 
     Args:
-        path: its folder, or that of a run, whose latest iteration it is then.
+        path: its folder, or the folder of a run, whose latest checkpoint is read.
 
     Raises:
         FileNotFoundError: there is none, or it is not complete.
@@ -88,27 +88,27 @@ class Checkpoint:
 
     @property
     def iteration(self) -> int | None:
-        """The iteration that it was saved after; None where no training run saved it."""
+        """Iteration after which it was saved; None if it was not saved by a training run."""
         name = f"{EXTRA_STATE}state"
         state: Any = self._reader.values([name])[name] if name in self.values else None
         return state.get("iteration") if isinstance(state, dict) else None
 
     @property
     def file_sizes(self) -> dict[str, int]:
-        """Bytes of each file, by its name in the folder."""
+        """Bytes of each file, by name."""
         return {path.name: path.stat().st_size for path in sorted(self.folder.iterdir()) if path.is_file()}
 
     def read(self, entry: TensorEntry) -> torch.Tensor:
-        """The whole tensor.
+        """Read the whole tensor.
 
         Raises:
-            FileNotFoundError: a file that has some of it is gone or cut short.
+            FileNotFoundError: a file with a piece of it is missing or truncated.
         """
         return self._reader.tensor(entry.name)
 
 
 def describe(checkpoint: Checkpoint, only: str) -> Iterator[str]:
-    """The lines that list a checkpoint."""
+    """Yield the lines of the listing of a checkpoint."""
     shown = [entry for name, entry in checkpoint.tensors.items() if fnmatchcase(name, only)]
     iteration = checkpoint.iteration
     yield f"{checkpoint.folder}" + ("" if iteration is None else f" (iteration {iteration})")
@@ -137,7 +137,7 @@ def _parts(entries: Sequence[TensorEntry]) -> dict[str, list[TensorEntry]]:
 
 
 def differences(left: Checkpoint, right: Checkpoint, only: str) -> Iterator[str]:
-    """A line for each tensor that is not the same, bit for bit, in both."""
+    """Yield a line for each tensor that is not bitwise equal in both."""
     names = [name for name in (left.tensors | right.tensors) if fnmatchcase(name, only)]
     for name in names:
         ours, theirs = left.tensors.get(name), right.tensors.get(name)
@@ -157,18 +157,18 @@ def _value_difference(name: str, ours: torch.Tensor, theirs: torch.Tensor) -> It
         return
     wide = torch.complex128 if ours.is_complex() else torch.float64
     gap = (ours.to(wide) - theirs.to(wide)).abs()
-    differing = int((gap != 0).sum())  # NaN differs from everything, itself too
+    differing = int((gap != 0).sum())  # NaN differs from everything, also from itself
     yield f"{name}: {differing} of {ours.numel()} elements differ, by {float(gap.max()):.3g} at most"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Lists or compares; returns the exit status."""
+    """List or compare; return the exit status."""
     parser = argparse.ArgumentParser(
-        description="Show what is in a checkpoint, or where two differ.",
-        epilog="exit status: 0; 1 where two checkpoints differ; 2 where one cannot be read",
+        description="List the contents of a checkpoint, or compare two.",
+        epilog="exit status: 0; 1 if two checkpoints differ; 2 if one cannot be read",
     )
     parser.add_argument("checkpoint", type=Path, help="folder of a checkpoint, or of a run (its latest iteration)")
-    parser.add_argument("other", type=Path, nargs="?", help="another one, to compare with")
+    parser.add_argument("other", type=Path, nargs="?", help="another checkpoint, to compare with")
     parser.add_argument("--only", default="*", metavar="GLOB", help="names to show or compare, such as 'decoder.*'")
     args = parser.parse_args(arguments)
     try:
@@ -196,5 +196,5 @@ def _compare(left: Checkpoint, right: Checkpoint, only: str) -> int:
 
 if __name__ == "__main__":
     if hasattr(signal, "SIGPIPE"):
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # whoever reads along, such as head, may have seen enough
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a reader such as head may close the pipe early
     sys.exit(main())
