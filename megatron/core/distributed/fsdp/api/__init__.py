@@ -1,1 +1,1 @@
-"""What users of any module call: ``fully_shard``, ``microbatch`` and ``fully_shard_optimizer``."""
+"""The entry point for any ``nn.Module``: ``fully_shard``, ``microbatch`` and ``fully_shard_optimizer``."""

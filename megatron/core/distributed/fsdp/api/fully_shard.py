@@ -1,4 +1,4 @@
-"""The door for any module: ``fully_shard`` on the layers, then on the root; ``microbatch`` around accumulation."""
+"""``fully_shard`` for the layers of a model, then for its root, and ``microbatch`` for gradient accumulation."""
 
 from __future__ import annotations
 
@@ -52,48 +52,50 @@ def fully_shard(
     forward_prefetch_depth: int | None = None,
     backward_prefetch_depth: int | None = None,
 ) -> ModuleT:
-    """Afterwards the module is a unit: its parameters are sharded, and gathered around its forward and backward.
+    """Shard the parameters of a module, and unshard them around its forward and backward.
 
-    Call it on the layers, then on the root. A unit manages the parameters of its tree that no unit inside it does.
-    Parameters become DTensors (main weights, split unevenly between rows or, where that would cost more than 2 % of padding,
-    between equal parts of rows: ``RowShard``); names, ``state_dict`` keys and attributes of parameters stay. A parameter
-    whose attribute ``fsdp_granule`` is a ``Granule`` (blocks of rows, the whole tensor) is cut nowhere else. Build the
-    optimizer afterwards.
+    Call it on the layers, then on the root, and build the optimizer afterwards. The module becomes a unit, whose
+    parameters are gathered and reduced together: those of its tree that belong to no unit inside it. Parameters become
+    DTensors, the main weights. They are split unevenly between rows or, where that would cost more than 2 % of padding,
+    between equal parts of rows (``RowShard``); a parameter whose attribute ``fsdp_granule`` is a ``Granule`` (rows,
+    blocks of rows, the whole tensor) is cut only between granules. Names, ``state_dict`` keys and attributes of
+    parameters do not change.
 
     Args:
-        module: changed in place. Parameters on the meta device are made on the mesh's device by the
-            ``reset_parameters`` of the modules that own them.
-        mesh: devices over which to shard; one axis over all ranks when None.
-        placements: where weights, gradients and optimizer state rest; all sharded over ``mesh``'s one axis (ZeRO-3)
-            when None. Two axes, an outer and an inner one, are hybrid sharding: ``hybrid_placements``.
-        mixed_precision_policy: dtypes of main weights, main gradients and gradient communication.
-        grad_divisor: what gradients are divided by after the mean over the data-parallel ranks.
-        use_symm_mem: gather and reduce through NCCL symmetric memory: the same as ``transport="symm"``.
-        fsdp_group_ag: a group of the (inner) axis's ranks for all-gathers alone, so that they run beside reductions.
-        transport: what moves the bytes along the (inner) axis: "nccl" (the mesh's process group, of any backend, and the default), "symm"
-            (NCCL symmetric memory), "peer_copy" (copies between the ranks' memory), or "auto", which measures those
-            that can serve the mesh, once, and prints what it chose.
-        model_parallel: between which ranks the model is split besides: where experts (parameters with
-            ``allreduce=False``) are sharded, and of which larger tensors parameters are parts.
-        forward_prefetch_depth: how many further units' weights are gathered ahead when this unit's forward begins, in the
-            order in which units run; 0 gathers each when it is needed. None: as many as for the root module, and there 1.
-            Each costs the memory of one more unsharded unit.
+        module: changed in place. Parameters on the meta device are allocated on the mesh's device and initialised by
+            the ``reset_parameters`` of the modules that own them.
+        mesh: devices over which to shard; None: one axis over all ranks.
+        placements: where weights, gradients and optimizer state rest; None: all are sharded over the mesh's one axis
+            (ZeRO-3). For hybrid sharding over an outer and an inner axis see ``hybrid_placements``.
+        mixed_precision_policy: dtypes of main weights, main gradients and gradient communication; None: fp32 main
+            weights and gradients, communicated in the parameter's dtype.
+        grad_divisor: divides gradients, besides the mean over the data-parallel ranks.
+        use_symm_mem: the same as ``transport="symm"``.
+        fsdp_group_ag: a process group of the (inner) axis's ranks for all-gathers only, which then overlap reductions.
+        transport: how bytes move along the (inner) axis: "nccl" (the mesh's process group, of any backend), "symm"
+            (NCCL symmetric memory), "peer_copy" (copies between the ranks' memory), or "auto", which measures once
+            those that can serve the mesh and prints its choice. None: "nccl".
+        model_parallel: how else the model is split: over which ranks experts (parameters with ``allreduce=False``) are
+            sharded, and which parameters are parts of larger tensors.
+        forward_prefetch_depth: how many further units are prefetched when this unit's forward begins, in the order in
+            which units run; 0 prefetches none. Each one takes the memory of one more unsharded unit. None: the root's
+            depth, which is 1 by default.
         backward_prefetch_depth: the same, when this unit's backward begins.
 
     Returns:
-        ``module``.
+        ``module``, whose class is now a subclass of its own class and of ``FsdpModule``.
 
     Raises:
-        ValueError: the mesh does not hold this rank or lacks an axis; a parameter is owned by a unit over other ranks,
-            or by one around this module; the module is a unit already; ``grad_divisor`` is not positive; a prefetch depth is
-            negative; the transport cannot serve the mesh, or ``use_symm_mem`` contradicts it; ranks that shard experts together hold other ones.
-        TypeError: a parameter of a dtype that cannot be trained; a module without forward or whose class cannot be
-            extended.
-        NotImplementedError: more than two data-parallel axes, or weights or gradients sharded over an outer one;
-            parameters that are DTensors already.
+        ValueError: the mesh does not hold this rank or lacks an axis; a parameter belongs to a unit over other ranks,
+            or to one around this module; the module is a unit already; ``grad_divisor`` is not positive; a prefetch
+            depth is negative; the transport cannot serve the mesh, or contradicts ``use_symm_mem``; ranks that would
+            shard experts together hold different experts.
+        TypeError: a parameter's dtype cannot be trained; the module has no forward, or its class cannot be extended.
+        NotImplementedError: more than two data-parallel axes; weights or gradients sharded over an outer axis; a
+            parameter that is a DTensor already.
         RuntimeError: torch.distributed is not initialised.
 
-    Ranks: all of the mesh, in the same order; weights become those of the mesh's first rank. Blocks for that broadcast.
+    Ranks: all of the mesh, in the same order. Blocks for a broadcast: weights become those of the mesh's first rank.
     Source: ZeRO (arXiv:1910.02054); PyTorch FSDP (arXiv:2304.11277) for units and their order.
     """
     if isinstance(module, FsdpModule):
@@ -102,8 +104,8 @@ def fully_shard(
         )
     if getattr(module.forward, "__func__", None) is nn.Module.forward:
         raise TypeError(
-            f"fully_shard needs a module with a forward, around which it gathers weights, got a {type(module).__name__}; "
-            "call it on each of the modules in it"
+            f"fully_shard needs a module with a forward, around which weights are unsharded, got a "
+            f"{type(module).__name__}; call it on each of the modules in it"
         )
     unit_class = _unit_class(type(module))  # type: ignore[arg-type]
     if not grad_divisor > 0:
@@ -152,10 +154,19 @@ def fully_shard(
 
 @contextmanager
 def fully_shard_context(device: torch.device | str | None = None) -> Iterator[FsdpContext]:
-    """In the scope, each ``fully_shard`` puts its unit into one context, which sibling roots thus share.
+    """Make the units that ``fully_shard`` makes in this scope share one context, also if they have no common root.
+
+    Units of one context share streams, plan and arena, and each is prefetched while the one before it runs. Use it for
+    sibling modules that no sharded module is around.
 
     Args:
-        device: where the units live; the current CUDA device, or the CPU without one, when None.
+        device: the units' device; None: the current CUDA device, or the CPU where there is none.
+
+    Yields:
+        The context, which ``microbatch`` takes too.
+
+    Ranks: all that shard the units, alike; does not communicate.
+    Source: ours.
     """
     if device is None:
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
@@ -169,15 +180,23 @@ def fully_shard_context(device: torch.device | str | None = None) -> Iterator[Fs
 
 @contextmanager
 def microbatch(module: nn.Module | FsdpContext, is_first: bool = True, is_last: bool = True) -> Iterator[None]:
-    """The forward and backward of one microbatch of a step.
+    """Mark forward and backward in this scope as one microbatch of a step.
+
+    Outside of any scope every forward counts as a first and every backward as a last microbatch: right, but slower when
+    gradients accumulate. Scopes nest; leaving one restores the former settings, also after an exception.
 
     Args:
-        module: the model, wrapped or holding wrapped modules, or a context of ``fully_shard_context``.
-        is_first: main weights may have changed: model weights are synchronised with them, once per group.
-        is_last: gradients are reduced as far as the optimizer needs.
+        module: a sharded module, a module that holds some, or the context of a ``fully_shard_context``.
+        is_first: True for a step's first microbatch. The optimizer may have written main weights, so the first unshard
+            of each group updates the model weights from them; unreduced gradients of an earlier step are dropped.
+        is_last: True to reduce gradients for the optimizer. False leaves them where ``Placements.gradient`` says:
+            unreduced (``Partial``), or reduced over the axes where it is ``Shard(0)``.
 
-    Without the scope every forward is a first and every backward a last one: right, but slower. Scopes nest; what they
-    change is restored, also after an exception. Ranks: all, alike.
+    Raises:
+        ValueError: there is no sharded module in ``module``.
+
+    Ranks: all, with the same arguments; does not communicate.
+    Source: ours; FSDP2's ``set_requires_gradient_sync`` and ``set_is_last_backward`` in one scope.
     """
     with ExitStack() as scopes:
         for context in contexts_of(module):
@@ -186,10 +205,10 @@ def microbatch(module: nn.Module | FsdpContext, is_first: bool = True, is_last: 
 
 
 def contexts_of(module: nn.Module | FsdpContext) -> list[FsdpContext]:
-    """The contexts of the topmost units in a module, each once.
+    """Return the contexts of the topmost sharded modules in a module, each once.
 
     Raises:
-        ValueError: there are no units in it.
+        ValueError: there is no sharded module in it.
     """
     if isinstance(module, FsdpContext):
         return [module]
@@ -211,9 +230,9 @@ def _default_mesh() -> DeviceMesh:
     return _mesh_of_all_ranks(device_type, dist.get_world_size(), dist.get_rank())
 
 
-@functools.lru_cache(maxsize=1)  # not by process group, which this would keep
+@functools.lru_cache(maxsize=1)  # the key holds no process group, which the cache would keep alive
 def _mesh_of_all_ranks(device_type: str, world_size: int, rank: int) -> DeviceMesh:
-    """One mesh for all calls that name none, so that their units share its transports."""
+    """Return one mesh for all calls without a mesh, so that their units share its transports."""
     return init_device_mesh(device_type, (world_size,))
 
 
@@ -226,14 +245,14 @@ def _transport_kind(transport: TransportKind | None, use_symm_mem: bool) -> str:
 
 
 def _own_modules(root: nn.Module) -> list[tuple[str, nn.Module]]:
-    """(name, module) of the tree without nested units, root first, each module once."""
+    """Return (name, module) of the tree without nested units, root first, each module once."""
     found: dict[nn.Module, str] = {root: ""}
     _add_children(root, "", found)
     return [(name, module) for module, name in found.items()]
 
 
 def _add_children(module: nn.Module, prefix: str, found: dict[nn.Module, str]) -> None:
-    # Not a closure that calls itself: that is a cycle, and would keep the module until the collector comes.
+    # Not a nested function: one that calls itself is a reference cycle, and would keep the modules alive.
     for name, child in module.named_children():
         if child not in found and not isinstance(child, FsdpModule):
             found[child] = prefix + name
@@ -243,7 +262,11 @@ def _add_children(module: nn.Module, prefix: str, found: dict[nn.Module, str]) -
 def _collect(
     root: nn.Module, meshes: GroupMeshes, made_from: Mapping[nn.Parameter, nn.Parameter]
 ) -> tuple[list[ManagedParameter], list[FsdpParameterGroup]]:
-    """The parameters to manage, in order, and the groups of other units that hold weights tied to this one's."""
+    """Return the parameters to manage, in order, and the groups of other units that hold weights tied to this unit's.
+
+    Args:
+        made_from: by parameter that was made here, the meta parameter in whose place it is.
+    """
     managed: dict[nn.Parameter, ManagedParameter] = {}
     borrowed: dict[FsdpParameterGroup, None] = {}
     for prefix, module in _own_modules(root):
@@ -256,8 +279,8 @@ def _collect(
                 mesh = meshes.of(parameter).mesh
                 if owner.group_mesh.mesh != mesh:
                     raise ValueError(
-                        f"parameter {name} is owned by a unit over {owner.group_mesh.mesh} and must not be owned again over "
-                        f"{mesh}; shard tied weights over the same mesh"
+                        f"parameter {name} is owned by a unit over {owner.group_mesh.mesh} and must not be sharded over "
+                        f"{mesh} too; shard tied weights over the same mesh"
                     )
                 if owner.param_slots.has(module._parameters, key):
                     raise ValueError(
@@ -283,9 +306,11 @@ def _collect(
 def _group(
     managed: Sequence[ManagedParameter], placements: Placements, meshes: GroupMeshes
 ) -> list[tuple[list[ManagedParameter], FlatLayout, Placements, GroupMesh]]:
-    """Parameters that share a buffer, and where they lie in it: of one mesh and dtype, all trainable or all frozen, with rows or without.
+    """Split parameters into those that can share a flat buffer, and lay out each buffer.
 
-    What another pipeline stage holds too is by itself: so both stages cut it alike, whatever else they have.
+    Parameters share a buffer if they have one mesh and dtype, are all trainable or all frozen, and all have rows or
+    none has. A parameter that another pipeline stage holds too has a buffer of its own, so that both stages cut it
+    alike.
     """
     kinds: dict[tuple[Any, ...], list[ManagedParameter]] = {}
     for parameter in managed:
@@ -308,7 +333,7 @@ def _group(
 
 @functools.cache
 def _unit_class(cls: type[nn.Module]) -> type[nn.Module]:
-    """A class that is ``cls`` and an ``FsdpModule``."""
+    """Return a subclass of ``FsdpModule`` and ``cls``, the same for each call."""
     if issubclass(cls, torch.jit.ScriptModule):
         raise TypeError(f"fully_shard needs a module whose class can be extended, got the ScriptModule {cls.__name__}")
     return type(

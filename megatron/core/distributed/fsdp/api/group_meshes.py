@@ -1,4 +1,4 @@
-"""Over which mesh each parameter of a unit is sharded: dense ones over one, experts' over another."""
+"""The meshes of a unit: one for dense parameters, another for those of experts."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from megatron.core.distributed.fsdp.mesh.model_parallel import ModelParallel
 
 @dataclass(frozen=True)
 class GroupMeshes:
-    """The meshes of a unit's groups.
+    """The meshes over which a unit's parameters are sharded.
 
     Args:
-        dense: of parameters that are no experts'.
-        expert: of experts' parameters; None: theirs is ``dense`` too.
-        device: where this rank's buffers live.
+        dense: mesh of all parameters but the experts'.
+        expert: mesh of the experts' parameters; None: ``dense``.
+        device: device of this rank's buffers.
     """
 
     dense: GroupMesh
@@ -33,13 +33,14 @@ class GroupMeshes:
     device: torch.device
 
     def of(self, parameter: torch.Tensor) -> GroupMesh:
-        """The mesh of a parameter."""
+        """Return the mesh of a parameter."""
         return self.expert if self.expert is not None and is_expert(parameter) else self.dense
 
     def grad_divisor(self, mesh: GroupMesh, placements: Placements, divisor: float | Fraction) -> Fraction:
-        """What gradients over ``mesh`` are divided by besides the mean over it, where dense ones are by ``divisor``.
+        """Return what divides gradients over ``mesh`` besides the mean over it, for ``divisor`` of dense gradients.
 
-        An expert's gradient has the losses of all ranks of the dense mesh in it, and is divided by their number.
+        Tokens of all ranks of the dense mesh contribute to an expert's gradient, so it is divided by the number of
+        those ranks, however many the expert mesh has.
         """
         averaged = (_num_averaged(placements, self.dense), _num_averaged(placements, mesh))
         return Fraction(divisor) * Fraction(*averaged)
@@ -48,11 +49,17 @@ class GroupMeshes:
 def make_group_meshes(
     mesh: DeviceMesh, placements: Placements, gather_group: ProcessGroup | None, kind: str, model: ModelParallel
 ) -> GroupMeshes:
-    """The data-parallel parts of the dense and the expert mesh, with transports, and their tensor-parallel axes.
+    """Make the data-parallel meshes of dense and expert parameters, with their transports and tensor-parallel axes.
+
+    Args:
+        mesh: mesh of the dense parameters; its tensor-parallel axis, if any, comes before the data-parallel ones.
+        gather_group: process group for the all-gathers of dense parameters; None: the mesh's.
+        kind: transport along the (inner) axis.
+        model: has the expert mesh and the name of the tensor-parallel axis.
 
     Raises:
-        ValueError, NotImplementedError: as ``group_mesh_of``, of either mesh; the tensor-parallel axis is not before the
-            data-parallel ones; the expert mesh does not lie within the ranks of the other.
+        ValueError, NotImplementedError: as ``group_mesh_of``, for either mesh; the mesh has no axis of the
+            tensor-parallel axis's name, or has it after a data-parallel one.
 
     Ranks: all of both meshes, in the same order; may block.
     """
@@ -69,17 +76,17 @@ def make_group_meshes(
 
 
 def is_expert(parameter: torch.Tensor) -> bool:
-    """True for parameters of experts, in Megatron's words: those that are not all-reduced over all ranks."""
+    """True if a parameter belongs to an expert: Megatron gives those ``allreduce=False``."""
     return not getattr(parameter, "allreduce", True)
 
 
 def check_experts(parameters: Sequence[ManagedParameter], meshes: GroupMeshes) -> None:
-    """Afterwards ranks that shard experts together hold the same experts.
+    """Check that ranks that shard experts together hold the same experts.
 
     Raises:
-        ValueError: they hold others, by name; on all ranks.
+        ValueError: they hold different ones; on all ranks.
 
-    Ranks: all of the dense mesh; blocks where the unit has experts that are sharded over it.
+    Ranks: all of the dense mesh; blocks if the unit has experts that are sharded over it.
     """
     experts = [p for p in parameters if is_expert(p.original) and meshes.of(p.original) is meshes.dense]
     if not experts:
@@ -89,9 +96,9 @@ def check_experts(parameters: Sequence[ManagedParameter], meshes: GroupMeshes) -
     for axis in meshes.dense.axes:
         if any(other != own for other in axis.exchange(own)):
             raise ValueError(
-                f"{experts[0].name} belongs to an expert (allreduce=False), and ranks that would shard it together hold other "
-                "experts, whose weights would be lost; pass the mesh of the ranks that hold the same ones: "
-                "fully_shard(..., model_parallel=ModelParallel(expert_mesh=...)), or expt_dp in the pg_collection"
+                f"{experts[0].name} belongs to an expert (allreduce=False), so the ranks that shard it must hold the same "
+                "experts, got ranks with others, whose weights would be lost; pass the mesh of the ranks that hold the same "
+                "ones: fully_shard(..., model_parallel=ModelParallel(expert_mesh=...)), or expt_dp in the pg_collection"
             )
 
 
@@ -105,14 +112,14 @@ def _with_tensor_axis(group_mesh: GroupMesh, mesh: DeviceMesh, model: ModelParal
         raise ValueError(
             f"the tensor-parallel axis must come before the data-parallel ones {data} in the mesh, got {names}"
         )
-    # What cuts rows comes inside out.
+    # Axes that cut rows, innermost first.
     axes = [names.index(name) for name in (model.tensor_axis, *(group_mesh.rows_mesh.mesh_dim_names or ()))]
     tensor_mesh = mesh_in_order(mesh, axes)
     return replace(group_mesh, tensor_mesh=tensor_mesh, model=model)
 
 
 def _num_averaged(placements: Placements, mesh: GroupMesh) -> int:
-    """Ranks over which gradients are averaged, not summed."""
+    """Return the number of ranks over which gradients are averaged, not summed."""
     size = 1
     for placement, axis in zip(placements.gradient, mesh.axes, strict=True):
         if not (isinstance(placement, Partial) and placement.reduce_op == "sum"):

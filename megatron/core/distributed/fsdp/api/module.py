@@ -1,4 +1,4 @@
-"""What ``fully_shard`` adds to a module: its weights are gathered around each forward and backward."""
+"""``FsdpModule``, the class that ``fully_shard`` adds to a module."""
 
 from __future__ import annotations
 
@@ -14,21 +14,22 @@ from megatron.core.distributed.fsdp.runtime.context import FsdpContext
 from megatron.core.distributed.fsdp.runtime.unit import FsdpUnit
 from megatron.core.distributed.fsdp.runtime.unit import Phase as _Phase
 
-# Outputs are searched this deep for tensors; deeper ones would be a data structure, not an output.
+# How deep the search for tensors in an output goes: a bound for outputs that hold large or cyclic data structures.
 _MAX_DEPTH = 8
 
 
 class FsdpModule(nn.Module if TYPE_CHECKING else object):  # type: ignore[misc]
-    """A module whose parameters are sharded. Made by ``fully_shard``, never directly.
+    """A module whose parameters are sharded. ``fully_shard`` makes it; it has no constructor of its own.
 
-    At rest its parameters are DTensors, sharded main weights; around forward and backward they are whole.
+    Its parameters are full tensors in forward and backward (and after ``unshard``); otherwise they are DTensors, the
+    sharded main weights.
     """
 
     Phase = _Phase
     _fsdp_unit: FsdpUnit
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Forward on whole weights. Ranks: all of the mesh, in the same order of units."""
+        """Run forward with unsharded weights. Ranks: all of the mesh, units in the same order."""
         unit = self._fsdp_unit
         context = find_context(self)
         recomputes = context.enter_forward(unit)
@@ -44,12 +45,12 @@ class FsdpModule(nn.Module if TYPE_CHECKING else object):  # type: ignore[misc]
 
     @property
     def parameter_groups(self) -> list[FsdpParameterGroup]:
-        """Groups of the parameters that this module manages, without those of nested ones."""
+        """The parameter groups of this unit, without those of nested units."""
         return self._fsdp_unit.own_groups
 
     @property
     def use_symm_mem(self) -> bool:
-        """True if this module's parameters are gathered and reduced through NCCL symmetric memory."""
+        """True if this unit's parameters are gathered and reduced through NCCL symmetric memory."""
         return any(group.use_symm_mem for group in self._fsdp_unit.own_groups)
 
     @property
@@ -58,20 +59,26 @@ class FsdpModule(nn.Module if TYPE_CHECKING else object):  # type: ignore[misc]
         return self._fsdp_unit.phase
 
     def unshard(self) -> None:
-        """Afterwards the module's parameters are whole tensors, until ``reshard``. Ranks: all of the mesh.
+        """Gather the unit's weights and keep them unsharded until ``reshard``.
 
-        What is written to them is lost at ``reshard``; write to the sharded parameters instead.
+        ``reshard`` discards what is written to them; write to the sharded parameters instead. Does not include nested
+        units.
+
+        Ranks: all of the mesh; does not block the host.
         """
         find_context(self).unshard(self._fsdp_unit)
 
     def reshard(self) -> None:
-        """Afterwards the module's parameters are sharded again, unless a pass is using them."""
+        """Switch the unit back to its sharded parameters, unless a forward or backward is using the weights."""
         find_context(self).reshard(self._fsdp_unit)
 
     def _apply(self, fn: Any, recurse: bool = True) -> nn.Module:
-        """Afterwards ``fn`` has converted the buffers; it must leave the parameters' dtype and device alone.
+        """Apply ``fn`` to the buffers of the tree, as ``.to()`` and the like do, but not to sharded parameters.
 
-        What it made of the parameters is dropped: PyTorch would put another object in the place of each DTensor.
+        PyTorch would replace the DTensors, which are views of the engine's buffers.
+
+        Raises:
+            RuntimeError: ``fn`` would change the parameters' dtype or device.
         """
         groups = [group for module in fsdp_modules(self) for group in module.parameter_groups]
         for group in groups:
@@ -111,12 +118,12 @@ class FsdpModule(nn.Module if TYPE_CHECKING else object):  # type: ignore[misc]
 
 
 def fsdp_modules(root: nn.Module) -> Iterator[FsdpModule]:
-    """The sharded modules in a tree, ``root`` included, in the order of ``modules()``."""
+    """Return the sharded modules of a tree, ``root`` included, in the order of ``modules()``."""
     return (module for module in root.modules() if isinstance(module, FsdpModule))
 
 
 def topmost_fsdp_modules(root: nn.Module) -> list[FsdpModule]:
-    """The sharded modules of a tree that lie in no other sharded module."""
+    """Return the sharded modules of a tree that are in no other sharded module."""
     if isinstance(root, FsdpModule):
         return [root]
     found: dict[FsdpModule, None] = {}
@@ -127,7 +134,7 @@ def topmost_fsdp_modules(root: nn.Module) -> list[FsdpModule]:
 
 
 def find_context(module: FsdpModule) -> FsdpContext:
-    """The module's context; made now, with the module as root, if it has none. Nested modules join their root's."""
+    """Return the module's context. If it has none, make one for it and the units inside it: it is the root then."""
     unit = module._fsdp_unit
     if unit.context is None:
         context = FsdpContext(_device_of(module))
@@ -138,7 +145,7 @@ def find_context(module: FsdpModule) -> FsdpContext:
 
 
 def _adopt(root: FsdpModule, context: FsdpContext) -> None:
-    """Afterwards the units under ``root`` belong to ``context``, also those that ran alone before, as their own root."""
+    """Register the units under ``root`` with ``context``, also those that were a root themselves until now."""
     names = {module: name for name, module in root.named_modules()}
     for module in fsdp_modules(root):
         unit = module._fsdp_unit
@@ -168,11 +175,11 @@ def _device_of(root: FsdpModule) -> torch.device:
 
 
 def _differentiable(value: Any, depth: int) -> Iterator[torch.Tensor]:
-    """The tensors in a module's output that a backward can come through."""
+    """Yield the tensors of a module's output through which a backward can reach the module."""
     if isinstance(value, torch.Tensor):
         if value.grad_fn is not None:
             yield value
-            # An in-place operation on a view re-routes its gradient through the base, past the view's own hooks.
+            # After an in-place operation on a view, gradients go through its base and not through the view's hooks.
             base = value._base
             if base is not None and base.grad_fn is not None:
                 yield base

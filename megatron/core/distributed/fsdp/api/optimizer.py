@@ -1,4 +1,4 @@
-"""Any ``torch.optim`` optimizer on sharded parameters: checked before its step, seen by the next forward."""
+"""``fully_shard_optimizer``: checks before the step of a ``torch.optim`` optimizer on sharded parameters."""
 
 from __future__ import annotations
 
@@ -17,24 +17,30 @@ OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 
 
 def fully_shard_optimizer(optimizer: OptimizerT) -> OptimizerT:
-    """Afterwards the optimizer refuses to step where that would train on wrong gradients, and frees them when cleared.
+    """Make an optimizer check gradients before its step, and free them when they are cleared.
 
-    The parameters of a sharded model work with any ``torch.optim`` optimizer as they are; its state is sharded like
-    them. What this adds: ``step`` is refused in the middle of a pass, after a backward that failed, and after one that
-    was not a step's last microbatch; gradients in another dtype than the main weights are cast for the step;
-    ``zero_grad(set_to_none=True)`` frees the memory of main gradients at once; weights that were gathered ahead of
-    the step are gathered anew.
+    Any ``torch.optim`` optimizer works on sharded parameters, and its state is sharded like them. This adds:
+
+    - ``step`` raises a RuntimeError in the middle of a forward or backward, after a backward that failed, and after one
+    that
+      was not that of the step's last microbatch.
+    - Gradients in another dtype than the main weights are cast for the step.
+    - ``zero_grad(set_to_none=True)`` frees the main gradients' memory at once.
+    - Weights that were gathered before the step are gathered again.
 
     Args:
-        optimizer: built over the parameters of a model *after* ``fully_shard``.
+        optimizer: built over parameters of a model *after* ``fully_shard``; changed in place. A ``FlatAdamW`` does all
+            this by itself and is returned unchanged.
 
     Returns:
         ``optimizer``.
 
     Raises:
-        ValueError: it holds parameters from before ``fully_shard``, whose update no forward would see.
+        ValueError: it holds a parameter from before ``fully_shard``, whose updates no forward would see.
 
-    Ranks: all that hold the parameters.
+    Ranks: all that hold the parameters. ``step`` may communicate then: it completes gradients that are summed over
+    other ranks of the model (sequence-parallel parameters, tied embeddings).
+    Source: ours; FSDP2 leaves these checks to the user.
     """
     if getattr(optimizer, "checks_its_steps", False):
         return optimizer
@@ -42,7 +48,7 @@ def fully_shard_optimizer(optimizer: OptimizerT) -> OptimizerT:
     watch = _StepWatch(groups)
     optimizer.register_step_pre_hook(watch.before_step)
     optimizer.register_step_post_hook(watch.after_step)
-    zero_grad = weakref.WeakMethod(optimizer.zero_grad)  # whoever holds the optimizer calls it; no cycle
+    zero_grad = weakref.WeakMethod(optimizer.zero_grad)  # a strong reference would be a cycle
 
     def zero_grad_and_free(set_to_none: bool = True) -> None:
         own = zero_grad()
@@ -56,7 +62,7 @@ def fully_shard_optimizer(optimizer: OptimizerT) -> OptimizerT:
 
 
 class _StepWatch:
-    """What happens around a step. It holds no groups: an optimizer that outlives its model keeps main weights alone."""
+    """Hooks around a step. It references groups weakly: an optimizer must keep only main weights of a deleted model."""
 
     def __init__(self, groups: list[FsdpParameterGroup]) -> None:
         self._groups = [weakref.ref(group) for group in groups]
@@ -66,7 +72,7 @@ class _StepWatch:
             if group.dtypes.main_grads != group.dtypes.main_params
             for parameter in group.sharded
         ]
-        self._kept: list[tuple[nn.Parameter, torch.Tensor]] = []
+        self._replaced: list[tuple[nn.Parameter, torch.Tensor]] = []
 
     def groups(self) -> list[FsdpParameterGroup]:
         return [group for ref in self._groups if (group := ref()) is not None]
@@ -74,36 +80,38 @@ class _StepWatch:
     def before_step(self, *_: Any) -> None:
         check_step(self.groups())
         for parameter, dtype in self._cast:
-            # A step that calls its superclass's step comes here twice.
+            # Twice for a step that calls its superclass's step.
             if parameter.grad is not None and parameter.grad.dtype != dtype:
-                self._kept.append((parameter, parameter.grad))
+                self._replaced.append((parameter, parameter.grad))
                 parameter.grad = parameter.grad.to(dtype)
 
     def after_step(self, *_: Any) -> None:
-        for parameter, grad in self._kept:
+        for parameter, grad in self._replaced:
             parameter.grad = grad
-        self._kept.clear()
+        self._replaced.clear()
         for context in contexts_of_groups(self.groups()):
             context.weights_changed()
 
 
 def contexts_of_groups(groups: Iterable[FsdpParameterGroup]) -> list[FsdpContext]:
-    """The contexts that the groups are in, each once, in the order of the groups."""
+    """Return the contexts of the groups, each once, in the order of the groups."""
     found = (group.context() for group in groups if group.context is not None)
     return list(dict.fromkeys(context for context in found if context is not None))
 
 
 def check_step(groups: Sequence[FsdpParameterGroup]) -> None:
-    """Afterwards the groups' main gradients are those of whole passes, on all ranks of the model.
+    """Check that the groups' main gradients are complete, and sum those that other ranks of the model share.
 
     Raises:
-        RuntimeError: a pass is under way, or has failed, or was not a step's last microbatch.
+        RuntimeError: a forward or backward is running, or has failed, or was not that of the step's last microbatch.
+
+    Ranks: all that hold the groups.
     """
     for context in contexts_of_groups(groups):
         if context.is_running:
             raise RuntimeError(
                 "optimizer.step() must come after forward and backward, got a call in the middle of one, where some "
-                "gradients are not reduced yet and weights are in use; call it when backward() has returned"
+                "gradients are not reduced yet and weights are in use; call it after backward() has returned"
             )
         if context.has_failed:
             raise RuntimeError(
@@ -121,7 +129,7 @@ def check_step(groups: Sequence[FsdpParameterGroup]) -> None:
 
 
 def groups_of(optimizer: torch.optim.Optimizer) -> list[FsdpParameterGroup]:
-    """The trainable groups that the optimizer's parameters belong to, each once; other parameters are passed over.
+    """Return the trainable groups of the optimizer's parameters, each once; parameters without a group are ignored.
 
     Raises:
         ValueError: a parameter is from before ``fully_shard``.

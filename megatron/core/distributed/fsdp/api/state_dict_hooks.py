@@ -1,4 +1,4 @@
-"""``load_state_dict`` on sharded modules: full or sharded tensors go into the main weights, also with ``assign=True``."""
+"""``state_dict`` and ``load_state_dict`` of sharded modules, which read and write the main weights."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from megatron.core.distributed.fsdp.runtime.unit import FsdpUnit
 
 
 def watch_loads(unit: FsdpUnit, modules: Sequence[tuple[str, nn.Module]]) -> None:
-    """Afterwards ``load_state_dict`` of these modules loads into the unit's main weights.
+    """Make ``load_state_dict`` of these modules copy full or sharded tensors into the unit's main weights.
 
-    A value of another shape is left to ``load_state_dict``, which refuses it by name, as it does missing and extra
-    keys. What was gathered ahead is dropped, so that the next forward sees what was loaded.
+    So with ``assign=True`` too. ``load_state_dict`` itself refuses missing and extra keys and values of another shape,
+    by name. Weights that were gathered before are gathered again, so that the next forward sees what was loaded.
 
     What ``state_dict`` returns can be passed to torch.save and deepcopy: see [Note: offsets] in local_parts.py.
 
@@ -35,8 +35,8 @@ def watch_loads(unit: FsdpUnit, modules: Sequence[tuple[str, nn.Module]]) -> Non
             return
         if any(group.weights.held_by_user or group.weights.num_forwards for group in unit.groups):
             raise RuntimeError(
-                f"load_state_dict must find sharded parameters, got those of {unit.name} gathered, where what is loaded would "
-                "be lost; call reshard() first, and not from within forward"
+                f"load_state_dict must find sharded parameters, got those of {unit.name} unsharded, where loaded values "
+                "would be lost; call reshard() first, and not within forward"
             )
         if unit.context is not None:
             unit.context.finish_updates()
@@ -68,7 +68,7 @@ def watch_loads(unit: FsdpUnit, modules: Sequence[tuple[str, nn.Module]]) -> Non
 
 @torch.no_grad()
 def _copy(parameter: DTensor, value: torch.Tensor) -> None:
-    """Afterwards the parameter equals ``value``, a full tensor or a DTensor of any placement. Ranks: all, for a DTensor."""
+    """Copy a full tensor, or a DTensor of any placement, into the parameter. Ranks: all, for a DTensor."""
     local = parameter._local_tensor
     if isinstance(value, DTensor):
         if value.placements == parameter.placements and value.device_mesh == parameter.device_mesh:
@@ -79,7 +79,7 @@ def _copy(parameter: DTensor, value: torch.Tensor) -> None:
 
 
 def local_rows(parameter: DTensor, full: torch.Tensor) -> torch.Tensor:
-    """The part of ``full`` that this rank owns of ``parameter``, in its local shape; all of it where it is replicated."""
+    """Return this rank's part of ``full``, in the local shape of ``parameter``; all of it where that is replicated."""
     mesh = parameter.device_mesh
     for axis, placement in enumerate(parameter.placements):
         rank, num_ranks = mesh.get_local_rank(axis), mesh.size(axis)
