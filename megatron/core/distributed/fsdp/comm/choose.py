@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -97,6 +97,25 @@ def _fastest(group: ProcessGroup, gather_group: ProcessGroup, device: torch.devi
     return chosen
 
 
+def check_alike(settings: Mapping[str, Any], group: ProcessGroup) -> None:
+    """Compare settings between the ranks of a process group.
+
+    Raises:
+        ValueError: on all ranks, if the values of a setting differ.
+
+    Ranks: all of ``group``; blocks the host.
+    """
+    everywhere: list[Mapping[str, Any]] = [settings] * group.size()
+    dist.all_gather_object(everywhere, settings, group=group)
+    for name in settings:
+        ranks_of: dict[Any, list[int]] = {}
+        for rank, theirs in zip(dist.get_process_group_ranks(group), everywhere, strict=True):
+            ranks_of.setdefault(theirs[name], []).append(rank)
+        if len(ranks_of) > 1:
+            got = " and ".join(f"{value!r} on ranks {ranks}" for value, ranks in ranks_of.items())
+            raise ValueError(f"{name} must be the same on all ranks that shard together, got {got}")
+
+
 def _forget(*tables: dict[tuple[Any, ...], Any]) -> None:
     for table in tables:
         table.clear()
@@ -131,14 +150,23 @@ class SharedTransports:
         *,
         sizes_nbytes: Sequence[int] = (),
     ) -> str:
-        """Call ``resolve_kind`` once for each kind and pair of process groups, and return its answer."""
-        key = (
-            kind,
-            group.group_name,
-            gather_group.group_name,
-            device,
-        )  # names: a process group would live as long as the mesh
+        """Call ``resolve_kind`` once for each kind and pair of process groups, and return its answer.
+
+        Raises:
+            ValueError: what ``resolve_kind`` raises; ranks that ask for different transports, which would wait for each
+                other in different collectives.
+        """
+        # Names, since process groups as keys would live as long as the mesh.
+        key = (kind, group.group_name, gather_group.group_name, device)
         if key not in self._resolved:
+            deterministic = torch.are_deterministic_algorithms_enabled()
+            settings = {
+                "transport": kind,
+                "whether there is a process group for all-gathers alone (fsdp_group_ag)": gather_group is not group,
+                "torch.use_deterministic_algorithms with transport='auto'": kind == "auto" and deterministic,
+            }
+            if group.size() > 1:
+                check_alike(settings, group)
             self._resolved[key] = resolve_kind(kind, group, gather_group, device, sizes_nbytes=sizes_nbytes)
         return self._resolved[key]
 

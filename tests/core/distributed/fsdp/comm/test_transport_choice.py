@@ -8,6 +8,7 @@ import pickle
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from typing import Any, get_args
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -186,6 +187,37 @@ def a_choice_is_made_once_for_a_mesh() -> None:
     finally:
         choose.resolve_kind = keep
     assert [sizes for kind, sizes in asked if kind == "auto"] == [[7]]
+
+
+@CHECKS.on(2)
+def ranks_that_ask_for_different_transports_are_told() -> None:
+    """They would wait for each other in different collectives; and the mesh is as good as before."""
+    rank, mesh = dist.get_rank(), init_device_mesh("cpu", (2,))
+    gathers = dist.new_group([0, 1])
+
+    def shard(**options: Any) -> Any:
+        return fully_shard(nn.Linear(2, 2), mesh, **options)
+
+    expected = (
+        "transport must be the same on all ranks .*, got 'nccl' on ranks \\[0\\] and 'peer_copy' on ranks \\[1\\]"
+    )
+    with pytest.raises(ValueError, match=expected):
+        shard(transport=("nccl", "peer_copy")[rank])
+    with pytest.raises(
+        ValueError, match=r"\(fsdp_group_ag\) must be .*, got False on ranks \[0\] and True on ranks \[1\]"
+    ):
+        shard(fsdp_group_ag=(None, gathers)[rank])
+    torch.use_deterministic_algorithms(rank == 0)
+    try:
+        with pytest.raises(ValueError, match=r"use_deterministic_algorithms .*, got True on ranks"):
+            shard(transport="auto")
+        shard()  # it counts for auto alone
+    finally:
+        torch.use_deterministic_algorithms(False)
+    with patch.object(dist, "all_gather_object", wraps=dist.all_gather_object) as exchanged:
+        for kind in ("nccl", "auto", "auto"):
+            shard(transport=kind)
+    assert exchanged.call_count == 1, "once for each kind and process group: nccl was compared above"
 
 
 @CHECKS.on(2)
