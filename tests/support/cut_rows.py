@@ -10,14 +10,15 @@ from unittest.mock import patch
 from torch import Size
 
 from megatron.core.distributed.fsdp.layout.flat_layout import pack_rows
+from megatron.core.distributed.fsdp.layout.granule import Granule
 from megatron.core.distributed.fsdp.layout.row_groups import RowGroup
 
 # The module, which the package hides behind the function of its name.
-_DOOR = importlib.import_module("megatron.core.distributed.fsdp.api.fully_shard")
+_FULLY_SHARD = importlib.import_module("megatron.core.distributed.fsdp.api.fully_shard")
 
 
 def parts_of(shapes: Sequence[Size]) -> list[int]:
-    """As few parts as rows can be cut into for every other tensor, as many as they can for the rest."""
+    """Return parts of rows for each shape: as few as possible and as many as possible, in turns."""
     found = []
     for index, shape in enumerate(shapes):
         divisors = [p for p in range(2, shape[1] + 1) if shape[1] % p == 0] if len(shape) > 1 else []
@@ -26,16 +27,16 @@ def parts_of(shapes: Sequence[Size]) -> list[int]:
 
 
 def cut_in_one_buffer(
-    shapes: Sequence[Size], *, num_ranks: int, alignment: int = 1, max_padding: float = 0.0
+    shapes: Sequence[Size], *, num_ranks: int, granules: Sequence[Granule | None] | None = None
 ) -> list[RowGroup]:
-    """All tensors in one buffer, their rows cut, for whoever groups tensors."""
-    parts = parts_of(shapes) if num_ranks > 1 else None
-    layout = pack_rows(shapes, num_ranks=num_ranks, alignment=1, row_parts=parts)
+    """Lay all tensors out in one buffer, their rows cut; in place of ``group_by_rows``."""
+    parts = [Granule.row_parts(p) for p in parts_of(shapes)] if num_ranks > 1 else None
+    layout = pack_rows(shapes, num_ranks=num_ranks, alignment=1, granules=parts)
     return [RowGroup(tuple(range(len(shapes))), layout)] if shapes else []
 
 
 @contextmanager
 def rows_cut() -> Iterator[None]:
-    """Units that are made in this scope cut the rows of all matrices that they share between ranks."""
-    with patch.object(_DOOR, "group_by_rows", cut_in_one_buffer):
+    """Cut the rows of all matrices that units which are made in this scope share between ranks."""
+    with patch.object(_FULLY_SHARD, "group_by_rows", cut_in_one_buffer):
         yield

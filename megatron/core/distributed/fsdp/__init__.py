@@ -17,6 +17,7 @@ from megatron.core.distributed.fsdp.comm import TRANSPORT_KINDS, TransportKind
 from megatron.core.distributed.fsdp.config.mixed_precision import MixedPrecisionPolicy
 from megatron.core.distributed.fsdp.config.placement import Placements, hybrid_placements
 from megatron.core.distributed.fsdp.flat_optimizer.flat_adamw import FlatAdamW
+from megatron.core.distributed.fsdp.layout.granule import Granule
 from megatron.core.distributed.fsdp.mesh.distributed_index import FSDPDistributedIndex
 from megatron.core.distributed.fsdp.mesh.model_parallel import ModelParallel
 from megatron.core.distributed.fsdp.runtime.context import FsdpContext
@@ -33,6 +34,7 @@ __all__ = [
     "FsdpModule",
     "FsdpParameterGroup",
     "FullyShardedDataParallel",
+    "Granule",
     "MixedPrecisionPolicy",
     "ModelParallel",
     "NormScope",

@@ -1,10 +1,10 @@
-"""Where each tensor of a unit lies in one flat buffer that ranks share in equal segments, cut only between rows.
+"""Flat buffers that ranks share in equal segments: where each tensor lies, and which of its rows each rank owns.
 
-A tensor that crosses two or more rank boundaries needs a segment that is a multiple of its row; one that crosses a
-single boundary only needs the right start; one inside a segment needs nothing. So the segment is a multiple of the
-rows of the *large* tensors alone, which is far less than the lowest common multiple of all rows.
+The boundaries between segments fall between granules (granule.py) of every tensor. A tensor that crosses two or more
+boundaries needs a segment that is a multiple of its granule; one that crosses a single boundary only needs the right
+start; one inside a segment needs nothing. So the segment is a multiple of the granules of the *large* tensors alone, which
+is far less than the lowest common multiple of all.
 
-Where a tensor's rows are too long for that, it is laid out as its view of shorter rows (``TensorSlot.row_parts``).
 Which tensors share a buffer, and which have their rows cut, is decided in row_groups.py.
 """
 
@@ -19,8 +19,9 @@ from itertools import count
 
 import torch
 
-# Alignment is given up (64, 32, 16, ... elements) only where it makes the buffer larger than this factor.
-_ALIGNMENT_WORTH = 1.01
+from megatron.core.distributed.fsdp.layout.granule import Granule, check_row_parts
+from megatron.core.distributed.fsdp.layout.padding import PaddingPolicy
+
 # A segment that first fit overruns grows by this share of the overrun, and faster after so many trials.
 _OVERRUN_SHARE = 4
 _FINE_TRIALS = 32
@@ -28,18 +29,15 @@ _FINE_TRIALS = 32
 
 @dataclass(frozen=True)
 class TensorSlot:
-    """A tensor's place in the full buffer: ``shape`` from element ``start`` on, contiguous.
-
-    It is cut between the rows of ``cut_shape``: its own, or with ``row_parts`` the equal parts of each of them along dim 1.
-    "Rows" of a slot, of a layout and of what a rank owns are always those.
+    """A tensor's place in the full buffer: ``shape`` from element ``start`` on, contiguous, cut between granules.
 
     Raises:
-        ValueError: ``row_parts`` does not divide dim 1.
+        ValueError: ``granule`` is parts of rows that do not divide dim 1.
     """
 
     shape: torch.Size
     start: int
-    row_parts: int = 1
+    granule: Granule = Granule.row()  # noqa: RUF009 (frozen)
 
     def __post_init__(self) -> None:
         check_row_parts(self.shape, self.row_parts)
@@ -49,31 +47,41 @@ class TensorSlot:
         return math.prod(self.shape)
 
     @property
+    def row_parts(self) -> int:
+        """Equal parts that each row [C, ...] of the tensor is cut into along dim 1; 1 where rows are whole."""
+        return self.granule.num_parts
+
+    @property
     def cut_shape(self) -> torch.Size:
-        """The view of the tensor whose rows are never cut."""
+        """The view of the tensor whose rows a rank owns: its own shape, or [R * row_parts, C / row_parts, ...]."""
         if self.row_parts == 1:
             return self.shape
         return torch.Size((self.rows, self.shape[1] // self.row_parts, *self.shape[2:]))
 
     @property
     def rows(self) -> int:
-        """Entries of dim 0 of ``cut_shape``; 1 for a tensor without dimensions."""
+        """Rows of ``cut_shape``; 1 for a tensor without dimensions."""
         return self.shape[0] * self.row_parts if len(self.shape) > 0 else 1
 
     @property
     def row_numel(self) -> int:
-        """Elements of a row: 1 for tensors of 0 and 1 dimensions, 0 where a later dimension is 0."""
+        """Elements of a row of ``cut_shape``: 1 for tensors of 0 and 1 dimensions, 0 where a later dimension is 0."""
         return math.prod(self.shape[1:]) // self.row_parts
+
+    @property
+    def granule_numel(self) -> int:
+        """Elements of a granule: cuts are multiples of it, from ``start`` on."""
+        return self.granule.numel(self.shape)
 
 
 @dataclass(frozen=True)
 class FlatLayout:
     """Tensors in a buffer of ``num_ranks`` segments of ``segment_numel`` elements; rank k owns segment k.
 
-    Every boundary between segments falls between rows of every tensor, and tensors do not overlap.
+    Every boundary between segments falls between granules of every tensor, and tensors do not overlap.
 
     Raises:
-        ValueError: the slots break one of these rules, or rows are cut though one rank owns everything.
+        ValueError: the slots break one of these rules, or rows are cut into parts though one rank owns everything.
     """
 
     slots: tuple[TensorSlot, ...]
@@ -82,12 +90,14 @@ class FlatLayout:
 
     def __post_init__(self) -> None:
         if self.num_ranks == 1 and any(slot.row_parts > 1 for slot in self.slots):
-            raise ValueError("row_parts must be 1 where one rank owns the buffer, which nothing cuts")
+            raise ValueError(
+                "row_parts must be 1 where one rank owns the buffer, which nothing cuts; take Granule.row()"
+            )
         for index, slot in enumerate(self.slots):
-            if not _cuts_fall_on_rows(slot, self.segment_numel):
+            if not _cuts_fall_between_granules(slot, self.segment_numel):
                 raise ValueError(
-                    f"every rank boundary must fall between rows, got tensor {index} of shape {list(slot.shape)} at "
-                    f"{slot.start} with segments of {self.segment_numel}; make layouts with pack_rows"
+                    f"every rank boundary must fall between granules ({slot.granule}), got tensor {index} of shape "
+                    f"{list(slot.shape)} at {slot.start} with segments of {self.segment_numel}; make layouts with pack_rows"
                 )
         filled = sorted((slot.start, slot.start + slot.numel) for slot in self.slots if slot.numel)
         ends = [0, *(end for _, end in filled)]
@@ -110,6 +120,7 @@ class FlatLayout:
 
     @property
     def padding_numel(self) -> int:
+        """Elements of the full buffer that belong to no tensor; padding_report.py says what they are for."""
         return self.total_numel - self.used_numel
 
     @property
@@ -118,7 +129,7 @@ class FlatLayout:
         return self.padding_numel / self.used_numel if self.used_numel else 0.0
 
     def rows(self, index: int, rank: int) -> tuple[int, int]:
-        """Rows [begin, end) of tensor ``index`` that ``rank`` owns; begin == end where it owns none."""
+        """Return the rows [begin, end) of tensor ``index`` that ``rank`` owns; begin == end where it owns none."""
         slot = self.slots[index]
         begin, end = (
             rows_before(cut * self.segment_numel, start=slot.start, row_numel=slot.row_numel, num_rows=slot.rows)
@@ -127,28 +138,20 @@ class FlatLayout:
         return begin, end
 
     def row_ranges(self, index: int) -> tuple[tuple[int, int], ...]:
-        """[num_ranks] rows [begin, end) of tensor ``index`` on each rank; together they are all rows in order."""
+        """Return the rows [begin, end) of tensor ``index`` on each rank [num_ranks]: together all rows, in order."""
         return tuple(self.rows(index, rank) for rank in range(self.num_ranks))
 
     def local_start(self, index: int, rank: int) -> int:
-        """Offset, in elements within the rank's segment, of its first row of tensor ``index``; 0 if it has none."""
+        """Return the offset, in elements within the rank's segment, of its first row of tensor ``index``; 0 for none."""
         begin, end = self.rows(index, rank)
         slot = self.slots[index]
         return slot.start + begin * slot.row_numel - rank * self.segment_numel if end > begin else 0
 
 
-def check_row_parts(shape: Sequence[int], row_parts: int) -> None:
-    """Raise ValueError where the rows of a tensor of this shape cannot be cut into so many equal parts along dim 1."""
-    if row_parts == 1:
-        return
-    if row_parts < 1 or len(shape) < 2 or shape[1] == 0 or shape[1] % row_parts != 0:
-        raise ValueError(f"row_parts must divide dim 1 of the tensor, got {row_parts} for shape {list(shape)}")
-
-
 def rows_before(position: int, *, start: int, row_numel: int, num_rows: int) -> int:
-    """Rows that begin before element ``position`` of the full buffer, of a tensor that begins at ``start``.
+    """Count the rows that begin before element ``position`` of the full buffer, of a tensor that begins at ``start``.
 
-    Rows without elements all begin at ``start``, so that the rank whose segment holds ``start`` owns them.
+    Rows without elements all begin at ``start``, so the rank whose segment holds ``start`` owns them.
     """
     if row_numel == 0:
         return num_rows if position > start else 0
@@ -156,97 +159,112 @@ def rows_before(position: int, *, start: int, row_numel: int, num_rows: int) -> 
 
 
 def pack_rows(
-    shapes: Sequence[torch.Size], *, num_ranks: int, alignment: int = 64, row_parts: Sequence[int] | None = None
+    shapes: Sequence[torch.Size],
+    *,
+    num_ranks: int,
+    alignment: int = PaddingPolicy.alignment,
+    granules: Sequence[Granule] | None = None,
 ) -> FlatLayout:
-    """Place tensors in one flat buffer of little padding so that every rank boundary falls between rows.
+    """Place tensors in one flat buffer of little padding so that every rank boundary falls between granules.
 
     Args:
         shapes: [T] shapes of the tensors, in parameter order; any dimensions, 0 and empty ones too.
         num_ranks: ranks that share the buffer evenly.
         alignment: elements; segments and starts are multiples of it. Where that would make the buffer more than 1 %
             larger (many rows that are no multiple of it), the largest alignment/2^k that does not is taken instead.
-        row_parts: [T] equal parts into which each tensor's rows may be cut; 1 for all when None.
+        granules: [T] the smallest piece of each tensor that stays on one rank; rows when None.
 
     Returns:
         The layout, its slots in the order of ``shapes``.
 
     Raises:
-        ValueError: ``num_ranks`` or ``alignment`` is not positive; ``row_parts`` does not divide dim 1 of its tensor.
+        ValueError: ``num_ranks`` or ``alignment`` is not positive; a granule does not fit its tensor; ``num_ranks`` is 1
+            and a granule is a part of a row.
 
     Ranks: pure; every rank computes the same answer.
-    Source: ZeRO (arXiv:1910.02054) section 5 for the flat partition; the row rule is ours.
+    Source: ZeRO (arXiv:1910.02054) section 5 for the flat partition; the rule of granules is ours.
     """
     if num_ranks < 1 or alignment < 1:
         raise ValueError(f"num_ranks and alignment must be positive, got {num_ranks} and {alignment}")
-    parts = [1] * len(shapes) if row_parts is None else row_parts
-    slots = [TensorSlot(torch.Size(shape), 0, part) for shape, part in zip(shapes, parts, strict=True)]
+    cuts = [Granule.row()] * len(shapes) if granules is None else granules
+    slots = [TensorSlot(torch.Size(shape), 0, granule) for shape, granule in zip(shapes, cuts, strict=True)]
     if not slots:
         return FlatLayout((), num_ranks, 0)
     least_segment = least_segment_of(slots, num_ranks=num_ranks, alignment=1)
     # A few elements of alignment for each tensor and rank are not worth an unaligned start.
-    allowed = max(_ALIGNMENT_WORTH * least_segment, least_segment + alignment * (2 + len(slots) / num_ranks))
+    allowed = max(
+        PaddingPolicy.alignment_worth * least_segment, least_segment + alignment * (2 + len(slots) / num_ranks)
+    )
     best = _pack_aligned(slots, num_ranks, alignment)
     while alignment > 1 and best.segment_numel > allowed:
         alignment = alignment // 2 if alignment % 2 == 0 else 1
         layout = _pack_aligned(slots, num_ranks, alignment)
-        if layout.segment_numel * _ALIGNMENT_WORTH < best.segment_numel:
+        if layout.segment_numel * PaddingPolicy.alignment_worth < best.segment_numel:
             best = layout
     return best
 
 
-def _cuts_fall_on_rows(slot: TensorSlot, segment: int) -> bool:
-    """True if no multiple of ``segment`` lies inside a row of the tensor."""
-    end = slot.start + slot.numel
+def _cuts_fall_between_granules(slot: TensorSlot, segment: int) -> bool:
+    """True if no multiple of ``segment`` lies inside a granule of the tensor."""
+    end, granule = slot.start + slot.numel, slot.granule_numel
     if slot.numel == 0 or segment == 0:
         return True  # a filled tensor in empty segments fails the range rule
     first = (slot.start // segment + 1) * segment
     if first >= end:
         return True
-    return (first - slot.start) % slot.row_numel == 0 and (first + segment >= end or segment % slot.row_numel == 0)
+    return (first - slot.start) % granule == 0 and (first + segment >= end or segment % granule == 0)
 
 
 def _kinds(slots: Sequence[TensorSlot]) -> dict[tuple[int, int], int]:
-    """(numel, row_numel) of the tensors that have elements -> how many there are."""
+    """Count the tensors that have elements by (numel, granule_numel)."""
     kinds: dict[tuple[int, int], int] = defaultdict(int)
     for slot in slots:
         if slot.numel:
-            kinds[slot.numel, slot.row_numel] += 1
+            kinds[slot.numel, slot.granule_numel] += 1
     return kinds
 
 
 def least_segment_of(slots: Sequence[TensorSlot], *, num_ranks: int, alignment: int) -> int:
-    """The least segment that holds the tensors and that none of them rules out by itself; starts do not matter."""
+    """Return the least segment that holds the tensors and that none of them rules out by itself; starts do not matter."""
     kinds = _kinds(slots)
     aligned_numel = sum(_round_up(numel, alignment) * number for (numel, _), number in kinds.items())
     return _next_segment(kinds, alignment, at_least=max(-(-aligned_numel // num_ranks), alignment))
 
 
 def _next_segment(kinds: dict[tuple[int, int], int], alignment: int, *, at_least: int) -> int:
-    """The least segment from ``at_least`` on that no tensor rules out by its size and row alone.
+    """Return the least segment from ``at_least`` on that no tensor rules out by its size and granule alone.
 
-    A tensor of more than two segments crosses two boundaries, so its row must divide the segment. One of more than
-    one segment crosses at least one boundary: its row divides the segment or its start can be chosen.
+    A tensor of more than two segments crosses two boundaries, so its granule must divide the segment. One of more than
+    one segment crosses at least one boundary: its granule divides the segment or its start can be chosen.
     """
-    granules = [(numel, math.lcm(row, alignment)) for numel, row in kinds]
+    granules = [(numel, math.lcm(granule, alignment)) for numel, granule in kinds]
     segment = at_least
     while True:
         step = math.lcm(alignment, *(granule for numel, granule in granules if numel > 2 * segment))
         if segment % step == 0:
-            if all(_can_cross_once(numel, granule, segment) for numel, granule in granules):
+            least = max((_least_crossed_once(numel, granule, segment) for numel, granule in granules), default=segment)
+            if least == segment:
                 return segment
-            segment += 1
+            segment = least
             continue
-        # Past half a tensor's size its row no longer has to divide the segment, and the step may shrink.
+        # Past half a tensor's size its granule no longer has to divide the segment, and the step may shrink.
         halves = [-(-numel // 2) for numel, _ in granules if numel > 2 * segment]
         segment = min([_round_up(segment, step), *halves])
 
 
-def _can_cross_once(numel: int, granule: int, segment: int) -> bool:
-    return numel <= segment or segment % granule == 0 or numel + segment % granule <= 2 * segment
+def _least_crossed_once(numel: int, granule: int, segment: int) -> int:
+    """Return the least segment from ``segment`` on that the tensor fits into, or with one boundary between granules.
+
+    In front of the boundary there is room for whole granules only, and what is left must fit behind it.
+    """
+    if numel <= segment or segment % granule == 0:
+        return segment
+    in_front = segment // granule * granule
+    return min(max(segment, numel - in_front), in_front + granule)
 
 
 def _pack_aligned(slots: Sequence[TensorSlot], num_ranks: int, alignment: int) -> FlatLayout:
-    """The layout of the least segment that first fit fills, its starts and its segment multiples of ``alignment``."""
+    """Pack by first fit into the least segment that holds all; starts and segment are multiples of ``alignment``."""
     kinds = _kinds(slots)
     filled = sorted(
         (index for index, slot in enumerate(slots) if slot.numel), key=lambda index: _priority(slots[index])
@@ -266,17 +284,17 @@ def _pack_aligned(slots: Sequence[TensorSlot], num_ranks: int, alignment: int) -
 
 
 def _priority(slot: TensorSlot) -> tuple[int, int]:
-    """Large rows first, since they are the hardest to place; single elements last, since they fit anywhere."""
-    return -slot.row_numel, -slot.numel
+    """Sort key: large granules first, since they are the hardest to place; single elements last, which fit anywhere."""
+    return -slot.granule_numel, -slot.numel
 
 
 def _place(slots: Sequence[TensorSlot], order: list[int], segment: int, alignment: int) -> tuple[list[int], int]:
-    """Starts [T] of the tensors by first fit in this order, as if the buffer had no end, and the end of the last."""
+    """Place tensors by first fit in this order, as if the buffer had no end; return their starts [T] and the end."""
     starts = [0] * len(slots)
     gaps: list[tuple[int, int]] = []
     end = 0
     for index in order:
-        numel, granule = slots[index].numel, math.lcm(slots[index].row_numel, alignment)
+        numel, granule = slots[index].numel, math.lcm(slots[index].granule_numel, alignment)
         for at, (gap_begin, gap_end) in enumerate(gaps):
             if gap_end - gap_begin < numel:
                 continue
@@ -295,10 +313,10 @@ def _place(slots: Sequence[TensorSlot], order: list[int], segment: int, alignmen
 
 
 def _first_start(position: int, numel: int, granule: int, segment: int, alignment: int) -> int:
-    """The least aligned start from ``position`` on at which no boundary cuts a row.
+    """Return the least aligned start from ``position`` on at which no boundary cuts a granule.
 
-    ``granule`` is the least multiple of the row that keeps the alignment. One of this segment, a start that crosses
-    its end, and the same two in the next segment must do, since ``_can_cross_once`` holds.
+    ``granule`` is the least multiple of the tensor's that keeps the alignment. One of four starts does, since the segment
+    comes from ``_next_segment``: in this segment, across its end, in the next one, or across the end of that.
     """
     start = _round_up(position, alignment)
     for boundary in ((start // segment + 1) * segment, (start // segment + 2) * segment):

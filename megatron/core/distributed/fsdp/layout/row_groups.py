@@ -1,8 +1,8 @@
 """Which tensors of a unit share a flat buffer, and which have their rows cut, so that little of it is padding.
 
-Few buffers are few collectives, whole rows are simple DTensors; padding is memory and traffic on every rank. So: whole
-rows in one buffer if that keeps to a budget; else in more buffers; and only where no choice of buffers does, rows are
-cut, as coarsely as the budget allows. [Note: what rows cost] in DESIGN.md.
+Few buffers are few collectives, and whole rows are simple DTensors. So the first of these is taken that keeps the budget of
+``PaddingPolicy``: whole rows in one buffer, whole rows in several buffers, parts of rows, as large as the budget allows.
+A tensor that asks for a granule keeps it in all of them. [Note: what rows cost] in DESIGN.md.
 """
 
 from __future__ import annotations
@@ -10,12 +10,14 @@ from __future__ import annotations
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
 from megatron.core.distributed.fsdp.layout.flat_layout import FlatLayout, TensorSlot, least_segment_of, pack_rows
+from megatron.core.distributed.fsdp.layout.granule import Granule
+from megatron.core.distributed.fsdp.layout.padding import PaddingPolicy
 
 # Partitions are searched over this many kinds of tensors at most (Bell(7) = 877); smaller kinds go together.
 _MAX_KINDS = 7
@@ -23,12 +25,12 @@ _MAX_KINDS = 7
 _MAX_TRIALS = 24
 
 # Indices of the tensors of one buffer, ascending.
-_Members = tuple[int, ...]
+_Buffer = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class RowGroup:
-    """Tensors that share a buffer: which ones, by index, ascending; and their layout, in this order."""
+    """Tensors that share a buffer: their indices, ascending, and their layout, in this order."""
 
     members: tuple[int, ...]
     layout: FlatLayout
@@ -38,102 +40,117 @@ def group_by_rows(
     shapes: Sequence[torch.Size],
     *,
     num_ranks: int,
-    alignment: int = 64,
-    max_padding: float = 0.02,
-    least_numel_to_cut: int = 2**20,
+    granules: Sequence[Granule | None] | None = None,
+    policy: PaddingPolicy | None = None,
 ) -> list[RowGroup]:
     """Lay tensors out in the fewest buffers that together keep to a budget of padding.
 
-    Row sizes are kept together first; where that does not keep the budget, tensors of one shape may also move to the
-    buffer of another row size, to fill its tail; where that does not either, the rows of tensors larger than what a rank
-    holds are cut into equal parts (``TensorSlot.row_parts``): into the fewest for which the budget is kept. The search is
-    bounded, so a better partition may exist.
+    Tensors of one row size stay together first. Where that does not keep the budget, tensors of one shape may also move to
+    the buffer of another row size, to fill its tail. Where that does not either, the rows of tensors larger than what a
+    rank holds are cut into equal parts: into the fewest for which the budget is kept. The search is bounded, so a better
+    partition may exist.
 
     Args:
         shapes: [T] shapes of the tensors, in parameter order.
         num_ranks: ranks that share each buffer evenly.
-        alignment: elements, as for ``pack_rows``.
-        max_padding: padding elements allowed for each used one, over all buffers together. ``alignment`` elements for
-            each tensor and two for each rank are always allowed, so that tiny units stay in one buffer.
-        least_numel_to_cut: tensors of fewer elements together keep whole rows: what they lose is little, and whole rows are
-            simpler to work with.
+        granules: [T] what each tensor asks for; None for a row, which may be cut into parts. What the tensors that ask
+            need by themselves is not held against the budget of the others.
+        policy: the budget; the default one when None.
 
     Returns:
         The buffers, ordered by their first tensor; where nothing that was tried keeps the budget, those of the least
         padding.
 
     Raises:
-        ValueError: ``num_ranks`` or ``alignment`` is not positive.
+        ValueError: ``num_ranks`` or the alignment is not positive; a granule does not fit its tensor.
 
     Ranks: pure; every rank computes the same answer.
     """
-    return list(_groups(tuple(map(torch.Size, shapes)), num_ranks, alignment, max_padding, least_numel_to_cut))
+    asked = (None,) * len(shapes) if granules is None else tuple(granules)
+    return list(_groups(tuple(map(torch.Size, shapes)), asked, num_ranks, policy or PaddingPolicy()))
 
 
 # The layers of a model have the same shapes.
 @functools.lru_cache(maxsize=256)
 def _groups(
-    shapes: tuple[torch.Size, ...], num_ranks: int, alignment: int, max_padding: float, least_numel_to_cut: int
+    shapes: tuple[torch.Size, ...], asked: tuple[Granule | None, ...], num_ranks: int, policy: PaddingPolicy
 ) -> tuple[RowGroup, ...]:
-    whole = _Cut([TensorSlot(shape, 0) for shape in shapes], num_ranks, alignment)
-    allowed = max(max_padding * whole.used_numel, alignment * (2 * num_ranks + len(shapes)))
-    cut, partition = whole, whole.best_partition(allowed)
-    if whole.padding(partition) > allowed and num_ranks > 1 and whole.used_numel >= least_numel_to_cut:
-        for finer in _finer_cuts(whole):
+    slots = [TensorSlot(shape, 0, granule or Granule.row()) for shape, granule in zip(shapes, asked, strict=True)]
+    if num_ranks == 1:  # nothing is cut
+        slots = [replace(slot, granule=Granule.row()) for slot in slots]
+    free = [index for index, granule in enumerate(asked) if granule is None]
+    whole = _Candidate(slots, num_ranks, policy)
+    allowed = max(whole.allowed, _allowed_by_asking(whole, free))
+    best, partition = whole, whole.best_partition(allowed)
+    if whole.padding(partition) > allowed and num_ranks > 1 and whole.used_numel >= policy.least_numel_to_cut:
+        for finer in _finer_cuts(whole, free):
             found = finer.best_partition(allowed, at_most=allowed)
-            if finer.padding(found) < cut.padding(partition):
-                cut, partition = finer, found
-            if cut.padding(partition) <= allowed:
-                cut = _without_needless_parts(cut, partition, allowed)
+            if finer.padding(found) < best.padding(partition):
+                best, partition = finer, found
+            if best.padding(partition) <= allowed:
+                best = _without_needless_parts(best, free, partition, allowed)
                 break
-    return tuple(RowGroup(members, cut.layout(members)) for members in partition if members)
+    return tuple(RowGroup(buffer, best.layout(buffer)) for buffer in partition if buffer)
 
 
-class _Cut:
-    """Tensors whose rows are cut in one way, and the partitions of these into buffers.
+class _Candidate:
+    """Tensors with one choice of granules, and the partitions of these tensors into buffers.
 
     Args:
-        slots: [T] shapes and row parts; their starts do not matter.
+        slots: [T] shapes and granules; their starts do not matter.
     """
 
-    def __init__(self, slots: Sequence[TensorSlot], num_ranks: int, alignment: int) -> None:
-        self.slots, self.num_ranks, self.alignment = list(slots), num_ranks, alignment
+    def __init__(self, slots: Sequence[TensorSlot], num_ranks: int, policy: PaddingPolicy) -> None:
+        self.slots, self.num_ranks, self.policy = list(slots), num_ranks, policy
         self.used_numel = sum(slot.numel for slot in slots)
-        self._layouts: dict[_Members, FlatLayout] = {}
-        self._bounds: dict[_Members, int] = {}
+        self._layouts: dict[_Buffer, FlatLayout] = {}
+        self._bounds: dict[_Buffer, int] = {}
 
-    def with_parts(self, row_parts: Sequence[int]) -> _Cut:
-        """The same tensors, their rows cut into so many parts [T]."""
-        slots = [TensorSlot(slot.shape, 0, parts) for slot, parts in zip(self.slots, row_parts, strict=True)]
-        return _Cut(slots, self.num_ranks, self.alignment)
+    @property
+    def allowed(self) -> float:
+        """Padding elements that the policy allows all buffers together."""
+        return self.policy.allowed(self.used_numel, len(self.slots), self.num_ranks)
 
-    def layout(self, members: _Members) -> FlatLayout:
-        if members not in self._layouts:
-            slots = [self.slots[index] for index in members]
-            self._layouts[members] = pack_rows(
+    def with_parts(self, parts: Mapping[int, int]) -> _Candidate:
+        """Return the same tensors with the rows of some, by index, cut into so many parts."""
+        slots = [
+            replace(slot, granule=Granule.row_parts(parts[index])) if index in parts else slot
+            for index, slot in enumerate(self.slots)
+        ]
+        return _Candidate(slots, self.num_ranks, self.policy)
+
+    def of(self, indices: Sequence[int]) -> _Candidate:
+        """Return these tensors alone."""
+        return _Candidate([self.slots[index] for index in indices], self.num_ranks, self.policy)
+
+    def layout(self, buffer: _Buffer) -> FlatLayout:
+        """Lay out one buffer."""
+        if buffer not in self._layouts:
+            slots = [self.slots[index] for index in buffer]
+            self._layouts[buffer] = pack_rows(
                 [slot.shape for slot in slots],
                 num_ranks=self.num_ranks,
-                alignment=self.alignment,
-                row_parts=[slot.row_parts for slot in slots],
+                alignment=self.policy.alignment,
+                granules=[slot.granule for slot in slots],
             )
-        return self._layouts[members]
+        return self._layouts[buffer]
 
-    def padding(self, partition: Sequence[_Members]) -> int:
-        """Padding elements of all buffers together."""
-        return sum(self.layout(members).padding_numel for members in partition)
+    def padding(self, partition: Sequence[_Buffer]) -> int:
+        """Count the padding elements of all buffers together."""
+        return sum(self.layout(buffer).padding_numel for buffer in partition)
 
-    def best_partition(self, allowed: float, *, at_most: float = math.inf) -> list[_Members]:
-        """The first, from one buffer up, whose padding is allowed; else that of the least padding.
+    def best_partition(self, allowed: float, *, at_most: float = math.inf) -> list[_Buffer]:
+        """Return the first partition, from one buffer up, whose padding is allowed; else that of the least padding.
 
         Args:
             at_most: partitions that must have more padding than that are not tried.
         """
-        by_row = self._kinds(lambda slot: slot.row_numel)
-        by_shape = self._kinds(lambda slot: tuple(slot.shape))
-        best: list[_Members] = [tuple(range(len(self.slots)))]
+        by_granule = self._kinds(lambda slot: slot.granule_numel)
+        by_shape = self._kinds(lambda slot: (slot.shape, slot.granule))
+        best: list[_Buffer] = [tuple(range(len(self.slots)))]
         least = self.padding(best)
-        for num_groups in range(2, max(len(by_row), len(by_shape)) + 1):
-            for kinds in (by_row, by_shape):
+        for num_groups in range(2, max(len(by_granule), len(by_shape)) + 1):
+            for kinds in (by_granule, by_shape):
                 if least <= allowed:
                     return best
                 for partition in self._partitions(kinds, num_groups, at_most)[:_MAX_TRIALS]:
@@ -143,7 +160,7 @@ class _Cut:
         return best
 
     def _kinds(self, key: Callable[[TensorSlot], Hashable]) -> list[list[int]]:
-        """Indices of the tensors, put together by a key: the largest kinds, and the rest as one."""
+        """Return the indices of the tensors, put together by a key: the largest kinds, and the rest as one."""
         found: dict[Hashable, list[int]] = defaultdict(list)
         for index, slot in enumerate(self.slots):
             found[key(slot)].append(index)
@@ -151,8 +168,8 @@ class _Cut:
         rest = [index for members in by_size[_MAX_KINDS - 1 :] for index in members]
         return by_size[: _MAX_KINDS - 1] + ([rest] if rest else [])
 
-    def _partitions(self, kinds: list[list[int]], num_groups: int, at_most: float) -> list[list[_Members]]:
-        """All partitions of the kinds into so many buffers, the one of least possible padding first."""
+    def _partitions(self, kinds: list[list[int]], num_groups: int, at_most: float) -> list[list[_Buffer]]:
+        """Return all partitions of the kinds into so many buffers, the one of least possible padding first."""
         found = []
         for groups in _partitions(len(kinds), num_groups):
             partition = sorted(tuple(sorted(index for kind in group for index in kinds[kind])) for group in groups)
@@ -161,16 +178,16 @@ class _Cut:
                 found.append((bound, partition))
         return [partition for _, partition in sorted(found)]
 
-    def _least_numel(self, members: _Members) -> int:
-        if members not in self._bounds:
-            slots = [self.slots[index] for index in members]
-            least = least_segment_of(slots, num_ranks=self.num_ranks, alignment=self.alignment)
-            self._bounds[members] = self.num_ranks * least
-        return self._bounds[members]
+    def _least_numel(self, buffer: _Buffer) -> int:
+        if buffer not in self._bounds:
+            slots = [self.slots[index] for index in buffer]
+            least = least_segment_of(slots, num_ranks=self.num_ranks, alignment=self.policy.alignment)
+            self._bounds[buffer] = self.num_ranks * least
+        return self._bounds[buffer]
 
 
 def _partitions(num_items: int, num_groups: int) -> Iterator[list[list[int]]]:
-    """Each way to put items 0..num_items-1 into exactly ``num_groups`` groups, once."""
+    """Yield each way to put items 0..num_items-1 into exactly ``num_groups`` groups, once."""
 
     def place(item: int, groups: list[list[int]]) -> Iterator[list[list[int]]]:
         if num_groups - len(groups) > num_items - item:
@@ -186,30 +203,38 @@ def _partitions(num_items: int, num_groups: int) -> Iterator[list[list[int]]]:
     return place(0, [])
 
 
-def _finer_cuts(whole: _Cut) -> Iterator[_Cut]:
-    """The tensors with their rows cut so that none is longer than a limit, for shorter and shorter limits.
+def _allowed_by_asking(whole: _Candidate, free: Sequence[int]) -> float:
+    """Return what the tensors that ask for a granule need in buffers of their own, and the budget of the free ones."""
+    asking = whole.of([index for index in range(len(whole.slots)) if index not in free])
+    if not asking.slots:
+        return 0
+    return asking.padding(asking.best_partition(asking.allowed)) + whole.of(free).allowed
+
+
+def _finer_cuts(whole: _Candidate, free: Sequence[int]) -> Iterator[_Candidate]:
+    """Yield the tensors with the rows of free ones cut so that none is longer than a limit, for shorter and shorter limits.
 
     Only tensors larger than what a rank holds, which must cross a boundary, are cut.
     """
-    crossing = [index for index, slot in enumerate(whole.slots) if slot.numel * whole.num_ranks > whole.used_numel]
-    choices = {index: _row_parts(whole.slots[index].shape, whole.alignment) for index in crossing}
+    crossing = [index for index in free if whole.slots[index].numel * whole.num_ranks > whole.used_numel]
+    choices = {index: _row_parts(whole.slots[index].shape, whole.policy.alignment) for index in crossing}
     lengths = {length for of_tensor in choices.values() for length in of_tensor.values()}
-    before = [1] * len(whole.slots)
+    before = dict.fromkeys(choices, 1)
     for limit in sorted(lengths, reverse=True):
-        row_parts = [1] * len(whole.slots)
+        parts = {}
         for index, of_tensor in choices.items():
             short = [parts for parts, length in of_tensor.items() if length <= limit]
-            row_parts[index] = short[0] if short else max(of_tensor)
-        if row_parts != before:
-            yield whole.with_parts(row_parts)
-        before = row_parts
+            parts[index] = short[0] if short else max(of_tensor)
+        if parts != before:
+            yield whole.with_parts(parts)
+        before = parts
 
 
 @functools.lru_cache(maxsize=256)
 def _row_parts(shape: torch.Size, alignment: int) -> dict[int, int]:
-    """The numbers of parts that a row may have, ascending, and the elements between two places where it can be cut then.
+    """Return the numbers of parts that a row may have, ascending, and the elements between two cuts for each.
 
-    Such places are multiples of the alignment, so more parts are listed only where they bring them closer.
+    Cuts are multiples of the alignment, so more parts are listed only where they bring cuts closer.
     """
     row_numel = math.prod(shape[1:])
     found = {1: math.lcm(row_numel, alignment)}
@@ -221,19 +246,20 @@ def _row_parts(shape: torch.Size, alignment: int) -> dict[int, int]:
 
 
 def _divisors(number: int) -> list[int]:
-    """Ascending; of a positive number."""
+    """Return the divisors of a positive number, ascending."""
     small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
     return small + [number // d for d in reversed(small) if d * d != number]
 
 
-def _without_needless_parts(cut: _Cut, partition: Sequence[_Members], allowed: float) -> _Cut:
-    """The same buffers, with each shape's rows in the fewest parts for which their padding is allowed."""
-    for shape in dict.fromkeys(slot.shape for slot in cut.slots if slot.row_parts > 1):
-        for parts in _row_parts(shape, cut.alignment):
-            fewer = cut.with_parts(
-                [min(slot.row_parts, parts) if slot.shape == shape else slot.row_parts for slot in cut.slots]
-            )
+def _without_needless_parts(
+    best: _Candidate, free: Sequence[int], partition: Sequence[_Buffer], allowed: float
+) -> _Candidate:
+    """Return the same buffers with each shape's rows in the fewest parts for which their padding is allowed."""
+    cut = {index: best.slots[index].shape for index in free if best.slots[index].row_parts > 1}
+    for shape in dict.fromkeys(cut.values()):
+        for parts in _row_parts(shape, best.policy.alignment):
+            fewer = best.with_parts({i: min(best.slots[i].row_parts, parts) for i in cut if cut[i] == shape})
             if fewer.padding(partition) <= allowed:
-                cut = fewer
+                best = fewer
                 break
-    return cut
+    return best

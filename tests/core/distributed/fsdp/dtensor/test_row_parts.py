@@ -28,6 +28,7 @@ from megatron.core.distributed.fsdp.dtensor.block_shard import BlockShard
 from megatron.core.distributed.fsdp.dtensor.row_shard import RowShard
 from megatron.core.distributed.fsdp.dtensor.tensor_pieces import _boxes, boxes_of, pieces_of
 from megatron.core.distributed.fsdp.layout.flat_layout import FlatLayout, TensorSlot, pack_rows
+from megatron.core.distributed.fsdp.layout.granule import Granule
 from tests.support.dtensor_operations import (
     ELEMENTWISE,
     FOREACH,
@@ -43,13 +44,14 @@ CHECKS = RankChecks(__name__)
 # Fewer rows than ranks, one row, more than two dimensions, parts of one column; vectors and 0 rows have no parts.
 SHAPES = [Size(shape) for shape in [(5, 6), (3, 8), (7,), (2, 4, 3), (1, 12), (4, 6), (0, 4)]]
 PARTS = [3, 4, 1, 2, 6, 6, 2]
+GRANULES = [Granule.row_parts(parts) for parts in PARTS]
 # What names a shape cannot be done to parts, which have another.
 SHAPED = {"view_as", "view rows"}
 GATHERED = {"new_zeros", "new_empty"}
 
 
 def _layout(num_ranks: int) -> FlatLayout:
-    return pack_rows(SHAPES, num_ranks=num_ranks, alignment=1, row_parts=PARTS)
+    return pack_rows(SHAPES, num_ranks=num_ranks, alignment=1, granules=GRANULES)
 
 
 def _mesh() -> DeviceMesh:
@@ -200,7 +202,9 @@ def a_tensor_parallel_axis_cuts_before_rows_are() -> None:
     for kind in kinds:
         part = DTensor.from_local(full, mesh["tp"], [Replicate()], run_check=False)
         shape = part.redistribute(placements=[kind]).to_local().shape
-        layout = pack_rows([Size((5,)), shape], num_ranks=2, alignment=1, row_parts=[1, 3])
+        layout = pack_rows(
+            [Size((5,)), shape], num_ranks=2, alignment=1, granules=[Granule.row(), Granule.row_parts(3)]
+        )
         placements = [kind, RowShard.of(layout, 1)]
         replicas = DTensor.from_local(full, mesh, [Replicate()] * 2, run_check=False)
         tensor: Any = replicas.redistribute(placements=placements)
@@ -236,7 +240,7 @@ def what_cannot_be_moved_is_refused() -> None:
     mesh = init_device_mesh("cpu", (world // 2, 2))
     two: Any = DTensor.from_local(full, mesh, [Replicate()] * 2, run_check=False)
     if world == 4:
-        layout = pack_rows([full.shape], num_ranks=2, alignment=1, row_parts=[2])
+        layout = pack_rows([full.shape], num_ranks=2, alignment=1, granules=[Granule.row_parts(2)])
         with pytest.raises(NotImplementedError, match="columns must be cut before parts of rows"):
             two.redistribute(placements=[RowShard.of(layout, 0), Shard(1)])
     else:

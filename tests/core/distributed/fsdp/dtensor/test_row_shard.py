@@ -26,6 +26,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from megatron.core.distributed.fsdp.dtensor.row_shard import RowShard
 from megatron.core.distributed.fsdp.layout.flat_layout import FlatLayout, pack_rows
+from megatron.core.distributed.fsdp.layout.granule import Granule
 from tests.support.dtensor_operations import (
     ELEMENTWISE,
     FOREACH,
@@ -35,8 +36,10 @@ from tests.support.dtensor_operations import (
 )
 from tests.support.launch import run_ranks
 
-# Uneven rows, fewer rows than ranks, one dimension, more than two; large enough rows that some ranks own none.
-SHAPES = [Size(shape) for shape in [(5, 3), (7,), (2, 4), (11, 2, 2), (1, 6), (3,)]]
+# Uneven rows, fewer rows than ranks, one dimension, more than two; large enough rows that some ranks own none; cut at
+# blocks of rows, the last one short, and not at all.
+SHAPES = [Size(shape) for shape in [(5, 3), (7,), (2, 4), (11, 2, 2), (1, 6), (3,), (10, 3), (16, 3), (4, 5)]]
+GRANULES = [Granule.row()] * 6 + [Granule.rows(2), Granule.rows(3), Granule.whole()]
 
 # Checks by the number of ranks that they run on; all of one number share one launch.
 CHECKS: dict[int, dict[str, Callable[[], None]]] = {1: {}, 2: {}, 4: {}}
@@ -56,7 +59,7 @@ def _mesh() -> DeviceMesh:
 
 
 def _layout(num_ranks: int) -> FlatLayout:
-    return pack_rows(SHAPES, num_ranks=num_ranks, alignment=1)
+    return pack_rows(SHAPES, num_ranks=num_ranks, alignment=1, granules=GRANULES)
 
 
 def _full(index: int, seed: int = 0) -> torch.Tensor:
@@ -127,14 +130,27 @@ def test_a_tensor_beyond_the_segments_is_refused() -> None:
         RowShard(0, 4, 2).rows(5, rank=0, num_ranks=2)
 
 
-@given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 8)).map(Size), min_size=1, max_size=6), st.integers(1, 9))
+@given(
+    st.lists(st.tuples(st.integers(0, 20), st.integers(0, 8)).map(Size), min_size=1, max_size=6),
+    st.integers(1, 9),
+    st.sampled_from([Granule.row(), Granule.rows(3), Granule.whole()]),
+)
 @settings(max_examples=200, deadline=None)
-def test_rows_are_those_of_the_layout(shapes: list[Size], num_ranks: int) -> None:
-    layout = pack_rows(shapes, num_ranks=num_ranks, alignment=4)
+def test_rows_are_those_of_the_layout(shapes: list[Size], num_ranks: int, granule: Granule) -> None:
+    """Of whatever granules: blocks of rows and whole tensors are rows, cut at fewer places."""
+    layout = pack_rows(shapes, num_ranks=num_ranks, alignment=4, granules=[granule] * len(shapes))
     for index, shape in enumerate(shapes):
         placement = RowShard.of(layout, index)
         ranges = [placement.rows(shape[0], rank=rank, num_ranks=num_ranks) for rank in range(num_ranks)]
         assert ranges == list(layout.row_ranges(index))
+
+
+def test_blocks_of_rows_and_whole_tensors_are_cut_at_their_granules() -> None:
+    """What the checks below run on, here on 4 ranks."""
+    layout = _layout(4)
+    assert layout.row_ranges(6) == ((0, 0), (0, 6), (6, 10), (10, 10)), "blocks of 2 rows"
+    assert layout.row_ranges(7) == ((0, 15), (15, 16), (16, 16), (16, 16)), "blocks of 3 rows, the last of one row"
+    assert sorted(end - begin for begin, end in layout.row_ranges(8)) == [0, 0, 0, 4], "the whole tensor"
 
 
 # Gathering and splitting.
@@ -188,7 +204,7 @@ def a_local_tensor_of_other_rows_is_refused() -> None:
 def rows_split_on_one_axis_of_two() -> None:
     """Hybrid sharding: rows split over the inner axis of a mesh, replicated or split by columns over the outer."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
-    layout = pack_rows(SHAPES, num_ranks=2, alignment=1)
+    layout = _layout(2)
     for index in range(len(SHAPES)):
         full, placement = _full(index), RowShard.of(layout, index)
         begin, end = placement.rows(full.shape[0], rank=mesh.get_local_rank("inner"), num_ranks=2)

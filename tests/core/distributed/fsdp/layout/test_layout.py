@@ -16,7 +16,11 @@ from hypothesis import strategies as st
 from torch import Size
 
 from megatron.core.distributed.fsdp.layout.flat_layout import FlatLayout, TensorSlot, least_segment_of, pack_rows
+from megatron.core.distributed.fsdp.layout.granule import Granule
+from megatron.core.distributed.fsdp.layout.padding import PaddingPolicy
 from megatron.core.distributed.fsdp.layout.row_groups import RowGroup, group_by_rows
+
+NO_PADDING = PaddingPolicy(max_fraction=0.0)
 
 
 def _sizes(*shapes: tuple[int, ...]) -> list[Size]:
@@ -260,12 +264,12 @@ def test_tiny_units_stay_in_one_buffer() -> None:
 def test_the_least_padding_where_no_partition_keeps_the_budget() -> None:
     """Rows are cut along dim 1, of which there is one entry here."""
     shapes = _sizes((50, 1, 10_007), (70, 1, 20_011))
-    assert members_of(group_by_rows(shapes, num_ranks=16, max_padding=0.0)) == [[0], [1]]
+    assert members_of(group_by_rows(shapes, num_ranks=16, policy=NO_PADDING)) == [[0], [1]]
 
 
 def test_rows_of_a_prime_size_are_cut_at_aligned_places() -> None:
     shapes = _sizes((50, 10_007), (70, 20_011))
-    (group,) = group_by_rows(shapes, num_ranks=16, max_padding=0.0)
+    (group,) = group_by_rows(shapes, num_ranks=16, policy=NO_PADDING)
     check(group.layout, shapes)
     assert cut_shapes([group]) == {(50, 10_007): 10_007, (70, 20_011): 20_011}
     assert group.layout.segment_numel % 64 == 0 and group.layout.padding_numel <= 64 * (2 * 16 + 2)
@@ -273,7 +277,7 @@ def test_rows_of_a_prime_size_are_cut_at_aligned_places() -> None:
 
 def test_what_fits_into_a_segment_is_never_cut() -> None:
     """Three rows of 4096 on 4 ranks are cut; the small matrix of longer rows beside them crosses no boundary."""
-    groups = group_by_rows(_sizes((3, 4096), (1, 5120 // 2)), num_ranks=4, least_numel_to_cut=0)
+    groups = group_by_rows(_sizes((3, 4096), (1, 5120 // 2)), num_ranks=4, policy=PaddingPolicy(least_numel_to_cut=0))
     assert set(cut_shapes(groups)) == {(3, 4096)} and padding_of(groups) <= 0.1
 
 
@@ -354,9 +358,9 @@ def test_slots_know_rows() -> None:
 @pytest.mark.parametrize(
     ("slots", "segment", "message"),
     [
-        ([((4, 10), 0, 2)], 22, "between rows"),
-        ([((4, 10), 0)], 15, "between rows"),
-        ([((4, 10), 5)], 20, "between rows"),
+        ([((4, 10), 0, Granule.row_parts(2))], 22, "between granules"),
+        ([((4, 10), 0)], 15, "between granules"),
+        ([((4, 10), 5)], 20, "between granules"),
         ([((4, 10), 0), ((2,), 39)], 20, "overlap"),
         ([((4, 10), 10)], 20, "overlap"),
         ([((1,), 0)], 0, "overlap"),
@@ -367,24 +371,22 @@ def test_a_layout_that_breaks_a_rule_is_refused(slots: list[tuple[Any, ...]], se
         FlatLayout(tuple(TensorSlot(Size(shape), *place) for shape, *place in slots), 2, segment)
 
 
-@pytest.mark.parametrize(
-    ("shape", "parts"), [((), 2), ((4,), 2), ((4, 6), 4), ((4, 6), 0), ((4, 0), 2), ((4, 1, 8), 2)]
-)
+@pytest.mark.parametrize(("shape", "parts"), [((), 2), ((4,), 2), ((4, 6), 4), ((4, 0), 2), ((4, 1, 8), 2)])
 def test_rows_are_cut_into_equal_parts_of_dim_1(shape: tuple[int, ...], parts: int) -> None:
     with pytest.raises(ValueError, match="row_parts must divide dim 1"):
-        TensorSlot(Size(shape), 0, parts)
+        TensorSlot(Size(shape), 0, Granule(num_parts=parts))
     with pytest.raises(ValueError, match="row_parts must divide dim 1"):
-        pack_rows(_sizes(shape), num_ranks=2, row_parts=[parts])
+        pack_rows(_sizes(shape), num_ranks=2, granules=[Granule(num_parts=parts)])
 
 
 def test_a_rank_that_owns_everything_cuts_no_rows() -> None:
     with pytest.raises(ValueError, match="row_parts must be 1 where one rank"):
-        pack_rows(_sizes((4, 6)), num_ranks=1, row_parts=[2])
+        pack_rows(_sizes((4, 6)), num_ranks=1, granules=[Granule.row_parts(2)])
 
 
 def test_parts_of_rows_are_rows_to_a_layout() -> None:
     """Three rows of 8 on 4 ranks in quarters: three quarters each, where whole rows would leave a rank with nothing."""
-    layout = pack_rows(_sizes((3, 8)), num_ranks=4, alignment=1, row_parts=[4])
+    layout = pack_rows(_sizes((3, 8)), num_ranks=4, alignment=1, granules=[Granule.row_parts(4)])
     assert (layout.padding_numel, layout.slots[0].cut_shape) == (0, (12, 2))
     assert layout.row_ranges(0) == ((0, 3), (3, 6), (6, 9), (9, 12))
     assert [layout.local_start(0, rank) for rank in range(4)] == [0] * 4
@@ -435,7 +437,7 @@ def test_every_layout_of_cut_rows_keeps_the_rules(
         draw.choice([p for p in range(1, shape[1] + 1) if shape[1] % p == 0] or [1]) if len(shape) > 1 else 1
         for shape in shapes
     ]
-    layout = pack_rows(shapes, num_ranks=num_ranks, alignment=alignment, row_parts=parts)
+    layout = pack_rows(shapes, num_ranks=num_ranks, alignment=alignment, granules=list(map(Granule.row_parts, parts)))
     check(layout, shapes)
     views = pack_rows([slot.cut_shape for slot in layout.slots], num_ranks=num_ranks, alignment=alignment)
     assert [slot.start for slot in layout.slots] == [slot.start for slot in views.slots]
@@ -447,7 +449,8 @@ def test_every_layout_of_cut_rows_keeps_the_rules(
 def test_every_grouping_is_a_partition_no_worse_than_one_buffer(
     shapes: list[Size], num_ranks: int, budget: float
 ) -> None:
-    groups = group_by_rows(shapes, num_ranks=num_ranks, alignment=8, max_padding=budget, least_numel_to_cut=0)
+    policy = PaddingPolicy(alignment=8, max_fraction=budget, least_numel_to_cut=0)
+    groups = group_by_rows(shapes, num_ranks=num_ranks, policy=policy)
     members = members_of(groups)
     assert sorted(index for group in members for index in group) == list(range(len(shapes)))
     assert [group[0] for group in members] == sorted(group[0] for group in members)

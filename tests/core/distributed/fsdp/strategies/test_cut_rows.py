@@ -1,7 +1,7 @@
-"""The engine with rows cut inside: training, loads and checkpoints are those of whole rows, and of no sharding at all.
+"""The engine with any granule: training, loads and checkpoints are those of whole rows, and of no sharding at all.
 
-Rows are cut by force here, so that small tensors and few ranks do what large ones on 1,024 ranks do; the last tests see
-that the budget of padding does it by itself.
+Rows are cut into parts by force here, so that small tensors and few ranks do what large ones on 1,024 ranks do; the last tests
+see that the budget of padding does it by itself. Blocks of rows and whole tensors are asked for as users do, by an attribute.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from megatron.core.distributed.fsdp import (
     FlatAdamW,
+    Granule,
     fully_shard,
     hybrid_placements,
     load_checkpoint,
@@ -161,6 +162,91 @@ def split_models_take_the_whole_models_step() -> None:
             name for name, n in _row_parts(model).items() if n > 1
         }
         a_step_is_the_whole_models(["tp2 ep2", "pp2 tp2 sums", "hfsdp tp2"], ["optim_grads_params"])
+
+
+# ---- granules that parameters ask for -------------------------------------------------------------------------------
+
+ASKED = [Granule.rows(2), None, Granule.whole(), Granule.rows(3), Granule.row_parts(2)]
+
+
+def _ask(model: nn.Module) -> Any:
+    """Have the model's parameters ask for granules in turns; parts only where rows have an even number of columns."""
+    for index, parameter in enumerate(model.parameters()):
+        granule = ASKED[index % len(ASKED)]
+        if granule != Granule.row_parts(2) or (parameter.dim() > 1 and parameter.shape[1] % 2 == 0):
+            parameter.fsdp_granule = granule  # type: ignore[attr-defined]
+    return model
+
+
+def _assert_granules_are_kept(model: nn.Module) -> set[Granule]:
+    """No rank's rows begin or end inside a granule; returns the granules that were asked for."""
+    asked = set()
+    for group in groups_of(model):
+        for index, (slot, parameter) in enumerate(zip(group.layout.slots, group.sharded, strict=True)):
+            granule = getattr(parameter, "fsdp_granule", None)
+            if granule is None or group.layout.num_ranks == 1:
+                continue
+            assert slot.granule == granule
+            asked.add(granule)
+            owners = [end for begin, end in group.layout.row_ranges(index) if end > begin]
+            assert all(end == slot.rows or end % (granule.num_rows or slot.rows) == 0 for end in owners)
+    return asked
+
+
+@CHECKS.on(4)
+def what_parameters_ask_for_changes_no_number() -> None:
+    """Losses, gradients, weights, whatever the strategy and the optimizer; gathered weights have their own shape."""
+    for strategy in SHARDED:
+        for make_optimizer in OPTIMIZERS.values():
+            model = assert_trains_alike(
+                Perceptron,
+                lambda net: shard(_ask(net), ["exit"], strategy),  # noqa: B023
+                _loss,
+                make_optimizer=make_optimizer,
+            )
+            assert _assert_granules_are_kept(model) == {granule for granule in ASKED if granule}
+    shapes = [tuple(unsharded.shape) for group in groups_of(model) for unsharded in group.unsharded]
+    assert sorted(shapes) == sorted(tuple(parameter.shape) for parameter in Perceptron().parameters())
+
+
+@CHECKS.on(4)
+def checkpoints_load_with_other_granules() -> None:
+    """Saved by a model that asks for granules, loaded by one that does not, and the other way round; bit for bit."""
+    with shared_folder() as folder:
+        for name, saves, loads in (("saves", _ask, lambda model: model), ("loads", lambda model: model, _ask)):
+            model: Any = shard(saves(seeded(Perceptron)), ["exit"])
+            optimizer = _flat_adamw(model.parameters())
+            _steps(model, optimizer, 0, 2)
+            save_checkpoint(model, optimizer, Path(folder) / name)
+            other: Any = shard(loads(Perceptron()), ["exit"])
+            fresh = _flat_adamw(other.parameters())
+            load_checkpoint(other, fresh, Path(folder) / name)
+            assert _steps(other, fresh, 2, 4) == _steps(model, optimizer, 2, 4)
+            for parameter, expected in zip(other.parameters(), model.parameters(), strict=True):
+                assert torch.equal(full(parameter), full(expected))
+
+
+def _steps(model: Any, optimizer: torch.optim.Optimizer, first: int, last: int) -> list[float]:
+    """Train for some steps; return their losses."""
+    losses = []
+    for step in range(first, last):
+        optimizer.zero_grad()
+        loss = _loss(model, torch.distributed.get_rank(), step)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@CHECKS.on(2)
+def a_granule_that_does_not_fit_is_refused() -> None:
+    layer: Any = nn.Linear(5, 4)
+    layer.weight.fsdp_granule = Granule.row_parts(2)
+    with pytest.raises(ValueError, match="fsdp_granule of parameter weight: row_parts must divide dim 1"):
+        fully_shard(layer)
+    layer.weight.fsdp_granule = "whole"
+    with pytest.raises(TypeError, match="fsdp_granule of parameter weight must be a Granule, got 'whole'"):
+        fully_shard(layer)
 
 
 # ---- loads and checkpoints ------------------------------------------------------------------------------------------
