@@ -20,7 +20,9 @@ README, DOCS = REPOSITORY / "README.md", REPOSITORY / "docs"
 CHECKPOINTS, DATA = DOCS / "checkpoints.md", DOCS / "data.md"
 FLAGS, PORTING, SPLITTING = DOCS / "flags.md", DOCS / "porting.md", DOCS / "splitting_the_model.md"
 CONTRIBUTING = REPOSITORY / "CONTRIBUTING.md"
-PAGES = [*sorted(REPOSITORY.glob("*.md")), *sorted(DOCS.glob("*.md"))]
+ENGINE = REPOSITORY / "megatron/core/distributed/fsdp"
+DESIGN = ENGINE / "DESIGN.md"
+PAGES = [*sorted(REPOSITORY.glob("*.md")), *sorted(DOCS.glob("*.md")), *sorted((REPOSITORY / "megatron").rglob("*.md"))]
 MARKS = {
     FLAGS: ("<!-- flags: written by python -m tests.test_docs -->\n", "<!-- end of flags -->"),
     SPLITTING: ("<!-- refusals: written by python -m tests.test_docs -->\n", "<!-- end of refusals -->"),
@@ -89,7 +91,8 @@ def test_the_first_two_blocks_are_the_commands_to_train_and_to_test() -> None:
 
 
 def test_all_other_blocks_are_run_by_the_tests_below() -> None:
-    assert {page.name: len(blocks(page)) for page in PAGES if blocks(page)} == {
+    of_users = [page for page in PAGES if page.parent in (REPOSITORY, DOCS)]
+    assert {page.name: len(blocks(page)) for page in of_users if blocks(page)} == {
         "README.md": 2 + 3,
         "checkpoints.md": 2,
         "data.md": 1,
@@ -128,7 +131,7 @@ def test_the_readme_is_short() -> None:
     assert len(README.read_text(encoding="utf-8").splitlines()) <= 150
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
 def test_links_lead_to_files_and_headings(page: Path) -> None:
     for link in re.findall(r"\]\(([^)]+)\)", page.read_text(encoding="utf-8")):
         path, _, heading = link.partition("#")
@@ -143,10 +146,54 @@ def headings_of(page: Path) -> list[str]:
     return [re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles]
 
 
+def cells(section: str, page: Path, column: int) -> list[str]:
+    """Return a column of the tables in a section of a page, without the heads."""
+    text = page.read_text(encoding="utf-8").split(f"## {section}\n")[1].split("\n## ")[0]
+    return [row.split("|")[column + 1] for row in re.findall(r"^\|.*\|$", text, re.MULTILINE)[2:]]
+
+
+def quoted(texts: list[str]) -> list[str]:
+    """Return what stands in backticks."""
+    return [word for text in texts for word in re.findall(r"`([^`]+)`", text)]
+
+
 def test_paths_in_the_table_of_the_repository_exist() -> None:
-    table = CONTRIBUTING.read_text(encoding="utf-8").split("## What is where")[1].split("\n## ")[0]
-    paths = [path for row in re.findall(r"^\| (`.*?) \|", table, re.M) for path in re.findall(r"`([^`]+)`", row)]
+    paths = quoted(cells("What is where", CONTRIBUTING, 0))
     assert len(paths) > 10 and all((REPOSITORY / path).exists() for path in paths)
+
+
+def test_the_table_of_layers_names_all_folders_of_the_engine_and_files_in_them() -> None:
+    folders = quoted(cells("The layers, bottom to top", DESIGN, 0))
+    assert sorted(folders) == sorted(f"{path.parent.name}/" for path in ENGINE.glob("*/__init__.py"))
+    for folder, files in zip(folders, cells("The layers, bottom to top", DESIGN, 2), strict=True):
+        assert [name for name in quoted([files]) if not (ENGINE / folder / name).exists()] == []
+
+
+def test_what_the_index_of_questions_names_is_there() -> None:
+    """Files exist, and a name in brackets behind a file occurs in it."""
+    rows = cells("To do X, open Y", DESIGN, 1)
+    assert len(rows) >= 10
+    for path, names in re.findall(r"`([\w/]+\.py)`(?: \(([^)]*)\))?", "\n".join(rows)):
+        file = (REPOSITORY if path.startswith("megatron/") else ENGINE) / path
+        text = file.read_text(encoding="utf-8")
+        assert [name for name in quoted([names]) if name.split(".")[-1] not in text] == [], path
+
+
+def test_notes_that_are_cited_are_there() -> None:
+    """``[Note: x] in FILE`` leads to a file of that name which has the note."""
+    files = [path for folder in ("megatron", "tests") for path in (REPOSITORY / folder).rglob("*.*")]
+    texts = {path: " ".join(path.read_text("utf-8").split()) for path in files if path.suffix in (".py", ".md")}
+    citations = {
+        (note, name)
+        for text in texts.values()
+        for note, name in re.findall(r"(\[Note: [^\]]+\]) in ([\w/]+\.(?:md|py))", text)
+    }
+    lost = [
+        (note, name)
+        for note, name in citations
+        if not any(path.as_posix().endswith(f"/{name}") and note in text for path, text in texts.items())
+    ]
+    assert len(citations) > 10 and lost == []
 
 
 def tables_of_flags() -> str:
