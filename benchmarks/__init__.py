@@ -1,1 +1,1 @@
-"""Comparisons with other engines; start the scripts beside this file."""
+"""Comparisons with other engines, and measurements of ours: scripts that are started here."""

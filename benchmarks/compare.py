@@ -1,7 +1,7 @@
-"""Compares sharding engines on one training step: ``torchrun --nproc-per-node N benchmarks/compare.py --model 7.2b``.
+"""Compare sharding engines on one training step: ``torchrun --nproc-per-node N benchmarks/compare.py --model 7.2b``.
 
-The engines run in turn in one process group, on the same weights and tokens; each is deleted before the next is built.
-On CUDA it times; on CPU (gloo) it shows that everything runs and that the losses agree.
+The engines run one after the other in the same processes, on the same weights and tokens; each is deleted before the
+next is built. On CUDA they are timed; on CPU (gloo) the script shows that each runs and that their losses agree.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _LEFT_BEHIND_LIMIT = GIB // 16
 
 @dataclass
 class Results:
-    """What has been found so far."""
+    """Measurements by engine, and why others did not run."""
 
     facts: list[tuple[str, str]]
     measurements: list[Measurement] = field(default_factory=list)
@@ -51,7 +51,7 @@ class Results:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Compare as the arguments say; the exit status is 1 where losses differ by more than noise, or an engine failed.
+    """Run the engines that the arguments name; return 1 where losses differ by more than noise or an engine failed.
 
     Ranks: all of the world; initialises the process group, unless there is one.
     """
@@ -202,7 +202,7 @@ def _compare(arguments: argparse.Namespace, device: torch.device) -> int:
 
 
 def _connect(device: torch.device) -> None:
-    """Afterwards the process group has the buffers that it takes at first use, which no engine shall be charged with."""
+    """Use the process group once, so that the buffers of its first use are charged to no engine."""
     if device.type != "cuda":
         return
     part = torch.zeros(1024, device=device)
@@ -229,9 +229,9 @@ def _facts(arguments: argparse.Namespace, device: torch.device) -> list[tuple[st
 def _run(
     name: str, settings: EngineSettings, batches: list[Batch], arguments: argparse.Namespace, results: Results
 ) -> None:
-    """Build the engine, time or profile it, and leave nothing of it behind.
+    """Build the engine, time or profile it, and free everything that it allocated.
 
-    An engine that fails on all ranks alike stops no other; on some ranks only, the run ends.
+    An error on all ranks is recorded and the next engine follows; an error on some ranks ends the run.
     """
     try:
         if arguments.profile is not None:
@@ -288,7 +288,7 @@ def _close(engine: Engine, device: torch.device) -> None:
 
 
 def _publish(arguments: argparse.Namespace, results: Results, *, is_complete: bool) -> None:
-    """Print the page when it is complete, write it as far as it goes."""
+    """Write the page of the engines that have run so far, and print it once all have."""
     measurements = results.measurements
     sections = [report.losses_table(measurements)]
     if arguments.check_losses:

@@ -1,8 +1,9 @@
-"""The whole trainer beside PyTorch FSDP2: ``torchrun ... benchmarks/compare_pretrain.py OUTPUT.md <flags of pretrain_gpt.py>``.
+"""Compare the whole trainer with FSDP2: ``torchrun ... benchmarks/compare_pretrain.py OUTPUT.md FLAGS``.
 
-First the flags are trained as ``pretrain_gpt.py`` trains them; then the same ``GPTModel``, from the same initial weights, on the same
-samples, is trained with FSDP2, ``torch.optim.AdamW`` and ``clip_grad_norm_``, by a loop of a few lines that shares no code
-with the trainer beyond model, data and the schedule's learning rates. Losses stand beside each other, times and memory too.
+FLAGS are those of ``pretrain_gpt.py``, which trains with them first. Then the same ``GPTModel``, from the same initial
+weights and on the same samples, is trained with FSDP2, ``torch.optim.AdamW`` and ``clip_grad_norm_`` by a loop of a few
+lines, which shares no code with the trainer beyond model, data and learning rates. The page compares losses, times and
+memory.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ TOLERANCE = 0.02
 
 
 class Run(NamedTuple):
-    """What one trainer did."""
+    """Losses, times and memory of one trainer."""
 
     losses: list[float]
     """[iterations] mean loss of the global batch."""
@@ -52,7 +53,7 @@ class Run(NamedTuple):
 
 
 class Recorder:
-    """Keeps losses, counts and times of forwards without making the trainer wait."""
+    """Losses, token counts and times of forwards, recorded without waiting for the device."""
 
     def __init__(self, microbatches: int) -> None:
         self.microbatches = microbatches
@@ -72,7 +73,7 @@ class Recorder:
         return loss, tokens
 
     def run(self, iterations: int, device: torch.device) -> Run:
-        """What was recorded. Ranks: all."""
+        """Read what was recorded. Ranks: all."""
         sums = torch.stack(self.sums[: iterations * self.microbatches])
         sums = sums.view(iterations, self.microbatches, 2).sum(1)
         dist.all_reduce(sums)
@@ -103,7 +104,7 @@ def train_fsdp2(settings: Settings, device: torch.device, learning_rate: float) 
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     for unit in [m for m in model.modules() if isinstance(m, TransformerLayer)] + [model.embedding, model.output_layer]:
         fully_shard(unit, mp_policy=policy)
-    fully_shard(model, mp_policy=policy)
+    sharded = fully_shard(model, mp_policy=policy)
     config = settings.optimizer
     optimizer = torch.optim.AdamW(
         get_param_groups(model.named_parameters(), config),
@@ -117,7 +118,7 @@ def train_fsdp2(settings: Settings, device: torch.device, learning_rate: float) 
     recorder = Recorder(batch.num_microbatches)
     for _ in range(iterations):
         for index in range(batch.num_microbatches):
-            model.set_is_last_backward(index == batch.num_microbatches - 1)
+            sharded.set_is_last_backward(index == batch.num_microbatches - 1)
             loss, tokens = recorder.forward_step(next(batches), model)
             (loss / tokens / batch.num_microbatches).backward()
         if config.clip_grad > 0:
@@ -128,7 +129,7 @@ def train_fsdp2(settings: Settings, device: torch.device, learning_rate: float) 
 
 
 def report(ours: Run, fsdp2: Run, worst: float, device: torch.device) -> str:
-    """The markdown page of a comparison."""
+    """Write the markdown page of a comparison."""
     medians = [statistics.median(run.ms[WARM_UP:]) for run in (ours, fsdp2)]
     facts = facts_of_run(
         device,
@@ -157,7 +158,7 @@ def report(ours: Run, fsdp2: Run, worst: float, device: torch.device) -> str:
 
 
 def main(argv: list[str]) -> int:
-    """Both trainers run; returns 1 where their losses differ by more than bf16 noise."""
+    """Run both trainers; return 1 where their losses differ by more than bf16 noise."""
     output, flags = Path(argv[0]), argv[1:]
     settings = parse_settings(flags)
     if settings.schedule.decay_style != "constant" or settings.schedule.warmup_samples:

@@ -1,11 +1,10 @@
-"""What the engine costs the host: microseconds per unit and phase, Python calls and lines, operators, events and waits.
+"""Measure the engine's cost on the host: microseconds by unit and phase, Python calls and lines, operators, waits.
 
     python -m benchmarks.host_cost [--units 24] [--parameters 4] [--device cpu|cuda] [--json FILE]
 
-On the CPU one process is a rank of two; a process group without ranks behind it takes the collectives, so that nothing
-is waited for and only the host's own work is seen. On GPUs NCCL is real: under torchrun with its ranks, else with one
-rank, which copies where others communicate. Units are tiny: the same model unsharded is what the figures are measured
-against.
+On the CPU one process plays a rank of two with torch's fake process group, whose collectives return at once, so that
+only the host's own work is seen. On GPUs NCCL runs: under torchrun with its ranks, else with one rank, which copies
+where others communicate. Units are tiny, and figures are differences from the same model unsharded.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ class Units(nn.Module):
 
 
 class Trainer:
-    """Steps of one model, which tell the phase that begins."""
+    """A model with its optimizer, and a step that reports each phase as it begins."""
 
     def __init__(
         self, *, num_units: int, num_parameters: int, device: torch.device, strategy: str | None, tally: Tally
@@ -104,7 +103,7 @@ def count(
     strategy: str | None = "optim_grads_params",
     num_warmup: int = NUM_WARMUP,
 ) -> Counts:
-    """What the host does in one step of the steady state; ``strategy`` None is the unsharded model."""
+    """Count what the host does in one step of the steady state; ``strategy`` None is the unsharded model."""
     tally = Tally()
     trainer = Trainer(
         num_units=num_units,
@@ -131,7 +130,7 @@ def count(
 
 
 def time_phases(trainers: list[Trainer], *, num_steps: int, device: torch.device) -> list[dict[str, float]]:
-    """[trainers] median host microseconds of each phase; the trainers take turns."""
+    """Time the phases: [trainers] median host microseconds of each; the trainers take turns."""
     taken: list[dict[str, list[float]]] = [{phase: [] for phase in PHASES} for _ in trainers]
     for step in range(NUM_WARMUP + num_steps):
         for trainer, times in zip(trainers, taken, strict=True):
@@ -147,7 +146,7 @@ def time_phases(trainers: list[Trainer], *, num_steps: int, device: torch.device
 
 @dataclass(frozen=True)
 class Cost:
-    """One kind of work in one phase: what a unit adds, what a step costs besides, and what another parameter adds."""
+    """One kind of work in one phase: per unit, per step besides, and per further parameter."""
 
     per_unit: float
     per_step: float
@@ -155,7 +154,7 @@ class Cost:
 
 
 def costs(*, num_units: int, num_parameters: int, device: torch.device, strategy: str) -> dict[str, dict[str, Cost]]:
-    """By kind and phase, what the engine adds to the unsharded model."""
+    """Return by kind and phase what the engine adds to the unsharded model."""
     sizes = ((num_units, num_parameters), (2 * num_units, num_parameters), (num_units, 10 * num_parameters))
     ours = [count(num_units=n, num_parameters=p, device=device, strategy=strategy) for n, p in sizes]
     plain = [count(num_units=n, num_parameters=p, device=device, strategy=None) for n, p in sizes]
@@ -176,7 +175,7 @@ def costs(*, num_units: int, num_parameters: int, device: torch.device, strategy
 def growing_functions(
     *, num_units: int, num_parameters: int, device: torch.device, strategy: str
 ) -> list[tuple[str, str, float]]:
-    """(phase, function of the engine, lines that each further parameter adds), most first."""
+    """List (phase, function of the engine, lines that each further parameter adds), most lines first."""
     few, many = (
         count(num_units=num_units, num_parameters=p, device=device, strategy=strategy).lines_by_function
         for p in (num_parameters, 10 * num_parameters)
@@ -189,7 +188,7 @@ def growing_functions(
 def busiest_functions(
     *, num_units: int, num_parameters: int, device: torch.device, strategy: str
 ) -> list[tuple[str, str, float, float]]:
-    """(phase, function of the engine, calls and lines that each further unit adds), most lines first."""
+    """List (phase, function of the engine, calls and lines that each further unit adds), most lines first."""
     few, many = (
         count(num_units=n, num_parameters=num_parameters, device=device, strategy=strategy)
         for n in (num_units, 2 * num_units)
@@ -208,9 +207,9 @@ def busiest_functions(
 
 @contextmanager
 def rank_of_two(device: torch.device) -> Iterator[None]:
-    """In the scope ``torch.distributed`` is initialised: with NCCL on a GPU, else without ranks behind it.
+    """Initialise ``torch.distributed`` in a scope: NCCL on a GPU, else torch's fake process group of two ranks.
 
-    There, the CPU's transport calls what that of GPUs calls: sums in rank order would cost the host more.
+    On the CPU the transport calls the collectives that it calls on a GPU: sums in rank order would cost the host more.
     """
     with ExitStack() as stack:
         if device.type == "cuda":
@@ -266,7 +265,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def table(report: dict[str, Any], num_rows: int) -> str:
-    """The figures for people."""
+    """Format the figures as text."""
     units = report["units"]
     lines = [
         f"{units} units of {report['parameters']} parameters, {report['strategy']}, {report['device']}, torch {report['torch']}",

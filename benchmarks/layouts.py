@@ -1,8 +1,8 @@
-"""The trainer under several ways to split one model: ``torchrun ... benchmarks/layouts.py OUTPUT.md [LAYOUT...]``.
+"""Train one model split in several ways: ``torchrun ... benchmarks/layouts.py OUTPUT.md [LAYOUT...]``.
 
-Each layout trains 20 steps by the flags of pretrain_gpt.py, one after the other in the same processes: times on the device, memory
-of the fullest rank, losses, and what one profiled step says of communication beside compute. Without GPUs a tiny model
-rehearses the same flags on gloo. A layout that fails on all ranks stops no other.
+Each layout trains 20 steps with flags of pretrain_gpt.py, one after the other in the same processes. The page has times
+on the device, memory of the fullest rank, losses, and how much communication one profiled step hides behind compute.
+Without GPUs a tiny model runs with the same flags on gloo. A layout that fails on all ranks stops no other.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from megatron.training.launch.pretrain import pretrain
 from megatron.training.loop.train_step import StepRecord, TrainStep
 
 NUM_STEPS, WARM_UP, PROFILED = 20, 6, 18
-_NUM_OTHERS = 10  # kernels besides that a profile names, those of most time
+_NUM_OTHERS = 10  # the other kernels that a profile lists, those that take most time
 _GEMM = re.compile(r"gemm|nvjet|cutlass|xmma|wgmma|flash|sdpa", re.IGNORECASE)
 
 _COMMON = (
@@ -68,7 +68,7 @@ class Layout:
 
     Attributes:
         what: in words.
-        flags: beside those that all have.
+        flags: those that not all layouts have.
         is_moe: the model with experts.
         length: tokens of a sequence; a step has one for each rank.
     """
@@ -117,7 +117,7 @@ DEFAULT = ("fsdp", "tp2", "hsdp", "moe", "moe-ep2")
 
 @dataclass(kw_only=True)
 class Run:
-    """What a layout did."""
+    """Times, memory and losses of one layout."""
 
     ms: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
@@ -128,7 +128,7 @@ class Run:
 
 
 class _Recorder:
-    """Stands around ``TrainStep.__call__``: times steps by events, keeps records, profiles one step of rank 0."""
+    """A scope that wraps ``TrainStep.__call__``: times steps by events, keeps records, profiles one step of rank 0."""
 
     def __init__(self, is_cuda: bool) -> None:
         self.is_cuda = is_cuda
@@ -143,7 +143,7 @@ class _Recorder:
         def step(own: TrainStep, *arguments: Any) -> StepRecord:
             return recorder.call(own, *arguments)
 
-        TrainStep.__call__ = step  # type: ignore[method-assign]
+        TrainStep.__call__ = step  # type: ignore[method-assign,assignment]
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -174,7 +174,7 @@ class _Recorder:
         return record
 
     def run(self) -> Run:
-        """What was recorded. Ranks: all."""
+        """Read what was recorded. Ranks: all."""
         run = Run(profile=self.profile)
         if self.is_cuda:
             torch.cuda.synchronize()
@@ -183,14 +183,14 @@ class _Recorder:
             dist.all_reduce(peaks, op=dist.ReduceOp.MAX)
             run.peak_gib, run.reserved_gib = (peak / GIB for peak in peaks.tolist())
         sums = torch.stack([record.loss_and_tokens for record in self.records])
-        dist.all_reduce(sums)  # ranks that share sequences' layers count alike
+        dist.all_reduce(sums)  # ranks that hold layers of the same sequences count them once
         run.losses = (sums[:, 0] / sums[:, 1]).tolist()
         run.norms = [record.grad_norm.item() for record in self.records]
         return run
 
 
 def summarize(events: list[dict[str, Any]]) -> str:
-    """From a profiler's trace: what communication ran beside matrix products and attention, and what else took time."""
+    """Summarize a profiler's trace: communication beside matrix products and attention, and what else took time."""
     compute: list[Interval] = []
     everything: list[Interval] = []
     kinds: dict[str, list[Interval]] = defaultdict(list)
@@ -227,7 +227,7 @@ def summarize(events: list[dict[str, Any]]) -> str:
 
 
 def train(layout: Layout, device: torch.device) -> Run:
-    """The layout's run. Ranks: all."""
+    """Train with the layout. Ranks: all."""
     is_cuda = device.type == "cuda"
     if is_cuda:
         model, tokens = (_MOE if layout.is_moe else _DENSE), layout.length
@@ -254,7 +254,7 @@ def train(layout: Layout, device: torch.device) -> Run:
 
 
 def report(runs: dict[str, Run], failed: dict[str, str], device: torch.device) -> str:
-    """The page of all runs."""
+    """Write the page of all runs."""
     rows = [
         "| layout | what | median ms | min ms | peak allocated / reserved GiB | first, middle, last loss |",
         "|---|---|---|---|---|---|",
@@ -284,7 +284,7 @@ def report(runs: dict[str, Run], failed: dict[str, str], device: torch.device) -
 
 
 def main(argv: list[str]) -> int:
-    """The layouts run; returns 1 where one failed."""
+    """Run the layouts; return 1 where one failed."""
     output, names = Path(argv[0]), argv[1:] or list(DEFAULT)
     backend = ["--distributed-backend", "nccl" if torch.cuda.is_available() else "gloo"]
     device = initialize_distributed(

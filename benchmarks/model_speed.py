@@ -1,8 +1,8 @@
-"""How fast the model's own part of a step is: ``python3 benchmarks/model_speed.py [--layers N] [--tokens N] ...``.
+"""Time the model's own part of a step: ``python3 benchmarks/model_speed.py [--layers N] [--tokens N] ...``.
 
 One GPU, no sharding: layers of the Llama-3-8B shape, then its output layer and loss, forward and backward in bf16, with
 fusions and without, weight gradients written in place. For each: milliseconds, TFLOP/s of the matrix multiplications,
-peak memory, and the kernels that take most time. Without a GPU a tiny shape rehearses it.
+peak memory, and the kernels that take most time. Without a GPU a tiny shape runs.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _NUM_KERNELS = 16
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shape:
-    """Of one microbatch of one sequence."""
+    """Sizes of the model and of its microbatch of one sequence."""
 
     num_tokens: int
     hidden_size: int
@@ -58,7 +58,7 @@ class Shape:
 
     @property
     def layer_flops(self) -> int:
-        """Forward and backward; of attention the causal half, of backward not what its kernel computes again."""
+        """Floating-point operations of forward and backward: attention's causal half, no recomputation."""
         return 6 * self.num_tokens * self.layer_weights + 6 * self.num_tokens**2 * self.hidden_size
 
     @property
@@ -74,35 +74,35 @@ TINY = Shape(num_tokens=64, hidden_size=64, ffn_hidden_size=160, num_heads=4, nu
 
 @dataclasses.dataclass(kw_only=True)
 class Result:
-    """Of one part (the layers, or the head) with one set of fusions."""
+    """Time and memory of one part (the layers, or the head) with one set of fusions."""
 
     name: str
     forward_ms: float
     backward_ms: float
     host_ms: float
     flops: int
-    stays_unsharded_nbytes: int
-    """What forward leaves for backward."""
+    saved_nbytes: int
+    """Saved by forward for backward."""
     peak_nbytes: int
-    """Above what was there before."""
+    """Above what was allocated before."""
     kernels: str
 
     def row(self) -> str:
         total = self.forward_ms + self.backward_ms
         return (
             f"| {self.name} | {self.forward_ms:.3f} | {self.backward_ms:.3f} | {total:.3f} | {self.host_ms:.3f}"
-            f" | {self.flops / total / 1e9:.0f} | {self.stays_unsharded_nbytes / _GIB:.3f} | {self.peak_nbytes / _GIB:.3f} |"
+            f" | {self.flops / total / 1e9:.0f} | {self.saved_nbytes / _GIB:.3f} | {self.peak_nbytes / _GIB:.3f} |"
         )
 
 
 HEAD = (
-    "| | forward, ms | backward, ms | both, ms | host, ms | TFLOP/s | kept for backward, GiB | peak above, GiB |\n"
+    "| | forward, ms | backward, ms | both, ms | host, ms | TFLOP/s | saved for backward, GiB | peak above, GiB |\n"
     "|---|---|---|---|---|---|---|---|"
 )
 
 
 def build_model(shape: Shape, num_layers: int, device: torch.device, **fields: Any) -> GPTModel:
-    """A GPT of the shape in bf16 whose linear layers write weight gradients into buffers of their own."""
+    """Build a bf16 GPT of the shape whose linear layers write weight gradients into buffers of their own."""
     config = TransformerConfig(
         num_layers=num_layers,
         hidden_size=shape.hidden_size,
@@ -149,7 +149,7 @@ Step = tuple[Callable[[], torch.Tensor], torch.Tensor | None]
 
 
 def layers_step(model: GPTModel, shape: Shape, device: torch.device) -> Step:
-    """All layers and the final norm, on a hidden state that wants a gradient as an embedding's does."""
+    """Run all layers and the final norm, on a hidden state that requires a gradient as an embedding's output does."""
     hidden = torch.randn(shape.num_tokens, 1, shape.hidden_size, device=device, dtype=torch.bfloat16).requires_grad_()
     cos, sin = model.rotary_pos_emb.get_cos_sin(shape.num_tokens, device)  # type: ignore[union-attr]
 
@@ -162,7 +162,7 @@ def layers_step(model: GPTModel, shape: Shape, device: torch.device) -> Step:
 
 
 def head_step(model: GPTModel, shape: Shape, device: torch.device) -> Step:
-    """The output layer and the mean loss."""
+    """Run the output layer and the mean loss."""
     hidden = torch.randn(shape.num_tokens, 1, shape.hidden_size, device=device, dtype=torch.bfloat16).requires_grad_()
     labels = torch.randint(shape.vocab_size, (1, shape.num_tokens), device=device)
     options = {"overwrite_logits": True} if model.config.cross_entropy_loss_fusion else {}
@@ -176,7 +176,7 @@ def head_step(model: GPTModel, shape: Shape, device: torch.device) -> Step:
 
 
 def measure(name: str, step: Step, flops: int, *, num_steps: int, device: torch.device) -> Result:
-    """Times of the median step, after steps that compile; memory and kernels of one more step each."""
+    """Measure the median step's time after steps that compile, then memory and kernels in one more step each."""
     forward, grad = step
     times: list[tuple[float, float, float]] = []
     for index in range(3 + num_steps):
@@ -192,7 +192,7 @@ def measure(name: str, step: Step, flops: int, *, num_steps: int, device: torch.
         if index >= 3:
             times.append((middle - start, time.perf_counter() - middle, host_forward + host_backward))
         del output
-    kept, peak = _memory(step, device)
+    saved, peak = _memory(step, device)
     forward_s, backward_s, host_s = (statistics.median(column) for column in zip(*times, strict=True))
     return Result(
         name=name,
@@ -200,14 +200,14 @@ def measure(name: str, step: Step, flops: int, *, num_steps: int, device: torch.
         backward_ms=1e3 * backward_s,
         host_ms=1e3 * host_s,
         flops=flops,
-        stays_unsharded_nbytes=kept,
+        saved_nbytes=saved,
         peak_nbytes=peak,
         kernels=_kernels(step, device),
     )
 
 
 def _memory(step: Step, device: torch.device) -> tuple[int, int]:
-    """Bytes between forward and backward, and at the peak, above those before. Zero without a GPU."""
+    """Return bytes between forward and backward, and at the peak, above those before; zero without a GPU."""
     forward, grad = step
     if device.type != "cuda":
         return 0, 0
@@ -215,14 +215,14 @@ def _memory(step: Step, device: torch.device) -> tuple[int, int]:
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     output = forward()
-    kept = torch.cuda.memory_allocated(device) - before
+    saved = torch.cuda.memory_allocated(device) - before
     output.backward(grad)
     _wait(device)
-    return kept, torch.cuda.max_memory_allocated(device) - before
+    return saved, torch.cuda.max_memory_allocated(device) - before
 
 
 def _kernels(step: Step, device: torch.device) -> str:
-    """A table of the kernels of one step by time."""
+    """Format a table of one step's kernels by time."""
     if device.type != "cuda":
         return "no kernels without a GPU"
     forward, grad = step
@@ -242,7 +242,7 @@ def _kernels(step: Step, device: torch.device) -> str:
 
 @contextmanager
 def _built(model: GPTModel, device: torch.device) -> Iterator[GPTModel]:
-    """The model, which is gone afterwards, so that two of them need not fit."""
+    """Build a model for a scope and free it at its end: two need not fit into memory."""
     yield model
     for module in model.modules():
         module._parameters.clear()
@@ -251,7 +251,7 @@ def _built(model: GPTModel, device: torch.device) -> Iterator[GPTModel]:
 
 
 def variants(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """What is compared, by name: fields of the configuration."""
+    """Return the configurations to compare: fields by name."""
     fused: dict[str, Any] = dict.fromkeys(FUSIONS, True) | {"attention_backend": arguments.attention_backend}
     chosen: dict[str, dict[str, Any]] = {"fused": fused, "plain": {"attention_backend": arguments.attention_backend}}
     if arguments.ablations:
@@ -286,7 +286,7 @@ def main() -> None:
 def run(
     name: str, fields: dict[str, Any], shape: Shape, arguments: argparse.Namespace, device: torch.device
 ) -> Iterator[Result]:
-    """The layers' result and the head's, each printed as a row."""
+    """Measure the layers and the head, and print a row for each."""
     torch.manual_seed(1)
     with _built(build_model(shape, arguments.layers, device, **fields), device) as model:
         for part, make, flops in (

@@ -1,4 +1,4 @@
-"""Peer copy beside NCCL: milliseconds, bandwidth, and what a call costs the host.
+"""Time peer copy and NCCL: milliseconds, bandwidth, and what a call costs the host.
 
     torchrun --nproc-per-node 2 benchmarks/peer_copy_probe.py
 
@@ -48,10 +48,10 @@ def _probe(mib: int, group: dist.ProcessGroup, device: torch.device) -> None:
     pulls.direct_nbytes = 0
     shard = pulls.empty(numel, torch.bfloat16, device, MemoryKind.SHARD)
     _say(f"\n{mib} MiB of bf16; empty and rendezvous {1e3 * (time.perf_counter() - begin):.1f} ms")
-    staging = pulls.empty(numel * group.size(), torch.bfloat16, device, MemoryKind.STAGING)
-    full = pulls.empty(numel * group.size(), torch.bfloat16, device, MemoryKind.GATHERED)
+    staging = pulls.empty(numel * group.size(), torch.bfloat16, device, MemoryKind.REDUCE_SCATTER_INPUT)
+    full = pulls.empty(numel * group.size(), torch.bfloat16, device, MemoryKind.UNSHARDED)
     out = torch.zeros(numel, device=device)
-    # Never zeros: moving them takes less power, and so less time.
+    # Not zeros: moving them takes less power, and so less time.
     for tensor in (shard, staging):
         tensor.normal_()
     direct = PeerCopyTransport(group, group, device)
@@ -81,7 +81,7 @@ def _reduction(transport: Transport, out: torch.Tensor, staging: torch.Tensor) -
 
 
 def _time(call: Callable[[], None], device: torch.device) -> tuple[float, float]:
-    """Milliseconds on the device and microseconds on the host, per call; of the slowest rank, the median of 5 runs."""
+    """Time a call: milliseconds on the device and microseconds on the host, the slowest rank's median of 5 runs."""
     device_ms, host_us = [], []
     for _ in range(6):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

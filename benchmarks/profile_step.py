@@ -1,6 +1,6 @@
-"""A summary of one step: how far communication hides behind compute, and where the host spends its time.
+"""Profile one step: how far communication hides behind compute, and where the host spends its time.
 
-Only text is kept: a trace of a large model is too large to carry around.
+Only a summary in text is written: the trace of a large model has gigabytes.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from benchmarks.engines.engine import Batch, Engine
 from benchmarks.measure.overlap import Interval, length, overlap
 from benchmarks.measure.phases import time_phases
 
-# Kernels are told by name: NCCL's annotations ("nccl:...") are no kernels. Of peer copy the copies, the barriers and the sum
-# over what was copied are communication.
+# Kernels are recognised by name; NCCL's annotations ("nccl:...") are no kernels. Peer copy's copies, barriers and sums
+# are communication.
 _BARRIER, _SUM = r"(.*symmetric_memory.*|.*barrier_kernel)", r"_sum_kernel"
 _COMMUNICATION = re.compile(rf"^(nccl(Dev|Symk|Kernel)|Memcpy PtoP|{_BARRIER}|{_SUM})")
 _GEMM = re.compile(r"gemm|nvjet|cutlass|xmma|wgmma", re.IGNORECASE)
 _MEMORY = re.compile(r"^Mem(cpy|set)")
-# What the host asks of the driver: each launches a kernel, a copy or a whole graph.
+# Calls of the driver that launch a kernel, a copy or a whole graph.
 _LAUNCH = re.compile(r"^cu(da)?(Launch|GraphLaunch|Memcpy|Memset)")
 _NUM_ROWS = 15
 
@@ -34,7 +34,7 @@ NUM_PROFILED_STEPS = 5
 
 
 def profile_engine(engine: Engine, batches: Sequence[Batch], device: torch.device) -> str:
-    """Run ``NUM_PROFILED_STEPS`` more steps; the summary on rank 0, an empty string on the others. Ranks: all."""
+    """Run ``NUM_PROFILED_STEPS`` more steps; return the summary on rank 0, an empty string elsewhere. Ranks: all."""
     assert len(batches) == NUM_PROFILED_STEPS
     parts = [
         _phases_summary(engine, batches[:2], device),
@@ -45,7 +45,7 @@ def profile_engine(engine: Engine, batches: Sequence[Batch], device: torch.devic
 
 
 def _phases_summary(engine: Engine, batches: Sequence[Batch], device: torch.device) -> str:
-    """Host milliseconds of each phase, the faster of two steps."""
+    """List the host's milliseconds in each phase, those of the faster of two steps."""
     runs = []
     for batch in batches:
         _wait(device)
@@ -87,7 +87,7 @@ def _device_summary(engine: Engine, batches: Sequence[Batch], device: torch.devi
 
 
 def counts_summary(kernels: dict[str, list[Interval]]) -> str:
-    """How many kernels and copies of each kind ran on the device."""
+    """Count the kernels and copies of each kind that ran on the device."""
 
     def count(pattern: str) -> int:
         return sum(len(times) for name, times in kernels.items() if re.match(pattern, name))
@@ -101,7 +101,7 @@ def counts_summary(kernels: dict[str, list[Interval]]) -> str:
 
 
 def overlap_summary(kernels: dict[str, list[Interval]]) -> str:
-    """The share of communication that compute hides, and the kernels that take most time.
+    """Return the share of communication that compute hides, and list the kernels that take most time.
 
     Args:
         kernels: for each kernel's name the times in microseconds at which it ran.
@@ -136,7 +136,7 @@ def _is_compute(name: str) -> bool:
 
 
 def _host_summary(engine: Engine, batch: Batch, device: torch.device) -> str:
-    """Python and C functions by self time. Backward runs on this thread for once: a profiler sees only its own."""
+    """List Python and C functions by self time. Backward runs on this thread, the only one that cProfile sees."""
     _wait(device)
     with torch.autograd.set_multithreading_enabled(False):
         if dist.get_rank() != 0:

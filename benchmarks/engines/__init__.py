@@ -1,1 +1,1 @@
-"""The sharding engines that are compared: ours, other people's, and the ideal."""
+"""The sharding engines that are compared: ours, those of others, and the ideal."""

@@ -1,4 +1,4 @@
-"""What is compared: a model and its optimizer that train a step at a time."""
+"""The interface of the engines that are compared: a model and its optimizer, trained a step at a time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WEIGHT_DECAY = 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings:
-    """What all engines of a run share."""
+    """Settings that all engines of a run share."""
 
     shape: GptShape
     mesh: DeviceMesh
@@ -36,7 +36,7 @@ class EngineSettings:
 
 
 class StepResult(NamedTuple):
-    """What a step leaves on the device."""
+    """Results of a step, on the device."""
 
     loss: Tensor
     """[] mean of this rank's microbatches."""
@@ -45,7 +45,7 @@ class StepResult(NamedTuple):
 
 
 class MemoryPlan(NamedTuple):
-    """What an engine says that it takes on this rank."""
+    """Memory that an engine has planned on this rank."""
 
     text: str
     at_rest: int
@@ -61,11 +61,11 @@ class Engine:
     """Called with the name of each phase of a step that the host has just ended."""
 
     def scope(self, *, is_first: bool, is_last: bool) -> AbstractContextManager[Any]:
-        """Around forward and backward of one microbatch."""
+        """Return the scope around forward and backward of one microbatch."""
         return nullcontext()
 
     def step(self, batch: Batch, *, with_norm: bool = False) -> StepResult:
-        """One optimizer step, without waiting for the device."""
+        """Run one optimizer step, without waiting for the device."""
         losses = []
         for index, (tokens, labels) in enumerate(batch):
             with self.scope(is_first=index == 0, is_last=index == len(batch) - 1):
@@ -82,14 +82,14 @@ class Engine:
         return StepResult(losses[0] if len(losses) == 1 else torch.stack(losses).sum(), norm)
 
     def zero_grad(self) -> None:
-        """Afterwards no gradient takes memory."""
+        """Free all gradients."""
         self.optimizer.zero_grad(set_to_none=True)
 
     def after_step(self) -> None:
-        """What a training loop does between a step and the next forward."""
+        """Do what a training loop does between a step and the next forward."""
 
     def grad_norm(self) -> Tensor:
-        """The norm [] of the whole model's gradient, between backward and update. Ranks: all."""
+        """Return the norm [] of the whole model's gradient, between backward and update. Ranks: all."""
         total: Tensor | None = None
         for parameter in self.model.parameters():
             grad = parameter.grad
@@ -102,15 +102,15 @@ class Engine:
         return total.sqrt()
 
     def memory_plan(self) -> MemoryPlan | None:
-        """What the engine planned, once it has run; None if it says nothing."""
+        """Return the memory that the engine planned, after its first step; None if it plans none."""
         return None
 
     def close(self) -> None:
-        """Afterwards nothing that outlives this object belongs to it. Ranks: all."""
+        """Give back what would outlive this object: process groups, registered memory. Ranks: all."""
 
 
 def adamw(parameters: Any, settings: EngineSettings, **options: Any) -> torch.optim.Optimizer:
-    """PyTorch's AdamW as every engine uses it that has none of its own."""
+    """Build PyTorch's AdamW for engines that have no optimizer of their own."""
     return torch.optim.AdamW(
         parameters, lr=settings.learning_rate, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True, **options
     )

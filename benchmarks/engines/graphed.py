@@ -11,16 +11,16 @@ from benchmarks.engines.engine import Batch, Engine, MemoryPlan, StepResult
 from benchmarks.engines.ours import Ours
 from megatron.core.full_cuda_graph import CudaStepGraph, FullCudaGraph, FullCudaGraphConfig, Microbatch, StepGraph
 
-# Then comes the step that is captured, and replayed at once.
+# The next step is captured, and replayed at once.
 NUM_EAGER_STEPS = FullCudaGraphConfig.warmup_steps
 
 
 class Graphed(Engine):
-    """An engine of ours, whose steps are those of the framework's ``FullCudaGraph``.
+    """An engine of ours whose steps run in the framework's ``FullCudaGraph``.
 
     Args:
         inner: the engine; it must launch nothing between steps.
-        make_graph: what captures, for a number of microbatches; a CUDA graph on the device when None.
+        make_graph: makes the graph for a number of microbatches; a CUDA graph on the device when None.
     """
 
     def __init__(self, inner: Ours, device: torch.device, make_graph: Callable[[int], StepGraph] | None = None) -> None:

@@ -14,17 +14,15 @@ import torch.distributed as dist
 import megatron.core.distributed.fsdp as fsdp
 from benchmarks.engines.engine import BETAS, WEIGHT_DECAY, Engine, EngineSettings, MemoryPlan, adamw
 from benchmarks.engines.plain_gpt import Linear, MainGradLinear, PlainGpt
-from megatron.core.distributed.fsdp.api.fully_shard import contexts_of
 from megatron.core.distributed.fsdp.comm.registry import transport_problem
-from megatron.core.distributed.fsdp.runtime.context import FsdpContext
 
-# How engines are named on the command line, and how ``fully_shard`` calls the transport.
+# The transport in an engine's name, and ``fully_shard``'s name for it.
 TRANSPORTS = {"nccl": "nccl", "symm": "symm", "peer": "peer_copy"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class OursOptions:
-    """What an engine of ours is made with."""
+    """Options of an engine of ours."""
 
     transport: str = "nccl"
     """A key of ``TRANSPORTS``."""
@@ -33,26 +31,26 @@ class OursOptions:
     flat_optimizer: bool = True
     """``FlatAdamW`` over flat shards, not PyTorch's AdamW over the parameters."""
     remainders: bool = True
-    """Main weights are kept as the bf16 model weight and the 16 bits that it lacks, not as fp32 beside it."""
+    """Main weights are stored as the bf16 model weight and the 16 bits that it lacks, not as fp32 beside it."""
     overlaps_forward: bool = True
     """The optimizer's update of a unit may run under the next forward."""
     gathers_apart: bool = True
-    """All-gathers on a communicator of their own, so that they run beside reductions; peer copy needs none."""
+    """All-gathers have a communicator of their own, so that they run beside reductions; peer copy needs none."""
     wide_grads: bool = False
-    """Main gradients are fp32 where nothing is accumulated too; else they rest as they came over the wire, in bf16."""
+    """Main gradients of a single microbatch are fp32, not bf16 as they came over the wire."""
     fine_units: bool = False
     """Each matrix of a layer is a unit, not each layer: smaller arenas, four times as many gathers and reductions."""
     prepares_forward: bool = True
-    """After each step the first gather of the next is begun."""
-    kept_gib: float = 0.0
-    """GiB of gathered weights that may stay from forward to backward, and between microbatches."""
+    """The first all-gather of the next step begins after each step."""
+    memory_budget_gib: float = 0.0
+    """GiB of weights that may stay unsharded from forward to backward, and between microbatches."""
     graph: bool = False
     """Whole steps are one CUDA graph."""
 
 
-# ``+keep=GIB`` behind an engine's name.
+# ``+keep=GIB`` after an engine's name: its ``memory_budget_gib``.
 _KEEP = re.compile(r"keep=(\d+(?:\.\d+)?)")
-# What ``+name`` behind an engine's name changes, and in words.
+# What ``+name`` after an engine's name changes, and its description.
 VARIATIONS: dict[str, tuple[dict[str, Any], str]] = {
     "plain": ({"linear": Linear}, "on torch's linear layers"),
     "fp32main": ({"remainders": False}, "fp32 main weights beside the bf16 ones"),
@@ -70,10 +68,10 @@ _ALIASES = {"ours-plain": "ours-nccl+plain"}
 
 
 def parse_ours(name: str) -> OursOptions:
-    """The options of ``ours-TRANSPORT[-graph][+VARIATION...]``.
+    """Parse ``ours-TRANSPORT[-graph][+VARIATION...]``.
 
     Raises:
-        ValueError: no such engine, transport or variation.
+        ValueError: there is no such engine, transport or variation.
     """
     base, *variations = _parts(name)
     prefix, _, rest = base.partition("-")
@@ -90,9 +88,9 @@ def parse_ours(name: str) -> OursOptions:
     changes: dict[str, Any] = {}
     for variation in variations:
         keep = _KEEP.fullmatch(variation)
-        changes |= {"kept_gib": float(keep[1])} if keep else VARIATIONS[variation][0]
+        changes |= {"memory_budget_gib": float(keep[1])} if keep else VARIATIONS[variation][0]
     if suffix:
-        # A graph holds whole steps: nothing may be launched before it for the next one, or left over for it.
+        # A graph holds whole steps: no step may launch work of the next one or leave work to it.
         changes |= {"graph": True, "prepares_forward": False, "overlaps_forward": False}
     return dataclasses.replace(OursOptions(transport=transport), **changes)
 
@@ -103,19 +101,19 @@ def _parts(name: str) -> list[str]:
 
 
 def describe_ours(name: str) -> str:
-    """The engine in words."""
+    """Describe the engine in words."""
     options = parse_ours(name)
     words = [f"this repository's fully_shard (ZeRO-3), transport {TRANSPORTS[options.transport]}"]
     words += [VARIATIONS[v][1] for v in _parts(name)[1:] if v in VARIATIONS]
-    if options.kept_gib:
-        words.append(f"{options.kept_gib:g} GiB of gathered weights kept for backward")
+    if options.memory_budget_gib:
+        words.append(f"{options.memory_budget_gib:g} GiB of weights stay unsharded for backward")
     if options.graph:
         words.append("each step one CUDA graph")
     return ", ".join(words)
 
 
 def why_not_ours(options: OursOptions, settings: EngineSettings) -> str | None:
-    """Why an engine with these options cannot run here; None if it can. Ranks: all, and all answer alike."""
+    """Return why an engine with these options cannot run here, None if it can. Ranks: all, with the same answer."""
     if options.graph and settings.device.type != "cuda":
         return "CUDA graphs need CUDA devices"
     kind = TRANSPORTS[options.transport]
@@ -147,9 +145,9 @@ class Ours(Engine):
         for unit in (*matrices, *model.units(), model):
             fsdp.fully_shard(unit, settings.mesh, None, policy, fsdp_group_ag=self._gather_group, transport=kind)  # type: ignore[arg-type]
         self.model = model
-        self.contexts: list[FsdpContext] = contexts_of(model)
+        self.contexts: list[fsdp.FsdpContext] = fsdp.contexts_of(model)
         for context in self.contexts:
-            context.planner.memory_budget_nbytes = int(options.kept_gib * 2**30)
+            context.planner.memory_budget_nbytes = int(options.memory_budget_gib * 2**30)
         self.optimizer = self._make_optimizer(settings)
 
     def _make_optimizer(self, settings: EngineSettings) -> torch.optim.Optimizer:
@@ -180,7 +178,7 @@ class Ours(Engine):
     def close(self) -> None:
         groups = [group for context in self.contexts for group in context.groups]
         for transport in {axis for group in groups for axis in group.group_mesh.axes}:
-            transport.close()  # what it has registered must not outlive its groups
+            transport.close()  # what it has registered must not outlive its process groups
         if self._gather_group is not None:
             dist.destroy_process_group(self._gather_group)
             self._gather_group = None

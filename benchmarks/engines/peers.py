@@ -1,4 +1,4 @@
-"""The engines that ours is compared with, and the ideal that none can beat."""
+"""The engines that ours is compared with, and the limit for all of them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from benchmarks.engines.plain_gpt import Embedding, Head, Layer, Linear, PlainGp
 class Ideal(Engine):
     """The limit for a sharding engine: bf16 weights resident, no communication, AdamW over 1/N of fp32 state.
 
-    Its weights never change, since nobody gathers what its optimizer updates: a time, not a training run.
+    Its weights never change, since what its optimizer updates is not gathered: it gives a time, no training run.
     """
 
     def __init__(self, settings: EngineSettings) -> None:
@@ -38,7 +38,7 @@ class Ideal(Engine):
         self.optimizer = adamw(shards, settings)
 
     def zero_grad(self) -> None:
-        self.model.zero_grad(set_to_none=True)  # the shards' gradients stay: nothing would fill them again
+        self.model.zero_grad(set_to_none=True)  # the shards' gradients stay: no backward writes them
 
 
 class Fsdp2(Engine):
@@ -65,7 +65,7 @@ class MegatronFsdp(Engine):
 
     def __init__(self, settings: EngineSettings) -> None:
         package = import_megatron_fsdp("megatron_fsdp")
-        # Without a mesh it makes its own over all ranks, with the axes that it wants to see.
+        # Without a mesh it makes its own over all ranks, with the axes that it needs.
         self.model = package.fully_shard_model(
             _on_meta(settings, torch.bfloat16),
             fsdp_unit_modules=[Embedding, Layer, Head],
@@ -76,7 +76,7 @@ class MegatronFsdp(Engine):
             overlap_param_gather=True,
             preproc_state_dict_for_dcp_ckpt=False,
         )
-        # It steps once on zeros to make the optimizer's state: that must neither decay weights nor count as a step.
+        # It takes a step on zeros to make the optimizer's state, which must neither decay weights nor count as a step.
         optimizer = adamw(self.model.parameters(), settings)
         for group in optimizer.param_groups:
             group["lr"] = 0.0
@@ -92,7 +92,7 @@ class MegatronFsdp(Engine):
 
 
 class MegatronFsdpV2(Engine):
-    """Fully sharded by the rewrite that lies in megatron-fsdp under ``experimental``, with the same dtypes."""
+    """Fully sharded by megatron-fsdp's ``experimental`` rewrite, with the same dtypes."""
 
     model: PlainGpt
 
@@ -111,7 +111,7 @@ class MegatronFsdpV2(Engine):
 
 
 def megatron_fsdp_is_missing(settings: EngineSettings) -> str | None:
-    """Why megatron-fsdp cannot run here; None if it can."""
+    """Return why megatron-fsdp cannot run here, None if it can."""
     if settings.device.type != "cuda":
         return "needs CUDA devices"
     try:
@@ -122,7 +122,7 @@ def megatron_fsdp_is_missing(settings: EngineSettings) -> str | None:
 
 
 def import_megatron_fsdp(name: str) -> ModuleType:
-    """A module of the package megatron-fsdp as it is without Megatron-LM.
+    """Import a module of the package megatron-fsdp as it is without Megatron-LM.
 
     It looks for Megatron-LM's ``megatron.core`` and would take this repository's modules of that name for it, some of
     which it would find and some not.
@@ -136,7 +136,7 @@ def import_megatron_fsdp(name: str) -> ModuleType:
 
 @contextmanager
 def _without(package: str) -> Iterator[None]:
-    """In the scope, an import of the package or of what is in it fails as if it were not installed."""
+    """Make imports of the package and of its modules fail in a scope, as if it were not installed."""
     hidden = {name: module for name, module in sys.modules.items() if name.split(".")[0] == package}
     sys.modules.update(dict.fromkeys([package, *hidden]))  # type: ignore[arg-type]
     try:

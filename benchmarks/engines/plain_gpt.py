@@ -1,7 +1,7 @@
-"""A plain GPT without any parallelism in it, the same for every engine that is compared.
+"""A plain GPT without parallelism, the same for every engine that is compared.
 
 RMSNorm, rotary positions, grouped-query attention, SwiGLU, PyTorch's attention, untied embeddings. Linear layers are
-made by a class that the engine chooses, so that one of them can write weight gradients in place.
+of a class that the engine chooses, so that ours can write weight gradients in place.
 
 Shapes: t tokens of one sequence, h hidden size, v vocabulary, a attention heads, g key-value heads, d head size.
 """
@@ -47,7 +47,7 @@ SHAPES = {
 
 
 class _Seeded(nn.Module):
-    """Owns one weight, whose initial values depend on the seed, its place in the model and its shape alone."""
+    """A module with one weight, whose initial values depend on the seed, its place in the model and its shape alone."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, key: str) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class _Seeded(nn.Module):
         self.weight = nn.Parameter(torch.empty(shape, dtype=dtype))
 
     def reset_parameters(self) -> None:
-        """The weight holds its initial values, rounded to bf16 whatever its dtype: every engine starts equal."""
+        """Fill the weight with its initial values, rounded to bf16 whatever its dtype: all engines start equal."""
         digest = hashlib.sha256(self._key.encode()).digest()
         generator = torch.Generator(device=self.weight.device).manual_seed(int.from_bytes(digest[:7], "big"))
         values = torch.empty(self.weight.shape, dtype=torch.float32, device=self.weight.device)
@@ -65,14 +65,14 @@ class _Seeded(nn.Module):
 
 
 class Linear(_Seeded):
-    """y = x A^T, the weight gradient left to autograd."""
+    """A linear layer y = x A^T whose weight gradient autograd computes."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight)
 
 
 class MainGradLinear(_Seeded):
-    """y = x A^T by the framework's own function, which writes the weight gradient where the engine offers memory."""
+    """A linear layer y = x A^T by the framework's function, which writes weight gradients into the engine's memory."""
 
     def forward(self, x: Tensor) -> Tensor:
         return linear_with_main_grad(x, self.weight)
@@ -159,7 +159,7 @@ class PlainGpt(nn.Module):
         self._rotary: tuple[Tensor, Tensor] | None = None  # made on first use: no buffer for an engine to treat
 
     def units(self) -> Iterator[nn.Module]:
-        """What every engine shards by itself, in run order: embedding, each layer, head. The root keeps nothing."""
+        """List the modules that each engine shards as units, in run order: embedding, layers, head."""
         yield self.embedding
         yield from self.layers
         yield self.head
@@ -176,7 +176,7 @@ class PlainGpt(nn.Module):
 
 
 def materialize(unit: nn.Module, device: torch.device) -> None:
-    """Afterwards the unit, built on the meta device, has its initial weights on ``device``."""
+    """Move the unit from the meta device to ``device`` and fill it with its initial weights."""
     unit.to_empty(device=device)
     for module in unit.modules():
         if isinstance(module, _Seeded | RmsNorm):
@@ -184,7 +184,7 @@ def materialize(unit: nn.Module, device: torch.device) -> None:
 
 
 def _rotary_tables(num_tokens: int, head_dim: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [t, d] in the dtype of ``like``. Source: RoFormer (arXiv:2104.09864), halves rotated."""
+    """Compute cosines and sines [t, d] in the dtype of ``like``. Source: RoFormer (arXiv:2104.09864), halves rotated."""
     frequencies = _ROTARY_BASE ** (-torch.arange(0, head_dim, 2, device=like.device, dtype=torch.float32) / head_dim)
     angles = torch.outer(torch.arange(num_tokens, device=like.device, dtype=torch.float32), frequencies)
     angles = torch.cat((angles, angles), dim=-1)

@@ -1,4 +1,4 @@
-"""The engines by name: how each is built, what it is, and why it cannot run here if it cannot."""
+"""The engines by name: how each is built, what it is, and why it cannot run here."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ PEERS = {
         why_not=megatron_fsdp_is_missing,
     ),
 }
-# What is to be beaten.
+# The engines to beat.
 RIVALS = ("fsdp2", "megatron-fsdp", "megatron-fsdp-v2")
 
 NAMES = (
@@ -54,10 +54,10 @@ NAMES = (
 
 
 def engine_kind(name: str) -> EngineKind:
-    """The engine of that name.
+    """Look up an engine by its name.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is no such engine.
     """
     if name in PEERS:
         return PEERS[name]
@@ -78,10 +78,10 @@ def engine_kind(name: str) -> EngineKind:
 
 
 def is_ours(name: str) -> bool:
-    """True if the name is one of this repository's engine, whether it exists or not."""
+    """Return whether the name is one of this repository's engine, also where no such variation exists."""
     return name.split("-")[0] == "ours"
 
 
 def eager_twin(name: str) -> str:
-    """The engine that does the same without a graph."""
+    """Return the name of the engine that does the same without a CUDA graph."""
     return name.replace("-graph", "", 1)

@@ -1,6 +1,6 @@
-"""Counts what the host does in the phases of a step: Python calls and lines of the engine, operators, collectives, waits.
+"""Count the host's work in the phases of a step: Python calls and lines of the engine, operators, collectives, waits.
 
-Counts are the same in every run, which times on a busy machine are not, so a test can hold them.
+Counts are the same in every run, so a test can assert them; times on a busy machine are not.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ class Counts:
     """What the host did, by phase; ``by_function`` and ``lines_by_function`` by (phase, file.function) of the engine.
 
     Attributes:
-        calls: Python functions of the engine that were called; a generator counts each time it goes on.
-        lines: lines of the engine that ran, each time round a loop again.
+        calls: Python functions of the engine that were called; a generator counts each time it resumes.
+        lines: lines of the engine that ran, in a loop once for each turn.
         builtins: functions written in C that the engine called.
         other_calls: Python functions outside of the engine.
         ops: operators of PyTorch that were dispatched, views included.
-        kernels: of these, the ones that are no views: on a device each launches something.
-        dtensor_ops: of these, the ones on DTensors.
-        launches: kernels, copies and fills that were handed to a device.
+        kernels: operators that are no views; on a device each launches a kernel.
+        dtensor_ops: operators on DTensors.
+        launches: kernels, copies and fills that were launched on a device.
         collectives: operators of torch.distributed.
         events: events recorded.
         waits: waits of a stream for an event.
@@ -66,19 +66,19 @@ class Counts:
 
 
 class Tally:
-    """Fills ``counts`` under the phase that the step has told last."""
+    """Counters that fill ``counts`` under the phase that began last."""
 
     def __init__(self) -> None:
         self.counts = Counts()
         self.phase = "none"
 
     def begin(self, phase: str) -> None:
-        """Afterwards what happens is counted as part of ``phase``."""
+        """Count what follows as part of ``phase``."""
         self.phase = phase
 
     @contextmanager
     def calls(self) -> Iterator[None]:
-        """In the scope, Python calls on this thread are counted. Backward must run on it too."""
+        """Count Python calls on this thread in a scope. Backward must run on it too."""
         counts = self.counts
 
         def on_event(frame: FrameType, event: str, argument: Any) -> None:
@@ -102,7 +102,7 @@ class Tally:
 
     @contextmanager
     def lines(self) -> Iterator[None]:
-        """In the scope, lines of the engine that run on this thread are counted: unlike calls, they show every loop."""
+        """Count lines of the engine that run on this thread in a scope: unlike calls, they show loops."""
         counts = self.counts
 
         def on_line(frame: FrameType, event: str, argument: Any) -> Callable[..., Any]:
@@ -124,12 +124,12 @@ class Tally:
 
     @contextmanager
     def operators(self) -> Iterator[None]:
-        """In the scope, operators are counted, those of torch.distributed as collectives."""
+        """Count operators in a scope, those of torch.distributed as collectives."""
         with torch.autograd.set_multithreading_enabled(False), _OperatorTally(self):
             yield
 
     def count_launches(self, step: Callable[[Callable[[str], None]], None]) -> None:
-        """Afterwards what a step hands to the device is counted. ``step`` calls its argument when a phase begins."""
+        """Run a step and count what it launches on the device. ``step`` calls its argument when a phase begins."""
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler, ExitStack() as phase:
 
             def begin(name: str) -> None:
@@ -138,7 +138,7 @@ class Tally:
 
             step(begin)
             torch.cuda.synchronize()
-        # Scopes appear on the device's time line a second time.
+        # Scopes are listed a second time, on the device's time line.
         events = [event for event in profiler.events() or () if event.device_type.name == "CPU"]
         phases = [(e.name.removeprefix("phase "), e.time_range) for e in events if e.name.startswith("phase ")]
         for event in events:
@@ -148,16 +148,16 @@ class Tally:
                         self.counts.launches[name] += 1
 
     def streams(self) -> AbstractContextManager[Any]:
-        """In the scope, contexts are made whose streams count their events and waits; also after it."""
+        """Let contexts that are made in the scope count their streams' events and waits, also after the scope."""
         return patch.object(context_module, "make_streams", self._make_streams)
 
     def _make_streams(self, device: torch.device) -> Any:
         return _CountingCudaStreams(device, self) if device.type == "cuda" else _CountingHostStreams(self)
 
 
-class _OperatorTally(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _OperatorTally(TorchDispatchMode):
     def __init__(self, tally: Tally) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._tally = tally
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -174,12 +174,12 @@ class _OperatorTally(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _is_view(func: Any) -> bool:
-    """True if what the operator returns is its input's memory, which it does not write."""
+    """Return whether the operator only returns a view of its input."""
     return any(a.alias_info is not None and not a.alias_info.is_write for a in func._schema.arguments)
 
 
 class _CountingHostStreams(HostStreams):
-    """Counts what a device with streams would have to do."""
+    """Streams on a CPU that count the events and waits that a device would get."""
 
     def __init__(self, tally: Tally) -> None:
         self._tally = tally

@@ -9,12 +9,12 @@ import torch
 
 
 def use_expandable_segments() -> None:
-    """Afterwards PyTorch's allocator grows its segments in place. To be called before the first allocation.
+    """Let PyTorch's allocator grow its segments in place. Call it before the first allocation.
 
-    The variable is for whoever asks for it; the allocator may have read it already when torch was imported.
+    The environment variable is for those who read it later; the allocator may have read it when torch was imported.
     """
     os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
-    os.environ.pop("PYTORCH_ALLOC_CONF", None)  # it would win over the other
+    os.environ.pop("PYTORCH_ALLOC_CONF", None)  # it takes precedence over the other
     if torch.cuda.is_available():
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
@@ -23,7 +23,7 @@ class MemoryWatch:
     """Peaks in bytes on this rank's device since the watch was made. On a CPU all are 0.
 
     ``outside`` is what the device says beyond what PyTorch's allocator has reserved: symmetric memory, buffers of
-    communicators, graphs, and whatever else came to the process meanwhile. It is sampled where ``note`` is called.
+    communicators, graphs, and anything else that the process has allocated since. ``note`` samples it.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -41,7 +41,7 @@ class MemoryWatch:
         self.allocated_at_start = torch.cuda.memory_allocated(device) if self._is_cuda else 0
 
     def note(self) -> None:
-        """Afterwards the peaks know of whatever was allocated until now."""
+        """Update the peaks."""
         if not self._is_cuda:
             return
         self.steady_allocated = max(self.steady_allocated, torch.cuda.max_memory_allocated(self._device))
@@ -53,7 +53,7 @@ class MemoryWatch:
         self.at_rest = torch.cuda.memory_allocated(self._device) - self.allocated_at_start + outside
 
     def begin_steady(self) -> None:
-        """Afterwards the steady peaks count from here."""
+        """Count the steady peaks from here on."""
         self.note()
         self.steady_allocated = self.steady_reserved = 0
         if self._is_cuda:

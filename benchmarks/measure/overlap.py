@@ -1,4 +1,4 @@
-"""How much of one kind of kernel runs while another does: arithmetic on intervals of time."""
+"""Arithmetic on intervals of time: how much of one kind of kernel runs while another does."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ Interval = tuple[float, float]
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same times as disjoint intervals in order."""
+    """Return the same times as disjoint intervals in order."""
     merged: list[Interval] = []
     for start, end in sorted(intervals):
         if merged and start <= merged[-1][1]:
@@ -19,12 +19,12 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def length(intervals: Iterable[Interval]) -> float:
-    """The time that the intervals cover, each moment once."""
+    """Return the time that the intervals cover, overlaps once."""
     return sum(end - start for start, end in union(intervals))
 
 
 def overlap(first: Iterable[Interval], second: Iterable[Interval]) -> float:
-    """The time that both cover."""
+    """Return the time that both cover."""
     a, b = union(first), union(second)
     total, i, j = 0.0, 0, 0
     while i < len(a) and j < len(b):

@@ -1,4 +1,4 @@
-"""Where the host spends a step: milliseconds in forward, backward and the rest, without any profiler."""
+"""Time the host in a step's phases (forward, backward, the rest), without a profiler."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from benchmarks.engines.engine import Batch, Engine
 
 
 def time_phases(engine: Engine, batch: Batch) -> dict[str, float]:
-    """Run one step; host milliseconds of each phase that the engine marks, in their order. Ranks: all.
+    """Run one step and return the host's milliseconds in each phase that the engine marks, in order. Ranks: all.
 
-    The caller has waited for the device before, so that no phase waits for earlier work.
+    The caller must have waited for the device, so that no phase waits for earlier work.
     """
     taken: dict[str, float] = defaultdict(float)
     last = time.perf_counter()

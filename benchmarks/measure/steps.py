@@ -1,4 +1,4 @@
-"""Times an engine's steps as they are compared: a barrier and a synchronise around each, every rank's slowest counted."""
+"""Time an engine's steps for comparison: each between barriers and synchronisations, the slowest rank counts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GIB = 2**30
 
 @dataclass(kw_only=True)
 class Measurement:
-    """What was seen of one engine: [S] entries are steps, warm-up included; memory is the most of any rank, in bytes."""
+    """Measurements of one engine: [S] entries are steps, warm-up included; memory is the most of any rank, in bytes."""
 
     name: str
     num_warmup: int
@@ -47,12 +47,12 @@ class Measurement:
 
     @property
     def peak(self) -> int:
-        """The most that was in use, whoever allocated it."""
+        """The most bytes in use, allocated by PyTorch or past it."""
         return self.peak_allocated + self.outside
 
     @property
     def reserved(self) -> int:
-        """The most that was taken from the device."""
+        """The most bytes taken from the device."""
         return self.peak_reserved + self.outside
 
     @property
@@ -71,10 +71,10 @@ class Measurement:
 def make_batch(
     step: int, *, num_microbatches: int, num_tokens: int, vocab_size: int, seed: int, device: torch.device
 ) -> Batch:
-    """The tokens of one step of this rank: a function of seed, step, microbatch and rank, the same for each engine.
+    """Make the tokens of one step of this rank: a function of seed, step, microbatch and rank, alike for all engines.
 
     Small token numbers are more frequent (as the cube of a uniform number), so that there is something to learn and
-    a wrong engine's loss departs from a right one's.
+    the loss of a faulty engine departs from a correct one's.
     """
     batch = []
     for index in range(num_microbatches):
@@ -94,14 +94,14 @@ def run_steps(
     memory: MemoryWatch,
     with_norm: bool,
 ) -> None:
-    """Afterwards ``measurement`` has grown by the batches' steps and holds what ``memory`` saw. Ranks: all; blocks.
+    """Run a step for each batch; add times, losses and memory to ``measurement``. Ranks: all; blocks.
 
     With ``with_norm`` each step also computes the gradient's norm, inside its time.
     """
     for index, batch in enumerate(batches):
         if index == measurement.num_warmup - 1:
             memory.begin_steady()
-            # What is there will stay: a collection of the whole heap would fall on some step of some engine.
+            # What exists now stays: else a collection of the whole heap would fall into some step of some engine.
             gc.collect()
             gc.freeze()
         _barrier(device)
@@ -125,9 +125,9 @@ def run_steps(
 
 
 def run_in_a_row(engine: Engine, batches: list[Batch], measurement: Measurement, device: torch.device) -> None:
-    """Afterwards ``measurement`` knows what a step takes where nobody waits between steps. Ranks: all; blocks.
+    """Time steps in a row, without waiting between them, into ``measurement``. Ranks: all; blocks.
 
-    As in training: the host runs ahead, and what a step leaves for the next forward to hide is hidden there.
+    As in training, the host runs ahead, and work that a step leaves to the next forward is hidden there.
     """
     _barrier(device)
     _synchronize(device)

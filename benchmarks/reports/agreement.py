@@ -1,4 +1,4 @@
-"""Whether all ranks failed alike, asked past the process group, whose collectives may be out of step by then."""
+"""Ask whether all ranks failed, through a store: collectives may be out of step by then."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _PATIENCE = timedelta(seconds=20)
 
 
 def all_failed(what: str) -> bool:
-    """True if every rank says within seconds that ``what`` failed there. Ranks: those on which it failed.
+    """Return whether every rank reports within seconds that ``what`` failed there. Ranks: those on which it failed.
 
     False means that some rank goes on, perhaps waiting for this one: the caller should end the run.
     """

@@ -1,4 +1,4 @@
-"""What the engine must reach, and whether it does: a table of bars and a row for each engine of ours."""
+"""The bars that the engine must reach, and a table of whether it does."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from benchmarks.measure.steps import GIB, Measurement
 
 @dataclass(frozen=True)
 class Bar:
-    """The least that passes, as ratios of median times."""
+    """The lowest ratios of median times that pass."""
 
     ideal: float
     rival: float
@@ -34,7 +34,7 @@ MOST_RESERVED = 1.03
 
 
 def bars_section(measurements: Sequence[Measurement], model: str, num_tokens: int) -> str:
-    """A row for each engine of ours, with what it must reach where there is a bar for this model and these tokens."""
+    """Write a row for each engine of ours, with its bar where this model and this number of tokens have one."""
     by_name = {m.name: m for m in measurements}
     rivals = [by_name[name] for name in RIVALS if name in by_name]
     best = min(rivals, key=lambda m: m.median_ms, default=None)
@@ -93,10 +93,10 @@ def _at_most(value: float | None, most: float) -> tuple[str, bool | None]:
 
 
 def graph_section(measurements: Sequence[Measurement], *, is_deterministic: bool) -> str:
-    """For each engine in a CUDA graph, whether its losses are those of the same engine without; "" without graphs.
+    """Compare the losses of each engine in a CUDA graph with those of the same engine without; "" without graphs.
 
-    ``is_deterministic``: the run used kernels that add in a fixed order; where it did not, attention's backward may
-    differ from run to run whatever the engine does.
+    ``is_deterministic``: the run used kernels that add in a fixed order; otherwise attention's backward may differ from
+    run to run with any engine.
     """
     by_name = {m.name: m for m in measurements}
     lines = []

@@ -1,4 +1,4 @@
-"""Whether two engines that started equal still train alike: losses and gradient norms within bf16 noise."""
+"""Check that two engines that started equal train alike: losses and gradient norms within bf16 noise."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NORM_TOLERANCE = 2.0**-6
 
 
 def differences(ours: Measurement, reference: Measurement) -> list[str]:
-    """A sentence for each step at which ``ours`` differs from ``reference`` by more than noise; none if all is well.
+    """Describe each step at which ``ours`` differs from ``reference`` by more than noise; an empty list if none does.
 
     Raises:
         ValueError: they have different numbers of steps, or none.
@@ -45,5 +45,5 @@ def differences(ours: Measurement, reference: Measurement) -> list[str]:
 
 
 def largest_difference(got: list[float], wanted: list[float]) -> float:
-    """The largest relative difference of any step."""
+    """Return the largest relative difference of any step."""
     return max(abs(a - b) / abs(b) for a, b in zip(got, wanted, strict=True))

@@ -1,4 +1,4 @@
-"""The page that a comparison leaves: how it was run, the table, the losses."""
+"""Write the page of a comparison: how it was run, the table, the losses."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ _PACKAGES = ("triton", "megatron-fsdp")
 
 
 def page(title: str, facts: Sequence[tuple[str, str]], sections: Sequence[str]) -> str:
-    """A markdown page."""
+    """Join title, facts and sections to a markdown page."""
     lines = [f"- {name}: {value}" for name, value in facts]
     return "\n\n".join([f"# {title}", "\n".join(lines), *filter(None, sections)]) + "\n"
 
 
 def facts_of_run(device: torch.device, num_parameters: int, extra: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-    """What a reader needs to run it again."""
+    """List what a reader needs to run it again."""
     command = f"torchrun --nproc-per-node {dist.get_world_size()} {shlex.join([f'benchmarks/{Path(sys.argv[0]).name}', *sys.argv[1:]])}"
     if device.type == "cuda":
-        nccl = ".".join(str(part) for part in torch.cuda.nccl.version())  # type: ignore[no-untyped-call]
+        nccl = ".".join(str(part) for part in torch.cuda.nccl.version())
         versions = f"CUDA {torch.version.cuda}, NCCL {nccl}"
         hardware = torch.cuda.get_device_name(device)
     else:
@@ -66,7 +66,7 @@ def _version_of(package: str) -> str | None:
 
 
 def commit() -> str:
-    """The commit of the source: git's word, else the variable ``COMMIT``, else "unknown"."""
+    """Return the commit of the source: git's answer, else the variable ``COMMIT``, else "unknown"."""
     root = Path(__file__).resolve().parents[2]
     try:
         asked = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
@@ -77,7 +77,7 @@ def commit() -> str:
 
 
 def times_table(measurements: Sequence[Measurement], not_run: Mapping[str, str]) -> str:
-    """Times, ratios and memory, a row for each engine, and why others did not run: ``not_run`` is by name."""
+    """Write times, ratios and memory, a row for each engine, and why others did not run (``not_run``, by name)."""
     by_name = {m.name: m for m in measurements}
     ideal, fsdp2 = by_name.get("ideal"), by_name.get("fsdp2")
     rows = [
@@ -107,7 +107,7 @@ def times_table(measurements: Sequence[Measurement], not_run: Mapping[str, str])
 
 
 def plans_section(measurements: Sequence[Measurement]) -> str:
-    """What engines planned to take beside what they took at rest; "" where none planned."""
+    """Write the memory that engines planned beside what they took at rest; "" where none planned."""
     parts = []
     for m in measurements:
         if m.plan is not None:
@@ -117,7 +117,7 @@ def plans_section(measurements: Sequence[Measurement]) -> str:
 
 
 def losses_table(measurements: Sequence[Measurement]) -> str:
-    """The loss of each step, and the gradient's norm where it was taken, a column for each engine."""
+    """Write the loss of each step, and the gradient's norm where it was taken, a column for each engine."""
     sections = [_series_table("Losses", measurements, [m.losses for m in measurements])]
     if measurements and measurements[0].grad_norms:
         sections.append(_series_table("Gradient norms", measurements, [m.grad_norms for m in measurements]))
@@ -125,7 +125,7 @@ def losses_table(measurements: Sequence[Measurement]) -> str:
 
 
 def check_section(measurements: Sequence[Measurement], reference: Measurement) -> tuple[str, list[str]]:
-    """(what the check says of each engine against ``reference``, the faults that it found in ours)."""
+    """Return (the check of each engine against ``reference``, the faults that it found in ours)."""
     lines = [
         f"Relative to `{reference.name}`; tolerated: {FIRST_LOSS_TOLERANCE:.1e} for the first loss, {LOSS_TOLERANCE:.1e} "
         f"for later ones, {NORM_TOLERANCE:.1e} for gradient norms (reasons: `benchmarks/reports/loss_check.py`).",

@@ -27,7 +27,7 @@ def _run(argv: list[str]) -> int:
     return compare.main([*COMMON, *argv])
 
 
-def test_every_engine_runs_or_says_why_not(tmp_path: Path):
+def test_every_engine_runs_or_says_why_not(tmp_path: Path) -> None:
     """Two ranks, two microbatches: a row for each engine, and one first loss, since all start from the same weights."""
     page = tmp_path / "page.md"
     absent = ["megatron-fsdp", "ours-nccl-graph", "ours-symm"]
@@ -41,10 +41,10 @@ def test_every_engine_runs_or_says_why_not(tmp_path: Path):
     losses = [row.split(" | ")[1:] for row in text.splitlines() if row.startswith("| 1 | ")]
     assert len({value.strip(" |") for value in losses[0]}) == 1
     assert "\n## Bars\n" in text
-    assert "`ours-peer+keep=0.001`: planned at rest 0." in text and " kept for backward, which saves " in text
+    assert "`ours-peer+keep=0.001`: planned at rest 0." in text and " for backward, which saves " in text
 
 
-def test_a_profile_is_a_summary_for_each_engine(tmp_path: Path):
+def test_a_profile_is_a_summary_for_each_engine(tmp_path: Path) -> None:
     argv = ["--warmup", "1", "--engines", "fsdp2,ours-nccl", "--profile", str(tmp_path)]
     assert run_ranks(2, _run, argv) == [0, 0]
     summary = (tmp_path / "profile_tiny_32.txt").read_text()
@@ -59,7 +59,7 @@ def test_a_profile_is_a_summary_for_each_engine(tmp_path: Path):
         assert summary.count(words) == 2
 
 
-def test_ours_trains_like_fsdp2(tmp_path: Path):
+def test_ours_trains_like_fsdp2(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     names = TRAINED_HERE[1:]
     argv = ["--check-losses", "--steps", "20", "--deterministic", "--engines", ",".join(names), "--output", str(page)]
@@ -75,7 +75,7 @@ class _HalvedGradients(Ours):
         super().__init__(*args)  # type: ignore[arg-type]
         for unit in self.model.units():
             for group in unit.parameter_groups:  # type: ignore[union-attr]
-                group.grad_scale /= 2
+                group.grads.scale /= 2
 
 
 class _FailsInItsThirdStep(Ours):
@@ -92,7 +92,7 @@ def _run_with(wrong: type, argv: list[str]) -> int:
         return _run(argv)
 
 
-def test_a_wrongly_divided_gradient_fails_the_check(tmp_path: Path):
+def test_a_wrongly_divided_gradient_fails_the_check(tmp_path: Path) -> None:
     """AdamW makes the same update of half a gradient, so the losses are equal: the norms tell."""
     page = tmp_path / "page.md"
     argv = ["--check-losses", "--steps", "4", "--engines", "fsdp2,ours-nccl", "--output", str(page)]
@@ -101,7 +101,7 @@ def test_a_wrongly_divided_gradient_fails_the_check(tmp_path: Path):
     assert "gradient norm" in page.read_text()
 
 
-def test_an_engine_that_fails_on_every_rank_stops_no_other(tmp_path: Path):
+def test_an_engine_that_fails_on_every_rank_stops_no_other(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     argv = ["--steps", "1", "--engines", "ours-nccl,fsdp2", "--output", str(page)]
     assert run_ranks(2, _run_with, _FailsInItsThirdStep, argv) == [1, 1]
@@ -126,12 +126,12 @@ def _phases() -> list[str]:
     return list(times)
 
 
-def test_phases_of_a_step_are_told_apart():
+def test_phases_of_a_step_are_told_apart() -> None:
     assert run_ranks(1, _phases) == [["forward", "backward", "optimizer"]]
 
 
 @pytest.mark.parametrize(("name", "billions"), [("7.2b", 7.24), ("1.1b", 1.10)])
-def test_models_have_the_sizes_of_their_names(name: str, billions: float):
+def test_models_have_the_sizes_of_their_names(name: str, billions: float) -> None:
     with torch.device("meta"):
         model = PlainGpt(SHAPES[name], linear=Linear, dtype=torch.bfloat16, seed=0)
     assert sum(parameter.numel() for parameter in model.parameters()) / 1e9 == pytest.approx(billions, abs=0.01)
@@ -152,31 +152,33 @@ def test_models_have_the_sizes_of_their_names(name: str, billions: float):
         (["--steps", "0"], "must be positive, got 0"),
     ],
 )
-def test_arguments_that_make_no_sense_are_refused(argv: list[str], words: str, capsys: pytest.CaptureFixture[str]):
+def test_arguments_that_make_no_sense_are_refused(
+    argv: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended:
         compare.main(argv)
     assert ended.value.code == 2
     assert words in " ".join(capsys.readouterr().err.split())
 
 
-def test_a_name_is_a_transport_and_what_is_left_out():
+def test_a_name_is_a_transport_and_what_is_left_out() -> None:
     best = parse_ours("ours-peer")
     assert (best.transport, best.flat_optimizer, best.remainders, best.gathers_apart) == ("peer", True, True, True)
     assert best.overlaps_forward and best.prepares_forward and not best.graph
     plain = parse_ours("ours-plain+torchadam+nosync")
     assert plain.linear is Linear and plain.transport == "nccl"
     assert not (plain.flat_optimizer or plain.remainders or plain.prepares_forward)
-    assert parse_ours("ours-nccl+keep=2.5").kept_gib == 2.5
+    assert parse_ours("ours-nccl+keep=2.5").memory_budget_gib == 2.5
 
 
-def test_a_graph_holds_whole_steps():
+def test_a_graph_holds_whole_steps() -> None:
     """Nothing may be launched before a replay for it, or left over after it for the next."""
     options = parse_ours("ours-symm-graph+fp32main")
     assert options.graph and not (options.prepares_forward or options.overlaps_forward or options.remainders)
     assert engines.eager_twin("ours-symm-graph+fp32main") == "ours-symm+fp32main"
 
 
-def test_it_starts_as_a_file():
+def test_it_starts_as_a_file() -> None:
     """``torchrun benchmarks/compare.py`` finds what it imports without an installed package."""
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     command = [sys.executable, "benchmarks/compare.py", "--help"]

@@ -36,7 +36,7 @@ def _check_losses(page: str) -> int:
 
 
 @pytest.mark.gpu(2)
-def test_losses_in_a_graph_are_those_of_the_eager_engine(tmp_path: Path):
+def test_losses_in_a_graph_are_those_of_the_eager_engine(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     assert run_ranks(2, _check_losses, str(page), backend="nccl") == [0, 0]
     text = page.read_text()
@@ -46,7 +46,7 @@ def test_losses_in_a_graph_are_those_of_the_eager_engine(tmp_path: Path):
 
 
 @pytest.mark.gpu
-def test_memory_is_counted_whoever_allocated_it():
+def test_memory_is_counted_whoever_allocated_it() -> None:
     """Symmetric memory comes from a pool that PyTorch's allocator counts, or past it, by version: it is never hidden."""
     device, size = torch.device("cuda", torch.cuda.current_device()), 256 * 2**20
     watch = MemoryWatch(device)

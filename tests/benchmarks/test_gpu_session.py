@@ -32,7 +32,7 @@ def _session(folder: Path, *parts: str, **environment: str) -> tuple[int, str, s
     return answer.returncode, (out / "summary.txt").read_text(), (out / "session.log").read_text()
 
 
-def test_a_part_that_fails_stops_no_other(tmp_path: Path):
+def test_a_part_that_fails_stops_no_other(tmp_path: Path) -> None:
     status, summary, log = _session(tmp_path)
     assert status == 1
     words = [line.split(" in ")[0] for line in summary.splitlines()]
@@ -45,21 +45,21 @@ def test_a_part_that_fails_stops_no_other(tmp_path: Path):
     assert "--nproc-per-node 2 benchmarks/compare.py --model 1.1b" in log
 
 
-def test_multicast_is_off_in_every_part(tmp_path: Path):
+def test_multicast_is_off_in_every_part(tmp_path: Path) -> None:
     _, _, log = _session(tmp_path)
     starts = [line for line in log.splitlines() if line.startswith("NVLS=")]
     assert len(starts) == 4
     assert all(line.startswith("NVLS=0 MULTICAST=1 ") for line in starts)
 
 
-def test_an_unknown_part_is_named_and_the_rest_runs(tmp_path: Path):
+def test_an_unknown_part_is_named_and_the_rest_runs(tmp_path: Path) -> None:
     status, summary, _ = _session(tmp_path, "nonsense", "bars-1.1b")
     assert status == 1
     assert summary.startswith("nonsense: must be one of those that ")
     assert "bars-1.1b: passed" in summary
 
 
-def test_a_part_that_hangs_is_stopped(tmp_path: Path):
+def test_a_part_that_hangs_is_stopped(tmp_path: Path) -> None:
     """Its processes too: the session waits for none of them."""
     status, summary, _ = _session(tmp_path, "profile-1.1b", "pretrain-1.1b", HANG="300", LIMIT="2")
     assert status == 1
@@ -67,7 +67,7 @@ def test_a_part_that_hangs_is_stopped(tmp_path: Path):
     assert "pretrain-1.1b: passed" in summary
 
 
-def test_every_part_that_the_head_names_starts_something(tmp_path: Path):
+def test_every_part_that_the_head_names_starts_something(tmp_path: Path) -> None:
     """Each name has a limit and a command line; llama's script belongs to somebody else, who may not have brought it."""
     parts = re.findall(
         r"(?:tests|llama|(?:bars|symm|mb4|ablations|losses|profile|pretrain)-?[\d.]+b?(?:-1024)?)\b", _HEAD
@@ -83,7 +83,7 @@ def test_every_part_that_the_head_names_starts_something(tmp_path: Path):
             engine_kind(name)  # raises where there is none
 
 
-def test_symmetric_memory_runs_without_expandable_segments(tmp_path: Path):
+def test_symmetric_memory_runs_without_expandable_segments(tmp_path: Path) -> None:
     _, _, log = _session(tmp_path, "bars-1.1b", "symm-1.1b")
     assert [line.endswith("--expandable-segments") for line in log.splitlines() if line.startswith("NVLS=")] == [
         True,
@@ -92,12 +92,12 @@ def test_symmetric_memory_runs_without_expandable_segments(tmp_path: Path):
     assert "SEGMENTS=expandable_segments:True" in log and "SEGMENTS= " in log
 
 
-def test_losses_are_compared_over_fifty_steps(tmp_path: Path):
+def test_losses_are_compared_over_fifty_steps(tmp_path: Path) -> None:
     _, _, log = _session(tmp_path, "losses50")
     assert "--steps 50 " in log and "--check-losses --deterministic" in log
 
 
-def test_what_is_compared_and_where_it_lies_can_be_said(tmp_path: Path):
+def test_what_is_compared_and_where_it_lies_can_be_said(tmp_path: Path) -> None:
     _, _, log = _session(
         tmp_path, "bars-1.1b", ENGINES="fsdp2,ours-peer+nosync", STEPS="3", EXTRA_PYTHONPATH="shelf:/elsewhere"
     )

@@ -7,16 +7,19 @@ from typing import Any
 from benchmarks.layouts import summarize
 
 
-def _event(name: str, begin_ms: float, end_ms: float, cat: str = "kernel", **args: Any) -> dict[str, Any]:
-    return {"ph": "X", "cat": cat, "name": name, "ts": begin_ms * 1e3, "dur": (end_ms - begin_ms) * 1e3, "args": args}
+def _event(
+    name: str, begin_ms: float, end_ms: float, *, cat: str = "kernel", args: dict[str, int] | None = None
+) -> dict[str, Any]:
+    duration_us = (end_ms - begin_ms) * 1e3
+    return {"ph": "X", "cat": cat, "name": name, "ts": begin_ms * 1e3, "dur": duration_us, "args": args or {}}
 
 
 def test_a_summary_tells_hidden_from_exposed_communication() -> None:
     events = [
         _event("nvjet_gemm", 0.0, 4.0),
-        _event("ncclDevKernel_AllGather_RING", 3.0, 6.0, **{"Group size": 2}),
+        _event("ncclDevKernel_AllGather_RING", 3.0, 6.0, args={"Group size": 2}),
         _event("update_kernel", 5.0, 7.0),
-        _event("ncclDevKernel_ReduceScatter_RING", 9.0, 10.0, **{"Group size": 4}),
+        _event("ncclDevKernel_ReduceScatter_RING", 9.0, 10.0, args={"Group size": 4}),
         _event("Memcpy PtoP (Device -> Device)", 3.5, 4.5, cat="gpu_memcpy"),
         _event("aten::mm", 0.0, 99.0, cat="cpu_op"),
     ]

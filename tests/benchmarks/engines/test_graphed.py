@@ -73,7 +73,7 @@ def _losses_with_and_without() -> tuple[list[float], list[float], int, list[str]
     return got, expected, tapes[0].num_replays, marks
 
 
-def test_losses_are_those_of_the_eager_engine():
+def test_losses_are_those_of_the_eager_engine() -> None:
     for got, expected, num_replays, marks in run_ranks(2, _losses_with_and_without):
         assert got == expected
         assert num_replays == 3

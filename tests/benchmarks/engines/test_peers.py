@@ -20,7 +20,7 @@ except ImportError:
 """
 
 
-def test_our_megatron_is_hidden_while_it_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_our_megatron_is_hidden_while_it_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It looks for Megatron-LM, and would take our classes for those that it knows."""
     package = tmp_path / "stand_in_fsdp"
     package.mkdir()
@@ -37,13 +37,13 @@ def test_our_megatron_is_hidden_while_it_is_imported(tmp_path: Path, monkeypatch
             sys.modules.pop(name, None)
 
 
-def test_what_is_not_installed_is_an_import_error():
+def test_what_is_not_installed_is_an_import_error() -> None:
     with pytest.raises(ImportError):
         import_megatron_fsdp("a_package_that_nobody_has")
     assert sys.modules["megatron.core"] is megatron.core
 
 
-def test_it_needs_devices():
+def test_it_needs_devices() -> None:
     class Settings:
         device = torch.device("cpu")
 

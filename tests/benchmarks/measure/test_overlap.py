@@ -8,11 +8,11 @@ from benchmarks.measure.overlap import length, overlap, union
 from benchmarks.profile_step import counts_summary, overlap_summary
 
 
-def test_union_merges_what_touches_and_drops_what_is_empty():
+def test_union_merges_what_touches_and_drops_what_is_empty() -> None:
     assert union([(5, 6), (0, 2), (1, 3), (3, 4), (9, 9)]) == [(0, 4), (5, 6)]
 
 
-def test_overlap_counts_each_moment_once():
+def test_overlap_counts_each_moment_once() -> None:
     """Two GEMMs beside one collective hide it no more than one does."""
     collective, gemms = [(0.0, 10.0), (20.0, 30.0)], [(5.0, 12.0), (6.0, 11.0), (25.0, 26.0)]
     assert overlap(collective, gemms) == pytest.approx(6.0)
@@ -20,7 +20,7 @@ def test_overlap_counts_each_moment_once():
     assert length(gemms) == pytest.approx(8.0)
 
 
-def test_summary_takes_kernels_by_what_they_do():
+def test_summary_takes_kernels_by_what_they_do() -> None:
     """An attention kernel is compute but no GEMM; a peer copy is communication; other copies are neither."""
     summary = overlap_summary(
         {
@@ -35,7 +35,7 @@ def test_summary_takes_kernels_by_what_they_do():
     assert "exposed (communication without compute) 1.00 ms" in summary
 
 
-def test_what_peer_copy_does_is_communication():
+def test_what_peer_copy_does_is_communication() -> None:
     """A barrier that waits for a slow rank hides nothing, though it is a kernel."""
     barrier = "void c10d::symmetric_memory::(anonymous namespace)::barrier_kernel(unsigned int**, int)"
     kernels = {

@@ -17,7 +17,7 @@ def _measurement(name: str, losses: list[float], norms: list[float]) -> Measurem
 REFERENCE = _measurement("fsdp2", [10.0, 9.0, 8.0], [2.0, 1.5, 1.0])
 
 
-def test_rounding_noise_passes():
+def test_rounding_noise_passes() -> None:
     ours = _measurement("ours", [10.0, 9.001, 8.01], [2.001, 1.501, 1.005])
     assert differences(ours, REFERENCE) == []
 
@@ -31,11 +31,11 @@ def test_rounding_noise_passes():
         ([10.0, math.nan, 8.0], [2.0, 1.5, 1.0], "step 2: loss nan"),
     ],
 )
-def test_a_departure_is_named_by_step_and_kind(losses: list[float], norms: list[float], words: str):
+def test_a_departure_is_named_by_step_and_kind(losses: list[float], norms: list[float], words: str) -> None:
     (fault,) = differences(_measurement("ours", losses, norms), REFERENCE)
     assert words in fault
 
 
-def test_runs_of_different_length_are_refused():
+def test_runs_of_different_length_are_refused() -> None:
     with pytest.raises(ValueError, match="same steps, got 2 of ours and 3 of fsdp2"):
         differences(_measurement("ours", [10.0, 9.0], [2.0, 1.5]), REFERENCE)
