@@ -2,8 +2,8 @@
 
 A checkpoint is a folder with these entries:
 
-- ``<name in the unwrapped model>``: a main weight or persistent buffer, whole, however it was split between ranks (data,
-  tensor or expert parallelism, pipeline stages). Tied weights have one entry, under their first name.
+- ``<name in the unwrapped model>``: a main weight or persistent buffer, whole, however it was split between ranks
+  (data, tensor or expert parallelism, pipeline stages). Tied weights have one entry, under their first name.
 - ``optimizer.state.<parameter>.<key>``: optimizer state.
 - ``optimizer.param_groups``, ``optimizer.kind``: hyperparameters, by the names of the parameters that they are for.
 - ``extra_state.<key>``: what the caller of ``save_checkpoint`` gave on rank 0.

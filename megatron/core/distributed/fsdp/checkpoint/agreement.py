@@ -1,4 +1,4 @@
-"""Ranks that succeed or fail together: a step that one of them cannot take raises the reason on all of them."""
+"""``agree``: ranks that succeed or fail together. What one rank raises, all ranks raise."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 LocalT = TypeVar("LocalT")
 ResultT = TypeVar("ResultT")
 
-# Raised on the other ranks as what they are; any other exception arrives as a RuntimeError that names its class.
+# Exceptions that the other ranks raise as the same class; they raise any other as a RuntimeError that names its class.
 _KINDS: dict[str, type[Exception]] = {
     kind.__name__: kind
     for kind in (ValueError, TypeError, FileNotFoundError, FileExistsError, NotImplementedError, OSError, RuntimeError)
@@ -39,18 +39,19 @@ def agree(
     *,
     group: dist.ProcessGroup | None = None,
 ) -> ResultT:
-    """Run ``local`` on every rank and ``first`` on what all returned, on rank 0; every rank returns what that returned.
+    """Run ``local`` on every rank, then ``first`` on rank 0 with all results; return its result on every rank.
 
     Args:
-        local: what each rank does; its result is pickled.
-        first: runs on rank 0 alone, with [R] results in rank order, and only if no rank failed.
-        group: all ranks; the default group when None.
+        local: runs on each rank; its result is pickled.
+        first: runs on rank 0 with [R] results in rank order, if no rank failed; its result is pickled.
+        group: process group of all ranks; None: the default process group.
 
     Raises:
-        Exception: any rank's ``local``, or ``first``, raised: its class (where it is a common one) and message, with
-            the ranks that failed; on all ranks.
+        Exception: ``local`` raised on some rank, or ``first`` did. All ranks raise its message with the numbers of the
+            ranks that failed, as its class if that is a common one, else as a RuntimeError.
 
-    Ranks: all; blocks. One gather and one broadcast, whatever happens.
+    Ranks: all; blocks. Always one gather and one broadcast.
+    Source: ours.
     """
     value: LocalT | None = None
     failure: _Failure | None = None
@@ -86,15 +87,15 @@ def check_initialized(caller: str) -> None:
 
 
 def digest_of(value: object) -> str:
-    """A short name for a value that has a ``repr``, the same on all ranks."""
+    """Return a hash of the value's ``repr``, the same on all ranks for equal values."""
     return hashlib.sha256(repr(value).encode()).hexdigest()
 
 
 def firsts(values: Sequence[object]) -> list[int]:
-    """The places at which a value is met for the first time."""
+    """Return the index of the first occurrence of each distinct value."""
     found: dict[object, int] = {}
-    for place, value in enumerate(values):
-        found.setdefault(value, place)
+    for index, value in enumerate(values):
+        found.setdefault(value, index)
     return list(found.values())
 
 
@@ -105,7 +106,7 @@ def _failure_of(error: Exception, rank: int) -> _Failure:
 
 
 def _first_failure(failures: Sequence[_Failure | None]) -> _Failure | None:
-    """The failure of the lowest rank, with all ranks that failed the same way."""
+    """Return the failure of the lowest rank, with all ranks that failed in the same way."""
     found = [failure for failure in failures if failure is not None]
     if not found:
         return None

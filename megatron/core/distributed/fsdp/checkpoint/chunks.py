@@ -1,4 +1,4 @@
-"""Which parts of each tensor this rank holds and writes. They follow from placements and layout; no rank asks another."""
+"""The parts of each tensor that this rank holds and writes, computed from placements without communication."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from megatron.core.distributed.fsdp.dtensor.tensor_pieces import pieces_of
 
 @dataclass(frozen=True)
 class Chunk:
-    """A box of a tensor, and the memory that holds it on this rank.
+    """A box (a range of indices in each dim) of a tensor, and this rank's memory of it.
 
     Args:
         name: the tensor's name in the checkpoint.
-        size: of the whole tensor.
-        offsets: where the box begins in it.
-        local: the box; its shape is the box's.
+        size: shape of the whole tensor.
+        offsets: indices at which the box begins.
+        local: the memory, in the box's shape.
     """
 
     name: str
@@ -35,10 +35,10 @@ class Chunk:
 
 
 def local_chunks(name: str, tensor: torch.Tensor) -> list[Chunk]:
-    """The parts of a tensor that this rank holds, in the order of its rows; [] where it is not in the tensor's mesh.
+    """Return the parts of a tensor that this rank holds, in the order of rows; [] if it is not in the tensor's mesh.
 
     Raises:
-        RuntimeError: a placement is Partial.
+        RuntimeError: a placement is ``Partial``.
     """
     if not isinstance(tensor, DTensor):
         return [Chunk(name, tensor.shape, torch.Size([0] * tensor.dim()), tensor.detach())]
@@ -48,9 +48,11 @@ def local_chunks(name: str, tensor: torch.Tensor) -> list[Chunk]:
 
 
 def chunks_to_write(tensors: Sequence[NamedTensor]) -> list[Chunk]:
-    """What this rank writes of DTensors, so that all ranks together write each element once.
+    """Return what this rank writes of DTensors, such that all ranks together write each element once.
 
-    Replicas share the work by bytes. Copies of what another pipeline stage holds are left to that.
+    Replicas share the work evenly by bytes. Copies of another pipeline stage's tensors are not written.
+
+    Ranks: pure; all compute the same distribution.
     """
     nbytes: dict[tuple[object, ...], list[int]] = {}
     chunks = []
@@ -62,7 +64,7 @@ def chunks_to_write(tensors: Sequence[NamedTensor]) -> list[Chunk]:
         if not held:
             continue
         if tensor.numel() == 0:
-            # Nobody holds an element, but it has a name.
+            # No rank holds an element, but the checkpoint must have the name.
             chunks += held[:1] if not any(tensor.device_mesh.get_coordinate() or ()) else []
         elif _is_my_turn(tensor, nbytes):
             chunks += [chunk for chunk in held if chunk.local.numel() > 0]
@@ -70,13 +72,13 @@ def chunks_to_write(tensors: Sequence[NamedTensor]) -> list[Chunk]:
 
 
 def plain_chunks(tensors: Sequence[NamedTensor]) -> dict[str, Chunk]:
-    """The plain tensors, whole, by name; one of the ranks that have a name writes it."""
+    """Return the plain tensors, whole, by name. One of the ranks that have a name writes it."""
     plain = (entry for entry in tensors if not isinstance(entry.tensor, DTensor) and not entry.is_copy)
     return {entry.name: chunk for entry in plain for chunk in local_chunks(entry.name, entry.tensor)}
 
 
 def copied_to_host(chunks: Sequence[Chunk]) -> list[Chunk]:
-    """The chunks in host memory of their own (pinned where they come from a GPU). Blocks until the copies are made."""
+    """Copy the chunks to host memory, page-locked for those on a GPU. Blocks until the copies are done."""
     copies = []
     for chunk in chunks:
         copy = torch.empty(
@@ -90,7 +92,7 @@ def copied_to_host(chunks: Sequence[Chunk]) -> list[Chunk]:
 
 
 def _is_my_turn(tensor: DTensor, nbytes: dict[tuple[object, ...], list[int]]) -> bool:
-    """True if this rank, of those that hold the same part, has the least to write so far; they all agree on it."""
+    """True if this rank has the least to write so far of those that hold the same part. All of them agree on it."""
     mesh = tensor.device_mesh
     coordinate = mesh.get_coordinate()
     assert coordinate is not None

@@ -1,7 +1,7 @@
-"""Chunks to and from the files of a PyTorch distributed checkpoint (DCP), which any of its readers can read.
+"""Write and read chunks in the files of a PyTorch distributed checkpoint (DCP).
 
-DCP's own planners gather a plan from all ranks before anyone writes, and one after. Here each rank knows what to write,
-so only what was written is gathered, once.
+DCP's own planners gather a plan from all ranks before writing and another one after. Here each rank computes what it
+writes, so only what was written is gathered, once.
 """
 
 from __future__ import annotations
@@ -45,14 +45,21 @@ _Target = tuple[str, torch.Size]
 
 @dataclasses.dataclass
 class Written:
-    """What one rank wrote: the items, and where in which file each is."""
+    """What one rank wrote: the items, and the file and offset of each."""
 
     plan: SavePlan
     results: list[WriteResult]
 
 
 def write_data(folder: Path, chunks: Sequence[Chunk], values: Mapping[str, bytes], *, rank: int) -> Written:
-    """Afterwards this rank's file is on disk. ``values`` are serialised already. Ranks: each, on its own."""
+    """Write this rank's file and synchronise it to disk.
+
+    Args:
+        chunks: parts of tensors.
+        values: plain values by name, serialised by ``packed``.
+
+    Ranks: each on its own.
+    """
     data: dict[MetadataIndex, torch.Tensor | bytes] = {}
     items = []
     for name, packed in values.items():
@@ -71,11 +78,11 @@ def write_data(folder: Path, chunks: Sequence[Chunk], values: Mapping[str, bytes
     plan = SavePlan(items)
     if not items:
         return Written(plan, [])
-    # Copies ahead are for device memory, and need the current device to be its device; a new thread's is not.
+    # Only for device memory: a copy ahead needs the current device to be the tensor's, and a new thread's is not.
     on_device = any(chunk.local.device.type != "cpu" for chunk in chunks)
     writer = FileSystemWriter(folder, sync_files=False, per_thread_copy_ahead=_COPY_AHEAD_NBYTES if on_device else 0)
     writer.set_up_storage_writer(rank == 0, rank=rank, use_collectives=True)
-    # The writer names files by the plan's place in the list.
+    # The writer names files by the plan's index in the list.
     plan = writer.prepare_global_plan([SavePlan([])] * rank + [plan])[rank]
     results = writer.write_data(plan, _WritePlanner(data)).value()
     for name in dict.fromkeys(result.storage_data.relative_path for result in results):
@@ -84,14 +91,16 @@ def write_data(folder: Path, chunks: Sequence[Chunk], values: Mapping[str, bytes
 
 
 def write_metadata(folder: Path, written: Sequence[Written], sizes: Mapping[str, torch.Size]) -> None:
-    """Afterwards the folder says what is in it and is complete. Ranks: one, when all have written.
+    """Write the folder's metadata, which makes it a complete checkpoint.
 
     Args:
         written: [R] what each rank wrote.
-        sizes: of all tensors that there must be.
+        sizes: shapes of all tensors that the checkpoint must have.
 
     Raises:
-        RuntimeError: the ranks together did not write a tensor whole, or wrote part of it twice.
+        RuntimeError: the ranks together did not write each element of a tensor exactly once.
+
+    Ranks: one, after all have written.
     """
     _, metadata = create_default_global_save_plan([rank.plan for rank in written])
     for name, size in sizes.items():
@@ -110,18 +119,18 @@ def write_metadata(folder: Path, written: Sequence[Written], sizes: Mapping[str,
 
 
 class CheckpointReader:
-    """A checkpoint on disk, to be read without a model or process group.
+    """A checkpoint on disk, read without a model or process group.
 
     Args:
-        path: the checkpoint. If a save was killed while it replaced it, what that left beside ``path`` is read.
+        path: the folder. If a save was killed while it replaced that folder, what it left beside it is read.
 
     Raises:
         FileNotFoundError: no complete checkpoint is there.
         ValueError: its metadata cannot be read.
 
     Attributes:
-        folder: where it was found.
-        metadata: DCP's: names, shapes, dtypes and files of the entries.
+        folder: the folder that is read.
+        metadata: DCP's metadata: names, shapes, dtypes and files of the entries.
 
     Ranks: each reads what it needs, on its own.
     """
@@ -136,10 +145,10 @@ class CheckpointReader:
         self._reader.set_up_storage_reader(self.metadata, is_coordinator=False)
 
     def values(self, names: Sequence[str]) -> dict[str, Any]:
-        """Plain values by name; tensors in them are on the CPU.
+        """Read plain values and return them by name; tensors in them are on the CPU.
 
         Raises:
-            FileNotFoundError: as ``plan``.
+            FileNotFoundError: a file that has some of it is gone or too short.
         """
         items = [
             ReadItem(
@@ -161,7 +170,7 @@ class CheckpointReader:
         """Read a whole tensor into CPU memory.
 
         Raises:
-            FileNotFoundError: as ``plan``.
+            FileNotFoundError: a file that has some of it is gone or too short.
         """
         stored = self.metadata.state_dict_metadata[name]
         assert isinstance(stored, TensorStorageMetadata)
@@ -170,7 +179,7 @@ class CheckpointReader:
         return whole
 
     def plan(self, tensors: Sequence[NamedTensor]) -> ReadPlan:
-        """How to read the parts that this rank holds of tensors that were found in the checkpoint, by first name.
+        """Return how to read this rank's parts of tensors, which must be in the checkpoint under their first names.
 
         Raises:
             FileNotFoundError: a file that has some of it is gone or too short.
@@ -187,7 +196,7 @@ class CheckpointReader:
         return ReadPlan(items, targets)
 
     def read(self, plan: ReadPlan) -> None:
-        """Afterwards the plan's tensors have the checkpoint's values, in place, converted to their dtype."""
+        """Read the plan's tensors in place, converting to their dtype."""
         self._read(plan.items, _ReadPlanner(plan.targets))
 
     def _read(self, items: list[ReadItem], planner: _ReadPlanner) -> None:
@@ -212,27 +221,27 @@ class CheckpointReader:
 
 @dataclasses.dataclass(frozen=True)
 class ReadPlan:
-    """What a rank reads, and by name and place in the whole tensor the memory that it goes to."""
+    """What a rank reads, and the memory to read it into, by name and offsets in the whole tensor."""
 
     items: list[ReadItem]
     targets: dict[_Target, torch.Tensor]
 
 
 def _sync_file(path: Path) -> None:
-    # DCP's sync_files asks the system to write before Python's buffer is empty, so the file's end may be lost.
+    # DCP's sync_files synchronises before Python's buffer is flushed, so the end of the file could be lost.
     with open(path, "rb") as file:
         os.fsync(file.fileno())
 
 
 def packed(value: Any) -> bytes:
-    """A plain value as DCP stores what is no tensor."""
+    """Serialise a plain value as DCP stores values that are not tensors."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()
 
 
 class _WritePlanner(SavePlanner):
-    """Answers the one question that DCP's writer asks: what are the data of an item."""
+    """Gives DCP's writer the data of an item; the plan exists already."""
 
     def __init__(self, data: Mapping[MetadataIndex, torch.Tensor | bytes]) -> None:
         self._data = data
@@ -242,20 +251,20 @@ class _WritePlanner(SavePlanner):
         return io.BytesIO(data) if isinstance(data, bytes) else data
 
     def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
-        raise AssertionError("the plan is made")
+        raise AssertionError("the plan exists already")
 
     def create_local_plan(self) -> SavePlan:
-        raise AssertionError("the plan is made")
+        raise AssertionError("the plan exists already")
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        raise AssertionError("the plan is made")
+        raise AssertionError("the plan exists already")
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        raise AssertionError("the plan is made")
+        raise AssertionError("the plan exists already")
 
 
 class _ReadPlanner(LoadPlanner):
-    """Tells DCP's reader where the data of an item go."""
+    """Gives DCP's reader the memory of an item; the plan exists already."""
 
     def __init__(self, targets: Mapping[_Target, torch.Tensor]) -> None:
         self._targets = targets
@@ -273,16 +282,16 @@ class _ReadPlanner(LoadPlanner):
         return target
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        pass  # written in place
+        pass  # resolve_tensor returned the memory itself
 
     def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
-        raise AssertionError("the plan is made")
+        raise AssertionError("the plan exists already")
 
     def create_local_plan(self) -> LoadPlan:
-        raise AssertionError("the plan is made")
+        raise AssertionError("the plan exists already")
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        raise AssertionError("the plan is made")
+        raise AssertionError("the plan exists already")
 
     def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        raise AssertionError("the plan is made")
+        raise AssertionError("the plan exists already")

@@ -1,8 +1,8 @@
-"""A checkpoint's folder is there whole or not at all, whenever a process is killed.
+"""A checkpoint's folder, complete or absent whenever a process is killed.
 
-A save writes to ``<path>.tmp-<token>`` beside its final name. DCP's ``.metadata`` comes last, when all data is on disk.
-Then an older checkpoint of that name moves to ``<path>.old-<token>``, the new one to its name, and the older is deleted.
-Between the two moves there is nothing at ``path``; a reader that finds it so takes the folder beside it.
+A save writes to ``<path>.tmp-<token>``, beside the final name. DCP's ``.metadata`` is written last, when all data is on
+disk. Then an older checkpoint at ``path`` is renamed to ``<path>.old-<token>``, the new one to ``path``, and the older
+one is deleted. Between the two renames there is nothing at ``path``; a reader then takes the folder beside it.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _BESIDE = re.compile(r"(?P<name>.+)\.(?P<kind>tmp|old)-(?P<token>[0-9a-f]{12})")
 
 @dataclass
 class FolderInProgress:
-    """A folder that is being written; its lock lives as long as the process that writes it.
+    """A folder that is being written, locked for as long as the process that writes it lives.
 
     Args:
         path: the final name.
-        beside: where it is written.
-        lock: descriptor that holds the lock.
+        beside: the name while it is written.
+        lock: descriptor that holds the lock; -1 when it is released.
     """
 
     path: Path
@@ -36,9 +36,9 @@ class FolderInProgress:
     lock: int
 
     def publish(self) -> None:
-        """Afterwards the folder is at its final name, and on disk; what was there before is gone.
+        """Rename the folder to its final name, in place of what is there, and synchronise that to disk.
 
-        Its files, and the marker last, must have been written and synchronised. Ranks: one.
+        Its files, with the marker last, must be written and synchronised already. Ranks: one.
         """
         sync_folder(self.beside)
         if not is_complete(self.beside):
@@ -52,7 +52,7 @@ class FolderInProgress:
         self._unlock()
 
     def discard(self) -> None:
-        """Afterwards nothing is left of it beside its final name; does nothing to a published one."""
+        """Delete the folder, unless it is published."""
         shutil.rmtree(self.beside, ignore_errors=True)
         self._unlock()
 
@@ -63,10 +63,10 @@ class FolderInProgress:
 
 
 def begin_folder(path: Path) -> FolderInProgress:
-    """Afterwards there is an empty folder beside ``path``, and leftovers of killed saves in the same folder are gone.
+    """Make an empty folder beside ``path``, and delete what killed saves left in the parent folder.
 
     Raises:
-        FileExistsError: there is something at ``path`` that is no checkpoint and must not be deleted.
+        FileExistsError: something that is not a checkpoint is at ``path`` and must not be deleted.
 
     Ranks: one.
     """
@@ -82,10 +82,10 @@ def begin_folder(path: Path) -> FolderInProgress:
 
 
 def find_folder(path: Path) -> Path:
-    """The complete checkpoint that ``path`` names, which a kill may have left beside it.
+    """Return the folder of the complete checkpoint at ``path``, which a kill may have left beside it.
 
     Raises:
-        FileNotFoundError: there is none, or it is not complete.
+        FileNotFoundError: there is none, or it is incomplete.
     """
     if not path.exists():
         beside = _survivor(path)
@@ -95,19 +95,19 @@ def find_folder(path: Path) -> Path:
     if not is_complete(path):
         found = sorted(entry.name for entry in path.iterdir()) if path.is_dir() else "a file"
         raise FileNotFoundError(
-            f"{path} must be a complete checkpoint, got no {MARKER} in it (it holds {found or 'nothing'}): it was not "
-            "written to its end, or is no checkpoint of this format; load another one"
+            f"{path} must be a complete checkpoint, got no {MARKER} in it (it holds {found or 'nothing'}): its save "
+            "did not finish, or it has another format; load another one"
         )
     return path
 
 
 def is_complete(folder: Path) -> bool:
-    """True if everything was written: the marker comes last."""
+    """True if the folder has the marker, which is written last."""
     return (folder / MARKER).is_file()
 
 
 def sync_folder(folder: Path) -> None:
-    """Afterwards the names in the folder are on disk."""
+    """Synchronise the names in the folder to disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -116,7 +116,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def _survivor(path: Path) -> Path | None:
-    """What a kill between the two moves left of ``path``: the new checkpoint, else the old one."""
+    """Return what a kill between the two renames left of ``path``: the new checkpoint, else the old one."""
     for old in sorted(path.parent.glob(f"{_escaped(path.name)}.old-*")):
         new = old.with_name(old.name.replace(".old-", ".tmp-"))
         for folder in (new, old):
@@ -148,14 +148,14 @@ def _check_replaceable(path: Path) -> None:
 
 
 def _clean(path: Path) -> None:
-    """Afterwards what killed saves left in the folder of ``path`` is gone; what a living one is writing stays."""
+    """Delete what killed saves left in the parent folder of ``path``, but not what a running save is writing."""
     for entry in sorted(path.parent.iterdir()):
         match = _BESIDE.fullmatch(entry.name)
         if match is None or not entry.is_dir():
             continue
         final = path.with_name(match["name"])
         if not final.exists() and _survivor(final) is not None:
-            continue  # all that is left of another checkpoint; its own next save puts it back
+            continue  # the only copy of another checkpoint, whose own next save will rename it back
         if match["kind"] == "tmp":
             _remove_unless_locked(entry, is_own=match["name"] == path.name)
         else:
@@ -169,7 +169,7 @@ def _remove_unless_locked(folder: Path, *, is_own: bool) -> None:
         return
     try:
         locked = _try_lock(descriptor)
-        # A file system without locks does not say who lives: then only leftovers of this very path are taken for dead.
+        # Without locks there is no telling whether the writer is alive: then delete only what a save to this path left.
         if locked or (locked is None and is_own):
             shutil.rmtree(folder, ignore_errors=True)
     finally:
@@ -177,7 +177,7 @@ def _remove_unless_locked(folder: Path, *, is_own: bool) -> None:
 
 
 def _try_lock(descriptor: int) -> bool | None:
-    """True if the lock is ours now, False if another process (or save) has it, None where there are no locks."""
+    """Return True if the lock was acquired, False if another save has it, None if the file system has no locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

@@ -42,9 +42,9 @@ def load_checkpoint(
     """Load a checkpoint into model and optimizer, whatever number of ranks and strategy it was saved with.
 
     Main weights are written in place, and the next forward sees them. Optimizer state is matched by the names of the
-    parameters; state that the optimizer does not have yet is made. Its hyperparameters become the saved ones, except for
-    ``capturable``, ``differentiable``, ``foreach`` and ``fused``, which say how this process computes. Values of one
-    floating dtype are converted to another where model and checkpoint differ; other dtypes must be equal.
+    parameters; state that the optimizer does not have yet is made. Its hyperparameters become the saved ones, except
+    for ``capturable``, ``differentiable``, ``foreach`` and ``fused``, which say how this process computes. Values of
+    one floating dtype are converted to another where model and checkpoint differ; other dtypes must be equal.
 
     Args:
         model: as in ``save_checkpoint``.
@@ -63,8 +63,8 @@ def load_checkpoint(
 
     What one rank raises, all ranks raise. Nothing has changed then, except where reading failed midway.
 
-    Ranks: all of the default process group; blocks until all have read. Each rank reads what it holds. Two rounds of one
-    gather and one broadcast, and a third where ranks hold different parts of the model.
+    Ranks: all of the default process group; blocks until all have read. Each rank reads what it holds. Two rounds of
+    one gather and one broadcast, and a third where ranks hold different parts of the model.
     Source: the format is that of torch.distributed.checkpoint.
     """
     check_initialized("load_checkpoint")
@@ -88,16 +88,19 @@ def load_checkpoint(
 
 
 class Load:
-    """A checkpoint matched with a model and an optimizer (None: not loaded), neither of which has changed yet.
+    """A checkpoint that has been matched with a model and an optimizer, which have not changed yet.
+
+    Args:
+        optimizer: None to load the model alone.
 
     Raises:
         FileNotFoundError: no complete checkpoint is there.
         ValueError: names, shapes or dtypes do not match; the message lists them.
-        RuntimeError: a unit is unsharded by its user.
+        RuntimeError: the user has unsharded a unit.
 
     Attributes:
-        unclaimed: (part, name) of what is in the checkpoint and not here. Where the model is split, another rank may hold
-            it; elsewhere that is an error.
+        unclaimed: (part, name) of the checkpoint's entries that this rank lacks. Where the model is split between
+            ranks, another rank may hold them; elsewhere they are an error.
     """
 
     def __init__(self, model: nn.Module, optimizer: Any, path: str | os.PathLike[str], *, rank: int) -> None:
@@ -114,7 +117,7 @@ class Load:
         self._plan = self._reader.plan(targets)
 
     def read(self) -> None:
-        """Afterwards the main weights have the checkpoint's values.
+        """Read the checkpoint into the main weights and the optimizer state to come.
 
         Raises:
             RuntimeError: reading failed midway.
@@ -128,7 +131,7 @@ class Load:
 
     @torch.no_grad()
     def install(self) -> None:
-        """Afterwards the optimizer has its state, and the next forward sees the weights."""
+        """Give the optimizer its state, and make the next forward gather the new weights."""
         if self._optimizer is not None:
             self._optimizer.install()
         for name, module in module_states(self._model).items():
@@ -138,7 +141,11 @@ class Load:
                 unit.context.weights_changed()
 
     def _match(self, optimizer: torch.optim.Optimizer | None) -> list[NamedTensor]:
-        """What is read into, each tensor under the name that it has in the checkpoint."""
+        """Return the tensors to read into, each under its name in the checkpoint.
+
+        Raises:
+            ValueError: something does not match.
+        """
         tensors = model_tensors(self._model)
         model_problems, optimizer_problems = (
             Problems(part, is_partial=self.is_split) for part in ("model", "optimizer")
@@ -164,10 +171,13 @@ class Load:
         )
 
     def refuse_unclaimed(self, found: Sequence[Sequence[tuple[str, str]]]) -> None:
-        """Raise if something in the checkpoint is unclaimed on all of these ranks.
+        """Check that each entry of the checkpoint is claimed by some rank.
+
+        Args:
+            found: ``unclaimed`` of one rank for each part of the model.
 
         Raises:
-            ValueError: the names.
+            ValueError: no rank claims an entry; lists the names.
         """
         nowhere = set(found[0]).intersection(*found[1:])
         problems = [
@@ -178,7 +188,7 @@ class Load:
             raise self._mismatch([str(part) for part in problems if part])
 
     def _match_model(self, tensors: Sequence[NamedTensor], problems: Problems) -> list[NamedTensor]:
-        """The model's tensors, each under the name that it has in the checkpoint."""
+        """Return the model's tensors under their names in the checkpoint; add what does not match to ``problems``."""
         targets = []
         for entry in tensors:
             name = next((name for name in entry.names if name in self._saved), None)

@@ -1,6 +1,6 @@
-"""What a checkpoint holds of an optimizer: state and hyperparameters under the names of the parameters that they serve.
+"""The optimizer's part of a checkpoint: state and hyperparameters under the names of their parameters.
 
-Groups may be ordered otherwise when it is loaded, since nothing goes by position.
+Nothing is stored by position, so param groups may have another order when it is loaded.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from megatron.core.distributed.fsdp.flat_optimizer.flat_state import REMAINDER
 STATE = f"{OPTIMIZER}state."
 PARAM_GROUPS = f"{OPTIMIZER}param_groups"
 KIND = f"{OPTIMIZER}kind"
-# How a process computes an update, not which update; a checkpoint of a GPU run must load on a CPU.
+# Not saved: they say how a process computes an update, and a checkpoint of a GPU run must load on a CPU.
 _EXECUTION = ("capturable", "differentiable", "foreach", "fused")
 
 
 def torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
-    """The ``torch.optim`` optimizer that ``optimizer`` is, or holds as ``.optimizer``.
+    """Return ``optimizer`` if it is a ``torch.optim`` optimizer, else the one that it holds as ``.optimizer``.
 
     Raises:
-        TypeError: neither.
+        TypeError: it neither is nor holds one.
     """
     found = optimizer
     while not isinstance(found, torch.optim.Optimizer):
@@ -45,18 +45,21 @@ def torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
 
 @dataclass(frozen=True)
 class OptimizerEntries:
-    """What is saved of an optimizer: ``tensors`` and plain ``values`` by name."""
+    """The entries of an optimizer in a checkpoint: ``tensors``, and plain ``values`` by name."""
 
     tensors: list[NamedTensor]
     values: dict[str, Any]
 
 
 def optimizer_entries(optimizer: torch.optim.Optimizer, model: Sequence[NamedTensor]) -> OptimizerEntries:
-    """The optimizer's state, by name.
+    """Return the optimizer's state and hyperparameters as entries of a checkpoint.
+
+    Args:
+        model: the model's tensors.
 
     Raises:
-        ValueError: it holds a parameter that the model does not.
-        TypeError: state that is neither a tensor nor plain.
+        ValueError: the optimizer holds a parameter that the model does not.
+        TypeError: state is neither a tensor nor plain.
     """
     names = _names_of_parameters(optimizer, model)
     copies = {id(entry.tensor) for entry in model if entry.is_copy}
@@ -88,13 +91,12 @@ def optimizer_entries(optimizer: torch.optim.Optimizer, model: Sequence[NamedTen
 
 
 def merged_values(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The plain values ``param_groups`` and ``kind`` of the whole model's optimizer, of those of ranks that hold parts.
+    """Merge the values ``param_groups`` and ``kind`` of ranks that hold parts of the model.
 
-    Parameters of other ranks join the first group of rank 0's with their hyperparameters; where there is none, a group is
-    added.
+    Parameters of other ranks are added to the first param group with equal hyperparameters, or else to a new one.
 
     Raises:
-        ValueError: optimizers of different kinds.
+        ValueError: the optimizers are of different kinds.
     """
     first = ranks[0]
     groups = [{**group, "params": list(group["params"])} for group in first[PARAM_GROUPS]]
@@ -125,16 +127,16 @@ def _same_hyperparameters(left: Mapping[str, Any], right: Mapping[str, Any]) -> 
 
 @dataclass
 class OptimizerLoad:
-    """A checkpoint's optimizer state that waits to be put in place.
+    """A checkpoint's optimizer state, matched with an optimizer that does not have it yet.
 
     Args:
-        optimizer: where it goes.
-        groups: [G] hyperparameters of each of the optimizer's groups.
-        tensors: tensors to read into, under the names in the checkpoint.
-        state: the optimizer's state to come; holds ``tensors``, and plain values.
-        whole: fp32 main weights to read into, by their name in the checkpoint, instead of into parameters that are the
-            upper halves of such.
-        conversions: what to do once all is read: main weights come whole or in two halves, and go into either.
+        optimizer: the optimizer to load.
+        groups: [P] hyperparameters of its param groups.
+        tensors: tensors to read into, under their names in the checkpoint.
+        state: the new state: ``tensors`` and plain values.
+        whole: fp32 main weights to read into, by name in the checkpoint, where the parameters are only their upper
+            halves.
+        conversions: run after reading, where main weights were saved whole and are kept in two halves, or the reverse.
     """
 
     optimizer: torch.optim.Optimizer
@@ -145,14 +147,14 @@ class OptimizerLoad:
     conversions: list[Callable[[], None]] = field(default_factory=list)
     _groups: dict[torch.Tensor, dict[str, Any]] = field(default_factory=dict)
 
-    def group_of(self, parameter: torch.Tensor) -> dict[str, Any]:
-        """The optimizer's group that holds the parameter."""
+    def param_group_of(self, parameter: torch.Tensor) -> dict[str, Any]:
+        """Return the param group that holds the parameter."""
         if not self._groups:
             self._groups = {p: group for group in self.optimizer.param_groups for p in group["params"]}
         return self._groups[parameter]
 
     def install(self) -> None:
-        """Afterwards the optimizer has the state, and nothing of its own from before."""
+        """Replace the optimizer's state and hyperparameters."""
         for convert in self.conversions:
             convert()
         for group in self.optimizer.param_groups:
@@ -165,7 +167,7 @@ class OptimizerLoad:
             for key, value in hyperparameters.items():
                 own = group.get(key)
                 if isinstance(own, torch.Tensor):
-                    own.copy_(torch.as_tensor(value))  # whoever captured its address sees the new value
+                    own.copy_(torch.as_tensor(value))  # in place: a captured graph reads this address
                 else:
                     group[key] = value
 
@@ -177,16 +179,17 @@ def prepare_load(
     values: Mapping[str, Any],
     problems: Problems,
 ) -> OptimizerLoad:
-    """Match a checkpoint's optimizer with this one by names; what does not match is added to ``problems``.
+    """Match a checkpoint's optimizer with this one by name, and add what does not match to ``problems``.
+
+    The optimizer does not change. State that it does not have yet is allocated, as zeros.
 
     Args:
-        saved: all of the checkpoint's entries.
-        values: the plain ones of the optimizer, loaded.
+        model: the model's tensors.
+        saved: all entries of the checkpoint.
+        values: the optimizer's plain values in the checkpoint.
 
     Raises:
         ValueError: the optimizer holds a parameter that the model does not.
-
-    Nothing of the optimizer changes. State that it does not have yet is made, as zeros.
     """
     load = OptimizerLoad(optimizer)
     parameters = _match_parameters(optimizer, model, values, problems)
@@ -208,7 +211,7 @@ def prepare_load(
 def _match_parameters(
     optimizer: torch.optim.Optimizer, model: Sequence[NamedTensor], values: Mapping[str, Any], problems: Problems
 ) -> dict[str, torch.Tensor]:
-    """The optimizer's parameters under the names that they have in the checkpoint."""
+    """Return the optimizer's parameters under their names in the checkpoint."""
     in_checkpoint = {name: None for group in values[PARAM_GROUPS] for name in group["params"]}
     parameters: dict[str, torch.Tensor] = {}
     for parameter, names in _names_of_parameters(optimizer, model).items():
@@ -232,7 +235,7 @@ def _match_state(
     values: Mapping[str, Any],
     problems: Problems,
 ) -> None:
-    """Afterwards the state that the checkpoint calls ``full`` has a place in ``load``, or is a problem."""
+    """Add the checkpoint's state ``full`` (its whole name) to ``load``, or to ``problems``."""
     name, _, key = full.removeprefix(STATE).rpartition(".")
     parameter = parameters.get(name)
     if parameter is None:
@@ -247,11 +250,12 @@ def _match_state(
         problems.misshaped.append(f"{full} (saved {list(stored.size)}, parameter {list(parameter.shape)})")
         return
     own = load.optimizer.state.get(parameter, {}).get(key)
-    is_shared = is_scalar and isinstance(load.optimizer, FlatAdamW)  # by parameters that may differ in the checkpoint
+    # FlatAdamW's parameters share step counts, which may differ in the checkpoint.
+    is_shared = is_scalar and isinstance(load.optimizer, FlatAdamW)
     if isinstance(own, torch.Tensor) and own.shape == stored.size and not is_shared:
         state[key] = own
     elif is_scalar:
-        state[key] = _new_scalar(parameter, stored, load.group_of(parameter))
+        state[key] = _new_scalar(parameter, stored, load.param_group_of(parameter))
     else:
         state[key] = _new_state(parameter, stored)
     load.tensors.append(NamedTensor((full,), state[key]))
@@ -260,7 +264,7 @@ def _match_state(
 def _match_main_weight(
     load: OptimizerLoad, name: str, parameter: torch.Tensor, saved: Mapping[str, STORAGE_TYPES]
 ) -> None:
-    """Afterwards main weights that were saved whole will be split if this optimizer keeps two halves, and the reverse."""
+    """Plan a conversion if main weights were saved whole and this optimizer keeps two halves, or the reverse."""
     is_split_here = REMAINDER in load.optimizer.state.get(parameter, {})
     remainder = load.state.get(parameter, {}).get(REMAINDER)
     if remainder is not None and not is_split_here:
@@ -277,7 +281,7 @@ def _match_main_weight(
 
 
 def _add_lower_half(parameter: torch.Tensor, remainder: torch.Tensor) -> None:
-    """Afterwards fp32 main weights that were read from their upper halves are whole."""
+    """Add the lower halves to fp32 main weights that were read from their upper halves."""
     local = _local_of(parameter)
     local.view(torch.int32).add_(_local_of(remainder))
 
@@ -287,14 +291,14 @@ def _split_main_weight(parameter: torch.Tensor, whole: torch.Tensor, remainder: 
 
 
 def _local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of a tensor that this rank holds, to read and write."""
+    """Return the part of a tensor that this rank holds, to read and write."""
     return tensor._local_tensor.detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def _names_of_parameters(
     optimizer: torch.optim.Optimizer, model: Sequence[NamedTensor]
 ) -> dict[torch.Tensor, tuple[str, ...]]:
-    """The names of each of the optimizer's parameters, in the order of its groups."""
+    """Return the names of each of the optimizer's parameters, in the order of its param groups."""
     names = {id(entry.tensor): entry.names for entry in model}
     found: dict[torch.Tensor, tuple[str, ...]] = {}
     for index, group in enumerate(optimizer.param_groups):
@@ -310,14 +314,14 @@ def _names_of_parameters(
 
 
 def _is_scalar(parameter: torch.Tensor, key: str, value: torch.Tensor) -> bool:
-    """True for state that counts or averages for the parameter as a whole, such as ``step``."""
+    """True for state that is one number for the whole parameter, such as ``step``."""
     if value.dim() > 0:
         return False
     return not isinstance(value, DTensor) if isinstance(parameter, DTensor) else parameter.dim() > 0 or key == "step"
 
 
 def _new_scalar(parameter: torch.Tensor, stored: TensorStorageMetadata, group: Mapping[str, Any]) -> torch.Tensor:
-    # Where torch.optim makes it: kernels that do not synchronise with the host read it on the device.
+    # On the same device as torch.optim: there for kernels that must not synchronise with the host.
     on_device = bool(group.get("capturable") or group.get("fused"))
     device = parameter.device if on_device else torch.device("cpu")
     return torch.zeros(stored.size, dtype=stored.properties.dtype, device=device)
@@ -339,7 +343,7 @@ def _default_names(optimizer: torch.optim.Optimizer) -> list[str]:
 
 
 def _shared_hyperparameters(index: int, members: Sequence[Mapping[str, Any]], problems: Problems) -> dict[str, Any]:
-    """What the saved groups of this group's parameters say; a problem where they do not say the same."""
+    """Return the hyperparameters with which the parameters of a param group were saved; a problem where they differ."""
     shared: dict[str, Any] = {}
     for member in {id(member): member for member in members}.values():
         for key, value in member.items():

@@ -1,4 +1,4 @@
-"""What does not match between a checkpoint and what it is loaded into, told at once and by name."""
+"""The differences between a checkpoint and what it is loaded into, reported together and by name."""
 
 from __future__ import annotations
 
@@ -10,10 +10,15 @@ _MAX_NAMED = 20
 
 @dataclass
 class Problems:
-    """The differences of one part (the model, the optimizer). True if there are any.
+    """The differences of one part, the model or the optimizer. True if there are any.
 
     Args:
-        is_partial: this rank holds a part of the model, so what is extra here may be in its place on another rank.
+        missing: names that the checkpoint lacks.
+        extra: names that only the checkpoint has.
+        misshaped: names with both shapes.
+        mistyped: names with both dtypes, or of plain values in place of tensors.
+        other: sentences.
+        is_partial: this rank holds a part of the model, so that another rank may have what is ``extra`` here.
     """
 
     part: str

@@ -44,17 +44,17 @@ def save_checkpoint(
 ) -> AsyncSave | None:
     """Save model, optimizer and extra state to the folder ``path``, which any number of ranks can load.
 
-    A checkpoint at ``path`` is replaced: whenever a process is killed, the old one or the new one is there, complete. What
-    killed saves left in the parent folder is removed.
+    A checkpoint at ``path`` is replaced: whenever a process is killed, the old one or the new one is there, complete.
+    What killed saves left in the parent folder is removed.
 
     Args:
         model: a sharded module, a module that holds some, or a ``FullyShardedDataParallel``.
-        optimizer: a ``torch.optim`` optimizer over the model's parameters, an object that holds one as ``.optimizer``, or
-            None to save none.
+        optimizer: a ``torch.optim`` optimizer over the model's parameters, an object that holds one as ``.optimizer``,
+            or None to save none.
         path: the folder to write; all ranks must see it.
-        extra_state: plain values and tensors by name, also nested in lists, tuples and dicts. Rank 0's are saved. Under the
-            key ``"per_rank"`` each rank saves its own value, such as the state of its random number generators, and gets
-            it back from ``load_checkpoint`` as the same rank.
+        extra_state: plain values and tensors by name, also nested in lists, tuples and dicts. Rank 0's are saved. Under
+            the key ``"per_rank"`` each rank saves its own value, such as the state of its random number generators, and
+            gets it back from ``load_checkpoint`` as the same rank.
         async_save: copy the state to host memory and return; a thread writes the copy while training goes on, and
             communicates over a gloo process group of its own. ``wait()`` for it before another save to the same path.
 
@@ -70,9 +70,9 @@ def save_checkpoint(
 
     What one rank raises, all ranks raise, with the number of the rank that failed.
 
-    Ranks: all of the default process group; blocks until all have written (with ``async_save``: copied). The layout says
-    which rank writes what, so nothing is communicated per tensor: two rounds of one gather and one broadcast, and a third
-    where ranks hold different parts of the model.
+    Ranks: all of the default process group; blocks until all have written (with ``async_save``: copied). The layout
+    says which rank writes what, so nothing is communicated per tensor: two rounds of one gather and one broadcast, and
+    a third where ranks hold different parts of the model.
     Source: the format is that of torch.distributed.checkpoint.
     """
     check_initialized("save_checkpoint")
@@ -97,12 +97,12 @@ def save_checkpoint(
 
 @dataclass(frozen=True)
 class Description:
-    """What a rank has, for others that have something else.
+    """What a rank saves, as the other ranks must know it.
 
     Args:
-        tensors: shape and dtype of all tensors, whole, by name.
+        tensors: shape and dtype of all whole tensors by name.
         once: names of plain tensors and values, each of which one rank writes.
-        optimizer: what is saved of the optimizer's parameter groups and kind; {} without one.
+        optimizer: the optimizer's param groups and kind; {} without an optimizer.
     """
 
     tensors: dict[str, tuple[torch.Size, torch.dtype]]
@@ -111,15 +111,21 @@ class Description:
 
     @property
     def digest(self) -> str:
-        """The same for ranks that have the same."""
+        """A hash of the names, shapes and dtypes."""
         return digest_of((self.tensors, self.once))
 
 
 @dataclass(frozen=True)
 class LocalState:
-    """What this rank writes: parts of tensors, and plain values as the bytes that DCP stores.
+    """What this rank can write: parts of tensors, and plain values as the bytes that DCP stores.
 
-    ``once`` and ``values`` are written by one of the ranks that have their names. With ``is_split``, others may have others.
+    Args:
+        chunks: parts of DTensors, which only this rank writes.
+        once: plain tensors, each written by one of the ranks that have its name.
+        values: plain values, each written by one of the ranks that have its name.
+        own_values: plain values that only this rank writes.
+        description: the same for the other ranks.
+        is_split: ranks hold different parts of the model, under different names.
     """
 
     chunks: list[Chunk]
@@ -131,10 +137,10 @@ class LocalState:
 
 
 def local_state(model: nn.Module, optimizer: Any, extra_state: Mapping[str, Any], *, rank: int) -> LocalState:
-    """This rank's share of the state. Plain values are copied, tensors are not.
+    """Collect this rank's share of the state. Plain values are copied, tensors are not.
 
     Raises:
-        TypeError, ValueError: state that a checkpoint cannot hold, by name.
+        TypeError, ValueError: a checkpoint cannot hold some state; gives its name.
     """
     tensors = model_tensors(model)
     values = {name: plain_copy(module.get_extra_state(), name) for name, module in module_states(model).items()}
@@ -164,7 +170,7 @@ def local_state(model: nn.Module, optimizer: Any, extra_state: Mapping[str, Any]
 
 
 def _extra_values(extra_state: Mapping[str, Any], rank: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What the caller gave: for rank 0 to write, and for this rank."""
+    """Return the caller's values for rank 0 to write, and those for this rank to write."""
     common, own = {}, {}
     for key, value in extra_state.items():
         if not isinstance(key, str) or key.startswith(f"{PER_RANK}."):
@@ -177,11 +183,14 @@ def _extra_values(extra_state: Mapping[str, Any], rank: int) -> tuple[dict[str, 
 
 
 class Save:
-    """Two agreements of all ranks: on what is written where, and that it was written. One more where ranks have parts.
+    """A save in two rounds of ``agree``: on what is written to which folder, and on its success.
+
+    Where ranks hold different parts of the model there is a third round, on which rank writes what several of them
+    have.
 
     Args:
         path: the folder's final name.
-        group: all ranks, for the agreements; the default group when None.
+        group: process group of all ranks; None: the default process group.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, group: dist.ProcessGroup | None = None) -> None:
@@ -190,14 +199,14 @@ class Save:
         self._rank = dist.get_rank()
         self._state: LocalState | None = None
         self._beside = Path()
-        self._writers: dict[str, int] = {}  # of what one rank writes; rank 0 writes what is not in it
+        self._writers: dict[str, int] = {}  # rank that writes an entry of ``once`` or ``values``; rank 0 if absent
         # On rank 0:
         self._folder: FolderInProgress | None = None
-        self._sizes: dict[str, torch.Size] = {}  # of all tensors
-        self._merged: dict[str, Any] = {}  # values of the optimizer, of which ranks have parts
+        self._sizes: dict[str, torch.Size] = {}  # shapes of all tensors
+        self._merged: dict[str, Any] = {}  # the optimizer's values, merged from ranks that hold parts of the model
 
     def prepare(self, collect: Callable[[], LocalState]) -> None:
-        """Afterwards this rank's share is collected, and there is an empty folder to write it to. Ranks: all; blocks."""
+        """Collect this rank's share with ``collect`` and make an empty folder for all shares. Ranks: all; blocks."""
 
         def local() -> tuple[Path, str, bool]:
             self._state = collect()
@@ -209,14 +218,14 @@ class Save:
         self._beside = beside
 
     def _prepare_parts(self, speakers: Sequence[int]) -> Path:
-        """As ``prepare``, where ranks have different parts of the model; ``speakers`` are one rank of each."""
+        """Agree on which rank writes what, told by one rank per part of the model (``speakers``); return the folder."""
         assert self._state is not None
         own = self._state.description if self._rank in speakers else None
         beside, self._writers = agree(lambda: own, self._judge_parts, group=self._group)
         return beside
 
     def write(self) -> None:
-        """Afterwards the checkpoint is at its place, or (if this raises) nothing is left of it. Ranks: all; blocks."""
+        """Write this rank's share and publish the folder; if this raises, delete it. Ranks: all; blocks."""
         try:
             agree(self._write, self._publish, group=self._group)
         except BaseException:
@@ -235,7 +244,7 @@ class Save:
         if differing:
             raise ValueError(
                 "all ranks must save the same model and optimizer, got other names, shapes or dtypes than rank 0's on "
-                f"rank {', '.join(differing[:8])}; what rank 0 does not have would be lost"
+                f"rank {', '.join(differing[:8])}; entries that rank 0 does not have would be lost"
             )
         assert self._state is not None
         self._sizes = {name: size for name, (size, _) in self._state.description.tensors.items()}
@@ -271,7 +280,7 @@ class Save:
         values = {name: value for name, value in state.values.items() if writers.get(name, 0) == rank}
         values.update({name: packed(value) for name, value in self._merged.items()})
         written = write_data(self._beside, chunks, {**values, **state.own_values}, rank=rank)
-        # Copies in host memory are not needed any more.
+        # Free copies in host memory.
         self._state = replace(state, chunks=[], once={}, values={}, own_values={})
         return written
 
@@ -282,9 +291,9 @@ class Save:
 
 
 class AsyncSave:
-    """A save that a thread of this process is writing. Made by ``save_checkpoint``.
+    """A save that a thread of this process writes; ``save_checkpoint`` makes it.
 
-    The process does not end before the thread does. Keep torch.distributed initialised until ``wait`` has returned.
+    The process does not exit before the thread ends. Keep torch.distributed initialised until ``wait`` has returned.
     """
 
     def __init__(self, save: Save, group: dist.ProcessGroup) -> None:
@@ -301,16 +310,16 @@ class AsyncSave:
             self._error = error
 
     def done(self) -> bool:
-        """True if this rank's part is over, well or not. Does not block."""
+        """True if this rank has finished, with or without success. Does not block."""
         return not self._thread.is_alive()
 
     def wait(self) -> None:
-        """Afterwards the checkpoint is at its place.
+        """Block until the checkpoint is published.
 
         Raises:
-            Exception: what made any rank fail, on all ranks; again at each call.
+            Exception: the save failed on some rank; at each call, on all ranks.
 
-        Ranks: all, each when it likes; blocks until all ranks have written.
+        Ranks: all, at any time; blocks until all ranks have written.
         """
         self._thread.join()
         if self._group is not None:
@@ -321,7 +330,7 @@ class AsyncSave:
 
 
 def host_copy(state: LocalState) -> LocalState:
-    """The state in host memory of its own, which training does not change. Blocks until it is copied."""
+    """Copy the state to host memory, where training does not change it. Blocks until it is copied."""
     copies = copied_to_host([*state.chunks, *state.once.values()])
     num_chunks = len(state.chunks)
     return replace(state, chunks=copies[:num_chunks], once=dict(zip(state.once, copies[num_chunks:], strict=True)))

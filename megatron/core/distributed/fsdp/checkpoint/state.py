@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a model: each tensor once, under the names of the model that was wrapped."""
+"""The model's part of a checkpoint: each tensor once, under its names in the unwrapped model."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class NamedTensor:
     """A tensor of the state.
 
     Args:
-        names: where it is found in the model; several where weights are tied. It is stored under the first.
-        tensor: a DTensor, or a plain tensor that is the same on all ranks that have one of the name.
-        is_copy: another pipeline stage holds it too, and is the one to save it.
+        names: its names in the model, several if it is tied; it is stored under the first.
+        tensor: a DTensor, or a plain tensor that is equal on all ranks that have the name.
+        is_copy: True if another pipeline stage holds it too and saves it.
     """
 
     names: tuple[str, ...]
@@ -38,7 +38,7 @@ class NamedTensor:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside of wrappers: modules that hold nothing of their own but one child, registered as ``module``."""
+    """Return the model inside of wrappers: modules that hold only one child, registered as ``module``."""
     while not isinstance(model, FsdpModule):
         children = list(model._modules.items())
         owns = any(own is not None for own in (*model._parameters.values(), *model._buffers.values()))
@@ -49,12 +49,12 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def model_tensors(model: nn.Module) -> list[NamedTensor]:
-    """Main weights, plain parameters and persistent buffers of a model, each tensor once, in the order of its modules.
+    """Return main weights, plain parameters and persistent buffers of a model, each once, in the order of its modules.
 
-    Compute sees weights and the optimizer's state as updates beside it leave them.
+    Makes the current stream wait for updates of weights and optimizer state that still run.
 
     Raises:
-        ValueError: a name that is reserved for other state; a tensor without memory (meta device).
+        ValueError: a name is reserved for other state; a tensor is on the meta device.
     """
     root = unwrapped(model)
     for module in fsdp_modules(root):
@@ -87,13 +87,13 @@ def _named(names: list[str], tensor: torch.Tensor) -> NamedTensor:
 
 
 def is_split(model: nn.Module) -> bool:
-    """True if other ranks hold other parts of the model, under other names."""
+    """True if ranks hold different parts of the model, under different names."""
     groups = (group for module in fsdp_modules(unwrapped(model)) for group in module.parameter_groups)
     return any(group.group_mesh.model.model_groups for group in groups)
 
 
 def module_states(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules that have state beside tensors (``get_extra_state``), by the name that ``state_dict`` gives it."""
+    """Return the modules that have a ``get_extra_state``, by the name of that state in ``state_dict``."""
     return {
         f"{prefix}.{_MODULE_STATE}" if prefix else _MODULE_STATE: module
         for prefix, module in unwrapped(model).named_modules()
@@ -102,10 +102,10 @@ def module_states(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def plain_copy(value: Any, name: str) -> Any:
-    """A copy of a nest of plain values and tensors, which later changes do not reach; tensors are on the CPU.
+    """Copy nested plain values and tensors; tensors to the CPU.
 
     Raises:
-        TypeError: a value that is not plain, by its place in the nest.
+        TypeError: a value is not plain; gives its place in the nest.
     """
     if isinstance(value, torch.Tensor):
         if type(value) not in (torch.Tensor, nn.Parameter):
@@ -130,8 +130,8 @@ def plain_copy(value: Any, name: str) -> Any:
 def _checked(name: str, tensor: torch.Tensor) -> str:
     if name.startswith((OPTIMIZER, EXTRA_STATE)):
         raise ValueError(
-            f"{name} of the model has a name that checkpoints keep for other state; no child of the model may be called "
-            "optimizer or extra_state"
+            f"{name} of the model has a name that checkpoints reserve for other state; no child of the model may be "
+            "called optimizer or extra_state"
         )
     if tensor.is_meta:
         raise ValueError(f"{name} must have values, got a tensor on the meta device; materialise the model first")

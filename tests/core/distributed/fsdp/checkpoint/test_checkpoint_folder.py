@@ -150,7 +150,7 @@ def test_a_folder_without_the_marker_is_never_published(tmp_path: Path) -> None:
         (lambda path: path.mkdir(), r"no \.metadata in it \(it holds nothing\)"),
         (
             lambda path: (path.mkdir(), (path / "__0_0.distcp").touch()),
-            r"holds \['__0_0.distcp'\]\).*not written to its end",
+            r"holds \['__0_0.distcp'\]\).*its save did not finish",
         ),
         (lambda path: path.touch(), "it holds a file"),
     ],
