@@ -1,4 +1,4 @@
-"""The only code that moves bytes between ranks: one file per transport, one interface for all."""
+"""The code that moves bytes between ranks: one interface, a file for each transport, and their table (registry.py)."""
 
 from megatron.core.distributed.fsdp.comm.choose import SharedTransports, make_transport
 from megatron.core.distributed.fsdp.comm.process_group import ProcessGroupTransport, RankOrderTransport

@@ -1,9 +1,13 @@
-"""Which transport is fastest on this machine: measured once, at start-up, and told with the figures.
+"""The measurements of the transport "auto", made once at start-up.
 
-What counts is a step, not a collective: communication is hidden behind GEMMs, which it slows down by the SMs and the
-memory bandwidth that it takes. On 4 x H200, NCCL's ring kernels make GEMMs take 1.33 times as long, copies 1.12 times,
-while both gather equally fast. So the cost of a transport is the time of a gather and a reduction, times what GEMMs beside
-them take longer: where they are exposed the first factor is lost, where they are hidden the excess of the second.
+Measured of each transport, as the slowest rank sees it: the time of an all-gather and of a reduce-scatter of each
+buffer size alone, and how much longer GEMMs take while gathers and reductions of the largest size run on another
+stream.
+
+The transport of the least cost is picked: the sum of these times, times the factor by which GEMMs take longer. Exposed
+communication costs its time; hidden communication slows the GEMMs by the SMs and the memory bandwidth that it takes. On
+4 x H200 both NCCL and copies gather equally fast, but beside NCCL's ring kernels GEMMs take 1.33 times as long, beside
+copies 1.12 times. An earlier transport of the table is kept unless a later one is 3 % cheaper.
 """
 
 from __future__ import annotations
@@ -19,16 +23,16 @@ from torch.distributed import ProcessGroup
 
 from megatron.core.distributed.fsdp.comm.transport import MemoryKind, Transport
 
-# Sizes to measure where none are known: a small layer of a model in bf16, and a layer of 32 B parameters' models.
+# Sizes to measure where none are known: a small layer in bf16, and a layer of a model with 32 B parameters.
 _GUESSED_NBYTES = (8 * 2**20, 128 * 2**20)
 _SMALLEST_NBYTES, _LARGEST_NBYTES = 2**20, 512 * 2**20
-# The buffers of one measurement (gathered, staged, and their shards) take less than three times a size.
+# The buffers of one measurement (unsharded, reduce-scatter input, and their shards) take less than three times a size.
 _SHARE_OF_FREE_MEMORY = 8
 _REPEATS = 5
 _GEMM_ROWS, _NUM_GEMMS = 4096, 24
-# Communication goes on for this much longer than the GEMMs beside it, alone, so that it covers them all.
+# Communication beside the GEMMs takes this many times as long as they do alone, so that it goes on until they end.
 _COVER = 1.5
-# A transport must be better than a simpler one by this factor: noise must not choose another one on every start.
+# A later transport must cost less than this share of an earlier one: noise must not pick another one at every start.
 _CLEAR_GAIN = 0.97
 
 _DTYPE = torch.bfloat16
@@ -36,7 +40,7 @@ _DTYPE = torch.bfloat16
 
 @dataclass(frozen=True)
 class Figures:
-    """What was measured of a transport; of the slowest rank."""
+    """The measurements of one transport, of the slowest rank."""
 
     gather_ms: tuple[float, ...]
     """All-gather of each size, alone."""
@@ -49,12 +53,12 @@ class Figures:
 
     @property
     def cost_ms(self) -> float:
-        """The sum over the sizes of what a gather and a reduction cost a step."""
+        """The sum of all times, times the GEMMs' factor."""
         return (sum(self.gather_ms) + sum(self.reduce_ms)) * self.gemm_factor
 
 
 def cheapest(figures: Mapping[str, Figures]) -> str:
-    """The transport of least cost; an earlier one where a later one is hardly better."""
+    """Return the transport of the least cost, or an earlier one that costs hardly more."""
     names = list(figures)
     best = names[0]
     for name in names[1:]:
@@ -64,13 +68,13 @@ def cheapest(figures: Mapping[str, Figures]) -> str:
 
 
 def sizes_to_measure(wanted_nbytes: Sequence[int], free_nbytes: int) -> list[int]:
-    """The wanted sizes, or a guess, in ascending order, within what is worth measuring and what memory allows."""
+    """Return the wanted sizes, or a guess, ascending, limited to what is worth measuring and fits in memory."""
     limit = max(_SMALLEST_NBYTES, min(_LARGEST_NBYTES, free_nbytes // _SHARE_OF_FREE_MEMORY))
     return sorted({min(max(_SMALLEST_NBYTES, nbytes), limit) for nbytes in wanted_nbytes or _GUESSED_NBYTES})
 
 
 def describe(figures: Mapping[str, Figures], sizes_nbytes: Sequence[int]) -> str:
-    """One line with the figures of all transports, in the order of their cost."""
+    """Return one line with the figures of all transports, in the order of their cost."""
     sizes = " and ".join(f"{nbytes / 2**20:.0f}" for nbytes in sizes_nbytes)
     rows = [
         f"{name} {_milliseconds(each.gather_ms)} / {_milliseconds(each.reduce_ms)} ms, GEMMs x {each.gemm_factor:.2f}, "
@@ -90,20 +94,21 @@ def measure(
     device: torch.device,
     sizes_nbytes: Sequence[int],
 ) -> tuple[dict[str, Figures], dict[str, str], list[int], float]:
-    """Times each transport between the ranks of a group, on an otherwise idle CUDA device.
+    """Measure each transport between the ranks of a process group, on an otherwise idle CUDA device.
 
     Args:
-        makers: what makes each transport, by name.
-        sizes_nbytes: bytes of the gathered buffers; a guess where it is empty.
+        makers: a function for each name that makes the transport.
+        sizes_nbytes: bytes of the unsharded buffers; a guess where it is empty.
 
     Returns:
-        The figures by name, why the others failed by name, the sizes, and the seconds that it took; the first three are
-        the same on all ranks.
+        The figures by name, the errors of transports that failed by name, the sizes, and the seconds that it took.
+        Figures and sizes are the same on all ranks.
 
     Raises:
         RuntimeError: all transports failed.
 
-    Ranks: all of the group; blocks the host, for less than a second. A transport that fails must do so on all alike.
+    Ranks: all of the process group; blocks the host for less than a second. A transport that fails must fail on all
+    ranks.
     """
     with torch.cuda.device(device), torch.no_grad():
         free = -int(_greatest(group, device, [-float(_free_nbytes(device))])[0])
@@ -125,7 +130,7 @@ def measure(
         if not figures:
             raise RuntimeError(f"a transport must work between ranks of {group.size()}, and all failed: {failed}")
         del gemms
-        torch.cuda.empty_cache()  # what was measured with is of no use to training
+        torch.cuda.empty_cache()  # training needs buffers of other sizes
     return figures, failed, sizes, time.perf_counter() - begin
 
 
@@ -140,14 +145,14 @@ def _measure_one(
     ]
     *alone, gemms_ms = _greatest(group, device, [*times, _time_ms(gemms.run, 1)])
     gather_ms, reduce_ms = alone[: len(sizes_nbytes)], alone[len(sizes_nbytes) :]
-    # From agreed figures: all ranks must take part in as many.
+    # From figures that all ranks share, since they must take part in equally many rounds.
     num_rounds = max(1, math.ceil(_COVER * gemms_ms / (gather_ms[-1] + reduce_ms[-1])))
     beside_ms = _greatest(group, device, [_beside_ms(buffers, sizes_nbytes[-1], num_rounds, gemms)])[0]
     return Figures(tuple(gather_ms), tuple(reduce_ms), max(1.0, beside_ms / gemms_ms))
 
 
 class _Buffers:
-    """What a transport moves while it is measured: random numbers, since zeros draw less power than weights do."""
+    """The buffers of a measurement, with random numbers: zeros would draw less power than weights do."""
 
     def __init__(self, transport: Transport, device: torch.device, nbytes: int) -> None:
         self.transport = transport
@@ -187,7 +192,7 @@ class _Gemms:
 
 
 def _time_ms(call: Callable[[], None], repeats: int) -> float:
-    """Milliseconds of a call on the current stream, after it was warmed up."""
+    """Return the milliseconds of a call on the current stream, after two calls to warm up."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     for _ in range(2):
         call()
@@ -201,7 +206,7 @@ def _time_ms(call: Callable[[], None], repeats: int) -> float:
 
 
 def _beside_ms(buffers: _Buffers, nbytes: int, num_rounds: int, gemms: _Gemms) -> float:
-    """Milliseconds of the GEMMs while gathers and reductions go on, on a stream of high priority as in training."""
+    """Return the milliseconds of the GEMMs beside communication on a stream of high priority, as in training."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     compute, communication = torch.cuda.current_stream(), torch.cuda.Stream(priority=-1)
     communication.wait_stream(compute)
@@ -219,7 +224,7 @@ def _beside_ms(buffers: _Buffers, nbytes: int, num_rounds: int, gemms: _Gemms) -
 
 
 def _greatest(group: ProcessGroup, device: torch.device, values: Sequence[float]) -> list[float]:
-    """The greatest of the ranks' values, the same on all of them, which thereby meet. Ranks: all of the group."""
+    """Return the greatest of the ranks' values. Ranks: all of the process group, which thereby synchronise."""
     agreed = torch.tensor(values, dtype=torch.float64, device=device)
     dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=group)
     greatest: list[float] = agreed.tolist()
@@ -227,6 +232,6 @@ def _greatest(group: ProcessGroup, device: torch.device, values: Sequence[float]
 
 
 def _free_nbytes(device: torch.device) -> int:
-    """Bytes that can be allocated: unused by the device, or cached by this process."""
+    """Return the bytes that can be allocated: free on the device, or cached by this process."""
     free, _ = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

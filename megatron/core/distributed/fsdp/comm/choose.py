@@ -28,7 +28,8 @@ def make_transport(
         kind: a key of ``TRANSPORT_KINDS``.
 
     Raises:
-        ValueError: an unknown kind, the backend of ``group`` does not serve the device, or the kind cannot serve the ranks.
+        ValueError: an unknown kind, the backend of ``group`` does not serve the device, or the kind cannot serve the
+        ranks.
 
     Ranks: all of ``group``, with the same arguments; may block.
     """

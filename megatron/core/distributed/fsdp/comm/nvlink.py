@@ -18,7 +18,7 @@ _NATIVE_ATOMICS = 3
 
 @dataclass(frozen=True)
 class Place:
-    """The place of a rank: its host, its device there, the devices that NVLink connects to it, and a problem that it has."""
+    """The place of a rank: its host, its device there, the devices that NVLink connects to it, and a problem."""
 
     host: str
     device: int
@@ -82,7 +82,7 @@ def linked_devices(index: int) -> tuple[int, ...]:
 
 
 def _nvlinks(index: int) -> list[int]:
-    """Count the links to each visible device. All are 0 where the driver's management library is missing (some containers)."""
+    """Count the links to each visible device; 0 where the driver's management library is missing (some containers)."""
     from torch._C._autograd import DeviceType
     from torch._C._distributed_c10d import _detect_dma_connectivity  # type: ignore[attr-defined]
 

@@ -1,4 +1,4 @@
-"""The collectives of a process group: for NCCL over any network, and, summed in rank order, for gloo."""
+"""Transports by the collectives of a process group: NCCL over any network, and gloo, which sums in rank order."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ from megatron.core.distributed.fsdp.config.torch_versions import all_gather_flat
 
 
 class ProcessGroupTransport(Transport):
-    """The group's own collectives, straight between arena and shard; for NCCL over any network.
+    """The process group's own collectives, straight between full buffers and shards.
 
-    ``gather_group`` holds the same ranks; where it is another communicator, gathers run beside reductions.
+    Args:
+        group: the ranks.
+        gather_group: the same ranks for all-gathers; with a communicator of their own they run beside reductions.
     """
 
     name = "nccl"
@@ -35,8 +37,8 @@ class ProcessGroupTransport(Transport):
     def reduce_scatter(
         self, out: torch.Tensor, full: torch.Tensor, *, scale: float = 1.0, accumulate: bool = False
     ) -> None:
-        # SUM, never AVG: symmetric-memory kernels are chosen for SUM alone, and the scale is applied later, in out's
-        # dtype. The sum takes the place of this rank's own segment, so that it needs no memory of its own.
+        # SUM, not AVG: the scale is applied later, in out's dtype. The sum overwrites this rank's own segment of the
+        # input, so that it needs no memory of its own.
         direct = out.dtype == full.dtype and not accumulate
         total = out if direct else full.narrow(0, self.rank * out.numel(), out.numel())
         reduce_scatter_flat(self.group, total, full)
@@ -58,11 +60,11 @@ class ProcessGroupTransport(Transport):
 
 
 class RankOrderTransport(ProcessGroupTransport):
-    """Sums in rank order: pieces travel as they are and are added on the rank that owns them, in fp32 or wider.
+    """A transport that sums in rank order: each rank receives the pieces of its segment and adds them in fp32 or wider.
 
-    The sum of a gradient does not depend on the strategy (scattered or not), on the number of buffers, or on
-    the library's ring, so strategies can be compared bit for bit. It is the transport of gloo groups; the cost
-    is one copy of the full buffer. [Note: fixed order of reduction] in DESIGN.md.
+    So a gradient's sum does not depend on the strategy, on the number of buffers or on the library's ring, and
+    strategies can be compared bit for bit. It serves gloo; the cost is one copy of the full buffer. [Note: fixed order
+    of reduction] in DESIGN.md.
     """
 
     name = "gloo"
@@ -89,17 +91,17 @@ class RankOrderTransport(ProcessGroupTransport):
 def make_process_group_transport(
     group: ProcessGroup, gather_group: ProcessGroup, device: torch.device
 ) -> ProcessGroupTransport:
-    """Make the transport that moves buffers on ``device`` by the collectives of a process group; on CPUs in rank order."""
+    """Make the transport by a process group for buffers on ``device``; on CPUs the one that sums in rank order."""
     return (ProcessGroupTransport if device.type == "cuda" else RankOrderTransport)(group, gather_group)
 
 
 def _movable(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, or its bytes where it has a dtype (of frozen weights) that not every backend knows."""
+    """Return the tensor, or its bytes if not every backend knows the dtype (of frozen weights)."""
     return tensor if tensor.dtype in SERVED_DTYPES else tensor.view(torch.uint8)
 
 
 def sum_in_order(pieces: torch.Tensor) -> torch.Tensor:
-    """[S] sum of ``pieces`` [R, S] in fp32 or wider, from rank 0 upwards."""
+    """Sum ``pieces`` [R, S] to [S] in fp32 or wider, from rank 0 upwards."""
     total = pieces[0].to(torch.promote_types(pieces.dtype, torch.float32), copy=True)
     for piece in pieces[1:]:
         total += piece

@@ -23,12 +23,12 @@ class TransportRow:
     """How it moves bytes, for the help of flags."""
 
     make: Callable[[ProcessGroup, ProcessGroup, torch.device], Transport]
-    """Makes one of a process group, the process group for all-gathers (the same ranks), and the device of the buffers."""
+    """Makes one from a process group, the process group for all-gathers, and the device of the buffers."""
 
     problem: Callable[[ProcessGroup, torch.device], str | None] | None = None
-    """Says why it cannot serve a process group's buffers on a device, the same on all ranks; None if it can. All ranks must
-    call it, and then make the transport together, once for a mesh. A row without it serves every process group; each
-    rank makes such a transport alone, one for each unit."""
+    """Says why it cannot serve a process group's buffers on a device, the same on all ranks; None if it can. All ranks
+    call it and then make the transport together, once for a mesh. A row without it serves every process group; each
+    rank makes that transport alone, one for each unit."""
 
 
 # "auto" takes an earlier row where a later one is hardly faster.
@@ -47,6 +47,6 @@ TRANSPORT_KINDS: dict[str, str] = {
 
 
 def transport_problem(kind: str, group: ProcessGroup, device: torch.device) -> str | None:
-    """Say why a kind cannot serve the process group, the same on all its ranks; None if it can. Ranks: all; may block."""
+    """Say why a kind cannot serve the process group, the same on all ranks; None if it can. Ranks: all; may block."""
     problem = TRANSPORTS[kind].problem
     return None if problem is None else problem(group, device)

@@ -1,4 +1,4 @@
-"""The local half of a reduction by pulls: pieces of several ranks become their scaled sum, in one pass."""
+"""The local part of a reduction: the scaled sum of the pieces of several ranks, in one pass over memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from megatron.core.distributed.fsdp.comm.transport import scale_and_accumulate
 
-# What the Triton kernel has arguments for, and dtypes that it adds in fp32.
+# The Triton kernel's number of arguments, and the dtypes that it adds in fp32.
 MAX_KERNEL_PIECES = 8
 _KERNEL_DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16))
 
@@ -23,10 +23,10 @@ def sum_pieces(
     scale: float = 1.0,
     accumulate: bool = False,
 ) -> None:
-    """Afterwards ``out`` [S] holds, or (``accumulate``) has grown by, ``scale`` times the sum of ``pieces`` [N] of [S].
+    """Write ``scale`` times the sum of ``pieces`` [N] of [S] to ``out`` [S], or add it to ``out`` (``accumulate``).
 
-    They are added in fp32 or wider, from the first to the last, so the result is bitwise the same every time.
-    One kernel on CUDA.
+    Pieces are added in fp32 or wider, from the first to the last, so the result is bitwise the same every time. On CUDA
+    it is one kernel.
     """
     if len(pieces) == 1 and out.dtype == pieces[0].dtype:
         scale_and_accumulate(out, pieces[0], scale=scale, accumulate=accumulate)
@@ -50,7 +50,7 @@ def _for_kernel(out: torch.Tensor, pieces: Sequence[torch.Tensor]) -> bool:
 
 @functools.cache
 def _kernel() -> Callable[..., Any] | None:
-    """Triton is imported at the first use: on a CPU there may be none."""
+    """Import the kernel at its first use; None where Triton is not installed."""
     try:
         from megatron.core.distributed.fsdp.comm.sum_pieces_triton import sum_with_triton
     except ImportError:

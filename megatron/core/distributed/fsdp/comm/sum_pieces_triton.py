@@ -1,4 +1,4 @@
-"""The sum of pieces as one Triton kernel, bound by memory bandwidth."""
+"""The sum of pieces as one Triton kernel, which is bound by memory bandwidth."""
 
 from __future__ import annotations
 
@@ -59,12 +59,12 @@ _launch = KernelLauncher(_sum_kernel, num_warps=_NUM_WARPS)
 
 
 def sum_with_triton(out: torch.Tensor, pieces: Sequence[torch.Tensor], scale: float, accumulate: bool) -> None:
-    """As ``sum_pieces``, for at most 8 contiguous pieces of 16 or 32 bits. The device must be the current one."""
+    """Do as ``sum_pieces`` for at most 8 contiguous pieces of 16 or 32 bits on the current device."""
     numel = out.numel()
     num_blocks = -(-numel // _BLOCK_NUMEL)
     if num_blocks == 0:
         return
-    # numel keeps its specialisation: masks that end at a multiple of 16 elements are what lets loads be wide. There are
-    # at most two variants by it, and two by the alignment of the pointers.
+    # numel keeps its specialisation: loads are wide where masks end at a multiple of 16 elements. That makes at most
+    # two variants, times two by the alignment of the pointers.
     tensors = (out, *pieces, *_ABSENT[len(pieces)])
     _launch(num_blocks, tensors, (numel, scale), (len(pieces), accumulate, _BLOCK_NUMEL))

@@ -1,10 +1,10 @@
-"""NCCL symmetric memory: buffers from NCCL's own pool, registered once, which its symmetric kernels read and write.
+"""NCCL symmetric memory: buffers that are registered once with the communicators, for NCCL's symmetric kernels.
 
-NCCL (2.27 and later) takes an ``ncclSymk`` kernel for a collective whose buffers all lie in windows of the communicator.
-A window is registered by all ranks together. PyTorch registers what a memory pool holds (``register_mem_pool``), and
-what the pool grows by afterwards in a hook of its allocator, which walks the communicators in an order that is not the
-same on all ranks: with two communicators they would wait for each other. So each allocation here has a pool of its own,
-which is registered when it is full, with one communicator after the other.
+NCCL (2.27 and later) uses an ``ncclSymk`` kernel for a collective whose buffers all lie in windows of the communicator.
+All ranks register a window together. PyTorch registers the memory of a pool (``register_mem_pool``); memory that the
+pool allocates later is registered in a hook of its allocator, with the communicators in an order that differs between
+ranks, which hangs with two communicators. So each allocation here has a pool of its own. It is registered when its
+memory is there, with one communicator after the other.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from megatron.core.distributed.fsdp.config.torch_versions import reduce_scatter_
 
 # The first version with symmetric kernels.
 _NCCL_VERSION = (2, 27)
-# The caching allocator takes segments of 20 MiB for what is above 1 and below 10 MiB, which a pool of one buffer would
-# waste, and segments of its size for what is larger.
+# The caching allocator takes segments of 20 MiB for buffers between 1 and 10 MiB, half of which a pool of one buffer
+# would waste, and segments of the buffer's size for larger ones.
 _SMALL_NBYTES, _LARGE_NBYTES = 2**20, 10 * 2**20
 
 
@@ -59,11 +59,11 @@ def settings_problem(environment: Mapping[str, str]) -> str | None:
 
 
 class SymmetricTransport(ProcessGroupTransport):
-    """The group's collectives between buffers in windows of its communicators, by NCCL's symmetric kernels.
+    """The process group's collectives by NCCL's symmetric kernels, between buffers in windows of its communicators.
 
-    What does not lie in ``empty``'s memory (a first step before there is a plan) goes by NCCL's other kernels, as it
-    must then on all ranks. Groups may be destroyed once no buffer is registered with them: after ``close``, or when the
-    model is gone.
+    Buffers that do not lie in ``empty``'s memory (in the first step, before there is a plan) are moved by NCCL's other
+    kernels; this must be so on all ranks. Process groups may be destroyed once no buffer is registered with them: after
+    ``close``, or when the model is deleted.
 
     Ranks: all of the group must construct; blocks until both communicators are there.
     """
@@ -76,11 +76,11 @@ class SymmetricTransport(ProcessGroupTransport):
         super().__init__(group, gather_group)
         groups = dict.fromkeys((group, gather_group))
         for each in groups:
-            # A communicator is made by its first collective, and can register nothing before.
+            # Its first collective makes the communicator, which can register nothing before.
             dist.all_reduce(torch.zeros(1, device=device), group=each)
         self._backends: list[Any] = [each._get_backend(device) for each in groups]
         self._registrations: weakref.WeakSet[_Registration] = weakref.WeakSet()
-        self._gone: list[str] = []  # an entry for each buffer that died since memory was asked for last
+        self._gone: list[str] = []  # an entry for each buffer that died since the last allocation
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device, kind: MemoryKind) -> torch.Tensor:
         nbytes = numel * dtype.itemsize
@@ -88,7 +88,7 @@ class SymmetricTransport(ProcessGroupTransport):
             return torch.empty(numel, dtype=dtype, device=device)
         if self._gone:
             self._gone.clear()
-            torch.cuda.empty_cache()  # a pool without buffers gives its segment back then, and to nobody before
+            torch.cuda.empty_cache()  # only this frees the segment of a pool without buffers
         taken = _LARGE_NBYTES if _SMALL_NBYTES < nbytes < _LARGE_NBYTES else nbytes
         pool = torch.cuda.MemPool(self._backends[0].mem_allocator)
         with torch.cuda.use_mem_pool(pool, device):
@@ -99,9 +99,9 @@ class SymmetricTransport(ProcessGroupTransport):
         return memory[:nbytes].view(dtype)
 
     def close(self) -> None:
-        """Afterwards no buffer is registered, and the groups can be destroyed; collectives go by NCCL's other kernels.
+        """Deregister all buffers. Collectives go by NCCL's other kernels from then on.
 
-        Ranks: all of the group, before the next collective; blocks the host until this rank's work is done.
+        Ranks: all, before the next collective; blocks the host until this rank's work on the device is done.
         """
         for registration in self._registrations:
             registration.deregister()
@@ -109,15 +109,15 @@ class SymmetricTransport(ProcessGroupTransport):
     def reduce_scatter(
         self, out: torch.Tensor, full: torch.Tensor, *, scale: float = 1.0, accumulate: bool = False
     ) -> None:
-        # Both sides must lie in windows, which ``out``, a main gradient, does not: the sum takes the place of this rank's
-        # own segment. SUM, then scale: for AVG there is no symmetric kernel.
+        # Both sides must lie in windows, and ``out``, a main gradient, does not: the sum overwrites this rank's own
+        # segment of the input. SUM, then scale: for AVG there is no symmetric kernel.
         total = full.narrow(0, self.rank * out.numel(), out.numel())
         reduce_scatter_flat(self.group, total, full)
         scale_and_accumulate(out, total, scale=scale, accumulate=accumulate)
 
 
 class _Registration:
-    """A pool's memory in windows of communicators. Ranks: all of the communicators must construct, in one order."""
+    """A pool's memory in windows of communicators. Ranks: all must construct, in one order."""
 
     def __init__(self, pool: torch.cuda.MemPool, backends: list[Any], device: torch.device) -> None:
         self._pool, self._backends, self._device = pool, backends, device
@@ -126,12 +126,12 @@ class _Registration:
         self.is_registered = True
 
     def deregister(self) -> None:
-        """Afterwards the memory is in no window. Each rank does it alone: peers have mapped the memory themselves."""
+        """Take the memory out of the windows. Each rank does it alone: peers have mappings of their own."""
         if not self.is_registered:
             return
         self.is_registered = False
-        # Nothing may read or write through a window that goes away. Where the device is lost, or a group was destroyed
-        # first, its windows are gone with it; an error would come up at a place that has nothing to do with it.
+        # No kernel may read or write through a window while it goes. Where the device is lost or the process group was
+        # destroyed first, the windows are gone already, and an error would be raised in unrelated code.
         with contextlib.suppress(RuntimeError):
             torch.cuda.synchronize(self._device)
         for backend in self._backends:
@@ -139,7 +139,7 @@ class _Registration:
                 backend.deregister_mem_pool(self._pool)
 
     def end(self, gone: list[str]) -> None:
-        """Afterwards the memory, which is about to die, is in no window and no pool. It is noted in ``gone``."""
+        """Deregister memory that is about to be freed, release its pool, and add an entry to ``gone``."""
         self.deregister()
-        del self._pool  # the allocator takes the segment over, and frees it when it empties its cache
+        del self._pool  # the allocator caches the segment until empty_cache
         gone.append("buffer")

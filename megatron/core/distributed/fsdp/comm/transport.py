@@ -36,7 +36,7 @@ class MemoryKind(Enum):
 
 
 class Transport(Protocol):
-    """The collectives between the ranks of one mesh axis, on flat buffers. All ranks of the axis must call, in one order.
+    """The collectives between the ranks of one mesh axis, on flat buffers. All these ranks must call in one order.
 
     Calls are issued on the current stream and return without waiting for the device. The defaults here are those of a
     transport whose collectives meet all ranks and move memory of any kind.
@@ -62,14 +62,14 @@ class Transport(Protocol):
         return torch.empty(numel, dtype=dtype, device=device)
 
     def publish(self) -> None:
-        """Order what every rank has written to its shards before the gathers that follow. Ranks: all.
+        """Make later gathers here see what every rank has written to its shards. Ranks: all.
 
         Call it between a write to shards and the next gather of them.
         """
         return  # a collective starts when all ranks have come to it
 
     def end_pass(self) -> None:
-        """Order all ranks' gathers so far before later writes to the shards. Ranks: all.
+        """Make later writes to shards here wait until all ranks' gathers so far have read them. Ranks: all.
 
         Call it after the gathers of a forward without a backward. The reductions of a backward have the same effect.
         """
@@ -92,8 +92,8 @@ class Transport(Protocol):
     ) -> None:
         """Write ``scale`` times the sum of the ranks' segments for this rank to ``out`` [S]; ``accumulate``: add it.
 
-        ``full`` [size * S] holds this rank's segments for all ranks; its content is undefined after the call. ``out`` may
-        have a wider dtype; then the sum is rounded to the dtype of ``full`` at most once, before it is scaled.
+        ``full`` [size * S] holds this rank's segments for all ranks; its content is undefined after the call. ``out``
+        may have a wider dtype; then the sum is rounded to the dtype of ``full`` at most once, before it is scaled.
         """
 
     @abstractmethod

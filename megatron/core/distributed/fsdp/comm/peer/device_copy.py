@@ -1,4 +1,4 @@
-"""Copies within and between GPUs, asked of the driver itself: half of what ``Tensor.copy_`` costs the host for each."""
+"""Copies within and between GPUs by the CUDA driver's own call, at half of what ``Tensor.copy_`` costs the host."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 
 
 def prepare_copies(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Callable[[], None]:
-    """What makes the copies on the current stream each time it is called, by copy engines on GPUs.
+    """Return a function that makes the copies on the current stream, on GPUs by copy engines, whenever it is called.
 
     Args:
-        pairs: (target, source) of equal size and dtype, contiguous, all on one device's side of the addresses. They must
-            stay where they are, and as they are, for as long as the copies are used.
+        pairs: (target, source) of equal size and dtype, contiguous, all mapped on one device. They must keep their
+            memory for as long as the function is used.
 
-    The calls raise RuntimeError where the driver refuses a copy. Copies can be captured into a CUDA graph.
+    The function raises RuntimeError where the driver refuses a copy. Copies can be captured into a CUDA graph.
     Source: the CUDA driver's reference, cuMemcpyDtoDAsync.
     """
     for target, source in pairs:

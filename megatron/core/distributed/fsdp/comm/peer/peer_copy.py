@@ -1,4 +1,4 @@
-"""Peer copy: ranks pull each other's shards and summands; copy engines move them, and no SM is taken from the GEMMs."""
+"""Collectives by copies out of the other ranks' memory. Copy engines make them, which take no SM from the GEMMs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from megatron.core.distributed.fsdp.comm.peer.device_copy import prepare_copies
-from megatron.core.distributed.fsdp.comm.peer.peer_memory import Meeting, PeerMemory, peer_memory_of
+from megatron.core.distributed.fsdp.comm.peer.peer_memory import Barrier, PeerMemory, peer_memory_of
 from megatron.core.distributed.fsdp.comm.peer.peer_memory_cpu import CpuPeerMemory
 from megatron.core.distributed.fsdp.comm.peer.peer_memory_cuda import CudaPeerMemory
 from megatron.core.distributed.fsdp.comm.process_group import make_process_group_transport
@@ -21,18 +21,18 @@ from megatron.core.distributed.fsdp.comm.transport import MemoryKind, Transport
 
 # The memory that peers can read, by the type of device.
 PEER_MEMORY: dict[str, type[PeerMemory]] = {"cuda": CudaPeerMemory, "cpu": CpuPeerMemory}
-# Memory for pulled pieces, beyond which a reduction goes on in several rounds.
+# Memory for pieces that are copied here before they are summed; a larger reduction takes several rounds.
 SCRATCH_NBYTES = 64 * 2**20
 # Rounds begin at multiples of this, so that every piece stays aligned for loads of 16 bytes.
 _ROUND_NUMEL = 1024
-# Attributes of a full buffer, which is the same object each time: what a gather into it copies, and what a reduction of
-# it sums. They die with that object, so neither keeps memory that nobody moves any more.
-_COPIES, _SUMMANDS = "_fsdp_copies", "_fsdp_summands"
+# Attributes of a full buffer, which is the same object in each step: the copies of a gather into it, and the pieces
+# that a reduction of it sums. They die with that object, so neither keeps memory that is no longer used.
+_COPIES, _PIECES = "_fsdp_copies", "_fsdp_pieces"
 
 
 @dataclass(frozen=True)
 class _Copies:
-    """What makes the copies of a gather of ``shard`` to an address, which changes where memory comes and goes."""
+    """The copies of a gather of ``shard`` into the buffer at ``address``; buffers may get new memory between steps."""
 
     shard: torch.Tensor
     address: int
@@ -40,8 +40,8 @@ class _Copies:
 
 
 @dataclass(frozen=True)
-class _Summands:
-    """This rank's segment of a buffer, the peers' (``views``), and all in rank order."""
+class _Pieces:
+    """What a reduction sums: this rank's segment (``own``), the peers' (``views``), and all of them in rank order."""
 
     memory: PeerMemory
     own: torch.Tensor
@@ -50,18 +50,18 @@ class _Summands:
 
 
 class PeerCopyTransport(Transport):
-    """Gathers by copies out of the peers' shards, reductions by copies out of their staging memory and a local sum.
+    """Gathers copy the peers' shards; reductions read the peers' reduce-scatter inputs and sum them here.
 
-    A gather needs no handshake, since shards do not change within a step: one barrier when they are published, none
-    after, and a slow rank delays nobody's gathers. A reduction has a barrier before its pulls (all have staged) and one
-    after (all have read). Sums go in rank order in fp32: bitwise those of ``RankOrderTransport``.
+    A gather needs no handshake, since shards do not change within a step: ``publish`` is the only barrier, and a slow
+    rank delays no other rank's gathers. A reduction has a barrier before it (all inputs are written) and one after it
+    (all are read). Sums go in rank order in fp32: bitwise those of ``RankOrderTransport``.
 
-    What is not in peer memory goes through the process group, as do ``all_reduce`` and ``broadcast``. Every rank decides alike,
-    since memory comes from the same calls on all of them. [Note: peer memory] in peer_memory.py.
+    Buffers that are not in peer memory go through the process group, and so do ``all_reduce`` and ``broadcast``. All
+    ranks decide alike, since they allocate by the same calls. [Note: peer memory] in peer_memory.py.
 
     Args:
         group: the ranks, all on one host.
-        gather_group: as for ``ProcessGroupTransport``, which it serves here.
+        gather_group: the same ranks, for the all-gathers that go through a process group.
         device: of the buffers.
     """
 
@@ -79,7 +79,7 @@ class PeerCopyTransport(Transport):
         self.direct_nbytes = self._memory.direct_nbytes
         self._device = device
         self._group_name = group.group_name
-        # Whose signals publish and end_pass use: those of the first shards that were made or gathered here and still are.
+        # The oldest live shards that were made or gathered here: publish and end_pass use the barriers of their memory.
         self._shards: weakref.ref[PeerMemory] | None = None
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device, kind: MemoryKind) -> torch.Tensor:
@@ -97,17 +97,17 @@ class PeerCopyTransport(Transport):
             self._shards = memory.reference
 
     def publish(self) -> None:
-        self._meet(Meeting.PUBLISHED)
+        self._barrier(Barrier.PUBLISHED)
 
     def end_pass(self) -> None:
-        self._meet(Meeting.PASS_ENDED)
+        self._barrier(Barrier.PASS_ENDED)
 
-    def _meet(self, meeting: Meeting) -> None:
+    def _barrier(self, which: Barrier) -> None:
         memory = None if self._shards is None else self._shards()
-        if memory is None:  # the shards may be in another transport's memory, which was not seen here yet
+        if memory is None:  # another transport made the shards, and none was gathered here yet
             dist.all_reduce(torch.zeros(1, device=self._device), group=self.gather_group)
             return
-        memory.barrier(meeting)
+        memory.barrier(which)
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> None:
         plan: _Copies | None = getattr(full, _COPIES, None)
@@ -119,14 +119,15 @@ class PeerCopyTransport(Transport):
         plan.run()
 
     def _plan_copies(self, full: torch.Tensor, shard: torch.Tensor) -> _Copies | None:
-        """What a gather of ``shard`` into ``full`` copies, which ``full`` then carries; None where the group must do it."""
+        """Prepare the copies of a gather and attach them to ``full``; None where the process group must gather."""
         memory = self._memory_of(shard)
         start, numel = shard.data_ptr(), shard.numel()
-        # A shard in its place in the full buffer was written just now, and not published.
+        # A shard that lies in the full buffer was written after the last publish.
         if memory is None or 0 <= start - full.data_ptr() < full.numel() * full.element_size():
             return None
         self._remember(memory)
-        segments = full.data.view(self.size, numel).unbind()  # views of full itself would keep it, and it them
+        # Of full.data: views of full, on which they will hang, would be a cycle of references.
+        segments = full.data.view(self.size, numel).unbind()
         pairs = [(segments[peer], view) for peer, view in memory.views(start, numel, shard.dtype).items()]
         plan = _Copies(shard, full.data_ptr(), prepare_copies([*pairs, (segments[self.rank], shard.data)]))
         setattr(full, _COPIES, plan)
@@ -135,21 +136,21 @@ class PeerCopyTransport(Transport):
     def reduce_scatter(
         self, out: torch.Tensor, full: torch.Tensor, *, scale: float = 1.0, accumulate: bool = False
     ) -> None:
-        plan: _Summands | None = getattr(full, _SUMMANDS, None)
+        plan: _Pieces | None = getattr(full, _PIECES, None)
         if plan is None:
             memory = self._memory_of(full)
             if memory is None:
                 self._by_group.reduce_scatter(out, full, scale=scale, accumulate=accumulate)
                 return
-            plan = self._find_summands(full, memory)
+            plan = self._find_pieces(full, memory)
         if plan.own.numel() != out.numel():
             raise ValueError(f"full must have {self.size} times out's {out.numel()} elements, got {full.numel()}")
-        plan.memory.barrier(Meeting.STAGED)
+        plan.memory.barrier(Barrier.INPUTS_WRITTEN)
         if plan.own.numel() * plan.own.element_size() <= self.direct_nbytes:
             sum_pieces(out, plan.pieces, scale=scale, accumulate=accumulate)
         else:
-            self._sum_by_pulls(out, plan.own, plan.views, scale, accumulate)
-        plan.memory.barrier(Meeting.PULLED)
+            self._copy_and_sum_in_rounds(out, plan.own, plan.views, scale, accumulate)
+        plan.memory.barrier(Barrier.INPUTS_READ)
 
     def all_reduce(
         self, out: torch.Tensor, full: torch.Tensor, *, scale: float = 1.0, accumulate: bool = False
@@ -162,45 +163,45 @@ class PeerCopyTransport(Transport):
     def exchange(self, value: Any) -> list[Any]:
         return self._by_group.exchange(value)
 
-    def _find_summands(self, full: torch.Tensor, memory: PeerMemory) -> _Summands:
-        """This rank's segments of all ranks' ``full``, which then carries them."""
+    def _find_pieces(self, full: torch.Tensor, memory: PeerMemory) -> _Pieces:
+        """Find this rank's segment in all ranks' ``full``, and attach these segments to this rank's ``full``."""
         if full.numel() % self.size:
             raise ValueError(f"full must have a segment for each of {self.size} ranks, got {full.numel()} elements")
         numel = full.numel() // self.size
-        own = full.data.narrow(0, self.rank * numel, numel)  # a view of full itself would keep it, and it the view
+        own = full.data.narrow(0, self.rank * numel, numel)  # of full.data, as above
         views = memory.views(own.data_ptr(), numel, own.dtype)
-        plan = _Summands(memory, own, views, self._in_rank_order(own, views))
-        setattr(full, _SUMMANDS, plan)
+        plan = _Pieces(memory, own, views, self._in_rank_order(own, views))
+        setattr(full, _PIECES, plan)
         return plan
 
-    def _sum_by_pulls(
+    def _copy_and_sum_in_rounds(
         self, out: torch.Tensor, own: torch.Tensor, views: dict[int, torch.Tensor], scale: float, accumulate: bool
     ) -> None:
         numel = own.numel()
         share = self.scratch_nbytes // (own.element_size() * (self.size - 1))
         round_numel = max(_ROUND_NUMEL, share // _ROUND_NUMEL * _ROUND_NUMEL)
         if numel <= round_numel:
-            self._pull_and_sum(out, own, views, scale, accumulate)
+            self._copy_and_sum(out, own, views, scale, accumulate)
             return
         for begin in range(0, numel, round_numel):
             here = slice(begin, begin + round_numel)
-            self._pull_and_sum(out[here], own[here], {p: view[here] for p, view in views.items()}, scale, accumulate)
+            self._copy_and_sum(out[here], own[here], {p: view[here] for p, view in views.items()}, scale, accumulate)
 
-    def _pull_and_sum(
+    def _copy_and_sum(
         self, out: torch.Tensor, own: torch.Tensor, views: dict[int, torch.Tensor], scale: float, accumulate: bool
     ) -> None:
-        # On one stream, so that the next round gets the same memory.
+        # All rounds are on one stream, so the next one gets the same memory.
         scratch = torch.empty((self.size - 1, own.numel()), dtype=own.dtype, device=own.device)
-        pulled = dict(zip(views, scratch.unbind(), strict=True))
+        copies = dict(zip(views, scratch.unbind(), strict=True))
         for peer, view in views.items():
-            pulled[peer].copy_(view, non_blocking=True)
-        sum_pieces(out, self._in_rank_order(own, pulled), scale=scale, accumulate=accumulate)
+            copies[peer].copy_(view, non_blocking=True)
+        sum_pieces(out, self._in_rank_order(own, copies), scale=scale, accumulate=accumulate)
 
     def _in_rank_order(self, own: torch.Tensor, others: dict[int, torch.Tensor]) -> list[torch.Tensor]:
         return [own if rank == self.rank else others[rank] for rank in range(self.size)]
 
     def _memory_of(self, tensor: torch.Tensor) -> PeerMemory | None:
-        """The peer memory that the tensor lies in, if it is this group's."""
+        """Return the peer memory that the tensor lies in, if the same process group made it."""
         memory = peer_memory_of(tensor)
         return memory if memory is not None and memory.group_name == self._group_name else None
 

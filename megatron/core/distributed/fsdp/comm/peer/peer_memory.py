@@ -1,12 +1,12 @@
-"""Memory that the ranks of a group can read from each other, and the barriers that order the reading.
+"""Memory that the ranks of a process group can read from each other, and the barriers that order the reading.
 
-[Note: peer memory] An allocation carries its ``PeerMemory`` on its storage, so that every view of it, whoever made it and
-whichever transport allocated it, leads to the peers' mappings. Nothing else holds it: it goes when the last view goes.
-For the same reason it holds no view of the storage that it hangs on.
+[Note: peer memory] The storage of an allocation carries its ``PeerMemory`` as an attribute, so that the peers' mappings
+can be found from any view, whichever transport allocated it. Nothing else refers to it: it is freed with the last view.
+So it must not refer to a view of the storage that carries it.
 
-What must hold when the last view goes: no other rank still reads, and no barrier on it is under way. Both are so at rest:
-after a backward's reductions have finished, or after ``Transport.end_pass``. Peers keep their own mappings, so one rank may be
-earlier than another.
+The last view may only die when no other rank reads the memory and no barrier on it is under way. Both hold after a
+backward's reductions have finished, and after ``Transport.end_pass``. Peers have mappings of their own, so ranks need
+not free at the same time.
 """
 
 from __future__ import annotations
@@ -27,23 +27,24 @@ from megatron.core.distributed.fsdp.comm.nvlink import Place, problem_among
 _ATTRIBUTE = "_fsdp_peer_memory"
 
 
-class Meeting(Enum):
-    """What the ranks have done when all of them have come to a barrier. The value is its channel of signals.
+class Barrier(Enum):
+    """What all ranks have done when they reach a barrier. The value is the barrier's channel of signals.
 
-    Calls on one channel of one allocation must be in order on each rank: publishing belongs to the stream of gathers,
-    reductions to another that runs at the same time.
+    On each rank the barriers of one channel and allocation must be issued in order. Streams that run at the same time
+    use different channels: gathers the first two, reductions the others.
     """
 
     PUBLISHED = 0  # written their shards
     PASS_ENDED = 1  # read the others' shards
-    STAGED = 2  # written their summands
-    PULLED = 3  # read the others' summands
+    INPUTS_WRITTEN = 2  # written their reduce-scatter inputs
+    INPUTS_READ = 3  # read the others' reduce-scatter inputs
 
 
 class PeerMemory(ABC):
-    """This rank's part of an allocation that every rank of ``group`` has made, and the way to the other parts.
+    """One rank's part of an allocation that all ranks of ``group`` made together, and views of the other parts.
 
-    There is a subclass for each type of device: ``peer_copy.PEER_MEMORY``. ``reference`` is a weak reference to the object.
+    There is a subclass for each type of device: ``peer_copy.PEER_MEMORY``. ``reference`` is a weak reference to the
+    object.
     """
 
     direct_nbytes: ClassVar[int]
@@ -55,14 +56,14 @@ class PeerMemory(ABC):
         self.ranks: Sequence[int] = dist.get_process_group_ranks(group)
         self.start = start  # address of this rank's first byte
         self.reference = weakref.ref(self)
-        # The next rank first, so that ranks that pull at the same time pull from different ones.
+        # The next rank first, so that ranks that copy at the same time copy from different ones.
         self.peers = tuple((self.rank + step) % self.size for step in range(1, self.size))
         self._views: dict[tuple[int, int, torch.dtype], dict[int, torch.Tensor]] = {}
 
     def views(self, start: int, numel: int, dtype: torch.dtype) -> dict[int, torch.Tensor]:
-        """{peer: [numel]} what the other ranks have where this rank has [numel] of ``dtype`` at the address ``start``.
+        """Return {peer: [numel]} views of the peers' memory where this rank has ``dtype`` at the address ``start``.
 
-        The peers come in the order in which they are to be read. Views are made once and die with the memory.
+        The peers come in the order in which to read them. Views are made once and die with the memory.
         """
         found = self._views.get((start, numel, dtype))
         if found is None:
@@ -73,7 +74,7 @@ class PeerMemory(ABC):
     @classmethod
     @abstractmethod
     def empty(cls, numel: int, dtype: torch.dtype, device: torch.device, group: ProcessGroup) -> torch.Tensor:
-        """Allocate peer memory [numel] for the ranks of ``group``. Ranks: all, with the same arguments; blocks the host."""
+        """Allocate peer memory [numel] for the ranks of ``group``. Ranks: all, alike; blocks the host."""
 
     @classmethod
     @abstractmethod
@@ -82,17 +83,17 @@ class PeerMemory(ABC):
 
     @classmethod
     def problem(cls, group: ProcessGroup, device: torch.device) -> str | None:
-        """Say why the ranks cannot share memory on ``device``, the same on all; None if they can. Ranks: all; blocks."""
+        """Say why ranks cannot share memory on ``device``, the same on all; None if they can. Ranks: all; blocks."""
         return problem_among(cls.place(group, device), group)
 
     @abstractmethod
-    def barrier(self, meeting: Meeting) -> None:
-        """Afterwards work issued here runs after what each rank issued before its own call.
+    def barrier(self, which: Barrier) -> None:
+        """Make later work here wait for what each rank issued before its own call. Ranks: all.
 
-        On a device the current stream waits, not the host. Ranks: all.
+        On a device the current stream waits, not the host.
 
         Raises:
-            RuntimeError: a rank did not come within the group's time-out (on a device that ends its work instead).
+            RuntimeError: a rank did not come within the process group's time-out; on a device its work ends instead.
         """
 
     @abstractmethod
@@ -100,16 +101,16 @@ class PeerMemory(ABC):
 
 
 def attach(tensor: torch.Tensor, memory: PeerMemory) -> None:
-    """Afterwards ``peer_memory_of`` finds ``memory`` from any view of the tensor's storage, which keeps it."""
+    """Attach ``memory`` to the tensor's storage, for ``peer_memory_of``; the storage keeps it alive."""
     setattr(tensor.untyped_storage(), _ATTRIBUTE, memory)
 
 
 def peer_memory_of(tensor: torch.Tensor) -> PeerMemory | None:
-    """The peer memory that the tensor lies in; None if other ranks cannot read it."""
+    """Return the peer memory that the tensor lies in; None if other ranks cannot read it."""
     return getattr(tensor.untyped_storage(), _ATTRIBUTE, None)
 
 
 def time_out_of(group: ProcessGroup, device: torch.device) -> timedelta:
-    """How long the group's own collectives on ``device`` wait for a rank."""
+    """Return how long the process group's own collectives on ``device`` wait for a rank."""
     time_out: timedelta = group._get_backend(device).options._timeout
     return time_out

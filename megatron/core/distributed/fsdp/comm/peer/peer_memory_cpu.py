@@ -1,7 +1,7 @@
-"""Peer memory between processes of one host: files without a name that every rank maps.
+"""Peer memory between processes of one host: files without a name (memfd) that every rank maps.
 
-The protocol is that of CUDA's signal pads, so that a machine without GPUs runs the same states. Nothing is left behind by a
-process that is killed: the files (memfd) are reached through /proc and live as long as somebody maps them.
+Barriers follow the protocol of CUDA's signal pads, so that tests without GPUs go through the same states. A killed
+process leaves nothing behind: files are opened through /proc and live as long as a process maps them.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import torch
 from torch.distributed import ProcessGroup
 
 from megatron.core.distributed.fsdp.comm.nvlink import Place, this_host
-from megatron.core.distributed.fsdp.comm.peer.peer_memory import Meeting, PeerMemory, attach, time_out_of
+from megatron.core.distributed.fsdp.comm.peer.peer_memory import Barrier, PeerMemory, attach, time_out_of
 from megatron.core.distributed.fsdp.config.torch_versions import all_gather_flat
 
-# Waiting: this many times the processor is offered to others, then the wait grows to a millisecond.
+# A wait yields the processor this often, and then sleeps for ever longer, up to a millisecond at a time.
 _NUM_YIELDS = 100
 _LONGEST_PAUSE_S = 1e-3
 _SECONDS_BETWEEN_SIGNS_OF_LIFE = 0.1
@@ -28,17 +28,17 @@ _SECONDS_BETWEEN_SIGNS_OF_LIFE = 0.1
 
 @dataclass(frozen=True)
 class _Part:
-    """One rank's mapped part: ``storage`` holds the data, ``flags`` one byte for each meeting and source rank."""
+    """One rank's mapped part: ``storage`` is the data, ``flags`` one byte for each barrier and source rank."""
 
     storage: torch.UntypedStorage
     flags: mmap.mmap
 
 
 class CpuPeerMemory(PeerMemory):
-    """Peers' memory is mapped into this process; barriers block it.
+    """Memory that is mapped into all processes; barriers block the host.
 
-    A flag is raised by the rank that has come and lowered by the one that has seen it. Flags are single bytes, written after
-    the data: the processor must not let stores pass each other, as x86 does not.
+    A rank sets its flag at each peer, and the peer clears it. Flags are single bytes, written after the data, which is
+    right on processors that keep stores in order, such as x86.
     """
 
     # A copy first gains nothing: the cores that compute make it.
@@ -53,7 +53,7 @@ class CpuPeerMemory(PeerMemory):
 
     @classmethod
     def empty(cls, numel: int, dtype: torch.dtype, device: torch.device, group: ProcessGroup) -> torch.Tensor:
-        """Allocate peer memory of zeros.
+        """Allocate peer memory, filled with zeros.
 
         Raises:
             RuntimeError: on all ranks, if one could not map another's memory.
@@ -88,20 +88,20 @@ class CpuPeerMemory(PeerMemory):
                 return str(error)
         return problem
 
-    def barrier(self, meeting: Meeting) -> None:
-        first = meeting.value * self.size
+    def barrier(self, which: Barrier) -> None:
+        first = which.value * self.size
         for peer in self.peers:
-            self._toggle(self._parts[peer].flags, first + self.rank, meeting, peer, was=0)
+            self._toggle(self._parts[peer].flags, first + self.rank, which, peer, was=0)
         for peer in self.peers:
-            self._toggle(self._own_flags, first + peer, meeting, peer, was=1)
+            self._toggle(self._own_flags, first + peer, which, peer, was=1)
 
-    def _toggle(self, flags: mmap.mmap, index: int, meeting: Meeting, peer: int, *, was: int) -> None:
-        """Afterwards the flag, which was ``was``, is the other value: raised for ``peer``, or seen and lowered."""
+    def _toggle(self, flags: mmap.mmap, index: int, which: Barrier, peer: int, *, was: int) -> None:
+        """Wait until a flag is ``was``, and write the other value: 1 at a peer, 0 where that peer has set it here."""
         if flags[index] != was:
-            self._await(flags, index, meeting, peer, was)
+            self._await(flags, index, which, peer, was)
         flags[index] = 1 - was
 
-    def _await(self, flags: mmap.mmap, index: int, meeting: Meeting, peer: int, value: int) -> None:
+    def _await(self, flags: mmap.mmap, index: int, which: Barrier, peer: int, value: int) -> None:
         begin = last_sign = time.monotonic()
         attempts = 0
         while flags[index] != value:
@@ -112,21 +112,22 @@ class CpuPeerMemory(PeerMemory):
             time.sleep(min(_LONGEST_PAUSE_S, 1e-5 * (attempts - _NUM_YIELDS)))
             now = time.monotonic()
             if now - begin > self._time_out:
-                raise self._lost(meeting, peer, f"did not come within the group's time-out of {self._time_out:g} s")
+                raise self._lost(which, peer, f"did not come within the group's time-out of {self._time_out:g} s")
             if now - last_sign > _SECONDS_BETWEEN_SIGNS_OF_LIFE:
                 last_sign = now
                 if _has_ended(self._processes[peer]) and flags[index] != value:
-                    raise self._lost(meeting, peer, "has ended")
+                    raise self._lost(which, peer, "has ended")
 
-    def _lost(self, meeting: Meeting, peer: int, what: str) -> RuntimeError:
-        deed = {
-            Meeting.PUBLISHED: "have published its weights",
-            Meeting.PASS_ENDED: "have ended its pass over the weights",
-            Meeting.STAGED: "have staged its gradients",
-            Meeting.PULLED: "have read the others' gradients",
-        }[meeting]
+    def _lost(self, which: Barrier, peer: int, what: str) -> RuntimeError:
+        """Return the error that says what a rank had to do and why it is not waited for any longer."""
+        duty = {
+            Barrier.PUBLISHED: "have published its weights",
+            Barrier.PASS_ENDED: "have ended its pass over the weights",
+            Barrier.INPUTS_WRITTEN: "have written its reduce-scatter inputs",
+            Barrier.INPUTS_READ: "have read the others' reduce-scatter inputs",
+        }[which]
         return RuntimeError(
-            f"rank {self.ranks[peer]} must {deed} before rank {self.ranks[self.rank]} goes on, and {what}"
+            f"rank {self.ranks[peer]} must {duty} before rank {self.ranks[self.rank]} goes on, and {what}"
         )
 
     def _view(self, peer: int, offset_nbytes: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -143,7 +144,7 @@ def platform_problem() -> str | None:
 
 
 def _map_peers(addresses: list[list[int]], nbytes: int, group: ProcessGroup) -> dict[int, _Part]:
-    """{peer: part}. A rank that fails says so to all, and only then do they all fail."""
+    """Return {peer: part}. A rank that fails tells the others, so that all fail together."""
     parts, problem = {}, ""
     for peer, address in enumerate(addresses):
         if peer == group.rank():
@@ -171,14 +172,16 @@ def _map_peer(address: list[int], nbytes: int, num_ranks: int) -> _Part:
     file = os.open(f"/proc/{process}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
     try:
         if os.fstat(file).st_ino != inode:
-            raise RuntimeError(f"process {process} is another one here than where that rank runs")
+            raise RuntimeError(
+                f"process {process} must be the one of that rank, got another one: it runs in another container"
+            )
         return _map(file, nbytes, num_ranks)
     finally:
         os.close(file)
 
 
 def _map(file: int, nbytes: int, num_ranks: int) -> _Part:
-    # The file is open already; torch wants a path.
+    # The file is open already; torch asks for a path.
     storage = torch.from_file(f"/proc/self/fd/{file}", shared=True, size=nbytes, dtype=torch.uint8).untyped_storage()
     return _Part(storage, mmap.mmap(file, _flags_nbytes(num_ranks), offset=_flags_offset(nbytes)))
 
@@ -188,12 +191,12 @@ def _flat(storage: torch.UntypedStorage, offset_nbytes: int, numel: int, dtype: 
 
 
 def _flags_offset(nbytes: int) -> int:
-    """Flags follow the data, on a page of their own."""
+    """Return where the flags begin: behind the data, on a page of their own."""
     return _in_pages(nbytes)
 
 
 def _flags_nbytes(num_ranks: int) -> int:
-    return _in_pages(len(Meeting) * num_ranks)
+    return _in_pages(len(Barrier) * num_ranks)
 
 
 def _in_pages(nbytes: int) -> int:

@@ -7,17 +7,18 @@ import torch.distributed._symmetric_memory as symm_mem
 from torch.distributed import ProcessGroup
 
 from megatron.core.distributed.fsdp.comm.nvlink import Place, cuda_place
-from megatron.core.distributed.fsdp.comm.peer.peer_memory import Meeting, PeerMemory, attach, time_out_of
+from megatron.core.distributed.fsdp.comm.peer.peer_memory import Barrier, PeerMemory, attach, time_out_of
 
 
 class CudaPeerMemory(PeerMemory):
-    """Peers' memory is mapped into this device's addresses; barriers are kernels of one warp on the current stream.
+    """Memory that the driver maps for all devices; barriers are kernels of one warp on the current stream.
 
-    A barrier raises a flag in each peer's signal pad and lowers those that the peers raised in its own, so a captured
-    one can be replayed. One that waits for longer than the group's time-out traps, which ends all work on the device.
+    A barrier sets a flag in each peer's signal pad and clears those that the peers set in its own, so a captured one
+    can be replayed. One that waits for longer than the process group's time-out traps, which ends all work on the
+    device.
     """
 
-    # The launches of copies (50 us of the host) cost more than the SMs that wait for NVLink meanwhile.
+    # Below this the launches of copies (50 us of the host) cost more than the SMs that wait for NVLink while they sum.
     direct_nbytes = 64 * 2**20
 
     def __init__(self, tensor: torch.Tensor, group: ProcessGroup) -> None:
@@ -29,8 +30,8 @@ class CudaPeerMemory(PeerMemory):
     def empty(cls, numel: int, dtype: torch.dtype, device: torch.device, group: ProcessGroup) -> torch.Tensor:
         """Allocate peer memory, in whole pages of 2 MiB.
 
-        The driver's own call gives it, not PyTorch's caching allocator: ``torch.cuda.memory_allocated`` does not count it,
-        and it goes back to the device at once.
+        The driver allocates it, not PyTorch's caching allocator: ``torch.cuda.memory_allocated`` does not count it, and
+        it is returned to the device at once.
         """
         if device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
@@ -40,14 +41,14 @@ class CudaPeerMemory(PeerMemory):
 
     @classmethod
     def place(cls, group: ProcessGroup, device: torch.device) -> Place:
-        # Barriers raise flags by atomics in the peers' memory, which need NVLink.
+        # Barriers set flags by atomics in the peers' memory, which need NVLink.
         return cuda_place(device, backend_problem(device))
 
-    def barrier(self, meeting: Meeting) -> None:
-        self._handle.barrier(meeting.value, self._time_out_ms)
+    def barrier(self, which: Barrier) -> None:
+        self._handle.barrier(which.value, self._time_out_ms)
 
     def _view(self, peer: int, offset_nbytes: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        # The view does not keep the mapping alive; this object does, which also keeps the view.
+        # The view does not keep the mapping alive; this object keeps both.
         return self._handle.get_buffer(peer, (numel,), dtype, offset_nbytes // dtype.itemsize)
 
 

@@ -22,7 +22,7 @@ from megatron.core.distributed.fsdp import fully_shard, fully_shard_optimizer, m
 from megatron.core.distributed.fsdp.comm import MemoryKind, RankOrderTransport, TransportKind
 from megatron.core.distributed.fsdp.comm.nvlink import Place
 from megatron.core.distributed.fsdp.comm.peer.peer_copy import PeerCopyTransport, peer_copy_problem
-from megatron.core.distributed.fsdp.comm.peer.peer_memory import Meeting, peer_memory_of
+from megatron.core.distributed.fsdp.comm.peer.peer_memory import Barrier, peer_memory_of
 from megatron.core.distributed.fsdp.comm.peer.peer_memory_cpu import CpuPeerMemory
 from megatron.core.distributed.fsdp.config.placement import strategy_placements
 from tests.support.launch import run_ranks
@@ -264,8 +264,8 @@ def staging_is_read_whole_and_overwritten_only_when_all_have_read() -> None:
 
 
 @CHECKS.on(2)
-def meetings_on_one_memory_do_not_mix() -> None:
-    """Gathers and reductions run at the same time: each kind of meeting has signals of its own."""
+def barriers_on_one_memory_do_not_mix() -> None:
+    """Gathers and reductions run at the same time: each barrier has signals of its own."""
     rank, transport = dist.get_rank(), _peer_copy()
     tensor = transport.empty(8, torch.int64, CPU, MemoryKind.SHARD)
     memory = peer_memory_of(tensor)
@@ -275,21 +275,21 @@ def meetings_on_one_memory_do_not_mix() -> None:
         view = memory.views(tensor.data_ptr(), 8, torch.int64)[1]
 
         def read_once_published() -> None:
-            memory.barrier(Meeting.PUBLISHED)
+            memory.barrier(Barrier.PUBLISHED)
             seen.append(int(view[0]))
 
         thread = threading.Thread(target=read_once_published)
         thread.start()
         time.sleep(0.05)
-        memory.barrier(Meeting.STAGED)
+        memory.barrier(Barrier.INPUTS_WRITTEN)
         thread.join()
         assert seen == [7]
     else:
-        memory.barrier(Meeting.STAGED)
+        memory.barrier(Barrier.INPUTS_WRITTEN)
         time.sleep(0.1)
         tensor.fill_(7)
-        memory.barrier(Meeting.PUBLISHED)
-    memory.barrier(Meeting.PASS_ENDED)
+        memory.barrier(Barrier.PUBLISHED)
+    memory.barrier(Barrier.PASS_ENDED)
 
 
 @CHECKS.on(1, 2)
@@ -409,8 +409,16 @@ def _lose(moment: str, how: signal.Signals, path: str) -> None:
     ("moment", "how", "words"),
     [
         ("publish", signal.SIGKILL, "have published its weights before rank {rank} goes on, and has ended"),
-        ("reduce_scatter", signal.SIGKILL, "have staged its gradients before rank {rank} goes on, and has ended"),
-        ("all_gather", signal.SIGKILL, "have staged its gradients before rank {rank} goes on, and has ended"),
+        (
+            "reduce_scatter",
+            signal.SIGKILL,
+            "have written its reduce-scatter inputs before rank {rank} goes on, and has ended",
+        ),
+        (
+            "all_gather",
+            signal.SIGKILL,
+            "have written its reduce-scatter inputs before rank {rank} goes on, and has ended",
+        ),
         ("end_pass", signal.SIGSTOP, "have ended its pass .* did not come within the group's time-out of 2 s"),
     ],
 )
