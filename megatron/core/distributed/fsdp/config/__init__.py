@@ -1,1 +1,1 @@
-"""Choices: what is sharded, in which dtypes, and what differs between versions of torch."""
+"""What users choose for a unit (placements, dtypes), and what differs between versions of torch."""

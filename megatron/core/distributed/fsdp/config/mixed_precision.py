@@ -1,4 +1,4 @@
-"""Which dtype each kind of tensor of a parameter group has."""
+"""Dtypes of the weights and gradients of a parameter group."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class MixedPrecisionPolicy:
                 raise TypeError(f"{name} must be None or one of {[str(d) for d in SERVED_DTYPES]}, got {dtype}")
 
     def resolve(self, compute_dtype: torch.dtype, *, trainable: bool) -> GroupDtypes:
-        """The dtypes of a group whose parameters have ``compute_dtype``."""
+        """Return the dtypes of a group whose parameters have ``compute_dtype``."""
         if not trainable:
             return GroupDtypes(compute_dtype, compute_dtype, compute_dtype, compute_dtype)
         main = self.main_params_dtype or compute_dtype
@@ -45,7 +45,7 @@ class MixedPrecisionPolicy:
 
 @dataclass(frozen=True)
 class GroupDtypes:
-    """The dtypes of one parameter group, nothing left open."""
+    """Dtypes of one parameter group, defaults resolved."""
 
     compute: torch.dtype
     main_params: torch.dtype

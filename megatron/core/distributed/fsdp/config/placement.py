@@ -1,4 +1,4 @@
-"""Where the weights, gradients and optimizer state of a unit rest: one placement per data-parallel axis and kind."""
+"""Placements of the weights, gradients and optimizer state of a unit: one per data-parallel axis and kind."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 @dataclass(frozen=True)
 class Placements:
-    """The sharding strategy of a unit, as data.
+    """The sharding strategy of a unit: where each kind of tensor rests between its uses.
 
     Args:
         dp_axes: [A] data-parallel axes of the mesh, by index or name, outermost first.
@@ -26,8 +26,8 @@ class Placements:
             a sharded parameter needs a sharded gradient, a sharded gradient a sharded optimizer state.
         TypeError: a placement of a kind that is not listed above.
 
-    ``Shard(0)`` here means rows, or equal parts of rows, of the unit's flat buffer; ranks may own unequal numbers of them
-    (see ``RowShard``, which the parameters' DTensors carry).
+    ``Shard(0)`` here means a segment of the unit's flat buffer, in which ranks may own unequal numbers of a tensor's rows.
+    The DTensors of parameters carry the numbers (``RowShard``).
     Source: ZeRO (arXiv:1910.02054) stages 1 to 3 and hybrid sharding, as tables.
     """
 
@@ -61,13 +61,13 @@ class Placements:
             raise ValueError(f"axis {axis}: a sharded gradient needs sharded optimizer state, got {optimizer}")
 
     def replicated(self) -> Placements:
-        """The same axes with nothing sharded: for what has no rows to share out, such as a 0-dim parameter."""
+        """Return the same axes with nothing sharded, for parameters without rows (0 dimensions)."""
         gradient = tuple(p if isinstance(p, Partial) else Partial("avg") for p in self.gradient)
         replicate = tuple(Replicate() for _ in self.dp_axes)
         return Placements(self.dp_axes, replicate, gradient, replicate)
 
     def frozen(self) -> Placements:
-        """The same for parameters without gradient or optimizer state: everything rests where the parameter does."""
+        """Return the placements of frozen parameters: all kinds rest where the parameter does."""
         gradient = tuple(p if isinstance(p, Shard) else Partial("avg") for p in self.parameter)
         return Placements(self.dp_axes, self.parameter, gradient, self.parameter)
 
@@ -86,7 +86,7 @@ STRATEGIES: dict[str, tuple[Placement, Placement, Placement]] = {
 
 
 def strategy_placements(strategy: str, axis: int | str = 0) -> Placements:
-    """The placements of a strategy named as Megatron names it, on one data-parallel axis.
+    """Return the placements of a strategy, by Megatron's name for it, on one data-parallel axis.
 
     Raises:
         ValueError: an unknown strategy.
@@ -104,12 +104,12 @@ OUTER_STRATEGIES: dict[str, Placement] = {"no_shard": Replicate(), "optim": Shar
 def hybrid_placements(
     strategy: str, outer_strategy: str = "no_shard", axes: Sequence[int | str] = (0, 1)
 ) -> Placements:
-    """The placements of hybrid sharding on two axes, outer first.
+    """Return the placements of hybrid sharding on two axes, outer first.
 
     Args:
         strategy: what is sharded over the inner axis.
-        outer_strategy: "no_shard": all that replicas of the inner axis hold is alike (HSDP); "optim": they share the
-            optimizer state and the main weights (HFSDP).
+        outer_strategy: "no_shard": the outer axis replicates all that the inner axis shards (HSDP); "optim": it shards
+            the optimizer state and the main weights further (HFSDP).
 
     Raises:
         ValueError: an unknown strategy.

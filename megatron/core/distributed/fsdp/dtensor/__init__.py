@@ -1,1 +1,1 @@
-"""DTensor placements for unevenly split rows, and the boxes of a whole tensor that a rank holds."""
+"""DTensor placements for unevenly split rows, and which boxes of a whole tensor a rank holds."""

@@ -1,10 +1,10 @@
-"""A DTensor placement for tensors that hold several matrices, each of which is cut over the axis.
+"""A DTensor placement for tensors that hold several matrices, each of which is split over the axis.
 
-Tensor parallelism cuts a gated ``linear_fc1`` of [gate; up] matrix by matrix, so a rank's part is no range of rows: it
+Tensor parallelism splits a gated ``linear_fc1`` of [gate; up] matrix by matrix, so a rank's part is no range of rows: it
 is [its rows of gate; its rows of up]. PyTorch's private ``_StridedShard`` says the same, but PyTorch reads it as the
-order of two axes wherever the numbers allow that, which uneven rows (``RowShard``) on the other axis do not.
+order of two axes wherever the numbers allow that, which is wrong beside uneven rows (``RowShard``) on the other axis.
 
-The rules that keep DTensor from taking this for ``Shard(0)`` are RowShard's (row_shard_rules.py).
+The rules that keep DTensor from taking it for ``Shard(0)`` are in row_shard_rules.py.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megatron.core.distributed.fsdp.dtensor import row_shard_rules
 
 
 class BlockShard(Shard):
-    """Dim 0 holds ``num_blocks`` blocks of equal rows, and each of them is cut evenly over a mesh axis.
+    """Blocks of equally many rows along dim 0, each of which is split evenly over a mesh axis.
 
     A rank holds its rows of the first block, then its rows of the second, and so on.
 
@@ -39,7 +39,7 @@ class BlockShard(Shard):
         self.num_blocks = num_blocks
 
     def block_rows(self, num_rows: int, num_ranks: int) -> int:
-        """Rows that a rank holds of each block of a tensor of ``num_rows`` rows."""
+        """Count the rows that a rank holds of each block of a tensor of ``num_rows`` rows."""
         pieces = self.num_blocks * num_ranks
         if num_rows % pieces != 0:
             raise ValueError(
@@ -48,7 +48,7 @@ class BlockShard(Shard):
         return num_rows // pieces
 
     def full_ranges(self, begin: int, end: int, *, num_rows: int, rank: int, num_ranks: int) -> list[tuple[int, int]]:
-        """Ranges of rows of the whole tensor, in order, that rows [begin, end) of ``rank``'s part are; none is empty."""
+        """Return the rows of the whole tensor, as ranges in order, that rows [begin, end) of ``rank``'s part are."""
         piece = self.block_rows(num_rows, num_ranks)
         ranges = []
         for block in range(self.num_blocks):
@@ -82,7 +82,7 @@ class BlockShard(Shard):
     def __deepcopy__(self, memo: dict[int, Any]) -> BlockShard:
         return self
 
-    # What DTensor calls on a placement. The names and signatures are torch's (2.11 to 2.13).
+    # DTensor calls these on a placement. Names and signatures are torch's (config/torch_versions.py).
 
     def _local_shard_size_and_offset(self, curr_local_size: int, num_chunks: int, rank: int) -> tuple[int, int]:  # type: ignore[override]
         piece = self.block_rows(curr_local_size, num_chunks)
@@ -94,12 +94,12 @@ class BlockShard(Shard):
     def _split_tensor(
         self, tensor: torch.Tensor, num_chunks: int, *, with_padding: bool = True, contiguous: bool = True
     ) -> tuple[list[torch.Tensor], list[int]]:
-        """Each rank's part of ``tensor``; none needs padding."""
+        """Return each rank's part of ``tensor``; none needs padding."""
         parts = [self.part(tensor, rank=rank, num_ranks=num_chunks) for rank in range(num_chunks)]
         return parts, [0] * num_chunks if with_padding else []
 
     def part(self, tensor: torch.Tensor, *, rank: int, num_ranks: int) -> torch.Tensor:
-        """A rank's part of a whole tensor, as a copy."""
+        """Return a copy of a rank's part of a whole tensor."""
         piece = self.block_rows(tensor.size(0), num_ranks)
         blocks = tensor.unflatten(0, (self.num_blocks, num_ranks, piece))
         return blocks[:, rank].clone(memory_format=torch.contiguous_format).flatten(0, 1)
@@ -124,7 +124,7 @@ class BlockShard(Shard):
         return self._replicate_to_shard(reduced, mesh, mesh_dim, mesh.get_local_rank(mesh_dim))
 
     def _to_new_shard_dim(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        raise AssertionError("the planner goes from BlockShard to another dim through Replicate")
+        raise AssertionError("a redistribution from BlockShard to another dim goes through Replicate")
 
 
 torch.serialization.add_safe_globals([BlockShard])

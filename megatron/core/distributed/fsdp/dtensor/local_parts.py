@@ -1,8 +1,8 @@
-"""DTensors around parts of flat buffers.
+"""DTensors whose local tensors are views of flat buffers.
 
-[Note: offsets] A DTensor takes over its local tensor's storage offset, and where that is not 0, torch.save and deepcopy look for data
-in the DTensor itself, which has none ("invalid python storage"). What users save or copy is therefore made around a view that
-begins at the buffer's start, and given its local tensor afterwards.
+[Note: offsets] A DTensor takes over the storage offset of the local tensor that it is made of. Where that is not 0, torch.save and
+deepcopy look for data in the DTensor itself, which has none ("invalid python storage"). So what users save or copy is made of a
+view that begins at the buffer's start, and gets its local tensor after that.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from torch.distributed.tensor import DTensor
 
 
 def placed_like(parameter: DTensor, local: torch.Tensor) -> DTensor:
-    """The DTensor of the parameter's shape and placements whose part on this rank is ``local``; can be saved and copied.
+    """Make a DTensor of the parameter's shape and placements, with ``local`` as this rank's part; it can be saved and copied.
 
-    Ranks: each alone. Autograd does not know what the two have in common.
+    Ranks: each on its own. Autograd does not connect the two.
     """
     local = local.detach()
     placed = DTensor.from_local(

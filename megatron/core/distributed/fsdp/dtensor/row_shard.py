@@ -1,10 +1,11 @@
-"""A DTensor placement for rows that ranks own in unequal numbers, which knows these numbers without asking anyone.
+"""A DTensor placement for rows that ranks own in unequal numbers, computed without communication.
 
 PyTorch's ``Shard(0)`` means ``torch.chunk``: equal shares but for the last ranks. A rank of ours owns the rows that
-fall into its segment of a flat buffer (layout.py), so the placement carries where the tensor lies in that buffer.
-Everything else (gathering, splitting, checkpoint offsets) follows from it and the tensor's rows.
+fall into its segment of a flat buffer (flat_layout.py), so the placement carries where the tensor lies in that buffer.
+Gathering, splitting and checkpoint offsets follow from that and the number of rows. Granules of several rows need
+nothing more: they are rows, cut at fewer places.
 
-What DTensor must be taught besides, since it rebuilds placements as ``Shard(dim)``, stands in row_shard_rules.py.
+DTensor itself rebuilds placements as ``Shard(dim)``; row_shard_rules.py keeps it from that.
 """
 
 from __future__ import annotations
@@ -19,31 +20,32 @@ from torch.distributed.tensor import Shard
 
 from megatron.core.distributed.fsdp.config.torch_versions import all_gather_functional
 from megatron.core.distributed.fsdp.dtensor import row_shard_rules
-from megatron.core.distributed.fsdp.layout.flat_layout import FlatLayout, check_row_parts, rows_before
+from megatron.core.distributed.fsdp.layout.flat_layout import FlatLayout, rows_before
+from megatron.core.distributed.fsdp.layout.granule import check_row_parts
 
 
 class RowShard(Shard):
-    """Dim 0 is split over a mesh axis where the segments of a flat buffer cut it; the split may be uneven.
+    """Rows split over a mesh axis where the segments of a flat buffer cut them, perhaps unevenly.
 
     Rank k of the axis owns the rows of the tensor that begin in elements [k * segment_numel, (k + 1) * segment_numel)
     of a buffer in which the tensor begins at ``start``. Ranks may own no row. Two placements are equal only if all
     their numbers are, so tensors that are split alike combine freely and others are redistributed first.
 
-    With ``row_parts`` p these are rows of the tensor's view [R * p, C / p, ...]: each row [C, ...] is cut into p equal parts
-    along dim 1, and so is the local tensor's shape, [rows here, C / p, ...]; the DTensor's stays [R, C, ...]. Elementwise
-    operations between tensors placed so, and norms and sums of all elements, work on the parts. What looks at rows or columns
-    is gathered first, or refused (row_shard_rules.py). On an axis further right, which cuts what this one leaves, "rows"
-    are those parts and ``row_parts`` is 1.
+    With ``row_parts`` p (``Granule.row_parts``) rows are those of the tensor's view [R * p, C / p, ...]. The local tensor has
+    the shape [rows here, C / p, ...]; the DTensor's stays [R, C, ...]. Elementwise operations between tensors placed so, and
+    norms and sums of all elements, work on the parts. Operations on rows or columns gather first, or are refused
+    (row_shard_rules.py). On an axis further right, which cuts what this one leaves, these parts are the rows and
+    ``row_parts`` is 1.
 
     Make DTensors with ``DTensor.from_local(local, mesh, [placement], run_check=False, shape=..., stride=...)`` (without
-    shape and stride, PyTorch would take all shards to be as large as this rank's), or from a ``Replicate()`` one by
+    shape and stride PyTorch assumes that all shards are as large as this rank's), or from a ``Replicate()`` one by
     ``redistribute``. ``distribute_tensor`` knows only ``Shard(dim)`` and returns an even ``Shard(0)``.
 
     Args:
         start: elements before the tensor in the flat buffer.
         segment_numel: elements of the flat buffer that each rank of the axis owns.
-        row_numel: elements of a row as it is cut; 1 for tensors of one dimension.
-        row_parts: rows as they are cut for each row of the tensor.
+        row_numel: elements of a row (of a part of one, with ``row_parts``); 1 for tensors of one dimension.
+        row_parts: equal parts along dim 1 that each row of the tensor is cut into.
 
     Raises:
         ValueError: a number is negative; when used, a tensor that does not end within the ranks' segments, or whose dim 1
@@ -67,12 +69,12 @@ class RowShard(Shard):
 
     @classmethod
     def of(cls, layout: FlatLayout, index: int) -> RowShard:
-        """The placement of tensor ``index`` of a layout on the axis whose ranks share the layout's buffer."""
+        """Return the placement of tensor ``index`` of a layout on the axis whose ranks share the layout's buffer."""
         slot = layout.slots[index]
         return cls(slot.start, layout.segment_numel, slot.row_numel, slot.row_parts)
 
     def rows(self, num_rows: int, *, rank: int, num_ranks: int) -> tuple[int, int]:
-        """Rows [begin, end), as they are cut, that ``rank`` owns of a tensor of ``num_rows`` rows; begin == end for none.
+        """Return the rows [begin, end), after the cut into parts, that ``rank`` owns of a tensor of ``num_rows`` rows.
 
         Raises:
             ValueError: the segments of ``num_ranks`` ranks do not hold all rows.
@@ -90,19 +92,19 @@ class RowShard(Shard):
         return begin, end
 
     def part(self, tensor: torch.Tensor, *, rank: int, num_ranks: int) -> torch.Tensor:
-        """A rank's rows of a whole tensor, as they are cut; a view where ``tensor`` is contiguous."""
+        """Return a rank's rows of a whole tensor, after the cut into parts; a view where ``tensor`` is contiguous."""
         begin, end = self.rows(tensor.size(0), rank=rank, num_ranks=num_ranks)
         return self._cut(tensor)[begin:end]
 
     def _cut(self, tensor: torch.Tensor) -> torch.Tensor:
-        """[R, C, ...] as [R * row_parts, C / row_parts, ...]."""
+        """View [R, C, ...] as [R * row_parts, C / row_parts, ...]."""
         if self.row_parts == 1:
             return tensor
         check_row_parts(tensor.shape, self.row_parts)
         return tensor.unflatten(1, (self.row_parts, tensor.size(1) // self.row_parts)).flatten(0, 1)
 
     def _joined(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What ``_cut`` has cut, whole."""
+        """View [R * row_parts, C / row_parts, ...] as [R, C, ...], the inverse of ``_cut``."""
         if self.row_parts == 1:
             return tensor
         return tensor.unflatten(0, (tensor.size(0) // self.row_parts, self.row_parts)).flatten(1, 2)
@@ -136,8 +138,8 @@ class RowShard(Shard):
     def _fields(self) -> tuple[int, int, int, int]:
         return self.start, self.segment_numel, self.row_numel, self.row_parts
 
-    # What DTensor calls on a placement. The names and signatures are torch's (2.11 to 2.13). Sizes of dim 0 are those
-    # before this axis cuts, and those that it returns are as it cuts: so an axis further right is told of these.
+    # DTensor calls these on a placement. Names and signatures are torch's (config/torch_versions.py). Sizes of dim 0 that
+    # they take are in rows before this axis cuts, those that they return in rows after it, as an axis further right needs.
 
     def _local_shard_size_and_offset(self, curr_local_size: int, num_chunks: int, rank: int) -> tuple[int, int]:  # type: ignore[override]
         begin, end = self.rows(curr_local_size, rank=rank, num_ranks=num_chunks)
@@ -149,7 +151,7 @@ class RowShard(Shard):
     def _split_tensor(
         self, tensor: torch.Tensor, num_chunks: int, *, with_padding: bool = True, contiguous: bool = True
     ) -> tuple[list[torch.Tensor], list[int]]:
-        """Each rank's rows of ``tensor``, padded to the most that any owns where asked, and the padding of each."""
+        """Return each rank's rows of ``tensor`` and how many rows each is padded by, to the most that any owns."""
         ranges = self._row_ranges(tensor.size(0), num_chunks)
         most = max(end - begin for begin, end in ranges)
         pads = [most - (end - begin) for begin, end in ranges]
@@ -183,19 +185,19 @@ class RowShard(Shard):
     def _reduce_shard_tensor(
         self, tensor: torch.Tensor, mesh: DeviceMesh, reduce_op: str, mesh_dim: int
     ) -> torch.Tensor:
-        # Not the hot path (the engine reduces whole buffers), so the simple way: all-reduce, keep our rows.
+        # Not the hot path (the engine reduces whole buffers), so the simple way: all-reduce, then take our rows.
         reduced = funcol.all_reduce(tensor, reduceOp=reduce_op, group=(mesh, mesh_dim))
         return self._replicate_to_shard(reduced, mesh, mesh_dim, mesh.get_local_rank(mesh_dim))
 
     def _to_new_shard_dim(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        raise AssertionError("the planner goes from RowShard to another dim through Replicate")
+        raise AssertionError("a redistribution from RowShard to another dim goes through Replicate")
 
     def _row_ranges(self, num_rows: int, num_ranks: int) -> list[tuple[int, int]]:
         return [self.rows(num_rows, rank=rank, num_ranks=num_ranks) for rank in range(num_ranks)]
 
 
 def _pad_rows(tensor: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """``tensor`` with zero rows after it, ``num_rows`` in all, contiguous."""
+    """Return ``tensor`` with zero rows after it, ``num_rows`` in all, contiguous."""
     if tensor.size(0) == num_rows:
         return tensor.contiguous()
     padded = tensor.new_zeros((num_rows, *tensor.shape[1:]))

@@ -1,21 +1,23 @@
-"""What DTensor must be taught so that an uneven placement is never taken for an even one.
+"""Patches that keep DTensor from taking an uneven placement for an even one.
 
-DTensor asks a placement how to gather and split, which RowShard answers itself. Three things it decides without:
+DTensor asks a placement how to gather and split, which RowShard answers itself. Three things it decides alone:
 
-- *Propagation.* Each operation's rule rebuilds the placements of its outputs as ``Shard(dim)``, which would rename
-  uneven rows to even ones. Here an operation that works row by row is propagated with ``Shard(0)`` in RowShard's
-  place, which is put back in what comes out; every other operation is propagated with ``Replicate()``, so that its
-  inputs are gathered first; what can be neither (a view, a write that would be lost, randomness) is an error. Where rows
-  are cut into parts (``row_parts``), only what works element by element, on tensors of one shape, works row by row.
-- *Redistribution.* From a shard to a shard of the same dim nothing moves. Here it goes through ``Replicate()``.
-- *Checks of a spec.* A sharded dim's placement must equal ``Shard(dim)``. Here it may be a RowShard.
+- *Propagation.* Each operation's rule rebuilds the placements of its outputs as ``Shard(dim)``, which would turn
+  uneven rows into even ones. With the patch an operation that works row by row is propagated with ``Shard(0)`` in place of
+  RowShard, which is put back into the outputs. Every other operation is propagated with ``Replicate()``, so that its
+  inputs are gathered first. What can be neither (a view, a write that would be lost, randomness) is an error. Where rows
+  are cut into parts (``row_parts``), only elementwise operations on tensors of one shape work row by row.
+- *Redistribution.* From a shard to another shard of the same dim DTensor moves nothing. With the patch it goes through
+  ``Replicate()``.
+- *Checks of a spec.* DTensor demands that a sharded dim's placement equals ``Shard(dim)``. With the patch it may be a
+  RowShard.
 
-The same holds of BlockShard (block_shard.py), which is another cut of dim 0, so what is said of RowShard below is meant
-of both. Of several axes that cut a dim the leftmost comes first, as everywhere in DTensor, so what cuts further on the
-right must be undone before.
+The same holds for BlockShard (block_shard.py), which splits dim 0 in another way: "RowShard" below means both. Of several
+axes that cut a dim the leftmost cuts first, as everywhere in DTensor, so the axes further right are gathered before it.
 
-All are wrapped once, at import, at the one place through which torch 2.11 to 2.13 lead all callers; tensors without
-a RowShard take the path that they took before. Delete this file when DTensor lets a placement say how it propagates.
+Each is wrapped once, at import, in the one function that all callers go through in the versions of torch that
+config/torch_versions.py admits. Tensors without a RowShard take torch's own path. Delete this file when DTensor lets a
+placement say how it propagates.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ from torch.distributed.tensor._op_schema import OpSchema, OutputSharding
 from torch.distributed.tensor._sharding_prop import LocalLRUCache
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-# Row by row although torch does not tag them as pointwise.
+# Operations that work row by row although torch does not tag them as pointwise.
 _ROW_WISE = frozenset(
     {
         "_to_copy",
@@ -61,7 +63,7 @@ _FACTORIES = frozenset(
     {"empty_like", "full_like", "ones_like", "zeros_like"}
     | {"new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros"}
 )
-# Row by row, but not part by part where rows are cut: they name a shape.
+# Row by row, but not on parts of rows: their arguments name a shape.
 _SHAPED = frozenset({"reshape", "_unsafe_view", "view", *(name for name in _FACTORIES if name.startswith("new_"))})
 _NORMS = frozenset({"linalg_vector_norm", "_foreach_norm"})
 # Lists of tensors, one operation for each element: all elementwise but for these.
@@ -78,10 +80,12 @@ _Place = tuple[int | None, int]
 
 
 class _NotRowWiseError(Exception):
-    """The rule that torch chose splits something else than the rows that the inputs share."""
+    """Torch's rule for an operation splits something else than the rows that the inputs share."""
 
 
 class _Input(NamedTuple):
+    """A tensor among an operation's arguments."""
+
     spec: DTensorSpec
     # Index in the lists of a list operation; None for a tensor that all elements share; 0 in other operations.
     element: int | None
@@ -89,14 +93,14 @@ class _Input(NamedTuple):
     is_keyword: bool
 
 
-# The placement classes that have been taught.
-_TAUGHT: list[type[Shard]] = []
+# The placement classes that DTensor is patched for.
+_OWN_PLACEMENTS: list[type[Shard]] = []
 
 
 def patch_dtensor(placement: type[Shard]) -> None:
-    """Wrap DTensor's propagation and redistribution plans, once, so that they keep placements of this class apart."""
-    _TAUGHT.append(placement)
-    if len(_TAUGHT) > 1:
+    """Have DTensor tell placements of this class from ``Shard``, in propagation, redistribution and checks; wrap them once."""
+    _OWN_PLACEMENTS.append(placement)
+    if len(_OWN_PLACEMENTS) > 1:
         return
     propagator: Any = DTensor._op_dispatcher.sharding_propagator
     rules = _Rules(propagator, propagator.propagate_op_sharding_non_cached)
@@ -107,15 +111,15 @@ def patch_dtensor(placement: type[Shard]) -> None:
     verify = DTensorSpec._verify_shard_order
 
     def verify_as_shards(spec: DTensorSpec, shard_order: Any) -> None:
-        """Torch's check that each axis named for a dim holds ``Shard(dim)``, which RowShard is but does not equal."""
-        placements = tuple(Shard(p.dim) if _is_patched(p) else p for p in spec.placements)  # type: ignore[attr-defined]
+        """Check as torch does that each axis named for a dim holds ``Shard(dim)``, which RowShard is but does not equal."""
+        placements = tuple(Shard(p.dim) if _is_own(p) else p for p in spec.placements)  # type: ignore[attr-defined]
         verify(types.SimpleNamespace(placements=placements), shard_order)  # type: ignore[arg-type]
 
     DTensorSpec._verify_shard_order = verify_as_shards  # type: ignore[method-assign, assignment]
 
 
-def _is_patched(placement: Placement) -> bool:
-    return isinstance(placement, tuple(_TAUGHT))
+def _is_own(placement: Placement) -> bool:
+    return isinstance(placement, tuple(_OWN_PLACEMENTS))
 
 
 def _cuts_rows(placement: Placement) -> bool:
@@ -124,17 +128,19 @@ def _cuts_rows(placement: Placement) -> bool:
 
 
 class _Rules:
+    """Torch's propagation rules with RowShard's around them."""
+
     def __init__(self, propagator: Any, propagate: Callable[[OpSchema], OutputSharding]) -> None:
         self._propagator, self._propagate = propagator, propagate
 
     def propagate(self, schema: OpSchema) -> OutputSharding:
-        """Torch's propagation, in which a RowShard input is uneven rows and nothing else.
+        """Propagate the placements of an operation's inputs to its outputs, RowShard as uneven rows.
 
         Raises:
-            NotImplementedError: an operation that would be wrong on uneven rows and cannot be gathered for.
+            NotImplementedError: the operation would be wrong on uneven rows, and gathering its inputs does not help.
         """
         inputs = _inputs(schema)
-        if not any(_is_patched(p) for found in inputs for p in found.spec.placements):
+        if not any(_is_own(p) for found in inputs for p in found.spec.placements):
             return self._propagate(schema)
         if torch.Tag.nondeterministic_seeded in schema.op.tags:
             raise NotImplementedError(f"{schema.op} would draw other numbers on unevenly split rows; {_REMEDY}")
@@ -152,12 +158,12 @@ class _Rules:
         return self._propagate_with(schema, inputs, {})
 
     def _splits(self, inputs: list[_Input]) -> dict[_Place, _Split]:
-        """The split that each place works in: that of what is written there, which cannot move, else the first."""
+        """Return the split that each place works in: that of what is written there, which cannot move, else the first."""
         splits: dict[_Place, _Split | None] = {}
         for found in sorted(inputs, key=lambda found: not found.is_written):
             for axis, placement in enumerate(found.spec.placements):
                 place = found.element, axis
-                if _is_patched(placement) and found.element is not None:
+                if _is_own(placement) and found.element is not None:
                     splits.setdefault(place, (placement, _shape(found.spec)))
                 elif found.is_written:
                     splits.setdefault(place, None)
@@ -191,11 +197,11 @@ class _Rules:
         placements: list[Placement] = []
         for axis, placement in enumerate(found.spec.placements):
             split, shape = splits.get((found.element, axis), (None, torch.Size()))
-            is_row_shard = _is_patched(placement)
+            is_row_shard = _is_own(placement)
             has_rows = (is_row_shard or placement == Shard(0)) and _shape(found.spec)[:1] == shape[:1]
             is_whole = placement.is_replicate() and not found.is_written and _shape(found.spec) == shape
             if split is not None and (has_rows or is_whole):
-                # Rows that are split otherwise, or not at all, follow: what is put back for them is where they move.
+                # Rows that are split otherwise, or not at all, are redistributed to what is put back for them.
                 placements.append(Shard(0))
             else:
                 placements.append(Replicate() if is_row_shard else placement)
@@ -208,11 +214,11 @@ def _plan_through_replicate(
     dst_spec: DTensorSpec,
     use_graph_based_transform: bool | None = None,
 ) -> list[Any]:
-    """Torch's transforms from one spec to another, by way of ``Replicate()`` where RowShard meets another split."""
+    """Plan torch's transforms from one spec to another, through ``Replicate()`` where RowShard meets another split."""
 
     def meet(src: Placement, dst: Placement) -> bool:
         is_split = isinstance(src, Shard | _StridedShard) and isinstance(dst, Shard | _StridedShard)
-        return is_split and src != dst and (_is_patched(src) or _is_patched(dst))
+        return is_split and src != dst and (_is_own(src) or _is_own(dst))
 
     _check_columns(src_spec)
     _check_columns(dst_spec)
@@ -220,7 +226,7 @@ def _plan_through_replicate(
     meeting = [axis for axis, (src, dst) in enumerate(pairs) if meet(src, dst)]
     if not meeting:
         return plan(src_spec, dst_spec, use_graph_based_transform)
-    # Axes further right cut what an axis leaves, so they are undone with it.
+    # Axes further right cut what this axis leaves, so they are gathered with it.
     between = [Replicate() if axis >= meeting[0] and src.is_shard() else src for axis, (src, _) in enumerate(pairs)]
     spec = _with_placements(src_spec, between)
     steps = [*plan(src_spec, spec), *plan(spec, dst_spec)]
@@ -233,7 +239,7 @@ def _plan_through_replicate(
 
 
 def _check_columns(spec: DTensorSpec) -> None:
-    """Raise where parts of rows cannot be moved: their columns are cut again, or torch would take them for whole rows."""
+    """Refuse to move parts of rows whose columns are cut again, or that torch would take for whole rows."""
     axes = [axis for axis, placement in enumerate(spec.placements) if _cuts_rows(placement)]
     if any(placement.is_shard() and not placement.is_shard(0) for axis in axes for placement in spec.placements[axis:]):
         raise NotImplementedError(
@@ -246,7 +252,7 @@ def _check_columns(spec: DTensorSpec) -> None:
 
 
 def _check_parts(schema: OpSchema, inputs: list[_Input], splits: dict[_Place, _Split]) -> None:
-    """Raise ``_NotRowWiseError`` where parts of rows would meet a tensor of another shape, which is for whole rows."""
+    """Raise ``_NotRowWiseError`` where parts of rows would meet a tensor of another shape, which fits whole rows only."""
     if not any(_cuts_rows(placement) for placement, _ in splits.values()):
         return
     shapes = {element: shape for (element, _), (placement, shape) in splits.items() if _cuts_rows(placement)}
@@ -272,7 +278,7 @@ def _is_row_wise(schema: OpSchema) -> bool:
 
 
 def _writes_elements_split_alike(schema: OpSchema, inputs: list[_Input]) -> bool:
-    """True for a list operation in place whose tensors of each element lie alike; torch has no rules for some."""
+    """True for an in-place list operation whose tensors are placed alike, element by element; torch has no rules for some."""
     if not _is_list_operation(schema) or schema.op._schema.returns:
         return False
     places: dict[int, tuple[DeviceMesh, tuple[Placement, ...], torch.Size]] = {}
@@ -287,12 +293,12 @@ def _writes_elements_split_alike(schema: OpSchema, inputs: list[_Input]) -> bool
 
 
 def _base_name(schema: OpSchema) -> str:
-    """``add_`` of ``aten.add_.Tensor``."""
+    """Return the operation's name without namespace and overload: ``add_`` for ``aten.add_.Tensor``."""
     return str(schema.op._schema.name).split("::")[-1]
 
 
 def _inputs(schema: OpSchema) -> list[_Input]:
-    """The tensors among an operation's arguments, in order."""
+    """Find the tensors among an operation's arguments, in order."""
     is_list_operation = _is_list_operation(schema)
     arguments = schema.op._schema.arguments
     written = {
@@ -308,7 +314,7 @@ def _inputs(schema: OpSchema) -> list[_Input]:
                 add(item, index if is_list_operation else 0, is_written, is_keyword)
 
     single = None if is_list_operation else 0
-    # A schema that torch suggests may have its lists flattened: then positions name no arguments, and nobody asks.
+    # A schema that torch suggests may have its lists flattened: then positions name no arguments, but no caller needs names.
     for position, value in enumerate(schema.args_schema):
         name = arguments[min(position, len(arguments) - 1)].name
         add(value, single, written[name], False)
@@ -318,7 +324,7 @@ def _inputs(schema: OpSchema) -> list[_Input]:
 
 
 def _replace_specs(schema: OpSchema, specs: Sequence[DTensorSpec]) -> OpSchema:
-    """The schema with its tensors' specs, in order, replaced by these."""
+    """Return the schema with its tensors' specs, in order, replaced by these."""
     remaining = iter(specs)
 
     def replace(value: Any) -> Any:
@@ -334,7 +340,7 @@ def _replace_specs(schema: OpSchema, specs: Sequence[DTensorSpec]) -> OpSchema:
 
 
 def _put_back(spec: DTensorSpec, element: int | None, splits: dict[_Place, _Split]) -> DTensorSpec:
-    """The spec with RowShard where it stands for one; an uneven split of other rows is no row-wise operation."""
+    """Return the spec with RowShard in place of its ``Shard(0)``; raise ``_NotRowWiseError`` where other rows are split."""
     placements = list(spec.placements)
     for axis, placement in enumerate(placements):
         split = splits.get((element, axis))
@@ -365,12 +371,12 @@ def _put_back_output(output: Any, is_list_operation: bool, splits: dict[_Place, 
 
 
 def _refuse_lost_writes(schema: OpSchema, inputs: list[_Input], is_moved: list[bool], output: Any) -> None:
-    """Raise if what is written would be a copy, or be placed otherwise than the tensor that it is written to."""
+    """Refuse operations that would write to a copy, or to another placement than the written tensor has."""
     for found, moves in zip(inputs, is_moved, strict=True):
         is_replaced = isinstance(output, DTensorSpec) and output.placements != found.spec.placements
         if (moves and found.is_keyword) or (found.is_written and (moves or is_replaced)):
             raise NotImplementedError(
-                f"{schema.op} would have to move a tensor placed by {found.spec.placements} that it is to write, and "
+                f"{schema.op} would write to a redistributed copy of a tensor placed by {found.spec.placements}, and "
                 f"what it writes would be lost; {_REMEDY}"
             )
 

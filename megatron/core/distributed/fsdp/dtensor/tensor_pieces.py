@@ -1,8 +1,8 @@
-"""Which boxes of a whole tensor a rank's part of a DTensor is; several, where blocks are cut, or rows in parts.
+"""The boxes of a whole tensor that a rank's part of a DTensor consists of: several for ``BlockShard`` and for parts of rows.
 
-DTensor and PyTorch's distributed checkpoints (DCP) take each rank's part to be one box, so those of tensors that are cut
-otherwise would be stored at wrong offsets without a word. They ask the DTensor first, which is taught to answer here. Who
-asks for the one box of such a placement gets an error.
+DTensor and PyTorch's distributed checkpoints (DCP) assume one box for each rank, and would store other parts at wrong
+offsets without a word. Both ask methods of the DTensor, which are patched here to return several boxes. A caller that asks
+for the one box of such a placement gets an error.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from torch.distributed.tensor.placement_types import Placement
 
 from megatron.core.distributed.fsdp.dtensor.block_shard import BlockShard
 from megatron.core.distributed.fsdp.dtensor.row_shard import RowShard
-from megatron.core.distributed.fsdp.layout.flat_layout import check_row_parts
+from megatron.core.distributed.fsdp.layout.granule import check_row_parts
 
-# Begin and end of rows of the whole tensor, or of the parts that rows are cut into.
+# Rows [begin, end) of the whole tensor, or of its view whose rows are parts of rows.
 _Range = tuple[int, int]
 
 
 def boxes_of(tensor: DTensor) -> list[ChunkStorageMetadata]:
-    """The boxes of the whole tensor that this rank holds, in the order of its rows; one of no elements if it holds none.
+    """Return the boxes of the whole tensor that this rank holds, in the order of its rows; one empty box if it holds none.
 
-    A range of rows is one box; one that begins and ends inside of rows is up to three: the rest of a row, whole rows,
-    and the beginning of one.
+    A range of rows is one box. A range that begins and ends inside rows is up to three: the end of a row, whole rows, and
+    the beginning of a row.
 
     Raises:
         RuntimeError: a placement is Partial.
-        NotImplementedError: columns are cut behind parts of rows.
+        NotImplementedError: columns are cut after parts of rows.
 
     Ranks: each of the tensor's mesh, on its own.
     """
@@ -50,12 +50,12 @@ def boxes_of(tensor: DTensor) -> list[ChunkStorageMetadata]:
             continue
         place = {"rank": mesh.get_local_rank(axis), "num_ranks": mesh.size(axis)}
         if placement.dim == 0:
-            kept = _kept(placement, sum(end - begin for begin, end in ranges), **place)
+            held = _held(placement, sum(end - begin for begin, end in ranges), **place)
             if isinstance(placement, RowShard) and placement.row_parts > 1:
                 row_parts *= placement.row_parts
                 check_row_parts(sizes, row_parts)
                 ranges = [(begin * placement.row_parts, end * placement.row_parts) for begin, end in ranges]
-            ranges = [piece for begin, end in kept for piece in _slice(ranges, begin, end)]
+            ranges = [piece for begin, end in held for piece in _slice(ranges, begin, end)]
         elif row_parts > 1:
             raise NotImplementedError(f"columns must be cut before parts of rows are, got {tensor.placements}")
         else:
@@ -70,8 +70,8 @@ def boxes_of(tensor: DTensor) -> list[ChunkStorageMetadata]:
     ]
 
 
-def _kept(placement: Shard, num_rows: int, *, rank: int, num_ranks: int) -> list[_Range]:
-    """What an axis leaves to a rank of so many rows: ranges of these, or of their parts where it cuts these."""
+def _held(placement: Shard, num_rows: int, *, rank: int, num_ranks: int) -> list[_Range]:
+    """Return the ranges that an axis gives a rank out of ``num_rows`` rows, or out of the parts that it cuts rows into."""
     size, offset = map(int, placement._local_shard_size_and_offset(num_rows, num_ranks, rank))
     if isinstance(placement, BlockShard):
         return placement.full_ranges(0, size, num_rows=num_rows, rank=rank, num_ranks=num_ranks)
@@ -81,7 +81,7 @@ def _kept(placement: Shard, num_rows: int, *, rank: int, num_ranks: int) -> list
 def _boxes(
     begin: int, end: int, row_parts: int, sizes: tuple[int, ...], offsets: tuple[int, ...]
 ) -> Iterator[ChunkStorageMetadata]:
-    """Parts [begin, end) of rows as boxes, in order, where dims from 1 on have these sizes and offsets."""
+    """Yield parts [begin, end) of rows as boxes, in order, where dims from 1 on have these sizes and offsets."""
     if row_parts == 1:
         yield ChunkStorageMetadata(torch.Size((begin, *offsets[1:])), torch.Size((end - begin, *sizes[1:])))
         return
@@ -98,7 +98,7 @@ def _boxes(
 
 
 def _slice(ranges: list[_Range], begin: int, end: int) -> list[_Range]:
-    """Rows [begin, end) of the rows that ``ranges`` name, one after the other."""
+    """Return rows [begin, end) of the rows that ``ranges`` name, counted through all ranges."""
     found: list[_Range] = []
     passed = 0
     for first, last in ranges:
@@ -110,12 +110,12 @@ def _slice(ranges: list[_Range], begin: int, end: int) -> list[_Range]:
 
 
 def pieces_of(tensor: DTensor) -> list[tuple[ChunkStorageMetadata, torch.Tensor]]:
-    """The boxes that this rank holds, each with the memory that holds it: a view of the local tensor."""
+    """Return the boxes that this rank holds, each with its data: a view of the local tensor."""
     local, begin, pieces = tensor._local_tensor.detach(), 0, []
     if local.dim() == 0:
         return [(box, local) for box in boxes_of(tensor)]
     for box in boxes_of(tensor):
-        # Rows of the local tensor, which are parts of the box's where rows are cut.
+        # In rows of the local tensor, which are parts of the box's rows where rows are cut.
         rows = box.sizes.numel() // local.shape[1:].numel() if box.sizes.numel() else box.sizes[0]
         pieces.append((box, local[begin : begin + rows].view(box.sizes)))
         begin += rows
@@ -129,7 +129,7 @@ def _is_in_boxes(placements: Sequence[Placement]) -> bool:
 
 
 def _patch_dtensor() -> None:
-    """Wrap what DCP asks of a DTensor, so that one whose parts are several boxes answers for each of them."""
+    """Wrap the methods of DTensor that DCP calls, so that they answer for each of several boxes."""
     write_items, chunk_list, shard = (
         DTensor.__create_write_items__,
         DTensor.__create_chunk_list__,
@@ -147,7 +147,7 @@ def _patch_dtensor() -> None:
                 tensor_data=TensorWriteData(chunk=box, properties=properties, size=self.size()),
             )
             for box in boxes_of(self)
-            # One that is empty would have the place of another rank's.
+            # An empty box would have the offsets of another rank's.
             if box.sizes.numel() > 0 or self.numel() == 0
         ]
 
@@ -171,7 +171,7 @@ def _patch_dtensor() -> None:
     ) -> Any:
         if _is_in_boxes(placements):
             raise NotImplementedError(
-                f"a rank's part of a tensor placed by {tuple(placements)} is no box of the whole tensor; give whole tensors to "
+                f"a rank's part must be one box of the whole tensor, got one placed by {tuple(placements)}; give whole tensors to "
                 "load_state_dict, call full_tensor(), or take boxes_of() from megatron.core.distributed.fsdp.dtensor.tensor_pieces"
             )
         return one_box(global_shape, mesh_shape, my_coordinate, placements, *args, **kwargs)

@@ -1,1 +1,1 @@
-"""Where tensors and buffers lie. Pure geometry: no tensor is touched and no rank is asked."""
+"""Where tensors and buffers lie: pure geometry, computed from shapes and sizes alone, so that all ranks agree."""

@@ -1,8 +1,8 @@
-"""Which addresses of one allocation each buffer takes, so that buffers alive together never share any.
+"""Addresses of buffers in one allocation, such that buffers alive together share none.
 
 A buffer that is alive several times (gathered in forward and again in backward) keeps one offset for all of them, so
 that views which autograd saved stay valid and CUDA graphs replay. Finding the least arena is dynamic storage
-allocation, which is NP-hard; a few greedy orders are tried, each repaired a few times, and the best is kept.
+allocation, which is NP-hard. A few greedy orders are tried, each repaired a few times, and the best is taken.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _REPAIRS = 12
 
 @dataclass(frozen=True)
 class LiveRange:
-    """Owner ``owner`` is alive in the ticks [begin, end).
+    """The ticks [begin, end) in which the buffer of ``owner`` is alive.
 
     Raises:
         ValueError: the range is empty or the owner negative.
@@ -34,10 +34,13 @@ class LiveRange:
 
 @dataclass(frozen=True)
 class ArenaPlan:
-    """One offset for each owner, in bytes, in an allocation of ``nbytes``.
+    """One offset for each owner in an allocation.
 
-    ``overlapping[i]`` are the other owners whose addresses intersect those of owner i, ascending: they are never
-    alive together with it, and what they hold is gone once it is written.
+    Args:
+        offsets: [N] in bytes.
+        nbytes: of the allocation.
+        overlapping: [N] other owners whose addresses intersect those of owner i, ascending. They are never alive together
+            with it; writing one overwrites the others.
     """
 
     offsets: tuple[int, ...]
@@ -76,13 +79,13 @@ def plan_arena(nbytes: Sequence[int], ranges: Sequence[LiveRange], *, alignment:
                 best, least = offsets, total
             if least == peak:
                 return ArenaPlan(tuple(best), least, _sharing_addresses(best, sizes))
-            # Who reached the top came too late to find room: next time it comes first (the sort is stable).
+            # Owners at the top were placed too late to find room: they come first next time (the sort is stable).
             order.sort(key=lambda owner: ends[owner] < total)
     return ArenaPlan(tuple(best), least, _sharing_addresses(best, sizes))
 
 
 def peak_live_nbytes(nbytes: Sequence[int], ranges: Sequence[LiveRange], *, alignment: int = 512) -> int:
-    """The largest sum, over all ticks, of the aligned sizes of the owners alive: no arena can be smaller."""
+    """Return the largest sum, over all ticks, of the aligned sizes of the owners alive: no arena can be smaller."""
     sizes = _aligned_sizes(nbytes, ranges, alignment)
     peak = 0
     alive: dict[int, int] = {}
@@ -106,14 +109,14 @@ def _aligned_sizes(nbytes: Sequence[int], ranges: Sequence[LiveRange], alignment
 
 
 def _changes(ranges: Sequence[LiveRange]) -> list[tuple[int, int, int]]:
-    """(tick, +1 or -1, owner) in the order of time; ends come before begins of the same tick."""
+    """Return (tick, +1 or -1, owner) for begins and ends, in the order of time; ends come first within a tick."""
     begins = [(live.begin, 1, live.owner) for live in ranges]
     ends = [(live.end, -1, live.owner) for live in ranges]
     return sorted(begins + ends)
 
 
 def _alive_together(num_owners: int, ranges: Sequence[LiveRange]) -> list[set[int]]:
-    """[N] owners that are alive at some tick at which owner i is."""
+    """Return the owners [N] that are alive at some tick at which owner i is."""
     conflicts: list[set[int]] = [set() for _ in range(num_owners)]
     alive: dict[int, int] = {}
     for _, change, owner in _changes(ranges):
@@ -130,7 +133,7 @@ def _alive_together(num_owners: int, ranges: Sequence[LiveRange]) -> list[set[in
 
 
 def _orders(sizes: list[int], ranges: Sequence[LiveRange]) -> list[Callable[[int], tuple[int, ...]]]:
-    """Keys by which owners are placed: by size, by first use, and by bytes times ticks."""
+    """Return sort keys for the order in which owners are placed: by size, by first use, by bytes times ticks."""
     first = [0] * len(sizes)
     ticks = [0] * len(sizes)
     for live in sorted(ranges, key=lambda live: -live.begin):
@@ -146,7 +149,10 @@ def _orders(sizes: list[int], ranges: Sequence[LiveRange]) -> list[Callable[[int
 def _place(
     sizes: list[int], conflicts: list[set[int]], order: list[int], fit: Callable[[list[tuple[int, int]], int], int]
 ) -> list[int]:
-    """[N] offsets: each owner, in this order, where ``fit`` says among the gaps between those it is alive with."""
+    """Place owners in this order and return their offsets [N].
+
+    ``fit`` chooses among the gaps between those that are alive together with the owner and placed already.
+    """
     offsets = [0] * len(sizes)
     placed = [False] * len(sizes)
     for owner in order:
@@ -159,7 +165,7 @@ def _place(
 
 
 def _lowest(taken: list[tuple[int, int]], size: int) -> int:
-    """The lowest offset at which ``size`` bytes intersect nothing that is taken; ``taken`` is sorted."""
+    """Return the lowest offset at which ``size`` bytes intersect nothing in ``taken``, which is sorted."""
     offset = 0
     for begin, end in taken:
         if begin - offset >= size:
@@ -169,7 +175,7 @@ def _lowest(taken: list[tuple[int, int]], size: int) -> int:
 
 
 def _tightest(taken: list[tuple[int, int]], size: int) -> int:
-    """The offset of the smallest gap that holds ``size`` bytes, the end of all that is taken where none does."""
+    """Return the offset of the smallest gap that holds ``size`` bytes; the end of ``taken`` where none does."""
     gaps = []
     offset = 0
     for begin, end in taken:
@@ -180,7 +186,7 @@ def _tightest(taken: list[tuple[int, int]], size: int) -> int:
 
 
 def _sharing_addresses(offsets: list[int], sizes: list[int]) -> tuple[tuple[int, ...], ...]:
-    """[N] other owners whose bytes intersect those of owner i, ascending."""
+    """Return the other owners [N] whose bytes intersect those of owner i, ascending."""
     sharing: list[list[int]] = [[] for _ in offsets]
     filled = sorted((offsets[owner], owner) for owner in range(len(offsets)) if sizes[owner])
     for at, (offset, owner) in enumerate(filled):

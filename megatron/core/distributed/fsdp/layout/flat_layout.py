@@ -253,9 +253,9 @@ def _next_segment(kinds: dict[tuple[int, int], int], alignment: int, *, at_least
 
 
 def _least_crossed_once(numel: int, granule: int, segment: int) -> int:
-    """Return the least segment from ``segment`` on that the tensor fits into, or with one boundary between granules.
+    """Return the least segment from ``segment`` on that holds the tensor, or at most cuts it once, between granules.
 
-    In front of the boundary there is room for whole granules only, and what is left must fit behind it.
+    Before that boundary there is room for whole granules only, and the rest must fit after it.
     """
     if numel <= segment or segment % granule == 0:
         return segment

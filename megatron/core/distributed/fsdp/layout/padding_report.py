@@ -35,7 +35,9 @@ class PaddingShare:
 
 
 def padding_report(layouts: Iterable[FlatLayout]) -> list[PaddingShare]:
-    """Say which tensors each layout's padding is for, the most first; shares of a layout add up to its ``padding_numel``.
+    """Return which tensors the layouts' padding is for, the largest share first.
+
+    The shares of a layout add up to its ``padding_numel``.
 
     The tensors of the largest granule are packed again as if they could be cut anywhere, and what that saves is their
     share; then those of the next granule, and so on. What is left at the end is for alignment.

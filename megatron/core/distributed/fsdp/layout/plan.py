@@ -1,4 +1,7 @@
-"""The plan: in which order units really run, and where their buffers lie so that ranges alive together never overlap."""
+"""The plan of a step: the order in which units run, what is prefetched when, and where their buffers lie.
+
+The first step is recorded (``Recorder``) and made into a ``Plan``. Buffers that are alive together never overlap.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,13 @@ from typing import NamedTuple
 
 from megatron.core.distributed.fsdp.layout.arena import ArenaPlan, LiveRange, plan_arena
 
-# A record longer than this many uses is not a step; it is dropped rather than kept growing.
+# A record longer than this many uses is not a step; it is dropped before it takes more memory.
 _MAX_USES = 100_000
 NO_UNITS: frozenset[int] = frozenset()
 
 
 class Use(NamedTuple):
-    """One use of a unit's weights."""
+    """A forward or backward of a unit, which needs its weights."""
 
     unit: int
     backward: bool
@@ -25,7 +28,7 @@ class Use(NamedTuple):
 
 @dataclass(frozen=True)
 class PoolPlan:
-    """Addresses of some groups' ranges in one arena."""
+    """Addresses of some groups' buffers in one arena."""
 
     groups: tuple[int, ...]
     arena: ArenaPlan
@@ -35,22 +38,23 @@ class PoolPlan:
         return self.arena.nbytes
 
     def offset(self, group: int) -> int:
-        """Bytes from the arena's start."""
+        """Return the bytes between the arena's start and the group's buffer."""
         return self.arena.offsets[self.groups.index(group)]
 
     def overlapping(self, group: int) -> tuple[int, ...]:
-        """Groups whose range shares addresses with the group's."""
+        """Return the groups whose buffer shares addresses with the group's."""
         return tuple(self.groups[other] for other in self.arena.overlapping[self.groups.index(group)])
 
 
 @dataclass(frozen=True)
 class RangePlan:
-    """Addresses of the groups' ranges, in an arena for each pool: memory of one transport, or of none in particular."""
+    """Addresses of the groups' buffers, in one arena for each pool: memory of one transport, or of none in particular."""
 
     pools: tuple[PoolPlan, ...]
 
     @property
     def groups(self) -> tuple[int, ...]:
+        """Groups that have an address."""
         return tuple(group for pool in self.pools for group in pool.groups)
 
     @property
@@ -59,11 +63,11 @@ class RangePlan:
         return sum(pool.nbytes for pool in self.pools)
 
     def offset(self, group: int) -> int:
-        """Bytes from the start of the group's arena."""
+        """Return the bytes between the start of the group's arena and its buffer."""
         return self._pool(group).offset(group)
 
     def overlapping(self, group: int) -> tuple[int, ...]:
-        """Groups whose range shares addresses with the group's."""
+        """Return the groups whose buffer shares addresses with the group's."""
         return self._pool(group).overlapping(group)
 
     def _pool(self, group: int) -> PoolPlan:
@@ -72,37 +76,37 @@ class RangePlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a step does, from its first forward to the end of its last backward.
+    """What the engine does in a step, from its first forward to the end of its last backward.
 
     Attributes:
         uses: [U] uses of units, in order.
-        ahead: [U] uses whose weights are gathered when a use begins; they come soon after it.
-        kept: [U] True where forward turns into backward, which needs the weights of what ran last first.
-        weights: ranges of the gathered weights.
-        inputs: ranges of the reduce-scatter inputs.
+        ahead: [U] uses whose weights are prefetched when a use begins.
+        turns: [U] True where backward follows forward: the unit stays unsharded until its own backward, which comes soon.
+        weights: addresses of the gathered weights.
+        inputs: addresses of the reduce-scatter inputs.
         stays_unsharded_nbytes: bytes of the groups whose weights stay gathered from a step's first forward to its last backward.
     """
 
     uses: tuple[Use, ...]
     ahead: tuple[tuple[Use, ...], ...]
-    kept: tuple[bool, ...]
+    turns: tuple[bool, ...]
     weights: RangePlan
     inputs: RangePlan
     stays_unsharded_nbytes: Mapping[int, int]
 
     @cached_property
     def horizons(self) -> tuple[int, ...]:
-        """[U] how many uses have their weights gathered, or on their way, once each use has begun."""
+        """Number of uses [U] whose weights are gathered, or on their way, once each use has begun."""
         return tuple(accumulate((len(following) for following in self.ahead), initial=1))[1:]
 
     @cached_property
     def staying(self) -> tuple[frozenset[int], ...]:
-        """[U] units whose weights stay though their forward ends at a use: the pass that comes next needs them at once."""
+        """Units [U] that are not resharded when their forward ends at a use, since the next pass needs them at once."""
         again = Use(self.uses[0].unit, False)
         stays = []
         for at, (use, following) in enumerate(zip(self.uses, (*self.uses[1:], None), strict=True)):
             end = at
-            if self.kept[at]:
+            if self.turns[at]:
                 end = self.uses.index(Use(use.unit, True), at) + 1
             elif following == again:
                 end = self.horizons[at]
@@ -111,13 +115,13 @@ class Plan:
 
     @cached_property
     def first_uses(self) -> dict[int, int]:
-        """The place of each unit's first use."""
+        """Index of each unit's first use."""
         return {use.unit: at for at, use in reversed(list(enumerate(self.uses)))}
 
 
 @dataclass
 class Recorder:
-    """Writes down the uses and live ranges of one step; time is counted in uses."""
+    """Uses of units, and times at which buffers are alive, as one step runs; time is counted in uses."""
 
     uses: list[Use] = field(default_factory=list)
     _weights: dict[int, list[LiveRange]] = field(default_factory=lambda: defaultdict(list))
@@ -130,23 +134,29 @@ class Recorder:
 
     @property
     def is_too_long(self) -> bool:
+        """True if more uses are recorded than any step has."""
         return len(self.uses) > _MAX_USES
 
     def use(self, unit: int, *, backward: bool) -> None:
+        """Record that a unit's forward or backward begins."""
         self.uses.append(Use(unit, backward))
 
     def gathered(self, group: int) -> None:
+        """Record that the group's weights take memory from now on."""
         self._open.setdefault(("weights", group), self._now)
 
     def released(self, group: int) -> None:
+        """Record that the group's weights are resharded."""
         begin = self._open.pop(("weights", group), None)
         if begin is not None:
             self._weights[group].append(LiveRange(group, begin, self._now + 1))
 
     def input_acquired(self, group: int) -> None:
+        """Record that backward begins to write the group's reduce-scatter input."""
         self._open.setdefault(("input", group), self._now)
 
     def reduced(self, group: int) -> None:
+        """Record that the group's reduction has begun."""
         begin = self._open.pop(("input", group), None)
         if begin is not None:
             # The reduction still reads while the next unit's backward writes.
@@ -154,13 +164,16 @@ class Recorder:
 
     @property
     def ranges(self) -> tuple[dict[int, list[LiveRange]], dict[int, list[LiveRange]]]:
-        """When the groups' gathered weights, and their reduce-scatter inputs, were alive; what is alive now ends here."""
+        """Times at which the groups' gathered weights, and their reduce-scatter inputs, were alive.
+
+        Reading it ends the range of each buffer that is alive now.
+        """
         for kind, group in list(self._open):
             (self.released if kind == "weights" else self.reduced)(group)
         return dict(self._weights), dict(self._inputs)
 
     def add(self, ranges: tuple[dict[int, list[LiveRange]], dict[int, list[LiveRange]]]) -> None:
-        """Afterwards buffers are alive also when another rank's ``ranges`` say so."""
+        """Add the times at which buffers were alive on another rank."""
         for own, others in zip((self._weights, self._inputs), ranges, strict=True):
             for group, live in others.items():
                 own[group] = list(dict.fromkeys([*own[group], *live]))
@@ -176,13 +189,13 @@ class Recorder:
         ahead_nbytes: int = 0,
         memory_budget_nbytes: int = 0,
     ) -> Plan:
-        """The plan that repeats what was recorded, with gathers ahead of their use.
+        """Make the plan that repeats what was recorded, with weights gathered ahead of their use.
 
         Args:
             weight_nbytes: bytes of each group's gathered weights.
             input_nbytes: bytes of each group's reduce-scatter input.
             groups_of: groups whose weights a unit uses.
-            pool_of: the pool of each group's ranges; one for all when None.
+            pool_of: the pool of each group's buffers; one for all when None.
             prefetch_depth_of: how many units with weights are prefetched when a unit's (forward, backward) begins; 1 for
                 all when None.
             ahead_nbytes: prefetch more units until weights of so many bytes are on their way; a depth of 0 prefetches none.
@@ -194,45 +207,48 @@ class Recorder:
         begins, ahead = self._gather_ahead(sizes, prefetch_depth_of or {}, ahead_nbytes)
         for group, ranges in self._weights.items():
             self._weights[group] = [LiveRange(group, begins[r.begin], r.end) for r in ranges]
-        kept = [False] * len(self.uses)
+        turns = [False] * len(self.uses)
         for at, (use, following) in enumerate(pairwise(self.uses)):
             if use.backward or not following.backward:
                 continue
             if Use(use.unit, True) not in self.uses[at:]:
                 continue
-            kept[at] = True  # here forward turns into backward, which needs these weights again
+            turns[at] = True
             again = self.uses.index(Use(use.unit, True), at)
             for group in groups_of[use.unit]:
                 if self._weights[group]:
                     self._weights[group].append(LiveRange(group, at, again + 1))
-        stays_unsharded_nbytes = self._keep(weight_nbytes, groups_of, memory_budget_nbytes)
+        stays_unsharded_nbytes = self._stays_unsharded(weight_nbytes, groups_of, memory_budget_nbytes)
         for group in stays_unsharded_nbytes:  # its range is its own
             self._weights[group] = [LiveRange(group, 0, len(self.uses) + 1)]
         return Plan(
             tuple(self.uses),
             tuple(ahead),
-            tuple(kept),
+            tuple(turns),
             _range_plan(self._weights, weight_nbytes, pool_of or {}),
             _range_plan(self._inputs, input_nbytes, pool_of or {}),
             stays_unsharded_nbytes,
         )
 
-    def _keep(
+    def _stays_unsharded(
         self, weight_nbytes: Mapping[int, int], groups_of: Mapping[int, list[int]], memory_budget_nbytes: int
     ) -> dict[int, int]:
-        """The groups that are worth their memory: gathered in forward and again in backward, as many as fit."""
-        kept: dict[int, int] = {}
+        """Choose groups that stay unsharded between forward and backward, and return their bytes.
+
+        Each saves its second gather. As many as fit the budget, the last units of forward first.
+        """
+        chosen: dict[int, int] = {}
         for use in reversed([use for use in self.uses if not use.backward and Use(use.unit, True) in self.uses]):
-            own = {g: weight_nbytes[g] for g in groups_of[use.unit] if g in weight_nbytes and g not in kept}
-            if sum(kept.values()) + sum(own.values()) > memory_budget_nbytes:
+            own = {g: weight_nbytes[g] for g in groups_of[use.unit] if g in weight_nbytes and g not in chosen}
+            if sum(chosen.values()) + sum(own.values()) > memory_budget_nbytes:
                 break
-            kept.update(own)
-        return kept
+            chosen.update(own)
+        return chosen
 
     def _gather_ahead(
         self, nbytes: Mapping[int, int], depth_of: Mapping[int, tuple[int, int]], ahead_nbytes: int
     ) -> tuple[list[int], list[tuple[Use, ...]]]:
-        """[U] the use at whose begin the weights of each use are gathered, and [U] the uses gathered at each."""
+        """Return the use [U] at whose begin each use's weights are gathered, and the uses [U] that are gathered at each."""
         begins, upto = list(range(len(self.uses))), 0
         ahead: list[tuple[Use, ...]] = []
         for now, use in enumerate(self.uses):

@@ -47,7 +47,7 @@ def group_by_rows(
 
     Tensors of one row size stay together first. Where that does not keep the budget, tensors of one shape may also move to
     the buffer of another row size, to fill its tail. Where that does not either, the rows of tensors larger than what a
-    rank holds are cut into equal parts: into the fewest for which the budget is kept. The search is bounded, so a better
+    rank holds are cut into equal parts: into the fewest that keep the budget. The search is bounded, so a better
     partition may exist.
 
     Args:
@@ -80,7 +80,7 @@ def _groups(
         slots = [replace(slot, granule=Granule.row()) for slot in slots]
     free = [index for index, granule in enumerate(asked) if granule is None]
     whole = _Candidate(slots, num_ranks, policy)
-    allowed = max(whole.allowed, _allowed_by_asking(whole, free))
+    allowed = max(whole.allowed, _allowed_with_asked(whole, free))
     best, partition = whole, whole.best_partition(allowed)
     if whole.padding(partition) > allowed and num_ranks > 1 and whole.used_numel >= policy.least_numel_to_cut:
         for finer in _finer_cuts(whole, free):
@@ -149,11 +149,11 @@ class _Candidate:
         by_shape = self._kinds(lambda slot: (slot.shape, slot.granule))
         best: list[_Buffer] = [tuple(range(len(self.slots)))]
         least = self.padding(best)
-        for num_groups in range(2, max(len(by_granule), len(by_shape)) + 1):
+        for num_buffers in range(2, max(len(by_granule), len(by_shape)) + 1):
             for kinds in (by_granule, by_shape):
                 if least <= allowed:
                     return best
-                for partition in self._partitions(kinds, num_groups, at_most)[:_MAX_TRIALS]:
+                for partition in self._partitions(kinds, num_buffers, at_most)[:_MAX_TRIALS]:
                     padding = self.padding(partition)
                     if padding < least:
                         best, least = partition, padding
@@ -168,10 +168,10 @@ class _Candidate:
         rest = [index for members in by_size[_MAX_KINDS - 1 :] for index in members]
         return by_size[: _MAX_KINDS - 1] + ([rest] if rest else [])
 
-    def _partitions(self, kinds: list[list[int]], num_groups: int, at_most: float) -> list[list[_Buffer]]:
+    def _partitions(self, kinds: list[list[int]], num_buffers: int, at_most: float) -> list[list[_Buffer]]:
         """Return all partitions of the kinds into so many buffers, the one of least possible padding first."""
         found = []
-        for groups in _partitions(len(kinds), num_groups):
+        for groups in _partitions(len(kinds), num_buffers):
             partition = sorted(tuple(sorted(index for kind in group for index in kinds[kind])) for group in groups)
             bound = sum(map(self._least_numel, partition))
             if bound - self.used_numel <= at_most:
@@ -186,25 +186,25 @@ class _Candidate:
         return self._bounds[buffer]
 
 
-def _partitions(num_items: int, num_groups: int) -> Iterator[list[list[int]]]:
-    """Yield each way to put items 0..num_items-1 into exactly ``num_groups`` groups, once."""
+def _partitions(num_items: int, num_buffers: int) -> Iterator[list[list[int]]]:
+    """Yield each way to put items 0..num_items-1 into exactly ``num_buffers`` buffers, once."""
 
     def place(item: int, groups: list[list[int]]) -> Iterator[list[list[int]]]:
-        if num_groups - len(groups) > num_items - item:
+        if num_buffers - len(groups) > num_items - item:
             return
         if item == num_items:
             yield groups
             return
         for at, group in enumerate(groups):
             yield from place(item + 1, [*groups[:at], [*group, item], *groups[at + 1 :]])
-        if len(groups) < num_groups:
+        if len(groups) < num_buffers:
             yield from place(item + 1, [*groups, [item]])
 
     return place(0, [])
 
 
-def _allowed_by_asking(whole: _Candidate, free: Sequence[int]) -> float:
-    """Return what the tensors that ask for a granule need in buffers of their own, and the budget of the free ones."""
+def _allowed_with_asked(whole: _Candidate, free: Sequence[int]) -> float:
+    """Return the padding of the tensors that ask for a granule, in buffers of their own, plus the budget of the others."""
     asking = whole.of([index for index in range(len(whole.slots)) if index not in free])
     if not asking.slots:
         return 0

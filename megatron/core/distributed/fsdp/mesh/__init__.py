@@ -1,1 +1,1 @@
-"""Between which ranks parameters are sharded, and between which the model is split besides."""
+"""The ranks over which parameters are sharded, and those over which the model is split besides."""

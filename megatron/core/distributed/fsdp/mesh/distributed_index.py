@@ -1,4 +1,4 @@
-"""Where each process group is: a frozen table that the engine is given and never changes."""
+"""The table of meshes and process groups that the engine is given and never changes."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ class FSDPDistributedIndex:
         dp_shard_dim: name of the axis over which weights are sharded.
         dp_outer_dim: name of the axis over which the sharded model is replicated (hybrid sharding).
         tp_dim: name of the tensor-parallel axis.
-        hybrid_fsdp_group: the dense group over outer and inner axis together.
+        hybrid_fsdp_group: the process group of the dense parameters over outer and inner axis together.
         hybrid_fsdp_expt_group: the same for expert parameters.
         hsdp_outer_dp_shard: optimizer state is sharded over the outer axis too.
         expt_device_mesh: mesh of the expert parameters, with the same axis names; it may lack that of ``tp_dim``, where
             experts are not split over tensor-parallel ranks.
-        fsdp_group_ag: group with the ranks of the sharding axis that serves all-gathers alone, so that they run
-            beside reductions (collectives of one NCCL communicator run one after the other).
+        fsdp_group_ag: a process group of the sharding axis's ranks for all-gathers alone, so that they run beside
+            reductions (collectives of one NCCL communicator run one after the other).
         expt_fsdp_group_ag: the same for expert parameters.
 
     Raises:
-        ValueError: an axis name that the mesh does not have, or a group whose ranks do not fit the mesh.
+        ValueError: an axis name that the mesh does not have, or a process group whose ranks do not fit the mesh.
 
-    Ranks: made by every rank of the mesh; communicates nothing. The groups belong to the caller.
+    Ranks: made by every rank of the mesh; communicates nothing. The process groups belong to the caller.
     """
 
     device_mesh: DeviceMesh
@@ -85,7 +85,7 @@ class FSDPDistributedIndex:
                 )
 
     def get_root_mesh(self, is_expert_parallel: bool = False) -> DeviceMesh:
-        """The whole mesh of the dense or the expert parameters."""
+        """Return the whole mesh of the dense or the expert parameters."""
         if not is_expert_parallel:
             return self.device_mesh
         if self.expt_device_mesh is None:
@@ -95,7 +95,7 @@ class FSDPDistributedIndex:
     def get_submesh(
         self, mesh_dim_names: str | tuple[str, ...] | list[str], is_expert_parallel: bool = False
     ) -> DeviceMesh:
-        """The mesh of the named axes that holds this rank."""
+        """Return the submesh of the named axes that holds this rank."""
         names = (mesh_dim_names,) if isinstance(mesh_dim_names, str) else tuple(mesh_dim_names)
         mesh = self.get_root_mesh(is_expert_parallel)
         missing = [name for name in names if name not in (mesh.mesh_dim_names or ())]
@@ -104,9 +104,9 @@ class FSDPDistributedIndex:
         return mesh if names == mesh.mesh_dim_names else mesh[names]
 
     def get_fsdp_group(self, is_expert_parallel: bool = False, independent_all_gather: bool = False) -> ProcessGroup:
-        """The group over which weights are sharded; with ``independent_all_gather`` the one kept for all-gathers.
+        """Return the process group over which weights are sharded.
 
-        Where no group was given for all-gathers alone, it is the sharding group itself.
+        With ``independent_all_gather`` it is the one for all-gathers alone, if one was given.
         """
         if independent_all_gather:
             group = self.expt_fsdp_group_ag if is_expert_parallel else self.fsdp_group_ag
@@ -115,11 +115,11 @@ class FSDPDistributedIndex:
         return self._axis_group("dp_shard_dim", is_expert_parallel)
 
     def get_outer_fsdp_group(self, is_expert_parallel: bool = False) -> ProcessGroup | None:
-        """The group over which the sharded model is replicated, or None without hybrid sharding."""
+        """Return the process group over which the sharded model is replicated; None without hybrid sharding."""
         return None if self.dp_outer_dim is None else self._axis_group("dp_outer_dim", is_expert_parallel)
 
     def get_dp_group(self, is_expert_parallel: bool = False) -> ProcessGroup:
-        """The group of all data-parallel ranks: outer and inner together."""
+        """Return the process group of all data-parallel ranks: outer and inner together."""
         if self.dp_outer_dim is None:
             return self.get_fsdp_group(is_expert_parallel)
         group = self.hybrid_fsdp_expt_group if is_expert_parallel else self.hybrid_fsdp_group

@@ -1,4 +1,4 @@
-"""The ranks over which a group of parameters is sharded, and what moves its bytes between them."""
+"""The data-parallel ranks over which a parameter group is sharded, with a transport for each mesh axis."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from megatron.core.distributed.fsdp.mesh.model_parallel import ModelParallel
 
 @dataclass(frozen=True)
 class GroupMesh:
-    """The data-parallel axes of a group, outermost first, and a transport for each.
+    """The data-parallel axes of a parameter group, outermost first, and a transport for each.
 
-    Buffers lie in memory of the innermost axis's transport, which moves whole ones; outer axes move parts of them.
+    Buffers are allocated by the innermost axis's transport, which moves whole buffers; outer axes move parts of them.
 
     Args:
-        rows_mesh: the same axes, innermost first: what DTensors name, where an axis cuts what those before it leave.
+        rows_mesh: the same axes, innermost first, for DTensors, in which an axis cuts what those before it leave.
             [Note: cuts go inside out] in DESIGN.md.
-        tensor_mesh: the tensor-parallel axis, and behind it those of ``rows_mesh``: what DTensors name where there is one.
-        model: between which ranks the model is split besides.
+        tensor_mesh: the tensor-parallel axis followed by those of ``rows_mesh``, for DTensors where there is one.
+        model: the ranks over which the model is split besides.
     """
 
     mesh: DeviceMesh
@@ -40,26 +40,26 @@ class GroupMesh:
 
     @property
     def size(self) -> int:
-        """Data-parallel ranks."""
+        """Number of data-parallel ranks."""
         return self.mesh.size()
 
     @property
     def tensor_size(self) -> int | None:
-        """Tensor-parallel ranks; None where there is no such axis."""
+        """Number of tensor-parallel ranks; None where there is no such axis."""
         return None if self.tensor_mesh is None else self.tensor_mesh.size(0)
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device, kind: MemoryKind) -> torch.Tensor:
-        """Memory [numel] for buffers of ``kind``, of the innermost axis's transport. Ranks: all of that, alike."""
+        """Allocate [numel] elements for buffers of ``kind`` from the innermost axis's transport. Ranks: all of that axis, alike."""
         return self.axes[-1].empty(numel, dtype, device, kind)
 
     def num_shards(self, placements: Placements) -> int:
-        """Ranks that share a buffer: of the axes over which anything is sharded."""
+        """Count the ranks that share a buffer: those of the axes over which any kind of tensor is sharded."""
         kinds = zip(placements.parameter, placements.gradient, placements.optimizer, strict=True)
         sharded = [any(isinstance(p, Shard) for p in of_axis) for of_axis in kinds]
         return math.prod(axis.size for axis, is_sharded in zip(self.axes, sharded, strict=True) if is_sharded)
 
     def grad_scale(self, placements: Placements, grad_divisor: float | Fraction) -> float:
-        """What sums of gradients are multiplied by: averaged where placements say so, and divided by ``grad_divisor``."""
+        """Return the factor for sums of gradients: 1 / ``grad_divisor``, and 1 / size of each axis that averages."""
         divisor = Fraction(grad_divisor)
         for placement, axis in zip(placements.gradient, self.axes, strict=True):
             if isinstance(placement, Shard) or placement.reduce_op == "avg":  # type: ignore[attr-defined]
@@ -70,18 +70,18 @@ class GroupMesh:
 def group_mesh_of(
     mesh: DeviceMesh, placements: Placements, gather_group: ProcessGroup | None, kind: str
 ) -> tuple[GroupMesh, torch.device]:
-    """The data-parallel part of a mesh with a transport for each axis, and where this rank's buffers live.
+    """Build the data-parallel part of a mesh with a transport for each axis; return it and this rank's device.
 
-    The innermost axis, over which whole weights and gradients travel every microbatch, has the transport that was
-    asked for; the outer one, once a step, the process group's.
+    The innermost axis, which moves whole weights and gradients every microbatch, gets the transport that was asked for.
+    The outer axis, which moves parts of them once a step, gets the process group's.
 
     Args:
-        gather_group: the ranks of the innermost axis, for all-gathers alone.
+        gather_group: a process group of the innermost axis's ranks, for all-gathers alone.
         kind: of the innermost axis's transport.
 
     Raises:
-        ValueError: the mesh does not hold this rank, or lacks an axis; axes are not in the mesh's order; the gather group
-            has other ranks; the transport cannot serve the axis.
+        ValueError: the mesh does not hold this rank, or lacks an axis; axes are not in the mesh's order;
+            ``gather_group`` has other ranks; the transport cannot serve the axis.
         NotImplementedError: three axes or more; weights or gradients that are sharded over the outer axis.
 
     Ranks: all of the mesh, in the same order; may block.
@@ -107,7 +107,7 @@ def group_mesh_of(
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:
-    """Where this rank's buffers live: the current device of the mesh's type."""
+    """Return the device of this rank's buffers: the current one of the mesh's type."""
     if mesh.device_type == "cuda":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device(mesh.device_type)
@@ -116,10 +116,10 @@ def device_of(mesh: DeviceMesh) -> torch.device:
 def mesh_of_groups(
     whole: ProcessGroup, groups: Sequence[ProcessGroup], device_type: str, names: Sequence[str]
 ) -> DeviceMesh:
-    """The mesh over the ranks of ``whole``, in their order, whose axes are this rank's ``groups``, outermost first.
+    """Build the mesh over the ranks of ``whole``, in their order, whose axes are this rank's ``groups``, outermost first.
 
     Raises:
-        ValueError: the groups are not those of such a mesh.
+        ValueError: the process groups are not those of such a mesh.
     """
     shape = [group.size() for group in groups]
     own = [dist.get_process_group_ranks(group) for group in groups]
@@ -131,18 +131,18 @@ def mesh_of_groups(
         if lines == own:
             return DeviceMesh.from_group(list(groups), device_type, mesh=ranks, mesh_dim_names=tuple(names))
     raise ValueError(
-        f"the groups of {', '.join(names)} must be the axes of a mesh over ranks {ranks.flatten().tolist()}, got "
+        f"the process groups of {', '.join(names)} must be the axes of a mesh over ranks {ranks.flatten().tolist()}, got "
         f"{' and '.join(map(str, own))} on rank {dist.get_rank()}"
     )
 
 
 def mesh_in_order(mesh: DeviceMesh, axes: Sequence[int]) -> DeviceMesh:
-    """The mesh of these axes of ``mesh``, in this order, that holds this rank; over the same groups, and one for all calls."""
+    """Return the submesh of these axes, in this order, that holds this rank; over the same process groups, made once."""
     if list(axes) == sorted(axes):
         return _sub_mesh(mesh, axes)
-    kept: dict[tuple[int, ...], DeviceMesh] = mesh.__dict__.setdefault("_fsdp_meshes_in_order", {})
+    made: dict[tuple[int, ...], DeviceMesh] = mesh.__dict__.setdefault("_fsdp_meshes_in_order", {})
     key = tuple(axes)
-    if key not in kept:
+    if key not in made:
         upwards = sorted(axes)
         own = _sub_mesh(mesh, upwards)
         names = mesh.mesh_dim_names or tuple(f"axis_{axis}" for axis in range(mesh.ndim))
@@ -150,8 +150,8 @@ def mesh_in_order(mesh: DeviceMesh, axes: Sequence[int]) -> DeviceMesh:
         ranks = own.mesh.permute([upwards.index(axis) for axis in axes]).contiguous()
         groups = [mesh.get_group(axis) for axis in axes]
         in_order = tuple(names[axis] for axis in axes)
-        kept[key] = DeviceMesh.from_group(groups, mesh.device_type, mesh=ranks, mesh_dim_names=in_order)
-    return kept[key]
+        made[key] = DeviceMesh.from_group(groups, mesh.device_type, mesh=ranks, mesh_dim_names=in_order)
+    return made[key]
 
 
 def _check_outer(placements: Placements) -> None:
@@ -181,7 +181,7 @@ def _axis_index(mesh: DeviceMesh, axis: int | str) -> int:
 
 
 def _sub_mesh(mesh: DeviceMesh, axes: Sequence[int]) -> DeviceMesh:
-    """The mesh of these axes that holds this rank."""
+    """Return the submesh of these axes that holds this rank."""
     if any(later <= earlier for earlier, later in pairwise(axes)):
         raise ValueError(
             f"data-parallel axes must be in the mesh's order, outermost first, got axes {list(axes)} of {mesh}"

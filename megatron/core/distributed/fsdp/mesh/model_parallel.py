@@ -1,4 +1,4 @@
-"""How a model is split besides data parallelism, as far as its parameters, gradients and norms depend on it."""
+"""How a model is split besides data parallelism: what its parameters, gradients and norms need to know of it."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from megatron.core.distributed.fsdp.dtensor.block_shard import BlockShard
 
 @dataclass(frozen=True, kw_only=True)
 class ModelParallel:
-    """The ranks between which a model is split besides data parallelism.
+    """The ranks over which a model is split besides data parallelism.
 
-    Parameters say by attributes how they take part, with Megatron's names: ``tensor_model_parallel``, ``partition_dim``
+    Attributes of a parameter, with Megatron's names, say how it is split: ``tensor_model_parallel``, ``partition_dim``
     and ``partition_stride`` (this rank's parameter is its part of a larger tensor), ``sequence_parallel`` (it is the same
     on all tensor-parallel ranks, each of which sees a part of the sequence), ``allreduce=False`` (an expert's),
-    ``shared_embedding`` (it is also held by another pipeline stage), ``canonical_name`` (it is a copy of the parameter of
-    that name, which another pipeline stage holds).
+    ``shared_embedding`` (another pipeline stage holds it too), ``canonical_name`` (it is a copy of the parameter of that
+    name, which another pipeline stage holds).
 
     Args:
         tensor_axis: name of the axis of the mesh (and of ``expert_mesh``, if it has one so named) over which
             tensor-parallel parameters are split. Their DTensors are those of the whole tensors, over this axis and
             the data-parallel ones. Gradients of ``sequence_parallel`` parameters are summed over it, once per step.
         expert_mesh: mesh over which parameters with ``allreduce=False`` are sharded, with the same names of axes as the
-            other. Experts get tokens of all ranks of the other mesh, so what their gradients are divided by is its size.
-        expert_group_ag: a group of the ranks of ``expert_mesh`` for all-gathers alone.
-        embedding_group: ranks that hold ``shared_embedding`` parameters; their gradients are summed over it, once per
-            step, before they are used.
-        model_groups: groups that together span all ranks that hold a part of the model: one of all, or several, over
-            which sums are taken one after the other. Norms are then such sums of what each rank counts, each element
-            once. Empty: the meshes of the parameters hold the model.
+            other. Experts get tokens from all ranks of the other mesh, so their gradients are divided by its size.
+        expert_group_ag: a process group of the ranks of ``expert_mesh`` for all-gathers alone.
+        embedding_group: process group of the ranks that hold ``shared_embedding`` parameters; their gradients are summed
+            over it, once per step, before they are used.
+        model_groups: process groups that together span all ranks that hold a part of the model: one of all, or several,
+            over which sums are taken one after the other. Norms are such sums; each rank adds the elements that it owns,
+            and each element is owned once. Empty: the meshes of the parameters span the model.
     """
 
     tensor_axis: str | None = None
@@ -46,11 +46,11 @@ class ModelParallel:
 
 @dataclass(frozen=True)
 class TensorPart:
-    """How this rank's parameter is part of a whole tensor.
+    """The whole tensor that this rank's parameter is a tensor-parallel part of.
 
     Args:
         shape: of the whole tensor.
-        placements: of the tensor-parallel axis; [] where there is none.
+        placements: [1] on the tensor-parallel axis; [] where there is none.
     """
 
     shape: torch.Size
@@ -58,12 +58,12 @@ class TensorPart:
 
     @property
     def is_replicated(self) -> bool:
-        """True if all tensor-parallel ranks hold the same."""
+        """True if all tensor-parallel ranks hold the same tensor."""
         return all(isinstance(placement, Replicate) for placement in self.placements)
 
 
 def part_of(parameter: torch.Tensor, name: str, num_ranks: int | None) -> TensorPart:
-    """What a parameter's attributes say of the tensor that it is part of.
+    """Read from a parameter's attributes which whole tensor it is a part of.
 
     Args:
         num_ranks: tensor-parallel ranks; None where there is no such axis.
@@ -96,6 +96,6 @@ def part_of(parameter: torch.Tensor, name: str, num_ranks: int | None) -> Tensor
 
 
 def is_shared_between_stages(parameter: torch.Tensor, model: ModelParallel) -> bool:
-    """True if another pipeline stage holds the parameter too, whose gradients are summed over both."""
+    """True if another pipeline stage holds the parameter too; gradients are then summed over both stages."""
     group = model.embedding_group
     return group is not None and group.size() > 1 and getattr(parameter, "shared_embedding", False)

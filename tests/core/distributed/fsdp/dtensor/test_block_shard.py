@@ -6,6 +6,7 @@ import copy
 import pickle
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ FULL = torch.arange(72.0).view(24, 3)
 KINDS: list[Placement] = [BlockShard(2), BlockShard(3), Shard(0), Shard(1), Replicate()]
 
 
-def _split(mesh: DeviceMesh, kind: Placement, full: torch.Tensor = FULL) -> DTensor:
+def _split(mesh: DeviceMesh, kind: Placement, full: torch.Tensor = FULL) -> Any:
     """The full tensor over (tp, dp); data-parallel rank 0 has the larger part of the rows."""
     tp, dp = mesh.get_local_rank(0), mesh.get_local_rank(1)
     if isinstance(kind, BlockShard):
@@ -60,13 +61,14 @@ def dtensor_is_right_on_them() -> None:
         assert torch.equal(_quietly_redistribute(even, list(tensor.placements)).to_local(), tensor.to_local()), kind
         result = tensor * 2 + tensor
         assert result.placements == tensor.placements and torch.equal(result.full_tensor(), 3 * FULL), kind
-        assert torch.zeros_like(tensor).placements == tensor.placements
+        zeros: Any = torch.zeros_like(tensor)
+        assert zeros.placements == tensor.placements
         assert torch.allclose(tensor.sum().full_tensor(), FULL.sum()), kind
-        parameter = nn.Parameter(tensor.detach().clone())
-        parameter.grad = tensor.clone()  # type: ignore[assignment]
+        parameter: Any = nn.Parameter(tensor.detach().clone())
+        parameter.grad = tensor.clone()
         norm = nn.utils.clip_grad_norm_([parameter], 1.0)
         assert torch.allclose(norm.full_tensor(), FULL.norm()), kind  # type: ignore[attr-defined]
-        assert torch.allclose(parameter.grad.full_tensor(), FULL / FULL.norm(), atol=1e-5), kind  # type: ignore[attr-defined]
+        assert torch.allclose(parameter.grad.full_tensor(), FULL / FULL.norm(), atol=1e-5), kind
         torch.optim.AdamW([parameter]).step()
     # The rows of the outer part are no rows of the whole: that is refused, never taken for the same.
     with pytest.raises(ValueError, match="holds 14 rows, got a tensor of 24"):
@@ -98,10 +100,10 @@ def boxes_are_those_of_the_whole_tensor(folder: str) -> None:
         load(dict(read), checkpoint_id=folder, no_dist=True)
     for name, whole in read.items():
         assert torch.equal(whole, FULL), name
-    empty = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    empty: dict[str, Any] = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
     load(dict(empty), checkpoint_id=folder)
-    for name, tensor in empty.items():
-        assert torch.equal(tensor.full_tensor(), FULL), name
+    for name, loaded in empty.items():
+        assert torch.equal(loaded.full_tensor(), FULL), name
 
 
 def test_boxes_are_those_of_the_whole_tensor(tmp_path: Path) -> None:

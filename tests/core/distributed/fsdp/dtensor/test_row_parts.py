@@ -246,7 +246,7 @@ def what_cannot_be_moved_is_refused() -> None:
     else:
         with pytest.raises(NotImplementedError, match="an axis of one rank cuts nothing"):
             two.redistribute(placements=[RowShard(0, 24, 2, 4), Replicate()])
-    with pytest.raises(NotImplementedError, match="is no box of the whole tensor"):
+    with pytest.raises(NotImplementedError, match="must be one box of the whole tensor"):
         compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
 
 

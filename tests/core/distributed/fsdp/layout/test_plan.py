@@ -1,4 +1,4 @@
-"""From a record of uses to a plan: what is gathered ahead, what is kept, and which ranges share addresses. Pure."""
+"""From a record of uses to a plan: what is prefetched, what stays unsharded, and which buffers share addresses. Pure."""
 
 from __future__ import annotations
 
@@ -56,24 +56,24 @@ def test_each_use_gathers_the_next_one_ahead() -> None:
     assert plan.ahead == (*((use,) for use in plan.uses[1:]), ())
 
 
-def test_weights_are_kept_where_forward_turns_into_backward() -> None:
+def test_weights_stay_where_forward_turns_into_backward() -> None:
     plan = _plan(_chain(3), 4)
-    assert plan.kept == (False, False, False, True, False, False, False, False)
+    assert plan.turns == (False, False, False, True, False, False, False, False)
 
 
-def test_nothing_is_kept_for_a_unit_that_has_no_backward() -> None:
+def test_nothing_stays_for_a_unit_that_has_no_backward() -> None:
     """A teacher under no_grad that runs last in forward: its weights are not needed again."""
     recorder = _chain(2, with_backward=False)
     _use(recorder, 3, backward=False)
     recorder.released(3)
     _use(recorder, 2, backward=True)
     recorder.released(2)
-    assert not any(_plan(recorder, 4).kept)
+    assert not any(_plan(recorder, 4).turns)
 
 
 def test_forward_alone_keeps_nothing() -> None:
     plan = _plan(_chain(3, with_backward=False), 4)
-    assert not any(plan.kept) and not plan.inputs.groups and plan.inputs.nbytes == 0
+    assert not any(plan.turns) and not plan.inputs.groups and plan.inputs.nbytes == 0
 
 
 def test_pools_have_arenas_of_their_own() -> None:
@@ -117,14 +117,14 @@ def test_gathers_reach_as_far_ahead_as_asked() -> None:
     assert all_ahead == list(plan.uses[1:]), "each use is gathered ahead once"
 
 
-def _plan_of_depth(num_blocks: int, depth: tuple[int, int], **options: int) -> Plan:
+def _plan_of_depth(num_blocks: int, depth: tuple[int, int], *, ahead_nbytes: int = 0) -> Plan:
     nbytes = dict.fromkeys(range(num_blocks + 1), NBYTES)
     return _chain(num_blocks).plan(
         weight_nbytes=nbytes,
         input_nbytes=nbytes,
         groups_of={unit: [unit] for unit in nbytes},
         prefetch_depth_of=dict.fromkeys(nbytes, depth),
-        **options,
+        ahead_nbytes=ahead_nbytes,
     )
 
 
@@ -202,7 +202,7 @@ def test_what_is_needed_together_never_shares_addresses(order: list[int], num_ah
     for at, use in enumerate(plan.uses):
         on_their_way = [unit for unit in on_their_way if unit != use.unit] + [ahead.unit for ahead in plan.ahead[at]]
         together = {0, use.unit, *(ahead.unit for ahead in plan.ahead[at])}
-        if at and plan.kept[at - 1]:
+        if at and plan.turns[at - 1]:
             together.add(plan.uses[at - 1].unit)
         for unit in together:
             assert not set(plan.weights.overlapping(unit)) & together, (use, together)

@@ -67,7 +67,7 @@ def what_is_not_there_is_named() -> None:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     for field in ("dp_shard_dim", "dp_outer_dim", "tp_dim"):
         with pytest.raises(ValueError, match=rf"{field} must name an axis of device_mesh \('dp',\), got 'other'"):
-            FSDPDistributedIndex(mesh, **{field: "other"})
+            FSDPDistributedIndex(mesh, **{field: "other"})  # type: ignore[arg-type]
     index = FSDPDistributedIndex(mesh)
     with pytest.raises(ValueError, match="dp_shard_dim must name an axis of the mesh, got None"):
         index.get_fsdp_group()
