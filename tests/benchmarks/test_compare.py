@@ -74,7 +74,7 @@ class _HalvedGradients(Ours):
     def __init__(self, *args: object) -> None:
         super().__init__(*args)  # type: ignore[arg-type]
         for unit in self.model.units():
-            for group in unit.parameter_groups:  # type: ignore[union-attr]
+            for group in unit.parameter_groups:
                 group.grads.scale /= 2
 
 

@@ -170,7 +170,7 @@ def test_weights_written_between_replays_are_refused(training: _Training) -> Non
     _capture(training)
     training.evaluate()
     training.train(3, 1)
-    weights = {name: value.full_tensor().clone() for name, value in training.model.state_dict().items()}  # type: ignore[attr-defined]
+    weights = {name: value.full_tensor().clone() for name, value in training.model.state_dict().items()}
     training.model.load_state_dict(weights)
     with pytest.raises(RuntimeError, match=r"weights must not be written between the replays.*load before the first"):
         training.train(4, 1)
@@ -179,7 +179,7 @@ def test_weights_written_between_replays_are_refused(training: _Training) -> Non
 def test_weights_loaded_before_the_capture_are_trained_on(training: _Training) -> None:
     other = _Training(warmup_steps=9)
     other.train(0, 1)
-    weights = {name: value.full_tensor().clone() for name, value in other.model.state_dict().items()}  # type: ignore[attr-defined]
+    weights = {name: value.full_tensor().clone() for name, value in other.model.state_dict().items()}
     other.run.close()
     training.model.load_state_dict(weights)
     reference = _Training(warmup_steps=9)

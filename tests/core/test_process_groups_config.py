@@ -17,7 +17,7 @@ def test_a_collection_is_empty_until_it_is_given_groups() -> None:
     collection = ProcessGroupCollection()
     assert all(getattr(collection, field.name) is None for field in fields(collection))
     with pytest.raises(TypeError):
-        ProcessGroupCollection(None)  # type: ignore[misc]
+        ProcessGroupCollection(None)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="dp_pc"):
         ProcessGroupCollection(dp_pc=None)  # type: ignore[call-arg]
 

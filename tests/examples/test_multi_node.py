@@ -81,7 +81,11 @@ def test_all_ranks_may_share_as_if_they_were_on_one_host(tmp_path: Path) -> None
 
 def test_a_failed_host_starts_again_as_often_as_asked(tmp_path: Path) -> None:
     status, output = _host(tmp_path, python="echo started; exit 3", RESTARTS="2")
-    assert status == 3 and output.count("started") == 3 and "ended with status 3; starting again, at most 1 times" in output
+    assert (
+        status == 3
+        and output.count("started") == 3
+        and "ended with status 3; starting again, at most 1 times" in output
+    )
     status, output = _host(tmp_path, python="echo started", RESTARTS="2")
     assert status == 0 and output.count("started") == 1
 

@@ -73,14 +73,15 @@ def _gradients_are_always_averaged(patch: pytest.MonkeyPatch) -> None:
 
 
 def _means_are_over_the_inner_axis(patch: pytest.MonkeyPatch) -> None:
-    from megatron.core.distributed.fsdp.buffers import parameter_group
+    from megatron.core.distributed.fsdp.mesh.group_mesh import GroupMesh
 
-    scale = parameter_group._grad_scale
+    scale: Any = GroupMesh.grad_scale
 
-    def inner(placements: Any, axes: Any, divisor: Any) -> float:
-        return scale(SimpleNamespace(gradient=placements.gradient[-1:]), axes[-1:], divisor)  # type: ignore[arg-type]
+    def inner(self: Any, placements: Any, divisor: Any) -> float:
+        of_inner_axis = SimpleNamespace(axes=self.axes[-1:])
+        return scale(of_inner_axis, SimpleNamespace(gradient=placements.gradient[-1:]), divisor)
 
-    patch.setattr(parameter_group, "_grad_scale", inner)
+    patch.setattr(GroupMesh, "grad_scale", inner)
 
 
 def _no_outer_reduction(patch: pytest.MonkeyPatch) -> None:

@@ -38,7 +38,7 @@ class TiedModel(nn.Module):
     def __init__(self, *, vocab: int = 11, width: int = 5, num_blocks: int = 2) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocab, width)
-        self.blocks = nn.ModuleList([Block(width) for _ in range(num_blocks)])
+        self.blocks: Any = nn.ModuleList([Block(width) for _ in range(num_blocks)])  # fully_shard adds methods
         self.output = nn.Linear(width, vocab, bias=False)
         self.output.weight = self.embedding.weight
 

@@ -43,7 +43,7 @@ class Net(nn.Module):
     def __init__(self, num_blocks: int = 3, width: int = 7) -> None:
         super().__init__()
         self.entry = nn.Linear(NUM_INPUTS, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(num_blocks))
+        self.blocks: Any = nn.ModuleList(Block(width) for _ in range(num_blocks))  # fully_shard adds methods
         self.head = nn.Linear(width, NUM_CLASSES)
         self.order = list(range(num_blocks))
         self.around: Callable[[nn.Module, torch.Tensor], torch.Tensor] = lambda block, x: block(x)

@@ -109,7 +109,7 @@ def test_every_kind_of_transport_can_be_asked_for() -> None:
 
 def test_fields_are_keywords_only_and_default_to_plain_data_parallelism() -> None:
     with pytest.raises(TypeError):
-        DistributedDataParallelConfig(True)  # type: ignore[misc]
+        DistributedDataParallelConfig(True)  # type: ignore[call-arg]
     config = DistributedDataParallelConfig()
     assert config.data_parallel_sharding_strategy == "no_shard" and not config.use_megatron_fsdp
     assert config.megatron_fsdp_main_params_dtype is torch.float32

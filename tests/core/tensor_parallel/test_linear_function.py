@@ -88,7 +88,8 @@ def test_inputs_and_gradients_that_are_not_contiguous() -> None:
 
 
 def test_a_frozen_weight_is_left_alone_and_its_input_not_kept() -> None:
-    weight, x = _weight().requires_grad_(False), torch.randn(5, 4, requires_grad=True)
+    weight, x = _weight(), torch.randn(5, 4, requires_grad=True)
+    weight.requires_grad_(False)
     main = MainGrad(weight)
     kept: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
@@ -156,6 +157,7 @@ def test_bias_is_returned_instead_of_added_where_asked() -> None:
         layer.bias.fill_(2.0)
     x = torch.randn(5, 4)
     output, bias = layer(x)
+    assert layer.weight is not None
     assert torch.equal(output, F.linear(x, layer.weight)) and bias is layer.bias
 
 

@@ -21,7 +21,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from tests.support.launch import run_ranks
 
 S, B, I, O, V = 8, 2, 12, 16, 24  # noqa: E741
-CLOSE = {"rtol": 1e-5, "atol": 1e-6}
+CLOSE: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-6}
 INIT = NormalInit(1.0)
 
 
@@ -46,13 +46,15 @@ def _part(full: torch.Tensor, dim: int) -> torch.Tensor:
     return partition(full, dim, 1, dist.get_rank(), dist.get_world_size()).detach().clone()
 
 
-def _whole(part: torch.Tensor, dim: int, stride: int = 1) -> torch.Tensor:
+def _whole(part: torch.Tensor | None, dim: int, stride: int = 1) -> torch.Tensor:
+    assert part is not None
     parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, part.detach().contiguous())
     return assemble(parts, dim, stride)
 
 
-def _sum(part: torch.Tensor) -> torch.Tensor:
+def _sum(part: torch.Tensor | None) -> torch.Tensor:
+    assert part is not None
     total = part.detach().clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total)
     return total
@@ -60,7 +62,7 @@ def _sum(part: torch.Tensor) -> torch.Tensor:
 
 def _fill_bias(layer: torch.nn.Module, full: torch.Tensor) -> None:
     with torch.no_grad():
-        layer.bias.copy_(full if layer.bias.shape == full.shape else _part(full, 0))  # type: ignore[operator, union-attr, arg-type]
+        layer.bias.copy_(full if layer.bias.shape == full.shape else _part(full, 0))  # type: ignore[operator]
 
 
 def check_column(sequence_parallel: bool, gather_output: bool, skip_bias_add: bool) -> None:
@@ -84,14 +86,14 @@ def check_column(sequence_parallel: bool, gather_output: bool, skip_bias_add: bo
         )
     output.backward(full_grad if gather_output else _part(full_grad, -1))
 
-    weight = _whole(layer.weight, 0).requires_grad_()  # type: ignore[arg-type]
+    weight = _whole(layer.weight, 0).requires_grad_()
     reference_x, reference_bias = full_x.clone().requires_grad_(), full_bias.clone().requires_grad_()
     expected = F.linear(reference_x, weight, reference_bias)
     expected.backward(full_grad)
     torch.testing.assert_close(output if gather_output else _whole(output, -1), expected, **CLOSE)
     torch.testing.assert_close(_whole(x.grad, 0) if sequence_parallel else x.grad, reference_x.grad, **CLOSE)
-    torch.testing.assert_close(_whole(layer.weight.grad, 0), weight.grad, **CLOSE)  # type: ignore[union-attr]
-    torch.testing.assert_close(_whole(layer.bias.grad, 0), reference_bias.grad, **CLOSE)  # type: ignore[union-attr]
+    torch.testing.assert_close(_whole(layer.weight.grad, 0), weight.grad, **CLOSE)
+    torch.testing.assert_close(_whole(layer.bias.grad, 0), reference_bias.grad, **CLOSE)
 
 
 def check_row(sequence_parallel: bool, input_is_parallel: bool, skip_bias_add: bool) -> None:
@@ -111,15 +113,15 @@ def check_row(sequence_parallel: bool, input_is_parallel: bool, skip_bias_add: b
     output = output if bias is None else output + bias
     output.backward(_part(full_grad, 0) if sequence_parallel else full_grad)
 
-    weight = _whole(layer.weight, 1).requires_grad_()  # type: ignore[arg-type]
+    weight = _whole(layer.weight, 1).requires_grad_()
     reference_x, reference_bias = full_x.clone().requires_grad_(), full_bias.clone().requires_grad_()
     expected = F.linear(reference_x, weight, reference_bias)
     expected.backward(full_grad)
     torch.testing.assert_close(_whole(output, 0) if sequence_parallel else output, expected, **CLOSE)
     torch.testing.assert_close(_whole(x.grad, -1) if input_is_parallel else x.grad, reference_x.grad, **CLOSE)
-    torch.testing.assert_close(_whole(layer.weight.grad, 1), weight.grad, **CLOSE)  # type: ignore[union-attr]
+    torch.testing.assert_close(_whole(layer.weight.grad, 1), weight.grad, **CLOSE)
     assert getattr(layer.bias, "sequence_parallel", False) == sequence_parallel
-    bias_grad = _sum(layer.bias.grad) if sequence_parallel else layer.bias.grad  # type: ignore[union-attr]
+    bias_grad = _sum(layer.bias.grad) if sequence_parallel else layer.bias.grad
     torch.testing.assert_close(bias_grad, reference_bias.grad, **CLOSE)
 
 
@@ -130,7 +132,7 @@ def check_gated_column() -> None:
     )
     x = _inputs(S, B, I)
     gate, up = layer(x)[0].chunk(2, dim=-1)
-    full_gate, full_up = F.linear(x, _whole(layer.weight, 0, stride=2)).chunk(2, dim=-1)  # type: ignore[arg-type]
+    full_gate, full_up = F.linear(x, _whole(layer.weight, 0, stride=2)).chunk(2, dim=-1)
     torch.testing.assert_close(_whole(gate * up, -1), full_gate * full_up, **CLOSE)
 
 
@@ -146,12 +148,12 @@ def check_experts() -> None:
     hidden, _ = column(x)
     output, _ = row(hidden)
     assert total and hidden.shape == (S, O // dist.get_world_size()) and output.shape == (S, I)
-    first, second = _whole(column.weight, 0), _whole(row.weight, 1)  # type: ignore[arg-type]
+    first, second = _whole(column.weight, 0), _whole(row.weight, 1)
     torch.testing.assert_close(_sum(output), F.linear(F.linear(x, first), second).detach(), rtol=1e-5, atol=1e-5)
     output.sum().backward()
     expected = x.detach().clone().requires_grad_()
     F.linear(F.linear(expected, first), second).sum().backward()
-    torch.testing.assert_close(_sum(x.grad), expected.grad, rtol=1e-5, atol=1e-5)  # type: ignore[arg-type]
+    torch.testing.assert_close(_sum(x.grad), expected.grad, rtol=1e-5, atol=1e-5)
     for layer in (column, row):
         for parameter in layer.parameters():
             assert parameter.allreduce is False  # type: ignore[attr-defined]
@@ -178,7 +180,8 @@ def check_main_gradient(sequence_parallel: bool, layer_kind: str) -> None:
         grad = _inputs(S // dist.get_world_size() if sequence_parallel else S, B, O, seed=2)
     layer(x.requires_grad_())[0].backward(grad)
     expected, layer.weight.grad = layer.weight.grad, None
-    buffer, uses = torch.full_like(layer.weight, float("nan")), []
+    buffer = torch.full_like(layer.weight, float("nan"))
+    uses: list[int] = []
 
     def get_main_grad() -> torch.Tensor:
         layer.weight.overwrite_main_grad = not uses
@@ -199,13 +202,13 @@ def check_frozen() -> None:
     ).requires_grad_(False)
     x = _part(_inputs(S, B, I), 0).requires_grad_()
     kept: list[torch.Size] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.shape) or t, lambda t: t):  # type: ignore[func-returns-value]
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.shape) or t, lambda t: t):
         output, _ = layer(x)
     output.sum().backward()
-    assert x.grad is not None and kept == [layer.weight.shape]  # type: ignore[union-attr]
+    assert x.grad is not None and kept == [layer.weight.shape]
     layer.requires_grad_(True)
     layer(x.detach())[0].sum().backward()
-    assert layer.weight.grad is not None  # type: ignore[union-attr]
+    assert layer.weight.grad is not None
 
 
 def check_autocast() -> None:
@@ -215,7 +218,7 @@ def check_autocast() -> None:
         output, _ = layer(x)
     assert output.dtype == torch.bfloat16 and output.shape[0] == S
     output.float().sum().backward()
-    assert x.grad is not None and layer.weight.grad is not None  # type: ignore[union-attr]
+    assert x.grad is not None and layer.weight.grad is not None
 
 
 def check_embedding(scatters: bool) -> None:
@@ -235,7 +238,7 @@ def check_embedding(scatters: bool) -> None:
     expected = F.embedding(tokens, weight)
     expected.backward(full_grad)
     assert torch.equal(_whole(output, 0) if scatters else output, expected), "sums of one value and zeros are exact"
-    torch.testing.assert_close(_whole(layer.weight.grad, 0), weight.grad, **CLOSE)  # type: ignore[arg-type]
+    torch.testing.assert_close(_whole(layer.weight.grad, 0), weight.grad, **CLOSE)
 
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -285,7 +288,7 @@ def check_memory_of_the_loss() -> None:
     cross_entropy.CHUNK_NUMEL = V
     logits = _part(_inputs(S, B, V).bfloat16(), -1).requires_grad_()
     kept: list[torch.Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):  # type: ignore[func-returns-value]
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         LOSSES["chunked"](logits, torch.zeros(S, B, dtype=torch.long))
     wide = [tensor for tensor in kept if tensor.numel() > S * B]
     assert len(wide) == 1 and wide[0].data_ptr() == logits.data_ptr()

@@ -60,7 +60,7 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "attention recomputed": ({}, {**GPT2, **LARGE, "recompute_granularity": "selective"}),
 }
-TOLERANCE = {"rtol": 1e-5, "atol": 1e-6}
+TOLERANCE: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-6}
 """fp32 sums in another order; seen: 3e-7."""
 
 
@@ -199,8 +199,7 @@ def _attributes() -> dict[str, dict[str, Any]]:
         late = build_gpt(arguments, **fields)
     for module in late.modules():
         module.to_empty(device="cpu", recurse=False)
-        if hasattr(module, "reset_parameters"):
-            module.reset_parameters()
+        getattr(module, "reset_parameters", lambda: None)()
     for (name, one), other in zip(direct.named_parameters(), late.parameters(), strict=True):
         assert torch.equal(one, other) and vars(one) == vars(other), name
     return {name: {"shape": list(p.shape), **vars(p)} for name, p in late.named_parameters()}

@@ -38,7 +38,9 @@ def test_a_missing_rank_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "init_process_group", never_comes)
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "somewhere", "MASTER_PORT": "7"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(RuntimeError, match=r"rank 1 must reach 2 ranks at .* somewhere:7 within 3 minutes.*1/2 clients"):
+    with pytest.raises(
+        RuntimeError, match=r"rank 1 must reach 2 ranks at .* somewhere:7 within 3 minutes.*1/2 clients"
+    ):
         initialize_distributed(DistributedConfig(backend="gloo", timeout_minutes=3))
 
 

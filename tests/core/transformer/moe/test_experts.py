@@ -75,7 +75,7 @@ def test_experts_in_turn_are_their_mlps_times_the_probabilities(name: str) -> No
     for expert, x, probs in zip(
         experts.local_experts, rows.hidden_states.split(COUNTS), rows.probs.split(COUNTS), strict=True
     ):
-        fc1, fc2 = expert.linear_fc1, expert.linear_fc2  # type: ignore[union-attr]
+        fc1, fc2 = expert.linear_fc1, expert.linear_fc2
         activated = F.linear(x, fc1.weight, fc1.bias)  # type: ignore[arg-type]
         if config.gated_linear_unit:
             gate, up = activated.chunk(2, -1)

@@ -85,7 +85,7 @@ def test_the_kernel_gives_what_a_loop_gives(counts: tuple[int, ...], in_one_buff
 def _layer(**fields: Any) -> MoELayer:
     with torch.device("cuda"):
         model = build_moe_gpt(**{**BF16, **fields})
-    layer = model.decoder.layers[0].mlp  # type: ignore[union-attr]
+    layer = model.decoder.layers[0].mlp
     assert isinstance(layer, MoELayer)
     return layer
 

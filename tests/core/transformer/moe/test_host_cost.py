@@ -111,7 +111,7 @@ def _work(kind: str) -> Work:
     groups = ProcessGroupCollection(ep=dist.group.WORLD) if size > 1 else None
     fields = {"num_moe_experts": 8, "moe_shared_expert_intermediate_size": None, "moe_z_loss_coeff": None}
     model = build_moe_gpt(groups, expert_model_parallel_size=size, **fields, **FIELDS[kind])
-    layer: Any = model.decoder.layers[0].mlp  # type: ignore[union-attr]
+    layer: Any = model.decoder.layers[0].mlp
     layer.experts = _Factors()
     x = torch.randn(32, 2, 16, requires_grad=True)
     forward, backward = _Operations(), _Operations()
@@ -145,7 +145,7 @@ def _acts_of_a_layer() -> list[str]:
     """What a layer with a shared expert does, in order: count exchange, shared expert, wait."""
     groups = ProcessGroupCollection(ep=dist.group.WORLD)
     model = build_moe_gpt(groups, expert_model_parallel_size=dist.get_world_size())
-    layer: Any = model.decoder.layers[0].mlp  # type: ignore[union-attr]
+    layer: Any = model.decoder.layers[0].mlp
     acts: list[str] = []
     exchange, read = dist.all_to_all_single, DelayedRead.tensor
     layer.shared_experts.register_forward_hook(lambda *_: acts.append("shared expert"))

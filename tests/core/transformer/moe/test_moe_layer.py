@@ -30,7 +30,7 @@ def _gradients(model: GPTModel, *data_ranks: int) -> dict[str, torch.Tensor]:
 )
 def test_the_frequency_says_which_layers_have_experts(freq: Any, expected: list[bool] | None) -> None:
     model = build_moe_gpt(num_layers=4, moe_layer_freq=freq)
-    kinds = [isinstance(layer.mlp, MoELayer) for layer in model.decoder.layers]  # type: ignore[union-attr]
+    kinds = [isinstance(layer.mlp, MoELayer) for layer in model.decoder.layers]
     assert kinds == (expected or [bool(value) for value in freq])
     assert kinds == [has_experts(model.config, number) for number in range(1, 5)]
 
@@ -64,7 +64,7 @@ def test_routed_experts_alone_are_sharded_over_their_own_ranks() -> None:
 def test_the_shared_expert_is_added_times_its_gate() -> None:
     """A gate weight of zeros is a gate of 1/2."""
     model = build_moe_gpt(moe_shared_expert_gate=True).eval()
-    layer: Any = model.decoder.layers[0].mlp  # type: ignore[union-attr]
+    layer: Any = model.decoder.layers[0].mlp
     x = torch.randn(5, 2, 16)
     with torch.no_grad():
         layer.shared_experts.gate_weight.zero_()

@@ -248,14 +248,15 @@ def _most_waiting(events: list[tuple[str, str]]) -> int:
 @CHECKS.on(2)
 def weights_are_gathered_ahead_as_far_as_asked() -> None:
     seen = {}
-    for name, settings in {
+    cases: dict[str, dict[str, Any]] = {
         "off": {"overlap_param_gather": False},
         "one": {"overlap_param_gather": True},
         "none": {"overlap_param_gather": True, "fsdp_forward_prefetch_depth": 0},
         "three": {"overlap_param_gather": True, "fsdp_forward_prefetch_depth": 3},
         "backward": {"overlap_param_gather": True, "fsdp_backward_prefetch_depth": 3},
         "many": {"overlap_param_gather": True, "suggested_communication_unit_size": 1_000_000},
-    }.items():
+    }
+    for name, settings in cases.items():
         model = build_gpt(num_layers=4)
         wrapped = _wrap(model, **settings)
         for step in range(3):
@@ -274,7 +275,7 @@ def compute_waits_for_each_reduction_unless_they_overlap() -> None:
         wrapped = _wrap(build_gpt(), overlap_grad_reduce=overlaps)
         (context,) = wrapped._contexts()
         edges: list[Edge] = []
-        context.streams.wait = lambda edge, event, edges=edges: edges.append(edge)  # type: ignore[method-assign]
+        context.streams.wait = lambda edge, event, edges=edges: edges.append(edge)  # type: ignore[misc, method-assign]
         _mine(wrapped, 0).backward()
         waits[overlaps] = edges.count(Edge.GRADS_REDUCED)
     assert waits[True] == 1, "at the end of backward alone"

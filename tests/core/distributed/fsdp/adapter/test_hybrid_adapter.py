@@ -108,7 +108,7 @@ def a_group_of_one_rank_inside_is_data_parallelism() -> None:
     """Four instances of one rank each: nothing is sharded inside."""
     for outer in ("no_shard", "optim"):
         plain = make_net(2)
-        settings = {"num_distributed_optimizer_instances": 4, "outer_dp_sharding_strategy": outer}
+        settings: dict[str, Any] = {"num_distributed_optimizer_instances": 4, "outer_dp_sharding_strategy": outer}
         model = _wrap(make_net(2), _groups(4), **settings)
         backward_sharded(model.module, 0, 2)
         pieces = [piece for of_ranks in pieces_of(0, 2) for piece in of_ranks]

@@ -18,7 +18,7 @@ from megatron.core.distributed.fsdp import fully_shard, fully_shard_optimizer, m
 from megatron.core.distributed.fsdp.buffers.parameter_group import group_of
 from megatron.core.distributed.fsdp.config.placement import strategy_placements
 from tests.support.agreement import assert_trains_alike, groups_of, shard
-from tests.support.models import context_of, make_net, my_piece, shard_net
+from tests.support.models import context_of, local_of, make_net, my_piece, shard_net
 from tests.support.models import loss_of as net_loss
 from tests.support.rank_checks import RankChecks
 
@@ -211,7 +211,7 @@ def tied_weights_need_one_root() -> None:
 @CHECKS.on(2)
 def dtype_and_device_stay() -> None:
     net = shard_net(make_net())
-    before = [parameter.to_local().clone() for parameter in net.parameters()]
+    before = [local_of(parameter).clone() for parameter in net.parameters()]
     for harmless in (lambda: net.float(), lambda: net.to("cpu"), lambda: net.to(torch.float32)):
         harmless()
     assert all(group_of(parameter) is not None for parameter in net.parameters())
@@ -219,7 +219,7 @@ def dtype_and_device_stay() -> None:
     net_loss(net, my_piece(0)).backward()
     optimizer.step()
     assert not all(
-        torch.equal(old, parameter.to_local()) for old, parameter in zip(before, net.parameters(), strict=True)
+        torch.equal(old, local_of(parameter)) for old, parameter in zip(before, net.parameters(), strict=True)
     )
     for harmful in (lambda m: m.to(torch.bfloat16), nn.Module.double, lambda m: m.to("meta")):
         with pytest.raises(RuntimeError, match=r"dtype and device of sharded parameters must stay.*before fully_shard"):
@@ -248,7 +248,7 @@ def parameters_from_before_are_not_used() -> None:
     shard_net(net)
     assert repr(old[0]).startswith("RetiredParameter(shape=[7, 5]")
     assert old[0].shape == (7, 5) and old[0].dtype is torch.float32 and old[0].requires_grad
-    for use in (
+    uses: list[Callable[[], object]] = [
         lambda: old[0] + 1,
         lambda: old[0].grad,
         lambda: old[0].data,
@@ -256,7 +256,8 @@ def parameters_from_before_are_not_used() -> None:
         lambda: copy.deepcopy(old[0]),
         *(optimizer.step for optimizer in optimizers),
         *(optimizer.zero_grad for optimizer in optimizers),
-    ):
+    ]
+    for use in uses:
         with pytest.raises(RuntimeError, match=r"before fully_shard|once fully_shard has sharded it"):
             use()
 
@@ -287,7 +288,7 @@ def a_step_in_the_middle_of_a_pass_is_refused() -> None:
 
 @CHECKS.on(2)
 def reshard_in_the_middle_of_a_pass_waits_for_its_end() -> None:
-    net = shard_net(make_net())
+    net: Any = shard_net(make_net())
 
     def resharding(block: Any, x: torch.Tensor) -> torch.Tensor:
         net.reshard()

@@ -104,13 +104,13 @@ def _loss(model: Any, rank: int, step: int) -> torch.Tensor:
 @CHECKS.on(2)
 def outputs_of_any_structure() -> None:
     for pack, take in PACKINGS.values():
-        assert_trains_alike(lambda p=pack, t=take: Chain(p, t), lambda m: shard(m, UNITS), _loss)
+        assert_trains_alike(lambda p=pack, t=take: Chain(p, t), lambda m: shard(m, UNITS), _loss)  # type: ignore[misc]
 
 
 @CHECKS.on(1, 2)
 def operations_in_place_on_an_output() -> None:
     for afterwards in AFTERWARDS.values():
-        assert_trains_alike(lambda a=afterwards: Chain(afterwards=a), lambda m: shard(m, UNITS), _loss)
+        assert_trains_alike(lambda a=afterwards: Chain(afterwards=a), lambda m: shard(m, UNITS), _loss)  # type: ignore[misc]
 
 
 class Keywords(nn.Module):

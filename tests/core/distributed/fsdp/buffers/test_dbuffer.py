@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
@@ -10,6 +12,7 @@ from torch.distributed.tensor.placement_types import Placement
 from megatron.core.distributed.fsdp import DBuffer
 from megatron.core.distributed.fsdp.buffers.dbuffer import local_range
 from megatron.core.distributed.fsdp.buffers.storage import FlatStorage
+from megatron.core.distributed.fsdp.comm import Transport
 from megatron.core.distributed.fsdp.comm.transport import scale_and_accumulate
 from megatron.core.distributed.fsdp.layout.flat_layout import FlatLayout, pack_rows
 
@@ -17,27 +20,36 @@ SHAPES = [torch.Size(shape) for shape in [(5, 3), (), (7,), (2, 4), (0, 3)]]
 CPU = torch.device("cpu")
 
 
-class Axis:
+class Axis(Transport):
     """One rank's place on a mesh axis; moves by looking at the other ranks' buffers, which ``pieces`` gives in order."""
 
+    name = "stand-in"
+
     def __init__(self, size: int, rank: int, pieces: list[torch.Tensor] | None = None) -> None:
-        self.size, self.rank, self.ranks = size, rank, range(size)
+        self.size, self.rank, self.ranks = size, rank, list(range(size))
         self.pieces = pieces or []
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> None:
         assert torch.equal(shard, self.pieces[self.rank])
         full.copy_(torch.cat(self.pieces))
 
-    def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor, *, scale: float, accumulate: bool) -> None:
+    def reduce_scatter(
+        self, out: torch.Tensor, full: torch.Tensor, *, scale: float = 1.0, accumulate: bool = False
+    ) -> None:
         scale_and_accumulate(
             out, torch.stack(self.pieces).sum(0).chunk(self.size)[self.rank], scale=scale, accumulate=accumulate
         )
 
-    def all_reduce(self, out: torch.Tensor, full: torch.Tensor, *, scale: float, accumulate: bool) -> None:
+    def all_reduce(
+        self, out: torch.Tensor, full: torch.Tensor, *, scale: float = 1.0, accumulate: bool = False
+    ) -> None:
         scale_and_accumulate(out, torch.stack(self.pieces).sum(0), scale=scale, accumulate=accumulate)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         raise AssertionError("a buffer broadcasts nothing")
+
+    def exchange(self, value: Any) -> list[Any]:
+        raise AssertionError("a buffer exchanges nothing")
 
 
 def _layout(num_ranks: int) -> FlatLayout:

@@ -78,7 +78,11 @@ def gradients_written_in_place_are_those_that_autograd_would_give() -> None:
     for strategy in STRATEGY_NAMES if dist.get_world_size() == 2 else ("optim_grads_params",):
         for num_microbatches in (1, 3):
             assert_trains_alike(
-                Model, lambda m, s=strategy: shard(m, UNITS, s), _loss, num_microbatches=num_microbatches, steps=2
+                Model,
+                lambda m, s=strategy: shard(m, UNITS, s),  # type: ignore[misc]
+                _loss,
+                num_microbatches=num_microbatches,
+                steps=2,
             )
 
 
@@ -95,10 +99,10 @@ def the_layers_really_write_into_the_staging_buffer() -> None:
         seen.append((group.grads._written[index], group.unsharded[index].grad))
         stage_grads()
 
-    group.grads.copy_in = looking  # type: ignore[method-assign]
+    group.grads.copy_in = looking
     _loss(model, dist.get_rank(), 0).backward()
     assert seen == [(True, None)]
-    assert group.unsharded[index].grad_added_to_main_grad is True  # type: ignore[attr-defined]
+    assert group.unsharded[index].grad_added_to_main_grad is True
     assert not any(parameter.grad is not None for g in groups_of(model) for parameter in g.unsharded)
 
 
@@ -179,7 +183,7 @@ def gradients_are_divided_by_ranks_and_divisor() -> None:
         for strategy in ("no_shard", "optim_grads_params"):
             assert_trains_alike(
                 Model,
-                lambda m, d=divisor, s=strategy: shard(m, UNITS, s, grad_divisor=d),
+                lambda m, d=divisor, s=strategy: shard(m, UNITS, s, grad_divisor=d),  # type: ignore[misc]
                 _loss,
                 steps=1,
                 num_microbatches=2 if divisor == 2 else 1,

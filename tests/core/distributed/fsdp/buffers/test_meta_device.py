@@ -64,6 +64,7 @@ class Buffered(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        self.table: torch.Tensor
         self.register_buffer("table", torch.empty(4))
         self.weight = nn.Parameter(torch.empty(4))
         self.real: torch.Tensor

@@ -67,7 +67,10 @@ TIED_UNITS: dict[str, tuple[str, ...]] = {
 def _tied(names: tuple[str, ...], strategy: str, **options: Any) -> None:
     for writes in (True, False):
         model = assert_trains_alike(
-            lambda writes=writes: Tied(writes), lambda m: shard(m, names, strategy), _tokens_loss, **options
+            lambda writes=writes: Tied(writes),  # type: ignore[misc]
+            lambda m: shard(m, names, strategy),
+            _tokens_loss,
+            **options,
         )
         assert model.embedding.weight is model.head.weight
         assert len(list(model.parameters())) == 4
@@ -165,7 +168,7 @@ def _square_loss(model: Any, rank: int, step: int) -> torch.Tensor:
 def frozen_parameters_beside_trainable_ones() -> None:
     for strategy in STRATEGY_NAMES if dist.get_world_size() == 2 else ("optim_grads_params",):
         for names in ((), ("first", "frozen", "adapted.0", "adapted.1", "last"), ("frozen", "adapted.1")):
-            model = assert_trains_alike(FrozenMiddle, lambda m, s=strategy, n=names: shard(m, n, s), _square_loss)
+            model = assert_trains_alike(FrozenMiddle, lambda m, s=strategy, n=names: shard(m, n, s), _square_loss)  # type: ignore[misc]
             frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
             assert frozen == [
                 *("frozen.weight", "frozen.bias"),
@@ -289,7 +292,7 @@ def parameters_without_gradient_count_as_zero() -> None:
                 # Without momentum: to an optimizer, a gradient of zero is not the same as none.
                 assert_trains_alike(
                     OptionalStack,
-                    lambda m, w=wrapped, s=strategy: shard(m, w, s),
+                    lambda m, w=wrapped, s=strategy: shard(m, w, s),  # type: ignore[misc]
                     loss,
                     make_optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
                 )
@@ -314,7 +317,7 @@ def a_tied_weight_whose_owner_has_no_backward_gets_a_gradient_on_one_rank_only()
     for strategy in STRATEGY_NAMES:
         assert_trains_alike(
             Borrowing,
-            lambda m, s=strategy: shard(m, ("owner", "last"), s),
+            lambda m, s=strategy: shard(m, ("owner", "last"), s),  # type: ignore[misc]
             lambda model, rank, step: model(inputs(rank, step, 3, 5), (rank + step) % 2 == 0).square().mean(),
             make_optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
         )
@@ -394,8 +397,8 @@ class OneShape(nn.Module):
 def any_shape_trains() -> None:
     units = tuple(f"units.{index}" for index in range(len(Shapes.SHAPES)))
     for strategy in STRATEGY_NAMES if dist.get_world_size() == 4 else ("optim_grads_params",):
-        assert_trains_alike(Shapes, lambda m, s=strategy: shard(m, (), s), _square_loss)
-        assert_trains_alike(ShapesByUnit, lambda m, s=strategy: shard(m, units, s), _square_loss)
+        assert_trains_alike(Shapes, lambda m, s=strategy: shard(m, (), s), _square_loss)  # type: ignore[misc]
+        assert_trains_alike(ShapesByUnit, lambda m, s=strategy: shard(m, units, s), _square_loss)  # type: ignore[misc]
 
 
 class MixedDtypes(nn.Module):

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,6 +17,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from megatron.core.distributed.fsdp import load_checkpoint, save_checkpoint
 from megatron.core.distributed.fsdp.checkpoint import save as checkpoint_save
+from megatron.core.distributed.fsdp.checkpoint.chunks import chunks_to_write
+from megatron.core.distributed.fsdp.checkpoint.files import write_data
 from tests.support.checkpoint_models import adamw, sharded_model, train, whole_state
 from tests.support.launch import run_ranks
 
@@ -88,13 +91,13 @@ def check_async(folder: str) -> None:
     train(model, optimizer, 1)
     state = whole_state(model, optimizer)
     written = threading.Event()
-    write_data = checkpoint_save.write_data
 
     def write_later(*args: Any, **kwargs: Any) -> Any:
         assert written.wait(timeout=60)
         return write_data(*args, **kwargs)
 
-    checkpoint_save.write_data = write_later
+    later = patch.object(checkpoint_save, "write_data", write_later)
+    later.start()
     save = save_checkpoint(model, optimizer, f"{folder}/a", extra_state={"step": 1}, async_save=True)
     assert save is not None
     losses = train(model, optimizer, 2, first=1)  # its collectives meet none of the save's
@@ -107,7 +110,7 @@ def check_async(folder: str) -> None:
     assert load_checkpoint(model, optimizer, f"{folder}/a") == {"step": 1}
     assert whole_state(model, optimizer) == state
     assert train(model, optimizer, 2, first=1) == losses
-    checkpoint_save.write_data = write_data
+    later.stop()
     for step in range(12):  # each has a group of its own; none is left open or closed too early
         again = save_checkpoint(model, optimizer, f"{folder}/a", extra_state={"step": step}, async_save=True)
         assert again is not None
@@ -127,22 +130,20 @@ def check_failures(folder: str) -> None:
     model = sharded_model("optim_grads_params")
     path = f"{folder}/a"
     save_checkpoint(model, None, path, extra_state={"step": 1})
-    write_data = checkpoint_save.write_data
 
     def disk_full(*args: Any, rank: int, **kwargs: Any) -> Any:
         if rank == 1:
             raise OSError(28, "No space left on device")
         return write_data(*args, rank=rank, **kwargs)
 
-    checkpoint_save.write_data = disk_full
-    with pytest.raises(OSError, match=r"No space left on device \[rank 1\]"):
-        save_checkpoint(model, None, path, extra_state={"step": 2})
-    save = save_checkpoint(model, None, path, extra_state={"step": 2}, async_save=True)
-    assert save is not None
-    for _ in range(2):
+    with patch.object(checkpoint_save, "write_data", disk_full):
         with pytest.raises(OSError, match=r"No space left on device \[rank 1\]"):
-            save.wait()
-    checkpoint_save.write_data = write_data
+            save_checkpoint(model, None, path, extra_state={"step": 2})
+        save = save_checkpoint(model, None, path, extra_state={"step": 2}, async_save=True)
+        assert save is not None
+        for _ in range(2):
+            with pytest.raises(OSError, match=r"No space left on device \[rank 1\]"):
+                save.wait()
     for async_save in (False, True):
         with pytest.raises(TypeError, match=r"extra_state\['rng'\]\[1\] must be a tensor.*builtins.set.*\[rank 1\]"):
             rng = [0, {1} if dist.get_rank() == 1 else 1]
@@ -152,13 +153,13 @@ def check_failures(folder: str) -> None:
     other = nn.Linear(2, 2, bias=dist.get_rank() == 0)
     with pytest.raises(ValueError, match=r"must save the same model.*than rank 0's on rank 1;"):
         save_checkpoint(other, None, path)
-    chunks_to_write = checkpoint_save.chunks_to_write
-    checkpoint_save.chunks_to_write = lambda tensors: chunks_to_write(tensors)[: dist.get_rank()]
-    with pytest.raises(
-        RuntimeError, match=r"together must write the 55 elements of embedding.weight once, got \d+; its mesh"
+    with (
+        patch.object(checkpoint_save, "chunks_to_write", lambda tensors: chunks_to_write(tensors)[: dist.get_rank()]),
+        pytest.raises(
+            RuntimeError, match=r"together must write the 55 elements of embedding.weight once, got \d+; its mesh"
+        ),
     ):
         save_checkpoint(model, None, path)
-    checkpoint_save.chunks_to_write = chunks_to_write
     with pytest.raises(FileNotFoundError, match=r"nothing there; check the path \[rank 1\]"):
         load_checkpoint(model, None, path if dist.get_rank() == 0 else f"{folder}/nowhere")
     assert load_checkpoint(model, None, path) == {"step": 1}

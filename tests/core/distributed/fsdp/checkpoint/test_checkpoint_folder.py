@@ -121,7 +121,7 @@ def test_without_file_locks_only_leftovers_of_the_same_path_are_cleaned(
     def refuse(*_: Any) -> None:
         raise OSError(95, "Operation not supported")
 
-    monkeypatch.setattr(checkpoint_folder.fcntl, "flock", refuse)
+    monkeypatch.setattr(fcntl, "flock", refuse)
     own, other = begin_folder(tmp_path / "a"), begin_folder(tmp_path / "b")
     write(tmp_path / "a", "new")
     assert not own.beside.exists()

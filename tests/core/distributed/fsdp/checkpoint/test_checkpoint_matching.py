@@ -29,6 +29,7 @@ from megatron.core.distributed.fsdp.api.fully_shard import contexts_of
 from megatron.core.distributed.fsdp.checkpoint.state import unwrapped
 from megatron.core.transformer.transformer_config import TransformerConfig
 from tests.support.checkpoint_models import Block, TiedModel, adamw, sharded_model, train, whole_state
+from tests.support.models import local_of
 
 
 @pytest.fixture(autouse=True)
@@ -187,7 +188,7 @@ def test_parameters_without_elements_and_without_dims_are_kept(tmp_path: Path) -
     with torch.no_grad():
         model.one.zero_()
     load_checkpoint(model, None, tmp_path / "a")
-    assert model.one.to_local().item() == 2.5
+    assert local_of(model.one).item() == 2.5
 
 
 class Counting(nn.Module):
@@ -396,7 +397,7 @@ def test_hyperparameters_follow_their_parameters_into_other_groups(tmp_path: Pat
     optimizer = torch.optim.AdamW(groups, foreach=True)
     step(model, optimizer)
     save_checkpoint(model, optimizer, tmp_path / "a")
-    swapped = [{"params": [model.a.bias]}, {"params": [model.a.weight], "mine": 1}]
+    swapped: list[dict[str, Any]] = [{"params": [model.a.bias]}, {"params": [model.a.weight], "mine": 1}]
     other = torch.optim.AdamW(swapped, foreach=False)
     load_checkpoint(model, other, tmp_path / "a")
     assert [(g["lr"], g["note"], g["foreach"]) for g in other.param_groups] == [(0.25, "b", False), (0.5, "w", False)]
@@ -446,7 +447,7 @@ def test_the_next_microbatch_sees_what_was_loaded(tmp_path: Path) -> None:
 
 def test_extra_state_comes_back_as_it_was_at_the_call(tmp_path: Path) -> None:
     view = torch.arange(100_000)[5:8]
-    extra = {
+    extra: dict[str, Any] = {
         "numbers": [1, 2.5, True, None, 3 + 4j, b"x", "y", (1, (2,))],
         "nest": {"a": {"b": view}, 3: OrderedDict(c=torch.bfloat16)},
         "dotted.key": torch.tensor(1.5, dtype=torch.bfloat16),
@@ -454,7 +455,7 @@ def test_extra_state_comes_back_as_it_was_at_the_call(tmp_path: Path) -> None:
     save = save_checkpoint(linear(), None, tmp_path / "a", extra_state=extra, async_save=True)
     assert save is not None
     view.zero_()
-    extra["numbers"].append(8)  # type: ignore[union-attr]
+    extra["numbers"].append(8)
     save.wait()
     found = load_checkpoint(linear(), None, tmp_path / "a")
     assert found["numbers"] == [1, 2.5, True, None, 3 + 4j, b"x", "y", (1, (2,))]

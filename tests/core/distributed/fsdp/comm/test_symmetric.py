@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from megatron.core.distributed.fsdp.comm import MemoryKind
 from megatron.core.distributed.fsdp.comm import symmetric as module
 from megatron.core.distributed.fsdp.comm.symmetric import SymmetricTransport
+from megatron.core.distributed.fsdp.config.torch_versions import reduce_scatter_flat
 from tests.support.launch import run_ranks
 
 CPU = torch.device("cpu")
@@ -64,16 +66,16 @@ def _stand_in() -> Iterator[tuple[SymmetricTransport, list[Backend], list[tuple[
     keep_backend = dist.ProcessGroup._get_backend
     backends = {group: Backend("reductions", log), gathers: Backend("gathers", log)}
     torch.cuda.MemPool = Pool  # type: ignore[misc,assignment]
-    torch.cuda.use_mem_pool = lambda pool, device: contextlib.nullcontext()  # type: ignore[assignment]
-    torch.cuda.synchronize = lambda device: log.append(("synchronise", ""))  # type: ignore[assignment]
-    torch.cuda.empty_cache = lambda: log.append(("empty the cache", ""))  # type: ignore[assignment]
-    dist.ProcessGroup._get_backend = lambda self, device: backends[self]  # type: ignore[method-assign]
+    torch.cuda.use_mem_pool = lambda pool, device: contextlib.nullcontext()  # type: ignore[assignment,misc]
+    torch.cuda.synchronize = lambda device: log.append(("synchronise", ""))  # type: ignore[assignment,misc]
+    torch.cuda.empty_cache = lambda: log.append(("empty the cache", ""))
+    dist.ProcessGroup._get_backend = lambda self, device: backends[self]  # type: ignore[method-assign,assignment,return-value]
     try:
         transport.__init__(group, gathers, CPU)  # type: ignore[misc]
         yield transport, list(backends.values()), log
     finally:
         dist.ProcessGroup._get_backend = keep_backend  # type: ignore[method-assign]
-        torch.cuda.MemPool, torch.cuda.use_mem_pool, torch.cuda.synchronize, torch.cuda.empty_cache = keep  # type: ignore[misc,method-assign]
+        torch.cuda.MemPool, torch.cuda.use_mem_pool, torch.cuda.synchronize, torch.cuda.empty_cache = keep  # type: ignore[misc]
 
 
 def _registered_while_used() -> None:
@@ -132,22 +134,17 @@ def _destroyed_first() -> None:
 def _sums_in_place() -> None:
     """Both sides of a reduction lie in windows: the sum takes the place of the rank's own segment."""
     rank, used = dist.get_rank(), []
-    keep = module.reduce_scatter_flat
 
     def reduce_scatter(group: Any, shard: torch.Tensor, full: torch.Tensor) -> None:
         used.append(shard.data_ptr() - full.data_ptr())
-        keep(group, shard, full)
+        reduce_scatter_flat(group, shard, full)
 
-    module.reduce_scatter_flat = reduce_scatter
-    try:
-        with _stand_in() as (transport, _, _):
-            for out in (torch.ones(3), torch.ones(3, dtype=torch.float64)):
-                full = torch.arange(6.0) * (rank + 1)
-                transport.reduce_scatter(out, full, scale=0.5, accumulate=out.dtype == torch.float64)
-                expected = 1.5 * torch.arange(6.0)[3 * rank : 3 * rank + 3] + (out.dtype == torch.float64)
-                assert out.tolist() == expected.tolist()
-    finally:
-        module.reduce_scatter_flat = keep
+    with patch.object(module, "reduce_scatter_flat", reduce_scatter), _stand_in() as (transport, _, _):
+        for out in (torch.ones(3), torch.ones(3, dtype=torch.float64)):
+            full = torch.arange(6.0) * (rank + 1)
+            transport.reduce_scatter(out, full, scale=0.5, accumulate=out.dtype == torch.float64)
+            expected = 1.5 * torch.arange(6.0)[3 * rank : 3 * rank + 3] + (out.dtype == torch.float64)
+            assert out.tolist() == expected.tolist()
     assert used == [12 * rank] * 2
 
 

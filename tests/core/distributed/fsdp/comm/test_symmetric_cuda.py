@@ -11,6 +11,7 @@ import sys
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -46,7 +47,7 @@ class Trainer:
 
     @property
     def transport(self) -> Any:
-        return self.net[0].parameter_groups[0].group_mesh.axes[0]  # type: ignore[index,union-attr]
+        return self.net[0].parameter_groups[0].group_mesh.axes[0]  # type: ignore[index]
 
     def step(self) -> torch.Tensor:
         loss = self.net(self.inputs.bfloat16()).float().square().sum() / len(self.inputs)
@@ -186,22 +187,18 @@ def test_settings_that_rule_it_out_on_one_rank_are_refused_on_all() -> None:
 def _auto() -> str:
     mesh, group = init_device_mesh("cuda", (2,)), dist.group.WORLD
     device = torch.device("cuda", torch.cuda.current_device())
+    assert group is not None
     seconds: list[float] = []
-    keep = choose.measure  # type: ignore[attr-defined]
 
     def timed(*arguments: Any) -> Any:
-        result = keep(*arguments)
+        result = auto.measure(*arguments)
         assert not result[1], f"none of those that can serve fails: {result[1]}"
         seconds.append(result[-1])
         return result
 
-    choose.measure = timed  # type: ignore[attr-defined]
-    try:
-        with redirect_stdout(io.StringIO()) as printed:
-            kind = SharedTransports.of(mesh).resolve("auto", group, group, device)
-            again = SharedTransports.of(mesh).resolve("auto", group, group, device)
-    finally:
-        choose.measure = keep  # type: ignore[attr-defined]
+    with patch.object(choose, "measure", timed), redirect_stdout(io.StringIO()) as printed:
+        kind = SharedTransports.of(mesh).resolve("auto", group, group, device)
+        again = SharedTransports.of(mesh).resolve("auto", group, group, device)
     assert kind == again and len(seconds) <= 1 and all(each < 2 for each in seconds), seconds
     line = printed.getvalue()
     assert line.count("\n") == (1 if dist.get_rank() == 0 else 0)
@@ -221,6 +218,7 @@ def test_auto_chooses_alike_in_less_than_two_seconds() -> None:
 
 def _figures() -> list[auto.Figures]:
     group, device = dist.group.WORLD, torch.device("cuda", torch.cuda.current_device())
+    assert group is not None
     kinds = [kind for kind in TRANSPORTS if transport_problem(kind, group, device) is None]
     makers = {kind: functools.partial(TRANSPORTS[kind].make, group, group, device) for kind in kinds}
     figures, failed, sizes, _ = auto.measure(makers, group, device, [32 * 2**20])

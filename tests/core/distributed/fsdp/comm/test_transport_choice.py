@@ -114,7 +114,7 @@ def symmetric_memory_on_cpus_is_refused_wherever_it_is_asked_for() -> None:
         lambda: _wrap(fsdp_transport="symm"),
     ):
         with pytest.raises(ValueError, match=reason):
-            refused()  # type: ignore[no-untyped-call]
+            refused()
 
 
 def _wrap(**settings: Any) -> FullyShardedDataParallel:
@@ -143,14 +143,14 @@ def units_over_a_mesh_share_a_transport_that_outlives_them() -> None:
     for arguments in ({"mesh": mesh}, {}, {"mesh": mesh, "fsdp_group_ag": gathers}, {"transport": "peer_copy"}):
         net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
         for unit in (*net, net):
-            fully_shard(unit, **arguments)  # type: ignore[arg-type]
+            fully_shard(unit, **arguments)
         first, second = (_transport_of(unit) for unit in net)
         assert (first.gather_group is gathers) == ("fsdp_group_ag" in arguments) == (second.gather_group is gathers)
         if "transport" not in arguments:
             continue  # the process group's is made by each rank alone, and keeps its groups no longer than its unit
         assert first is second
         del second, net, unit
-        again = fully_shard(nn.Linear(2, 2), **arguments)  # type: ignore[arg-type]
+        again = fully_shard(nn.Linear(2, 2), **arguments)
         assert _transport_of(again) is first, "when a rank lets go of a model is no matter for the others"
 
 
@@ -330,8 +330,8 @@ def ranks_agree_on_figures_that_they_measured_differently() -> None:
     times = iter([1.0 + rank, 4.0, 2.0 - rank, 3.0, 40.0 + 2 * rank])
     keep = auto._time_ms, auto._beside_ms
     rounds: list[int] = []
-    auto._time_ms = lambda call, repeats: (call(), next(times))[1]  # type: ignore[func-returns-value]
-    auto._beside_ms = lambda buffers, nbytes, num_rounds, gemms: (rounds.append(num_rounds), 50.0 - rank)[1]  # type: ignore[func-returns-value]
+    auto._time_ms = lambda call, repeats: (call(), next(times))[1]
+    auto._beside_ms = lambda buffers, nbytes, num_rounds, gemms: (rounds.append(num_rounds), 50.0 - rank)[1]
     gemms: Any = type("Gemms", (), {"run": staticmethod(lambda: None)})
     try:
         figures = auto._measure_one(Counting(_world(), _world()), _world(), CPU, [1000, 4000], gemms)
@@ -371,14 +371,12 @@ def the_choice_is_printed_once_with_the_reasons() -> None:
 
 def _choose_with(measured: Callable[..., Any] | None, problems: dict[str, str | None], expected: str) -> str:
     """What is printed when ``expected`` is chosen by these measurements, or without any."""
-    keep = choose.measure, choose.transport_problem
-    choose.measure = measured  # type: ignore[assignment]
-    choose.transport_problem = lambda kind, group, device: problems.get(kind)  # type: ignore[assignment]
-    try:
-        with redirect_stdout(io.StringIO()) as printed:
-            assert choose._fastest(_world(), _world(), CPU, [5]) == expected
-    finally:
-        choose.measure, choose.transport_problem = keep
+    with (
+        patch.object(choose, "measure", measured),
+        patch.object(choose, "transport_problem", lambda kind, group, device: problems.get(kind)),
+        redirect_stdout(io.StringIO()) as printed,
+    ):
+        assert choose._fastest(_world(), _world(), CPU, [5]) == expected
     return printed.getvalue()
 
 

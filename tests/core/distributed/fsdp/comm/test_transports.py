@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,8 +14,10 @@ from megatron.core.distributed.fsdp.comm import (
     ProcessGroupTransport,
     RankOrderTransport,
     make_transport,
+    process_group,
     unfinished,
 )
+from megatron.core.distributed.fsdp.config.torch_versions import all_gather_flat
 from tests.support.rank_checks import RankChecks
 
 CHECKS = RankChecks(__name__)
@@ -102,25 +105,21 @@ def bytes_of_any_dtype_are_gathered() -> None:
 def gathers_use_the_group_that_is_kept_for_them() -> None:
     """So that they run beside reductions, which one communicator would put one after the other."""
     group, gathers = dist.group.WORLD, dist.new_group([0, 1])
-    used: list[Any] = []
+    assert group is not None
     transport = make_transport(group, gathers, CPU)
     assert isinstance(transport, RankOrderTransport)
     assert transport.gather_group is gathers and transport.group is group
-    from megatron.core.distributed.fsdp.comm import process_group
-
-    keep = process_group.all_gather_flat
-    process_group.all_gather_flat = lambda group, *args: (used.append(group), keep(group, *args))
-    try:
+    with patch.object(process_group, "all_gather_flat", wraps=all_gather_flat) as gather:
         transport.all_gather(torch.empty(4), torch.ones(2))
-    finally:
-        process_group.all_gather_flat = keep
-    assert used == [gathers]
+    assert [call.args[0] for call in gather.call_args_list] == [gathers]
 
 
 @CHECKS.on(2)
 def cuda_tensors_need_nccl() -> None:
+    everyone = dist.group.WORLD
+    assert everyone is not None
     with pytest.raises(ValueError, match=r"must have the nccl backend, got '.*gloo.*'"):
-        make_transport(dist.group.WORLD, dist.group.WORLD, torch.device("cuda"))
+        make_transport(everyone, everyone, torch.device("cuda"))
     alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
     local = make_transport(alone, alone, torch.device("cuda"))
     assert isinstance(local, LocalTransport) and local.ranks == [dist.get_rank()]

@@ -262,7 +262,7 @@ def elementwise_operations_stay_on_their_parts() -> None:
             continue
         for index, (first, second) in enumerate(zip(_all_split(mesh, 0), _all_split(mesh, 1), strict=True)):
             full = _full(index, 0)
-            with CommDebugMode() as communication:  # type: ignore[no-untyped-call]
+            with CommDebugMode() as communication:
                 result = operation(first, second)
             gathers = name in GATHERED and PARTS[index] > 1
             assert gathers or communication.get_total_counts() == 0, f"{name} communicates"
@@ -278,7 +278,7 @@ def foreach_operations_stay_on_their_parts() -> None:
     layout = _layout(mesh.size())
     for name, operation in FOREACH.items():
         split, full = _all_split(mesh, 0), [_full(index, 0) for index in range(len(SHAPES))]
-        with CommDebugMode() as communication:  # type: ignore[no-untyped-call]
+        with CommDebugMode() as communication:
             results = operation(split, _all_split(mesh, 1))
         assert communication.get_total_counts() == 0, f"{name} communicates"
         expected = operation(full, [_full(index, 1) for index in range(len(SHAPES))])

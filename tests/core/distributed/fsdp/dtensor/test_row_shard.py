@@ -80,7 +80,7 @@ def _all_split(mesh: DeviceMesh, seed: int = 0) -> list[Any]:
 
 def _counting() -> Any:
     """Counts the collectives that run in its scope."""
-    return CommDebugMode()  # type: ignore[no-untyped-call]
+    return CommDebugMode()
 
 
 def _elsewhere(placement: RowShard, full: torch.Tensor, mesh: DeviceMesh) -> RowShard:

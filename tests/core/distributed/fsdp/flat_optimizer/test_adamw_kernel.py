@@ -6,6 +6,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -63,15 +64,16 @@ def _compare() -> None:
             tensors["model"] = torch.zeros(NUMEL, dtype=model)
         results = []
         for update in (kernels, operations):
-            own = {"remainder": None, "model": None, **{key: value.clone() for key, value in tensors.items()}}
+            own: dict[str, Any] = {key: value.clone() for key, value in tensors.items()}
+            own = {"remainder": None, "model": None, **own}
             shard = FlatShard(**own, runs=RUNS, blocks=update.blocks(RUNS, torch.device("cpu")))
             update.update(shard, grads, tables[1].coefficients)
             results.append(shard)
-        _assert_close(*results, keeps_remainder)
+        _assert_close(results[0], results[1], keeps_remainder)
 
 
 def _assert_close(got: FlatShard, expected: FlatShard, keeps_remainder: bool) -> None:
-    close = {"rtol": 1e-6, "atol": 1e-7, "equal_nan": True}
+    close: dict[str, Any] = {"rtol": 1e-6, "atol": 1e-7, "equal_nan": True}
     torch.testing.assert_close(got.exp_avg, expected.exp_avg, **close)
     torch.testing.assert_close(got.exp_avg_sq, expected.exp_avg_sq, **close)
     whole = [
@@ -79,7 +81,7 @@ def _assert_close(got: FlatShard, expected: FlatShard, keeps_remainder: bool) ->
         for shard in (got, expected)
     ]
     # The interpreter cuts bf16 off where devices round, so a neighbour is right.
-    rounded = {"rtol": 2.0**-7, "atol": 0.0, "equal_nan": True}
+    rounded: dict[str, Any] = {"rtol": 2.0**-7, "atol": 0.0, "equal_nan": True}
     torch.testing.assert_close(*whole, **(close if whole[0].dtype == FP32 else rounded))
     assert got.main[100].isnan() and got.main[2105].isfinite() and got.main[0].isfinite()
     if got.model is not None and expected.model is not None:

@@ -49,7 +49,7 @@ def _fused(net: nn.Module) -> torch.optim.Optimizer:
 
 def _features(net: nn.Module, step: int, width: int = 96) -> torch.Tensor:
     generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
-    dtype = next(group.dtypes.compute for group in net.parameter_groups)  # type: ignore[attr-defined]
+    dtype = next(group.dtypes.compute for group in net.parameter_groups)
     return torch.randn(16, width, generator=generator).to("cuda", dtype)
 
 

@@ -225,7 +225,9 @@ def training_continues_bit_for_bit_from_a_checkpoint_and_from_a_state_dict() -> 
 def lower_halves_alone_are_refused_where_they_have_no_place() -> None:
     (_, optimizer), (net, whole) = _split_net(), _whole_net()
     before = {p: {key: value.clone() for key, value in entries.items()} for p, entries in whole.state.items()}
-    with pytest.raises(ValueError, match=r"must not hold param_remainder, .* build it with store_param_remainders=True"):
+    with pytest.raises(
+        ValueError, match=r"must not hold param_remainder, .* build it with store_param_remainders=True"
+    ):
         whole.load_state_dict(optimizer.state_dict())
     assert before.keys() == {*net.parameters()}
 

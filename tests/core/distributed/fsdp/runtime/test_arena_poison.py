@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -11,6 +13,7 @@ from megatron.core.distributed.fsdp.buffers.storage import FlatStorage
 from tests.support.models import (
     assert_at_rest,
     context_of,
+    full,
     loss_of,
     make_net,
     my_piece,
@@ -90,7 +93,7 @@ def addresses_are_the_same_in_forward_and_backward_and_in_every_step() -> None:
         _step(net, optimizer, step)
     seen: dict[int, set[int]] = {}
 
-    def look(block: nn.Module, *_: object) -> None:
+    def look(block: Any, *_: object) -> None:
         seen.setdefault(id(block), set()).add(block.up.weight.data_ptr())
 
     forward, backward = [], []
@@ -142,8 +145,8 @@ def nothing_is_allocated_in_a_steady_step_but_main_gradients() -> None:
             allocated.append(id(storage))
         allocate(storage)
 
-    FlatStorage.allocate = watched_allocate  # type: ignore[method-assign]
-    FlatStorage.move = lambda storage, flat: moved.append(storage)  # type: ignore[method-assign]
+    FlatStorage.allocate = watched_allocate  # type: ignore[method-assign,assignment]
+    FlatStorage.move = lambda storage, flat: moved.append(storage)  # type: ignore[method-assign,assignment]
     try:
         for step in range(3, 6):
             _step(net, optimizer, step)
@@ -203,7 +206,7 @@ def units_that_need_a_shared_range_together_are_right() -> None:
             loss.backward()
             assert not loss.isnan()
         before = _overlaps(context)
-        gradients = [p.grad.full_tensor() for p in net.parameters() if p.grad is not None]
+        gradients = [full(p.grad) for p in net.parameters() if p.grad is not None]
         assert gradients and not any(gradient.isnan().any() for gradient in gradients)
         assert_at_rest(net)
     assert before, "the plan of the chain shares addresses between units"

@@ -16,7 +16,6 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.core.distributed.fsdp import (
     FlatAdamW,
-    FsdpContext,
     MixedPrecisionPolicy,
     fully_shard,
     fully_shard_context,
@@ -28,6 +27,7 @@ from megatron.core.distributed.fsdp.runtime import context as context_module
 from megatron.core.distributed.fsdp.runtime.streams import CudaStreams
 from tests.support.delayed_streams import DelayedStreams
 from tests.support.launch import run_ranks
+from tests.support.models import context_of, full
 
 pytestmark = pytest.mark.gpu(2)
 
@@ -130,14 +130,8 @@ def _parity() -> None:
                 torch.testing.assert_close(losses, expected, rtol=2e-5, atol=1e-6, msg=f"{strategy} {microbatches}")
                 for (name, a), b in zip(reference.named_parameters(), net.parameters(), strict=True):
                     # AdamW's first updates are near the sign of the gradient, which rounding may flip near zero.
-                    difference = (a - b.full_tensor()).abs().max()
+                    difference = (a - full(b)).abs().max()
                     assert difference < 2e-3, f"{strategy} {microbatches} {name}: {difference}"
-
-
-def context_of(net: Net) -> FsdpContext:
-    from megatron.core.distributed.fsdp.api.module import find_context
-
-    return find_context(net)
 
 
 def test_sharded_equals_unsharded_on_cuda() -> None:
@@ -165,7 +159,7 @@ def _trace(
     if isinstance(optimizer, FlatAdamW):
         optimizer.synchronize()
     weights = torch.cat([p.to_local().flatten().float() for p in net.parameters()])  # type: ignore[attr-defined]
-    assert context.plan is not None and not context.planner.has_told
+    assert context.plan is not None and not context.planner.has_warned
     return losses, weights
 
 

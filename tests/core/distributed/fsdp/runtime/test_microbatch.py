@@ -130,7 +130,7 @@ def weights_are_synchronised_once_a_step_in_scopes_and_each_forward_without() ->
                     else:
                         for piece in global_batch(step, 3):
                             loss_of(net, piece).backward()
-                expected = dict.fromkeys(context_of(net).groups, 1 if scoped else 3)
+                expected = dict.fromkeys((group.weights for group in context_of(net).groups), 1 if scoped else 3)
                 assert counts == expected, (strategy, scoped, list(counts.values()))
                 optimizer.step()
                 optimizer.zero_grad()

@@ -15,7 +15,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron.core.distributed.fsdp import fully_shard, fully_shard_optimizer, microbatch
-from megatron.core.distributed.fsdp.api.module import find_context
 from megatron.core.distributed.fsdp.runtime.unit import Phase
 from tests.support.models import (
     STRATEGY_NAMES,
@@ -81,7 +80,7 @@ class Pair:
     def step(self) -> None:
         """Take an ordinary step with both."""
         for piece in self.pieces(1):
-            self.both(lambda net, piece=piece: _forward_backward(net, piece))
+            self.both(lambda net, piece=piece: _forward_backward(net, piece))  # type: ignore[misc]
         self.finish_step()
 
     def steps(self, count: int) -> None:
@@ -193,7 +192,7 @@ def a_unit_may_run_alone_before_the_root_ever_ran() -> None:
     for _ in range(3):  # its own context has a plan by then
         for net in pair_of_nets:
             _backward_of(net.blocks[1](x))
-    alone = find_context(sharded.blocks[1])
+    alone = context_of(sharded.blocks[1])
     assert alone.plan is not None and len(alone.units) == 1
     assert_at_rest(alone)
     for step in range(3):
@@ -201,7 +200,7 @@ def a_unit_may_run_alone_before_the_root_ever_ran() -> None:
         for net in pair_of_nets:
             _forward_backward(net, piece)
         assert_same_gradients(sharded, unsharded)
-    assert find_context(sharded.blocks[1]) is find_context(sharded) is not alone
+    assert context_of(sharded.blocks[1]) is context_of(sharded) is not alone
     assert_at_rest(sharded)
 
 
@@ -220,7 +219,7 @@ def a_unit_used_alone_while_its_graph_waits_keeps_a_context_of_its_own() -> None
         late.backward()
         early.backward()
     assert_same_gradients(nets[1], nets[0])
-    for context in {find_context(module) for module in (nets[1], *nets[1].blocks)}:
+    for context in {context_of(module) for module in (nets[1], *nets[1].blocks)}:
         assert_at_rest(context)
 
 
@@ -250,7 +249,7 @@ def a_loss_that_is_deleted_without_backward_leaves_nothing_to_wait_for() -> None
     pair = Pair()
     for _ in range(3):
         for piece in pair.pieces(1):
-            pair.both(lambda net, piece=piece: loss_of(net, piece).detach())
+            pair.both(lambda net, piece=piece: loss_of(net, piece).detach())  # type: ignore[misc]
         pair.step()
     assert pair.context.in_plan
 
@@ -455,7 +454,7 @@ def evaluation_between_steps_is_right_and_keeps_the_plan() -> None:
                 pair.set(training=False)
                 with mode():
                     for piece in pair.pieces(3):
-                        pair.both(lambda net, piece=piece: loss_of(net, piece).clone())
+                        pair.both(lambda net, piece=piece: loss_of(net, piece).clone())  # type: ignore[misc]
                 assert_at_rest(pair.sharded)
                 pair.set(training=True)
             pair.steps(1)
@@ -470,7 +469,7 @@ def evaluation_between_steps_is_right_and_keeps_the_plan() -> None:
 def _both_evaluate(pair: Pair) -> None:
     with torch.no_grad():
         for piece in pair.pieces(2):
-            pair.both(lambda net, piece=piece: loss_of(net, piece))
+            pair.both(lambda net, piece=piece: loss_of(net, piece))  # type: ignore[misc]
 
 
 @CHECKS.on(2)
@@ -545,7 +544,7 @@ def recomputation_of_several_units_at_once_is_right() -> None:
         pair = Pair(4)
         for net in pair.nets:
             net.order = [0]
-            net.around = lambda _, x, net=net, use=use_reentrant: checkpoint(_through, net, x, use_reentrant=use)
+            net.around = lambda _, x, net=net, use=use_reentrant: checkpoint(_through, net, x, use_reentrant=use)  # type: ignore[misc]
         pair.steps(3)
         gathers, reductions = pair.context.unsharder.num_gathers, pair.context.grad_reducer.num_reductions
         pair.steps(1)
@@ -655,7 +654,7 @@ def after_an_exception_in_a_recomputation_the_next_step_is_right() -> None:
             pair.steps(num_steps_before)
             (piece,) = pair.pieces(1)
             armed = ArmedBlocks(4)  # three calls in forward; the second recomputation fails
-            pair.sharded.around = lambda block, x, armed=armed, use=use_reentrant: checkpoint(
+            pair.sharded.around = lambda block, x, armed=armed, use=use_reentrant: checkpoint(  # type: ignore[misc]
                 armed, block, x, use_reentrant=use
             )
             loss = loss_of(pair.sharded, piece)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -75,8 +76,9 @@ def the_numbers_are_the_same_at_any_depth() -> None:
 @CHECKS.on(1)
 def a_negative_depth_is_refused() -> None:
     for name in ("forward_prefetch_depth", "backward_prefetch_depth"):
+        depth: dict[str, Any] = {name: -1}
         with pytest.raises(ValueError, match=f"{name} must be 0 or more units, got -1"):
-            fully_shard(nn.Linear(2, 2), **{name: -1})
+            fully_shard(nn.Linear(2, 2), **depth)
 
 
 @pytest.mark.parametrize(("num_ranks", "name"), CHECKS.parameters)

@@ -102,7 +102,7 @@ def _disordered(streams: LoggingStreams, strategy: str) -> None:
 def _recomputing(streams: LoggingStreams, strategy: str) -> None:
     for use_reentrant in (True, False):
         run = Run(streams, strategy)
-        run.net.around = lambda block, x, use=use_reentrant: checkpoint(block, x, use_reentrant=use)
+        run.net.around = lambda block, x, use=use_reentrant: checkpoint(block, x, use_reentrant=use)  # type: ignore[misc]
         for _ in range(3):
             run.step()
 
@@ -139,7 +139,7 @@ def _updating_beside_forward(streams: LoggingStreams, strategy: str) -> None:
     def step(closure: None = None) -> None:
         run.context.update_weights(groups, update, overlaps=True)
 
-    run.optimizer.step = step  # type: ignore[method-assign, assignment]
+    run.optimizer.step = step  # type: ignore[method-assign]
     for _ in range(3):
         run.step()
     run.step(2)

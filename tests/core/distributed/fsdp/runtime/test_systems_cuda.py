@@ -52,7 +52,7 @@ class Trainer:
 
     def backward(self) -> None:
         assert self.loss is not None
-        self.loss.backward()  # type: ignore[no-untyped-call]
+        self.loss.backward()
         self.loss = None
 
     def update(self) -> None:

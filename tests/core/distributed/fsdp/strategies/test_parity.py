@@ -16,6 +16,7 @@ import functools
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 import torch
@@ -106,7 +107,8 @@ def train_sharded(setting: Setting, *, poisons: bool) -> Trace:
     mine.weights = [local_of(p).clone() for p in net.parameters()]
     assert context_of(net).plan is not None
     assert_at_rest(net)
-    return _whole(mine, [p.shape if isinstance(p.placements[0], Shard) else None for p in net.parameters()])
+    placed: list[Any] = list(net.parameters())
+    return _whole(mine, [p.shape if isinstance(p.placements[0], Shard) else None for p in placed])
 
 
 def _whole(mine: Trace, sharded: list[torch.Size | None]) -> Trace:
@@ -141,7 +143,7 @@ def train_unsharded(setting: Setting, *, in_order: bool) -> Trace:
         trace.gradients += [main.grad.clone() for main in mains if main.grad is not None]
         optimizer.step()
         with torch.no_grad():
-            torch._foreach_copy_(list(net.parameters()), mains)
+            torch._foreach_copy_([*net.parameters()], [*mains])
     trace.weights = [main.detach() for main in mains]
     return trace
 

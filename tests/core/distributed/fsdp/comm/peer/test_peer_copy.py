@@ -335,7 +335,7 @@ def _train(transport: TransportKind, strategy: str) -> tuple[list[torch.Tensor],
             with microbatch(net, is_first=index == 0, is_last=index == 1):
                 loss = loss_of(net, my_piece(2 * step + index))
                 time.sleep(wait.choice((0, 0.002)))
-                loss.backward()  # type: ignore[no-untyped-call]
+                loss.backward()
             results.append(loss.detach())
         optimizer.step()
         optimizer.zero_grad()

@@ -114,7 +114,7 @@ def weights_are_not_written_while_another_rank_evaluates_on_them() -> None:
         torch.manual_seed(0)
         net = Stack()
         for unit in (*net.layers, net):
-            fully_shard(unit, transport=transport)  # type: ignore[arg-type]
+            fully_shard(unit, transport=transport)
         for step in range(3):
             with torch.no_grad():
                 with microbatch(net, is_first=True):  # in which ranks meet before each first gather
