@@ -64,12 +64,10 @@ def _experts_are_averaged_over_their_own_ranks(patch: pytest.MonkeyPatch) -> Non
 def _gradients_are_always_averaged(patch: pytest.MonkeyPatch) -> None:
     from megatron.core.distributed.fsdp.adapter import fully_sharded_data_parallel as mcore_fsdp_adapter
 
-    init = mcore_fsdp_adapter._Sharder.__init__
-
-    def averaging(self: Any, **settings: Any) -> None:
-        init(self, **{**settings, "grad_divisor": Fraction(1)})
-
-    patch.setattr(mcore_fsdp_adapter._Sharder, "__init__", averaging)
+    sharder = mcore_fsdp_adapter._sharder
+    patch.setattr(
+        mcore_fsdp_adapter, "_sharder", lambda **settings: sharder(**{**settings, "grad_divisor": Fraction(1)})
+    )
 
 
 def _means_are_over_the_inner_axis(patch: pytest.MonkeyPatch) -> None:

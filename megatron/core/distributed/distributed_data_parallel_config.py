@@ -1,13 +1,15 @@
-"""How gradients and weights are shared among data-parallel ranks: Megatron-Core's settings, as far as they are served."""
+"""Settings of data parallelism under Megatron-Core's names."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
 from megatron.core.distributed.fsdp import TRANSPORT_KINDS, TransportKind
+
+ShardingStrategy = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
 
 
 @dataclass(kw_only=True)
@@ -15,56 +17,56 @@ class DistributedDataParallelConfig:
     """Settings of ``FullyShardedDataParallel``, under Megatron-Core's names.
 
     Raises:
-        NotImplementedError: a setting that is not served, by name.
-        ValueError: an unknown strategy, or one that other settings contradict.
+        NotImplementedError: a setting of ``NOT_SERVED`` is not at its default.
+        ValueError: a value is out of range, or settings contradict each other.
     """
 
     use_megatron_fsdp: bool = False
-    """Shard as ``data_parallel_sharding_strategy`` says; without it the only strategy is ``no_shard``."""
+    """Shard as ``data_parallel_sharding_strategy`` says; False allows only ``no_shard``."""
 
-    data_parallel_sharding_strategy: Literal["no_shard", "optim", "optim_grads", "optim_grads_params"] = "no_shard"
+    data_parallel_sharding_strategy: ShardingStrategy = "no_shard"
     """What is sharded: nothing, optimizer state (ZeRO-1), gradients too (ZeRO-2), weights too (ZeRO-3)."""
 
     use_distributed_optimizer: bool = False
-    """Megatron's flag for sharded optimizer state; ``data_parallel_sharding_strategy`` decides what is sharded."""
+    """Megatron's flag for sharded optimizer state; what is sharded is up to ``data_parallel_sharding_strategy``."""
 
     overlap_grad_reduce: bool = False
-    """A unit's gradients are reduced while the backward of the next runs; off, compute waits for each reduction."""
+    """Reduce a unit's gradients while the next unit's backward runs; False makes compute wait for each reduction."""
 
     overlap_param_gather: bool = False
-    """The next unit's weights are gathered while this one computes; off, each is gathered when it is needed."""
+    """Prefetch the next units' weights while a unit computes; False gathers each unit's when it is needed."""
 
     megatron_fsdp_main_params_dtype: torch.dtype | None = torch.float32
-    """Dtype of main weights; None: the model's."""
+    """Dtype of main weights; None: the parameter's."""
 
     megatron_fsdp_main_grads_dtype: torch.dtype | None = None
-    """Dtype in which gradients are accumulated; None: that of the main weights."""
+    """Dtype in which gradients are accumulated and passed to the optimizer; None: the main weights'."""
 
     megatron_fsdp_grad_comm_dtype: torch.dtype | None = None
-    """Dtype of gradients on the wire; None: the model's, or fp32 with ``grad_reduce_in_fp32``."""
+    """Dtype in which gradients are communicated; None: the parameter's, or fp32 with ``grad_reduce_in_fp32``."""
 
     grad_reduce_in_fp32: bool = False
-    """Reduce gradients in fp32, where ``megatron_fsdp_grad_comm_dtype`` does not say otherwise."""
+    """Communicate gradients in fp32 if ``megatron_fsdp_grad_comm_dtype`` is None."""
 
     fsdp_forward_prefetch_depth: int = 1
-    """How many units ahead weights are gathered in forward; 0 gathers each when it is needed."""
+    """Units to prefetch ahead in forward; 0 gathers each unit's weights when they are needed."""
 
     fsdp_backward_prefetch_depth: int = 1
-    """The same in backward."""
+    """Units to prefetch ahead in backward."""
 
     suggested_communication_unit_size: int | None = None
-    """Elements to have on their way: units beyond the prefetch depth are gathered ahead until together they hold as many;
-    None: the prefetch depth alone counts."""
+    """Elements to prefetch at least: units beyond the prefetch depth are prefetched until together they have as many;
+    None: only the prefetch depth counts."""
 
     fsdp_memory_budget: int | float | None = None
-    """Memory to spend on weights that stay gathered between forward and backward and between microbatches, which saves
-    their second gather: bytes, or (below 1) a fraction of the device's memory; None: none."""
+    """Memory for weights that stay unsharded between forward and backward and between microbatches, which saves their
+    second gather: bytes, or (below 1) a fraction of the device's memory; None: none."""
 
     fsdp_all_gather_in_start_param_sync: bool = True
-    """``start_param_sync`` gathers the first unit's weights before the forward loop."""
+    """Let ``start_param_sync`` gather the first unit's weights before the first forward."""
 
     check_for_nan_in_grad: bool = False
-    """``finish_grad_sync`` raises on every rank if any gradient is not finite; costs a host synchronisation."""
+    """Let ``finish_grad_sync`` raise on every rank if a gradient is not finite; costs a host synchronisation."""
 
     fsdp_transport: TransportKind = "auto"
     """What moves bytes between ranks: a key of ``TRANSPORT_KINDS``, whose values say how."""
@@ -73,13 +75,13 @@ class DistributedDataParallelConfig:
     """The same as ``fsdp_transport="symm"``."""
 
     nccl_ub: bool = False
-    """Megatron's name of ``use_symm_mem``."""
+    """Megatron's name for ``use_symm_mem``."""
 
     num_distributed_optimizer_instances: int = 1
-    """Hybrid sharding: the data-parallel ranks are so many groups, each of which holds all of what is sharded."""
+    """Hybrid sharding: the number of replicas, each sharded over an equal part of the data-parallel ranks."""
 
     outer_dp_sharding_strategy: Literal["no_shard", "optim"] = "no_shard"
-    """What those groups share: nothing (HSDP), or the optimizer state (HFSDP)."""
+    """What is sharded over the replicas: nothing (HSDP), or the optimizer state (HFSDP)."""
 
     bucket_size: int | None = None
     average_in_collective: bool = False
@@ -95,7 +97,7 @@ class DistributedDataParallelConfig:
     gradient_reduce_div_fusion: bool = True
 
     def __post_init__(self) -> None:
-        strategies = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+        strategies = get_args(ShardingStrategy)
         if self.data_parallel_sharding_strategy not in strategies:
             raise ValueError(
                 f"data_parallel_sharding_strategy must be one of {', '.join(strategies)}, got "
@@ -150,18 +152,18 @@ class DistributedDataParallelConfig:
 
     @property
     def transport_kind(self) -> TransportKind:
-        """``fsdp_transport``, or what the other names of symmetric memory say."""
+        """``fsdp_transport``, or "symm" if one of the other names for it is set."""
         return "symm" if self.use_symm_mem or self.nccl_ub else self.fsdp_transport
 
 
-# Settings that are known, and served only at their default: each with the reason. One test a row.
+# Settings of Megatron-Core that are refused unless at their default, each with the reason.
 NOT_SERVED = {
     "bucket_size": "gradients are reduced unit by unit; choose units with fsdp_unit_modules",
     "average_in_collective": "gradients are summed on the wire and scaled once in the main gradient's dtype",
     "fp8_param_gather": "weights are gathered in the model's dtype",
     "keep_fp8_transpose_cache": "there are no FP8 weights",
-    "fsdp_double_buffer": "buffers lie at fixed addresses of an arena always, planned from the first step",
-    "align_param_gather": "each pipeline stage gathers when its own plan says so",
+    "fsdp_double_buffer": "buffers always have fixed addresses in an arena, planned in the first step",
+    "align_param_gather": "each pipeline stage gathers by its own plan",
     "delay_wgrad_compute": "weight gradients are computed in backward",
     "disable_symmetric_registration": "registered buffers are symmetric; set fsdp_transport='nccl' to register none",
     "reduce_scatter_with_fp32_accumulation": "set megatron_fsdp_grad_comm_dtype=torch.float32 instead",

@@ -1,10 +1,11 @@
-"""The door for Megatron code: a configuration and process groups in, ``fully_shard`` calls out."""
+"""The entry point for Megatron code: calls ``fully_shard`` as a configuration and process groups say."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,25 +37,27 @@ class FullyShardedDataParallel(nn.Module):
     """A model whose weights, gradients and optimizer state are sharded over the data-parallel ranks.
 
     Args:
-        config: read for ``calculate_per_token_loss``: gradients are then summed over ranks, not averaged.
-        ddp_config: strategy, dtypes and overlap.
-        module: the model, changed in place; parameters on the meta device are made here, unit by unit.
-        fsdp_unit_modules: classes (or names of classes) of the modules that are units. None: transformer layers, the
-            embedding and the output layer, each by itself. What is in no unit belongs to the root.
-        disable_bucketing: must be False: gradients are reduced unit by unit.
-        device: the device of the ranks' shards; None: the current CUDA device where the group is NCCL's, else the CPU.
-        pg_collection: its ``dp_cp`` (or, if None, ``dp``) is the sharding group; None: all ranks. Under hybrid sharding
-            (``num_distributed_optimizer_instances`` above 1) that is ``intra_dp_cp``, and ``inter_dist_opt`` the group over
-            which it is replicated. Experts (parameters with ``allreduce=False``) are sharded over ``expt_dp``; ``tp``,
-            ``expt_tp``, ``pp`` and ``embd`` are read where they are: see ``ModelParallel`` for what parameters say by
-            attributes.
+        config: if its ``calculate_per_token_loss`` is set, gradients are summed over ranks and not averaged.
+        ddp_config: strategy, dtypes, overlap, prefetch depth, memory budget and transport.
+        module: the model, changed in place. Parameters on the meta device are allocated and initialised unit by unit.
+        fsdp_unit_modules: classes (or their names) of the modules to shard as units. None: each transformer layer, the
+            embedding and the output layer. Other parameters belong to the unit of the model itself.
+        disable_bucketing: must be False; gradients are reduced unit by unit.
+        device: the device of the shards; None: the current CUDA device if the process group uses NCCL, else the CPU.
+        pg_collection: process groups; None: shard over all ranks. Parameters are sharded over ``dp_cp``, or ``dp`` if
+            that is None; experts (parameters with ``allreduce=False``) over ``expt_dp``. Hybrid sharding
+            (``num_distributed_optimizer_instances`` above 1) shards over ``intra_dp_cp`` and replicates over
+            ``inter_dist_opt``. ``tp``, ``expt_tp``, ``pp``, ``mp`` and ``embd`` say how the model is split otherwise;
+            see ``ModelParallel`` for the attributes of parameters that belong to that.
 
     Raises:
-        ValueError: the collection has no data-parallel group, or none for hybrid sharding, or these do not fit; a unit class that the model does not hold; the transport
-            that ``ddp_config`` names cannot serve the ranks, or its memory budget is a fraction of no device.
-        NotImplementedError: ``disable_bucketing=True``, or a setting that is not served.
+        ValueError: ``pg_collection`` lacks a process group, or they are not the axes of a mesh; the model has no module
+            of a class in ``fsdp_unit_modules``; the transport cannot serve the ranks; the memory budget is a fraction,
+            and the device has no memory of its own.
+        NotImplementedError: ``disable_bucketing=True``.
 
-    Ranks: all of the sharding group; weights become those of its first rank.
+    Ranks: all of the data-parallel process group, and of the tensor-parallel one; blocks. Weights become those of the
+    first rank.
     Source: Megatron-Core's class of this name (signature and methods).
     """
 
@@ -78,16 +81,15 @@ class FullyShardedDataParallel(nn.Module):
         group = self.dist_index.get_dp_group()
         sums = getattr(config, "calculate_per_token_loss", False)
         units = _units(module, fsdp_unit_modules, is_stage=group_size(self.pg_collection.pp) > 1)
-        self._shard = _Sharder(
+        shard = _sharder(
             index=self.dist_index,
             model_parallel=self._model_parallel,
             ddp_config=ddp_config,
             grad_divisor=Fraction(1, group.size()) if sums else Fraction(1),
             sizes_nbytes={is_one: _sizes_nbytes(units, experts=is_one) for is_one in (False, True)},
         )
-        for unit in units:
-            self._shard(unit)
-        self._shard(module)
+        for unit in (*units, module):
+            shard(unit)
         _tie_output_layer(module)
         memory_budget_nbytes = _budget_nbytes(
             ddp_config.fsdp_memory_budget, group, device_of(self.dist_index.get_root_mesh())
@@ -99,7 +101,7 @@ class FullyShardedDataParallel(nn.Module):
             context.planner.memory_budget_nbytes = memory_budget_nbytes
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward. Ranks: all."""
+        """Run the model's forward. Ranks: all."""
         return self.module(*args, **kwargs)
 
     def _contexts(self) -> list[FsdpContext]:
@@ -107,7 +109,7 @@ class FullyShardedDataParallel(nn.Module):
 
     @property
     def parameter_groups(self) -> list[FsdpParameterGroup]:
-        """All parameter groups of the model, in the order of ``modules()``."""
+        """The parameter groups of all units, in the order of ``modules()``."""
         return [group for module in fsdp_modules(self.module) for group in module.parameter_groups]
 
     @property
@@ -124,16 +126,22 @@ class FullyShardedDataParallel(nn.Module):
             transport.close()
 
     def describe(self) -> str:
-        """What the engine's buffers take on this rank, as a table: as expected before a step has run, then as planned."""
+        """Return a table of the engine's memory on this rank: an estimate before the first step, then the plan."""
         return "\n".join(str(context.describe()) for context in self._contexts())
 
     # ---- weights ------------------------------------------------------------------------------------------------
 
     def start_param_sync(self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False) -> None:
-        """Afterwards the step's weights are final and the first unit's are being gathered. Ranks: all.
+        """Start to gather the first unit's weights for the next step; call it after the optimizer's step.
 
-        Call it after the optimizer's step. It does nothing where ``fsdp_all_gather_in_start_param_sync`` is off (and
-        nothing is asked to be forced): the first forward then gathers.
+        Weights must not be written after it. It does nothing if ``fsdp_all_gather_in_start_param_sync`` is off and
+        neither argument is set: then the first forward gathers.
+
+        Args:
+            force_sync: gather whatever the setting, and make the current stream wait for it.
+            force_dispatch: gather whatever the setting.
+
+        Ranks: all; does not block the host.
         """
         if self.ddp_config.fsdp_all_gather_in_start_param_sync or force_sync or force_dispatch:
             for context in self._contexts():
@@ -142,13 +150,13 @@ class FullyShardedDataParallel(nn.Module):
             self.synchronize_param_gather()
 
     def synchronize_param_gather(self) -> None:
-        """Afterwards work on the caller's stream sees whatever was gathered ahead."""
+        """Make the current stream wait for all gathers that run."""
         for context in self._contexts():
             context.unsharder.wait_for_gathers()
 
     @torch.no_grad()
     def broadcast_params(self) -> None:
-        """Afterwards replicated main weights equal the first rank's; sharded ones have one owner each. Ranks: all."""
+        """Broadcast main weights that are replicated from their first rank; sharded ones have one owner. Ranks: all."""
         for group in self.parameter_groups:
             group.weights.broadcast_replicas()
         for context in self._contexts():
@@ -158,22 +166,27 @@ class FullyShardedDataParallel(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """In the scope, backward does not reduce gradients further than they rest between microbatches."""
+        """Accumulate gradients: backward in this scope leaves them as they rest between microbatches. Ranks: all."""
         with ExitStack() as scopes:
             for context in self._contexts():
                 scopes.enter_context(context.accumulate())
             yield
 
     def start_grad_sync(self, *unused: Any) -> None:
-        """Afterwards gradients that rest unreduced are being reduced: those of ``no_sync`` alone. Ranks: all."""
+        """Start to reduce gradients that ``no_sync`` left unreduced. Ranks: all."""
         for context in self._contexts():
             context.reduce_partial()
 
     def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
-        """Afterwards ``param.grad`` holds the gradients of the whole step. Ranks: all.
+        """Complete ``param.grad``: the gradients of the whole step.
+
+        Args:
+            force_all_reduce: accepted for Megatron-Core's callers; each strategy reduces in one way.
 
         Raises:
-            RuntimeError: with ``check_for_nan_in_grad``, a gradient that is not finite; on every rank.
+            RuntimeError: with ``check_for_nan_in_grad``, a gradient is not finite; on every rank.
+
+        Ranks: all; blocks the host only with ``check_for_nan_in_grad``.
         """
         self.start_grad_sync()
         sum_grads(self.parameter_groups, in_use=True)
@@ -204,13 +217,14 @@ class FullyShardedDataParallel(nn.Module):
 
     @torch.no_grad()
     def scale_gradients(self, scaling_factor: float | torch.Tensor) -> None:
-        """Afterwards every main gradient is ``scaling_factor`` times what it was."""
-        flats = [group.grads.main_storage.flat for group in self.parameter_groups if group.trainable and group.grads.has_main]
+        """Multiply all main gradients by ``scaling_factor``."""
+        grads = [group.grads for group in self.parameter_groups if group.trainable]
+        flats = [own.main_storage.flat for own in grads if own.has_main]
         if flats:
             torch._foreach_mul_(flats, scaling_factor)
 
     def zero_grad_buffer(self) -> None:
-        """Afterwards there are no gradients, and they take no memory."""
+        """Clear all gradients and free their memory."""
         for group in self.parameter_groups:
             if group.trainable:
                 group.grads.clear()
@@ -218,69 +232,66 @@ class FullyShardedDataParallel(nn.Module):
     # ---- state --------------------------------------------------------------------------------------------------
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """The sharded main weights under the names of the unwrapped model, which ``load_state_dict`` takes."""
+        """Return the sharded main weights under the names of the unwrapped model, as ``load_state_dict`` takes them."""
         return self.module.state_dict(*args, **kwargs)
 
     def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
-        """The sharded main weights under the names of the unwrapped model."""
+        """Return the sharded main weights under the names of the unwrapped model."""
         return self.module.state_dict(prefix=prefix, keep_vars=keep_vars)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Afterwards the main weights equal ``state_dict``: full tensors or DTensors under the unwrapped model's names.
+        """Load full tensors or DTensors, under the names of the unwrapped model, into the main weights.
 
         Raises:
-            RuntimeError: missing, extra or mis-shaped keys (``strict``), by name.
+            RuntimeError: missing or extra keys (``strict``), or values of another shape, by name; a unit is unsharded.
+
+        Ranks: all, if values are DTensors of another placement.
         """
         return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
 
 
-class _Sharder:
-    """``fully_shard`` with the settings of one model."""
-
-    def __init__(
-        self,
-        *,
-        index: FSDPDistributedIndex,
-        model_parallel: ModelParallel,
-        ddp_config: DistributedDataParallelConfig,
-        grad_divisor: Fraction,
-        sizes_nbytes: Mapping[bool, Sequence[int]],
-    ) -> None:
-        for experts in (False, True) if index.expt_device_mesh is not None else (False,):
-            # Chosen here, where the sizes of the units are known; meshes remember it.
-            mesh = index.get_root_mesh(experts)
-            SharedTransports.of(mesh).resolve(
-                ddp_config.transport_kind,
-                index.get_fsdp_group(experts),
-                index.get_fsdp_group(experts, independent_all_gather=True),
-                device_of(mesh),
-                sizes_nbytes=sizes_nbytes[experts],
-            )
-        comm_dtype = ddp_config.megatron_fsdp_grad_comm_dtype
-        if comm_dtype is None and ddp_config.grad_reduce_in_fp32:
-            comm_dtype = torch.float32
-        self._arguments: dict[str, Any] = {
-            "mesh": index.get_root_mesh(),
-            "placements": _placements(index, ddp_config.data_parallel_sharding_strategy),
-            "mixed_precision_policy": MixedPrecisionPolicy(
-                main_params_dtype=ddp_config.megatron_fsdp_main_params_dtype,
-                main_grads_dtype=ddp_config.megatron_fsdp_main_grads_dtype,
-                grad_comm_dtype=comm_dtype,
-            ),
-            "grad_divisor": grad_divisor,
-            "fsdp_group_ag": index.get_fsdp_group(independent_all_gather=True),
-            "transport": ddp_config.transport_kind,
-            "model_parallel": model_parallel,
-            "forward_prefetch_depth": ddp_config.fsdp_forward_prefetch_depth,
-            "backward_prefetch_depth": ddp_config.fsdp_backward_prefetch_depth,
-        }
-
-    def __call__(self, module: nn.Module) -> None:
-        fully_shard(module, **self._arguments)
+def _sharder(
+    *,
+    index: FSDPDistributedIndex,
+    model_parallel: ModelParallel,
+    ddp_config: DistributedDataParallelConfig,
+    grad_divisor: Fraction,
+    sizes_nbytes: Mapping[bool, Sequence[int]],
+) -> Callable[[nn.Module], nn.Module]:
+    """Return ``fully_shard`` with the settings of one model."""
+    for experts in (False, True) if index.expt_device_mesh is not None else (False,):
+        # Choose the transport here, where the sizes of the units are known; the mesh remembers it.
+        mesh = index.get_root_mesh(experts)
+        SharedTransports.of(mesh).resolve(
+            ddp_config.transport_kind,
+            index.get_fsdp_group(experts),
+            index.get_fsdp_group(experts, independent_all_gather=True),
+            device_of(mesh),
+            sizes_nbytes=sizes_nbytes[experts],
+        )
+    comm_dtype = ddp_config.megatron_fsdp_grad_comm_dtype
+    if comm_dtype is None and ddp_config.grad_reduce_in_fp32:
+        comm_dtype = torch.float32
+    return partial(
+        fully_shard,
+        mesh=index.get_root_mesh(),
+        placements=_placements(index, ddp_config.data_parallel_sharding_strategy),
+        mixed_precision_policy=MixedPrecisionPolicy(
+            main_params_dtype=ddp_config.megatron_fsdp_main_params_dtype,
+            main_grads_dtype=ddp_config.megatron_fsdp_main_grads_dtype,
+            grad_comm_dtype=comm_dtype,
+        ),
+        grad_divisor=grad_divisor,
+        fsdp_group_ag=index.get_fsdp_group(independent_all_gather=True),
+        transport=ddp_config.transport_kind,
+        model_parallel=model_parallel,
+        forward_prefetch_depth=ddp_config.fsdp_forward_prefetch_depth,
+        backward_prefetch_depth=ddp_config.fsdp_backward_prefetch_depth,
+    )
 
 
 def _placements(index: FSDPDistributedIndex, strategy: str) -> Placements:
-    """The strategy on the index's axes."""
+    """Return the strategy's placements on the axes of the index."""
     assert index.dp_shard_dim is not None
     if index.dp_outer_dim is None:
         return strategy_placements(strategy, index.dp_shard_dim)
@@ -289,10 +300,13 @@ def _placements(index: FSDPDistributedIndex, strategy: str) -> Placements:
 
 
 def _units(model: nn.Module, classes: Sequence[type[nn.Module] | str] | None, *, is_stage: bool) -> list[nn.Module]:
-    """The modules that become units, innermost first, in the order of ``modules()``.
+    """Return the modules that become units, without the model itself, such that inner ones come before outer ones.
 
     Args:
-        is_stage: other pipeline stages may hold what this one lacks.
+        is_stage: True if the model is a pipeline stage: then other stages may hold the classes that it lacks.
+
+    Raises:
+        ValueError: the model has no module of a class.
     """
     if classes is None:
         output_layer = getattr(model, "output_layer", None)
@@ -313,7 +327,7 @@ def _units(model: nn.Module, classes: Sequence[type[nn.Module] | str] | None, *,
 
 
 def _sizes_nbytes(units: Sequence[nn.Module], *, experts: bool) -> list[int]:
-    """Bytes of a typical unit's and of the largest unit's weights, dense or experts'; of none where there are no units."""
+    """Return the bytes of the median and of the largest unit's weights, dense or experts'; [] without units."""
     sizes = sorted(
         sum(p.numel() * p.element_size() for p in unit.parameters() if is_expert(p) is experts) for unit in units
     )
@@ -321,7 +335,7 @@ def _sizes_nbytes(units: Sequence[nn.Module], *, experts: bool) -> list[int]:
 
 
 def _budget_nbytes(budget: float | None, group: ProcessGroup, device: torch.device) -> int:
-    """Bytes that a budget means, the same on all ranks. Ranks: all of the group, for a fraction of the device."""
+    """Return the memory budget in bytes, the same on all ranks. Ranks: all of the group, if it is a fraction."""
     if budget is None or budget >= 1:
         return int(budget or 0)
     if device.type != "cuda":
@@ -329,16 +343,16 @@ def _budget_nbytes(budget: float | None, group: ProcessGroup, device: torch.devi
             f"fsdp_memory_budget must be bytes where there is no device with memory of its own, got {budget} on {device.type}"
         )
     total = torch.tensor(torch.cuda.get_device_properties(device).total_memory, device=device)
-    dist.all_reduce(total, op=dist.ReduceOp.MIN, group=group)  # ranks plan alike
+    dist.all_reduce(total, op=dist.ReduceOp.MIN, group=group)  # ranks must make the same plan
     return int(budget * total.item())
 
 
 def _tie_output_layer(model: nn.Module) -> None:
-    """Afterwards an output layer that is given the embedding's weight has it gathered when it runs.
+    """Unshard the embedding's weight for an output layer that uses it too.
 
-    The model hands the weight over before the output layer runs, when it is sharded; the layer's unit borrows the
-    embedding's group, and a hook puts the gathered weight in its place. Where the output layer is no unit, the
-    weight stays gathered while the root runs, which is around it.
+    The model passes the weight to the output layer as an argument, sharded as it is then. So the layer's unit borrows
+    the embedding's group, and a hook replaces the argument by the unsharded weight. If the output layer is not a unit,
+    the model's own unit borrows the group, and the weight stays unsharded while the model runs.
     """
     output_layer = getattr(model, "output_layer", None)
     shares = getattr(model, "share_embeddings_and_output_weights", False) and getattr(model, "pre_process", False)
@@ -354,7 +368,7 @@ def _tie_output_layer(model: nn.Module) -> None:
         return
     output_layer._fsdp_unit.borrow(group)
 
-    def with_gathered_weight(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def with_unsharded_weight(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         return args, {**kwargs, "weight": embedding.weight}  # type: ignore[union-attr]
 
-    output_layer.register_forward_pre_hook(with_gathered_weight, with_kwargs=True)
+    output_layer.register_forward_pre_hook(with_unsharded_weight, with_kwargs=True)

@@ -1,4 +1,4 @@
-"""The meshes over which a model of process groups is sharded, and the ranks between which it is split besides."""
+"""From Megatron's process groups to meshes: those over which a model is sharded, and how else it is split."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ def distributed_index(
     *,
     has_experts: bool,
 ) -> FSDPDistributedIndex:
-    """The meshes of the collection's groups: (tp, outer, dp_cp) of those axes that are used, for experts too.
+    """Make the meshes of the process groups, with those of the axes (tp, outer, dp_cp) that are used, also for experts.
 
     Args:
-        device: of the shards; None: the current CUDA device where the group is NCCL's, else the CPU.
-        has_experts: the model holds parameters with ``allreduce=False``. They have a mesh of their own where they are
-            sharded over other ranks than the others.
+        device: device of the shards; None: the current CUDA device if the process group uses NCCL, else the CPU.
+        has_experts: True if the model has parameters with ``allreduce=False``. They get a mesh of their own if they are
+            sharded over other ranks than the other parameters.
 
     Raises:
-        ValueError: a group is missing, or the groups are not the axes of a mesh.
+        ValueError: a process group is missing, or they are not the axes of a mesh.
 
-    Ranks: all of the collection's groups; blocks where there is tensor parallelism.
+    Ranks: all of the process groups; blocks if there is tensor parallelism.
     """
     dense = groups.dp_cp or groups.dp
     if dense is None:
@@ -70,7 +70,7 @@ def distributed_index(
 
 
 def model_parallel(groups: ProcessGroupCollection, index: FSDPDistributedIndex) -> ModelParallel:
-    """Between which ranks the model is split besides data parallelism. Communicates nothing."""
+    """Return how the model is split besides data parallelism. Does not communicate."""
     return ModelParallel(
         tensor_axis=index.tp_dim or (TENSOR_AXIS if index.expt_device_mesh is not None else None),
         expert_mesh=index.expt_device_mesh,
@@ -81,7 +81,7 @@ def model_parallel(groups: ProcessGroupCollection, index: FSDPDistributedIndex) 
 
 
 def has_experts(model: nn.Module) -> bool:
-    """True if a parameter of the model is an expert's."""
+    """True if the model has a parameter of an expert."""
     return any(is_expert(parameter) for parameter in model.parameters())
 
 
@@ -99,11 +99,15 @@ def _model_groups(groups: ProcessGroupCollection, index: FSDPDistributedIndex) -
 
 
 def _experts_differ(groups: ProcessGroupCollection, dense: ProcessGroup) -> bool:
-    """True if experts are sharded over other ranks than the other parameters."""
+    """True if experts are sharded over other ranks than the other parameters.
+
+    Raises:
+        ValueError: experts are split over ranks, and the process group of the ranks that hold the same ones is missing.
+    """
     if groups.expt_dp is None:
         if group_size(groups.ep) > 1:
             raise ValueError(
-                f"pg_collection must hold expt_dp, the ranks that hold the same experts, for experts that are split over "
+                "pg_collection must hold expt_dp, the ranks that hold the same experts, if experts are split over "
                 f"{group_size(groups.ep)} ranks, got None; make it with build_process_groups"
             )
         return False
@@ -122,7 +126,7 @@ def _mesh(
     instances: int,
     names: str,
 ) -> DeviceMesh:
-    """The mesh of ``whole``, or of its outer and inner group, with the tensor-parallel axis before them if it is used."""
+    """Make the mesh of ``whole``, or of its outer and inner process group, with a tensor-parallel axis before it."""
     if hybrid is None:
         mesh = DeviceMesh.from_group(whole, device_type, mesh_dim_names=(AXIS,))
     else:
@@ -138,7 +142,14 @@ def _mesh(
 
 
 def _with_tensor_axis(mesh: DeviceMesh, whole: ProcessGroup, tensor: ProcessGroup) -> DeviceMesh:
-    """``mesh``, which ``whole`` spans, and before its axes that of the tensor-parallel groups. Ranks: all; blocks."""
+    """Put the axis of the tensor-parallel process groups before the axes of ``mesh``, which ``whole`` spans.
+
+    Raises:
+        ValueError: the tensor-parallel process groups differ in size, or hold the ranks of ``mesh`` at different
+            places.
+
+    Ranks: all of both; blocks.
+    """
     found: list[list[int]] = [[]] * whole.size()
     dist.all_gather_object(found, _ranks(tensor), group=whole)
     lines = dict(zip(_ranks(whole), found, strict=True))
