@@ -159,10 +159,10 @@ class _Buffers:
         numel = self._numel(nbytes)
         self.shard = transport.empty(numel // transport.size, _DTYPE, device, MemoryKind.SHARD)
         self.full = transport.empty(numel, _DTYPE, device, MemoryKind.UNSHARDED)
-        self.staging = transport.empty(numel, _DTYPE, device, MemoryKind.REDUCE_SCATTER_INPUT)
+        self.input = transport.empty(numel, _DTYPE, device, MemoryKind.REDUCE_SCATTER_INPUT)
         self.out = torch.empty(numel // transport.size, dtype=torch.float32, device=device)
         self.shard.normal_()
-        self.staging.normal_()
+        self.input.normal_()
         transport.publish()
 
     def _numel(self, nbytes: int) -> int:
@@ -176,7 +176,7 @@ class _Buffers:
     def reduce(self, nbytes: int) -> None:
         numel = self._numel(nbytes)
         out = self.out[: numel // self.transport.size]
-        self.transport.reduce_scatter(out, self.staging[:numel], scale=1 / self.transport.size)
+        self.transport.reduce_scatter(out, self.input[:numel], scale=1 / self.transport.size)
 
 
 class _Gemms:

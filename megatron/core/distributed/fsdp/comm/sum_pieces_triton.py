@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import torch
 
-from megatron.core.extensions.kernel_launcher import KernelLauncher
 from megatron.core.extensions.triton_language import tl, triton
 
 # 16 elements for each of 128 threads: loads of 16 bytes, several of them in flight.
@@ -55,7 +54,6 @@ def _sum_kernel(  # type: ignore[no-untyped-def]
 
 
 _ABSENT = [(None,) * (8 - count) for count in range(9)]
-_launch = KernelLauncher(_sum_kernel, num_warps=_NUM_WARPS)
 
 
 def sum_with_triton(out: torch.Tensor, pieces: Sequence[torch.Tensor], scale: float, accumulate: bool) -> None:
@@ -66,5 +64,5 @@ def sum_with_triton(out: torch.Tensor, pieces: Sequence[torch.Tensor], scale: fl
         return
     # numel keeps its specialisation: loads are wide where masks end at a multiple of 16 elements. That makes at most
     # two variants, times two by the alignment of the pointers.
-    tensors = (out, *pieces, *_ABSENT[len(pieces)])
-    _launch(num_blocks, tensors, (numel, scale), (len(pieces), accumulate, _BLOCK_NUMEL))
+    arguments = (out, *pieces, *_ABSENT[len(pieces)], numel, scale, len(pieces), accumulate, _BLOCK_NUMEL)
+    _sum_kernel[(num_blocks,)](*arguments, num_warps=_NUM_WARPS)

@@ -1,4 +1,4 @@
-"""Groups for all-gathers alone live and end quietly: no warning of Python, and no word of the libraries on stderr."""
+"""Process groups for all-gathers end without warnings of Python and without output of the libraries on stderr."""
 
 from __future__ import annotations
 

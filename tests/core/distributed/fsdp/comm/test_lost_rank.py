@@ -1,4 +1,4 @@
-"""A rank that is gone: the others end within the process group's time-out and say what they waited for."""
+"""When a rank is lost, the others end within the process group's time-out and say what they waited for."""
 
 from __future__ import annotations
 

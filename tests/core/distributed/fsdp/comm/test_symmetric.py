@@ -1,4 +1,4 @@
-"""The life of symmetric buffers, with NCCL's part played by a stand-in: the same on all ranks, and nothing is left over."""
+"""Symmetric buffers are registered and deregistered alike on all ranks. A stand-in plays NCCL's part."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""NCCL's symmetric kernels and their memory on GPUs: in use where asked for, gone without a word; and what auto chooses."""
+"""NCCL's symmetric memory on GPUs: which kernels run, when memory is registered, and what "auto" chooses."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ print("ended well", flush=True)
 @pytest.mark.parametrize("end", ["deleted", "closed"])
 @pytest.mark.parametrize("transport", ["nccl", "symm"])
 def test_groups_are_destroyed_without_a_warning(transport: str, end: str, tmp_path: Path) -> None:
-    """Of Python's, of PyTorch's libraries or of NCCL's, whether the model is still there or not."""
+    """Whose warnings: Python's, PyTorch's or NCCL's, with the model deleted or closed."""
     script = tmp_path / "script.py"
     script.write_text(_SCRIPT)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "NCCL_DEBUG": "WARN", "PYTHONPATH": os.getcwd()}  # fmt: skip

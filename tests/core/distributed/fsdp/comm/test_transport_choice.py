@@ -1,4 +1,4 @@
-"""Who moves the bytes: what was asked for, or a word on why it cannot; one transport for all units over a mesh."""
+"""The choice of transports: the kind that was asked for, or an error with the reason; one for all units over a mesh."""
 
 from __future__ import annotations
 

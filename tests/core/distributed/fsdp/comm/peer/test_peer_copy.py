@@ -1,4 +1,4 @@
-"""Peer copy between CPU processes: the states that run on GPUs, the same numbers as the process group, and nothing left."""
+"""Peer copy between CPU processes: the same states as on GPUs, the numbers of the process group, no leaks."""
 
 from __future__ import annotations
 
@@ -183,16 +183,16 @@ def memory_goes_with_its_last_view() -> None:
     before = _mappings()
     transport = _peer_copy()
     shard = transport.empty(100_000, torch.bfloat16, CPU, MemoryKind.SHARD)
-    staging = transport.empty(60_000, torch.float32, CPU, MemoryKind.REDUCE_SCATTER_INPUT)
+    inputs = transport.empty(60_000, torch.float32, CPU, MemoryKind.REDUCE_SCATTER_INPUT)
     view = shard[10:34]
     assert peer_memory_of(view) is peer_memory_of(shard)
     transport.publish()
     transport.all_gather(torch.empty(24 * transport.size, dtype=torch.bfloat16), view)
-    transport.reduce_scatter(torch.empty(60_000 // transport.size), staging)
+    transport.reduce_scatter(torch.empty(60_000 // transport.size), inputs)
     transport.end_pass()
     del shard
     assert _mappings() > before and view.shape == (24,), "a view keeps the memory"
-    del view, staging
+    del view, inputs
     assert _mappings() == before
     transport.publish()  # and a transport without memory still meets its peers
     gc.enable()
@@ -208,7 +208,7 @@ def nothing_is_taken_for_nothing() -> None:
 
 
 @CHECKS.on(2)
-def a_summand_of_another_size_is_refused() -> None:
+def an_input_of_another_size_is_refused() -> None:
     transport = _peer_copy()
     full = transport.empty(8, torch.float32, CPU, MemoryKind.REDUCE_SCATTER_INPUT)
     with pytest.raises(ValueError, match="full must have 2 times out's 3 elements, got 8"):
@@ -245,16 +245,16 @@ def published_shards_are_never_read_half() -> None:
 
 
 @CHECKS.on(2, 4)
-def staging_is_read_whole_and_overwritten_only_when_all_have_read() -> None:
+def inputs_are_read_whole_and_overwritten_only_when_all_have_read() -> None:
     """Two buffers that take turns, as in a backward, with ranks that are late at random."""
     world, rank = dist.get_world_size(), dist.get_rank()
     wait, transport = random.Random(rank), _peer_copy()
     numel = 4096
     transport.direct_nbytes = 0
-    staging = [transport.empty(world * numel, torch.float32, CPU, MemoryKind.REDUCE_SCATTER_INPUT) for _ in range(2)]
+    inputs = [transport.empty(world * numel, torch.float32, CPU, MemoryKind.REDUCE_SCATTER_INPUT) for _ in range(2)]
     out = torch.empty(numel)
     for step in range(40):
-        full = staging[step % 2]
+        full = inputs[step % 2]
         for segment in full.view(world, numel):
             segment.fill_(float(step * world + rank))
             time.sleep(wait.choice((0, 0, 0.001)))
@@ -378,15 +378,15 @@ _TIME_OUT_S = 2.0
 def _lose(moment: str, how: signal.Signals, path: str) -> None:
     rank, transport = dist.get_rank(), _peer_copy()
     shard = transport.empty(8, torch.float32, CPU, MemoryKind.SHARD).zero_()
-    staging = transport.empty(24, torch.float32, CPU, MemoryKind.REDUCE_SCATTER_INPUT).zero_()
-    for tensor in (shard, staging):
+    inputs = transport.empty(24, torch.float32, CPU, MemoryKind.REDUCE_SCATTER_INPUT).zero_()
+    for tensor in (shard, inputs):
         memory = peer_memory_of(tensor)
         assert isinstance(memory, CpuPeerMemory) and memory._time_out == 20.0, "the group's"
         memory._time_out = _TIME_OUT_S
     calls: dict[str, Callable[[], None]] = {
         "publish": transport.publish,
         "all_gather": lambda: transport.all_gather(torch.empty(24), shard),
-        "reduce_scatter": lambda: transport.reduce_scatter(torch.empty(8), staging),
+        "reduce_scatter": lambda: transport.reduce_scatter(torch.empty(8), inputs),
         "end_pass": transport.end_pass,
     }
     for _ in range(3):
@@ -423,7 +423,7 @@ def _lose(moment: str, how: signal.Signals, path: str) -> None:
     ],
 )
 def test_the_others_say_what_a_lost_rank_owes(moment: str, how: signal.Signals, words: str, tmp_path: Path) -> None:
-    """One that is killed, at once; one that hangs, after the group's time-out. A gather itself waits for nobody."""
+    """One that is killed, at once; one that hangs, after the group's time-out. A gather itself waits for no rank."""
     with pytest.raises(AssertionError, match="died without a word"):
         run_ranks(3, _lose, moment, how, str(tmp_path), timeout_s=20)
     for rank in (0, 2):

@@ -1,4 +1,4 @@
-"""Peer copy between GPUs: copy engines move the data, sums are those in rank order, and no delay on any rank tears a buffer."""
+"""Peer copy between GPUs: copy engines move the data, sums go in rank order, and delayed ranks read no half-written buffer."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def sums_are_bitwise_those_in_rank_order() -> None:
 
 
 @CHECKS.on(2)
-def a_reduction_is_pulls_and_one_kernel_between_two_barriers() -> None:
+def a_reduction_is_copies_and_one_kernel_between_two_barriers() -> None:
     world, numel = dist.get_world_size(), 1 << 20
     transport = _peer_copy()
     transport.direct_nbytes = 0
@@ -170,7 +170,7 @@ def delays_tear_nothing() -> None:
             torch.cuda._sleep(late.randrange(DELAY_CYCLES))
 
     shard = _empty(transport, numel, torch.float32, MemoryKind.SHARD)
-    staging = [_empty(transport, world * numel, torch.float32, MemoryKind.REDUCE_SCATTER_INPUT) for _ in range(2)]
+    inputs = [_empty(transport, world * numel, torch.float32, MemoryKind.REDUCE_SCATTER_INPUT) for _ in range(2)]
     full, out = torch.empty(world * numel, device="cuda"), torch.empty(numel, device="cuda")
     wrong_weights, wrong_sums = (torch.zeros((), dtype=torch.int64, device="cuda") for _ in range(2))
     for step in range(40):
@@ -189,14 +189,14 @@ def delays_tear_nothing() -> None:
                 transport.end_pass()
             with torch.cuda.stream(reduce):
                 for turn in range(3):
-                    summand = staging[turn % 2]
+                    full_input = inputs[turn % 2]
                     delay()
-                    summand.fill_(float(step * world + rank + turn))
+                    full_input.fill_(float(step * world + rank + turn))
                     delay()
-                    transport.reduce_scatter(out, summand)
+                    transport.reduce_scatter(out, full_input)
                     total = sum(step * world + r + turn for r in range(world))
                     wrong_sums += (out != total).sum()
-                    summand.fill_(float("nan"))
+                    full_input.fill_(float("nan"))
     torch.cuda.synchronize()
     assert (wrong_weights.item(), wrong_sums.item()) == (0, 0)
 
@@ -209,7 +209,7 @@ def a_graph_replays_it() -> None:
     transport.direct_nbytes = 0
     weight, grad = torch.zeros(numel, device="cuda"), torch.zeros(world * numel, device="cuda")
     shard = _empty(transport, numel, torch.float32, MemoryKind.SHARD)
-    staging = _empty(transport, world * numel, torch.float32, MemoryKind.REDUCE_SCATTER_INPUT)
+    inputs = _empty(transport, world * numel, torch.float32, MemoryKind.REDUCE_SCATTER_INPUT)
     full, out = torch.zeros(world * numel, device="cuda"), torch.zeros(numel, device="cuda")
 
     def step() -> None:
@@ -220,8 +220,8 @@ def a_graph_replays_it() -> None:
                 transport.all_gather(full, shard)
                 transport.end_pass()
             with torch.cuda.stream(reduce):
-                staging.copy_(grad)
-                transport.reduce_scatter(out, staging, scale=0.5, accumulate=True)
+                inputs.copy_(grad)
+                transport.reduce_scatter(out, inputs, scale=0.5, accumulate=True)
 
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())

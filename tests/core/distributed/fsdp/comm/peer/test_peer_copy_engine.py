@@ -22,7 +22,7 @@ SIZE, NUM_LAYERS = 6, 4
 
 
 class Layer(nn.Module):
-    """A unit whose gradient is written straight to the staging buffer."""
+    """A unit whose gradient is written straight to the reduce-scatter input."""
 
     def __init__(self) -> None:
         super().__init__()
