@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import torch
 
-from megatron.core.extensions.kernel_launcher import KernelLauncher
 from megatron.core.extensions.triton_language import tl, triton
 
 ASSIGNMENTS_AT_ONCE = 8192
@@ -107,11 +106,6 @@ def _sums_kernel(  # type: ignore[no-untyped-def]
     tl.store(sums + index * width + columns, total.to(dtype), mask=inside)
 
 
-_launch_assignments = KernelLauncher(_assignments_kernel, num_warps=16)
-_launch_blocks = KernelLauncher(_blocks_kernel, num_warps=4)
-_launch_sums = KernelLauncher(_sums_kernel, num_warps=4)
-
-
 def sort_assignments(
     experts: torch.Tensor, num_experts: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -125,7 +119,8 @@ def sort_assignments(
     sources, tokens, places = experts.new_empty(3, experts.numel()).unbind()
     counts, ends = experts.new_empty(num_experts), experts.new_empty(num_experts, dtype=torch.int32)
     tensors = (experts, sources, tokens, places, counts, ends)
-    _launch_assignments(num_experts, tensors, (experts.numel(),), (experts.shape[1], ASSIGNMENTS_AT_ONCE))
+    numbers = (experts.numel(), experts.shape[1], ASSIGNMENTS_AT_ONCE)
+    _assignments_kernel[(num_experts,)](*tensors, *numbers, num_warps=16)
     return sources, tokens, places.view(experts.shape), counts, ends
 
 
@@ -139,7 +134,7 @@ def sort_blocks(sizes: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch
     sources, places = sizes.new_empty(num_rows), sizes.new_empty(num_rows, 1)
     counts, ends = sizes.new_empty(num_experts), sizes.new_empty(num_experts, dtype=torch.int32)
     constants = (num_ranks, num_experts, triton.next_power_of_2(sizes.numel()), ROWS_AT_ONCE)
-    _launch_blocks(sizes.numel(), (sizes, sources, places, counts, ends), (), constants)
+    _blocks_kernel[(sizes.numel(),)](sizes, sources, places, counts, ends, *constants, num_warps=4)
     return sources, places, counts, ends
 
 
@@ -153,5 +148,6 @@ def sum_rows(rows: torch.Tensor, places: torch.Tensor, *, has_gaps: bool) -> tor
     sums = rows.new_empty(num_sums, width)
     num_programs = num_sums * triton.cdiv(width, COLUMNS_AT_ONCE)
     if num_programs > 0:
-        _launch_sums(num_programs, (rows, places, sums), (num_rows, width), (copies, has_gaps, COLUMNS_AT_ONCE))
+        numbers = (num_rows, width, copies, has_gaps, COLUMNS_AT_ONCE)
+        _sums_kernel[(num_programs,)](rows, places, sums, *numbers, num_warps=4)
     return sums

@@ -7,14 +7,12 @@ operations of ``torch.optim.AdamW(foreach=True)``: on the CPU the results are bi
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 import torch
 
 from megatron.core.distributed.fsdp.flat_optimizer.flat_runs import Run, block_table
-from megatron.core.extensions.kernel_launcher import KernelLauncher
 
 # Columns of the hyperparameters [P, 5] fp64, and of the coefficients [R, 8] fp32 that a step computes from them.
 HYPERPARAMETERS = ("lr", "weight_decay", "beta1", "beta2", "eps")
@@ -60,16 +58,6 @@ class FlatShard:
     model: torch.Tensor | None
     runs: tuple[Run, ...]
     blocks: torch.Tensor | None
-    launch: _ShardLaunch | None = None
-
-
-class _ShardLaunch(NamedTuple):
-    """A compiled kernel and a shard's arguments, except for the gradient's address, which may differ in each step."""
-
-    kind: tuple[Any, ...]
-    run: Callable[..., None]
-    main: int
-    others: tuple[Any, ...]
 
 
 def has_kernels(device: torch.device) -> bool:
@@ -135,30 +123,17 @@ class KernelUpdate(TorchUpdate):
 
         self._kernels = adamw_kernel
         # Each product and sum is rounded by itself, so that all compiled variants compute the same.
-        exact = {"enable_fp_fusion": False}
-        self._launch_coefficients = KernelLauncher(adamw_kernel.coefficients_kernel, num_warps=1, **exact)
-        self._launch_update = KernelLauncher(adamw_kernel.update_kernel, num_warps=adamw_kernel.NUM_WARPS, **exact)
+        self._options = {"num_warps": adamw_kernel.NUM_WARPS, "enable_fp_fusion": False}
 
     def write_coefficients(self, table: HyperparameterColumns, grad_factor: torch.Tensor) -> None:
         t = table
         tensors = (t.hyperparameters, t.param_group, t.steps, t.advances, grad_factor, t.coefficients)
-        self._launch_coefficients(1, tensors, (), (t.steps.numel(),))
+        self._kernels.coefficients_kernel[(1,)](*tensors, t.steps.numel(), num_warps=1, enable_fp_fusion=False)
 
     def blocks(self, runs: Sequence[Run], device: torch.device) -> torch.Tensor:
         return block_table(runs, self._kernels.BLOCK_NUMEL).to(device)
 
     def update(self, shard: FlatShard, grad: torch.Tensor, coefficients: torch.Tensor) -> None:
-        address = grad.data_ptr()
-        kind = (grad.dtype, address % 16, coefficients.data_ptr())
-        launch = shard.launch
-        if launch is not None and launch.kind == kind:
-            launch.run(launch.main, address, *launch.others)
-            return
-        self._first_update(shard, grad, coefficients, kind)
-
-    def _first_update(
-        self, shard: FlatShard, grad: torch.Tensor, coefficients: torch.Tensor, kind: tuple[Any, ...]
-    ) -> None:
         main, blocks = shard.main, shard.blocks
         assert blocks is not None
         if not blocks.shape[0]:
@@ -167,10 +142,7 @@ class KernelUpdate(TorchUpdate):
         remainder = shard.exp_avg if shard.remainder is None else shard.remainder  # not read: any address will do
         tensors = (main, grad, shard.exp_avg, shard.exp_avg_sq, remainder, model, blocks, coefficients)
         constants = (shard.remainder is not None, shard.model is not None, self._kernels.BLOCK_NUMEL)
-        run = self._launch_update(blocks.shape[0], tensors, (), constants)
-        if run is not None:
-            addresses = [tensor.data_ptr() for tensor in tensors]
-            shard.launch = _ShardLaunch(kind, run, addresses[0], (*addresses[2:], *constants))
+        self._kernels.update_kernel[(blocks.shape[0],)](*tensors, *constants, **self._options)
 
 
 def make_update(device: torch.device) -> TorchUpdate:
