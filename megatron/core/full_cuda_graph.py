@@ -97,7 +97,7 @@ class CudaStepGraph:
             )
         index = torch.cuda.current_device() if device.index is None else device.index
         self.device = torch.device("cuda", index)
-        self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream(self.device)
         self._graph = torch.cuda.CUDAGraph()
         self._default_generator = torch.cuda.default_generators[index]
         self._generators = [torch.Generator(self.device) for _ in range(num_microbatches)]

@@ -8,7 +8,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore
 
 from megatron.core.process_group_builder import build_process_groups
 from megatron.core.process_groups_config import ProcessGroupCollection
