@@ -1,4 +1,4 @@
-"""What is read later is what was there when the read was asked for."""
+"""A delayed read returns the values at the time when it was requested."""
 
 from __future__ import annotations
 

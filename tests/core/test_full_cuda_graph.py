@@ -1,4 +1,4 @@
-"""A captured step does what an eager one does; what a graph could not repeat is refused. On the CPU a tape replays."""
+"""A captured step computes what an eager one does, and what a graph could not repeat is refused. On the CPU a tape replays."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class _Training:
         return {"loss": total}
 
     def train(self, iteration: int, num_microbatches: int) -> Tensor:
-        """One step at a rate of its own."""
+        """Run one step at its own learning rate."""
         for group in self.optimizer.param_groups:
             group["lr"] = 0.01 * (iteration + 1)
         self.optimizer.refresh_hyperparameters()
@@ -166,7 +166,7 @@ def test_results_outlive_the_next_replay(training: _Training) -> None:
 
 
 def test_weights_written_between_replays_are_refused(training: _Training) -> None:
-    """The graph casts what its last replay has written; a load in between would train on from the old weights."""
+    """The graph reads what its last replay wrote; after a load in between it would train from the old weights."""
     _capture(training)
     training.evaluate()
     training.train(3, 1)
@@ -222,7 +222,7 @@ def test_the_graph_keeps_its_arenas_when_the_engine_plans_anew(training: _Traini
 
 
 def test_a_step_out_of_plan_is_not_captured_yet(training: _Training, caplog: pytest.LogCaptureFixture) -> None:
-    """Buffers are about to move then; the step after it is."""
+    """Buffers are about to move; the step after it is captured."""
     training.train(0, 1)
     training.train(1, 1)
     training.run.contexts[0].planner.in_plan = False
@@ -245,7 +245,7 @@ _X, _Y = torch.zeros(2, 3), torch.zeros(4, dtype=torch.int64)
     ],
 )  # fmt: skip
 def test_inputs_of_other_shapes_are_refused(given: list[Microbatch], message: str) -> None:
-    """A copy into a buffer would broadcast or cast them, and nobody would see."""
+    """A copy into a buffer would broadcast or cast them silently."""
     inputs = StaticInputs([{"x": _X, "y": _Y}] * 2)
     with pytest.raises(ValueError, match=message):
         inputs.fill(given)
@@ -289,7 +289,7 @@ def test_garbage_collection_is_as_it_was_after_a_capture_that_fails(enabled: boo
 
 
 def test_a_value_read_on_the_host_is_an_error_of_the_capture(training: _Training) -> None:
-    """It would be that of the capture in all replays."""
+    """All replays would use the value of the capture."""
     step = training.step
 
     def reads(microbatches: Sequence[Microbatch], draw: Callable[[int], None]) -> dict[str, Tensor]:

@@ -18,7 +18,7 @@ from megatron.core import jit
 
 @pytest.fixture
 def fresh_answer() -> Iterator[None]:
-    """Whether this machine can compile is asked anew, before and after."""
+    """Clear the cached answer whether this machine can compile, before and after."""
     jit._can_compile.cache_clear()
     yield
     jit._can_compile.cache_clear()
@@ -56,7 +56,7 @@ def test_a_function_is_compiled_once_and_sees_values_without_autograd(monkeypatc
 
 
 def test_each_width_has_code_of_its_own_for_any_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By what the compiler makes of it: with the first width known, and for the second one anew."""
+    """The compiled code has constant widths: one code for the first, another for the second."""
     sizes: list[list[Any]] = []
 
     def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:

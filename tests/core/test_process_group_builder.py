@@ -31,7 +31,7 @@ def _all_layouts() -> list[dict[str, list[int]]]:
 
 
 def _check_identities(groups: ProcessGroupCollection) -> None:
-    """What the model computes with and what the engine reduces over never wait for each other on one communicator."""
+    """Process groups of the model and of the engine never share a communicator."""
     engine = [groups.dp, groups.dp_cp, groups.expt_dp, groups.intra_dp_cp, groups.inter_dist_opt, groups.embd]
     model = [groups.tp, groups.cp, groups.ep, groups.pp, groups.expt_tp, groups.tp_ep, groups.tp_cp, groups.mp]
     gathers = [groups.dp_cp_ag, groups.expt_dp_ag]

@@ -1,4 +1,4 @@
-"""A collection of process groups is given, never looked up."""
+"""Process groups are passed in a collection; nothing is global."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_all_ranks_are_data_parallel() -> None:
 
 
 def _halves() -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """This rank's group of neighbours, and its group of every second rank, on 4 ranks."""
+    """Return this rank's group of neighbours, and its group of every second rank, on 4 ranks."""
     rank = dist.get_rank()
     neighbours = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])][rank // 2]
     across = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])][rank % 2]

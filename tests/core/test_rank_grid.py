@@ -1,4 +1,4 @@
-"""The groups of ranks, for small worlds beside an independent definition, for large ones by their properties."""
+"""Groups of ranks: small worlds against an independent definition, large ones by their properties."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_a_group_holds_the_ranks_that_differ_on_its_axes_alone(some: RankGrid) -
 
 
 def check_large(some: RankGrid) -> None:
-    """Each kind of group divides the world, and kinds that cross each other do so in one rank."""
+    """Groups of one kind partition the ranks, and groups of crossing kinds share one rank."""
     world = some.world_size
     belongs: dict[str, Any] = {}
     for name in GROUP_NAMES:

@@ -1,4 +1,4 @@
-"""What the installation says where something is missing, and that it installs nothing where all is there."""
+"""The installation reports what is missing, and installs nothing if all is there."""
 
 from __future__ import annotations
 

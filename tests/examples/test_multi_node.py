@@ -1,4 +1,4 @@
-"""The scripts for several hosts pass lawful flags and the right addresses on; the drill loses a host for real."""
+"""The scripts for several hosts pass valid flags and the right addresses; the drill really loses a host."""
 
 from __future__ import annotations
 

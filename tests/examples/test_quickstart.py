@@ -1,4 +1,4 @@
-"""The quickstart's plan of runs, and a run of it that is interrupted and goes on."""
+"""The quickstart's sequence of runs, and a run that is interrupted and continued."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_an_interrupted_run_goes_on_and_ends_with_all_that_was_promised(tmp_path
     assert 20 <= saved < 40
 
     printed, _ = start(tmp_path).communicate()
-    assert f"from iteration {saved}, where" in printed, printed
+    assert f"from iteration {saved} in " in printed, printed
     assert "exists already" in printed and "validation loss" in printed
     assert folder.saved_iteration() == 40 and (folder.checkpoints / "iter_0000040").is_dir()
     assert folder.sample.read_text().startswith(quickstart.PROMPT)

@@ -1,4 +1,4 @@
-"""The corpus of the quickstart: the same on every call, and nothing of it in both parts."""
+"""The corpus of the quickstart is the same on every call, and its parts are disjoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is read in a log is what the training loop writes there."""
+"""The parser reads what the training loop writes."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def report_configuration(
     rows = {
         "device": f"{device.type}, {dist.get_backend()}, {dist.get_world_size()} ranks",
         "versions": f"python {platform.python_version()}, torch {torch.__version__}",
-        "communication time-out": f"{settings.distributed.timeout_minutes} minutes",
+        "time-out of communication": f"{settings.distributed.timeout_minutes} minutes",
         "sharding strategy": f"{strategy} ({_STRATEGY_MEANING[strategy]})" + _hybrid(settings),
         "data-parallel group": f"{batch.data_parallel_size} ranks",
         "split of the model": _split(settings),

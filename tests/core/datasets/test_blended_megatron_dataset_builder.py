@@ -1,4 +1,4 @@
-"""Which datasets a configuration gives."""
+"""The datasets that a configuration builds."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.launch import run_ranks
 
 @pytest.fixture
 def prefixes(tmp_path: Path) -> list[str]:
-    """Three corpora; a token says which corpus it is from."""
+    """Write three corpora whose tokens identify the corpus."""
     return [
         write_corpus(tmp_path / name, [[number] * 19 for _ in range(size)])
         for name, number, size in (("a", 1, 20), ("b", 2, 30), ("c", 3, 50))
@@ -41,7 +41,7 @@ def test_weights_decide_the_shares(prefixes: list[str], tmp_path: Path) -> None:
 
 
 def test_without_weights_the_sizes_decide(prefixes: list[str], tmp_path: Path) -> None:
-    """No size: everything once. A size: in proportion, at most everything."""
+    """Without a size all samples once; with a size in proportion, at most all of them."""
     settings = config(blend=(prefixes, None), split="100,0,0", path_to_cache=str(tmp_path))
     everything = build([None, 0, 0], settings)[0]
     shares = _shares(everything)

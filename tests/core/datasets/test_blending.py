@@ -18,7 +18,7 @@ WEIGHTS = st.lists(st.floats(1e-4, 1.0) | st.integers(1, 9).map(float), min_size
 @settings(max_examples=60, deadline=None)
 @given(weights=WEIGHTS, size=st.integers(0, 2000))
 def test_weighted_blend_equals_the_loop(weights: list[float], size: int) -> None:
-    """Sizes of many lanes; equal weights make ties, which the first corpus wins."""
+    """Sizes of many lanes; of corpora with equal weights the first one wins ties."""
     shares = normalize(weights)
     datasets, samples = build_blending_indices(shares, size)
     assert list(zip(datasets.tolist(), samples.tolist(), strict=True)) == naive.blend(shares, size)
@@ -37,7 +37,7 @@ def test_exhaustive_blend_equals_the_loop(sizes: list[int]) -> None:
 
 
 def test_corpora_of_tiny_weight_are_drawn_when_their_time_comes() -> None:
-    """Their count at the start of a lane is the hardest to guess; lanes must run again until they join."""
+    """Their count at the start of a lane is the hardest to guess; lanes must be computed again until they agree."""
     shares = normalize([1.0, 1e-3, 3e-4, 7e-5, 0.9, 1e-5])
     size = 30_000
     datasets, samples = build_blending_indices(shares, size)

@@ -1,4 +1,4 @@
-"""The samples that Megatron-LM drew from corpora that it wrote."""
+"""Samples equal those that Megatron-LM drew from corpora that it wrote."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_corpora_of_megatron_are_written_byte_for_byte(name: str, tmp_path: Path
 @pytest.mark.parametrize("case", EXPECTED["cases"], ids=lambda case: case["label"])
 @pytest.mark.parametrize("mmap", [True, False])
 def test_samples_of_megatron_are_drawn(case: dict[str, Any], mmap: bool, tmp_path: Path) -> None:
-    """Drawn twice: from indices that were just built, and from cached ones."""
+    """Twice: from newly built indices, and from cached ones."""
     prefixes, weights = case["blend"]
     case_config = config(
         random_seed=case["seed"],

@@ -1,4 +1,4 @@
-"""What is in a sample, and which settings are refused."""
+"""The contents of samples, and refused settings."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_without_an_extra_token_the_last_label_does_not_count(tmp_path: Path) ->
     assert sorted(token for index in range(4) for token in train[index]["tokens"].tolist()) == list(range(1, 65))
 
 
-def test_ambiguous_padding_is_not_believed_unless_told_so(tmp_path: Path) -> None:
+def test_ambiguous_padding_is_ignored_unless_configured(tmp_path: Path) -> None:
     """A tokenizer that pads with its end of document would take real ends of documents out of the loss."""
 
     class Ambiguous(FixtureTokenizer):
@@ -90,7 +90,7 @@ def test_ambiguous_padding_is_not_believed_unless_told_so(tmp_path: Path) -> Non
 
 
 def test_tokens_of_another_vocabulary_are_named(tmp_path: Path) -> None:
-    """On a GPU they would be an assertion in a kernel, with no word about the corpus."""
+    """On a GPU they would fail an assertion in a kernel that does not mention the corpus."""
     train = _train(write_corpus(tmp_path / "a", [[3] * 20, [512] * 20]), 2, tmp_path)
     with pytest.raises(ValueError, match=r"a: token ids must be below the tokenizer's 512, got 512 in documents"):
         texts(train)
@@ -108,7 +108,7 @@ def test_samples_go_through_loader_processes(tmp_path: Path) -> None:
 
 
 def test_a_part_shorter_than_a_sample(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """With a number of samples it is repeated, as Megatron does; an epoch of it holds none, which is said."""
+    """With a number of samples it is repeated, as Megatron does; an epoch of it has none, which is logged."""
     prefix = write_corpus(tmp_path / "a", [[1] * 40, [2] * 10])
     with caplog.at_level(logging.WARNING):
         _, valid, _ = build([1, 3, 0], config(blend=([prefix], None), split="1,1,0", path_to_cache=str(tmp_path)))

@@ -1,4 +1,4 @@
-"""Cached indices: believed only when complete and right, built once per node."""
+"""Cached indices are used only when complete and undamaged, and built once per node."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _flip_last_byte(path: Path) -> None:
 @pytest.mark.parametrize("name", ["stem-first.npy", "stem-second.npy", "stem-description.txt"])
 @pytest.mark.parametrize("damage", ["cut", "emptied", "flipped", "removed"])
 def test_damaged_cache_is_built_again(name: str, damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """One bit is enough. A missing description is no damage: a builder that was killed leaves that."""
+    """A flipped bit is detected. A missing description is no damage: a killed builder leaves that."""
     _cache(tmp_path).load_or_build(lambda: ARRAYS)
     path = tmp_path / name
     {
@@ -81,7 +81,7 @@ def test_damaged_cache_is_built_again(name: str, damage: str, tmp_path: Path, ca
     assert _same(_cache(tmp_path).load_or_build(_never_called))
 
 
-def test_another_description_is_not_believed(tmp_path: Path) -> None:
+def test_another_description_is_not_used(tmp_path: Path) -> None:
     """Two descriptions with one hash must not be mistaken for each other."""
     _cache(tmp_path).load_or_build(lambda: {"first": numpy.zeros(1)})
     other = IndexCache(str(tmp_path), "stem", "something else")
@@ -110,8 +110,8 @@ IndexCache(folder, "stem", "what it was built from").load_or_build(lambda: array
 
 
 @pytest.mark.parametrize("writes_before_kill", [0, 1, 2])
-def test_killed_builder_leaves_nothing_that_is_believed(writes_before_kill: int, tmp_path: Path) -> None:
-    """Killed before each rename in turn, with other arrays, whose use would be noticed."""
+def test_killed_builder_leaves_nothing_that_is_used(writes_before_kill: int, tmp_path: Path) -> None:
+    """It is killed before each rename in turn, with other arrays, so that their use would be noticed."""
     command = [sys.executable, "-c", KILLED_WRITER, str(tmp_path), str(writes_before_kill)]
     died = subprocess.run(command, cwd=Path(__file__).parents[3], check=False)
     assert died.returncode == -signal.SIGKILL

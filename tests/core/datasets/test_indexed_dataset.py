@@ -1,4 +1,4 @@
-"""The indexed format: what is written comes back, and damaged files are refused by name."""
+"""The indexed format: corpora are read as written, and damaged files are refused by name."""
 
 from __future__ import annotations
 

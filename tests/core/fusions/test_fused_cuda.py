@@ -1,4 +1,4 @@
-"""On CUDA the functions run compiled, and give in bf16 what the chain gives in fp32."""
+"""On CUDA fused functions run compiled, and agree in bf16 with PyTorch's operations in fp32."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ LLAMA = {
 def test_compiled_values_and_gradients_equal_the_chain(
     name: str, dtype: torch.dtype, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """2^-6 and 2^-5 are a few roundings of bf16; no log line says that something was not compiled."""
+    """2^-6 and 2^-5 are a few roundings of bf16; no log line reports a function that was not compiled."""
     case = CASES[name]
     inputs = tuple(None if x is None else x.to(dtype) for x in make_inputs(case, "cuda"))
     with caplog.at_level(logging.WARNING, logger=jit.__name__):
@@ -61,7 +61,7 @@ def test_a_model_trains_alike_with_and_without_fusions() -> None:
 
 
 def test_a_captured_step_of_fused_functions_replays_bitwise() -> None:
-    """Compiled in warm-up, the functions only launch kernels, which a CUDA graph holds."""
+    """Functions are compiled in warm-up, so the capture only sees kernel launches."""
     # Scores in memory: the backward of fused attention adds in any order.
     model, tokens = (
         _model({**FUSED, "masked_softmax_fusion": True, "attention_backend": "unfused"}),

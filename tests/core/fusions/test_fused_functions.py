@@ -1,4 +1,4 @@
-"""A fused function gives what the chain of PyTorch's operations gives, forward and backward."""
+"""A fused function agrees with the chain of PyTorch's operations, forward and backward."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_bf16_is_rounded_once_at_the_end(name: str) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_compiler_sees_one_graph_without_a_break(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What Dynamo and AOTAutograd make of the functions, without the code generation that only CUDA has a use for."""
+    """Traced by Dynamo and AOTAutograd, without code generation, which only CUDA uses."""
     traced: list[str] = []
     real_call, real_compile = jit.Fusible.__call__, torch.compile
 

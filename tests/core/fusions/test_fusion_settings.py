@@ -147,7 +147,7 @@ def test_fused_functions_are_recomputed_with_the_same_random_numbers(granularity
 def test_the_norm_after_attention_does_the_sum_before_it(
     fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only where both fusions are on and nothing else belongs to the sum."""
+    """Only if both fusions are on and the sum has no bias or dropout."""
     sums: list[bool] = []
 
     def call(self: jit.Fusible, compiled: bool, *args: Any) -> Any:

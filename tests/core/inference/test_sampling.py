@@ -1,4 +1,4 @@
-"""Sampling draws what the model's probabilities say, and runs every rank through the same passes."""
+"""Sampling follows the model's probabilities, and all ranks run the same passes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support.tiny_gpt import VOCAB_SIZE, build_gpt, random_tokens
 
 
 class Counter(torch.nn.Module):
-    """Predicts the next number, surely; keeps the lengths of what it saw and whether it was training."""
+    """A model that always predicts the next number; it records input lengths and its training mode."""
 
     def __init__(self) -> None:
         super().__init__()

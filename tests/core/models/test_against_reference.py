@@ -1,4 +1,4 @@
-"""Options that no Megatron-LM fixture covers, against a GPT that was written a second time."""
+"""Options that no Megatron-LM fixture covers, against an independent reference GPT."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_llama3_scaling_keeps_short_waves_divides_long_ones_and_blends_between()
 
 
 def _perturb(model: torch.nn.Module) -> None:
-    """Norms away from one and biases away from zero, and weights large enough to matter."""
+    """Move norms away from one and biases away from zero, and make weights large enough to matter."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -112,7 +112,7 @@ def _causal(length: int) -> torch.Tensor:
 
 
 def _angles(model: Any, length: int) -> torch.Tensor | None:
-    """[s, r/2] computed anew from the model's arguments."""
+    """Compute the angles [s, r/2] from the model's arguments."""
     rope = model.rotary_pos_emb
     if rope is None:
         return None

@@ -1,4 +1,4 @@
-"""A GPT whose sequences are split over ranks has the losses and gradients of one that sees them whole."""
+"""A GPT with context parallelism has the losses and gradients of one process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def _differences(gpt_arguments: dict[str, Any], fields: dict[str, Any], *, positions: bool) -> dict[str, float]:
-    """Of the loss and each gradient, summed over ranks, from one process's, relative to the largest value."""
+    """Return the relative differences of the loss and each gradient, summed over ranks, from one process's."""
     group = dist.group.WORLD
     tokens, position_ids, labels = random_tokens(num_samples=2, length=16)
     batch = {"tokens": tokens, "labels": labels, "position_ids": position_ids}
@@ -60,7 +60,7 @@ def _all_models() -> dict[str, dict[str, float]]:
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_losses_and_gradients_are_those_of_the_whole_sequence(num_ranks: int) -> None:
-    """With positions given and made by default, rotary and learned; the same sums in another order: fp32 to 1e-5."""
+    """With given and default positions, rotary and learned. Sums have another order: fp32 to 1e-5."""
     for model, differences in run_ranks(num_ranks, _all_models)[0].items():
         for name, difference in differences.items():
             assert difference < 1e-5, (model, name, difference)
@@ -73,7 +73,7 @@ def test_split_matrices_and_split_sequences_go_together() -> None:
 
 
 def _with_tensor_parallelism() -> list[float]:
-    """Of the loss, and of the gradients of a layer's projections, from those of one process."""
+    """Return the differences of the loss and of the gradients of a layer's projections from one process's."""
     groups = {ranks: dist.new_group(list(ranks)) for ranks in ((0, 1), (2, 3), (0, 2), (1, 3))}
     rank = dist.get_rank()
     tp = groups[(0, 1) if rank < 2 else (2, 3)]

@@ -1,4 +1,4 @@
-"""What GPTModel promises beside its numbers: stages, attributes, tied weights, refusals."""
+"""GPTModel's stages, attributes, tied weights and refusals."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.support.tiny_gpt import build_gpt, load_fixture, random_tokens
 
 
 def test_the_seeded_loss_is_pinned() -> None:
-    """A refactor must leave it; a change of the initial weights must be deliberate."""
+    """A refactoring must not change it; a change of the initial weights must be deliberate."""
     model = build_gpt({"position_embedding_type": "rope"}, init_method_std=0.2, gated_linear_unit=True)
     inputs, positions, labels = random_tokens()
     assert model(inputs, positions, None, labels=labels).mean().item() == pytest.approx(4.136923, abs=1e-5)
@@ -258,7 +258,7 @@ def test_spec_and_config_must_agree() -> None:
 
 @pytest.mark.gpu
 def test_cuda_gives_what_the_cpu_gives() -> None:
-    """fp32 on both; another order of sums."""
+    """fp32 on both; sums have another order."""
     model, tensors, _ = load_fixture("qwen_like")
     inputs, labels = tensors["tokens"][:, :-1].cuda(), tensors["tokens"][:, 1:].cuda()
     losses = model.cuda()(inputs, None, None, labels=labels)

@@ -1,4 +1,4 @@
-"""The fixtures hold weights, losses and gradients of Megatron-LM's own GPTModel; ours must give the same."""
+"""Losses and gradients equal those of Megatron-LM's GPTModel in the fixtures, with the same weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TOLERANCE = 1e-5  # fp32: fused attention and another order of sums; seen: 5e-7 
 @pytest.mark.parametrize("name", FIXTURE_NAMES + MOE_FIXTURE_NAMES)
 @pytest.mark.parametrize("explicit_mask", [False, True])
 def test_losses_and_gradients_equal_megatron_lm(name: str, explicit_mask: bool) -> None:
-    """With the mask written out, the unfused attention must agree as well; the routers' auxiliary losses are in."""
+    """With the mask written out, the unfused attention must agree as well; the routers' auxiliary losses are included."""
     model, tensors, settings = load_fixture(name)
     inputs, labels = tensors["tokens"][:, :-1], tensors["tokens"][:, 1:]
     positions = torch.arange(16).expand(2, 16)

@@ -1,4 +1,4 @@
-"""The norm of a sharded gradient is the norm of the whole gradient, whatever holds its pieces."""
+"""The norm of a sharded gradient is the norm of the whole gradient, under any sharding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Schedules as lists: what each stage does, that all stages fit together, and that none waits in a circle."""
+"""Schedules as lists: the acts of each stage, and that all stages match and never wait in a circle."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_no_stage_waits_in_a_circle(make: Maker, stages: int, microbatches: int)
 
 
 def test_a_stage_that_receives_before_it_sends_would_wait_in_a_circle() -> None:
-    """The replay itself finds what it looks for: here a message is sent one batch too late."""
+    """The replay detects a deadlock: here a message is sent one batch too late."""
     first, last = (one_forward_one_backward(stage, 2, 1) for stage in range(2))
     start, (sent, received), end = first.exchanges
     late = first._replace(exchanges=(start, Exchange(None, received), end._replace(send=sent)))
@@ -93,10 +93,10 @@ def test_a_stage_or_a_step_that_does_not_exist_is_refused(arguments: tuple[int, 
 
 
 def stuck_stages(schedules: list[Schedule]) -> list[int]:
-    """Stages that never finish, where a batch ends only when both of its halves have met their counterpart.
+    """Return the stages that never finish, if a batch ends only when both its send and its receive have ended.
 
-    That is the strictest transport there is: nothing is buffered, and no batch begins before the last one has ended.
-    Messages between two stages in one direction meet in the order in which they are posted, whatever they are.
+    This is the strictest transport: nothing is buffered, and no batch begins before the last one has ended.
+    Messages between two stages in one direction are matched in the order of posting.
     """
     at = [0] * len(schedules)  # the batch that each stage is in
     posted: dict[tuple[int, int, str], deque[Message]] = {}  # (from, to, which half) -> messages that have not met

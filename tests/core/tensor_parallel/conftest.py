@@ -1,4 +1,4 @@
-"""Every test here draws the same inputs each time."""
+"""Seed the random inputs of every test here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The main gradient contract: the weight gradient stands where the engine wants it, whatever the use of the weight."""
+"""The main gradient contract: the weight gradient is written into the main gradient, for any use of the weight."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.tiny_gpt import build_gpt, random_tokens
 
 
 class MainGrad:
-    """An engine in miniature: offers one buffer for one weight and knows whether it holds anything."""
+    """A minimal engine: one buffer for one weight, and whether it has been written."""
 
     def __init__(self, weight: torch.nn.Parameter, dtype: torch.dtype = torch.float32) -> None:
         self.weight = weight
@@ -100,7 +100,7 @@ def test_a_frozen_weight_is_left_alone_and_its_input_not_kept() -> None:
 
 
 def test_only_input_and_weight_are_kept_for_backward() -> None:
-    """The weight goes through saved tensors, so that autograd sees writes into it."""
+    """The weight is a saved tensor, so that autograd notices writes into it."""
     weight, x = _weight(), torch.randn(5, 4, requires_grad=True)
     output = linear_with_main_grad(x, weight, torch.zeros(3, requires_grad=True))
     with torch.no_grad():
@@ -121,7 +121,7 @@ def test_without_the_attribute_it_is_an_ordinary_linear_map() -> None:
 
 
 def test_a_gradient_of_the_gradient_goes_through_autograd() -> None:
-    """A buffer that was written into cannot be differentiated: with create_graph the weight gets its gradient."""
+    """A write into a buffer cannot be differentiated, so with create_graph autograd gets the gradient."""
     weight, x = _weight(), torch.randn(5, 4)
     main = MainGrad(weight)
     (gradient,) = torch.autograd.grad(linear_with_main_grad(x, weight).pow(2).sum(), weight, create_graph=True)
@@ -178,7 +178,7 @@ def test_a_layer_without_weight_must_be_given_one() -> None:
 )
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_whole_model_trains_the_same_through_main_gradients(fields: dict[str, Any], tied: bool) -> None:
-    """Tied: the output layer writes the main gradient and the embedding's part comes through autograd."""
+    """Weights are tied: the output layer writes the main gradient, the embedding's part comes through autograd."""
     arguments = {"share_embeddings_and_output_weights": tied}
     model, expected = build_gpt(arguments, **fields), build_gpt(arguments, **fields)
     linear = {n for n, _ in model.named_parameters() if n.endswith("weight") and ("linear" in n or "output" in n)}
@@ -198,7 +198,7 @@ def test_a_whole_model_trains_the_same_through_main_gradients(fields: dict[str, 
 
 @pytest.mark.gpu
 def test_cuda_leaves_the_gradients_of_small_weights_to_autograd() -> None:
-    """A copy on the device is shorter than Python on the host."""
+    """A copy on the device takes less time than Python on the host."""
     weight = torch.nn.Parameter(torch.randn(64, 128, device="cuda", dtype=torch.bfloat16))
     main = MainGrad(weight)
     linear_with_main_grad(torch.ones(4, 128, device="cuda", dtype=torch.bfloat16), weight).sum().backward()
@@ -221,7 +221,7 @@ def test_cuda_writes_fp32_main_gradients_from_bf16_operands_without_rounding_to_
 
 
 def test_transforms_of_functions_see_a_plain_linear() -> None:
-    """The short way into autograd knows nothing of them, so they must not take it."""
+    """The shortcut into autograd does not support them, so they must not use it."""
     weight, x = _weight().detach(), torch.randn(5, 4)
     gradient = torch.func.grad(lambda w: linear_with_main_grad(x, w).pow(2).sum())(weight)
     torch.testing.assert_close(gradient, _expected(weight, x).float())

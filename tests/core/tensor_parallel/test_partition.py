@@ -1,4 +1,4 @@
-"""A cut tensor comes together again, and a part holds the rows that Megatron's stride says."""
+"""``assemble`` undoes ``partition``, and parts have the rows of Megatron's partition stride."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensor-parallel ranks drop different elements where each has a part, the same elsewhere, and again in recomputation."""
+"""Tensor-parallel ranks draw different dropout for parts, the same for whole tensors, and again in recomputation."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def _build(sequence_parallel: bool, **fields: Any) -> torch.nn.Module:
 
 
 def _dropped(sequence_parallel: bool) -> list[tuple[int, bool]]:
-    """(dims of the tensor, whether all ranks drop the same) of each dropout of a forward pass."""
+    """Return (dims of the tensor, whether all ranks drop the same) of each dropout of a forward pass."""
     model = _build(sequence_parallel)
     model_parallel_cuda_manual_seed(11, get_cuda_rng_tracker(model))
     inputs, positions, labels = random_tokens(length=8)
@@ -172,7 +172,7 @@ def _recomputed_gradients() -> list[bool]:
 
 
 def test_recomputation_drops_the_same_elements_again() -> None:
-    """To the bit, with two forwards from seeds of their own before their backwards: no stream is where backward needs it.
+    """Bitwise, with two forwards from different seeds before their backwards, so that no stream has the state that backward needs.
 
     The first pass is also the first use of the tracker's stream.
     """

@@ -1,4 +1,4 @@
-"""Each split layer gives the outputs and gradients of the unsplit one; regions are the maps that their names say."""
+"""Each split layer has the outputs and gradients of the unsplit one; region functions compute what their names say."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _config(sequence_parallel: bool = False, **fields: Any) -> TransformerConfig
 
 
 def _inputs(*shape: int, seed: int = 0) -> torch.Tensor:
-    """The same on all ranks."""
+    """Make inputs, the same on all ranks."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
@@ -137,7 +137,7 @@ def check_gated_column() -> None:
 
 
 def check_experts() -> None:
-    """Layers of experts talk to nobody, whatever the configuration says of sequences: outputs are this rank's summands."""
+    """Layers of experts do not communicate, also with sequence parallelism: outputs are partial sums."""
     arguments: dict[str, Any] = {"config": _config(True), "init_method": INIT, "is_expert": True, "skip_bias_add": True}
     column = ColumnParallelLinear(I, O, tp_group=dist.group.WORLD, **arguments)
     row = RowParallelLinear(O, I, tp_group=dist.group.WORLD, **arguments)
@@ -167,7 +167,7 @@ def check_experts() -> None:
 
 
 def check_main_gradient(sequence_parallel: bool, layer_kind: str) -> None:
-    """The weight's gradient stands where the engine wants it, a second use is added, and autograd gets none."""
+    """The weight gradient is written into the main gradient, a second use is added, and autograd gets none."""
     config, group = _config(sequence_parallel), dist.group.WORLD
     layer: Any
     if layer_kind == "column":
@@ -196,7 +196,7 @@ def check_main_gradient(sequence_parallel: bool, layer_kind: str) -> None:
 
 
 def check_frozen() -> None:
-    """A frozen weight keeps no input; an input that needs no gradient starts no collective."""
+    """A frozen weight saves no input; an input without gradient starts no collective."""
     layer = ColumnParallelLinear(
         I, O, config=_config(True), init_method=INIT, bias=False, tp_group=dist.group.WORLD
     ).requires_grad_(False)
@@ -273,7 +273,7 @@ def check_loss(name: str, dtype: torch.dtype, chunk_numel: int) -> None:
 
 
 def check_infinite_logits() -> None:
-    """A masked part of the vocabulary (-inf) counts for nothing, also where it holds the clamped place of a target."""
+    """A masked part of the vocabulary (-inf) does not count, also if a clamped target is in it."""
     full = _inputs(S, B, V)
     full[..., : V // dist.get_world_size()] = float("-inf")
     full[..., V // 2 + 1 :] = float("-inf")
@@ -284,7 +284,7 @@ def check_infinite_logits() -> None:
 
 
 def check_memory_of_the_loss() -> None:
-    """Neither pass holds fp32 values of all logits: what is kept is the logits and a few numbers a token."""
+    """Neither pass has fp32 values of all logits in memory: only the logits and a few numbers a token are kept."""
     cross_entropy.CHUNK_NUMEL = V
     logits = _part(_inputs(S, B, V).bfloat16(), -1).requires_grad_()
     kept: list[torch.Tensor] = []
@@ -385,7 +385,7 @@ CHECKS: dict[str, tuple[Callable[..., None], tuple[Any, ...]]] = {
 
 
 def _run_checks() -> dict[str, str]:
-    """Each check's error, empty where it holds; all ranks run all of them."""
+    """Run all checks on all ranks; return the error of each, empty if it passes."""
     import traceback
 
     errors = {}

@@ -1,4 +1,4 @@
-"""A GPT that is split over tensor-parallel ranks is the whole one: weights to the bit, losses and gradients in fp32."""
+"""A tensor-parallel GPT equals the unsplit one: weights bitwise, losses and gradients in fp32."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def build(name: str, group: dist.ProcessGroup | None, sequence_parallel: bool, *
 
 
 def whole(parameter: torch.Tensor, value: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """The full tensor of the ranks' values of a parameter, by its attributes."""
+    """Assemble the full tensor of the ranks' values of a parameter, by its attributes."""
     if group_size(group) == 1 or not getattr(parameter, "tensor_model_parallel", False):
         return value.detach().clone()
     parts = [torch.empty_like(value) for _ in range(group_size(group))]
@@ -82,7 +82,7 @@ def whole(parameter: torch.Tensor, value: torch.Tensor, group: dist.ProcessGroup
 
 
 def whole_gradient(parameter: torch.nn.Parameter, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """As the engine makes it: summed over tensor ranks where the parameter says that each has a summand."""
+    """Assemble the whole gradient as the engine does: summed over tensor ranks where the parameter is marked."""
     assert parameter.grad is not None
     gradient = parameter.grad.clone()
     if getattr(parameter, "sequence_parallel", False):
@@ -141,7 +141,7 @@ def _logits(parallel_output: bool, runtime_gather_output: bool | None = None) ->
 
 
 def _outputs() -> dict[str, np.ndarray]:
-    """What a split model gives back besides losses, and in unusual ways to losses and gradients."""
+    """Return a split model's other outputs, and losses and gradients on less usual paths."""
     group = dist.group.WORLD
     inputs, positions, labels = random_tokens(length=8)
     found = {
@@ -189,7 +189,7 @@ def test_logits_are_gathered_where_asked_and_losses_are_the_same_either_way() ->
 
 
 def _attributes() -> dict[str, dict[str, Any]]:
-    """By name: what parameters say of themselves, the same after construction on the meta device."""
+    """Return the attributes of parameters by name; the same after construction on the meta device."""
     arguments, fields = MODELS["qwen"]
     fields = {**fields, "add_bias_linear": True, "tensor_model_parallel_size": 2, "sequence_parallel": True}
     arguments = {**arguments, "position_embedding_type": "learned_absolute"}
@@ -232,7 +232,7 @@ def test_parameters_say_how_they_are_split() -> None:
 
 
 def _refusals() -> list[str]:
-    """What is refused before anything is allocated, or in the first forward."""
+    """Return what is refused before anything is allocated, or in the first forward."""
     groups = ProcessGroupCollection(tp=dist.group.WORLD)
     inputs, positions, labels = random_tokens(length=7)
     messages = []

@@ -1,4 +1,4 @@
-"""A split GPT on GPUs: the whole one's numbers in bf16 through every fused function, and collectives beside GEMMs."""
+"""A tensor-parallel GPT on GPUs: the unsplit numbers in bf16 with all fused functions, and collectives that overlap GEMMs."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_a_split_model_is_the_whole_one_on_gpus() -> None:
 
 
 def _losses_with_dropout() -> list[list[float]]:
-    """Of two passes from the same seed and one from another."""
+    """Return the losses of two passes from the same seed and one from another."""
     model = _build(
         dist.group.WORLD,
         params_dtype=torch.bfloat16,
@@ -151,6 +151,6 @@ def _high_priority() -> Any:
 
 @pytest.mark.gpu(2)
 def test_collectives_of_backward_run_beside_gemms(tmp_path: Path) -> None:
-    """See [Note: what runs beside what]; forward's gather runs beside nothing, since the product needs it."""
+    """See [Note: what runs beside what]; forward's gather overlaps nothing, since the product needs it."""
     for gathers, reductions in run_ranks(2, _overlaps, str(tmp_path), backend="nccl"):
         assert gathers >= 1 and reductions >= 1, (gathers, reductions)

@@ -1,4 +1,4 @@
-"""Attention over a split sequence is attention over the whole one: output and gradients, whatever travels."""
+"""Attention with context parallelism equals attention over the whole sequence: output and gradients."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _inputs(config: TransformerConfig, length: int, device: str, dtype: torch.dt
 
 
 def _attend(attention: torch.nn.Module, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The context and the gradients of query, key and value."""
+    """Return the context and the gradients of query, key and value."""
     *heads, grad = (x.clone() for x in inputs)
     heads = [x.requires_grad_() for x in heads]
     context = attention(*heads, None)
@@ -61,7 +61,7 @@ def _attend(attention: torch.nn.Module, inputs: list[torch.Tensor]) -> list[torc
 def _largest_differences(
     comm_type: str, fields: dict[str, Any], chunk: int, device: str, dtype: torch.dtype
 ) -> list[float]:
-    """[4] of context and gradients of query, key and value from those of one rank, relative to the largest value."""
+    """Return the differences [4] of context and gradients from one rank's, relative to the largest value."""
     group = dist.group.WORLD
     config = _config(dist.get_world_size(), cp_comm_type=comm_type, **fields)
     length = 2 * dist.get_world_size() * chunk
@@ -85,7 +85,7 @@ def _all_cases() -> dict[str, list[float]]:
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_context_and_gradients_are_those_of_one_rank(num_ranks: int) -> None:
-    """Every way of communicating, grouped heads or not, scaled scores; the same sums in another order: fp32 to 1e-5."""
+    """All communication types, grouped heads or not, scaled scores. Sums have another order: fp32 to 1e-5."""
     for rank, differences in enumerate(run_ranks(num_ranks, _all_cases)):
         for case, values in differences.items():
             assert max(values) < 1e-5, (rank, case, values)
@@ -106,7 +106,7 @@ def _cuda_case(comm_type: str, fields: dict[str, Any]) -> list[float]:
 
 
 def test_a_kernel_that_was_demanded_is_taken_or_refused() -> None:
-    """One rank's attention fails there too; all scores in memory instead would be a silent surprise."""
+    """Attention on one rank fails there too; keeping all scores in memory instead would be silent."""
     from megatron.core.transformer.attention_kernels import CudnnKernel, ExplicitKernel, FlashKernel, choose_kernel
     from megatron.core.transformer.enums import AttnBackend
 
@@ -123,7 +123,7 @@ def test_a_kernel_that_was_demanded_is_taken_or_refused() -> None:
 
 
 def test_the_ring_sends_before_it_computes() -> None:
-    """Else nothing would travel while the kernels run."""
+    """Otherwise communication would not overlap the kernels."""
     for events in run_ranks(2, _events_of_the_ring):
         # Forward: one hop. Backward: keys hop on, then the gradients twice, the last time home.
         assert " ".join(events) == "hop forward wait forward" + " hop backward hop wait backward wait hop wait"

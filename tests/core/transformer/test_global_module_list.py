@@ -5,8 +5,8 @@ from torch import nn
 from megatron.core.transformer.global_module_list import GlobalModuleList
 
 
-def test_names_are_global_and_indices_local():
-    """A second stage's first layer is layers.4 in checkpoints, and layers[0] for whoever runs the stage."""
+def test_names_are_global_and_indices_local() -> None:
+    """A second stage's first layer is layers.4 in checkpoints, and layers[0] for the code that runs the stage."""
     layers = GlobalModuleList([nn.Linear(1, 1), nn.Identity()], first_index=4)
     assert [name for name, _ in layers.named_parameters()] == ["4.weight", "4.bias"]
     assert isinstance(layers[0], nn.Linear) and layers[-1] is layers[1]

@@ -19,7 +19,7 @@ from tests.support.tiny_gpt import build_gpt, random_tokens
 
 
 def _materialise(model: torch.nn.Module, order: int = 1) -> None:
-    """What an engine does to a model on the meta device; ``order`` -1: last module first."""
+    """Materialise a model on the meta device as an engine does; ``order`` -1: last module first."""
     for module in list(model.modules())[::order]:
         module.to_empty(device="cpu", recurse=False)
         for tensor in module.parameters(recurse=False):
@@ -37,7 +37,7 @@ def _assert_same_weights(a: torch.nn.Module, b: torch.nn.Module) -> None:
 @pytest.mark.parametrize("order", [1, -1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_meta_initialisation_gives_the_same_bits(order: int, dtype: torch.dtype) -> None:
-    """Whatever torch's own generator did meanwhile, and in whatever order modules are filled."""
+    """Independently of torch's generators and of the order of modules."""
     arguments = {"position_embedding_type": "rope", "share_embeddings_and_output_weights": True}
     direct = build_gpt(arguments, qk_layernorm=True, params_dtype=dtype)
     torch.rand(3)

@@ -1,4 +1,4 @@
-"""Recomputation changes memory, never numbers: with dropout on, every bit is the same."""
+"""Recomputation changes memory, not numbers: they are bitwise the same, with dropout."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FIELDS: dict[str, Any] = {
 
 
 def _train_step(masked: bool, **fields: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor], list[int]]:
-    """Losses [b, s], gradients, and how often each layer ran."""
+    """Return losses [b, s], gradients, and how often each layer ran."""
     model = build_gpt(ARGUMENTS, **FIELDS, **fields)
     calls = [0] * len(model.decoder.layers)
     for number, layer in enumerate(model.decoder.layers):
@@ -56,7 +56,7 @@ def test_losses_and_gradients_are_bitwise_equal(fields: dict[str, Any], masked: 
 
 
 def test_dropout_is_on() -> None:
-    """Else the equality above would not show that the generator's state is put back."""
+    """Otherwise the equality above would not show that the generator's state is restored."""
     losses, _, _ = _train_step(False)
     model = build_gpt(ARGUMENTS, **FIELDS).eval()
     inputs, positions, labels = random_tokens()

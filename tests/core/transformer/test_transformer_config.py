@@ -165,7 +165,7 @@ def test_an_activation_may_be_named(name: str, function: object) -> None:
 
 
 def test_replacing_the_standard_deviation_replaces_the_derived_init_methods() -> None:
-    """Else the new value would be silently without effect."""
+    """Otherwise the new value would silently have no effect."""
     config = dataclasses.replace(TransformerConfig(**BASE), init_method_std=0.5)
     tensor = torch.empty(10_000)
     for method, std in [

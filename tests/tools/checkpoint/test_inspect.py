@@ -1,4 +1,4 @@
-"""The tool lists checkpoints and tells where two differ; its exit status says whether they do."""
+"""The tool lists checkpoints and compares two; its exit status says whether they differ."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _run(*arguments: Path | str) -> tuple[int, str]:
 
 
 def _main(capsys: pytest.CaptureFixture[str], *arguments: Path | str) -> tuple[int, str]:
-    """The tool in this process, which saves the time to start another one."""
+    """Run the tool in this process, which is faster than starting another one."""
     import importlib.util
 
     specification = importlib.util.spec_from_file_location("checkpoint_inspect", TOOL)

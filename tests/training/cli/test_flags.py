@@ -1,4 +1,4 @@
-"""Each flag has one of three fates, none is ignored, and what is wrong with a command line is said at once."""
+"""Each flag is in effect, always so, or refused; none is ignored, and all faults of a command line are reported at once."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_the_launch_line_without_what_is_refused_is_in_effect() -> None:
 
 
 def test_of_the_line_of_a_mixture_only_the_tokenizer_must_be_changed() -> None:
-    """Sequence parallelism over one rank, and the older ways to ask for rotary positions, are what scripts hold."""
+    """Scripts contain sequence parallelism over one rank, and the older flags for rotary positions."""
     with pytest.raises(FlagError, match="got Llama2Tokenizer; use SentencePieceTokenizer") as caught:
         parse_settings(MIXTRAL_8X7B.split(), world_size=64)
     assert len(str(caught.value).splitlines()) == 1
@@ -195,7 +195,7 @@ def test_help_names_every_flag() -> None:
 
 
 class _RecordingNamespace(Namespace):
-    """Remembers which flags were read."""
+    """A namespace that records which flags were read."""
 
     def __getattribute__(self, name: str) -> Any:
         if not name.startswith("_"):
@@ -205,11 +205,12 @@ class _RecordingNamespace(Namespace):
 
 def _read_flags(argv: list[str]) -> set[str]:
     args = build_parser().parse_flags(argv)
+    read: set[str] = set()
     recording = _RecordingNamespace()
-    recording._read = set()  # type: ignore[attr-defined]
+    recording._read = read
     recording.__dict__.update(vars(args))
     settings_from_args(recording, world_size=1)
-    return recording._read  # type: ignore[attr-defined, no-any-return]
+    return read
 
 
 def test_every_flag_is_read_into_the_settings() -> None:

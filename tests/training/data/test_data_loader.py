@@ -1,4 +1,4 @@
-"""Batches arrive as the sampler names them, from loader processes too, and drawing them disturbs no random numbers."""
+"""Batches have the sampler's order, from loader processes too, and loading them draws no random numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes that are killed or told to end: what is left on disk is a checkpoint from which the run goes on."""
+"""After a kill or SIGTERM, the checkpoint on disk is complete and the run continues from it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ Start = Callable[[str], list[subprocess.Popen[str]]]
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """Starts two ranks with these flags; none outlives the test."""
+    """Return a function that starts two ranks with these flags; they are ended after the test."""
     started: list[subprocess.Popen[str]] = []
 
     def start_ranks(flags: str) -> list[subprocess.Popen[str]]:
@@ -57,7 +57,7 @@ def start() -> Iterator[Start]:
 
 
 def _start(flags: str, *, ranks: int = 2) -> list[subprocess.Popen[str]]:
-    """Ranks as torchrun would start them, without torchrun to end the one when the other dies."""
+    """Start ranks as torchrun does, but without torchrun, which would end one when the other dies."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -126,7 +126,7 @@ def test_sigterm_to_one_rank_saves_and_ends_all(start: Start, corpus: str, tmp_p
 def test_a_killed_run_goes_on_to_the_last_bit(
     start: Start, corpus: str, tmp_path: Path, kills: int, iterations: int, save: str
 ) -> None:
-    """A rank is killed at random moments of training and of saving; the other notices and ends by itself."""
+    """A rank is killed at random moments of training and of saving; the other detects it and ends by itself."""
     flags = f"{_RESUMABLE} {corpus} --train-iters {iterations}"
     expected = train_all(2, {"whole": ""}, base=flags.replace("--save-interval 2", ""))["whole"].losses
     assert len(expected) == iterations

@@ -1,4 +1,4 @@
-"""The command line end to end on gloo ranks: what must not change the losses does not change them."""
+"""The command line end to end on gloo ranks: ranks, sharding and other such settings do not change the losses."""
 
 from __future__ import annotations
 

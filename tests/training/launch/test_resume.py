@@ -1,4 +1,4 @@
-"""A resumed run goes on as if it had never stopped, on other ranks and strategies too; what cannot be loaded is named."""
+"""A resumed run continues as if it had never stopped, on other ranks and strategies too; a mismatch is named."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def runs(root: Path) -> dict[str, Run]:
-    """By name; each run finds what those above it have saved."""
+    """Run all cases by name; each finds the checkpoints of those above it."""
     load = f"{_RUN} --load {root}/halfway"
     flags = {
         "whole": _RUN,
@@ -100,7 +100,7 @@ def test_main_weights_in_two_halves_train_and_go_on_as_fp32_ones(runs: dict[str,
 
 
 def _assert_goes_on(resumed: Run, whole: Run) -> None:
-    """What is left is the order of fp32 sums."""
+    """Check losses up to the order of fp32 sums."""
     assert resumed.error is None
     assert resumed.losses == {i: pytest.approx(whole.losses[i], rel=1e-6) for i in (3, 4)}
 

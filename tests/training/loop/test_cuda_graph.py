@@ -43,7 +43,7 @@ _VARIANTS = {
 
 
 def _persistent(computation: Any) -> list[torch.Tensor]:
-    """What a step leaves to the next one: main and model weights, and the optimizer's state."""
+    """Return the state between steps: main and model weights, and the optimizer's state."""
     state = [value for entries in computation.optimizer.optimizer.state.values() for value in entries.values()]
     weights = [group.weights.model.local for group in computation.model.parameter_groups]
     tensors = (*weights, *(parameter.detach() for parameter in computation.model.parameters()), *state)
@@ -51,7 +51,7 @@ def _persistent(computation: Any) -> list[torch.Tensor]:
 
 
 def _train_all(flags: dict[str, str]) -> dict[str, tuple[Run, int]]:
-    """By name: what a run printed and how many of its steps were replays."""
+    """Return, by name, the output of each run and the number of its replays."""
     return {name: _train(f"{_BASE} {added}".split()) for name, added in flags.items()}
 
 
@@ -87,7 +87,7 @@ def _train(argv: Sequence[str]) -> tuple[Run, int]:
 
 
 def _logged(run: Run) -> list[str]:
-    """What was logged of steps and evaluations, without dates, times and memory."""
+    """Return the log of steps and evaluations without dates, times and memory."""
     assert run.error is None, run.error
     lines = [line.split("]", 1)[-1] for line in run.output.splitlines() if "lm loss" in line]
     return [
@@ -124,7 +124,7 @@ def test_the_switched_off_gather_is_told() -> None:
     told = "fsdp_all_gather_in_start_param_sync is off"
     assert told in graph.output and told not in eager.output
     assert "fsdp_all_gather_in_start_param_sync=False" in graph.output
-    assert re.search(r"CUDA graph \.+ each iteration as a whole, after 3 eager ones", graph.output)
+    assert re.search(r"CUDA graph \.+ each whole iteration, after 3 eager ones", graph.output)
     assert re.search(r"CUDA graph \.+ none", eager.output)
 
 

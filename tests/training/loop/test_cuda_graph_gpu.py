@@ -56,7 +56,7 @@ _SPLIT = {
 
 
 class _Trace(NamedTuple):
-    """What a run did."""
+    """The outcome of a run."""
 
     run: Run
     steps: list[tuple[float, float, float]]
@@ -105,7 +105,7 @@ def _train(argv: list[str]) -> _Trace:
 
 
 def _logged(run: Run) -> list[str]:
-    """What was logged of steps and evaluations, without dates, times and memory."""
+    """Return the log of steps and evaluations without dates, times and memory."""
     lines = [line.split("]", 1)[-1] for line in run.output.splitlines() if "lm loss" in line]
     return [
         " | ".join(part for part in line.split(" | ") if "(ms)" not in part and "(MiB)" not in part) for line in lines
@@ -198,7 +198,7 @@ def _draw_eagerly_and_captured() -> tuple[list[list[float]], list[list[float]], 
 
 @pytest.mark.gpu(1)
 def test_replays_draw_what_eager_steps_draw() -> None:
-    """Each microbatch from its own seed, which changes between replays; the default generator is itself afterwards."""
+    """Each microbatch from its own seed, which changes between replays; the default generator is restored."""
     eager, captured, first, second = run_ranks(1, _draw_eagerly_and_captured, backend="nccl")[0]
     assert captured == eager
     assert len({tuple(drawn) for drawn in eager}) == 5

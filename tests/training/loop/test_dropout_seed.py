@@ -1,4 +1,4 @@
-"""Random numbers go on where they were."""
+"""The state of random numbers is saved and restored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Garbage is collected when the flags say, and not otherwise."""
+"""Garbage is collected only at the configured times."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training on pipeline stages with the engine inside of each: the numbers of one process, and what it takes."""
+"""Training on sharded pipeline stages: the numbers of one process, and the number of gathers and live graphs."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ ALL = [*TWO_STAGES, *TWO_BY_TWO, *FOUR_STAGES, *PER_TOKEN, *RECOMPUTED, *KEPT, *
 
 @functools.cache
 def _runs(num_ranks: int) -> dict[Case, list[Outcome]] | str:
-    """Outcomes on each rank of all cases that take so many ranks, in one launch; or why it failed."""
+    """Run all cases of this number of ranks in one launch; return each rank's outcomes, or the failure."""
     cases = [case for case in ALL if case.num_ranks == num_ranks]
     try:
         ranks = run_ranks(num_ranks, _train_cases, cases, timeout_s=300.0)
@@ -73,7 +73,7 @@ def outcomes_of(case: Case) -> list[Outcome]:
 
 
 def plain_outcome_of(case: Case) -> Outcome:
-    """What one process gets, once for all cases that differ in what must not matter."""
+    """Return the outcome of one process, computed once for all cases that must agree."""
     return _plain(
         Case(
             microbatches=case.microbatches * case.replicas,
@@ -137,7 +137,7 @@ def test_weights_are_gathered_once_for_each_pass_and_not_again_where_passes_meet
 
 
 def _num_gathers(case: Case, stage: int, units: list[str], sizes: dict[str, int]) -> int:
-    """Gathers of a step on a stage before the last: one for each use of a unit that was not the one used just before."""
+    """Count the gathers of a step on a stage before the last: one for each use of a unit unless it was the unit just used."""
     uses: list[int] = []
     for act in one_forward_one_backward(stage, case.stages, case.microbatches).acts:
         order = range(len(units))
@@ -163,7 +163,7 @@ def test_gradients_are_reduced_as_placements_say(case: Case) -> None:
 
 @pytest.mark.parametrize("case", [*TWO_STAGES, *TWO_BY_TWO, *FOUR_STAGES], ids=label)
 def test_no_more_graphs_are_alive_than_the_schedule_says(case: Case) -> None:
-    """A graph that outlives its backward holds its activations; an output that was sent is of no use to its graph."""
+    """A graph that is kept after its backward keeps its activations; a sent output must be freed too."""
     for rank, outcome in enumerate(outcomes_of(case)):
         assert outcome.most_outputs == 0
         assert outcome.most_in_flight == min(case.stages - rank // case.replicas, case.microbatches)

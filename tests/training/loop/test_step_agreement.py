@@ -1,4 +1,4 @@
-"""What one rank sees, all ranks act on, at the same step."""
+"""All ranks act at the same step on what any rank reports."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_the_signal_does_what_it_did_before_once_restored() -> None:
 
 
 @pytest.mark.parametrize("finite", [True, False])
-def test_marks_are_read_once(finite: bool) -> None:
+def test_flags_are_read_once(finite: bool) -> None:
     run_ranks(1, _read_twice, finite)
 
 

@@ -1,4 +1,4 @@
-"""Floating-point operations by hand."""
+"""Floating-point operations against hand-computed numbers."""
 
 from __future__ import annotations
 

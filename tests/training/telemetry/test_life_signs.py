@@ -16,7 +16,7 @@ _INTERVAL_S = 0.05
 
 @pytest.fixture
 def ranks(request: pytest.FixtureRequest) -> Iterator[list[LifeSigns]]:
-    """Three ranks in one process, each with a store of its own connection; the parameter is their interval."""
+    """Make three ranks in one process, each with its own connection to the store; the parameter is their interval."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=5), wait_for_workers=False)
     interval_s = request.param
     made = [LifeSigns(server, rank=rank, world_size=3, interval_s=interval_s, watches=rank == 0) for rank in range(3)]
@@ -36,7 +36,7 @@ def test_ranks_that_stopped_are_named_with_their_host(ranks: list[LifeSigns]) ->
 
 @pytest.mark.parametrize("ranks", [_INTERVAL_S], indirect=True)
 def test_rank_0_says_once_who_fell_silent(ranks: list[LifeSigns], capfd: pytest.CaptureFixture[str]) -> None:
-    """Where a failed collective ends the process without an exception (NCCL's watchdog), nobody else would say it."""
+    """NCCL's watchdog may end the process without an exception, and then nothing else reports it."""
     ranks[1].close()
     time.sleep(_INTERVAL_S * 50)
     told = capfd.readouterr().err
@@ -44,7 +44,7 @@ def test_rank_0_says_once_who_fell_silent(ranks: list[LifeSigns], capfd: pytest.
 
 
 def test_a_store_that_does_not_answer_is_not_waited_for() -> None:
-    """A rank that never gave a sign is as a store that is cut off: the answer does not come."""
+    """A rank that never gave a sign acts like an unreachable store: there is no answer."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=30), wait_for_workers=False)
     alone = LifeSigns(server, rank=0, world_size=2, interval_s=_INTERVAL_S)
     start = time.monotonic()

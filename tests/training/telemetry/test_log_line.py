@@ -1,4 +1,4 @@
-"""The log keeps the form that parsers of Megatron-LM's logs read."""
+"""Log lines have the format of Megatron-LM's logs."""
 
 from __future__ import annotations
 

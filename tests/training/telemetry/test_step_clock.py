@@ -1,4 +1,4 @@
-"""Times of iterations are the device's: they neither run ahead with the host nor pile up on one line."""
+"""Iteration times are those of the device, not of the host that runs ahead of it."""
 
 from __future__ import annotations
 

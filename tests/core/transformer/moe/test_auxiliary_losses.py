@@ -52,7 +52,7 @@ def test_the_z_loss_is_the_mean_square_of_the_log_sum_exp() -> None:
 
 
 def _expected_gradient(router: TopKRouter, hidden: torch.Tensor, config: TransformerConfig) -> torch.Tensor:
-    """[e, h] of the auxiliary losses alone, written down apart from the router."""
+    """Compute the gradient [e, h] of the auxiliary losses alone, independently of the router."""
     weight = router.weight.detach().clone().requires_grad_()
     logits = hidden.reshape(-1, hidden.shape[-1]) @ weight.t()
     experts = torch.topk(logits, config.moe_router_topk)[1]
@@ -66,7 +66,7 @@ def _expected_gradient(router: TopKRouter, hidden: torch.Tensor, config: Transfo
 
 
 def _gradient(router: TopKRouter, hidden: torch.Tensor) -> torch.Tensor:
-    """[e, h] that reaches the router where the main loss does not depend on it."""
+    """Return the gradient [e, h] of the router if the main loss does not depend on it."""
     routing = router(hidden)
     (routing.probs.sum() * 0.0).backward()
     assert router.weight.grad is not None
@@ -91,7 +91,7 @@ def test_gradients_of_auxiliary_losses_are_scaled_for_the_step(kind: str, microb
 
 
 def _split_gradient(axis: str, kind: str, per_token: bool) -> float:
-    """The largest difference of the gradient that ranks with parts of the sequence add up to, relative."""
+    """Return the largest relative difference of the gradient that is summed over ranks with parts of the sequence."""
     size, rank = dist.get_world_size(), dist.get_rank()
     group = dist.group.WORLD
     parallel: dict[str, Any] = {"tensor_model_parallel_size": size, "sequence_parallel": True}
@@ -162,7 +162,7 @@ def test_what_is_recorded_has_megatrons_names(fields: dict[str, Any], names: tup
 
 
 def test_groups_that_contradict_each_other_are_refused() -> None:
-    """A tp_cp group that does not hold all that share a microbatch would count a part of the tokens as all."""
+    """A tp_cp group without some of the ranks that share a microbatch would count too few tokens."""
 
     class TwoRanks:
         def size(self) -> int:

@@ -1,4 +1,4 @@
-"""Experts computed one after the other, by one kernel, and without rows."""
+"""Experts computed one after the other, by one grouped kernel, and without rows."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _rows(width: int, counts: tuple[int, ...] = COUNTS) -> ExpertRows:
 
 
 def _fill_biases(experts: torch.nn.Module) -> None:
-    """Biases start as zeros, which would hide their absence."""
+    """Fill the biases, whose initial zeros would hide their absence."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in experts.named_parameters():
@@ -87,7 +87,7 @@ def test_experts_in_turn_are_their_mlps_times_the_probabilities(name: str) -> No
 
 
 def test_an_idle_experts_gradients_are_zeros() -> None:
-    """Not absent: all ranks of a unit write the same gradients."""
+    """They are not absent: all ranks of a unit reduce the same gradients."""
     experts = SequentialMLP(4, _config(), SUBMODULES)
     experts(_rows(16)).sum().backward()
     idle = list(experts.local_experts[1].parameters())
@@ -96,7 +96,7 @@ def test_an_idle_experts_gradients_are_zeros() -> None:
 
 
 def test_an_idle_expert_writes_zeros_where_the_engine_wants_its_gradient() -> None:
-    """What lay there before is not a gradient."""
+    """The memory may hold other values before."""
     experts = SequentialMLP(4, _config(), SUBMODULES)
     expected = _results(experts, _rows(16))[3:]
     weights = list(experts.parameters())
@@ -136,7 +136,7 @@ def test_parameters_of_experts_are_marked_and_named_by_their_global_number() -> 
 
 
 class _AlwaysGrouped(GroupedMLP):
-    """By torch's grouped kernel also on the CPU, where it is a loop in C."""
+    """Experts that use torch's grouped kernel also on the CPU, where it is a loop in C."""
 
     calls = 0
 
@@ -187,7 +187,7 @@ def test_swiglu_with_factors_is_swiglu_times_factors(dtype: torch.dtype) -> None
 
 
 def _matrices(spacing: int, start: int = 0) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Three [16, 8] matrices in one storage, as far apart as they are large, plus ``spacing``."""
+    """Make three [16, 8] matrices in one storage, ``spacing`` elements between them."""
     flat = torch.randn(start + 3 * (128 + spacing))
     return flat, [flat[start + i * (128 + spacing) :][:128].view(16, 8) for i in range(3)]
 
@@ -216,7 +216,7 @@ def test_weights_that_do_not_lie_so_are_copied(case: str) -> None:
 
 @on_cpu
 def test_a_write_into_a_weight_before_backward_is_noticed() -> None:
-    """The engine's fence: a weight that was released is not read again in silence."""
+    """A weight that the engine has resharded must not be read silently."""
     weights = [torch.randn(16, 8, requires_grad=True) for _ in range(2)]
     x = torch.randn(4, 8, requires_grad=True)
     output = grouped_linear(x, weights, torch.tensor([1, 4], dtype=torch.int32))

@@ -1,4 +1,4 @@
-"""torch's grouped kernel on CUDA in bf16: what it gives, where experts are idle, and that the host does not wait."""
+"""torch's grouped kernel on CUDA in bf16: its results, also with idle experts, and that the host does not wait."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _assert_near(ours: torch.Tensor, theirs: torch.Tensor, what: str, tolerance:
 
 
 def _poison() -> None:
-    """Memory that the allocator gives out next holds NaN."""
+    """Fill the memory that the allocator returns next with NaN."""
     blocks = [
         torch.full((numel,), float("nan"), device="cuda", dtype=torch.bfloat16) for numel in (2**10, 2**15, 2**22)
     ]
@@ -191,7 +191,7 @@ def test_experts_divided_over_two_devices_train_as_on_one() -> None:
 
 
 def test_the_gpu_tests_shapes_are_lawful() -> None:
-    """What the tests above build is built on the CPU too, so that they do not fail on a device for their own sake."""
+    """The models of the tests above are built on the CPU too, so that mistakes in them are found without a GPU."""
     config = TransformerConfig(**{**FIELDS, **BF16})
     assert config.hidden_size % 8 == 0 and (config.moe_ffn_hidden_size or 0) % 8 == 0
     assert (IN * 2) % 16 == 0 and (OUT * 2) % 16 == 0

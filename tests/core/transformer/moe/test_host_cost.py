@@ -1,8 +1,8 @@
-"""What a layer asks of the host around its experts is held: operations each way, and nodes of autograd.
+"""Bounds on a layer's host cost around its experts: operations in forward and backward, and autograd nodes.
 
 With experts on several ranks the host waits once in each layer's forward, so it is never ahead of the device there, and each
-operation is time of the step. The bounds are what was reached; who makes a layer cheaper lowers them, who makes it dearer
-sees red. Operations are counted, no time is measured.
+operation adds to the step's time. The bounds are the current numbers: lower them when a layer gets cheaper. Operations are
+counted; no time is measured.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tests.support.tiny_moe import build_moe_gpt
 
 @dataclass(frozen=True)
 class Work:
-    """Of one layer without its experts' own; as many as there are, or at most so many.
+    """The host work of one layer without that of its experts, or a bound on it.
 
     Attributes:
         forward: operations, views among them; a function that is compiled on CUDA is one.
@@ -60,7 +60,7 @@ FIELDS: dict[str, dict[str, Any]] = {
 
 
 class _Operations(TorchDispatchMode):
-    """Counts operations by name; what runs inside of a fused function is not counted, but the function is."""
+    """A counter of operations by name; a fused function counts as one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class _Operations(TorchDispatchMode):
 
 
 class _Factors(nn.Module):
-    """In the place of experts: each row times its factor, which is two operations forward and five backward."""
+    """A stand-in for experts: each row times its factor, which is two operations in forward and five in backward."""
 
     def forward(self, rows: ExpertRows) -> torch.Tensor:
         return rows.hidden_states * rows.probs.unsqueeze(1)
@@ -142,7 +142,7 @@ def test_a_layer_costs_the_host_no_more_than_it_did(num_ranks: int) -> None:
 
 
 def _acts_of_a_layer() -> list[str]:
-    """What a layer with a shared expert does, in order: count exchange, shared expert, wait."""
+    """List the acts of a layer with a shared expert, in order."""
     groups = ProcessGroupCollection(ep=dist.group.WORLD)
     model = build_moe_gpt(groups, expert_model_parallel_size=dist.get_world_size())
     layer: Any = model.decoder.layers[0].mlp

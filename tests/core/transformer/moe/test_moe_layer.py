@@ -1,4 +1,4 @@
-"""A mixture-of-experts layer in a GPT: which layers, which names, what is refused, and what runs again."""
+"""Mixture-of-experts layers in a GPT: their places, names, refusals and recomputation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.tiny_moe import FIELDS, build_moe_gpt, mean_loss
 
 
 def _gradients(model: GPTModel, *data_ranks: int) -> dict[str, torch.Tensor]:
-    """Of the sum of the losses of these ranks' tokens; all forwards come before all backwards."""
+    """Return the gradients of the sum of the losses of these ranks' tokens; all forwards come before all backwards."""
     model.zero_grad()
     for loss in [mean_loss(model, rank) for rank in data_ranks]:
         loss.backward()
@@ -81,7 +81,7 @@ def test_two_runs_are_bitwise_equal(fields: dict[str, Any]) -> None:
 
 
 def test_two_forwards_may_come_before_their_backwards() -> None:
-    """A pipeline stage has several microbatches in flight: nothing of a dispatch is kept in the layer."""
+    """A pipeline stage has several microbatches in flight, so the layer must keep no state of a dispatch."""
     model = build_moe_gpt()
     together, one, other = _gradients(model, 0, 1), _gradients(model, 0), _gradients(model, 1)
     for name in together:

@@ -1,4 +1,4 @@
-"""Rows in the order of experts: where each assignment stands, and that take and sum are each other's adjoint."""
+"""Permutation into expert order: the place of each assignment, and that take and sum are each other's adjoint."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_copies_of_an_owners_rows_are_blocks() -> None:
 
 
 def _matrix(rows: RowMap) -> torch.Tensor:
-    """[r, n] that take multiplies with."""
+    """Return the matrix [r, n] of ``take``."""
     matrix = torch.zeros(rows.sources.shape[0], rows.places.shape[0] + 1, dtype=torch.float64)
     matrix[torch.arange(matrix.shape[0]), rows.sources] = 1.0
     return matrix[:, :-1]
@@ -90,7 +90,7 @@ SIZES = [[[3, 0, 1], [2, 5, 0]], [[0, 0], [0, 4], [0, 1]], [[2], [3]], [[0, 0, 0
 
 @pytest.mark.parametrize("sizes", SIZES)
 def test_rows_that_arrive_rank_by_rank_are_put_expert_by_expert(sizes: list[list[int]]) -> None:
-    """As a stable sort by expert would put them."""
+    """In the order of a stable sort by expert."""
     num_experts = len(sizes[0])
     experts = torch.arange(num_experts).repeat(len(sizes)).repeat_interleave(torch.tensor(sizes).flatten())
     rows, counts, ends = arrivals(torch.tensor(sizes), sizes)

@@ -1,4 +1,4 @@
-"""The Triton kernels say of rows what the torch operations say: run by Triton's interpreter, and on a device."""
+"""The Triton kernels agree with the torch operations: in Triton's interpreter, and on a device."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SIZES = [[[3, 0, 1], [2, 5, 0]], [[0, 0], [0, 1500], [0, 1]], [[0, 0, 0, 0]], [[
 
 
 def _experts(num_tokens: int, topk: int, num_experts: int) -> torch.Tensor:
-    """[t, k] of each token different ones; to the last expert but one goes nothing, where there are enough."""
+    """Draw different experts [t, k] for each token; the last expert but one gets none, if there are enough."""
     scores = torch.rand(num_tokens, num_experts, generator=torch.Generator().manual_seed(num_tokens))
     if num_experts > topk:
         scores[:, -2] = -1.0
@@ -57,7 +57,7 @@ def _without_kernels() -> list[ExpertOrder | Arrivals]:
 
 
 def _compare(device: str = "cpu") -> None:
-    """On a device twice: the second time what the first compiled runs."""
+    """Compare, on a device twice: the second call runs the compiled kernel."""
     expected = _without_kernels()
     assert all(result.ends is None for result in expected)
     for _ in range(1 if device == "cpu" else 2):
@@ -69,7 +69,7 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 
 
 def _sums(device: str) -> list[torch.Tensor]:
-    """Of rows narrower and wider than a program's columns; for some tokens rows are missing."""
+    """Sum rows narrower and wider than a program's columns; some tokens lack rows."""
     experts = _experts(12, 3, 5)
     orders = (expert_order(experts, 5), expert_order_up_to(6, experts, 5, probs=None, pads=False))
     maps = [order.tokens for order in orders]

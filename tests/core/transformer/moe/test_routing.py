@@ -22,7 +22,7 @@ def _config(**fields: Any) -> TransformerConfig:
 
 
 def _route(logits: torch.Tensor, config: TransformerConfig) -> Routing:
-    """Of hidden states that are the logits."""
+    """Route hidden states that equal the logits."""
     return route(logits, torch.eye(logits.shape[-1], dtype=logits.dtype), config).routing
 
 
@@ -76,7 +76,7 @@ BALANCED: dict[str, AuxiliaryLosses | None] = {
 @pytest.mark.parametrize("balanced", BALANCED)
 @pytest.mark.parametrize("kind", KINDS)
 def test_results_and_gradients_are_those_that_autograd_finds(kind: str, balanced: str) -> None:
-    """Of hidden states and weight, with all losses; in fp64."""
+    """For hidden states and weight, with all losses, in fp64."""
     config, losses = _config(**KINDS[kind], moe_router_dtype="fp64"), BALANCED[balanced]
     generator = torch.Generator().manual_seed(2)
     hidden = torch.randn(4, 3, 16, dtype=torch.float64, generator=generator, requires_grad=True)
@@ -111,7 +111,7 @@ def test_results_and_gradients_are_those_that_autograd_finds(kind: str, balanced
 @pytest.mark.parametrize("balanced", BALANCED)
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_compiled_computes_the_same_on_a_device(kind: str, balanced: str) -> None:
-    """For two numbers of tokens: the second one finds code for any."""
+    """For two numbers of tokens; the second uses code for any number."""
     generator = torch.Generator(device="cuda").manual_seed(2)
     weight = torch.randn(4, 16, device="cuda", generator=generator, requires_grad=True)
     for length in (64, 128):

@@ -1,4 +1,4 @@
-"""Experts under the sharding engine: their gradients are those of one rank, and where they lie when gathered."""
+"""Experts under the sharding engine: gradients are those of one rank, and gathered experts lie at equal distances."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _PER_TOKEN = ("ep2",)
 
 
 def _difference(degrees: dict[str, Any], fields: dict[str, Any], expected: Reference, *, per_token: bool) -> float:
-    """The largest relative difference of a main gradient over two steps; the second follows the plan of the first."""
+    """Return the largest relative difference of a main gradient over two steps; the second follows the plan of the first."""
     groups = build_process_groups(RankGrid(world_size=dist.get_world_size(), **degrees))
     parallel = {**degrees, "sequence_parallel": group_size(groups.tp) > 1, "calculate_per_token_loss": per_token}
     model = build_moe_gpt(groups, **fields, **parallel)
@@ -89,7 +89,7 @@ def test_gradients_of_sharded_experts_are_those_of_one_rank() -> None:
 )
 @pytest.mark.parametrize("num_ranks", [1, 2, 8, 64])
 def test_gathered_experts_lie_at_even_distances(hidden: int, width: int, num_experts: int, num_ranks: int) -> None:
-    """So the grouped kernel reads them where the engine gathered them. Shapes of Mixtral, DeepSeek-V3, Qwen3 and Grok."""
+    """So the grouped kernel reads them without a copy. Shapes of Mixtral, DeepSeek-V3, Qwen3 and Grok."""
     shapes = [torch.Size(shape) for _ in range(num_experts) for shape in ((2 * width, hidden), (hidden, width))]
     slots = pack_rows(shapes, num_ranks=num_ranks).slots
     for layer in (0, 1):

@@ -1,4 +1,4 @@
-"""Tokens reach their experts and come back, whichever ranks hold these."""
+"""Dispatch and combine on one rank and over several give the sums over each token's experts."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _config(**fields: Any) -> TransformerConfig:
 
 
 def _tokens(rank: int, idle: int | None = None) -> tuple[torch.Tensor, Routing]:
-    """Tokens of a rank and where they go; to an ``idle`` expert none."""
+    """Draw tokens of a rank and their routing; an ``idle`` expert gets none."""
     generator = torch.Generator().manual_seed(rank)
     hidden = torch.randn(NUM_TOKENS, WIDTH, dtype=torch.float64, generator=generator, requires_grad=True)
     scores = torch.rand(NUM_TOKENS, NUM_EXPERTS, dtype=torch.float64, generator=generator)
@@ -49,7 +49,7 @@ def _tokens(rank: int, idle: int | None = None) -> tuple[torch.Tensor, Routing]:
 
 
 def _kept(routing: Routing, config: TransformerConfig) -> torch.Tensor:
-    """[t, k] which assignments are computed."""
+    """Return which assignments are kept, [t, k]."""
     limit = capacity(NUM_TOKENS, config)
     if limit is None:
         return torch.ones_like(routing.experts, dtype=torch.bool)
@@ -62,13 +62,13 @@ def _kept(routing: Routing, config: TransformerConfig) -> torch.Tensor:
 
 
 def _directly(hidden: torch.Tensor, routing: Routing, kept: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-    """Sums over kept experts e of prob * factors[e] * token ** 2, without any dispatch."""
+    """Sum prob * factors[e] * token ** 2 over kept experts e, without dispatch."""
     scale = (routing.probs * factors[routing.experts] * kept).sum(dim=1, keepdim=True)
     return scale * hidden**2
 
 
 def _compute(rows: ExpertRows, factors: torch.Tensor, share: float = 1.0) -> torch.Tensor:
-    """What experts with these factors make of their rows; ``share`` is a tensor-parallel rank's summand."""
+    """Compute the rows of experts with these factors; ``share`` is a tensor-parallel rank's part of the sum."""
     counts = torch.tensor(rows.counts_on_host())
     assert counts.tolist() == rows.counts.tolist()
     assert counts.sum() == rows.hidden_states.shape[0]
@@ -96,7 +96,7 @@ def test_a_round_trip_on_one_rank_is_the_sum_over_kept_experts(drop: str) -> Non
 
 
 def _round_trips(degrees: dict[str, Any], idle: int | None) -> dict[str, float]:
-    """For each kind of drop, the largest difference of results and gradients from those without dispatch."""
+    """Return, for each kind of drop, the largest difference of results and gradients from those without dispatch."""
     groups = build_process_groups(RankGrid(world_size=dist.get_world_size(), **degrees))
     num_owners, num_parts = group_size(groups.ep), group_size(groups.expt_tp)
     local = NUM_EXPERTS // num_owners
