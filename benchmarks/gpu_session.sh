@@ -44,16 +44,38 @@ model() { # model SIZE: what stands in for it here
 }
 
 # The machine has no pytest-timeout and no hypothesis: only files with GPU tests are collected, and pytest is not told to
-# make an error of a setting that nobody reads.
+# make an error of a setting that nobody reads. Most of a test's time is the start of its ranks, so several files run at
+# a time; those that trace, time or weigh the devices come after them, alone.
 part_tests() {
-    local files
+    local files together alone
     if [ -n "${TESTS:-}" ]; then
         read -ra files <<<"$TESTS"
     else
         mapfile -t files < <(grep -rlE 'mark\.gpu' tests --include='test_*.py' | sort)
     fi
     [ ${#files[@]} -gt 0 ] || { echo "no GPU tests"; return 0; }
-    "$python" -m pytest -m gpu --maxfail 5 -q --durations 10 -W ignore::pytest.PytestConfigWarning "${files[@]}"
+    local measures='device_trace|memory_allocated|max_memory|mem_get_info|perf_counter|elapsed_time'
+    mapfile -t alone < <(grep -lE "$measures" "${files[@]}")
+    mapfile -t together < <(grep -LE "$measures" "${files[@]}")
+    local status=0
+    test_files 6 "${together[@]}" || status=1
+    test_files 1 "${alone[@]}" || status=1
+    return $status
+}
+
+test_files() { # test_files COUNT FILE...: so many at a time; the output of each file in one piece
+    local count=$1
+    shift
+    [ $# -gt 0 ] || return 0
+    printf '%s\n' "$@" | PYTHON=$python xargs -P "$count" -I{} bash -c '
+        log=$(mktemp)
+        started=$SECONDS
+        "$PYTHON" -m pytest -m gpu --maxfail 5 -q --durations 3 -W ignore::pytest.PytestConfigWarning "$1" >"$log" 2>&1
+        status=$?
+        [ $status -eq 5 ] && status=0 # nothing to run here
+        cat <(echo "-- $1: status $status, $((SECONDS - started)) s") "$log"
+        rm "$log"
+        exit $status' _ {}
 }
 
 compare() { # compare PAGE SIZE TOKENS ENGINES [ARGUMENT...]: with memory that grows in place
@@ -132,7 +154,7 @@ run_part() {
 
 limit_of() { # seconds of a part; the unnamed ones together stay below ten minutes
     case $1 in
-        tests) echo 220 ;;
+        tests) echo 360 ;;
         losses50) echo 130 ;;
         bars-1.1b | bars-7.2b-1024) echo 110 ;;
         bars-7.2b) echo 150 ;;
