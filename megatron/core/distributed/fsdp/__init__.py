@@ -5,6 +5,9 @@ Code outside of this package imports from here, and from ``checkpoint`` what rea
 
 from typing import TYPE_CHECKING, Any
 
+from megatron.core.distributed.fsdp.config import torch_versions as _torch_versions  # noqa: F401 (checks the version first)
+
+# isort: split
 from megatron.core.distributed.fsdp.api.fully_shard import contexts_of, fully_shard, fully_shard_context, microbatch
 from megatron.core.distributed.fsdp.api.module import FsdpModule
 from megatron.core.distributed.fsdp.api.optimizer import fully_shard_optimizer

@@ -1,15 +1,47 @@
-"""What differs between the versions of torch that we run on (2.11 and newer), and nowhere else."""
+"""The versions of torch that the engine runs on, and all that differs between them."""
 
 from __future__ import annotations
 
-# The first DTensor would import this, and torch.fx.wrap, which runs during the import, leaves a cycle that holds the
-# frames of everybody who is being called: the first model would stay until the collector comes. Delete this line when
-# torch.fx.wrap no longer keeps its frame, or DTensor no longer imports dynamo.
+import os
+import re
+import warnings
+
 import torch
-import torch._dynamo
-import torch.distributed._functional_collectives as funcol
-from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
-from torch.distributed import ProcessGroup, ReduceOp
+
+# The patches of DTensor (dtensor/row_shard_rules.py, tensor_pieces.py) wrap private functions, and were tried with these.
+# To admit a version: run tests/core/distributed/fsdp with it, then change this and setup.py.
+OLDEST, NEWEST = (2, 11), (2, 13)
+ALLOW_UNTRIED = "MEGATRON_FSDP_ALLOW_UNTRIED_TORCH"
+
+
+def check_torch_version(version: str) -> None:
+    """Refuse versions of torch that the engine was not tried with; with ``ALLOW_UNTRIED=1`` in the environment, warn.
+
+    Raises:
+        ImportError: the version is older or newer, and the environment does not allow it.
+    """
+    major, minor = re.findall(r"\d+", version)[:2]
+    if OLDEST <= (int(major), int(minor)) <= NEWEST:
+        return
+    message = (
+        f"torch must be a version from {OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}, with which the engine's patches of "
+        f"DTensor were tried, got {version}; install one of these, or set {ALLOW_UNTRIED}=1 to try with a warning"
+    )
+    if os.environ.get(ALLOW_UNTRIED) != "1":
+        raise ImportError(message)
+    warnings.warn(message, RuntimeWarning, stacklevel=2)
+
+
+# At import, before anything private of torch is imported.
+check_torch_version(torch.__version__)
+
+# The first DTensor would import dynamo, and torch.fx.wrap, which runs during that import, leaves a cycle that holds the
+# frames of all callers: the first model would not be freed until the garbage collector runs. Delete this line when
+# torch.fx.wrap no longer holds its frame, or DTensor no longer imports dynamo.
+import torch._dynamo  # noqa: E402
+import torch.distributed._functional_collectives as funcol  # noqa: E402
+from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions  # noqa: E402
+from torch.distributed import ProcessGroup, ReduceOp  # noqa: E402
 
 # 2.13 renames the flat collectives and warns about the old names, which are the only ones in 2.11.
 all_gather_functional = getattr(funcol, "all_gather_single", None) or funcol.all_gather_tensor
@@ -34,9 +66,9 @@ _GATHER, _SUM = _gather_options(), _sum_options()
 
 
 def all_gather_flat(group: ProcessGroup, full: torch.Tensor, shard: torch.Tensor) -> None:
-    """``full`` holds the ranks' ``shard`` in rank order, on the current stream. Ranks: all of the group.
+    """Fill ``full`` with all ranks' ``shard`` in rank order, on the current stream. Ranks: all of the process group.
 
-    The group's own method: the functions of torch.distributed take several times its time on the host.
+    Calls the process group's own method: the functions of torch.distributed take several times its time on the host.
     """
     work = _gather(group, full, shard, _GATHER)
     if work is not None:  # a backend that does not order its work by itself
@@ -44,7 +76,7 @@ def all_gather_flat(group: ProcessGroup, full: torch.Tensor, shard: torch.Tensor
 
 
 def reduce_scatter_flat(group: ProcessGroup, shard: torch.Tensor, full: torch.Tensor) -> None:
-    """``shard`` holds this rank's segment of the sum of all ranks' ``full``, on the current stream. Ranks: all."""
+    """Fill ``shard`` with this rank's segment of the sum of all ranks' ``full``, on the current stream. Ranks: all."""
     work = _reduce_scatter(group, shard, full, _SUM)
     if work is not None:
         work.wait()
