@@ -45,7 +45,7 @@ model() { # model SIZE: what stands in for it here
 
 # The machine has no pytest-timeout and no hypothesis: only files with GPU tests are collected, and pytest is not told to
 # make an error of a setting that nobody reads. Most of a test's time is the start of its ranks, so several files run at
-# a time; those that trace, time or weigh the devices come after them, alone.
+# a time; those that trace, time or weigh a whole device come after them, alone.
 part_tests() {
     local files together alone
     if [ -n "${TESTS:-}" ]; then
@@ -54,11 +54,16 @@ part_tests() {
         mapfile -t files < <(grep -rlE 'mark\.gpu' tests --include='test_*.py' | sort)
     fi
     [ ${#files[@]} -gt 0 ] || { echo "no GPU tests"; return 0; }
-    local measures='device_trace|memory_allocated|max_memory|mem_get_info|perf_counter|elapsed_time'
+    local measures='device_trace|mem_get_info|perf_counter|elapsed_time' slow='test_cuda_graph_gpu|test_symmetric_cuda|/test_cuda.py'
     mapfile -t alone < <(grep -lE "$measures" "${files[@]}")
     mapfile -t together < <(grep -LE "$measures" "${files[@]}")
+    # The slowest first, each of their tests by itself.
+    mapfile -t together < <(
+        printf '%s\n' "${together[@]}" | grep -E "$slow" | xargs -r grep -HoE '^def test_\w+' | sed 's/:def /::/'
+        printf '%s\n' "${together[@]}" | grep -vE "$slow"
+    )
     local status=0
-    test_files 6 "${together[@]}" || status=1
+    test_files 8 "${together[@]}" || status=1
     test_files 1 "${alone[@]}" || status=1
     return $status
 }

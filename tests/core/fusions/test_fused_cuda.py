@@ -50,7 +50,7 @@ def test_compiled_values_and_gradients_equal_the_chain(
     for gradient, summed in zip(gradients, expected_gradients, strict=True):
         if summed is not None:
             assert gradient is not None
-            torch.testing.assert_close(gradient.float(), expected, rtol=relative, atol=absolute)
+            torch.testing.assert_close(gradient.float(), summed, rtol=relative, atol=absolute)
 
 
 def test_a_model_trains_alike_with_and_without_fusions() -> None:
