@@ -210,6 +210,20 @@ def what_parameters_ask_for_changes_no_number() -> None:
 
 
 @CHECKS.on(4)
+def hybrid_sharding_keeps_granules_on_both_axes() -> None:
+    """The outer axis cuts what the inner one leaves: neither cuts a block or a whole tensor."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    net = _ask(make_net(1))
+    fully_shard(net, mesh, hybrid_placements("optim_grads_params", "optim", ("outer", "inner")))
+    assert {Granule.whole(), Granule.rows(2), Granule.rows(3)} <= _assert_granules_are_kept(net)
+    for parameter, whole in zip(net.parameters(), make_net(1).parameters(), strict=True):
+        assert torch.equal(full(parameter), whole)
+        assert torch.equal(local_of(parameter), local_rows(parameter, whole.detach()))
+        if getattr(parameter, "fsdp_granule", None) == Granule.whole():
+            assert local_of(parameter).numel() in (0, whole.numel())
+
+
+@CHECKS.on(4)
 def checkpoints_load_with_other_granules() -> None:
     """Saved by a model that asks for granules, loaded by one that does not, and the other way round; bit for bit."""
     with shared_folder() as folder:
