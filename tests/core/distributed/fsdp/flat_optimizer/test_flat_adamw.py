@@ -1,4 +1,4 @@
-"""``FlatAdamW`` is ``torch.optim.AdamW`` to the last bit on the CPU, whatever is sharded, grouped, clipped or left out."""
+"""``FlatAdamW`` on the CPU is bitwise ``torch.optim.AdamW``, whatever is sharded, grouped, clipped or left out."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ BF16 = torch.bfloat16
 
 
 def _groups(net: nn.Module) -> list[dict[str, Any]]:
-    """Vectors are not decayed, and the head has a rate of its own."""
+    """Return param groups: vectors without weight decay, matrices with other betas, the head with its own rate."""
     named = list(net.named_parameters())
     return [
         {"params": [p for name, p in named if p.dim() == 1 and "head" not in name], "weight_decay": 0.0},
@@ -62,7 +62,7 @@ def _flat_adamw(net: nn.Module, **options: Any) -> FlatAdamW:
 
 
 def _train(net: Net, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
-    """Losses of the steps; the rates change from step to step."""
+    """Train with rates that change from step to step, and return the losses."""
     losses = []
     for step in steps:
         for group in optimizer.param_groups:
@@ -96,7 +96,7 @@ def _assert_same(ours: nn.Module, theirs: nn.Module, what: str = "") -> None:
 
 
 def _copied(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """A state_dict that later steps do not change."""
+    """Copy a state_dict, so that later steps do not change it."""
     state = optimizer.state_dict()
     return {
         "param_groups": [dict(group) for group in state["param_groups"]],
@@ -116,7 +116,7 @@ def it_equals_torch_adamw_bit_for_bit() -> None:
 
 @CHECKS.on(2)
 def clipping_by_a_factor_equals_clipping_the_gradients() -> None:
-    """The factor is applied as the gradient is read: ``param.grad`` stays, weights become what clipped ones give."""
+    """The factor is applied when gradients are read: ``param.grad`` does not change, weights are as after clipping."""
     for strategy in STRATEGY_NAMES:
         ours, theirs = (shard_net(make_net(2), strategy) for _ in range(2))
         optimizer, reference = _flat_adamw(ours), _torch_adamw(theirs)
@@ -130,7 +130,8 @@ def clipping_by_a_factor_equals_clipping_the_gradients() -> None:
             factor = clip_factor(norm, 0.1)
             assert factor < 1
             for parameter in theirs.parameters():
-                parameter.grad = local_of(parameter.grad) * factor
+                assert parameter.grad is not None
+                parameter.grad = parameter.grad * factor
             optimizer.step(grad_factor=factor)
             reference.step()
             for parameter, grad in zip(ours.parameters(), before, strict=True):
@@ -161,7 +162,7 @@ def padding_is_never_read() -> None:
 
 @CHECKS.on(2)
 def a_norm_that_is_not_finite_shows_on_all_ranks_and_in_all_weights() -> None:
-    """Not-a-number on one rank is not clipped away in silence."""
+    """NaN on one rank must not be clipped away."""
     net = shard_net(make_net(2))
     optimizer = _flat_adamw(net)
     loss_of(net, my_piece(0)).backward()
@@ -175,7 +176,7 @@ def a_norm_that_is_not_finite_shows_on_all_ranks_and_in_all_weights() -> None:
 
 @CHECKS.on(1, 2)
 def units_without_gradients_are_left_alone() -> None:
-    """Their weights, state and count of steps are those of torch, which skips them too."""
+    """Their weights, state and step count are torch's, which skips them too."""
     nets = [shard_net(make_net(3)) for _ in range(2)]
     optimizers = [_flat_adamw(nets[0]), _torch_adamw(nets[1])]
     for step, order in enumerate(([0, 1], [0, 1, 2], [2, 0], [0, 1, 2])):
@@ -192,7 +193,7 @@ def units_without_gradients_are_left_alone() -> None:
 
 @CHECKS.on(2)
 def gradients_that_the_user_sets_are_used() -> None:
-    """A tensor of the user's own in the place of ``param.grad`` counts; None counts as zero beside others."""
+    """The user's own tensor in place of ``param.grad`` is used; None counts as zero beside others."""
     nets = [shard_net(make_net(1)) for _ in range(2)]
     optimizers = [_flat_adamw(nets[0]), _torch_adamw(nets[1])]
     for step in range(2):
@@ -234,7 +235,7 @@ def microbatches_closures_and_updates_beside_the_forward_change_nothing() -> Non
 
 @CHECKS.on(2)
 def the_model_weight_is_written_with_the_main_weight() -> None:
-    """The forward after a step casts nothing, and reads what the main weights are; also when they were written to since."""
+    """The forward after a step needs no cast, but a write to the main weights in between takes effect."""
     net = shard_net(make_net(2, dtype=BF16))
     optimizer = _flat_adamw(net)
     for _ in range(2):
@@ -260,7 +261,7 @@ def the_model_weight_is_written_with_the_main_weight() -> None:
 
 @CHECKS.on(1, 2)
 def weights_may_move() -> None:
-    """Buffers that somebody has put elsewhere since are found where they are."""
+    """An update uses the buffers' current addresses."""
     nets = [shard_net(make_net(2)) for _ in range(2)]
     optimizers = [_flat_adamw(net) for net in nets]
     for step in range(3):
@@ -282,7 +283,7 @@ def weights_may_move() -> None:
 
 @CHECKS.on(2)
 def state_goes_to_torch_adamw_and_comes_from_there() -> None:
-    """Through ``state_dict``: training continues bit for bit in each other's place."""
+    """Each loads the other's ``state_dict`` and continues bitwise alike."""
     for first, second in ((_flat_adamw, _torch_adamw), (_torch_adamw, _flat_adamw), (_flat_adamw, _flat_adamw)):
         net = shard_net(make_net(2))
         optimizer = first(net)
@@ -307,7 +308,7 @@ def it_has_the_hyperparameters_that_torch_has() -> None:
 
 @CHECKS.on(1)
 def counts_of_steps_may_differ_within_a_unit() -> None:
-    """State of a run in which units were cut otherwise: each parameter goes on from its own count."""
+    """In the state of a run with other units they do: each parameter continues from its own count."""
     nets = [shard_net(make_net(1)) for _ in range(2)]
     optimizers = [_flat_adamw(nets[0]), _torch_adamw(nets[1])]
     for net, optimizer in zip(nets, optimizers, strict=True):
@@ -322,13 +323,13 @@ def counts_of_steps_may_differ_within_a_unit() -> None:
 
 @CHECKS.on(2)
 def the_engines_checkpoints_go_both_ways() -> None:
-    """Under other strategies too; FlatAdamW and torch's AdamW load what the other saved."""
+    """FlatAdamW and torch's AdamW load each other's checkpoints, also under other strategies."""
     with shared_folder() as folder:
         for index, (first, second) in enumerate(((_flat_adamw, _torch_adamw), (_torch_adamw, _flat_adamw))):
             net = shard_net(make_net(2))
             optimizer = first(net)
             _train(net, optimizer, range(2))
-            if index:  # as of a run in which units were cut otherwise: counts of steps differ within one of ours
+            if index:  # as in a run with other units: step counts differ within one of these
                 for at, parameter in enumerate(net.parameters()):
                     optimizer.state[parameter]["step"].fill_(at % 3 + 1)
             save_checkpoint(net, optimizer, f"{folder}/{index}")
