@@ -1,7 +1,7 @@
-"""Checkpoints of a run: ``<save>/iter_0000010/`` directories and a file that names the latest complete one.
+"""Checkpoints of a run: folders ``<save>/iter_0000010/`` and a tracker file that names the latest complete one.
 
-The engine writes a directory beside its final name and renames it when it is complete; only then does the tracker file
-change, and it changes at once. So whatever is killed when, the tracker names a complete checkpoint, or none is there.
+The engine writes a folder beside its final name and renames it when it is complete. Then the tracker is replaced, in
+one step. So whenever processes are killed, the tracker names a complete checkpoint, or there is none.
 """
 
 from __future__ import annotations
@@ -27,42 +27,44 @@ TRACKER = "latest_checkpointed_iteration.txt"
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """Where and when checkpoints are written, and what is loaded at the start."""
+    """Where and when checkpoints are saved, and what is loaded at the start."""
 
     save: str | None = None
-    """Folder of the checkpoints of this run; None: nothing is saved."""
+    """Folder of this run's checkpoints; None saves nothing."""
 
     save_interval: int | None = None
-    """Iterations between saves; None: only where training ends."""
+    """Iterations between saves; None saves only at the end of training."""
 
     save_optim: bool = True
     save_rng: bool = True
 
     async_save: bool = False
-    """Write while training goes on; it costs a copy of the state in host memory."""
+    """Write while training goes on; costs a copy of the state in host memory."""
 
     load: str | None = None
-    """Folder to load the latest checkpoint from; None: start from scratch."""
+    """Folder whose latest checkpoint is loaded; None starts from scratch."""
 
     load_step: int | None = None
     """Iteration to load instead of the latest."""
 
     exit_on_missing: bool = False
-    """A folder without a checkpoint is an error, instead of a start from scratch."""
+    """Raise if the folder has no checkpoint, instead of starting from scratch."""
 
     load_optim: bool = True
     load_rng: bool = True
 
     finetune: bool = False
-    """Load weights alone, and start at iteration 0."""
+    """Load only weights, and start at iteration 0."""
 
 
 class Checkpointer:
-    """Saves and loads a run.
+    """Saves a run and loads it.
 
     Args:
-        architecture: plain values that a checkpoint must have in common with the model, under names that a user knows.
-        seed: of dropout, kept with the state of random numbers.
+        config: where, when and what.
+        architecture: plain values, under names that a user knows, which a checkpoint must have in common with the
+            model.
+        seed: seed of dropout, saved with the state of random numbers.
 
     Ranks: all make the same calls in the same order.
     """
@@ -83,14 +85,14 @@ class Checkpointer:
         self._pending: tuple[Any, int] | None = None
 
     def is_due(self, iteration: int) -> bool:
-        """Whether ``--save-interval`` asks for a checkpoint after this iteration."""
+        """True if ``--save-interval`` asks for a checkpoint after this iteration."""
         interval = self.config.save_interval
         return self.config.save is not None and interval is not None and iteration % interval == 0
 
     def save(self, state: TrainState) -> None:
-        """The run can be continued from here, or (``async_save``) can be once ``finish`` has returned.
+        """Save the run, so that it can continue from here; with ``async_save``, complete when ``finish`` has returned.
 
-        Ranks: all; blocks until written, or until the state is copied.
+        Ranks: all; blocks until the checkpoint is written, with ``async_save`` until the state is copied.
         """
         if self.config.save is None or self.last_saved_iteration == state.iteration:
             return
@@ -112,23 +114,23 @@ class Checkpointer:
         )
         self.last_saved_iteration = state.iteration
         if handle is None:
-            # On rank 0, for all: no rank ends before the tracker names this checkpoint, and all hear if it cannot.
+            # Rank 0 writes the tracker; no rank goes on before it has, and all raise if it cannot.
             agree(lambda: None, lambda _: self._announce(state.iteration))
         else:
             self._pending = (handle, state.iteration)
 
     def poll(self) -> None:
-        """A save that has been written meanwhile is named by the tracker. Ranks: each alone; does not block."""
+        """Name the pending asynchronous save in the tracker if it is written. Ranks: each alone; does not block."""
         if self._pending is not None and self._pending[0].done():
             self._finish_pending()
 
     def finish(self) -> None:
-        """A save that was still being written is complete. Ranks: all; blocks."""
+        """Wait for the pending asynchronous save and name it in the tracker. Ranks: all; blocks."""
         if not self.config.async_save:
             return
         if self._pending is not None:
             self._finish_pending()
-        # No rank ends, or starts the next save, before the tracker names this one.
+        # No rank may exit, or start the next save, before the tracker names this one.
         dist.barrier()
 
     def _finish_pending(self) -> None:
@@ -140,13 +142,13 @@ class Checkpointer:
             self._announce(iteration)
 
     def load(self) -> TrainState:
-        """Model, optimizer, scheduler and random numbers are those of the checkpoint; returns where training stands.
+        """Load model, optimizer, scheduler and random numbers, and return the state of training.
 
         Without ``load``, or without a checkpoint there, nothing changes and training starts from scratch.
 
         Raises:
-            FileNotFoundError: a checkpoint was asked for by its iteration or by the tracker and is not there.
-            ValueError: the checkpoint is of another model or schedule; the message names what differs.
+            FileNotFoundError: the checkpoint that ``load_step`` or the tracker names is missing.
+            ValueError: the checkpoint is of another model or schedule; names what differs.
 
         Ranks: all; blocks.
         """
@@ -158,7 +160,7 @@ class Checkpointer:
         path = checkpoint_path(self.config.load, iteration)
         with_optimizer = self.config.load_optim and not self.config.finetune
         _check_architecture(_saved_architecture(path), self.architecture, path)
-        # Loading brings the saved hyperparameters with the moments; those of the command line must stay in effect.
+        # Loading replaces hyperparameters by the saved ones, but those of the command line must stay in effect.
         given = [_hyperparameters(group) for group in self.optimizer.param_groups]
         extra = load_checkpoint(self.model, self.optimizer, path, load_optimizer=with_optimizer)
         for group, hyperparameters in zip(self.optimizer.param_groups, given, strict=True):
@@ -187,19 +189,19 @@ class Checkpointer:
         return iteration
 
     def _announce(self, iteration: int) -> None:
-        """The tracker names the iteration, whose folder is complete. Ranks: 0, which was the one to complete it."""
+        """Name an iteration, whose folder is complete, in the tracker. Ranks: 0."""
         assert self.config.save is not None
         write_tracker(Path(self.config.save), iteration)
         print(f" saved iteration {iteration} in {checkpoint_path(self.config.save, iteration)}", flush=True)
 
 
 def checkpoint_path(folder: str | Path, iteration: int) -> Path:
-    """The directory of an iteration's checkpoint; Megatron-LM's name."""
+    """Return the folder of an iteration's checkpoint, named as in Megatron-LM."""
     return Path(folder) / f"iter_{iteration:07d}"
 
 
 def latest_iteration(folder: Path) -> int | None:
-    """The iteration that rank 0 reads in the tracker, on all ranks; None where there is no tracker.
+    """Return the iteration that the tracker names, read on rank 0, on all ranks; None if there is no tracker.
 
     Raises:
         ValueError: the tracker does not hold a number.
@@ -219,7 +221,7 @@ def _read_tracker(tracker: Path) -> int | None:
 
 
 def write_tracker(folder: Path, iteration: int) -> None:
-    """The tracker names ``iteration``; at no moment is it missing or half written."""
+    """Write the iteration to the tracker, which is never missing or half written in between."""
     beside = folder / f".{TRACKER}.new"
     with open(beside, "w") as file:
         file.write(str(iteration))
@@ -233,13 +235,13 @@ def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def print_rank_0(text: str) -> None:
-    """Rank 0 prints the line."""
+    """Print a line on rank 0."""
     if dist.get_rank() == 0:
         print(text, flush=True)
 
 
 def _saved_architecture(path: Path) -> dict[str, Any]:
-    """What the model of a checkpoint is, read before anything is loaded. Ranks: each on its own."""
+    """Read the architecture of a checkpoint's model, before anything is loaded. Ranks: each on its own."""
     reader, name = CheckpointReader(path), f"{EXTRA_STATE}architecture"
     if name not in reader.metadata.state_dict_metadata:
         raise ValueError(

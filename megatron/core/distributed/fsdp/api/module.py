@@ -55,7 +55,7 @@ class FsdpModule(nn.Module if TYPE_CHECKING else object):  # type: ignore[misc]
 
     @property
     def phase(self) -> _Phase:
-        """What the unit is doing."""
+        """Whether the unit is resting, in forward or in backward."""
         return self._fsdp_unit.phase
 
     def unshard(self) -> None:

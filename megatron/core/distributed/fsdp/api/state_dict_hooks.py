@@ -43,7 +43,7 @@ def watch_loads(unit: FsdpUnit, modules: Sequence[tuple[str, nn.Module]]) -> Non
         for key, parameter in module._parameters.items():
             value = state_dict.get(prefix + key)
             if isinstance(parameter, DTensor) and isinstance(value, torch.Tensor) and value.shape == parameter.shape:
-                _copy(parameter, value)
+                copy_into(parameter, value)
                 state_dict[prefix + key] = parameter
         if unit.context is not None:
             unit.context.weights_changed()
@@ -67,15 +67,14 @@ def watch_loads(unit: FsdpUnit, modules: Sequence[tuple[str, nn.Module]]) -> Non
 
 
 @torch.no_grad()
-def _copy(parameter: DTensor, value: torch.Tensor) -> None:
-    """Copy a full tensor, or a DTensor of any placement, into the parameter. Ranks: all, for a DTensor."""
-    local = parameter._local_tensor
+def copy_into(sharded: DTensor, value: torch.Tensor) -> None:
+    """Copy a full tensor, or a DTensor of any placement, into ``sharded``. Ranks: all, for a DTensor."""
     if isinstance(value, DTensor):
-        if value.placements == parameter.placements and value.device_mesh == parameter.device_mesh:
-            local.copy_(value._local_tensor)
+        if value.placements == sharded.placements and value.device_mesh == sharded.device_mesh:
+            sharded._local_tensor.copy_(value._local_tensor)
             return
         value = value.full_tensor()
-    local.copy_(local_rows(parameter, value))
+    sharded._local_tensor.copy_(local_rows(sharded, value))
 
 
 def local_rows(parameter: DTensor, full: torch.Tensor) -> torch.Tensor:

@@ -45,7 +45,7 @@ _Target = tuple[str, torch.Size]
 
 @dataclasses.dataclass
 class Written:
-    """What one rank wrote: the items, and the file and offset of each."""
+    """The items that one rank wrote, with the file and offset of each."""
 
     plan: SavePlan
     results: list[WriteResult]
@@ -221,7 +221,7 @@ class CheckpointReader:
 
 @dataclasses.dataclass(frozen=True)
 class ReadPlan:
-    """What a rank reads, and the memory to read it into, by name and offsets in the whole tensor."""
+    """The items that a rank reads, and the memory for them, by name and offsets in the whole tensor."""
 
     items: list[ReadItem]
     targets: dict[_Target, torch.Tensor]
@@ -240,8 +240,17 @@ def packed(value: Any) -> bytes:
     return buffer.getvalue()
 
 
-class _WritePlanner(SavePlanner):
-    """Gives DCP's writer the data of an item; the plan exists already."""
+class _NoPlanning:
+    """The methods of DCP's planners that nothing calls, since the plan exists already."""
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("the plan exists already")
+
+    set_up_planner = create_local_plan = create_global_plan = finish_plan = _refuse
+
+
+class _WritePlanner(_NoPlanning, SavePlanner):
+    """Gives DCP's writer the data of an item."""
 
     def __init__(self, data: Mapping[MetadataIndex, torch.Tensor | bytes]) -> None:
         self._data = data
@@ -250,21 +259,9 @@ class _WritePlanner(SavePlanner):
         data = self._data[write_item.index]
         return io.BytesIO(data) if isinstance(data, bytes) else data
 
-    def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
-        raise AssertionError("the plan exists already")
 
-    def create_local_plan(self) -> SavePlan:
-        raise AssertionError("the plan exists already")
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        raise AssertionError("the plan exists already")
-
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        raise AssertionError("the plan exists already")
-
-
-class _ReadPlanner(LoadPlanner):
-    """Gives DCP's reader the memory of an item; the plan exists already."""
+class _ReadPlanner(_NoPlanning, LoadPlanner):
+    """Gives DCP's reader the memory of an item."""
 
     def __init__(self, targets: Mapping[_Target, torch.Tensor]) -> None:
         self._targets = targets
@@ -283,15 +280,3 @@ class _ReadPlanner(LoadPlanner):
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         pass  # resolve_tensor returned the memory itself
-
-    def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
-        raise AssertionError("the plan exists already")
-
-    def create_local_plan(self) -> LoadPlan:
-        raise AssertionError("the plan exists already")
-
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        raise AssertionError("the plan exists already")
-
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        raise AssertionError("the plan exists already")

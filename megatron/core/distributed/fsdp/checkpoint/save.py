@@ -97,7 +97,7 @@ def save_checkpoint(
 
 @dataclass(frozen=True)
 class Description:
-    """What a rank saves, as the other ranks must know it.
+    """A rank's share of a save, as the other ranks must know it.
 
     Args:
         tensors: shape and dtype of all whole tensors by name.
@@ -117,7 +117,7 @@ class Description:
 
 @dataclass(frozen=True)
 class LocalState:
-    """What this rank can write: parts of tensors, and plain values as the bytes that DCP stores.
+    """This rank's share of the state: parts of tensors, and plain values as the bytes that DCP stores.
 
     Args:
         chunks: parts of DTensors, which only this rank writes.

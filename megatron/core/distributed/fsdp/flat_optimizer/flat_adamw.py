@@ -11,7 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from megatron.core.distributed.fsdp.api.optimizer import check_step, contexts_of_groups, groups_of
-from megatron.core.distributed.fsdp.api.state_dict_hooks import local_rows
+from megatron.core.distributed.fsdp.api.state_dict_hooks import copy_into
 from megatron.core.distributed.fsdp.buffers.param_slots import each
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup, group_of
 from megatron.core.distributed.fsdp.dtensor.local_parts import placed_like
@@ -323,14 +323,7 @@ def _fill(view: DTensor, value: Any, parameter: torch.Tensor) -> None:
     """Copy ``value``, a DTensor of any placement, a whole tensor, or None for zeros, into ``view``."""
     if value is None:
         view._local_tensor.zero_()
-        return
-    if value is view:
-        return
-    if value.shape != parameter.shape:
-        raise ValueError(f"state must have the parameter's shape {list(parameter.shape)}, got {list(value.shape)}")
-    if isinstance(value, DTensor):
-        if value.placements == view.placements and value.device_mesh == view.device_mesh:
-            view._local_tensor.copy_(value._local_tensor)
-            return
-        value = value.full_tensor()
-    view._local_tensor.copy_(local_rows(view, value))
+    elif value is not view:
+        if value.shape != parameter.shape:
+            raise ValueError(f"state must have the parameter's shape {list(parameter.shape)}, got {list(value.shape)}")
+        copy_into(view, value)

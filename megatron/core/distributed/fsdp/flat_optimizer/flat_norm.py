@@ -17,7 +17,7 @@ _GRAD = operator.attrgetter("grad")
 
 
 def has_gradient(group: FsdpParameterGroup) -> bool:
-    """Whether a parameter of the group has a gradient. If so, complete the flat main gradient.
+    """Return whether a parameter of the group has a gradient; if so, complete the flat main gradient.
 
     A gradient that the user has put in place of the engine's is copied into it; a parameter without a gradient gets
     zeros.
