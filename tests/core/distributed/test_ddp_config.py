@@ -44,7 +44,7 @@ _SERVED = {
 
 
 def test_every_setting_is_served_or_refused() -> None:
-    """A new field must be put on one of the two sides; nothing is accepted and ignored."""
+    """A new field must be added to one of the two lists; no setting is accepted and ignored."""
     assert {field.name for field in fields(DistributedDataParallelConfig)} == _SERVED | set(NOT_SERVED)
     assert not _SERVED & set(NOT_SERVED)
 

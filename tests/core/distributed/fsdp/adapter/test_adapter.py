@@ -1,4 +1,4 @@
-"""``FullyShardedDataParallel``: units by default, each method and each setting of its configuration in effect."""
+"""``FullyShardedDataParallel``: its default units, its methods, and the effect of each setting."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def units_are_chosen_by_class_or_name() -> None:
 
 @CHECKS.on(1, 2, 4)
 def gpt_trains_as_unsharded() -> None:
-    """With tied embeddings too, whichever of the two ends is a unit."""
+    """Also with tied embeddings, whether the embedding, the output layer or both are units."""
     choices: list[Any] = [None]
     if dist.get_world_size() == 2:
         choices += [[TransformerLayer], [TransformerLayer, LanguageModelEmbedding], ["ColumnParallelLinear"]]
@@ -210,7 +210,7 @@ def strategies_and_dtypes_reach_the_units() -> None:
 
 @contextmanager
 def _watched(model: GPTModel) -> Iterator[list[tuple[str, str]]]:
-    """In the scope, ("gather", unit) and ("run", unit) in order, by the unit's name with a dot after it."""
+    """Record ("gather", unit) and ("run", unit) in order, with a unit's name and a dot after it."""
     events: list[tuple[str, str]] = []
     prefetch = Unsharder.prefetch
 
@@ -235,7 +235,7 @@ def _watched(model: GPTModel) -> Iterator[list[tuple[str, str]]]:
 
 
 def _most_waiting(events: list[tuple[str, str]]) -> int:
-    """The most units that were gathered and did not run yet, at a moment when one began to run."""
+    """Return the largest number of units that were gathered and had not run yet when one began to run."""
     gathered: set[str] = set()
     ran: set[str] = set()
     most = 0

@@ -1,4 +1,4 @@
-"""Hybrid sharding by Megatron's names: instances and an outer strategy in the configuration, groups in the collection."""
+"""Hybrid sharding by Megatron's names: instances, an outer strategy, and the collection's process groups."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _wrap(net: nn.Module, groups: ProcessGroupCollection, *, sums: bool = False,
 
 @CHECKS.on(WORLD)
 def both_outer_strategies_train_as_no_sharding_does() -> None:
-    """The gathers have a group of their own, that of the inner axis."""
+    """All-gathers have a process group of their own, over the inner axis."""
     groups = _groups(create_all_gather_group=True)
     for outer in ("no_shard", "optim"):
         plain = make_net(2)
@@ -105,7 +105,7 @@ def per_token_losses_are_summed_over_both_axes() -> None:
 
 @CHECKS.on(WORLD)
 def a_group_of_one_rank_inside_is_data_parallelism() -> None:
-    """Four instances of one rank each: nothing is sharded inside."""
+    """With four instances of one rank each, nothing is sharded over the inner axis."""
     for outer in ("no_shard", "optim"):
         plain = make_net(2)
         settings: dict[str, Any] = {"num_distributed_optimizer_instances": 4, "outer_dp_sharding_strategy": outer}

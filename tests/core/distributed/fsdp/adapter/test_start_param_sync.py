@@ -1,4 +1,4 @@
-"""``start_param_sync`` gathers the first unit's weights before the forward loop, or nothing runs outside of passes."""
+"""``start_param_sync`` gathers the first unit's weights before forward; if off, nothing is gathered between steps."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _loss(model: FullyShardedDataParallel, step: int) -> torch.Tensor:
 
 
 def _collectives(*, on: bool, num_microbatches: int) -> tuple[Counter[str], list[float], int]:
-    """Collectives by phase of one step of the steady state, all losses, and the first unit's number of gathers."""
+    """Return the collectives of one step by phase, all losses, and the number of gathers of the first unit."""
     tally, losses = Tally(), []
     wrapped = _wrap(on=on)
     optimizer = fully_shard_optimizer(torch.optim.SGD(wrapped.parameters(), lr=0.1))
@@ -83,7 +83,7 @@ def the_first_units_gather_is_moved_before_the_forward_and_nothing_else_is() -> 
 
 @CHECKS.on(2)
 def a_root_without_weights_of_its_own_does_not_hide_the_first_unit() -> None:
-    """The plan's first use is then one that gathers nothing."""
+    """The first unit of the plan then gathers nothing."""
     model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(3)))
     config = DistributedDataParallelConfig(
         use_megatron_fsdp=True, data_parallel_sharding_strategy="optim_grads_params", overlap_param_gather=True

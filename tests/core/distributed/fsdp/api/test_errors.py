@@ -1,4 +1,4 @@
-"""What cannot work is refused at once, in words that say what must hold, what was got and what to do."""
+"""Calls that cannot work raise at once, and say what must hold, what was got and what to do."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def what_cannot_be_sharded_is_refused() -> None:
 
 @CHECKS.on(2)
 def a_script_module_stays_as_it_was() -> None:
-    """The class is looked at before anything is sharded."""
+    """The class is checked before anything is sharded."""
     module = torch.jit.RecursiveScriptModule.__new__(torch.jit.RecursiveScriptModule)
     nn.Module.__init__(module)
     object.__setattr__(module, "forward", lambda: None)
@@ -184,7 +184,7 @@ def tied_weights_must_share_their_mesh() -> None:
 
 @CHECKS.on(2)
 def tied_weights_need_one_root() -> None:
-    """Two contexts would each count steps and release weights without asking the other."""
+    """Two contexts would each count steps and reshard weights, regardless of the other."""
 
     class Pair(nn.Module):
         def __init__(self) -> None:
@@ -303,7 +303,7 @@ def reshard_in_the_middle_of_a_pass_waits_for_its_end() -> None:
 
 @CHECKS.on(2)
 def gathering_ahead_of_the_step_is_refused() -> None:
-    """Weights gathered before the optimizer wrote them would be used by the next forward."""
+    """The next forward would use weights from before the optimizer's step."""
     net = shard_net(make_net())
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     for step in range(3):
@@ -321,7 +321,7 @@ def gathering_ahead_of_the_step_is_refused() -> None:
 
 @CHECKS.on(2)
 def a_backward_that_no_output_announced_is_refused() -> None:
-    """A unit that hands its result over beside its output is not seen; its released weights are not read silently."""
+    """A result outside the unit's output starts no unshard in backward; resharded weights must not be read."""
 
     class Hiding(nn.Linear):
         result: torch.Tensor

@@ -1,4 +1,4 @@
-"""``load_state_dict`` on sharded modules: whatever it is given is in effect from the next forward, or refused by name."""
+"""``load_state_dict`` on sharded modules: the next forward uses what was loaded, or it raises and names the key."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def what_is_loaded_is_in_effect_from_the_next_forward() -> None:
 
 @CHECKS.on(1, 2)
 def what_torch_saves_and_copies_is_whole() -> None:
-    """Each rank saves its own; a copy is one, and what was saved is loaded without running code from the file."""
+    """Each rank saves its own parts; a deepcopy is independent; torch.load works with ``weights_only=True``."""
     for strategy in STRATEGY_NAMES:
         net = shard_net(make_net(2), strategy)
         optimizer = FlatAdamW(net.parameters(), lr=0.1)
@@ -109,7 +109,7 @@ def what_torch_saves_and_copies_is_whole() -> None:
 
 @CHECKS.on(2)
 def main_weights_take_more_digits_than_model_weights() -> None:
-    """A bf16 model's fp32 main weights are loaded as they are, not through bf16."""
+    """A bf16 model's fp32 main weights are loaded without a cast to bf16."""
     source = make_net(2, seed=9)
     for strategy in STRATEGY_NAMES:
         net = shard_net(make_net(2, dtype=torch.bfloat16), strategy)
@@ -123,7 +123,7 @@ def main_weights_take_more_digits_than_model_weights() -> None:
 
 @CHECKS.on(2)
 def what_was_gathered_before_the_load_is_not_used() -> None:
-    """Gathered ahead by start_param_sync, or gathered for an earlier microbatch of the step."""
+    """Neither weights that start_param_sync gathered, nor those of an earlier microbatch."""
     expected = make_net(2, seed=9)
     for strategy in ("optim", "optim_grads_params"):
         net = shard_net(make_net(2, dtype=torch.float32), strategy)
@@ -143,7 +143,7 @@ def what_was_gathered_before_the_load_is_not_used() -> None:
 
 @CHECKS.on(2)
 def part_of_a_model_loads_too() -> None:
-    """Into a unit, into a module inside of a unit, and from a plain module around units."""
+    """Load into a unit, into a module inside a unit, and from a plain module around units."""
     expected = make_net(2, seed=9)
     net = shard_net(make_net(2))
     net.blocks[0].load_state_dict(expected.blocks[0].state_dict())
@@ -192,7 +192,7 @@ def keys_that_do_not_match_are_named() -> None:
 
 @CHECKS.on(2)
 def a_load_into_gathered_weights_is_refused() -> None:
-    """It would go into the gathered copy, which is dropped at reshard."""
+    """It would be written to the gathered copy, which reshard discards."""
     net = shard_net(make_net(2))
     net.blocks[0].unshard()
     with pytest.raises(RuntimeError, match=r"must find sharded parameters, got those of blocks\.0.*reshard\(\)"):

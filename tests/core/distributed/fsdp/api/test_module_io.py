@@ -1,4 +1,4 @@
-"""Units take and return anything: dicts, dataclasses, objects, nothing differentiable, their own input, views."""
+"""Inputs and outputs of units: dicts, dataclasses, objects, nothing differentiable, their own input, views."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Record:
 
 @dataclass(slots=True)
 class SlotRecord:
-    """Without a ``__dict__`` to look into."""
+    """An object without a ``__dict__``."""
 
     value: torch.Tensor
 
@@ -114,7 +114,7 @@ def operations_in_place_on_an_output() -> None:
 
 
 class Keywords(nn.Module):
-    """Called by keywords only, with a dict, a dataclass and tensors deep inside."""
+    """Takes keyword arguments only, with tensors nested in a dict and a dataclass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -145,7 +145,7 @@ def calls_by_keywords_alone() -> None:
 
 
 class PassesOn(nn.Module):
-    """Units that return what they were given, alone or beside what they made."""
+    """Units that return their input, alone or beside another output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -164,7 +164,7 @@ class Beside(Unit):
 
 
 class Same(Unit):
-    """Uses its weights for something that is not differentiated."""
+    """Uses its weights only in what is not differentiated."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.seen = self.linear(x).detach()
@@ -178,7 +178,7 @@ def an_output_that_is_an_input() -> None:
 
 
 class Undifferentiable(nn.Module):
-    """A unit whose output is an index, one under no_grad, and one that is detached; then one that trains."""
+    """A unit that returns an index, one under no_grad, one whose output is detached, then one that trains."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -201,7 +201,7 @@ def outputs_that_no_gradient_comes_through() -> None:
 
 @CHECKS.on(2)
 def outputs_that_hold_themselves_or_a_module_are_searched_once() -> None:
-    """The search for tensors ends, whatever an output refers to."""
+    """The search for tensors ends whatever an output refers to."""
 
     class Loop:
         def __init__(self, value: torch.Tensor, module: nn.Module) -> None:

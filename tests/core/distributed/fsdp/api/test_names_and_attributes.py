@@ -37,7 +37,7 @@ def names_shapes_and_strides_are_those_of_the_unwrapped_model() -> None:
 
 @CHECKS.on(2)
 def attributes_of_parameters_stay() -> None:
-    """Optimizers and engines know parameters by them: at rest, and in forward, where layers read them."""
+    """Optimizers read them on sharded parameters, layers on unsharded ones in forward."""
     marks: dict[str, Any] = {
         "sequence_parallel": True,
         "allreduce": False,

@@ -1,4 +1,4 @@
-"""Any ``torch.optim`` optimizer trains a sharded model, with ``fully_shard_optimizer`` or without: never on stale weights."""
+"""Any ``torch.optim`` optimizer trains a sharded model and no forward sees stale weights, also without the wrapper."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CHECKS = RankChecks(__name__)
 
 
 class DataSgd(torch.optim.Optimizer):
-    """Writes through ``p.data``, which no version counter sees."""
+    """Writes through ``p.data``, which does not count as a write for autograd."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {})
@@ -70,7 +70,7 @@ def the_next_forward_sees_the_new_weights_whoever_wrote_them() -> None:
 
 @CHECKS.on(2)
 def bf16_model_weights_follow_their_fp32_main_weights() -> None:
-    """With a dtype of their own, model weights are stale until they are synchronised: after each kind of write."""
+    """Model weights in another dtype must be updated after each kind of write to the main weights."""
     for strategy in STRATEGY_NAMES:
         for make_optimizer in (OPTIMIZERS["through p.data"], OPTIMIZERS["adamw, fused"]):
             net = shard_net(make_net(2, dtype=torch.bfloat16), strategy)
@@ -88,7 +88,7 @@ def bf16_model_weights_follow_their_fp32_main_weights() -> None:
 
 @CHECKS.on(1, 2, 4)
 def sharded_and_plain_optimizers_agree() -> None:
-    """``fully_shard_optimizer`` changes no number."""
+    """``fully_shard_optimizer`` changes no result."""
     assert_trains_alike(
         lambda: make_net(2),
         _shard_units("optim_grads_params"),
@@ -98,7 +98,7 @@ def sharded_and_plain_optimizers_agree() -> None:
 
 
 def _marked(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """``fully_shard_optimizer`` for the sharded model's; it takes the plain one's as well, and does nothing."""
+    """Call ``fully_shard_optimizer``, which does nothing to the optimizer of the plain model."""
     return fully_shard_optimizer(optimizer)
 
 
@@ -132,7 +132,7 @@ def an_optimizer_from_before_is_refused() -> None:
         fully_shard_optimizer(before)
     mixed = torch.optim.SGD(net.parameters(), lr=0.1)
     mixed.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
-    fully_shard_optimizer(mixed)  # a parameter that no unit holds is none of our business
+    fully_shard_optimizer(mixed)  # parameters without a group are ignored
 
 
 @CHECKS.on(2)
@@ -162,7 +162,7 @@ def a_step_after_a_failed_backward_is_refused() -> None:
 
 @CHECKS.on(2)
 def a_step_on_one_ranks_own_gradients_is_refused() -> None:
-    """Where gradients rest unreduced between microbatches, the last one must come before the step."""
+    """Where gradients rest unreduced between microbatches, a step needs the last microbatch's reduction."""
     for strategy in ("no_shard", "optim"):
         plain, net = make_pair(2, strategy)
         optimizer = fully_shard_optimizer(torch.optim.SGD(net.parameters(), lr=0.1))
@@ -200,7 +200,7 @@ def zero_grad_gives_the_memory_of_gradients_back() -> None:
     optimizer.zero_grad()
     assert nbytes() == 0 and all(p.grad is None for p in net.parameters())
     loss_of(net, my_piece(1)).backward()
-    # Without our zero_grad the memory is given back when the next forward begins.
+    # Without the engine's zero_grad the memory is freed when the next forward begins.
     for parameter in net.parameters():
         parameter.grad = None
     assert nbytes() == held
@@ -211,7 +211,7 @@ def zero_grad_gives_the_memory_of_gradients_back() -> None:
 
 @CHECKS.on(2)
 def gradients_in_another_dtype_are_cast_for_the_step() -> None:
-    """bf16 main gradients of fp32 main weights: any optimizer takes them, and they stay bf16 outside of the step."""
+    """bf16 main gradients of fp32 main weights are cast for the step alone, so any optimizer takes them."""
     policy = MixedPrecisionPolicy(main_grads_dtype=torch.bfloat16)
     seen: list[torch.dtype] = []
 

@@ -1,4 +1,4 @@
-"""Checkpoints on several ranks: any number of them, and any strategy, loads what any other saved."""
+"""Checkpoints of several ranks: any number of ranks, under any strategy, loads what any other saved."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 
 
 def save_each(folder: str) -> dict[str, Any]:
-    """Train and save under each strategy; what was saved, and the losses that follow."""
+    """Train and save under each strategy; return what was saved and the losses that follow."""
     saved = {}
     for strategy in STRATEGIES:
         model = sharded_model(strategy)
@@ -80,7 +80,7 @@ def save_and_load_on_more(folder: str, saved: dict[str, Any]) -> None:
 
 
 def test_more_ranks_load_what_one_saved(tmp_path: Path) -> None:
-    """As many as four, of which some own no row of a parameter; a rank that did not exist gets no state of its own."""
+    """Four ranks, of which some own no row of a parameter; ranks that did not save get no state of their own."""
     saved = run_ranks(1, save_each, str(tmp_path))[0]
     run_ranks(4, save_and_load_on_more, str(tmp_path), saved)
 
@@ -100,7 +100,7 @@ def check_async(folder: str) -> None:
     later.start()
     save = save_checkpoint(model, optimizer, f"{folder}/a", extra_state={"step": 1}, async_save=True)
     assert save is not None
-    losses = train(model, optimizer, 2, first=1)  # its collectives meet none of the save's
+    losses = train(model, optimizer, 2, first=1)  # must not meet the save's collectives
     assert not save.done()
     assert not Path(folder, "a").exists()
     assert whole_state(model, optimizer) != state
@@ -111,7 +111,7 @@ def check_async(folder: str) -> None:
     assert whole_state(model, optimizer) == state
     assert train(model, optimizer, 2, first=1) == losses
     later.stop()
-    for step in range(12):  # each has a group of its own; none is left open or closed too early
+    for step in range(12):  # each has its own process group, destroyed neither too late nor too early
         again = save_checkpoint(model, optimizer, f"{folder}/a", extra_state={"step": step}, async_save=True)
         assert again is not None
         train(model, optimizer, 1)
@@ -172,7 +172,7 @@ def test_what_one_rank_cannot_do_all_raise_and_the_old_checkpoint_stays(tmp_path
 
 
 def count_calls(folder: str) -> list[tuple[int, int]]:
-    """Collectives of a save and of a load, for models of different size."""
+    """Count the collectives of a save and of a load, for models of different sizes."""
     calls = 0
 
     def counted(function: Any) -> Any:
@@ -215,7 +215,7 @@ PLACEMENTS = {
 
 
 def model_on(mesh: DeviceMesh | None, seed: int) -> nn.Module:
-    """Weights that some other library has distributed, or whole ones without a mesh."""
+    """Return a model whose weights another library has distributed, or that are plain tensors."""
     model = nn.Module()
     for name, placements in PLACEMENTS.items():
         whole = torch.randn(5, 7, generator=torch.Generator().manual_seed(seed))

@@ -1,4 +1,4 @@
-"""Checkpoints of models on a GPU: staged in pinned memory, loaded on either device."""
+"""Checkpoints of models on a GPU: staged in page-locked memory, loaded on either device."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Join = Callable[[str], None]
 
 @pytest.fixture
 def join() -> Iterator[Join]:
-    """Makes this process the only rank of a backend."""
+    """Make this process the only rank of a backend."""
 
     def initialize(backend: str) -> None:
         if dist.is_initialized():

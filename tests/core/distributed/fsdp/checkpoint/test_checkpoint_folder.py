@@ -1,4 +1,4 @@
-"""Folders of checkpoints: there whole or not at all, whatever is killed when."""
+"""Folders of checkpoints are complete or absent, whenever a process is killed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron.core.distributed.fsdp.checkpoint.folder import MARKER, begin_folde
 
 
 class KilledError(BaseException):
-    """Stands for SIGKILL: nothing catches it."""
+    """In place of SIGKILL: nothing catches it."""
 
 
 def write(path: Path, content: str) -> None:
@@ -45,7 +45,7 @@ def test_a_published_folder_replaces_the_one_before_and_leaves_nothing_beside(tm
 def test_a_kill_at_any_call_of_a_save_leaves_the_old_or_the_new_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, existing: bool
 ) -> None:
-    """Every call that changes the disk is the last one once; then the next save cleans up."""
+    """Kill at each call that changes the disk in turn; the next save then cleans up."""
     calls = 0
     kill_at = -1
 
@@ -108,7 +108,7 @@ def test_leftovers_of_other_paths_in_the_folder_are_cleaned_unless_somebody_writ
 
 
 def test_all_that_is_left_of_another_checkpoint_is_not_cleaned(tmp_path: Path) -> None:
-    """A kill between the two moves leaves a checkpoint beside its name; saves under other names must not delete it."""
+    """A kill between the two renames leaves a checkpoint beside its name; saves to other paths must not delete it."""
     write(tmp_path / "a", "only")
     os.rename(tmp_path / "a", tmp_path / "a.old-0123456789ab")
     write(tmp_path / "b", "other")
@@ -165,7 +165,7 @@ def test_what_is_no_complete_checkpoint_is_refused_with_what_is_missing(
 
 @pytest.mark.parametrize("marker", [False, True])
 def test_a_folder_with_other_things_in_it_is_not_replaced(tmp_path: Path, marker: bool) -> None:
-    """A slip of the path must not delete somebody's work."""
+    """A wrong path must not delete a user's files."""
     work = tmp_path / "work"
     (work / "thesis").mkdir(parents=True)
     if marker:

@@ -1,4 +1,4 @@
-"""SIGKILL at random moments of saving: what the path names afterwards is always a whole checkpoint."""
+"""SIGKILL at random moments of saving: the path always names a complete checkpoint."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ANNOUNCED = "announced"
 
 
 def fork(function: Callable[..., None], *args: Any) -> int:
-    """The process id of a child that runs the function and ends with 0 if it returns."""
+    """Fork a child that runs the function and exits with 0 if it returns; return its process id."""
     child = os.fork()
     if child:
         return child
@@ -39,7 +39,7 @@ def fork(function: Callable[..., None], *args: Any) -> int:
 
 
 def fill(model: torch.nn.Module, optimizer: torch.optim.Optimizer, value: int) -> None:
-    """Every element of weights and optimizer state is ``value``."""
+    """Set every element of weights and optimizer state to ``value``."""
     with torch.no_grad():
         for tensor in (*model.parameters(), *(t for state in optimizer.state.values() for t in state.values())):
             tensor.fill_(value)
@@ -52,7 +52,7 @@ def join(folder: Path, attempt: int, rank: int, num_ranks: int) -> None:
 
 def save_forever(folder: Path, attempt: int, rank: int) -> None:
     """Overwrite one checkpoint again and again, every other time asynchronously, and announce each that is complete."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the other rank's death is noisy
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the death of the other rank prints errors
     join(folder, attempt, rank, NUM_RANKS)
     model = sharded_model("optim_grads_params", num_blocks=1)
     optimizer = adamw(model)
@@ -72,7 +72,7 @@ def save_forever(folder: Path, attempt: int, rank: int) -> None:
 
 
 def check_newest(folder: Path, attempt: int) -> None:
-    """The checkpoint is whole: all of it is from one save, no older than the last that was announced."""
+    """Check that all of the checkpoint is from one save, which is no older than the last one announced."""
     join(folder, attempt, 0, 1)
     model = sharded_model("no_shard", num_blocks=1)
     optimizer = adamw(model)
@@ -90,7 +90,7 @@ def announced(folder: Path) -> int:
 
 
 def kill_and_check(folder: Path) -> None:
-    """Ends with 0 if each of the kills left a whole checkpoint."""
+    """Return 0 if each kill left a complete checkpoint."""
     torch.set_num_threads(1)
     importlib.import_module("torch._dynamo")  # the first DTensor would; it takes longer than all else here
     draw = random.Random(0)
@@ -114,7 +114,7 @@ def kill_and_check(folder: Path) -> None:
 
 
 def test_killed_saves_leave_a_checkpoint_that_loads(tmp_path: Path) -> None:
-    """Both ranks die, in either order; each attempt continues from what the one before left."""
+    """Kill both ranks, in either order, several times; each attempt starts from what the last one left."""
     # A process of its own, which has no threads yet, can fork ranks that need not import anything.
     process = multiprocessing.get_context("forkserver").Process(target=kill_and_check, args=(tmp_path,))
     process.start()

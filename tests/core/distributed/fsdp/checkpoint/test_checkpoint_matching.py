@@ -1,4 +1,4 @@
-"""What a checkpoint is loaded into must match it by name; what does not is said before anything changes."""
+"""A checkpoint must match what it is loaded into by name; differences are reported before anything changes."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ from tests.support.models import local_of
 
 @pytest.fixture(autouse=True)
 def one_rank() -> Iterator[None]:
-    """This process is the only rank."""
+    """Make this process the only rank."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
 
 class Plain(nn.Module):
-    """Parameters and children that tests give it; its forward is never called."""
+    """A module with given parameters and children; its forward is never called."""
 
     def forward(self) -> None:
         raise AssertionError("this model only holds weights")
@@ -53,7 +53,7 @@ def names_in(path: Path) -> list[str]:
 
 
 def linear(rows: int = 4, *, dtype: torch.dtype = torch.float32, **modules: nn.Module) -> Any:
-    """A unit of one linear layer ``a`` and whatever else."""
+    """Return a unit of one linear layer ``a`` and given children."""
     torch.manual_seed(0)
     model = Plain()
     model.a = nn.Linear(3, rows, dtype=dtype)
@@ -100,7 +100,7 @@ def test_other_tools_read_the_folder(tmp_path: Path) -> None:
 
 
 class Wrapper(nn.Module):
-    """Holds the real model as ``module``, as the adapter does."""
+    """Holds the model as ``module``, as the adapter does."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ def test_wrapped_bare_and_partly_sharded_models_load_each_other(tmp_path: Path) 
 
 
 def test_a_model_whose_only_child_is_called_module_keeps_its_own_weights(tmp_path: Path) -> None:
-    """Only what holds nothing of its own is a wrapper."""
+    """A module with weights of its own is not a wrapper."""
     model = Wrapper(nn.Linear(2, 2))
     model.own = nn.Parameter(torch.ones(2))
     save_checkpoint(fully_shard(model), None, tmp_path / "a")
@@ -192,7 +192,7 @@ def test_parameters_without_elements_and_without_dims_are_kept(tmp_path: Path) -
 
 
 class Counting(nn.Module):
-    """Has state beside tensors."""
+    """Has state that is not a tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -219,7 +219,7 @@ def test_state_of_modules_beside_tensors_is_kept(tmp_path: Path) -> None:
 
 
 def check_refused(path: Path, model: Any, optimizer: Any, error: type[Exception], *messages: str) -> None:
-    """Loading fails with all messages and changes nothing."""
+    """Check that loading raises with all messages and changes nothing."""
     before = whole_state(model, optimizer)
     groups = [dict(group) for group in optimizer.param_groups] if optimizer else None
     with pytest.raises(error) as found:
@@ -367,7 +367,7 @@ def test_an_unsharded_unit_is_refused_since_it_would_keep_its_old_values(tmp_pat
     ],
 )
 def test_any_optimizer_goes_on_as_if_it_had_not_been_saved(tmp_path: Path, make: Any) -> None:
-    """Into an optimizer that has no state yet, and into one that has; the updates that follow are the same."""
+    """Load into an optimizer without state and into one with state; later updates are the same."""
     model = sharded_model("optim_grads_params", num_blocks=1)
     optimizer = fully_shard_optimizer(make([p for p in model.parameters() if p.requires_grad]))
     train(model, optimizer, 2)
@@ -408,7 +408,7 @@ def test_hyperparameters_follow_their_parameters_into_other_groups(tmp_path: Pat
 
 
 def test_a_learning_rate_tensor_is_set_in_place(tmp_path: Path) -> None:
-    """Captured graphs read it at its address."""
+    """A captured graph reads it at its address."""
     model = linear()
     rate = torch.tensor(0.1)
     save_checkpoint(model, torch.optim.AdamW(model.parameters(), lr=0.5), tmp_path / "a")
@@ -421,7 +421,7 @@ def test_a_learning_rate_tensor_is_set_in_place(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads_params"])
 def test_the_next_forward_sees_what_was_loaded(tmp_path: Path, strategy: str) -> None:
-    """Also where forward reads a copy of the main weights that was made, or is being gathered, ahead of the load."""
+    """Also where a cast or gathered copy of the main weights exists, or is being gathered, before the load."""
     policy = MixedPrecisionPolicy(main_params_dtype=torch.float64)
     model, other = (sharded_model(strategy, seed=seed, policy=policy) for seed in (0, 1))
     save_checkpoint(model, None, tmp_path / "a")

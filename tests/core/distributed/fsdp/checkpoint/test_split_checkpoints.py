@@ -1,4 +1,4 @@
-"""Checkpoints of models that ranks hold parts of: saved under one layout, loaded under another, the same full tensors."""
+"""Checkpoints of split models, saved under one layout and loaded under another, have the same full tensors."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ DEGREES = [
 
 
 def pairs(number: int) -> list[tuple[Layout, Layout]]:
-    """Random pairs of layouts, the same in each run."""
+    """Return random pairs of layouts, the same in each run."""
     draw = random.Random(7)
 
     def layout() -> Layout:
@@ -64,7 +64,7 @@ def _trained(layout: Layout) -> tuple[Any, FlatAdamW]:
 
 
 def _assert_holds(model: Any, optimizer: FlatAdamW, layout: Layout, whole: dict[str, torch.Tensor], what: str) -> None:
-    """What this rank holds is its part of the whole tensors, bit for bit."""
+    """Check that this rank holds its parts of the whole tensors, bit for bit."""
     for spec, parameter in named(model, layout):
         assert whole[spec.name].shape == parameter.shape, f"{what}: {spec.name}"
         assert torch.equal(local_of(parameter), local_rows(parameter, whole[spec.name])), f"{what}: {spec.name}"
@@ -131,7 +131,7 @@ def what_does_not_match_is_named(folder: str) -> None:
 
 
 def test_what_does_not_match_is_named(tmp_path: Path) -> None:
-    """Ranks hold different names, so what is missing and extra is judged over all of them."""
+    """Ranks hold different names, so missing and extra ones are determined over all ranks."""
     run_ranks(4, what_does_not_match_is_named, str(tmp_path))
 
 

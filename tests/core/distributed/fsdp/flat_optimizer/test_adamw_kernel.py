@@ -1,4 +1,4 @@
-"""The Triton kernels compute what the torch operations do: run by Triton's interpreter, where Triton is installed."""
+"""The Triton kernels, run by Triton's interpreter where it is installed, compute what the torch operations compute."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _table() -> HyperparameterColumns:
 
 
 def _compare() -> None:
-    """Runs in a process whose Triton interprets. Rounding differs: torch fuses a product with a sum, the kernels do not."""
+    """Compare in a process with Triton's interpreter. Rounding differs: only torch fuses products with sums."""
     kernels, operations = adamw_update.KernelUpdate(), adamw_update.TorchUpdate()
     tables = [_table(), _table()]
     for update, table in zip((kernels, operations), tables, strict=True):
@@ -80,7 +80,7 @@ def _assert_close(got: FlatShard, expected: FlatShard, keeps_remainder: bool) ->
         adamw_update.join(shard.main, shard.remainder) if shard.remainder is not None else shard.main
         for shard in (got, expected)
     ]
-    # The interpreter cuts bf16 off where devices round, so a neighbour is right.
+    # The interpreter truncates to bf16 where devices round, so the neighbouring number is right too.
     rounded: dict[str, Any] = {"rtol": 2.0**-7, "atol": 0.0, "equal_nan": True}
     torch.testing.assert_close(*whole, **(close if whole[0].dtype == FP32 else rounded))
     assert got.main[100].isnan() and got.main[2105].isfinite() and got.main[0].isfinite()

@@ -1,4 +1,4 @@
-"""``FlatAdamW`` on CUDA: its kernels against torch's, beside the next forward, under a graph, and what it costs the host."""
+"""``FlatAdamW`` on CUDA: against torch's kernels, overlapping the next forward, in a graph, and its host time."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_it_agrees_with_torch_fused_adamw() -> None:
 
 
 def _kernels_against_operations() -> None:
-    """One step from the same state by the kernels and by torch operations, for fp32, bf16 and split main weights."""
+    """Compare a step of the kernels with one of the torch operations, for fp32, bf16 and split main weights."""
     from megatron.core.distributed.fsdp.flat_optimizer.adamw_update import KernelUpdate, TorchUpdate
 
     for dtype, policy, splits in (
@@ -170,7 +170,7 @@ def test_masters_in_two_halves_are_fp32_ones_to_the_last_bit() -> None:
 
 
 def _graph_replays() -> None:
-    """The optimizer alone under a capture: replays count steps and see rates that were written between them."""
+    """Capture only the optimizer: replays count steps and read rates that were written between them."""
     results = []
     for captures in (False, True):
         net = _net(BF16, "optim_grads_params")
@@ -208,7 +208,7 @@ def test_a_captured_step_sees_new_rates_and_counts_on() -> None:
 
 
 def _host_cost() -> tuple[float, int]:
-    """Microseconds of the host for a step with its norm and clipping, and groups."""
+    """Return the host's microseconds for a step with norm and clipping, and the number of groups."""
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.LayerNorm(64), *(nn.Linear(64, 64, bias=False) for _ in range(4))) for _ in range(32)]
     net = nn.Sequential(*blocks).to("cuda", BF16)
@@ -230,14 +230,14 @@ def _host_cost() -> tuple[float, int]:
 
 @pytest.mark.gpu(1)
 def test_the_host_issues_a_step_of_32_groups_in_a_few_milliseconds() -> None:
-    """The bound leaves room for a slow host; the figure is what the report wants."""
+    """The bound leaves room for a slow host; the measured time is printed for the report."""
     spent_us, num_groups = run_ranks(1, _host_cost, backend="nccl")[0]
     print(f"{spent_us:.0f} us for {num_groups} groups")
     assert spent_us < 6000
 
 
 def _full_weights_are_those_of_a_checkpoint() -> None:
-    """A state_dict taken right after a step that still runs has the weights that it makes."""
+    """A state_dict taken while a step still runs has the weights after it."""
     net = _net(BF16, "optim_grads_params", width=512)
     optimizer = _flat(net, overlaps_forward=True)
     for step in range(3):

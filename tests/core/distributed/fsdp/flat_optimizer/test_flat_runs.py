@@ -17,7 +17,7 @@ _RUNS = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 40), st.integers(0,
 
 
 def _runs(pieces: list[tuple[int, int, int]]) -> list[Run]:
-    """Gaps, lengths and table rows -> runs in a row."""
+    """Return consecutive runs made of (gap, length, table row)."""
     runs, at = [], 0
     for gap, length, table_row in pieces:
         runs.append(Run(at + gap, at + gap + length, table_row))

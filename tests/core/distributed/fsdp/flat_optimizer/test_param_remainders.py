@@ -1,4 +1,4 @@
-"""bf16 main weights with remainders are fp32 main weights, to the last bit: in training, in checkpoints, after writes."""
+"""bf16 main weights with remainders are bitwise fp32 main weights: in training, in checkpoints, after writes."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _halves(whole: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def test_two_halves_are_the_number_and_the_upper_one_is_it_rounded() -> None:
-    """All of bf16 with lower halves around the tie, and numbers without a neighbour."""
+    """All bf16 numbers with lower halves around a tie, and numbers at the ends of the range."""
     upper = torch.arange(1 << 16, dtype=torch.int64)[:, None] << 16
     lower = torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
     bits = (upper + lower).flatten()
@@ -88,7 +88,7 @@ def test_two_halves_are_the_number_and_the_upper_one_is_it_rounded() -> None:
 
 
 def test_not_a_number_of_all_ones_stays_one() -> None:
-    """What CUDA's arithmetic makes: rounded as a number it would become minus zero."""
+    """CUDA's arithmetic yields it; rounded like a number it would become minus zero."""
     whole = torch.tensor([0x7FFFFFFF, -1], dtype=torch.int32).view(torch.float32)
     high, remainder = _halves(whole)
     assert high.isnan().all() and join(high, remainder).isnan().all()
@@ -96,7 +96,7 @@ def test_not_a_number_of_all_ones_stays_one() -> None:
 
 @CHECKS.on(1, 2)
 def given_the_same_gradients_masters_are_fp32_main_weights_to_the_last_bit() -> None:
-    """Gradients from outside, so that a tie in one weight does not change the others."""
+    """With given gradients, so that a tie in one weight does not change the others."""
     for strategy in STRATEGY_NAMES:
         (ours, split_), (theirs, whole) = _split_net(strategy), _whole_net(strategy)
         generator = torch.Generator().manual_seed(3)
@@ -121,7 +121,7 @@ def given_the_same_gradients_masters_are_fp32_main_weights_to_the_last_bit() -> 
 
 @CHECKS.on(2)
 def training_is_that_of_fp32_main_weights() -> None:
-    """Gradients reach both optimizers in bf16; no master of these steps is a tie."""
+    """Both optimizers get gradients in bf16; no main weight of these steps is a tie."""
     for strategy in STRATEGY_NAMES:
         ours, split_ = _split_net(strategy)
         theirs = shard_net(make_net(2, dtype=BF16), strategy, policy=MixedPrecisionPolicy(main_grads_dtype=BF16))
@@ -132,7 +132,7 @@ def training_is_that_of_fp32_main_weights() -> None:
 
 @CHECKS.on(2)
 def small_updates_are_not_lost() -> None:
-    """Each is far below the distance of two bf16 weights; together they must move the weight."""
+    """Each is far below the distance of two bf16 numbers; together they must change the weight."""
     net, optimizer = _split_net(lr=1e-5)
     before = [local_of(p).clone() for p in net.parameters()]
     for _ in range(300):
@@ -145,7 +145,7 @@ def small_updates_are_not_lost() -> None:
 
 @CHECKS.on(2)
 def writes_from_outside_reset_remainders() -> None:
-    """Another weight's lower half means nothing: of an in-place write, and of a state_dict that is loaded."""
+    """After an in-place write or a loaded state_dict, lower halves belong to other weights."""
     net, optimizer = _split_net()
     _train(net, optimizer, range(2))
     assert any(local_of(optimizer.state[p]["param_remainder"]).any() for p in net.parameters())
@@ -181,7 +181,7 @@ def _torch_net(strategy: str, *, seed: int) -> tuple[Net, Any]:
 
 @CHECKS.on(2)
 def checkpoints_of_whole_and_split_main_weights_load_into_each_other() -> None:
-    """Nothing of the fp32 weights is lost on the way, whoever saved and whoever loads; also under another strategy."""
+    """fp32 weights are restored exactly, whichever kind saved and loads them, also under another strategy."""
     makers = (_split_net, _whole_net, _torch_net)
     with shared_folder() as folder:
         for at, make in enumerate(makers):
