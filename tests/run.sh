@@ -1,10 +1,19 @@
 #!/usr/bin/env bash
-# Installs what the tests need into .venv, then lints, type-checks and tests, three files at a time: most of
-# a test's time is waiting for ranks. Arguments go to pytest.
+# Installs what the tests need into .venv, then tests, and meanwhile lints and type-checks. Arguments go to pytest.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source examples/install.sh
 install all
-PYTHON=$PYTHON bash tests/check.sh
+# Many tests start interpreters that import torch: where none may store byte code, each compiles it, in eight seconds of a core.
+unset PYTHONDONTWRITEBYTECODE
 export OMP_NUM_THREADS=1
-exec "$PYTHON" -m pytest -n 3 --dist loadfile --no-loadscope-reorder "$@"
+printed=$(mktemp)
+PYTHON=$PYTHON bash tests/check.sh >"$printed" 2>&1 &
+checks=$!
+trap 'kill $checks 2>/dev/null || true; rm "$printed"' EXIT
+status=0
+# More workers than cores, since tests also wait.
+"$PYTHON" -m pytest -n 4 --dist loadfile --no-loadscope-reorder "$@" || status=$?
+wait $checks || status=1
+cat "$printed"
+exit $status
