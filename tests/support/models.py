@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron.core.distributed.fsdp import FsdpContext, MixedPrecisionPolicy, fully_shard
 from megatron.core.distributed.fsdp.api.module import FsdpModule, find_context, fsdp_modules
+from megatron.core.distributed.fsdp.api.state_dict_hooks import local_rows
 from megatron.core.distributed.fsdp.config.placement import STRATEGIES, strategy_placements
 
 STRATEGY_NAMES = tuple(STRATEGIES)
@@ -133,33 +134,38 @@ def local_of(tensor: torch.Tensor | None) -> torch.Tensor:
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
-def difference(got: torch.Tensor, expected: torch.Tensor) -> float:
-    """The largest difference, relative to the largest expected magnitude."""
-    scale = expected.abs().max().clamp_min(1e-30)
-    return float((got - expected).abs().max() / scale)
+def difference(got: torch.Tensor, expected: torch.Tensor, *, scale: torch.Tensor | None = None) -> float:
+    """The largest difference, relative to the largest magnitude of ``scale``, or of what is expected."""
+    assert got.shape == expected.shape, (got.shape, expected.shape)
+    if not got.numel():
+        return 0.0
+    magnitude = (expected if scale is None else scale).abs().max().clamp_min(1e-30)
+    return float((got - expected).abs().max() / magnitude)
 
 
 def assert_same_gradients(sharded: nn.Module, unsharded: nn.Module, *, tolerance: float = 2e-6) -> None:
-    """Check that each gradient of one equals the other's, where None counts as zero. Ranks: all.
+    """Check that this rank's rows of each gradient equal the other's, where None counts as zero; communicate nothing.
 
     The tolerance is that of sums over the global batch in another order; see test_parity for exact comparisons.
     """
-    ours = dict(sharded.named_parameters())
+    ours: dict[str, Any] = dict(sharded.named_parameters())
     for name, theirs in unsharded.named_parameters():
-        grad = ours[name].grad
-        whole = torch.zeros_like(theirs) if grad is None else full(grad)
         expected = torch.zeros_like(theirs) if theirs.grad is None else theirs.grad
+        rows = local_rows(ours[name], expected)
+        got = torch.zeros_like(rows) if ours[name].grad is None else local_of(ours[name].grad)
         if not expected.any():
-            assert not whole.any(), f"{name} must have no gradient"
+            assert not got.any(), f"{name} must have no gradient"
             continue
-        assert difference(whole, expected) <= tolerance, (name, difference(whole, expected))
+        error = difference(got, rows, scale=expected)
+        assert error <= tolerance, (name, error)
 
 
 def assert_same_weights(sharded: nn.Module, unsharded: nn.Module, *, tolerance: float = 2e-6) -> None:
-    """Check that each weight of one equals the other's. Ranks: all."""
-    ours = dict(sharded.named_parameters())
+    """Check that this rank's rows of each weight equal the other's; communicate nothing."""
+    ours: dict[str, Any] = dict(sharded.named_parameters())
     for name, theirs in unsharded.named_parameters():
-        assert difference(full(ours[name]), theirs.detach()) <= tolerance, name
+        rows = local_rows(ours[name], theirs.detach())
+        assert difference(local_of(ours[name]), rows, scale=theirs.detach()) <= tolerance, name
 
 
 def assert_at_rest(module: nn.Module | FsdpContext) -> None:
