@@ -22,8 +22,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from megatron.core.distributed.fsdp.comm.nvlink import Place, problem_among
-
 _ATTRIBUTE = "_fsdp_peer_memory"
 
 
@@ -78,13 +76,8 @@ class PeerMemory(ABC):
 
     @classmethod
     @abstractmethod
-    def place(cls, group: ProcessGroup, device: torch.device) -> Place:
-        """Return where this rank is, with what keeps it from sharing memory."""
-
-    @classmethod
     def problem(cls, group: ProcessGroup, device: torch.device) -> str | None:
         """Say why ranks cannot share memory on ``device``, the same on all; None if they can. Ranks: all; blocks."""
-        return problem_among(cls.place(group, device), group)
 
     @abstractmethod
     def barrier(self, which: Barrier) -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch.distributed import ProcessGroup
 
-from megatron.core.distributed.fsdp.comm.nvlink import Place, this_host
+from megatron.core.distributed.fsdp.comm.nvlink import Place, problem_among, this_host
 from megatron.core.distributed.fsdp.comm.peer.peer_memory import Barrier, PeerMemory, attach, time_out_of
 from megatron.core.distributed.fsdp.config.torch_versions import all_gather_flat
 
@@ -61,7 +61,7 @@ class CpuPeerMemory(PeerMemory):
         nbytes = numel * dtype.itemsize
         file = os.memfd_create("fsdp peer memory", os.MFD_CLOEXEC)
         try:
-            os.ftruncate(file, _flags_offset(nbytes) + _flags_nbytes(group.size()))
+            os.ftruncate(file, _in_pages(nbytes) + _flags_nbytes(group.size()))
             own = _map(file, nbytes, group.size())
             mine = torch.tensor([os.getpid(), file, os.fstat(file).st_ino, nbytes])
             everyone = torch.empty(group.size() * mine.numel(), dtype=mine.dtype)
@@ -75,12 +75,9 @@ class CpuPeerMemory(PeerMemory):
         return tensor
 
     @classmethod
-    def place(cls, group: ProcessGroup, device: torch.device) -> Place:
-        return Place(this_host(), group.rank(), tuple(range(group.size())), platform_problem())
-
-    @classmethod
     def problem(cls, group: ProcessGroup, device: torch.device) -> str | None:
-        problem = super().problem(group, device)
+        place = Place(this_host(), group.rank(), tuple(range(group.size())), platform_problem())
+        problem = problem_among(place, group)
         if problem is None:
             try:  # containers of one host may hide their processes from each other
                 cls.empty(1, torch.uint8, device, group)
@@ -172,9 +169,7 @@ def _map_peer(address: list[int], nbytes: int, num_ranks: int) -> _Part:
     file = os.open(f"/proc/{process}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
     try:
         if os.fstat(file).st_ino != inode:
-            raise RuntimeError(
-                f"process {process} must be the one of that rank, got another one: it runs in another container"
-            )
+            raise RuntimeError(f"process {process} must be that rank's, got another one: it runs in another container")
         return _map(file, nbytes, num_ranks)
     finally:
         os.close(file)
@@ -183,16 +178,12 @@ def _map_peer(address: list[int], nbytes: int, num_ranks: int) -> _Part:
 def _map(file: int, nbytes: int, num_ranks: int) -> _Part:
     # The file is open already; torch asks for a path.
     storage = torch.from_file(f"/proc/self/fd/{file}", shared=True, size=nbytes, dtype=torch.uint8).untyped_storage()
-    return _Part(storage, mmap.mmap(file, _flags_nbytes(num_ranks), offset=_flags_offset(nbytes)))
+    # Flags follow the data, on a page of their own.
+    return _Part(storage, mmap.mmap(file, _flags_nbytes(num_ranks), offset=_in_pages(nbytes)))
 
 
 def _flat(storage: torch.UntypedStorage, offset_nbytes: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(0, dtype=dtype).set_(storage, offset_nbytes // dtype.itemsize, (numel,), (1,))
-
-
-def _flags_offset(nbytes: int) -> int:
-    """Return where the flags begin: behind the data, on a page of their own."""
-    return _in_pages(nbytes)
 
 
 def _flags_nbytes(num_ranks: int) -> int:

@@ -6,7 +6,7 @@ import torch
 import torch.distributed._symmetric_memory as symm_mem
 from torch.distributed import ProcessGroup
 
-from megatron.core.distributed.fsdp.comm.nvlink import Place, cuda_place
+from megatron.core.distributed.fsdp.comm.nvlink import cuda_place, problem_among
 from megatron.core.distributed.fsdp.comm.peer.peer_memory import Barrier, PeerMemory, attach, time_out_of
 
 
@@ -40,9 +40,9 @@ class CudaPeerMemory(PeerMemory):
         return tensor
 
     @classmethod
-    def place(cls, group: ProcessGroup, device: torch.device) -> Place:
+    def problem(cls, group: ProcessGroup, device: torch.device) -> str | None:
         # Barriers set flags by atomics in the peers' memory, which need NVLink.
-        return cuda_place(device, backend_problem(device))
+        return problem_among(cuda_place(device, backend_problem(device)), group)
 
     def barrier(self, which: Barrier) -> None:
         self._handle.barrier(which.value, self._time_out_ms)

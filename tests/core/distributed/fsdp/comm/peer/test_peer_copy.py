@@ -21,6 +21,7 @@ import torch.distributed as dist
 from megatron.core.distributed.fsdp import fully_shard, fully_shard_optimizer, microbatch
 from megatron.core.distributed.fsdp.comm import MemoryKind, RankOrderTransport, TransportKind
 from megatron.core.distributed.fsdp.comm.nvlink import Place
+from megatron.core.distributed.fsdp.comm.peer import peer_memory_cpu
 from megatron.core.distributed.fsdp.comm.peer.peer_copy import PeerCopyTransport, peer_copy_problem
 from megatron.core.distributed.fsdp.comm.peer.peer_memory import Barrier, peer_memory_of
 from megatron.core.distributed.fsdp.comm.peer.peer_memory_cpu import CpuPeerMemory
@@ -309,7 +310,7 @@ def what_cannot_be_served_is_said() -> None:
         (Place("host", 0, ()), r"a device of its own .* got devices \[0, 0\]"),
         (Place("host", rank, (1,)), "between devices 1 and 0"),
     ):
-        with patch.object(CpuPeerMemory, "place", return_value=here):
+        with patch.object(peer_memory_cpu, "Place", return_value=here):
             assert re.search(words, str(peer_copy_problem(group, CPU)))
 
 
