@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -117,15 +118,17 @@ def a_chain_of_equal_units_takes_two_ranges_and_the_root() -> None:
             _step(net, optimizer, step)
         plan = context.plan
         assert plan is not None
-        sizes = {
-            kind: [_aligned(sum(getattr(group, kind).nbytes for group in unit.own_groups)) for unit in context.units]
-            for kind in ("weight_storage", "staging_storage")
-        }
-        own = [index for index, unit in enumerate(context.units) if unit.has_nested]
-        assert own == [0] and len(set(sizes["weight_storage"][1:])) == 1
-        for ranges, kind in ((plan.weights, "weight_storage"), (plan.inputs, "staging_storage")):
-            root, *blocks = sizes[kind]
-            assert ranges.nbytes == root + 2 * blocks[0], (kind, ranges.nbytes, root, blocks)
+        storages: list[tuple[Any, Callable[[Any], FlatStorage]]] = [
+            (plan.weights, lambda group: group.weights.full_storage),
+            (plan.inputs, lambda group: group.grads.input_storage),
+        ]
+        assert [index for index, unit in enumerate(context.units) if unit.has_nested] == [0]
+        for ranges, storage_of in storages:
+            root, *blocks = [
+                _aligned(sum(storage_of(group).nbytes for group in unit.own_groups)) for unit in context.units
+            ]
+            assert len(set(blocks)) == 1
+            assert ranges.nbytes == root + 2 * blocks[0], (ranges.nbytes, root, blocks)
 
 
 @CHECKS.on(2)
