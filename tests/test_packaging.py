@@ -118,6 +118,19 @@ def test_the_version_can_be_read_at_run_time(metadata: dict[str, Any]) -> None:
     assert metadata["version"] == megatron.core.__version__
 
 
+def test_no_docstring_describes_a_state_instead_of_an_act() -> None:
+    """A first line says what a function does: "Gather the unit's weights.", not what is true after the call."""
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    found = [
+        f"{path.relative_to(REPOSITORY)}:{getattr(node, 'lineno', 1)}"
+        for folder in ("megatron", "benchmarks", "tools", "examples", "tests")
+        for path in sorted((REPOSITORY / folder).rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, documented) and "Afterwards" in (ast.get_docstring(node) or "")
+    ]
+    assert not found, "docstrings must say what is done, got 'Afterwards' in " + ", ".join(found)
+
+
 def test_metadata_names_the_packages_and_the_licence(metadata: dict[str, Any]) -> None:
     assert {"megatron.core", "megatron.core.distributed.fsdp", "megatron.training"} <= set(metadata["packages"])
     assert not any(package.split(".")[0] != "megatron" for package in metadata["packages"])

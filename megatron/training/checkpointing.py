@@ -85,7 +85,7 @@ class Checkpointer:
         self._pending: tuple[Any, int] | None = None
 
     def is_due(self, iteration: int) -> bool:
-        """True if ``--save-interval`` asks for a checkpoint after this iteration."""
+        """Return whether ``--save-interval`` asks for a checkpoint after this iteration."""
         interval = self.config.save_interval
         return self.config.save is not None and interval is not None and iteration % interval == 0
 

@@ -78,7 +78,9 @@ def test_every_part_that_the_head_names_starts_something(tmp_path: Path) -> None
     _, summary, log = _session(tmp_path, *parts)
     assert len(summary.splitlines()) == len(parts)
     started = [line for line in log.splitlines() if line.startswith("NVLS=")]
-    assert len([line for line in started if "-m pytest" not in line]) == len(parts) - 1, "a start each, but for the tests"
+    assert len([line for line in started if "-m pytest" not in line]) == len(parts) - 1, (
+        "a start each, but for the tests"
+    )
     named = {f"--engines {engines}" for engines in re.findall(r"--engines (\S+)", log)}
     for engines in named:
         for name in engines.removeprefix("--engines ").split(","):

@@ -155,8 +155,10 @@ def first_of(layout: Layout, axis: str, rank: int) -> int:
 
 @cache
 def rank_gradient(spec: Spec, layout: Layout, rank: int, microbatch: int, *, copy: bool = False) -> torch.Tensor:
-    """The gradient of this rank's part that its own backward of a microbatch gives. Replicas without a part of the
-    sequence each get the same, as from the same activations."""
+    """Make the gradient of this rank's part that its own backward of a microbatch gives.
+
+    Replicas without a part of the sequence each get the same, as from the same activations.
+    """
     place = Place.of(layout, rank)
     shape = part(spec, torch.zeros(spec.shape), layout, place).shape
     is_replica = spec.partition_dim is None and not spec.sequence_parallel

@@ -25,8 +25,10 @@ def test_values_and_gradients_equal_the_chain_in_fp32(name: str) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_bf16_is_rounded_once_at_the_end(name: str) -> None:
-    """Against the chain in fp32 on the same bf16 inputs: one rounding (2^-9) of each value, and one of each gradient
-    that meets another (2^-7)."""
+    """Against the chain in fp32 on the same bf16 inputs.
+
+    One rounding (2^-9) of each value, and one of each gradient that is added to another (2^-7).
+    """
     case = CASES[name]
     inputs = tuple(None if x is None else x.bfloat16() for x in make_inputs(case))
     values, gradients = outputs_and_gradients(case.fused, inputs)

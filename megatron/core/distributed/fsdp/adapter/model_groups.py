@@ -81,7 +81,7 @@ def model_parallel(groups: ProcessGroupCollection, index: FSDPDistributedIndex) 
 
 
 def has_experts(model: nn.Module) -> bool:
-    """True if the model has a parameter of an expert."""
+    """Return whether the model has a parameter of an expert."""
     return any(is_expert(parameter) for parameter in model.parameters())
 
 
@@ -99,7 +99,7 @@ def _model_groups(groups: ProcessGroupCollection, index: FSDPDistributedIndex) -
 
 
 def _experts_differ(groups: ProcessGroupCollection, dense: ProcessGroup) -> bool:
-    """True if experts are sharded over other ranks than the other parameters.
+    """Return whether experts are sharded over other ranks than the other parameters.
 
     Raises:
         ValueError: experts are split over ranks, and the process group of the ranks that hold the same ones is missing.

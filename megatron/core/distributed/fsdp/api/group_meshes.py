@@ -76,7 +76,7 @@ def make_group_meshes(
 
 
 def is_expert(parameter: torch.Tensor) -> bool:
-    """True if a parameter belongs to an expert: Megatron gives those ``allreduce=False``."""
+    """Return whether a parameter belongs to an expert: Megatron gives those ``allreduce=False``."""
     return not getattr(parameter, "allreduce", True)
 
 

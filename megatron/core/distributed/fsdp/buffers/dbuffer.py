@@ -58,7 +58,7 @@ class DBuffer:
         return self.local.numel() * self.local.element_size()
 
     def view(self, index: int) -> torch.Tensor:
-        """The part of tensor ``index`` that lies here: rows [rows_here, ...] as they are cut, or all of a 0-dim tensor.
+        """Return the part of tensor ``index`` on this rank: rows [rows_here, ...] as they are cut, or all of a 0-dim tensor.
 
         Where no axis cuts the buffer it has the tensor's own shape, whatever the layout's ``row_parts`` are.
         """
@@ -75,7 +75,7 @@ class DBuffer:
         return self.local[offset : offset + (stop - first) * slot.row_numel].view(stop - first, *slot.cut_shape[1:])
 
     def row_placements(self, index: int) -> list[Placement]:
-        """[A] which rows of tensor ``index`` lie here, by axis, innermost first: the placements of a DTensor of ``view``.
+        """Return the placements of a DTensor around ``view``: [A] by axis, innermost first.
 
         The first axis that cuts a tensor with ``row_parts`` cuts its rows into them; to the others they are rows. Of several
         axes, one of a single rank cuts nothing: torch 2.11 would take two that cut alike for one.
@@ -98,13 +98,13 @@ class DBuffer:
         return placements
 
     def piece(self, placements: Sequence[Placement]) -> torch.Tensor:
-        """A view of the part of this buffer that rests here under ``placements``, which must lie inside it."""
+        """Return a view of the part that this rank keeps under ``placements``, which must lie inside this buffer."""
         begin, end = local_range(self.layout, placements, self.axes)
         assert self.begin <= begin and end <= self.end, "a piece lies inside its buffer"
         return self.local[begin - self.begin : end - self.begin]
 
     def gathers(self, out: DBuffer) -> list[Gather]:
-        """The all-gathers that fill ``out``, which is replicated on axes where this buffer is sharded, in order.
+        """List the all-gathers that fill ``out``, which is replicated on axes where this buffer is sharded, in order.
 
         ``self.local`` may lie in ``out.local``, at its own place. The list holds as long as neither moves.
 
@@ -124,7 +124,7 @@ class DBuffer:
         return steps
 
     def reduction(self, placements: Sequence[Placement]) -> Reduction:
-        """The reduce-scatter or all-reduce that brings this partial buffer to ``placements``.
+        """Return the reduce-scatter or all-reduce that brings this partial buffer to ``placements``.
 
         The pair is the transport's function and its second argument, this rank's summand; it holds as long as
         ``self.local`` does not move.

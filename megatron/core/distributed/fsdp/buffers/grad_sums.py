@@ -53,7 +53,7 @@ class GradSum:
         self.is_due = True
 
     def grads(self) -> list[torch.Tensor]:
-        """This rank's parts of the main gradients that there are."""
+        """Return this rank's parts of the existing main gradients."""
         held = (parameter.grad for parameter in self.parameters)
         return [grad._local_tensor if isinstance(grad, DTensor) else grad for grad in held if grad is not None]
 

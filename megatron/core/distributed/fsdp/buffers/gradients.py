@@ -125,7 +125,7 @@ class GroupGradients:
         return self._input_home is not None
 
     def write_target(self, index: int) -> torch.Tensor:
-        """The slice of the reduce-scatter input for parameter ``index``, full shape, to be written or added to."""
+        """Return the slice of the reduce-scatter input for parameter ``index``, full shape, to be written or added to."""
         self._unsharded[index].overwrite_main_grad = not self._written[index]  # type: ignore[attr-defined]
         self._written[index] = True
         return self._input_views[index]

@@ -53,7 +53,7 @@ def norm_scope_of(parameter: torch.Tensor) -> NormScope:
 
 
 def counts_in_norm(parameter: torch.Tensor) -> bool:
-    """True if this rank counts the elements that it holds of the parameter: each is counted once in its scope.
+    """Return whether this rank counts its elements of the parameter: each element is counted once in its scope.
 
     Where sums go over all ranks of the model, of those that hold the same elements the first one counts them, and nobody
     counts a copy that a pipeline stage holds of another's parameter. Else replicas are not summed over at all.
@@ -70,7 +70,7 @@ def counts_in_norm(parameter: torch.Tensor) -> bool:
 
 
 def is_copy(parameter: torch.Tensor) -> bool:
-    """True for a pipeline stage's copy of a parameter that another stage holds under the copy's ``canonical_name``."""
+    """Return whether this is a stage's copy of another stage's parameter, whose name is the copy's ``canonical_name``."""
     return getattr(parameter, "canonical_name", None) is not None
 
 

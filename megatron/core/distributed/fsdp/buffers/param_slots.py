@@ -64,15 +64,15 @@ class ParamSlots:
         holder[key] = self._sharded_of[index]
 
     def has(self, holder: ModuleParameters, key: str) -> bool:
-        """True if the module with these ``_parameters`` holds one of the parameters under ``key``."""
+        """Return whether the module with these ``_parameters`` holds one of the parameters under ``key``."""
         return any(own is holder and name == key for own, name in zip(self._dicts, self._keys, strict=True))
 
     def held(self) -> list[nn.Parameter | None]:
-        """What modules hold now, place by place."""
+        """Return what modules hold now, slot by slot."""
         return list(map(dict.get, self._dicts, self._keys))
 
     def replaced(self) -> int | None:
-        """The index of a parameter in whose place a module holds something else now; None if there is none."""
+        """Return the index of a parameter that a module has replaced by something else; None if there is none."""
         if all(map(operator.is_, map(dict.get, self._dicts, self._keys), self._sharded)):
             return None
         places = zip(self._indices, self.held(), self._sharded, self._unsharded, strict=True)

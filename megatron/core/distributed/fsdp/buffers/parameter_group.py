@@ -169,7 +169,7 @@ class FsdpParameterGroup:
         self.param_slots.add(index, module_parameters, key)
 
     def name_of(self, index: int) -> str:
-        """The name of parameter ``index``, seen from the context's root."""
+        """Return the name of parameter ``index``, as seen from the context's root."""
         return self.prefix + self.parameters[index].name
 
     def set_prefix(self, prefix: str) -> None:
@@ -190,7 +190,7 @@ class FsdpParameterGroup:
         return any(axis.registers_memory for axis in self.group_mesh.axes)
 
     def with_other_requires_grad(self) -> str | None:
-        """The name of a parameter that was frozen or unfrozen after sharding; None if there is none."""
+        """Return the name of a parameter that was frozen or unfrozen after sharding; None if there is none."""
         flags = list(map(_REQUIRES_GRAD, self.sharded))
         if flags.count(self.trainable) == len(flags):
             return None
@@ -229,7 +229,7 @@ class FsdpParameterGroup:
 
 
 def group_of(parameter: torch.Tensor) -> FsdpParameterGroup | None:
-    """The group that a parameter belongs to, also one that was sharded since; None for parameters of no group."""
+    """Return the group of a parameter, also of one from before sharding; None for parameters of no group."""
     reference: weakref.ref[FsdpParameterGroup] | None = getattr(parameter, "_fsdp_group", None)
     return None if reference is None else reference()
 

@@ -92,7 +92,7 @@ def copied_to_host(chunks: Sequence[Chunk]) -> list[Chunk]:
 
 
 def _is_my_turn(tensor: DTensor, nbytes: dict[tuple[object, ...], list[int]]) -> bool:
-    """True if this rank has the least to write so far of those that hold the same part. All of them agree on it."""
+    """Return whether this rank has the least to write so far of those that hold the same part; all of them agree."""
     mesh = tensor.device_mesh
     coordinate = mesh.get_coordinate()
     assert coordinate is not None

@@ -102,7 +102,7 @@ def find_folder(path: Path) -> Path:
 
 
 def is_complete(folder: Path) -> bool:
-    """True if the folder has the marker, which is written last."""
+    """Return whether the folder has the marker, which is written last."""
     return (folder / MARKER).is_file()
 
 

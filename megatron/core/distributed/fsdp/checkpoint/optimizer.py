@@ -314,7 +314,7 @@ def _names_of_parameters(
 
 
 def _is_scalar(parameter: torch.Tensor, key: str, value: torch.Tensor) -> bool:
-    """True for state that is one number for the whole parameter, such as ``step``."""
+    """Return whether the state is one number for the whole parameter, such as ``step``."""
     if value.dim() > 0:
         return False
     return not isinstance(value, DTensor) if isinstance(parameter, DTensor) else parameter.dim() > 0 or key == "step"

@@ -310,7 +310,7 @@ class AsyncSave:
             self._error = error
 
     def done(self) -> bool:
-        """True if this rank has finished, with or without success. Does not block."""
+        """Return whether this rank has finished, with or without success. Does not block."""
         return not self._thread.is_alive()
 
     def wait(self) -> None:

@@ -87,7 +87,7 @@ def _named(names: list[str], tensor: torch.Tensor) -> NamedTensor:
 
 
 def is_split(model: nn.Module) -> bool:
-    """True if ranks hold different parts of the model, under different names."""
+    """Return whether ranks hold different parts of the model, under different names."""
     groups = (group for module in fsdp_modules(unwrapped(model)) for group in module.parameter_groups)
     return any(group.group_mesh.model.model_groups for group in groups)
 

@@ -123,7 +123,7 @@ def _is_own(placement: Placement) -> bool:
 
 
 def _cuts_rows(placement: Placement) -> bool:
-    """True for a RowShard whose local rows are parts of the tensor's rows."""
+    """Return whether this is a RowShard whose local rows are parts of the tensor's rows."""
     return getattr(placement, "row_parts", 1) > 1
 
 
@@ -266,7 +266,7 @@ def _is_list_operation(schema: OpSchema) -> bool:
 
 
 def _is_row_wise(schema: OpSchema) -> bool:
-    """True if the operation works on each row by itself, or reduces over rows to what DTensor holds as Partial."""
+    """Return whether the operation works on each row by itself, or reduces over rows to DTensor's Partial."""
     name = _base_name(schema)
     if name in _NORMS:
         order = schema.args_schema[1] if len(schema.args_schema) > 1 else 2
@@ -278,7 +278,7 @@ def _is_row_wise(schema: OpSchema) -> bool:
 
 
 def _writes_elements_split_alike(schema: OpSchema, inputs: list[_Input]) -> bool:
-    """True for an in-place list operation whose tensors are placed alike, element by element; torch has no rules for some."""
+    """Return whether this is an in-place list operation on tensors placed alike; torch has no rules for some."""
     if not _is_list_operation(schema) or schema.op._schema.returns:
         return False
     places: dict[int, tuple[DeviceMesh, tuple[Placement, ...], torch.Size]] = {}

@@ -124,7 +124,7 @@ def pieces_of(tensor: DTensor) -> list[tuple[ChunkStorageMetadata, torch.Tensor]
 
 
 def _is_in_boxes(placements: Sequence[Placement]) -> bool:
-    """True if a rank's part may be several boxes of the whole tensor."""
+    """Return whether a rank's part may be several boxes of the whole tensor."""
     return any(isinstance(p, BlockShard) or (isinstance(p, RowShard) and p.row_parts > 1) for p in placements)
 
 

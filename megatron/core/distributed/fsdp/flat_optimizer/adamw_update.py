@@ -61,7 +61,7 @@ class FlatShard:
 
 
 def has_kernels(device: torch.device) -> bool:
-    """True if updates on the device run as Triton kernels."""
+    """Return whether updates on the device run as Triton kernels."""
     return device.type == "cuda" and importlib.util.find_spec("triton") is not None
 
 

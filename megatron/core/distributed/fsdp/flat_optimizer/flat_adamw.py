@@ -94,7 +94,7 @@ class FlatAdamW(torch.optim.Optimizer):
 
     @staticmethod
     def serves(parameters: Iterable[torch.Tensor]) -> bool:
-        """True if ``FlatAdamW`` can train these parameters: all are sharded, in dtypes that fp32 can hold."""
+        """Return whether ``FlatAdamW`` can train these parameters: all are sharded, in dtypes that fp32 can hold."""
         return all(group_of(parameter) is not None and parameter.dtype in _MAIN_DTYPES for parameter in parameters)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

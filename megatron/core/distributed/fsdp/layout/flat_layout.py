@@ -205,7 +205,7 @@ def pack_rows(
 
 
 def _cuts_fall_between_granules(slot: TensorSlot, segment: int) -> bool:
-    """True if no multiple of ``segment`` lies inside a granule of the tensor."""
+    """Return whether no multiple of ``segment`` lies inside a granule of the tensor."""
     end, granule = slot.start + slot.numel, slot.granule_numel
     if slot.numel == 0 or segment == 0:
         return True  # a filled tensor in empty segments fails the range rule

@@ -96,6 +96,6 @@ def part_of(parameter: torch.Tensor, name: str, num_ranks: int | None) -> Tensor
 
 
 def is_shared_between_stages(parameter: torch.Tensor, model: ModelParallel) -> bool:
-    """True if another pipeline stage holds the parameter too; gradients are then summed over both stages."""
+    """Return whether another pipeline stage holds the parameter too; gradients are then summed over both stages."""
     group = model.embedding_group
     return group is not None and group.size() > 1 and getattr(parameter, "shared_embedding", False)

@@ -121,7 +121,7 @@ class FsdpContext:
         return self.registry.groups
 
     def describe(self) -> MemoryReport:
-        """What the buffers of these units take on this rank: as planned, or, before a step has run, as expected."""
+        """Report the memory of these units' buffers on this rank: as planned, or as estimated before the first step."""
         plan = self.plan or self.planner.expect(self.units, self.groups)
         return report_memory(self.groups, plan, is_planned=self.plan is not None)
 
@@ -138,8 +138,10 @@ class FsdpContext:
 
     @contextmanager
     def microbatch(self, *, is_first: bool, is_last: bool) -> Iterator[None]:
-        """In the scope, weights are synchronised once (``is_first``) or not at all, and gradients summed over ranks
-        at rest placement only, or (``is_last``) to the optimizer's."""
+        """Synchronise weights in the scope only if ``is_first``, and reduce gradients over all ranks only if ``is_last``.
+
+        Otherwise gradients are reduced over the axes alone on which they are sharded.
+        """
         previous = self.is_last_microbatch
         self._weight_versions.begin_pass(is_first=is_first)
         self.is_last_microbatch = is_last
@@ -424,7 +426,7 @@ class FsdpContext:
             self.unsharder.reshard_idle()
 
     def _can_move(self) -> bool:
-        """True if no graph waits for its backward or is in it; graphs that have had theirs are refused another then."""
+        """Return whether no graph waits for its backward or is in it; a second backward of an earlier graph is refused then."""
         if self.graphs.are_open or self._backward_end is not None:
             return False
         self.graphs.moved()

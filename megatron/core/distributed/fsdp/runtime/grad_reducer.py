@@ -70,7 +70,7 @@ class GradReducer:
         self._wait_for_readers(group)
 
     def _occupants(self, group: FsdpParameterGroup) -> list[FsdpParameterGroup]:
-        """Groups whose reduce-scatter input is held in the group's range."""
+        """List the groups that hold a reduce-scatter input in the range of this group."""
         sharing = self.overlapping[group.index]
         return [other for other in self._holding if other in sharing and not other.grads.input_is_aside]
 

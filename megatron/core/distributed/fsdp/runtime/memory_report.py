@@ -84,7 +84,7 @@ class MemoryReport:
 
 
 def report_memory(groups: Sequence[FsdpParameterGroup], plan: Plan, *, is_planned: bool) -> MemoryReport:
-    """The memory of these groups under a plan. Pure: takes nothing, sends nothing."""
+    """Compute the memory of these groups under a plan, without allocation or communication."""
     trainable = [group for group in groups if group.trainable]
     return MemoryReport(
         main_weights=sum(group.weights.main.local_nbytes for group in groups),

@@ -64,7 +64,7 @@ class Planner:
             self._set_recorder(Recorder())
 
     def use(self, unit: FsdpUnit, *, backward: bool) -> tuple[Use, ...]:
-        """The uses that the plan gathers weights for as this one begins; none where this one is not the plan's."""
+        """Return the uses whose weights the plan gathers as this one begins; none where this use is not in the plan."""
         if self.recorder is not None:
             self.recorder.use(unit.index, backward=backward)
         plan = self.plan
@@ -78,7 +78,7 @@ class Planner:
         return ()
 
     def first_use(self, unit: int) -> int:
-        """The place of the unit's first use in a step; without a plan, that of its registration."""
+        """Return the position of the unit's first use in a step; without a plan, that of its registration."""
         if self.plan is None:
             return unit
         return self.plan.first_uses.get(unit, len(self.plan.uses))
@@ -96,7 +96,7 @@ class Planner:
         return self.plan.uses[self._cursor + 1 : self.plan.horizons[self._cursor]]
 
     def is_forward_again(self, use: Use) -> bool:
-        """True if the use begins another forward of this step, which an evaluation has not."""
+        """Return whether the use begins another forward of this step, which an evaluation does not have."""
         return self.plan is not None and use.unit == self.plan.uses[0].unit
 
     def _depart(self, unit: FsdpUnit, backward: bool) -> None:
@@ -156,7 +156,7 @@ class Planner:
         )
 
     def expect(self, units: Sequence[FsdpUnit], groups: Sequence[FsdpParameterGroup]) -> Plan:
-        """The plan of a step that runs units in the order of their registration: an estimate, never followed.
+        """Plan a step that runs units in the order of their registration: an estimate, never followed.
 
         Units that hold others are used around them.
         """
@@ -247,7 +247,7 @@ class Planner:
 
 
 def _pools(groups: Sequence[FsdpParameterGroup]) -> list[list[FsdpParameterGroup]]:
-    """Groups whose buffers may lie in one arena, in an order that is the same on all ranks.
+    """Return the groups whose buffers may lie in one arena, in an order that is the same on all ranks.
 
     Buffers that must lie at equal offsets of one transport's memory, on all of its ranks, are by themselves; others need
     no memory in particular.

@@ -44,10 +44,10 @@ class Streams(Protocol):
     """Runs work under a role and orders it. An event is whatever ``record`` returns; ``None`` is "nothing to wait for"."""
 
     def on(self, role: Role) -> AbstractContextManager[Any]:
-        """A scope in which work is issued on the role's stream; scopes of one role do not nest."""
+        """Return a scope in which work is issued on the role's stream; scopes of one role do not nest."""
 
     def record(self, role: Role, again: Any = None) -> Any:
-        """An event that fires when all work issued on the role's stream so far is done.
+        """Record an event that fires when all work issued on the role's stream so far is done.
 
         ``again``, an earlier event that nobody will wait for any more, may be used anew.
         """
@@ -114,7 +114,7 @@ class CudaStreams:
         self._streams[Role.COMPUTE] = torch.cuda.current_stream(self.device)
 
     def stream(self, role: Role) -> torch.cuda.Stream:
-        """The role's stream."""
+        """Return the role's stream."""
         return self._streams[role]
 
     def on(self, role: Role) -> AbstractContextManager[Any]:

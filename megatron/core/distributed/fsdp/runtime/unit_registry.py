@@ -57,16 +57,16 @@ class UnitRegistry:
         return [group for ref in self._groups if (group := ref()) is not None]
 
     def groups_of(self, uses: Sequence[Use]) -> set[FsdpParameterGroup]:
-        """The groups that these uses need."""
+        """Return the groups that these uses need."""
         units = (self.refs[use.unit]() for use in uses)
         return {group for unit in units if unit is not None for group in unit.groups}
 
     def holds(self, group: FsdpParameterGroup) -> bool:
-        """True if the group is a member."""
+        """Return whether the group is registered."""
         return 0 <= group.index < len(self._groups) and self._groups[group.index]() is group
 
     def owner(self, group: FsdpParameterGroup) -> FsdpUnit:
-        """The unit that manages the group, which is a member."""
+        """Return the unit that manages the group, which must be registered."""
         owner = self._owners[group.index]()
         assert owner is not None, "a group lives no longer than its unit"
         return owner
