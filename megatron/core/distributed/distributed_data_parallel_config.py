@@ -117,9 +117,7 @@ class DistributedDataParallelConfig:
                 "suggested_communication_unit_size must be at least 1 element, got "
                 f"{self.suggested_communication_unit_size}"
             )
-        for name in ("fsdp_forward_prefetch_depth", "fsdp_backward_prefetch_depth"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must be 0 or more units, got {getattr(self, name)}")
+        self._check_prefetch()
         self._check_hybrid_sharding()
         budget = self.fsdp_memory_budget
         if budget is not None and not (0 < budget < 1 or (budget >= 1 and budget == int(budget))):
@@ -135,6 +133,24 @@ class DistributedDataParallelConfig:
         for name, reason in NOT_SERVED.items():
             if getattr(self, name) != defaults[name]:
                 raise NotImplementedError(f"{name} must be {defaults[name]!r}, got {getattr(self, name)!r}: {reason}")
+
+    def _check_prefetch(self) -> None:
+        names = ("fsdp_forward_prefetch_depth", "fsdp_backward_prefetch_depth")
+        for name in names:
+            depth: object = getattr(self, name)
+            if not isinstance(depth, int) or isinstance(depth, bool) or depth < 0:
+                raise ValueError(
+                    f"{name} must be 0 or more units, got {depth!r}; 0 gathers each unit when it is needed"
+                )
+            if depth != 1 and not self.overlap_param_gather:
+                raise ValueError(
+                    f"{name}={depth} needs overlap_param_gather=True, got False: nothing is prefetched without"
+                )
+        if self.suggested_communication_unit_size is not None and 0 in (getattr(self, name) for name in names):
+            raise ValueError(
+                f"suggested_communication_unit_size={self.suggested_communication_unit_size} needs prefetch depths of 1 or "
+                "more, got 0, which prefetches nothing; leave one of them out"
+            )
 
     def _check_hybrid_sharding(self) -> None:
         instances, outer = self.num_distributed_optimizer_instances, self.outer_dp_sharding_strategy

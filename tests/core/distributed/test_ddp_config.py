@@ -73,6 +73,12 @@ def test_strategies(strategy: Any) -> None:
         ({"data_parallel_sharding_strategy": "zero3"}, "must be one of no_shard, optim, .*got 'zero3'"),
         ({"fsdp_forward_prefetch_depth": -1}, "fsdp_forward_prefetch_depth must be 0 or more units, got -1"),
         ({"fsdp_backward_prefetch_depth": -2}, "fsdp_backward_prefetch_depth must be 0 or more units, got -2"),
+        ({"fsdp_forward_prefetch_depth": 1.5}, "fsdp_forward_prefetch_depth must be 0 or more units, got 1.5"),
+        ({"fsdp_forward_prefetch_depth": 3}, "fsdp_forward_prefetch_depth=3 needs overlap_param_gather=True"),
+        (
+            {"overlap_param_gather": True, "fsdp_backward_prefetch_depth": 0, "suggested_communication_unit_size": 9},
+            "suggested_communication_unit_size=9 needs prefetch depths of 1 or more, got 0",
+        ),
         ({"suggested_communication_unit_size": 0}, "must be at least 1 element, got 0"),
         ({"fsdp_memory_budget": 0}, "must be bytes, or a fraction above 0 and below 1, got 0"),
         ({"fsdp_memory_budget": -0.5}, "must be bytes, or a fraction above 0 and below 1, got -0.5"),

@@ -24,14 +24,14 @@ from megatron.core.distributed.fsdp.buffers.param_slots import ManagedParameter
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup, group_of
 from megatron.core.distributed.fsdp.comm import TransportKind
 from megatron.core.distributed.fsdp.config.mixed_precision import SERVED_DTYPES, MixedPrecisionPolicy
-from megatron.core.distributed.fsdp.config.placement import Placements, strategy_placements
+from megatron.core.distributed.fsdp.config.placement import Placements, hybrid_placements, strategy_placements
 from megatron.core.distributed.fsdp.layout.flat_layout import FlatLayout
 from megatron.core.distributed.fsdp.layout.granule import granule_of
 from megatron.core.distributed.fsdp.layout.row_groups import group_by_rows
 from megatron.core.distributed.fsdp.mesh.group_mesh import GroupMesh
 from megatron.core.distributed.fsdp.mesh.model_parallel import ModelParallel, is_shared_between_stages
 from megatron.core.distributed.fsdp.runtime.context import FsdpContext
-from megatron.core.distributed.fsdp.runtime.unit import FsdpUnit
+from megatron.core.distributed.fsdp.runtime.unit import FsdpUnit, check_prefetch_depth
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -66,7 +66,7 @@ def fully_shard(
             the ``reset_parameters`` of the modules that own them.
         mesh: devices over which to shard; None: one axis over all ranks.
         placements: where weights, gradients and optimizer state rest; None: all are sharded over the mesh's one axis
-            (ZeRO-3). For hybrid sharding over an outer and an inner axis see ``hybrid_placements``.
+            (ZeRO-3), or over the inner one of two (HSDP, as in FSDP2). See ``hybrid_placements`` for other ones.
         mixed_precision_policy: dtypes of main weights, main gradients and gradient communication; None: fp32 main
             weights and gradients, communicated in the parameter's dtype.
         grad_divisor: divides gradients, besides the mean over the data-parallel ranks.
@@ -112,11 +112,12 @@ def fully_shard(
         raise ValueError(f"grad_divisor must be positive, got {grad_divisor}")
     prefetch_depth = (forward_prefetch_depth, backward_prefetch_depth)
     for name, depth in zip(("forward_prefetch_depth", "backward_prefetch_depth"), prefetch_depth, strict=True):
-        if depth is not None and depth < 0:
-            raise ValueError(f"{name} must be 0 or more units, got {depth}")
+        if depth is not None:
+            check_prefetch_depth(name, depth)
     kind = _transport_kind(transport, use_symm_mem)
     mesh = mesh if mesh is not None else _default_mesh()
-    placements = placements if placements is not None else strategy_placements("optim_grads_params")
+    if placements is None:
+        placements = _default_placements(mesh, model_parallel)
     policy = mixed_precision_policy or MixedPrecisionPolicy()
     meshes = make_group_meshes(mesh, placements, fsdp_group_ag, kind, model_parallel or ModelParallel())
     device = meshes.device
@@ -218,6 +219,20 @@ def contexts_of(module: nn.Module | FsdpContext) -> list[FsdpContext]:
             f"{type(module).__name__} must hold sharded modules, got none; call fully_shard on its layers first"
         )
     return contexts
+
+
+def _default_placements(mesh: DeviceMesh, model_parallel: ModelParallel | None) -> Placements:
+    """Return ZeRO-3 over one data-parallel axis of the mesh; over two, HSDP as in FSDP2: sharded over the inner one."""
+    tensor_axis = None if model_parallel is None else model_parallel.tensor_axis
+    axes = [axis for axis in mesh.mesh_dim_names or range(mesh.ndim) if axis != tensor_axis]
+    if len(axes) == 1:
+        return strategy_placements("optim_grads_params", axes[0])
+    if len(axes) == 2:
+        return hybrid_placements("optim_grads_params", "no_shard", (axes[0], axes[1]))
+    raise ValueError(
+        f"a mesh without placements must have one or two data-parallel axes, got {axes} of {mesh}; pass placements, or the "
+        "part of the mesh over which to shard"
+    )
 
 
 def _default_mesh() -> DeviceMesh:

@@ -23,7 +23,7 @@ def unfinished(what: str, axes: Sequence[Transport], error: RuntimeError) -> Run
     return RuntimeError(
         f"{what} must be joined by all of ranks {ranks[0] if len(ranks) == 1 else ranks}, and did not finish on rank "
         f"{dist.get_rank()}, which waited for the others: {error}. If a rank has stopped, its own log says why; if none "
-        "has, ranks run units in different orders"
+        "has, ranks run units in different orders, or were given other settings (granules, prefetch depths, dtypes)"
     )
 
 

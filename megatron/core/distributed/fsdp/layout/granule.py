@@ -27,6 +27,7 @@ class Granule:
         num_parts: granules that each row is cut into, equal parts along dim 1.
 
     Raises:
+        TypeError: a number is no integer.
         ValueError: a number is below 1, or rows are both joined and cut.
     """
 
@@ -34,9 +35,15 @@ class Granule:
     num_parts: int = 1
 
     def __post_init__(self) -> None:
+        for number in (self.num_parts, 1 if self.num_rows is None else self.num_rows):
+            if not isinstance(number, int) or isinstance(number, bool):
+                raise TypeError(
+                    f"a granule must have whole numbers of rows and parts, got {number!r}; try Granule.rows(128)"
+                )
         if (self.num_rows is not None and self.num_rows < 1) or self.num_parts < 1:
             raise ValueError(
-                f"a granule must have 1 row or part of a row at least, got {self.num_rows} rows and {self.num_parts} parts"
+                f"a granule must have 1 row or part of a row at least, got {self.num_rows} rows and {self.num_parts} parts; "
+                "try Granule.rows(128), Granule.row_parts(2) or Granule.whole()"
             )
         if self.num_parts > 1 and self.num_rows != 1:
             raise ValueError(
@@ -56,6 +63,8 @@ class Granule:
     @staticmethod
     def rows(num_rows: int) -> Granule:
         """Return a granule of ``num_rows`` rows, for what is computed on blocks of rows (scales of quantised weights)."""
+        if num_rows is None:
+            raise TypeError("Granule.rows must have a number of rows, got None; Granule.whole() is the whole tensor")
         return Granule(num_rows)
 
     @staticmethod

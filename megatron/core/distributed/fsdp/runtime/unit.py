@@ -11,6 +11,19 @@ from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameter
 from megatron.core.distributed.fsdp.runtime.graphs import GraphToken
 
 
+def check_prefetch_depth(name: str, depth: object) -> None:
+    """Check that a prefetch depth is a number of units.
+
+    Raises:
+        TypeError: it is no integer.
+        ValueError: it is negative.
+    """
+    if not isinstance(depth, int) or isinstance(depth, bool):
+        raise TypeError(f"{name} must be a whole number of units, got {depth!r}; try 1")
+    if depth < 0:
+        raise ValueError(f"{name} must be 0 or more units, got {depth}; 0 gathers each unit when it is needed")
+
+
 class Phase(Enum):
     """What a unit is doing."""
 

@@ -79,6 +79,10 @@ def a_negative_depth_is_refused() -> None:
         depth: dict[str, Any] = {name: -1}
         with pytest.raises(ValueError, match=f"{name} must be 0 or more units, got -1"):
             fully_shard(nn.Linear(2, 2), **depth)
+        for other in (1.5, "1", True):
+            wrong: dict[str, Any] = {name: other}
+            with pytest.raises(TypeError, match=f"{name} must be a whole number of units, got {other!r}"):
+                fully_shard(nn.Linear(2, 2), **wrong)
 
 
 @pytest.mark.parametrize(("num_ranks", "name"), CHECKS.parameters)

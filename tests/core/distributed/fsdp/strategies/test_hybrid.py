@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -273,6 +274,20 @@ def ranks_that_start_apart_are_made_alike() -> None:
 
 
 # ---- collectives ----------------------------------------------------------------------------------------------------
+
+
+@CHECKS.on(2, 4)
+def a_mesh_of_two_axes_is_hybrid_sharding_by_itself() -> None:
+    """As in FSDP2: sharded over the inner axis, replicated over the outer one; gradients are the mean of all ranks."""
+    num_ranks = dist.get_world_size()
+    shapes = [(1, 2), (2, 1)] if num_ranks == 2 else [(2, 2)]
+    for shape, names in itertools.product(shapes, (None, ("outer", "inner"))):
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+        linear = nn.Linear(3, 4, bias=False)
+        nn.init.ones_(linear.weight)
+        fully_shard(linear, mesh)
+        linear(torch.full((1, 3), 1.0 + dist.get_rank())).sum().backward()
+        assert torch.equal(full(linear.weight.grad), torch.full((4, 3), (1 + num_ranks) / 2))
 
 
 @contextmanager
