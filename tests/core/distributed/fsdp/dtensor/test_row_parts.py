@@ -83,12 +83,12 @@ def _all_split(mesh: DeviceMesh, seed: int = 0) -> list[Any]:
 
 
 def _assert_same(tensor: Any, full: torch.Tensor, placement: Placement | None = None) -> None:
-    """The whole of ``tensor`` is ``full``, and where a placement is given each rank holds its parts of it."""
+    """This rank's parts of ``tensor``, placed as said where a placement is given, are those of ``full``."""
     assert isinstance(tensor, DTensor) and tensor.shape == full.shape
-    assert torch.equal(tensor.full_tensor(), full), f"{tensor} is not {full}"
-    if placement is not None:
-        assert tensor.placements == (placement,)
-        assert torch.equal(tensor.to_local(), local_rows(tensor, full))
+    assert placement is None or tensor.placements == (placement,)
+    if any(each.is_partial() for each in tensor.placements):
+        tensor = tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim)
+    assert torch.equal(tensor.to_local(), local_rows(tensor, full)), f"{tensor} is not {full}"
 
 
 def _elsewhere(full: torch.Tensor, mesh: DeviceMesh) -> RowShard:

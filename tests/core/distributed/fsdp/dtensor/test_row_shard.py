@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.debug import CommDebugMode
 
+from megatron.core.distributed.fsdp.api.state_dict_hooks import local_rows
 from megatron.core.distributed.fsdp.dtensor.row_shard import RowShard
 from megatron.core.distributed.fsdp.layout.flat_layout import FlatLayout, pack_rows
 from megatron.core.distributed.fsdp.layout.granule import Granule
@@ -90,13 +91,15 @@ def _elsewhere(placement: RowShard, full: torch.Tensor, mesh: DeviceMesh) -> Row
 
 
 def _assert_same(tensor: Any, full: torch.Tensor, placement: RowShard | None = None) -> None:
-    """The whole of ``tensor`` is ``full``, and where a placement is given each rank holds its rows of it."""
-    assert isinstance(tensor, DTensor)
-    assert torch.equal(tensor.full_tensor(), full), f"{tensor} is not {full}"
-    if placement is not None:
-        assert tensor.placements == (placement,)
-        begin, end = placement.rows(full.shape[0], rank=dist.get_rank(), num_ranks=dist.get_world_size())
-        assert torch.equal(tensor.to_local(), full[begin:end])
+    """This rank's rows of ``tensor``, placed as said where a placement is given, are those of ``full``.
+
+    Compared in place: gathering each result, which is checked once below, would take most of the time.
+    """
+    assert isinstance(tensor, DTensor) and tensor.shape == full.shape
+    assert placement is None or tensor.placements == (placement,)
+    if any(each.is_partial() for each in tensor.placements):
+        tensor = tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim)
+    assert torch.equal(tensor.to_local(), local_rows(tensor, full)), f"{tensor} is not {full}"
 
 
 # The placement by itself.
@@ -163,6 +166,8 @@ def redistribution_makes_round_trips() -> None:
     for index, tensor in enumerate(_all_split(mesh)):
         full, placement = _full(index), RowShard.of(layout, index)
         _assert_same(tensor, full, placement)
+        begin, end = placement.rows(full.shape[0], rank=dist.get_rank(), num_ranks=dist.get_world_size())
+        assert torch.equal(tensor.to_local(), full[begin:end]) and torch.equal(tensor.full_tensor(), full)
         whole = tensor.redistribute(placements=[Replicate()])
         assert torch.equal(whole.to_local(), full)
         _assert_same(whole.redistribute(placements=[placement]), full, placement)
@@ -225,7 +230,7 @@ def rows_split_on_one_axis_of_two() -> None:
 # Operations.
 
 
-@on_ranks(1, 2, 4)
+@on_ranks(1, 4)
 def elementwise_operations_stay_on_their_rows() -> None:
     mesh = _mesh()
     layout = _layout(mesh.size())
@@ -240,7 +245,7 @@ def elementwise_operations_stay_on_their_rows() -> None:
             _assert_same(first, full, placement)
 
 
-@on_ranks(1, 2, 4)
+@on_ranks(1, 4)
 def foreach_operations_stay_on_their_rows() -> None:
     mesh = _mesh()
     layout = _layout(mesh.size())
@@ -254,7 +259,7 @@ def foreach_operations_stay_on_their_rows() -> None:
             _assert_same(got, wanted, RowShard.of(layout, index))
 
 
-@on_ranks(1, 2, 4)
+@on_ranks(1, 4)
 def reductions_and_gathered_operations_are_those_of_the_whole() -> None:
     mesh = _mesh()
     for name, operation in REDUCED.items():
@@ -298,7 +303,7 @@ def square_tensors_do_not_confuse_rows_with_columns() -> None:
             square.view(shape)
 
 
-@on_ranks(2, 4)
+@on_ranks(4)
 def other_splits_are_redistributed_before_they_combine() -> None:
     mesh = _mesh()
     for index, tensor in enumerate(_all_split(mesh)):
@@ -343,7 +348,7 @@ def optimizers_step_as_on_the_whole() -> None:
     )
 
 
-@on_ranks(1, 2, 4)
+@on_ranks(1, 4)
 def gradient_norms_and_clipping_count_each_element_once() -> None:
     mesh = _mesh()
     for foreach in (True, False):
