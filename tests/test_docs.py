@@ -58,7 +58,7 @@ def run(command: list[str], folder: Path) -> str:
         start_new_session=True,
     )
     try:
-        printed, _ = process.communicate(timeout=240)
+        printed, _ = process.communicate(timeout=700)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)  # its ranks too
         pytest.fail(f"{command} did not end in 240 s:\n{process.communicate()[0]}")

@@ -27,7 +27,7 @@ def _session(folder: Path, *parts: str, **environment: str) -> tuple[int, str, s
     python.chmod(0o755)
     command = ["bash", "benchmarks/gpu_session.sh", str(folder / "out"), *parts]
     environment = {**os.environ, "PYTHON": str(python), **environment}
-    answer = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+    answer = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     out = folder / "out"
     return answer.returncode, (out / "summary.txt").read_text(), (out / "session.log").read_text()
 

@@ -43,7 +43,7 @@ def _start_host(
 
 def _host(folder: Path, *, python: str, **settings: str) -> tuple[int, str]:
     process = _start_host(folder, settings, python=python)
-    output = process.communicate(timeout=60)[0]
+    output = process.communicate(timeout=300)[0]
     return process.returncode, output
 
 
@@ -102,7 +102,7 @@ def test_sigterm_reaches_torchrun_except_under_slurm(under_slurm: bool, heard: b
     process.send_signal(signal.SIGTERM)
     time.sleep(0.5)
     (tmp_path / "end").touch()
-    assert ("heard" in process.communicate(timeout=60)[0]) == heard
+    assert ("heard" in process.communicate(timeout=300)[0]) == heard
     assert ("--signals-to-handle SIGINT,SIGHUP,SIGQUIT" in flags) == under_slurm and process.returncode == 0
 
 

@@ -23,7 +23,7 @@ _PRELOAD = [
 
 
 def run_ranks(
-    num_ranks: int, function: Callable[..., Any], *args: Any, timeout_s: float = 120.0, backend: str = "gloo"
+    num_ranks: int, function: Callable[..., Any], *args: Any, timeout_s: float = 400.0, backend: str = "gloo"
 ) -> list[Any]:
     """Call ``function(*args)`` on ``num_ranks`` ranks and return [num_ranks] results, in rank order.
 

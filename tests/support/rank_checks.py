@@ -79,7 +79,7 @@ def _run(module: str) -> dict[str, str]:
 def _failures(module: str, num_ranks: int) -> dict[str, str] | str:
     try:
         everywhere: dict[str, str] = {}
-        for failures in run_ranks(num_ranks, _run, module, timeout_s=270.0):
+        for failures in run_ranks(num_ranks, _run, module, timeout_s=800.0):
             everywhere.update(failures)
         return everywhere
     except AssertionError as error:

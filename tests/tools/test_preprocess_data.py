@@ -28,7 +28,7 @@ def _write(path: Path, documents: Sequence[object]) -> Path:
 
 def _run(source: Path | str, prefix: Path, *flags: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(TOOL), "--input", str(source), "--output-prefix", str(prefix), *flags]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
 
 
 def _documents(prefix: str) -> list[list[int]]:
@@ -64,7 +64,7 @@ def test_terminals_see_a_bar(tmp_path: Path) -> None:
     source = _write(tmp_path / "in.jsonl", [{"text": "a"}] * 5)
     terminal, end = pty.openpty()
     command = [sys.executable, str(TOOL), "--input", str(source), "--output-prefix", str(tmp_path / "out")]
-    assert subprocess.run(command, stderr=end, check=False, timeout=60).returncode == 0
+    assert subprocess.run(command, stderr=end, check=False, timeout=300).returncode == 0
     assert b"5 documents" in os.read(terminal, 1 << 16)
     os.close(end)
     os.close(terminal)
@@ -187,7 +187,7 @@ def test_dead_worker_is_an_error(tmp_path: Path) -> None:
             while len(workers := _workers(process.pid)) < 1 and time.monotonic() < deadline:
                 time.sleep(0.01)
             os.kill(workers[0], signal.SIGKILL)
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=300)
     assert process.returncode == 1
     assert "a worker process died" in errors
 

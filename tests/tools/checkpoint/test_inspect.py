@@ -52,7 +52,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _run(*arguments: Path | str) -> tuple[int, str]:
     command = [sys.executable, str(TOOL), *map(str, arguments)]
-    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, cwd="/")
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, cwd="/")
     return result.returncode, result.stdout + result.stderr
 
 

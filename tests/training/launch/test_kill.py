@@ -82,7 +82,7 @@ def _start(flags: str, *, ranks: int = 2) -> list[subprocess.Popen[str]]:
 
 
 def _finish(processes: list[subprocess.Popen[str]]) -> str:
-    outputs = [process.communicate(timeout=120)[0] for process in processes]
+    outputs = [process.communicate(timeout=400)[0] for process in processes]
     assert all(process.returncode == 0 for process in processes), "\n".join(outputs)
     return outputs[0]
 
@@ -139,7 +139,7 @@ def test_a_killed_run_goes_on_to_the_last_bit(
         time.sleep(generator.uniform(0.0, 1.0))
         victim = generator.randrange(2)
         processes[victim].kill()
-        outputs = [process.communicate(timeout=90)[0] for process in processes]
+        outputs = [process.communicate(timeout=400)[0] for process in processes]
         got = _losses(seen + outputs[0])
         assert got == {iteration: expected[iteration] for iteration in got}
         assert processes[1 - victim].returncode not in (0, None)

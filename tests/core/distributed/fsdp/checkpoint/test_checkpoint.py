@@ -93,7 +93,7 @@ def check_async(folder: str) -> None:
     written = threading.Event()
 
     def write_later(*args: Any, **kwargs: Any) -> Any:
-        assert written.wait(timeout=60)
+        assert written.wait(timeout=300)
         return write_data(*args, **kwargs)
 
     later = patch.object(checkpoint_save, "write_data", write_later)

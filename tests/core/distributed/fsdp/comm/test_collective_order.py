@@ -90,7 +90,7 @@ def test_ranks_with_different_hash_seeds_and_gradients_agree(tmp_path: Path) -> 
         )
         for rank in range(2)
     ]
-    errors = [rank.communicate(timeout=100)[1] for rank in ranks]
+    errors = [rank.communicate(timeout=300)[1] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], errors
     (first_hash, first), (second_hash, second) = (json.loads((tmp_path / str(rank)).read_text()) for rank in range(2))
     assert first_hash != second_hash
