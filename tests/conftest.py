@@ -1,8 +1,9 @@
-"""Skips tests for CUDA where there are too few devices; everything else that tests share is in tests/support."""
+"""Skips tests for CUDA where there are too few devices, and has workers begin with the longest files."""
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -13,28 +14,37 @@ from tests.support.launch import num_simulated_hosts
 
 torch.set_num_threads(1)
 
-# The files that take longest, longest first: they start first, so that none runs alone at the end.
-_SLOWEST = (
+_TESTS = Path(__file__).parent
+# Longest first: a long file that starts last would keep one core busy alone.
+_LONGEST = [
     "examples/test_quickstart.py",
     "test_docs.py",
     "training/launch/test_kill.py",
-    "core/distributed/fsdp/comm/test_communicators.py",
-    "core/distributed/fsdp/checkpoint/test_checkpoint.py",
     "core/distributed/fsdp/strategies/test_parity.py",
-    "tools/checkpoint/test_inspect.py",
-    "training/loop/test_cuda_graph.py",
-    "benchmarks/test_model_speed.py",
-    "training/loop/test_pipeline.py",
-    "core/distributed/fsdp/strategies/test_cut_rows.py",
-    "core/distributed/fsdp/runtime/test_schedule.py",
+    "core/distributed/fsdp/comm/test_communicators.py",
     "parity/test_matrix.py",
+    "training/loop/test_cuda_graph.py",
     "core/distributed/fsdp/dtensor/test_row_shard.py",
-    "core/distributed/fsdp/runtime/test_life_cycle.py",
-    "core/distributed/fsdp/runtime/test_order.py",
-    "core/distributed/fsdp/flat_optimizer/test_param_remainders.py",
+    "training/loop/test_pipeline.py",
+    "tools/checkpoint/test_inspect.py",
+    "benchmarks/test_model_speed.py",
+    "core/distributed/fsdp/checkpoint/test_checkpoint.py",
     "benchmarks/test_compare.py",
+    "core/distributed/fsdp/runtime/test_order.py",
+    "core/distributed/fsdp/runtime/test_schedule.py",
+    "core/distributed/fsdp/strategies/test_cut_rows.py",
+    "core/distributed/fsdp/strategies/test_hybrid.py",
+    "training/launch/test_pretrain.py",
     "training/launch/test_resume.py",
-)
+    "core/distributed/fsdp/flat_optimizer/test_param_remainders.py",
+    "core/distributed/fsdp/api/test_optimizer.py",
+    "core/distributed/fsdp/api/test_load_state_dict.py",
+    "core/models/test_context_parallel_gpt.py",
+    "core/distributed/fsdp/checkpoint/test_split_checkpoints.py",
+    "core/distributed/fsdp/adapter/test_adapter.py",
+    "core/distributed/fsdp/dtensor/test_row_parts.py",
+]
+assert all((_TESTS / name).exists() for name in _LONGEST), "_LONGEST must name files that exist"
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -46,10 +56,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    places = {str(config.rootpath / "tests" / name): place for place, name in enumerate(_SLOWEST)}
-    items.sort(key=lambda item: places.get(str(item.path), len(places)))
     if not config.getoption("-m"):
         skip = pytest.mark.skip(reason="slow: run with -m slow")
         for item in items:
             if item.get_closest_marker("slow"):
                 item.add_marker(skip)
+    if hasattr(config, "workerinput"):  # a worker of pytest-xdist, which hands out files in this order
+        turns = {_TESTS / name: turn for turn, name in enumerate(_LONGEST)}
+        items.sort(key=lambda item: turns.get(item.path, len(turns)))
