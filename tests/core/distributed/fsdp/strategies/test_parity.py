@@ -196,12 +196,16 @@ def assert_same_bits(got: Trace, expected: Trace) -> None:
 
 
 def _settings() -> list[Setting]:
+    """Each strategy, with each pair of values of the other three settings."""
     return [
         Setting(strategy, num_microbatches, clips, optimizer)
         for strategy in STRATEGY_NAMES
-        for num_microbatches in (1, 3)
-        for clips in (False, True)
-        for optimizer in ("sgd", "adamw")
+        for num_microbatches, clips, optimizer in (
+            (1, False, "sgd"),
+            (1, True, "adamw"),
+            (3, False, "adamw"),
+            (3, True, "sgd"),
+        )
     ]
 
 
@@ -253,7 +257,7 @@ def sharded_equals_one_backward_of_the_global_batch() -> None:
 def two_runs_are_equal_to_the_last_bit() -> None:
     """Also poisoned against not: what released memory holds is in no result."""
     for setting in _settings():
-        if setting.num_microbatches == 3 and setting.clips and setting.optimizer == "adamw":
+        if setting.num_microbatches == 3 and setting.optimizer == "adamw":
             assert_same_bits(_train_once(setting, poisons=True), train_sharded(setting, poisons=False))
 
 
