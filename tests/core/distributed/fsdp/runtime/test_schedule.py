@@ -170,17 +170,18 @@ def _shards_that_peers_read(streams: LoggingStreams, strategy: str) -> None:
         run.context.weights_changed()
 
 
+# Those that alone need some edge come first, since runs without an edge end at the first race.
 SCENARIOS: list[Callable[[LoggingStreams, str], None]] = [
+    _updating_beside_forward,
+    _shards_that_peers_read,
+    _disordered,
     _steady,
     _accumulating,
     _gradients_kept,
     _evaluating,
-    _disordered,
     _recomputing,
     _interleaved,
     _without_overlap,
-    _updating_beside_forward,
-    _shards_that_peers_read,
 ]
 
 
