@@ -118,6 +118,7 @@ class CudaStepGraph:
             self._graph.register_generator_state(generator)
         state = self._default_generator.graphsafe_get_state()
         rank_stream = None if self._tracker is None else self._tracker.use(self._rank_generators[0])
+        caller = torch.cuda.current_stream(self.device)
         try:
             # Thread-local, since NCCL's watchdog and the loader's pinning thread call CUDA meanwhile.
             with (
@@ -134,6 +135,8 @@ class CudaStepGraph:
             self._default_generator.graphsafe_set_state(state)
             if self._tracker is not None and rank_stream is not None:
                 self._tracker.use(rank_stream)
+            # The capture began with a write of the generators' seeds on its stream; a replay writes others on the caller's.
+            caller.wait_stream(self._stream)
 
     def draw(self, index: int) -> None:
         self._default_generator.graphsafe_set_state(self._generators[index])
