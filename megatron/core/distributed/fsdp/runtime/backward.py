@@ -105,6 +105,13 @@ class Backward:
         for units in (self._open, self._claiming, self._delayed, self._recomputed):
             units.clear()
 
+    def show_sharded(self) -> None:
+        """Put the sharded parameters back into the modules of a backward that failed; the next pass does the rest."""
+        for unit in self._claiming:
+            for group in unit.groups:
+                if not group.weights.held_by_user:
+                    group.param_slots.to_sharded()
+
     def _claim(self, unit: FsdpUnit) -> None:
         """Unshard the unit and hold its weights for a recomputation or for its gradients."""
         if unit.phase is Phase.BACKWARD:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -50,6 +50,7 @@ class FsdpContext:
         self._prefetch_scheduler = PrefetchScheduler(self.registry, self.unsharder, self.planner)
         self._backward = Backward(self.registry, self._prefetch_scheduler, self.unsharder, self.grad_reducer)
         self._backward_end: weakref.ref[BackwardEnd] | None = None
+        self._on_failure = _on_failure(weakref.ref(self._backward))
         self._is_capturing = False
         self._depth = 0
         self._num_entered = 0  # forwards of units, ever
@@ -281,9 +282,9 @@ class FsdpContext:
         self._depth -= 1
         for group in unit.groups:
             group.weights.num_forwards -= 1
-            if group.weights.stays_unsharded and torch.is_grad_enabled():
+            if keeps or (group.weights.stays_unsharded and torch.is_grad_enabled()):
                 self.unsharder.keep_unsharded(group)
-            elif not (keeps and group.weights.needs_gather):
+            else:
                 self.unsharder.reshard(group)
 
     def _begin_forward(self) -> None:
@@ -328,7 +329,7 @@ class FsdpContext:
                 return
             self._recover()
         end = BackwardEnd(self)
-        self._backward_end = weakref.ref(end)
+        self._backward_end = weakref.ref(end, self._on_failure)  # called unless the backward reaches its end
         torch.autograd.Variable._execution_engine.queue_callback(end)
 
     def open_group(self, group: FsdpParameterGroup) -> None:
@@ -431,6 +432,15 @@ class FsdpContext:
             return False
         self.graphs.moved()
         return True
+
+
+def _on_failure(backward: weakref.ref[Backward]) -> Callable[[object], None]:
+    def show_sharded(_: object) -> None:
+        own = backward()
+        if own is not None:
+            own.show_sharded()
+
+    return show_sharded
 
 
 class BackwardEnd:
