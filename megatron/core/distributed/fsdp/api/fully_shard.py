@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from megatron.core.distributed.fsdp.api.group_meshes import GroupMeshes, check_experts, make_group_meshes
 from megatron.core.distributed.fsdp.api.module import FsdpModule, find_context, topmost_fsdp_modules
 from megatron.core.distributed.fsdp.api.state_dict_hooks import watch_loads
+from megatron.core.distributed.fsdp.buffers.grad_hooks import refuse_earlier_hooks
 from megatron.core.distributed.fsdp.buffers.materialize import materialize, move_buffers
 from megatron.core.distributed.fsdp.buffers.param_slots import ManagedParameter
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup, group_of
@@ -86,7 +87,7 @@ def fully_shard(
         ``module``, whose class is now a subclass of its own class and of ``FsdpModule``.
 
     Raises:
-        ValueError: the mesh does not hold this rank or lacks an axis; a parameter belongs to a unit over other ranks,
+        ValueError: the mesh does not hold this rank or lacks an axis; a parameter has hooks already; a parameter belongs to a unit over other ranks,
             or to one around this module; the module is a unit already; ``grad_divisor`` is not positive; a prefetch
             depth is negative; the transport cannot serve the mesh, or contradicts ``use_symm_mem``; ranks that would
             shard experts together hold different experts.
@@ -313,6 +314,7 @@ def _collect(
                 raise TypeError(
                     f"parameter {name} must have one of the dtypes {list(SERVED_DTYPES)} to be trained, got {parameter.dtype}"
                 )
+            refuse_earlier_hooks(parameter, name)
             own = ManagedParameter(name, parameter, made_from.get(parameter))
             managed.setdefault(parameter, own).param_slots.append((module._parameters, key))
     return list(managed.values()), list(borrowed)

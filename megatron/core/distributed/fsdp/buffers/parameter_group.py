@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megatron.core.distributed.fsdp.buffers.dbuffer import DBuffer
+from megatron.core.distributed.fsdp.buffers.grad_hooks import GradHooks
 from megatron.core.distributed.fsdp.buffers.grad_sums import GradSum
 from megatron.core.distributed.fsdp.buffers.gradients import GroupGradients
 from megatron.core.distributed.fsdp.buffers.param_slots import ManagedParameter, ModuleParameters, ParamSlots
@@ -49,6 +50,7 @@ class FsdpParameterGroup:
         sharded, unsharded: [T] parameters that modules hold at rest and in use.
         param_slots: the places in modules that hold them.
         grad_sums: sums of gradients over ranks besides the data-parallel ones.
+        grad_hooks: hooks that users put on the sharded parameters; of trainable groups only.
         index: number in the context's registry.
         is_shared: other units use these weights too.
         optimizer_state_nbytes: bytes of optimizer state on this rank, as far as an optimizer has told.
@@ -58,6 +60,7 @@ class FsdpParameterGroup:
     """
 
     grads: GroupGradients
+    grad_hooks: GradHooks
 
     def __init__(
         self,
@@ -103,6 +106,7 @@ class FsdpParameterGroup:
             main = self.grads.main_buffer
             self.grads.set_main_gradients([self._dtensor(main, i) for i in range(len(self.parameters))])
             self._offer_main_grads()
+            self.grad_hooks = GradHooks(self.sharded, [p.name for p in self.parameters], self.grad_sums)
         self._nodes: list[Any] = []
 
     # ---- construction -------------------------------------------------------------------------------------------

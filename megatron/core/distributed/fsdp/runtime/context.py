@@ -355,12 +355,15 @@ class FsdpContext:
             self.unsharder.end_pass(self.registry.read_peers)
         self.unsharder.reshard_idle(keeps=not self.is_last_microbatch, upcoming=self.registry.groups_of(upcoming))
         self.planner.end_record(self.units, self.groups)
+        if self.is_last_microbatch:
+            self.grad_reducer.call_hooks()
 
     def reduce_partial(self) -> None:
         """Reduce gradients that microbatches left unreduced into ``param.grad``. Ranks: all."""
         self._backward.reduce_partial()
         self.grad_reducer.finish()
         sum_grads(self.groups, in_use=False)
+        self.grad_reducer.call_hooks()
 
     # ---- failure ------------------------------------------------------------------------------------------------
 

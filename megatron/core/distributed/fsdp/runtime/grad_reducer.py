@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -11,6 +12,8 @@ from megatron.core.distributed.fsdp.comm import unfinished
 from megatron.core.distributed.fsdp.layout.plan import Recorder
 from megatron.core.distributed.fsdp.runtime import nvtx
 from megatron.core.distributed.fsdp.runtime.streams import Edge, Role, Streams
+
+_HAS_HOOKS = attrgetter("grad_hooks.has_any")
 
 
 class GradReducer:
@@ -35,6 +38,7 @@ class GradReducer:
         self._last: Any = None
         self._written: Any = None
         self._finished: list[FsdpParameterGroup] = []  # reduced in this backward, in order
+        self._unannounced: dict[FsdpParameterGroup, None] = {}  # groups with hooks, reduced in this step
         self._reading: list[FsdpParameterGroup] = []  # groups with memory of their own that a reduction still reads
 
     # ---- the reduce-scatter input -------------------------------------------------------------------------------
@@ -171,12 +175,20 @@ class GradReducer:
 
     def finish(self) -> None:
         """Make compute wait for all reductions of this backward."""
+        self._unannounced.update(dict.fromkeys(filter(_HAS_HOOKS, self._finished)))
         self.streams.wait(Edge.GRADS_REDUCED, self._last)
         self._free_read(keep=0)
         for group in self._finished:
             group.grads.reduced = None
         self._finished.clear()
         self._last = None
+
+    def call_hooks(self) -> None:
+        """Call the hooks of the parameters whose gradients of this step are complete. No pass is under way."""
+        groups, self._unannounced = self._unannounced, {}
+        for group in groups:
+            group.grad_hooks.call()
+            group.grads.free_main_if_cleared()
 
     def forget_events(self) -> None:
         """As ``Unsharder.forget_events``. No backward is under way."""
@@ -185,6 +197,7 @@ class GradReducer:
     def abandon(self, group: FsdpParameterGroup) -> None:
         """Drop what the group's unfinished backward has written."""
         grads = group.grads
+        self._unannounced.pop(group, None)
         grads.drop_unreduced()
         if grads.input_held:
             self._release_input(group)

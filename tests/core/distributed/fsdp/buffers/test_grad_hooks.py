@@ -1,0 +1,138 @@
+"""Hooks on sharded parameters: those that are called once a gradient is whole, and those that are refused."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron.core.distributed.fsdp import microbatch
+from tests.support.agreement import (
+    assert_same_gradients,
+    assert_same_parameters,
+    backward_plainly,
+    groups_of,
+    inputs,
+    seeded,
+    shard,
+)
+from tests.support.models import STRATEGY_NAMES
+from tests.support.rank_checks import RankChecks
+
+CHECKS = RankChecks(__name__)
+
+
+class Net(nn.Module):
+    """Three layers, of which the second is not used by every loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, skips: bool = False) -> torch.Tensor:
+        for index, layer in enumerate(self.layers):
+            x = x if skips and index == 1 else torch.tanh(layer(x))
+        return x
+
+
+UNITS = ("layers.0", "layers.1", "layers.2")
+
+
+def _loss(model: Any, rank: int, step: int) -> torch.Tensor:
+    return model(inputs(rank, step, 3, 5)).square().mean()  # type: ignore[no-any-return]
+
+
+def _steps_in_backward(model: nn.Module) -> None:
+    """As torchtune does: an optimizer for each parameter, which steps as soon as its gradient is there."""
+    optimizers = {p: torch.optim.AdamW([p], lr=0.1) for p in model.parameters()}
+
+    def step(parameter: Any) -> None:
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(step)
+
+
+@CHECKS.on(2)
+def an_optimizer_in_backward_trains() -> None:
+    for strategy in STRATEGY_NAMES:
+        plain, model = seeded(Net), seeded(Net)
+        shard(model, UNITS, strategy)
+        _steps_in_backward(model)
+        theirs = torch.optim.AdamW(plain.parameters(), lr=0.1)
+        for step in range(4):
+            theirs.zero_grad()
+            backward_plainly(plain, _loss, step)
+            theirs.step()
+            _loss(model, dist.get_rank(), step).backward()
+            assert_same_parameters(model, plain, f"{strategy}, step {step}")
+            assert all(parameter.grad is None for parameter in model.parameters())
+            assert not any(group.grads.main_storage.allocated for group in groups_of(model))
+
+
+@CHECKS.on(2)
+def hooks_see_the_whole_gradient_once_a_step() -> None:
+    for strategy in STRATEGY_NAMES:
+        plain, model = seeded(Net), seeded(Net)
+        shard(model, UNITS, strategy)
+        seen: list[str] = []
+        handles = [
+            parameter.register_post_accumulate_grad_hook(lambda _, n=name, s=seen: s.append(n))
+            for name, parameter in model.named_parameters()
+        ]
+        for step in range(3):
+            model.zero_grad()
+            plain.zero_grad()
+            backward_plainly(plain, _loss, step, num_microbatches=2)
+            for index in range(2):
+                with microbatch(model, is_first=index == 0, is_last=index == 1):
+                    _loss(model, dist.get_rank(), 2 * step + index).backward()
+                assert bool(seen) is (index == 1), "sums of earlier microbatches are no gradient yet"
+            assert sorted(seen) == sorted(name for name, _ in model.named_parameters())
+            assert_same_gradients(model, plain)
+            seen.clear()
+        handles[0].remove()
+        _loss(model, dist.get_rank(), 9).backward()
+        assert len(seen) == len(handles) - 1
+        seen.clear()
+        model.zero_grad()
+        model(inputs(dist.get_rank(), 3, 3, 5), skips=True).sum().backward()
+        assert not any(name.startswith("layers.1") for name in seen) and seen
+
+
+@CHECKS.on(2)
+def hooks_that_nobody_would_call_are_refused() -> None:
+    model = shard(Net(), UNITS)
+    with pytest.raises(NotImplementedError, match=r"register_hook on the sharded parameter weight .*post_accumulate"):
+        model.layers[0].weight.register_hook(lambda grad: grad)
+    _loss(model, dist.get_rank(), 0).backward()
+    for register, name in (("register_hook", "weight"), ("register_post_accumulate_grad_hook", "bias")):
+        layer = nn.Linear(5, 5)
+        getattr(getattr(layer, name), register)(lambda _: None)
+        with pytest.raises(ValueError, match=rf"parameter {name} must have no hooks.*{register}.*after fully_shard"):
+            shard(layer)
+
+
+@CHECKS.on(2)
+def a_model_with_hooks_is_freed_with_its_last_reference() -> None:
+    model = shard(Net(), UNITS)
+    _steps_in_backward(model)
+    _loss(model, dist.get_rank(), 0).backward()
+    groups = [weakref.ref(group) for group in groups_of(model)]
+    gc.disable()
+    try:
+        del model
+        assert not any(group() is not None for group in groups)
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize(("num_ranks", "name"), CHECKS.parameters)
+def test_on_ranks(num_ranks: int, name: str) -> None:
+    CHECKS.assert_passed(num_ranks, name)
