@@ -24,12 +24,14 @@ from megatron.core.distributed.fsdp.layout.granule import Granule
 from megatron.core.distributed.fsdp.mesh.distributed_index import FSDPDistributedIndex
 from megatron.core.distributed.fsdp.mesh.model_parallel import ModelParallel
 from megatron.core.distributed.fsdp.runtime.context import FsdpContext
+from megatron.core.distributed.fsdp.self_audit import AuditReport, audit
 
 if TYPE_CHECKING:
     from megatron.core.distributed.fsdp.adapter.fully_sharded_data_parallel import FullyShardedDataParallel
 
 __all__ = [
     "TRANSPORT_KINDS",
+    "AuditReport",
     "DBuffer",
     "FSDPDistributedIndex",
     "FlatAdamW",
@@ -43,6 +45,7 @@ __all__ = [
     "NormScope",
     "Placements",
     "TransportKind",
+    "audit",
     "contexts_of",
     "counts_in_norm",
     "fully_shard",
