@@ -10,9 +10,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from megatron.core.distributed.fsdp.dtensor.block_shard import BlockShard
 from megatron.core.distributed.fsdp.dtensor.local_parts import placed_like
-from megatron.core.distributed.fsdp.dtensor.row_shard import RowShard
+from megatron.core.distributed.fsdp.dtensor.uneven_shard import UnevenShard
 from megatron.core.distributed.fsdp.runtime.unit import FsdpUnit
 
 
@@ -82,7 +81,7 @@ def local_rows(parameter: DTensor, full: torch.Tensor) -> torch.Tensor:
     mesh = parameter.device_mesh
     for axis, placement in enumerate(parameter.placements):
         rank, num_ranks = mesh.get_local_rank(axis), mesh.size(axis)
-        if isinstance(placement, BlockShard | RowShard):
+        if isinstance(placement, UnevenShard):
             full = placement.part(full, rank=rank, num_ranks=num_ranks)
         elif isinstance(placement, Shard):
             size, begin = placement.local_shard_size_and_offset(full.shape[placement.dim], num_ranks, rank)

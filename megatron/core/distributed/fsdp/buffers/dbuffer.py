@@ -25,7 +25,7 @@ class DBuffer:
         layout: where each tensor lies in the full buffer.
         placements: [A] one per axis: ``Replicate``, ``Shard(0)`` or ``Partial``.
         axes: [A] transports of the mesh axes, outermost first.
-        local: [local_numel] storage to use; made (uninitialised) when None.
+        local: [local_numel] storage to use.
 
     The innermost axis cuts the full buffer first and each outer axis cuts what is left, so that the piece of an
     inner rank is contiguous whatever the outer axes do. [Note: cuts go inside out] in DESIGN.md.
@@ -36,19 +36,15 @@ class DBuffer:
         layout: FlatLayout,
         placements: Sequence[Placement],
         axes: Sequence[Transport],
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-        local: torch.Tensor | None = None,
+        local: torch.Tensor,
     ) -> None:
         self.layout = layout
         self.placements = tuple(placements)
         self.axes = tuple(axes)
-        self.dtype = dtype
         self.begin, self.end = local_range(layout, self.placements, self.axes)
         placed = zip(self.placements, self.axes, strict=True)
         self._is_cut = any(isinstance(placement, Shard) and axis.size > 1 for placement, axis in placed)
-        self.local = torch.empty(self.end - self.begin, dtype=dtype, device=device) if local is None else local
+        self.local = local
         if self.local.numel() != self.end - self.begin:
             raise ValueError(f"the local storage must have {self.end - self.begin} elements, got {self.local.numel()}")
 

@@ -50,10 +50,7 @@ class GroupGradients:
         layout, axes, dtypes, device = weights.layout, weights.group_mesh.axes, weights.dtypes, weights.device
         self.accumulates_partial = isinstance(self._placements.gradient[-1], Partial)
         self.input_storage = FlatStorage(layout.total_numel, dtypes.grad_comm, device)
-        partial = [Partial()] * len(axes)
-        self._input = DBuffer(
-            layout, partial, axes, dtype=dtypes.grad_comm, device=device, local=self.input_storage.flat
-        )
+        self._input = DBuffer(layout, [Partial()] * len(axes), axes, self.input_storage.flat)
         self._hsdp_accumulator: HsdpGradAccumulator | None = None
         if len(axes) > 1:
             self._hsdp_accumulator = HsdpGradAccumulator(self._input, self._placements.optimizer, dtypes.main_grads)
@@ -61,14 +58,7 @@ class GroupGradients:
         self._input_home: torch.Tensor | None = None
         self._written = [False] * len(self._sharded)
         self.main_storage = FlatStorage(weights.main.local.numel(), dtypes.main_grads, device)
-        self.main_buffer = DBuffer(
-            layout,
-            self._placements.optimizer,
-            axes,
-            dtype=dtypes.main_grads,
-            device=device,
-            local=self.main_storage.flat,
-        )
+        self.main_buffer = DBuffer(layout, self._placements.optimizer, axes, self.main_storage.flat)
         self.main: list[DTensor] = []
         self.partial_storage = FlatStorage(layout.total_numel, dtypes.main_grads, device)
         self._holds_partial = False

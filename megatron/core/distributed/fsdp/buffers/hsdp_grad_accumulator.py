@@ -39,14 +39,7 @@ class HsdpGradAccumulator:
         """Reduce from ``full_input`` where it is now."""
         self._inner = full_input.reduction(self._after_inner)
         self._segment = full_input.piece(self._after_inner)
-        segment = DBuffer(
-            full_input.layout,
-            self._after_inner,
-            full_input.axes,
-            dtype=full_input.dtype,
-            device=self._segment.device,
-            local=self._segment,
-        )
+        segment = DBuffer(full_input.layout, self._after_inner, full_input.axes, self._segment)
         self._outer = segment.reduction(self._placements)
 
     @property

@@ -90,7 +90,7 @@ class GroupWeights:
     def _original_weights(self, originals: Sequence[torch.Tensor], name: str) -> DBuffer:
         """Return the full model weight with the first rank's values."""
         flat = torch.zeros(self.layout.total_numel, dtype=self.dtypes.compute, device=self.device)
-        full = self._buffer(self._replicas, self.dtypes.compute, flat)
+        full = self._buffer(self._replicas, flat)
         for index, original in enumerate(originals):
             full.view(index).copy_(original.data)
         for axis in self.group_mesh.axes:
@@ -104,10 +104,8 @@ class GroupWeights:
     def _replicas(self) -> list[Placement]:
         return [Replicate()] * len(self.group_mesh.axes)
 
-    def _buffer(
-        self, placements: Sequence[Placement], dtype: torch.dtype, local: torch.Tensor | None = None
-    ) -> DBuffer:
-        return DBuffer(self.layout, placements, self.group_mesh.axes, dtype=dtype, device=self.device, local=local)
+    def _buffer(self, placements: Sequence[Placement], local: torch.Tensor) -> DBuffer:
+        return DBuffer(self.layout, placements, self.group_mesh.axes, local)
 
     def _make_buffers(self, full: DBuffer) -> None:
         """Make model and main weight from the full one, and the memory into which the model weight is gathered."""
@@ -117,25 +115,24 @@ class GroupWeights:
         if same_dtype and tuple(placements.parameter) == tuple(placements.optimizer):
             self.main = self.model
         elif same_dtype:
-            self.main = self._buffer(placements.optimizer, dtypes.main_params, self.model.piece(placements.optimizer))
+            self.main = self._buffer(placements.optimizer, self.model.piece(placements.optimizer))
         else:
-            self.main = self._buffer(placements.optimizer, dtypes.main_params)
-            self.main.local.copy_(full.piece(placements.optimizer))
+            self.main = self._buffer(placements.optimizer, full.piece(placements.optimizer).to(dtypes.main_params))
         # Writes go through an alias with a version counter of its own: what autograd saved is not "modified" by it.
         self._model_alias = self.model.local.data
         self.full_storage: FlatStorage | None = None
         if self.needs_gather:
             self.full_storage = FlatStorage(self.layout.total_numel, dtypes.compute, self.device)
-            full = self._buffer(self._replicas, dtypes.compute, self.full_storage.flat)
+            full = self._buffer(self._replicas, self.full_storage.flat)
         self.full = full
         self._gathers = self.model.gathers(full) if self.needs_gather else []
         piece = self.model.piece(placements.optimizer).data
         has_piece = self.main is not self.model and piece.data_ptr() != self.main.local.data_ptr()
         self.model_piece = piece if has_piece else None
         self._sync_gathers: list[Gather] = []
-        own = self._buffer(placements.optimizer, dtypes.compute, piece)
+        own = self._buffer(placements.optimizer, piece)
         if own.local.numel() != self._model_alias.numel():
-            model = self._buffer(placements.parameter, dtypes.compute, self._model_alias)
+            model = self._buffer(placements.parameter, self._model_alias)
             self._sync_gathers = own.gathers(model)
 
     def _make_model_weight(self, full: DBuffer) -> DBuffer:
@@ -143,9 +140,8 @@ class GroupWeights:
             return full
         piece = full.piece(self.placements.parameter)
         shard = self.group_mesh.empty(piece.numel(), self.dtypes.compute, self.device, MemoryKind.SHARD)
-        model = self._buffer(self.placements.parameter, self.dtypes.compute, shard)
-        model.local.copy_(piece)
-        return model
+        shard.copy_(piece)
+        return self._buffer(self.placements.parameter, shard)
 
     def set_parameters(self, sharded: Sequence[nn.Parameter], unsharded: Sequence[nn.Parameter]) -> None:
         """Keep the [T] parameters over these buffers, and give back the full weight's memory."""

@@ -74,7 +74,7 @@ class RankOrderTransport(ProcessGroupTransport):
     ) -> None:
         pieces = torch.empty_like(full)
         dist.all_to_all_single(pieces, full, group=self.group)
-        scale_and_accumulate(out, sum_in_order(pieces.view(self.size, -1)), scale=scale, accumulate=accumulate)
+        sum_pieces(out, pieces.view(self.size, -1).unbind(), scale=scale, accumulate=accumulate)
 
     def all_reduce(
         self, out: torch.Tensor, full: torch.Tensor, *, scale: float = 1.0, accumulate: bool = False
@@ -98,11 +98,3 @@ def make_process_group_transport(
 def _movable(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor, or its bytes if not every backend knows the dtype (of frozen weights)."""
     return tensor if tensor.dtype in SERVED_DTYPES else tensor.view(torch.uint8)
-
-
-def sum_in_order(pieces: torch.Tensor) -> torch.Tensor:
-    """Sum ``pieces`` [R, S] to [S] in fp32 or wider, from rank 0 upwards."""
-    total = pieces[0].to(torch.promote_types(pieces.dtype, torch.float32), copy=True)
-    for piece in pieces[1:]:
-        total += piece
-    return total

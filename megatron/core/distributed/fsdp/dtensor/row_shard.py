@@ -11,25 +11,23 @@ DTensor itself rebuilds placements as ``Shard(dim)``; row_shard_rules.py keeps i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
-import torch.distributed._functional_collectives as funcol
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard
 
 from megatron.core.distributed.fsdp.config.torch_versions import all_gather_functional
-from megatron.core.distributed.fsdp.dtensor import row_shard_rules
+from megatron.core.distributed.fsdp.dtensor import row_shard_rules  # noqa: F401 (patches DTensor)
+from megatron.core.distributed.fsdp.dtensor.uneven_shard import UnevenShard
 from megatron.core.distributed.fsdp.layout.flat_layout import FlatLayout, rows_before
 from megatron.core.distributed.fsdp.layout.granule import check_row_parts
 
 
-class RowShard(Shard):
+class RowShard(UnevenShard):
     """Rows split over a mesh axis where the segments of a flat buffer cut them, perhaps unevenly.
 
     Rank k of the axis owns the rows of the tensor that begin in elements [k * segment_numel, (k + 1) * segment_numel)
-    of a buffer in which the tensor begins at ``start``. Ranks may own no row. Two placements are equal only if all
-    their numbers are, so tensors that are split alike combine freely and others are redistributed first.
+    of a buffer in which the tensor begins at ``start``. Ranks may own no row. Tensors that are split alike combine freely;
+    others are redistributed first.
 
     With ``row_parts`` p (``Granule.row_parts``) rows are those of the tensor's view [R * p, C / p, ...]. The local tensor has
     the shape [rows here, C / p, ...]; the DTensor's stays [R, C, ...]. Elementwise operations between tensors placed so, and
@@ -64,7 +62,7 @@ class RowShard(Shard):
             raise ValueError(
                 f"start, segment_numel and row_numel must be 0 or more, got {start}, {segment_numel} and {row_numel}"
             )
-        super().__init__(0)
+        super().__init__()
         self.start, self.segment_numel, self.row_numel, self.row_parts = start, segment_numel, row_numel, row_parts
 
     @classmethod
@@ -109,15 +107,6 @@ class RowShard(Shard):
             return tensor
         return tensor.unflatten(0, (tensor.size(0) // self.row_parts, self.row_parts)).flatten(1, 2)
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, RowShard) and self._fields() == other._fields()
-
-    def __ne__(self, other: object) -> bool:
-        return not self == other
-
-    def __hash__(self) -> int:
-        return hash((RowShard, *self._fields()))
-
     def __repr__(self) -> str:
         parts = f", row_parts={self.row_parts}" if self.row_parts > 1 else ""
         return f"RowShard(start={self.start}, segment_numel={self.segment_numel}, row_numel={self.row_numel}{parts})"
@@ -126,50 +115,20 @@ class RowShard(Shard):
         parts = f":1/{self.row_parts}" if self.row_parts > 1 else ""
         return f"Rows({self.start}:{self.segment_numel}:{self.row_numel}{parts})"
 
-    def __reduce__(self) -> tuple[type[RowShard], tuple[int, int, int, int]]:
-        return RowShard, self._fields()
-
-    def __copy__(self) -> RowShard:
-        return self
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> RowShard:
-        return self
-
     def _fields(self) -> tuple[int, int, int, int]:
         return self.start, self.segment_numel, self.row_numel, self.row_parts
 
-    # DTensor calls these on a placement. Names and signatures are torch's (config/torch_versions.py). Sizes of dim 0 that
-    # they take are in rows before this axis cuts, those that they return in rows after it, as an axis further right needs.
+    # DTensor calls these, as the base class says.
 
     def _local_shard_size_and_offset(self, curr_local_size: int, num_chunks: int, rank: int) -> tuple[int, int]:  # type: ignore[override]
         begin, end = self.rows(curr_local_size, rank=rank, num_ranks=num_chunks)
         return end - begin, begin
 
-    def local_shard_size_and_offset(self, curr_local_size: int, num_chunks: int, rank: int) -> tuple[int, int]:  # type: ignore[override]
-        return self._local_shard_size_and_offset(curr_local_size, num_chunks, rank)
-
-    def _split_tensor(
-        self, tensor: torch.Tensor, num_chunks: int, *, with_padding: bool = True, contiguous: bool = True
-    ) -> tuple[list[torch.Tensor], list[int]]:
-        """Return each rank's rows of ``tensor`` and how many rows each is padded by, to the most that any owns."""
-        ranges = self._row_ranges(tensor.size(0), num_chunks)
-        most = max(end - begin for begin, end in ranges)
-        pads = [most - (end - begin) for begin, end in ranges]
-        pieces = [self._cut(tensor)[begin:end] for begin, end in ranges]
-        if with_padding:
-            pieces = [_pad_rows(piece, most) for piece in pieces]
-        return [piece.contiguous() if contiguous else piece for piece in pieces], pads if with_padding else []
-
-    def _replicate_to_shard(  # type: ignore[override]
-        self, local_tensor: torch.Tensor, mesh: DeviceMesh, mesh_dim: int, shard_index: int
-    ) -> torch.Tensor:
-        own = self.part(local_tensor, rank=shard_index, num_ranks=mesh.size(mesh_dim))
-        return own.clone(memory_format=torch.contiguous_format)
-
     def _to_replicate_tensor(  # type: ignore[override]
         self, local_tensor: torch.Tensor, mesh: DeviceMesh, mesh_dim: int, current_logical_shape: Sequence[int]
     ) -> torch.Tensor:
-        ranges = self._row_ranges(current_logical_shape[0], mesh.size(mesh_dim))
+        num_rows, num_ranks = current_logical_shape[0], mesh.size(mesh_dim)
+        ranges = [self.rows(num_rows, rank=rank, num_ranks=num_ranks) for rank in range(num_ranks)]
         begin, end = ranges[mesh.get_local_rank(mesh_dim)]
         if local_tensor.size(0) != end - begin:
             raise ValueError(
@@ -182,19 +141,6 @@ class RowShard(Shard):
         joined = torch.cat([gathered[at : at + end - begin] for at, (begin, end) in zip(starts, ranges, strict=True)])
         return self._joined(joined)
 
-    def _reduce_shard_tensor(
-        self, tensor: torch.Tensor, mesh: DeviceMesh, reduce_op: str, mesh_dim: int
-    ) -> torch.Tensor:
-        # Not the hot path (the engine reduces whole buffers), so the simple way: all-reduce, then take our rows.
-        reduced = funcol.all_reduce(tensor, reduceOp=reduce_op, group=(mesh, mesh_dim))
-        return self._replicate_to_shard(reduced, mesh, mesh_dim, mesh.get_local_rank(mesh_dim))
-
-    def _to_new_shard_dim(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        raise AssertionError("a redistribution from RowShard to another dim goes through Replicate")
-
-    def _row_ranges(self, num_rows: int, num_ranks: int) -> list[tuple[int, int]]:
-        return [self.rows(num_rows, rank=rank, num_ranks=num_ranks) for rank in range(num_ranks)]
-
 
 def _pad_rows(tensor: torch.Tensor, num_rows: int) -> torch.Tensor:
     """Return ``tensor`` with zero rows after it, ``num_rows`` in all, contiguous."""
@@ -206,4 +152,3 @@ def _pad_rows(tensor: torch.Tensor, num_rows: int) -> torch.Tensor:
 
 
 torch.serialization.add_safe_globals([RowShard])
-row_shard_rules.patch_dtensor(RowShard)

@@ -12,8 +12,9 @@ DTensor asks a placement how to gather and split, which RowShard answers itself.
 - *Checks of a spec.* DTensor demands that a sharded dim's placement equals ``Shard(dim)``. With the patch it may be a
   RowShard.
 
-The same holds for BlockShard (block_shard.py), which splits dim 0 in another way: "RowShard" below means both. Of several
-axes that cut a dim the leftmost cuts first, as everywhere in DTensor, so the axes further right are gathered before it.
+The same holds for BlockShard (block_shard.py), which splits dim 0 in another way: "RowShard" below means both, each an
+``UnevenShard``. Of several axes that cut a dim the leftmost cuts first, as everywhere in DTensor, so the axes further
+right are gathered before it.
 
 Each is wrapped once, at import, in the one function that all callers go through in the versions of torch that
 config/torch_versions.py admits. Tensors without a RowShard take torch's own path. Delete this file when DTensor lets a
@@ -37,6 +38,8 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._op_schema import OpSchema, OutputSharding
 from torch.distributed.tensor._sharding_prop import LocalLRUCache
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+from megatron.core.distributed.fsdp.dtensor.uneven_shard import UnevenShard
 
 # Operations that work row by row although torch does not tag them as pointwise.
 _ROW_WISE = frozenset(
@@ -93,15 +96,8 @@ class _Input(NamedTuple):
     is_keyword: bool
 
 
-# The placement classes that DTensor is patched for.
-_OWN_PLACEMENTS: list[type[Shard]] = []
-
-
-def patch_dtensor(placement: type[Shard]) -> None:
-    """Have DTensor tell placements of this class from ``Shard``, in propagation, redistribution and checks; wrap them once."""
-    _OWN_PLACEMENTS.append(placement)
-    if len(_OWN_PLACEMENTS) > 1:
-        return
+def _patch_dtensor() -> None:
+    """Have DTensor tell ``UnevenShard`` from ``Shard``, in propagation, redistribution and checks."""
     propagator: Any = DTensor._op_dispatcher.sharding_propagator
     rules = _Rules(propagator, propagator.propagate_op_sharding_non_cached)
     propagator.propagate_op_sharding_non_cached = rules.propagate
@@ -112,14 +108,10 @@ def patch_dtensor(placement: type[Shard]) -> None:
 
     def verify_as_shards(spec: DTensorSpec, shard_order: Any) -> None:
         """Check as torch does that each axis named for a dim holds ``Shard(dim)``, which RowShard is but does not equal."""
-        placements = tuple(Shard(p.dim) if _is_own(p) else p for p in spec.placements)  # type: ignore[attr-defined]
+        placements = tuple(Shard(p.dim) if isinstance(p, UnevenShard) else p for p in spec.placements)
         verify(types.SimpleNamespace(placements=placements), shard_order)  # type: ignore[arg-type]
 
     DTensorSpec._verify_shard_order = verify_as_shards  # type: ignore[method-assign, assignment]
-
-
-def _is_own(placement: Placement) -> bool:
-    return isinstance(placement, tuple(_OWN_PLACEMENTS))
 
 
 def _cuts_rows(placement: Placement) -> bool:
@@ -140,7 +132,7 @@ class _Rules:
             NotImplementedError: the operation would be wrong on uneven rows, and gathering its inputs does not help.
         """
         inputs = _inputs(schema)
-        if not any(_is_own(p) for found in inputs for p in found.spec.placements):
+        if not any(isinstance(p, UnevenShard) for found in inputs for p in found.spec.placements):
             return self._propagate(schema)
         if torch.Tag.nondeterministic_seeded in schema.op.tags:
             raise NotImplementedError(f"{schema.op} would draw other numbers on unevenly split rows; {_REMEDY}")
@@ -163,7 +155,7 @@ class _Rules:
         for found in sorted(inputs, key=lambda found: not found.is_written):
             for axis, placement in enumerate(found.spec.placements):
                 place = found.element, axis
-                if _is_own(placement) and found.element is not None:
+                if isinstance(placement, UnevenShard) and found.element is not None:
                     splits.setdefault(place, (placement, _shape(found.spec)))
                 elif found.is_written:
                     splits.setdefault(place, None)
@@ -197,7 +189,7 @@ class _Rules:
         placements: list[Placement] = []
         for axis, placement in enumerate(found.spec.placements):
             split, shape = splits.get((found.element, axis), (None, torch.Size()))
-            is_row_shard = _is_own(placement)
+            is_row_shard = isinstance(placement, UnevenShard)
             has_rows = (is_row_shard or placement == Shard(0)) and _shape(found.spec)[:1] == shape[:1]
             is_whole = placement.is_replicate() and not found.is_written and _shape(found.spec) == shape
             if split is not None and (has_rows or is_whole):
@@ -218,7 +210,7 @@ def _plan_through_replicate(
 
     def meet(src: Placement, dst: Placement) -> bool:
         is_split = isinstance(src, Shard | _StridedShard) and isinstance(dst, Shard | _StridedShard)
-        return is_split and src != dst and (_is_own(src) or _is_own(dst))
+        return is_split and src != dst and (isinstance(src, UnevenShard) or isinstance(dst, UnevenShard))
 
     _check_columns(src_spec)
     _check_columns(dst_spec)
@@ -388,3 +380,6 @@ def _shape(spec: DTensorSpec) -> torch.Size:
 
 def _with_placements(spec: DTensorSpec, placements: Sequence[Placement]) -> DTensorSpec:
     return DTensorSpec(spec.mesh, tuple(placements), tensor_meta=spec.tensor_meta)
+
+
+_patch_dtensor()

@@ -123,30 +123,6 @@ class FlatLayout:
         """Elements of the full buffer that belong to no tensor; padding_report.py says what they are for."""
         return self.total_numel - self.used_numel
 
-    @property
-    def padding_fraction(self) -> float:
-        """Padding elements for each used one; 0 for a layout without elements."""
-        return self.padding_numel / self.used_numel if self.used_numel else 0.0
-
-    def rows(self, index: int, rank: int) -> tuple[int, int]:
-        """Return the rows [begin, end) of tensor ``index`` that ``rank`` owns; begin == end where it owns none."""
-        slot = self.slots[index]
-        begin, end = (
-            rows_before(cut * self.segment_numel, start=slot.start, row_numel=slot.row_numel, num_rows=slot.rows)
-            for cut in (rank, rank + 1)
-        )
-        return begin, end
-
-    def row_ranges(self, index: int) -> tuple[tuple[int, int], ...]:
-        """Return the rows [begin, end) of tensor ``index`` on each rank [num_ranks]: together all rows, in order."""
-        return tuple(self.rows(index, rank) for rank in range(self.num_ranks))
-
-    def local_start(self, index: int, rank: int) -> int:
-        """Return the offset, in elements within the rank's segment, of its first row of tensor ``index``; 0 for none."""
-        begin, end = self.rows(index, rank)
-        slot = self.slots[index]
-        return slot.start + begin * slot.row_numel - rank * self.segment_numel if end > begin else 0
-
 
 def rows_before(position: int, *, start: int, row_numel: int, num_rows: int) -> int:
     """Count the rows that begin before element ``position`` of the full buffer, of a tensor that begins at ``start``.

@@ -60,7 +60,9 @@ def _buffer(placements: list[Placement], axes: list[Axis], local: torch.Tensor |
     num_ranks = 1
     for axis in axes:
         num_ranks *= axis.size
-    return DBuffer(_layout(num_ranks), placements, axes, dtype=torch.float32, device=CPU, local=local)
+    layout = _layout(num_ranks)
+    begin, end = local_range(layout, placements, axes)
+    return DBuffer(layout, placements, axes, torch.empty(end - begin) if local is None else local)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4, 7])

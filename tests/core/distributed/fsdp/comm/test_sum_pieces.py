@@ -8,7 +8,6 @@ import multiprocessing
 import pytest
 import torch
 
-from megatron.core.distributed.fsdp.comm.process_group import sum_in_order
 from megatron.core.distributed.fsdp.comm.sum_pieces import sum_pieces
 from megatron.core.distributed.fsdp.comm.transport import scale_and_accumulate
 
@@ -19,10 +18,18 @@ def _pieces(count: int, numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
     return [(torch.randn(numel, generator=generator) * 3.0**index).to(dtype) for index in range(count)]
 
 
+def sum_in_order(pieces: torch.Tensor) -> torch.Tensor:
+    """Sum ``pieces`` [R, S] to [S] in fp32 or wider, from rank 0 upwards."""
+    total = pieces[0].to(torch.promote_types(pieces.dtype, torch.float32), copy=True)
+    for piece in pieces[1:]:
+        total += piece
+    return total
+
+
 @pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize("held", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16, torch.float64])
-def test_the_sum_is_that_of_the_process_group(wire: torch.dtype, held: torch.dtype, accumulate: bool) -> None:
+def test_the_sum_is_in_rank_order(wire: torch.dtype, held: torch.dtype, accumulate: bool) -> None:
     pieces = _pieces(5, 1003, wire)
     out = _pieces(1, 1003, held)[0]
     expected = out.clone()

@@ -36,6 +36,7 @@ from tests.support.dtensor_operations import (
     assert_optimizers_step_as_on_the_whole,
 )
 from tests.support.launch import run_ranks
+from tests.support.layouts import row_ranges, rows
 
 # Uneven rows, fewer rows than ranks, one dimension, more than two; large enough rows that some ranks own none; cut at
 # blocks of rows, the last one short, and not at all.
@@ -145,15 +146,15 @@ def test_rows_are_those_of_the_layout(shapes: list[Size], num_ranks: int, granul
     for index, shape in enumerate(shapes):
         placement = RowShard.of(layout, index)
         ranges = [placement.rows(shape[0], rank=rank, num_ranks=num_ranks) for rank in range(num_ranks)]
-        assert ranges == list(layout.row_ranges(index))
+        assert ranges == list(row_ranges(layout, index))
 
 
 def test_blocks_of_rows_and_whole_tensors_are_cut_at_their_granules() -> None:
     """What the checks below run on, here on 4 ranks."""
     layout = _layout(4)
-    assert layout.row_ranges(6) == ((0, 0), (0, 6), (6, 10), (10, 10)), "blocks of 2 rows"
-    assert layout.row_ranges(7) == ((0, 15), (15, 16), (16, 16), (16, 16)), "blocks of 3 rows, the last of one row"
-    assert sorted(end - begin for begin, end in layout.row_ranges(8)) == [0, 0, 0, 4], "the whole tensor"
+    assert row_ranges(layout, 6) == ((0, 0), (0, 6), (6, 10), (10, 10)), "blocks of 2 rows"
+    assert row_ranges(layout, 7) == ((0, 15), (15, 16), (16, 16), (16, 16)), "blocks of 3 rows, the last of one row"
+    assert sorted(end - begin for begin, end in row_ranges(layout, 8)) == [0, 0, 0, 4], "the whole tensor"
 
 
 # Gathering and splitting.
@@ -439,7 +440,7 @@ def chunk_offsets_come_from_the_layout() -> None:
             (chunk,) = moment.__create_chunk_list__()
             shape, offsets = compute_local_shape_and_global_offset(tensor.shape, mesh, tensor.placements)
         assert communication.get_total_counts() == 0
-        begin, end = layout.rows(index, dist.get_rank())
+        begin, end = rows(layout, index, dist.get_rank())
         assert (chunk.sizes[0], shape[0]) == (end - begin, end - begin)
         assert begin == end or (chunk.offsets[0], offsets[0]) == (begin, begin)
 

@@ -86,8 +86,7 @@ def _poison_padding(net: nn.Module, buffer_of: Callable[[FsdpParameterGroup], DB
 
 
 def _main_grad(group: FsdpParameterGroup) -> DBuffer:
-    axes, flat = group.group_mesh.axes, group.grads.main_storage.flat
-    return DBuffer(group.layout, group.weights.main.placements, axes, dtype=flat.dtype, device=group.device, local=flat)
+    return DBuffer(group.layout, group.weights.main.placements, group.group_mesh.axes, group.grads.main_storage.flat)
 
 
 def _assert_same(ours: nn.Module, theirs: nn.Module, what: str = "") -> None:

@@ -48,6 +48,6 @@ def test_blocks_cover_each_element_once_with_its_table_row(pieces: list[tuple[in
 def test_runs_of_a_buffer_leave_out_padding_and_empty_tensors() -> None:
     slots = (TensorSlot(torch.Size((2, 3)), 0), TensorSlot(torch.Size((4,)), 6), TensorSlot(torch.Size((0,)), 0))
     layout = FlatLayout((*slots, TensorSlot(torch.Size(()), 12)), 1, 16)
-    buffer = DBuffer(layout, [Replicate()], [None], dtype=torch.float32, device=torch.device("cpu"))  # type: ignore[list-item]
+    buffer = DBuffer(layout, [Replicate()], [None], torch.empty(16))  # type: ignore[list-item]
     assert runs_of(buffer, [0, 0, 5, 0]) == [Run(0, 10, 0), Run(12, 13, 0)]
     assert runs_of(buffer, [1, 0, 5, 0]) == [Run(0, 6, 1), Run(6, 10, 0), Run(12, 13, 0)]

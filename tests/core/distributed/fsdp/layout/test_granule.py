@@ -17,6 +17,7 @@ from megatron.core.distributed.fsdp.layout.granule import Granule, granule_of
 from megatron.core.distributed.fsdp.layout.padding import PaddingPolicy
 from megatron.core.distributed.fsdp.layout.padding_report import padding_report
 from megatron.core.distributed.fsdp.layout.row_groups import RowGroup, group_by_rows
+from tests.support.layouts import local_start, row_ranges
 
 WHOLE_BUFFER = PaddingPolicy(alignment=1, max_fraction=0.0, least_numel_to_cut=0)
 QWEN_LAYER = [Size(shape) for shape in [(4608, 3584), (3584, 3584), (37888, 3584), (3584, 18944), (3584,), (3584,)]]
@@ -30,7 +31,7 @@ def granules_of(groups: Sequence[RowGroup]) -> dict[int, Granule]:
 
 def ranks_of(layout: FlatLayout, index: int) -> list[int]:
     """The ranks that own rows of a tensor."""
-    return [rank for rank, (begin, end) in enumerate(layout.row_ranges(index)) if end > begin]
+    return [rank for rank, (begin, end) in enumerate(row_ranges(layout, index)) if end > begin]
 
 
 # The value.
@@ -99,7 +100,7 @@ def test_parameters_ask_by_an_attribute() -> None:
 def test_cuts_fall_on_blocks_of_rows() -> None:
     """Ten rows in blocks of three on 2 ranks: two blocks on each, the last of them short."""
     layout = pack_rows([Size((10, 4))], num_ranks=2, alignment=1, granules=[Granule.rows(3)])
-    assert (layout.row_ranges(0), layout.segment_numel) == (((0, 6), (6, 10)), 24)
+    assert (row_ranges(layout, 0), layout.segment_numel) == (((0, 6), (6, 10)), 24)
 
 
 def test_a_whole_tensor_lies_on_one_rank() -> None:
@@ -114,7 +115,7 @@ def test_a_layout_that_cuts_a_granule_is_refused() -> None:
     slot = TensorSlot(Size((4, 10)), 0, Granule.rows(3))
     with pytest.raises(ValueError, match=r"between granules \(3 rows\), got tensor 0 of shape \[4, 10\]"):
         FlatLayout((slot,), 2, 20)
-    assert FlatLayout((slot,), 2, 30).row_ranges(0) == ((0, 3), (3, 4))
+    assert row_ranges(FlatLayout((slot,), 2, 30), 0) == ((0, 3), (3, 4))
 
 
 def test_whole_tensors_are_packed_fast() -> None:
@@ -229,8 +230,8 @@ def check_granules(layout: FlatLayout) -> None:
         for at in range(slot.start, slot.start + slot.numel):
             owners[at] += 1
         taken: list[int] = []
-        for rank, (begin, end) in enumerate(layout.row_ranges(index)):
-            local = rank * layout.segment_numel + layout.local_start(index, rank)
+        for rank, (begin, end) in enumerate(row_ranges(layout, index)):
+            local = rank * layout.segment_numel + local_start(layout, index, rank)
             taken += range(local, local + (end - begin) * slot.row_numel)
         assert taken == list(range(slot.start, slot.start + slot.numel)), "each element of the tensor is owned once"
         for boundary in range(0, layout.total_numel, max(layout.segment_numel, 1)):

@@ -41,6 +41,7 @@ from tests.support.hybrid import (
     make_hybrid_net,
     steps_in_order,
 )
+from tests.support.layouts import row_ranges
 from tests.support.models import STRATEGY_NAMES, full, local_of, make_net
 from tests.support.rank_checks import RankChecks
 from tests.support.shared_folder import shared_folder
@@ -188,7 +189,7 @@ def _assert_granules_are_kept(model: nn.Module) -> set[Granule]:
                 continue
             assert slot.granule == granule
             asked.add(granule)
-            owners = [end for begin, end in group.layout.row_ranges(index) if end > begin]
+            owners = [end for begin, end in row_ranges(group.layout, index) if end > begin]
             assert all(end == slot.rows or end % (granule.num_rows or slot.rows) == 0 for end in owners)
     return asked
 

@@ -1,0 +1,73 @@
+"""The base of DTensor placements that split dim 0 in another way than ``Shard(0)``, which means ``torch.chunk``.
+
+The rules that keep DTensor from taking them for ``Shard(0)`` are in row_shard_rules.py.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed._functional_collectives as funcol
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
+
+UnevenShardT = TypeVar("UnevenShardT", bound="UnevenShard")
+
+
+class UnevenShard(Shard):
+    """A split of dim 0 whose numbers say which rows a rank of a mesh axis has. Equal only if all numbers are."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+
+    @abstractmethod
+    def _fields(self) -> tuple[int, ...]:
+        """Return the arguments of the constructor."""
+
+    @abstractmethod
+    def part(self, tensor: torch.Tensor, *, rank: int, num_ranks: int) -> torch.Tensor:
+        """Return a rank's part of a whole tensor; it may be a view."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, UnevenShard) and type(other) is type(self) and self._fields() == other._fields()
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash((type(self), *self._fields()))
+
+    def __reduce__(self) -> tuple[type[UnevenShard], tuple[int, ...]]:
+        return type(self), self._fields()
+
+    def __copy__(self: UnevenShardT) -> UnevenShardT:
+        return self
+
+    def __deepcopy__(self: UnevenShardT, memo: dict[int, Any]) -> UnevenShardT:
+        return self
+
+    # DTensor calls these on a placement. Names and signatures are torch's (config/torch_versions.py). Sizes of dim 0 that
+    # they take are in rows before this axis cuts, those that they return in rows after it, as an axis further right needs.
+
+    def local_shard_size_and_offset(self, curr_local_size: int, num_chunks: int, rank: int) -> tuple[int, int]:  # type: ignore[override]
+        return self._local_shard_size_and_offset(curr_local_size, num_chunks, rank)  # type: ignore[return-value]
+
+    def _replicate_to_shard(  # type: ignore[override]
+        self, local_tensor: torch.Tensor, mesh: DeviceMesh, mesh_dim: int, shard_index: int
+    ) -> torch.Tensor:
+        own = self.part(local_tensor, rank=shard_index, num_ranks=mesh.size(mesh_dim))
+        return own.clone(memory_format=torch.contiguous_format)
+
+    def _reduce_shard_tensor(
+        self, tensor: torch.Tensor, mesh: DeviceMesh, reduce_op: str, mesh_dim: int
+    ) -> torch.Tensor:
+        # Not the hot path (the engine reduces whole buffers), so the simple way: all-reduce, then take our rows.
+        reduced = funcol.all_reduce(tensor, reduceOp=reduce_op, group=(mesh, mesh_dim))
+        return self._replicate_to_shard(reduced, mesh, mesh_dim, mesh.get_local_rank(mesh_dim))
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
+        raise AssertionError(f"a tensor placed by {self} is made by redistribution, to or from Replicate()")
+
+    _split_tensor = _to_new_shard_dim = _refuse
