@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
+from megatron.core.distributed.fsdp.layout.padding_report import padding_by_granule
 from megatron.core.distributed.fsdp.layout.plan import Plan
 
 _GIB = 2**30
@@ -25,6 +27,7 @@ class MemoryReport:
         partial_gradients: of strategies that accumulate whole gradients between microbatches, if there are several.
         stays_unsharded: bytes of ``unsharded`` that hold weights from forward to backward to save their second gather.
         saved_traffic: bytes that this rank need not gather in each microbatch because of that.
+        padding: elements of padding for each element of a weight, by the granule that they are for. All buffers above have it.
         is_planned: arenas are those of a recorded step; else they are expected, from the order of registration.
     """
 
@@ -37,6 +40,7 @@ class MemoryReport:
     partial_gradients: int
     stays_unsharded: int
     saved_traffic: int
+    padding: Mapping[str, float]
     is_planned: bool
 
     @property
@@ -74,7 +78,9 @@ class MemoryReport:
         ]
         shown = [row for row in rows if row[1] or not row[0].startswith(("partial", "  model"))]
         lines = [f"  {name:<28}{nbytes / _GIB:>9.3f} GiB  {note}".rstrip() for name, nbytes, note in shown]
-        return "\n".join(["sharding engine, memory of this rank:", *lines])
+        causes = ", ".join(f"{granule} {share:.2%}" for granule, share in self.padding.items() if share)
+        padding = f"  {'padding in these':<28}{sum(self.padding.values()):>9.2%}      {causes}".rstrip()
+        return "\n".join(["sharding engine, memory of this rank:", *lines, padding])
 
     @property
     def _note(self) -> str:
@@ -96,8 +102,17 @@ def report_memory(groups: Sequence[FsdpParameterGroup], plan: Plan, *, is_planne
         partial_gradients=sum(group.grads.partial_nbytes for group in trainable),
         stays_unsharded=sum(plan.stays_unsharded_nbytes.values()),
         saved_traffic=sum(_gathered_nbytes(group) for group in groups if group.index in plan.stays_unsharded_nbytes),
+        padding=_padding(groups),
         is_planned=is_planned,
     )
+
+
+def _padding(groups: Sequence[FsdpParameterGroup]) -> dict[str, float]:
+    numels: Counter[str] = Counter()
+    for group in groups:
+        numels.update(padding_by_granule(group.layout))
+    used = sum(group.layout.used_numel for group in groups)
+    return {granule: numel / max(used, 1) for granule, numel in numels.items()}
 
 
 def _model_nbytes(group: FsdpParameterGroup) -> int:

@@ -63,6 +63,9 @@ def what_is_told_is_what_is_allocated() -> None:
             _step(net, optimizer, 1)
         planned = context_of(net).describe()
         assert planned.is_planned
+        used, total = (sum(getattr(g.layout, n) for g in context_of(net).groups) for n in ("used_numel", "total_numel"))
+        assert sum(planned.padding.values()) == pytest.approx(total / used - 1)
+        assert f"padding in these {total / used - 1:>20.2%}" in str(planned) and "alignment" in str(planned)
         assert planned.at_rest == _engine_nbytes(net), strategy
         assert expected.at_rest == pytest.approx(planned.at_rest, rel=0.02), strategy
         net(my_piece(0)[0].bfloat16()).float().sum().backward()
