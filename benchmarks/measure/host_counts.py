@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 import megatron.core.distributed.fsdp
 from megatron.core.distributed.fsdp.runtime import context as context_module
-from megatron.core.distributed.fsdp.runtime.streams import CudaStreams, Edge, HostStreams, Role
+from megatron.core.distributed.fsdp.runtime.streams import CudaStreams, Edge, Role, Streams
 
 ENGINE = str(Path(megatron.core.distributed.fsdp.__file__).parent)
 PHASES = ("forward", "backward", "step")
@@ -178,7 +178,7 @@ def _is_view(func: Any) -> bool:
     return any(a.alias_info is not None and not a.alias_info.is_write for a in func._schema.arguments)
 
 
-class _CountingHostStreams(HostStreams):
+class _CountingHostStreams(Streams):
     """Streams on a CPU that count the events and waits that a device would get."""
 
     def __init__(self, tally: Tally) -> None:

@@ -49,7 +49,7 @@ def shard_hybrid(net: Net, strategy: str, outer: str, *, overlaps: bool = True, 
         fully_shard(module, hybrid_mesh(), **settings)
     context = context_of(net)
     context.poisons = True
-    context.overlaps_gather = context.overlaps_reduce = overlaps
+    context.prefetch_scheduler.prefetches = context.grad_reducer.overlaps = overlaps
     return net
 
 

@@ -95,8 +95,8 @@ class FullyShardedDataParallel(nn.Module):
             ddp_config.fsdp_memory_budget, group, device_of(self.dist_index.get_root_mesh())
         )
         for context in self._contexts():
-            context.overlaps_gather = ddp_config.overlap_param_gather
-            context.overlaps_reduce = ddp_config.overlap_grad_reduce
+            context.prefetch_scheduler.prefetches = ddp_config.overlap_param_gather
+            context.grad_reducer.overlaps = ddp_config.overlap_grad_reduce
             context.planner.ahead_numel = ddp_config.suggested_communication_unit_size or 0
             context.planner.memory_budget_nbytes = memory_budget_nbytes
 

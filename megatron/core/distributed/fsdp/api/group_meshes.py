@@ -10,7 +10,6 @@ from fractions import Fraction
 import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Partial
 
 from megatron.core.distributed.fsdp.buffers.param_slots import ManagedParameter
 from megatron.core.distributed.fsdp.config.placement import Placements
@@ -42,8 +41,7 @@ class GroupMeshes:
         Tokens of all ranks of the dense mesh contribute to an expert's gradient, so it is divided by the number of
         those ranks, however many the expert mesh has.
         """
-        averaged = (_num_averaged(placements, self.dense), _num_averaged(placements, mesh))
-        return Fraction(divisor) * Fraction(*averaged)
+        return Fraction(divisor) * Fraction(self.dense.num_averaged(placements), mesh.num_averaged(placements))
 
 
 def make_group_meshes(
@@ -116,12 +114,3 @@ def _with_tensor_axis(group_mesh: GroupMesh, mesh: DeviceMesh, model: ModelParal
     axes = [names.index(name) for name in (model.tensor_axis, *(group_mesh.rows_mesh.mesh_dim_names or ()))]
     tensor_mesh = mesh_in_order(mesh, axes)
     return replace(group_mesh, tensor_mesh=tensor_mesh, model=model)
-
-
-def _num_averaged(placements: Placements, mesh: GroupMesh) -> int:
-    """Return the number of ranks over which gradients are averaged, not summed."""
-    size = 1
-    for placement, axis in zip(placements.gradient, mesh.axes, strict=True):
-        if not (isinstance(placement, Partial) and placement.reduce_op == "sum"):
-            size *= axis.size
-    return size

@@ -49,20 +49,9 @@ _gather = getattr(ProcessGroup, "all_gather_single", None) or ProcessGroup._allg
 _reduce_scatter = getattr(ProcessGroup, "reduce_scatter_single", None) or ProcessGroup._reduce_scatter_base
 
 
-def _gather_options() -> AllgatherOptions:
-    options = AllgatherOptions()
-    options.asyncOp = False
-    return options
-
-
-def _sum_options() -> ReduceScatterOptions:
-    options = ReduceScatterOptions()
-    options.asyncOp = False
-    options.reduceOp = ReduceOp.SUM  # type: ignore[assignment]
-    return options
-
-
-_GATHER, _SUM = _gather_options(), _sum_options()
+_GATHER, _SUM = AllgatherOptions(), ReduceScatterOptions()
+_GATHER.asyncOp = _SUM.asyncOp = False
+_SUM.reduceOp = ReduceOp.SUM  # type: ignore[assignment]
 
 
 def all_gather_flat(group: ProcessGroup, full: torch.Tensor, shard: torch.Tensor) -> None:

@@ -43,16 +43,11 @@ class BlockShard(UnevenShard):
             )
         return num_rows // pieces
 
-    def full_ranges(self, begin: int, end: int, *, num_rows: int, rank: int, num_ranks: int) -> list[tuple[int, int]]:
-        """Return the rows of the whole tensor, as ranges in order, that rows [begin, end) of ``rank``'s part are."""
+    def full_ranges(self, num_rows: int, *, rank: int, num_ranks: int) -> list[tuple[int, int]]:
+        """Return the rows of a tensor of ``num_rows`` rows that ``rank`` holds, as ranges in order."""
         piece = self.block_rows(num_rows, num_ranks)
-        ranges = []
-        for block in range(self.num_blocks):
-            first, last = max(begin, block * piece), min(end, (block + 1) * piece)
-            if last > first:
-                shift = block * piece * (num_ranks - 1) + rank * piece
-                ranges.append((first + shift, last + shift))
-        return ranges
+        starts = [(block * num_ranks + rank) * piece for block in range(self.num_blocks)]
+        return [(start, start + piece) for start in starts if piece]
 
     def part(self, tensor: torch.Tensor, *, rank: int, num_ranks: int) -> torch.Tensor:
         """Return a rank's part of a whole tensor; a copy but for a single rank."""

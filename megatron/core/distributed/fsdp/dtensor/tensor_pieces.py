@@ -72,9 +72,9 @@ def boxes_of(tensor: DTensor) -> list[ChunkStorageMetadata]:
 
 def _held(placement: Shard, num_rows: int, *, rank: int, num_ranks: int) -> list[_Range]:
     """Return the ranges that an axis gives a rank out of ``num_rows`` rows, or out of the parts that it cuts rows into."""
-    size, offset = map(int, placement._local_shard_size_and_offset(num_rows, num_ranks, rank))
     if isinstance(placement, BlockShard):
-        return placement.full_ranges(0, size, num_rows=num_rows, rank=rank, num_ranks=num_ranks)
+        return placement.full_ranges(num_rows, rank=rank, num_ranks=num_ranks)
+    size, offset = map(int, placement._local_shard_size_and_offset(num_rows, num_ranks, rank))
     return [(offset, offset + size)] if size else []
 
 

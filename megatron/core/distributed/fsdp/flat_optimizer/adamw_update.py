@@ -48,7 +48,6 @@ class FlatShard:
         model: model weights in another dtype than the main weights; None where the main weights are the model weights.
         runs: the elements to update.
         blocks: the same as a table for the kernel; None where there is no kernel.
-        launch: the compiled launch of the last update, for the next one.
     """
 
     main: torch.Tensor

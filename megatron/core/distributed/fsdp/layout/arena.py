@@ -7,7 +7,8 @@ allocation, which is NP-hard. A few greedy orders are tried, each repaired a few
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -87,16 +88,8 @@ def plan_arena(nbytes: Sequence[int], ranges: Sequence[LiveRange], *, alignment:
 def peak_live_nbytes(nbytes: Sequence[int], ranges: Sequence[LiveRange], *, alignment: int = 512) -> int:
     """Return the largest sum, over all ticks, of the aligned sizes of the owners alive: no arena can be smaller."""
     sizes = _aligned_sizes(nbytes, ranges, alignment)
-    peak = 0
-    alive: dict[int, int] = {}
-    live = 0
-    for _, change, owner in _changes(ranges):
-        before = alive.get(owner, 0)
-        alive[owner] = before + change
-        if before == 0 or alive[owner] == 0:
-            live += change * sizes[owner]
-        peak = max(peak, live)
-    return max(peak, max(sizes, default=0))
+    live = [sum(sizes[owner] for owner in alive) for _, alive in _begins(ranges)]
+    return max([*live, *sizes], default=0)
 
 
 def _aligned_sizes(nbytes: Sequence[int], ranges: Sequence[LiveRange], alignment: int) -> list[int]:
@@ -108,27 +101,27 @@ def _aligned_sizes(nbytes: Sequence[int], ranges: Sequence[LiveRange], alignment
     return [-(-size // alignment) * alignment for size in nbytes]
 
 
-def _changes(ranges: Sequence[LiveRange]) -> list[tuple[int, int, int]]:
-    """Return (tick, +1 or -1, owner) for begins and ends, in the order of time; ends come first within a tick."""
+def _begins(ranges: Sequence[LiveRange]) -> Iterator[tuple[int, Collection[int]]]:
+    """Yield (owner, the owners alive then, it among them) for each begin of a range, in the order of time."""
+    alive: Counter[int] = Counter()
     begins = [(live.begin, 1, live.owner) for live in ranges]
     ends = [(live.end, -1, live.owner) for live in ranges]
-    return sorted(begins + ends)
+    for _, change, owner in sorted(begins + ends):  # ends come first within a tick
+        alive[owner] += change
+        if alive[owner] == 0:
+            del alive[owner]
+        if change > 0:
+            yield owner, alive
 
 
 def _alive_together(num_owners: int, ranges: Sequence[LiveRange]) -> list[set[int]]:
     """Return the owners [N] that are alive at some tick at which owner i is."""
     conflicts: list[set[int]] = [set() for _ in range(num_owners)]
-    alive: dict[int, int] = {}
-    for _, change, owner in _changes(ranges):
-        alive[owner] = alive.get(owner, 0) + change
-        if alive[owner] == 0:
-            del alive[owner]
-        if change > 0:
-            for other in alive:
+    for owner, alive in _begins(ranges):
+        for other in alive:
+            if other != owner:
                 conflicts[owner].add(other)
                 conflicts[other].add(owner)
-    for owner, others in enumerate(conflicts):
-        others.discard(owner)
     return conflicts
 
 

@@ -11,7 +11,7 @@ Which tensors share a buffer, and which have their rows cut, is decided in row_g
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -193,11 +193,7 @@ def _cuts_fall_between_granules(slot: TensorSlot, segment: int) -> bool:
 
 def _kinds(slots: Sequence[TensorSlot]) -> dict[tuple[int, int], int]:
     """Count the tensors that have elements by (numel, granule_numel)."""
-    kinds: dict[tuple[int, int], int] = defaultdict(int)
-    for slot in slots:
-        if slot.numel:
-            kinds[slot.numel, slot.granule_numel] += 1
-    return kinds
+    return Counter((slot.numel, slot.granule_numel) for slot in slots if slot.numel)
 
 
 def least_segment_of(slots: Sequence[TensorSlot], *, num_ranks: int, alignment: int) -> int:
@@ -242,9 +238,9 @@ def _least_crossed_once(numel: int, granule: int, segment: int) -> int:
 def _pack_aligned(slots: Sequence[TensorSlot], num_ranks: int, alignment: int) -> FlatLayout:
     """Pack by first fit into the least segment that holds all; starts and segment are multiples of ``alignment``."""
     kinds = _kinds(slots)
-    filled = sorted(
-        (index for index, slot in enumerate(slots) if slot.numel), key=lambda index: _priority(slots[index])
-    )
+    filled = [index for index, slot in enumerate(slots) if slot.numel]
+    # Large granules first, since they are the hardest to place; single elements last, which fit anywhere.
+    filled.sort(key=lambda index: (-slots[index].granule_numel, -slots[index].numel))
     segment = least_segment_of(slots, num_ranks=num_ranks, alignment=alignment)
     for trial in count():
         # The larger first: what crosses boundaries wants the long free stretch, what does not fills the gaps.
@@ -257,11 +253,6 @@ def _pack_aligned(slots: Sequence[TensorSlot], num_ranks: int, alignment: int) -
         segment = _next_segment(kinds, alignment, at_least=segment + max(step, coarse))
     placed = tuple(replace(slot, start=start) for slot, start in zip(slots, starts, strict=True))
     return FlatLayout(placed, num_ranks, segment)
-
-
-def _priority(slot: TensorSlot) -> tuple[int, int]:
-    """Sort key: large granules first, since they are the hardest to place; single elements last, which fit anywhere."""
-    return -slot.granule_numel, -slot.numel
 
 
 def _place(slots: Sequence[TensorSlot], order: list[int], segment: int, alignment: int) -> tuple[list[int], int]:

@@ -12,7 +12,7 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from megatron.core.distributed.fsdp.layout.arena import ArenaPlan, LiveRange, plan_arena
+from megatron.core.distributed.fsdp.layout.arena import LiveRange, plan_arena
 
 # A record longer than this many uses is not a step; it is dropped before it takes more memory.
 _MAX_USES = 100_000
@@ -26,52 +26,30 @@ class Use(NamedTuple):
     backward: bool
 
 
-@dataclass(frozen=True)
-class PoolPlan:
-    """Addresses of some groups' buffers in one arena."""
+class Pool(NamedTuple):
+    """Groups whose buffers lie in one arena, and its bytes."""
 
     groups: tuple[int, ...]
-    arena: ArenaPlan
-
-    @property
-    def nbytes(self) -> int:
-        return self.arena.nbytes
-
-    def offset(self, group: int) -> int:
-        """Return the bytes between the arena's start and the group's buffer."""
-        return self.arena.offsets[self.groups.index(group)]
-
-    def overlapping(self, group: int) -> tuple[int, ...]:
-        """Return the groups whose buffer shares addresses with the group's."""
-        return tuple(self.groups[other] for other in self.arena.overlapping[self.groups.index(group)])
+    nbytes: int
 
 
 @dataclass(frozen=True)
 class RangePlan:
-    """Addresses of the groups' buffers, in one arena for each pool: memory of one transport, or of none in particular."""
+    """Addresses of the groups' buffers, in one arena for each pool: memory of one transport, or of none in particular.
 
-    pools: tuple[PoolPlan, ...]
+    Attributes:
+        offsets: bytes between the start of a group's arena and its buffer, by group.
+        overlapping: groups whose buffer shares addresses with a group's, by group.
+    """
 
-    @property
-    def groups(self) -> tuple[int, ...]:
-        """Groups that have an address."""
-        return tuple(group for pool in self.pools for group in pool.groups)
+    pools: tuple[Pool, ...]
+    offsets: Mapping[int, int]
+    overlapping: Mapping[int, tuple[int, ...]]
 
     @property
     def nbytes(self) -> int:
         """Bytes of all arenas."""
         return sum(pool.nbytes for pool in self.pools)
-
-    def offset(self, group: int) -> int:
-        """Return the bytes between the start of the group's arena and its buffer."""
-        return self._pool(group).offset(group)
-
-    def overlapping(self, group: int) -> tuple[int, ...]:
-        """Return the groups whose buffer shares addresses with the group's."""
-        return self._pool(group).overlapping(group)
-
-    def _pool(self, group: int) -> PoolPlan:
-        return next(pool for pool in self.pools if group in pool.groups)
 
 
 @dataclass(frozen=True)
@@ -273,10 +251,13 @@ def _range_plan(
     for group in sorted(ranges):
         if ranges[group] and group in nbytes:
             members[pool_of.get(group, 0)].append(group)
-    return RangePlan(tuple(_pool_plan(tuple(members[pool]), ranges, nbytes) for pool in sorted(members)))
-
-
-def _pool_plan(groups: tuple[int, ...], ranges: Mapping[int, list[LiveRange]], nbytes: Mapping[int, int]) -> PoolPlan:
-    local = {group: index for index, group in enumerate(groups)}
-    live = [LiveRange(local[group], r.begin, r.end) for group in groups for r in ranges[group]]
-    return PoolPlan(groups, plan_arena([nbytes[group] for group in groups], live))
+    pools: list[Pool] = []
+    offsets: dict[int, int] = {}
+    overlapping: dict[int, tuple[int, ...]] = {}
+    for _, groups in sorted(members.items()):
+        live = [LiveRange(at, r.begin, r.end) for at, group in enumerate(groups) for r in ranges[group]]
+        arena = plan_arena([nbytes[group] for group in groups], live)
+        pools.append(Pool(tuple(groups), arena.nbytes))
+        for group, offset, others in zip(groups, arena.offsets, arena.overlapping, strict=True):
+            offsets[group], overlapping[group] = offset, tuple(groups[other] for other in others)
+    return RangePlan(tuple(pools), offsets, overlapping)

@@ -238,17 +238,13 @@ def _row_parts(shape: torch.Size, alignment: int) -> dict[int, int]:
     """
     row_numel = math.prod(shape[1:])
     found = {1: math.lcm(row_numel, alignment)}
-    for parts in _divisors(shape[1]) if row_numel and len(shape) > 1 else ():
+    for parts in range(2, shape[1] + 1) if row_numel and len(shape) > 1 else ():
+        if shape[1] % parts:
+            continue
         length = math.lcm(row_numel // parts, alignment)
         if length < min(found.values()):
             found[parts] = length
     return found
-
-
-def _divisors(number: int) -> list[int]:
-    """Return the divisors of a positive number, ascending."""
-    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
-    return small + [number // d for d in reversed(small) if d * d != number]
 
 
 def _without_needless_parts(

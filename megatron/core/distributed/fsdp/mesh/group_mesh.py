@@ -60,11 +60,12 @@ class GroupMesh:
 
     def grad_scale(self, placements: Placements, grad_divisor: float | Fraction) -> float:
         """Return the factor for sums of gradients: 1 / ``grad_divisor``, and 1 / size of each axis that averages."""
-        divisor = Fraction(grad_divisor)
-        for placement, axis in zip(placements.gradient, self.axes, strict=True):
-            if isinstance(placement, Shard) or placement.reduce_op == "avg":  # type: ignore[attr-defined]
-                divisor *= axis.size
-        return float(1 / divisor)
+        return float(1 / (Fraction(grad_divisor) * self.num_averaged(placements)))
+
+    def num_averaged(self, placements: Placements) -> int:
+        """Count the ranks over which gradients are averaged, not summed."""
+        sums = [isinstance(p, Partial) and p.reduce_op == "sum" for p in placements.gradient]
+        return math.prod(axis.size for axis, is_sum in zip(self.axes, sums, strict=True) if not is_sum)
 
 
 def group_mesh_of(

@@ -47,8 +47,8 @@ class FsdpContext:
         self.graphs = Graphs()
         self.planner = Planner(self.unsharder, self.grad_reducer, self.graphs, device)
         self.registry = UnitRegistry()
-        self._prefetch_scheduler = PrefetchScheduler(self.registry, self.unsharder, self.planner)
-        self._backward = Backward(self.registry, self._prefetch_scheduler, self.unsharder, self.grad_reducer)
+        self.prefetch_scheduler = PrefetchScheduler(self.registry, self.unsharder, self.planner)
+        self._backward = Backward(self.registry, self.prefetch_scheduler, self.unsharder, self.grad_reducer)
         self._backward_end: weakref.ref[BackwardEnd] | None = None
         self._on_failure = _on_failure(weakref.ref(self._backward))
         self._is_capturing = False
@@ -65,24 +65,6 @@ class FsdpContext:
     def in_plan(self) -> bool:
         """True if this step has done so far what the plan says."""
         return self.planner.in_plan
-
-    @property
-    def overlaps_gather(self) -> bool:
-        """Whether the next units' weights are gathered ahead of their use."""
-        return self._prefetch_scheduler.prefetches
-
-    @overlaps_gather.setter
-    def overlaps_gather(self, value: bool) -> None:
-        self._prefetch_scheduler.prefetches = value
-
-    @property
-    def overlaps_reduce(self) -> bool:
-        """Whether a unit's gradients are reduced while the next backward runs; else compute waits for each reduction."""
-        return self.grad_reducer.overlaps
-
-    @overlaps_reduce.setter
-    def overlaps_reduce(self, value: bool) -> None:
-        self.grad_reducer.overlaps = value
 
     @property
     def poisons(self) -> bool:
@@ -174,7 +156,7 @@ class FsdpContext:
         self._recover()
         self._weight_versions.begin(prepares=True)
         if self._depth == 0:
-            self._prefetch_scheduler.prefetch_first()
+            self.prefetch_scheduler.prefetch_first()
 
     def weights_changed(self) -> None:
         """Make the next forward use the main weights as they are now, also in a scope that is not a step's first."""
@@ -230,7 +212,7 @@ class FsdpContext:
         for group in unit.groups:
             group.weights.num_forwards += 1
         try:
-            self._prefetch_scheduler.begin(unit, backward=False)
+            self.prefetch_scheduler.begin(unit, backward=False)
         except BaseException:
             self.fail_forward(unit)
             raise

@@ -215,12 +215,12 @@ class Planner:
             torch.cuda.empty_cache()  # memory of the first step, in blocks that would fragment the rest
         what = MemoryKind.UNSHARDED if kind == "weights" else MemoryKind.REDUCE_SCATTER_INPUT
         owner: Any = self.unsharder if kind == "weights" else self.grad_reducer
-        owner.overlapping = {i: {groups[o] for o in ranges.overlapping(i)} for i in ranges.groups}
+        owner.overlapping = {i: {groups[other] for other in others} for i, others in ranges.overlapping.items()}
         for pool in ranges.pools:
             arena = groups[pool.groups[0]].group_mesh.empty(pool.nbytes, torch.uint8, self.device, what).zero_()
             self.arenas.append(arena)
             for index in pool.groups:
-                group, offset = groups[index], pool.offset(index)
+                group, offset = groups[index], ranges.offsets[index]
                 storage = group.weights.full_storage if kind == "weights" else group.grads.input_storage
                 assert storage is not None
                 flat = arena[offset : offset + storage.nbytes].view(storage.dtype)

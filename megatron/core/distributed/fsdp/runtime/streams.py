@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -40,33 +40,25 @@ class Edge(Enum):
         self.consumer = Role(consumer)
 
 
-class Streams(Protocol):
-    """Runs work under a role and orders it. An event is whatever ``record`` returns; ``None`` is "nothing to wait for"."""
+class Streams:
+    """Runs work under a role and orders it. An event is whatever ``record`` returns; ``None`` is "nothing to wait for".
+
+    This is for devices without streams: work is done when the call returns, so there is nothing to order.
+    """
 
     def on(self, role: Role) -> AbstractContextManager[Any]:
         """Return a scope in which work is issued on the role's stream; scopes of one role do not nest."""
+        return nullcontext()
 
     def record(self, role: Role, again: Any = None) -> Any:
         """Record an event that fires when all work issued on the role's stream so far is done.
 
         ``again``, an earlier event that nobody will wait for any more, may be used anew.
         """
-
-    def wait(self, edge: Edge, event: Any) -> None:
-        """Make work issued on the edge's consumer run after ``event``; the host does not wait."""
-
-
-class HostStreams:
-    """Streams of a device without streams: work is done when the call returns, so there is nothing to order."""
-
-    def on(self, role: Role) -> AbstractContextManager[Any]:
-        return nullcontext()
-
-    def record(self, role: Role, again: Any = None) -> Any:
         return None
 
     def wait(self, edge: Edge, event: Any) -> None:
-        pass
+        """Make work issued on the edge's consumer run after ``event``; the host does not wait."""
 
 
 class _OnStream:
@@ -90,7 +82,7 @@ def _set_stream(stream: tuple[int, int, int]) -> None:
     torch._C._cuda_setStream(stream_id=stream[0], device_index=stream[1], device_type=stream[2])
 
 
-class CudaStreams:
+class CudaStreams(Streams):
     """Compute is the stream that the caller was on when a pass began; the others are ours.
 
     Communication has high priority, so that its few blocks are not kept waiting by GEMMs; updates, which GEMMs of the
@@ -132,4 +124,4 @@ class CudaStreams:
 
 def make_streams(device: torch.device) -> Streams:
     """Streams for work on ``device``."""
-    return CudaStreams(device) if device.type == "cuda" else HostStreams()
+    return CudaStreams(device) if device.type == "cuda" else Streams()

@@ -73,7 +73,7 @@ def test_nothing_stays_for_a_unit_that_has_no_backward() -> None:
 
 def test_forward_alone_keeps_nothing() -> None:
     plan = _plan(_chain(3, with_backward=False), 4)
-    assert not any(plan.turns) and not plan.inputs.groups and plan.inputs.nbytes == 0
+    assert not any(plan.turns) and not plan.inputs.pools and plan.inputs.nbytes == 0
 
 
 def test_pools_have_arenas_of_their_own() -> None:
@@ -88,8 +88,8 @@ def test_pools_have_arenas_of_their_own() -> None:
         assert ranges.nbytes == sum(pool.nbytes for pool in ranges.pools)
         for unit in nbytes:
             pool = ranges.pools[pool_of[unit]]
-            assert {pool_of[other] for other in ranges.overlapping(unit)} <= {pool_of[unit]}
-            assert 0 <= ranges.offset(unit) <= pool.nbytes - NBYTES
+            assert {pool_of[other] for other in ranges.overlapping[unit]} <= {pool_of[unit]}
+            assert 0 <= ranges.offsets[unit] <= pool.nbytes - NBYTES
     # Every second block alone: one range does, besides the root's.
     assert [pool.nbytes for pool in plan.inputs.pools] == [2 * NBYTES, NBYTES]
 
@@ -99,11 +99,11 @@ def test_a_chain_shares_two_ranges_besides_the_roots() -> None:
     for num_blocks in (2, 3, 8):
         plan = _plan(_chain(num_blocks), num_blocks + 1)
         assert plan.weights.nbytes == plan.inputs.nbytes == 3 * NBYTES
-        assert plan.weights.overlapping(0) == ()
+        assert plan.weights.overlapping[0] == ()
         for block in range(1, num_blocks):
-            assert block + 1 not in plan.weights.overlapping(block)
-            assert plan.weights.offset(block) != plan.weights.offset(block + 1)
-            assert block + 1 not in plan.inputs.overlapping(block)
+            assert block + 1 not in plan.weights.overlapping[block]
+            assert plan.weights.offsets[block] != plan.weights.offsets[block + 1]
+            assert block + 1 not in plan.inputs.overlapping[block]
 
 
 def test_gathers_reach_as_far_ahead_as_asked() -> None:
@@ -165,7 +165,7 @@ def test_units_without_weights_to_gather_have_no_range() -> None:
     """Groups that rest replicated are used, but take no address."""
     recorder = _chain(2)
     plan = recorder.plan(weight_nbytes={1: NBYTES}, input_nbytes={}, groups_of={0: [0], 1: [1], 2: [2]})
-    assert plan.weights.groups == (1,) and plan.inputs.groups == ()
+    assert list(plan.weights.offsets) == [1] and not plan.inputs.pools
 
 
 def test_a_group_that_was_never_released_lives_to_the_end() -> None:
@@ -205,4 +205,4 @@ def test_what_is_needed_together_never_shares_addresses(order: list[int], num_ah
         if at and plan.turns[at - 1]:
             together.add(plan.uses[at - 1].unit)
         for unit in together:
-            assert not set(plan.weights.overlapping(unit)) & together, (use, together)
+            assert not set(plan.weights.overlapping[unit]) & together, (use, together)

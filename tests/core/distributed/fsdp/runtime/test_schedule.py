@@ -119,7 +119,7 @@ def _interleaved(streams: LoggingStreams, strategy: str) -> None:
 
 def _without_overlap(streams: LoggingStreams, strategy: str) -> None:
     run = Run(streams, strategy)
-    run.context.overlaps_gather = run.context.overlaps_reduce = False
+    run.context.prefetch_scheduler.prefetches = run.context.grad_reducer.overlaps = False
     for _ in range(3):
         run.step(2)
 

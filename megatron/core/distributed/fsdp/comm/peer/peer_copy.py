@@ -149,7 +149,7 @@ class PeerCopyTransport(Transport):
         if plan.own.numel() * plan.own.element_size() <= self.direct_nbytes:
             sum_pieces(out, plan.pieces, scale=scale, accumulate=accumulate)
         else:
-            self._copy_and_sum_in_rounds(out, plan.own, plan.views, scale, accumulate)
+            self._copy_and_sum(out, plan, scale, accumulate)
         plan.memory.barrier(Barrier.INPUTS_READ)
 
     def all_reduce(
@@ -174,28 +174,18 @@ class PeerCopyTransport(Transport):
         setattr(full, _PIECES, plan)
         return plan
 
-    def _copy_and_sum_in_rounds(
-        self, out: torch.Tensor, own: torch.Tensor, views: dict[int, torch.Tensor], scale: float, accumulate: bool
-    ) -> None:
-        numel = own.numel()
+    def _copy_and_sum(self, out: torch.Tensor, plan: _Pieces, scale: float, accumulate: bool) -> None:
+        own = plan.own
         share = self.scratch_nbytes // (own.element_size() * (self.size - 1))
         round_numel = max(_ROUND_NUMEL, share // _ROUND_NUMEL * _ROUND_NUMEL)
-        if numel <= round_numel:
-            self._copy_and_sum(out, own, views, scale, accumulate)
-            return
-        for begin in range(0, numel, round_numel):
+        for begin in range(0, own.numel(), round_numel):
             here = slice(begin, begin + round_numel)
-            self._copy_and_sum(out[here], own[here], {p: view[here] for p, view in views.items()}, scale, accumulate)
-
-    def _copy_and_sum(
-        self, out: torch.Tensor, own: torch.Tensor, views: dict[int, torch.Tensor], scale: float, accumulate: bool
-    ) -> None:
-        # All rounds are on one stream, so the next one gets the same memory.
-        scratch = torch.empty((self.size - 1, own.numel()), dtype=own.dtype, device=own.device)
-        copies = dict(zip(views, scratch.unbind(), strict=True))
-        for peer, view in views.items():
-            copies[peer].copy_(view, non_blocking=True)
-        sum_pieces(out, self._in_rank_order(own, copies), scale=scale, accumulate=accumulate)
+            # All rounds are on one stream, so the next one gets the same memory.
+            scratch = torch.empty((self.size - 1, own[here].numel()), dtype=own.dtype, device=own.device)
+            copies = dict(zip(plan.views, scratch.unbind(), strict=True))
+            for peer, view in plan.views.items():
+                copies[peer].copy_(view[here], non_blocking=True)
+            sum_pieces(out[here], self._in_rank_order(own[here], copies), scale=scale, accumulate=accumulate)
 
     def _in_rank_order(self, own: torch.Tensor, others: dict[int, torch.Tensor]) -> list[torch.Tensor]:
         return [own if rank == self.rank else others[rank] for rank in range(self.size)]
