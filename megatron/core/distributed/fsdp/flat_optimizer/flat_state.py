@@ -43,6 +43,7 @@ class FlatState:
         group.optimizer_state_nbytes = sum(flat.numel() * flat.element_size() for flat in self._flat.values())
         self._runs: tuple[Run, ...] = ()
         self._blocks: torch.Tensor | None = None
+        self._addresses = (0, 0)
         self._seen_version = 0
         self.note_version(group)
 
@@ -50,10 +51,11 @@ class FlatState:
         """Prepare updates of tensor ``t`` with the coefficients in row ``table_rows[t]``."""
         self._runs = tuple(runs_of(group.weights.main, table_rows))
         self._blocks = update.blocks(self._runs, group.device)
+        self._make_shard(group)
 
-    def shard(self, group: FsdpParameterGroup) -> FlatShard:
-        """Return the buffers of an update at their current addresses."""
-        return FlatShard(
+    def _make_shard(self, group: FsdpParameterGroup) -> None:
+        self._addresses = (group.weights.main.local.data_ptr(), group.weights.model.local.data_ptr())
+        self._shard = FlatShard(
             # ``.data`` has its own version counter, so autograd does not take weights that it saved for modified.
             main=group.weights.main.local.data,
             exp_avg=self._flat[EXP_AVG],
@@ -63,6 +65,12 @@ class FlatState:
             runs=self._runs,
             blocks=self._blocks,
         )
+
+    def shard(self, group: FsdpParameterGroup) -> FlatShard:
+        """Return the buffers of an update at their current addresses."""
+        if (group.weights.main.local.data_ptr(), group.weights.model.local.data_ptr()) != self._addresses:
+            self._make_shard(group)
+        return self._shard
 
     # ---- writes from outside ------------------------------------------------------------------------------------
 
