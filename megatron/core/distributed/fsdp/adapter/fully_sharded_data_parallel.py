@@ -25,7 +25,6 @@ from megatron.core.distributed.fsdp.config.mixed_precision import MixedPrecision
 from megatron.core.distributed.fsdp.config.placement import Placements, hybrid_placements, strategy_placements
 from megatron.core.distributed.fsdp.mesh.distributed_index import FSDPDistributedIndex
 from megatron.core.distributed.fsdp.mesh.group_mesh import device_of
-from megatron.core.distributed.fsdp.mesh.model_parallel import ModelParallel
 from megatron.core.distributed.fsdp.runtime.context import FsdpContext
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.process_groups_config import ProcessGroupCollection, group_size
@@ -81,13 +80,7 @@ class FullyShardedDataParallel(nn.Module):
         group = self.dist_index.get_dp_group()
         sums = getattr(config, "calculate_per_token_loss", False)
         units = _units(module, fsdp_unit_modules, is_stage=group_size(self.pg_collection.pp) > 1)
-        shard = _sharder(
-            index=self.dist_index,
-            model_parallel=self._model_parallel,
-            ddp_config=ddp_config,
-            grad_divisor=Fraction(1, group.size()) if sums else Fraction(1),
-            sizes_nbytes={is_one: _sizes_nbytes(units, experts=is_one) for is_one in (False, True)},
-        )
+        shard = self._sharder(units, grad_divisor=Fraction(1, group.size()) if sums else Fraction(1))
         for unit in (*units, module):
             shard(unit)
         _tie_output_layer(module)
@@ -99,6 +92,39 @@ class FullyShardedDataParallel(nn.Module):
             context.grad_reducer.overlaps = ddp_config.overlap_grad_reduce
             context.planner.ahead_numel = ddp_config.suggested_communication_unit_size or 0
             context.planner.memory_budget_nbytes = memory_budget_nbytes
+
+    def _sharder(self, units: Sequence[nn.Module], *, grad_divisor: Fraction) -> Callable[[nn.Module], nn.Module]:
+        """Return ``fully_shard`` with the settings of this model, once its transports are chosen."""
+        index, ddp_config = self.dist_index, self.ddp_config
+        for experts in (False, True) if index.expt_device_mesh is not None else (False,):
+            # Choose the transport here, where the sizes of the units are known; the mesh remembers it.
+            mesh = index.get_root_mesh(experts)
+            SharedTransports.of(mesh).resolve(
+                ddp_config.transport_kind,
+                index.get_fsdp_group(experts),
+                index.get_fsdp_group(experts, independent_all_gather=True),
+                device_of(mesh),
+                sizes_nbytes=_sizes_nbytes(units, experts=experts),
+            )
+        comm_dtype = ddp_config.megatron_fsdp_grad_comm_dtype
+        if comm_dtype is None and ddp_config.grad_reduce_in_fp32:
+            comm_dtype = torch.float32
+        return partial(
+            fully_shard,
+            mesh=index.get_root_mesh(),
+            placements=_placements(index, ddp_config.data_parallel_sharding_strategy),
+            mixed_precision_policy=MixedPrecisionPolicy(
+                main_params_dtype=ddp_config.megatron_fsdp_main_params_dtype,
+                main_grads_dtype=ddp_config.megatron_fsdp_main_grads_dtype,
+                grad_comm_dtype=comm_dtype,
+            ),
+            grad_divisor=grad_divisor,
+            fsdp_group_ag=index.get_fsdp_group(independent_all_gather=True),
+            transport=ddp_config.transport_kind,
+            model_parallel=self._model_parallel,
+            forward_prefetch_depth=ddp_config.fsdp_forward_prefetch_depth,
+            backward_prefetch_depth=ddp_config.fsdp_backward_prefetch_depth,
+        )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward. Ranks: all."""
@@ -248,46 +274,6 @@ class FullyShardedDataParallel(nn.Module):
         Ranks: all, if values are DTensors of another placement.
         """
         return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
-
-
-def _sharder(
-    *,
-    index: FSDPDistributedIndex,
-    model_parallel: ModelParallel,
-    ddp_config: DistributedDataParallelConfig,
-    grad_divisor: Fraction,
-    sizes_nbytes: Mapping[bool, Sequence[int]],
-) -> Callable[[nn.Module], nn.Module]:
-    """Return ``fully_shard`` with the settings of one model."""
-    for experts in (False, True) if index.expt_device_mesh is not None else (False,):
-        # Choose the transport here, where the sizes of the units are known; the mesh remembers it.
-        mesh = index.get_root_mesh(experts)
-        SharedTransports.of(mesh).resolve(
-            ddp_config.transport_kind,
-            index.get_fsdp_group(experts),
-            index.get_fsdp_group(experts, independent_all_gather=True),
-            device_of(mesh),
-            sizes_nbytes=sizes_nbytes[experts],
-        )
-    comm_dtype = ddp_config.megatron_fsdp_grad_comm_dtype
-    if comm_dtype is None and ddp_config.grad_reduce_in_fp32:
-        comm_dtype = torch.float32
-    return partial(
-        fully_shard,
-        mesh=index.get_root_mesh(),
-        placements=_placements(index, ddp_config.data_parallel_sharding_strategy),
-        mixed_precision_policy=MixedPrecisionPolicy(
-            main_params_dtype=ddp_config.megatron_fsdp_main_params_dtype,
-            main_grads_dtype=ddp_config.megatron_fsdp_main_grads_dtype,
-            grad_comm_dtype=comm_dtype,
-        ),
-        grad_divisor=grad_divisor,
-        fsdp_group_ag=index.get_fsdp_group(independent_all_gather=True),
-        transport=ddp_config.transport_kind,
-        model_parallel=model_parallel,
-        forward_prefetch_depth=ddp_config.fsdp_forward_prefetch_depth,
-        backward_prefetch_depth=ddp_config.fsdp_backward_prefetch_depth,
-    )
 
 
 def _placements(index: FSDPDistributedIndex, strategy: str) -> Placements:

@@ -12,7 +12,6 @@ from torch import nn
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup, group_of
 from megatron.core.distributed.fsdp.runtime.context import FsdpContext
 from megatron.core.distributed.fsdp.runtime.unit import FsdpUnit
-from megatron.core.distributed.fsdp.runtime.unit import Phase as _Phase
 
 # How deep the search for tensors in an output goes: a bound for outputs that hold large or cyclic data structures.
 _MAX_DEPTH = 8
@@ -25,7 +24,6 @@ class FsdpModule(nn.Module if TYPE_CHECKING else object):  # type: ignore[misc]
     sharded main weights.
     """
 
-    Phase = _Phase
     _fsdp_unit: FsdpUnit
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -47,16 +45,6 @@ class FsdpModule(nn.Module if TYPE_CHECKING else object):  # type: ignore[misc]
     def parameter_groups(self) -> list[FsdpParameterGroup]:
         """The parameter groups of this unit, without those of nested units."""
         return self._fsdp_unit.own_groups
-
-    @property
-    def use_symm_mem(self) -> bool:
-        """True if this unit's parameters are gathered and reduced through NCCL symmetric memory."""
-        return any(group.use_symm_mem for group in self._fsdp_unit.own_groups)
-
-    @property
-    def phase(self) -> _Phase:
-        """Whether the unit is resting, in forward or in backward."""
-        return self._fsdp_unit.phase
 
     def unshard(self) -> None:
         """Gather the unit's weights and keep them unsharded until ``reshard``.

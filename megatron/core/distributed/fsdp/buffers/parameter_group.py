@@ -188,11 +188,6 @@ class FsdpParameterGroup:
         others = len(self.parameters) - 1
         return self.name_of(0) + (f" and {others} more" if others else "")
 
-    @property
-    def use_symm_mem(self) -> bool:
-        """True if buffers lie in NCCL symmetric memory."""
-        return any(axis.registers_memory for axis in self.group_mesh.axes)
-
     def with_other_requires_grad(self) -> str | None:
         """Return the name of a parameter that was frozen or unfrozen after sharding; None if there is none."""
         flags = list(map(_REQUIRES_GRAD, self.sharded))

@@ -70,7 +70,6 @@ class SymmetricTransport(ProcessGroupTransport):
 
     name = "symm"
     is_symmetric = True
-    registers_memory = True
 
     def __init__(self, group: ProcessGroup, gather_group: ProcessGroup, device: torch.device) -> None:
         super().__init__(group, gather_group)

@@ -48,9 +48,6 @@ class Transport(Protocol):
     ranks: Sequence[int]  # global ranks of the axis
     is_symmetric: bool = False  # buffers must lie at equal offsets of what ``empty`` gave on all ranks
     reads_peers: bool = False  # gathers read the other ranks' shards without waiting for these ranks
-    registers_memory: bool = (
-        False  # what ``empty`` gives is registered with the process groups until it dies, or ``close``
-    )
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device, kind: MemoryKind) -> torch.Tensor:
         """Allocate uninitialised memory [numel] for buffers of ``kind``. It is freed with its last view.

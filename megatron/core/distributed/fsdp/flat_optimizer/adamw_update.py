@@ -59,11 +59,6 @@ class FlatShard:
     blocks: torch.Tensor | None
 
 
-def has_kernels(device: torch.device) -> bool:
-    """Return whether updates on the device run as Triton kernels."""
-    return device.type == "cuda" and importlib.util.find_spec("triton") is not None
-
-
 class TorchUpdate:
     """The update as torch operations, without a host synchronisation on any device."""
 
@@ -145,8 +140,9 @@ class KernelUpdate(TorchUpdate):
 
 
 def make_update(device: torch.device) -> TorchUpdate:
-    """Return the update for shards on the device."""
-    return KernelUpdate() if has_kernels(device) else TorchUpdate()
+    """Return the update for shards on the device: by Triton kernels where they can run."""
+    has_kernels = device.type == "cuda" and importlib.util.find_spec("triton") is not None
+    return KernelUpdate() if has_kernels else TorchUpdate()
 
 
 # ---- fp32 in two halves ---------------------------------------------------------------------------------------------

@@ -67,6 +67,13 @@ class GradReducer:
         group.grads.input_held = False
         del self._holding[group]
 
+    def _give_up_input(self, group: FsdpParameterGroup) -> None:
+        """Release a reduce-scatter input that no reduction will read, and free its memory."""
+        self._release_input(group)
+        if group.grads.input_is_aside:
+            group.grads.bring_input_home(copies=False)
+        group.grads.input_storage.free()
+
     def _make_room(self, group: FsdpParameterGroup) -> None:
         if self._occupants(group):
             group.grads.set_input_aside(copies=False)  # the range is taken, out of plan
@@ -108,10 +115,7 @@ class GradReducer:
         grads.copy_in()
         if grads.accumulates_partial and not is_last:
             grads.accumulate_partial()
-            self._release_input(group)
-            if grads.input_is_aside:
-                grads.bring_input_home(copies=False)
-            grads.input_storage.free()
+            self._give_up_input(group)
         else:
             self._launch(group, is_last=is_last, has_input=True)
         if self.recorder is not None:
@@ -200,7 +204,4 @@ class GradReducer:
         self._unannounced.pop(group, None)
         grads.drop_unreduced()
         if grads.input_held:
-            self._release_input(group)
-            if grads.input_is_aside:
-                grads.bring_input_home(copies=False)
-            grads.input_storage.free()
+            self._give_up_input(group)

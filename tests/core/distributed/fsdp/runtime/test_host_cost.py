@@ -77,7 +77,7 @@ def _total(counts: Counts, kind: str, phase: str) -> int:
     by_function: Counter[tuple[str, str]] = {"calls": counts.by_function, "lines": counts.lines_by_function}.get(
         kind, Counter()
     )
-    return total - sum(number for (when, name), number in by_function.items() if when == phase and "row_shard" in name)
+    return total - sum(number for (when, name), number in by_function.items() if when == phase and "_shard." in name)
 
 
 def _per_unit(sizes: dict[tuple[int, int], Counts], kind: str, phase: str) -> float:

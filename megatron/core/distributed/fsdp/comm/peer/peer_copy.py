@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,9 +14,9 @@ from megatron.core.distributed.fsdp.comm.peer.device_copy import prepare_copies
 from megatron.core.distributed.fsdp.comm.peer.peer_memory import Barrier, PeerMemory, peer_memory_of
 from megatron.core.distributed.fsdp.comm.peer.peer_memory_cpu import CpuPeerMemory
 from megatron.core.distributed.fsdp.comm.peer.peer_memory_cuda import CudaPeerMemory
-from megatron.core.distributed.fsdp.comm.process_group import make_process_group_transport
+from megatron.core.distributed.fsdp.comm.process_group import ProcessGroupTransport, make_process_group_transport
 from megatron.core.distributed.fsdp.comm.sum_pieces import sum_pieces
-from megatron.core.distributed.fsdp.comm.transport import MemoryKind, Transport
+from megatron.core.distributed.fsdp.comm.transport import MemoryKind
 
 # The memory that peers can read, by the type of device.
 PEER_MEMORY: dict[str, type[PeerMemory]] = {"cuda": CudaPeerMemory, "cpu": CpuPeerMemory}
@@ -49,7 +48,7 @@ class _Pieces:
     pieces: list[torch.Tensor]
 
 
-class PeerCopyTransport(Transport):
+class PeerCopyTransport(ProcessGroupTransport):
     """Gathers copy the peers' shards; reductions read the peers' reduce-scatter inputs and sum them here.
 
     A gather needs no handshake, since shards do not change within a step: ``publish`` is the only barrier, and a slow
@@ -70,10 +69,8 @@ class PeerCopyTransport(Transport):
     reads_peers = True
 
     def __init__(self, group: ProcessGroup, gather_group: ProcessGroup, device: torch.device) -> None:
+        super().__init__(group, gather_group)
         self._by_group = make_process_group_transport(group, gather_group, device)
-        self.group, self.gather_group = group, gather_group
-        self.size, self.rank = group.size(), group.rank()
-        self.ranks = self._by_group.ranks
         self.scratch_nbytes = SCRATCH_NBYTES
         self._memory = PEER_MEMORY[device.type]
         self.direct_nbytes = self._memory.direct_nbytes
@@ -156,12 +153,6 @@ class PeerCopyTransport(Transport):
         self, out: torch.Tensor, full: torch.Tensor, *, scale: float = 1.0, accumulate: bool = False
     ) -> None:
         self._by_group.all_reduce(out, full, scale=scale, accumulate=accumulate)
-
-    def broadcast(self, tensor: torch.Tensor) -> None:
-        self._by_group.broadcast(tensor)
-
-    def exchange(self, value: Any) -> list[Any]:
-        return self._by_group.exchange(value)
 
     def _find_pieces(self, full: torch.Tensor, memory: PeerMemory) -> _Pieces:
         """Find this rank's segment in all ranks' ``full``, and attach these segments to this rank's ``full``."""
