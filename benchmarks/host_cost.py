@@ -30,7 +30,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from benchmarks.measure.host_counts import PHASES, Counts, Tally
 from megatron.core.distributed.fsdp import fully_shard, fully_shard_optimizer
 from megatron.core.distributed.fsdp.api.module import find_context
-from megatron.core.distributed.fsdp.comm import ProcessGroupTransport, RankOrderTransport
+from megatron.core.distributed.fsdp.comm.process_group import ProcessGroupTransport, RankOrderTransport
 from megatron.core.distributed.fsdp.config.placement import STRATEGIES, strategy_placements
 
 WIDTH = 8

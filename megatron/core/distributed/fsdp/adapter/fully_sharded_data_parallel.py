@@ -20,7 +20,7 @@ from megatron.core.distributed.fsdp.api.group_meshes import is_expert
 from megatron.core.distributed.fsdp.api.module import FsdpModule, fsdp_modules
 from megatron.core.distributed.fsdp.buffers.grad_sums import sum_grads
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup, group_of
-from megatron.core.distributed.fsdp.comm import SharedTransports
+from megatron.core.distributed.fsdp.comm.choose import SharedTransports
 from megatron.core.distributed.fsdp.config.mixed_precision import MixedPrecisionPolicy
 from megatron.core.distributed.fsdp.config.placement import Placements, hybrid_placements, strategy_placements
 from megatron.core.distributed.fsdp.mesh.distributed_index import FSDPDistributedIndex

@@ -23,7 +23,7 @@ from megatron.core.distributed.fsdp.buffers.grad_hooks import refuse_earlier_hoo
 from megatron.core.distributed.fsdp.buffers.materialize import materialize, move_buffers
 from megatron.core.distributed.fsdp.buffers.param_slots import ManagedParameter
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup, group_of
-from megatron.core.distributed.fsdp.comm import TransportKind
+from megatron.core.distributed.fsdp.comm.registry import TransportKind
 from megatron.core.distributed.fsdp.config.mixed_precision import SERVED_DTYPES, MixedPrecisionPolicy
 from megatron.core.distributed.fsdp.config.placement import Placements, hybrid_placements, strategy_placements
 from megatron.core.distributed.fsdp.layout.flat_layout import FlatLayout

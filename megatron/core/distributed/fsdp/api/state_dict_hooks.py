@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from megatron.core.distributed.fsdp.dtensor.local_parts import placed_like
-from megatron.core.distributed.fsdp.dtensor.uneven_shard import UnevenShard
+from megatron.core.distributed.fsdp.dtensor.tensor_pieces import boxes_of
 from megatron.core.distributed.fsdp.runtime.unit import FsdpUnit
 
 
@@ -78,12 +78,8 @@ def copy_into(sharded: DTensor, value: torch.Tensor) -> None:
 
 def local_rows(parameter: DTensor, full: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of ``full``, in the local shape of ``parameter``; all of it where that is replicated."""
-    mesh = parameter.device_mesh
-    for axis, placement in enumerate(parameter.placements):
-        rank, num_ranks = mesh.get_local_rank(axis), mesh.size(axis)
-        if isinstance(placement, UnevenShard):
-            full = placement.part(full, rank=rank, num_ranks=num_ranks)
-        elif isinstance(placement, Shard):
-            size, begin = placement.local_shard_size_and_offset(full.shape[placement.dim], num_ranks, rank)
-            full = full.narrow(placement.dim, min(int(begin), full.shape[placement.dim]), int(size))
-    return full
+    parts = []
+    for box in boxes_of(parameter):
+        index = tuple(slice(begin, begin + size) for begin, size in zip(box.offsets, box.sizes, strict=True))
+        parts.append(full[index].flatten())
+    return torch.cat(parts).view(parameter._local_tensor.shape)

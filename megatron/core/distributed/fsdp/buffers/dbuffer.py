@@ -8,7 +8,7 @@ import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from megatron.core.distributed.fsdp.comm import Transport
+from megatron.core.distributed.fsdp.comm.transport import Transport
 from megatron.core.distributed.fsdp.dtensor.row_shard import RowShard
 from megatron.core.distributed.fsdp.layout.flat_layout import FlatLayout, rows_before
 

@@ -33,33 +33,30 @@ class GradSum:
 
     Attributes:
         is_due: gradients were reduced that are not summed yet.
+        is_summed: the main gradients are sums over all ranks.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], over: ProcessGroup, *, waits_for_use: bool) -> None:
         self.parameters, self.over, self.waits_for_use = list(parameters), over, waits_for_use
         self.is_due = False
-        self._is_summed = False
+        self.is_summed = False
 
     def before_reduction(self, *, overwrite: bool) -> None:
         """Make the main gradients such that what is reduced into them next can be summed together with what they hold.
 
         Sums that they hold already are kept on the first rank alone.
         """
-        if self._is_summed and not overwrite and self.over.rank() > 0:
+        if self.is_summed and not overwrite and self.over.rank() > 0:
             grads = self.grads()
             if grads:
                 torch._foreach_zero_(grads)
-        self._is_summed = False
+        self.is_summed = False
         self.is_due = True
 
     def grads(self) -> list[torch.Tensor]:
         """Return this rank's parts of the existing main gradients."""
         held = (parameter.grad for parameter in self.parameters)
         return [grad._local_tensor if isinstance(grad, DTensor) else grad for grad in held if grad is not None]
-
-    def done(self) -> None:
-        """Note that the gradients are summed."""
-        self.is_due, self._is_summed = False, True
 
 
 class HasGradSums(Protocol):
@@ -89,7 +86,7 @@ def sum_grads(groups: Iterable[HasGradSums], *, in_use: bool) -> None:
         for grads in by_dtype.values():
             _all_reduce(grads, over)
         for grad_sum in sums:
-            grad_sum.done()
+            grad_sum.is_due, grad_sum.is_summed = False, True
 
 
 def _all_reduce(tensors: list[torch.Tensor], over: ProcessGroup) -> None:

@@ -11,7 +11,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from megatron.core.distributed.fsdp.buffers.parameter_group import group_of
-from megatron.core.distributed.fsdp.mesh.model_parallel import ModelParallel
 
 
 class NormScope(NamedTuple):
@@ -41,9 +40,9 @@ EVERYWHERE = NormScope(None, ())
 
 def norm_scope_of(parameter: torch.Tensor) -> NormScope:
     """Over which ranks a norm of this parameter, or of its gradient, is summed. Communicates nothing."""
-    model = _model_of(parameter)
-    if model is not None and model.model_groups:
-        return NormScope(None, (), model.model_groups)
+    group = group_of(parameter)
+    if group is not None and group.group_mesh.model.model_groups:
+        return NormScope(None, (), group.group_mesh.model.model_groups)
     if not isinstance(parameter, DTensor):
         return EVERYWHERE
     mesh = parameter.device_mesh
@@ -72,8 +71,3 @@ def counts_in_norm(parameter: torch.Tensor) -> bool:
 def is_copy(parameter: torch.Tensor) -> bool:
     """Return whether this is a stage's copy of another stage's parameter, whose name is the copy's ``canonical_name``."""
     return getattr(parameter, "canonical_name", None) is not None
-
-
-def _model_of(parameter: torch.Tensor) -> ModelParallel | None:
-    group = group_of(parameter)
-    return None if group is None else group.group_mesh.model

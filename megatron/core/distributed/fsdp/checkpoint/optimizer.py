@@ -43,16 +43,10 @@ def torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     return found
 
 
-@dataclass(frozen=True)
-class OptimizerEntries:
-    """The entries of an optimizer in a checkpoint: ``tensors``, and plain ``values`` by name."""
-
-    tensors: list[NamedTensor]
-    values: dict[str, Any]
-
-
-def optimizer_entries(optimizer: torch.optim.Optimizer, model: Sequence[NamedTensor]) -> OptimizerEntries:
-    """Return the optimizer's state and hyperparameters as entries of a checkpoint.
+def optimizer_entries(
+    optimizer: torch.optim.Optimizer, model: Sequence[NamedTensor]
+) -> tuple[list[NamedTensor], dict[str, Any]]:
+    """Return the optimizer's state and hyperparameters as entries of a checkpoint: tensors, and plain values by name.
 
     Args:
         model: the model's tensors.
@@ -87,7 +81,7 @@ def optimizer_entries(optimizer: torch.optim.Optimizer, model: Sequence[NamedTen
         "hyperparameters": _default_names(optimizer),
         "scalar_state": list(scalars),
     }
-    return OptimizerEntries(tensors, values)
+    return tensors, values
 
 
 def merged_values(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

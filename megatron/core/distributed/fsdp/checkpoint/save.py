@@ -146,9 +146,9 @@ def local_state(model: nn.Module, optimizer: Any, extra_state: Mapping[str, Any]
     values = {name: plain_copy(module.get_extra_state(), name) for name, module in module_states(model).items()}
     of_optimizer: dict[str, Any] = {}
     if optimizer is not None:
-        entries = optimizer_entries(torch_optimizer(optimizer), tensors)
-        tensors = [*tensors, *entries.tensors]
-        values.update(entries.values)
+        state, own_values = optimizer_entries(torch_optimizer(optimizer), tensors)
+        tensors = [*tensors, *state]
+        values.update(own_values)
         of_optimizer = {key: values[key] for key in (PARAM_GROUPS, KIND)}
     extra, own = _extra_values(extra_state, rank)
     once = plain_chunks(tensors)

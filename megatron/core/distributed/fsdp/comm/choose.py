@@ -117,11 +117,6 @@ def check_alike(settings: Mapping[str, Any], group: ProcessGroup) -> None:
             raise ValueError(f"{name} must be the same on all ranks that shard together, got {got}")
 
 
-def _forget(*tables: dict[tuple[Any, ...], Any]) -> None:
-    for table in tables:
-        table.clear()
-
-
 class SharedTransports:
     """The transports over the process groups of one mesh: units over the mesh share those that all ranks make together.
 
@@ -134,7 +129,7 @@ class SharedTransports:
         self._resolved: dict[tuple[Any, ...], str] = {}
         # PyTorch caches meshes until the interpreter ends. Process groups torn down that late abort it, since they have
         # threads of their own; a finalizer, which also runs at exit, lets go of them before.
-        weakref.finalize(self, _forget, self._made, self._resolved)
+        weakref.finalize(self, self._made.clear)
 
     @classmethod
     def of(cls, mesh: DeviceMesh) -> SharedTransports:

@@ -79,10 +79,8 @@ class HyperparameterTable:
             self._write_advances()
 
     def _write_advances(self) -> None:
-        advances = torch.zeros(self.columns.advances.numel())
-        for row, (at, *_) in enumerate(self._rows):
-            advances[row] = float(at in self._active)
-        self.columns.advances.copy_(advances)
+        advances = torch.tensor([float(at in self._active) for at, *_ in self._rows])
+        self.columns.advances[: len(self._rows)].copy_(advances)
 
     def refresh(self, param_groups: Sequence[Mapping[str, Any]]) -> None:
         """Copy hyperparameters that have changed to the device.

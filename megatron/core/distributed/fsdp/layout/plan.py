@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from megatron.core.distributed.fsdp.layout.arena import LiveRange, plan_arena
 
@@ -97,14 +97,20 @@ class Plan:
         return {use.unit: at for at, use in reversed(list(enumerate(self.uses)))}
 
 
+# What a group has a buffer for: its gathered weights, and its reduce-scatter input.
+Kind = Literal["weights", "inputs"]
+_Ranges = dict[Kind, dict[int, list[LiveRange]]]
+# Ticks from a range's last use to its end. A reduction still reads while the next unit's backward writes.
+_OUTLIVES: dict[Kind, int] = {"weights": 1, "inputs": 2}
+
+
 @dataclass
 class Recorder:
     """Uses of units, and times at which buffers are alive, as one step runs; time is counted in uses."""
 
     uses: list[Use] = field(default_factory=list)
-    _weights: dict[int, list[LiveRange]] = field(default_factory=lambda: defaultdict(list))
-    _inputs: dict[int, list[LiveRange]] = field(default_factory=lambda: defaultdict(list))
-    _open: dict[tuple[str, int], int] = field(default_factory=dict)
+    _ranges: _Ranges = field(default_factory=lambda: {kind: defaultdict(list) for kind in _OUTLIVES})
+    _open: dict[tuple[Kind, int], int] = field(default_factory=dict)
 
     @property
     def _now(self) -> int:
@@ -119,42 +125,28 @@ class Recorder:
         """Record that a unit's forward or backward begins."""
         self.uses.append(Use(unit, backward))
 
-    def gathered(self, group: int) -> None:
-        """Record that the group's weights take memory from now on."""
-        self._open.setdefault(("weights", group), self._now)
+    def begin(self, kind: Kind, group: int) -> None:
+        """Record that the group's buffer is in use from now on."""
+        self._open.setdefault((kind, group), self._now)
 
-    def released(self, group: int) -> None:
-        """Record that the group's weights are resharded."""
-        begin = self._open.pop(("weights", group), None)
+    def end(self, kind: Kind, group: int) -> None:
+        """Record that the group's weights are resharded, or that the reduction of its input has begun."""
+        begin = self._open.pop((kind, group), None)
         if begin is not None:
-            self._weights[group].append(LiveRange(group, begin, self._now + 1))
-
-    def input_acquired(self, group: int) -> None:
-        """Record that backward begins to write the group's reduce-scatter input."""
-        self._open.setdefault(("input", group), self._now)
-
-    def reduced(self, group: int) -> None:
-        """Record that the group's reduction has begun."""
-        begin = self._open.pop(("input", group), None)
-        if begin is not None:
-            # The reduction still reads while the next unit's backward writes.
-            self._inputs[group].append(LiveRange(group, begin, self._now + 2))
+            self._ranges[kind][group].append(LiveRange(group, begin, self._now + _OUTLIVES[kind]))
 
     @property
-    def ranges(self) -> tuple[dict[int, list[LiveRange]], dict[int, list[LiveRange]]]:
-        """Times at which the groups' gathered weights, and their reduce-scatter inputs, were alive.
-
-        Reading it ends the range of each buffer that is alive now.
-        """
+    def ranges(self) -> _Ranges:
+        """Times at which buffers were alive, by kind and group. Reading it ends the range of each that is alive now."""
         for kind, group in list(self._open):
-            (self.released if kind == "weights" else self.reduced)(group)
-        return dict(self._weights), dict(self._inputs)
+            self.end(kind, group)
+        return self._ranges
 
-    def add(self, ranges: tuple[dict[int, list[LiveRange]], dict[int, list[LiveRange]]]) -> None:
+    def add(self, ranges: Mapping[Kind, Mapping[int, list[LiveRange]]]) -> None:
         """Add the times at which buffers were alive on another rank."""
-        for own, others in zip((self._weights, self._inputs), ranges, strict=True):
+        for kind, others in ranges.items():
             for group, live in others.items():
-                own[group] = list(dict.fromkeys([*own[group], *live]))
+                self._ranges[kind][group] = list(dict.fromkeys([*self._ranges[kind][group], *live]))
 
     def plan(
         self,
@@ -179,12 +171,12 @@ class Recorder:
             ahead_nbytes: prefetch more units until weights of so many bytes are on their way; a depth of 0 prefetches none.
             memory_budget_nbytes: bytes that may be spent on weights that stay gathered, the last units of forward first.
         """
-        _ = self.ranges
+        weights, inputs = self.ranges["weights"], self.ranges["inputs"]
         # Units without weights are not worth a gather; replicated weights are worth one (their synchronisation).
         sizes = {unit: sum(weight_nbytes.get(group, 1) for group in groups) for unit, groups in groups_of.items()}
         begins, ahead = self._gather_ahead(sizes, prefetch_depth_of or {}, ahead_nbytes)
-        for group, ranges in self._weights.items():
-            self._weights[group] = [LiveRange(group, begins[r.begin], r.end) for r in ranges]
+        for group, ranges in weights.items():
+            weights[group] = [LiveRange(group, begins[r.begin], r.end) for r in ranges]
         turns = [False] * len(self.uses)
         for at, (use, following) in enumerate(pairwise(self.uses)):
             if use.backward or not following.backward:
@@ -194,17 +186,17 @@ class Recorder:
             turns[at] = True
             again = self.uses.index(Use(use.unit, True), at)
             for group in groups_of[use.unit]:
-                if self._weights[group]:
-                    self._weights[group].append(LiveRange(group, at, again + 1))
+                if weights[group]:
+                    weights[group].append(LiveRange(group, at, again + 1))
         stays_unsharded_nbytes = self._stays_unsharded(weight_nbytes, groups_of, memory_budget_nbytes)
         for group in stays_unsharded_nbytes:  # its range is its own
-            self._weights[group] = [LiveRange(group, 0, len(self.uses) + 1)]
+            weights[group] = [LiveRange(group, 0, len(self.uses) + 1)]
         return Plan(
             tuple(self.uses),
             tuple(ahead),
             tuple(turns),
-            _range_plan(self._weights, weight_nbytes, pool_of or {}),
-            _range_plan(self._inputs, input_nbytes, pool_of or {}),
+            _range_plan(weights, weight_nbytes, pool_of or {}),
+            _range_plan(inputs, input_nbytes, pool_of or {}),
             stays_unsharded_nbytes,
         )
 

@@ -14,7 +14,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from megatron.core.distributed.fsdp.comm import MemoryKind, SharedTransports, Transport
+from megatron.core.distributed.fsdp.comm.choose import SharedTransports
+from megatron.core.distributed.fsdp.comm.transport import MemoryKind, Transport
 from megatron.core.distributed.fsdp.config.placement import Placements
 from megatron.core.distributed.fsdp.mesh.model_parallel import ModelParallel
 

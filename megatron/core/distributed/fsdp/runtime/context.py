@@ -381,7 +381,7 @@ class FsdpContext:
         for group in self.groups:
             self.unsharder.reshard(group)
         self.graphs.end()
-        self.planner.drop_record()
+        self.planner.record(None)
 
     # ---- the user's view of a unit ------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
-from megatron.core.distributed.fsdp.comm import unfinished
+from megatron.core.distributed.fsdp.comm.transport import unfinished
 from megatron.core.distributed.fsdp.layout.plan import Recorder
 from megatron.core.distributed.fsdp.runtime import nvtx
 from megatron.core.distributed.fsdp.runtime.streams import Edge, Role, Streams
@@ -61,7 +61,7 @@ class GradReducer:
         grads.input_held = True
         self._holding[group] = None
         if self.recorder is not None:
-            self.recorder.input_acquired(group.index)
+            self.recorder.begin("inputs", group.index)
 
     def _release_input(self, group: FsdpParameterGroup) -> None:
         group.grads.input_held = False
@@ -119,7 +119,7 @@ class GradReducer:
         else:
             self._launch(group, is_last=is_last, has_input=True)
         if self.recorder is not None:
-            self.recorder.reduced(group.index)
+            self.recorder.end("inputs", group.index)
 
     def reduce_rest(self, group: FsdpParameterGroup) -> None:
         """Reduce sums over microbatches that were not reduced over all ranks. Ranks: all of the group's mesh."""
@@ -129,7 +129,7 @@ class GradReducer:
         self.acquire_input(group)  # for what travels
         self._launch(group, is_last=True, has_input=False)
         if self.recorder is not None:
-            self.recorder.reduced(group.index)
+            self.recorder.end("inputs", group.index)
 
     def drop_partial(self, group: FsdpParameterGroup) -> None:
         """Drop sums over microbatches that are not reduced over all ranks."""

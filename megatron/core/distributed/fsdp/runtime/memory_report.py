@@ -64,13 +64,15 @@ class MemoryReport:
         return self.at_rest + self.main_gradients
 
     def __str__(self) -> str:
+        kept, saved = self.stays_unsharded / _GIB, self.saved_traffic / _GIB
+        note = f"{kept:.3f} GiB stays unsharded for backward, which saves {saved:.3f} GiB of gathers" if kept else ""
         rows = [
             ("persistent", self.persistent, ""),
             ("  main weights", self.main_weights, ""),
             ("  model weights", self.model_weights, ""),
             ("  optimizer state", self.optimizer_state, "" if self.optimizer_state else "not known yet"),
             ("arenas", self.arena, "planned" if self.is_planned else "expected from the order of registration"),
-            ("  unsharded weights", self.unsharded, self._note),
+            ("  unsharded weights", self.unsharded, note),
             ("  reduce-scatter inputs", self.reduce_scatter_inputs, ""),
             ("main gradients", self.main_gradients, "from reduction to zero_grad"),
             ("partial gradients", self.partial_gradients, "between microbatches"),
@@ -81,12 +83,6 @@ class MemoryReport:
         causes = ", ".join(f"{granule} {share:.2%}" for granule, share in self.padding.items() if share)
         padding = f"  {'padding in these':<28}{sum(self.padding.values()):>9.2%}      {causes}".rstrip()
         return "\n".join(["sharding engine, memory of this rank:", *lines, padding])
-
-    @property
-    def _note(self) -> str:
-        if not self.stays_unsharded:
-            return ""
-        return f"{self.stays_unsharded / _GIB:.3f} GiB stays unsharded for backward, which saves {self.saved_traffic / _GIB:.3f} GiB of gathers"
 
 
 def report_memory(groups: Sequence[FsdpParameterGroup], plan: Plan, *, is_planned: bool) -> MemoryReport:

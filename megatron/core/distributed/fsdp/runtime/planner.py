@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
-from megatron.core.distributed.fsdp.comm import MemoryKind, Transport
+from megatron.core.distributed.fsdp.comm.transport import MemoryKind, Transport
 from megatron.core.distributed.fsdp.layout.plan import NO_UNITS, Plan, RangePlan, Recorder, Use
 from megatron.core.distributed.fsdp.runtime.grad_reducer import GradReducer
 from megatron.core.distributed.fsdp.runtime.graphs import Graphs
@@ -61,7 +61,7 @@ class Planner:
         self._cursor = -1
         self.in_plan = self.plan is not None
         if not self.in_plan or self._wants_record:
-            self._set_recorder(Recorder())
+            self.record(Recorder())
 
     def use(self, unit: FsdpUnit, *, backward: bool) -> tuple[Use, ...]:
         """Return the uses whose weights the plan gathers as this one begins; none where this use is not in the plan."""
@@ -113,12 +113,9 @@ class Planner:
 
     # ---- the record ---------------------------------------------------------------------------------------------
 
-    def _set_recorder(self, recorder: Recorder | None) -> None:
+    def record(self, recorder: Recorder | None) -> None:
+        """Write down with ``recorder`` what runs from now on; None: nothing."""
         self.recorder = self.unsharder.recorder = self.grad_reducer.recorder = recorder
-
-    def drop_record(self) -> None:
-        """Stop recording this step."""
-        self._set_recorder(None)
 
     def end_record(self, units: Sequence[FsdpUnit], groups: Sequence[FsdpParameterGroup]) -> None:
         """Make the next plan of the record, if the step is over and the record differs from the plan there is.
@@ -129,7 +126,7 @@ class Planner:
         recorder = self.recorder
         if recorder is None or not recorder.uses or (self.graphs.are_open and not recorder.is_too_long):
             return
-        self.drop_record()
+        self.record(None)
         uses = tuple(recorder.uses)
         grows = self.plan is None or not any(use.backward for use in self.plan.uses)
         if self.plan is not None and uses == self.plan.uses[: len(uses)]:
@@ -143,6 +140,7 @@ class Planner:
         self._candidate = self._plan_of(recorder, units, groups)
 
     def _plan_of(self, recorder: Recorder, units: Sequence[FsdpUnit], groups: Sequence[FsdpParameterGroup]) -> Plan:
+        itemsizes = [g.dtypes.compute.itemsize for g in groups if g.weights.needs_gather]
         return recorder.plan(
             weight_nbytes={
                 g.index: g.weights.full_storage.nbytes for g in groups if g.weights.full_storage is not None
@@ -151,7 +149,7 @@ class Planner:
             groups_of={unit.index: [group.index for group in unit.groups] for unit in units},
             pool_of={group.index: number for number, pool in enumerate(_pools(groups)) for group in pool},
             prefetch_depth_of={unit.index: unit.prefetch_depth for unit in units},
-            ahead_nbytes=self._ahead_nbytes(groups),
+            ahead_nbytes=self.ahead_numel * max(itemsizes, default=0),
             memory_budget_nbytes=self.memory_budget_nbytes,
         )
 
@@ -166,18 +164,18 @@ class Planner:
         for unit in (*around, *inside):
             recorder.use(unit.index, backward=False)
             for group in unit.groups:
-                recorder.gathered(group.index)
+                recorder.begin("weights", group.index)
                 if unit in inside:
-                    recorder.released(group.index)
+                    recorder.end("weights", group.index)
         for unit in (*around, *reversed(inside)):
             recorder.use(unit.index, backward=True)
             for group in unit.groups:
-                recorder.gathered(group.index)
+                recorder.begin("weights", group.index)
                 if group.trainable:
-                    recorder.input_acquired(group.index)
+                    recorder.begin("inputs", group.index)
                 if unit in inside:
-                    recorder.released(group.index)
-                    recorder.reduced(group.index)
+                    recorder.end("weights", group.index)
+                    recorder.end("inputs", group.index)
         return self._plan_of(recorder, units, groups)
 
     def _agree(self, recorder: Recorder, groups: Sequence[FsdpParameterGroup]) -> None:
@@ -188,13 +186,9 @@ class Planner:
         for pool in _pools(groups):
             transport, indices = pool[0].group_mesh.axes[-1], {group.index for group in pool}
             if transport.is_symmetric:
-                weights, inputs = recorder.ranges
-                own = tuple({g: live[g] for g in live if g in indices} for live in (weights, inputs))
+                own = {kind: {g: live[g] for g in live if g in indices} for kind, live in recorder.ranges.items()}
                 for ranges in transport.exchange(own):
                     recorder.add(ranges)
-
-    def _ahead_nbytes(self, groups: Sequence[FsdpParameterGroup]) -> int:
-        return self.ahead_numel * max((g.dtypes.compute.itemsize for g in groups if g.weights.needs_gather), default=0)
 
     # ---- the layout ---------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
-from megatron.core.distributed.fsdp.comm import Transport, unfinished
+from megatron.core.distributed.fsdp.comm.transport import Transport, unfinished
 from megatron.core.distributed.fsdp.layout.plan import Recorder
 from megatron.core.distributed.fsdp.runtime import nvtx
 from megatron.core.distributed.fsdp.runtime.streams import Edge, Role, Streams
@@ -93,7 +93,7 @@ class Unsharder:
         weights.is_unsharded = True
         self.live[group] = None
         if weights.needs_gather and self.recorder is not None:
-            self.recorder.gathered(group.index)
+            self.recorder.begin("weights", group.index)
 
     def _sync(self, group: FsdpParameterGroup, is_stale: bool) -> None:
         # What every rank must take part in depends on the weight version alone, which is the same on all of them.
@@ -176,7 +176,7 @@ class Unsharder:
         weights.is_unsharded = False
         del self.live[group]
         if self.recorder is not None:
-            self.recorder.released(group.index)
+            self.recorder.end("weights", group.index)
 
     def reshard_idle(self, *, keeps: bool = False, upcoming: Collection[FsdpParameterGroup] = ()) -> None:
         """Reshard every group that nobody uses, except ``upcoming`` and (``keeps``) what the plan keeps unsharded."""

@@ -12,8 +12,7 @@ from torch.distributed.tensor.placement_types import Placement
 from megatron.core.distributed.fsdp import DBuffer
 from megatron.core.distributed.fsdp.buffers.dbuffer import local_range
 from megatron.core.distributed.fsdp.buffers.storage import FlatStorage
-from megatron.core.distributed.fsdp.comm import Transport
-from megatron.core.distributed.fsdp.comm.transport import scale_and_accumulate
+from megatron.core.distributed.fsdp.comm.transport import Transport, scale_and_accumulate
 from megatron.core.distributed.fsdp.layout.flat_layout import FlatLayout, pack_rows
 
 SHAPES = [torch.Size(shape) for shape in [(5, 3), (), (7,), (2, 4), (0, 3)]]

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.distributed.fsdp import microbatch
-from megatron.core.distributed.fsdp.comm import RankOrderTransport
+from megatron.core.distributed.fsdp.comm.process_group import RankOrderTransport
 from tests.core.distributed.fsdp.buffers.test_parameters import OptionalStack
 from tests.support.agreement import inputs, seeded, shard
 from tests.support.models import STRATEGY_NAMES

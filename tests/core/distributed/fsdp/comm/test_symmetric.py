@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.core.distributed.fsdp.comm import MemoryKind
 from megatron.core.distributed.fsdp.comm import symmetric as module
 from megatron.core.distributed.fsdp.comm.symmetric import SymmetricTransport
+from megatron.core.distributed.fsdp.comm.transport import MemoryKind
 from megatron.core.distributed.fsdp.config.torch_versions import reduce_scatter_flat
 from tests.support.launch import run_ranks
 

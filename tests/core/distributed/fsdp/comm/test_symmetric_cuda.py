@@ -20,7 +20,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from megatron.core.distributed.fsdp import fully_shard, fully_shard_optimizer
-from megatron.core.distributed.fsdp.comm import SharedTransports, auto, choose
+from megatron.core.distributed.fsdp.comm import auto, choose
+from megatron.core.distributed.fsdp.comm.choose import SharedTransports
 from megatron.core.distributed.fsdp.comm.registry import TRANSPORTS, transport_problem
 from megatron.core.process_groups_config import create_all_gather_groups
 from tests.support.launch import run_ranks

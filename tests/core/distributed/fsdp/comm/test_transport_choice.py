@@ -18,22 +18,15 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from megatron.core.distributed.fsdp.comm import (
-    TRANSPORT_KINDS,
-    LocalTransport,
-    ProcessGroupTransport,
-    RankOrderTransport,
-    SharedTransports,
-    TransportKind,
-    auto,
-    choose,
-    make_transport,
-)
+from megatron.core.distributed.fsdp.comm import auto, choose
 from megatron.core.distributed.fsdp.comm.auto import Figures, cheapest, describe, sizes_to_measure
+from megatron.core.distributed.fsdp.comm.choose import SharedTransports, make_transport
 from megatron.core.distributed.fsdp.comm.nvlink import Place, problem_between
 from megatron.core.distributed.fsdp.comm.peer.peer_copy import PeerCopyTransport
-from megatron.core.distributed.fsdp.comm.registry import TRANSPORTS
+from megatron.core.distributed.fsdp.comm.process_group import ProcessGroupTransport, RankOrderTransport
+from megatron.core.distributed.fsdp.comm.registry import TRANSPORT_KINDS, TRANSPORTS, TransportKind
 from megatron.core.distributed.fsdp.comm.symmetric import SymmetricTransport, settings_problem
+from megatron.core.distributed.fsdp.comm.transport import LocalTransport
 from tests.support.rank_checks import RankChecks
 from tests.support.tiny_gpt import build_gpt
 

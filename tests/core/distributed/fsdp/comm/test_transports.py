@@ -9,14 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.core.distributed.fsdp.comm import (
-    LocalTransport,
-    ProcessGroupTransport,
-    RankOrderTransport,
-    make_transport,
-    process_group,
-    unfinished,
-)
+from megatron.core.distributed.fsdp.comm import process_group
+from megatron.core.distributed.fsdp.comm.choose import make_transport
+from megatron.core.distributed.fsdp.comm.process_group import ProcessGroupTransport, RankOrderTransport
+from megatron.core.distributed.fsdp.comm.transport import LocalTransport, unfinished
 from megatron.core.distributed.fsdp.config.torch_versions import all_gather_flat
 from tests.support.rank_checks import RankChecks
 

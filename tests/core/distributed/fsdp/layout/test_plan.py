@@ -17,24 +17,24 @@ def _chain(num_blocks: int, *, with_backward: bool = True) -> Recorder:
     _use(recorder, 0, backward=False)
     for block in range(1, num_blocks + 1):
         _use(recorder, block, backward=False)
-        recorder.released(block)
-    recorder.released(0)
+        recorder.end("weights", block)
+    recorder.end("weights", 0)
     if with_backward:
         _use(recorder, 0, backward=True)
         for block in range(num_blocks, 0, -1):
             _use(recorder, block, backward=True)
-            recorder.released(block)
-            recorder.input_acquired(block)
-            recorder.reduced(block)
-        recorder.input_acquired(0)
-        recorder.reduced(0)
-        recorder.released(0)
+            recorder.end("weights", block)
+            recorder.begin("inputs", block)
+            recorder.end("inputs", block)
+        recorder.begin("inputs", 0)
+        recorder.end("inputs", 0)
+        recorder.end("weights", 0)
     return recorder
 
 
 def _use(recorder: Recorder, unit: int, *, backward: bool) -> None:
     recorder.use(unit, backward=backward)
-    recorder.gathered(unit)
+    recorder.begin("weights", unit)
 
 
 def _plan(recorder: Recorder, num_units: int, *, ahead_nbytes: int = 0, sizes: dict[int, int] | None = None) -> Plan:
@@ -65,9 +65,9 @@ def test_nothing_stays_for_a_unit_that_has_no_backward() -> None:
     """A teacher under no_grad that runs last in forward: its weights are not needed again."""
     recorder = _chain(2, with_backward=False)
     _use(recorder, 3, backward=False)
-    recorder.released(3)
+    recorder.end("weights", 3)
     _use(recorder, 2, backward=True)
-    recorder.released(2)
+    recorder.end("weights", 2)
     assert not any(_plan(recorder, 4).turns)
 
 
@@ -193,10 +193,10 @@ def test_what_is_needed_together_never_shares_addresses(order: list[int], num_ah
     _use(recorder, 0, backward=False)
     for block in order:
         _use(recorder, block, backward=False)
-        recorder.released(block)
+        recorder.end("weights", block)
     for block in reversed(order):
         _use(recorder, block, backward=True)
-        recorder.released(block)
+        recorder.end("weights", block)
     plan = _plan(recorder, 6, ahead_nbytes=num_ahead * NBYTES)
     on_their_way: list[int] = []
     for at, use in enumerate(plan.uses):

@@ -25,7 +25,7 @@ from megatron.core.distributed.fsdp import (
 )
 from megatron.core.distributed.fsdp.buffers.gradients import GroupGradients
 from megatron.core.distributed.fsdp.buffers.parameter_group import group_of
-from megatron.core.distributed.fsdp.comm import RankOrderTransport
+from megatron.core.distributed.fsdp.comm.process_group import RankOrderTransport
 from megatron.core.distributed.fsdp.config.placement import strategy_placements
 from tests.support.hybrid import (
     HYBRIDS,

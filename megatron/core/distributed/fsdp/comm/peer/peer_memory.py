@@ -26,16 +26,19 @@ _ATTRIBUTE = "_fsdp_peer_memory"
 
 
 class Barrier(Enum):
-    """What all ranks have done when they reach a barrier. The value is the barrier's channel of signals.
+    """What all ranks have done when they reach a barrier, which has a channel of signals of its own.
 
     On each rank the barriers of one channel and allocation must be issued in order. Streams that run at the same time
     use different channels: gathers the first two, reductions the others.
     """
 
-    PUBLISHED = 0  # written their shards
-    PASS_ENDED = 1  # read the others' shards
-    INPUTS_WRITTEN = 2  # written their reduce-scatter inputs
-    INPUTS_READ = 3  # read the others' reduce-scatter inputs
+    PUBLISHED = "published its weights"
+    PASS_ENDED = "ended its pass over the weights"
+    INPUTS_WRITTEN = "written its reduce-scatter inputs"
+    INPUTS_READ = "read the others' reduce-scatter inputs"
+
+    def __init__(self, act: str) -> None:
+        self.act, self.channel = act, len(type(self).__members__)
 
 
 class PeerMemory(ABC):

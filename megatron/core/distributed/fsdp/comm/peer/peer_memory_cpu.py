@@ -86,7 +86,7 @@ class CpuPeerMemory(PeerMemory):
         return problem
 
     def barrier(self, which: Barrier) -> None:
-        first = which.value * self.size
+        first = which.channel * self.size
         for peer in self.peers:
             self._toggle(self._parts[peer].flags, first + self.rank, which, peer, was=0)
         for peer in self.peers:
@@ -117,14 +117,8 @@ class CpuPeerMemory(PeerMemory):
 
     def _lost(self, which: Barrier, peer: int, what: str) -> RuntimeError:
         """Return the error that says what a rank had to do and why it is not waited for any longer."""
-        duty = {
-            Barrier.PUBLISHED: "have published its weights",
-            Barrier.PASS_ENDED: "have ended its pass over the weights",
-            Barrier.INPUTS_WRITTEN: "have written its reduce-scatter inputs",
-            Barrier.INPUTS_READ: "have read the others' reduce-scatter inputs",
-        }[which]
         return RuntimeError(
-            f"rank {self.ranks[peer]} must {duty} before rank {self.ranks[self.rank]} goes on, and {what}"
+            f"rank {self.ranks[peer]} must have {which.act} before rank {self.ranks[self.rank]} goes on, and {what}"
         )
 
     def _view(self, peer: int, offset_nbytes: int, numel: int, dtype: torch.dtype) -> torch.Tensor:

@@ -45,7 +45,7 @@ class CudaPeerMemory(PeerMemory):
         return problem_among(cuda_place(device, backend_problem(device)), group)
 
     def barrier(self, which: Barrier) -> None:
-        self._handle.barrier(which.value, self._time_out_ms)
+        self._handle.barrier(which.channel, self._time_out_ms)
 
     def _view(self, peer: int, offset_nbytes: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         # The view does not keep the mapping alive; this object keeps both.

@@ -19,12 +19,14 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.distributed.fsdp import fully_shard, fully_shard_optimizer, microbatch
-from megatron.core.distributed.fsdp.comm import MemoryKind, RankOrderTransport, TransportKind
 from megatron.core.distributed.fsdp.comm.nvlink import Place
 from megatron.core.distributed.fsdp.comm.peer import peer_memory_cpu
 from megatron.core.distributed.fsdp.comm.peer.peer_copy import PeerCopyTransport, peer_copy_problem
 from megatron.core.distributed.fsdp.comm.peer.peer_memory import Barrier, peer_memory_of
 from megatron.core.distributed.fsdp.comm.peer.peer_memory_cpu import CpuPeerMemory
+from megatron.core.distributed.fsdp.comm.process_group import RankOrderTransport
+from megatron.core.distributed.fsdp.comm.registry import TransportKind
+from megatron.core.distributed.fsdp.comm.transport import MemoryKind
 from megatron.core.distributed.fsdp.config.placement import strategy_placements
 from tests.support.launch import run_ranks
 from tests.support.models import STRATEGY_NAMES, context_of, loss_of, make_net, my_piece

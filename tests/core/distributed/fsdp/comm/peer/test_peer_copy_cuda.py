@@ -12,9 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.core.distributed.fsdp.comm import MemoryKind, RankOrderTransport
 from megatron.core.distributed.fsdp.comm.peer.peer_copy import PeerCopyTransport, peer_copy_problem
 from megatron.core.distributed.fsdp.comm.peer.peer_memory import peer_memory_of
+from megatron.core.distributed.fsdp.comm.process_group import RankOrderTransport
+from megatron.core.distributed.fsdp.comm.transport import MemoryKind
 from tests.support.launch import run_ranks
 from tests.support.rank_checks import RankChecks
 
