@@ -29,7 +29,7 @@ from megatron.core.distributed.fsdp.config.placement import Placements, hybrid_p
 from megatron.core.distributed.fsdp.layout.flat_layout import FlatLayout
 from megatron.core.distributed.fsdp.layout.granule import granule_of
 from megatron.core.distributed.fsdp.layout.row_groups import group_by_rows
-from megatron.core.distributed.fsdp.mesh.group_mesh import GroupMesh
+from megatron.core.distributed.fsdp.mesh.group_mesh import GroupMesh, device_of
 from megatron.core.distributed.fsdp.mesh.model_parallel import ModelParallel, is_shared_between_stages
 from megatron.core.distributed.fsdp.runtime.context import FsdpContext
 from megatron.core.distributed.fsdp.runtime.unit import FsdpUnit, check_prefetch_depth
@@ -121,7 +121,7 @@ def fully_shard(
         placements = _default_placements(mesh, model_parallel)
     policy = mixed_precision_policy or MixedPrecisionPolicy()
     meshes = make_group_meshes(mesh, placements, fsdp_group_ag, kind, model_parallel or ModelParallel())
-    device = meshes.device
+    device = device_of(mesh)
     made = materialize(module, _own_modules(module), device)
     managed, borrowed = _collect(module, meshes, {fresh: meta for meta, fresh in made.items()})
     check_experts(managed, meshes)

@@ -24,12 +24,10 @@ class GroupMeshes:
     Args:
         dense: mesh of all parameters but the experts'.
         expert: mesh of the experts' parameters; None: ``dense``.
-        device: device of this rank's buffers.
     """
 
     dense: GroupMesh
     expert: GroupMesh | None
-    device: torch.device
 
     def of(self, parameter: torch.Tensor) -> GroupMesh:
         """Return the mesh of a parameter."""
@@ -61,16 +59,15 @@ def make_group_meshes(
 
     Ranks: all of both meshes, in the same order; may block.
     """
-    dense, device = group_mesh_of(mesh, placements, gather_group, kind)
-    dense = _with_tensor_axis(dense, mesh, model)
+    dense = _with_tensor_axis(group_mesh_of(mesh, placements, gather_group, kind), mesh, model)
     if model.expert_mesh is None:
         if model.tensor_axis is not None and dense.tensor_mesh is None:
             raise ValueError(
                 f"tensor_axis must be an axis of the mesh {mesh.mesh_dim_names}, got {model.tensor_axis!r}; name the mesh's axes"
             )
-        return GroupMeshes(dense, None, device)
-    expert, _ = group_mesh_of(model.expert_mesh, placements, model.expert_group_ag, kind)
-    return GroupMeshes(dense, _with_tensor_axis(expert, model.expert_mesh, model), device)
+        return GroupMeshes(dense, None)
+    expert = group_mesh_of(model.expert_mesh, placements, model.expert_group_ag, kind)
+    return GroupMeshes(dense, _with_tensor_axis(expert, model.expert_mesh, model))
 
 
 def is_expert(parameter: torch.Tensor) -> bool:

@@ -72,6 +72,7 @@ class GroupWeights:
         self.layout, self.group_mesh, self.placements = layout, group_mesh, placements
         self.dtypes, self.device = dtypes, device
         self.needs_gather = any(isinstance(p, Shard) for p in placements.parameter)
+        self._replicas = [Replicate()] * len(group_mesh.axes)
         self._make_buffers(self._original_weights(originals, name))
         self.sharded: list[nn.Parameter] = []
         self.unsharded: list[nn.Parameter] = []
@@ -99,10 +100,6 @@ class GroupWeights:
             except RuntimeError as error:
                 raise unfinished(f"broadcast of the initial weights of {name}", [axis], error) from error
         return full
-
-    @property
-    def _replicas(self) -> list[Placement]:
-        return [Replicate()] * len(self.group_mesh.axes)
 
     def _buffer(self, placements: Sequence[Placement], local: torch.Tensor) -> DBuffer:
         return DBuffer(self.layout, placements, self.group_mesh.axes, local)

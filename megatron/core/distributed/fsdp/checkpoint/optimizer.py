@@ -131,6 +131,9 @@ class OptimizerLoad:
         whole: fp32 main weights to read into, by name in the checkpoint, where the parameters are only their upper
             halves.
         conversions: run after reading, where main weights were saved whole and are kept in two halves, or the reverse.
+
+    Attributes:
+        param_group_of: the param group that holds a parameter.
     """
 
     optimizer: torch.optim.Optimizer
@@ -139,13 +142,9 @@ class OptimizerLoad:
     state: dict[torch.Tensor, dict[str, Any]] = field(default_factory=dict)
     whole: dict[str, torch.Tensor] = field(default_factory=dict)
     conversions: list[Callable[[], None]] = field(default_factory=list)
-    _groups: dict[torch.Tensor, dict[str, Any]] = field(default_factory=dict)
 
-    def param_group_of(self, parameter: torch.Tensor) -> dict[str, Any]:
-        """Return the param group that holds the parameter."""
-        if not self._groups:
-            self._groups = {p: group for group in self.optimizer.param_groups for p in group["params"]}
-        return self._groups[parameter]
+    def __post_init__(self) -> None:
+        self.param_group_of = {p: group for group in self.optimizer.param_groups for p in group["params"]}
 
     def install(self) -> None:
         """Replace the optimizer's state and hyperparameters."""
@@ -249,7 +248,7 @@ def _match_state(
     if isinstance(own, torch.Tensor) and own.shape == stored.size and not is_shared:
         state[key] = own
     elif is_scalar:
-        state[key] = _new_scalar(parameter, stored, load.param_group_of(parameter))
+        state[key] = _new_scalar(parameter, stored, load.param_group_of[parameter])
     else:
         state[key] = _new_state(parameter, stored)
     load.tensors.append(NamedTensor((full,), state[key]))

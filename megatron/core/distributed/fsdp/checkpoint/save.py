@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -214,15 +214,11 @@ class Save:
 
         beside, speakers = agree(local, self._begin, group=self._group)
         if beside is None:
-            beside = self._prepare_parts(speakers)
+            # One rank for each part of the model says what is in it, and all agree on which rank writes what.
+            assert self._state is not None
+            own = self._state.description if self._rank in speakers else None
+            beside, self._writers = agree(lambda: own, self._judge_parts, group=self._group)
         self._beside = beside
-
-    def _prepare_parts(self, speakers: Sequence[int]) -> Path:
-        """Agree on which rank writes what, told by one rank per part of the model (``speakers``); return the folder."""
-        assert self._state is not None
-        own = self._state.description if self._rank in speakers else None
-        beside, self._writers = agree(lambda: own, self._judge_parts, group=self._group)
-        return beside
 
     def write(self) -> None:
         """Write this rank's share and publish the folder; if this raises, delete it. Ranks: all; blocks."""

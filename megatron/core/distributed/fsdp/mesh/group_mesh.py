@@ -40,11 +40,6 @@ class GroupMesh:
     model: ModelParallel = field(default_factory=ModelParallel)
 
     @property
-    def size(self) -> int:
-        """Number of data-parallel ranks."""
-        return self.mesh.size()
-
-    @property
     def tensor_size(self) -> int | None:
         """Number of tensor-parallel ranks; None where there is no such axis."""
         return None if self.tensor_mesh is None else self.tensor_mesh.size(0)
@@ -69,10 +64,8 @@ class GroupMesh:
         return math.prod(axis.size for axis, is_sum in zip(self.axes, sums, strict=True) if not is_sum)
 
 
-def group_mesh_of(
-    mesh: DeviceMesh, placements: Placements, gather_group: ProcessGroup | None, kind: str
-) -> tuple[GroupMesh, torch.device]:
-    """Build the data-parallel part of a mesh with a transport for each axis; return it and this rank's device.
+def group_mesh_of(mesh: DeviceMesh, placements: Placements, gather_group: ProcessGroup | None, kind: str) -> GroupMesh:
+    """Build the data-parallel part of a mesh with a transport for each axis.
 
     The innermost axis, which moves whole weights and gradients every microbatch, gets the transport that was asked for.
     The outer axis, which moves parts of them once a step, gets the process group's.
@@ -105,7 +98,7 @@ def group_mesh_of(
     outer_groups = [data_mesh.get_group(axis) for axis in range(data_mesh.ndim - 1)]
     outer = [transports.get("nccl", outer_group, outer_group, device) for outer_group in outer_groups]
     inner = transports.get(kind, group, gather_group or group, device)
-    return GroupMesh(data_mesh, (*outer, inner), mesh_in_order(mesh, axes[::-1])), device
+    return GroupMesh(data_mesh, (*outer, inner), mesh_in_order(mesh, axes[::-1]))
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:

@@ -88,6 +88,7 @@ class MemoryReport:
 def report_memory(groups: Sequence[FsdpParameterGroup], plan: Plan, *, is_planned: bool) -> MemoryReport:
     """Compute the memory of these groups under a plan, without allocation or communication."""
     trainable = [group for group in groups if group.trainable]
+    stays = [group.weights for group in groups if group.index in plan.stays_unsharded_nbytes]
     return MemoryReport(
         main_weights=sum(group.weights.main.local_nbytes for group in groups),
         model_weights=sum(_model_nbytes(group) for group in groups),
@@ -97,7 +98,8 @@ def report_memory(groups: Sequence[FsdpParameterGroup], plan: Plan, *, is_planne
         main_gradients=sum(group.grads.main_storage.nbytes for group in trainable),
         partial_gradients=sum(group.grads.partial_nbytes for group in trainable),
         stays_unsharded=sum(plan.stays_unsharded_nbytes.values()),
-        saved_traffic=sum(_gathered_nbytes(group) for group in groups if group.index in plan.stays_unsharded_nbytes),
+        # What their gathers would bring from other ranks.
+        saved_traffic=sum(kept.full.local_nbytes - kept.model.local_nbytes for kept in stays),
         padding=_padding(groups),
         is_planned=is_planned,
     )
@@ -115,9 +117,3 @@ def _model_nbytes(group: FsdpParameterGroup) -> int:
     """Bytes of the model weight besides the main weight, which may be all of it, or lie in it."""
     shared = group.weights.main.local_nbytes if group.weights.model_piece is None else 0
     return group.weights.model.local_nbytes - shared
-
-
-def _gathered_nbytes(group: FsdpParameterGroup) -> int:
-    """Bytes that a gather brings from other ranks."""
-    shard, full = group.weights.model.local_nbytes, group.weights.full.local_nbytes
-    return full - shard

@@ -135,7 +135,7 @@ def groups_come_from_the_collection() -> None:
         wrapped = FullyShardedDataParallel(
             model.config, config, model, device=torch.device("cpu"), pg_collection=groups
         )
-        assert {group.group_mesh.size for group in wrapped.parameter_groups} == {size}
+        assert {group.group_mesh.mesh.size() for group in wrapped.parameter_groups} == {size}
         assert wrapped.dist_index.get_fsdp_group(independent_all_gather=True) is gather_group
         if size == 2:
             (transport,) = wrapped.parameter_groups[0].group_mesh.axes

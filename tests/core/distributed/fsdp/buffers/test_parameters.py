@@ -483,12 +483,12 @@ def a_group_of_another_mesh_does_not_take_part() -> None:
         plain, model = seeded(Sparse), seeded(Sparse)
         for name in ("first", ""):
             fully_shard(model.get_submodule(name), mesh, placements)
-        assert model.first.parameter_groups[0].group_mesh.size == 2
+        assert model.first.parameter_groups[0].group_mesh.mesh.size() == 2
         _square_loss(model, dist.get_rank(), 0).backward()
         backward_plainly(plain, _square_loss, 0)
         assert_same_gradients(model, plain)
     (group,) = fully_shard(seeded(Sparse), mesh, strategy_placements("optim_grads_params", "tp")).parameter_groups
-    assert group.group_mesh.size == 1 and group.layout.num_ranks == 1
+    assert group.group_mesh.mesh.size() == 1 and group.layout.num_ranks == 1
 
 
 @pytest.mark.parametrize(("num_ranks", "name"), CHECKS.parameters)

@@ -91,7 +91,7 @@ class PeerCopyTransport(ProcessGroupTransport):
 
     def _remember(self, memory: PeerMemory) -> None:
         if self._shards is None or self._shards() is None:
-            self._shards = memory.reference
+            self._shards = weakref.ref(memory)
 
     def publish(self) -> None:
         self._barrier(Barrier.PUBLISHED)

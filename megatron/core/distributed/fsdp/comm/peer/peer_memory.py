@@ -11,7 +11,6 @@ not free at the same time.
 
 from __future__ import annotations
 
-import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from datetime import timedelta
@@ -44,8 +43,7 @@ class Barrier(Enum):
 class PeerMemory(ABC):
     """One rank's part of an allocation that all ranks of ``group`` made together, and views of the other parts.
 
-    There is a subclass for each type of device: ``peer_copy.PEER_MEMORY``. ``reference`` is a weak reference to the
-    object.
+    There is a subclass for each type of device: ``peer_copy.PEER_MEMORY``.
     """
 
     direct_nbytes: ClassVar[int]
@@ -56,7 +54,6 @@ class PeerMemory(ABC):
         self.rank, self.size = group.rank(), group.size()
         self.ranks: Sequence[int] = dist.get_process_group_ranks(group)
         self.start = start  # address of this rank's first byte
-        self.reference = weakref.ref(self)
         # The next rank first, so that ranks that copy at the same time copy from different ones.
         self.peers = tuple((self.rank + step) % self.size for step in range(1, self.size))
         self._views: dict[tuple[int, int, torch.dtype], dict[int, torch.Tensor]] = {}
