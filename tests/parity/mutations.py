@@ -62,22 +62,22 @@ def _experts_are_averaged_over_their_own_ranks(patch: pytest.MonkeyPatch) -> Non
 
 
 def _gradients_are_always_averaged(patch: pytest.MonkeyPatch) -> None:
-    from megatron.core.distributed.fsdp.adapter import fully_sharded_data_parallel as mcore_fsdp_adapter
+    from megatron.core.distributed.fsdp import FullyShardedDataParallel
 
-    sharder = mcore_fsdp_adapter._sharder
+    sharder = FullyShardedDataParallel._sharder
     patch.setattr(
-        mcore_fsdp_adapter, "_sharder", lambda **settings: sharder(**{**settings, "grad_divisor": Fraction(1)})
+        FullyShardedDataParallel, "_sharder", lambda self, units, **_: sharder(self, units, grad_divisor=Fraction(1))
     )
 
 
 def _means_are_over_the_inner_axis(patch: pytest.MonkeyPatch) -> None:
     from megatron.core.distributed.fsdp.mesh.group_mesh import GroupMesh
 
-    scale: Any = GroupMesh.grad_scale
+    num_averaged: Any = GroupMesh.num_averaged
 
     def inner(self: Any, placements: Any, divisor: Any) -> float:
         of_inner_axis = SimpleNamespace(axes=self.axes[-1:])
-        return scale(of_inner_axis, SimpleNamespace(gradient=placements.gradient[-1:]), divisor)
+        return float(1 / (divisor * num_averaged(of_inner_axis, SimpleNamespace(gradient=placements.gradient[-1:]))))
 
     patch.setattr(GroupMesh, "grad_scale", inner)
 
