@@ -243,7 +243,7 @@ def print_rank_0(text: str) -> None:
 def _saved_architecture(path: Path) -> dict[str, Any]:
     """Read the architecture of a checkpoint's model, before anything is loaded. Ranks: each on its own."""
     reader, name = CheckpointReader(path), f"{EXTRA_STATE}architecture"
-    if name not in reader.metadata.state_dict_metadata:
+    if name not in reader.entries:
         raise ValueError(
             f"{path} must be a checkpoint of a training run, got one without {name}; weights that were saved by a "
             "library can be loaded with megatron.core.distributed.fsdp.load_checkpoint"

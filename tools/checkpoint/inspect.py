@@ -5,6 +5,7 @@ Example::
     python tools/checkpoint/inspect.py runs/a                              # the latest iteration of a run
     python tools/checkpoint/inspect.py runs/a/iter_0000100 --only 'decoder.layers.0.*'
     python tools/checkpoint/inspect.py runs/a/iter_0000100 runs/b/iter_0000100
+    python tools/checkpoint/inspect.py runs/a --verify                     # compare all files with their checksums
 
 lists tensors with shape, dtype, size, pieces (boxes that a rank wrote) and files, or compares the names, shapes, dtypes and
 values of the tensors of two checkpoints, whatever layouts they were saved under. Exit status: 0; 1 if the two differ; 2 if
@@ -29,9 +30,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from megatron.core.distributed.fsdp.checkpoint import EXTRA_STATE, OPTIMIZER, CheckpointReader
+from megatron.core.distributed.fsdp.checkpoint import EXTRA_STATE, OPTIMIZER, CheckpointReader, StoredTensor
 
 TRACKER = "latest_checkpointed_iteration.txt"
 
@@ -75,16 +75,19 @@ class Checkpoint:
             path = path / f"iter_{int(text):07d}"
         self._reader = CheckpointReader(path)
         self.folder = self._reader.folder
-        metadata = self._reader.metadata
-        files: dict[str, dict[str, None]] = {}
-        for index, place in metadata.storage_data.items():
-            files.setdefault(index.fqn, {})[place.relative_path] = None
+        self.has_checksums = self._reader.has_checksums
         self.tensors = {
-            name: TensorEntry(name, tuple(entry.size), entry.properties.dtype, len(entry.chunks), tuple(files[name]))
-            for name, entry in metadata.state_dict_metadata.items()
-            if isinstance(entry, TensorStorageMetadata)
+            name: TensorEntry(
+                name,
+                tuple(entry.size),
+                entry.dtype,
+                len(entry.chunks),
+                tuple(dict.fromkeys(chunk.place.file for chunk in entry.chunks)),
+            )
+            for name, entry in self._reader.entries.items()
+            if isinstance(entry, StoredTensor)
         }
-        self.values = [name for name in metadata.state_dict_metadata if name not in self.tensors]
+        self.values = [name for name in self._reader.entries if name not in self.tensors]
 
     @property
     def iteration(self) -> int | None:
@@ -97,6 +100,16 @@ class Checkpoint:
     def file_sizes(self) -> dict[str, int]:
         """Bytes of each file, by name."""
         return {path.name: path.stat().st_size for path in sorted(self.folder.iterdir()) if path.is_file()}
+
+    def verify(self) -> str:
+        """Compare all of it with its checksums, and say so.
+
+        Raises:
+            FileNotFoundError, ValueError: it is damaged; names the file.
+        """
+        self._reader.verify_all()
+        source = "its checksums" if self.has_checksums else "the checksums of torch.save (it has none of its own)"
+        return f"{self.folder}: all of it agrees with {source}"
 
     def read(self, entry: TensorEntry) -> torch.Tensor:
         """Read the whole tensor.
@@ -170,9 +183,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("checkpoint", type=Path, help="folder of a checkpoint, or of a run (its latest iteration)")
     parser.add_argument("other", type=Path, nargs="?", help="another checkpoint, to compare with")
     parser.add_argument("--only", default="*", metavar="GLOB", help="names to show or compare, such as 'decoder.*'")
+    parser.add_argument("--verify", action="store_true", help="read all of it and compare it with its checksums")
     args = parser.parse_args(arguments)
     try:
         checkpoints = [Checkpoint(path) for path in (args.checkpoint, args.other) if path is not None]
+        if args.verify:
+            print("\n".join(checkpoint.verify() for checkpoint in checkpoints))
         if args.other is None:
             print("\n".join(describe(checkpoints[0], args.only)))
             return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -107,6 +108,21 @@ def test_differences_are_named(saved: Path, capsys: pytest.CaptureFixture[str]) 
     assert status == 1 and f"optimizer.state.0.weight.exp_avg: only in {saved / 'values'}" in text
     status, text = _main(capsys, saved / "fewer", saved / "shapes", "--only", "1.*")
     assert status == 1 and "1.weight: shape [2, 5] and [4, 5]" in text and "2 tensors: 2 differ" in text
+
+
+def test_damage_is_found_when_asked_for(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also in what the listing does not read."""
+    copy = tmp_path / "copy"
+    shutil.copytree(saved / "fewer", copy)
+    status, text = _main(capsys, copy, "--verify", "--only", "none")
+    assert status == 0 and "all of it agrees with its checksums" in text
+    data = copy / "__1_0.distcp"
+    content = bytearray(data.read_bytes())
+    content[len(content) // 2] ^= 4
+    data.write_bytes(content)
+    status, text = _main(capsys, copy, "--verify")
+    assert status == 2 and str(data) in text and "must have the checksum" in text
+    assert _main(capsys, copy)[0] == 0
 
 
 def test_what_is_no_number_is_compared_bit_for_bit(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:

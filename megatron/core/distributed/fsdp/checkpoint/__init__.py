@@ -8,9 +8,13 @@ A checkpoint is a folder with these entries:
 - ``optimizer.param_groups``, ``optimizer.kind``: hyperparameters, by the names of the parameters that they are for.
 - ``extra_state.<key>``: what the caller of ``save_checkpoint`` gave on rank 0.
 - ``extra_state.per_rank.<rank>``: what each rank gave as ``extra_state["per_rank"]``.
+
+Beside the data files lie ``checkpoint.json``, which says where in them each entry is and has its checksums, ``.metadata``, which
+says the same to DCP, and ``.saved-by-megatron-fsdp``, by which a later save knows that the folder may be replaced.
 """
 
 from megatron.core.distributed.fsdp.checkpoint.agreement import agree
+from megatron.core.distributed.fsdp.checkpoint.description import StoredTensor
 from megatron.core.distributed.fsdp.checkpoint.files import CheckpointReader
 from megatron.core.distributed.fsdp.checkpoint.load import load_checkpoint
 from megatron.core.distributed.fsdp.checkpoint.save import AsyncSave, save_checkpoint
@@ -21,6 +25,7 @@ __all__ = [
     "OPTIMIZER",
     "AsyncSave",
     "CheckpointReader",
+    "StoredTensor",
     "agree",
     "load_checkpoint",
     "save_checkpoint",

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.tensor import DTensor, Replicate
 
 from megatron.core.distributed.fsdp.checkpoint.state import NamedTensor
@@ -28,10 +27,6 @@ class Chunk:
     size: torch.Size
     offsets: torch.Size
     local: torch.Tensor
-
-    @property
-    def metadata(self) -> ChunkStorageMetadata:
-        return ChunkStorageMetadata(offsets=self.offsets, sizes=self.local.shape)
 
 
 def local_chunks(name: str, tensor: torch.Tensor) -> list[Chunk]:

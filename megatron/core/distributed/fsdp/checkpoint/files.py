@@ -1,54 +1,66 @@
-"""Write and read chunks in the files of a PyTorch distributed checkpoint (DCP).
+"""Write and read the items of a checkpoint: archives of ``torch.save``, one after the other in a file for each rank.
 
-DCP's own planners gather a plan from all ranks before writing and another one after. Here each rank computes what it
-writes, so only what was written is gathered, once.
+PyTorch's distributed checkpoints (DCP) have the same files, so each reads the other's. DCP's own planners gather a plan from
+all ranks before writing and another one after. Here each rank computes what it writes, so only what was written is gathered,
+once. Each item gets a checksum while it is written.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
+import errno
 import io
+import itertools
 import math
 import os
-import pickle
-from collections.abc import Mapping, Sequence
+import shutil
+import sys
+import zipfile
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
+import numpy
 import torch
-from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorProperties, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import (
-    LoadItemType,
-    LoadPlan,
-    LoadPlanner,
-    ReadItem,
-    SavePlan,
-    SavePlanner,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
-from torch.distributed.checkpoint.storage import WriteResult
 
 from megatron.core.distributed.fsdp.checkpoint.chunks import Chunk, local_chunks
-from megatron.core.distributed.fsdp.checkpoint.folder import MARKER, find_folder
+from megatron.core.distributed.fsdp.checkpoint.dcp_metadata import decode_metadata, encode_metadata
+from megatron.core.distributed.fsdp.checkpoint.description import (
+    DESCRIPTION,
+    Description,
+    Entries,
+    Place,
+    StoredChunk,
+    StoredTensor,
+    StoredValue,
+    check_coverage,
+    decode,
+    encode,
+)
+from megatron.core.distributed.fsdp.checkpoint.folder import DATA_SUFFIX, MARKER, find_folder
 from megatron.core.distributed.fsdp.checkpoint.state import NamedTensor
 
-_ONE_BYTE_ITEM = torch.Size([0])
-_COPY_AHEAD_NBYTES = 10_000_000  # DCP's default
-# A tensor's name, and where in it a box begins.
-_Target = tuple[str, torch.Size]
+_NamedChunk = tuple[str, torch.dtype, StoredChunk]  # of the tensor with this name and dtype
+_VERIFY_THREADS = 4  # zlib computes without Python's lock
+_VERIFY_NBYTES = 1 << 20  # stays in the cache of a core between reading and summing
 
 
-@dataclasses.dataclass
+@dataclass
 class Written:
-    """The items that one rank wrote, with the file and offset of each."""
+    """The items that one rank wrote.
 
-    plan: SavePlan
-    results: list[WriteResult]
+    Args:
+        files: bytes of each file by name: one, or none if there was nothing to write.
+        values: places of plain values.
+        chunks: (name of the tensor, its dtype, its shape, the chunk) of each part of a tensor.
+    """
+
+    files: dict[str, int] = field(default_factory=dict)
+    values: dict[str, Place] = field(default_factory=dict)
+    chunks: list[tuple[str, torch.dtype, torch.Size, StoredChunk]] = field(default_factory=list)
 
 
 def write_data(folder: Path, chunks: Sequence[Chunk], values: Mapping[str, bytes], *, rank: int) -> Written:
@@ -58,40 +70,33 @@ def write_data(folder: Path, chunks: Sequence[Chunk], values: Mapping[str, bytes
         chunks: parts of tensors.
         values: plain values by name, serialised by ``packed``.
 
+    Raises:
+        OSError: the file could not be written; names it.
+
     Ranks: each on its own.
     """
-    data: dict[MetadataIndex, torch.Tensor | bytes] = {}
-    items = []
-    for name, packed in values.items():
-        item = WriteItem(index=MetadataIndex(name), type=WriteItemType.BYTE_IO)
-        items.append(item)
-        data[item.index] = packed
-    for chunk in chunks:
-        properties = TensorProperties(dtype=chunk.local.dtype)
-        item = WriteItem(
-            index=MetadataIndex(chunk.name, chunk.offsets),
-            type=WriteItemType.SHARD,
-            tensor_data=TensorWriteData(chunk=chunk.metadata, properties=properties, size=chunk.size),
-        )
-        items.append(item)
-        data[item.index] = chunk.local
-    plan = SavePlan(items)
-    if not items:
-        return Written(plan, [])
-    # Only for device memory: a copy ahead needs the current device to be the tensor's, and a new thread's is not.
-    on_device = any(chunk.local.device.type != "cpu" for chunk in chunks)
-    writer = FileSystemWriter(folder, sync_files=False, per_thread_copy_ahead=_COPY_AHEAD_NBYTES if on_device else 0)
-    writer.set_up_storage_writer(rank == 0, rank=rank, use_collectives=True)
-    # The writer names files by the plan's index in the list.
-    plan = writer.prepare_global_plan([SavePlan([])] * rank + [plan])[rank]
-    results = writer.write_data(plan, _WritePlanner(data)).value()
-    for name in dict.fromkeys(result.storage_data.relative_path for result in results):
-        _sync_file(folder / name)
-    return Written(SavePlan(items), results)
+    written = Written()
+    if not chunks and not values:
+        return written
+    name = f"__{rank}_0{DATA_SUFFIX}"
+    with _naming(folder / name), open(folder / name, "wb") as file:
+        for key, content in values.items():
+            item = _Item(file)
+            item.write(content)
+            written.values[key] = item.place(name)
+        for chunk in chunks:
+            item = _Item(file, _on_host(chunk.local))
+            torch.save(item.tensor, item)  # type: ignore[arg-type]
+            stored = StoredChunk(tuple(chunk.offsets), tuple(chunk.local.shape), item.place(name))
+            written.chunks.append((chunk.name, chunk.local.dtype, chunk.size, stored))
+        file.flush()
+        os.fsync(file.fileno())
+        written.files[name] = file.tell()
+    return written
 
 
 def write_metadata(folder: Path, written: Sequence[Written], sizes: Mapping[str, torch.Size]) -> None:
-    """Write the folder's metadata, which makes it a complete checkpoint.
+    """Write the folder's description and, last, DCP's metadata, which make it a complete checkpoint.
 
     Args:
         written: [R] what each rank wrote.
@@ -99,83 +104,86 @@ def write_metadata(folder: Path, written: Sequence[Written], sizes: Mapping[str,
 
     Raises:
         RuntimeError: the ranks together did not write each element of a tensor exactly once.
+        OSError: a file could not be written; names it.
 
     Ranks: one, after all have written.
     """
-    _, metadata = create_default_global_save_plan([rank.plan for rank in written])
+    entries: dict[str, StoredTensor | StoredValue] = {}
+    for rank in written:
+        entries.update({name: StoredValue(place) for name, place in rank.values.items()})
+        for name, dtype, size, chunk in rank.chunks:
+            stored = entries.setdefault(name, StoredTensor(dtype, size, []))
+            assert isinstance(stored, StoredTensor)
+            stored.chunks.append(chunk)
     for name, size in sizes.items():
-        stored = metadata.state_dict_metadata.get(name)
-        chunks = stored.chunks if isinstance(stored, TensorStorageMetadata) else []
-        numel = sum(math.prod(chunk.sizes) for chunk in chunks)
+        found = entries.get(name)
+        chunks = found.chunks if isinstance(found, StoredTensor) else []
+        numel = sum(chunk.numel for chunk in chunks)
         if numel != math.prod(size) or not chunks:
             raise RuntimeError(
                 f"all ranks together must write the {math.prod(size)} elements of {name} once, got {numel}; its mesh must "
                 "lie within the ranks that save, and hold it once"
             )
-    writer = FileSystemWriter(folder, sync_files=False)
-    writer.set_up_storage_writer(True, rank=0, use_collectives=True)
-    writer.finish(metadata, [rank.results for rank in written])
-    _sync_file(folder / MARKER)
+    metadata = encode_metadata(entries)
+    files = {name: nbytes for rank in written for name, nbytes in rank.files.items()}
+    _write_file(folder / DESCRIPTION, encode(Description(entries, files, zlib.crc32(metadata))))
+    _write_file(folder / f"{MARKER}.tmp", metadata)
+    os.rename(folder / f"{MARKER}.tmp", folder / MARKER)
 
 
 class CheckpointReader:
-    """A checkpoint on disk, read without a model or process group.
+    """A checkpoint on disk, read without a model or process group. Nothing that stands in it is executed.
 
     Args:
         path: the folder. If a save was killed while it replaced that folder, what it left beside it is read.
+        verify: compare what is read with its checksums; False trusts it.
 
     Raises:
         FileNotFoundError: no complete checkpoint is there.
-        ValueError: its metadata cannot be read.
+        ValueError: its description cannot be read, or the folder has files of another save.
 
     Attributes:
         folder: the folder that is read.
-        metadata: DCP's metadata: names, shapes, dtypes and files of the entries.
+        entries: shape, dtype and places of tensors, and places of plain values, by name.
+        has_checksums: our saves write them. Without them, only those of the archives of ``torch.save`` are compared.
 
     Ranks: each reads what it needs, on its own.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.folder = folder = find_folder(path)
-        self._reader = FileSystemReader(folder)
-        try:
-            self.metadata: Metadata = self._reader.read_metadata()
-        except (pickle.UnpicklingError, EOFError, AttributeError, ImportError, IndexError, ValueError) as error:
-            raise ValueError(f"{folder / MARKER} must be the metadata of a checkpoint, got {error!r}") from error
-        self._reader.set_up_storage_reader(self.metadata, is_coordinator=False)
+    def __init__(self, path: Path, *, verify: bool = True) -> None:
+        self.folder = find_folder(path)
+        self._verify = verify
+        description = _read_description(self.folder)
+        self.entries: Entries = description.entries
+        self.has_checksums = description.has_checksums
+        self._sizes = description.files
+        if self.has_checksums:
+            self._check_no_strangers()
 
     def values(self, names: Sequence[str]) -> dict[str, Any]:
         """Read plain values and return them by name; tensors in them are on the CPU.
 
         Raises:
             FileNotFoundError: a file that has some of it is gone or too short.
+            ValueError: what is there is not what was written.
         """
-        items = [
-            ReadItem(
-                type=LoadItemType.BYTE_IO,
-                dest_index=MetadataIndex(name),
-                dest_offsets=_ONE_BYTE_ITEM,
-                storage_index=MetadataIndex(name),
-                storage_offsets=_ONE_BYTE_ITEM,
-                lengths=_ONE_BYTE_ITEM,
-            )
-            for name in names
-        ]
-        self._check_files(items)
-        planner = _ReadPlanner({})
-        self._read(items, planner)
-        return {name: planner.values[name] for name in names}
+        places = {name: self._entry(name, StoredValue).place for name in names}
+        self._check_files(places.values())
+        return {name: self._value(name, place) for name, place in places.items()}
 
     def tensor(self, name: str) -> torch.Tensor:
         """Read a whole tensor into CPU memory.
 
         Raises:
             FileNotFoundError: a file that has some of it is gone or too short.
+            ValueError: what is there is not what was written.
         """
-        stored = self.metadata.state_dict_metadata[name]
-        assert isinstance(stored, TensorStorageMetadata)
-        whole = torch.empty(stored.size, dtype=stored.properties.dtype)
-        self.read(self.plan([NamedTensor((name,), whole)]))
+        stored = self._entry(name, StoredTensor)
+        self._check_stored(name, stored)
+        whole = torch.empty(stored.size, dtype=stored.dtype)
+        plan = self.plan([NamedTensor((name,), whole)])
+        self.verify(plan)
+        self.read(plan)
         return whole
 
     def plan(self, tensors: Sequence[NamedTensor]) -> ReadPlan:
@@ -183,54 +191,156 @@ class CheckpointReader:
 
         Raises:
             FileNotFoundError: a file that has some of it is gone or too short.
+            ValueError: the checkpoint does not hold each element of a tensor once.
         """
-        items: list[ReadItem] = []
-        targets: dict[_Target, torch.Tensor] = {}
+        pieces: list[_Piece] = []
         for entry in tensors:
-            chunks = [chunk for chunk in local_chunks(entry.name, entry.tensor) if chunk.local.numel() > 0]
-            stored = self.metadata.state_dict_metadata[entry.name]
-            assert isinstance(stored, TensorStorageMetadata)
-            items += create_read_items_for_chunk_list(entry.name, stored, [chunk.metadata for chunk in chunks])
-            targets.update({(entry.name, chunk.offsets): chunk.local for chunk in chunks})
-        self._check_files(items)
-        return ReadPlan(items, targets)
+            stored = self._entry(entry.name, StoredTensor)
+            self._check_stored(entry.name, stored)
+            for chunk in local_chunks(entry.name, entry.tensor):
+                pieces += _pieces(entry.name, stored, chunk)
+        pieces.sort(key=lambda piece: (piece.chunk.place.file, piece.chunk.place.offset))
+        self._check_files(piece.chunk.place for piece in pieces)
+        return ReadPlan(pieces)
+
+    def verify(self, plan: ReadPlan) -> None:
+        """Compare what the plan will read with what was written, before anything changes.
+
+        Raises:
+            ValueError: they differ; names the file and the tensor.
+        """
+        if self._verify:
+            places = {(piece.chunk.place.file, piece.chunk.place.offset): piece for piece in plan.pieces}
+            self._verify_chunks([(piece.name, piece.dtype, piece.chunk) for piece in places.values()])
+
+    def verify_all(self) -> None:
+        """Compare all of the checkpoint with what was written, also what no model would read here.
+
+        Raises:
+            FileNotFoundError: a file is gone or too short.
+            ValueError: something differs; names the file and the entry.
+        """
+        tensors = {name: entry for name, entry in self.entries.items() if isinstance(entry, StoredTensor)}
+        chunks = [(name, entry.dtype, chunk) for name, entry in tensors.items() for chunk in entry.chunks]
+        for name, entry in tensors.items():
+            self._check_stored(name, entry)
+        self._check_files(chunk.place for *_, chunk in chunks)
+        self._verify_chunks(chunks)
+        self.values([name for name in self.entries if name not in tensors])
 
     def read(self, plan: ReadPlan) -> None:
         """Read the plan's tensors in place, converting to their dtype."""
-        self._read(plan.items, _ReadPlanner(plan.targets))
+        for name, pieces in itertools.groupby(plan.pieces, key=lambda piece: piece.chunk.place.file):
+            with open(self.folder / name, "rb", buffering=0) as file:
+                for piece in pieces:
+                    _read_piece(file, piece)
 
-    def _read(self, items: list[ReadItem], planner: _ReadPlanner) -> None:
-        with torch.no_grad():
-            self._reader.read_data(LoadPlan(items), planner).wait()
+    def _entry(self, name: str, kind: type[Any]) -> Any:
+        entry = self.entries[name]
+        assert isinstance(entry, kind), name
+        return entry
 
-    def _check_files(self, items: Sequence[ReadItem]) -> None:
+    def _value(self, name: str, place: Place) -> Any:
+        path = self.folder / place.file
+        with open(path, "rb", buffering=0) as file:
+            content = _read_bytes(file, place)
+        try:
+            if self._verify and place.crc32 is None:
+                _check_archive(io.BytesIO(content))
+            elif self._verify:
+                self._compare(name, place, zlib.crc32(content))
+            return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+        except Exception as error:  # whatever a damaged archive leads to
+            raise ValueError(
+                f"{path}: {name} must be a plain value as it was written, got {type(error).__name__}: {str(error)[:400]}; "
+                "the checkpoint is damaged, load another one"
+            ) from error
+
+    def _verify_chunks(self, chunks: Sequence[_NamedChunk]) -> None:
+        with ThreadPoolExecutor(_VERIFY_THREADS) as threads:
+            for _ in threads.map(self._verify_chunk, chunks):
+                pass
+
+    def _verify_chunk(self, named: _NamedChunk) -> None:
+        name, dtype, chunk = named
+        place, path = chunk.place, self.folder / chunk.place.file
+        with open(path, "rb", buffering=0) as file:
+            if place.crc32 is not None:
+                crc32 = _checksum(file, place)
+                self._compare(name, place, crc32)
+                return
+            content = io.BytesIO(_read_bytes(file, place))
+        try:
+            _check_archive(content)
+            _check_archived(_load_archived(content), dtype, chunk)
+        except Exception as error:  # whatever a damaged archive leads to
+            raise ValueError(
+                f"{path}: the bytes from {place.offset} on must be a part of {name}, got "
+                f"{type(error).__name__}: {str(error)[:300]}; the checkpoint is damaged, load another one"
+            ) from error
+
+    def _compare(self, name: str, place: Place, crc32: int) -> None:
+        if place.crc32 is not None and place.crc32 != crc32:
+            raise ValueError(
+                f"{self.folder / place.file}: the {place.nbytes} bytes from {place.offset} on, which hold {name}, must have "
+                f"the checksum {place.crc32:08x} with which they were written, got {crc32:08x}: the file was damaged or "
+                "belongs to another save; load another checkpoint"
+            )
+
+    def _check_stored(self, name: str, stored: StoredTensor) -> None:
+        check_coverage(name, stored, self.folder)
+        for chunk in stored.chunks:
+            if chunk.numel * stored.dtype.itemsize > chunk.place.nbytes:
+                raise ValueError(
+                    f"{self.folder / chunk.place.file}: a piece of {name} must have its {chunk.numel} elements, got "
+                    f"{chunk.place.nbytes} bytes"
+                )
+
+    def _check_files(self, places: Iterable[Place]) -> None:
         needed: dict[str, int] = {}
-        for item in items:
-            place = self.metadata.storage_data[item.storage_index]
-            end = place.offset + place.length
-            needed[place.relative_path] = max(needed.get(place.relative_path, 0), end)
+        for place in places:
+            needed[place.file] = max(needed.get(place.file, 0), place.offset + place.nbytes)
         for name, nbytes in needed.items():
-            path = self.folder / name
+            path, exact = self.folder / name, self._sizes.get(name)
             have = os.path.getsize(path) if path.is_file() else None
-            if have is None or have < nbytes:
+            if have is None or have < nbytes or (exact is not None and have != exact):
+                wanted = f"{nbytes} bytes or more" if exact is None else f"{exact} bytes"
                 raise FileNotFoundError(
-                    f"{path} must have {nbytes} bytes or more, got {'no file' if have is None else f'{have} bytes'}: "
+                    f"{path} must have {wanted}, got {'no file' if have is None else f'{have} bytes'}: "
                     "the checkpoint was damaged after it was written; load another one"
                 )
 
+    def _check_no_strangers(self) -> None:
+        for path in self.folder.iterdir():
+            if path.suffix == DATA_SUFFIX and path.name not in self._sizes:
+                raise ValueError(
+                    f"{path} is not of this checkpoint, whose {DESCRIPTION} names its files: another save left it, or "
+                    "files of several saves were mixed; restore the folder or load another checkpoint"
+                )
 
-@dataclasses.dataclass(frozen=True)
+
+@dataclass(frozen=True)
+class _Piece:
+    """A box of a stored chunk, and the memory for it.
+
+    Args:
+        name: the tensor's.
+        dtype: the stored one.
+        begin: indices in the chunk at which the box begins; its shape is the target's.
+    """
+
+    name: str
+    dtype: torch.dtype
+    chunk: StoredChunk
+    begin: tuple[int, ...]
+    target: torch.Tensor
+
+
+@dataclass(frozen=True)
 class ReadPlan:
-    """The items that a rank reads, and the memory for them, by name and offsets in the whole tensor."""
+    """The pieces that a rank reads, in the order of files and places."""
 
-    items: list[ReadItem]
-    targets: dict[_Target, torch.Tensor]
-
-
-def _sync_file(path: Path) -> None:
-    # DCP's sync_files synchronises before Python's buffer is flushed, so the end of the file could be lost.
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
+    pieces: list[_Piece]
 
 
 def packed(value: Any) -> bytes:
@@ -240,43 +350,188 @@ def packed(value: Any) -> bytes:
     return buffer.getvalue()
 
 
-class _NoPlanning:
-    """The methods of DCP's planners that nothing calls, since the plan exists already."""
+class _Item:
+    """A stream to an item of a file, which sums what passes and sees where the tensor's own memory begins."""
 
-    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
-        raise AssertionError("the plan exists already")
+    def __init__(self, file: BinaryIO, tensor: torch.Tensor | None = None) -> None:
+        self.tensor = tensor
+        self._file, self._start, self._nbytes, self._crc32 = file, file.tell(), 0, 0
+        self._elements: int | None = None
 
-    set_up_planner = create_local_plan = create_global_plan = finish_plan = _refuse
+    def write(self, data: Any) -> int:
+        view = memoryview(data)
+        if self._elements is None and self.tensor is not None and view.nbytes == self.tensor.nbytes > 0:
+            address = numpy.frombuffer(view, dtype=numpy.uint8).ctypes.data
+            if address == self.tensor.data_ptr() and sys.byteorder == "little":
+                self._elements = self._nbytes
+        self._file.write(view)
+        self._crc32 = zlib.crc32(view, self._crc32)
+        self._nbytes += view.nbytes
+        return view.nbytes
+
+    def flush(self) -> None:
+        pass  # torch.save calls it; the file is flushed once
+
+    def place(self, name: str) -> Place:
+        """Return where the item is, when all of it is written."""
+        return Place(name, self._start, self._nbytes, self._crc32, self._elements)
 
 
-class _WritePlanner(_NoPlanning, SavePlanner):
-    """Gives DCP's writer the data of an item."""
-
-    def __init__(self, data: Mapping[MetadataIndex, torch.Tensor | bytes]) -> None:
-        self._data = data
-
-    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        data = self._data[write_item.index]
-        return io.BytesIO(data) if isinstance(data, bytes) else data
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor in host memory, with no more storage than its elements: torch.save would write it all."""
+    host = tensor.detach().cpu()
+    return (
+        host if host.untyped_storage().nbytes() == host.nbytes and host.is_contiguous() else host.clone().contiguous()
+    )
 
 
-class _ReadPlanner(_NoPlanning, LoadPlanner):
-    """Gives DCP's reader the memory of an item."""
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Name the file in errors of the system, and say what to do."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:  # torch.save raises the latter for an error of its stream
+        cause = error if isinstance(error, OSError) else error.__context__ or error.__cause__
+        if not isinstance(cause, OSError):
+            raise
+        number = cause.errno or errno.EIO
+        free = shutil.disk_usage(path.parent).free if path.parent.is_dir() else 0
+        raise OSError(
+            number,
+            f"{path} could not be written: {os.strerror(number)} ({free:,} bytes are free there). What was saved before "
+            "is still there; free space or save to another folder, and start again from the last checkpoint",
+        ) from error
 
-    def __init__(self, targets: Mapping[_Target, torch.Tensor]) -> None:
-        self._targets = targets
-        self.values: dict[str, Any] = {}
 
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        self.values[read_item.dest_index.fqn] = torch.load(value, map_location="cpu", weights_only=True)
+def _write_file(path: Path, content: bytes) -> None:
+    with _naming(path), open(path, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
 
-    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        index = read_item.dest_index
-        assert index.offset is not None
-        target = self._targets[index.fqn, index.offset]
-        for dim, (begin, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
-            target = target.narrow(dim, begin, length)
-        return target
 
-    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        pass  # resolve_tensor returned the memory itself
+def _read_description(folder: Path) -> Description:
+    marker, own = (folder / MARKER), folder / DESCRIPTION
+    metadata = marker.read_bytes()
+    if not own.is_file():
+        return decode_metadata(metadata, marker)
+    description = decode(own.read_bytes(), own)
+    if zlib.crc32(metadata) != description.metadata_crc32:
+        raise ValueError(
+            f"{marker} must have the checksum that {own.name} names, got another: one of the two was damaged or belongs to "
+            "another save; load another checkpoint"
+        )
+    return description
+
+
+def _pieces(name: str, stored: StoredTensor, chunk: Chunk) -> Iterator[_Piece]:
+    """Yield what the chunk of this rank needs of each stored chunk."""
+    if chunk.local.numel() == 0:
+        return
+    for source in stored.chunks:
+        begins = [max(own, other) for own, other in zip(chunk.offsets, source.offsets, strict=True)]
+        ends = [
+            min(own + length, other + size)
+            for own, length, other, size in zip(
+                chunk.offsets, chunk.local.shape, source.offsets, source.sizes, strict=True
+            )
+        ]
+        if any(end <= begin for begin, end in zip(begins, ends, strict=True)):
+            continue
+        target = chunk.local.detach()
+        for dim, (begin, end, own) in enumerate(zip(begins, ends, chunk.offsets, strict=True)):
+            target = target.narrow(dim, begin - own, end - begin)
+        within = tuple(begin - other for begin, other in zip(begins, source.offsets, strict=True))
+        yield _Piece(name, stored.dtype, source, within, target)
+
+
+@torch.no_grad()
+def _read_piece(file: BinaryIO, piece: _Piece) -> None:
+    chunk, target = piece.chunk, piece.target
+    if chunk.place.elements is None or sys.byteorder != "little":
+        whole = _load_archived(io.BytesIO(_read_bytes(file, chunk.place)))
+        _check_archived(whole, piece.dtype, chunk)
+        target.copy_(_box_of(whole, piece))
+        return
+    start = chunk.place.offset + chunk.place.elements
+    first = _first_element(chunk.sizes, piece.begin, target.shape)
+    if first is None:
+        whole = torch.empty(chunk.sizes, dtype=piece.dtype)
+        _read_elements(file, start, whole)
+        target.copy_(_box_of(whole, piece))
+        return
+    start += first * piece.dtype.itemsize
+    if target.device.type == "cpu" and target.dtype == piece.dtype and target.is_contiguous():
+        _read_elements(file, start, target)
+        return
+    box = torch.empty(target.shape, dtype=piece.dtype)
+    _read_elements(file, start, box)
+    target.copy_(box)
+
+
+def _first_element(sizes: Sequence[int], begin: Sequence[int], lengths: Sequence[int]) -> int | None:
+    """Return the index of a box's first element in its chunk; None if the box has gaps there."""
+    dims = [dim for dim, (length, size) in enumerate(zip(lengths, sizes, strict=True)) if length != size]
+    # Beyond the first dim that is cut, all must be whole; before the last one that is, of length one.
+    if dims and any(lengths[dim] != 1 for dim in range(dims[-1])):
+        return None
+    first = 0
+    for index, size in zip(begin, sizes, strict=True):
+        first = first * size + index
+    return first
+
+
+def _box_of(whole: torch.Tensor, piece: _Piece) -> torch.Tensor:
+    for dim, (begin, length) in enumerate(zip(piece.begin, piece.target.shape, strict=True)):
+        whole = whole.narrow(dim, begin, length)
+    return whole
+
+
+def _load_archived(content: io.BytesIO) -> torch.Tensor:
+    loaded: torch.Tensor = torch.load(content, map_location="cpu", weights_only=True)
+    return loaded
+
+
+def _check_archive(content: io.BytesIO) -> None:
+    """Compare the records of an archive with the checksums that torch.save wrote."""
+    with zipfile.ZipFile(content) as archive:
+        damaged = archive.testzip()
+    if damaged is not None:
+        raise ValueError(f"another checksum of {damaged} than torch.save wrote")
+    content.seek(0)
+
+
+def _check_archived(loaded: Any, dtype: torch.dtype, chunk: StoredChunk) -> None:
+    wanted = (dtype, tuple(chunk.sizes))
+    got = (loaded.dtype, tuple(loaded.shape)) if isinstance(loaded, torch.Tensor) else type(loaded)
+    if got != wanted:
+        raise ValueError(f"{got} in place of {wanted}")
+
+
+def _read_elements(file: BinaryIO, start: int, tensor: torch.Tensor) -> None:
+    _read_into(file, start, tensor.reshape(-1).view(torch.uint8).numpy().data)
+
+
+def _read_bytes(file: BinaryIO, place: Place) -> bytearray:
+    content = bytearray(place.nbytes)
+    _read_into(file, place.offset, memoryview(content))
+    return content
+
+
+def _read_into(file: BinaryIO, start: int, view: memoryview) -> None:
+    file.seek(start)
+    while view.nbytes:
+        count = file.readinto(view)  # type: ignore[attr-defined]
+        if not count:
+            raise OSError(f"{file.name} ended {view.nbytes} bytes early: it was longer when it was opened")
+        view = view[count:]
+
+
+def _checksum(file: BinaryIO, place: Place) -> int:
+    buffer = memoryview(bytearray(min(_VERIFY_NBYTES, place.nbytes)))
+    crc32, done = 0, 0
+    while done < place.nbytes:
+        piece = buffer[: min(len(buffer), place.nbytes - done)]
+        _read_into(file, place.offset + done, piece)
+        crc32, done = zlib.crc32(piece, crc32), done + len(piece)
+    return crc32

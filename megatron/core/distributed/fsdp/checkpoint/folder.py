@@ -3,21 +3,28 @@
 A save writes to ``<path>.tmp-<token>``, beside the final name. DCP's ``.metadata`` is written last, when all data is on
 disk. Then an older checkpoint at ``path`` is renamed to ``<path>.old-<token>``, the new one to ``path``, and the older
 one is deleted. Between the two renames there is nothing at ``path``; a reader then takes the folder beside it.
+
+What killed saves left is deleted by the next one, if a file that the save wrote in it, ``.saved-by-megatron-fsdp``, has the
+token of its name; and of such a folder only the files that a save writes. Whatever else is there stays.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
 import re
 import secrets
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron.core.distributed.fsdp.checkpoint.description import DESCRIPTION
+
 MARKER = ".metadata"
-_DATA_SUFFIX = ".distcp"
+DATA_SUFFIX = ".distcp"
+OWNER = ".saved-by-megatron-fsdp"
+_OWN_NAMES = (MARKER, f"{MARKER}.tmp", DESCRIPTION, OWNER)
 _BESIDE = re.compile(r"(?P<name>.+)\.(?P<kind>tmp|old)-(?P<token>[0-9a-f]{12})")
 
 
@@ -43,17 +50,19 @@ class FolderInProgress:
         sync_folder(self.beside)
         if not is_complete(self.beside):
             raise RuntimeError(f"{self.beside} must hold {MARKER} before it can become {self.path}")
-        old = self.beside.with_name(self.beside.name.replace(".tmp-", ".old-"))
+        token = _token_of(self.beside)
+        old = self.path.with_name(f"{self.path.name}.old-{token}")
         if self.path.exists():
+            _own(self.path, token)
             os.rename(self.path, old)
         os.rename(self.beside, self.path)
         sync_folder(self.path.parent)
-        shutil.rmtree(old, ignore_errors=True)
+        _remove(old)
         self._unlock()
 
     def discard(self) -> None:
         """Delete the folder, unless it is published."""
-        shutil.rmtree(self.beside, ignore_errors=True)
+        _remove(self.beside)
         self._unlock()
 
     def _unlock(self) -> None:
@@ -74,8 +83,10 @@ def begin_folder(path: Path) -> FolderInProgress:
     _recover(path)
     _check_replaceable(path)
     _clean(path)
-    beside = path.with_name(f"{path.name}.tmp-{secrets.token_hex(6)}")
+    token = secrets.token_hex(6)
+    beside = path.with_name(f"{path.name}.tmp-{token}")
     beside.mkdir()
+    _own(beside, token)
     lock = os.open(beside, os.O_RDONLY | os.O_DIRECTORY)
     _try_lock(lock)
     return FolderInProgress(path, beside, lock)
@@ -136,10 +147,11 @@ def _recover(path: Path) -> None:
 def _check_replaceable(path: Path) -> None:
     if not path.exists():
         return
-    if not path.is_dir():
-        raise FileExistsError(f"a checkpoint cannot replace the file {path}; choose another path")
+    if path.is_symlink() or not path.is_dir():
+        kind = "symbolic link" if path.is_symlink() else "file"
+        raise FileExistsError(f"a checkpoint cannot replace the {kind} {path}; choose another path")
     entries = list(path.iterdir())
-    foreign = [entry.name for entry in entries if entry.name != MARKER and entry.suffix != _DATA_SUFFIX]
+    foreign = [entry.name for entry in entries if not _is_ours(entry)]
     if foreign and (not is_complete(path) or any(entry.is_dir() for entry in entries)):
         raise FileExistsError(
             f"{path} must be a checkpoint, an empty folder or not there, since it is replaced as a whole, got a folder "
@@ -151,7 +163,7 @@ def _clean(path: Path) -> None:
     """Delete what killed saves left in the parent folder of ``path``, but not what a running save is writing."""
     for entry in sorted(path.parent.iterdir()):
         match = _BESIDE.fullmatch(entry.name)
-        if match is None or not entry.is_dir():
+        if match is None or not _is_owned(entry):
             continue
         final = path.with_name(match["name"])
         if not final.exists() and _survivor(final) is not None:
@@ -159,7 +171,40 @@ def _clean(path: Path) -> None:
         if match["kind"] == "tmp":
             _remove_unless_locked(entry, is_own=match["name"] == path.name)
         else:
-            shutil.rmtree(entry, ignore_errors=True)
+            _remove(entry)
+
+
+def _token_of(folder: Path) -> str:
+    return folder.name.rpartition("-")[2]
+
+
+def _own(folder: Path, token: str) -> None:
+    """Write into a folder that it is ours to remove under the name with this token."""
+    (folder / OWNER).write_text(token)
+
+
+def _is_owned(folder: Path) -> bool:
+    """Return whether a save wrote into the folder that it may be removed under its present name."""
+    if folder.is_symlink() or not folder.is_dir():
+        return False
+    try:
+        return (folder / OWNER).read_bytes() == _token_of(folder).encode()
+    except OSError:
+        return False
+
+
+def _is_ours(entry: Path) -> bool:
+    return entry.name in _OWN_NAMES or entry.suffix == DATA_SUFFIX
+
+
+def _remove(folder: Path) -> None:
+    """Remove what a save wrote in the folder, and the folder if nothing else is in it. Errors leave the rest for later."""
+    with contextlib.suppress(OSError):
+        # First what makes it complete, last what makes it ours: if this is killed, the next save goes on.
+        entries = sorted(filter(_is_ours, folder.iterdir()), key=lambda e: (e.name != MARKER, e.name == OWNER))
+        for entry in entries:
+            entry.unlink()
+        folder.rmdir()
 
 
 def _remove_unless_locked(folder: Path, *, is_own: bool) -> None:
@@ -171,7 +216,7 @@ def _remove_unless_locked(folder: Path, *, is_own: bool) -> None:
         locked = _try_lock(descriptor)
         # Without locks there is no telling whether the writer is alive: then delete only what a save to this path left.
         if locked or (locked is None and is_own):
-            shutil.rmtree(folder, ignore_errors=True)
+            _remove(folder)
     finally:
         os.close(descriptor)
 

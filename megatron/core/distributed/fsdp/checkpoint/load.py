@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,10 +11,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.metadata import STORAGE_TYPES, TensorStorageMetadata
 
 from megatron.core.distributed.fsdp.api.module import fsdp_modules
 from megatron.core.distributed.fsdp.checkpoint.agreement import agree, check_initialized, digest_of, firsts
+from megatron.core.distributed.fsdp.checkpoint.description import Entries, StoredTensor
 from megatron.core.distributed.fsdp.checkpoint.files import CheckpointReader
 from megatron.core.distributed.fsdp.checkpoint.optimizer import (
     KIND,
@@ -37,7 +37,12 @@ from megatron.core.distributed.fsdp.checkpoint.state import (
 
 
 def load_checkpoint(
-    model: nn.Module, optimizer: Any, path: str | os.PathLike[str], *, load_optimizer: bool = True
+    model: nn.Module,
+    optimizer: Any,
+    path: str | os.PathLike[str],
+    *,
+    load_optimizer: bool = True,
+    verify: bool = True,
 ) -> dict[str, Any]:
     """Load a checkpoint into model and optimizer, whatever number of ranks and strategy it was saved with.
 
@@ -51,6 +56,8 @@ def load_checkpoint(
         optimizer: as in ``save_checkpoint``; None loads the model alone.
         path: the folder. If a save was killed while it replaced that folder, what it left beside it is loaded.
         load_optimizer: False leaves the optimizer as it is.
+        verify: compare what is read with its checksums before anything changes. False trusts the files, which saves
+            reading them twice.
 
     Returns:
         The saved ``extra_state``. Its ``"per_rank"`` is what this rank gave, and is absent if fewer ranks saved the
@@ -58,7 +65,8 @@ def load_checkpoint(
 
     Raises:
         FileNotFoundError: nothing is at ``path``, or it is incomplete; a file in it is missing or cut short.
-        ValueError: missing, extra or mis-shaped entries, by name, of the model and the optimizer.
+        ValueError: missing, extra or mis-shaped entries, by name, of the model and the optimizer; a file that is not what
+            was written.
         RuntimeError: torch.distributed is not initialised; a unit is unsharded; reading failed midway.
 
     What one rank raises, all ranks raise. Nothing has changed then, except where reading failed midway.
@@ -71,7 +79,7 @@ def load_checkpoint(
     loads: list[Load] = []
 
     def prepare() -> str | None:
-        loads.append(Load(model, optimizer if load_optimizer else None, path, rank=dist.get_rank()))
+        loads.append(Load(model, optimizer if load_optimizer else None, path, rank=dist.get_rank(), verify=verify))
         return digest_of(loads[0].unclaimed) if loads[0].is_split and loads[0].unclaimed else None
 
     # Ranks that hold the same part lack the same entries; one rank of each part lists them, if every rank lacks some.
@@ -95,7 +103,7 @@ class Load:
 
     Raises:
         FileNotFoundError: no complete checkpoint is there.
-        ValueError: names, shapes or dtypes do not match; the message lists them.
+        ValueError: names, shapes or dtypes do not match; the message lists them. What this rank needs was damaged.
         RuntimeError: the user has unsharded a unit.
 
     Attributes:
@@ -103,11 +111,13 @@ class Load:
             ranks, another rank may hold them; elsewhere they are an error.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Any, path: str | os.PathLike[str], *, rank: int) -> None:
+    def __init__(
+        self, model: nn.Module, optimizer: Any, path: str | os.PathLike[str], *, rank: int, verify: bool = True
+    ) -> None:
         self._model, self._path, self._rank = unwrapped(model), path, rank
         _check_at_rest(self._model)
-        self._reader = CheckpointReader(Path(os.path.abspath(path)))
-        self._saved: Mapping[str, STORAGE_TYPES] = self._reader.metadata.state_dict_metadata
+        self._reader = CheckpointReader(Path(os.path.abspath(path)), verify=verify)
+        self._saved: Entries = self._reader.entries
         self._optimizer: OptimizerLoad | None = None
         self.is_split = is_split(self._model)
         self.unclaimed: list[tuple[str, str]] = []
@@ -115,6 +125,7 @@ class Load:
         self._module_values = self._reader.values(list(module_states(self._model)))
         self.extra_state = self._read_extra_state()
         self._plan = self._reader.plan(targets)
+        self._reader.verify(self._plan)
 
     def read(self) -> None:
         """Read the checkpoint into the main weights and the optimizer state to come.
@@ -197,7 +208,7 @@ class Load:
                 continue
             targets.append(replace(entry, names=(name,)))
             stored = self._saved[name]
-            if not isinstance(stored, TensorStorageMetadata):
+            if not isinstance(stored, StoredTensor):
                 problems.mistyped.append(f"{name} (saved as a plain value)")
             elif stored.size != entry.tensor.shape:
                 problems.misshaped.append(f"{name} (saved {list(stored.size)}, model {list(entry.tensor.shape)})")
@@ -222,17 +233,24 @@ class Load:
         plain = [
             name
             for name, stored in self._saved.items()
-            if name.startswith(OPTIMIZER) and not isinstance(stored, TensorStorageMetadata)
+            if name.startswith(OPTIMIZER) and not isinstance(stored, StoredTensor)
         ]
-        return prepare_load(optimizer, tensors, self._saved, self._reader.values(plain), problems)
+        values = self._reader.values(plain)
+        try:
+            return prepare_load(optimizer, tensors, self._saved, values, problems)
+        except (AttributeError, IndexError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"{self._path}: the optimizer's values must be those that save_checkpoint writes, got {error!r}; load "
+                "another checkpoint, or the model alone with load_optimizer=False"
+            ) from error
 
     def _check_dtypes(self, targets: Sequence[NamedTensor], problems: Problems) -> None:
         for entry in targets:
             stored, dtype = self._saved[entry.name], entry.tensor.dtype
-            if not isinstance(stored, TensorStorageMetadata) or stored.properties.dtype == dtype:
+            if not isinstance(stored, StoredTensor) or stored.dtype == dtype:
                 continue
-            if not (stored.properties.dtype.is_floating_point and dtype.is_floating_point):
-                problems.mistyped.append(f"{entry.name} (saved {stored.properties.dtype}, here {dtype})")
+            if not (stored.dtype.is_floating_point and dtype.is_floating_point):
+                problems.mistyped.append(f"{entry.name} (saved {stored.dtype}, here {dtype})")
 
     def _read_extra_state(self) -> dict[str, Any]:
         per_rank = f"{EXTRA_STATE}{PER_RANK}."

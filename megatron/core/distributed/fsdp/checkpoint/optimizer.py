@@ -11,9 +11,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import STORAGE_TYPES, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
+from megatron.core.distributed.fsdp.checkpoint.description import Entries, StoredTensor, StoredValue
 from megatron.core.distributed.fsdp.checkpoint.problems import Problems
 from megatron.core.distributed.fsdp.checkpoint.state import OPTIMIZER, NamedTensor, plain_copy
 from megatron.core.distributed.fsdp.flat_optimizer.adamw_update import split
@@ -168,7 +168,7 @@ class OptimizerLoad:
 def prepare_load(
     optimizer: torch.optim.Optimizer,
     model: Sequence[NamedTensor],
-    saved: Mapping[str, STORAGE_TYPES],
+    saved: Entries,
     values: Mapping[str, Any],
     problems: Problems,
 ) -> OptimizerLoad:
@@ -223,7 +223,7 @@ def _match_parameters(
 def _match_state(
     load: OptimizerLoad,
     full: str,
-    stored: STORAGE_TYPES,
+    stored: StoredTensor | StoredValue,
     parameters: Mapping[str, torch.Tensor],
     values: Mapping[str, Any],
     problems: Problems,
@@ -235,7 +235,7 @@ def _match_state(
         problems.extra.append(full)
         return
     state = load.state.setdefault(parameter, {})
-    if not isinstance(stored, TensorStorageMetadata):
+    if not isinstance(stored, StoredTensor):
         state[key] = values[full]
         return
     is_scalar = key in values[KIND]["scalar_state"]
@@ -254,9 +254,7 @@ def _match_state(
     load.tensors.append(NamedTensor((full,), state[key]))
 
 
-def _match_main_weight(
-    load: OptimizerLoad, name: str, parameter: torch.Tensor, saved: Mapping[str, STORAGE_TYPES]
-) -> None:
+def _match_main_weight(load: OptimizerLoad, name: str, parameter: torch.Tensor, saved: Entries) -> None:
     """Plan a conversion if main weights were saved whole and this optimizer keeps two halves, or the reverse."""
     is_split_here = REMAINDER in load.optimizer.state.get(parameter, {})
     remainder = load.state.get(parameter, {}).get(REMAINDER)
@@ -266,7 +264,7 @@ def _match_main_weight(
             load.conversions.append(partial(_add_lower_half, parameter, remainder))
         return
     stored = saved.get(name)
-    is_whole = isinstance(stored, TensorStorageMetadata) and stored.properties.dtype == torch.float32
+    is_whole = isinstance(stored, StoredTensor) and stored.dtype == torch.float32
     if is_whole and is_split_here and remainder is None:
         load.whole[name] = whole = torch.zeros_like(parameter, dtype=torch.float32)
         own = load.state.setdefault(parameter, {})[REMAINDER] = load.optimizer.state[parameter][REMAINDER]
@@ -313,17 +311,17 @@ def _is_scalar(parameter: torch.Tensor, key: str, value: torch.Tensor) -> bool:
     return not isinstance(value, DTensor) if isinstance(parameter, DTensor) else parameter.dim() > 0 or key == "step"
 
 
-def _new_scalar(parameter: torch.Tensor, stored: TensorStorageMetadata, group: Mapping[str, Any]) -> torch.Tensor:
+def _new_scalar(parameter: torch.Tensor, stored: StoredTensor, group: Mapping[str, Any]) -> torch.Tensor:
     # On the same device as torch.optim: there for kernels that must not synchronise with the host.
     on_device = bool(group.get("capturable") or group.get("fused"))
     device = parameter.device if on_device else torch.device("cpu")
-    return torch.zeros(stored.size, dtype=stored.properties.dtype, device=device)
+    return torch.zeros(stored.size, dtype=stored.dtype, device=device)
 
 
-def _new_state(parameter: torch.Tensor, stored: TensorStorageMetadata) -> torch.Tensor:
-    is_floating = stored.properties.dtype.is_floating_point and parameter.dtype.is_floating_point
+def _new_state(parameter: torch.Tensor, stored: StoredTensor) -> torch.Tensor:
+    is_floating = stored.dtype.is_floating_point and parameter.dtype.is_floating_point
     with torch.no_grad():
-        return torch.zeros_like(parameter, dtype=parameter.dtype if is_floating else stored.properties.dtype)
+        return torch.zeros_like(parameter, dtype=parameter.dtype if is_floating else stored.dtype)
 
 
 def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
