@@ -13,9 +13,10 @@ from megatron.core.tokenizers import MegatronTokenizerBase
 from megatron.training.arguments import Settings, parse_settings
 from megatron.training.cli.flag_parser import FlagError
 from megatron.training.data.datasets import Datasets, build_gpt_datasets
-from megatron.training.launch.distributed_init import rank_of_environment
+from megatron.training.launch.failures import refuse, run_script
 from megatron.training.launch.gpt_config import build_gpt_model
 from megatron.training.launch.pretrain import pretrain
+from megatron.training.launch.same_settings import SettingsDifferError
 from megatron.training.loop.stage_forward import Batch, has_output_layer
 
 
@@ -41,16 +42,25 @@ def forward_step(batch: Batch, model: torch.nn.Module) -> tuple[Tensor, Tensor] 
 
 
 def main(argv: Sequence[str]) -> int:
-    """Train as the flags say; return the exit status, 2 if the flags are refused."""
+    """Train as the flags say; return the exit status, 2 if a rank refuses its flags or ranks have different ones."""
     try:
         settings = parse_settings(argv)
     except FlagError as error:
-        if rank_of_environment() == 0:
-            print("\n".join(f"pretrain_gpt.py: error: {line}" for line in str(error).splitlines()), file=sys.stderr)
+        refuse(str(error), _report)
         return 2
-    pretrain(settings, model_provider=model_provider, datasets_provider=datasets_provider, forward_step=forward_step)
+    try:
+        pretrain(
+            settings, model_provider=model_provider, datasets_provider=datasets_provider, forward_step=forward_step
+        )
+    except SettingsDifferError as error:
+        error.report_once(_report)
+        return 2
     return 0
 
 
+def _report(text: str) -> None:
+    print("\n".join(f"pretrain_gpt.py: error: {line}" for line in text.splitlines()), file=sys.stderr, flush=True)
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_script(main, sys.argv[1:])

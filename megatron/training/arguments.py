@@ -31,8 +31,9 @@ from megatron.training.cli.flags_training import add_training_flags
 from megatron.training.cli.refused_combinations import refusals_of
 from megatron.training.data.batches import BatchConfig
 from megatron.training.data.datasets import DataConfig
-from megatron.training.launch.distributed_init import DistributedConfig, world_size_of_environment
+from megatron.training.launch.distributed_init import DistributedConfig
 from megatron.training.launch.gpt_config import GPTConfig
+from megatron.training.launch.rendezvous import world_size_of_environment
 from megatron.training.loop.garbage import GarbageConfig
 from megatron.training.loop.lr_schedule import ScheduleConfig
 from megatron.training.loop.training_loop import LoopConfig

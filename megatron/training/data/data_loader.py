@@ -29,7 +29,7 @@ def iterate_batches(
         cp_group: the ranks that split each sequence; they use the same sampler, and each yields its part.
 
     Loader processes ignore SIGTERM: a job scheduler sends it to all processes, and training needs data until it has saved.
-    They end with the iterator.
+    So nothing but ``close`` of the iterator, or its last batch, ends them; Python's exit would wait for them forever.
 
     Ranks: each its own; does not make the host wait for the device.
     """
@@ -41,10 +41,23 @@ def iterate_batches(
         generator=torch.Generator(),
         worker_init_fn=_ignore_termination if num_workers > 0 else None,
     )
-    for batch in loader:
-        # Cut on the device: a cut on the host would copy out of pinned memory.
-        on_device = {key: value.to(device, non_blocking=True) for key, value in batch.items()}
-        yield get_batch_on_this_cp_rank(on_device, cp_group)
+    iterator = iter(loader)
+    try:
+        for batch in iterator:
+            # Cut on the device: a cut on the host would copy out of pinned memory.
+            on_device = {key: value.to(device, non_blocking=True) for key, value in batch.items()}
+            yield get_batch_on_this_cp_rank(on_device, cp_group)
+    finally:
+        if num_workers > 0:
+            _end_workers(iterator)
+
+
+def _end_workers(iterator: Any) -> None:
+    """End the loader processes, as the iterator's own destructor would; tracebacks may keep the iterator alive."""
+    iterator._shutdown_workers()
+    for worker in iterator._workers:
+        if worker.is_alive():  # it hangs, in a file system for instance, and ignores SIGTERM
+            worker.kill()
 
 
 def _ignore_termination(worker: int) -> None:

@@ -8,11 +8,11 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore
 
 from megatron.core.process_group_builder import build_process_groups
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rank_grid import RankGrid
+from megatron.training.launch.rendezvous import Rendezvous, meet
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +28,10 @@ class DistributedConfig:
     create_all_gather_group: bool = False
     """Gather weights on a separate communicator, so that gathers overlap reductions; off, they take turns on one."""
 
+    @property
+    def timeout(self) -> timedelta:
+        return timedelta(minutes=self.timeout_minutes)
+
     def __post_init__(self) -> None:
         if self.backend not in (None, "nccl", "gloo"):
             raise ValueError(f"the backend must be nccl or gloo, got {self.backend}")
@@ -35,20 +39,13 @@ class DistributedConfig:
             raise ValueError(f"--distributed-timeout-minutes must be at least 1, got {self.timeout_minutes}")
 
 
-def world_size_of_environment() -> int:
-    """Return the number of ranks that torchrun started; 1 without it."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def rank_of_environment() -> int:
-    """Return this rank's index among those that torchrun started; 0 without it."""
-    return int(os.environ.get("RANK", "0"))
-
-
-def initialize_distributed(config: DistributedConfig) -> torch.device:
+def initialize_distributed(config: DistributedConfig, rendezvous: Rendezvous | None = None) -> torch.device:
     """Initialise the default process group and return this rank's device, which is made current.
 
     An existing default process group is used. Without torchrun's environment there is one rank.
+
+    Args:
+        rendezvous: the ranks, if they have met already.
 
     Raises:
         RuntimeError: CUDA is requested and missing, there are fewer devices than local ranks, or ranks are missing.
@@ -59,20 +56,16 @@ def initialize_distributed(config: DistributedConfig) -> torch.device:
     device = _device(backend)
     if dist.is_initialized():
         return device
-    timeout = timedelta(minutes=config.timeout_minutes)
-    device_id = device if device.type == "cuda" else None
-    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
-        store = HashStore()
-        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout, device_id=device_id)
-        return device
-    try:
-        dist.init_process_group(backend, timeout=timeout, device_id=device_id)
-    except (dist.DistStoreError, dist.DistNetworkError, ValueError) as error:
-        raise RuntimeError(
-            f"rank {rank_of_environment()} must reach {world_size_of_environment()} ranks at MASTER_ADDR:MASTER_PORT "
-            f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')} within {config.timeout_minutes} minutes, "
-            f"got: {error}; look for ranks that did not start, and start all of them with torchrun"
-        ) from error
+    met = rendezvous or meet(config.timeout)
+    # PyTorch would use the same keys again after a restart; those of the rendezvous belong to this start alone.
+    dist.init_process_group(
+        backend,
+        store=met.store,
+        rank=met.rank,
+        world_size=met.world_size,
+        timeout=config.timeout,
+        device_id=device if device.type == "cuda" else None,
+    )
     return device
 
 
@@ -86,7 +79,7 @@ def process_groups(config: DistributedConfig, grid: RankGrid) -> ProcessGroupCol
     """
     return build_process_groups(
         grid,
-        timeout=timedelta(minutes=config.timeout_minutes),
+        timeout=config.timeout,
         create_all_gather_group=config.create_all_gather_group,
     )
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import torch
@@ -27,6 +27,9 @@ from megatron.training.data.batches import BatchConfig, SequentialBatchSampler
 from megatron.training.data.data_loader import iterate_batches
 from megatron.training.data.datasets import Datasets, tokenizer_of
 from megatron.training.launch.distributed_init import initialize_distributed, process_groups, set_deterministic
+from megatron.training.launch.failures import ending_together
+from megatron.training.launch.rendezvous import meet
+from megatron.training.launch.same_settings import compare_settings, values_to_compare
 from megatron.training.loop.dropout_seed import seed_everything
 from megatron.training.loop.evaluation import evaluate
 from megatron.training.loop.garbage import GarbageCollector
@@ -36,7 +39,6 @@ from megatron.training.loop.train_state import TrainState
 from megatron.training.loop.train_step import Batch, ForwardStep, StepComputation, TrainStep
 from megatron.training.loop.training_loop import LoopConfig, TrainingLoop
 from megatron.training.telemetry.flops import flops_per_sample
-from megatron.training.telemetry.life_signs import naming_silent_ranks
 from megatron.training.telemetry.metrics import MetricLog, build_writers
 
 ModelProvider = Callable[[Settings, int, torch.device, ProcessGroupCollection], torch.nn.Module]
@@ -75,22 +77,25 @@ def pretrain(
 
     Raises:
         RuntimeError: ranks or devices are missing, or a loss is not finite.
+        SettingsDifferError: ranks were given different settings; before anything is allocated, on all ranks.
         ValueError: data, checkpoint or devices do not match the settings.
 
     Ranks: all.
     """
     start_time = time.time()
     owns_group = not dist.is_initialized()
-    device = initialize_distributed(settings.distributed)
-    if settings.cuda_graph.enabled:
-        _begin_capturing(device)
     if settings.logging.logging_level is not None:
         logging.basicConfig()  # without a handler, Python prints nothing below warnings, whatever the level
         logging.getLogger().setLevel(settings.logging.logging_level)
-    if settings.loop.deterministic:
-        set_deterministic()
-    seed_everything(settings.loop.seed)
-    with naming_silent_ranks():
+    rendezvous = meet(settings.distributed.timeout)
+    with ending_together(rendezvous):
+        compare_settings(values_to_compare(settings), rendezvous, settings.distributed.timeout)
+        device = initialize_distributed(settings.distributed, rendezvous)
+        if settings.cuda_graph.enabled:
+            _begin_capturing(device)
+        if settings.loop.deterministic:
+            set_deterministic()
+        seed_everything(settings.loop.seed)
         setup = _set_up(settings, device, model_provider, datasets_provider)
         print_rank_0(_report(setup))
         state = _train(setup, forward_step, start_time)
@@ -183,14 +188,16 @@ def _train(setup: TrainingSetup, forward_step: ForwardStep, start_time: float) -
     termination = TerminationSignal() if settings.loop.exit_signal_handler else None
     garbage = GarbageCollector(settings.garbage)
     step = _step(setup, forward_step, checkpointer.seed)
+    train_batches = _batches(setup, setup.datasets.train, state.consumed_train_samples)
+    valid_batches = _batches(setup, setup.datasets.valid, state.consumed_valid_samples, repeats=True)
     loop = TrainingLoop(
         settings.loop,
         settings.batch,
         step=step,
         forward_step=forward_step,
         state=state,
-        train_batches=_batches(setup, setup.datasets.train, state.consumed_train_samples),
-        valid_batches=_batches(setup, setup.datasets.valid, state.consumed_valid_samples, repeats=True),
+        train_batches=train_batches,
+        valid_batches=valid_batches,
         checkpointer=checkpointer,
         agreement=StepAgreement(
             device,
@@ -211,6 +218,9 @@ def _train(setup: TrainingSetup, forward_step: ForwardStep, start_time: float) -
             _test(setup, forward_step, state, log)
         print_rank_0(f" training ended after iteration {state.iteration}: {reason}")
     finally:
+        for batches in (train_batches, valid_batches):
+            if batches is not None:
+                batches.close()
         step.close()
         garbage.close()
         log.close()
@@ -269,30 +279,30 @@ def _sizes(loop: LoopConfig, batch: BatchConfig) -> tuple[int, int, int]:
 
 def _batches(
     setup: TrainingSetup, dataset: Any, consumed_samples: int, *, repeats: bool = False
-) -> Iterator[Batch] | None:
+) -> Generator[Batch] | None:
     """Iterate over this rank's microbatches; ``repeats``: start over after the last sample.
 
     A resumed run may evaluate more often than planned, hence ``repeats``. Ranks over which the model is split draw the same
     samples.
     """
-    if dataset is None:
-        return None
-    sampler = SequentialBatchSampler(
-        setup.settings.batch, rank=_data_rank(setup), total_samples=len(dataset), consumed_samples=consumed_samples
-    )
-    one_pass = iterate_batches(
-        dataset,
-        sampler,
-        num_workers=setup.settings.data.num_workers,
-        device=setup.device,
-        cp_group=setup.model.pg_collection.cp,
-    )
-    return chain(one_pass, _forever(lambda: _batches(setup, dataset, 0))) if repeats else one_pass
+    return None if dataset is None else _draw(setup, dataset, consumed_samples, repeats=repeats)
 
 
-def _forever(make: Callable[[], Iterator[Batch] | None]) -> Iterator[Batch]:
-    while (batches := make()) is not None:
-        yield from batches
+def _draw(setup: TrainingSetup, dataset: Any, consumed_samples: int, *, repeats: bool) -> Generator[Batch]:
+    while True:
+        sampler = SequentialBatchSampler(
+            setup.settings.batch, rank=_data_rank(setup), total_samples=len(dataset), consumed_samples=consumed_samples
+        )
+        yield from iterate_batches(
+            dataset,
+            sampler,
+            num_workers=setup.settings.data.num_workers,
+            device=setup.device,
+            cp_group=setup.model.pg_collection.cp,
+        )
+        if not repeats:
+            return
+        consumed_samples = 0
 
 
 def _test(setup: TrainingSetup, forward_step: ForwardStep, state: TrainState, log: MetricLog) -> None:
@@ -301,13 +311,14 @@ def _test(setup: TrainingSetup, forward_step: ForwardStep, state: TrainState, lo
     if batches is None:
         return
     loop = setup.settings.loop
-    loss = evaluate(
-        setup.model,
-        forward_step,
-        batches,
-        setup.settings.batch,
-        eval_iters=loop.eval_iters,
-        device=setup.device,
-        stage=setup.stage,
-    )
+    with closing(batches):
+        loss = evaluate(
+            setup.model,
+            forward_step,
+            batches,
+            setup.settings.batch,
+            eval_iters=loop.eval_iters,
+            device=setup.device,
+            stage=setup.stage,
+        )
     log.write_evaluation(f"iteration {state.iteration} on test set", "test", loss, state.iteration)

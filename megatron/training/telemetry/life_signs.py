@@ -1,20 +1,23 @@
 """Signs of life of all ranks through the store, so that after a failure the ranks that are down can be named.
 
 A collective that fails or times out knows that a rank is missing, not which. Each rank writes a counter to the store from a
-thread. A rank that was killed, stopped or disconnected no longer does; a rank that waits for it still does.
+thread. A rank that was killed, stopped or disconnected no longer does; a rank that waits for it still does. The thread also
+looks whether a rank has announced its failure, so that no rank waits for one that will not come.
 """
 
 from __future__ import annotations
 
-import os
 import socket
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TypeVar
 
-import torch.distributed as dist
-from torch.distributed import PrefixStore, Store, TCPStore
+from torch.distributed import PrefixStore, Store
+
+T = TypeVar("T")
 
 INTERVAL_S = 2.0
 """Seconds between two signs of a rank."""
@@ -25,27 +28,39 @@ _SILENCE = 3
 _WATCH = 15
 """Intervals between two checks of all ranks by rank 0 during training."""
 
-_SMALL_WORLD = 256
-"""Up to this many ranks, all of them ask which are silent; in larger runs the first rank of each host asks."""
+_FAILURE = "failure"
+_GONE = "gone"
 
 
 class LifeSigns:
     """The signs of life of this rank, and the check of the other ranks'.
 
     Args:
-        store: a store that all ranks reach; a separate connection to it is made.
+        store: a store that all ranks reach; separate connections to it are made.
+        name: of this start; keys begin with it.
+        server: words for what serves the store.
         watches: check all ranks at intervals, and report on stderr when one falls silent.
+        on_failure: is called from the thread, once, with what another rank has announced.
 
     Ranks: all, each for itself; a thread runs until ``close``.
     """
 
     def __init__(
-        self, store: Store, *, rank: int, world_size: int, interval_s: float = INTERVAL_S, watches: bool = False
+        self,
+        store: Store,
+        *,
+        rank: int,
+        world_size: int,
+        name: str = "",
+        server: str = "the store",
+        interval_s: float = INTERVAL_S,
+        watches: bool = False,
+        on_failure: Callable[[str], None] | None = None,
     ) -> None:
-        self.rank, self.world_size, self.interval_s = rank, world_size, interval_s
-        self._store = PrefixStore("life_signs", store.clone())  # type: ignore[attr-defined]
-        self._asking = PrefixStore("life_signs", store.clone())  # type: ignore[attr-defined]
-        self._host, self._watches = socket.gethostname(), watches
+        self.rank, self.world_size, self.interval_s, self.server = rank, world_size, interval_s, server
+        self._store = PrefixStore(f"{name}/life_signs", store.clone())  # type: ignore[attr-defined]
+        self._asking = PrefixStore(f"{name}/life_signs", store.clone())  # type: ignore[attr-defined]
+        self._host, self._watches, self._on_failure = socket.gethostname(), watches, on_failure
         self._ended = threading.Event()
         self._sign(0)
         self._thread = threading.Thread(target=self._run, name="life signs", daemon=True)
@@ -67,13 +82,36 @@ class LifeSigns:
         silent, seconds = self.silent_ranks(), _SILENCE * self.interval_s
         if silent is None:
             return (
-                f"rank {self.rank} on host {self._host} could not ask which ranks are silent: the store of the first host "
-                f"({os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}) did not answer; that host has ended, or"
-                " this one is disconnected from it"
+                f"rank {self.rank} on host {self._host} could not ask which ranks are silent: {self.server} did not answer: "
+                "ended, stopped, or disconnected"
             )
         if not silent:
             return f"all ranks gave a sign of life within {seconds:.0f} s: none has ended, but one may hang in its computation"
         return f"no sign of life within {seconds:.0f} s from {_names(silent)}: ended, stopped, or disconnected"
+
+    def announce_failure(self, text: str) -> str:
+        """Tell all ranks that this one has failed; return what the first one to fail has announced."""
+
+        def announce() -> str:
+            return self._asking.compare_set(_FAILURE, "", text).decode()
+
+        return self._ask(announce) or text
+
+    def failure(self) -> str | None:
+        """Return what the first rank to fail has announced; None: none has, or the store does not answer."""
+        return self._ask(lambda: self._asking.get(_FAILURE).decode() if self._asking.check([_FAILURE]) else None)
+
+    def leave(self, *, waits_s: float = 0.0) -> None:
+        """Note that this rank ends; wait until all others have, at most so many seconds."""
+        deadline = time.monotonic() + waits_s
+        gone = self._ask(lambda: self._asking.add(_GONE, 1))
+        while gone is not None and gone < self.world_size and time.monotonic() < deadline:
+            time.sleep(0.05)
+            gone = self._ask(lambda: self._asking.add(_GONE, 0))
+
+    def closed(self, *, within_s: float) -> bool:
+        """Return whether ``close`` has been called; wait for it so many seconds."""
+        return self._ended.wait(within_s)
 
     def close(self) -> None:
         """Stop giving signs."""
@@ -86,6 +124,9 @@ class LifeSigns:
             count += 1
             try:
                 self._sign(count)
+                if self._on_failure is not None and self._store.check([_FAILURE]):
+                    self._on_failure(self._store.get(_FAILURE).decode())
+                    self._on_failure = None
             except RuntimeError:
                 continue  # the network may recover; if not, a collective fails
             if self._watches and count % _WATCH == 0:
@@ -105,50 +146,22 @@ class LifeSigns:
 
     def _signs(self) -> list[str] | None:
         """Return the last sign of each rank; None if the store does not answer in time."""
-        answer: list[list[bytes]] = []
+        signs = self._ask(lambda: self._asking.multi_get([str(rank) for rank in range(self.world_size)]))
+        return None if signs is None else [sign.decode() for sign in signs]
+
+    def _ask(self, question: Callable[[], T]) -> T | None:
+        """Return the store's answer; None if there is none in time."""
+        answer: list[T] = []
 
         def ask() -> None:
             with suppress(RuntimeError):
-                answer.append(self._asking.multi_get([str(rank) for rank in range(self.world_size)]))
+                answer.append(question())
 
         # In a thread: on a dead connection the store's client may wait as long as TCP does.
         thread = threading.Thread(target=ask, daemon=True)
         thread.start()
         thread.join(timeout=_SILENCE * self.interval_s)
-        return [sign.decode() for sign in answer[0]] if answer else None
-
-
-@contextmanager
-def naming_silent_ranks() -> Iterator[None]:
-    """Give signs of life within the scope, and add the silent ranks to an error of communication.
-
-    It works where the ranks use a TCP store, as with torchrun; otherwise it does nothing.
-
-    Ranks: all of the default process group.
-    """
-    store, rank, world_size = dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    if world_size == 1 or not isinstance(store, TCPStore):
-        yield
-        return
-    signs = LifeSigns(store, rank=rank, world_size=world_size, watches=rank == 0)
-    try:
-        yield
-    except RuntimeError as error:
-        asks = world_size <= _SMALL_WORLD or os.environ.get("LOCAL_RANK", "0") == "0"
-        if asks and _is_of_communication(error):
-            error.add_note(signs.describe())
-        raise
-    finally:
-        signs.close()
-
-
-def _is_of_communication(error: RuntimeError) -> bool:
-    text = str(error).lower()
-    return isinstance(error, dist.DistError) or any(
-        word in text for word in ("gloo", "nccl", "connection", "timed out")
-    )
+        return answer[0] if answer else None
 
 
 def _unchanged(before: list[str], after: list[str]) -> dict[int, str]:

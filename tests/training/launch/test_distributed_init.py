@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import threading
+import time
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -15,6 +19,7 @@ from megatron.training.launch.distributed_init import (
     process_groups,
     set_deterministic,
 )
+from megatron.training.launch.rendezvous import meet
 from tests.support.launch import run_ranks
 
 
@@ -30,18 +35,49 @@ def test_without_torchrun_there_is_one_rank(monkeypatch: pytest.MonkeyPatch) -> 
         dist.destroy_process_group()
 
 
-def test_a_missing_rank_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def never_comes(*args: Any, **kwargs: Any) -> None:
-        assert kwargs["timeout"].total_seconds() == 180
-        raise dist.DistStoreError("1/2 clients joined")
+def _environment(monkeypatch: pytest.MonkeyPatch, *, rank: int, port: int) -> None:
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    for name, value in {"RANK": rank, "WORLD_SIZE": 3, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+        monkeypatch.setenv(name, str(value))
 
-    monkeypatch.setattr(dist, "init_process_group", never_comes)
-    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "somewhere", "MASTER_PORT": "7"}.items():
-        monkeypatch.setenv(name, value)
+
+def test_missing_ranks_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 comes, and rank 2 does not; rank 1 itself hears nothing of rank 0 where that is not there."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    _environment(monkeypatch, rank=1, port=server.port)
     with pytest.raises(
-        RuntimeError, match=r"rank 1 must reach 2 ranks at .* somewhere:7 within 3 minutes.*1/2 clients"
+        RuntimeError, match=r"rank 1 must reach 3 ranks .* within 0 s, got no answer of rank 0; look for"
     ):
-        initialize_distributed(DistributedConfig(backend="gloo", timeout_minutes=3))
+        meet(timedelta(seconds=0.4))
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    came = threading.Thread(target=lambda: meet(timedelta(seconds=5)))
+    came.start()
+    time.sleep(0.5)  # it has read its number
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(RuntimeError, match=r"rank 0 must reach 3 ranks .* got no sign of rank 2; look for"):
+        meet(timedelta(seconds=1))
+    came.join()
+
+
+def test_greetings_of_an_earlier_start_are_not_counted() -> None:
+    """After a restart torchrun's store still holds what ranks wrote before: a rank that died, a name that was agreed on."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    names = []
+    for _ in range(2):
+        server.queue_push("megatron/greetings", "of a rank that died")
+        met = run_ranks(3, _meet_at, server.port)
+        assert len({name for name, _ in met}) == 1 and [rank for _, rank in met] == [0, 1, 2]
+        names.append(met[0][0])
+    assert names[0] != names[1]
+
+
+def _meet_at(port: int) -> tuple[str, int]:
+    dist.barrier()
+    dist.destroy_process_group()
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
+    met = meet(timedelta(seconds=60))
+    dist.init_process_group("gloo", store=met.store, rank=met.rank, world_size=met.world_size)
+    return met.name, met.rank
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there are CUDA devices")

@@ -2,83 +2,27 @@
 
 from __future__ import annotations
 
-import os
 import random
 import re
 import signal
-import socket
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from megatron.core.datasets.indexed_dataset_builder import IndexedDatasetBuilder
 from megatron.training.checkpointing import TRACKER
+from tests.support.rank_processes import Start, read_until, write_corpus
+from tests.support.rank_processes import start as start
 from tests.support.tiny_run import SHARDED, TINY, Run, train_all
 
-_ROOT = Path(__file__).parents[3]
 _RESUMABLE = f"{TINY} {SHARDED} --save-interval 2 --distributed-timeout-minutes 1".replace("--mock-data", "")
 
 
 @pytest.fixture
 def corpus(tmp_path: Path) -> str:
     """The flags that train on a corpus of 200 documents."""
-    builder = IndexedDatasetBuilder(str(tmp_path / "corpus.bin"), dtype=np.int32)
-    generator = np.random.default_rng(1)
-    for length in generator.integers(5, 60, size=200):
-        builder.add_item(generator.integers(0, 99, size=length))
-        builder.end_document()
-    builder.finalize(str(tmp_path / "corpus.idx"))
-    return f"--data-path 1.0 {tmp_path}/corpus --split 1,0,0"
-
-
-Start = Callable[[str], list[subprocess.Popen[str]]]
-
-
-@pytest.fixture
-def start() -> Iterator[Start]:
-    """Return a function that starts two ranks with these flags; they are ended after the test."""
-    started: list[subprocess.Popen[str]] = []
-
-    def start_ranks(flags: str) -> list[subprocess.Popen[str]]:
-        processes = _start(flags)
-        started.extend(processes)
-        return processes
-
-    yield start_ranks
-    for process in started:
-        if process.returncode is None:
-            process.kill()
-            process.communicate()
-
-
-def _start(flags: str, *, ranks: int = 2) -> list[subprocess.Popen[str]]:
-    """Start ranks as torchrun does, but without torchrun, which would end one when the other dies."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    environment = os.environ | {
-        "WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": "1",
-        "PYTHONUNBUFFERED": "1",
-    }
-    return [
-        subprocess.Popen(
-            [sys.executable, "pretrain_gpt.py", *flags.split()],
-            cwd=_ROOT,
-            env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(ranks)
-    ]
+    return write_corpus(tmp_path / "corpus")
 
 
 def _finish(processes: list[subprocess.Popen[str]]) -> str:
@@ -91,22 +35,12 @@ def _losses(output: str) -> dict[int, float]:
     return Run(output).losses
 
 
-def _read_until(process: subprocess.Popen[str], text: str) -> str:
-    assert process.stdout is not None
-    seen = ""
-    for line in process.stdout:
-        seen += line
-        if text in line:
-            return seen
-    raise AssertionError(f"{text!r} never came:\n{seen}")
-
-
 def test_sigterm_to_one_rank_saves_and_ends_all(start: Start, corpus: str, tmp_path: Path) -> None:
     """The signal goes to one rank alone; loader processes live on until their rank has saved."""
     folder = tmp_path / "checkpoints"
     flags = f"{_RESUMABLE} {corpus} --train-iters 5000 --exit-signal-handler --num-workers 1 --save {folder}"
     processes = start(flags)
-    seen = _read_until(processes[0], "iteration        3/")
+    seen = read_until(processes[0], "iteration        3/")
     processes[1].send_signal(signal.SIGTERM)
     output = seen + _finish(processes)
     assert "SIGTERM was received" in output
@@ -135,7 +69,7 @@ def test_a_killed_run_goes_on_to_the_last_bit(
     generator = random.Random(kills)
     for _ in range(kills):
         processes = start(flags)
-        seen = _read_until(processes[0], "iteration  ")
+        seen = read_until(processes[0], "iteration  ")
         time.sleep(generator.uniform(0.0, 1.0))
         victim = generator.randrange(2)
         processes[victim].kill()

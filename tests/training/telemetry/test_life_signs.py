@@ -52,3 +52,24 @@ def test_a_store_that_does_not_answer_is_not_waited_for() -> None:
     assert time.monotonic() - start < 5
     alone.close()
     server.set("life_signs/1", "0 nowhere")  # the question that nobody waits for any more ends
+
+
+def test_a_failure_reaches_all_ranks_once_and_the_first_one_counts() -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=5), wait_for_workers=False)
+    heard: list[str] = []
+    first, second = (
+        LifeSigns(server, rank=rank, world_size=2, name="start 2", interval_s=_INTERVAL_S, on_failure=heard.append)
+        for rank in range(2)
+    )
+    assert second.failure() is None
+    assert first.announce_failure("disk full") == "disk full" == second.announce_failure("connection closed")
+    assert second.failure() == "disk full"
+    deadline = time.monotonic() + 10
+    while len(heard) < 2 and time.monotonic() < deadline:
+        time.sleep(_INTERVAL_S)
+    time.sleep(5 * _INTERVAL_S)
+    assert heard == ["disk full"] * 2
+    other = LifeSigns(server, rank=0, world_size=2, name="start 3", interval_s=_INTERVAL_S)
+    assert other.failure() is None, "of another start"
+    for signs in (first, second, other):
+        signs.close()

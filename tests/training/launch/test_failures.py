@@ -1,0 +1,96 @@
+"""When a rank fails, all processes of the run end within ten seconds, and the last words are its error."""
+
+from __future__ import annotations
+
+import signal
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support.rank_processes import Start, read_until, wait_until_gone, write_corpus
+from tests.support.rank_processes import start as start
+from tests.support.tiny_run import SHARDED, TINY
+
+_SECONDS = 10.0
+# A busy machine is no fault of the run.
+_PATIENCE_S = 2 * _SECONDS
+_LONG = f"{TINY} {SHARDED} --train-iters 5000 --distributed-timeout-minutes 3".replace(
+    "--num-workers 0", "--num-workers 2"
+)
+
+
+def test_an_error_of_one_rank_ends_all_though_loader_processes_ignore_sigterm(start: Start, tmp_path: Path) -> None:
+    """Python would wait at exit for processes that ignore what is to end them."""
+    flags = _LONG.replace("--mock-data", "") + " " + write_corpus(tmp_path / "corpus", bad_token=500)
+    processes = start(flags)
+    error = "token ids must be below the tokenizer's 100, got 500 in documents"
+    outputs = [read_until(process, error) for process in processes]
+    wait_until_gone(processes, _PATIENCE_S)
+    outputs = [seen + process.communicate()[0] for seen, process in zip(outputs, processes, strict=True)]
+    for output, process in zip(outputs, processes, strict=True):
+        assert process.returncode == 1, output
+        assert error in output.strip().splitlines()[-1], "the error is the last thing printed"
+    assert any("failed with ValueError" in output for output in outputs), "one of them says who failed first"
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_lost_rank_is_named_also_where_it_serves_the_store(start: Start, victim: int) -> None:
+    processes = start(_LONG.replace("--num-workers 2", "--num-workers 0"))
+    read_until(processes[0], "iteration        3/")
+    processes[victim].kill()
+    wait_until_gone(processes, _PATIENCE_S)
+    last = processes[1 - victim].communicate()[0].strip().splitlines()[-1]
+    assert ("rank 0, which serves the store" if victim == 0 else "no sign of life within 6 s from rank 1") in last
+
+
+_DIES_IN_SETUP = """
+import os, signal, sys
+import megatron.training.launch.pretrain as launch
+import pretrain_gpt
+
+def die(*args, **kwargs):
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return call(*args, **kwargs)
+
+call = getattr(launch, "{where}")
+setattr(launch, "{where}", die)
+pretrain_gpt.run_script(pretrain_gpt.main, sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        pytest.param("initialize_distributed", marks=pytest.mark.slow),  # the others wait for the time-out, a minute
+        "process_groups",
+    ],
+)
+def test_a_rank_that_is_lost_in_set_up_is_named(start: Start, tmp_path: Path, where: str) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(_DIES_IN_SETUP.format(where=where)))
+    flags = f"{TINY} {SHARDED} --distributed-timeout-minutes 1"
+    processes = start(flags, script=str(script))
+    output = processes[0].communicate(timeout=200)[0]
+    assert processes[0].returncode == 1 and processes[1].wait() == -signal.SIGKILL
+    assert "no sign of life within 6 s from rank 1" in output.strip().splitlines()[-1]
+
+
+def test_a_command_line_that_one_rank_refuses_ends_all_at_once(start: Start) -> None:
+    begin = time.monotonic()
+    processes = start(_LONG, of_rank_1="--lrr 1")
+    outputs = [process.communicate(timeout=120)[0] for process in processes]
+    assert [process.returncode for process in processes] == [2, 2]
+    assert time.monotonic() - begin < 120, "the time-out is 180 s"
+    assert outputs[1] == "pretrain_gpt.py: error: --lrr is unknown; did you mean --lr?\n"
+    assert outputs[0].startswith("pretrain_gpt.py: error: rank 1 refuses its command line:\n")
+    assert "--lrr is unknown" in outputs[0]
+
+
+def test_a_refusal_of_all_ranks_is_reported_once(start: Start) -> None:
+    processes = start(f"{_LONG} --lrr 1")
+    outputs = [process.communicate(timeout=120)[0] for process in processes]
+    assert [process.returncode for process in processes] == [2, 2]
+    assert outputs == ["pretrain_gpt.py: error: --lrr is unknown; did you mean --lr?\n", ""]
