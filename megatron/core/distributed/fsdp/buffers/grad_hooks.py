@@ -73,7 +73,7 @@ class GradHooks:
         self._sharded = sharded
         self._waits_for_use = any(grad_sum.waits_for_use for grad_sum in grad_sums)
         for parameter, name in zip(sharded, names, strict=True):
-            parameter._post_accumulate_grad_hooks = PostAccumulateGradHooks(self, name)  # type: ignore[attr-defined]
+            parameter._post_accumulate_grad_hooks = PostAccumulateGradHooks(self, name)
             parameter._backward_hooks = RefusedHooks(name)
 
     def note(self, name: str) -> None:
@@ -93,7 +93,7 @@ class GradHooks:
         """Call the hooks of the parameters that have a gradient, in parameter order."""
         for parameter in self._sharded:
             if parameter.grad is not None:
-                for hook in list(parameter._post_accumulate_grad_hooks.values()):  # type: ignore[attr-defined]
+                for hook in list(parameter._post_accumulate_grad_hooks.values()):
                     hook(parameter)
 
 

@@ -1,0 +1,219 @@
+"""Parameters that are frozen, unfrozen or added after ``fully_shard``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron.core.distributed.fsdp import MixedPrecisionPolicy, fully_shard_optimizer, microbatch
+from tests.support.agreement import (
+    assert_same_parameters,
+    backward_plainly,
+    groups_of,
+    inputs,
+    seeded,
+    shard,
+)
+from tests.support.models import STRATEGY_NAMES, context_of
+from tests.support.rank_checks import RankChecks
+
+CHECKS = RankChecks(__name__)
+Parameters = dict[str, nn.Parameter]
+
+
+class Net(nn.Module):
+    """Three layers; the model itself owns a gain."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(3))
+        self.gain = nn.Parameter(torch.ones(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x * self.gain
+
+
+UNITS = ("layers.0", "layers.1", "layers.2")
+
+# What is frozen in each step; a name is a prefix of parameters.
+SCHEDULES: dict[str, Sequence[Sequence[str]]] = {
+    "thawed from the top": (["layers"], ["layers"], ["layers.0", "layers.1"], ["layers.0"], [], [], []),
+    "frozen from the bottom": ([], [], ["layers.0"], ["layers.0", "layers.1"], ["layers.0", "layers.1"]),
+    "biases in turns": ([], ["layers.0.bias", "layers.1.weight"], [], ["layers.0.bias"], ["layers.1"], []),
+    "in turns": ([], ["layers.1"], [], ["layers.1"], [], ["layers.1"], []),
+    "but the gain": (["layers"], ["layers"], ["layers"], ["gain"], ["gain"], []),
+}
+
+
+def _freeze(model: nn.Module, frozen: Sequence[str]) -> None:
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not name.startswith(tuple(frozen)) if frozen else True)
+
+
+def _loss(model: Any, rank: int, step: int) -> torch.Tensor:
+    return model(inputs(rank, step, 3, 5)).square().mean()  # type: ignore[no-any-return]
+
+
+Optimizer = Callable[[Any], torch.optim.Optimizer]
+
+
+def _assert_follows(schedule: Sequence[Sequence[str]], strategy: str, make_optimizer: Optimizer) -> None:
+    plain, model = seeded(Net), seeded(Net)
+    _freeze(plain, schedule[0])
+    _freeze(model, schedule[0])
+    shard(model, UNITS, strategy)
+    theirs, ours = make_optimizer(plain.parameters()), fully_shard_optimizer(make_optimizer(model.parameters()))
+    for step, frozen in enumerate(schedule):
+        _freeze(plain, frozen)
+        _freeze(model, frozen)
+        theirs.zero_grad()
+        ours.zero_grad()
+        backward_plainly(plain, _loss, step)
+        _loss(model, dist.get_rank(), step).backward()
+        for (name, parameter), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+            assert (parameter.grad is None) is (other.grad is None), f"step {step}, {name}"
+        theirs.step()
+        ours.step()
+        assert_same_parameters(model, plain, f"{strategy}, step {step}")
+
+
+@CHECKS.on(2)
+def weights_move_only_while_they_are_not_frozen() -> None:
+    for strategy in STRATEGY_NAMES:
+        for name, schedule in SCHEDULES.items():
+            try:
+                _assert_follows(schedule, strategy, lambda parameters: torch.optim.AdamW(parameters, lr=0.05))
+            except Exception as error:
+                raise AssertionError(f"{name}, {strategy}: {error}") from error
+
+
+@CHECKS.on(2)
+def a_change_costs_one_recorded_step() -> None:
+    model = seeded(Net)
+    _freeze(model, ["layers.1"])
+    shard(model, UNITS)
+    context = context_of(model)
+    planned: list[bool] = []
+    for step, frozen in enumerate((["layers.1"], ["layers.1"], [], [], [], ["layers.1"], [])):
+        _freeze(model, frozen)
+        _loss(model, dist.get_rank(), step).backward()
+        planned.append(context.in_plan)
+        if step > 3:
+            held = [group.grads.input_storage.in_arena for group in groups_of(model) if group.trainable]
+            assert all(held), "gradients that come anew have their place in the arena"
+    # Recorded; planned; unfrozen and recorded; planned from then on, since the plan has room for what comes back.
+    assert planned == [False, True, False, True, True, True, True]
+
+
+@CHECKS.on(2)
+def weights_of_two_bytes_get_main_weights_when_they_are_unfrozen() -> None:
+    """As if they had been trainable from the start, and seen by an optimizer that was there before."""
+    for units in (UNITS, ()):
+        models = [seeded(Net).bfloat16() for _ in range(2)]
+        _freeze(models[0], ["layers.1"])
+        for model in models:
+            shard(model, units, mixed_precision_policy=MixedPrecisionPolicy())
+        optimizers = [fully_shard_optimizer(torch.optim.AdamW(m.parameters(), lr=1e-3)) for m in models]
+        assert models[0].layers[1].weight.dtype == torch.bfloat16
+        kept = models[0].layers[1].weight
+        for step in range(6):
+            _freeze(models[0], ["layers.1"] if step < 3 else [])
+            if step < 3:
+                _freeze(models[1], ["layers.1"])
+            else:
+                _freeze(models[1], [])
+            for model, optimizer in zip(models, optimizers, strict=True):
+                optimizer.zero_grad()
+                model(inputs(dist.get_rank(), step, 3, 5).bfloat16()).float().square().mean().backward()
+                optimizer.step()
+        assert models[0].layers[1].weight is kept and kept.dtype == torch.float32
+        for (name, one), other in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
+            assert one.dtype == other.dtype, name
+            assert torch.equal(one.to_local(), other.to_local()), name  # type: ignore[attr-defined]
+
+
+@CHECKS.on(2)
+def two_models_that_train_in_turns_are_right() -> None:
+    """A GAN: the discriminator is frozen while the generator learns from it."""
+
+    def play(models: Sequence[nn.Module], ranks: Sequence[int], step: int, optimizers: Any) -> None:
+        generator, discriminator = models
+        for trained, turn in ((discriminator, 0), (generator, 1)):
+            discriminator.requires_grad_(turn == 0)
+            optimizers[turn].zero_grad()
+            for rank in ranks:
+                fake = generator(inputs(rank, step, 3, 5))
+                loss = discriminator(fake.detach() if turn == 0 else fake).mean()
+                if turn == 0:
+                    loss = discriminator(inputs(rank, step + 50, 3, 5)).square().mean() - loss
+                (loss / len(ranks)).backward()
+            optimizers[turn].step()
+            assert all(p.grad is not None for p in trained.parameters())
+        discriminator.requires_grad_(True)
+
+    plain, sharded = [seeded(Net) for _ in range(2)], [shard(seeded(Net), UNITS) for _ in range(2)]
+    theirs, ours = ([torch.optim.AdamW(m.parameters(), lr=0.05) for m in reversed(ms)] for ms in (plain, sharded))
+    for step in range(5):
+        play(plain, range(2), step, theirs)
+        play(sharded, [dist.get_rank()], step, ours)
+        for mine, other in zip(sharded, plain, strict=True):
+            assert_same_parameters(mine, other, f"step {step}")
+
+
+@CHECKS.on(2)
+def what_is_frozen_between_microbatches_is_refused() -> None:
+    model = shard(Net(), UNITS, "optim")
+    with microbatch(model, is_first=True, is_last=False):
+        _loss(model, dist.get_rank(), 0).backward()
+    model.layers[1].bias.requires_grad_(False)
+    with (
+        pytest.raises(RuntimeError, match=r"requires_grad of layers\.1\.bias must not change between the microbatches"),
+        microbatch(model, is_first=False, is_last=True),
+    ):
+        _loss(model, dist.get_rank(), 1)
+
+
+class _Adapter(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.Linear(5, 2)
+
+
+@CHECKS.on(2)
+def parameters_that_come_later_are_refused_by_name() -> None:
+    additions: dict[str, Callable[[Any], None]] = {
+        "layers.1.scale": lambda m: setattr(m.layers[1], "scale", nn.Parameter(torch.ones(5))),
+        "shift": lambda m: m.register_parameter("shift", nn.Parameter(torch.ones(5))),
+        "layers.2.adapter.down.weight": lambda m: setattr(m.layers[2], "adapter", _Adapter()),
+        "layers.3.weight": lambda m: m.layers.append(nn.Linear(5, 5)),
+    }
+    for name, add in additions.items():
+        for steps in (0, 3):
+            model = shard(Net(), UNITS)
+            for step in range(steps):
+                _loss(model, dist.get_rank(), step).backward()
+            add(model)
+            with pytest.raises(RuntimeError, match=rf"{name.replace('.', '[.]')} .*after fully_shard.*before fully_shard"):
+                _loss(model, dist.get_rank(), 9)
+
+
+@CHECKS.on(2)
+def buffers_and_sharded_units_may_come_later() -> None:
+    model = shard(Net(), UNITS)
+    _loss(model, dist.get_rank(), 0).backward()
+    model.layers[1].register_buffer("table", torch.ones(5))
+    model.later = shard(nn.Linear(5, 5))
+    model.layers[0].activation = nn.Tanh()
+    _loss(model, dist.get_rank(), 0).backward()
+
+
+@pytest.mark.parametrize(("num_ranks", "name"), CHECKS.parameters)
+def test_on_ranks(num_ranks: int, name: str) -> None:
+    CHECKS.assert_passed(num_ranks, name)
