@@ -21,6 +21,7 @@ from megatron.core.distributed.fsdp.api.module import FsdpModule, find_context, 
 from megatron.core.distributed.fsdp.api.state_dict_hooks import watch_loads
 from megatron.core.distributed.fsdp.buffers.grad_hooks import refuse_earlier_hooks
 from megatron.core.distributed.fsdp.buffers.materialize import materialize, move_buffers
+from megatron.core.distributed.fsdp.buffers.module_tree import ModuleTree
 from megatron.core.distributed.fsdp.buffers.param_slots import ManagedParameter
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup, group_of
 from megatron.core.distributed.fsdp.comm.registry import TransportKind
@@ -132,6 +133,7 @@ def fully_shard(
             group_mesh=group_mesh,
             placements=kinds,
             dtypes=policy.resolve(parameters[0].original.dtype, trainable=parameters[0].original.requires_grad),
+            trained_dtypes=policy.resolve(parameters[0].original.dtype, trainable=True),
             grad_divisor=meshes.grad_divisor(group_mesh, placements, grad_divisor),
             device=device,
         )
@@ -141,6 +143,7 @@ def fully_shard(
     unit = FsdpUnit(
         type(module).__name__,
         groups,
+        ModuleTree([("", module._modules, module._parameters)], _is_unit),
         borrowed,
         has_nested=any(isinstance(child, FsdpModule) for child in module.modules()),
         own_prefetch_depth=prefetch_depth,
@@ -346,6 +349,10 @@ def _group(
         for found in group_by_rows(shapes, num_ranks=mesh.num_shards(own), granules=granules):
             groups.append(([members[i] for i in found.members], found.layout, own, mesh))
     return groups
+
+
+def _is_unit(module: nn.Module) -> bool:
+    return isinstance(module, FsdpModule)
 
 
 @functools.cache

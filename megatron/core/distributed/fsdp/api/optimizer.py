@@ -67,23 +67,23 @@ class _StepWatch:
     def __init__(self, groups: list[FsdpParameterGroup]) -> None:
         self._groups = [weakref.ref(group) for group in groups]
         self._cast = [
-            (parameter, parameter.dtype)
+            parameter
             for group in groups
-            if group.dtypes.main_grads != group.dtypes.main_params
+            if group.trained_dtypes.main_grads != group.trained_dtypes.main_params
             for parameter in group.sharded
         ]
         self._replaced: list[tuple[nn.Parameter, torch.Tensor]] = []
 
     def groups(self) -> list[FsdpParameterGroup]:
-        return [group for ref in self._groups if (group := ref()) is not None]
+        return [group for ref in self._groups if (group := ref()) is not None and group.trainable]
 
     def before_step(self, *_: Any) -> None:
         check_step(self.groups())
-        for parameter, dtype in self._cast:
+        for parameter in self._cast:
             # Twice for a step that calls its superclass's step.
-            if parameter.grad is not None and parameter.grad.dtype != dtype:
+            if parameter.grad is not None and parameter.grad.dtype != parameter.dtype:
                 self._replaced.append((parameter, parameter.grad))
-                parameter.grad = parameter.grad.to(dtype)
+                parameter.grad = parameter.grad.to(parameter.dtype)
 
     def after_step(self, *_: Any) -> None:
         for parameter, grad in self._replaced:
@@ -129,7 +129,7 @@ def check_step(groups: Sequence[FsdpParameterGroup]) -> None:
 
 
 def groups_of(optimizer: torch.optim.Optimizer) -> list[FsdpParameterGroup]:
-    """Return the trainable groups of the optimizer's parameters, each once; parameters without a group are ignored.
+    """Return the groups of the optimizer's parameters, each once, also frozen ones; parameters without a group are ignored.
 
     Raises:
         ValueError: a parameter is from before ``fully_shard``.
@@ -145,6 +145,5 @@ def groups_of(optimizer: torch.optim.Optimizer) -> list[FsdpParameterGroup]:
                     f"the optimizer must be built after fully_shard, got a parameter of shape {list(parameter.shape)} from "
                     "before it, whose update no forward would see; build it over model.parameters() once all layers are wrapped"
                 )
-            if group.trainable:
-                groups[group] = None
+            groups[group] = None
     return list(groups)

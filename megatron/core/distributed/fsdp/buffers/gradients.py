@@ -69,8 +69,14 @@ class GroupGradients:
     def set_main_gradients(self, main: Sequence[DTensor]) -> None:
         """Keep the [T] DTensors over ``main_storage``, and give back the memory of all buffers."""
         self.main = list(main)
+        self.train_only([True] * len(self.main))
         for storage in (self.input_storage, self.main_storage, self.partial_storage):
             storage.free()
+
+    def train_only(self, requires_grad: Sequence[bool]) -> None:
+        """Hand gradients to these of the [T] parameters alone."""
+        self._trained = [p for p, flag in zip(self._sharded, requires_grad, strict=True) if flag]
+        self._trained_main = [main for main, flag in zip(self.main, requires_grad, strict=True) if flag]
 
     # ---- the reduce-scatter input -------------------------------------------------------------------------------
 
@@ -210,7 +216,7 @@ class GroupGradients:
         overwrite = held.count(None) == len(held)
         if not overwrite:
             self._take_over(held)
-        each(setattr, self._sharded, repeat("grad"), self.main)
+        each(setattr, self._trained, repeat("grad"), self._trained_main)
         return overwrite
 
     def _take_over(self, held: list[Any]) -> None:

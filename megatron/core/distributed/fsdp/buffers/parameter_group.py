@@ -41,11 +41,15 @@ class FsdpParameterGroup:
         group_mesh: data-parallel mesh and transports.
         placements: where weights, gradients and optimizer state rest.
         dtypes: dtypes of the buffers.
+        trained_dtypes: dtypes of the buffers once the parameters are trained; the same as ``dtypes`` if they are now.
         grad_divisor: what reduced gradients are divided by, besides the averaging that placements ask for.
         device: where the buffers live.
 
     Attributes:
         weights: main weight, model weight and full weight.
+        trained_dtypes: ``dtypes`` once the group is trainable.
+        trainable: its parameters require gradients, or did since they were sharded.
+        trains: some of them require gradients now.
         grads: reduce-scatter input, partial sums and main gradient; of trainable groups only.
         sharded, unsharded: [T] parameters that modules hold at rest and in use.
         param_slots: the places in modules that hold them.
@@ -70,6 +74,7 @@ class FsdpParameterGroup:
         group_mesh: GroupMesh,
         placements: Placements,
         dtypes: GroupDtypes,
+        trained_dtypes: GroupDtypes,
         grad_divisor: float | Fraction,
         device: torch.device,
     ) -> None:
@@ -78,7 +83,9 @@ class FsdpParameterGroup:
         self.layout, self.group_mesh, self.placements = layout, group_mesh, placements
         self.dtypes, self.device = dtypes, device
         self.index = -1
-        self.trainable = self.parameters[0].original.requires_grad
+        self.trained_dtypes, self._grad_divisor = trained_dtypes, grad_divisor
+        self.trainable = self.trains = self.parameters[0].original.requires_grad
+        self._requires_grad = [self.trains] * len(self.parameters)
         self.is_shared = False
         self.optimizer_state_nbytes = 0
         self.context: weakref.ref[Any] | None = None
@@ -99,23 +106,29 @@ class FsdpParameterGroup:
         self._replace_originals()
         self.param_slots = ParamSlots([p.param_slots for p in self.parameters], self.sharded, self.unsharded)
         self.grad_sums: list[GradSum] = []
+        self._nodes: dict[int, Any] = {}
+        self._watches_gradients = False
         if self.trainable:
-            self.grad_sums = self._make_grad_sums()
-            scale = group_mesh.grad_scale(placements, grad_divisor)
-            self.grads = GroupGradients(self.weights, grad_sums=self.grad_sums, scale=scale)
-            main = self.grads.main_buffer
-            self.grads.set_main_gradients([self._dtensor(main, i) for i in range(len(self.parameters))])
-            self._offer_main_grads()
-            self.grad_hooks = GradHooks(self.sharded, [p.name for p in self.parameters], self.grad_sums)
-        self._nodes: list[Any] = []
+            self._make_gradients()
 
     # ---- construction -------------------------------------------------------------------------------------------
+
+    def _make_gradients(self) -> None:
+        self.trainable = True
+        if self.dtypes.main_grads != self.dtypes.main_params:
+            for sharded in self.sharded:
+                sharded.grad_dtype = None  # whatever main_grads_dtype is; fully_shard_optimizer casts for the step
+        self.grad_sums = self._make_grad_sums()
+        scale = self.group_mesh.grad_scale(self.placements, self._grad_divisor)
+        self.grads = GroupGradients(self.weights, grad_sums=self.grad_sums, scale=scale)
+        main = self.grads.main_buffer
+        self.grads.set_main_gradients([self._dtensor(main, i) for i in range(len(self.parameters))])
+        self._offer_main_grads()
+        self.grad_hooks = GradHooks(self.sharded, [p.name for p in self.parameters], self.grad_sums)
 
     def _sharded_parameter(self, index: int, parameter: ManagedParameter) -> nn.Parameter:
         sharded = nn.Parameter(self._dtensor(self.weights.main, index), requires_grad=self.trainable)
         sharded.__dict__.update(parameter.original.__dict__)
-        if self.dtypes.main_grads != self.dtypes.main_params and self.trainable:
-            sharded.grad_dtype = None  # whatever main_grads_dtype is; fully_shard_optimizer casts for the step
         return sharded
 
     def _dtensor(self, buffer: DBuffer, index: int) -> DTensor:
@@ -188,12 +201,50 @@ class FsdpParameterGroup:
         others = len(self.parameters) - 1
         return self.name_of(0) + (f" and {others} more" if others else "")
 
-    def with_other_requires_grad(self) -> str | None:
-        """Return the name of a parameter that was frozen or unfrozen after sharding; None if there is none."""
-        flags = list(map(_REQUIRES_GRAD, self.sharded))
-        if flags.count(self.trainable) == len(flags):
-            return None
-        return self.name_of(flags.index(not self.trainable))
+    @property
+    def is_frozen_anew(self) -> bool:
+        """True if parameters were frozen or unfrozen since ``follow_requires_grad``."""
+        return list(map(_REQUIRES_GRAD, self.sharded)) != self._requires_grad
+
+    def follow_requires_grad(self) -> None:
+        """Compute gradients of the parameters that require them now, and of no others.
+
+        A group that was frozen when it was sharded gets main weights and gradients now. They rest where its weights do: its
+        optimizer state is not cut further.
+
+        Raises:
+            RuntimeError: gradients of earlier microbatches wait for the last one.
+
+        Ranks: all of the mesh, alike; does not communicate.
+        """
+        before, self._requires_grad = self._requires_grad, list(map(_REQUIRES_GRAD, self.sharded))
+        if self.trainable and self.grads.has_partial:
+            changed = [a != b for a, b in zip(before, self._requires_grad, strict=True)].index(True)
+            self._requires_grad = before
+            raise RuntimeError(
+                f"requires_grad of {self.name_of(changed)} must not change between the microbatches of a step, got a change "
+                "while gradients of earlier ones wait for the last; freeze and unfreeze after the optimizer's step"
+            )
+        self.trains = any(self._requires_grad)
+        if self.trains and not self.trainable:
+            self.dtypes = self.trained_dtypes
+            self._widen_main_weights()
+            self._make_gradients()
+        for parameter, requires_grad in zip(self.unsharded, self._requires_grad, strict=True):
+            parameter.requires_grad_(requires_grad)
+        if self.trainable:
+            self.grads.train_only(self._requires_grad)
+        self._watches_gradients = False
+
+    def _widen_main_weights(self) -> None:
+        """Give the weights main weights in their dtype, and let the sharded parameters, which users hold, be views of them."""
+        if not self.weights.widen_main(self.dtypes):
+            return
+        for index, parameter in enumerate(self.sharded):
+            wide = self._dtensor(self.weights.main, index)
+            parameter.data = wide  # the dtype that autograd sees
+            parameter._local_tensor, parameter._spec = wide._local_tensor, wide._spec  # type: ignore[attr-defined]
+        self.weights.set_parameters(self.sharded, self.unsharded)
 
     def forget_events(self) -> None:
         """As ``Unsharder.forget_events``."""
@@ -212,13 +263,14 @@ class FsdpParameterGroup:
         Gradient accumulation remembers the stream on which its node is made, so this runs on the first forward's.
         The node's hook runs when all uses in one backward are differentiated, also if the gradient was written in place.
         """
-        if self._nodes or not self.trainable:
+        if self._watches_gradients or not self.trains:
             return
+        self._watches_gradients = True
         on_accumulated = _arrival_hook(weakref.ref(self))
-        for parameter in self.unsharded:
-            node = torch.autograd.graph.get_gradient_edge(parameter).node
-            node.register_hook(on_accumulated)
-            self._nodes.append(node)
+        for index, parameter in enumerate(self.unsharded):
+            if parameter.requires_grad and index not in self._nodes:
+                self._nodes[index] = torch.autograd.graph.get_gradient_edge(parameter).node
+                self._nodes[index].register_hook(on_accumulated)
 
     def hold_input(self) -> None:
         """Let backward write to the reduce-scatter input."""

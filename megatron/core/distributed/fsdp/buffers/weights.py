@@ -123,6 +123,11 @@ class GroupWeights:
             full = self._buffer(self._replicas, self.full_storage.flat)
         self.full = full
         self._gathers = self.model.gathers(full) if self.needs_gather else []
+        self._follow_main()
+
+    def _follow_main(self) -> None:
+        """Say how the model weight is brought up to date with the main weight."""
+        placements, dtypes = self.placements, self.dtypes
         piece = self.model.piece(placements.optimizer).data
         has_piece = self.main is not self.model and piece.data_ptr() != self.main.local.data_ptr()
         self.model_piece = piece if has_piece else None
@@ -131,6 +136,18 @@ class GroupWeights:
         if own.local.numel() != self._model_alias.numel():
             model = self._buffer(placements.parameter, self._model_alias)
             self._sync_gathers = own.gathers(model)
+
+    def widen_main(self, dtypes: GroupDtypes) -> bool:
+        """Take these dtypes; if weights are trained in another dtype than they compute in, make main weights and return True."""
+        self.dtypes = dtypes
+        if self.main.local.dtype == dtypes.main_params:
+            return False
+        assert tuple(self.placements.parameter) == tuple(self.placements.optimizer), "placements of frozen parameters"
+        self.main = self._buffer(self.placements.optimizer, dtypes.main_params)
+        self.main.local.copy_(self.model.local)
+        self._follow_main()
+        self.synced_weight_version = -1
+        return True
 
     def _make_model_weight(self, full: DBuffer) -> DBuffer:
         if not self.needs_gather:
@@ -144,7 +161,7 @@ class GroupWeights:
         """Keep the [T] parameters over these buffers, and give back the full weight's memory."""
         self.sharded, self.unsharded = list(sharded), list(unsharded)
         self._versioned = [*self.sharded, *(p._local_tensor for p in self.sharded)]  # type: ignore[attr-defined]
-        if self.full_storage is not None:
+        if self.full_storage is not None and not self.is_unsharded:
             self.full_storage.free()
 
     # ---- main to model weight -----------------------------------------------------------------------------------

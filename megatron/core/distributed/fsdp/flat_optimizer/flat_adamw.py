@@ -76,7 +76,7 @@ class FlatAdamW(torch.optim.Optimizer):
         self._is_built = False
         super().__init__(params, {**rates, **_TORCH_DEFAULTS})
         self.overlaps_forward = overlaps_forward
-        groups = groups_of(self)
+        groups = [group for group in groups_of(self) if group.trainable]
         _check_parameters(self.param_groups, groups)
         device = groups[0].device
         self._update = make_update(device)

@@ -64,10 +64,10 @@ class Backward:
 
     def owe(self, unit: FsdpUnit) -> None:
         """Note that this backward owes the gradients of the unit's own parameters."""
-        if unit.is_open or not unit.trainable_groups:
+        if unit.is_open or not unit.trained_groups:
             return
         unit.is_open = True
-        for group in unit.trainable_groups:
+        for group in unit.trained_groups:
             group.grads.is_owed = True
         self._open.append(unit)
         if unit in self._recomputed:
@@ -145,7 +145,7 @@ class Backward:
         """Launch the reductions of the unit's gradients. Ranks: all."""
         unit.is_open = False
         self._open.remove(unit)
-        for group in unit.trainable_groups:
+        for group in unit.trained_groups:
             group.grads.is_owed = False
             self.grad_reducer.reduce(group, is_last=self.is_last)
         if unit not in self._delayed:

@@ -276,7 +276,8 @@ class FsdpContext:
         self._recover()
         if self._weight_versions.num_scopes == 0:
             self._weight_versions.begin_pass()
-        self.registry.check()
+        if self.registry.check():
+            self.planner.outdate()
         for group in self.groups:
             if group.trainable:
                 group.watch_gradients()

@@ -46,6 +46,7 @@ class Planner:
         self._candidate: Plan | None = None
         self._last_uses: tuple[Use, ...] = ()
         self._wants_record = True
+        self._is_outdated = False
 
     # ---- a step -------------------------------------------------------------------------------------------------
 
@@ -55,6 +56,9 @@ class Planner:
         No graph is waiting for its backward: with one, the step goes on.
         """
         self.graphs.forget()
+        if self._is_outdated:
+            self._is_outdated, self._candidate = False, None
+            self.leave_plan(groups)
         if self._candidate is not None:
             self._adopt(self._candidate, groups)
             self._candidate = None
@@ -62,6 +66,10 @@ class Planner:
         self.in_plan = self.plan is not None
         if not self.in_plan or self._wants_record:
             self.record(Recorder())
+
+    def outdate(self) -> None:
+        """Leave the plan when the next step begins, and record that one: groups have buffers that the plan does not know."""
+        self._is_outdated = True
 
     def use(self, unit: FsdpUnit, *, backward: bool) -> tuple[Use, ...]:
         """Return the uses whose weights the plan gathers as this one begins; none where this use is not in the plan."""

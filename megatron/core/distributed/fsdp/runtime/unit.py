@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from megatron.core.distributed.fsdp.buffers.module_tree import ModuleTree
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
 from megatron.core.distributed.fsdp.runtime.graphs import GraphToken
 
@@ -40,6 +41,8 @@ class FsdpUnit:
         name: name of the module within its root, or the root's class; for messages.
         prefix: what the names of its parameters begin with, seen from the root.
         own_groups: groups of the parameters that this unit manages.
+        tree: its modules.
+        trained_groups: those of its own groups that get gradients.
         borrowed_groups: groups of other units that hold weights tied to this unit's; gathered for it too.
         is_deferred: its gradients are reduced at backward's end: units lie inside this one, or it runs several times
             in one graph.
@@ -57,6 +60,7 @@ class FsdpUnit:
 
     name: str
     own_groups: list[FsdpParameterGroup]
+    tree: ModuleTree
     borrowed_groups: list[FsdpParameterGroup] = field(default_factory=list)
     is_deferred: bool = False
     has_nested: bool = False
@@ -78,7 +82,7 @@ class FsdpUnit:
     def __post_init__(self) -> None:
         self.borrowed_groups, borrowed = [], self.borrowed_groups
         self.groups = list(self.own_groups)
-        self.trainable_groups = [group for group in self.own_groups if group.trainable]
+        self.find_trained_groups()
         self.is_deferred = self.has_nested
         self.take_prefetch_depth(self)
         for group in borrowed:
@@ -91,6 +95,10 @@ class FsdpUnit:
             for own, of_root in zip(self.own_prefetch_depth, root.own_prefetch_depth, strict=True)
         )
         self.prefetch_depth = (forward, backward)
+
+    def find_trained_groups(self) -> None:
+        """List the groups that get gradients, after parameters were frozen or unfrozen."""
+        self.trained_groups = [group for group in self.own_groups if group.trains]
 
     def borrow(self, group: FsdpParameterGroup) -> None:
         """Unshard the group, which another unit owns, for this unit too."""
@@ -106,4 +114,4 @@ class FsdpUnit:
     @property
     def delays_reshard(self) -> bool:
         """True if its backward holds weights that get no gradient from it."""
-        return not self.has_nested and len(self.trainable_groups) < len(self.groups)
+        return not self.has_nested and len(self.trained_groups) < len(self.groups)

@@ -71,12 +71,22 @@ class UnitRegistry:
         assert owner is not None, "a group lives no longer than its unit"
         return owner
 
-    def check(self) -> None:
-        """Check that parameters are those that were sharded, and are frozen or trained as they were.
+    def check(self) -> bool:
+        """Check that parameters are those that were sharded, and train those that require gradients now.
+
+        Returns:
+            Whether a group is trained for the first time, which the plan has no room for.
 
         Raises:
-            RuntimeError: one was replaced, or frozen or unfrozen; the message names it.
+            RuntimeError: one was replaced or added, or frozen or unfrozen between microbatches; the message names it.
         """
+        is_new = False
+        for unit in self.units:
+            if strangers := unit.tree.strangers():
+                raise RuntimeError(
+                    f"{unit.prefix}{strangers[0]} was added to {unit.name} after fully_shard, which would not train it on all "
+                    "ranks alike; add parameters before fully_shard, or call fully_shard on the module that holds them"
+                )
         for group in self.groups:
             replaced = group.param_slots.replaced()
             if replaced is not None:
@@ -84,9 +94,8 @@ class UnitRegistry:
                     f"{group.name_of(replaced)} must stay the parameter that fully_shard made, got another one in its place, which no forward "
                     "would use; write to the parameter in place, or replace it before fully_shard"
                 )
-            changed = group.with_other_requires_grad()
-            if changed is not None:
-                raise RuntimeError(
-                    f"requires_grad of {changed} must stay {group.trainable}, as it was when fully_shard was called, got "
-                    f"{not group.trainable}; freeze or unfreeze parameters before fully_shard"
-                )
+            if group.is_frozen_anew:
+                is_new |= not group.trainable
+                group.follow_requires_grad()
+                self.owner(group).find_trained_groups()
+        return is_new

@@ -1,0 +1,68 @@
+"""The modules of a unit, watched for parameters that come after ``fully_shard``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import chain
+
+from torch import nn
+
+from megatron.core.distributed.fsdp.buffers.param_slots import ModuleParameters
+from megatron.core.distributed.fsdp.buffers.parameter_group import group_of
+
+Children = dict[str, nn.Module | None]
+
+
+class ModuleTree:
+    """The modules of a unit without those of nested units, through dicts that do not point back to them.
+
+    Args:
+        tops: (prefix of names, children, parameters) of the unit's topmost modules.
+        is_unit: whether a module is a unit by itself.
+    """
+
+    def __init__(
+        self, tops: list[tuple[str, Children, ModuleParameters]], is_unit: Callable[[nn.Module], bool]
+    ) -> None:
+        self._tops, self._is_unit = tops, is_unit
+        self._children: list[Children] = []
+        self._parameters: list[ModuleParameters] = []
+        self._walk()
+
+    def _walk(self) -> list[str]:
+        """Take the tree as it is now; return the names of parameters in it that are in no group."""
+        self._children, self._parameters = [], []
+        strangers: list[str] = []
+        for prefix, children, parameters in self._tops:
+            self._add(prefix, children, parameters, strangers)
+        self._child_ids = self._ids()
+        self._num_parameters = sum(map(len, self._parameters))
+        absent = [(held, key) for held in self._parameters for key, value in held.items() if value is None]
+        self._absent_from = [held for held, _ in absent]
+        self._absent = [key for _, key in absent]
+        return strangers
+
+    def _add(self, prefix: str, children: Children, parameters: ModuleParameters, strangers: list[str]) -> None:
+        if any(children is known for known in self._children):
+            return
+        self._children.append(children)
+        self._parameters.append(parameters)
+        for key, parameter in parameters.items():
+            if parameter is not None and group_of(parameter) is None:
+                strangers.append(prefix + key)
+        for name, child in children.items():
+            if child is not None and not self._is_unit(child):
+                self._add(f"{prefix}{name}.", child._modules, child._parameters, strangers)
+
+    def _ids(self) -> list[int]:
+        return list(map(id, chain.from_iterable(map(dict.values, self._children))))
+
+    def strangers(self) -> list[str]:
+        """Return the names of parameters that were added and belong to no unit; [] almost always, and at little cost."""
+        if (
+            self._ids() == self._child_ids
+            and sum(map(len, self._parameters)) == self._num_parameters
+            and list(map(dict.get, self._absent_from, self._absent)).count(None) == len(self._absent)
+        ):
+            return []
+        return self._walk()
