@@ -35,7 +35,7 @@ class ModuleTree:
         strangers: list[str] = []
         for prefix, children, parameters in self._tops:
             self._add(prefix, children, parameters, strangers)
-        self._child_ids = self._ids()
+        self._child_ids = list(map(id, chain.from_iterable(map(dict.values, self._children))))
         self._num_parameters = sum(map(len, self._parameters))
         absent = [(held, key) for held in self._parameters for key, value in held.items() if value is None]
         self._absent_from = [held for held, _ in absent]
@@ -54,13 +54,10 @@ class ModuleTree:
             if child is not None and not self._is_unit(child):
                 self._add(f"{prefix}{name}.", child._modules, child._parameters, strangers)
 
-    def _ids(self) -> list[int]:
-        return list(map(id, chain.from_iterable(map(dict.values, self._children))))
-
     def strangers(self) -> list[str]:
         """Return the names of parameters that were added and belong to no unit; [] almost always, and at little cost."""
         if (
-            self._ids() == self._child_ids
+            list(map(id, chain.from_iterable(map(dict.values, self._children)))) == self._child_ids
             and sum(map(len, self._parameters)) == self._num_parameters
             and list(map(dict.get, self._absent_from, self._absent)).count(None) == len(self._absent)
         ):

@@ -29,7 +29,7 @@ from megatron.core.distributed.fsdp.layout.flat_layout import FlatLayout
 from megatron.core.distributed.fsdp.mesh.group_mesh import GroupMesh
 from megatron.core.distributed.fsdp.mesh.model_parallel import is_shared_between_stages, part_of
 
-_REQUIRES_GRAD = operator.attrgetter("requires_grad")
+REQUIRES_GRAD = operator.attrgetter("requires_grad")
 
 
 class FsdpParameterGroup:
@@ -50,6 +50,7 @@ class FsdpParameterGroup:
         trained_dtypes: ``dtypes`` once the group is trainable.
         trainable: its parameters require gradients, or did since they were sharded.
         trains: some of them require gradients now.
+        requires_grad: [T] which of them did when that was last asked.
         grads: reduce-scatter input, partial sums and main gradient; of trainable groups only.
         sharded, unsharded: [T] parameters that modules hold at rest and in use.
         param_slots: the places in modules that hold them.
@@ -85,7 +86,7 @@ class FsdpParameterGroup:
         self.index = -1
         self.trained_dtypes, self._grad_divisor = trained_dtypes, grad_divisor
         self.trainable = self.trains = self.parameters[0].original.requires_grad
-        self._requires_grad = [self.trains] * len(self.parameters)
+        self.requires_grad = [self.trains] * len(self.parameters)
         self.is_shared = False
         self.optimizer_state_nbytes = 0
         self.context: weakref.ref[Any] | None = None
@@ -201,11 +202,6 @@ class FsdpParameterGroup:
         others = len(self.parameters) - 1
         return self.name_of(0) + (f" and {others} more" if others else "")
 
-    @property
-    def is_frozen_anew(self) -> bool:
-        """True if parameters were frozen or unfrozen since ``follow_requires_grad``."""
-        return list(map(_REQUIRES_GRAD, self.sharded)) != self._requires_grad
-
     def follow_requires_grad(self) -> None:
         """Compute gradients of the parameters that require them now, and of no others.
 
@@ -217,23 +213,23 @@ class FsdpParameterGroup:
 
         Ranks: all of the mesh, alike; does not communicate.
         """
-        before, self._requires_grad = self._requires_grad, list(map(_REQUIRES_GRAD, self.sharded))
+        before, self.requires_grad = self.requires_grad, list(map(REQUIRES_GRAD, self.sharded))
         if self.trainable and self.grads.has_partial:
-            changed = [a != b for a, b in zip(before, self._requires_grad, strict=True)].index(True)
-            self._requires_grad = before
+            changed = [a != b for a, b in zip(before, self.requires_grad, strict=True)].index(True)
+            self.requires_grad = before
             raise RuntimeError(
                 f"requires_grad of {self.name_of(changed)} must not change between the microbatches of a step, got a change "
                 "while gradients of earlier ones wait for the last; freeze and unfreeze after the optimizer's step"
             )
-        self.trains = any(self._requires_grad)
+        self.trains = any(self.requires_grad)
         if self.trains and not self.trainable:
             self.dtypes = self.trained_dtypes
             self._widen_main_weights()
             self._make_gradients()
-        for parameter, requires_grad in zip(self.unsharded, self._requires_grad, strict=True):
+        for parameter, requires_grad in zip(self.unsharded, self.requires_grad, strict=True):
             parameter.requires_grad_(requires_grad)
         if self.trainable:
-            self.grads.train_only(self._requires_grad)
+            self.grads.train_only(self.requires_grad)
         self._watches_gradients = False
 
     def _widen_main_weights(self) -> None:

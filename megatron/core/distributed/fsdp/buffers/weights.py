@@ -127,7 +127,7 @@ class GroupWeights:
 
     def _follow_main(self) -> None:
         """Say how the model weight is brought up to date with the main weight."""
-        placements, dtypes = self.placements, self.dtypes
+        placements = self.placements
         piece = self.model.piece(placements.optimizer).data
         has_piece = self.main is not self.model and piece.data_ptr() != self.main.local.data_ptr()
         self.model_piece = piece if has_piece else None
@@ -143,8 +143,7 @@ class GroupWeights:
         if self.main.local.dtype == dtypes.main_params:
             return False
         assert tuple(self.placements.parameter) == tuple(self.placements.optimizer), "placements of frozen parameters"
-        self.main = self._buffer(self.placements.optimizer, dtypes.main_params)
-        self.main.local.copy_(self.model.local)
+        self.main = self._buffer(self.placements.optimizer, self.model.local.to(dtypes.main_params))
         self._follow_main()
         self.synced_weight_version = -1
         return True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 
-from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
+from megatron.core.distributed.fsdp.buffers.parameter_group import REQUIRES_GRAD, FsdpParameterGroup
 from megatron.core.distributed.fsdp.comm.transport import Transport
 from megatron.core.distributed.fsdp.layout.plan import Use
 from megatron.core.distributed.fsdp.runtime.unit import FsdpUnit
@@ -94,7 +94,7 @@ class UnitRegistry:
                     f"{group.name_of(replaced)} must stay the parameter that fully_shard made, got another one in its place, which no forward "
                     "would use; write to the parameter in place, or replace it before fully_shard"
                 )
-            if group.is_frozen_anew:
+            if list(map(REQUIRES_GRAD, group.sharded)) != group.requires_grad:
                 is_new |= not group.trainable
                 group.follow_requires_grad()
                 self.owner(group).find_trained_groups()

@@ -58,7 +58,7 @@ def _freeze(model: nn.Module, frozen: Sequence[str]) -> None:
 
 
 def _loss(model: Any, rank: int, step: int) -> torch.Tensor:
-    return model(inputs(rank, step, 3, 5)).square().mean()  # type: ignore[no-any-return]
+    return model(inputs(rank, step, 3, 5)).square().mean()
 
 
 Optimizer = Callable[[Any], torch.optim.Optimizer]
@@ -136,7 +136,7 @@ def weights_of_two_bytes_get_main_weights_when_they_are_unfrozen() -> None:
         assert models[0].layers[1].weight is kept and kept.dtype == torch.float32
         for (name, one), other in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
             assert one.dtype == other.dtype, name
-            assert torch.equal(one.to_local(), other.to_local()), name  # type: ignore[attr-defined]
+            assert torch.equal(one.to_local(), other.to_local()), name
 
 
 @CHECKS.on(2)
