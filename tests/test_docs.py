@@ -17,7 +17,7 @@ from megatron.training.cli.refused_combinations import NOT_SERVED
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 README, DOCS = REPOSITORY / "README.md", REPOSITORY / "docs"
-CHECKPOINTS, DATA = DOCS / "checkpoints.md", DOCS / "data.md"
+AUDIT, CHECKPOINTS, DATA = DOCS / "audit.md", DOCS / "checkpoints.md", DOCS / "data.md"
 FLAGS, PORTING, SPLITTING = DOCS / "flags.md", DOCS / "porting.md", DOCS / "splitting_the_model.md"
 CONTRIBUTING = REPOSITORY / "CONTRIBUTING.md"
 ENGINE = REPOSITORY / "megatron/core/distributed/fsdp"
@@ -94,6 +94,7 @@ def test_all_other_blocks_are_run_by_the_tests_below() -> None:
     of_users = [page for page in PAGES if page.parent in (REPOSITORY, DOCS)]
     assert {page.name: len(blocks(page)) for page in of_users if blocks(page)} == {
         "README.md": 2 + 3,
+        "audit.md": 2,
         "checkpoints.md": 2,
         "data.md": 1,
         "splitting_the_model.md": 1,
@@ -125,6 +126,12 @@ def test_a_split_model_trains(checkout: Path) -> None:
 def test_a_corpus_is_prepared_and_trained_on(checkout: Path) -> None:
     printed = run(["bash", "-euc", blocks(DATA, "bash")[0]], checkout)
     assert "iteration        4/       4" in printed and "validation loss" in printed
+
+
+def test_training_is_audited(checkout: Path) -> None:
+    assert "agree in 2 steps" in run(["bash", "-euc", blocks(AUDIT, "bash")[0]], checkout)
+    (checkout / "script.py").write_text(blocks(AUDIT, "python")[0])
+    assert "agree in 3 steps" in run(["torchrun", "--nproc-per-node", "2", "script.py"], checkout)
 
 
 def test_the_readme_is_short() -> None:

@@ -61,6 +61,8 @@ class TrainingSetup:
     """The pipeline stage of this rank."""
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
+    vocab_size: int
+    """The tokenizer's."""
     architecture: dict[str, Any]
     """See ``GPTConfig.architecture``."""
     flops_per_sample: int
@@ -96,7 +98,7 @@ def pretrain(
         if settings.loop.deterministic:
             set_deterministic()
         seed_everything(settings.loop.seed)
-        setup = _set_up(settings, device, model_provider, datasets_provider)
+        setup = set_up(settings, device, model_provider, datasets_provider)
         print_rank_0(_report(setup))
         state = _train(setup, forward_step, start_time)
     if owns_group:
@@ -105,7 +107,7 @@ def pretrain(
     return state
 
 
-def _set_up(
+def set_up(
     settings: Settings, device: torch.device, model_provider: ModelProvider, datasets_provider: DatasetProvider
 ) -> TrainingSetup:
     """Build all components; data come first, so that faults in them are found before a model is allocated."""
@@ -130,6 +132,7 @@ def _set_up(
         stage=_pipeline_stage(settings, groups, device),
         optimizer=optimizer,
         scheduler=build_scheduler(settings.schedule, settings.optimizer, optimizer),
+        vocab_size=tokenizer.vocab_size,
         architecture=architecture,
         flops_per_sample=flops_per_sample(
             settings.model.transformer,
@@ -188,8 +191,8 @@ def _train(setup: TrainingSetup, forward_step: ForwardStep, start_time: float) -
     termination = TerminationSignal() if settings.loop.exit_signal_handler else None
     garbage = GarbageCollector(settings.garbage)
     step = _step(setup, forward_step, checkpointer.seed)
-    train_batches = _batches(setup, setup.datasets.train, state.consumed_train_samples)
-    valid_batches = _batches(setup, setup.datasets.valid, state.consumed_valid_samples, repeats=True)
+    train_batches = batches_of(setup, setup.datasets.train, state.consumed_train_samples)
+    valid_batches = batches_of(setup, setup.datasets.valid, state.consumed_valid_samples, repeats=True)
     loop = TrainingLoop(
         settings.loop,
         settings.batch,
@@ -262,10 +265,10 @@ def _step(setup: TrainingSetup, forward_step: ForwardStep, seed: int) -> TrainSt
             warmup_steps=settings.cuda_graph.warmup_steps,
             tracker=tracker,
         )
-    return TrainStep(computation, setup.scheduler, settings.batch, seed=seed, rank=_data_rank(setup), graph=graph)
+    return TrainStep(computation, setup.scheduler, settings.batch, seed=seed, rank=data_rank(setup), graph=graph)
 
 
-def _data_rank(setup: TrainingSetup) -> int:
+def data_rank(setup: TrainingSetup) -> int:
     """Return this rank's index among the ranks that compute different samples."""
     return group_rank(setup.model.pg_collection.dp)
 
@@ -277,7 +280,7 @@ def _sizes(loop: LoopConfig, batch: BatchConfig) -> tuple[int, int, int]:
     return loop.train_iters * batch.global_batch_size, evaluations * per_evaluation, per_evaluation
 
 
-def _batches(
+def batches_of(
     setup: TrainingSetup, dataset: Any, consumed_samples: int, *, repeats: bool = False
 ) -> Generator[Batch] | None:
     """Iterate over this rank's microbatches; ``repeats``: start over after the last sample.
@@ -291,7 +294,7 @@ def _batches(
 def _draw(setup: TrainingSetup, dataset: Any, consumed_samples: int, *, repeats: bool) -> Generator[Batch]:
     while True:
         sampler = SequentialBatchSampler(
-            setup.settings.batch, rank=_data_rank(setup), total_samples=len(dataset), consumed_samples=consumed_samples
+            setup.settings.batch, rank=data_rank(setup), total_samples=len(dataset), consumed_samples=consumed_samples
         )
         yield from iterate_batches(
             dataset,
@@ -307,7 +310,7 @@ def _draw(setup: TrainingSetup, dataset: Any, consumed_samples: int, *, repeats:
 
 def _test(setup: TrainingSetup, forward_step: ForwardStep, state: TrainState, log: MetricLog) -> None:
     """Log the loss on the test data, if there are any."""
-    batches = _batches(setup, setup.datasets.test, 0)
+    batches = batches_of(setup, setup.datasets.test, 0)
     if batches is None:
         return
     loop = setup.settings.loop

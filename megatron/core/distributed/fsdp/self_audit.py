@@ -61,7 +61,8 @@ class Difference:
     ranks: tuple[int, ...] = ()
 
     def __str__(self) -> str:
-        on = f"on rank {self.ranks[0]}" if len(self.ranks) == 1 else f"on ranks {', '.join(map(str, self.ranks))}"
+        ranks = ", ".join(map(str, self.ranks))
+        on = f"on rank{'s' * (len(self.ranks) > 1)} {ranks}" if ranks else "on all ranks"
         size = "is missing" if self.size == math.inf else f"differs by {self.size:.2g} times its size"
         about = "" if self.factor is None else f": it is {self.factor:.4g} times what it must be"
         when = f"in step {self.step}" if self.step else "before the first step"
@@ -140,8 +141,8 @@ class Reference:
         return {name: main.grad for name, main in self.mains.items() if main.requires_grad}
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Return the main weights by name."""
-        return {name: main.detach() for name, main in self.mains.items()}
+        """Return copies of the main weights by name."""
+        return {name: main.detach().clone() for name, main in self.mains.items()}
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """Return the model's buffers by name."""
@@ -206,8 +207,11 @@ class Comparison:
 
     @torch.no_grad()
     def weights(self, expected: Mapping[str, torch.Tensor]) -> None:
-        """Compare main weights, after the first time by what a step has changed in them."""
+        """Compare main weights, after the first time by what a step has changed in them; ``expected`` must not change."""
         for name, parameter in self._parameters.items():
+            if name not in expected:
+                self._add("weight", f"{name} (the unsharded model has none)", math.inf, 0.0)
+                continue
             whole = expected[name].float()
             norm = float(whole.norm())
             update = float((whole - self._last[name].float().to(whole.device)).norm()) if name in self._last else norm
@@ -217,7 +221,7 @@ class Comparison:
             rows = self._rows(name, parameter, whole)
             allowed = self._allowed(parameter) + rounding / scale
             self._compare("weight", name, _local(parameter), rows, scale, allowed)
-        self._last = {name: expected[name].detach().clone() for name in self._parameters}
+        self._last = expected
 
     @torch.no_grad()
     def buffers(self, expected: Mapping[str, torch.Tensor]) -> None:
@@ -234,17 +238,20 @@ class Comparison:
     def agree(self, group: ProcessGroup | None = None) -> tuple[Difference, ...]:
         """Return what differs on any rank, of the first kind of number that does. Ranks: all of the group; blocks."""
         everywhere: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(everywhere, self._found, group=group)
+        dist.all_gather_object(everywhere, (self._found, list(self._parameters)), group=group)
         self._found = []
         kinds = ("loss", "gradient", "weight", "buffer")
-        found = [(one, rank) for rank, of_rank in enumerate(everywhere) for one in of_rank]
+        found = [(one, rank) for rank, (of_rank, _) in enumerate(everywhere) for one in of_rank]
+        held = {name for _, names in everywhere for name in names}
+        lost = (name for name in self._last if name not in held and not self._is_ignored(name))
+        found += [(Difference(step=self.step, what="weight", name=name, size=math.inf), -1) for name in lost]
         first = min((kinds.index(one.what) for one, _ in found), default=-1)
         merged: dict[str, Difference] = {}
         for one, rank in found:
             if one.what == kinds[first]:
                 known = merged.get(one.name, one)
                 larger = max(known, one, key=lambda d: d.size)
-                merged[one.name] = replace(larger, ranks=(*known.ranks, rank))
+                merged[one.name] = replace(larger, ranks=(*known.ranks, *([rank] if rank >= 0 else [])))
         order = {name: at for at, name in enumerate(self._parameters)}
         return tuple(sorted(merged.values(), key=lambda one: order.get(one.name, len(order))))
 

@@ -1,0 +1,38 @@
+"""Faults in the engine that an audit must find; each is in force on all ranks of a launch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.core.distributed.fsdp.buffers.weights import GroupWeights
+from megatron.core.distributed.fsdp.comm.process_group import RankOrderTransport
+from megatron.core.distributed.fsdp.mesh.group_mesh import GroupMesh
+
+
+def averages_over_one_rank_fewer(patch: pytest.MonkeyPatch) -> None:
+    scale = GroupMesh.grad_scale
+    patch.setattr(GroupMesh, "grad_scale", lambda self, *of: scale(self, *of) * self.size / (self.size - 1))
+
+
+def model_weights_stay_old(patch: pytest.MonkeyPatch) -> None:
+    """What an optimizer wrote to main weights does not reach the model weights."""
+    patch.setattr(GroupWeights, "sync", lambda self, *, casts=True: None)
+    patch.setattr(GroupWeights, "model_piece", property(lambda self: None, lambda self, piece: None), raising=False)
+
+
+def a_reduction_is_dropped(patch: pytest.MonkeyPatch) -> None:
+    """The second reduce-scatter of all leaves each rank its own part."""
+    reduce_scatter, calls = RankOrderTransport.reduce_scatter, []
+
+    def own_part(self: Any, out: torch.Tensor, full: torch.Tensor, *, scale: float = 1.0, **options: Any) -> None:
+        calls.append(self)
+        if len(calls) != 2:
+            reduce_scatter(self, out, full, scale=scale, **options)
+            return
+        own = full[self.rank * out.numel() :][: out.numel()] * scale
+        out.copy_(out + own if options.get("accumulate") else own)
+
+    patch.setattr(RankOrderTransport, "reduce_scatter", own_part)
