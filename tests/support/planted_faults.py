@@ -14,7 +14,11 @@ from megatron.core.distributed.fsdp.mesh.group_mesh import GroupMesh
 
 def averages_over_one_rank_fewer(patch: pytest.MonkeyPatch) -> None:
     scale = GroupMesh.grad_scale
-    patch.setattr(GroupMesh, "grad_scale", lambda self, *of: scale(self, *of) * self.size / (self.size - 1))
+
+    def fewer(self: GroupMesh, *of: Any) -> float:
+        return scale(self, *of) * self.mesh.size() / (self.mesh.size() - 1)
+
+    patch.setattr(GroupMesh, "grad_scale", fewer)
 
 
 def model_weights_stay_old(patch: pytest.MonkeyPatch) -> None:

@@ -13,10 +13,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from megatron.core.distributed.fsdp import AuditReport, FsdpModule, Placements, audit, fully_shard
-from megatron.core.distributed.fsdp.buffers.weights import GroupWeights
-from megatron.core.distributed.fsdp.comm.transport import Transport
 from megatron.core.distributed.fsdp.config.placement import strategy_placements
-from megatron.core.distributed.fsdp.mesh.group_mesh import GroupMesh
+from tests.support import planted_faults
 from tests.support.models import STRATEGY_NAMES, Net, global_batch, loss_of
 from tests.support.rank_checks import RankChecks
 
@@ -148,39 +146,6 @@ class Fault:
     shard: Callable[[nn.Module], None] = _shard
 
 
-def _scale(patch: pytest.MonkeyPatch) -> None:
-    """Gradients are averaged over one rank fewer."""
-    scale = GroupMesh.grad_scale
-    patch.setattr(GroupMesh, "grad_scale", lambda self, *of: scale(self, *of) * self.size / (self.size - 1))
-
-
-def _missed_sync(patch: pytest.MonkeyPatch) -> None:
-    """Model weights are not brought up to date with main weights."""
-    patch.setattr(GroupWeights, "sync", lambda self, *, casts=True: None)
-
-
-def _dropped_reduction(patch: pytest.MonkeyPatch) -> None:
-    """The second reduce-scatter of a backward leaves each rank its own part."""
-    reduce_scatter = _own_class().reduce_scatter
-    calls = []
-
-    def own_part(self: Transport, out: torch.Tensor, full: torch.Tensor, **options: Any) -> None:
-        calls.append(self)
-        if len(calls) % 4 != 2:
-            reduce_scatter(self, out, full, **options)
-            return
-        own = full[self.rank * out.numel() :][: out.numel()] * options.get("scale", 1.0)
-        out.copy_(out + own if options.get("accumulate") else own)
-
-    patch.setattr(_own_class(), "reduce_scatter", own_part)
-
-
-def _own_class() -> Any:
-    from megatron.core.distributed.fsdp.comm.process_group import RankOrderTransport
-
-    return RankOrderTransport
-
-
 def _one_unit_over_this_rank_alone(net: Any) -> None:
     """A unit's process group has this rank alone: its gradients are not averaged."""
     world = dist.get_world_size()
@@ -201,11 +166,16 @@ class _OtherOrder(Net):
 
 
 FAULTS = {
-    "scale": Fault("step 1 the gradient entry.weight differs rank 0: it is 2 times what it must be", _scale),
-    "missed sync": Fault(
-        "step 2 the loss", _missed_sync, shard=lambda net: _shard(net, strategy_placements("optim_grads"))
+    "scale": Fault(
+        "step 1 the gradient entry.weight differs rank 0: it is 2 times what it must be",
+        planted_faults.averages_over_one_rank_fewer,
     ),
-    "dropped reduction": Fault("step 1 the gradient blocks.1.inner.weight", _dropped_reduction),
+    "missed sync": Fault(
+        "step 2 the loss",
+        planted_faults.model_weights_stay_old,
+        shard=lambda net: _shard(net, strategy_placements("optim_grads")),
+    ),
+    "dropped reduction": Fault("step 1 the gradient blocks.1.inner.weight", planted_faults.a_reduction_is_dropped),
     "unsynchronised buffers": Fault("step 1 the buffer blocks.0.mean ranks 0, 1", build=lambda: _model(remembers=True)),
     "wrong group": Fault("step 1 the gradient blocks.1.inner.weight", shard=_one_unit_over_this_rank_alone),
     "another order": Fault("step 1 the loss", build=lambda: _model(_OtherOrder)),
