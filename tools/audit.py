@@ -21,7 +21,6 @@ if __name__ == "__main__":
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 import argparse
-import contextlib
 import importlib.util
 import shlex
 import subprocess
@@ -46,8 +45,11 @@ from megatron.training.arguments import Settings, build_parser, parse_settings, 
 from megatron.training.cli.flag_parser import FlagError
 from megatron.training.data.batches import SequentialBatchSampler
 from megatron.training.data.data_loader import iterate_batches
-from megatron.training.launch.distributed_init import initialize_distributed, world_size_of_environment
+from megatron.training.launch.distributed_init import initialize_distributed
+from megatron.training.launch.failures import ending_together, refuse, run_script
 from megatron.training.launch.pretrain import TrainingSetup, batches_of, data_rank, set_up
+from megatron.training.launch.rendezvous import meet, world_size_of_environment
+from megatron.training.launch.same_settings import SettingsDifferError, compare_settings, values_to_compare
 from megatron.training.loop.dropout_seed import microbatch_seed, seed_everything
 from megatron.training.loop.lr_schedule import build_scheduler
 from megatron.training.loop.train_step import Batch, StepComputation, TrainStep
@@ -137,7 +139,10 @@ def _main_of_rank(options: Namespace, flags: Sequence[str]) -> int:
     try:
         report = audit_on_rank(script, flags, Path(options.on_rank), steps=options.steps, tolerance=options.tolerance)
     except FlagError as error:
-        print("\n".join(f"{SCRIPT}: error: {line}" for line in str(error).splitlines()), file=sys.stderr)
+        refuse(str(error), _report)
+        return 2
+    except SettingsDifferError as error:
+        error.report_once(_report)
         return 2
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:
         part = Path(options.on_rank) / f"{REPORT}.part"
@@ -145,6 +150,10 @@ def _main_of_rank(options: Namespace, flags: Sequence[str]) -> int:
         part.rename(part.with_suffix(""))
     dist.destroy_process_group()
     return 0
+
+
+def _report(text: str) -> None:
+    print("\n".join(f"{SCRIPT}: error: {line}" for line in text.splitlines()), file=sys.stderr, flush=True)
 
 
 def _load(script: str) -> ModuleType:
@@ -179,15 +188,17 @@ def audit_on_rank(
     if model_ranks > 1:  # ranks that split a model draw other dropout than one that has all of it
         args.attention_dropout = args.hidden_dropout = 0.0
     settings = settings_from_args(args, world_size=world_size_of_environment())
-    device = initialize_distributed(settings.distributed)
-    seed_everything(settings.loop.seed)
-    setup = set_up(settings, device, script.model_provider, script.datasets_provider)
-    if int(os.environ.get("LOCAL_RANK", "0")) == 0:
-        for key, value in {**_ALONE, "global_batch_size": settings.batch.global_batch_size}.items():
-            setattr(args, key, value)
-        with _failing_for_all(folder):
+    rendezvous = meet(settings.distributed.timeout)
+    with ending_together(rendezvous):
+        compare_settings(values_to_compare(settings), rendezvous, settings.distributed.timeout)
+        device = initialize_distributed(settings.distributed, rendezvous)
+        seed_everything(settings.loop.seed)
+        setup = set_up(settings, device, script.model_provider, script.datasets_provider)
+        if int(os.environ.get("LOCAL_RANK", "0")) == 0:
+            for key, value in {**_ALONE, "global_batch_size": settings.batch.global_batch_size}.items():
+                setattr(args, key, value)
             _train_plain(script, settings_from_args(args, world_size=1), setup, folder, steps)
-    return _train_sharded(script, setup, folder, steps, tolerance)
+        return _train_sharded(script, setup, folder, steps, tolerance)
 
 
 def _train_plain(script: Any, settings: Settings, setup: TrainingSetup, folder: Path, steps: int) -> None:
@@ -299,27 +310,12 @@ def _write(tensors: dict[str, Any], folder: Path, step: int) -> None:
 
 
 def _read(folder: Path, step: int) -> dict[str, Any]:
-    """Read what the plain model came to; wait for it.
-
-    Raises:
-        RuntimeError: its training failed.
-    """
+    """Read what the plain model came to; wait for it. A rank that fails meanwhile ends this one."""
     while not (folder / str(step)).exists():
-        if (folder / "failed").exists():
-            raise RuntimeError("the plain model could not be trained: see the output of the first rank of this host")
         time.sleep(_POLL_S)
     tensors: dict[str, Any] = torch.load(folder / str(step), mmap=True, weights_only=True, map_location="cpu")
     return tensors
 
 
-@contextlib.contextmanager
-def _failing_for_all(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except BaseException:
-        (folder / "failed").touch()
-        raise
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_script(main, sys.argv[1:])
