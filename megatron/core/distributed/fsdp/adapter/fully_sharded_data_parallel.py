@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import fields
 from fractions import Fraction
 from functools import partial
 from typing import Any
@@ -20,6 +21,7 @@ from megatron.core.distributed.fsdp.api.group_meshes import is_expert
 from megatron.core.distributed.fsdp.api.module import FsdpModule, fsdp_modules
 from megatron.core.distributed.fsdp.buffers.grad_sums import sum_grads
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup, group_of
+from megatron.core.distributed.fsdp.comm.alike import check_alike
 from megatron.core.distributed.fsdp.comm.choose import SharedTransports
 from megatron.core.distributed.fsdp.config.mixed_precision import MixedPrecisionPolicy
 from megatron.core.distributed.fsdp.config.placement import Placements, hybrid_placements, strategy_placements
@@ -96,6 +98,9 @@ class FullyShardedDataParallel(nn.Module):
     def _sharder(self, units: Sequence[nn.Module], *, grad_divisor: Fraction) -> Callable[[nn.Module], nn.Module]:
         """Return ``fully_shard`` with the settings of this model, once its transports are chosen."""
         index, ddp_config = self.dist_index, self.ddp_config
+        settings = {f"{field.name} of the ddp_config": getattr(ddp_config, field.name) for field in fields(ddp_config)}
+        axes = [group for group in (index.get_fsdp_group(), index.get_outer_fsdp_group()) if group is not None]
+        check_alike(settings, axes, device_of(index.get_root_mesh()))
         for experts in (False, True) if index.expt_device_mesh is not None else (False,):
             # Choose the transport here, where the sizes of the units are known; the mesh remembers it.
             mesh = index.get_root_mesh(experts)

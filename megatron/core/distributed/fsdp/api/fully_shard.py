@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron.core.distributed.fsdp.api.group_meshes import GroupMeshes, check_experts, make_group_meshes
 from megatron.core.distributed.fsdp.api.module import FsdpModule, find_context, topmost_fsdp_modules
+from megatron.core.distributed.fsdp.api.same_units import check_same_unit
 from megatron.core.distributed.fsdp.api.state_dict_hooks import watch_loads
 from megatron.core.distributed.fsdp.buffers.grad_hooks import refuse_earlier_hooks
 from megatron.core.distributed.fsdp.buffers.materialize import materialize, move_buffers
@@ -91,7 +92,7 @@ def fully_shard(
         ValueError: the mesh does not hold this rank or lacks an axis; a parameter has hooks already; a parameter belongs to a unit over other ranks,
             or to one around this module; the module is a unit already; ``grad_divisor`` is not positive; a prefetch
             depth is negative; the transport cannot serve the mesh, or contradicts ``use_symm_mem``; ranks that would
-            shard experts together hold different experts.
+            shard together hold different parameters or experts, or give different arguments.
         TypeError: a parameter's dtype cannot be trained; the module has no forward, or its class cannot be extended.
         NotImplementedError: more than two data-parallel axes; weights or gradients sharded over an outer axis; a
             parameter that is a DTensor already.
@@ -123,6 +124,14 @@ def fully_shard(
     policy = mixed_precision_policy or MixedPrecisionPolicy()
     meshes = make_group_meshes(mesh, placements, fsdp_group_ag, kind, model_parallel or ModelParallel())
     device = device_of(mesh)
+    arguments = {
+        "placements": placements,
+        "mixed_precision_policy": policy,
+        "grad_divisor": Fraction(grad_divisor),
+        "forward_prefetch_depth": forward_prefetch_depth,
+        "backward_prefetch_depth": backward_prefetch_depth,
+    }
+    check_same_unit(module, _own_modules(module), meshes, arguments)
     made = materialize(module, _own_modules(module), device)
     managed, borrowed = _collect(module, meshes, {fresh: meta for meta, fresh in made.items()})
     check_experts(managed, meshes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from megatron.core.distributed.fsdp.comm.alike import check_alike
 from megatron.core.distributed.fsdp.comm.auto import cheapest, describe, measure
 from megatron.core.distributed.fsdp.comm.registry import TRANSPORT_KINDS, TRANSPORTS, transport_problem
 from megatron.core.distributed.fsdp.comm.transport import LocalTransport, Transport
@@ -98,25 +99,6 @@ def _fastest(group: ProcessGroup, gather_group: ProcessGroup, device: torch.devi
     return chosen
 
 
-def check_alike(settings: Mapping[str, Any], group: ProcessGroup) -> None:
-    """Compare settings between the ranks of a process group.
-
-    Raises:
-        ValueError: on all ranks, if the values of a setting differ.
-
-    Ranks: all of ``group``; blocks the host.
-    """
-    everywhere: list[Mapping[str, Any]] = [settings] * group.size()
-    dist.all_gather_object(everywhere, settings, group=group)
-    for name in settings:
-        ranks_of: dict[Any, list[int]] = {}
-        for rank, theirs in zip(dist.get_process_group_ranks(group), everywhere, strict=True):
-            ranks_of.setdefault(theirs[name], []).append(rank)
-        if len(ranks_of) > 1:
-            got = " and ".join(f"{value!r} on ranks {ranks}" for value, ranks in ranks_of.items())
-            raise ValueError(f"{name} must be the same on all ranks that shard together, got {got}")
-
-
 class SharedTransports:
     """The transports over the process groups of one mesh: units over the mesh share those that all ranks make together.
 
@@ -162,7 +144,7 @@ class SharedTransports:
                 "torch.use_deterministic_algorithms with transport='auto'": kind == "auto" and deterministic,
             }
             if group.size() > 1:
-                check_alike(settings, group)
+                check_alike(settings, [group], device)
             self._resolved[key] = resolve_kind(kind, group, gather_group, device, sizes_nbytes=sizes_nbytes)
         return self._resolved[key]
 

@@ -52,6 +52,14 @@ def _plainly(model: Any, step: int, *, divisor: float | None = None, sums: bool 
 # ---- units ----------------------------------------------------------------------------------------------------------
 
 
+@CHECKS.on(2)
+def settings_that_differ_between_ranks_are_named() -> None:
+    """Overlap and sizes decide in which order collectives are issued."""
+    overlaps = {"overlap_param_gather": dist.get_rank() == 0}
+    with pytest.raises(ValueError, match=r"overlap_param_gather of the ddp_config must be .*, got True on ranks \[0\]"):
+        _wrap(build_gpt(), **overlaps)
+
+
 def _owned(module: Any) -> set[str]:
     return {parameter.name for group in module.parameter_groups for parameter in group.parameters}
 
