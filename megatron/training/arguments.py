@@ -259,6 +259,7 @@ def _data(args: Namespace) -> DataConfig:
         seed=args.seed,
         num_workers=args.num_workers,
         mmap_bin_files=args.mmap_bin_files,
+        allow_gaps=args.allow_gaps_in_corpora,
         eod_mask_loss=args.eod_mask_loss,
         tokenizer_type=args.tokenizer_type,
         tokenizer_model=args.tokenizer_model,

@@ -45,6 +45,9 @@ class BlendedMegatronDatasetConfig:
     mmap_bin_files: bool = True
     """Map ``.bin`` files into memory; otherwise read them piece by piece."""
 
+    allow_gaps_in_corpora: bool = False
+    """Accept indices whose sequences do not fill their ``.bin`` file one after the other; ours."""
+
     tokenizer: Any = None
     """A tokenizer with ``eod``, and optionally ``pad``, ``vocab_size`` and ``unique_identifiers``."""
 

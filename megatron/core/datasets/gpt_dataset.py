@@ -147,7 +147,9 @@ class GPTDataset(MegatronDataset):
     def build_low_level_dataset(dataset_path: str | None, config: GPTDatasetConfig) -> Any:
         """Open the corpus at a prefix."""
         assert dataset_path is not None
-        return IndexedDataset(dataset_path, multimodal=False, mmap=config.mmap_bin_files)
+        return IndexedDataset(
+            dataset_path, multimodal=False, mmap=config.mmap_bin_files, allow_gaps=config.allow_gaps_in_corpora
+        )
 
     @staticmethod
     def _key_config_attributes() -> list[str]:
@@ -170,7 +172,7 @@ class GPTDataset(MegatronDataset):
         With ``idx`` None it returns a sample that pads a batch: its loss mask is zero.
 
         Raises:
-            ValueError: the corpus holds a token id that the tokenizer does not have.
+            ValueError: the corpus holds a token id that is negative or that the tokenizer does not have.
         """
         config, eod, pad = self.config, self.config.tokenizer.eod, self._pad_token_id
         text = torch.from_numpy(self._text(0 if idx is None else idx))
@@ -213,6 +215,11 @@ class GPTDataset(MegatronDataset):
             part = self.dataset.get(int(self.document_index[position]), offset=begin, length=length)
             text[filled : filled + part.size] = part
             filled += part.size
+        if text[:filled].min(initial=0) < 0:
+            raise ValueError(
+                f"{self.dataset_path}: token ids must not be negative, got {text[:filled].min()} in documents "
+                f"{self.document_index[first : last + 1].tolist()}; prepare the corpus again"
+            )
         if self._num_ids is not None and text.max() >= self._num_ids:
             raise ValueError(
                 f"{self.dataset_path}: token ids must be below the tokenizer's {self._num_ids}, got {text.max()} in "

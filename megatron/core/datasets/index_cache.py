@@ -47,7 +47,7 @@ class IndexCache:
         """
         try:
             arrays = self._load()
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, EOFError, RecursionError) as error:
             logger.warning("cached indices %s are damaged (%s); building them again", self._path(""), error)
             arrays = None
         if arrays is not None:
@@ -75,6 +75,8 @@ class IndexCache:
             raise ValueError("the description is that of other arrays")
         arrays = {}
         for name, (num_bytes, checksum) in content["files"].items():
+            if name != os.path.basename(name):
+                raise ValueError(f"{name!r} is not the name of an array")
             path = self._path(f"{name}.npy")
             if os.path.getsize(path) != num_bytes or _checksum(path) != checksum:
                 raise ValueError(f"{name}.npy has another size or checksum than was written")

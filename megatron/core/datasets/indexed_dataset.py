@@ -11,7 +11,7 @@ import torch
 from megatron.core.datasets.indexed_dataset_builder import IndexedDatasetBuilder
 from megatron.core.datasets.indexed_format import (
     DType,
-    check_tokens_present,
+    check_tokens,
     get_bin_path,
     get_idx_path,
     read_index,
@@ -27,33 +27,38 @@ class IndexedDataset(torch.utils.data.Dataset[Any]):
         path_prefix: path of the ``.bin`` and ``.idx`` files without these endings.
         multimodal: whether each sequence has a mode; items are then pairs (tokens, mode).
         mmap: map the token file into memory; otherwise read it piece by piece (for file systems where mapping is slow).
+        allow_gaps: the index may be a selection of the sequences of the token file, which need not follow each other.
 
     Raises:
         FileNotFoundError: one of the files is missing.
-        ValueError: one of the files is truncated or has another format; the message names the file and the fault.
+        ValueError: one of the files is truncated or has another format, or they do not belong together; the message names
+            the file and the fault.
     """
 
-    def __init__(self, path_prefix: str, multimodal: bool = False, mmap: bool = True) -> None:
+    def __init__(
+        self, path_prefix: str, multimodal: bool = False, mmap: bool = True, *, allow_gaps: bool = False
+    ) -> None:
         super().__init__()
         self.path_prefix = path_prefix
         self.multimodal = multimodal
         self.mmap = mmap
+        self.allow_gaps = allow_gaps
         self._open()
 
     def _open(self) -> None:
         idx_path, bin_path = get_idx_path(self.path_prefix), get_bin_path(self.path_prefix)
         self.index = read_index(idx_path, multimodal=self.multimodal)
-        check_tokens_present(self.index, idx_path, bin_path)
+        check_tokens(self.index, idx_path, bin_path, allow_gaps=self.allow_gaps)
         self._file = open(bin_path, "rb", buffering=0)  # noqa: SIM115 - lives as long as the dataset
         self._tokens: numpy.ndarray | None = None
         if self.mmap and os.path.getsize(bin_path) > 0:
             self._tokens = numpy.memmap(self._file, dtype=numpy.uint8, mode="r")
 
-    def __getstate__(self) -> tuple[str, bool, bool]:
-        return self.path_prefix, self.multimodal, self.mmap
+    def __getstate__(self) -> tuple[str, bool, bool, bool]:
+        return self.path_prefix, self.multimodal, self.mmap, self.allow_gaps
 
-    def __setstate__(self, state: tuple[str, bool, bool]) -> None:
-        self.path_prefix, self.multimodal, self.mmap = state
+    def __setstate__(self, state: tuple[str, bool, bool, bool]) -> None:
+        self.path_prefix, self.multimodal, self.mmap, self.allow_gaps = state
         self._open()
 
     def __del__(self) -> None:

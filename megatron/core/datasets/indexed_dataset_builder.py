@@ -10,7 +10,7 @@ import numpy
 
 from megatron.core.datasets.indexed_format import (
     DType,
-    check_tokens_present,
+    check_tokens,
     get_bin_path,
     get_idx_path,
     read_index,
@@ -80,7 +80,7 @@ class IndexedDatasetBuilder:
         """
         idx_path, bin_path = get_idx_path(path_prefix), get_bin_path(path_prefix)
         index = read_index(idx_path, multimodal=self.multimodal)
-        check_tokens_present(index, idx_path, bin_path)
+        check_tokens(index, idx_path, bin_path)
         if index.dtype is not self.dtype:
             raise ValueError(
                 f"{idx_path}: a corpus that is merged into {self.bin_path} must hold "

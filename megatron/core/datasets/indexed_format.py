@@ -163,21 +163,55 @@ def read_index(path: str, *, multimodal: bool = False) -> SequenceIndex:
     return index
 
 
-def check_tokens_present(index: SequenceIndex, idx_path: str, bin_path: str) -> None:
-    """Check that the token file contains every sequence of the index.
+def check_tokens(index: SequenceIndex, idx_path: str, bin_path: str, *, allow_gaps: bool = False) -> None:
+    """Check that index and token file belong together: the sequences fill the file, one after the other.
+
+    Args:
+        allow_gaps: sequences may also be a selection, in any order and overlapping, as long as each lies in the file.
 
     Raises:
         FileNotFoundError: the token file does not exist.
-        ValueError: it is shorter than the index says.
+        ValueError: its size, the lengths, the pointers and the dtype contradict each other, or tokens are no integers.
     """
-    num_bytes = _size_of(bin_path)
-    if index.lengths.size == 0:
+    num_bytes, itemsize = _size_of(bin_path), DType.size(index.dtype)
+    if not issubclass(index.dtype, numpy.integer):
+        raise ValueError(f"{idx_path}: token ids must be integers, got {numpy.dtype(index.dtype).name}")
+    if allow_gaps:
+        _check_selection(index, idx_path, bin_path, num_bytes)
         return
-    needed = int((index.pointers + index.lengths.astype(numpy.int64) * DType.size(index.dtype)).max())
-    if num_bytes < needed:
+    ends = numpy.cumsum(index.lengths, dtype=numpy.int64) * itemsize
+    needed = int(ends[-1]) if ends.size else 0
+    # The pointers say whether it is the lengths that are wrong.
+    wrong = numpy.flatnonzero(index.pointers[1:] != ends[:-1]) + 1
+    if index.pointers.size and index.pointers[0] != 0:
+        wrong = numpy.array([0])
+    if wrong.size:
+        number = int(wrong[0])
+        expected = int(ends[number - 1]) if number else 0
         raise ValueError(
-            f"{bin_path} is truncated: {idx_path} says that it holds {needed} bytes or more, got {num_bytes}; "
+            f"{idx_path}: sequences must follow each other in {bin_path}, so that sequence {number} must begin at byte "
+            f"{expected} after {number} sequences of {itemsize}-byte tokens, got {index.pointers[number]}; prepare the corpus "
+            "again, or, if the index is a selection of sequences, allow it (allow_gaps, --allow-gaps-in-corpora)"
+        )
+    if num_bytes != needed:
+        fault = "is truncated" if num_bytes < needed else "has bytes that no sequence holds"
+        raise ValueError(
+            f"{bin_path} {fault}: {idx_path} says that it holds {needed} bytes, got {num_bytes}; "
             "copy or prepare the corpus again"
+        )
+
+
+def _check_selection(index: SequenceIndex, idx_path: str, bin_path: str, num_bytes: int) -> None:
+    itemsize = DType.size(index.dtype)
+    # Subtracting from the file's size cannot overflow, as adding to a pointer could.
+    outside = index.pointers > num_bytes - index.lengths.astype(numpy.int64) * itemsize
+    wrong = numpy.flatnonzero(outside | (index.pointers % itemsize != 0))
+    if wrong.size:
+        number = int(wrong[0])
+        raise ValueError(
+            f"{idx_path}: each sequence must lie in the {num_bytes} bytes of {bin_path}, which is truncated otherwise, at a "
+            f"multiple of {itemsize} bytes, got sequence {number} with {index.lengths[number]} tokens at byte "
+            f"{index.pointers[number]}; copy or prepare the corpus again"
         )
 
 

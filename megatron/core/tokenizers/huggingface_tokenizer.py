@@ -44,6 +44,8 @@ class HuggingFaceTokenizer(MegatronTokenizerBase):
             self._tokenizer = Tokenizer.from_file(self.path)
         except Exception as error:  # the library raises bare Exceptions
             raise ValueError(f"{self.path} must be a tokenizer of the tokenizers library, got: {error}") from error
+        if not self._tokenizer.get_vocab(with_added_tokens=True):
+            raise ValueError(f"{self.path} must be a tokenizer with a vocabulary, got an empty one")
         settings = _read_settings(os.path.dirname(self.path))
         self._eod = self._find_end(settings)
         self._pad = self._special("pad_token", settings)
@@ -111,11 +113,15 @@ def _read_settings(folder: str) -> dict[str, str]:
         try:
             with open(path, encoding="utf-8") as stream:
                 content = json.load(stream)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path} must be JSON, got: {error}") from error
+        if not isinstance(content, dict):
+            raise ValueError(f"{path} must hold a JSON object, got a {type(content).__name__}")
         for key in ("eos_token", "pad_token", "bos_token"):
             token = content.get(key)
             token = token.get("content") if isinstance(token, dict) else token
+            if token is not None and not isinstance(token, str):
+                raise ValueError(f"{path} must give the {key} as text, got {token!r}")
             if token is not None:
                 settings.setdefault(key, token)
     return settings

@@ -26,6 +26,11 @@ def add_data_flags(parser: argparse.ArgumentParser) -> None:
         help="read .bin files instead of mapping them",
     )
     group.add_argument(
+        "--allow-gaps-in-corpora",
+        action="store_true",
+        help="accept .idx files whose sequences do not follow each other in the .bin, such as selections (ours)",
+    )
+    group.add_argument(
         "--eod-mask-loss", action="store_true", help="leave the prediction after an end of document out of the loss"
     )
     group = parser.add_argument_group("tokenizer")

@@ -44,6 +44,9 @@ class DataConfig:
     """Loader processes of a rank; 0 loads in the training process."""
 
     mmap_bin_files: bool = True
+    allow_gaps: bool = False
+    """Accept ``.idx`` files that are a selection of the sequences of their ``.bin``."""
+
     eod_mask_loss: bool = False
     """Leave the prediction after an end of document out of the loss."""
 
@@ -86,6 +89,7 @@ def build_gpt_datasets(config: DataConfig, tokenizer: MegatronTokenizerBase, siz
         split=(config.split or DEFAULT_SPLIT) if config.data_path else config.split,
         path_to_cache=config.cache_path,
         mmap_bin_files=config.mmap_bin_files,
+        allow_gaps_in_corpora=config.allow_gaps,
         tokenizer=tokenizer,
         reset_position_ids=False,
         reset_attention_mask=False,

@@ -98,6 +98,13 @@ def test_tokens_of_another_vocabulary_are_named(tmp_path: Path) -> None:
         train[2]
 
 
+def test_negative_tokens_are_named(tmp_path: Path) -> None:
+    """An embedding would take them for ids from its end, or a GPU fail in a kernel."""
+    train = _train(write_corpus(tmp_path / "a", [[3] * 20, [-7] * 20], numpy.int32), 2, tmp_path)
+    with pytest.raises(ValueError, match=r"a: token ids must not be negative, got -7 in documents"):
+        _ = [train[index] for index in range(len(train))]
+
+
 def test_samples_go_through_loader_processes(tmp_path: Path) -> None:
     prefix = write_corpus(tmp_path / "a", [list(range(1, 200))])
     for mmap in (True, False):

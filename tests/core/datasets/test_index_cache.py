@@ -48,6 +48,16 @@ def test_second_caller_reads_what_the_first_built(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    "files", ["[]", "3", "null", '{"first": 3}', '{"first": [1, 2, 3]}', "[" * 100_000, '{"../first": [1, 2]}']
+)
+def test_descriptions_that_nobody_wrote_are_not_believed(files: str, tmp_path: Path) -> None:
+    _cache(tmp_path).load_or_build(lambda: ARRAYS)
+    text = f'{{"description": "what it was built from", "files": {files}}}'
+    (tmp_path / "stem-description.txt").write_text(text)
+    assert _same(_cache(tmp_path).load_or_build(lambda: ARRAYS))
+
+
 def _flip_last_byte(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[-1] ^= 1

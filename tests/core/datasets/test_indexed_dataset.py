@@ -141,7 +141,22 @@ DAMAGES: dict[str, tuple[str, Callable[[bytes], bytes], str]] = {
     "more sequences": (".idx", _patched(18, struct.pack("<Q", 2**40)), "is truncated: its header says 1099511627776"),
     "bounds": (".idx", lambda content: content[:-8] + struct.pack("<q", 7), "must rise from 0 to 40 .*, got 0 to 7"),
     "negative length": (".idx", _patched(34, struct.pack("<i", -3)), "must not be negative, got -3 tokens"),
-    "cut tokens": (".bin", lambda content: content[:-1], "is truncated: .* holds 2388 bytes or more, got 2387"),
+    "a pointer back": (
+        ".idx",
+        _patched(34 + 4 * 40 + 8 * 5, struct.pack("<q", 0)),
+        "sequence 5 must begin at byte .*, got 0",
+    ),
+    "a pointer on": (".idx", _patched(34 + 4 * 40 + 8, struct.pack("<q", 2**62)), "sequence 1 must begin .*, got 4611"),
+    "the last length": (".idx", _patched(34 + 4 * 39, struct.pack("<i", 2**30)), r"says that it holds \d+ bytes, got 2388"),
+    "a length within": (".idx", _patched(34, struct.pack("<i", 2**31 - 1)), "sequence 1 must begin at byte 4294967294"),
+    "more tokens": (
+        ".bin",
+        lambda content: content + b"??",
+        "has bytes that no sequence holds: .* 2388 bytes, got 2390",
+    ),
+    "float tokens": (".idx", _patched(17, b"\x07"), "token ids must be integers, got float32"),
+    "wider tokens": (".idx", _patched(17, b"\x04"), "sequence 1 must begin at byte"),
+    "cut tokens": (".bin", lambda content: content[:-1], "is truncated: .* holds 2388 bytes, got 2387"),
     "no tokens": (".bin", lambda content: b"", "is truncated: .* got 0"),
 }
 
@@ -155,6 +170,23 @@ def test_damaged_files_are_refused_by_name(damage: str, tmp_path: Path) -> None:
     path.write_bytes(change(path.read_bytes()))
     with pytest.raises(ValueError, match=re.escape(str(path)) + ".*" + message):
         IndexedDataset(str(tmp_path / "corpus"))
+
+
+def test_a_selection_of_sequences_is_served_if_asked_for(tmp_path: Path) -> None:
+    """Some tools write an index over a part of another corpus. No sequence may lie outside of the tokens even then."""
+    prefix = write_corpus(tmp_path / "a", [[1, 2], [3], [4, 5, 6]])
+    index = Path(prefix + ".idx")
+    content = bytearray(index.read_bytes())
+    content[34 + 12 + 8 : 34 + 12 + 16] = struct.pack("<q", 6)  # the second sequence begins where the third does
+    index.write_bytes(content)
+    with pytest.raises(ValueError, match="allow_gaps"):
+        IndexedDataset(prefix)
+    assert [item.tolist() for item in IndexedDataset(prefix, allow_gaps=True)[:]] == [[1, 2], [4], [4, 5, 6]]
+    for pointer in (2**63 - 1, 11, 5, -2):  # overflow, beyond the end, within a token, before the beginning
+        content[34 + 12 + 8 : 34 + 12 + 16] = struct.pack("<q", pointer)
+        index.write_bytes(content)
+        with pytest.raises(ValueError, match=re.escape(str(index))):
+            IndexedDataset(prefix, allow_gaps=True)
 
 
 @pytest.mark.parametrize("ending", [".bin", ".idx"])

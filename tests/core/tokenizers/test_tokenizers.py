@@ -94,6 +94,10 @@ def test_huggingface_errors_name_the_file(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text("{")
     with pytest.raises(ValueError, match=r"tokenizer_config\.json must be JSON"):
         build_tokenizer("HuggingFaceTokenizer", str(path))
+    for content in ("[]", "3", '{"eos_token": 3}', '{"eos_token": {"content": []}}', "[" * 100_000, "\ufeff{}"):
+        (tmp_path / "tokenizer_config.json").write_text(content)
+        with pytest.raises(ValueError, match=r"tokenizer_config\.json must"):
+            build_tokenizer("HuggingFaceTokenizer", str(path))
     path.write_text("{}")
     with pytest.raises(ValueError, match="must be a tokenizer of the tokenizers library"):
         build_tokenizer("HuggingFaceTokenizer", str(path))
