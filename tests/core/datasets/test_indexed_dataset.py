@@ -147,7 +147,11 @@ DAMAGES: dict[str, tuple[str, Callable[[bytes], bytes], str]] = {
         "sequence 5 must begin at byte .*, got 0",
     ),
     "a pointer on": (".idx", _patched(34 + 4 * 40 + 8, struct.pack("<q", 2**62)), "sequence 1 must begin .*, got 4611"),
-    "the last length": (".idx", _patched(34 + 4 * 39, struct.pack("<i", 2**30)), r"says that it holds \d+ bytes, got 2388"),
+    "the last length": (
+        ".idx",
+        _patched(34 + 4 * 39, struct.pack("<i", 2**30)),
+        r"says that it holds \d+ bytes, got 2388",
+    ),
     "a length within": (".idx", _patched(34, struct.pack("<i", 2**31 - 1)), "sequence 1 must begin at byte 4294967294"),
     "more tokens": (
         ".bin",
