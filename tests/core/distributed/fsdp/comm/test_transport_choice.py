@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from megatron.core.distributed.fsdp.comm import auto, choose
+from megatron.core.distributed.fsdp.comm.alike import check_alike
 from megatron.core.distributed.fsdp.comm.auto import Figures, cheapest, describe, sizes_to_measure
 from megatron.core.distributed.fsdp.comm.choose import SharedTransports, make_transport
 from megatron.core.distributed.fsdp.comm.nvlink import Place, problem_between
