@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from megatron.core.distributed.fsdp.api.conversions import watch_conversions
 from megatron.core.distributed.fsdp.api.group_meshes import GroupMeshes, check_experts, make_group_meshes
 from megatron.core.distributed.fsdp.api.module import FsdpModule, find_context, topmost_fsdp_modules
 from megatron.core.distributed.fsdp.api.same_units import check_same_unit
@@ -160,6 +161,7 @@ def fully_shard(
     module.__class__ = unit_class  # type: ignore[assignment]
     module._fsdp_unit = unit  # type: ignore[assignment]
     watch_loads(unit, _own_modules(module))
+    watch_conversions(_own_modules(module))
     context = _shared_context.get()
     if context is not None:
         context.register(unit)

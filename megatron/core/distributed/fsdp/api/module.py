@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup, group_of
+from megatron.core.distributed.fsdp.api.conversions import apply_around_parameters
+from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
 from megatron.core.distributed.fsdp.runtime.context import FsdpContext
 from megatron.core.distributed.fsdp.runtime.unit import FsdpUnit
 
@@ -61,36 +62,12 @@ class FsdpModule(nn.Module if TYPE_CHECKING else object):  # type: ignore[misc]
         find_context(self).reshard(self._fsdp_unit)
 
     def _apply(self, fn: Any, recurse: bool = True) -> nn.Module:
-        """Apply ``fn`` to the buffers of the tree, as ``.to()`` and the like do, but not to sharded parameters.
-
-        PyTorch would replace the DTensors, which are views of the engine's buffers.
+        """Apply ``fn`` to the buffers of the tree and to sharded values, as ``.to()`` and the like do; DTensors stay.
 
         Raises:
             RuntimeError: ``fn`` would change the parameters' dtype or device.
         """
-        groups = [group for module in fsdp_modules(self) for group in module.parameter_groups]
-        for group in groups:
-            with torch.no_grad():
-                own, converted = group.weights.main.local[:1], fn(group.weights.main.local[:1])
-            if converted.dtype != own.dtype or converted.device != own.device:
-                raise RuntimeError(
-                    f"the dtype and device of sharded parameters must stay {own.dtype} on {own.device}, got {converted.dtype} "
-                    f"on {converted.device} from .to(), .half(), .cuda() or the like; convert the module before fully_shard"
-                )
-        hidden = [
-            (module, key, parameter)
-            for module in self.modules()
-            for key, parameter in module._parameters.items()
-            if parameter is not None and group_of(parameter) is not None
-        ]
-        for module, key, _ in hidden:
-            module._parameters[key] = None
-        try:
-            super()._apply(fn, recurse)
-        finally:
-            for module, key, parameter in hidden:
-                module._parameters[key] = parameter
-        return self
+        return apply_around_parameters(self, super()._apply, fn, recurse)
 
     def __deepcopy__(self, memo: Any) -> Any:
         raise NotImplementedError(

@@ -148,8 +148,9 @@ class FsdpParameterGroup:
 
     def _replace_originals(self) -> None:
         """Let whoever meets an original or a sharded parameter find this group, and free the originals' memory."""
-        for parameter, sharded in zip(self.parameters, self.sharded, strict=True):
-            sharded._fsdp_group = weakref.ref(self)  # type: ignore[attr-defined]
+        for parameter, *ours in zip(self.parameters, self.sharded, self.unsharded, strict=True):
+            for own in ours:
+                own._fsdp_group = weakref.ref(self)  # type: ignore[attr-defined]
             for original in (parameter.original, parameter.made_from):
                 if original is not None:
                     original._fsdp_group = weakref.ref(self)  # type: ignore[attr-defined]

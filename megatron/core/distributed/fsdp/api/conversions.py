@@ -1,0 +1,104 @@
+"""``_apply`` of the modules of a unit: what ``.to()``, ``.float()``, ``to_empty`` and the like do to sharded parameters.
+
+PyTorch would put other tensors in the place of the DTensors, which are views of the engine's buffers, and an optimizer would
+train what no forward reads. So parameters are taken out while a module's own ``_apply`` converts the rest, and what the
+function makes of their values is written to them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from megatron.core.distributed.fsdp.buffers.parameter_group import group_of
+
+Function = Callable[[torch.Tensor], torch.Tensor]
+
+
+def watch_conversions(modules: Sequence[tuple[str, nn.Module]]) -> None:
+    """Let ``_apply`` of the modules inside of a unit keep sharded parameters in place.
+
+    Only modules that own parameters have an ``_apply`` of their own from now on: the others call theirs.
+    """
+    for _, module in modules[1:]:  # the first is the unit, whose class has it
+        if any(parameter is not None for parameter in module._parameters.values()):
+            module.__dict__["_apply"] = _PartApply(module)
+    for _, module in modules:
+        if isinstance(module, nn.RNNBase):
+            module.__dict__["flatten_parameters"] = keep_flat  # cuDNN's would move weights out of the engine's buffers
+
+
+def keep_flat() -> None:
+    """Stand in for ``flatten_parameters`` of a recurrent module: weights stay where they are."""
+
+
+def apply_around_parameters(
+    module: nn.Module, apply: Callable[[Function, bool], nn.Module], fn: Function, recurse: bool
+) -> nn.Module:
+    """Call ``apply`` of the module without its sharded parameters, and write what ``fn`` makes of them to them.
+
+    Raises:
+        RuntimeError: ``fn`` would change the dtype or device of a parameter in the module's tree; nothing has changed.
+    """
+    for part in module.modules() if recurse else (module,):
+        _check(part, fn)
+    own = {key: p for key, p in module._parameters.items() if p is not None and group_of(p) is not None}
+    for key, parameter in own.items():
+        if isinstance(parameter, DTensor):
+            _write(parameter, fn)
+        module._parameters[key] = None
+    try:
+        apply(fn, recurse)
+    finally:
+        module._parameters.update(own)
+        if isinstance(module, nn.RNNBase):
+            module._init_flat_weights()  # its list of weights, which it made while there were none
+    return module
+
+
+@torch.no_grad()
+def _check(module: nn.Module, fn: Function) -> None:
+    for key, parameter in module._parameters.items():
+        if parameter is None or group_of(parameter) is None:
+            continue
+        own = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+        converted = fn(own.detach().flatten()[:1].clone())
+        if converted.dtype != own.dtype or converted.device != own.device:
+            raise RuntimeError(
+                f"the dtype and device of sharded parameters must stay {own.dtype} on {own.device}, got {converted.dtype} on "
+                f"{converted.device} for {key} of {type(module).__name__} from .to(), .half(), .cuda() or the like; convert the "
+                "module before fully_shard"
+            )
+
+
+@torch.no_grad()
+def _write(parameter: DTensor, fn: Function) -> None:
+    local = parameter._local_tensor.detach()
+    values = fn(local)
+    if values is not local:
+        parameter._local_tensor.copy_(values)
+    group = group_of(parameter)
+    context = None if group is None or group.context is None else group.context()
+    if context is not None:
+        context.weights_changed()
+
+
+class _PartApply:
+    """``_apply`` of one module inside of a unit; a copy of the module gets one of its own."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)
+
+    def __call__(self, fn: Function, recurse: bool = True) -> nn.Module:
+        module = self._module()
+        assert module is not None, "called through the module"
+        own: Any = type(module)._apply
+        return apply_around_parameters(module, own.__get__(module), fn, recurse)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _PartApply:
+        return _PartApply(memo.get(id(self._module()), self._module()))
