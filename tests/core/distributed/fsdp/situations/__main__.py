@@ -1,0 +1,24 @@
+"""Prints the table: ``python -m tests.core.distributed.fsdp.situations [PART-OF-A-NAME]``."""
+
+from __future__ import annotations
+
+import sys
+
+from tests.core.distributed.fsdp.situations.table import run_row, situations, verdicts
+
+
+def main() -> None:
+    if len(sys.argv) > 1:
+        for name in situations():
+            if sys.argv[1] in name:
+                for kind in ("fsdp2", "ours"):
+                    verdict = run_row(kind, name)
+                    print(f"{name}, {kind}: {verdict.word}\n    {verdict.reason}", flush=True)
+        return
+    print("| situation | FSDP2 | ours |\n|---|---|---|")
+    for name in situations():
+        print(f"| {name} | {verdicts('fsdp2')[name].word} | {verdicts('ours')[name].word} |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,293 @@
+"""What users see, keep and write between forward, backward and step (items 1, 2, 5 and 15)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from tests.core.distributed.fsdp.situations.kinds import Kind, grads, net, sgd, train, weights
+from tests.core.distributed.fsdp.situations.table import situation
+
+ALL = ("no_shard", "optim", "optim_grads", "optim_grads_params", "hsdp")
+SOME = ("optim", "optim_grads_params", "hsdp")
+
+
+def _started(kind: Kind, optimizer_of: Any = sgd) -> tuple[Any, Any]:
+    """A net that has trained for two steps, so that the plan is in use, and its optimizer."""
+    model = kind.shard(net())
+    optimizer = optimizer_of(model)
+    train(kind, model, optimizer, range(2))
+    return model, optimizer
+
+
+# ---- between forward and backward -----------------------------------------------------------------------------------
+
+
+@situation(strategies=ALL)
+def training_follows_the_plain_model(kind: Kind) -> Any:
+    model = kind.shard(net())
+    losses = train(kind, model, sgd(model), range(4))
+    return losses, weights(model), grads(model)
+
+
+@situation(strategies=("two axes",))
+def a_mesh_of_two_axes_is_hybrid_sharding(kind: Kind) -> Any:
+    model = kind.shard(net())
+    return train(kind, model, sgd(model), range(4)), weights(model)
+
+
+@situation()
+def zero_grad_between_forward_and_backward(kind: Kind) -> Any:
+    model, optimizer = _started(kind)
+    for step in range(2, 4):
+        loss = kind.loss(model, step)
+        model.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return grads(model), weights(model)
+
+
+@situation()
+def zero_grad_without_set_to_none_between_forward_and_backward(kind: Kind) -> Any:
+    model, optimizer = _started(kind)
+    loss = kind.loss(model, 2)
+    model.zero_grad(set_to_none=False)
+    loss.backward()
+    optimizer.step()
+    return grads(model), weights(model)
+
+
+@situation()
+def clipping_after_a_further_forward(kind: Kind) -> Any:
+    model, optimizer = _started(kind)
+    optimizer.zero_grad()
+    kind.loss(model, 2).backward()
+    model(kind.batch(3)[0])
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+    optimizer.step()
+    return norm, weights(model)
+
+
+@situation()
+def weights_written_after_a_forward(kind: Kind) -> Any:
+    model, optimizer = _started(kind)
+    model(kind.batch(2)[0])
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+    return train(kind, model, optimizer, range(2, 4)), weights(model)
+
+
+@situation()
+def an_optimizer_built_between_forward_and_backward(kind: Kind) -> Any:
+    model, _ = _started(kind)
+    model.zero_grad()
+    loss = kind.loss(model, 2)
+    optimizer = sgd(model)
+    loss.backward()
+    optimizer.step()
+    return train(kind, model, optimizer, range(3, 5)), weights(model)
+
+
+@situation()
+def a_state_dict_between_forward_and_backward(kind: Kind) -> Any:
+    model, _ = _started(kind)
+    loss = kind.loss(model, 2)
+    state = model.state_dict()
+    kinds = [kind.is_plain or isinstance(value, DTensor) for value in state.values()]
+    loss.backward()
+    return kinds, dict(state)
+
+
+@situation()
+def parameters_are_the_same_objects_before_and_after_a_forward(kind: Kind) -> Any:
+    model, _ = _started(kind)
+    before = list(model.parameters())
+    loss = kind.loss(model, 2)
+    between = list(model.parameters())
+    loss.backward()
+    return [a is b is c for a, b, c in zip(before, between, model.parameters(), strict=True)]
+
+
+@situation()
+def a_load_between_forward_and_forward(kind: Kind) -> Any:
+    model, optimizer = _started(kind)
+    kept = {name: value.clone() for name, value in model.state_dict().items()}
+    train(kind, model, optimizer, range(2, 3))
+    model(kind.batch(2)[0])
+    model.load_state_dict(kept)
+    return train(kind, model, optimizer, range(3, 5)), weights(model)
+
+
+@situation()
+def gradients_read_between_forward_and_backward(kind: Kind) -> Any:
+    model, optimizer = _started(kind)
+    optimizer.zero_grad()
+    kind.loss(model, 2).backward()
+    loss = kind.loss(model, 3)
+    seen = {name: None if grad is None else grad.clone() for name, grad in grads(model).items()}
+    loss.backward()
+    return seen, grads(model)
+
+
+# ---- hooks on parameters --------------------------------------------------------------------------------------------
+
+
+@situation()
+def an_optimizer_in_backward(kind: Kind) -> Any:
+    model = kind.shard(net())
+    optimizers = {parameter: torch.optim.SGD([parameter], lr=0.1) for parameter in model.parameters()}
+
+    def step(parameter: torch.Tensor) -> None:
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(step)
+    losses = []
+    for index in range(4):
+        loss = kind.loss(model, index)
+        losses.append(kind.mean(loss))
+        loss.backward()
+    return losses, weights(model), grads(model)
+
+
+@situation()
+def a_post_accumulate_hook_fires_once_a_backward(kind: Kind) -> Any:
+    model, optimizer = _started(kind)
+    seen: list[str] = []
+    for name, parameter in model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: seen.append(name))
+    train(kind, model, optimizer, range(2, 4))
+    return sorted(seen)
+
+
+@situation()
+def a_post_accumulate_hook_that_was_removed(kind: Kind) -> Any:
+    model, optimizer = _started(kind)
+    seen: list[int] = []
+    handle = next(iter(model.parameters())).register_post_accumulate_grad_hook(lambda _: seen.append(1))
+    train(kind, model, optimizer, range(2, 3))
+    handle.remove()
+    train(kind, model, optimizer, range(3, 4))
+    return seen
+
+
+@situation(refuses="hook")
+def a_gradient_hook_on_a_parameter(kind: Kind) -> Any:
+    model, optimizer = _started(kind)
+    for parameter in model.parameters():
+        parameter.register_hook(lambda grad: grad * 0.5)
+    train(kind, model, optimizer, range(2, 4))
+    return weights(model)
+
+
+# ---- gradients that are kept ----------------------------------------------------------------------------------------
+
+
+@situation(strategies=SOME)
+def a_kept_gradient_survives_the_next_backward(kind: Kind) -> Any:
+    model, optimizer = _started(kind)
+    optimizer.zero_grad()
+    kind.loss(model, 2).backward()
+    kept = grads(model)
+    optimizer.zero_grad()
+    kind.loss(model, 3).backward()
+    return kept, grads(model)
+
+
+@situation(strategies=ALL)
+def a_kept_gradient_is_read_after_zero_grad(kind: Kind) -> Any:
+    model = kind.shard(net())
+    optimizer = kind.watched(sgd(model))
+    train(kind, model, optimizer, range(2))
+    optimizer.zero_grad()
+    kind.loss(model, 2).backward()
+    kept = grads(model)
+    optimizer.zero_grad()
+    with torch.no_grad():
+        model(kind.batch(3)[0])
+    return kept
+
+
+@situation()
+def gradients_are_swapped_between_two_losses(kind: Kind) -> Any:
+    """Two losses whose gradients are compared and summed by hand, as in multi-task training."""
+    model, optimizer = _started(kind)
+    found = []
+    for step in (2, 3):
+        optimizer.zero_grad()
+        kind.loss(model, step).backward()
+        found.append([parameter.grad for parameter in model.parameters()])
+    for parameter, first, second in zip(model.parameters(), *found, strict=True):
+        parameter.grad = first + 0.5 * second
+    optimizer.step()
+    return weights(model)
+
+
+# ---- weights that the user unsharded --------------------------------------------------------------------------------
+
+
+@situation()
+def an_inner_module_runs_twice_while_the_root_is_unsharded(kind: Kind) -> Any:
+    model, optimizer = _started(kind)
+    losses = []
+    for step in range(2, 5):
+        kind.unshard(model)
+        loss = model.blocks[0](model.entry(kind.batch(step)[0])).square().mean()
+        losses.append(kind.mean(loss))
+        optimizer.zero_grad()
+        loss.backward()
+        kind.reshard(model)
+        optimizer.step()
+    return losses, weights(model)
+
+
+@situation()
+def a_layer_is_unsharded_before_the_first_forward(kind: Kind) -> Any:
+    model = kind.shard(net())
+    optimizer = sgd(model)
+    for block in model.blocks:
+        kind.unshard(block)
+    return train(kind, model, optimizer, range(3)), weights(model)
+
+
+@situation()
+def all_is_unsharded_and_then_trained(kind: Kind) -> Any:
+    model, optimizer = _started(kind)
+    for module in [*model.blocks, model]:
+        kind.unshard(module)
+    return train(kind, model, optimizer, range(2, 5)), weights(model)
+
+
+@situation()
+def unsharded_weights_are_exported_between_steps(kind: Kind) -> Any:
+    model = kind.shard(net())
+    optimizer = sgd(model)
+    found = []
+    for step in range(4):
+        for module in [*model.blocks, model]:
+            kind.unshard(module)
+        found.append({name: parameter.detach().clone() for name, parameter in model.named_parameters()})
+        if step % 2:
+            with torch.no_grad():
+                found.append({"out": kind.mean(model(kind.batch(step)[0]).mean())})
+        for module in [*model.blocks, model]:
+            kind.reshard(module)
+        train(kind, model, optimizer, range(step, step + 1))
+    return found, weights(model)
+
+
+@situation()
+def unsharded_weights_stay_right_over_steps(kind: Kind) -> Any:
+    model = kind.shard(net())
+    optimizer = sgd(model)
+    losses = []
+    for step in range(4):
+        kind.unshard(model.blocks[1])
+        losses += train(kind, model, optimizer, range(step, step + 1))
+        kind.reshard(model.blocks[1])
+    return losses, weights(model)
