@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from tests.core.distributed.fsdp.situations.table import run_row, situations, verdicts
+from tests.core.distributed.fsdp.situations.table import COMPILED, EAGER, run_row, situations, verdicts
 
 
 def main() -> None:
@@ -16,8 +16,10 @@ def main() -> None:
                     print(f"{name}, {kind}: {verdict.word}\n    {verdict.reason}", flush=True)
         return
     print("| situation | FSDP2 | ours |\n|---|---|---|")
-    for name in situations():
-        print(f"| {name} | {verdicts('fsdp2')[name].word} | {verdicts('ours')[name].word} |")
+    for modules in (EAGER, COMPILED):
+        theirs, ours = verdicts("fsdp2", modules), verdicts("ours", modules)
+        for name, verdict in ours.items():
+            print(f"| {name} | {theirs[name].word} | {verdict.word} |")
 
 
 if __name__ == "__main__":

@@ -24,8 +24,9 @@ from torch.distributed.tensor import DTensor
 from tests.core.distributed.fsdp.situations.kinds import ZERO3, Kind
 from tests.support.launch import run_ranks
 
-# The modules of this package that hold situations.
-MODULES = ("gradients", "views", "conversions", "compilation", "transforms", "states", "plans")
+# The modules of this package that hold situations. Those of one tuple share launches: compilation takes a while.
+EAGER = ("gradients", "views", "conversions", "transforms", "states", "plans")
+COMPILED = ("compilation",)
 
 # Seconds that a collective may wait: a hang is one that takes longer.
 _PATIENCE_S = 60.0
@@ -57,6 +58,13 @@ class Verdict:
     word: str
     reason: str = ""
 
+    def assert_serves(self, row: Situation) -> None:
+        """Fail unless this is right, or the refusal that the row announces."""
+        if self.word == "refused" and row.refuses is not None:
+            assert re.search(row.refuses, self.reason), f"refused with another message: {self.reason}"
+        else:
+            assert self.word == "right", f"{self.word}: {self.reason}"
+
 
 _declared: list[Situation] = []
 
@@ -76,19 +84,19 @@ def situation(
 
 
 @functools.cache
-def situations() -> dict[str, Situation]:
-    """All rows by name."""
-    for module in MODULES:
+def situations(modules: tuple[str, ...] = EAGER + COMPILED) -> dict[str, Situation]:
+    """The rows of these modules by name."""
+    for module in modules:
         importlib.import_module(f"{__package__}.{module}")
     assert len({row.name for row in _declared}) == len(_declared), "two situations have one name"
-    return {row.name: row for row in _declared}
+    return {row.name: row for row in _declared if row.run.__module__.rpartition(".")[2] in modules}
 
 
 @functools.cache
-def verdicts(name: str) -> dict[str, Verdict]:
-    """The verdict of each row for "fsdp2" or "ours"."""
+def verdicts(name: str, modules: tuple[str, ...]) -> dict[str, Verdict]:
+    """The verdict of each row of these modules for "fsdp2" or "ours"."""
     found: dict[str, Verdict] = {}
-    remaining = list(situations())
+    remaining = list(situations(modules))
     while remaining:
         with tempfile.TemporaryDirectory() as folder:
             failure = ""
