@@ -69,3 +69,8 @@ def reduce_scatter_flat(group: ProcessGroup, shard: torch.Tensor, full: torch.Te
     work = _reduce_scatter(group, shard, full, _SUM)
     if work is not None:
         work.wait()
+
+
+# torch.compile leaves the engine's frames alone and compiles the modules' own, as it does around FSDP2's hooks: traced,
+# gathers and releases would be baked into graphs as they happened once.
+torch._dynamo.trace_rules.add("megatron.core.distributed.fsdp")

@@ -136,7 +136,7 @@ def _penalised(kind: Kind) -> Any:
     return loss_of
 
 
-@situation(strategies=("no_shard", "optim_grads", "optim_grads_params"), refuses="gradient|backward")
+@situation(strategies=("no_shard", "optim_grads", "optim_grads_params"), refuses="create_graph")
 def a_gradient_penalty(kind: Kind) -> Any:
     model = kind.shard(net())
     return train(kind, model, sgd(model), range(3), _penalised(kind)), weights(model)
