@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import sys
 
-from tests.core.distributed.fsdp.situations.table import COMPILED, EAGER, run_row, situations, verdicts
+from tests.core.distributed.fsdp.situations.table import COMPILED, EAGER, run_rows, situations, verdicts
 
 
 def main() -> None:
     if len(sys.argv) > 1:
-        for name in situations():
-            if sys.argv[1] in name:
-                for kind in ("fsdp2", "ours"):
-                    verdict = run_row(kind, name)
-                    print(f"{name}, {kind}: {verdict.word}\n    {verdict.reason}", flush=True)
+        rows = [name for name in situations() if sys.argv[1] in name]
+        for kind in ("fsdp2", "ours"):
+            for name, verdict in run_rows(kind, rows).items():
+                print(f"{name}, {kind}: {verdict.word}\n    {verdict.reason}", flush=True)
         return
     print("| situation | FSDP2 | ours |\n|---|---|---|")
     for modules in (EAGER, COMPILED):

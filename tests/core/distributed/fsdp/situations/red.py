@@ -52,14 +52,6 @@ RED: dict[str, str] = {
     "double_of_a_layer_in_a_unit": "converting a part",
     "an_applied_clone_below_a_unit": "converting a part",
     "an_applied_scaling_of_the_model": "converting a part",
-    # freezing between steps
-    "a_unit_is_frozen_between_steps [no_shard]": "freezing between steps",
-    "a_unit_is_frozen_between_steps [optim_grads_params]": "freezing between steps",
-    "gradual_unfreezing [no_shard]": "freezing between steps",
-    "gradual_unfreezing [optim_grads_params]": "freezing between steps",
-    "one_parameter_of_a_unit_is_frozen": "freezing between steps",
-    "two_halves_take_turns_as_in_a_gan": "freezing between steps",
-    "a_parameter_is_added_to_a_unit": "freezing between steps",
     "microbatches_of_a_compiled_model [no_shard]": "a first microbatch follows from what came before",
     # modes, transforms, optimizers
     "inference_mode_as_the_first_forward [no_shard]": "modes, transforms, optimizers",

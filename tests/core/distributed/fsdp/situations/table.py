@@ -95,8 +95,13 @@ def situations(modules: tuple[str, ...] = EAGER + COMPILED) -> dict[str, Situati
 @functools.cache
 def verdicts(name: str, modules: tuple[str, ...]) -> dict[str, Verdict]:
     """The verdict of each row of these modules for "fsdp2" or "ours"."""
+    return run_rows(name, list(situations(modules)))
+
+
+def run_rows(name: str, rows: Sequence[str]) -> dict[str, Verdict]:
+    """Run these rows for "fsdp2" or "ours", with new ranks after each one that leaves collectives out of step."""
     found: dict[str, Verdict] = {}
-    remaining = list(situations(modules))
+    remaining = list(rows)
     while remaining:
         with tempfile.TemporaryDirectory() as folder:
             failure = ""
@@ -114,17 +119,6 @@ def verdicts(name: str, modules: tuple[str, ...]) -> dict[str, Verdict]:
             raise AssertionError(f"the launch of {name} failed before its first row: {failure}")
         remaining = remaining[len(found) - num_before :]
     return found
-
-
-def run_row(name: str, row: str) -> Verdict:
-    """Run one row alone: for the command line."""
-    with tempfile.TemporaryDirectory() as folder:
-        failure = ""
-        try:
-            run_ranks(2, _run_rows, name, [row], folder, timeout_s=300.0)
-        except AssertionError as error:
-            failure = str(error)
-        return _combine([_read(f"{folder}/told{rank}").get(row) for rank in range(2)], failure)
 
 
 def _read(path: str) -> dict[str, Verdict]:
