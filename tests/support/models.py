@@ -80,9 +80,11 @@ def shard_net(
     return net
 
 
-def make_pair(num_blocks: int = 3, strategy: str = "optim_grads_params", **options: Any) -> tuple[Net, Net]:
+def make_pair(
+    num_blocks: int = 3, strategy: str = "optim_grads_params", *, dtype: torch.dtype = torch.float32, **options: Any
+) -> tuple[Net, Net]:
     """An unsharded net and a sharded one of the same weights. Ranks: all."""
-    net = make_net(num_blocks)
+    net = make_net(num_blocks, dtype=dtype)
     return copy.deepcopy(net), shard_net(net, strategy, **options)
 
 

@@ -195,7 +195,9 @@ def fully_shard_context(device: torch.device | str | None = None) -> Iterator[Fs
 
 
 @contextmanager
-def microbatch(module: nn.Module | FsdpContext, is_first: bool = True, is_last: bool = True) -> Iterator[None]:
+def microbatch(
+    module: nn.Module | FsdpContext, *, is_first: bool | None = None, is_last: bool = True
+) -> Iterator[None]:
     """Mark forward and backward in this scope as one microbatch of a step.
 
     Outside of any scope every forward counts as a first and every backward as a last microbatch: right, but slower when
@@ -204,9 +206,12 @@ def microbatch(module: nn.Module | FsdpContext, is_first: bool = True, is_last: 
     Args:
         module: a sharded module, a module that holds some, or the context of a ``fully_shard_context``.
         is_first: True for a step's first microbatch. The optimizer may have written main weights, so the first unshard
-            of each group updates the model weights from them; unreduced gradients of an earlier step are dropped.
+            of each group updates the model weights from them; unreduced gradients of earlier microbatches are dropped. False
+            for the others, whose weights are those of the first one. None: it is the first one unless unreduced
+            gradients wait; right in any case, but where none wait (sharded gradients) each microbatch casts the weights anew.
         is_last: True to reduce gradients for the optimizer. False leaves them where ``Placements.gradient`` says:
-            unreduced (``Partial``), or reduced over the axes where it is ``Shard(0)``.
+            unreduced (``Partial``), or reduced over the axes where it is ``Shard(0)``. While unreduced gradients wait,
+            ``param.grad`` has no values: it can be cleared, which gives them up, and all else is a RuntimeError.
 
     Raises:
         ValueError: there is no sharded module in ``module``.

@@ -14,6 +14,7 @@ from megatron.core.distributed.fsdp.buffers.dbuffer import DBuffer
 from megatron.core.distributed.fsdp.buffers.grad_sums import GradSum
 from megatron.core.distributed.fsdp.buffers.hsdp_grad_accumulator import HsdpGradAccumulator
 from megatron.core.distributed.fsdp.buffers.param_slots import each
+from megatron.core.distributed.fsdp.buffers.pending_gradient import PendingGradients
 from megatron.core.distributed.fsdp.buffers.storage import FlatStorage
 from megatron.core.distributed.fsdp.buffers.weights import GroupWeights
 
@@ -62,6 +63,8 @@ class GroupGradients:
         self.main: list[DTensor] = []
         self.partial_storage = FlatStorage(layout.total_numel, dtypes.main_grads, device)
         self._holds_partial = False
+        self._pending: PendingGradients | None = None  # in param.grad now
+        self._made_pending: PendingGradients | None = None
         self.input_held = self.is_owed = self.read_by_update = False
         self.reduced: Any = None
         self.reduced_event: Any = None  # the same, kept to be recorded anew
@@ -155,17 +158,24 @@ class GroupGradients:
 
     def accumulate_partial(self) -> None:
         """Add the reduce-scatter input to this rank's own sum over microbatches, in ``main_grads_dtype``."""
-        if self._holds_partial:
+        if self.has_partial:
             self.partial_storage.flat.add_(self._input.local)
         else:
             self.partial_storage.allocate()
             self.partial_storage.flat.copy_(self._input.local)
             self._holds_partial = True
+        self._offer_pending()
 
     @property
     def has_partial(self) -> bool:
-        """True if sums over microbatches are not reduced over all ranks yet."""
-        return self._holds_partial or (self._hsdp_accumulator is not None and self._hsdp_accumulator.is_held)
+        """True if sums over microbatches are not reduced over all ranks yet, and the user has not given them up."""
+        return self._pending is not None and self._sums_wait(self._pending)
+
+    def _sums_wait(self, pending: PendingGradients) -> bool:
+        given_up = pending.given_up()
+        if given_up:
+            self._drop_sums(given_up)
+        return self._pending is not None
 
     @property
     def has_outer_partial(self) -> bool:
@@ -193,8 +203,45 @@ class GroupGradients:
             return self.partial_storage.nbytes
         return 0 if self._hsdp_accumulator is None else self._hsdp_accumulator.storage.nbytes
 
+    def _offer_pending(self) -> None:
+        """Let ``param.grad`` say that sums wait."""
+        if self._pending is None:
+            if self._made_pending is None:
+                self._made_pending = PendingGradients(self._sharded, self.main_storage.dtype)
+            self._pending = self._made_pending
+            self._pending.offer()
+
+    def _withdraw_pending(self) -> None:
+        """Let ``param.grad`` be what it was before sums waited."""
+        if self._pending is None:
+            return
+        for index in self._pending.withdraw():
+            self.main_storage.allocate()
+            self.main[index]._local_tensor.zero_()
+            self._sharded[index].grad = self.main[index]
+        self._pending = None
+
+    def _drop_sums(self, given_up: Sequence[int]) -> None:
+        """Drop the sums of these parameters. No reduction is under way."""
+        self._withdraw_pending()
+        if len(given_up) == len(self._sharded):
+            self.drop_partial()
+            return
+        for index in given_up:
+            if self._holds_partial:
+                self._partial.view(index).zero_()
+            if self._hsdp_accumulator is not None and self._hsdp_accumulator.is_held:
+                self._hsdp_accumulator.zero(index)
+        self._offer_pending()
+
+    @property
+    def _partial(self) -> DBuffer:
+        own = self._input
+        return DBuffer(own.layout, own.placements, own.axes, self.partial_storage.flat)
+
     def drop_partial(self) -> None:
         """Drop sums over microbatches that are not reduced over all ranks. No reduction is under way."""
+        self._withdraw_pending()
         self._holds_partial = False
         self.partial_storage.free()
         if self._hsdp_accumulator is not None:
@@ -206,11 +253,15 @@ class GroupGradients:
         """As ``prepare_main``, for what a reduction writes that is not a step's last."""
         if self._hsdp_accumulator is None:
             return self.prepare_main()
+        overwrite = not self.has_partial
         self._hsdp_accumulator.storage.allocate()
-        return not self._hsdp_accumulator.is_held
+        self._offer_pending()
+        return overwrite
 
     def prepare_main(self) -> bool:
         """Make ``param.grad`` the main gradient; return True if it holds nothing yet, to be overwritten."""
+        if self._pending is not None and self.has_partial:
+            self._withdraw_pending()
         self.main_storage.allocate()
         held = list(map(_GRAD, self._sharded))
         overwrite = held.count(None) == len(held)
@@ -255,7 +306,8 @@ class GroupGradients:
     @property
     def has_main(self) -> bool:
         """True if the main gradient holds anything."""
-        return list(map(_GRAD, self._sharded)).count(None) < len(self._sharded)
+        held = list(map(_GRAD, self._sharded)) if self._pending is None else self._pending.held()
+        return held.count(None) < len(held)
 
     def clear(self) -> None:
         """Set every ``param.grad`` to None, and give back the memory of all gradients."""
@@ -265,10 +317,12 @@ class GroupGradients:
         self.drop_partial()
 
     def free_main_if_cleared(self) -> None:
-        """Give back the main gradient's memory if the user has set ``param.grad`` to None."""
-        if self.read_by_update or not self.main_storage.allocated:
+        """Give back the memory of gradients that the user has cleared: the main gradient's, and that of sums that wait."""
+        if self.read_by_update or not (self.main_storage.allocated or self._pending):
             return  # the next gather's wait comes after the update beside compute, which reads it
-        if list(map(_GRAD, self._sharded)).count(None) == len(self._sharded):
+        if list(map(_GRAD, self._sharded)).count(None) == len(self._sharded) and not (
+            self._pending and self.has_partial
+        ):
             self.main_storage.free()
 
     def end_update(self) -> None:

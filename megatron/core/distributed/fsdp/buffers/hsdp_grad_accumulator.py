@@ -39,8 +39,12 @@ class HsdpGradAccumulator:
         """Reduce from ``full_input`` where it is now."""
         self._inner = full_input.reduction(self._after_inner)
         self._segment = full_input.piece(self._after_inner)
-        segment = DBuffer(full_input.layout, self._after_inner, full_input.axes, self._segment)
-        self._outer = segment.reduction(self._placements)
+        self._layout, self._axes = full_input.layout, full_input.axes
+        self._outer = self._buffer(self._segment).reduction(self._placements)
+
+    def _buffer(self, flat: torch.Tensor) -> DBuffer:
+        """Return the buffer over ``flat``, which holds what the inner axis leaves to this rank."""
+        return DBuffer(self._layout, self._after_inner, self._axes, flat)
 
     @property
     def waits_to_be_freed(self) -> bool:
@@ -71,6 +75,10 @@ class HsdpGradAccumulator:
         self.is_held = False
         reduce, segment = self._outer
         reduce(out, segment, scale=scale, accumulate=accumulate)
+
+    def zero(self, index: int) -> None:
+        """Drop what the sum holds of parameter ``index``."""
+        self._buffer(self.storage.flat).view(index).zero_()
 
     def drop(self) -> None:
         """Empty the accumulator and free its memory."""

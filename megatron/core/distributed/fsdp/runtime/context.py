@@ -120,19 +120,19 @@ class FsdpContext:
         self._backward.is_last = value
 
     @contextmanager
-    def microbatch(self, *, is_first: bool, is_last: bool) -> Iterator[None]:
+    def microbatch(self, *, is_first: bool | None = None, is_last: bool = True) -> Iterator[None]:
         """Synchronise weights in the scope only if ``is_first``, and reduce gradients over all ranks only if ``is_last``.
 
-        Otherwise gradients are reduced over the axes alone on which they are sharded.
+        Otherwise gradients are reduced over the axes alone on which they are sharded. If ``is_first`` is None, a microbatch
+        is the first one unless sums of earlier ones wait for the last one.
         """
         previous = self.is_last_microbatch
-        self._weight_versions.begin_pass(is_first=is_first)
+        waiting = [group for group in self.groups if group.trainable and group.grads.has_partial]
+        self._weight_versions.begin_pass(is_first=not waiting if is_first is None else is_first)
         self.is_last_microbatch = is_last
         self._weight_versions.num_scopes += 1
-        if is_first:
-            for group in self.groups:
-                if group.trainable and group.grads.has_partial:
-                    self.grad_reducer.drop_partial(group)  # left by a step that was given up
+        for group in waiting if is_first else ():
+            self.grad_reducer.drop_partial(group)  # left by a step that was given up
         try:
             yield
         finally:
@@ -242,13 +242,13 @@ class FsdpContext:
         self._watch(unit, tensors, GraphToken(self.graphs.generation))
 
     def fail_forward(self, unit: FsdpUnit) -> None:
-        """End a forward that raised; if the unit was the outermost, drop what is left of the step.
+        """End a forward that raised; if the unit was the outermost, drop what is left of the pass.
 
         A module that holds the unit may catch what was raised and go on without it.
         """
         self._step_out(unit, keeps=False)
         if self._depth == 0:
-            self.abandon()
+            self.abandon(drops_sums=False)
 
     def _watch(self, unit: FsdpUnit, tensors: list[torch.Tensor], token: GraphToken) -> None:
         hook = OutputHook(self, unit, token)
@@ -365,8 +365,12 @@ class FsdpContext:
             logger.warning("the last backward did not finish: its gradients are dropped, and its units are resharded")
             self.abandon()
 
-    def abandon(self) -> None:
-        """Drop the step that was under way: reshard all units, and drop gradients that are not reduced."""
+    def abandon(self, *, drops_sums: bool = True) -> None:
+        """Drop the pass that was under way: reshard all units, and drop what it left of gradients.
+
+        Args:
+            drops_sums: also sums over microbatches that wait, to which a backward that failed may have added a part.
+        """
         self._backward_end = None
         self._depth = 0
         self._backward.abandon()
@@ -376,7 +380,7 @@ class FsdpContext:
             group.weights.num_forwards = group.weights.num_backwards = 0
             if group.trainable:
                 self.grad_reducer.abandon(group)
-                if group.grads.has_partial:
+                if drops_sums:
                     self.grad_reducer.drop_partial(group)
         self.grad_reducer.finish()
         for group in self.groups:

@@ -5,12 +5,19 @@ The engine keeps weights unsharded and sums unreduced for reasons of its own. No
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from megatron.core.distributed.fsdp import FsdpModule, fully_shard_optimizer, microbatch
 from tests.support.models import (
+    STRATEGY_NAMES,
     assert_at_rest,
     assert_same_gradients,
     assert_same_weights,
@@ -107,6 +114,159 @@ def parameters_are_sharded_after_a_backward_that_failed() -> None:
     optimizer.zero_grad()
     _train(net, optimizer, 1, first=3)
     assert_at_rest(net)
+
+
+# ---- sums over microbatches that wait -------------------------------------------------------------------------------
+
+
+def _accumulate(net: nn.Module, step: int, *, count: int = 3, is_last: bool = True) -> None:
+    """A step's backwards, in scopes that say nothing but which one is the last."""
+    for at, piece in enumerate(global_batch(step, count)):
+        with _scope(net, is_last=is_last and at == count - 1):
+            loss_of(net, piece).backward()
+
+
+def _scope(net: nn.Module, *, is_last: bool) -> AbstractContextManager[None]:
+    return microbatch(net, is_last=is_last) if isinstance(net, FsdpModule) else nullcontext()
+
+
+def _no_sync(net: nn.Module) -> AbstractContextManager[None]:
+    """What the adapter's ``no_sync`` is."""
+    return context_of(net).accumulate() if isinstance(net, FsdpModule) else nullcontext()
+
+
+@CHECKS.on(2)
+def to_say_which_microbatch_is_the_last_is_enough() -> None:
+    """Whether one is the first follows from what waits: nothing after a step, ``zero_grad``, or a last one."""
+    for strategy, dtype in itertools.product(STRATEGY_NAMES, (torch.float32, torch.bfloat16)):
+        unsharded, sharded = make_pair(2, strategy, dtype=dtype)
+        optimizers = [_sgd(unsharded), _sgd(sharded)]
+        for step in range(4):
+            for net in (unsharded, sharded):
+                if step == 2:
+                    _accumulate(net, 7, is_last=False)
+                    net.zero_grad()
+                _accumulate(net, step, count=1 + step)
+            assert_same_gradients(sharded, unsharded, tolerance=_TOLERANCE[dtype])
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=step % 2 == 0)
+        assert_at_rest(sharded)
+        assert_same_weights(sharded, unsharded, tolerance=_TOLERANCE[dtype])
+    with pytest.raises(TypeError, match="positional"):
+        microbatch(sharded, True)  # type: ignore[call-arg]
+
+
+# In bf16 the unsharded model sums in bf16, and the sharded one in fp32.
+_TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 4e-2}
+
+
+@CHECKS.on(2)
+def sums_that_wait_survive_a_forward_that_fails() -> None:
+    for strategy in STRATEGY_NAMES:
+        unsharded, sharded = make_pair(2, strategy)
+        for net in (unsharded, sharded):
+            _accumulate(net, 0, is_last=False)
+            hook = net.blocks[1].register_forward_pre_hook(_trip)
+            with pytest.raises(ValueError, match="trips"), _scope(net, is_last=False):
+                loss_of(net, global_batch(1, 1)[0])
+            hook.remove()
+            _accumulate(net, 2)
+        assert_same_gradients(sharded, unsharded)
+        assert_at_rest(sharded)
+
+
+def _trip(*_: object) -> None:
+    raise ValueError("trips")
+
+
+def _by_hand(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for parameter in net.parameters():
+        parameter.grad = None
+
+
+def _some_by_hand(net: Any, optimizer: torch.optim.Optimizer) -> None:
+    net.blocks[0].up.weight.grad = None
+    net.head.bias.grad = None
+    net.blocks[1].norm.bias.grad.zero_()
+
+
+def _by_buffer(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    if isinstance(net, FsdpModule):
+        for group in context_of(net).groups:
+            group.grads.clear()  # the adapter's zero_grad_buffer
+    else:
+        net.zero_grad()
+
+
+_CLEARS: list[Callable[[Any, torch.optim.Optimizer], Any]] = [
+    lambda net, optimizer: net.zero_grad(),
+    lambda net, optimizer: net.zero_grad(set_to_none=False),
+    lambda net, optimizer: optimizer.zero_grad(),
+    lambda net, optimizer: optimizer.zero_grad(set_to_none=False),
+    lambda net, optimizer: torch.optim.AdamW(net.parameters(), foreach=True).zero_grad(set_to_none=False),
+    lambda net, optimizer: [parameter.grad.data.zero_() for parameter in net.parameters()],
+    _by_hand,
+    _some_by_hand,
+    _by_buffer,
+]
+
+
+@CHECKS.on(2)
+def zero_grad_ends_an_accumulation_that_was_given_up() -> None:
+    """Of all parameters or of some; over a gradient that was complete or none; before a forward or between it and backward."""
+    for strategy, clear in itertools.product(STRATEGY_NAMES, _CLEARS):
+        unsharded, sharded = make_pair(2, strategy)
+        ours = torch.optim.SGD(sharded.parameters(), lr=0.1)
+        if clear is _CLEARS[2]:
+            ours = fully_shard_optimizer(ours)
+        optimizers = {unsharded: torch.optim.SGD(unsharded.parameters(), lr=0.1), sharded: ours}
+        for step, (complete, between) in enumerate(itertools.product((False, True), (False, True))):
+            for net in (unsharded, sharded):
+                net.zero_grad()
+                if complete:
+                    _accumulate(net, step)
+                with _no_sync(net):
+                    loss_of(net, global_batch(5, 1)[0]).backward()
+                _accumulate(net, 10 + step, is_last=False)
+                if between:
+                    loss = loss_of(net, global_batch(20 + step, 1)[0])
+                clear(net, optimizers[net])
+                if between:
+                    with _scope(net, is_last=True):
+                        loss.backward()
+                else:
+                    _accumulate(net, 20 + step)
+            assert_same_gradients(sharded, unsharded)
+            assert_at_rest(sharded)
+        for net, optimizer in optimizers.items():  # a step after nothing but an accumulation that was given up
+            _accumulate(net, 30, is_last=False)
+            clear(net, optimizer)
+            net.zero_grad()
+            optimizer.step()
+        assert_same_weights(sharded, unsharded)
+
+
+@CHECKS.on(2)
+def a_sum_that_waits_is_refused_to_whoever_uses_it() -> None:
+    """An optimizer that knows nothing of us would skip the parameters without a word."""
+    for strategy in ("no_shard", "optim"):
+        _, net = make_pair(2, strategy)
+        _accumulate(net, 0, is_last=False)
+        for use in (
+            _sgd(net).step,
+            torch.optim.AdamW(net.parameters()).step,
+            lambda net=net: torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0),
+            lambda net=net: net.head.weight.grad.full_tensor(),
+            lambda net=net: net.head.weight.grad + 1,
+        ):
+            with pytest.raises(
+                RuntimeError, match=r"gradient of \S+ must not be used before the step's last microbatch"
+            ):
+                use()
+        with pytest.raises(RuntimeError, match=r"gradient of head\.weight .* got 'to_local'"):
+            net.head.weight.grad.to_local()
+        assert "head.weight" in repr(net.head.weight.grad)
 
 
 @pytest.mark.parametrize(("num_ranks", "name"), CHECKS.parameters)

@@ -137,6 +137,29 @@ def a_unit_that_the_last_microbatch_does_not_use_is_reduced_at_its_end() -> None
 
 
 @CHECKS.on(WORLD)
+def sums_that_wait_are_kept_until_somebody_gives_them_up() -> None:
+    """A scope says nothing but which microbatch is the last; ``zero_grad`` of a plain optimizer, or of one weight, gives up."""
+    for strategy, outer in KINDS:
+        net, plain = make_hybrid_net(strategy, outer), make_net(2)
+        pieces = pieces_of(0, 6)
+        for at, of_ranks in enumerate(pieces):
+            with microbatch(net, is_last=at in (2, 5)):
+                loss_of(net, of_ranks[dist.get_rank()]).backward()
+            torch.stack([loss_of(plain, piece) for piece in of_ranks]).mean().backward()
+            for either in (net, plain):
+                if at == 1:
+                    either.blocks[0].up.weight.grad = None
+                    either.head.bias.grad.zero_()
+                if at == 3:
+                    torch.optim.SGD(either.parameters(), lr=0.1).zero_grad()
+            if at in (2, 5):
+                for parameter, own in zip(net.parameters(), plain.parameters(), strict=True):
+                    assert own.grad is not None
+                    assert difference(full(parameter.grad), own.grad) <= 1e-6  # another order of sums
+        assert_at_rest(net)
+
+
+@CHECKS.on(WORLD)
 def a_step_that_fails_leaves_nothing_behind() -> None:
     """Neither a backward that raises, nor microbatches without a last one."""
     for strategy, outer in KINDS:
