@@ -320,9 +320,7 @@ class GroupGradients:
         """Give back the memory of gradients that the user has cleared: the main gradient's, and that of sums that wait."""
         if self.read_by_update or not (self.main_storage.allocated or self._pending):
             return  # the next gather's wait comes after the update beside compute, which reads it
-        if list(map(_GRAD, self._sharded)).count(None) == len(self._sharded) and not (
-            self._pending and self.has_partial
-        ):
+        if set(map(_GRAD, self._sharded)) == {None} and not (self._pending and self.has_partial):
             self.main_storage.free()
 
     def end_update(self) -> None:
