@@ -7,7 +7,7 @@ import random
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise, permutations
+from itertools import count, pairwise, permutations
 from typing import Any
 
 import pytest
@@ -297,6 +297,25 @@ def test_a_tensor_that_crosses_one_boundary_only_needs_its_start() -> None:
     layout = pack_rows(shapes, num_ranks=2, alignment=1)
     assert (layout.segment_numel, layout.slots[0].start, rows(layout, 0, 0)) == (85, 5, (0, 8))
     check(layout, shapes)
+
+
+def test_the_least_segment_is_that_of_an_exhaustive_search() -> None:
+    """Of one tensor: the least segment for which some start lets all boundaries fall between granules."""
+
+    def is_possible(numel: int, granule: int, segment: int) -> bool:
+        return any(
+            all((cut - start) % granule == 0 for cut in range(segment, start + numel, segment))
+            for start in range(segment)
+        )
+
+    for numel in range(1, 25):
+        for granule in range(1, numel + 1):
+            slot = TensorSlot(Size((numel,)), 0, Granule.rows(granule))
+            for num_ranks in range(1, 6):
+                at_least = -(-numel // num_ranks)
+                least = next(segment for segment in count(at_least) if is_possible(numel, granule, segment))
+                got = least_segment_of([slot], num_ranks=num_ranks, alignment=1)
+                assert got == least, (numel, granule, num_ranks)
 
 
 def test_small_tensors_fill_the_gaps() -> None:

@@ -209,6 +209,14 @@ def nothing_races_and_every_edge_occurs() -> None:
 
 
 @CHECKS.on(2)
+def nothing_races_in_steady_steps() -> None:
+    """One scenario alone, for faults that are planted one after the other."""
+    with watched_schedule(LoggingStreams()) as streams:
+        _steady(streams, "optim_grads_params")
+    assert not streams.races, "\n".join(streams.races[:20])
+
+
+@CHECKS.on(2)
 def every_edge_is_needed() -> None:
     """Its waits dropped, something would be read before it is written, or written before it is read."""
     idle = [edge.name for edge in Edge if not _races(edge)[0]]

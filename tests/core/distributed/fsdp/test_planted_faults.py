@@ -1,0 +1,234 @@
+"""Small faults planted in the engine's layout, plan, streams and caches: each turns the test red that stands beside it.
+
+``python -m tests.core.distributed.fsdp.test_planted_faults`` prints what each fault leads to.
+"""
+
+from __future__ import annotations
+import __future__
+
+import functools
+import importlib
+import inspect
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import CodeType, FunctionType
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from tests.support.launch import run_ranks
+
+_ENGINE, _TESTS = "megatron.core.distributed.fsdp", "tests.core.distributed.fsdp"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One edit of a function's source."""
+
+    where: str
+    """Module under the engine's folder, and the function in it."""
+
+    old: str
+    """Text that the function has once."""
+
+    new: str
+    red: str
+    """Module and name of the test, or of the check on two ranks, that fails."""
+
+    @property
+    def needs_ranks(self) -> bool:
+        return not self.red.split(":")[1].startswith("test_")
+
+    @contextmanager
+    def planted(self) -> Iterator[None]:
+        """The fault is in force, wherever the function was imported."""
+        function = _function(self.where)
+        source = textwrap.dedent(inspect.getsource(function))
+        assert source.count(self.old) == 1, f"{self.where} must have {self.old!r} once; mend the table:\n{source}"
+        flags = __future__.annotations.compiler_flag
+        whole = compile(source.replace(self.old, self.new), function.__code__.co_filename, "exec", flags)
+        original, function.__code__ = function.__code__, _code_of(whole, function.__name__)
+        _clear_caches()
+        try:
+            yield
+        finally:
+            function.__code__ = original
+            _clear_caches()
+
+    def test(self) -> None:
+        """Run the test beside it."""
+        module, name = self.red.split(":")
+        getattr(importlib.import_module(f"{_TESTS}.{module}"), name)()
+
+
+def _function(where: str) -> FunctionType:
+    module, path = where.split(":")
+    owner: Any = importlib.import_module(f"{_ENGINE}.{module}")
+    *classes, name = path.split(".")
+    for part in classes:
+        owner = getattr(owner, part)
+    found = inspect.getattr_static(owner, name)
+    for inner in ("fget", "func", "__wrapped__"):  # of a property, a cached property, a cached function
+        found = getattr(found, inner, found)
+    assert isinstance(found, FunctionType), where
+    return found
+
+
+def _code_of(code: CodeType, name: str) -> CodeType:
+    return next(const for const in code.co_consts if isinstance(const, CodeType) and const.co_name == name)
+
+
+def _clear_caches() -> None:
+    from megatron.core.distributed.fsdp.layout import row_groups
+
+    row_groups._groups.cache_clear()
+
+
+FAULTS = {
+    # layout
+    "a tensor crosses one boundary in a segment that is one too small": Fault(
+        "layout.flat_layout:_least_crossed_once",
+        "numel - in_front)",
+        "numel - in_front - 1)",
+        "layout.test_layout:test_the_least_segment_is_that_of_an_exhaustive_search",
+    ),
+    "a tensor crosses one boundary only in a segment that is one too large": Fault(
+        "layout.flat_layout:_least_crossed_once",
+        "numel - in_front)",
+        "numel - in_front + 1)",
+        "layout.test_layout:test_the_least_segment_is_that_of_an_exhaustive_search",
+    ),
+    "a tensor that would end at a boundary begins one granule later": Fault(
+        "layout.flat_layout:_first_start",
+        "(boundary - start) // granule",
+        "(boundary - start - 1) // granule",
+        "layout.test_layout:test_every_layout_keeps_the_rules",
+    ),
+    "neighbours in an arena count as sharing addresses": Fault(
+        "layout.arena:_sharing_addresses",
+        "other_offset >= offset",
+        "other_offset > offset",
+        "layout.test_arena:test_overlapping_names_those_who_share_addresses",
+    ),
+    "a range ends one tick late": Fault(
+        "layout.arena:_begins",
+        "sorted(begins + ends)",
+        "sorted(begins + ends, key=lambda change: (change[0], -change[1]))",
+        "layout.test_arena:test_ranges_that_touch_may_share",
+    ),
+    # plan
+    "a reduction's input is free while it is read": Fault(
+        "layout.plan:Recorder.end",
+        "_OUTLIVES[kind]",
+        "1",
+        "layout.test_plan:test_a_chain_shares_two_ranges_besides_the_roots",
+    ),
+    "weights that are gathered ahead have no address yet": Fault(
+        "layout.plan:Recorder.plan",
+        "begins[r.begin]",
+        "r.begin",
+        "layout.test_plan:test_a_chain_shares_two_ranges_besides_the_roots",
+    ),
+    "the depth of prefetching is a bound": Fault(
+        "layout.plan:Recorder._gather_ahead",
+        "len(on_their_way) >= depth and",
+        "len(on_their_way) >= depth or",
+        "layout.test_plan:test_the_bytes_asked_for_go_beyond_the_depth",
+    ),
+    "a unit is resharded between its forward and its backward": Fault(
+        "layout.plan:Plan.staying",
+        "at) + 1",
+        "at)",
+        "runtime.test_schedule:each_gather_is_issued_before_the_previous_units_compute",
+    ),
+    "a use prefetches what the one before it should": Fault(
+        "runtime.planner:Planner.use",
+        "return plan.ahead[cursor]",
+        "return plan.ahead[cursor - 1]",
+        "runtime.test_schedule:each_gather_is_issued_before_the_previous_units_compute",
+    ),
+    "a departure from the plan is not noted": Fault(
+        "runtime.planner:Planner._depart",
+        "self.in_plan = False",
+        "pass",
+        "runtime.test_order:an_order_that_changes_is_right_told_once_and_learned",
+    ),
+    # streams
+    "the release of a range is recorded on the gather stream": Fault(
+        "runtime.unsharder:Unsharder._reshard_now",
+        "self.streams.record(Role.COMPUTE, self._released)",
+        "self.streams.record(Role.GATHER, self._released)",
+        "runtime.test_schedule:nothing_races_in_steady_steps",
+    ),
+    "a reduction waits for itself, not for the backward that writes": Fault(
+        "runtime.grad_reducer:GradReducer._launch",
+        "self.streams.record(Role.COMPUTE, self._written)",
+        "self.streams.record(Role.REDUCE, self._written)",
+        "runtime.test_schedule:nothing_races_in_steady_steps",
+    ),
+    "the end of a backward waits for what it wrote, not for its reductions": Fault(
+        "runtime.grad_reducer:GradReducer.finish",
+        "wait(Edge.GRADS_REDUCED, self._last)",
+        "wait(Edge.GRADS_REDUCED, self._written)",
+        "runtime.test_schedule:nothing_races_in_steady_steps",
+    ),
+    # caches
+    "the next version of weights counts as cast already": Fault(
+        "runtime.unsharder:Unsharder._sync",
+        "= self.weight_version, write_count",
+        "= self.weight_version + 1, write_count",
+        "api.test_optimizer:bf16_model_weights_follow_their_fp32_main_weights",
+    ),
+    "one cleared gradient frees those of its group": Fault(
+        "buffers.gradients:GroupGradients.free_main_if_cleared",
+        "== len(self._sharded)",
+        ">= 1",
+        "runtime.test_microbatch:some_gradients_may_be_set_to_none",
+    ),
+    "weights of the version before count as fresh": Fault(
+        "runtime.unsharder:Unsharder.prefetch",
+        "weights.synced_weight_version != self.weight_version",
+        "weights.synced_weight_version < self.weight_version - 1",
+        "api.test_optimizer:bf16_model_weights_follow_their_fp32_main_weights",
+    ),
+}
+
+
+def _outcome(name: str) -> str:
+    """What the test of a fault ends with; "" where it passes."""
+    try:
+        with FAULTS[name].planted():
+            FAULTS[name].test()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}" or type(error).__name__
+    return ""
+
+
+def _outcomes_on_rank(names: list[str]) -> dict[str, str]:
+    outcomes = {}
+    for name in names:
+        outcomes[name] = _outcome(name)
+        dist.barrier()
+    return outcomes
+
+
+@functools.cache
+def _outcomes_on_ranks() -> dict[str, list[str]]:
+    names = [name for name, fault in FAULTS.items() if fault.needs_ranks]
+    by_rank = run_ranks(2, _outcomes_on_rank, names)
+    return {name: [outcomes[name] for outcomes in by_rank] for name in names}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_small_fault_turns_its_test_red(name: str) -> None:
+    outcomes = _outcomes_on_ranks()[name] if FAULTS[name].needs_ranks else [_outcome(name)]
+    assert any(outcomes), f"{FAULTS[name].red} passes with the fault in {FAULTS[name].where}"
+
+
+if __name__ == "__main__":
+    for fault_name in FAULTS:
+        ended = _outcomes_on_ranks()[fault_name] if FAULTS[fault_name].needs_ranks else [_outcome(fault_name)]
+        print(f"{fault_name}: {ended[0].strip().splitlines()[0][:120] if ended[0] else 'PASSES'}", flush=True)
