@@ -203,7 +203,7 @@ def _outcome(name: str) -> str:
         with FAULTS[name].planted():
             FAULTS[name].test()
     except Exception as error:
-        return f"{type(error).__name__}: {error}" or type(error).__name__
+        return f"{type(error).__name__}: {error}"
     return ""
 
 
