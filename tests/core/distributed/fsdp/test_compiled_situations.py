@@ -2,12 +2,61 @@
 
 from __future__ import annotations
 
-import pytest
+import warnings
+from typing import Any
 
+import pytest
+import torch
+from torch import nn
+
+from tests.core.distributed.fsdp.situations.kinds import ZERO3, Kind, net
 from tests.core.distributed.fsdp.situations.red import marked
 from tests.core.distributed.fsdp.situations.table import COMPILED, situations, verdicts
+from tests.support.launch import run_ranks
 
 
 @pytest.mark.parametrize("name", marked(situations(COMPILED)))
 def test_ours_is_right(name: str) -> None:
     verdicts("ours", COMPILED)[name].assert_serves(situations(COMPILED)[name])
+
+
+class Chain(nn.Module):
+    """Two units and a layer of the root, called one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = (nn.Linear(5, 5) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(torch.tanh(self.second(torch.tanh(self.first(x)))))
+        return out
+
+
+def _count(kind: Kind, model: Any, units: Any) -> tuple[int, ...]:
+    """Graphs, operations in them and graph breaks of the compiled model, then of its compiled units."""
+    from torch._dynamo.utils import counters
+
+    kind.shard(model, units)
+    torch._dynamo.reset()
+    counters.clear()
+    explained = torch._dynamo.explain(model)(torch.ones(4, 5))
+    breaks = sum(counters["graph_break"].values())
+    torch._dynamo.reset()
+    counters.clear()
+    for unit in units:
+        unit.compile(backend="eager")
+    model(torch.ones(4, 5)).sum().backward()
+    of_units = counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+    return explained.graph_count, explained.op_count, breaks, *of_units
+
+
+def _counts(name: str) -> list[tuple[int, ...]]:
+    warnings.simplefilter("ignore")  # dynamo asks tensors that are no leaves for their gradient
+    kind = Kind(name=name, strategy=ZERO3, folder="")
+    model, chain = net(), Chain()
+    return [_count(kind, model, list(model.blocks)), _count(kind, chain, [chain.first, chain.second])]
+
+
+def test_graphs_break_no_more_often_than_around_fsdp2() -> None:
+    ours, theirs = (run_ranks(1, _counts, name)[0] for name in ("ours", "fsdp2"))
+    assert ours == theirs

@@ -27,7 +27,7 @@ class FsdpModule(nn.Module if TYPE_CHECKING else object):  # type: ignore[misc]
 
     _fsdp_unit: FsdpUnit
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def _wrapped_call_impl(self, *args: Any, **kwargs: Any) -> Any:
         """Run forward with unsharded weights. Ranks: all of the mesh, units in the same order."""
         unit = self._fsdp_unit
         context = find_context(self)
@@ -41,6 +41,9 @@ class FsdpModule(nn.Module if TYPE_CHECKING else object):  # type: ignore[misc]
         leave = context.leave_recomputation if recomputes else context.leave_forward
         leave(unit, list(_differentiable(output, 0)) if torch.is_grad_enabled() else [])
         return output
+
+    # As in nn.Module; by this name torch.compile knows what it need not wrap, at the cost of one more graph break.
+    __call__ = _wrapped_call_impl
 
     @property
     def parameter_groups(self) -> list[FsdpParameterGroup]:

@@ -11,23 +11,6 @@ from typing import Any
 import pytest
 
 RED: dict[str, str] = {
-    # a first microbatch follows from what came before
-    "microbatches_that_say_only_which_is_last [no_shard]": "a first microbatch follows from what came before",
-    "microbatches_that_say_only_which_is_last [optim]": "a first microbatch follows from what came before",
-    "microbatches_that_say_only_which_is_last [hsdp]": "a first microbatch follows from what came before",
-    "an_evaluation_between_two_microbatches [optim]": "a first microbatch follows from what came before",
-    "an_evaluation_between_two_microbatches [hsdp]": "a first microbatch follows from what came before",
-    # zero_grad ends an accumulation
-    "the_optimizers_zero_grad_ends_an_accumulation [optim]": "zero_grad ends an accumulation",
-    "the_optimizers_zero_grad_ends_an_accumulation [hsdp]": "zero_grad ends an accumulation",
-    "a_watched_optimizers_zero_grad_ends_an_accumulation [optim]": "zero_grad ends an accumulation",
-    "a_watched_optimizers_zero_grad_ends_an_accumulation [hsdp]": "zero_grad ends an accumulation",
-    "the_modules_zero_grad_ends_an_accumulation [optim]": "zero_grad ends an accumulation",
-    "the_modules_zero_grad_ends_an_accumulation [hsdp]": "zero_grad ends an accumulation",
-    "a_zero_grad_that_keeps_tensors_ends_an_accumulation [optim]": "zero_grad ends an accumulation",
-    "a_zero_grad_that_keeps_tensors_ends_an_accumulation [hsdp]": "zero_grad ends an accumulation",
-    "gradients_set_to_none_by_hand_end_an_accumulation [optim]": "zero_grad ends an accumulation",
-    "gradients_set_to_none_by_hand_end_an_accumulation [hsdp]": "zero_grad ends an accumulation",
     # a kept gradient is the user's
     "a_kept_gradient_survives_the_next_backward [optim]": "a kept gradient is the user's",
     "a_kept_gradient_survives_the_next_backward [optim_grads_params]": "a kept gradient is the user's",
@@ -48,11 +31,6 @@ RED: dict[str, str] = {
     "a_unit_that_is_used_in_every_other_step [optim]": "no gradient is None",
     "a_unit_that_is_used_in_every_other_step [optim_grads_params]": "no gradient is None",
     "a_unit_that_is_used_in_every_other_step [hsdp]": "no gradient is None",
-    # converting a part
-    "double_of_a_layer_in_a_unit": "converting a part",
-    "an_applied_clone_below_a_unit": "converting a part",
-    "an_applied_scaling_of_the_model": "converting a part",
-    "microbatches_of_a_compiled_model [no_shard]": "a first microbatch follows from what came before",
     # modes, transforms, optimizers
     "inference_mode_as_the_first_forward [no_shard]": "modes, transforms, optimizers",
     "inference_mode_as_the_first_forward [optim_grads_params]": "modes, transforms, optimizers",
@@ -65,9 +43,7 @@ RED: dict[str, str] = {
     "a_gradient_penalty [optim_grads_params]": "modes, transforms, optimizers",
     "a_list_of_modules_is_one_unit": "modes, transforms, optimizers",
     "a_foreach_write_between_microbatches [optim]": "modes, transforms, optimizers",
-    "a_foreach_write_between_microbatches [hsdp]": "modes, transforms, optimizers",
     "a_write_between_microbatches [optim]": "modes, transforms, optimizers",
-    "a_write_between_microbatches [hsdp]": "modes, transforms, optimizers",
     "a_foreach_write_to_a_list_of_lists_between_microbatches [optim]": "modes, transforms, optimizers",
     "a_foreach_write_to_a_list_of_lists_between_microbatches [hsdp]": "modes, transforms, optimizers",
     "a_pickled_optimizer": "modes, transforms, optimizers",
