@@ -70,13 +70,19 @@ def shard_net(
     *,
     policy: MixedPrecisionPolicy | None = None,
     poisons: bool = True,
+    adopts: bool = True,
 ) -> Net:
-    """The net with each block and the root a unit. Released memory is poisoned, so that a late read shows. Ranks: all."""
+    """The net with each block and the root a unit. Released memory is poisoned, so that a late read shows. Ranks: all.
+
+    Args:
+        adopts: the units have one context from now on, else when the root runs.
+    """
     placements = strategy_placements(strategy)
     for block in net.blocks:
         fully_shard(block, placements=placements, mixed_precision_policy=policy)
     fully_shard(net, placements=placements, mixed_precision_policy=policy)
-    context_of(net).poisons = poisons
+    if adopts:
+        context_of(net).poisons = poisons
     return net
 
 

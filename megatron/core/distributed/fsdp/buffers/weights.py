@@ -217,13 +217,19 @@ class GroupWeights:
         fence = self.unsharded[0]
         torch._C._autograd._unsafe_set_version_counter((fence,), (_UNSHARDED if unsharded else _RESHARDED,))
 
-    def move(self, flat: torch.Tensor | None) -> None:
+    def move(self, flat: torch.Tensor | None, *, copies: bool = False) -> None:
         """Put the full weight into ``flat`` [total_numel], or into memory of its own if None.
 
         The caller makes sure that no graph will look for it at the old address.
+
+        Args:
+            copies: the content moves along.
         """
         assert self.full_storage is not None
+        former = self.full_storage.flat
         self.full_storage.move(flat)
+        if copies:
+            self.full_storage.flat.copy_(former)
         self.full.local = self.full_storage.flat
         self._gathers = self.model.gathers(self.full)
         for index, parameter in enumerate(self.unsharded):

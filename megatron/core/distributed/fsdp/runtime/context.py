@@ -82,6 +82,7 @@ class FsdpContext:
         unit.context = self
         for group in unit.own_groups:
             group.context = weakref.ref(self)
+            self.unsharder.take_over(group)
         self.registry.add(unit)
         self.planner.leave_plan(self.groups)
 

@@ -217,11 +217,15 @@ class Planner:
             torch.cuda.empty_cache()  # memory of the first step, in blocks that would fragment the rest
         what = MemoryKind.UNSHARDED if kind == "weights" else MemoryKind.REDUCE_SCATTER_INPUT
         owner: Any = self.unsharder if kind == "weights" else self.grad_reducer
-        owner.overlapping = {i: {groups[other] for other in others} for i, others in ranges.overlapping.items()}
+        # What the user holds unsharded stays where it is: the plan does not know how long a range of it is needed.
+        held = {i for i in ranges.overlapping if kind == "weights" and groups[i].weights.is_unsharded}
+        owner.overlapping = {
+            i: {groups[o] for o in others if o not in held} for i, others in ranges.overlapping.items() if i not in held
+        }
         for pool in ranges.pools:
             arena = groups[pool.groups[0]].group_mesh.empty(pool.nbytes, torch.uint8, self.device, what).zero_()
             self.arenas.append(arena)
-            for index in pool.groups:
+            for index in (index for index in pool.groups if index not in held):
                 group, offset = groups[index], ranges.offsets[index]
                 storage = group.weights.full_storage if kind == "weights" else group.grads.input_storage
                 assert storage is not None
@@ -229,14 +233,15 @@ class Planner:
                 (group.weights.move if kind == "weights" else group.grads.move_input)(flat)
 
     def leave_plan(self, groups: Sequence[FsdpParameterGroup]) -> None:
-        """Give every group memory of its own again, none of it allocated."""
+        """Give every group memory of its own again, none of it allocated but for weights that the user holds unsharded."""
         self.unsharder.reshard_idle()
         for group in groups:
             group.weights.stays_unsharded = False
             storage = group.weights.full_storage
-            if storage is not None and storage.in_arena and not group.weights.is_unsharded:
-                group.weights.move(None)
-                storage.free()
+            if storage is not None and storage.in_arena:
+                group.weights.move(None, copies=group.weights.is_unsharded)
+                if not group.weights.is_unsharded:
+                    storage.free()
             if group.trainable and group.grads.input_storage.in_arena:
                 group.grads.move_input(None)
                 group.grads.input_storage.free()

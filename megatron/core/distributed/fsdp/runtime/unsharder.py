@@ -59,6 +59,13 @@ class Unsharder:
         """
         self._updated = self._updated_event = self._released = self._now = None
 
+    def take_over(self, group: FsdpParameterGroup) -> None:
+        """Serve a group that another context may have served: it is synced before its next forward."""
+        weights = group.weights
+        weights.synced_weight_version = -1
+        if weights.is_unsharded and weights.needs_gather:
+            self.live[group] = None  # held by the user
+
     # ---- unshard ------------------------------------------------------------------------------------------------
 
     def prefetch(self, group: FsdpParameterGroup, *, forward: bool) -> None:

@@ -269,6 +269,84 @@ def a_sum_that_waits_is_refused_to_whoever_uses_it() -> None:
         assert "head.weight" in repr(net.head.weight.grad)
 
 
+# ---- weights that the user unsharded --------------------------------------------------------------------------------
+
+
+def _assert_unsharded_like(unit: Any, twin: Any) -> None:
+    for (name, ours), theirs in zip(unit.named_parameters(recurse=False), twin.parameters(recurse=False), strict=True):
+        assert torch.equal(ours.detach(), theirs.detach()), name
+
+
+@CHECKS.on(2)
+def weights_that_the_user_unsharded_stay_where_a_plan_is_adopted_or_left() -> None:
+    """The root's own stay unsharded while a block is used alone, twice, as for generation; and while all are trained."""
+    for budget_nbytes in (0, 10**6):
+        unsharded, sharded = make_pair(3)
+        context_of(sharded).planner.memory_budget_nbytes = budget_nbytes
+        features = torch.randn(4, 7, generator=torch.Generator().manual_seed(3))
+        optimizer = _sgd(sharded)
+        for unit in (*sharded.blocks, sharded):
+            unit.unshard()
+        loss_of(sharded, global_batch(0, 1)[0]).backward()  # the plan, with ranges that units share
+        optimizer.zero_grad()
+        for step in range(4):
+            for net in (unsharded, sharded):
+                out = torch.nn.functional.linear(net.blocks[1](features), net.head.weight.detach())
+                out.square().mean().backward()
+                if step == 2:
+                    loss_of(net, global_batch(step, 1)[0]).backward()
+            for ours, theirs in zip(sharded.modules(), unsharded.modules(), strict=True):
+                _assert_unsharded_like(ours, theirs)
+        for unit in (*sharded.blocks, sharded):
+            unit.reshard()
+        assert_at_rest(sharded)
+        assert_same_gradients(sharded, unsharded)
+        for net in (unsharded, sharded):
+            net.zero_grad()
+            _train(net, _sgd(net), 3)
+        assert_same_weights(sharded, unsharded)
+
+
+@CHECKS.on(2)
+def units_may_be_unsharded_before_their_root_has_run() -> None:
+    """Some or all of them, in bf16 too, where model weights are casts; what is unsharded is written by no optimizer."""
+    for dtype, whole in itertools.product((torch.float32, torch.bfloat16), (False, True)):
+        unsharded, sharded = make_pair(3, dtype=dtype, adopts=False)
+        fresh = make_pair(3, dtype=dtype)[1]
+        for net in (sharded, fresh):
+            optimizer = _sgd(net)
+            if net is sharded:
+                for unit in (*net.blocks, net) if whole else net.blocks[:2]:
+                    unit.unshard()
+                for unit, twin in zip(net.blocks[:2], unsharded.blocks, strict=False):
+                    _assert_unsharded_like(unit.up, twin.up)
+            for step in range(4):
+                _train(net, optimizer, 1, first=step)
+                if net is sharded and step in (0, 2):
+                    net.blocks[step // 2].reshard()
+            for unit in (*net.blocks, net):
+                unit.reshard()
+            assert_at_rest(net)
+        for ours, theirs in zip(sharded.parameters(), fresh.parameters(), strict=True):
+            assert torch.equal(ours.to_local(), theirs.to_local())  # type: ignore[attr-defined]
+
+
+@CHECKS.on(2)
+def a_unit_that_ran_alone_forgets_its_former_root() -> None:
+    """Its weights were cast for a version of another context, whose count says nothing in this one."""
+    for strategy in STRATEGY_NAMES:
+        unsharded, sharded = make_pair(2, strategy, dtype=torch.bfloat16, adopts=False)
+        features = torch.randn(4, 7, generator=torch.Generator().manual_seed(3)).bfloat16()
+        losses = []
+        for net in (unsharded, sharded):
+            with torch.no_grad():
+                net.blocks[0](features)
+                for parameter in net.blocks[0].parameters():
+                    parameter.data.mul_(2)
+                losses.append(loss_of(net, global_batch(0, 1)[0]))
+        assert abs(losses[0] - losses[1]) <= 1e-2 * abs(losses[0]), (strategy, losses)
+
+
 @pytest.mark.parametrize(("num_ranks", "name"), CHECKS.parameters)
 def test_public_state(num_ranks: int, name: str) -> None:
     CHECKS.assert_passed(num_ranks, name)
