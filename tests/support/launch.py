@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 # Children fork from a server that has imported torch once: a rank starts in a fraction of a second.
-_PRELOAD = [
+PRELOAD = [
     "torch",
     "megatron.core.distributed.fsdp",
     "torch.distributed.tensor",
@@ -38,7 +38,7 @@ def run_ranks(
         AssertionError: a rank raised (its traceback is the message), died, or did not finish in time.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
+    context.set_forkserver_preload(PRELOAD)
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
         for rank in range(num_ranks):
