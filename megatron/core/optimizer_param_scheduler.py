@@ -161,12 +161,16 @@ class OptimizerParamScheduler:
         """Return the schedule and its position as plain values."""
         return {name: getattr(self, name) for name in (*_COMPARED, "num_steps")}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from a saved position, by the saved schedule or by this one (see the class).
+    def check_state_dict(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Return the saved values that differ from this schedule's, if ``load_state_dict`` would accept them.
 
         Raises:
-            ValueError: the schedules differ and neither was chosen; the message names the values.
+            ValueError: the schedules differ and neither was chosen, or a value is missing; the message names the values.
         """
+        missing = [name for name in (*_COMPARED, "num_steps") if name not in state_dict]
+        if missing or type(state_dict["num_steps"]) is not int or state_dict["num_steps"] < 0:
+            got = f"none for {', '.join(missing)}" if missing else f"num_steps {state_dict['num_steps']!r}"
+            raise ValueError(f"the saved schedule must have a value for each setting and its position, got {got}")
         differing = {name: state_dict[name] for name in _COMPARED if state_dict[name] != getattr(self, name)}
         if differing and not self.override and not self.use_checkpoint:
             listed = ", ".join(f"{name}: now {getattr(self, name)}, saved {saved}" for name, saved in differing.items())
@@ -174,6 +178,15 @@ class OptimizerParamScheduler:
                 f"the schedule must equal that of the checkpoint, got {listed}; choose with "
                 "--override-opt-param-scheduler (take the command line's) or --use-checkpoint-opt-param-scheduler"
             )
+        return differing
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from a saved position, by the saved schedule or by this one (see the class).
+
+        Raises:
+            ValueError: see ``check_state_dict``; nothing has changed then.
+        """
+        differing = self.check_state_dict(state_dict)
         if self.use_checkpoint:
             for name, saved in differing.items():
                 setattr(self, name, saved)

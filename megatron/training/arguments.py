@@ -323,6 +323,7 @@ def _checkpoint(args: Namespace) -> CheckpointConfig:
         load_optim=not args.no_load_optim,
         load_rng=not args.no_load_rng,
         finetune=args.finetune,
+        verify=not args.no_verify_checkpoint,
     )
 
 

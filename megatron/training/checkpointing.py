@@ -6,8 +6,12 @@ one step. So whenever processes are killed, the tracker names a complete checkpo
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping
+import re
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,10 +20,10 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.distributed.fsdp import load_checkpoint, save_checkpoint
-from megatron.core.distributed.fsdp.checkpoint import EXTRA_STATE, CheckpointReader, agree
+from megatron.core.distributed.fsdp.checkpoint import EXTRA_STATE, CheckpointReader, agree, planned_nbytes
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.training.loop.dropout_seed import rng_state, set_rng_state
+from megatron.training.loop.dropout_seed import check_rng_state, rng_state, set_rng_state
 from megatron.training.loop.train_state import TrainState
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -56,6 +60,16 @@ class CheckpointConfig:
     finetune: bool = False
     """Load only weights, and start at iteration 0."""
 
+    verify: bool = True
+    """Compare what is loaded with its checksums, before anything changes."""
+
+    def __post_init__(self) -> None:
+        for name in ("save", "load"):
+            if getattr(self, name) is not None and not getattr(self, name).strip():
+                raise ValueError(
+                    f"--{name} must be the path of a folder, got an empty text; leave the flag out or fill it in"
+                )
+
 
 class Checkpointer:
     """Saves a run and loads it.
@@ -89,8 +103,31 @@ class Checkpointer:
         interval = self.config.save_interval
         return self.config.save is not None and interval is not None and iteration % interval == 0
 
+    def check_save(self) -> None:
+        """Check that all ranks can write to ``save``, and that a checkpoint fits there. Does nothing without ``save``.
+
+        Raises:
+            OSError: a rank cannot write there, or there is too little space; names the folder.
+
+        Ranks: all; blocks.
+        """
+        if self.config.save is None:
+            return
+        folder = Path(self.config.save)
+        agree(lambda: None, lambda _: _make_folder(folder))
+        optimizer = self.optimizer if self.config.save_optim else None
+
+        def local() -> int:
+            _try_to_write(folder)
+            return planned_nbytes(self.model, optimizer)
+
+        agree(local, lambda nbytes: _check_space(folder, sum(nbytes)))
+
     def save(self, state: TrainState) -> None:
         """Save the run, so that it can continue from here; with ``async_save``, complete when ``finish`` has returned.
+
+        Raises:
+            OSError: a rank could not write; names the file and the iteration.
 
         Ranks: all; blocks until the checkpoint is written, with ``async_save`` until the state is copied.
         """
@@ -105,17 +142,19 @@ class Checkpointer:
         }
         if self.config.save_rng:
             extra["rng"] = rng_state(self.seed)
-        handle = save_checkpoint(
-            self.model,
-            self.optimizer if self.config.save_optim else None,
-            path,
-            extra_state=extra,
-            async_save=self.config.async_save,
-        )
+        with _naming_iteration(state.iteration):
+            handle = save_checkpoint(
+                self.model,
+                self.optimizer if self.config.save_optim else None,
+                path,
+                extra_state=extra,
+                async_save=self.config.async_save,
+            )
         self.last_saved_iteration = state.iteration
         if handle is None:
             # Rank 0 writes the tracker; no rank goes on before it has, and all raise if it cannot.
-            agree(lambda: None, lambda _: self._announce(state.iteration))
+            with _naming_iteration(state.iteration):
+                agree(lambda: None, lambda _: self._announce(state.iteration))
         else:
             self._pending = (handle, state.iteration)
 
@@ -137,7 +176,8 @@ class Checkpointer:
         assert self._pending is not None
         handle, iteration = self._pending
         self._pending = None
-        handle.wait()
+        with _naming_iteration(iteration):
+            handle.wait()
         if dist.get_rank() == 0:
             self._announce(iteration)
 
@@ -159,24 +199,52 @@ class Checkpointer:
             return TrainState()
         path = checkpoint_path(self.config.load, iteration)
         with_optimizer = self.config.load_optim and not self.config.finetune
-        _check_architecture(_saved_architecture(path), self.architecture, path)
+        # All that may be refused is looked at before the model changes.
+        found: list[dict[str, Any]] = []
+        agree(lambda: found.append(self._check_extra(path, iteration)), lambda _: None)
+        (saved,) = found
         # Loading replaces hyperparameters by the saved ones, but those of the command line must stay in effect.
         given = [_hyperparameters(group) for group in self.optimizer.param_groups]
-        extra = load_checkpoint(self.model, self.optimizer, path, load_optimizer=with_optimizer)
+        load_checkpoint(self.model, self.optimizer, path, load_optimizer=with_optimizer, verify=self.config.verify)
         for group, hyperparameters in zip(self.optimizer.param_groups, given, strict=True):
             group.update(hyperparameters)
         if self.config.finetune:
             print_rank_0(f" loaded the weights of {path}; training starts at iteration 0")
             return TrainState()
-        self.scheduler.load_state_dict(extra["scheduler"])
+        self.scheduler.load_state_dict(saved["scheduler"])
         if self.config.load_rng:
-            if "rng" not in extra:
-                raise ValueError(f"{path} must hold the state of random numbers, got none; load it with --no-load-rng")
-            self.seed = set_rng_state(extra["rng"])
+            self.seed = set_rng_state(saved["rng"])
         print_rank_0(f" loaded {path}; training continues after iteration {iteration}")
         if self.config.save is not None and os.path.realpath(self.config.save) == os.path.realpath(self.config.load):
             self.last_saved_iteration = iteration
-        return TrainState(**extra["state"])
+        return TrainState(**saved["state"])
+
+    def _check_extra(self, path: Path, iteration: int) -> dict[str, Any]:
+        """Read what the checkpoint holds beside tensors, and check what will be used of it. Ranks: each on its own."""
+        reader = CheckpointReader(path, verify=self.config.verify)
+        names = [name for name in ("architecture", "state", "scheduler", "rng") if EXTRA_STATE + name in reader.entries]
+        values = reader.values([EXTRA_STATE + name for name in names])
+        saved = {name: values[EXTRA_STATE + name] for name in names}
+        _check_architecture(_dict_of(saved, "architecture", path), self.architecture, path)
+        if self.config.finetune:
+            return saved
+        try:
+            state = TrainState(**_dict_of(saved, "state", path)).as_dict()
+            if any(type(count) is not int or count < 0 for count in state.values()):
+                raise ValueError(f"counters must be whole numbers, got {state}")
+            self.scheduler.check_state_dict(_dict_of(saved, "scheduler", path))
+            if self.config.load_rng and "rng" in saved:
+                check_rng_state(saved["rng"])
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{path}: {error}") from error
+        if state["iteration"] != iteration:
+            raise ValueError(
+                f"{path} must hold iteration {iteration}, got a checkpoint of iteration {state['iteration']}: the folder "
+                "was renamed or copied; restore its name, or load it by another --ckpt-step"
+            )
+        if self.config.load_rng and "rng" not in saved:
+            raise ValueError(f"{path} must hold the state of random numbers, got none; load it with --no-load-rng")
+        return saved
 
     def _iteration_to_load(self, folder: Path) -> int | None:
         if self.config.load_step is not None:
@@ -208,26 +276,89 @@ def latest_iteration(folder: Path) -> int | None:
 
     Ranks: all; blocks.
     """
-    return agree(lambda: None, lambda _: _read_tracker(folder / TRACKER))
+    return agree(lambda: None, lambda _: read_tracker(folder / TRACKER))
 
 
-def _read_tracker(tracker: Path) -> int | None:
+def read_tracker(tracker: Path) -> int | None:
+    """Return the iteration that the tracker file names; None if there is no such file.
+
+    Raises:
+        ValueError: it does not hold a number.
+        OSError: it cannot be read.
+
+    Ranks: each on its own.
+    """
     if not tracker.exists():
         return None
-    text = tracker.read_text().strip()
-    if not text.isdecimal():
-        raise ValueError(f"{tracker} must hold the number of an iteration, got {text!r}")
+    text = tracker.read_bytes()
+    if not re.fullmatch(rb"\s*[0-9]{1,15}\s*", text):
+        raise ValueError(
+            f"{tracker} must hold the number of an iteration, got {text[:40].decode(errors='replace')!r}; write the number "
+            "of a checkpoint into it, or name one with --ckpt-step"
+        )
     return int(text)
 
 
 def write_tracker(folder: Path, iteration: int) -> None:
     """Write the iteration to the tracker, which is never missing or half written in between."""
     beside = folder / f".{TRACKER}.new"
-    with open(beside, "w") as file:
-        file.write(str(iteration))
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(beside, folder / TRACKER)
+    try:
+        with open(beside, "w") as file:
+            file.write(str(iteration))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, folder / TRACKER)
+    except OSError as error:
+        raise OSError(f"{folder / TRACKER} could not be written, got: {error}") from error
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OSError(f"--save {folder} must be a folder that can be made, got: {error}; give another one") from error
+
+
+def _try_to_write(folder: Path) -> None:
+    probe = folder / f".write-test-{dist.get_rank()}-{secrets.token_hex(4)}"
+    try:
+        with open(probe, "wb") as file:
+            file.write(b"x")
+            file.flush()
+            os.fsync(file.fileno())
+        probe.unlink()
+    except OSError as error:
+        raise OSError(
+            f"--save {folder} must be one folder that all ranks see and can write to, got: {error}; give another one"
+        ) from error
+
+
+def _check_space(folder: Path, nbytes: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if free < nbytes:
+        raise OSError(
+            f"--save {folder} must have space for a checkpoint of {nbytes:,} bytes, got {free:,} free; free some, give "
+            "another folder, or save without optimizer state (--no-save-optim)",
+        )
+
+
+@contextlib.contextmanager
+def _naming_iteration(iteration: int) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise type(error)(f"iteration {iteration} was not saved: {error}") from error
+
+
+def _dict_of(saved: Mapping[str, Any], name: str, path: Path) -> dict[str, Any]:
+    value = saved.get(name)
+    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+        got = "none" if value is None else f"a {type(value).__name__}"
+        raise ValueError(
+            f"{path} must be a checkpoint of a training run, which has {EXTRA_STATE}{name}, got {got}; weights that were "
+            "saved by a library can be loaded with megatron.core.distributed.fsdp.load_checkpoint"
+        )
+    return value
 
 
 def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -238,18 +369,6 @@ def print_rank_0(text: str) -> None:
     """Print a line on rank 0."""
     if dist.get_rank() == 0:
         print(text, flush=True)
-
-
-def _saved_architecture(path: Path) -> dict[str, Any]:
-    """Read the architecture of a checkpoint's model, before anything is loaded. Ranks: each on its own."""
-    reader, name = CheckpointReader(path), f"{EXTRA_STATE}architecture"
-    if name not in reader.entries:
-        raise ValueError(
-            f"{path} must be a checkpoint of a training run, got one without {name}; weights that were saved by a "
-            "library can be loaded with megatron.core.distributed.fsdp.load_checkpoint"
-        )
-    saved: dict[str, Any] = reader.values([name])[name]
-    return saved
 
 
 def _check_architecture(saved: Mapping[str, Any], architecture: Mapping[str, Any], path: Path) -> None:

@@ -70,6 +70,6 @@ def _train(argv: list[str]) -> Run:
                 datasets_provider=datasets_provider,
                 forward_step=forward_step,
             )
-        except (RuntimeError, ValueError, FileNotFoundError) as raised:
+        except (RuntimeError, ValueError, OSError) as raised:
             error = f"{type(raised).__name__}: {raised}"
     return Run(printed.getvalue(), error)

@@ -32,8 +32,7 @@ from typing import Any
 import torch
 
 from megatron.core.distributed.fsdp.checkpoint import EXTRA_STATE, OPTIMIZER, CheckpointReader, StoredTensor
-
-TRACKER = "latest_checkpointed_iteration.txt"
+from megatron.training.checkpointing import TRACKER, checkpoint_path, read_tracker
 
 
 @dataclass(frozen=True)
@@ -67,12 +66,9 @@ class Checkpoint:
     """
 
     def __init__(self, path: Path) -> None:
-        tracker = path / TRACKER
-        if tracker.is_file():
-            text = tracker.read_text().strip()
-            if not text.isdecimal():
-                raise ValueError(f"{tracker} must hold the number of an iteration, got {text!r}")
-            path = path / f"iter_{int(text):07d}"
+        iteration = read_tracker(path / TRACKER)
+        if iteration is not None:
+            path = checkpoint_path(path, iteration)
         self._reader = CheckpointReader(path)
         self.folder = self._reader.folder
         self.has_checksums = self._reader.has_checksums
@@ -193,7 +189,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print("\n".join(describe(checkpoints[0], args.only)))
             return 0
         return _compare(checkpoints[0], checkpoints[1], args.only)
-    except (FileNotFoundError, ValueError) as error:
+    except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
 

@@ -22,6 +22,11 @@ def add_checkpoint_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--no-load-rng", action="store_true", help="seed random generators by --seed instead of restoring their state"
     )
+    group.add_argument(
+        "--no-verify-checkpoint",
+        action="store_true",
+        help="load without comparing files with their checksums, which reads them twice (ours)",
+    )
     group.add_argument("--finetune", action="store_true", help="load weights alone and start at iteration 0")
 
 

@@ -177,6 +177,7 @@ def _train(setup: TrainingSetup, forward_step: ForwardStep, start_time: float) -
         architecture=setup.architecture,
         seed=settings.loop.seed,
     )
+    checkpointer.check_save()
     state = checkpointer.load()
     log = MetricLog(
         settings.logging,

@@ -45,6 +45,19 @@ def rng_state(seed: int) -> dict[str, Any]:
     }
 
 
+def check_rng_state(state: Any) -> None:
+    """Raise a ValueError unless ``set_rng_state`` takes the state; changes no generator in use."""
+    try:
+        version, internal, gauss = state["python"]
+        random.Random().setstate((version, tuple(internal), gauss))
+        kind, keys, position, has_gauss, cached = state["numpy"]
+        np.random.RandomState().set_state((kind, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
+        torch.Generator().set_state(torch.frombuffer(bytearray(state["torch"]), dtype=torch.uint8))
+        int(state["seed"])
+    except (KeyError, OverflowError, RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(f"the state of random numbers must be as it was saved, got {error!r}") from error
+
+
 def set_rng_state(state: dict[str, Any]) -> int:
     """Restore the generators from ``state``; return the seed of ``microbatch_seed``."""
     version, internal, gauss = state["python"]

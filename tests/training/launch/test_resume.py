@@ -59,6 +59,7 @@ def runs(root: Path) -> dict[str, Run]:
         "slim": f"{_RUN} --exit-interval 2 --no-save-optim --no-save-rng --save {root}/slim",
         "slim without flags": f"{_RUN} --load {root}/slim",
         "slim without optimizer": f"{_RUN} --load {root}/slim --no-load-optim",
+        "slim without random numbers": f"{_RUN} --load {root}/slim --no-load-rng",
         "slim with flags": f"{_RUN} --load {root}/slim --no-load-optim --no-load-rng",
     }
     return train_all(2, flags)
@@ -157,7 +158,12 @@ def test_an_asynchronous_save_holds_the_state_at_its_iteration(runs: dict[str, R
 
 def test_state_can_be_left_out_of_a_checkpoint(runs: dict[str, Run]) -> None:
     assert runs["slim"].error is None
-    for name, word in (("slim without flags", "optimizer"), ("slim without optimizer", "load it with --no-load-rng")):
+    rng = "load it with --no-load-rng"
+    for name, word in (
+        ("slim without flags", rng),
+        ("slim without optimizer", rng),
+        ("slim without random numbers", "optimizer"),
+    ):
         error = runs[name].error
         assert error is not None and word in error
     assert runs["slim with flags"].losses == runs["fresh moments"].losses

@@ -17,7 +17,7 @@ from megatron.core.distributed.fsdp.checkpoint.agreement import agree
 from megatron.core.distributed.fsdp.checkpoint.description import StoredTensor
 from megatron.core.distributed.fsdp.checkpoint.files import CheckpointReader
 from megatron.core.distributed.fsdp.checkpoint.load import load_checkpoint
-from megatron.core.distributed.fsdp.checkpoint.save import AsyncSave, save_checkpoint
+from megatron.core.distributed.fsdp.checkpoint.save import AsyncSave, planned_nbytes, save_checkpoint
 from megatron.core.distributed.fsdp.checkpoint.state import EXTRA_STATE, OPTIMIZER
 
 __all__ = [
@@ -28,5 +28,6 @@ __all__ = [
     "StoredTensor",
     "agree",
     "load_checkpoint",
+    "planned_nbytes",
     "save_checkpoint",
 ]

@@ -8,11 +8,11 @@ once. Each item gets a checksum while it is written.
 from __future__ import annotations
 
 import contextlib
-import errno
 import io
 import itertools
 import math
 import os
+import pickle
 import shutil
 import sys
 import zipfile
@@ -250,6 +250,11 @@ class CheckpointReader:
             elif self._verify:
                 self._compare(name, place, zlib.crc32(content))
             return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+        except pickle.UnpicklingError as error:  # its own text proposes to run what stands there
+            raise ValueError(
+                f"{path}: {name} must be made of plain values and tensors, got something else, which was not run; it is "
+                "damaged or of another program, load another checkpoint"
+            ) from error
         except Exception as error:  # whatever a damaged archive leads to
             raise ValueError(
                 f"{path}: {name} must be a plain value as it was written, got {type(error).__name__}: {str(error)[:400]}; "
@@ -394,12 +399,10 @@ def _naming(path: Path) -> Iterator[None]:
         cause = error if isinstance(error, OSError) else error.__context__ or error.__cause__
         if not isinstance(cause, OSError):
             raise
-        number = cause.errno or errno.EIO
         free = shutil.disk_usage(path.parent).free if path.parent.is_dir() else 0
         raise OSError(
-            number,
-            f"{path} could not be written: {os.strerror(number)} ({free:,} bytes are free there). What was saved before "
-            "is still there; free space or save to another folder, and start again from the last checkpoint",
+            f"{path} could not be written, got: {cause} ({free:,} bytes are free there). What was saved before is still "
+            "there: free space or save to another folder, and start again from the last checkpoint"
         ) from error
 
 

@@ -95,6 +95,30 @@ def save_checkpoint(
     return None
 
 
+def planned_nbytes(model: nn.Module, optimizer: Any) -> int:
+    """Compute the bytes of tensors that this rank will write of a checkpoint, before the optimizer has made its state.
+
+    Args:
+        model: as in ``save_checkpoint``.
+        optimizer: as in ``save_checkpoint``. Its state is told from its hyperparameters: moments as large as the weights.
+
+    Ranks: each its own share; all together write the whole.
+    """
+    tensors = model_tensors(model)
+    chunks = chunks_to_write(tensors)
+    if dist.get_rank() == 0 or is_split(model):
+        chunks += plain_chunks(tensors).values()
+    nbytes = sum(chunk.local.nbytes for chunk in chunks)
+    if optimizer is None:
+        return nbytes
+    inner = torch_optimizer(optimizer)
+    num_moments = len(inner.defaults.get("betas", ())) or int(bool(inner.defaults.get("momentum", 0)))
+    num_moments += int(bool(inner.defaults.get("amsgrad", False)))
+    trained = {id(parameter) for group in inner.param_groups for parameter in group["params"]}
+    names = {entry.name for entry in tensors if id(entry.tensor) in trained}
+    return nbytes + num_moments * sum(chunk.local.nbytes for chunk in chunks if chunk.name in names)
+
+
 @dataclass(frozen=True)
 class Description:
     """A rank's share of a save, as the other ranks must know it.

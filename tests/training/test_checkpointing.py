@@ -1,0 +1,212 @@
+"""What a run cannot save or load is said at its start, or names file, iteration and what to do; nothing has changed then."""
+
+from __future__ import annotations
+
+import resource
+import shutil
+import signal
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from megatron.core.distributed.fsdp.checkpoint import CheckpointReader, StoredTensor
+from megatron.training import checkpointing
+from megatron.training.checkpointing import TRACKER, CheckpointConfig, read_tracker
+from tests.support.launch import run_ranks
+from tests.support.tiny_run import SHARDED, TINY, Run, _train
+
+_RUN = f"{TINY} {SHARDED}"
+_ITERATION = "iter_0000002"
+
+
+def save_and_fail(root: str) -> dict[str, Run]:
+    """Run what saves: once as it should be, then where it cannot."""
+    folder = Path(root)
+    if dist.get_rank() == 0:
+        (folder / "file").touch()
+    dist.barrier()
+    runs = {"halfway": _train(f"{_RUN} --exit-interval 2 --save {root}/halfway".split())}
+    runs["under a file"] = _train(f"{_RUN} --save {root}/file/runs".split())
+    real = checkpointing._try_to_write
+    if dist.get_rank() == 1:  # a folder that only other ranks can write to
+        checkpointing._try_to_write = lambda folder: real(folder.with_name("elsewhere"))
+    runs["elsewhere"] = _train(f"{_RUN} --save {root}/seen_by_rank_0".split())
+    checkpointing._try_to_write = real
+    usage = shutil.disk_usage
+    shutil.disk_usage = lambda path: usage(path)._replace(free=100_000)
+    runs["small disk"] = _train(f"{_RUN} --save {root}/small".split())
+    shutil.disk_usage = usage
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for name, flags in (("full disk", ""), ("full disk, async", "--async-save")):
+        if dist.get_rank() == 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+        argv = f"{_RUN} --save {root}/full --save-interval 2 {flags}".split()
+        runs[name] = _train(argv)
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    return runs
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def saving(root: Path) -> list[dict[str, Run]]:
+    ranks: list[dict[str, Run]] = run_ranks(2, save_and_fail, str(root))
+    return ranks
+
+
+@pytest.mark.parametrize(
+    ("run", "messages"),
+    [
+        ("under a file", ["--save", "file/runs must be a folder that can be made"]),
+        ("elsewhere", ["elsewhere must be one folder that all ranks see and can write to", "[rank 1]"]),
+        ("small disk", ["small must have space for a checkpoint of ", "got 100,000 free"]),
+        ("full disk", ["iteration 2 was not saved", "__1_0.distcp could not be written", "File too large", "[rank 1]"]),
+        ("full disk, async", ["iteration 2 was not saved", "__1_0.distcp could not be written", "[rank 1]"]),
+    ],
+)
+def test_what_cannot_be_saved_all_ranks_say(saving: list[dict[str, Run]], run: str, messages: list[str]) -> None:
+    for rank in saving:
+        error = rank[run].error
+        assert error is not None and all(message in error for message in messages), error
+    trained = "iteration        1/" in saving[0][run].output
+    assert trained == run.startswith("full disk"), "a folder that cannot be used is found before the first step"
+
+
+def test_the_checkpoint_is_as_large_as_was_said(saving: list[dict[str, Run]], root: Path) -> None:
+    error = saving[0]["small disk"].error
+    assert error is not None
+    planned = int(error.split("checkpoint of ")[1].split(" bytes")[0].replace(",", ""))
+    halfway = root / "halfway" / _ITERATION
+    metadata = FileSystemReader(halfway).read_metadata().state_dict_metadata
+    tensors = [entry for entry in metadata.values() if isinstance(entry, TensorStorageMetadata)]
+    stored = sum(entry.size.numel() * entry.properties.dtype.itemsize for entry in tensors)
+    scalars = sum(4 for name in metadata if name.endswith(".step"))
+    assert planned == stored - scalars
+
+
+def test_a_full_disk_leaves_no_litter(saving: list[dict[str, Run]], root: Path) -> None:
+    assert list((root / "full").iterdir()) == []
+
+
+def _rewritten(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
+    """Return a change of a run's folder: its plain values are rewritten, as another program could."""
+
+    def apply(run: Path) -> None:
+        path = run / _ITERATION
+        reader = CheckpointReader(path)
+        tensors = [name for name, entry in reader.entries.items() if isinstance(entry, StoredTensor)]
+        state: dict[str, Any] = reader.values([name for name in reader.entries if name not in tensors])
+        state.update({name: reader.tensor(name) for name in tensors})
+        change(state)
+        shutil.rmtree(path)
+        dcp.save(state, checkpoint_id=path, planner=DefaultSavePlanner(flatten_state_dict=False), no_dist=True)
+
+    return apply
+
+
+def _flipped(run: Path) -> None:
+    data = run / _ITERATION / "__1_0.distcp"
+    content = bytearray(data.read_bytes())
+    content[len(content) // 2] ^= 1
+    data.write_bytes(content)
+
+
+def _renamed(run: Path) -> None:
+    (run / _ITERATION).rename(run / "iter_0000007")
+    (run / TRACKER).write_text("7")
+
+
+def _tracker(content: bytes) -> Callable[[Path], None]:
+    def write(run: Path) -> None:
+        (run / TRACKER).write_bytes(content)
+
+    return write
+
+
+_DAMAGES: Mapping[str, tuple[Callable[[Path], None], str]] = {
+    "bit": (_flipped, "__1_0.distcp: the "),
+    "renamed": (
+        _renamed,
+        "iter_0000007 must hold iteration 7, got a checkpoint of iteration 2",
+    ),
+    "no schedule": (
+        _rewritten(lambda state: state.pop("extra_state.scheduler")),
+        f"{_ITERATION} must be a checkpoint of a",
+    ),
+    "schedule": (
+        _rewritten(lambda state: state.update({"extra_state.scheduler": {"num_steps": 3}})),
+        f"{_ITERATION}: the saved schedule must have a value for each setting",
+    ),
+    "counters": (_rewritten(lambda state: state.update({"extra_state.state": {"x": 3}})), f"{_ITERATION}: "),
+    "negative": (
+        _rewritten(lambda state: state.update({"extra_state.state": {"iteration": -2}})),
+        f"{_ITERATION}: counters",
+    ),
+    "random": (
+        _rewritten(lambda state: state.update({"extra_state.rng": {"python": 3}})),
+        f"{_ITERATION}: the state of random numbers must be as it was saved",
+    ),
+    "groups": (
+        _rewritten(lambda state: state.update({"optimizer.param_groups": [3]})),
+        f"{_ITERATION}: the optimizer's values must be those that save_checkpoint writes",
+    ),
+    "architecture": (
+        _rewritten(lambda state: state.update({"extra_state.architecture": [3]})),
+        f"{_ITERATION} must be a",
+    ),
+    "tracker": (_tracker(b"\xff\xfe\x00"), f"{TRACKER} must hold the number of an iteration"),
+    "long tracker": (_tracker(b"9" * 5000), f"{TRACKER} must hold the number of an iteration"),
+    "another iteration": (_tracker(b"3"), "a checkpoint must be at"),
+}
+
+
+@pytest.fixture(scope="module")
+def loading(saving: list[dict[str, Run]], root: Path) -> dict[str, Run]:
+    """Load each damaged copy of the run."""
+    assert saving[0]["halfway"].error is None
+    for name, (damage, _) in _DAMAGES.items():
+        shutil.copytree(root / "halfway", root / name)
+        damage(root / name)
+    runs: dict[str, Run] = run_ranks(2, load_all, str(root), list(_DAMAGES))[0]
+    return runs
+
+
+def load_all(root: str, names: list[str]) -> dict[str, Run]:
+    runs = {name: _train([*_RUN.split(), "--load", f"{root}/{name}"]) for name in names}
+    runs["trusted"] = _train([*_RUN.split(), "--load", f"{root}/bit", "--no-verify-checkpoint"])
+    return runs
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+@pytest.mark.parametrize("damage", _DAMAGES)
+def test_what_cannot_be_loaded_is_named_before_training(loading: dict[str, Run], root: Path, damage: str) -> None:
+    run = loading[damage]
+    assert run.error is not None and _DAMAGES[damage][1] in run.error and f"{root}/{damage}" in run.error, run.error
+    assert run.losses == {}
+
+
+def test_files_can_be_trusted_on_request(loading: dict[str, Run]) -> None:
+    assert loading["trusted"].error is None and len(loading["trusted"].losses) == 2
+
+
+@pytest.mark.parametrize("name", ["save", "load"])
+def test_an_empty_path_is_refused(name: str) -> None:
+    """A launch script whose variable is not set."""
+    with pytest.raises(ValueError, match=f"--{name} must be the path of a folder, got an empty text"):
+        CheckpointConfig(save=" ") if name == "save" else CheckpointConfig(load="")
+
+
+def test_a_tracker_may_end_with_a_line_end(tmp_path: Path) -> None:
+    (tmp_path / TRACKER).write_text("12\n")
+    assert read_tracker(tmp_path / TRACKER) == 12
