@@ -123,17 +123,20 @@ def fully_shard(
     if placements is None:
         placements = _default_placements(mesh, model_parallel)
     policy = mixed_precision_policy or MixedPrecisionPolicy()
-    meshes = make_group_meshes(mesh, placements, fsdp_group_ag, kind, model_parallel or ModelParallel())
-    device = device_of(mesh)
+    model_parallel = model_parallel or ModelParallel()
     arguments = {
-        "placements": placements,
         "mixed_precision_policy": policy,
         "grad_divisor": Fraction(grad_divisor),
+        "transport": kind,
+        "whether there is a process group for all-gathers alone (fsdp_group_ag)": fsdp_group_ag is not None,
         "forward_prefetch_depth": forward_prefetch_depth,
         "backward_prefetch_depth": backward_prefetch_depth,
     }
-    check_same_unit(module, _own_modules(module), meshes, arguments)
-    made = materialize(module, _own_modules(module), device)
+    own_modules, expert_mesh = _own_modules(module), model_parallel.expert_mesh
+    check_same_unit(module, own_modules, mesh, placements, expert_mesh=expert_mesh, arguments=arguments)
+    meshes = make_group_meshes(mesh, placements, fsdp_group_ag, kind, model_parallel)
+    device = device_of(mesh)
+    made = materialize(module, own_modules, device)
     managed, borrowed = _collect(module, meshes, {fresh: meta for meta, fresh in made.items()})
     check_experts(managed, meshes)
     groups = [

@@ -5,42 +5,51 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
-from megatron.core.distributed.fsdp.api.group_meshes import GroupMeshes, is_expert
+from megatron.core.distributed.fsdp.api.group_meshes import is_expert
 from megatron.core.distributed.fsdp.comm.alike import check_alike
+from megatron.core.distributed.fsdp.config.placement import Placements
 from megatron.core.distributed.fsdp.layout.granule import granule_of
-from megatron.core.distributed.fsdp.mesh.group_mesh import GroupMesh
+from megatron.core.distributed.fsdp.mesh.group_mesh import data_mesh_of, device_of
 
 _REMEDY = "build the same model on all ranks, and call fully_shard on its modules in one order, with the same arguments"
 
 
 def check_same_unit(
-    module: nn.Module, own_modules: Sequence[tuple[str, nn.Module]], meshes: GroupMeshes, arguments: Mapping[str, Any]
+    module: nn.Module,
+    own_modules: Sequence[tuple[str, nn.Module]],
+    mesh: DeviceMesh,
+    placements: Placements,
+    *,
+    expert_mesh: DeviceMesh | None,
+    arguments: Mapping[str, Any],
 ) -> None:
     """Compare names, shapes, dtypes, granules and order of a unit's parameters, and the arguments, between all ranks.
 
     Args:
         own_modules: (name, module) of the unit's tree without nested units.
+        mesh: of the dense parameters.
+        expert_mesh: of the experts' parameters; None: experts are not compared here.
         arguments: of ``fully_shard``, by name.
 
     Raises:
         ValueError: on all ranks, if something differs.
 
-    Ranks: all of the unit's meshes; blocks the host.
+    Ranks: all of both meshes; blocks the host.
     """
-    unit = type(module).__name__
-    device = torch.device(meshes.dense.mesh.device_type)
+    unit, device = type(module).__name__, device_of(mesh)
+    remedy = f"this is fully_shard of a {unit}: {_REMEDY}"
     parameters = dict(_parameters(own_modules))
     dense = {"class of the module given to fully_shard": unit}
-    dense |= {f"{name} of fully_shard({unit})": value for name, value in arguments.items()}
-    dense |= _described(unit, {name: p for name, p in parameters.items() if not is_expert(p)})
-    check_alike(dense, _groups(meshes.dense), device, remedy=_REMEDY)
-    if meshes.expert is not None:
-        experts = {name: p for name, p in parameters.items() if is_expert(p)}
-        check_alike(_described(unit, experts), _groups(meshes.expert), device, remedy=_REMEDY)
+    dense |= {f"{name} of fully_shard": value for name, value in {"placements": placements, **arguments}.items()}
+    dense |= _described({name: p for name, p in parameters.items() if not is_expert(p)})
+    check_alike(dense, _groups(mesh, placements), device, remedy=remedy)
+    if expert_mesh is not None:
+        experts = _described({name: p for name, p in parameters.items() if is_expert(p)})
+        check_alike(experts, _groups(expert_mesh, placements), device, remedy=remedy)
 
 
 def _parameters(own_modules: Sequence[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.Parameter]]:
@@ -50,9 +59,9 @@ def _parameters(own_modules: Sequence[tuple[str, nn.Module]]) -> Iterator[tuple[
                 yield f"{prefix}.{key}" if prefix else key, parameter
 
 
-def _described(unit: str, parameters: Mapping[str, nn.Parameter]) -> dict[str, Any]:
+def _described(parameters: Mapping[str, nn.Parameter]) -> dict[str, Any]:
     return {
-        f"parameter {name} of {unit}": (
+        f"parameter {name}": (
             tuple(p.shape),
             p.dtype,
             "trained" if p.requires_grad else "frozen",
@@ -62,5 +71,6 @@ def _described(unit: str, parameters: Mapping[str, nn.Parameter]) -> dict[str, A
     }
 
 
-def _groups(group_mesh: GroupMesh) -> list[ProcessGroup]:
-    return [group_mesh.mesh.get_group(axis) for axis in range(group_mesh.mesh.ndim)]
+def _groups(mesh: DeviceMesh, placements: Placements) -> list[ProcessGroup]:
+    data_mesh, _ = data_mesh_of(mesh, placements)
+    return [data_mesh.get_group(axis) for axis in range(data_mesh.ndim)]

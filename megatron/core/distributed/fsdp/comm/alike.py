@@ -61,6 +61,40 @@ def check_alike(
         raise ValueError("; ".join((*named, *more, *((remedy,) if remedy else ()))))
 
 
+def check_same_order(collectives: Sequence[str], groups: Sequence[ProcessGroup], device: torch.device) -> None:
+    """Compare the collectives that the ranks of a mesh have issued, in order.
+
+    Raises:
+        RuntimeError: on all ranks, with the first one that differs; or ranks do not come to compare.
+
+    Ranks: all of the mesh; blocks the host.
+    """
+    groups = [group for group in groups if group.size() > 1]
+    if not groups:
+        return
+    try:
+        if are_alike(repr(list(collectives)), groups, device):
+            return
+        orders = exchange(list(collectives), groups)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"ranks must compare the order of their collectives after the same step, got on rank {dist.get_rank()}: {error}; "
+            "if no rank has stopped, ranks ran units in different orders, or different numbers of steps"
+        ) from error
+    at = next(
+        at for at in range(max(map(len, orders.values()))) if len({_at(order, at) for order in orders.values()}) > 1
+    )
+    got = by_value({rank: _at(order, at) for rank, order in orders.items()})
+    raise RuntimeError(
+        f"all ranks must run the same units in one order, got as collective {at + 1} the {got}; those would exchange wrong "
+        "weights or gradients. Make what decides which units run the same on all ranks"
+    )
+
+
+def _at(order: Sequence[str], at: int) -> str:
+    return order[at] if at < len(order) else "end"
+
+
 def by_value(values: Mapping[int, str]) -> str:
     """Format the values of ranks, each with its ranks."""
     ranks_of: dict[str, list[int]] = {}
@@ -74,8 +108,11 @@ def _differences(texts: Mapping[int, Mapping[str, str]]) -> Iterator[tuple[str, 
         of_rank = {rank: values.get(name, "nothing") for rank, values in texts.items()}
         if len(set(of_rank.values())) > 1:
             yield name, by_value(of_rank)
-    if len({tuple(values) for values in texts.values()}) > 1:
-        yield "the order of parameters", by_value({rank: ", ".join(values) for rank, values in texts.items()})
+    names = [set(values) for values in texts.values()]
+    if all(own == names[0] for own in names) and len({tuple(values) for values in texts.values()}) > 1:
+        rest = [name for name in texts[min(texts)] if len({tuple(values).index(name) for values in texts.values()}) > 1]
+        got = by_value({rank: ", ".join(name for name in values if name in rest) for rank, values in texts.items()})
+        yield "the order of what is compared", got
 
 
 def _some(ranks: list[int]) -> str:

@@ -6,7 +6,7 @@ The first step is recorded (``Recorder``) and made into a ``Plan``. Buffers that
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -106,9 +106,17 @@ _OUTLIVES: dict[Kind, int] = {"weights": 1, "inputs": 2}
 
 @dataclass
 class Recorder:
-    """Uses of units, and times at which buffers are alive, as one step runs; time is counted in uses."""
+    """Uses of units, and times at which buffers are alive, as one step runs; time is counted in uses.
+
+    Attributes:
+        uses: of units, in order.
+        collectives: (what, group) that ranks issue together, in order.
+        before_issue: is called with each of them before it is issued; a debugging aid.
+    """
 
     uses: list[Use] = field(default_factory=list)
+    collectives: list[tuple[str, int]] = field(default_factory=list)
+    before_issue: Callable[[str, int], None] | None = None
     _ranges: _Ranges = field(default_factory=lambda: {kind: defaultdict(list) for kind in _OUTLIVES})
     _open: dict[tuple[Kind, int], int] = field(default_factory=dict)
 
@@ -124,6 +132,12 @@ class Recorder:
     def use(self, unit: int, *, backward: bool) -> None:
         """Record that a unit's forward or backward begins."""
         self.uses.append(Use(unit, backward))
+
+    def issue(self, what: str, group: int) -> None:
+        """Record that a collective of the group is about to be issued."""
+        if self.before_issue is not None:
+            self.before_issue(what, group)
+        self.collectives.append((what, group))
 
     def begin(self, kind: Kind, group: int) -> None:
         """Record that the group's buffer is in use from now on."""

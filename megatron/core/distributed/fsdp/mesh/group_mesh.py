@@ -81,14 +81,8 @@ def group_mesh_of(mesh: DeviceMesh, placements: Placements, gather_group: Proces
 
     Ranks: all of the mesh, in the same order; may block.
     """
-    if mesh.get_coordinate() is None:
-        raise ValueError(
-            f"the mesh must hold this rank, got rank {dist.get_rank()} and {mesh}; call fully_shard on its ranks only"
-        )
-    _check_outer(placements)
+    data_mesh, axes = data_mesh_of(mesh, placements)
     transports = SharedTransports.of(mesh)
-    axes = [_axis_index(mesh, axis) for axis in placements.dp_axes]
-    data_mesh = _sub_mesh(mesh, axes)
     group = data_mesh.get_group(data_mesh.ndim - 1)
     if gather_group is not None:
         own, given = dist.get_process_group_ranks(group), dist.get_process_group_ranks(gather_group)
@@ -99,6 +93,23 @@ def group_mesh_of(mesh: DeviceMesh, placements: Placements, gather_group: Proces
     outer = [transports.get("nccl", outer_group, outer_group, device) for outer_group in outer_groups]
     inner = transports.get(kind, group, gather_group or group, device)
     return GroupMesh(data_mesh, (*outer, inner), mesh_in_order(mesh, axes[::-1]))
+
+
+def data_mesh_of(mesh: DeviceMesh, placements: Placements) -> tuple[DeviceMesh, list[int]]:
+    """Return the data-parallel part of a mesh, and which axes of it these are, outermost first.
+
+    Raises:
+        ValueError, NotImplementedError: as ``group_mesh_of``.
+
+    Ranks: each alone.
+    """
+    if mesh.get_coordinate() is None:
+        raise ValueError(
+            f"the mesh must hold this rank, got rank {dist.get_rank()} and {mesh}; call fully_shard on its ranks only"
+        )
+    _check_outer(placements)
+    axes = [_axis_index(mesh, axis) for axis in placements.dp_axes]
+    return _sub_mesh(mesh, axes), axes
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:

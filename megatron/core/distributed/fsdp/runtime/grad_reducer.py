@@ -139,6 +139,8 @@ class GradReducer:
 
     def _launch(self, group: FsdpParameterGroup, *, is_last: bool, has_input: bool) -> None:
         grads = group.grads
+        if self.recorder is not None:
+            self.recorder.issue("last reduction" if is_last else "reduction", group.index)
         if grads.input_is_aside:
             self._bring_home(group, copies=has_input)
         overwrite = grads.prepare_main() if is_last else grads.prepare_sum()

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
+from megatron.core.distributed.fsdp.comm.alike import check_same_order
 from megatron.core.distributed.fsdp.comm.transport import MemoryKind, Transport
 from megatron.core.distributed.fsdp.layout.plan import NO_UNITS, Plan, RangePlan, Recorder, Use
 from megatron.core.distributed.fsdp.runtime.grad_reducer import GradReducer
@@ -29,6 +30,8 @@ class Planner:
         arenas: memory of the ranges that the plan lays out: of full weights, of reduce-scatter inputs.
         ahead_numel: elements of weights to have on their way, where the units' prefetch depth alone means fewer.
         memory_budget_nbytes: bytes to spend on weights that stay gathered throughout a step.
+        compares_each_collective: compare each collective between ranks before it is issued, not only their order before a
+            plan is adopted; a debugging aid, which makes the host wait.
 
     Ranks: every rank plans alike, since all run units in the same order.
     """
@@ -41,6 +44,7 @@ class Planner:
         self.arenas: list[torch.Tensor] = []
         self.ahead_numel = 0
         self.memory_budget_nbytes = 0
+        self.compares_each_collective = False
         self.has_warned = False  # that a unit ran out of order; once for each plan
         self._cursor = -1
         self._candidate: Plan | None = None
@@ -64,7 +68,12 @@ class Planner:
             self._candidate = None
         self._cursor = -1
         self.in_plan = self.plan is not None
-        if not self.in_plan or self._wants_record:
+        if self.compares_each_collective:
+            by_index = {group.index: group for group in groups}
+            self.record(
+                Recorder(before_issue=lambda what, index: self._compare_order([(what, index)], [by_index[index]]))
+            )
+        elif not self.in_plan or self._wants_record:
             self.record(Recorder())
 
     def outdate(self) -> None:
@@ -144,6 +153,7 @@ class Planner:
         repeats, self._last_uses = uses == self._last_uses, uses
         if not (repeats or grows) or recorder.is_too_long:
             return
+        self._compare_order(recorder.collectives, groups)
         self._agree(recorder, groups)
         self._candidate = self._plan_of(recorder, units, groups)
 
@@ -185,6 +195,30 @@ class Planner:
                     recorder.end("weights", group.index)
                     recorder.end("inputs", group.index)
         return self._plan_of(recorder, units, groups)
+
+    def _compare_order(self, collectives: Sequence[tuple[str, int]], groups: Sequence[FsdpParameterGroup]) -> None:
+        """Check that all ranks issue the same collectives of these groups in one order.
+
+        Units of equal size in another order would exchange wrong shards: a backend sees sizes alone.
+
+        Raises:
+            RuntimeError: on all ranks, with the first collective that differs.
+        """
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return
+        by_mesh: dict[Any, dict[int, FsdpParameterGroup]] = {}
+        for group in groups:
+            by_mesh.setdefault(group.group_mesh.mesh, {})[group.index] = group
+        for mesh, members in by_mesh.items():
+            order = [(what, members[index]) for what, index in collectives if index in members]
+            check_same_order(
+                [
+                    f"{what} of {group} ({group.layout.segment_numel * group.layout.num_ranks} elements)"
+                    for what, group in order
+                ],
+                [mesh.get_group(axis) for axis in range(mesh.ndim)],
+                self.device,
+            )
 
     def _agree(self, recorder: Recorder, groups: Sequence[FsdpParameterGroup]) -> None:
         """Merge the ranks' records, where buffers must lie at equal offsets on all of them.

@@ -74,6 +74,8 @@ class Unsharder:
         is_stale = forward and weights.synced_weight_version != self.weight_version
         if not is_stale and (weights.is_unsharded or not weights.needs_gather):
             return
+        if self.recorder is not None:
+            self.recorder.issue("forward's all-gather" if forward else "backward's all-gather", group.index)
         self._make_room(group)
         if self._updated is not None:
             self.streams.wait(Edge.WEIGHTS_UPDATED, self._updated)

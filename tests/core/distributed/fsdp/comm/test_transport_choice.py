@@ -192,13 +192,12 @@ def ranks_that_ask_for_different_transports_are_told() -> None:
     def shard(**options: Any) -> Any:
         return fully_shard(nn.Linear(2, 2), mesh, **options)
 
-    expected = (
-        "transport must be the same on all ranks .*, got 'nccl' on ranks \\[0\\] and 'peer_copy' on ranks \\[1\\]"
-    )
+    expected = "transport of fully_shard must be the same on all ranks .*, got 'nccl' on ranks \\[0\\] and 'peer_copy' on ranks \\[1\\]"
     with pytest.raises(ValueError, match=expected):
         shard(transport=("nccl", "peer_copy")[rank])
     with pytest.raises(
-        ValueError, match=r"\(fsdp_group_ag\) must be .*, got False on ranks \[0\] and True on ranks \[1\]"
+        ValueError,
+        match=r"\(fsdp_group_ag\) of fully_shard must be .*, got False on ranks \[0\] and True on ranks \[1\]",
     ):
         shard(fsdp_group_ag=(None, gathers)[rank])
     torch.use_deterministic_algorithms(rank == 0)
