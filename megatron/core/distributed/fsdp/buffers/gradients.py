@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from itertools import repeat
+from sys import getrefcount
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from megatron.core.distributed.fsdp.buffers.param_slots import each
 from megatron.core.distributed.fsdp.buffers.pending_gradient import PendingGradients
 from megatron.core.distributed.fsdp.buffers.storage import FlatStorage
 from megatron.core.distributed.fsdp.buffers.weights import GroupWeights
+from megatron.core.distributed.fsdp.dtensor.local_parts import placed_like
 
 _GRAD = operator.attrgetter("grad")
 
@@ -61,6 +63,8 @@ class GroupGradients:
         self.main_storage = FlatStorage(weights.main.local.numel(), dtypes.main_grads, device)
         self.main_buffer = DBuffer(layout, self._placements.optimizer, axes, self.main_storage.flat)
         self.main: list[DTensor] = []
+        self._trained_main: list[DTensor] = []
+        self._own_references = 0
         self.partial_storage = FlatStorage(layout.total_numel, dtypes.main_grads, device)
         self._holds_partial = False
         self._pending: PendingGradients | None = None  # in param.grad now
@@ -69,17 +73,64 @@ class GroupGradients:
         self.reduced: Any = None
         self.reduced_event: Any = None  # the same, kept to be recorded anew
 
-    def set_main_gradients(self, main: Sequence[DTensor]) -> None:
+    def set_main_gradients(self, main: list[DTensor]) -> None:
         """Keep the [T] DTensors over ``main_storage``, and give back the memory of all buffers."""
-        self.main = list(main)
-        self.train_only([True] * len(self.main))
+        self._follow_main(main)
+        self.train_only([True] * len(main))
         for storage in (self.input_storage, self.main_storage, self.partial_storage):
             storage.free()
 
     def train_only(self, requires_grad: Sequence[bool]) -> None:
         """Hand gradients to these of the [T] parameters alone."""
         self._trained = [p for p, flag in zip(self._sharded, requires_grad, strict=True) if flag]
+        self._own_references -= len(self._trained_main)
         self._trained_main = [main for main, flag in zip(self.main, requires_grad, strict=True) if flag]
+        self._own_references += len(self._trained_main)
+
+    # ---- gradients that the user keeps --------------------------------------------------------------------------
+
+    def _follow_main(self, main: list[DTensor]) -> None:
+        """Take [T] DTensors over ``main_storage``, which nobody else references, for the main gradients."""
+        self.main, self._trained_main = main, []
+        self._referenced = [*main, *(grad._local_tensor for grad in main)]
+        self._storage_address = self.main_storage.flat.untyped_storage()._cdata
+        self._own_references = self._count_references()
+
+    def _count_references(self) -> int:
+        """Count who references main gradients (none of which is in ``param.grad``), their local parts, and their memory."""
+        return sum(map(getrefcount, self._referenced)) + torch._C._storage_Use_Count(self._storage_address)
+
+    def note_views(self, number: int) -> None:
+        """Note that the caller keeps so many views of the flat main gradient, as long as that is the same tensor."""
+        self._own_references += number
+
+    def _leave_what_is_kept(self) -> None:
+        """Take new memory for the main gradient if the user has cleared a part of it and keeps that."""
+        grads = list(map(_GRAD, self._sharded))
+        if not any(map(operator.is_, grads, repeat(None))):
+            return
+        own = [index for index, (grad, main) in enumerate(zip(grads, self.main, strict=True)) if grad is main]
+        others = {index: grad for index, grad in enumerate(grads) if grad is not None and index not in own}
+        del grads
+        each(setattr, self._sharded, repeat("grad"), repeat(None))
+        former = self.main
+        if self._count_references() != self._own_references:
+            self._renew_main()
+        for index in own:
+            if self.main is not former:
+                self.main[index]._local_tensor.copy_(former[index]._local_tensor)
+            self._sharded[index].grad = self.main[index]
+        for index, grad in others.items():
+            self._sharded[index].grad = grad
+
+    def _renew_main(self) -> None:
+        """Put the main gradient into new memory; what there was is the user's."""
+        self.main_storage.move(None)
+        self.main_buffer.local = self.main_storage.flat
+        trained = {id(main) for main in self._trained_main}
+        flags = [id(main) in trained for main in self.main]
+        self._follow_main([placed_like(main, self.main_buffer.view(i)) for i, main in enumerate(self.main)])
+        self.train_only(flags)
 
     # ---- the reduce-scatter input -------------------------------------------------------------------------------
 
@@ -262,6 +313,8 @@ class GroupGradients:
         """Make ``param.grad`` the main gradient; return True if it holds nothing yet, to be overwritten."""
         if self._pending is not None and self.has_partial:
             self._withdraw_pending()
+        if self.main_storage.allocated:
+            self._leave_what_is_kept()
         self.main_storage.allocate()
         held = list(map(_GRAD, self._sharded))
         overwrite = held.count(None) == len(held)
@@ -321,6 +374,8 @@ class GroupGradients:
         if self.read_by_update or not (self.main_storage.allocated or self._pending):
             return  # the next gather's wait comes after the update beside compute, which reads it
         if set(map(_GRAD, self._sharded)) == {None} and not (self._pending and self.has_partial):
+            if self._count_references() != self._own_references:
+                self._renew_main()
             self.main_storage.free()
 
     def end_update(self) -> None:

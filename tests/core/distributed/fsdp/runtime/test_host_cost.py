@@ -52,7 +52,7 @@ BOUNDS = {
     #                 calls builtins lines events waits  per parameter: calls, lines  per other unit: lines
     "forward": Bounds(48, 19, 210, 2, 2, 0.0, 0.0, 0.0),
     "backward": Bounds(77, 41, 310, 4, 4, 1.0, 6.0, 0.0),
-    "step": Bounds(7, 13, 17, 0, 0, 0.0, 0.0, 0.0),
+    "step": Bounds(8, 13, 19, 0, 0, 0.0, 0.0, 0.0),
 }
 
 

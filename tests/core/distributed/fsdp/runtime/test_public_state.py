@@ -6,7 +6,8 @@ The engine keeps weights unsharded and sums unreduced for reasons of its own. No
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -267,6 +268,77 @@ def a_sum_that_waits_is_refused_to_whoever_uses_it() -> None:
         with pytest.raises(RuntimeError, match=r"gradient of head\.weight .* got 'to_local'"):
             net.head.weight.grad.to_local()
         assert "head.weight" in repr(net.head.weight.grad)
+
+
+# ---- gradients that the user keeps ----------------------------------------------------------------------------------
+
+
+_KEEPS: list[Callable[[Any], torch.Tensor]] = [
+    lambda grad: grad,
+    lambda grad: grad.detach(),
+    lambda grad: grad.to_local() if isinstance(grad, DTensor) else grad,
+    lambda grad: grad.to_local()[:1] if isinstance(grad, DTensor) else grad[:1],
+]
+
+
+@CHECKS.on(2)
+def a_gradient_that_the_user_keeps_stays_as_it_was() -> None:
+    """Over ``zero_grad``, which frees gradients, and later backwards, which reuse their memory: of all weights, or of one."""
+    for strategy, keep in itertools.product(STRATEGY_NAMES, _KEEPS):
+        nets = unsharded, sharded = make_pair(2, strategy)
+        optimizers = [_sgd(unsharded), fully_shard_optimizer(_sgd(sharded))]
+        for step, num_kept in enumerate((100, 1, 0, 0)):
+            flats = _flats(sharded)
+            _backward(nets, step)
+            kept = _Kept([keep(parameter.grad) for parameter in [*sharded.parameters()][:num_kept]])
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            kept.check()
+            _backward(nets, step + 1)
+            kept.check()
+            assert_same_gradients(sharded, unsharded)
+            losses = [loss_of(net, global_batch(step + 2, 1)[0]) for net in nets]
+            kept = _Kept([keep(parameter.grad) for parameter in [*sharded.parameters()][:num_kept]])
+            for net, loss in zip(nets, losses, strict=True):
+                net.zero_grad()  # between forward and backward
+                loss.backward()
+            kept.check()
+            assert_same_gradients(sharded, unsharded)
+            kept = _Kept([keep(parameter.grad) for parameter in [*sharded.head.parameters()][:num_kept]])
+            for net in nets:
+                net.head.zero_grad()  # a part; the rest is added to
+            _backward(nets, step + 3)
+            kept.check()
+            assert_same_gradients(sharded, unsharded)
+            for net in nets:
+                net.zero_grad()
+        assert all(map(operator.is_, flats, _flats(sharded))), "nothing was kept, so memory is used again"
+        assert_same_weights(sharded, unsharded)
+
+
+def _backward(nets: Iterable[nn.Module], step: int) -> None:
+    for net in nets:
+        loss_of(net, global_batch(step, 1)[0]).backward()
+
+
+def _flats(net: nn.Module) -> list[torch.Tensor]:
+    return [group.grads.main_storage.flat for group in context_of(net).groups]
+
+
+class _Kept:
+    """Tensors, and a copy of their values."""
+
+    def __init__(self, grads: list[torch.Tensor]) -> None:
+        self.grads = grads
+        self.values = [_values(grad).clone() for grad in grads]
+
+    def check(self) -> None:
+        assert all(torch.equal(_values(grad), value) for grad, value in zip(self.grads, self.values, strict=True))
+
+
+def _values(grad: torch.Tensor) -> torch.Tensor:
+    return grad.to_local() if isinstance(grad, DTensor) else grad
 
 
 # ---- weights that the user unsharded --------------------------------------------------------------------------------
