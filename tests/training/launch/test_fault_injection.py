@@ -59,6 +59,10 @@ def _delay() -> None:
     time.sleep(3.0)
 
 
+def _hang() -> None:
+    time.sleep(600.0)
+
+
 def _kill() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -76,6 +80,7 @@ def _disk_full() -> None:
 FAULTS: dict[str, Callable[[], None]] = {
     "raise": _raise,
     "delay": _delay,
+    "hang": _hang,
     "kill": _kill,
     "out of memory": _out_of_memory,
     "disk full": _disk_full,
@@ -244,3 +249,14 @@ def test_a_save_that_fails_leaves_no_checkpoint(ends: Ends, tmp_path_factory: py
     assert len(saved) == sum(row.point == "a checkpoint's file" for row in TABLE)
     for folder in saved:
         assert not list(folder.glob("iter_???????")) and not (folder / TRACKER).exists(), list(folder.iterdir())
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_ends_with_the_others_after_the_time_out(tmp_path: Path) -> None:
+    """The rank that waits names the collective and its unit; the one that hangs cannot end by itself."""
+    begin = time.monotonic()
+    statuses, outputs, seconds = _run(tmp_path, Row("hang", "gather", 1, flags="--distributed-timeout-minutes 1"))
+    assert statuses == [1, 1] and seconds < _ENDS_WITHIN_S + _BUSY_S, outputs
+    assert 60.0 < time.monotonic() - begin < 150.0
+    assert "all-gather of the weights of decoder.layers." in outputs[0] and "did not finish on rank 0" in outputs[0]
+    assert "rank 1 ends, since rank 0 failed with RuntimeError: all-gather" in outputs[1], outputs
