@@ -16,6 +16,7 @@ from megatron.core.distributed.fsdp.buffers.storage import FlatStorage
 from megatron.core.distributed.fsdp.comm.transport import MemoryKind, unfinished
 from megatron.core.distributed.fsdp.config.mixed_precision import GroupDtypes
 from megatron.core.distributed.fsdp.config.placement import Placements
+from megatron.core.distributed.fsdp.dtensor import list_writes  # noqa: F401 (patches DTensor: write_count counts these)
 from megatron.core.distributed.fsdp.layout.flat_layout import FlatLayout
 from megatron.core.distributed.fsdp.mesh.group_mesh import GroupMesh
 
@@ -187,6 +188,11 @@ class GroupWeights:
     def syncs_alone(self) -> bool:
         """True if a rank can bring its part of the model weight up to date without the others."""
         return self.needs_gather and not self._sync_gathers
+
+    @property
+    def syncs_jointly(self) -> bool:
+        """True if the model weight follows the main weight by collectives of its own."""
+        return bool(self._sync_gathers)
 
     @property
     def reads_peers(self) -> bool:

@@ -277,6 +277,8 @@ class FsdpContext:
         self._recover()
         if self._weight_versions.num_scopes == 0:
             self._weight_versions.begin_pass()
+        else:
+            self.unsharder.follow_late_writes(self.groups)
         if self.registry.check():
             self.planner.outdate()
         for group in self.groups:

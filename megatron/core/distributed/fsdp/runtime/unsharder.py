@@ -126,6 +126,32 @@ class Unsharder:
             return
         weights.synced_weight_version, weights.synced_write_count = self.weight_version, write_count
 
+    def follow_late_writes(self, groups: Sequence[FsdpParameterGroup]) -> None:
+        """See to writes to main weights that no all-gather of this version brings along: a later microbatch begins.
+
+        Raises:
+            RuntimeError: the model weights could follow only if all ranks did so together, and they were not told.
+        """
+        for group in groups:
+            weights = group.weights
+            if (
+                weights.main is weights.model
+                or weights.syncs_alone
+                or weights.synced_weight_version != self.weight_version
+            ):
+                continue
+            write_count = weights.write_count
+            if write_count == weights.synced_write_count:
+                continue
+            if weights.syncs_jointly:
+                raise RuntimeError(
+                    f"weights of {group} must not be written between the microbatches of a step where ranks hold parts of them and "
+                    "compute with all: the other ranks would not see it; write before the step's first microbatch, or pass "
+                    "is_first=True to the next one, which drops what earlier ones summed up"
+                )
+            weights.sync()
+            weights.synced_write_count = write_count
+
     def unshard(self, group: FsdpParameterGroup, *, forward: bool) -> None:
         """Let compute read the group's full weights, and put them into its modules. Ranks: as ``prefetch``."""
         self.prefetch(group, forward=forward)

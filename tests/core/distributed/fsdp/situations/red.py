@@ -42,10 +42,6 @@ RED: dict[str, str] = {
     "the_fast_path_of_an_encoder_layer_whose_parts_are_units": "modes, transforms, optimizers",
     "a_gradient_penalty [optim_grads_params]": "modes, transforms, optimizers",
     "a_list_of_modules_is_one_unit": "modes, transforms, optimizers",
-    "a_foreach_write_between_microbatches [optim]": "modes, transforms, optimizers",
-    "a_write_between_microbatches [optim]": "modes, transforms, optimizers",
-    "a_foreach_write_to_a_list_of_lists_between_microbatches [optim]": "modes, transforms, optimizers",
-    "a_foreach_write_to_a_list_of_lists_between_microbatches [hsdp]": "modes, transforms, optimizers",
     "a_pickled_optimizer": "modes, transforms, optimizers",
     "a_pickled_optimizer_that_is_watched": "modes, transforms, optimizers",
     "a_deep_copy_of_a_watched_optimizer": "modes, transforms, optimizers",
@@ -55,8 +51,6 @@ RED: dict[str, str] = {
     # weights that the user unsharded
     "a_layer_is_unsharded_before_the_first_forward": "weights that the user unsharded",
     "all_is_unsharded_and_then_trained": "weights that the user unsharded",
-    "unsharded_weights_are_exported_between_steps": "weights that the user unsharded",
-    "unsharded_weights_stay_right_over_steps": "weights that the user unsharded",
     # an optimizer watched beside others
     "an_optimizer_is_watched_twice": "an optimizer watched beside others",
     "an_optimizer_is_watched_after_its_zero_grad_was_wrapped": "an optimizer watched beside others",

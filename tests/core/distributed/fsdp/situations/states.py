@@ -44,18 +44,18 @@ def _write_between(kind: Kind, write: Any) -> Any:
     return losses, weights(model)
 
 
-@situation(strategies=SOME)
+@situation(strategies=SOME, refuses="is_first=True")
 def a_foreach_write_between_microbatches(kind: Kind) -> Any:
     return _write_between(kind, lambda parameters: torch._foreach_mul_(parameters, 0.9))
 
 
-@situation(strategies=SOME)
+@situation(strategies=SOME, refuses="is_first=True")
 def a_write_between_microbatches(kind: Kind) -> Any:
     return _write_between(kind, lambda parameters: [p.mul_(0.9) for p in parameters])
 
 
-@situation(strategies=SOME)
-def a_foreach_write_to_a_list_of_lists_between_microbatches(kind: Kind) -> Any:
+@situation(strategies=SOME, refuses="is_first=True|sharding strategy")
+def a_foreach_copy_between_microbatches(kind: Kind) -> Any:
     return _write_between(kind, lambda ps: torch._foreach_copy_(ps, [torch.full_like(p, 0.1) for p in ps]))
 
 
