@@ -13,8 +13,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from megatron.core.distributed.fsdp import fully_shard, hybrid_placements, microbatch
-from megatron.core.distributed.fsdp.api.state_dict_hooks import local_rows
 from megatron.core.distributed.fsdp.config.placement import OUTER_STRATEGIES
+from megatron.core.distributed.fsdp.dtensor.random_fill import local_rows
 from tests.support.models import (
     STRATEGY_NAMES,
     Net,

@@ -101,4 +101,6 @@ class _PartApply:
         return apply_around_parameters(module, own.__get__(module), fn, recurse)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _PartApply:
-        return _PartApply(memo.get(id(self._module()), self._module()))
+        module = self._module()
+        assert module is not None, "copied with the module"
+        return _PartApply(memo.get(id(module), module))

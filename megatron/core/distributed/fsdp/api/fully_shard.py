@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from fractions import Fraction
@@ -55,6 +55,7 @@ def fully_shard(
     model_parallel: ModelParallel | None = None,
     forward_prefetch_depth: int | None = None,
     backward_prefetch_depth: int | None = None,
+    init_fn: Callable[[nn.Module], object] | None = None,
 ) -> ModuleT:
     """Shard the parameters of a module, and unshard them around its forward and backward.
 
@@ -67,7 +68,7 @@ def fully_shard(
 
     Args:
         module: changed in place. Parameters on the meta device are allocated on the mesh's device and initialised by
-            the ``reset_parameters`` of the modules that own them.
+            ``init_fn``, or by the ``reset_parameters`` of the modules that own them.
         mesh: devices over which to shard; None: one axis over all ranks.
         placements: where weights, gradients and optimizer state rest; None: all are sharded over the mesh's one axis
             (ZeRO-3), or over the inner one of two (HSDP, as in FSDP2). See ``hybrid_placements`` for other ones.
@@ -85,12 +86,17 @@ def fully_shard(
             which units run; 0 prefetches none. Each one takes the memory of one more unsharded unit. None: the root's
             depth, which is 1 by default.
         backward_prefetch_depth: the same, when this unit's backward begins.
+        init_fn: fills modules that were built on the meta device, for models whose initial values are not those of
+            ``reset_parameters``. Called with each module of the unit, children first. What it leaves out must be filled
+            before the first forward, by ``load_state_dict`` or by ``torch.nn.init`` on the sharded parameters, which
+            gives them the values of the whole tensor.
 
     Returns:
         ``module``, whose class is now a subclass of its own class and of ``FsdpModule``.
 
     Raises:
-        ValueError: the mesh does not hold this rank or lacks an axis; a parameter has hooks already; a parameter belongs to a unit over other ranks,
+        ValueError: modules on the meta device have other initial values than those of ``reset_parameters``, and there is no
+            ``init_fn``; the mesh does not hold this rank or lacks an axis; a parameter has hooks already; a parameter belongs to a unit over other ranks,
             or to one around this module; the module is a unit already; ``grad_divisor`` is not positive; a prefetch
             depth is negative; the transport cannot serve the mesh, or contradicts ``use_symm_mem``; ranks that would
             shard together hold different parameters or experts, or give different arguments.
@@ -136,8 +142,15 @@ def fully_shard(
     check_same_unit(module, own_modules, mesh, placements, expert_mesh=expert_mesh, arguments=arguments)
     meshes = make_group_meshes(mesh, placements, fsdp_group_ag, kind, model_parallel)
     device = device_of(mesh)
-    made = materialize(module, own_modules, device)
-    managed, borrowed = _collect(module, meshes, {fresh: meta for meta, fresh in made.items()})
+    nested = [child for child in module.modules() if isinstance(child, FsdpModule)]
+    filled = materialize(
+        module,
+        own_modules,
+        device,
+        init_fn=init_fn,
+        holds_reset=any(child._fsdp_unit.by_reset for child in nested),
+    )
+    managed, borrowed = _collect(module, meshes, {fresh: meta for meta, fresh in filled.made.items()})
     check_experts(managed, meshes)
     groups = [
         FsdpParameterGroup(
@@ -158,13 +171,15 @@ def fully_shard(
         groups,
         ModuleTree([("", module._modules, module._parameters)], _is_unit),
         borrowed,
-        has_nested=any(isinstance(child, FsdpModule) for child in module.modules()),
+        has_nested=bool(nested),
+        by_reset=filled.by_reset,
+        unfilled=filled.unfilled,
         own_prefetch_depth=prefetch_depth,
     )
     module.__class__ = unit_class  # type: ignore[assignment]
     module._fsdp_unit = unit  # type: ignore[assignment]
     watch_loads(unit, _own_modules(module))
-    watch_conversions(_own_modules(module))
+    watch_conversions(own_modules)
     context = _shared_context.get()
     if context is not None:
         context.register(unit)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megatron.core.distributed.fsdp.dtensor.local_parts import placed_like
-from megatron.core.distributed.fsdp.dtensor.tensor_pieces import boxes_of
+from megatron.core.distributed.fsdp.dtensor.random_fill import local_rows
 from megatron.core.distributed.fsdp.runtime.unit import FsdpUnit
 
 
@@ -74,12 +74,3 @@ def copy_into(sharded: DTensor, value: torch.Tensor) -> None:
             return
         value = value.full_tensor()
     sharded._local_tensor.copy_(local_rows(sharded, value))
-
-
-def local_rows(parameter: DTensor, full: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of ``full``, in the local shape of ``parameter``; all of it where that is replicated."""
-    parts = []
-    for box in boxes_of(parameter):
-        index = tuple(slice(begin, begin + size) for begin, size in zip(box.offsets, box.sizes, strict=True))
-        parts.append(full[index].flatten())
-    return torch.cat(parts).view(parameter._local_tensor.shape)

@@ -2,75 +2,107 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
 
 from megatron.core.distributed.fsdp.buffers.retired_parameter import RetiredParameter
 
+logger = logging.getLogger(__name__)
+
+InitFn = Callable[[nn.Module], object]
+# A tensor without values: its name in the unit, the dict of its module that holds it (which does not point back), the key.
+Unfilled = tuple[str, dict[str, Any], str]
+_REMEDY = (
+    "pass init_fn to fully_shard (for a Hugging Face model its _init_weights), or build the modules on a real device"
+)
+
+
+@dataclass
+class Materialized:
+    """What was made of the meta tensors of a unit.
+
+    Args:
+        made: what each meta parameter has become.
+        unfilled: tensors that hold no values yet.
+        by_reset: their values are those of ``reset_parameters``.
+    """
+
+    made: dict[nn.Parameter, nn.Parameter] = field(default_factory=dict)
+    unfilled: list[Unfilled] = field(default_factory=list)
+    by_reset: bool = False
+
 
 def materialize(
-    root: nn.Module, modules: Sequence[tuple[str, nn.Module]], device: torch.device
-) -> dict[nn.Parameter, nn.Parameter]:
-    """Replace the meta tensors of ``modules`` by real ones, filled by ``reset_parameters``.
+    root: nn.Module,
+    modules: Sequence[tuple[str, nn.Module]],
+    device: torch.device,
+    *,
+    init_fn: InitFn | None = None,
+    holds_reset: bool = False,
+) -> Materialized:
+    """Replace the meta tensors of ``modules`` by real ones, with the initial values that the model would have on a real device.
 
-    Tied weights stay tied, and keep the values that the first module that holds them gave them. One that another unit
-    has sharded already is left for that unit to share.
+    Modules are filled by ``init_fn``, else by their ``reset_parameters`` (or ``_reset_parameters``), children first, as
+    constructors do. Floating-point tensors are NaN before, so that one that nobody fills is found. Tied weights stay tied, and
+    keep the values that the first module that holds them gave them. One that another unit has sharded already is left for
+    that unit to share.
 
     Args:
         root: the unit's module; for messages.
-        modules: (name, module) of the unit, in the order in which they are filled.
+        modules: (name, module) of the unit, parents first.
         device: where tensors are made.
-
-    Returns:
-        What each meta parameter has become.
+        holds_reset: units inside of this one were filled by ``reset_parameters``.
 
     Raises:
-        ValueError: a module owns meta tensors and has no ``reset_parameters``; it is named.
+        ValueError: modules have no ``reset_parameters``, or their values would not be those of ``reset_parameters``; they are
+            named.
     """
-    lacking = [
-        f"{name or type(root).__name__} ({type(module).__name__})"
-        for name, module in modules
-        if _is_meta(module) and not callable(getattr(module, "reset_parameters", None))
-    ]
-    if lacking:
-        raise ValueError(
-            f"modules on the meta device must have reset_parameters() to fill their tensors, got none in {', '.join(lacking)}; "
-            "add the method, or build these modules on a real device"
-        )
-    made: dict[nn.Parameter, nn.Parameter] = {}
-    for _, module in modules:
-        if not _is_meta(module):
-            continue
-        filled = _make_empty(module, made, device)
-        module.reset_parameters()  # type: ignore[operator]
+    metas = [(name, module) for name, module in modules if _is_meta(module)]
+    label = {module: f"{name or type(root).__name__} ({type(module).__name__})" for name, module in modules}
+    found = Materialized()
+    if init_fn is None and (metas or holds_reset):
+        _check_own_initialisation(modules, label)
+        if not any(_is_composite(module) for _, module in modules):
+            _refuse_lacking([label[module] for _, module in metas if _reset_of(module) is None])
+    if not metas:
+        if holds_reset and init_fn is None:
+            for _, module in modules:
+                if _is_composite(module):
+                    _reset(module)  # it also fills units inside
+        return found
+    found.by_reset = init_fn is None
+    starts: dict[nn.Parameter, int] = {}
+    for module in _children_first(root, dict.fromkeys(module for _, module in modules)):
+        is_meta = _is_meta(module)
+        filled = _make_empty(module, found.made, starts, device) if is_meta else {}
+        if init_fn is not None:
+            init_fn(module)
+        elif is_meta or _is_composite(module):
+            _reset(module)
         module._parameters.update(filled)
-    return made
+    for name, module in metas:
+        unfilled = [
+            (f"{name}.{key}" if name else key, held, key)
+            for held in (module._parameters, module._buffers)
+            for key, tensor in held.items()
+            if tensor is not None and not isinstance(tensor, RetiredParameter) and is_unfilled(tensor)
+        ]
+        if unfilled and init_fn is None and _reset_of(module) is None:
+            _refuse_lacking([label[module]])
+        found.unfilled += unfilled
+    if init_fn is None:
+        _compare_writes(metas, found.made, starts, label)
+    return found
 
 
-def _make_empty(
-    module: nn.Module, made: dict[nn.Parameter, nn.Parameter], device: torch.device
-) -> dict[str, nn.Parameter]:
-    """Give the module's meta tensors memory; return those of its parameters that another module has filled."""
-    filled: dict[str, nn.Parameter] = {}
-    for key, parameter in module._parameters.items():
-        if parameter is None or not parameter.is_meta:
-            continue
-        values = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
-        fresh = nn.Parameter(values, requires_grad=parameter.requires_grad)
-        fresh.__dict__.update(parameter.__dict__)
-        if isinstance(parameter, RetiredParameter):
-            filled[key] = parameter
-        elif parameter in made:
-            filled[key] = made[parameter]
-        else:
-            made[parameter] = fresh
-        module._parameters[key] = fresh
-    for key, buffer in module._buffers.items():
-        if buffer is not None and buffer.is_meta:
-            module._buffers[key] = torch.empty_like(buffer, device=device)
-    return filled
+def is_unfilled(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor still holds the NaN that it was made with."""
+    return tensor.is_floating_point() and bool(tensor.detach().isnan().any())
 
 
 def move_buffers(modules: Sequence[tuple[str, nn.Module]], device: torch.device) -> None:
@@ -79,6 +111,126 @@ def move_buffers(modules: Sequence[tuple[str, nn.Module]], device: torch.device)
         for key, buffer in module._buffers.items():
             if buffer is not None and buffer.device != device:
                 module._buffers[key] = buffer.to(device)
+
+
+def _reset_of(module: nn.Module) -> Callable[[], object] | None:
+    for name in ("reset_parameters", "_reset_parameters"):
+        method = getattr(module, name, None)
+        if callable(method):
+            return method
+    return None
+
+
+def _is_composite(module: nn.Module) -> bool:
+    """Return whether the module fills its children's parameters too, as those of torch do that hide their method."""
+    return not callable(getattr(module, "reset_parameters", None)) and _reset_of(module) is not None
+
+
+def _reset(module: nn.Module) -> None:
+    reset = _reset_of(module)
+    if reset is not None:
+        with torch.no_grad():
+            reset()
+
+
+def _children_first(module: nn.Module, own: dict[nn.Module, None]) -> list[nn.Module]:
+    """Return the modules of the unit in the order in which constructors finish."""
+    found: dict[nn.Module, None] = {}
+    _visit(module, own, found)
+    return list(found)
+
+
+def _visit(module: nn.Module, own: dict[nn.Module, None], found: dict[nn.Module, None]) -> None:
+    for child in module.children():
+        if child in own and child not in found:
+            _visit(child, own, found)
+    found[module] = None
+
+
+def _refuse_lacking(names: list[str]) -> None:
+    if names:
+        raise ValueError(
+            f"modules on the meta device must have reset_parameters() to fill their tensors, got none in {', '.join(names)}; "
+            f"add the method, {_REMEDY}"
+        )
+
+
+def _check_own_initialisation(modules: Sequence[tuple[str, nn.Module]], label: dict[nn.Module, str]) -> None:
+    own = [label[module] for _, module in modules if callable(getattr(module, "_init_weights", None))]
+    if own:
+        raise ValueError(
+            f"a model on the meta device must get its initial values from reset_parameters(), got {', '.join(own)} with an "
+            f"_init_weights of its own, whose values would be lost; {_REMEDY}"
+        )
+
+
+def _compare_writes(
+    metas: Sequence[tuple[str, nn.Module]],
+    made: dict[nn.Parameter, nn.Parameter],
+    starts: dict[nn.Parameter, int],
+    label: dict[nn.Module, str],
+) -> None:
+    """Compare how often constructors wrote to each parameter, which torch counts on the meta device too, with ``reset_parameters``.
+
+    Raises:
+        ValueError: constructors wrote more often: a module around it has initialised it again.
+    """
+    holders: dict[int, nn.Module] = {}
+    for _, module in metas:
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                holders.setdefault(id(parameter), module)
+    again, never = dict[str, None](), dict[str, None]()
+    for meta, fresh in made.items():
+        holder = holders.get(id(fresh))
+        by_constructor, by_reset = meta._version, fresh._version - starts[meta]
+        if holder is not None and by_constructor != by_reset:
+            (again if by_constructor > by_reset else never)[label[holder]] = None
+    if again:
+        raise ValueError(
+            f"modules on the meta device must get their initial values from reset_parameters(), got {', '.join(again)}, whose "
+            f"parameters a module around them initialised again; these values would be lost: {_REMEDY}"
+        )
+    if never:
+        logger.warning(
+            "%s got new initial values from reset_parameters(), which did not make those that they had before they were on the meta "
+            "device (copies of a module, for example, begin with equal values); %s if these matter",
+            ", ".join(never),
+            _REMEDY,
+        )
+
+
+def _make_empty(
+    module: nn.Module,
+    made: dict[nn.Parameter, nn.Parameter],
+    starts: dict[nn.Parameter, int],
+    device: torch.device,
+) -> dict[str, nn.Parameter]:
+    """Give the module's meta tensors memory; return those of its parameters that another module has filled."""
+    filled: dict[str, nn.Parameter] = {}
+    for key, parameter in module._parameters.items():
+        if parameter is None or not parameter.is_meta:
+            continue
+        values = _unfilled(parameter, device)
+        fresh = nn.Parameter(values, requires_grad=parameter.requires_grad)
+        fresh.__dict__.update(parameter.__dict__)
+        if isinstance(parameter, RetiredParameter):
+            filled[key] = parameter
+        elif parameter in made:
+            filled[key] = made[parameter]
+        else:
+            made[parameter] = fresh
+            starts[parameter] = fresh._version
+        module._parameters[key] = fresh
+    for key, buffer in module._buffers.items():
+        if buffer is not None and buffer.is_meta:
+            module._buffers[key] = _unfilled(buffer, device)
+    return filled
+
+
+def _unfilled(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    values = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+    return values.fill_(float("nan")) if tensor.dtype.is_floating_point else values
 
 
 def _is_meta(module: nn.Module) -> bool:

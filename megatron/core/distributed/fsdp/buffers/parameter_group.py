@@ -25,6 +25,7 @@ from megatron.core.distributed.fsdp.buffers.retired_parameter import retire
 from megatron.core.distributed.fsdp.buffers.weights import GroupWeights
 from megatron.core.distributed.fsdp.config.mixed_precision import GroupDtypes
 from megatron.core.distributed.fsdp.config.placement import Placements
+from megatron.core.distributed.fsdp.dtensor.random_fill import draws_whole
 from megatron.core.distributed.fsdp.layout.flat_layout import FlatLayout
 from megatron.core.distributed.fsdp.mesh.group_mesh import GroupMesh
 from megatron.core.distributed.fsdp.mesh.model_parallel import is_shared_between_stages, part_of
@@ -136,7 +137,7 @@ class FsdpParameterGroup:
         part = self._parts[index]
         stride = torch.empty(part.shape, device="meta").stride()
         placements = [*part.placements, *buffer.row_placements(index)]
-        mesh = self.group_mesh.tensor_mesh or self.group_mesh.rows_mesh
+        mesh = draws_whole(self.group_mesh.tensor_mesh or self.group_mesh.rows_mesh)
         return DTensor.from_local(
             buffer.view(index), mesh, placements, run_check=False, shape=part.shape, stride=stride
         )

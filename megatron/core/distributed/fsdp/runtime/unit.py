@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from megatron.core.distributed.fsdp.buffers.materialize import Unfilled
 from megatron.core.distributed.fsdp.buffers.module_tree import ModuleTree
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
 from megatron.core.distributed.fsdp.runtime.graphs import GraphToken
@@ -46,6 +47,8 @@ class FsdpUnit:
         borrowed_groups: groups of other units that hold weights tied to this unit's; gathered for it too.
         is_deferred: its gradients are reduced at backward's end: units lie inside this one, or it runs several times
             in one graph.
+        by_reset: it was built on the meta device and got the values of ``reset_parameters``.
+        unfilled: its tensors that must get values before the first forward.
         phase: what it is doing.
         forward_range, backward_range: names of its phases on the time line.
         mark: ends the range of the backward that is under way.
@@ -64,6 +67,8 @@ class FsdpUnit:
     borrowed_groups: list[FsdpParameterGroup] = field(default_factory=list)
     is_deferred: bool = False
     has_nested: bool = False
+    by_reset: bool = False
+    unfilled: list[Unfilled] = field(default_factory=list)
     prefix: str = ""
     phase: Phase = Phase.RESTING
     forward_range: str = ""

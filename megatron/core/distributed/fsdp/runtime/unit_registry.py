@@ -5,6 +5,10 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 
+import torch
+from torch.distributed.tensor import DTensor
+
+from megatron.core.distributed.fsdp.buffers.materialize import is_unfilled
 from megatron.core.distributed.fsdp.buffers.parameter_group import REQUIRES_GRAD, FsdpParameterGroup
 from megatron.core.distributed.fsdp.comm.transport import Transport
 from megatron.core.distributed.fsdp.layout.plan import Use
@@ -22,6 +26,7 @@ class UnitRegistry:
     def __init__(self) -> None:
         self.refs: list[weakref.ref[FsdpUnit]] = []
         self.read_peers: list[Transport] = []
+        self._waits_for_values = False  # of units from the meta device
         self._groups: list[weakref.ref[FsdpParameterGroup]] = []
         self._owners: list[weakref.ref[FsdpUnit]] = []  # of the groups
 
@@ -29,6 +34,7 @@ class UnitRegistry:
         """Give the unit and its own groups numbers, and names for messages and NVTX ranges."""
         unit.index = len(self.refs)
         self.refs.append(weakref.ref(unit))
+        self._waits_for_values |= bool(unit.unfilled)
         for group in unit.own_groups:
             group.index = len(self._groups)
             group.set_prefix(unit.prefix)
@@ -80,6 +86,8 @@ class UnitRegistry:
         Raises:
             RuntimeError: one was replaced or added, or frozen or unfrozen between microbatches; the message names it.
         """
+        if self._waits_for_values:
+            self._check_filled()
         is_new = False
         for unit in self.units:
             if strangers := unit.tree.strangers():
@@ -99,3 +107,22 @@ class UnitRegistry:
                 group.follow_requires_grad()
                 self.owner(group).find_trained_groups()
         return is_new
+
+    def _check_filled(self) -> None:
+        """Check that tensors from the meta device have got values. Ranks: all of the mesh; blocks the host, once."""
+        names: list[str] = []
+        for unit in self.units:
+            found = [unit.prefix + name for name, held, key in unit.unfilled if is_unfilled(_local(held[key]))]
+            for axis in unit.own_groups[0].group_mesh.axes if unit.own_groups and unit.unfilled else ():
+                found = list(dict.fromkeys(name for theirs in axis.exchange(found) for name in theirs))
+            names += found
+        if names:
+            raise RuntimeError(
+                f"{', '.join(names)} must have values before the first forward, got none from init_fn or reset_parameters after "
+                "the meta device; fill them there, by torch.nn.init on the sharded parameters, or by load_state_dict"
+            )
+        self._waits_for_values = False
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor

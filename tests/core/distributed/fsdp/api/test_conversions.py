@@ -57,7 +57,7 @@ def conversions_to_what_there_is_already_change_nothing() -> None:
         nn.Module.float,
         nn.Module.cpu,
         lambda m: m.to(torch.float32),
-        lambda m: m.to(memory_format=torch.channels_last),
+        lambda m: m._apply(lambda t: t.clone()),
     )
 
     def loss(model: Any, rank: int, step: int) -> torch.Tensor:
@@ -69,13 +69,18 @@ def conversions_to_what_there_is_already_change_nothing() -> None:
 
     # The loss is the same on both ranks: the batches' statistics are each rank's own.
     for units in (UNITS, ()):
-        model = assert_trains_alike(Net, lambda m, u=units: shard(m, u), lambda m, _, step: loss(m, 0, step))
+        model = assert_trains_alike(Net, lambda m, u=units: shard(m, u), lambda m, _, step: loss(m, 0, step))  # type: ignore[misc]
         assert all(group_of(parameter) is not None for parameter in model.parameters())
 
 
 @CHECKS.on(2)
 def other_dtypes_and_devices_are_refused_on_a_part_too() -> None:
-    harmful = (nn.Module.double, nn.Module.half, lambda m: m.to("meta"), lambda m: m.to_empty(device="meta"))
+    harmful: tuple[Callable[[nn.Module], nn.Module], ...] = (
+        nn.Module.double,
+        nn.Module.half,
+        lambda m: m.to("meta"),
+        lambda m: m.to_empty(device="meta"),
+    )
     plain, model = seeded(Net), shard(seeded(Net), UNITS)
     theirs, ours = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (plain, model))
     for part in PARTS:

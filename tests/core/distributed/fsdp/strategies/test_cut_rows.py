@@ -24,7 +24,7 @@ from megatron.core.distributed.fsdp import (
     load_checkpoint,
     save_checkpoint,
 )
-from megatron.core.distributed.fsdp.api.state_dict_hooks import local_rows
+from megatron.core.distributed.fsdp.dtensor.random_fill import local_rows
 from megatron.core.distributed.fsdp.dtensor.row_shard import RowShard
 from tests.core.distributed.fsdp.checkpoint.test_split_checkpoints import full_tensors_survive
 from tests.core.distributed.fsdp.strategies.test_parity import Setting, assert_same_bits, train_sharded, train_unsharded
