@@ -137,6 +137,7 @@ def fully_shard(
         "whether there is a process group for all-gathers alone (fsdp_group_ag)": fsdp_group_ag is not None,
         "forward_prefetch_depth": forward_prefetch_depth,
         "backward_prefetch_depth": backward_prefetch_depth,
+        "whether there is an init_fn": init_fn is not None,
     }
     own_modules, expert_mesh = _own_modules(module), model_parallel.expert_mesh
     check_same_unit(module, own_modules, mesh, placements, expert_mesh=expert_mesh, arguments=arguments)
@@ -165,7 +166,7 @@ def fully_shard(
         )
         for parameters, layout, kinds, group_mesh in _group(managed, placements, meshes)
     ]
-    move_buffers(_own_modules(module), device)
+    move_buffers(own_modules, device)
     unit = FsdpUnit(
         type(module).__name__,
         groups,
@@ -178,7 +179,7 @@ def fully_shard(
     )
     module.__class__ = unit_class  # type: ignore[assignment]
     module._fsdp_unit = unit  # type: ignore[assignment]
-    watch_loads(unit, _own_modules(module))
+    watch_loads(unit, own_modules)
     watch_conversions(own_modules)
     context = _shared_context.get()
     if context is not None:
