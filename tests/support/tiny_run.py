@@ -7,6 +7,7 @@ import io
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TextIO
 
 from tests.support.launch import run_ranks
 
@@ -51,10 +52,11 @@ def train_all(ranks: int, flags: Mapping[str, str], *, base: str = TINY) -> dict
 
 
 def _train_on_rank(argv_by_name: dict[str, list[str]]) -> dict[str, Run]:
-    return {name: _train(argv) for name, argv in argv_by_name.items()}
+    return {name: train_one(argv) for name, argv in argv_by_name.items()}
 
 
-def _train(argv: list[str]) -> Run:
+def train_one(argv: list[str], stream: TextIO | None = None) -> Run:
+    """Train with these flags on this rank of a process group that exists; print into ``stream`` if given. Ranks: all."""
     from megatron.core.datasets.mock_corpus import MockGPTLowLevelDataset
     from megatron.training.arguments import parse_settings
     from megatron.training.launch.pretrain import pretrain
@@ -62,7 +64,7 @@ def _train(argv: list[str]) -> Run:
 
     MockGPTLowLevelDataset.size = 100  # the index of its 100,000 documents would take most of the time
     printed, error = io.StringIO(), None
-    with contextlib.redirect_stdout(printed):
+    with contextlib.redirect_stdout(stream or printed):
         try:
             pretrain(
                 parse_settings(argv),

@@ -20,7 +20,7 @@ from megatron.core.distributed.fsdp.checkpoint import CheckpointReader, StoredTe
 from megatron.training import checkpointing
 from megatron.training.checkpointing import TRACKER, CheckpointConfig, read_tracker
 from tests.support.launch import run_ranks
-from tests.support.tiny_run import SHARDED, TINY, Run, _train
+from tests.support.tiny_run import SHARDED, TINY, Run, train_one
 
 _RUN = f"{TINY} {SHARDED}"
 _ITERATION = "iter_0000002"
@@ -32,16 +32,16 @@ def save_and_fail(root: str) -> dict[str, Run]:
     if dist.get_rank() == 0:
         (folder / "file").touch()
     dist.barrier()
-    runs = {"halfway": _train(f"{_RUN} --exit-interval 2 --save {root}/halfway".split())}
-    runs["under a file"] = _train(f"{_RUN} --save {root}/file/runs".split())
+    runs = {"halfway": train_one(f"{_RUN} --exit-interval 2 --save {root}/halfway".split())}
+    runs["under a file"] = train_one(f"{_RUN} --save {root}/file/runs".split())
     real = checkpointing._try_to_write
     if dist.get_rank() == 1:  # a folder that only other ranks can write to
         checkpointing._try_to_write = lambda folder: real(folder.with_name("elsewhere"))
-    runs["elsewhere"] = _train(f"{_RUN} --save {root}/seen_by_rank_0".split())
+    runs["elsewhere"] = train_one(f"{_RUN} --save {root}/seen_by_rank_0".split())
     checkpointing._try_to_write = real
     usage = shutil.disk_usage
     shutil.disk_usage = lambda path: usage(path)._replace(free=100_000)
-    runs["small disk"] = _train(f"{_RUN} --save {root}/small".split())
+    runs["small disk"] = train_one(f"{_RUN} --save {root}/small".split())
     shutil.disk_usage = usage
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -49,7 +49,7 @@ def save_and_fail(root: str) -> dict[str, Run]:
         if dist.get_rank() == 1:
             resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
         argv = f"{_RUN} --save {root}/full --save-interval 2 {flags}".split()
-        runs[name] = _train(argv)
+        runs[name] = train_one(argv)
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     return runs
 
@@ -183,8 +183,8 @@ def loading(saving: list[dict[str, Run]], root: Path) -> dict[str, Run]:
 
 
 def load_all(root: str, names: list[str]) -> dict[str, Run]:
-    runs = {name: _train([*_RUN.split(), "--load", f"{root}/{name}"]) for name in names}
-    runs["trusted"] = _train([*_RUN.split(), "--load", f"{root}/bit", "--no-verify-checkpoint"])
+    runs = {name: train_one([*_RUN.split(), "--load", f"{root}/{name}"]) for name in names}
+    runs["trusted"] = train_one([*_RUN.split(), "--load", f"{root}/bit", "--no-verify-checkpoint"])
     return runs
 
 
