@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import pickle
 import shutil
 import subprocess
 import sys
@@ -123,6 +125,28 @@ def test_damage_is_found_when_asked_for(saved: Path, tmp_path: Path, capsys: pyt
     status, text = _main(capsys, copy, "--verify")
     assert status == 2 and str(data) in text and "must have the checksum" in text
     assert _main(capsys, copy)[0] == 0
+
+
+class Payload:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.mkdir, (self.path,)
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_payload_is_not_run(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], own: bool) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(saved / "fewer", copy)
+    (copy / ".metadata").write_bytes(pickle.dumps(Payload(tmp_path / "ran")))
+    if not own:
+        (copy / "checkpoint.json").unlink()
+    status, text = _main(capsys, copy)
+    assert status == 2 and str(copy / ".metadata") in text
+    assert not (tmp_path / "ran").exists()
 
 
 def test_what_is_no_number_is_compared_bit_for_bit(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:

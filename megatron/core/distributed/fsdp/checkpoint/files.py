@@ -84,8 +84,8 @@ def write_data(folder: Path, chunks: Sequence[Chunk], values: Mapping[str, bytes
             item = _Item(file)
             item.write(content)
             written.values[key] = item.place(name)
-        for chunk in chunks:
-            item = _Item(file, _on_host(chunk.local))
+        for chunk, tensor in _on_host_in_turn(chunks):
+            item = _Item(file, tensor)
             torch.save(item.tensor, item)  # type: ignore[arg-type]
             stored = StoredChunk(tuple(chunk.offsets), tuple(chunk.local.shape), item.place(name))
             written.chunks.append((chunk.name, chunk.local.dtype, chunk.size, stored))
@@ -380,6 +380,22 @@ class _Item:
     def place(self, name: str) -> Place:
         """Return where the item is, when all of it is written."""
         return Place(name, self._start, self._nbytes, self._crc32, self._elements)
+
+
+def _on_host_in_turn(chunks: Sequence[Chunk]) -> Iterator[tuple[Chunk, torch.Tensor]]:
+    """Yield the chunks with their elements in host memory; from a device, one is copied while the one before is written."""
+    devices = {chunk.local.device for chunk in chunks if chunk.local.device.type != "cpu"}
+    if not devices:
+        yield from ((chunk, _on_host(chunk.local)) for chunk in chunks)
+        return
+    for device in devices:  # the thread that copies has another current stream
+        torch.get_device_module(device).current_stream(device).synchronize()
+    with ThreadPoolExecutor(1) as thread:
+        copies = [thread.submit(_on_host, chunks[0].local)]
+        for chunk, following in itertools.zip_longest(chunks, chunks[1:]):
+            if following is not None:
+                copies.append(thread.submit(_on_host, following.local))
+            yield chunk, copies.pop(0).result()
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
