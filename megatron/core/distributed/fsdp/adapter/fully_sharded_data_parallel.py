@@ -15,7 +15,12 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
-from megatron.core.distributed.fsdp.adapter.model_groups import distributed_index, has_experts, model_parallel
+from megatron.core.distributed.fsdp.adapter.model_groups import (
+    check_split,
+    distributed_index,
+    has_experts,
+    model_parallel,
+)
 from megatron.core.distributed.fsdp.api.fully_shard import contexts_of, fully_shard
 from megatron.core.distributed.fsdp.api.group_meshes import is_expert
 from megatron.core.distributed.fsdp.api.module import FsdpModule, fsdp_modules
@@ -29,6 +34,7 @@ from megatron.core.distributed.fsdp.mesh.distributed_index import FSDPDistribute
 from megatron.core.distributed.fsdp.mesh.group_mesh import device_of
 from megatron.core.distributed.fsdp.runtime.context import FsdpContext
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.parallel_state import initialized_process_groups
 from megatron.core.process_groups_config import ProcessGroupCollection, group_size
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -45,14 +51,16 @@ class FullyShardedDataParallel(nn.Module):
             embedding and the output layer. Other parameters belong to the unit of the model itself.
         disable_bucketing: must be False; gradients are reduced unit by unit.
         device: the device of the shards; None: the current CUDA device if the process group uses NCCL, else the CPU.
-        pg_collection: process groups; None: shard over all ranks. Parameters are sharded over ``dp_cp``, or ``dp`` if
+        pg_collection: process groups; None: those of ``parallel_state.initialize_model_parallel``, and where that was not
+            called all ranks are data-parallel. Parameters are sharded over ``dp_cp``, or ``dp`` if
             that is None; experts (parameters with ``allreduce=False``) over ``expt_dp``. Hybrid sharding
             (``num_distributed_optimizer_instances`` above 1) shards over ``intra_dp_cp`` and replicates over
             ``inter_dist_opt``. ``tp``, ``expt_tp``, ``pp``, ``mp`` and ``embd`` say how the model is split otherwise;
             see ``ModelParallel`` for the attributes of parameters that belong to that.
 
     Raises:
-        ValueError: ``pg_collection`` lacks a process group, or they are not the axes of a mesh; the model has no module
+        ValueError: the model is split over more tensor- or pipeline-parallel ranks than there are in the process groups;
+            ``pg_collection`` lacks a process group, or they are not the axes of a mesh; the model has no module
             of a class in ``fsdp_unit_modules``; the transport cannot serve the ranks; the memory budget is a fraction,
             and the device has no memory of its own.
         NotImplementedError: ``disable_bucketing=True``.
@@ -76,7 +84,9 @@ class FullyShardedDataParallel(nn.Module):
         if disable_bucketing:
             raise NotImplementedError("disable_bucketing must be False, got True: gradients are reduced unit by unit")
         self.config, self.ddp_config, self.module = config, ddp_config, module
-        self.pg_collection = pg_collection or ProcessGroupCollection.data_parallel()
+        known = pg_collection or initialized_process_groups()
+        self.pg_collection = known or ProcessGroupCollection.data_parallel()
+        check_split(config, module, self.pg_collection, is_known=known is not None)
         self.dist_index = distributed_index(self.pg_collection, ddp_config, device, has_experts=has_experts(module))
         self._model_parallel = model_parallel(self.pg_collection, self.dist_index)
         group = self.dist_index.get_dp_group()

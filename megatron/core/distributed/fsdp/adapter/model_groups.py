@@ -80,6 +80,42 @@ def model_parallel(groups: ProcessGroupCollection, index: FSDPDistributedIndex) 
     )
 
 
+def check_split(config: object, model: nn.Module, groups: ProcessGroupCollection, *, is_known: bool) -> None:
+    """Check that the process groups know how the model is split, so that parts of tensors are not sharded as if they were one.
+
+    Args:
+        config: says so by ``tensor_model_parallel_size`` and ``pipeline_model_parallel_size``, the model by the ``tp_group`` of
+            its layers.
+        is_known: somebody gave the process groups; else all ranks are taken for data-parallel.
+
+    Raises:
+        ValueError: the model is split over more ranks than its process groups have.
+    """
+    found = [
+        (getattr(config, f"{kind}_model_parallel_size", 1), group, name, f"the config's {kind}_model_parallel_size")
+        for kind, group, name in (("tensor", groups.tp, "tp"), ("pipeline", groups.pp, "pp"))
+    ]
+    for name, module in model.named_modules():
+        own = getattr(module, "tp_group", None)
+        marked = any(getattr(p, "tensor_model_parallel", False) for p in module.parameters(recurse=False))
+        if isinstance(own, ProcessGroup) and marked:
+            is_of_experts = any(is_expert(parameter) for parameter in module.parameters(recurse=False))
+            known, its = (groups.expt_tp, "expt_tp") if is_of_experts else (groups.tp, "tp")
+            found.append((own.size(), known, its, f"the tp_group of {name}"))
+        elif marked and not hasattr(module, "tp_group") and not is_known and dist.get_world_size() > 1:
+            raise ValueError(
+                f"pg_collection must say which ranks are tensor-parallel, got None and a parameter of {name} with "
+                "tensor_model_parallel=True, whose parts on other ranks would be taken for the same; pass the collection that "
+                "initialize_model_parallel returns"
+            )
+    for num_ranks, group, its, what in found:
+        if num_ranks > group_size(group):
+            raise ValueError(
+                f"pg_collection must hold in {its} the ranks over which the model is split, {num_ranks} by {what}, got "
+                f"{group_size(group)}; pass the collection that initialize_model_parallel returns"
+            )
+
+
 def has_experts(model: nn.Module) -> bool:
     """Return whether the model has a parameter of an expert."""
     return any(is_expert(parameter) for parameter in model.parameters())
