@@ -16,13 +16,16 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from megatron.training.launch.rendezvous import Rendezvous, meet, world_size_of_environment
 from megatron.training.launch.same_settings import SettingsDifferError, report_refusal
-from megatron.training.telemetry.life_signs import LifeSigns
+from megatron.training.telemetry.life_signs import LifeSigns, Progress
 
 _GRACE_S = 2.0
 """Seconds in which a rank may end by itself, with its own error, after another one has announced its failure."""
 
 _FAREWELL_S = 3.0
 """Seconds in which the rank that serves the store waits for the others to read why the run ends."""
+
+_STALL = 0.9
+"""Part of the time-out of collectives after which a rank without progress says what it waits for."""
 
 _MEETING = timedelta(minutes=1)
 """How long a rank that refuses its command line waits for the others."""
@@ -32,21 +35,24 @@ _SMALL_WORLD = 256
 
 
 @contextmanager
-def ending_together(rendezvous: Rendezvous) -> Iterator[None]:
+def ending_together(rendezvous: Rendezvous) -> Iterator[Callable[[Progress], None]]:
     """End all ranks, within the scope, when one of them raises, and say in each error which rank failed first or is silent.
 
     A rank that waits in a collective cannot raise, so its process ends, with a line on stderr. It works where the ranks use
     a TCP store, as with torchrun; otherwise only the error itself ends a rank.
 
+    Yields:
+        What is given a function that says how far this rank is, for the report of all ranks after a time-out.
+
     Ranks: all of the run.
     Source: ours.
     """
     if rendezvous.world_size == 1 or not isinstance(rendezvous.connection, TCPStore):
-        yield
+        yield lambda progress: None
         return
     end = _EndWithOthers(rendezvous)
     try:
-        yield
+        yield end.signs.watch_progress
     except BaseException as error:
         end.fail(error)
         raise
@@ -67,6 +73,7 @@ class _EndWithOthers:
             server=rendezvous.where,
             watches=rendezvous.rank == 0,
             on_failure=self._end_soon,
+            stall_s=_STALL * rendezvous.timeout.total_seconds(),
         )
 
     def fail(self, error: BaseException) -> None:
@@ -81,7 +88,7 @@ class _EndWithOthers:
         if (first := signs.failure()) is None:
             asks = self.rendezvous.world_size <= _SMALL_WORLD or os.environ.get("LOCAL_RANK", "0") == "0"
             if asks and _is_of_communication(error):
-                error.add_note(signs.describe())
+                error.add_note(f"rank {rank} waited at {signs.where}; {signs.describe()}")
             own = "\n".join((f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())))
             first = signs.announce_failure(f"rank {rank} failed with {own}")
         if not first.startswith(f"rank {rank} "):

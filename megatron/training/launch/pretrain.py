@@ -39,6 +39,7 @@ from megatron.training.loop.train_state import TrainState
 from megatron.training.loop.train_step import Batch, ForwardStep, StepComputation, TrainStep
 from megatron.training.loop.training_loop import LoopConfig, TrainingLoop
 from megatron.training.telemetry.flops import flops_per_sample
+from megatron.training.telemetry.life_signs import Progress
 from megatron.training.telemetry.metrics import MetricLog, build_writers
 
 ModelProvider = Callable[[Settings, int, torch.device, ProcessGroupCollection], torch.nn.Module]
@@ -90,7 +91,7 @@ def pretrain(
         logging.basicConfig()  # without a handler, Python prints nothing below warnings, whatever the level
         logging.getLogger().setLevel(settings.logging.logging_level)
     rendezvous = meet(settings.distributed.timeout)
-    with ending_together(rendezvous):
+    with ending_together(rendezvous) as watch:
         compare_settings(values_to_compare(settings), rendezvous, settings.distributed.timeout)
         device = initialize_distributed(settings.distributed, rendezvous)
         if settings.cuda_graph.enabled:
@@ -100,7 +101,7 @@ def pretrain(
         seed_everything(settings.loop.seed)
         setup = set_up(settings, device, model_provider, datasets_provider)
         print_rank_0(_report(setup))
-        state = _train(setup, forward_step, start_time)
+        state = _train(setup, forward_step, start_time, watch)
     if owns_group:
         setup.model.close()
         dist.destroy_process_group()
@@ -167,7 +168,9 @@ def _report(setup: TrainingSetup) -> str:
     return f"{configuration}\n{setup.model.describe()}"
 
 
-def _train(setup: TrainingSetup, forward_step: ForwardStep, start_time: float) -> TrainState:
+def _train(
+    setup: TrainingSetup, forward_step: ForwardStep, start_time: float, watch: Callable[[Progress], None]
+) -> TrainState:
     settings, device = setup.settings, setup.device
     checkpointer = Checkpointer(
         settings.checkpoint,
@@ -215,6 +218,7 @@ def _train(setup: TrainingSetup, forward_step: ForwardStep, start_time: float) -
         device=device,
         stage=setup.stage,
     )
+    watch(loop.progress)
     try:
         reason = loop.run()
         if state.iteration >= settings.loop.train_iters:

@@ -29,6 +29,8 @@ class Rendezvous:
 
     rank: int
     world_size: int
+    timeout: timedelta
+    """After which a missing rank is an error on all others."""
 
     serves: bool = False
     """The store ends with this process."""
@@ -69,9 +71,9 @@ def meet(timeout: timedelta) -> Rendezvous:
     Source: ours.
     """
     if dist.is_initialized():
-        return _of_default_group()
+        return _of_default_group(timeout)
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
-        return Rendezvous(name="alone", connection=HashStore(), rank=0, world_size=1)
+        return Rendezvous(name="alone", connection=HashStore(), rank=0, world_size=1, timeout=timeout)
     rank, world_size = rank_of_environment(), world_size_of_environment()
     serves = rank == 0 and not _torchrun_serves()
     try:
@@ -91,17 +93,24 @@ def meet(timeout: timedelta) -> Rendezvous:
             f"{os.environ.get('MASTER_PORT')} within {timeout.total_seconds():.0f} s, got {_reason(error)}; look for ranks "
             "that did not start or have ended, and start all of them with torchrun"
         ) from error
-    return Rendezvous(name=name, connection=tcp, rank=rank, world_size=world_size, serves=serves)
+    return Rendezvous(name=name, connection=tcp, rank=rank, world_size=world_size, timeout=timeout, serves=serves)
 
 
-def _of_default_group() -> Rendezvous:
+def _of_default_group(timeout: timedelta) -> Rendezvous:
     names, rank = [uuid4().hex], dist.get_rank()
     dist.broadcast_object_list(names, src=0)
     store = dist.distributed_c10d._get_default_store()
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     serves = isinstance(store, TCPStore) and rank == 0 and not _torchrun_serves()
-    return Rendezvous(name=names[0], connection=store, rank=rank, world_size=dist.get_world_size(), serves=serves)
+    return Rendezvous(
+        name=names[0],
+        connection=store,
+        rank=rank,
+        world_size=dist.get_world_size(),
+        timeout=timeout,
+        serves=serves,
+    )
 
 
 def _torchrun_serves() -> bool:

@@ -73,6 +73,7 @@ class StepComputation:
         self.pipeline = Pipeline(self.stage)
         set_num_microbatches(model, num_microbatches)
         self.auxiliary_losses = record_auxiliary_losses(model, model.config)
+        self.microbatch = 0  # whose forward or backward has begun last
 
     def __call__(self, microbatches: Iterable[Batch], draw: Callable[[int], None]) -> dict[str, Tensor]:
         """Run one step; return the tensors of a ``StepRecord`` by name. Does not block the host.
@@ -130,6 +131,7 @@ class _Microbatches:
         self.sums = torch.zeros(2, dtype=torch.float64, device=step.device)
 
     def forward(self, index: int, hidden_states: Tensor | None) -> Tensor:
+        self.step.microbatch = index
         data = next(self.microbatches)
         # After next(), since loaders may draw random numbers, on which dropout must not depend.
         self.draw(index)

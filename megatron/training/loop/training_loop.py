@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from megatron.core.distributed.fsdp import contexts_of
 from megatron.core.pipeline_parallel import PipelineStage
 from megatron.training.checkpointing import Checkpointer
 from megatron.training.data.batches import BatchConfig
@@ -92,6 +93,7 @@ class TrainingLoop:
         self.train_batches, self.valid_batches = train_batches, valid_batches
         self.checkpointer, self.agreement, self.log, self.garbage = checkpointer, agreement, log, garbage
         self.device, self.stage = device, stage
+        self._contexts = contexts_of(step.model)
 
     def run(self) -> str:
         """Train to the end, save the last state and return why training ended.
@@ -117,6 +119,12 @@ class TrainingLoop:
         self.checkpointer.save(self.state)
         self.checkpointer.finish()
         return reason or "all iterations are done"
+
+    def progress(self) -> tuple[int, str]:
+        """How many collectives of the engine this rank has begun, and where it is, in words; from any thread."""
+        of_contexts = [context.progress for context in self._contexts]
+        where = f"iteration {self.state.iteration + 1}, microbatch {self.step.computation.microbatch}"
+        return sum(number for number, _ in of_contexts), ", ".join((where, *(words for _, words in of_contexts)))
 
     def _where(self) -> str:
         return (

@@ -18,6 +18,8 @@ from typing import TypeVar
 from torch.distributed import PrefixStore, Store
 
 T = TypeVar("T")
+Progress = Callable[[], tuple[int, str]]
+"""Returns how many collectives a rank has begun, and where it is, in words; from any thread."""
 
 INTERVAL_S = 2.0
 """Seconds between two signs of a rank."""
@@ -27,6 +29,9 @@ _SILENCE = 3
 
 _WATCH = 15
 """Intervals between two checks of all ranks by rank 0 during training."""
+
+_MAX_ACTS = 8
+"""Ranks whose last act is said."""
 
 _FAILURE = "failure"
 _GONE = "gone"
@@ -41,6 +46,8 @@ class LifeSigns:
         server: words for what serves the store.
         watches: check all ranks at intervals, and report on stderr when one falls silent.
         on_failure: is called from the thread, once, with what another rank has announced.
+        stall_s: seconds without progress after which this rank reports what it waits for, on stderr: a backend may end
+            the process at its time-out without an exception. None: it does not.
 
     Ranks: all, each for itself; a thread runs until ``close``.
     """
@@ -56,18 +63,21 @@ class LifeSigns:
         interval_s: float = INTERVAL_S,
         watches: bool = False,
         on_failure: Callable[[str], None] | None = None,
+        stall_s: float | None = None,
     ) -> None:
         self.rank, self.world_size, self.interval_s, self.server = rank, world_size, interval_s, server
         self._store = PrefixStore(f"{name}/life_signs", store.clone())  # type: ignore[attr-defined]
         self._asking = PrefixStore(f"{name}/life_signs", store.clone())  # type: ignore[attr-defined]
         self._host, self._watches, self._on_failure = socket.gethostname(), watches, on_failure
+        self._stall_s, self._moved = stall_s, (0, time.monotonic())
         self._ended = threading.Event()
+        self._progress: Progress = lambda: (0, "set-up")
         self._sign(0)
         self._thread = threading.Thread(target=self._run, name="life signs", daemon=True)
         self._thread.start()
 
     def silent_ranks(self) -> dict[int, str] | None:
-        """Return the hosts, by rank, of the ranks without a sign within a few intervals; None: the store does not answer.
+        """Return the last sign, by rank, of the ranks without one within a few intervals; None: the store does not answer.
 
         Blocks for these intervals.
         """
@@ -85,9 +95,30 @@ class LifeSigns:
                 f"rank {self.rank} on host {self._host} could not ask which ranks are silent: {self.server} did not answer: "
                 "ended, stopped, or disconnected"
             )
-        if not silent:
-            return f"all ranks gave a sign of life within {seconds:.0f} s: none has ended, but one may hang in its computation"
-        return f"no sign of life within {seconds:.0f} s from {_names(silent)}: ended, stopped, or disconnected"
+        if silent:
+            return (
+                f"no sign of life within {seconds:.0f} s from {_names(silent)}: ended, stopped, or disconnected"
+                f"{_last_acts(silent)}"
+            )
+        return f"all ranks gave a sign of life within {seconds:.0f} s: none has ended; {self._who_is_behind()}"
+
+    @property
+    def where(self) -> str:
+        """Where this rank is, in words."""
+        return self._progress()[1]
+
+    def watch_progress(self, progress: Progress) -> None:
+        """Add to each sign from now on how far this rank is."""
+        self._progress = progress
+
+    def _who_is_behind(self) -> str:
+        """Describe which ranks have begun fewer collectives than others."""
+        signs = self._signs() or []
+        begun = [int(sign.split()[2]) for sign in signs]
+        behind = {rank: sign for rank, sign in enumerate(signs) if begun[rank] < max(begun)}
+        if not behind:
+            return "all have begun equally many collectives, so one may hang in its computation, or the network"
+        return f"not come to where the others wait: {_names(behind)}{_last_acts(behind)}"
 
     def announce_failure(self, text: str) -> str:
         """Tell all ranks that this one has failed; return what the first one to fail has announced."""
@@ -127,6 +158,7 @@ class LifeSigns:
                 if self._on_failure is not None and self._store.check([_FAILURE]):
                     self._on_failure(self._store.get(_FAILURE).decode())
                     self._on_failure = None
+                self._report_stall()
             except RuntimeError:
                 continue  # the network may recover; if not, a collective fails
             if self._watches and count % _WATCH == 0:
@@ -135,6 +167,22 @@ class LifeSigns:
                     known = self._tell(_unchanged(seen, now), known)
                 seen = now
 
+    def _report_stall(self) -> None:
+        """Say what this rank waits for, and who has not come, once after each progress."""
+        number, words = self._progress()
+        last, since = self._moved
+        if number != last:
+            self._moved = (number, time.monotonic())
+        elif self._stall_s is not None and number and time.monotonic() - since > self._stall_s:
+            self._moved = (number, float("inf"))
+            # In a thread, since this one must go on giving signs.
+            threading.Thread(target=self._say_stall, args=(words,), daemon=True).start()
+
+    def _say_stall(self, words: str) -> None:
+        report = f"rank {self.rank} has begun no collective for {self._stall_s:.0f} s, at {words}; {self.describe()}"
+        if not self._ended.is_set():
+            print(f" {report}", file=sys.stderr, flush=True)
+
     def _tell(self, silent: dict[int, str], known: dict[int, str]) -> dict[int, str]:
         if fallen := {rank: host for rank, host in silent.items() if rank not in known}:
             seconds = _WATCH * self.interval_s
@@ -142,7 +190,8 @@ class LifeSigns:
         return silent
 
     def _sign(self, count: int) -> None:
-        self._store.set(str(self.rank), f"{count} {self._host}")
+        number, words = self._progress()
+        self._store.set(str(self.rank), f"{count} {self._host} {number} {words}")
 
     def _signs(self) -> list[str] | None:
         """Return the last sign of each rank; None if the store does not answer in time."""
@@ -165,8 +214,15 @@ class LifeSigns:
 
 
 def _unchanged(before: list[str], after: list[str]) -> dict[int, str]:
-    return {rank: new.split()[1] for rank, (old, new) in enumerate(zip(before, after, strict=True)) if old == new}
+    return {rank: new for rank, (old, new) in enumerate(zip(before, after, strict=True)) if old == new}
 
 
-def _names(ranks: dict[int, str]) -> str:
-    return ", ".join(f"rank {rank} (host {host})" for rank, host in ranks.items())
+def _names(signs: dict[int, str]) -> str:
+    """Name ranks with their hosts."""
+    return ", ".join(f"rank {rank} (host {sign.split()[1]})" for rank, sign in signs.items())
+
+
+def _last_acts(signs: dict[int, str]) -> str:
+    """Say what ranks did last, as far as their signs do."""
+    acts = [f"; rank {rank} was last at {sign.split(maxsplit=3)[3]}" for rank, sign in signs.items()]
+    return "".join(acts[:_MAX_ACTS])

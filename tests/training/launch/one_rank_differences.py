@@ -139,7 +139,7 @@ def _start(line: str) -> tuple[int, str]:
 
     printed = io.StringIO()
     launch = sys.modules["megatron.training.launch.pretrain"]
-    with contextlib.redirect_stderr(printed), mock.patch.object(launch, "_set_up", allocates):
+    with contextlib.redirect_stderr(printed), mock.patch.object(launch, "set_up", allocates):
         status = pretrain_gpt.main(line.split())
     return status, printed.getvalue()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import textwrap
 import time
@@ -94,3 +95,42 @@ def test_a_refusal_of_all_ranks_is_reported_once(start: Start) -> None:
     outputs = [process.communicate(timeout=120)[0] for process in processes]
     assert [process.returncode for process in processes] == [2, 2]
     assert outputs == ["pretrain_gpt.py: error: --lrr is unknown; did you mean --lr?\n", ""]
+
+
+_HANGS = """
+import datetime, os, sys, time
+import pretrain_gpt
+from megatron.training.launch.distributed_init import DistributedConfig
+
+DistributedConfig.timeout = datetime.timedelta(seconds=8)
+calls, forward_step = [], pretrain_gpt.forward_step
+
+def hang(batch, model):
+    calls.append(None)
+    if os.environ["RANK"] == "1" and len(calls) == 6:
+        time.sleep(1000)
+    return forward_step(batch, model)
+
+pretrain_gpt.forward_step = hang
+pretrain_gpt.run_script(pretrain_gpt.main, sys.argv[1:])
+"""
+
+
+def test_a_time_out_names_who_has_not_come_and_what_that_rank_did_last(start: Start, tmp_path: Path) -> None:
+    """Each step has two microbatches, so that rank 1 hangs before the last forward of the third step."""
+    script = tmp_path / "script.py"
+    script.write_text(_HANGS)
+    processes = start(f"{TINY} {SHARDED}", script=str(script))
+    outputs = [process.communicate(timeout=200)[0] for process in processes]
+    assert [process.returncode for process in processes] == [1, 1]
+    waits = outputs[0].strip().splitlines()
+    assert re.search(
+        r"all-gather of the weights of \S+ and \d+ more \(forward\) must be joined by all of ranks", outputs[0]
+    )
+    assert "rank 0 waited at iteration 3, microbatch 1, all-gather" in waits[-1]
+    assert "not come to where the others wait: rank 1 (host" in waits[-1]
+    assert "rank 1 was last at iteration 3, microbatch 1, all-gather" in waits[-1]
+    assert "rank 0 has begun no collective for 7 s, at iteration 3" in outputs[0], (
+        "NCCL may end it without an exception"
+    )
+    assert "rank 1 ends, since rank 0 failed with RuntimeError: all-gather of the weights of" in outputs[1]

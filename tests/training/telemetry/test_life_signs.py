@@ -28,10 +28,11 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[list[LifeSigns]]:
 @pytest.mark.parametrize("ranks", [0.3], indirect=True)  # threads of a busy machine may come late
 def test_ranks_that_stopped_are_named_with_their_host(ranks: list[LifeSigns]) -> None:
     assert ranks[0].silent_ranks() == {}
-    assert "none has ended" in ranks[0].describe()
+    assert "none has ended; all have begun equally many" in ranks[0].describe()
     ranks[2].close()
     assert list(ranks[1].silent_ranks() or {}) == [2]
-    assert "from rank 2 (host " in ranks[1].describe() and "rank 1" not in ranks[1].describe()
+    told = ranks[1].describe()
+    assert "from rank 2 (host " in told and "rank 1" not in told and told.endswith("; rank 2 was last at set-up")
 
 
 @pytest.mark.parametrize("ranks", [_INTERVAL_S], indirect=True)
@@ -73,3 +74,20 @@ def test_a_failure_reaches_all_ranks_once_and_the_first_one_counts() -> None:
     assert other.failure() is None, "of another start"
     for signs in (first, second, other):
         signs.close()
+
+
+def test_a_rank_that_is_behind_the_others_is_named_with_what_it_did_last(capfd: pytest.CaptureFixture[str]) -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=5), wait_for_workers=False)
+    ranks = [LifeSigns(server, rank=rank, world_size=3, interval_s=0.3, stall_s=0.5) for rank in range(3)]
+    for rank, signs in enumerate(ranks):
+        signs.watch_progress(lambda rank=rank: (10 - rank // 2, f"reduction {rank}"))  # type: ignore[misc]
+    time.sleep(0.7)
+    told = ranks[0].describe()
+    assert "not come to where the others wait: rank 2 (host " in told and told.endswith(
+        "; rank 2 was last at reduction 2"
+    )
+    time.sleep(3)
+    for signs in ranks:
+        signs.close()
+    said = capfd.readouterr().err
+    assert said.count("rank 0 has begun no collective for 0 s, at reduction 0; all ranks gave a sign") == 1

@@ -109,6 +109,13 @@ class FsdpContext:
         plan = self.plan or self.planner.expect(self.units, self.groups)
         return report_memory(self.groups, plan, is_planned=self.plan is not None)
 
+    @property
+    def progress(self) -> tuple[int, str]:
+        """How many collectives this rank has begun, and the last ones in words; from any thread."""
+        gathers, reductions = self.unsharder, self.grad_reducer
+        words = f"all-gather {gathers.num_gathers} of {gathers.latest}, reduction {reductions.num_reductions} of {reductions.latest}"
+        return gathers.num_gathers + reductions.num_reductions, words
+
     # ---- microbatches -------------------------------------------------------------------------------------------
 
     @property

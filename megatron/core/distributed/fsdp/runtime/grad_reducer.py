@@ -23,7 +23,8 @@ class GradReducer:
         recorder: writes down when reduce-scatter inputs are taken and reduced, while a step is recorded.
         poisons: fill reduced inputs with NaN.
         overlaps: reductions run beside backward; else compute waits for each of them.
-        num_reductions: reductions so far.
+        num_reductions: reductions that have been begun.
+        latest: the group of the last one.
         overlapping: groups that share addresses in the arena, by group number.
     """
 
@@ -33,6 +34,7 @@ class GradReducer:
         self.poisons = False
         self.overlaps = True
         self.num_reductions = 0
+        self.latest: FsdpParameterGroup | None = None
         self.overlapping: dict[int, set[FsdpParameterGroup]] = {}
         self._holding: dict[FsdpParameterGroup, None] = {}  # groups whose reduce-scatter input backward writes
         self._last: Any = None
@@ -148,6 +150,8 @@ class GradReducer:
         self.streams.wait(Edge.GRADS_WRITTEN, self._written)
         nvtx.push(group.reduce_range)
         with self.streams.on(Role.REDUCE):  # no buffer requires gradients: there is nothing to record
+            self.num_reductions += 1
+            self.latest = group
             try:
                 grads.reduce(overwrite=overwrite, is_last=is_last, has_input=has_input)
             except torch.OutOfMemoryError:
@@ -158,7 +162,6 @@ class GradReducer:
                 nvtx.pop()
             if self.poisons:
                 grads.input_storage.flat.fill_(float("nan"))
-        self.num_reductions += 1
         grads.reduced = grads.reduced_event = self._last = self.streams.record(Role.REDUCE, grads.reduced_event)
         self._release_input(group)
         self._finished.append(group)

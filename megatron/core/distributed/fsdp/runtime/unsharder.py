@@ -22,7 +22,8 @@ class Unsharder:
         recorder: writes down what is gathered and released, while a step is recorded.
         poisons: fill released memory with NaN.
         live: groups whose full weight is complete, or whose all-gather is under way.
-        num_gathers: all-gathers so far.
+        num_gathers: all-gathers that have been begun.
+        latest: the group of the last one.
         overlapping: groups that share addresses in the arena, by group number.
         can_move: True if no graph will look for weights where they are.
     """
@@ -34,6 +35,7 @@ class Unsharder:
         self.poisons = False
         self.live: dict[FsdpParameterGroup, None] = {}
         self.num_gathers = 0
+        self.latest: FsdpParameterGroup | None = None
         self.overlapping: dict[int, set[FsdpParameterGroup]] = {}
         self.can_move: Callable[[], bool] = lambda: True
         self._updated: Any = None  # compute has written main weights; None once all-gathers have waited for that
@@ -89,8 +91,9 @@ class Unsharder:
                 if forward:
                     self._sync(group, is_stale)
                 if weights.needs_gather:
-                    weights.all_gather()
                     self.num_gathers += 1
+                    self.latest = group
+                    weights.all_gather()
             except torch.OutOfMemoryError:
                 raise
             except RuntimeError as error:
