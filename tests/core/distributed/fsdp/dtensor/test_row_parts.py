@@ -23,8 +23,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.placement_types import Placement
 
-from megatron.core.distributed.fsdp.api.state_dict_hooks import local_rows
 from megatron.core.distributed.fsdp.dtensor.block_shard import BlockShard
+from megatron.core.distributed.fsdp.dtensor.random_fill import local_rows
 from megatron.core.distributed.fsdp.dtensor.row_shard import RowShard
 from megatron.core.distributed.fsdp.dtensor.tensor_pieces import _boxes, boxes_of, pieces_of
 from megatron.core.distributed.fsdp.layout.flat_layout import FlatLayout, TensorSlot, pack_rows
