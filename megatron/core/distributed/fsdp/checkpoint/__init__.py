@@ -15,8 +15,8 @@ says the same to DCP, and ``.saved-by-megatron-fsdp``, by which a later save kno
 
 from megatron.core.distributed.fsdp.checkpoint.agreement import agree
 from megatron.core.distributed.fsdp.checkpoint.description import StoredTensor
-from megatron.core.distributed.fsdp.checkpoint.files import CheckpointReader
 from megatron.core.distributed.fsdp.checkpoint.load import load_checkpoint
+from megatron.core.distributed.fsdp.checkpoint.reader import CheckpointReader
 from megatron.core.distributed.fsdp.checkpoint.save import AsyncSave, planned_nbytes, save_checkpoint
 from megatron.core.distributed.fsdp.checkpoint.state import EXTRA_STATE, OPTIMIZER
 

@@ -15,7 +15,6 @@ from torch import nn
 from megatron.core.distributed.fsdp.api.module import fsdp_modules
 from megatron.core.distributed.fsdp.checkpoint.agreement import agree, check_initialized, digest_of, firsts
 from megatron.core.distributed.fsdp.checkpoint.description import Entries, StoredTensor
-from megatron.core.distributed.fsdp.checkpoint.files import CheckpointReader
 from megatron.core.distributed.fsdp.checkpoint.optimizer import (
     KIND,
     PARAM_GROUPS,
@@ -24,6 +23,7 @@ from megatron.core.distributed.fsdp.checkpoint.optimizer import (
     torch_optimizer,
 )
 from megatron.core.distributed.fsdp.checkpoint.problems import Problems
+from megatron.core.distributed.fsdp.checkpoint.reader import CheckpointReader
 from megatron.core.distributed.fsdp.checkpoint.state import (
     EXTRA_STATE,
     OPTIMIZER,

@@ -1,0 +1,385 @@
+"""Read a checkpoint's items: plain values, and tensors straight into their memory. Nothing that stands in them is executed.
+
+What is read is compared with its checksums first, while nothing has changed.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import os
+import pickle
+import sys
+import zipfile
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from megatron.core.distributed.fsdp.checkpoint.chunks import Chunk, local_chunks
+from megatron.core.distributed.fsdp.checkpoint.dcp_metadata import decode_metadata
+from megatron.core.distributed.fsdp.checkpoint.description import (
+    DESCRIPTION,
+    Description,
+    Entries,
+    Place,
+    StoredChunk,
+    StoredTensor,
+    StoredValue,
+    check_coverage,
+    decode,
+)
+from megatron.core.distributed.fsdp.checkpoint.folder import DATA_SUFFIX, MARKER, find_folder
+from megatron.core.distributed.fsdp.checkpoint.state import NamedTensor
+
+_NamedChunk = tuple[str, torch.dtype, StoredChunk]  # of the tensor with this name and dtype
+_VERIFY_THREADS = 4  # zlib computes without Python's lock
+_VERIFY_NBYTES = 1 << 20  # stays in the cache of a core between reading and summing
+
+
+class CheckpointReader:
+    """A checkpoint on disk, read without a model or process group. Nothing that stands in it is executed.
+
+    Args:
+        path: the folder. If a save was killed while it replaced that folder, what it left beside it is read.
+        verify: compare what is read with its checksums; False trusts it.
+
+    Raises:
+        FileNotFoundError: no complete checkpoint is there.
+        ValueError: its description cannot be read, or the folder has files of another save.
+
+    Attributes:
+        folder: the folder that is read.
+        entries: shape, dtype and places of tensors, and places of plain values, by name.
+        has_checksums: our saves write them. Without them, only those of the archives of ``torch.save`` are compared.
+
+    Ranks: each reads what it needs, on its own.
+    """
+
+    def __init__(self, path: Path, *, verify: bool = True) -> None:
+        self.folder = find_folder(path)
+        self._verify = verify
+        description = _read_description(self.folder)
+        self.entries: Entries = description.entries
+        self.has_checksums = description.has_checksums
+        self._sizes = description.files
+        if self.has_checksums:
+            self._check_no_strangers()
+
+    def values(self, names: Sequence[str]) -> dict[str, Any]:
+        """Read plain values and return them by name; tensors in them are on the CPU.
+
+        Raises:
+            FileNotFoundError: a file that has some of it is gone or too short.
+            ValueError: what is there is not what was written.
+        """
+        places = {name: self._entry(name, StoredValue).place for name in names}
+        self._check_files(places.values())
+        return {name: self._value(name, place) for name, place in places.items()}
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Read a whole tensor into CPU memory.
+
+        Raises:
+            FileNotFoundError: a file that has some of it is gone or too short.
+            ValueError: what is there is not what was written.
+        """
+        stored = self._entry(name, StoredTensor)
+        self._check_stored(name, stored)
+        whole = torch.empty(stored.size, dtype=stored.dtype)
+        plan = self.plan([NamedTensor((name,), whole)])
+        self.verify(plan)
+        self.read(plan)
+        return whole
+
+    def plan(self, tensors: Sequence[NamedTensor]) -> ReadPlan:
+        """Return how to read this rank's parts of tensors, which must be in the checkpoint under their first names.
+
+        Raises:
+            FileNotFoundError: a file that has some of it is gone or too short.
+            ValueError: the checkpoint does not hold each element of a tensor once.
+        """
+        pieces: list[_Piece] = []
+        for entry in tensors:
+            stored = self._entry(entry.name, StoredTensor)
+            self._check_stored(entry.name, stored)
+            for chunk in local_chunks(entry.name, entry.tensor):
+                pieces += _pieces(entry.name, stored, chunk)
+        pieces.sort(key=lambda piece: (piece.chunk.place.file, piece.chunk.place.offset))
+        self._check_files(piece.chunk.place for piece in pieces)
+        return ReadPlan(pieces)
+
+    def verify(self, plan: ReadPlan) -> None:
+        """Compare what the plan will read with what was written, before anything changes.
+
+        Raises:
+            ValueError: they differ; names the file and the tensor.
+        """
+        if self._verify:
+            places = {(piece.chunk.place.file, piece.chunk.place.offset): piece for piece in plan.pieces}
+            self._verify_chunks([(piece.name, piece.dtype, piece.chunk) for piece in places.values()])
+
+    def verify_all(self) -> None:
+        """Compare all of the checkpoint with what was written, also what no model would read here.
+
+        Raises:
+            FileNotFoundError: a file is gone or too short.
+            ValueError: something differs; names the file and the entry.
+        """
+        tensors = {name: entry for name, entry in self.entries.items() if isinstance(entry, StoredTensor)}
+        chunks = [(name, entry.dtype, chunk) for name, entry in tensors.items() for chunk in entry.chunks]
+        for name, entry in tensors.items():
+            self._check_stored(name, entry)
+        self._check_files(chunk.place for *_, chunk in chunks)
+        self._verify_chunks(chunks)
+        self.values([name for name in self.entries if name not in tensors])
+
+    def read(self, plan: ReadPlan) -> None:
+        """Read the plan's tensors in place, converting to their dtype."""
+        for name, pieces in itertools.groupby(plan.pieces, key=lambda piece: piece.chunk.place.file):
+            with open(self.folder / name, "rb", buffering=0) as file:
+                for piece in pieces:
+                    _read_piece(file, piece)
+
+    def _entry(self, name: str, kind: type[Any]) -> Any:
+        entry = self.entries[name]
+        assert isinstance(entry, kind), name
+        return entry
+
+    def _value(self, name: str, place: Place) -> Any:
+        path = self.folder / place.file
+        with open(path, "rb", buffering=0) as file:
+            content = _read_bytes(file, place)
+        try:
+            if self._verify and place.crc32 is None:
+                _check_archive(io.BytesIO(content))
+            elif self._verify:
+                self._compare(name, place, zlib.crc32(content))
+            return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+        except pickle.UnpicklingError as error:  # its own text proposes to run what stands there
+            raise ValueError(
+                f"{path}: {name} must be made of plain values and tensors, got something else, which was not run; it is "
+                "damaged or of another program, load another checkpoint"
+            ) from error
+        except Exception as error:  # whatever a damaged archive leads to
+            raise ValueError(
+                f"{path}: {name} must be a plain value as it was written, got {type(error).__name__}: {str(error)[:400]}; "
+                "the checkpoint is damaged, load another one"
+            ) from error
+
+    def _verify_chunks(self, chunks: Sequence[_NamedChunk]) -> None:
+        with ThreadPoolExecutor(_VERIFY_THREADS) as threads:
+            for _ in threads.map(self._verify_chunk, chunks):
+                pass
+
+    def _verify_chunk(self, named: _NamedChunk) -> None:
+        name, dtype, chunk = named
+        place, path = chunk.place, self.folder / chunk.place.file
+        with open(path, "rb", buffering=0) as file:
+            if place.crc32 is not None:
+                crc32 = _checksum(file, place)
+                self._compare(name, place, crc32)
+                return
+            content = io.BytesIO(_read_bytes(file, place))
+        try:
+            _check_archive(content)
+            _check_archived(_load_archived(content), dtype, chunk)
+        except Exception as error:  # whatever a damaged archive leads to
+            raise ValueError(
+                f"{path}: the bytes from {place.offset} on must be a part of {name}, got "
+                f"{type(error).__name__}: {str(error)[:300]}; the checkpoint is damaged, load another one"
+            ) from error
+
+    def _compare(self, name: str, place: Place, crc32: int) -> None:
+        if place.crc32 is not None and place.crc32 != crc32:
+            raise ValueError(
+                f"{self.folder / place.file}: the {place.nbytes} bytes from {place.offset} on, which hold {name}, must have "
+                f"the checksum {place.crc32:08x} with which they were written, got {crc32:08x}: the file was damaged or "
+                "belongs to another save; load another checkpoint"
+            )
+
+    def _check_stored(self, name: str, stored: StoredTensor) -> None:
+        check_coverage(name, stored, self.folder)
+        for chunk in stored.chunks:
+            if chunk.numel * stored.dtype.itemsize > chunk.place.nbytes:
+                raise ValueError(
+                    f"{self.folder / chunk.place.file}: a piece of {name} must have its {chunk.numel} elements, got "
+                    f"{chunk.place.nbytes} bytes"
+                )
+
+    def _check_files(self, places: Iterable[Place]) -> None:
+        needed: dict[str, int] = {}
+        for place in places:
+            needed[place.file] = max(needed.get(place.file, 0), place.offset + place.nbytes)
+        for name, nbytes in needed.items():
+            path, exact = self.folder / name, self._sizes.get(name)
+            have = os.path.getsize(path) if path.is_file() else None
+            if have is None or have < nbytes or (exact is not None and have != exact):
+                wanted = f"{nbytes} bytes or more" if exact is None else f"{exact} bytes"
+                raise FileNotFoundError(
+                    f"{path} must have {wanted}, got {'no file' if have is None else f'{have} bytes'}: "
+                    "the checkpoint was damaged after it was written; load another one"
+                )
+
+    def _check_no_strangers(self) -> None:
+        for path in self.folder.iterdir():
+            if path.suffix == DATA_SUFFIX and path.name not in self._sizes:
+                raise ValueError(
+                    f"{path} is not of this checkpoint, whose {DESCRIPTION} names its files: another save left it, or "
+                    "files of several saves were mixed; restore the folder or load another checkpoint"
+                )
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A box of a stored chunk, and the memory for it.
+
+    Args:
+        name: the tensor's.
+        dtype: the stored one.
+        begin: indices in the chunk at which the box begins; its shape is the target's.
+    """
+
+    name: str
+    dtype: torch.dtype
+    chunk: StoredChunk
+    begin: tuple[int, ...]
+    target: torch.Tensor
+
+
+@dataclass(frozen=True)
+class ReadPlan:
+    """The pieces that a rank reads, in the order of files and places."""
+
+    pieces: list[_Piece]
+
+
+def _read_description(folder: Path) -> Description:
+    marker, own = (folder / MARKER), folder / DESCRIPTION
+    metadata = marker.read_bytes()
+    if not own.is_file():
+        return decode_metadata(metadata, marker)
+    description = decode(own.read_bytes(), own)
+    if zlib.crc32(metadata) != description.metadata_crc32:
+        raise ValueError(
+            f"{marker} must have the checksum that {own.name} names, got another: one of the two was damaged or belongs to "
+            "another save; load another checkpoint"
+        )
+    return description
+
+
+def _pieces(name: str, stored: StoredTensor, chunk: Chunk) -> Iterator[_Piece]:
+    """Yield what the chunk of this rank needs of each stored chunk."""
+    if chunk.local.numel() == 0:
+        return
+    for source in stored.chunks:
+        begins = [max(own, other) for own, other in zip(chunk.offsets, source.offsets, strict=True)]
+        ends = [
+            min(own + length, other + size)
+            for own, length, other, size in zip(
+                chunk.offsets, chunk.local.shape, source.offsets, source.sizes, strict=True
+            )
+        ]
+        if any(end <= begin for begin, end in zip(begins, ends, strict=True)):
+            continue
+        target = chunk.local.detach()
+        for dim, (begin, end, own) in enumerate(zip(begins, ends, chunk.offsets, strict=True)):
+            target = target.narrow(dim, begin - own, end - begin)
+        within = tuple(begin - other for begin, other in zip(begins, source.offsets, strict=True))
+        yield _Piece(name, stored.dtype, source, within, target)
+
+
+@torch.no_grad()
+def _read_piece(file: BinaryIO, piece: _Piece) -> None:
+    chunk, target = piece.chunk, piece.target
+    if chunk.place.elements is None or sys.byteorder != "little":
+        whole = _load_archived(io.BytesIO(_read_bytes(file, chunk.place)))
+        _check_archived(whole, piece.dtype, chunk)
+        target.copy_(_box_of(whole, piece))
+        return
+    start = chunk.place.offset + chunk.place.elements
+    first = _first_element(chunk.sizes, piece.begin, target.shape)
+    if first is None:
+        whole = torch.empty(chunk.sizes, dtype=piece.dtype)
+        _read_elements(file, start, whole)
+        target.copy_(_box_of(whole, piece))
+        return
+    start += first * piece.dtype.itemsize
+    if target.device.type == "cpu" and target.dtype == piece.dtype and target.is_contiguous():
+        _read_elements(file, start, target)
+        return
+    box = torch.empty(target.shape, dtype=piece.dtype)
+    _read_elements(file, start, box)
+    target.copy_(box)
+
+
+def _first_element(sizes: Sequence[int], begin: Sequence[int], lengths: Sequence[int]) -> int | None:
+    """Return the index of a box's first element in its chunk; None if the box has gaps there."""
+    dims = [dim for dim, (length, size) in enumerate(zip(lengths, sizes, strict=True)) if length != size]
+    # Beyond the first dim that is cut, all must be whole; before the last one that is, of length one.
+    if dims and any(lengths[dim] != 1 for dim in range(dims[-1])):
+        return None
+    first = 0
+    for index, size in zip(begin, sizes, strict=True):
+        first = first * size + index
+    return first
+
+
+def _box_of(whole: torch.Tensor, piece: _Piece) -> torch.Tensor:
+    for dim, (begin, length) in enumerate(zip(piece.begin, piece.target.shape, strict=True)):
+        whole = whole.narrow(dim, begin, length)
+    return whole
+
+
+def _load_archived(content: io.BytesIO) -> torch.Tensor:
+    loaded: torch.Tensor = torch.load(content, map_location="cpu", weights_only=True)
+    return loaded
+
+
+def _check_archive(content: io.BytesIO) -> None:
+    """Compare the records of an archive with the checksums that torch.save wrote."""
+    with zipfile.ZipFile(content) as archive:
+        damaged = archive.testzip()
+    if damaged is not None:
+        raise ValueError(f"another checksum of {damaged} than torch.save wrote")
+    content.seek(0)
+
+
+def _check_archived(loaded: Any, dtype: torch.dtype, chunk: StoredChunk) -> None:
+    wanted = (dtype, tuple(chunk.sizes))
+    got = (loaded.dtype, tuple(loaded.shape)) if isinstance(loaded, torch.Tensor) else type(loaded)
+    if got != wanted:
+        raise ValueError(f"{got} in place of {wanted}")
+
+
+def _read_elements(file: BinaryIO, start: int, tensor: torch.Tensor) -> None:
+    _read_into(file, start, tensor.reshape(-1).view(torch.uint8).numpy().data)
+
+
+def _read_bytes(file: BinaryIO, place: Place) -> bytearray:
+    content = bytearray(place.nbytes)
+    _read_into(file, place.offset, memoryview(content))
+    return content
+
+
+def _read_into(file: BinaryIO, start: int, view: memoryview) -> None:
+    file.seek(start)
+    while view.nbytes:
+        count = file.readinto(view)  # type: ignore[attr-defined]
+        if not count:
+            raise OSError(f"{file.name} ended {view.nbytes} bytes early: it was longer when it was opened")
+        view = view[count:]
+
+
+def _checksum(file: BinaryIO, place: Place) -> int:
+    buffer = memoryview(bytearray(min(_VERIFY_NBYTES, place.nbytes)))
+    crc32, done = 0, 0
+    while done < place.nbytes:
+        piece = buffer[: min(len(buffer), place.nbytes - done)]
+        _read_into(file, place.offset + done, piece)
+        crc32, done = zlib.crc32(piece, crc32), done + len(piece)
+    return crc32
