@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import repeat
 from sys import getrefcount
 from typing import Any
@@ -42,6 +42,7 @@ class GroupGradients:
         main: [T] DTensors over the main gradient, which ``param.grad`` become.
         partial_storage: memory of sums over microbatches that are not reduced yet.
         accumulates_partial: microbatches before the last are summed locally, not reduced.
+        absent: indices of the parameters that got no gradient on this rank since ``param.grad`` was None.
         is_owed: the backward under way owes the gradient.
         reduced: event of the latest reduction that read the reduce-scatter input; None once nobody need wait for it.
         read_by_update: an optimizer update beside compute reads the main gradient, and compute has not waited for it.
@@ -65,6 +66,7 @@ class GroupGradients:
         self.main: list[DTensor] = []
         self._trained_main: list[DTensor] = []
         self._own_references = 0
+        self.absent: Collection[int] = ()
         self.partial_storage = FlatStorage(layout.total_numel, dtypes.main_grads, device)
         self._holds_partial = False
         self._pending: PendingGradients | None = None  # in param.grad now
@@ -83,6 +85,9 @@ class GroupGradients:
     def train_only(self, requires_grad: Sequence[bool]) -> None:
         """Hand gradients to these of the [T] parameters alone."""
         self._trained = [p for p, flag in zip(self._sharded, requires_grad, strict=True) if flag]
+        # Sums over further ranks of the model need gradients on all of these.
+        summed = [id(parameter) for grad_sum in self._grad_sums for parameter in grad_sum.parameters]
+        self._may_lack = {i for i, flag in enumerate(requires_grad) if flag and id(self._sharded[i]) not in summed}
         self._own_references -= len(self._trained_main)
         self._trained_main = [main for main, flag in zip(self.main, requires_grad, strict=True) if flag]
         self._own_references += len(self._trained_main)
@@ -193,10 +198,33 @@ class GroupGradients:
             if added:
                 torch._foreach_add_([targets[i] for i in added], [grads[i] for i in added])
             if len(copied) + written.count(True) < len(targets):
-                torch._foreach_zero_([t for i, t in enumerate(targets) if not written[i] and grads[i] is None])
+                missing = [i for i, grad in enumerate(grads) if grad is None and not written[i]]
+                torch._foreach_zero_([targets[i] for i in missing])
+                self._note_missing(missing)
+            else:
+                self.absent = ()
         if given:
             each(setattr, parameters, repeat("grad"), repeat(None))
         self._written = [False] * len(targets)
+
+    def _note_missing(self, missing: Sequence[int]) -> None:
+        """Note the parameters that got no gradient in this backward, nor in one before that ``param.grad`` or sums hold."""
+        waits, former = self.has_partial, self.absent
+        held = list(map(_GRAD, self._sharded)) if self._pending is None else self._pending.held()
+        self.absent = [
+            i
+            for i in missing
+            if i in self._may_lack
+            and (held[i] is None or held[i] is self.main[i])
+            and (i in former or (held[i] is None and not waits))
+        ]
+
+    def remove(self, missing: Sequence[int]) -> None:
+        """Set ``param.grad`` of these parameters, which got a gradient on no rank, to None."""
+        for index in missing:
+            if self._sharded[index].grad is self.main[index]:
+                self._sharded[index].grad = None
+        self.absent = ()
 
     def drop_unreduced(self) -> None:
         """Drop what a backward that did not finish has written."""
@@ -278,6 +306,7 @@ class GroupGradients:
         if len(given_up) == len(self._sharded):
             self.drop_partial()
             return
+        self.absent = [*self.absent, *given_up]
         for index in given_up:
             if self._holds_partial:
                 self._partial.view(index).zero_()
@@ -322,6 +351,12 @@ class GroupGradients:
             self._take_over(held)
         each(setattr, self._trained, repeat("grad"), self._trained_main)
         return overwrite
+
+    def complete_main(self) -> None:
+        """Bring the flat main gradient up to date with ``param.grad``; zeros are where there is none, which stays so."""
+        none = [parameter for parameter in self._sharded if parameter.grad is None]
+        self.prepare_main()
+        each(setattr, none, repeat("grad"), repeat(None))
 
     def _take_over(self, held: list[Any]) -> None:
         """Copy into the main gradient what ``param.grad`` held, zeros where there was none."""

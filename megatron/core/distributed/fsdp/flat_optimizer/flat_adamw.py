@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import repeat
@@ -20,6 +21,7 @@ from megatron.core.distributed.fsdp.flat_optimizer.flat_norm import FlatGradNorm
 from megatron.core.distributed.fsdp.flat_optimizer.flat_state import REMAINDER, STEP, FlatState
 from megatron.core.distributed.fsdp.flat_optimizer.hyperparameter_table import HyperparameterTable
 
+_GRAD = operator.attrgetter("grad")
 _MAIN_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -49,8 +51,7 @@ class FlatAdamW(torch.optim.Optimizer):
             ``store_param_remainders`` with main weights that are not bf16; a rate is out of range.
 
     ``step`` makes the checks of ``fully_shard_optimizer``, which this optimizer does not need. A parameter without a
-    gradient counts as one with a zero gradient if others of its group have one; a group without gradients is not
-    updated. Two runs are bitwise equal. On the CPU and for fp32 main weights a step is bitwise that of
+    gradient is not updated; when other ones have none than in the step before, the host waits for the device once. Two runs are bitwise equal. On the CPU and for fp32 main weights a step is bitwise that of
     ``torch.optim.AdamW(foreach=True)``.
 
     Ranks: all that hold the parameters build it, with the same parameters in the same order.
@@ -85,6 +86,7 @@ class FlatAdamW(torch.optim.Optimizer):
         ]
         self._state_of = {id(group): state for group, state in zip(groups, self._states, strict=True)}
         self._parameters = [parameter for group in groups for parameter in group.sharded]
+        self._idle: set[torch.Tensor] = set()
         self._table = HyperparameterTable(self.param_groups, groups, device)
         self._grad_norm = FlatGradNorm(groups)
         self._no_factor = torch.ones(1, dtype=torch.float32, device=device)
@@ -129,6 +131,7 @@ class FlatAdamW(torch.optim.Optimizer):
         check_step(groups)
         self.synchronize()
         active = [has_gradient(group) for group in groups]
+        self._find_idle(groups, active)
         stepping = [group for group, is_active in zip(groups, active, strict=True) if is_active]
         self._table.set_active({index for index, is_active in enumerate(active) if is_active})
         self.refresh_hyperparameters()
@@ -141,9 +144,25 @@ class FlatAdamW(torch.optim.Optimizer):
             context.update_weights(mine, self._update_group, overlaps=self.overlaps_forward)
         return loss
 
+    def _find_idle(self, groups: Sequence[FsdpParameterGroup], active: Sequence[bool]) -> None:
+        """Leave parameters out of the update that have no gradient where others of their group have one."""
+        if not self._idle and all(map(operator.is_not, map(_GRAD, self._parameters), repeat(None))):
+            return
+        with_some = [group for group, is_active in zip(groups, active, strict=True) if is_active]
+        idle: set[torch.Tensor] = {
+            parameter for group in with_some for parameter in group.sharded if parameter.grad is None
+        }
+        if idle != self._idle:
+            self._idle = idle
+            self._table.set_idle(idle)
+            self._lay_out()
+
     def _update_group(self, group: FsdpParameterGroup) -> None:
         shard = self._state_of[id(group)].shard(group)
         self._update.update(shard, group.grads.main_storage.flat, self._table.columns.coefficients)
+        piece = group.weights.model_piece
+        if piece is not None and self._idle and not self._idle.isdisjoint(group.sharded):
+            piece.copy_(group.weights.main.local)  # the update says that the model weight is up to date
 
     def refresh_hyperparameters(self) -> None:
         """Copy changed hyperparameters to the device: ``step`` does; before a replay of a captured ``step``, the caller.
@@ -239,7 +258,8 @@ class FlatAdamW(torch.optim.Optimizer):
     def _lay_out(self) -> None:
         """Prepare the updates of all groups after parameters have got other rows in the table."""
         for group, state in self._living():
-            state.lay_out(group, [self._table.row_of[p] for p in group.sharded], self._update)
+            rows, only = [self._table.row_of[p] for p in group.sharded], [p not in self._idle for p in group.sharded]
+            state.lay_out(group, rows, only, self._update)
         self._show_state()
 
     def _show_state(self) -> None:

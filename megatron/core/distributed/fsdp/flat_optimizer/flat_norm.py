@@ -19,8 +19,7 @@ _GRAD = operator.attrgetter("grad")
 def has_gradient(group: FsdpParameterGroup) -> bool:
     """Return whether a parameter of the group has a gradient; if so, complete the flat main gradient.
 
-    A gradient that the user has put in place of the engine's is copied into it; a parameter without a gradient gets
-    zeros.
+    A gradient that the user has put in place of the engine's is copied into it; zeros are where a parameter has none.
     """
     held = list(map(_GRAD, group.sharded))
     if all(map(operator.is_, held, group.grads.main)):
@@ -28,7 +27,7 @@ def has_gradient(group: FsdpParameterGroup) -> bool:
     if held.count(None) == len(held):
         return False
     with torch.no_grad():
-        group.grads.prepare_main()
+        group.grads.complete_main()
     return True
 
 

@@ -47,9 +47,11 @@ class FlatState:
         self._seen_version = 0
         self.note_version(group)
 
-    def lay_out(self, group: FsdpParameterGroup, table_rows: Sequence[int], update: TorchUpdate) -> None:
-        """Prepare updates of tensor ``t`` with the coefficients in row ``table_rows[t]``."""
-        self._runs = tuple(runs_of(group.weights.main, table_rows))
+    def lay_out(
+        self, group: FsdpParameterGroup, table_rows: Sequence[int], only: Sequence[bool], update: TorchUpdate
+    ) -> None:
+        """Prepare updates of tensor ``t``, if ``only[t]``, with the coefficients in row ``table_rows[t]``."""
+        self._runs = tuple(runs_of(group.weights.main, table_rows, only))
         self._blocks = update.blocks(self._runs, group.device)
         self._make_shard(group)
 

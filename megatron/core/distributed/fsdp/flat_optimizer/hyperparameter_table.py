@@ -14,7 +14,7 @@ _SERVED = {"amsgrad": False, "maximize": False, "decoupled_weight_decay": True}
 
 
 class HyperparameterTable:
-    """A row for each combination of parameter group (the engine's), param group (the optimizer's) and step count.
+    """A row for each combination of parameter group (the engine's), param group (the optimizer's), step count and idleness.
 
     The tensors are on the device and keep their addresses: a replayed CUDA graph counts its own steps, and reads the
     hyperparameters that ``refresh`` wrote before the replay.
@@ -34,7 +34,8 @@ class HyperparameterTable:
         self.device = device
         param_group_of = {p: index for index, group in enumerate(param_groups) for p in group["params"]}
         self._members = [(at, param_group_of[p], p) for at, group in enumerate(groups) for p in group.sharded]
-        self._rows: list[tuple[int, int, float]] = []
+        self._rows: list[tuple[int, int, float, bool]] = []
+        self._idle: Collection[torch.Tensor] = ()
         self._hyperparameters = torch.zeros(len(param_groups), len(HYPERPARAMETERS), dtype=torch.float64, device=device)
         self._cells = [row.unbind() for row in self._hyperparameters.unbind()]
         self._written: list[tuple[float, ...]] = [()] * len(param_groups)
@@ -43,14 +44,21 @@ class HyperparameterTable:
         self.columns: HyperparameterColumns
         self.set_steps({})
 
+    def set_idle(self, idle: Collection[torch.Tensor]) -> None:
+        """Let these parameters take no part in the next steps, but those of their groups. Blocks the host."""
+        self._idle = idle
+        steps = self.columns.steps.tolist()
+        self.set_steps({p: steps[row] for p, row in self.row_of.items()})
+        self._write_advances()
+
     def set_steps(self, steps: Mapping[torch.Tensor, float]) -> bool:
         """Set each parameter's step count (0 where absent); return True if parameters have other rows than before."""
-        keys = {p: (at, group, float(steps.get(p, 0.0))) for at, group, p in self._members}
+        keys = {p: (at, group, float(steps.get(p, 0.0)), p in self._idle) for at, group, p in self._members}
         self._rows = sorted(set(keys.values()))
         place = {key: row for row, key in enumerate(self._rows)}
         row_of: dict[torch.Tensor, int] = {p: place[key] for p, key in keys.items()}
         if row_of == self.row_of:
-            self.columns.steps[: len(self._rows)].copy_(torch.tensor([step for *_, step in self._rows]))
+            self.columns.steps[: len(self._rows)].copy_(torch.tensor([step for _, _, step, _ in self._rows]))
             return False
         self.row_of = row_of
         self.columns = self._make_columns()
@@ -59,11 +67,11 @@ class HyperparameterTable:
 
     def _make_columns(self) -> HyperparameterColumns:
         size = 1 << (len(self._rows) - 1).bit_length()
-        padded = [*self._rows, *[(-1, 0, 0.0)] * (size - len(self._rows))]
+        padded = [*self._rows, *[(-1, 0, 0.0, True)] * (size - len(self._rows))]
         return HyperparameterColumns(
             hyperparameters=self._hyperparameters,
-            param_group=torch.tensor([group for _, group, _ in padded], dtype=torch.int32, device=self.device),
-            steps=torch.tensor([step for *_, step in padded], dtype=torch.float32, device=self.device),
+            param_group=torch.tensor([group for _, group, _, _ in padded], dtype=torch.int32, device=self.device),
+            steps=torch.tensor([step for _, _, step, _ in padded], dtype=torch.float32, device=self.device),
             advances=torch.zeros(size, dtype=torch.float32, device=self.device),
             coefficients=torch.zeros(size, len(COLUMNS), dtype=torch.float32, device=self.device),
         )
@@ -79,7 +87,7 @@ class HyperparameterTable:
             self._write_advances()
 
     def _write_advances(self) -> None:
-        advances = torch.tensor([float(at in self._active) for at, *_ in self._rows])
+        advances = torch.tensor([float(at in self._active and not idle) for at, _, _, idle in self._rows])
         self.columns.advances[: len(self._rows)].copy_(advances)
 
     def refresh(self, param_groups: Sequence[Mapping[str, Any]]) -> None:

@@ -17,6 +17,7 @@ from megatron.core.distributed.fsdp.runtime.backward import Backward
 from megatron.core.distributed.fsdp.runtime.grad_reducer import GradReducer
 from megatron.core.distributed.fsdp.runtime.graphs import Graphs, GraphToken
 from megatron.core.distributed.fsdp.runtime.memory_report import MemoryReport, report_memory
+from megatron.core.distributed.fsdp.runtime.missing_gradients import MissingGradients
 from megatron.core.distributed.fsdp.runtime.planner import Planner
 from megatron.core.distributed.fsdp.runtime.prefetch_scheduler import PrefetchScheduler
 from megatron.core.distributed.fsdp.runtime.streams import CudaStreams, Streams, make_streams
@@ -47,6 +48,7 @@ class FsdpContext:
         self.graphs = Graphs()
         self.planner = Planner(self.unsharder, self.grad_reducer, self.graphs, device)
         self.registry = UnitRegistry()
+        self._missing_gradients = MissingGradients(self.registry, self.grad_reducer, device)
         self.prefetch_scheduler = PrefetchScheduler(self.registry, self.unsharder, self.planner)
         self._backward = Backward(self.registry, self.prefetch_scheduler, self.unsharder, self.grad_reducer)
         self._backward_end: weakref.ref[BackwardEnd] | None = None
@@ -84,6 +86,7 @@ class FsdpContext:
             group.context = weakref.ref(self)
             self.unsharder.take_over(group)
         self.registry.add(unit)
+        self._missing_gradients.clear()
         self.planner.leave_plan(self.groups)
 
     def disband(self) -> bool:
@@ -340,8 +343,11 @@ class FsdpContext:
         self._backward_end = None
         upcoming = self.planner.upcoming  # other graphs wait for their backward, and the plan goes on with these
         self._backward.end(staying=frozenset(use.unit for use in upcoming))
+        if self.is_last_microbatch:
+            self._missing_gradients.ask()
         self.grad_reducer.finish()
         if self.is_last_microbatch:
+            self._missing_gradients.settle()
             sum_grads(self.groups, in_use=False)
         if self.registry.read_peers and self.unsharder.has_unused and not upcoming:
             # Reductions tell of gathers that compute waited for, no others.
@@ -354,7 +360,9 @@ class FsdpContext:
     def reduce_partial(self) -> None:
         """Reduce gradients that microbatches left unreduced into ``param.grad``. Ranks: all."""
         self._backward.reduce_partial()
+        self._missing_gradients.ask()
         self.grad_reducer.finish()
+        self._missing_gradients.settle()
         sum_grads(self.groups, in_use=False)
         self.grad_reducer.call_hooks()
 
@@ -384,6 +392,7 @@ class FsdpContext:
         self._backward_end = None
         self._depth = 0
         self._backward.abandon()
+        self.grad_reducer.lacking.clear()
         for unit in self.units:
             unit.phase, unit.forward_depth, unit.is_open = Phase.RESTING, 0, False
         for group in self.groups:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
 
@@ -26,6 +27,7 @@ class GradReducer:
         num_reductions: reductions that have been begun.
         latest: the group of the last one.
         overlapping: groups that share addresses in the arena, by group number.
+        lacking: groups whose step is reduced, and lacks gradients on this rank.
     """
 
     def __init__(self, streams: Streams) -> None:
@@ -37,6 +39,7 @@ class GradReducer:
         self.latest: FsdpParameterGroup | None = None
         self.overlapping: dict[int, set[FsdpParameterGroup]] = {}
         self._holding: dict[FsdpParameterGroup, None] = {}  # groups whose reduce-scatter input backward writes
+        self.lacking: dict[FsdpParameterGroup, None] = {}
         self._last: Any = None
         self._written: Any = None
         self._finished: list[FsdpParameterGroup] = []  # reduced in this backward, in order
@@ -145,6 +148,8 @@ class GradReducer:
             self.recorder.issue("last reduction" if is_last else "reduction", group.index)
         if grads.input_is_aside:
             self._bring_home(group, copies=has_input)
+        if is_last and grads.absent:
+            self.lacking[group] = None
         overwrite = grads.prepare_main() if is_last else grads.prepare_sum()
         self._written = self.streams.record(Role.COMPUTE, self._written)
         self.streams.wait(Edge.GRADS_WRITTEN, self._written)
@@ -181,6 +186,12 @@ class GradReducer:
         group.grads.free_own_memory()
 
     # ---- the end of a backward ----------------------------------------------------------------------------------
+
+    def follow_up(self, act: Callable[[], None]) -> None:
+        """Run ``act`` on the reduce stream, behind all reductions of this backward."""
+        with self.streams.on(Role.REDUCE):
+            act()
+        self._last = self.streams.record(Role.REDUCE)
 
     def finish(self) -> None:
         """Make compute wait for all reductions of this backward."""

@@ -192,17 +192,17 @@ def units_without_gradients_are_left_alone() -> None:
 
 @CHECKS.on(2)
 def gradients_that_the_user_sets_are_used() -> None:
-    """The user's own tensor in place of ``param.grad`` is used; None counts as zero beside others."""
+    """The user's own tensor in place of ``param.grad`` is used; None is none, also beside others."""
     nets = [shard_net(make_net(1)) for _ in range(2)]
     optimizers = [_flat_adamw(nets[0]), _torch_adamw(nets[1])]
     for step in range(2):
-        for index, (net, optimizer) in enumerate(zip(nets, optimizers, strict=True)):
+        for net, optimizer in zip(nets, optimizers, strict=True):
             optimizer.zero_grad()
             if step == 0:
                 loss_of(net, my_piece(step)).backward()
             for parameter in net.parameters():
                 parameter.grad = torch.full_like(parameter, 0.5)
-            net.head.bias.grad = None if index == 0 else torch.zeros_like(net.head.bias)
+            net.head.bias.grad = None
             optimizer.step()
         _assert_same(nets[0], nets[1])
 

@@ -6,6 +6,7 @@ The engine keeps weights unsharded and sums unreduced for reasons of its own. No
 from __future__ import annotations
 
 import itertools
+import logging
 import operator
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -13,10 +14,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from megatron.core.distributed.fsdp import FsdpModule, fully_shard_optimizer, microbatch
+from megatron.core.distributed.fsdp import FsdpModule, fully_shard, fully_shard_optimizer, microbatch
+from megatron.core.distributed.fsdp.config.placement import strategy_placements
+from megatron.core.distributed.fsdp.flat_optimizer.flat_adamw import FlatAdamW
 from tests.support.models import (
     STRATEGY_NAMES,
     assert_at_rest,
@@ -339,6 +343,97 @@ class _Kept:
 
 def _values(grad: torch.Tensor) -> torch.Tensor:
     return grad.to_local() if isinstance(grad, DTensor) else grad
+
+
+# ---- parameters without a gradient ----------------------------------------------------------------------------------
+
+
+class Optional(nn.Module):
+    """A layer of which a part is used if asked, and a part never."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.sometimes, self.never = nn.Linear(7, 7), nn.Linear(7, 7), nn.Linear(7, 3)
+        self.uses = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = x + self.always(x)
+        return out + self.sometimes(x) if self.uses else out
+
+
+def _optional_nets(strategy: str) -> tuple[nn.Sequential, nn.Sequential]:
+    nets = []
+    for _ in range(2):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(4)
+            nets.append(nn.Sequential(nn.Linear(5, 7), Optional(), Optional(), nn.Linear(7, 3)))
+    for module in (nets[1][1], nets[1][2], nets[1]):
+        fully_shard(module, placements=strategy_placements(strategy))
+    return nets[0], nets[1]
+
+
+def _names_without(net: nn.Module) -> list[str]:
+    return [name for name, parameter in net.named_parameters() if parameter.grad is None]
+
+
+@CHECKS.on(2)
+def a_parameter_without_a_gradient_on_any_rank_has_none() -> None:
+    """So AdamW neither decays nor moves it, nor counts a step: in a step or all, in some microbatches or all, cleared either way."""
+    for strategy, count, flat, set_to_none in itertools.product(STRATEGY_NAMES, (1, 2), (False, True), (True, False)):
+        nets = unsharded, sharded = _optional_nets(strategy)
+        make = FlatAdamW if flat else torch.optim.AdamW
+        optimizers = [
+            torch.optim.AdamW(unsharded.parameters(), lr=0.05, weight_decay=0.5),
+            make(sharded.parameters(), lr=0.05, weight_decay=0.5),
+        ]
+        # By step and microbatch: which of the two layers use their optional part.
+        for step, uses in enumerate(["11 11", "10 10", "00 01", "11 10", "00 00", "00 00", "01 00", "11 11"]):
+            for net in nets:
+                for at, which in enumerate(uses.split()[:count]):
+                    for layer, use in zip([*net][1:3], which, strict=True):
+                        layer.uses = use == "1"
+                    with _scope(net, is_last=at == count - 1):
+                        net(global_batch(step, 2)[at][0]).square().mean().backward()
+            assert _names_without(sharded) == _names_without(unsharded), (strategy, count, step)
+            assert "1.never.weight" in _names_without(sharded)
+            assert_same_gradients(sharded, unsharded)
+            if step % 2 and count == 1 and set_to_none:
+                norms = [
+                    torch.nn.utils.get_total_norm([p.grad for p in net.parameters() if p.grad is not None])
+                    for net in nets
+                ]
+                ours = norms[1].full_tensor() if isinstance(norms[1], DTensor) else norms[1]
+                assert torch.allclose(ours, norms[0])
+                assert not flat or torch.allclose(optimizers[1].grad_norm(), norms[0])
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=set_to_none)
+            assert_same_weights(sharded, unsharded, tolerance=1e-5)  # Adam divides by small numbers
+        assert_at_rest(sharded)
+
+
+@CHECKS.on(2)
+def where_ranks_differ_zeros_count_and_it_is_said_once() -> None:
+    unsharded, sharded = _optional_nets("optim_grads_params")
+    rank = dist.get_rank()
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("megatron.core.distributed.fsdp.runtime.missing_gradients")
+    logger.addHandler(handler)
+    for step in range(4):
+        for net in (unsharded, sharded):
+            net.zero_grad()
+        for of_rank in range(2):
+            unsharded[1].uses = of_rank == 0  # type: ignore[assignment]
+            (unsharded(global_batch(step, 2)[of_rank][0]).square().mean() / 2).backward()
+        sharded[1].uses = rank == 0  # type: ignore[assignment]
+        sharded(global_batch(step, 2)[rank][0]).square().mean().backward()
+        assert_same_gradients(sharded, unsharded)
+        assert _names_without(sharded) == _names_without(unsharded)
+    logger.removeHandler(handler)
+    assert len(said) == rank, said
+    assert all("1.sometimes.weight got no gradient on this rank and one on 1 others" in message for message in said)
 
 
 # ---- weights that the user unsharded --------------------------------------------------------------------------------

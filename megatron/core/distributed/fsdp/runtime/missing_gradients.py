@@ -1,0 +1,125 @@
+"""Gives ``None`` back to parameters that got a gradient on no rank, as they would have without sharding."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
+from megatron.core.distributed.fsdp.comm.transport import Transport
+from megatron.core.distributed.fsdp.runtime.grad_reducer import GradReducer
+from megatron.core.distributed.fsdp.runtime.unit_registry import UnitRegistry
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Ballot:
+    """The parameters of the groups over some axes, each of which counts the ranks that have a gradient of it.
+
+    Attributes:
+        axes: of the groups' mesh, with several ranks.
+        first: place of each group's first parameter, by group number.
+        everything: [P] ones, what a rank says that has all gradients.
+        counts: [P] what all ranks have said.
+    """
+
+    axes: tuple[Transport, ...]
+    first: dict[int, int]
+    everything: torch.Tensor
+    counts: torch.Tensor
+
+
+class MissingGradients:
+    """Asks at the end of a step's last backward which gradients are missing on all ranks.
+
+    Ranks that have all gradients take part without waiting for the answer: they know theirs. Only a rank that lacks some
+    reads it, which blocks its host. [Note: gradients that are missing] in DESIGN.md.
+    """
+
+    def __init__(self, registry: UnitRegistry, grad_reducer: GradReducer, device: torch.device) -> None:
+        self._registry, self._grad_reducer, self.device = registry, grad_reducer, device
+        self._ballots: list[_Ballot] | None = None
+        self._has_warned = False
+        # What this rank lacked, and what all ranks did, in the step before.
+        self._latest: tuple[dict[int, list[int]], dict[int, list[int]]] = ({}, {})
+
+    def clear(self) -> None:
+        """Forget the groups: others are registered."""
+        self._ballots = None
+
+    def ask(self) -> None:
+        """Tell the other ranks what this one lacks. Ranks: all of the groups' meshes; all reductions are launched."""
+        if self._ballots is None or self._ballots:
+            self._grad_reducer.follow_up(self._count)
+
+    def settle(self) -> None:
+        """Set ``param.grad`` to None where no rank had a gradient. Compute has waited for the answer to ``ask``."""
+        lacking = self._grad_reducer.lacking
+        if not lacking:
+            return
+        lacks = {group.index: sorted(group.grads.absent) for group in lacking}
+        if not self._is_capturing:
+            self._latest = (lacks, self._missing_everywhere(lacking, lacks))
+        if self._latest[0] == lacks:  # a captured step does as the step before it
+            for group in lacking:
+                group.grads.remove(self._latest[1][group.index])
+        lacking.clear()
+
+    @property
+    def _is_capturing(self) -> bool:
+        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+    def _count(self) -> None:
+        """Count the ranks that have each gradient, on the current stream."""
+        if self._ballots is None:
+            self._ballots = self._make_ballots()
+        for ballot in self._ballots:
+            ballot.counts.copy_(ballot.everything)
+            mine = [group for group in self._grad_reducer.lacking if group.index in ballot.first]
+            if mine and not self._is_capturing:
+                places = [ballot.first[group.index] + index for group in mine for index in sorted(group.grads.absent)]
+                ballot.counts[torch.tensor(places, device=self.device)] = 0.0
+            for axis in ballot.axes:
+                axis.all_reduce(ballot.counts, ballot.counts)
+
+    def _missing_everywhere(
+        self, lacking: Iterable[FsdpParameterGroup], lacks: dict[int, list[int]]
+    ) -> dict[int, list[int]]:
+        """Return the parameters that got a gradient on no rank, by group number."""
+        found = dict(lacks)
+        for ballot in self._ballots or []:
+            mine = [group for group in lacking if group.index in ballot.first]
+            counts = ballot.counts.tolist() if mine else []
+            for group in mine:
+                number_of = counts[ballot.first[group.index] :]
+                found[group.index] = [index for index in lacks[group.index] if not number_of[index]]
+                elsewhere = [index for index in lacks[group.index] if number_of[index]]
+                if elsewhere and not self._has_warned:
+                    self._has_warned = True
+                    logger.warning(
+                        "%s got no gradient on this rank and one on %d others: zeros count for it here, as for all such parameters",
+                        group.name_of(elsewhere[0]),
+                        int(number_of[elsewhere[0]]),
+                    )
+        return found
+
+    def _make_ballots(self) -> list[_Ballot]:
+        by_ranks: dict[tuple[tuple[int, ...], ...], list[FsdpParameterGroup]] = {}
+        for group in self._registry.groups:
+            axes = [axis for axis in group.group_mesh.axes if axis.size > 1]
+            if group.trainable and axes:
+                by_ranks.setdefault(tuple(tuple(axis.ranks) for axis in axes), []).append(group)
+        ballots = []
+        for members in by_ranks.values():
+            first, count = {}, 0
+            for group in members:
+                first[group.index] = count
+                count += len(group.sharded)
+            ones = torch.ones(count, dtype=torch.float32, device=self.device)
+            axes = [axis for axis in members[0].group_mesh.axes if axis.size > 1]
+            ballots.append(_Ballot(tuple(axes), first, ones, torch.empty_like(ones)))
+        return ballots
