@@ -276,13 +276,14 @@ def _train_sharded(script: Any, setup: TrainingSetup, folder: Path, steps: int, 
     while not found and comparison.step < steps:
         comparison.step += 1
         expected = _read(folder, comparison.step)
-        record = step(batches, comparison.step - 1)
-        setup.optimizer.synchronize()
-        sums = record.loss_and_tokens.clone()
-        dist.all_reduce(sums)  # ranks that share samples add the same to both
-        comparison.losses([(sums[0] / sums[1]).item()], [expected["loss"]])
-        comparison.weights(expected["weights"])
-        comparison.buffers(expected["buffers"] if has_all_layers else {})
+        with comparison.noting_order():
+            record = step(batches, comparison.step - 1)
+            setup.optimizer.synchronize()
+            sums = record.loss_and_tokens.clone()
+            dist.all_reduce(sums)  # ranks that share samples add the same to both
+            comparison.losses([(sums[0] / sums[1]).item()], [expected["loss"]])
+            comparison.weights(expected["weights"])
+            comparison.buffers(expected["buffers"] if has_all_layers else {})
         found = comparison.agree()
     return AuditReport(num_steps=comparison.step, differences=found, largest=comparison.largest)
 

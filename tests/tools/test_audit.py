@@ -93,7 +93,10 @@ FAULTS = {
     "dropped reduction": Fault("step 1 the gradient decoder.layers.", planted_faults.a_reduction_is_dropped),
     "unsynchronised buffers": Fault("step 1 the buffer decoder.final_layernorm.mean", of_model=_remember_outputs),
     "wrong group": Fault("step 1 the gradient embedding", _a_group_of_this_rank_alone),
-    "another order": Fault("step 1 the loss", of_model=_reverse_layers_on_the_last_rank),
+    "another order": Fault(
+        "step 1 all ranks must run the same units in one order layers.1. on ranks",
+        of_model=_reverse_layers_on_the_last_rank,
+    ),
 }
 
 

@@ -8,7 +8,8 @@ is no difference of weights, and tolerances can be those of one sum.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -24,6 +25,7 @@ from torch.utils._pytree import tree_map_only
 from megatron.core.distributed.fsdp.api.fully_shard import fully_shard, microbatch
 from megatron.core.distributed.fsdp.api.optimizer import fully_shard_optimizer
 from megatron.core.distributed.fsdp.buffers.parameter_group import group_of
+from megatron.core.distributed.fsdp.comm.alike import OrderDiffersError
 from megatron.core.distributed.fsdp.dtensor.random_fill import local_rows
 
 _FP32_TOLERANCE = 1e-5
@@ -47,10 +49,10 @@ class Difference:
     """0: before the first step."""
 
     what: str
-    """"loss", "gradient", "weight" or "buffer"."""
+    """"order" (of collectives), "loss", "gradient", "weight" or "buffer"."""
 
     name: str
-    """Of the parameter or buffer; of a loss the microbatch."""
+    """Of the parameter or buffer; of a loss the microbatch; of an order what the engine says."""
 
     size: float
     """Size of the difference by that of the expected tensor (of a weight: by that of its update)."""
@@ -66,6 +68,8 @@ class Difference:
         size = "is missing" if self.size == math.inf else f"differs by {self.size:.2g} times its size"
         about = "" if self.factor is None else f": it is {self.factor:.4g} times what it must be"
         when = f"in step {self.step}" if self.step else "before the first step"
+        if self.what == "order":
+            return f"{when} {self.name}"
         return f"{when} the {self.what} {self.name} {size} {on}{about}"
 
 
@@ -180,6 +184,14 @@ class Comparison:
         """The dtype of each main weight, by the parameter's name."""
         return {name: parameter.dtype for name, parameter in self.model.named_parameters()}
 
+    @contextmanager
+    def noting_order(self) -> Iterator[None]:
+        """Take it for a difference, within the scope, when the engine finds that ranks run units in different orders."""
+        try:
+            yield
+        except OrderDiffersError as error:
+            self._found.append(Difference(step=self.step, what="order", name=str(error), size=math.inf))
+
     def losses(self, got: Sequence[float], expected: Sequence[float]) -> None:
         """Compare losses."""
         tolerance = max(map(self._allowed, self._parameters.values()), default=_FP32_TOLERANCE)
@@ -240,7 +252,7 @@ class Comparison:
         everywhere: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(everywhere, (self._found, list(self._parameters)), group=group)
         self._found = []
-        kinds = ("loss", "gradient", "weight", "buffer")
+        kinds = ("order", "loss", "gradient", "weight", "buffer")
         found = [(one, rank) for rank, (of_rank, _) in enumerate(everywhere) for one in of_rank]
         held = {name for _, names in everywhere for name in names}
         lost = (name for name in self._last if name not in held and not self._is_ignored(name))
@@ -352,15 +364,16 @@ def audit(
             step = range(comparison.step * num_microbatches, (comparison.step + 1) * num_microbatches)
             comparison.step += 1
             expected = _unsharded_backwards(reference, loss, data, step, device)
-            got = _sharded_backwards(model, partial(loss, sharded), data, step, rank, device)
-            comparison.losses(got.tolist(), expected[rank].tolist())
-            comparison.gradients(reference.gradients())
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-            reference.publish()
-            comparison.weights(reference.weights())
-            comparison.buffers(reference.buffers())
+            with comparison.noting_order():
+                got = _sharded_backwards(model, partial(loss, sharded), data, step, rank, device)
+                comparison.losses(got.tolist(), expected[rank].tolist())
+                comparison.gradients(reference.gradients())
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                reference.publish()
+                comparison.weights(reference.weights())
+                comparison.buffers(reference.buffers())
             found = comparison.agree(group)
     return AuditReport(num_steps=comparison.step, differences=found, largest=comparison.largest)
 

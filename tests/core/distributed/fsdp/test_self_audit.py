@@ -178,7 +178,9 @@ FAULTS = {
     "dropped reduction": Fault("step 1 the gradient blocks.1.inner.weight", planted_faults.a_reduction_is_dropped),
     "unsynchronised buffers": Fault("step 1 the buffer blocks.0.mean ranks 0, 1", build=lambda: _model(remembers=True)),
     "wrong group": Fault("step 1 the gradient blocks.1.inner.weight", shard=_one_unit_over_this_rank_alone),
-    "another order": Fault("step 1 the loss", build=lambda: _model(_OtherOrder)),
+    "another order": Fault(
+        "step 1 all ranks must run the same units in one order blocks.1. on ranks", build=lambda: _model(_OtherOrder)
+    ),
 }
 
 

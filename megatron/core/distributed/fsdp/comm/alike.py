@@ -13,6 +13,10 @@ from torch.distributed import ProcessGroup
 _MAX_NAMED = 8
 
 
+class OrderDiffersError(RuntimeError):
+    """Ranks have issued different collectives. All ranks of the mesh raise it together."""
+
+
 def are_alike(text: str, groups: Sequence[ProcessGroup], device: torch.device) -> bool:
     """Return whether all ranks have the same text; the same answer on all of them.
 
@@ -65,7 +69,8 @@ def check_same_order(collectives: Sequence[str], groups: Sequence[ProcessGroup],
     """Compare the collectives that the ranks of a mesh have issued, in order.
 
     Raises:
-        RuntimeError: on all ranks, with the first one that differs; or ranks do not come to compare.
+        OrderDiffersError: on all ranks, with the first one that differs.
+        RuntimeError: ranks do not come to compare.
 
     Ranks: all of the mesh; blocks the host.
     """
@@ -85,7 +90,7 @@ def check_same_order(collectives: Sequence[str], groups: Sequence[ProcessGroup],
         at for at in range(max(map(len, orders.values()))) if len({_at(order, at) for order in orders.values()}) > 1
     )
     got = by_value({rank: _at(order, at) for rank, order in orders.items()})
-    raise RuntimeError(
+    raise OrderDiffersError(
         f"all ranks must run the same units in one order, got as collective {at + 1} the {got}; those would exchange wrong "
         "weights or gradients. Make what decides which units run the same on all ranks"
     )
