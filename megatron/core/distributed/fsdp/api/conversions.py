@@ -33,6 +33,13 @@ def watch_conversions(modules: Sequence[tuple[str, nn.Module]]) -> None:
             module.__dict__["flatten_parameters"] = keep_flat  # cuDNN's would move weights out of the engine's buffers
 
 
+def leave_fast_path(modules: Sequence[tuple[str, nn.Module]], is_unit: Callable[[nn.Module], bool]) -> None:
+    """Let encoder layers of torch whose parts are units call these, and not a kernel that takes the parts' weights."""
+    for _, module in modules:
+        if isinstance(module, nn.TransformerEncoderLayer) and any(is_unit(part) for part in module.modules()):
+            module.activation_relu_or_gelu = 0  # what torch asks before it takes the kernel
+
+
 def keep_flat() -> None:
     """Stand in for ``flatten_parameters`` of a recurrent module: weights stay where they are."""
 

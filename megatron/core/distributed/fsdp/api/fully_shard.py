@@ -15,8 +15,9 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from megatron.core.distributed.fsdp.api.conversions import watch_conversions
+from megatron.core.distributed.fsdp.api.conversions import leave_fast_path, watch_conversions
 from megatron.core.distributed.fsdp.api.group_meshes import GroupMeshes, check_experts, make_group_meshes
 from megatron.core.distributed.fsdp.api.module import FsdpModule, find_context, topmost_fsdp_modules
 from megatron.core.distributed.fsdp.api.same_units import check_same_unit
@@ -117,6 +118,11 @@ def fully_shard(
             f"fully_shard needs a module with a forward, around which weights are unsharded, got a "
             f"{type(module).__name__}; call it on each of the modules in it"
         )
+    if isinstance(module, NonDynamicallyQuantizableLinear):
+        raise TypeError(
+            "fully_shard needs a module whose forward is called, got the out_proj of an nn.MultiheadAttention, which reads its "
+            "weight and never calls it; call it on the MultiheadAttention"
+        )
     unit_class = _unit_class(type(module))  # type: ignore[arg-type]
     if not grad_divisor > 0:
         raise ValueError(f"grad_divisor must be positive, got {grad_divisor}")
@@ -181,6 +187,8 @@ def fully_shard(
     module._fsdp_unit = unit  # type: ignore[assignment]
     watch_loads(unit, own_modules)
     watch_conversions(own_modules)
+    if nested:
+        leave_fast_path(own_modules, _is_unit)
     context = _shared_context.get()
     if context is not None:
         context.register(unit)

@@ -261,8 +261,8 @@ class FsdpParameterGroup:
         Gradient accumulation remembers the stream on which its node is made, so this runs on the first forward's.
         The node's hook runs when all uses in one backward are differentiated, also if the gradient was written in place.
         """
-        if self._watches_gradients or not self.trains:
-            return
+        if self._watches_gradients or not self.trains or torch._C._functorch.peek_interpreter_stack() is not None:
+            return  # transforms of torch.func differentiate copies of their own
         self._watches_gradients = True
         on_accumulated = _arrival_hook(weakref.ref(self))
         for index, parameter in enumerate(self.unsharded):

@@ -19,6 +19,7 @@ class Backward:
 
     Attributes:
         is_last: of a step's microbatches: gradients are reduced over all ranks.
+        makes_graph: the backward is recorded (``create_graph``), and a later one will read the weights again.
 
     Ranks: units begin in the same order on all ranks; everything here follows from that order alone.
     """
@@ -28,10 +29,12 @@ class Backward:
     ) -> None:
         self.registry, self.scheduler, self.unsharder, self.grad_reducer = registry, scheduler, unsharder, grad_reducer
         self.is_last = True
+        self.makes_graph = False
         self._open: list[FsdpUnit] = []  # in the order of their begin
         self._claiming: list[FsdpUnit] = []
         self._recomputed: list[FsdpUnit] = []  # of these, the ones that recompute and whose gradients have not come
         self._delayed: list[FsdpUnit] = []  # of these, the ones that are resharded when the second next unit begins
+        self._kept: list[FsdpUnit] = []  # of backwards that were recorded; unsharded until one is not
         self._staying = NO_UNITS  # at its end, the units that the plan goes on with
 
     @property
@@ -90,6 +93,8 @@ class Backward:
         self._recomputed.clear()
         for unit in list(self._claiming):
             self._close(unit)
+        if not self.makes_graph:
+            self.release_kept()
         self._staying = NO_UNITS
 
     def reduce_partial(self) -> None:
@@ -102,7 +107,7 @@ class Backward:
         """Forget what is owed and held; the caller drops gradients and reshards weights."""
         for unit in self._claiming:
             nvtx.end(unit.mark)
-        for units in (self._open, self._claiming, self._delayed, self._recomputed):
+        for units in (self._open, self._claiming, self._delayed, self._recomputed, self._kept):
             units.clear()
 
     def show_sharded(self) -> None:
@@ -158,6 +163,20 @@ class Backward:
         unit.phase = Phase.RESTING
         nvtx.end(unit.mark)
         self._claiming.remove(unit)
+        if self.makes_graph:
+            self._kept.append(unit)
+            for group in unit.groups:
+                if not group.weights.held_by_user:
+                    group.param_slots.to_sharded()
+            return
+        self._let_go(unit)
+
+    def release_kept(self) -> None:
+        """Let go of the weights that recorded backwards held for a later one."""
+        while self._kept:
+            self._let_go(self._kept.pop())
+
+    def _let_go(self, unit: FsdpUnit) -> None:
         for group in unit.groups:
             group.weights.num_backwards -= 1
             if group.weights.stays_unsharded or unit.index in self._staying:  # kept: until the end of the last backward

@@ -213,7 +213,11 @@ class FsdpContext:
             self._backward.recompute(unit)
             return True
         if self._depth == 0:
-            self._begin_forward()
+            if torch.is_inference_mode_enabled():
+                with torch.inference_mode(False):  # memory that is made now serves training, too
+                    self._begin_forward()
+            else:
+                self._begin_forward()
         self._depth += 1
         self._num_entered += 1
         unit.order = self._num_entered
@@ -284,6 +288,7 @@ class FsdpContext:
         if isinstance(self.streams, CudaStreams):
             self.streams.follow_caller()
             self._notice_capture()
+        _refuse_transforms()
         self._recover()
         if self._weight_versions.num_scopes == 0:
             self._weight_versions.begin_pass()
@@ -296,6 +301,7 @@ class FsdpContext:
                 group.watch_gradients()
                 group.grads.free_main_if_cleared()
         if not self.graphs.are_open:
+            self._backward.release_kept()
             self._begin_step()
         self.graphs.begin()
 
@@ -324,6 +330,7 @@ class FsdpContext:
             if self._backward_end() is not None:
                 return
             self._recover()
+        self._backward.makes_graph = torch.is_grad_enabled()
         end = BackwardEnd(self)
         self._backward_end = weakref.ref(end, self._on_failure)  # called unless the backward reaches its end
         torch.autograd.Variable._execution_engine.queue_callback(end)
@@ -452,6 +459,15 @@ def _on_failure(backward: weakref.ref[Backward]) -> Callable[[object], None]:
     return show_sharded
 
 
+def _refuse_transforms() -> None:
+    transform = torch._C._functorch.peek_interpreter_stack()
+    if transform is not None and transform.key() == torch._C._functorch.TransformType.Grad:
+        raise NotImplementedError(
+            "torch.func.grad, vjp and jacrev around a sharded model are not served: their backward runs on copies, which no "
+            "reduction over the ranks can read; use torch.autograd.grad or backward()"
+        )
+
+
 class BackwardEnd:
     """A callback at a backward's end. It lives as long as the backward, also one that failed."""
 
@@ -479,5 +495,5 @@ class OutputHook:
                 f"backward runs a second time through a graph of {self.unit.name} that was made before weights moved to "
                 "their planned addresses; keep graphs only within a step, or run forward again"
             )
-        token.is_done = True
+        token.is_done = not torch.is_grad_enabled()  # what is recorded of this backward waits for one of its own
         self.context.begin_unit_backward(self.unit)

@@ -57,7 +57,7 @@ def parts_of_tensors_are_not_sharded_as_if_they_were_one() -> None:
         with pytest.raises(ValueError, match=split + r"|2 by the tp_group of"):
             _wrap(build(), build_gpt().config, **arguments)
     plain = nn.Sequential(nn.Linear(4, 4))
-    plain[0].weight.tensor_model_parallel = True  # type: ignore[union-attr]
+    plain[0].weight.tensor_model_parallel = True
     config = build_gpt().config
     with pytest.raises(ValueError, match=r"must say which ranks are tensor-parallel, got None and a parameter of 0"):
         _wrap(plain, config)
