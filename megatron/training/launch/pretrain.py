@@ -29,6 +29,7 @@ from megatron.training.data.datasets import Datasets, tokenizer_of
 from megatron.training.launch.distributed_init import initialize_distributed, process_groups, set_deterministic
 from megatron.training.launch.failures import ending_together
 from megatron.training.launch.rendezvous import meet
+from megatron.training.launch.restart import after_restart
 from megatron.training.launch.same_settings import compare_settings, values_to_compare
 from megatron.training.loop.dropout_seed import seed_everything
 from megatron.training.loop.evaluation import evaluate
@@ -173,7 +174,7 @@ def _train(
 ) -> TrainState:
     settings, device = setup.settings, setup.device
     checkpointer = Checkpointer(
-        settings.checkpoint,
+        after_restart(settings.checkpoint),
         setup.model,
         setup.optimizer,
         setup.scheduler,

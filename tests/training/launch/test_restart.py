@@ -1,0 +1,125 @@
+"""torchrun restarts a run that has lost a rank; it continues from its last checkpoint, also on the ranks that are left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from megatron.training.checkpointing import TRACKER
+from tests.support.rank_processes import write_corpus
+from tests.support.tiny_run import SHARDED, TINY, Run
+
+_ROOT = Path(__file__).parents[3]
+_FLAGS = f"{TINY} {SHARDED} --train-iters 8 --save-interval 2 --distributed-timeout-minutes 1".replace(
+    "--mock-data", ""
+)
+
+# Dies in the sixth iteration of its first start; each step has two microbatches on two ranks.
+_DIES = """
+import os, signal, sys
+import pretrain_gpt
+
+calls, forward_step = [], pretrain_gpt.forward_step
+
+def die(batch, model):
+    calls.append(None)
+    if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and len(calls) == 11:
+        if os.environ["GROUP_WORLD_SIZE"] == "2":
+            os.kill(os.getppid(), signal.SIGKILL)  # torchrun too, as if the host were lost
+        os.kill(os.getpid(), signal.SIGKILL)
+    return forward_step(batch, model)
+
+pretrain_gpt.forward_step = die
+pretrain_gpt.run_script(pretrain_gpt.main, sys.argv[1:])
+"""
+
+Torchrun = Callable[[str, str], subprocess.Popen[str]]
+
+
+@pytest.fixture
+def torchrun(tmp_path: Path) -> Iterator[Torchrun]:
+    """Return a function that starts torchrun with its flags and the script's."""
+    script, started = tmp_path / "script.py", []
+    script.write_text(_DIES)
+
+    def start(own: str, flags: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "torch.distributed.run", *own.split(), str(script), *flags.split()]
+        environment = os.environ | {"PYTHONPATH": str(_ROOT), "OMP_NUM_THREADS": "1"}
+        process = subprocess.Popen(
+            command,
+            cwd=_ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+        return port
+
+
+def _elastic(nodes: str) -> str:
+    port = _free_port()
+    return (
+        f"--nnodes {nodes} --max-restarts 3 --rdzv-backend c10d --rdzv-endpoint localhost:{port} --rdzv-id job --rdzv-conf "
+        "last_call_timeout=6,keep_alive_interval=1,keep_alive_max_attempt=2"
+    )
+
+
+def _check(output: str, folder: Path) -> None:
+    """Check that the run was continued from its last checkpoint, and that each repeated iteration gave the same loss."""
+    assert "training ended after iteration 8" in output, output
+    assert f"loaded {folder}/iter_0000004; training continues after iteration 4" in output, output
+    first, _, second = output.partition(f"loaded {folder}")
+    before, after = Run(first).losses, Run(second).losses
+    assert list(before) == [1, 2, 3, 4, 5] and list(after) == [5, 6, 7, 8]
+    assert after[5] == pytest.approx(before[5], rel=1e-5)  # on other numbers of ranks sums have another order
+    assert (folder / TRACKER).read_text() == "8"
+
+
+@pytest.mark.parametrize("kind", ["static", pytest.param("elastic", marks=pytest.mark.slow)])
+def test_a_restarted_run_continues_from_its_last_checkpoint(torchrun: Torchrun, tmp_path: Path, kind: str) -> None:
+    """Also without --load, since a run that began anew, or from other weights, would lose what it has learned."""
+    folder = tmp_path / "checkpoints"
+    own = f"--max-restarts 3 --master-port {_free_port()}" if kind == "static" else _elastic("1")
+    flags = f"{_FLAGS} {write_corpus(tmp_path / 'corpus')} --save {folder}"
+    process = torchrun(f"--nproc-per-node 2 {own}", flags)
+    output = process.communicate(timeout=300)[0]
+    assert process.returncode == 0, output
+    assert f"restarted by torchrun (1 times): continues from {folder}" in output
+    _check(output, folder)
+
+
+def test_a_run_that_lost_a_host_continues_on_the_other(torchrun: Torchrun, tmp_path: Path) -> None:
+    """The global batch is that of two ranks: one takes twice as many microbatches."""
+    folder, own = tmp_path / "checkpoints", f"--nproc-per-node 1 {_elastic('1:2')}"
+    flags = f"{_FLAGS} {write_corpus(tmp_path / 'corpus')} --save {folder} --load {folder}"
+    processes = [torchrun(f"{own},is_host={int(is_first)}", flags) for is_first in (True, False)]
+    output = processes[0].communicate(timeout=300)[0]
+    assert processes[0].returncode == 0, output
+    assert processes[1].wait(timeout=60) == -signal.SIGKILL
+    _check(output, folder)
+    assert "gloo, 2 ranks" in output and "gloo, 1 ranks" in output
