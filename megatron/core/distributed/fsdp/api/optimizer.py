@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -12,6 +13,8 @@ from torch import nn
 from megatron.core.distributed.fsdp.buffers.grad_sums import sum_grads
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup, group_of
 from megatron.core.distributed.fsdp.runtime.context import FsdpContext
+
+logger = logging.getLogger(__name__)
 
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 
@@ -22,11 +25,13 @@ def fully_shard_optimizer(optimizer: OptimizerT) -> OptimizerT:
     Any ``torch.optim`` optimizer works on sharded parameters, and its state is sharded like them. This adds:
 
     - ``step`` raises a RuntimeError in the middle of a forward or backward, after a backward that failed, and after one
-    that
-      was not that of the step's last microbatch.
+      that was not that of the step's last microbatch.
     - Gradients in another dtype than the main weights are cast for the step.
     - ``zero_grad(set_to_none=True)`` frees the main gradients' memory at once.
     - Weights that were gathered before the step are gathered again.
+    - ``load_state_dict`` logs a warning if it restored no state.
+
+    Other libraries may have wrapped ``step`` and ``zero_grad`` before. Call it again after ``add_param_group``.
 
     Args:
         optimizer: built over parameters of a model *after* ``fully_shard``; changed in place. A ``FlatAdamW`` does all
@@ -37,6 +42,7 @@ def fully_shard_optimizer(optimizer: OptimizerT) -> OptimizerT:
 
     Raises:
         ValueError: it holds a parameter from before ``fully_shard``, whose updates no forward would see.
+        TypeError: it is no ``torch.optim.Optimizer``.
 
     Ranks: all that hold the parameters. ``step`` may communicate then: it completes gradients that are summed over
     other ranks of the model (sequence-parallel parameters, tied embeddings).
@@ -44,27 +50,66 @@ def fully_shard_optimizer(optimizer: OptimizerT) -> OptimizerT:
     """
     if getattr(optimizer, "checks_its_steps", False):
         return optimizer
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(
+            f"fully_shard_optimizer needs a torch.optim.Optimizer, got a {type(optimizer).__name__}; pass the optimizer that it holds"
+        )
     groups = groups_of(optimizer)
-    watch = _StepWatch(groups)
-    optimizer.register_step_pre_hook(watch.before_step)
-    optimizer.register_step_post_hook(watch.after_step)
-    zero_grad = weakref.WeakMethod(optimizer.zero_grad)  # a strong reference would be a cycle
+    watch = optimizer.__dict__.get(_WATCH)
+    if watch is None:
+        watch = optimizer.__dict__[_WATCH] = _StepWatch()
+        optimizer.register_step_pre_hook(watch.before_step)
+        optimizer.register_step_post_hook(watch.after_step)
+        optimizer.register_load_state_dict_post_hook(_say_if_stateless)
+        _free_when_cleared(optimizer, watch)
+    watch.watch(groups)
+    return optimizer
 
-    def zero_grad_and_free(set_to_none: bool = True) -> None:
-        own = zero_grad()
+
+# The attribute of an optimizer that holds its watch.
+_WATCH = "_fsdp_step_watch"
+
+
+def _free_when_cleared(optimizer: torch.optim.Optimizer, watch: _StepWatch) -> None:
+    """Let ``zero_grad`` free gradients, also one that another library has put into the optimizer."""
+    zero_grad: Callable[..., None] | None = optimizer.__dict__.get("zero_grad")
+    # A strong reference to the method would be a cycle.
+    method = weakref.WeakMethod(optimizer.zero_grad) if zero_grad is None else lambda: zero_grad
+
+    def zero_grad_and_free(*args: Any, **kwargs: Any) -> None:
+        own = method()
         assert own is not None
-        own(set_to_none=set_to_none)
+        own(*args, **kwargs)
         for group in watch.groups():
             group.grads.free_main_if_cleared()
 
     optimizer.zero_grad = zero_grad_and_free  # type: ignore[method-assign]
-    return optimizer
+
+
+def _say_if_stateless(optimizer: torch.optim.Optimizer) -> None:
+    """Warn after a load that restored no state: DCP fills only the state that it is given, and a new optimizer has none."""
+    is_stateful = not isinstance(optimizer, torch.optim.SGD) or any(
+        group["momentum"] for group in optimizer.param_groups
+    )
+    if is_stateful and not any(optimizer.state.values()):
+        logger.warning(
+            "the state_dict that %s loaded holds no state: the optimizer begins anew. torch.distributed.checkpoint fills only "
+            "tensors that it is given, and a new optimizer has none; if the checkpoint has state, load what "
+            "torch.distributed.checkpoint.state_dict.get_optimizer_state_dict(model, optimizer) returns, or use load_checkpoint",
+            type(optimizer).__name__,
+        )
 
 
 class _StepWatch:
     """Hooks around a step. It references groups weakly: an optimizer must keep only main weights of a deleted model."""
 
-    def __init__(self, groups: list[FsdpParameterGroup]) -> None:
+    def __init__(self) -> None:
+        self._groups: list[weakref.ref[FsdpParameterGroup]] = []
+        self._cast: list[nn.Parameter] = []
+        self._replaced: list[tuple[nn.Parameter, torch.Tensor]] = []
+
+    def watch(self, groups: Sequence[FsdpParameterGroup]) -> None:
+        """Watch these groups instead of those before."""
         self._groups = [weakref.ref(group) for group in groups]
         self._cast = [
             parameter
@@ -72,7 +117,6 @@ class _StepWatch:
             if group.trained_dtypes.main_grads != group.trained_dtypes.main_params
             for parameter in group.sharded
         ]
-        self._replaced: list[tuple[nn.Parameter, torch.Tensor]] = []
 
     def groups(self) -> list[FsdpParameterGroup]:
         return [group for ref in self._groups if (group := ref()) is not None and group.trainable]

@@ -36,7 +36,7 @@ class RowShard(UnevenShard):
     ``row_parts`` is 1.
 
     Make DTensors with ``DTensor.from_local(local, mesh, [placement], run_check=False, shape=..., stride=...)`` (without
-    shape and stride PyTorch assumes that all shards are as large as this rank's), or from a ``Replicate()`` one by
+    shape and stride it is refused), or from a ``Replicate()`` one by
     ``redistribute``. ``distribute_tensor`` knows only ``Shard(dim)`` and returns an even ``Shard(0)``.
 
     Args:

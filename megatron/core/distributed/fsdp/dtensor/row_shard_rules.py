@@ -112,6 +112,32 @@ def _patch_dtensor() -> None:
         verify(types.SimpleNamespace(placements=placements), shard_order)  # type: ignore[arg-type]
 
     DTensorSpec._verify_shard_order = verify_as_shards  # type: ignore[method-assign, assignment]
+    from_local = DTensor.from_local
+
+    @functools.wraps(from_local)
+    def from_local_of_known_shape(
+        local_tensor: torch.Tensor,
+        device_mesh: DeviceMesh | None = None,
+        placements: Sequence[Placement] | None = None,
+        *,
+        shape: torch.Size | None = None,
+        **others: Any,
+    ) -> DTensor:
+        if shape is None:
+            _check_shape_follows(device_mesh, placements or ())
+        return from_local(local_tensor, device_mesh, placements, shape=shape, **others)
+
+    DTensor.from_local = from_local_of_known_shape  # type: ignore[method-assign]
+
+
+def _check_shape_follows(mesh: DeviceMesh | None, placements: Sequence[Placement]) -> None:
+    """Refuse to take the whole tensor's shape from one rank's rows, which are as many on other ranks by chance only."""
+    for axis, placement in enumerate(placements):
+        if isinstance(placement, UnevenShard) and (mesh is None or mesh.size(axis) > 1):
+            raise ValueError(
+                f"DTensor.from_local must be told the shape of a tensor placed by {placement}, of which ranks hold unequal "
+                "parts; pass shape=p.shape, stride=p.stride() of the tensor p that it is to be like"
+            )
 
 
 def _cuts_rows(placement: Placement) -> bool:

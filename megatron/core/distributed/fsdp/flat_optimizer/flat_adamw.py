@@ -202,6 +202,12 @@ class FlatAdamW(torch.optim.Optimizer):
 
     # ---- state --------------------------------------------------------------------------------------------------
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise NotImplementedError(
+            "FlatAdamW must not be copied or pickled: its state lies in buffers beside the model's; build another one over the "
+            "copy's parameters and give it this one's state_dict(), or save both with save_checkpoint"
+        )
+
     def main_weights(self, parameter: torch.Tensor) -> DTensor:
         """Return the parameter's main weights in fp32, as a DTensor placed like it; a copy if they are not fp32."""
         self.synchronize()

@@ -199,9 +199,12 @@ def tensors_without_elements() -> None:
 
 @on_ranks(2)
 def a_local_tensor_of_other_rows_is_refused() -> None:
-    """Without shape and stride PyTorch takes 2 rows on each of 2 ranks for 4; the placement says 3 and 1."""
-    placement = RowShard(0, 9, 3)
-    tensor = DTensor.from_local(torch.ones(2, 3), _mesh(), [placement], run_check=False)
+    """PyTorch takes 2 rows on each of 2 ranks for 4; the placement says 3 and 1."""
+    placement, local = RowShard(0, 9, 3), torch.ones(2, 3)
+    with pytest.raises(ValueError, match=r"must be told the shape of a tensor placed by Rows.*shape=p\.shape"):
+        DTensor.from_local(local, _mesh(), [placement], run_check=False)
+    shape = torch.Size((4, 3))
+    tensor = DTensor.from_local(local, _mesh(), [placement], run_check=False, shape=shape, stride=(3, 1))
     with pytest.raises(ValueError, match=r"must hold rows \[\d, \d\) .* got 2 rows; pass shape and stride"):
         tensor.full_tensor()
 

@@ -205,7 +205,7 @@ def an_optimizer_under_a_rate_schedule_is_watched(kind: Kind) -> Any:
     return losses, weights(model)
 
 
-@situation(refuses="shape")
+@situation(refuses=r"shape=p\.shape")
 def from_local_gives_the_shape_back(kind: Kind) -> Any:
     model = kind.shard(net())
     if kind.is_plain:

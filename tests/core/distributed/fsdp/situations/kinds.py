@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging.handlers
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from megatron.core.distributed.fsdp import fully_shard, fully_shard_optimizer, hybrid_placements, microbatch
+from megatron.core.distributed.fsdp import FlatAdamW, fully_shard, fully_shard_optimizer, hybrid_placements, microbatch
 from megatron.core.distributed.fsdp.config.placement import strategy_placements
 from tests.support.models import NUM_CLASSES, NUM_INPUTS, Net, global_batch, make_net
 
@@ -143,6 +144,11 @@ def adamw(model: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
 
 
+def flat_adamw(kind: Kind, model: Any) -> torch.optim.Optimizer:
+    """``adamw``, of ours by whole shards."""
+    return FlatAdamW(model.parameters(), lr=0.01, weight_decay=0.1) if kind.name == "ours" else adamw(model)
+
+
 def train(kind: Kind, model: Any, optimizer: Any, steps: range, loss_of: Any = None) -> list[torch.Tensor]:
     """Train and return the losses [steps], each the mean over the ranks."""
     losses = []
@@ -165,6 +171,20 @@ def grads(model: Any) -> dict[str, torch.Tensor | None]:
     return {name.replace("_orig_mod.", ""): parameter.grad for name, parameter in model.named_parameters()}
 
 
+@contextmanager
+def warnings_as_errors(logger: str) -> Iterator[None]:
+    """Raise what the named logger warns of in this scope, once the scope ends."""
+    handler = logging.handlers.BufferingHandler(capacity=1000)
+    handler.setLevel(logging.WARNING)
+    logging.getLogger(logger).addHandler(handler)
+    try:
+        yield
+    finally:
+        logging.getLogger(logger).removeHandler(handler)
+    if handler.buffer:
+        raise RuntimeError(handler.buffer[0].getMessage())
+
+
 __all__ = [
     "KINDS",
     "NUM_CLASSES",
@@ -172,10 +192,12 @@ __all__ = [
     "ZERO3",
     "Kind",
     "adamw",
+    "flat_adamw",
     "grads",
     "net",
     "seeded",
     "sgd",
     "train",
+    "warnings_as_errors",
     "weights",
 ]
