@@ -11,16 +11,6 @@ from typing import Any
 import pytest
 
 RED: dict[str, str] = {
-    # a kept gradient is the user's
-    "a_kept_gradient_survives_the_next_backward [optim]": "a kept gradient is the user's",
-    "a_kept_gradient_survives_the_next_backward [optim_grads_params]": "a kept gradient is the user's",
-    "a_kept_gradient_survives_the_next_backward [hsdp]": "a kept gradient is the user's",
-    "a_kept_gradient_is_read_after_zero_grad [no_shard]": "a kept gradient is the user's",
-    "a_kept_gradient_is_read_after_zero_grad [optim]": "a kept gradient is the user's",
-    "a_kept_gradient_is_read_after_zero_grad [optim_grads]": "a kept gradient is the user's",
-    "a_kept_gradient_is_read_after_zero_grad [optim_grads_params]": "a kept gradient is the user's",
-    "a_kept_gradient_is_read_after_zero_grad [hsdp]": "a kept gradient is the user's",
-    "gradients_are_swapped_between_two_losses": "a kept gradient is the user's",
     # no gradient is None
     "parameters_of_a_used_unit_without_a_gradient [optim]": "no gradient is None",
     "parameters_of_a_used_unit_without_a_gradient [optim_grads_params]": "no gradient is None",
@@ -42,21 +32,9 @@ RED: dict[str, str] = {
     "the_fast_path_of_an_encoder_layer_whose_parts_are_units": "modes, transforms, optimizers",
     "a_gradient_penalty [optim_grads_params]": "modes, transforms, optimizers",
     "a_list_of_modules_is_one_unit": "modes, transforms, optimizers",
-    "a_pickled_optimizer": "modes, transforms, optimizers",
-    "a_pickled_optimizer_that_is_watched": "modes, transforms, optimizers",
-    "a_deep_copy_of_a_watched_optimizer": "modes, transforms, optimizers",
-    "a_plain_dcp_load_into_a_fresh_optimizer": "modes, transforms, optimizers",
-    # _reset_parameters
-    "a_meta_model_with_attention_trains": "_reset_parameters",
     # weights that the user unsharded
     "a_layer_is_unsharded_before_the_first_forward": "weights that the user unsharded",
     "all_is_unsharded_and_then_trained": "weights that the user unsharded",
-    # an optimizer watched beside others
-    "an_optimizer_is_watched_twice": "an optimizer watched beside others",
-    "an_optimizer_is_watched_after_its_zero_grad_was_wrapped": "an optimizer watched beside others",
-    # initial values
-    "a_meta_model_with_an_initialisation_of_its_own": "initial values",
-    "random_values_drawn_after_sharding": "initial values",
 }
 
 
