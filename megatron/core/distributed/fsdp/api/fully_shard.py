@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from megatron.core.distributed.fsdp.api.conversions import leave_fast_path, watch_conversions
+from megatron.core.distributed.fsdp.api.fsdp2_arguments import check_unserved, placements_of, policy_of
 from megatron.core.distributed.fsdp.api.group_meshes import GroupMeshes, check_experts, make_group_meshes
 from megatron.core.distributed.fsdp.api.module import FsdpModule, find_context, topmost_fsdp_modules
 from megatron.core.distributed.fsdp.api.same_units import check_same_unit
@@ -29,7 +30,7 @@ from megatron.core.distributed.fsdp.buffers.param_slots import ManagedParameter
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup, group_of
 from megatron.core.distributed.fsdp.comm.registry import TransportKind
 from megatron.core.distributed.fsdp.config.mixed_precision import SERVED_DTYPES, MixedPrecisionPolicy
-from megatron.core.distributed.fsdp.config.placement import Placements, hybrid_placements, strategy_placements
+from megatron.core.distributed.fsdp.config.placement import Placements
 from megatron.core.distributed.fsdp.layout.flat_layout import FlatLayout
 from megatron.core.distributed.fsdp.layout.granule import granule_of
 from megatron.core.distributed.fsdp.layout.row_groups import group_by_rows
@@ -46,7 +47,7 @@ _shared_context: ContextVar[FsdpContext | None] = ContextVar("fully_shard_contex
 def fully_shard(
     module: ModuleT,
     mesh: DeviceMesh | None = None,
-    placements: Placements | None = None,
+    placements: Placements | str | None = None,
     mixed_precision_policy: MixedPrecisionPolicy | None = None,
     grad_divisor: float | Fraction = 1,
     *,
@@ -57,6 +58,11 @@ def fully_shard(
     forward_prefetch_depth: int | None = None,
     backward_prefetch_depth: int | None = None,
     init_fn: Callable[[nn.Module], object] | None = None,
+    reshard_after_forward: bool | int | None = None,
+    mp_policy: Any = None,
+    offload_policy: Any = None,
+    shard_placement_fn: Callable[..., Any] | None = None,
+    ignored_params: set[nn.Parameter] | None = None,
 ) -> ModuleT:
     """Shard the parameters of a module, and unshard them around its forward and backward.
 
@@ -71,7 +77,7 @@ def fully_shard(
         module: changed in place. Parameters on the meta device are allocated on the mesh's device and initialised by
             ``init_fn``, or by the ``reset_parameters`` of the modules that own them.
         mesh: devices over which to shard; None: one axis over all ranks.
-        placements: where weights, gradients and optimizer state rest; None: all are sharded over the mesh's one axis
+        placements: where weights, gradients and optimizer state rest, or a strategy's name (``optim``); None: all are sharded over the mesh's one axis
             (ZeRO-3), or over the inner one of two (HSDP, as in FSDP2). See ``hybrid_placements`` for other ones.
         mixed_precision_policy: dtypes of main weights, main gradients and gradient communication; None: fp32 main
             weights and gradients, communicated in the parameter's dtype.
@@ -91,6 +97,10 @@ def fully_shard(
             ``reset_parameters``. Called with each module of the unit, children first. What it leaves out must be filled
             before the first forward, by ``load_state_dict`` or by ``torch.nn.init`` on the sharded parameters, which
             gives them the values of the whole tensor.
+        reshard_after_forward: as in FSDP2, instead of placements. False keeps weights whole between steps (ZeRO-2).
+        mp_policy: FSDP2's policy, or the engine's, under FSDP2's name. Of FSDP2's only ``reduce_dtype`` is served; main
+            weights are then in the parameter's dtype.
+        offload_policy: must ask for nothing; also ``shard_placement_fn`` and ``ignored_params``, which FSDP2 has.
 
     Returns:
         ``module``, whose class is now a subclass of its own class and of ``FsdpModule``.
@@ -131,11 +141,16 @@ def fully_shard(
         if depth is not None:
             check_prefetch_depth(name, depth)
     kind = _transport_kind(transport, use_symm_mem)
-    mesh = mesh if mesh is not None else _default_mesh()
-    if placements is None:
-        placements = _default_placements(mesh, model_parallel)
-    policy = mixed_precision_policy or MixedPrecisionPolicy()
+    unserved = {
+        "offload_policy": offload_policy,
+        "shard_placement_fn": shard_placement_fn,
+        "ignored_params": ignored_params,
+    }
+    check_unserved(unserved)
+    policy = policy_of(mixed_precision_policy, mp_policy)
+    mesh = _checked_mesh(mesh)
     model_parallel = model_parallel or ModelParallel()
+    placements = placements_of(mesh, model_parallel.tensor_axis, placements, reshard_after_forward)
     arguments = {
         "mixed_precision_policy": policy,
         "grad_divisor": Fraction(grad_divisor),
@@ -191,8 +206,20 @@ def fully_shard(
         leave_fast_path(own_modules, _is_unit)
     context = _shared_context.get()
     if context is not None:
+        _name_in_shared_context(module, context)
         context.register(unit)
     return module
+
+
+def _name_in_shared_context(module: FsdpModule, context: FsdpContext) -> None:
+    """Name the unit, and those inside of it, by its class and number: units of a shared context have no common root."""
+    top = f"{module._fsdp_unit.name}_{len(context.units)}"
+    for name, inner in module.named_modules():
+        if isinstance(inner, FsdpModule) and (inner is module or inner._fsdp_unit.context is context):
+            unit = inner._fsdp_unit
+            unit.name = f"{top}.{name}" if name else top
+            unit.prefix = f"{unit.name}."
+            context.registry.rename(unit)
 
 
 @contextmanager
@@ -268,18 +295,14 @@ def contexts_of(module: nn.Module | FsdpContext) -> list[FsdpContext]:
     return contexts
 
 
-def _default_placements(mesh: DeviceMesh, model_parallel: ModelParallel | None) -> Placements:
-    """Return ZeRO-3 over one data-parallel axis of the mesh; over two, HSDP as in FSDP2: sharded over the inner one."""
-    tensor_axis = None if model_parallel is None else model_parallel.tensor_axis
-    axes = [axis for axis in mesh.mesh_dim_names or range(mesh.ndim) if axis != tensor_axis]
-    if len(axes) == 1:
-        return strategy_placements("optim_grads_params", axes[0])
-    if len(axes) == 2:
-        return hybrid_placements("optim_grads_params", "no_shard", (axes[0], axes[1]))
-    raise ValueError(
-        f"a mesh without placements must have one or two data-parallel axes, got {axes} of {mesh}; pass placements, or the "
-        "part of the mesh over which to shard"
-    )
+def _checked_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
+    if isinstance(mesh, ProcessGroup):
+        raise TypeError(
+            'mesh must be a DeviceMesh, got a process group; make a mesh of it: DeviceMesh.from_group(group, "cuda")'
+        )
+    if mesh is not None and not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh must be a DeviceMesh or None, got {mesh!r}; make one with init_device_mesh")
+    return _default_mesh() if mesh is None else mesh
 
 
 def _default_mesh() -> DeviceMesh:
@@ -303,7 +326,9 @@ def _transport_kind(transport: TransportKind | None, use_symm_mem: bool) -> str:
         raise ValueError(
             f"use_symm_mem=True means transport='symm', got transport={transport!r} besides; leave one of them out"
         )
-    return "symm" if use_symm_mem else transport or "nccl"
+    if transport is not None and not isinstance(transport, str):
+        raise TypeError(f"transport must be the name of one, got {transport!r}; try 'nccl'")
+    return "symm" if use_symm_mem else "nccl" if transport is None else transport
 
 
 def _own_modules(root: nn.Module) -> list[tuple[str, nn.Module]]:

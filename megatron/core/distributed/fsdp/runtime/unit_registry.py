@@ -37,13 +37,18 @@ class UnitRegistry:
         self._waits_for_values |= bool(unit.unfilled)
         for group in unit.own_groups:
             group.index = len(self._groups)
-            group.set_prefix(unit.prefix)
             self._groups.append(weakref.ref(group))
             self._owners.append(self.refs[-1])
             self.read_peers += [
                 axis for axis in group.group_mesh.axes if axis.reads_peers and group.weights.needs_gather
             ][:1]
         self.read_peers = list({tuple(axis.ranks): axis for axis in self.read_peers}.values())
+        self.rename(unit)
+
+    def rename(self, unit: FsdpUnit) -> None:
+        """Use the unit's name in messages and NVTX ranges."""
+        for group in unit.own_groups:
+            group.set_prefix(unit.prefix)
         name = unit.prefix.rstrip(".") or "root"
         unit.forward_range, unit.backward_range = f"fsdp.forward {name}", f"fsdp.backward {name}"
 

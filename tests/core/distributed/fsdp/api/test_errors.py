@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp as fsdp2
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
@@ -50,6 +51,71 @@ _REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: fully_shard(nn.Linear(2, 2), transport="rdma"),  # type: ignore[arg-type]
         ValueError,
         "transport must be one of auto, nccl, symm, peer_copy, got 'rdma'",
+    ),
+    "no name of a transport": (
+        lambda: fully_shard(nn.Linear(2, 2), transport=["nccl"]),  # type: ignore[arg-type]
+        TypeError,
+        r"transport must be the name of one, got \['nccl'\]",
+    ),
+    "an empty name of a transport": (
+        lambda: fully_shard(nn.Linear(2, 2), transport=""),  # type: ignore[arg-type]
+        ValueError,
+        "transport must be one of auto, nccl, symm, peer_copy, got ''",
+    ),
+    "zero for a transport": (
+        lambda: fully_shard(nn.Linear(2, 2), transport=0),  # type: ignore[arg-type]
+        TypeError,
+        "transport must be the name of one, got 0",
+    ),
+    "a process group for a mesh": (
+        lambda: fully_shard(nn.Linear(2, 2), dist.group.WORLD),  # type: ignore[arg-type]
+        TypeError,
+        r"mesh must be a DeviceMesh, got a process group.*DeviceMesh\.from_group",
+    ),
+    "a number for placements": (
+        lambda: fully_shard(nn.Linear(2, 2), None, 3),  # type: ignore[arg-type]
+        TypeError,
+        "placements must be Placements or a strategy's name, got 3",
+    ),
+    "no strategy's name": (
+        lambda: fully_shard(nn.Linear(2, 2), None, "zero3"),
+        ValueError,
+        "strategy must be one of .*, got 'zero3'",
+    ),
+    "FSDP2's number of ranks": (
+        lambda: fully_shard(nn.Linear(2, 2), reshard_after_forward=2),
+        NotImplementedError,
+        "reshard_after_forward must be True or False, got 2",
+    ),
+    "both sayings about resharding": (
+        lambda: fully_shard(nn.Linear(2, 2), placements="optim", reshard_after_forward=True),
+        ValueError,
+        "placements say whether weights are resharded after forward",
+    ),
+    "FSDP2's offloading": (
+        lambda: fully_shard(nn.Linear(2, 2), offload_policy=fsdp2.CPUOffloadPolicy()),
+        NotImplementedError,
+        "offload_policy must be left out, got CPUOffloadPolicy",
+    ),
+    "FSDP2's placements": (
+        lambda: fully_shard(nn.Linear(2, 2), shard_placement_fn=lambda p: Shard(1)),
+        NotImplementedError,
+        "shard_placement_fn must be left out.*fsdp_granule",
+    ),
+    "FSDP2's ignored parameters": (
+        lambda: fully_shard(nn.Linear(2, 2), ignored_params={nn.Parameter(torch.ones(1))}),
+        NotImplementedError,
+        "ignored_params must be left out, got 1 parameters",
+    ),
+    "FSDP2's casts": (
+        lambda: fully_shard(nn.Linear(2, 2), mp_policy=fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16)),
+        NotImplementedError,
+        r"mp_policy must leave parameters.*bfloat16.*before fully_shard",
+    ),
+    "no policy": (
+        lambda: fully_shard(nn.Linear(2, 2), mp_policy=torch.float16),
+        TypeError,
+        "must be a MixedPrecisionPolicy",
     ),
     "a module without forward": (
         lambda: fully_shard(nn.ModuleList([nn.Linear(2, 2)])),
