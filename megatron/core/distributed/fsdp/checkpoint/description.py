@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,8 +22,7 @@ _FORMAT, _VERSION = "megatron-fsdp checkpoint", 1
 DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(NamedTuple):
     """The bytes of an item, which are an archive of ``torch.save``.
 
     Args:
@@ -41,8 +40,7 @@ class Place:
     elements: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class StoredChunk:
+class StoredChunk(NamedTuple):
     """A box of a tensor: the indices at which it begins, its shape, and its bytes."""
 
     offsets: tuple[int, ...]
