@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from itertools import repeat
 from sys import getrefcount
 from typing import Any
@@ -66,7 +66,7 @@ class GroupGradients:
         self.main: list[DTensor] = []
         self._trained_main: list[DTensor] = []
         self._own_references = 0
-        self.absent: Collection[int] = ()
+        self.absent: list[int] = []
         self.partial_storage = FlatStorage(layout.total_numel, dtypes.main_grads, device)
         self._holds_partial = False
         self._pending: PendingGradients | None = None  # in param.grad now
@@ -187,7 +187,7 @@ class GroupGradients:
 
     def copy_in(self) -> None:
         """Copy what autograd left in ``.grad`` into the reduce-scatter input; what got no gradient counts as zero."""
-        targets, parameters, written = self._input_views, self._unsharded, self._written
+        targets, parameters, written, absent = self._input_views, self._unsharded, self._written, []
         grads = list(map(_GRAD, parameters))
         given = [index for index, grad in enumerate(grads) if grad is not None]
         added = [index for index in given if written[index]]
@@ -200,31 +200,25 @@ class GroupGradients:
             if len(copied) + written.count(True) < len(targets):
                 missing = [i for i, grad in enumerate(grads) if grad is None and not written[i]]
                 torch._foreach_zero_([targets[i] for i in missing])
-                self._note_missing(missing)
-            else:
-                self.absent = ()
+                absent = self._never_given(missing)
         if given:
             each(setattr, parameters, repeat("grad"), repeat(None))
-        self._written = [False] * len(targets)
+        self._written, self.absent = [False] * len(targets), absent
 
-    def _note_missing(self, missing: Sequence[int]) -> None:
-        """Note the parameters that got no gradient in this backward, nor in one before that ``param.grad`` or sums hold."""
+    def _never_given(self, missing: Sequence[int]) -> list[int]:
+        """Return those that got no gradient in this backward, nor in one before that ``param.grad`` or sums hold."""
         waits, former = self.has_partial, self.absent
         held = list(map(_GRAD, self._sharded)) if self._pending is None else self._pending.held()
-        self.absent = [
-            i
-            for i in missing
-            if i in self._may_lack
-            and (held[i] is None or held[i] is self.main[i])
-            and (i in former or (held[i] is None and not waits))
-        ]
+        fresh = [grad is None and not waits for grad in held]
+        own = [grad is None or grad is main for grad, main in zip(held, self.main, strict=True)]
+        return [i for i in missing if i in self._may_lack and (fresh[i] or (i in former and own[i]))]
 
     def remove(self, missing: Sequence[int]) -> None:
         """Set ``param.grad`` of these parameters, which got a gradient on no rank, to None."""
         for index in missing:
             if self._sharded[index].grad is self.main[index]:
                 self._sharded[index].grad = None
-        self.absent = ()
+        self.absent = []
 
     def drop_unreduced(self) -> None:
         """Drop what a backward that did not finish has written."""
@@ -340,10 +334,8 @@ class GroupGradients:
 
     def prepare_main(self) -> bool:
         """Make ``param.grad`` the main gradient; return True if it holds nothing yet, to be overwritten."""
-        if self._pending is not None and self.has_partial:
-            self._withdraw_pending()
-        if self.main_storage.allocated:
-            self._leave_what_is_kept()
+        if self._pending or self.main_storage.allocated:
+            self._prepare_again()
         self.main_storage.allocate()
         held = list(map(_GRAD, self._sharded))
         overwrite = held.count(None) == len(held)
@@ -351,6 +343,12 @@ class GroupGradients:
             self._take_over(held)
         each(setattr, self._trained, repeat("grad"), self._trained_main)
         return overwrite
+
+    def _prepare_again(self) -> None:
+        if self.has_partial:
+            self._withdraw_pending()
+        if self.main_storage.allocated:
+            self._leave_what_is_kept()
 
     def complete_main(self) -> None:
         """Bring the flat main gradient up to date with ``param.grad``; zeros are where there is none, which stays so."""

@@ -399,7 +399,6 @@ class FsdpContext:
         self._backward_end = None
         self._depth = 0
         self._backward.abandon()
-        self.grad_reducer.lacking.clear()
         for unit in self.units:
             unit.phase, unit.forward_depth, unit.is_open = Phase.RESTING, 0, False
         for group in self.groups:

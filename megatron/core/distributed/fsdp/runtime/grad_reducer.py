@@ -14,6 +14,7 @@ from megatron.core.distributed.fsdp.layout.plan import Recorder
 from megatron.core.distributed.fsdp.runtime import nvtx
 from megatron.core.distributed.fsdp.runtime.streams import Edge, Role, Streams
 
+_ABSENT = attrgetter("grads.absent")
 _HAS_HOOKS = attrgetter("grad_hooks.has_any")
 
 
@@ -27,7 +28,6 @@ class GradReducer:
         num_reductions: reductions that have been begun.
         latest: the group of the last one.
         overlapping: groups that share addresses in the arena, by group number.
-        lacking: groups whose step is reduced, and lacks gradients on this rank.
     """
 
     def __init__(self, streams: Streams) -> None:
@@ -39,7 +39,6 @@ class GradReducer:
         self.latest: FsdpParameterGroup | None = None
         self.overlapping: dict[int, set[FsdpParameterGroup]] = {}
         self._holding: dict[FsdpParameterGroup, None] = {}  # groups whose reduce-scatter input backward writes
-        self.lacking: dict[FsdpParameterGroup, None] = {}
         self._last: Any = None
         self._written: Any = None
         self._finished: list[FsdpParameterGroup] = []  # reduced in this backward, in order
@@ -148,8 +147,6 @@ class GradReducer:
             self.recorder.issue("last reduction" if is_last else "reduction", group.index)
         if grads.input_is_aside:
             self._bring_home(group, copies=has_input)
-        if is_last and grads.absent:
-            self.lacking[group] = None
         overwrite = grads.prepare_main() if is_last else grads.prepare_sum()
         self._written = self.streams.record(Role.COMPUTE, self._written)
         self.streams.wait(Edge.GRADS_WRITTEN, self._written)
@@ -186,6 +183,11 @@ class GradReducer:
         group.grads.free_own_memory()
 
     # ---- the end of a backward ----------------------------------------------------------------------------------
+
+    @property
+    def lacking(self) -> list[FsdpParameterGroup]:
+        """The groups that this backward has reduced and that lack gradients on this rank."""
+        return list(dict.fromkeys(filter(_ABSENT, self._finished)))
 
     def follow_up(self, act: Callable[[], None]) -> None:
         """Run ``act`` on the reduce stream, behind all reductions of this backward."""

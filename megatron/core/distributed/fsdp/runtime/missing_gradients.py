@@ -44,6 +44,7 @@ class MissingGradients:
         self._registry, self._grad_reducer, self.device = registry, grad_reducer, device
         self._ballots: list[_Ballot] | None = None
         self._has_warned = False
+        self._lacking: list[FsdpParameterGroup] = []
         # What this rank lacked, and what all ranks did, in the step before.
         self._latest: tuple[dict[int, list[int]], dict[int, list[int]]] = ({}, {})
 
@@ -53,12 +54,13 @@ class MissingGradients:
 
     def ask(self) -> None:
         """Tell the other ranks what this one lacks. Ranks: all of the groups' meshes; all reductions are launched."""
+        self._lacking = self._grad_reducer.lacking
         if self._ballots is None or self._ballots:
             self._grad_reducer.follow_up(self._count)
 
     def settle(self) -> None:
         """Set ``param.grad`` to None where no rank had a gradient. Compute has waited for the answer to ``ask``."""
-        lacking = self._grad_reducer.lacking
+        lacking, self._lacking = self._lacking, []
         if not lacking:
             return
         lacks = {group.index: sorted(group.grads.absent) for group in lacking}
@@ -67,7 +69,6 @@ class MissingGradients:
         if self._latest[0] == lacks:  # a captured step does as the step before it
             for group in lacking:
                 group.grads.remove(self._latest[1][group.index])
-        lacking.clear()
 
     @property
     def _is_capturing(self) -> bool:
@@ -79,7 +80,7 @@ class MissingGradients:
             self._ballots = self._make_ballots()
         for ballot in self._ballots:
             ballot.counts.copy_(ballot.everything)
-            mine = [group for group in self._grad_reducer.lacking if group.index in ballot.first]
+            mine = [group for group in self._lacking if group.index in ballot.first]
             if mine and not self._is_capturing:
                 places = [ballot.first[group.index] + index for group in mine for index in sorted(group.grads.absent)]
                 ballot.counts[torch.tensor(places, device=self.device)] = 0.0
