@@ -70,6 +70,7 @@ class LifeSigns:
         self._asking = PrefixStore(f"{name}/life_signs", store.clone())  # type: ignore[attr-defined]
         self._host, self._watches, self._on_failure = socket.gethostname(), watches, on_failure
         self._stall_s, self._moved = stall_s, (0, time.monotonic())
+        self._answers = True  # the store
         self._ended = threading.Event()
         self._progress: Progress = lambda: (0, "set-up")
         self._sign(0)
@@ -195,12 +196,16 @@ class LifeSigns:
 
     def _signs(self) -> list[str] | None:
         """Return the last sign of each rank; None if the store does not answer in time."""
-        signs = self._ask(lambda: self._asking.multi_get([str(rank) for rank in range(self.world_size)]))
+        # A rank that has not given its first sign yet is waited for, which says nothing about the store.
+        keys = [str(rank) for rank in range(self.world_size)]
+        signs = self._ask(lambda: self._asking.multi_get(keys), tells_of_store=False)
         return None if signs is None else [sign.decode() for sign in signs]
 
-    def _ask(self, question: Callable[[], T]) -> T | None:
-        """Return the store's answer; None if there is none in time."""
+    def _ask(self, question: Callable[[], T], *, tells_of_store: bool = True) -> T | None:
+        """Return the store's answer; None if there is none in time, or was none before."""
         answer: list[T] = []
+        if not self._answers:
+            return None
 
         def ask() -> None:
             with suppress(RuntimeError):
@@ -210,6 +215,8 @@ class LifeSigns:
         thread = threading.Thread(target=ask, daemon=True)
         thread.start()
         thread.join(timeout=_SILENCE * self.interval_s)
+        if thread.is_alive() and tells_of_store:
+            self._answers = False
         return answer[0] if answer else None
 
 

@@ -98,17 +98,17 @@ def test_a_refusal_of_all_ranks_is_reported_once(start: Start) -> None:
 
 
 _HANGS = """
-import datetime, os, sys, time
+import datetime, os, signal, sys, time
 import pretrain_gpt
 from megatron.training.launch.distributed_init import DistributedConfig
 
-DistributedConfig.timeout = datetime.timedelta(seconds=8)
+DistributedConfig.timeout = datetime.timedelta(seconds=20)
 calls, forward_step = [], pretrain_gpt.forward_step
 
 def hang(batch, model):
     calls.append(None)
-    if os.environ["RANK"] == "1" and len(calls) == 6:
-        time.sleep(1000)
+    if os.environ["RANK"] == "{rank}" and len(calls) == 6:
+        {how}
     return forward_step(batch, model)
 
 pretrain_gpt.forward_step = hang
@@ -119,7 +119,7 @@ pretrain_gpt.run_script(pretrain_gpt.main, sys.argv[1:])
 def test_a_time_out_names_who_has_not_come_and_what_that_rank_did_last(start: Start, tmp_path: Path) -> None:
     """Each step has two microbatches, so that rank 1 hangs before the last forward of the third step."""
     script = tmp_path / "script.py"
-    script.write_text(_HANGS)
+    script.write_text(_HANGS.format(rank=1, how="time.sleep(1000)"))
     processes = start(f"{TINY} {SHARDED}", script=str(script))
     outputs = [process.communicate(timeout=200)[0] for process in processes]
     assert [process.returncode for process in processes] == [1, 1]
@@ -130,7 +130,20 @@ def test_a_time_out_names_who_has_not_come_and_what_that_rank_did_last(start: St
     assert "rank 0 waited at iteration 3, microbatch 1, all-gather" in waits[-1]
     assert "not come to where the others wait: rank 1 (host" in waits[-1]
     assert "rank 1 was last at iteration 3, microbatch 1, all-gather" in waits[-1]
-    assert "rank 0 has begun no collective for 7 s, at iteration 3" in outputs[0], (
+    assert "rank 0 has begun no collective for 18 s, at iteration 3" in outputs[0], (
         "NCCL may end it without an exception"
     )
     assert "rank 1 ends, since rank 0 failed with RuntimeError: all-gather of the weights of" in outputs[1]
+
+
+def test_a_stopped_rank_0_is_named(start: Start, tmp_path: Path) -> None:
+    """The store that it serves does not answer, and its connections stay open."""
+    script = tmp_path / "script.py"
+    script.write_text(_HANGS.format(rank=0, how="os.kill(os.getpid(), signal.SIGSTOP)"))
+    processes = start(f"{TINY} {SHARDED}", script=str(script))
+    output = processes[1].communicate(timeout=200)[0]
+    assert processes[1].returncode == 1, output
+    last = output.strip().splitlines()[-1]
+    assert (
+        "rank 1 waited at iteration 3, microbatch 1" in last and "rank 0, which serves the store on 127.0.0.1:" in last
+    )
