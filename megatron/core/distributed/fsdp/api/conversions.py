@@ -24,13 +24,20 @@ def watch_conversions(modules: Sequence[tuple[str, nn.Module]]) -> None:
     """Let ``_apply`` of the modules inside of a unit keep sharded parameters in place.
 
     Only modules that own parameters have an ``_apply`` of their own from now on: the others call theirs.
+
+    Args:
+        modules: (name, module), without the units themselves, whose class has it.
     """
-    for _, module in modules[1:]:  # the first is the unit, whose class has it
+    for _, module in modules:
         if any(parameter is not None for parameter in module._parameters.values()):
             module.__dict__["_apply"] = _PartApply(module)
+
+
+def stay_in_place(modules: Sequence[tuple[str, nn.Module]]) -> None:
+    """Keep cuDNN from moving weights of recurrent modules out of the engine's buffers."""
     for _, module in modules:
         if isinstance(module, nn.RNNBase):
-            module.__dict__["flatten_parameters"] = keep_flat  # cuDNN's would move weights out of the engine's buffers
+            module.__dict__["flatten_parameters"] = keep_flat
 
 
 def leave_fast_path(modules: Sequence[tuple[str, nn.Module]], is_unit: Callable[[nn.Module], bool]) -> None:

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from megatron.core.distributed.fsdp.api.conversions import leave_fast_path, watch_conversions
+from megatron.core.distributed.fsdp.api.conversions import leave_fast_path, stay_in_place, watch_conversions
 from megatron.core.distributed.fsdp.api.fsdp2_arguments import check_unserved, placements_of, policy_of
 from megatron.core.distributed.fsdp.api.group_meshes import GroupMeshes, check_experts, make_group_meshes
 from megatron.core.distributed.fsdp.api.module import FsdpModule, find_context, topmost_fsdp_modules
@@ -39,7 +39,7 @@ from megatron.core.distributed.fsdp.mesh.model_parallel import ModelParallel, is
 from megatron.core.distributed.fsdp.runtime.context import FsdpContext
 from megatron.core.distributed.fsdp.runtime.unit import FsdpUnit, check_prefetch_depth
 
-ModuleT = TypeVar("ModuleT", bound=nn.Module)
+ModuleT = TypeVar("ModuleT", bound=nn.Module | Sequence[nn.Module])
 
 _shared_context: ContextVar[FsdpContext | None] = ContextVar("fully_shard_context", default=None)
 
@@ -74,7 +74,7 @@ def fully_shard(
     parameters do not change.
 
     Args:
-        module: changed in place. Parameters on the meta device are allocated on the mesh's device and initialised by
+        module: changed in place; or a list of modules, which become one unit. Parameters on the meta device are allocated on the mesh's device and initialised by
             ``init_fn``, or by the ``reset_parameters`` of the modules that own them.
         mesh: devices over which to shard; None: one axis over all ranks.
         placements: where weights, gradients and optimizer state rest, or a strategy's name (``optim``); None: all are sharded over the mesh's one axis
@@ -119,21 +119,10 @@ def fully_shard(
     Ranks: all of the mesh, in the same order. Blocks for a broadcast: weights become those of the mesh's first rank.
     Source: ZeRO (arXiv:1910.02054); PyTorch FSDP (arXiv:2304.11277) for units and their order.
     """
-    if isinstance(module, FsdpModule):
-        raise ValueError(
-            f"fully_shard must be called once on a module, got a {type(module).__name__}, which is a unit already"
-        )
-    if getattr(module.forward, "__func__", None) is nn.Module.forward:
-        raise TypeError(
-            f"fully_shard needs a module with a forward, around which weights are unsharded, got a "
-            f"{type(module).__name__}; call it on each of the modules in it"
-        )
-    if isinstance(module, NonDynamicallyQuantizableLinear):
-        raise TypeError(
-            "fully_shard needs a module whose forward is called, got the out_proj of an nn.MultiheadAttention, which reads its "
-            "weight and never calls it; call it on the MultiheadAttention"
-        )
-    unit_class = _unit_class(type(module))  # type: ignore[arg-type]
+    members: list[nn.Module] = [module] if isinstance(module, nn.Module) else list(module)
+    unit_classes = [_checked_class(member) for member in members]
+    # What several modules own is found as if one held them; nobody keeps it.
+    root = members[0] if isinstance(module, nn.Module) else _holder(members)
     if not grad_divisor > 0:
         raise ValueError(f"grad_divisor must be positive, got {grad_divisor}")
     prefetch_depth = (forward_prefetch_depth, backward_prefetch_depth)
@@ -160,19 +149,19 @@ def fully_shard(
         "backward_prefetch_depth": backward_prefetch_depth,
         "whether there is an init_fn": init_fn is not None,
     }
-    own_modules, expert_mesh = _own_modules(module), model_parallel.expert_mesh
-    check_same_unit(module, own_modules, mesh, placements, expert_mesh=expert_mesh, arguments=arguments)
+    own_modules, expert_mesh = _own_modules(root), model_parallel.expert_mesh
+    check_same_unit(root, own_modules, mesh, placements, expert_mesh=expert_mesh, arguments=arguments)
     meshes = make_group_meshes(mesh, placements, fsdp_group_ag, kind, model_parallel)
     device = device_of(mesh)
-    nested = [child for child in module.modules() if isinstance(child, FsdpModule)]
+    nested = [child for child in root.modules() if isinstance(child, FsdpModule)]
     filled = materialize(
-        module,
+        root,
         own_modules,
         device,
         init_fn=init_fn,
         holds_reset=any(child._fsdp_unit.by_reset for child in nested),
     )
-    managed, borrowed = _collect(module, meshes, {fresh: meta for meta, fresh in filled.made.items()})
+    managed, borrowed = _collect(root, meshes, {fresh: meta for meta, fresh in filled.made.items()})
     check_experts(managed, meshes)
     groups = [
         FsdpParameterGroup(
@@ -188,38 +177,80 @@ def fully_shard(
         for parameters, layout, kinds, group_mesh in _group(managed, placements, meshes)
     ]
     move_buffers(own_modules, device)
+    prefixes = ["" if member is root else f"{index}." for index, member in enumerate(members)]
+    tops = [(prefix, member._modules, member._parameters) for prefix, member in zip(prefixes, members, strict=True)]
     unit = FsdpUnit(
-        type(module).__name__,
+        " and ".join(type(member).__name__ for member in members),
         groups,
-        ModuleTree([("", module._modules, module._parameters)], _is_unit),
+        ModuleTree(tops, _is_unit),
         borrowed,
         has_nested=bool(nested),
         by_reset=filled.by_reset,
         unfilled=filled.unfilled,
         own_prefetch_depth=prefetch_depth,
     )
-    module.__class__ = unit_class  # type: ignore[assignment]
-    module._fsdp_unit = unit  # type: ignore[assignment]
+    for member, unit_class in zip(members, unit_classes, strict=True):
+        member.__class__ = unit_class
+        member._fsdp_unit = unit  # type: ignore[assignment]
+        member._counts_groups = member is members[0]  # type: ignore[assignment]
     watch_loads(unit, own_modules)
-    watch_conversions(own_modules)
+    watch_conversions([(name, own) for name, own in own_modules if own not in members])
+    stay_in_place(own_modules)
     if nested:
         leave_fast_path(own_modules, _is_unit)
     context = _shared_context.get()
     if context is not None:
-        _name_in_shared_context(module, context)
+        _name_in_shared_context(members, unit, context)
         context.register(unit)
     return module
 
 
-def _name_in_shared_context(module: FsdpModule, context: FsdpContext) -> None:
+def _checked_class(module: nn.Module) -> type[nn.Module]:
+    """Return the class that makes a unit of the module."""
+    if isinstance(module, FsdpModule):
+        raise ValueError(
+            f"fully_shard must be called once on a module, got a {type(module).__name__}, which is a unit already"
+        )
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"fully_shard needs a module, or a list of modules, got {module!r}")
+    if getattr(module.forward, "__func__", None) is nn.Module.forward:
+        raise TypeError(
+            f"fully_shard needs a module with a forward, around which weights are unsharded, got a "
+            f"{type(module).__name__}; call it on each of the modules in it"
+        )
+    if isinstance(module, NonDynamicallyQuantizableLinear):
+        raise TypeError(
+            "fully_shard needs a module whose forward is called, got the out_proj of an nn.MultiheadAttention, which reads its "
+            "weight and never calls it; call it on the MultiheadAttention"
+        )
+    return _unit_class(type(module))  # type: ignore[arg-type]
+
+
+def _holder(members: Sequence[nn.Module]) -> nn.Module:
+    """Return a module that holds those of one unit.
+
+    Raises:
+        ValueError: there is none; one is given twice, or lies in another one.
+    """
+    inside = [inner for member in members for inner in member.modules()]
+    twice = next((member for member in members if inside.count(member) > 1), None)
+    if twice is not None or not members:
+        raise ValueError(
+            "fully_shard of a list needs modules that do not hold each other, "
+            f"got {'none' if twice is None else f'a {type(twice).__name__} twice, or inside of another one'}"
+        )
+    return nn.ModuleList(members)
+
+
+def _name_in_shared_context(members: Sequence[nn.Module], unit: FsdpUnit, context: FsdpContext) -> None:
     """Name the unit, and those inside of it, by its class and number: units of a shared context have no common root."""
-    top = f"{module._fsdp_unit.name}_{len(context.units)}"
-    for name, inner in module.named_modules():
-        if isinstance(inner, FsdpModule) and (inner is module or inner._fsdp_unit.context is context):
-            unit = inner._fsdp_unit
-            unit.name = f"{top}.{name}" if name else top
-            unit.prefix = f"{unit.name}."
-            context.registry.rename(unit)
+    top = f"{unit.name}_{len(context.units)}"
+    for name, inner in (pair for member in members for pair in member.named_modules()):
+        if isinstance(inner, FsdpModule) and (inner in members or inner._fsdp_unit.context is context):
+            named = inner._fsdp_unit
+            named.name = top if named is unit else f"{top}.{name}"
+            named.prefix = f"{named.name}."
+            context.registry.rename(named)
 
 
 @contextmanager

@@ -26,6 +26,7 @@ class FsdpModule(nn.Module if TYPE_CHECKING else object):  # type: ignore[misc]
     """
 
     _fsdp_unit: FsdpUnit
+    _counts_groups: bool  # of several modules that are one unit, the first has its groups
 
     def _wrapped_call_impl(self, *args: Any, **kwargs: Any) -> Any:
         """Run forward with unsharded weights. Ranks: all of the mesh, units in the same order."""
@@ -48,7 +49,7 @@ class FsdpModule(nn.Module if TYPE_CHECKING else object):  # type: ignore[misc]
     @property
     def parameter_groups(self) -> list[FsdpParameterGroup]:
         """The parameter groups of this unit, without those of nested units."""
-        return self._fsdp_unit.own_groups
+        return self._fsdp_unit.own_groups if self._counts_groups else []
 
     def unshard(self) -> None:
         """Gather the unit's weights and keep them unsharded until ``reshard``.
@@ -114,11 +115,14 @@ def find_context(module: FsdpModule) -> FsdpContext:
 
 def _adopt(root: FsdpModule, context: FsdpContext) -> None:
     """Register the units under ``root`` with ``context``, also those that were a root themselves until now."""
-    names = {module: name for name, module in root.named_modules()}
-    for module in fsdp_modules(root):
-        unit = module._fsdp_unit
-        unit.name = names[module] or type(module).__mro__[2].__name__
-        unit.prefix = f"{names[module]}." if names[module] else ""
+    names: dict[FsdpUnit, list[str]] = {}
+    for name, module in root.named_modules():
+        if isinstance(module, FsdpModule):
+            names.setdefault(module._fsdp_unit, []).append(name)
+    for unit, own in names.items():
+        name = own[0] if len(own) == 1 else f"[{', '.join(own)}]"
+        unit.name = name or type(root).__mro__[2].__name__
+        unit.prefix = f"{name}." if name else ""
         if unit.context is not None and (unit.context.is_shared or not unit.context.disband()):
             continue
         unit.take_prefetch_depth(root._fsdp_unit)
@@ -137,7 +141,7 @@ def _check_ties(root: FsdpModule, context: FsdpContext) -> None:
 
 def _device_of(root: FsdpModule) -> torch.device:
     for module in fsdp_modules(root):
-        for group in module.parameter_groups:
+        for group in module._fsdp_unit.own_groups:
             return group.device
     return torch.device("cpu")
 

@@ -9,9 +9,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as fsdp2
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from megatron.core.distributed.fsdp import fully_shard, fully_shard_context
-from tests.support.agreement import assert_trains_alike, inputs
+from tests.support.agreement import assert_trains_alike, groups_of, inputs
+from tests.support.models import STRATEGY_NAMES
 from tests.support.rank_checks import RankChecks
 
 CHECKS = RankChecks(__name__)
@@ -51,6 +53,58 @@ def keywords_of_fsdp2_mean_the_same() -> None:
         assert tuple(type(of_kind[0]).__name__[0] for of_kind in placed) == kinds, arguments
     model = assert_trains_alike(_net, lambda m: fully_shard(m, mesh=deep, reshard_after_forward=False), _loss)
     assert [type(p).__name__ for p in model.parameter_groups[0].placements.parameter] == ["Replicate", "Replicate"]
+
+
+class Chunked(nn.Module):
+    """A norm and a head that are one unit; the head runs once for each chunk, after the layers around the norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(2))
+        self.norm, self.head = nn.LayerNorm(5), nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        x = self.norm(x)
+        return torch.cat([self.head(chunk) for chunk in x.chunk(3)])
+
+
+@CHECKS.on(2)
+def several_modules_are_one_unit() -> None:
+    for strategy in STRATEGY_NAMES:
+        for around in (False, True):
+
+            def wrap(model: Any, strategy: str = strategy, around: bool = around) -> Any:
+                if around:
+                    given = [model.norm, model.head]
+                    assert fully_shard(given, placements=strategy) is given
+                    fully_shard(list(model.layers), placements=strategy)
+                else:
+                    fully_shard([*model.layers, model.norm, model.head], placements=strategy)
+                return fully_shard(model, placements=strategy)
+
+            for num_microbatches in (1, 2):
+                model = assert_trains_alike(Chunked, wrap, _loss, num_microbatches=num_microbatches)
+            assert model.norm._fsdp_unit is model.head._fsdp_unit
+            assert len(groups_of(model)) == len({*groups_of(model)}) <= 4
+            assert model.norm._fsdp_unit.name == ("[norm, head]" if around else "[layers.0, layers.1, norm, head]")
+            model.head.unshard()
+            assert not isinstance(model.norm.weight, DTensor)
+            model.norm.reshard()
+            assert isinstance(model.head.weight, DTensor)
+            model.norm.float()
+            assert list(model.state_dict()) == list(Chunked().state_dict())
+    for modules, message in (([], "got none"), ([nn.Linear(2, 2)] * 2, "got a Linear twice")):
+        with pytest.raises(
+            ValueError, match=f"fully_shard of a list needs modules that do not hold each other, {message}"
+        ):
+            fully_shard(modules)
+    net = _net()
+    with pytest.raises(ValueError, match="got a Linear twice, or inside of another one"):
+        fully_shard([net, net[0]])
+    with pytest.raises(TypeError, match="fully_shard needs a module, or a list of modules, got 3"):
+        fully_shard([3])  # type: ignore[list-item]
 
 
 @CHECKS.on(2)
