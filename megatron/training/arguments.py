@@ -376,6 +376,7 @@ def _ddp(args: Namespace) -> DistributedDataParallelConfig:
         fsdp_transport=args.fsdp_transport,
         nccl_ub=args.use_nccl_ub,
         fsdp_memory_budget=args.fsdp_memory_budget,
+        fsdp_debug=args.fsdp_debug,
         num_distributed_optimizer_instances=args.num_distributed_optimizer_instances,
         outer_dp_sharding_strategy=args.outer_dp_sharding_strategy,
     )

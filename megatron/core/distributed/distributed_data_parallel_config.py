@@ -62,6 +62,9 @@ class DistributedDataParallelConfig:
     """Memory for weights that stay unsharded between forward and backward and between microbatches, which saves their
     second gather: bytes, or (below 1) a fraction of the device's memory; None: none."""
 
+    fsdp_debug: bool = False
+    """Fill released memory with NaN, and make reads of weights after their release errors that name them; slow."""
+
     fsdp_all_gather_in_start_param_sync: bool = True
     """Let ``start_param_sync`` gather the first unit's weights before the first forward."""
 

@@ -110,6 +110,11 @@ def _add_sharding_flags(group: argparse._ArgumentGroup) -> None:
         "(default: none)",
     )
     group.add_argument(
+        "--fsdp-debug",
+        action="store_true",
+        help="fill released memory with NaN, and name weights that are read after their release; slow",
+    )
+    group.add_argument(
         "--fsdp-forward-prefetch-depth",
         type=int,
         default=1,

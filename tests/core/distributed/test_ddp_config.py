@@ -38,6 +38,7 @@ _SERVED = {
     "use_symm_mem",
     "nccl_ub",
     "fsdp_memory_budget",
+    "fsdp_debug",
     "num_distributed_optimizer_instances",
     "outer_dp_sharding_strategy",
 }

@@ -104,6 +104,7 @@ class FullyShardedDataParallel(nn.Module):
             context.grad_reducer.overlaps = ddp_config.overlap_grad_reduce
             context.planner.ahead_numel = ddp_config.suggested_communication_unit_size or 0
             context.planner.memory_budget_nbytes = memory_budget_nbytes
+            context.debug = ddp_config.fsdp_debug
 
     def _sharder(self, units: Sequence[nn.Module], *, grad_divisor: Fraction) -> Callable[[nn.Module], nn.Module]:
         """Return ``fully_shard`` with the settings of this model, once its transports are chosen."""

@@ -254,7 +254,7 @@ def _name_in_shared_context(members: Sequence[nn.Module], unit: FsdpUnit, contex
 
 
 @contextmanager
-def fully_shard_context(device: torch.device | str | None = None) -> Iterator[FsdpContext]:
+def fully_shard_context(device: torch.device | str | None = None, *, debug: bool = False) -> Iterator[FsdpContext]:
     """Make the units that ``fully_shard`` makes in this scope share one context, also if they have no common root.
 
     Units of one context share streams, plan and arena, and each is prefetched while the one before it runs. Use it for
@@ -262,6 +262,9 @@ def fully_shard_context(device: torch.device | str | None = None) -> Iterator[Fs
 
     Args:
         device: the units' device; None: the current CUDA device, or the CPU where there is none.
+        debug: fill released memory with NaN, and make it an error, which names the weight, to read an unsharded weight (or
+            what was detached from it) after its unit was left. Slow; the first step prints what it costs. Also
+            ``context.debug = True`` later.
 
     Yields:
         The context, which ``microbatch`` takes too.
@@ -272,6 +275,7 @@ def fully_shard_context(device: torch.device | str | None = None) -> Iterator[Fs
     if device is None:
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     context = FsdpContext(torch.device(device), is_shared=True)
+    context.debug = debug
     token = _shared_context.set(context)
     try:
         yield context

@@ -11,6 +11,7 @@ import torch
 
 from megatron.core.distributed.fsdp.buffers.grad_sums import sum_grads
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
+from megatron.core.distributed.fsdp.buffers.watched_weight import DebugCost, watch
 from megatron.core.distributed.fsdp.layout.plan import Plan
 from megatron.core.distributed.fsdp.runtime import nvtx
 from megatron.core.distributed.fsdp.runtime.backward import Backward
@@ -53,6 +54,8 @@ class FsdpContext:
         self._backward = Backward(self.registry, self.prefetch_scheduler, self.unsharder, self.grad_reducer)
         self._backward_end: weakref.ref[BackwardEnd] | None = None
         self._on_failure = _on_failure(weakref.ref(self._backward))
+        self._debug_cost: DebugCost | None = None
+        self._prints_debug_cost = True
         self._is_capturing = False
         self._depth = 0
         self._num_entered = 0  # forwards of units, ever
@@ -77,6 +80,30 @@ class FsdpContext:
     def poisons(self, value: bool) -> None:
         self.unsharder.poisons = self.grad_reducer.poisons = value
 
+    @property
+    def debug(self) -> bool:
+        """Whether released memory is poisoned, and reads of weights after their unit was left are errors; slow."""
+        return self._debug_cost is not None
+
+    @debug.setter
+    def debug(self, value: bool) -> None:
+        if not value and self.debug:
+            raise ValueError("the debug mode must stay on once it is, got debug=False; make the model anew")
+        if value and not self.debug:
+            self.poisons, self._debug_cost = True, DebugCost()
+            for group in self.groups:
+                watch(group, self._debug_cost)
+
+    def _print_debug_cost(self, cost: DebugCost) -> None:
+        self._prints_debug_cost = False
+        nbytes = sum(g.weights.full_storage.nbytes for g in self.groups if g.weights.full_storage is not None)
+        logger.warning(
+            "debug mode: the first step looked at %d operations on weights in %.1f ms, and each pass fills %.1f MB of weights with NaN",
+            cost.num_operations,
+            cost.seconds * 1e3,
+            nbytes / 1e6,
+        )
+
     # ---- units --------------------------------------------------------------------------------------------------
 
     def register(self, unit: FsdpUnit) -> None:
@@ -85,6 +112,8 @@ class FsdpContext:
         for group in unit.own_groups:
             group.context = weakref.ref(self)
             self.unsharder.take_over(group)
+            if self._debug_cost is not None:
+                watch(group, self._debug_cost)
         self.registry.add(unit)
         self._missing_gradients.clear()
         self.planner.leave_plan(self.groups)
@@ -363,6 +392,8 @@ class FsdpContext:
         self.planner.end_record(self.units, self.groups)
         if self.is_last_microbatch:
             self.grad_reducer.call_hooks()
+        if self._debug_cost is not None and self._prints_debug_cost:
+            self._print_debug_cost(self._debug_cost)
 
     def reduce_partial(self) -> None:
         """Reduce gradients that microbatches left unreduced into ``param.grad``. Ranks: all."""

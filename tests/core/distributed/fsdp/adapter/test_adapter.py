@@ -334,6 +334,23 @@ def a_gradient_that_is_not_finite_stops_every_rank_by_name() -> None:
 
 
 @CHECKS.on(2)
+def the_debug_mode_watches_weights_and_trains_alike() -> None:
+    plain, model = build_gpt(), build_gpt()
+    wrapped = _wrap(model, fsdp_debug=True)
+    kept: list[torch.Tensor] = []
+    layer = next(module for module in model.modules() if isinstance(module, TransformerLayer))
+    layer.register_forward_hook(lambda module, *_: kept.extend(p.detach() for p in module.parameters()))
+    _mine(wrapped, 0).backward()
+    with pytest.raises(
+        RuntimeError, match=r"unsharded weight .* must be read within the forward or backward of its unit"
+    ):
+        kept[0].sum()
+    wrapped.finish_grad_sync()
+    _plainly(plain, 0)
+    assert_same_gradients(model, plain)
+
+
+@CHECKS.on(2)
 def no_sync_leaves_gradients_for_finish_grad_sync() -> None:
     for strategy in STRATEGY_NAMES:
         for synchronises in ("backward", "finish_grad_sync", "start_grad_sync"):

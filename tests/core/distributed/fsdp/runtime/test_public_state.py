@@ -18,7 +18,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from megatron.core.distributed.fsdp import FsdpModule, fully_shard, fully_shard_optimizer, microbatch
+from megatron.core.distributed.fsdp import (
+    FsdpModule,
+    fully_shard,
+    fully_shard_context,
+    fully_shard_optimizer,
+    microbatch,
+)
 from megatron.core.distributed.fsdp.config.placement import strategy_placements
 from megatron.core.distributed.fsdp.flat_optimizer.flat_adamw import FlatAdamW
 from tests.support.models import (
@@ -29,6 +35,7 @@ from tests.support.models import (
     context_of,
     global_batch,
     loss_of,
+    make_net,
     make_pair,
 )
 from tests.support.rank_checks import RankChecks
@@ -512,6 +519,58 @@ def a_unit_that_ran_alone_forgets_its_former_root() -> None:
                     parameter.data.mul_(2)
                 losses.append(loss_of(net, global_batch(0, 1)[0]))
         assert abs(losses[0] - losses[1]) <= 1e-2 * abs(losses[0]), (strategy, losses)
+
+
+# ---- the debug mode -------------------------------------------------------------------------------------------------
+
+
+@CHECKS.on(2)
+def a_detached_weight_is_refused_after_its_unit_was_left_under_the_debug_mode() -> None:
+    """In any step, between forward and backward and after it; training itself is as it was, and the cost is said once."""
+    unsharded = make_net(2)
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("megatron.core.distributed.fsdp.runtime.context")
+    with fully_shard_context(debug=True) as context:
+        sharded = make_net(2)
+        for unit in (*sharded.blocks, sharded):
+            fully_shard(unit)
+    kept: list[torch.Tensor] = []
+    sharded.blocks[0].register_forward_hook(
+        lambda block, *_: kept.extend(
+            [block.up.weight.detach(), block.up.weight[:1], block.up.weight.data, block.up.weight.t()]
+        )
+    )
+    copies: list[torch.Tensor] = []
+    sharded.blocks[0].register_forward_hook(lambda block, *_: copies.append(block.up.weight.detach().clone()))
+    logger.addHandler(handler)
+    optimizers = [_sgd(unsharded), _sgd(sharded)]
+    for step in range(3):
+        kept.clear()
+        copies.clear()
+        losses = [loss_of(net, global_batch(step, 1)[0]) for net in (unsharded, sharded)]
+        for when in ("between", "after"):
+            for tensor in kept:
+                with pytest.raises(
+                    RuntimeError, match=r"unsharded weight \S*up\.weight must be read within .* got 'sum'"
+                ):
+                    tensor.sum()
+                with pytest.raises(RuntimeError, match=r"up\.weight must be read within"):
+                    torch.add(torch.ones(1), tensor)
+            assert copies[0].isfinite().all()
+            if when == "between":
+                for loss in losses:
+                    loss.backward()
+        assert_same_gradients(sharded, unsharded)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    logger.removeHandler(handler)
+    assert len([message for message in said if message.startswith("debug mode: the first step looked at ")]) == 1
+    assert context.debug and context.poisons
+    with pytest.raises(ValueError, match="must stay on"):
+        context.debug = False
 
 
 @pytest.mark.parametrize(("num_ranks", "name"), CHECKS.parameters)
