@@ -37,7 +37,7 @@ class RowShard(UnevenShard):
 
     Make DTensors with ``DTensor.from_local(local, mesh, [placement], run_check=False, shape=..., stride=...)`` (without
     shape and stride it is refused), or from a ``Replicate()`` one by
-    ``redistribute``. ``distribute_tensor`` knows only ``Shard(dim)`` and returns an even ``Shard(0)``.
+    ``redistribute``, or by ``distribute_tensor``.
 
     Args:
         start: elements before the tensor in the flat buffer.
@@ -136,7 +136,10 @@ class RowShard(UnevenShard):
                 "shape and stride of the full tensor to DTensor.from_local"
             )
         most = max(end - begin for begin, end in ranges)
-        gathered = all_gather_functional(_pad_rows(local_tensor, most), gather_dim=0, group=(mesh, mesh_dim))
+        padded = _pad_rows(local_tensor, most)
+        # gloo knows no int16 (the remainders of bf16 weights): what travels are bits.
+        sent = padded.view(torch.float16) if padded.dtype == torch.int16 else padded
+        gathered = all_gather_functional(sent, gather_dim=0, group=(mesh, mesh_dim)).view(padded.dtype)
         starts = (rank * most for rank in range(len(ranges)))
         joined = torch.cat([gathered[at : at + end - begin] for at, (begin, end) in zip(starts, ranges, strict=True)])
         return self._joined(joined)

@@ -31,6 +31,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed._state_dict_utils as torch_state_dicts
+import torch.distributed.tensor._api as torch_api
 import torch.distributed.tensor._redistribute as torch_redistribute
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -128,6 +130,37 @@ def _patch_dtensor() -> None:
         return from_local(local_tensor, device_mesh, placements, shape=shape, **others)
 
     DTensor.from_local = from_local_of_known_shape  # type: ignore[method-assign]
+    distribute = functools.partial(_distribute, torch_api.distribute_tensor)
+    for holder in (torch.distributed.tensor, torch_api, torch_state_dicts):
+        holder.distribute_tensor = distribute  # type: ignore[attr-defined]
+
+
+def _distribute(
+    distribute: Callable[..., DTensor],
+    tensor: torch.Tensor,
+    device_mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] | None = None,
+    *,
+    src_data_rank: int | None = 0,
+) -> DTensor:
+    """Distribute a tensor as torch does, which makes an even ``Shard(0)`` of ours."""
+    is_own = any(isinstance(placement, UnevenShard) for placement in placements or ())
+    if isinstance(tensor, DTensor) or placements is None or not (is_own or tensor.dtype == torch.int16):
+        return distribute(tensor, device_mesh, placements, src_data_rank=src_data_rank)
+    # gloo knows no int16: what travels are bits.
+    sent = tensor.detach().view(torch.float16) if tensor.dtype == torch.int16 else tensor.detach()
+    whole = distribute(sent, device_mesh, [Replicate()] * len(placements), src_data_rank=src_data_rank)
+    placed = whole.redistribute(placements=placements)
+    if placed.dtype != tensor.dtype:
+        placed = DTensor.from_local(
+            placed._local_tensor.view(tensor.dtype),
+            placed.device_mesh,
+            placed.placements,
+            run_check=False,
+            shape=tensor.shape,
+            stride=tensor.stride(),
+        )
+    return placed.requires_grad_(tensor.requires_grad)  # type: ignore[return-value]
 
 
 def _check_shape_follows(mesh: DeviceMesh | None, placements: Sequence[Placement]) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging.handlers
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -177,6 +179,62 @@ def a_step_on_one_ranks_own_gradients_is_refused() -> None:
             mean_loss(plain, global_batch(step, 2)).backward()
         torch.optim.SGD(plain.parameters(), lr=0.1).step()
         assert_same_parameters(net, plain)
+
+
+@CHECKS.on(2)
+def an_optimizer_may_be_watched_again() -> None:
+    """The second call sees param groups that were added meanwhile, and adds no second check."""
+    net = shard_net(make_net(2))
+    first, second = list(net.blocks[0].parameters()), list(net.blocks[1].parameters())
+    optimizer = fully_shard_optimizer(torch.optim.SGD(first, lr=0.1))
+    num_hooks = len(optimizer._optimizer_step_pre_hooks)
+    storages = [group.grads.main_storage for group in net.blocks[1].parameter_groups]
+    optimizer.add_param_group({"params": second})
+    assert fully_shard_optimizer(optimizer) is optimizer
+    assert len(optimizer._optimizer_step_pre_hooks) == num_hooks
+    loss_of(net, my_piece(0)).backward()
+    assert all(storage.allocated for storage in storages)
+    optimizer.zero_grad()
+    assert not any(storage.allocated for storage in storages)
+
+
+@CHECKS.on(1)
+def what_is_no_optimizer_is_refused() -> None:
+    with pytest.raises(
+        TypeError, match=r"needs a torch\.optim\.Optimizer, got a object; pass the optimizer that it holds"
+    ):
+        fully_shard_optimizer(object())  # type: ignore[type-var]
+
+
+@CHECKS.on(1)
+def only_a_load_that_restored_nothing_is_told() -> None:
+    """An SGD without momentum has no state to restore."""
+    net = shard_net(make_net(2))
+    for make, told in ((OPTIMIZERS["sgd"], 0), (OPTIMIZERS["momentum, foreach"], 1), (OPTIMIZERS["adam"], 1)):
+        optimizer = fully_shard_optimizer(make(net.parameters()))
+        with _records() as records:
+            optimizer.load_state_dict(optimizer.state_dict())
+        assert len(records) == told and all(
+            "holds no state: the optimizer begins anew" in r.getMessage() for r in records
+        )
+        optimizer.zero_grad()
+        loss_of(net, my_piece(0)).backward()
+        optimizer.step()
+        with _records() as records:
+            optimizer.load_state_dict(optimizer.state_dict())
+        assert not records
+
+
+@contextmanager
+def _records() -> Iterator[list[logging.LogRecord]]:
+    """What the module of ``fully_shard_optimizer`` logs in this scope."""
+    handler = logging.handlers.BufferingHandler(capacity=100)
+    logger = logging.getLogger("megatron.core.distributed.fsdp.api.optimizer")
+    logger.addHandler(handler)
+    try:
+        yield handler.buffer
+    finally:
+        logger.removeHandler(handler)
 
 
 # ---- memory and dtype -----------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from torch import nn
 from tests.core.distributed.fsdp.situations.kinds import Kind, net, sgd, train, weights
 from tests.core.distributed.fsdp.situations.table import situation
 
+ALL = ("no_shard", "optim", "optim_grads", "optim_grads_params", "hsdp")
 SOME = ("optim", "optim_grads_params", "hsdp")
 
 
@@ -35,7 +36,7 @@ def a_compiled_model(kind: Kind) -> Any:
     return _train(kind, model, torch.compile(model, backend="aot_eager"))
 
 
-@situation()
+@situation(strategies=ALL)
 def a_compiled_model_by_inductor(kind: Kind) -> Any:
     model = kind.shard(_net())
     return _train(kind, model, torch.compile(model, backend="inductor"))

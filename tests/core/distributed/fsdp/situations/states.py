@@ -136,6 +136,11 @@ def a_full_state_of_a_watched_optimizer_is_set_on_uneven_rows(kind: Kind) -> Any
     return _set_full(kind, lambda model: kind.watched(adamw(model)))
 
 
+@situation()
+def a_full_state_of_a_fused_optimizer_is_set_on_uneven_rows(kind: Kind) -> Any:
+    return _set_full(kind, lambda model: torch.optim.AdamW(model.parameters(), lr=0.01, fused=True))
+
+
 @situation(strategies=SOME)
 def a_full_state_of_the_flat_optimizer_is_set_on_uneven_rows(kind: Kind) -> Any:
     return _set_full(kind, lambda model: flat_adamw(kind, model))
