@@ -104,7 +104,7 @@ def several_modules_are_one_unit() -> None:
     with pytest.raises(ValueError, match="got a Linear twice, or inside of another one"):
         fully_shard([net, net[0]])
     with pytest.raises(TypeError, match="fully_shard needs a module, or a list of modules, got 3"):
-        fully_shard([3])  # type: ignore[list-item]
+        fully_shard([3])  # type: ignore[type-var]
 
 
 @CHECKS.on(2)
