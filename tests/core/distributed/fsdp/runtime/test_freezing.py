@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron.core.distributed.fsdp import MixedPrecisionPolicy, fully_shard_optimizer, microbatch
+from megatron.core.distributed.fsdp.flat_optimizer.flat_adamw import FlatAdamW
 from tests.support.agreement import (
     assert_same_parameters,
     backward_plainly,
@@ -92,6 +93,23 @@ def weights_move_only_while_they_are_not_frozen() -> None:
                 _assert_follows(schedule, strategy, lambda parameters: torch.optim.AdamW(parameters, lr=0.05))
             except Exception as error:
                 raise AssertionError(f"{name}, {strategy}: {error}") from error
+
+
+@CHECKS.on(2)
+def the_flat_optimizer_leaves_frozen_weights_alone() -> None:
+    for name in ("frozen from the bottom", "biases in turns", "in turns"):
+        plain, model = seeded(Net), shard(seeded(Net), UNITS)
+        theirs, ours = torch.optim.AdamW(plain.parameters(), lr=0.05), FlatAdamW(model.parameters(), lr=0.05)
+        for step, frozen in enumerate(SCHEDULES[name]):
+            _freeze(plain, frozen)
+            _freeze(model, frozen)
+            theirs.zero_grad()
+            ours.zero_grad()
+            backward_plainly(plain, _loss, step)
+            _loss(model, dist.get_rank(), step).backward()
+            theirs.step()
+            ours.step()
+            assert_same_parameters(model, plain, f"{name}, step {step}")
 
 
 @CHECKS.on(2)
