@@ -15,6 +15,7 @@ _ALL_MUST_FOLLOW = "the other ranks' parts are gathered once a step, and a rank 
 REFUSED_THOUGH_FSDP2_SERVES_THEM: dict[str, str] = {
     "a_foreach_write_between_microbatches [optim]": _ALL_MUST_FOLLOW,
     "a_write_between_microbatches [optim]": _ALL_MUST_FOLLOW,
+    "a_gradient_of_the_input_as_the_first_forward": "transforms of torch.func are refused as a whole; FSDP2 gets others wrong",
     "a_pickled_flat_optimizer": "FSDP2 has no such optimizer: the column is that of AdamW",
 }
 
