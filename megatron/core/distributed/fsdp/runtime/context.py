@@ -145,7 +145,8 @@ class FsdpContext:
     def progress(self) -> tuple[int, str]:
         """How many collectives this rank has begun, and the last ones in words; from any thread."""
         gathers, reductions = self.unsharder, self.grad_reducer
-        words = f"all-gather {gathers.num_gathers} of {gathers.latest}, reduction {reductions.num_reductions} of {reductions.latest}"
+        gathered, reduced = self.registry.describe(gathers.latest), self.registry.describe(reductions.latest)
+        words = f"all-gather {gathers.num_gathers} of {gathered}, reduction {reductions.num_reductions} of {reduced}"
         return gathers.num_gathers + reductions.num_reductions, words
 
     # ---- microbatches -------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ class GradReducer:
         poisons: fill reduced inputs with NaN.
         overlaps: reductions run beside backward; else compute waits for each of them.
         num_reductions: reductions that have been begun.
-        latest: the group of the last one.
+        latest: number of the last one's group.
         overlapping: groups that share addresses in the arena, by group number.
     """
 
@@ -36,7 +36,7 @@ class GradReducer:
         self.poisons = False
         self.overlaps = True
         self.num_reductions = 0
-        self.latest: FsdpParameterGroup | None = None
+        self.latest = -1
         self.overlapping: dict[int, set[FsdpParameterGroup]] = {}
         self._holding: dict[FsdpParameterGroup, None] = {}  # groups whose reduce-scatter input backward writes
         self._last: Any = None
@@ -153,7 +153,7 @@ class GradReducer:
         nvtx.push(group.reduce_range)
         with self.streams.on(Role.REDUCE):  # no buffer requires gradients: there is nothing to record
             self.num_reductions += 1
-            self.latest = group
+            self.latest = group.index
             try:
                 grads.reduce(overwrite=overwrite, is_last=is_last, has_input=has_input)
             except torch.OutOfMemoryError:

@@ -76,6 +76,10 @@ class UnitRegistry:
         """Return whether the group is registered."""
         return 0 <= group.index < len(self._groups) and self._groups[group.index]() is group
 
+    def describe(self, index: int) -> str:
+        """Name the group of this number for people; there need not be one."""
+        return str(self._groups[index]()) if 0 <= index < len(self._groups) else "no group"
+
     def owner(self, group: FsdpParameterGroup) -> FsdpUnit:
         """Return the unit that manages the group, which must be registered."""
         owner = self._owners[group.index]()

@@ -23,7 +23,7 @@ class Unsharder:
         poisons: fill released memory with NaN.
         live: groups whose full weight is complete, or whose all-gather is under way.
         num_gathers: all-gathers that have been begun.
-        latest: the group of the last one.
+        latest: number of the last one's group.
         overlapping: groups that share addresses in the arena, by group number.
         can_move: True if no graph will look for weights where they are.
     """
@@ -35,7 +35,7 @@ class Unsharder:
         self.poisons = False
         self.live: dict[FsdpParameterGroup, None] = {}
         self.num_gathers = 0
-        self.latest: FsdpParameterGroup | None = None
+        self.latest = -1
         self.overlapping: dict[int, set[FsdpParameterGroup]] = {}
         self.can_move: Callable[[], bool] = lambda: True
         self._updated: Any = None  # compute has written main weights; None once all-gathers have waited for that
@@ -92,7 +92,7 @@ class Unsharder:
                     self._sync(group, is_stale)
                 if weights.needs_gather:
                     self.num_gathers += 1
-                    self.latest = group
+                    self.latest = group.index
                     weights.all_gather()
             except torch.OutOfMemoryError:
                 raise
