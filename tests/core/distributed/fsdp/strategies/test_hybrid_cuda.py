@@ -53,6 +53,8 @@ def _check_overlap(works: list[Work], *, is_last: bool, is_inner: bool, scatters
     gemms = [work for work in works if work.is_gemm]
     inner_and_outer = [work for work in works if work.is_reduction]
     _, *outer = (work for work in works if _ALL_REDUCE.search(work.name))  # the first is that of the ranks' start
+    if is_last:  # the last one over each axis asks which gradients are missing
+        outer = outer[: len(outer) - 1 - is_inner]
     if scatters:  # over the outer axis too: behind each inner one
         assert not outer and len(inner_and_outer) == NUM_UNITS * (is_inner + is_last)
         outer = inner_and_outer[is_inner :: 1 + is_inner] if is_last else []
