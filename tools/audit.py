@@ -22,7 +22,9 @@ if __name__ == "__main__":
 
 import argparse
 import importlib.util
+import math
 import shlex
+import shutil
 import subprocess
 import tempfile
 import time
@@ -87,6 +89,10 @@ def main(argv: Sequence[str]) -> int:
         print(f"error: a launch line must name {SCRIPT}, got {shlex.join(launch)!r} behind --", file=sys.stderr)
         return 2
     launcher = launch[:at] or [sys.executable]
+    problem = _problem(options, launcher[0])
+    if problem:
+        print(f"error: {problem}", file=sys.stderr)
+        return 2
     with tempfile.TemporaryDirectory(prefix="audit-", dir=options.folder) as folder:
         passed_on = ["--on-rank", folder, "--script", launch[at], "--steps", str(options.steps)]
         if options.tolerance is not None:
@@ -100,6 +106,22 @@ def main(argv: Sequence[str]) -> int:
         status, text = report.read_text().split("\n", 1)
         print(text)
         return int(status)
+
+
+def _problem(options: Namespace, launcher: str) -> str | None:
+    """Return why the call cannot be served, and make the folder that it asks for."""
+    if options.steps < 1:
+        return f"--steps must be at least 1, got {options.steps}: there would be nothing to compare"
+    if options.tolerance is not None and not 0 <= options.tolerance < math.inf:
+        return f"--tolerance must be a finite number, at least 0, got {options.tolerance}"
+    if shutil.which(launcher) is None:
+        return f"the launch line's {launcher!r} must be a program, and none was found; activate the environment that has it"
+    if options.folder is not None:
+        try:
+            os.makedirs(options.folder, exist_ok=True)
+        except OSError as error:
+            return f"--folder must be a folder that can be written, got {options.folder!r}: {error.strerror}"
+    return None
 
 
 def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -189,3 +189,21 @@ def test_what_cannot_be_audited_ends_with_status_2() -> None:
     assert status == 2 and "must name pretrain_gpt.py, got 'torchrun train.py'" in text, text
     status, text = _run("--", "pretrain_gpt.py", *TINY.split(), "--no-such-flag")
     assert status == 2 and "pretrain_gpt.py: error: " in text and "--no-such-flag" in text, text
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("--steps 0 -- pretrain_gpt.py", "--steps must be at least 1, got 0"),
+        ("--tolerance nan -- pretrain_gpt.py", "--tolerance must be a finite number"),
+        ("-- no-such-launcher pretrain_gpt.py", "'no-such-launcher' must be a program"),
+        ("--folder pretrain_gpt.py -- pretrain_gpt.py", "--folder must be a folder that can be written"),
+    ],
+)
+def test_a_call_that_cannot_be_served_is_refused(
+    line: str, problem: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tools.audit import main
+
+    monkeypatch.chdir(TOOL.parents[1])
+    assert main(line.split()) == 2 and problem in capsys.readouterr().err

@@ -39,17 +39,14 @@ def parse_and_normalize_split(split: str) -> list[float]:
     """Parse a split string ("969,30,1") to [3] shares of train, valid and test that sum to one; missing ones are zero.
 
     Raises:
-        ValueError: there are no or more than three numbers, or all are zero.
+        ValueError: there are none or more than three, one is no plain number, or all are zero.
     """
-    numbers = re.findall(r"[.0-9]+", split)
-    try:
-        shares = [float(number) for number in numbers]
-    except ValueError:
-        shares = []
-    if not 1 <= len(shares) <= len(Split):
+    numbers = re.split(r"[,:;/\s]+", split.strip("[]() "))
+    if len(numbers) > len(Split) or not all(re.fullmatch(r"\d+\.?\d*|\.\d+", number) for number in numbers):
         raise ValueError(
-            f"split must be one to {len(Split)} numbers divided by commas (e.g. '969,30,1'), got {split!r}"
+            f"split must be one to {len(Split)} numbers, none of them negative, divided by commas (e.g. '969,30,1'), got {split!r}"
         )
+    shares = [float(number) for number in numbers]
     return normalize(shares + [0.0] * (len(Split) - len(shares)))
 
 

@@ -20,9 +20,10 @@ def test_split_strings_become_shares() -> None:
     assert parse_and_normalize_split("99,1,0") == [0.99, 0.01, 0.0]
     assert parse_and_normalize_split("1") == [1.0, 0.0, 0.0]
     assert parse_and_normalize_split("969, 30, 1") == normalize([969, 30, 1])
+    assert parse_and_normalize_split("[98;2.5;.5]") == normalize([98, 2.5, 0.5])
 
 
-@pytest.mark.parametrize("split", ["", "a,b", "0,0,0", "1,1,1,1", "1..2"])
+@pytest.mark.parametrize("split", ["", "a,b", "0,0,0", "1,1,1,1", "1..2", "110,-10,0", "nan,1,1"])
 def test_wrong_split_strings_are_refused(split: str) -> None:
     with pytest.raises(ValueError, match="must be"):
         parse_and_normalize_split(split)
