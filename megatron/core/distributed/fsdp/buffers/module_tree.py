@@ -19,6 +19,9 @@ class ModuleTree:
     Args:
         tops: (prefix of names, children, parameters) of the unit's topmost modules.
         is_unit: whether a module is a unit by itself.
+
+    Attributes:
+        known: what ``look`` returned when the tree was walked last; [] if that found strangers, which are told each time.
     """
 
     def __init__(
@@ -27,19 +30,18 @@ class ModuleTree:
         self._tops, self._is_unit = tops, is_unit
         self._children: list[Children] = []
         self._parameters: list[ModuleParameters] = []
-        self._walk()
+        self.walk()
 
-    def _walk(self) -> list[str]:
+    def walk(self) -> list[str]:
         """Take the tree as it is now; return the names of parameters in it that are in no group."""
         self._children, self._parameters = [], []
         strangers: list[str] = []
         for prefix, children, parameters in self._tops:
             self._add(prefix, children, parameters, strangers)
-        self._child_ids = list(map(id, chain.from_iterable(map(dict.values, self._children))))
-        self._num_parameters = sum(map(len, self._parameters))
         absent = [(held, key) for held in self._parameters for key, value in held.items() if value is None]
         self._absent_from = [held for held, _ in absent]
         self._absent = [key for _, key in absent]
+        self.known = [] if strangers else self.look()
         return strangers
 
     def _add(self, prefix: str, children: Children, parameters: ModuleParameters, strangers: list[str]) -> None:
@@ -54,12 +56,8 @@ class ModuleTree:
             if child is not None and not self._is_unit(child):
                 self._add(f"{prefix}{name}.", child._modules, child._parameters, strangers)
 
-    def strangers(self) -> list[str]:
-        """Return the names of parameters that were added and belong to no unit; [] almost always, and at little cost."""
-        if (
-            list(map(id, chain.from_iterable(map(dict.values, self._children)))) == self._child_ids
-            and sum(map(len, self._parameters)) == self._num_parameters
-            and list(map(dict.get, self._absent_from, self._absent)).count(None) == len(self._absent)
-        ):
-            return []
-        return self._walk()
+    def look(self) -> list[int]:
+        """Return what is not ``known`` once a module or a parameter was added, at little cost: each forward looks."""
+        children = chain.from_iterable(map(dict.values, self._children))
+        absent = map(dict.get, self._absent_from, self._absent)
+        return [*map(id, chain(children, absent)), *map(len, self._parameters)]

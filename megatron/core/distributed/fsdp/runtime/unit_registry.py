@@ -99,7 +99,7 @@ class UnitRegistry:
             self._check_filled()
         is_new = False
         for unit in self.units:
-            if strangers := unit.tree.strangers():
+            if unit.tree.look() != unit.tree.known and (strangers := unit.tree.walk()):
                 raise RuntimeError(
                     f"{unit.prefix}{strangers[0]} was added to {unit.name} after fully_shard, which would not train it on all "
                     "ranks alike; add parameters before fully_shard, or call fully_shard on the module that holds them"
