@@ -213,7 +213,7 @@ def test_the_graph_keeps_its_arenas_when_the_engine_plans_anew(training: _Traini
     context = training.run.contexts[0]
     arenas = [weakref.ref(arena) for arena in context.planner.arenas]
     assert len(arenas) == 2
-    context.planner.leave_plan(context.groups)
+    context.planner.leave_plan()
     assert not context.planner.arenas
     gc.collect()
     assert all(ref() is not None for ref in arenas)

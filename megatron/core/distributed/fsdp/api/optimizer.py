@@ -139,8 +139,8 @@ class _StepWatch:
 
 def contexts_of_groups(groups: Iterable[FsdpParameterGroup]) -> list[FsdpContext]:
     """Return the contexts of the groups, each once, in the order of the groups."""
-    found = (group.context() for group in groups if group.context is not None)
-    return list(dict.fromkeys(context for context in found if context is not None))
+    found = [group.context() for group in groups if group.context is not None]
+    return [context for context in dict.fromkeys(found) if context is not None]
 
 
 def check_step(groups: Sequence[FsdpParameterGroup]) -> None:

@@ -338,7 +338,7 @@ class GroupGradients:
             self._prepare_again()
         self.main_storage.allocate()
         held = list(map(_GRAD, self._sharded))
-        overwrite = held.count(None) == len(held)
+        overwrite = all(map(operator.is_, held, repeat(None)))
         if not overwrite:
             self._take_over(held)
         each(setattr, self._trained, repeat("grad"), self._trained_main)
@@ -393,7 +393,7 @@ class GroupGradients:
     def has_main(self) -> bool:
         """True if the main gradient holds anything."""
         held = list(map(_GRAD, self._sharded)) if self._pending is None else self._pending.held()
-        return held.count(None) < len(held)
+        return not all(map(operator.is_, held, repeat(None)))
 
     def clear(self) -> None:
         """Set every ``param.grad`` to None, and give back the memory of all gradients."""

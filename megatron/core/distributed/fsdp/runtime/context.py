@@ -47,8 +47,8 @@ class FsdpContext:
         self.grad_reducer = GradReducer(self.streams)
         self._updater = Updater(self.streams, self.unsharder)
         self.graphs = Graphs()
-        self.planner = Planner(self.unsharder, self.grad_reducer, self.graphs, device)
         self.registry = UnitRegistry()
+        self.planner = Planner(self.registry, self.unsharder, self.grad_reducer, self.graphs, device)
         self._missing_gradients = MissingGradients(self.registry, self.grad_reducer, device)
         self.prefetch_scheduler = PrefetchScheduler(self.registry, self.unsharder, self.planner)
         self._backward = Backward(self.registry, self.prefetch_scheduler, self.unsharder, self.grad_reducer)
@@ -116,13 +116,13 @@ class FsdpContext:
                 watch(group, self._debug_cost)
         self.registry.add(unit)
         self._missing_gradients.clear()
-        self.planner.leave_plan(self.groups)
+        self.planner.leave_plan()
 
     def disband(self) -> bool:
         """Give up all units, if no pass is under way, and return whether that was so; the caller registers them elsewhere."""
         if self._depth or not self._backward.is_at_rest or self.graphs.are_open:
             return False
-        self.planner.leave_plan(self.groups)
+        self.planner.leave_plan()
         self.registry.clear()
         return True
 
@@ -138,7 +138,7 @@ class FsdpContext:
 
     def describe(self) -> MemoryReport:
         """Report the memory of these units' buffers on this rank: as planned, or as estimated before the first step."""
-        plan = self.plan or self.planner.expect(self.units, self.groups)
+        plan = self.plan or self.planner.expect()
         return report_memory(self.groups, plan, is_planned=self.plan is not None)
 
     @property
@@ -390,7 +390,7 @@ class FsdpContext:
             # Reductions tell of gathers that compute waited for, no others.
             self.unsharder.end_pass(self.registry.read_peers)
         self.unsharder.reshard_idle(keeps=not self.is_last_microbatch, upcoming=self.registry.groups_of(upcoming))
-        self.planner.end_record(self.units, self.groups)
+        self.planner.end_record()
         if self.is_last_microbatch:
             self.grad_reducer.call_hooks()
         if self._debug_cost is not None and self._prints_debug_cost:
@@ -468,8 +468,8 @@ class FsdpContext:
 
     def _begin_step(self) -> None:
         """Compare what runs from now on with the plan, and drop weights that were gathered for an earlier step."""
-        self.planner.end_record(self.units, self.groups)
-        self.planner.begin_step(self.groups)
+        self.planner.end_record()
+        self.planner.begin_step()
         if any(group.weights.synced_weight_version != self.unsharder.weight_version for group in self.unsharder.live):
             self.unsharder.reshard_idle()
 

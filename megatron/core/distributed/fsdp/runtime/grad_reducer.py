@@ -41,6 +41,7 @@ class GradReducer:
         self._holding: dict[FsdpParameterGroup, None] = {}  # groups whose reduce-scatter input backward writes
         self._last: Any = None
         self._written: Any = None
+        self._followed: Any = None
         self._finished: list[FsdpParameterGroup] = []  # reduced in this backward, in order
         self._unannounced: dict[FsdpParameterGroup, None] = {}  # groups with hooks, reduced in this step
         self._reading: list[FsdpParameterGroup] = []  # groups with memory of their own that a reduction still reads
@@ -120,10 +121,10 @@ class GradReducer:
         if grads.accumulates_partial and not is_last:
             grads.accumulate_partial()
             self._give_up_input(group)
+            if self.recorder is not None:
+                self.recorder.end("inputs", group.index)
         else:
             self._launch(group, is_last=is_last, has_input=True)
-        if self.recorder is not None:
-            self.recorder.end("inputs", group.index)
 
     def reduce_rest(self, group: FsdpParameterGroup) -> None:
         """Reduce sums over microbatches that were not reduced over all ranks. Ranks: all of the group's mesh."""
@@ -132,8 +133,6 @@ class GradReducer:
             return
         self.acquire_input(group)  # for what travels
         self._launch(group, is_last=True, has_input=False)
-        if self.recorder is not None:
-            self.recorder.end("inputs", group.index)
 
     def drop_partial(self, group: FsdpParameterGroup) -> None:
         """Drop sums over microbatches that are not reduced over all ranks."""
@@ -145,6 +144,7 @@ class GradReducer:
         grads = group.grads
         if self.recorder is not None:
             self.recorder.issue("last reduction" if is_last else "reduction", group.index)
+            self.recorder.end("inputs", group.index)
         if grads.input_is_aside:
             self._bring_home(group, copies=has_input)
         overwrite = grads.prepare_main() if is_last else grads.prepare_sum()
@@ -193,7 +193,7 @@ class GradReducer:
         """Run ``act`` on the reduce stream, behind all reductions of this backward."""
         with self.streams.on(Role.REDUCE):
             act()
-        self._last = self.streams.record(Role.REDUCE)
+        self._last = self._followed = self.streams.record(Role.REDUCE, self._followed)
 
     def finish(self) -> None:
         """Make compute wait for all reductions of this backward."""
@@ -214,7 +214,7 @@ class GradReducer:
 
     def forget_events(self) -> None:
         """As ``Unsharder.forget_events``. No backward is under way."""
-        self._written = None
+        self._written = self._followed = None
 
     def abandon(self, group: FsdpParameterGroup) -> None:
         """Drop what the group's unfinished backward has written."""

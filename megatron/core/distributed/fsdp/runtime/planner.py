@@ -15,6 +15,7 @@ from megatron.core.distributed.fsdp.layout.plan import NO_UNITS, Plan, RangePlan
 from megatron.core.distributed.fsdp.runtime.grad_reducer import GradReducer
 from megatron.core.distributed.fsdp.runtime.graphs import Graphs
 from megatron.core.distributed.fsdp.runtime.unit import FsdpUnit
+from megatron.core.distributed.fsdp.runtime.unit_registry import UnitRegistry
 from megatron.core.distributed.fsdp.runtime.unsharder import Unsharder
 
 logger = logging.getLogger(__name__)
@@ -36,8 +37,21 @@ class Planner:
     Ranks: every rank plans alike, since all run units in the same order.
     """
 
-    def __init__(self, unsharder: Unsharder, grad_reducer: GradReducer, graphs: Graphs, device: torch.device) -> None:
-        self.unsharder, self.grad_reducer, self.graphs, self.device = unsharder, grad_reducer, graphs, device
+    def __init__(
+        self,
+        registry: UnitRegistry,
+        unsharder: Unsharder,
+        grad_reducer: GradReducer,
+        graphs: Graphs,
+        device: torch.device,
+    ) -> None:
+        self.registry, self.unsharder, self.grad_reducer, self.graphs, self.device = (
+            registry,
+            unsharder,
+            grad_reducer,
+            graphs,
+            device,
+        )
         self.plan: Plan | None = None
         self.in_plan = False
         self.recorder: Recorder | None = None
@@ -54,7 +68,7 @@ class Planner:
 
     # ---- a step -------------------------------------------------------------------------------------------------
 
-    def begin_step(self, groups: Sequence[FsdpParameterGroup]) -> None:
+    def begin_step(self) -> None:
         """Adopt a plan that was recorded, and compare what runs from now on with it.
 
         No graph is waiting for its backward: with one, the step goes on.
@@ -62,14 +76,14 @@ class Planner:
         self.graphs.forget()
         if self._is_outdated:
             self._is_outdated, self._candidate = False, None
-            self.leave_plan(groups)
+            self.leave_plan()
         if self._candidate is not None:
-            self._adopt(self._candidate, groups)
+            self._adopt(self._candidate)
             self._candidate = None
         self._cursor = -1
         self.in_plan = self.plan is not None
         if self.compares_each_collective:
-            by_index = {group.index: group for group in groups}
+            by_index = {group.index: group for group in self.registry.groups}
             self.record(
                 Recorder(before_issue=lambda what, index: self._compare_order([(what, index)], [by_index[index]]))
             )
@@ -134,7 +148,7 @@ class Planner:
         """Write down with ``recorder`` what runs from now on; None: nothing."""
         self.recorder = self.unsharder.recorder = self.grad_reducer.recorder = recorder
 
-    def end_record(self, units: Sequence[FsdpUnit], groups: Sequence[FsdpParameterGroup]) -> None:
+    def end_record(self) -> None:
         """Make the next plan of the record, if the step is over and the record differs from the plan there is.
 
         The first record is planned at once, one that is longer than a plan of forwards alone too; another order only when
@@ -153,11 +167,12 @@ class Planner:
         repeats, self._last_uses = uses == self._last_uses, uses
         if not (repeats or grows) or recorder.is_too_long:
             return
-        self._compare_order(recorder.collectives, groups)
-        self._agree(recorder, groups)
-        self._candidate = self._plan_of(recorder, units, groups)
+        self._compare_order(recorder.collectives, self.registry.groups)
+        self._agree(recorder)
+        self._candidate = self._plan_of(recorder)
 
-    def _plan_of(self, recorder: Recorder, units: Sequence[FsdpUnit], groups: Sequence[FsdpParameterGroup]) -> Plan:
+    def _plan_of(self, recorder: Recorder) -> Plan:
+        units, groups = self.registry.units, self.registry.groups
         itemsizes = [g.dtypes.compute.itemsize for g in groups if g.weights.needs_gather]
         return recorder.plan(
             weight_nbytes={
@@ -171,12 +186,12 @@ class Planner:
             memory_budget_nbytes=self.memory_budget_nbytes,
         )
 
-    def expect(self, units: Sequence[FsdpUnit], groups: Sequence[FsdpParameterGroup]) -> Plan:
+    def expect(self) -> Plan:
         """Plan a step that runs units in the order of their registration: an estimate, never followed.
 
         Units that hold others are used around them.
         """
-        recorder = Recorder()
+        recorder, units = Recorder(), self.registry.units
         around = [unit for unit in units if unit.has_nested]
         inside = [unit for unit in units if not unit.has_nested]
         for unit in (*around, *inside):
@@ -194,7 +209,7 @@ class Planner:
                 if unit in inside:
                     recorder.end("weights", group.index)
                     recorder.end("inputs", group.index)
-        return self._plan_of(recorder, units, groups)
+        return self._plan_of(recorder)
 
     def _compare_order(self, collectives: Sequence[tuple[str, int]], groups: Sequence[FsdpParameterGroup]) -> None:
         """Check that all ranks issue the same collectives of these groups in one order.
@@ -220,12 +235,12 @@ class Planner:
                 self.device,
             )
 
-    def _agree(self, recorder: Recorder, groups: Sequence[FsdpParameterGroup]) -> None:
+    def _agree(self, recorder: Recorder) -> None:
         """Merge the ranks' records, where buffers must lie at equal offsets on all of them.
 
         Gradients come at other moments on a rank that uses other parameters, which would give another layout.
         """
-        for pool in _pools(groups):
+        for pool in _pools(self.registry.groups):
             transport, indices = pool[0].group_mesh.axes[-1], {group.index for group in pool}
             if transport.is_symmetric:
                 own = {kind: {g: live[g] for g in live if g in indices} for kind, live in recorder.ranges.items()}
@@ -234,10 +249,10 @@ class Planner:
 
     # ---- the layout ---------------------------------------------------------------------------------------------
 
-    def _adopt(self, plan: Plan, groups: Sequence[FsdpParameterGroup]) -> None:
+    def _adopt(self, plan: Plan) -> None:
         """Move buffers to where the plan says. No graph is waiting for its backward."""
-        self.leave_plan(groups)
-        by_index = {group.index: group for group in groups}
+        self.leave_plan()
+        by_index = {group.index: group for group in self.registry.groups}
         for ranges, kind in ((plan.weights, "weights"), (plan.inputs, "inputs")):
             self._fill_arena(ranges, by_index, kind)
         self.unsharder.ranges_moved()
@@ -266,10 +281,10 @@ class Planner:
                 flat = arena[offset : offset + storage.nbytes].view(storage.dtype)
                 (group.weights.move if kind == "weights" else group.grads.move_input)(flat)
 
-    def leave_plan(self, groups: Sequence[FsdpParameterGroup]) -> None:
+    def leave_plan(self) -> None:
         """Give every group memory of its own again, none of it allocated but for weights that the user holds unsharded."""
         self.unsharder.reshard_idle()
-        for group in groups:
+        for group in self.registry.groups:
             group.weights.stays_unsharded = False
             storage = group.weights.full_storage
             if storage is not None and storage.in_arena:

@@ -76,9 +76,11 @@ class Unsharder:
         is_stale = forward and weights.synced_weight_version != self.weight_version
         if not is_stale and (weights.is_unsharded or not weights.needs_gather):
             return
+        self._make_room(group)
         if self.recorder is not None:
             self.recorder.issue("forward's all-gather" if forward else "backward's all-gather", group.index)
-        self._make_room(group)
+            if weights.needs_gather:
+                self.recorder.begin("weights", group.index)
         if self._updated is not None:
             self.streams.wait(Edge.WEIGHTS_UPDATED, self._updated)
             self._updated = None
@@ -104,8 +106,6 @@ class Unsharder:
         weights.gathered = weights.gathered_event = self.streams.record(Role.GATHER, weights.gathered_event)
         weights.is_unsharded = True
         self.live[group] = None
-        if weights.needs_gather and self.recorder is not None:
-            self.recorder.begin("weights", group.index)
 
     def _sync(self, group: FsdpParameterGroup, is_stale: bool) -> None:
         # What every rank must take part in depends on the weight version alone, which is the same on all of them.
