@@ -63,7 +63,8 @@ class DistributedDataParallelConfig:
     second gather: bytes, or (below 1) a fraction of the device's memory; None: none."""
 
     fsdp_debug: bool = False
-    """Fill released memory with NaN, and make reads of weights after their release errors that name them; slow."""
+    """Fill released memory with NaN, compare each collective between ranks, and make reads of weights after their release,
+    and gradients and weights that are not finite, errors that name them; slow."""
 
     fsdp_all_gather_in_start_param_sync: bool = True
     """Let ``start_param_sync`` gather the first unit's weights before the first forward."""

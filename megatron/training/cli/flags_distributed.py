@@ -112,7 +112,8 @@ def _add_sharding_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--fsdp-debug",
         action="store_true",
-        help="fill released memory with NaN, and name weights that are read after their release; slow",
+        help="fill released memory with NaN, name weights that are read after their release, compare each collective "
+        "between ranks, and name the first gradient or weight that is not finite; slow",
     )
     group.add_argument(
         "--fsdp-forward-prefetch-depth",

@@ -263,8 +263,10 @@ def fully_shard_context(device: torch.device | str | None = None, *, debug: bool
     Args:
         device: the units' device; None: the current CUDA device, or the CPU where there is none.
         debug: fill released memory with NaN, and make it an error, which names the weight, to read an unsharded weight (or
-            what was detached from it) after its unit was left. Slow; the first step prints what it costs. Also
-            ``context.debug = True`` later.
+            what was detached from it) after its unit was left. Ranks compare each collective before it is issued, and the
+            first gradient or weight that is not finite is an error on all ranks, with its name, unit, ranks and step (where
+            gradients are fp16, whose scaling means them to overflow, it is said once). Slow; the first step prints what it
+            costs. Also ``context.debug = True`` later, on all ranks.
 
     Yields:
         The context, which ``microbatch`` takes too.

@@ -205,6 +205,12 @@ class GroupGradients:
             each(setattr, parameters, repeat("grad"), repeat(None))
         self._written, self.absent = [False] * len(targets), absent
 
+    def unreduced(self) -> list[torch.Tensor]:
+        """Return this rank's own gradients [T] in full shape, with the sums that wait, as the next reduction reads them."""
+        if not self._holds_partial:
+            return self._input_views
+        return [self._partial.view(index) + view for index, view in enumerate(self._input_views)]
+
     def _never_given(self, missing: Sequence[int]) -> list[int]:
         """Return those that got no gradient in this backward, nor in one before that ``param.grad`` or sums hold."""
         waits, former = self.has_partial, self.absent

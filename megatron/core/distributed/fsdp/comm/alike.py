@@ -65,8 +65,10 @@ def check_alike(
         raise ValueError("; ".join((*named, *more, *((remedy,) if remedy else ()))))
 
 
-def check_same_order(collectives: Sequence[str], groups: Sequence[ProcessGroup], device: torch.device) -> None:
-    """Compare the collectives that the ranks of a mesh have issued, in order.
+def check_same_order(
+    collectives: Sequence[str], groups: Sequence[ProcessGroup], device: torch.device, *, first: int = 1
+) -> None:
+    """Compare the collectives that the ranks of a mesh have issued, in order; ``first`` is the number of the first of them.
 
     Raises:
         OrderDiffersError: on all ranks, with the first one that differs.
@@ -91,7 +93,7 @@ def check_same_order(collectives: Sequence[str], groups: Sequence[ProcessGroup],
     )
     got = by_value({rank: _at(order, at) for rank, order in orders.items()})
     raise OrderDiffersError(
-        f"all ranks must run the same units in one order, got as collective {at + 1} the {got}; those would exchange wrong "
+        f"all ranks must run the same units in one order, got as collective {first + at} the {got}; those would exchange wrong "
         "weights or gradients. Make what decides which units run the same on all ranks"
     )
 

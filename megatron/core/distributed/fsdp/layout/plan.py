@@ -250,6 +250,21 @@ class Recorder:
         return begins, ahead
 
 
+class Watcher(Recorder):
+    """Records nothing: calls ``before_issue`` where no step is recorded."""
+
+    def issue(self, what: str, group: int) -> None:
+        """Say that a collective of the group is about to be issued."""
+        if self.before_issue is not None:
+            self.before_issue(what, group)
+
+    def begin(self, kind: Kind, group: int) -> None:
+        """Do nothing."""
+
+    def end(self, kind: Kind, group: int) -> None:
+        """Do nothing."""
+
+
 def _range_plan(
     ranges: Mapping[int, list[LiveRange]], nbytes: Mapping[int, int], pool_of: Mapping[int, int]
 ) -> RangePlan:

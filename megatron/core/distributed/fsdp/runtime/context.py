@@ -11,10 +11,10 @@ import torch
 
 from megatron.core.distributed.fsdp.buffers.grad_sums import sum_grads
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
-from megatron.core.distributed.fsdp.buffers.watched_weight import DebugCost, watch
 from megatron.core.distributed.fsdp.layout.plan import Plan
 from megatron.core.distributed.fsdp.runtime import nvtx
 from megatron.core.distributed.fsdp.runtime.backward import Backward
+from megatron.core.distributed.fsdp.runtime.debug_mode import DebugMode
 from megatron.core.distributed.fsdp.runtime.grad_reducer import GradReducer
 from megatron.core.distributed.fsdp.runtime.graphs import Graphs, GraphToken
 from megatron.core.distributed.fsdp.runtime.memory_report import MemoryReport, report_memory
@@ -54,8 +54,7 @@ class FsdpContext:
         self._backward = Backward(self.registry, self.prefetch_scheduler, self.unsharder, self.grad_reducer)
         self._backward_end: weakref.ref[BackwardEnd] | None = None
         self._on_failure = _on_failure(weakref.ref(self._backward))
-        self._debug_cost: DebugCost | None = None
-        self._prints_debug_cost = True
+        self._debug: DebugMode | None = None
         self._is_capturing = False
         self._depth = 0
         self._num_entered = 0  # forwards of units, ever
@@ -82,27 +81,16 @@ class FsdpContext:
 
     @property
     def debug(self) -> bool:
-        """Whether released memory is poisoned, and reads of weights after their unit was left are errors; slow."""
-        return self._debug_cost is not None
+        """Whether the debug mode is on (``fully_shard_context`` has what it does); slow. Ranks: alike on all."""
+        return self._debug is not None
 
     @debug.setter
     def debug(self, value: bool) -> None:
         if not value and self.debug:
             raise ValueError("the debug mode must stay on once it is, got debug=False; make the model anew")
         if value and not self.debug:
-            self.poisons, self._debug_cost = True, DebugCost()
-            for group in self.groups:
-                watch(group, self._debug_cost)
-
-    def _print_debug_cost(self, cost: DebugCost) -> None:
-        self._prints_debug_cost = False
-        nbytes = sum(g.weights.full_storage.nbytes for g in self.groups if g.weights.full_storage is not None)
-        logger.warning(
-            "debug mode: the first step looked at %d operations on weights in %.1f ms, and each pass fills %.1f MB of weights with NaN",
-            cost.num_operations,
-            cost.seconds * 1e3,
-            nbytes / 1e6,
-        )
+            self.poisons = True
+            self._debug = DebugMode(self.registry, self.planner, self.unsharder, self._updater)
 
     # ---- units --------------------------------------------------------------------------------------------------
 
@@ -112,8 +100,8 @@ class FsdpContext:
         for group in unit.own_groups:
             group.context = weakref.ref(self)
             self.unsharder.take_over(group)
-            if self._debug_cost is not None:
-                watch(group, self._debug_cost)
+            if self._debug is not None:
+                self._debug.watch(group)
         self.registry.add(unit)
         self._missing_gradients.clear()
         self.planner.leave_plan()
@@ -391,10 +379,10 @@ class FsdpContext:
             self.unsharder.end_pass(self.registry.read_peers)
         self.unsharder.reshard_idle(keeps=not self.is_last_microbatch, upcoming=self.registry.groups_of(upcoming))
         self.planner.end_record()
+        if self._debug is not None:
+            self._debug.end_backward(is_last=self.is_last_microbatch)
         if self.is_last_microbatch:
             self.grad_reducer.call_hooks()
-        if self._debug_cost is not None and self._prints_debug_cost:
-            self._print_debug_cost(self._debug_cost)
 
     def reduce_partial(self) -> None:
         """Reduce gradients that microbatches left unreduced into ``param.grad``. Ranks: all."""
@@ -403,6 +391,8 @@ class FsdpContext:
         self.grad_reducer.finish()
         self._missing_gradients.settle()
         sum_grads(self.groups, in_use=False)
+        if self._debug is not None:
+            self._debug.end_backward(is_last=True)
         self.grad_reducer.call_hooks()
 
     # ---- failure ------------------------------------------------------------------------------------------------

@@ -143,7 +143,8 @@ class GradReducer:
     def _launch(self, group: FsdpParameterGroup, *, is_last: bool, has_input: bool) -> None:
         grads = group.grads
         if self.recorder is not None:
-            self.recorder.issue("last reduction" if is_last else "reduction", group.index)
+            what = "last reduction" if is_last else "reduction"
+            self.recorder.issue(what if has_input else "reduction of sums", group.index)
             self.recorder.end("inputs", group.index)
         if grads.input_is_aside:
             self._bring_home(group, copies=has_input)

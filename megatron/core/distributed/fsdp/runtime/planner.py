@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ import torch
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
 from megatron.core.distributed.fsdp.comm.alike import check_same_order
 from megatron.core.distributed.fsdp.comm.transport import MemoryKind, Transport
-from megatron.core.distributed.fsdp.layout.plan import NO_UNITS, Plan, RangePlan, Recorder, Use
+from megatron.core.distributed.fsdp.layout.plan import NO_UNITS, Plan, RangePlan, Recorder, Use, Watcher
 from megatron.core.distributed.fsdp.runtime.grad_reducer import GradReducer
 from megatron.core.distributed.fsdp.runtime.graphs import Graphs
 from megatron.core.distributed.fsdp.runtime.unit import FsdpUnit
@@ -31,8 +31,6 @@ class Planner:
         arenas: memory of the ranges that the plan lays out: of full weights, of reduce-scatter inputs.
         ahead_numel: elements of weights to have on their way, where the units' prefetch depth alone means fewer.
         memory_budget_nbytes: bytes to spend on weights that stay gathered throughout a step.
-        compares_each_collective: compare each collective between ranks before it is issued, not only their order before a
-            plan is adopted; a debugging aid, which makes the host wait.
 
     Ranks: every rank plans alike, since all run units in the same order.
     """
@@ -58,7 +56,7 @@ class Planner:
         self.arenas: list[torch.Tensor] = []
         self.ahead_numel = 0
         self.memory_budget_nbytes = 0
-        self.compares_each_collective = False
+        self._watcher: Watcher | None = None
         self.has_warned = False  # that a unit ran out of order; once for each plan
         self._cursor = -1
         self._candidate: Plan | None = None
@@ -82,11 +80,8 @@ class Planner:
             self._candidate = None
         self._cursor = -1
         self.in_plan = self.plan is not None
-        if self.compares_each_collective:
-            by_index = {group.index: group for group in self.registry.groups}
-            self.record(
-                Recorder(before_issue=lambda what, index: self._compare_order([(what, index)], [by_index[index]]))
-            )
+        if self._watcher is not None:
+            self.record(Recorder(before_issue=self._watcher.before_issue))
         elif not self.in_plan or self._wants_record:
             self.record(Recorder())
 
@@ -146,7 +141,15 @@ class Planner:
 
     def record(self, recorder: Recorder | None) -> None:
         """Write down with ``recorder`` what runs from now on; None: nothing."""
-        self.recorder = self.unsharder.recorder = self.grad_reducer.recorder = recorder
+        self.recorder = recorder
+        self.unsharder.recorder = self.grad_reducer.recorder = recorder or self._watcher
+
+    def watch(self, before_issue: Callable[[str, int], None]) -> None:
+        """Call ``before_issue`` with what and whose each collective is, before it is issued, from now on."""
+        self._watcher = Watcher(before_issue=before_issue)
+        if self.recorder is not None:
+            self.recorder.before_issue = before_issue
+        self.record(self.recorder)
 
     def end_record(self) -> None:
         """Make the next plan of the record, if the step is over and the record differs from the plan there is.
@@ -167,7 +170,7 @@ class Planner:
         repeats, self._last_uses = uses == self._last_uses, uses
         if not (repeats or grows) or recorder.is_too_long:
             return
-        self._compare_order(recorder.collectives, self.registry.groups)
+        self.compare_order(recorder.collectives, self.registry.groups)
         self._agree(recorder)
         self._candidate = self._plan_of(recorder)
 
@@ -211,7 +214,9 @@ class Planner:
                     recorder.end("inputs", group.index)
         return self._plan_of(recorder)
 
-    def _compare_order(self, collectives: Sequence[tuple[str, int]], groups: Sequence[FsdpParameterGroup]) -> None:
+    def compare_order(
+        self, collectives: Sequence[tuple[str, int]], groups: Sequence[FsdpParameterGroup], *, first: int = 1
+    ) -> None:
         """Check that all ranks issue the same collectives of these groups in one order.
 
         Units of equal size in another order would exchange wrong shards: a backend sees sizes alone.
@@ -233,6 +238,7 @@ class Planner:
                 ],
                 [mesh.get_group(axis) for axis in range(mesh.ndim)],
                 self.device,
+                first=first,
             )
 
     def _agree(self, recorder: Recorder) -> None:

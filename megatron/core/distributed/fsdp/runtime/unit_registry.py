@@ -67,6 +67,12 @@ class UnitRegistry:
         """The groups that still exist."""
         return [group for ref in self._groups if (group := ref()) is not None]
 
+    def group(self, index: int) -> FsdpParameterGroup:
+        """Return the group of this number, which must be registered."""
+        group = self._groups[index]()
+        assert group is not None, "a number is of a group that exists"
+        return group
+
     def groups_of(self, uses: Sequence[Use]) -> set[FsdpParameterGroup]:
         """Return the groups that these uses need."""
         units = (self.refs[use.unit]() for use in uses)

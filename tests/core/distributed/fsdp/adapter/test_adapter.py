@@ -348,6 +348,29 @@ def the_debug_mode_watches_weights_and_trains_alike() -> None:
     wrapped.finish_grad_sync()
     _plainly(plain, 0)
     assert_same_gradients(model, plain)
+    with wrapped.no_sync():
+        _mine(wrapped, 1).backward()
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.to_local().fill_(float("nan"))  # type: ignore[attr-defined]
+    wrapped.finish_grad_sync()
+    with pytest.raises(RuntimeError, match=r"weights must be finite, got .* in step 3 .*decoder\.layers\.0\."):
+        _mine(wrapped, 2)
+
+
+@CHECKS.on(2)
+def the_debug_mode_compares_the_order_of_each_step() -> None:
+    """Also of a step that began as the plan says, where nothing else would compare it."""
+    model = build_gpt()
+    wrapped = _wrap(model, fsdp_debug=True)
+    for step in range(3):
+        _mine(wrapped, step).backward()
+        wrapped.finish_grad_sync()
+    layers = model.decoder.layers._modules
+    if dist.get_rank() == 1:
+        layers["0"], layers["1"] = layers["1"], layers["0"]
+    with pytest.raises(RuntimeError, match=r"all ranks must run the same units in one order, got .*decoder\.layers"):
+        _mine(wrapped, 3).backward()
 
 
 @CHECKS.on(2)

@@ -9,9 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron.core.distributed.fsdp import fully_shard
+from megatron.core.distributed.fsdp import fully_shard, fully_shard_context
 from megatron.core.distributed.fsdp.comm import alike
-from tests.support.models import context_of
 from tests.support.rank_checks import RankChecks
 
 CHECKS = RankChecks(__name__)
@@ -89,11 +88,10 @@ def a_new_order_is_compared_before_it_is_planned() -> None:
 
 
 @CHECKS.on(2)
-def every_collective_is_compared_where_that_is_asked_for() -> None:
-    """So a difference is told before a rank waits for another in another collective."""
-    model = _branches()
-    context = context_of(model)
-    context.planner.compares_each_collective = True
+def every_collective_is_compared_under_the_debug_mode() -> None:
+    """So a difference is told before a rank waits for another in another collective, also in a step that follows a plan."""
+    with fully_shard_context(debug=True) as context:
+        model = _branches()
     for _ in range(4):
         before = context.unsharder.num_gathers + context.grad_reducer.num_reductions
         with mock.patch.object(alike, "are_alike", wraps=alike.are_alike) as compared:
@@ -102,9 +100,20 @@ def every_collective_is_compared_where_that_is_asked_for() -> None:
         assert compared.call_count == issued + (context.plan is None)
     _swap_on_rank_1(model)
     with pytest.raises(
-        RuntimeError, match=r"last reduction of layers\.1.* on ranks \[0\] and last reduction of layers\.0"
+        RuntimeError,
+        match=r"got as collective \d\d the last reduction of \S*layers\.1.* on ranks \[0\] and last reduction of \S*layers\.0",
     ):
         _step(model)
+
+
+@CHECKS.on(2)
+def what_one_rank_unshards_alone_is_told_under_the_debug_mode() -> None:
+    """Also where no step is under way."""
+    with fully_shard_context(debug=True):
+        model = _branches()
+    _step(model)
+    with pytest.raises(RuntimeError, match=r"layers\.0.* on ranks \[0\] and forward's all-gather of \S*layers\.1"):
+        model.layers[dist.get_rank()].unshard()  # type: ignore[operator]
 
 
 @CHECKS.on(2)
