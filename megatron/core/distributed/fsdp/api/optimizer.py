@@ -22,7 +22,8 @@ OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 def fully_shard_optimizer(optimizer: OptimizerT) -> OptimizerT:
     """Make an optimizer check gradients before its step, and free them when they are cleared.
 
-    Any ``torch.optim`` optimizer works on sharded parameters, and its state is sharded like them. This adds:
+    ``torch.optim`` optimizers that work element by element run on sharded parameters, with their state sharded like them (Muon,
+    LBFGS, Adafactor and Rprop do not). This adds:
 
     - ``step`` raises a RuntimeError in the middle of a forward or backward, after a backward that failed, and after one
       that was not that of the step's last microbatch.
