@@ -6,22 +6,19 @@ import operator
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from itertools import repeat
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
 from megatron.core.distributed.fsdp.buffers.param_slots import each
+from megatron.core.distributed.fsdp.buffers.refusing_tensor import RefusingTensor, attribute_of
 
 _GRAD = operator.attrgetter("grad")
 _BENEATH = operator.attrgetter("beneath")
 
-# What zero_grad and repr ask of a gradient.
-_QUESTIONS = ("device", "dtype", "grad_fn", "is_leaf", "is_sparse", "layout", "ndim", "requires_grad", "shape")
-_FUNCTIONS = (torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.size, torch.Tensor.requires_grad_)
 
-
-class PendingGradient(torch.Tensor):
+class PendingGradient(RefusingTensor):
     """The gradient of a parameter whose sum over microbatches is not reduced over all ranks yet. It has no values.
 
     Where the strategy keeps such sums aside, ``param.grad`` being None would have two faults: ``zero_grad`` could not be
@@ -34,6 +31,10 @@ class PendingGradient(torch.Tensor):
     Raises:
         RuntimeError: from any use of its values.
     """
+
+    # What zero_grad and repr ask of a gradient.
+    answered = ("device", "dtype", "grad_fn", "is_leaf", "is_sparse", "layout", "ndim", "requires_grad", "shape")
+    answered_functions = (torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.size, torch.Tensor.requires_grad_)
 
     beneath: torch.Tensor | None
     _given_up: set[int]
@@ -61,11 +62,7 @@ class PendingGradient(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        asked = getattr(getattr(function, "__self__", None), "__name__", None)
-        if (function.__name__ == "__get__" and asked in _QUESTIONS) or function in _FUNCTIONS:
-            with torch._C.DisableTorchFunctionSubclass():
-                return function(*args, **(kwargs or {}))
-        if function.__name__ == "__get__" and asked == "data":
+        if function.__name__ == "__get__" and attribute_of(function) == "data":
             return args[0]
         if function is torch.Tensor.zero_:
             args[0]._zero()
@@ -78,7 +75,17 @@ class PendingGradient(torch.Tensor):
             if others:
                 torch._foreach_zero_(others)
             return None
-        raise _refusal(asked or function.__name__, args)
+        return super().__torch_function__(function, types, args, kwargs)
+
+    @classmethod
+    def refuse(cls, use: str, args: Sequence[Any]) -> NoReturn:
+        found = [*args, *(item for value in args if isinstance(value, list | tuple) for item in value)]
+        name = next((value.name for value in found if isinstance(value, PendingGradient)), "a parameter")
+        raise RuntimeError(
+            f"the gradient of {name} must not be used before the step's last microbatch has come, got {use!r}: sums of this rank "
+            "alone wait to be reduced; run the last backward under microbatch(model, is_last=True), or outside of no_sync(), or "
+            "give the sums up with zero_grad()"
+        )
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -88,7 +95,7 @@ class PendingGradient(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        raise _refusal(str(function), args)
+        cls.refuse(str(function), args)
 
     @property
     def name(self) -> str:
@@ -99,29 +106,19 @@ class PendingGradient(torch.Tensor):
 
     def to_local(self, *_: Any, **__: Any) -> torch.Tensor:
         """Refuse, as all uses of a DTensor's values."""
-        raise _refusal("to_local", [self])
+        self.refuse("to_local", [self])
 
     full_tensor = redistribute = to_local
 
     def __eq__(self, other: object) -> Any:
         if other is None:  # list.count(None) asks
             return False
-        raise _refusal("__eq__", [self])
+        self.refuse("__eq__", [self])
 
     __hash__ = torch.Tensor.__hash__
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"PendingGradient({self.name}, shape={list(self.shape)}, dtype={self.dtype})"
-
-
-def _refusal(use: str, args: Sequence[Any]) -> RuntimeError:
-    found = [*args, *(item for value in args if isinstance(value, list | tuple) for item in value)]
-    name = next((value.name for value in found if isinstance(value, PendingGradient)), "a parameter")
-    return RuntimeError(
-        f"the gradient of {name} must not be used before the step's last microbatch has come, got {use!r}: sums of this rank alone "
-        "wait to be reduced; run the last backward under microbatch(model, is_last=True), or outside of no_sync(), or give the "
-        "sums up with zero_grad()"
-    )
 
 
 class PendingGradients:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
-# What a later fully_shard, an optimizer's constructor and an error message may ask.
-_QUESTIONS = ("device", "dtype", "is_leaf", "is_meta", "layout", "ndim", "requires_grad", "shape")
-_FUNCTIONS = (torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.size, torch.is_floating_point, torch.is_complex)
+from megatron.core.distributed.fsdp.buffers.refusing_tensor import RefusingTensor
 
 
-class RetiredParameter(nn.Parameter):
+class RetiredParameter(RefusingTensor, nn.Parameter):
     """A parameter from before ``fully_shard``: it can be asked for its shape and dtype, and refuses all else.
 
     A module that was tied to a sharded one and is not sharded itself would compute with a copy that no optimizer
@@ -24,21 +22,20 @@ class RetiredParameter(nn.Parameter):
         RuntimeError: from any use of its values or its gradient.
     """
 
+    # What a later fully_shard, an optimizer's constructor and an error message may ask.
+    answered = ("device", "dtype", "is_leaf", "is_meta", "layout", "ndim", "requires_grad", "shape")
+    answered_functions = (
+        torch.Tensor.dim,
+        torch.Tensor.numel,
+        torch.Tensor.size,
+        torch.is_floating_point,
+        torch.is_complex,
+    )
+
     @classmethod
-    def __torch_function__(
-        cls,
-        function: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        asked = getattr(getattr(function, "__self__", None), "__name__", None)
-        if (function.__name__ == "__get__" and asked in _QUESTIONS) or function in _FUNCTIONS:
-            with torch._C.DisableTorchFunctionSubclass():
-                return function(*args, **(kwargs or {}))
-        name = asked or function.__name__
+    def refuse(cls, use: str, args: Sequence[Any]) -> NoReturn:
         raise RuntimeError(
-            f"a parameter must not be used once fully_shard has sharded it, got {name!r} of one from before; if it is "
+            f"a parameter must not be used once fully_shard has sharded it, got {use!r} of one from before; if it is "
             "a tied weight, call fully_shard also on the module that holds it (or on one around both); if it is an "
             "optimizer's, build the optimizer after fully_shard"
         )
