@@ -7,7 +7,6 @@ run code in its place, loads it, and compares. Half of the trials are on a check
 
 from __future__ import annotations
 
-import argparse
 import io
 import os
 import pickle
@@ -26,7 +25,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from megatron.core.distributed.fsdp import load_checkpoint, save_checkpoint
 from megatron.core.distributed.fsdp.checkpoint.folder import MARKER, OWNER
-from tests.damage.mutations import change_file
+from tests.damage.mutations import change_file, run_often
 from tests.support.checkpoint_models import adamw, sharded_model, train, whole_state
 from tests.support.launch import run_ranks
 
@@ -159,18 +158,5 @@ def _outcome(path: Path, wanted: dict[str, Any]) -> str:
     return "loaded as it was saved"
 
 
-def main() -> int:
-    """Change as many checkpoints as asked and print the counts; return the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trials", type=int, default=400)
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    outcomes, faults = mutate_often(arguments.trials, seed=arguments.seed)
-    for name, count in sorted(outcomes.items()):
-        print(f"{count:6} {name}")
-    print(*faults, f"{len(faults)} faults", sep="\n")
-    return 1 if faults else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_often(__doc__, 400, mutate_often))

@@ -7,7 +7,6 @@ tokenizer knows, the samples must have exactly these other ids, in the same plac
 
 from __future__ import annotations
 
-import argparse
 import random
 import shutil
 import struct
@@ -21,7 +20,7 @@ from typing import Any
 import numpy
 
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-from tests.damage.mutations import change_file
+from tests.damage.mutations import change_file, run_often
 from tests.support.corpora import build, config, write_corpus
 
 _LENGTHS = 34  # where they begin in an index
@@ -173,18 +172,5 @@ def _outcome(corpus: Path, base: Path, expected: Any, *, mmap: bool) -> str:
     return "other tokens, which the format cannot tell"
 
 
-def main() -> int:
-    """Change as many corpora as asked and print the counts; return the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trials", type=int, default=2000)
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    outcomes, faults = mutate_often(arguments.trials, seed=arguments.seed)
-    for name, count in sorted(outcomes.items()):
-        print(f"{count:6} {name}")
-    print(*faults, f"{len(faults)} faults", sep="\n")
-    return 1 if faults else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_often(__doc__, 2000, mutate_often))

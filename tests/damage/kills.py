@@ -7,7 +7,6 @@ were logged in between must be the same too. A run that reaches its end begins a
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import hashlib
 import importlib
@@ -30,6 +29,7 @@ import torch.distributed as dist
 
 from megatron.core.distributed.fsdp.checkpoint import CheckpointReader, StoredTensor
 from megatron.training.checkpointing import TRACKER, checkpoint_path, read_tracker
+from tests.damage.mutations import run_often
 from tests.support.tiny_run import SHARDED, TINY, Run, train_one
 
 NUM_RANKS, ITERATIONS = 2, 40
@@ -174,19 +174,11 @@ def _digest(path: Path) -> str:
     return digest.hexdigest()
 
 
-def main() -> int:
-    """Kill as often as asked and print the counts; return the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trials", type=int, default=100)
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    outcomes = kill_often(arguments.trials, seed=arguments.seed)
-    for name, count in sorted(outcomes.counts.items()):
-        print(f"{count:6} {name}")
-    print(*outcomes.faults, f"{len(outcomes.faults)} faults", sep="\n")
-    return 1 if outcomes.faults else 0
+def _counted(trials: int, *, seed: int) -> tuple[Counter[str], list[str]]:
+    outcomes = kill_often(trials, seed=seed)
+    return outcomes.counts, outcomes.faults
 
 
 if __name__ == "__main__":
     with contextlib.suppress(KeyboardInterrupt):
-        sys.exit(main())
+        sys.exit(run_often(__doc__, 100, _counted))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import random
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -68,3 +70,16 @@ def change_file(path: Path, other: Path, draw: random.Random) -> str:
     else:
         path.write_bytes(CHANGES[kind](path.read_bytes(), draw))
     return kind
+
+
+def run_often(description: str | None, trials: int, mutate_often: Callable[..., tuple[Counter[str], list[str]]]) -> int:
+    """Serve the command line of a script: damage as often as it asks, print the counts, and return the exit status."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trials", type=int, default=trials)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    outcomes, faults = mutate_often(arguments.trials, seed=arguments.seed)
+    for name, count in sorted(outcomes.items()):
+        print(f"{count:6} {name}")
+    print(*faults, f"{len(faults)} faults", sep="\n")
+    return 1 if faults else 0

@@ -132,3 +132,18 @@ def seeded(build: Callable[[], nn.Module]) -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
         return build()
+
+
+class ThreeLayers(nn.Module):
+    """Layers with units of their own, ``UNITS``; a loss may skip the second."""
+
+    UNITS = ("layers.0", "layers.1", "layers.2")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, skips: bool = False) -> torch.Tensor:
+        for index, layer in enumerate(self.layers):
+            x = x if skips and index == 1 else torch.tanh(layer(x))
+        return x

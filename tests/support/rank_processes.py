@@ -33,7 +33,12 @@ def start() -> Iterator[Start]:
         return processes
 
     yield start_ranks
-    for process in started:
+    end(started)
+
+
+def end(processes: list[subprocess.Popen[str]]) -> None:
+    """Kill what is left of these process groups, and close what they printed."""
+    for process in processes:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
@@ -41,10 +46,16 @@ def start() -> Iterator[Start]:
         process.stdout.close()
 
 
-def _start(script: str, flags: str, of_rank_1: str) -> list[subprocess.Popen[str]]:
+def free_port() -> int:
+    """Return a port of this host that nobody listens on."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+        port: int = free.getsockname()[1]
+        return port
+
+
+def _start(script: str, flags: str, of_rank_1: str) -> list[subprocess.Popen[str]]:
+    port = free_port()
     environment = os.environ | {
         "WORLD_SIZE": "2",
         "MASTER_ADDR": "127.0.0.1",

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from megatron.training.checkpointing import TRACKER
-from tests.support.rank_processes import write_corpus
+from tests.support.rank_processes import end, free_port, write_corpus
 from tests.support.tiny_run import SHARDED, TINY, Run
 
 _ROOT = Path(__file__).parents[3]
@@ -66,23 +64,11 @@ def torchrun(tmp_path: Path) -> Iterator[Torchrun]:
         return process
 
     yield start
-    for process in started:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        assert process.stdout is not None
-        process.stdout.close()
-
-
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-        return port
+    end(started)
 
 
 def _elastic(nodes: str) -> str:
-    port = _free_port()
+    port = free_port()
     return (
         f"--nnodes {nodes} --max-restarts 3 --rdzv-backend c10d --rdzv-endpoint localhost:{port} --rdzv-id job --rdzv-conf "
         "last_call_timeout=6,keep_alive_interval=1,keep_alive_max_attempt=2"
@@ -104,7 +90,7 @@ def _check(output: str, folder: Path) -> None:
 def test_a_restarted_run_continues_from_its_last_checkpoint(torchrun: Torchrun, tmp_path: Path, kind: str) -> None:
     """Also without --load, since a run that began anew, or from other weights, would lose what it has learned."""
     folder = tmp_path / "checkpoints"
-    own = f"--max-restarts 3 --master-port {_free_port()}" if kind == "static" else _elastic("1")
+    own = f"--max-restarts 3 --master-port {free_port()}" if kind == "static" else _elastic("1")
     flags = f"{_FLAGS} {write_corpus(tmp_path / 'corpus')} --save {folder}"
     process = torchrun(f"--nproc-per-node 2 {own}", flags)
     output = process.communicate(timeout=300)[0]

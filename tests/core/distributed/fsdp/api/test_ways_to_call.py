@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.support.agreement import (
+    ThreeLayers,
     assert_same_gradients,
     assert_same_parameters,
     backward_plainly,
@@ -25,18 +26,7 @@ from tests.support.rank_checks import RankChecks
 CHECKS = RankChecks(__name__)
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x
-
-
-UNITS = ("layers.0", "layers.1", "layers.2")
+UNITS = ThreeLayers.UNITS
 
 
 def _loss(model: Any, rank: int, step: int) -> torch.Tensor:
@@ -47,7 +37,7 @@ def _loss(model: Any, rank: int, step: int) -> torch.Tensor:
 def inference_mode_may_come_at_any_time() -> None:
     for strategy in STRATEGY_NAMES:
         for when in (0, 1, 2):
-            plain, model = seeded(Net), shard(seeded(Net), UNITS, strategy)
+            plain, model = seeded(ThreeLayers), shard(seeded(ThreeLayers), UNITS, strategy)
             theirs, ours = (torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (plain, model))
             for step in range(4):
                 if step == when:
@@ -82,7 +72,7 @@ def transforms_of_torch_func_are_right_or_refused() -> None:
         "functional_call": lambda m: torch.func.functional_call(m, dict(m.named_parameters()), (x,)),
     }
     for steps in (0, 2):
-        plain, model = seeded(Net), shard(seeded(Net), UNITS)
+        plain, model = seeded(ThreeLayers), shard(seeded(ThreeLayers), UNITS)
         for step in range(steps):
             _loss(model, dist.get_rank(), step).backward()
         for name, transform in transforms.items():
@@ -125,7 +115,7 @@ def gradient_penalty() -> None:
 
     for units in ((), UNITS):
         for strategy in STRATEGY_NAMES:
-            plain, model = seeded(Net), shard(seeded(Net), units, strategy)
+            plain, model = seeded(ThreeLayers), shard(seeded(ThreeLayers), units, strategy)
             for step in range(3):
                 plain.zero_grad()
                 model.zero_grad()

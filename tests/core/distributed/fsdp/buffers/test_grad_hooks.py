@@ -13,6 +13,7 @@ from torch import nn
 
 from megatron.core.distributed.fsdp import microbatch
 from tests.support.agreement import (
+    ThreeLayers,
     assert_same_gradients,
     assert_same_parameters,
     backward_plainly,
@@ -27,20 +28,7 @@ from tests.support.rank_checks import RankChecks
 CHECKS = RankChecks(__name__)
 
 
-class Net(nn.Module):
-    """Three layers, of which the second is not used by every loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(3))
-
-    def forward(self, x: torch.Tensor, skips: bool = False) -> torch.Tensor:
-        for index, layer in enumerate(self.layers):
-            x = x if skips and index == 1 else torch.tanh(layer(x))
-        return x
-
-
-UNITS = ("layers.0", "layers.1", "layers.2")
+UNITS = ThreeLayers.UNITS
 
 
 def _loss(model: Any, rank: int, step: int) -> torch.Tensor:
@@ -62,7 +50,7 @@ def _steps_in_backward(model: nn.Module) -> None:
 @CHECKS.on(2)
 def an_optimizer_in_backward_trains() -> None:
     for strategy in STRATEGY_NAMES:
-        plain, model = seeded(Net), seeded(Net)
+        plain, model = seeded(ThreeLayers), seeded(ThreeLayers)
         shard(model, UNITS, strategy)
         _steps_in_backward(model)
         theirs = torch.optim.AdamW(plain.parameters(), lr=0.1)
@@ -79,7 +67,7 @@ def an_optimizer_in_backward_trains() -> None:
 @CHECKS.on(2)
 def hooks_see_the_whole_gradient_once_a_step() -> None:
     for strategy in STRATEGY_NAMES:
-        plain, model = seeded(Net), seeded(Net)
+        plain, model = seeded(ThreeLayers), seeded(ThreeLayers)
         shard(model, UNITS, strategy)
         seen: list[str] = []
         handles = [
@@ -108,7 +96,7 @@ def hooks_see_the_whole_gradient_once_a_step() -> None:
 
 @CHECKS.on(2)
 def hooks_that_nobody_would_call_are_refused() -> None:
-    model = shard(Net(), UNITS)
+    model = shard(ThreeLayers(), UNITS)
     with pytest.raises(NotImplementedError, match=r"register_hook on the sharded parameter weight .*post_accumulate"):
         model.layers[0].weight.register_hook(lambda grad: grad)
     _loss(model, dist.get_rank(), 0).backward()
@@ -121,7 +109,7 @@ def hooks_that_nobody_would_call_are_refused() -> None:
 
 @CHECKS.on(2)
 def a_model_with_hooks_is_freed_with_its_last_reference() -> None:
-    model = shard(Net(), UNITS)
+    model = shard(ThreeLayers(), UNITS)
     _steps_in_backward(model)
     _loss(model, dist.get_rank(), 0).backward()
     groups = [weakref.ref(group) for group in groups_of(model)]
