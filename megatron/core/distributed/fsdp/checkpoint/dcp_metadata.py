@@ -2,13 +2,15 @@
 
 [Note: pickles as data] Unpickling calls what the pickle names. Here it may name only what DCP writes, and gets stand-ins for
 these classes: records that are made anew for each file, so that a pickle cannot even change an attribute of a class of torch.
-What comes out is checked like any other text.
+What comes out is checked like any other text. The C code that unpickles makes room for what a pickle announces, which a
+damaged byte can make gigabytes, so numbers and lengths are checked before.
 """
 
 from __future__ import annotations
 
 import io
 import pickle
+import pickletools
 import reprlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -54,10 +56,12 @@ _RECORDS = {
 _BUILT_IN: dict[str, Any] = {
     "torch.Size": tuple,
     "collections.OrderedDict": dict,
-    "torch.serialization._get_layout": str,
-    f"{_DCP}.metadata._MEM_FORMAT_ENCODING": int,
 }
-_PATHS = {f"{module}.{name}" for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")}
+_UNUSED = {
+    "torch.serialization._get_layout",
+    f"{_DCP}.metadata._MEM_FORMAT_ENCODING",
+    *(f"{module}.{name}" for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")),
+}
 
 
 def encode_metadata(entries: Entries) -> bytes:
@@ -87,6 +91,7 @@ def decode_metadata(text: bytes, path: Path) -> Description:
         FileNotFoundError: the metadata are ours, so a description with checksums must be there.
     """
     try:
+        _check_announced(text)
         metadata = _Unpickler(io.BytesIO(text)).load()
         notes = _fields(getattr(metadata, "storage_meta", None)).get("modules") or []
         if DESCRIPTION in notes:
@@ -103,6 +108,19 @@ def decode_metadata(text: bytes, path: Path) -> Description:
         ) from error
 
 
+def _check_announced(text: bytes) -> None:
+    """Check that what a pickle announces, lengths and places in its memo, is not more than it holds.
+
+    Raises:
+        ValueError: it announces more; ``pickletools`` finds lengths that are not those of what follows.
+    """
+    for opcode, argument, position in pickletools.genops(text):
+        if opcode.code in "pqr" and argument >= len(text):  # PUT, BINPUT, LONG_BINPUT: all places up to it are made
+            raise ValueError(
+                f"a pickle of {len(text)} bytes that has {argument} objects to remember at byte {position}"
+            )
+
+
 class _Unpickler(pickle.Unpickler):
     """See [Note: pickles as data]."""
 
@@ -111,7 +129,7 @@ class _Unpickler(pickle.Unpickler):
         self._known: dict[str, Any] = dict(_BUILT_IN)
         self._known.update({name: type(name.rpartition(".")[2], (_Record,), {}) for name in _RECORDS})
         self._known.update({f"torch.{name}": dtype for name, dtype in DTYPES.items()})
-        self._known.update(dict.fromkeys(_PATHS, type("Path", (), {"__init__": lambda self, *parts: None})))
+        self._known.update(dict.fromkeys(_UNUSED, type("Unused", (), {"__init__": lambda self, *parts: None})))
 
     def find_class(self, module: str, name: str) -> Any:
         found = f"{module}.{name}"

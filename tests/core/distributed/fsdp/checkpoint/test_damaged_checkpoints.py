@@ -6,7 +6,10 @@ import json
 import os
 import pickle
 import random
+import re
 import shutil
+import struct
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -117,6 +120,34 @@ def test_classes_of_torch_cannot_be_changed_by_a_pickle(saved: tuple[Path, dict[
     (path / METADATA).write_bytes(pollute)
     Loaded().assert_refused(path, "must be the metadata of a checkpoint")
     assert not hasattr(dcp.Metadata, "dirty")
+
+
+def test_a_damaged_byte_takes_no_memory(saved: tuple[Path, dict[str, Any]]) -> None:
+    """The C code that unpickles makes room for as many objects, or bytes, as a pickle announces: up to gigabytes."""
+    path, _ = saved
+    without_description(path)
+    whole = pickle.dumps(FileSystemReader(path).read_metadata(), protocol=2)
+    shared: list[Any] = ["strided"]
+    for _ in range(16):
+        shared = [shared, shared]
+    many, long = struct.pack("<I", 1 << 23), struct.pack("<Q", 1 << 25)
+    layout = b"ctorch.serialization\n_get_layout\n"
+    damaged = (
+        whole.replace(b"q\0", b"r" + many, 1),
+        b"\x80\x02}p8388608\n.",
+        b"\x80\x05\x96" + long + b"x.",
+        b"\x80\x04\x8e" + long + b"x.",
+        b"\x80\x02" + layout + pickle.dumps((shared,), 2)[2:-1] + b"R.",
+    )
+    for content in damaged:
+        (path / METADATA).write_bytes(content)
+        tracemalloc.start()
+        try:
+            with pytest.raises(ValueError, match=re.escape(f"{path / METADATA} must be the metadata of a checkpoint")):
+                CheckpointReader(path)
+            assert tracemalloc.get_traced_memory()[1] < 1 << 20, content[:20]
+        finally:
+            tracemalloc.stop()
 
 
 def test_checkpoints_of_pytorch_are_read_and_pytorch_reads_ours(tmp_path: Path) -> None:
