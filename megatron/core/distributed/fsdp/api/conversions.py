@@ -2,7 +2,7 @@
 
 PyTorch would put other tensors in the place of the DTensors, which are views of the engine's buffers, and an optimizer would
 train what no forward reads. So parameters are taken out while a module's own ``_apply`` converts the rest, and what the
-function makes of their values is written to them.
+function makes of their values is written to them. What ``to_empty`` makes holds no values: the next forward asks for them.
 """
 
 from __future__ import annotations
@@ -15,22 +15,26 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from megatron.core.distributed.fsdp.buffers.materialize import mark_unfilled
 from megatron.core.distributed.fsdp.buffers.parameter_group import group_of
+from megatron.core.distributed.fsdp.buffers.retired_parameter import RetiredParameter
+from megatron.core.distributed.fsdp.runtime.unit import FsdpUnit
 
 Function = Callable[[torch.Tensor], torch.Tensor]
 
 
-def watch_conversions(modules: Sequence[tuple[str, nn.Module]]) -> None:
-    """Let ``_apply`` of the modules inside of a unit keep sharded parameters in place.
+def watch_conversions(unit: FsdpUnit, modules: Sequence[tuple[str, nn.Module]]) -> None:
+    """Let ``_apply`` of the modules of a unit keep sharded parameters in place.
 
-    Only modules that own parameters have an ``_apply`` of their own from now on: the others call theirs.
+    Only modules that own tensors, and the units' own, have an ``_apply`` of their own from now on: the others call theirs.
 
     Args:
-        modules: (name, module), without the units themselves, whose class has it.
+        unit: what the modules belong to.
+        modules: (name in the unit, module).
     """
-    for _, module in modules:
-        if any(parameter is not None for parameter in module._parameters.values()):
-            module.__dict__["_apply"] = _PartApply(module)
+    for name, module in modules:
+        if module._parameters or module._buffers or "_fsdp_unit" in module.__dict__:
+            module.__dict__["_apply"] = _Apply(unit, name, module)
 
 
 def stay_in_place(modules: Sequence[tuple[str, nn.Module]]) -> None:
@@ -102,19 +106,48 @@ def _write(parameter: DTensor, fn: Function) -> None:
         context.weights_changed()
 
 
-class _PartApply:
-    """``_apply`` of one module inside of a unit; a copy of the module gets one of its own."""
+class _Apply:
+    """``_apply`` of one module of a unit; a copy of the module gets one of its own."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = weakref.ref(module)
+    def __init__(self, unit: FsdpUnit, name: str, module: nn.Module) -> None:
+        self._unit, self._name, self._module = weakref.ref(unit), name, weakref.ref(module)
 
     def __call__(self, fn: Function, recurse: bool = True) -> nn.Module:
-        module = self._module()
+        """Apply ``fn`` to the buffers of the tree and to sharded values, as ``.to()`` and the like do; DTensors stay.
+
+        Raises:
+            RuntimeError: ``fn`` would change the parameters' dtype or device.
+        """
+        module, unit = self._module(), self._unit()
         assert module is not None, "called through the module"
         own: Any = type(module)._apply
-        return apply_around_parameters(module, own.__get__(module), fn, recurse)
+        fn = _Empty(fn) if _is_to_empty(fn) else fn
+        apply_around_parameters(module, own.__get__(module), fn, recurse)
+        if isinstance(fn, _Empty) and unit is not None:
+            prefix = f"{self._name}." if self._name else ""
+            unit.wait_for_values(
+                (prefix + key, held, key)
+                for held in (module._parameters, module._buffers)
+                for key, tensor in held.items()
+                if tensor is not None and not isinstance(tensor, RetiredParameter)
+            )
+        return module
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _PartApply:
-        module = self._module()
-        assert module is not None, "copied with the module"
-        return _PartApply(memo.get(id(module), module))
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Apply:
+        module, unit = self._module(), self._unit()
+        assert module is not None and unit is not None, "copied with the module"
+        return _Apply(unit, self._name, memo.get(id(module), module))
+
+
+class _Empty:
+    """The function of ``to_empty``, whose tensors are marked as unfilled."""
+
+    def __init__(self, fn: Function) -> None:
+        self._fn = fn
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        return mark_unfilled(self._fn(tensor))
+
+
+def _is_to_empty(fn: Function) -> bool:
+    return getattr(fn, "__qualname__", "").startswith(f"{nn.Module.to_empty.__qualname__}.")

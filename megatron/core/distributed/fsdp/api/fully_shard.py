@@ -194,7 +194,7 @@ def fully_shard(
         member._fsdp_unit = unit  # type: ignore[assignment]
         member._counts_groups = member is members[0]  # type: ignore[assignment]
     watch_loads(unit, own_modules)
-    watch_conversions([(name, own) for name, own in own_modules if own not in members])
+    watch_conversions(unit, own_modules)
     stay_in_place(own_modules)
     if nested:
         leave_fast_path(own_modules, _is_unit)

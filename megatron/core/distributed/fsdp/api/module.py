@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from megatron.core.distributed.fsdp.api.conversions import apply_around_parameters
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
 from megatron.core.distributed.fsdp.runtime.context import FsdpContext
 from megatron.core.distributed.fsdp.runtime.unit import FsdpUnit
@@ -64,14 +63,6 @@ class FsdpModule(nn.Module if TYPE_CHECKING else object):  # type: ignore[misc]
     def reshard(self) -> None:
         """Switch the unit back to its sharded parameters, unless a forward or backward is using the weights."""
         find_context(self).reshard(self._fsdp_unit)
-
-    def _apply(self, fn: Any, recurse: bool = True) -> nn.Module:
-        """Apply ``fn`` to the buffers of the tree and to sharded values, as ``.to()`` and the like do; DTensors stay.
-
-        Raises:
-            RuntimeError: ``fn`` would change the parameters' dtype or device.
-        """
-        return apply_around_parameters(self, super()._apply, fn, recurse)
 
     def __deepcopy__(self, memo: Any) -> Any:
         raise NotImplementedError(

@@ -48,7 +48,7 @@ def materialize(
     """Replace the meta tensors of ``modules`` by real ones, with the initial values that the model would have on a real device.
 
     Modules are filled by ``init_fn``, else by their ``reset_parameters`` (or ``_reset_parameters``), children first, as
-    constructors do. Floating-point tensors are NaN before, so that one that nobody fills is found. Tied weights stay tied, and
+    constructors do. Tensors are marked before (with NaN), so that one that nobody fills is found. Tied weights stay tied, and
     keep the values that the first module that holds them gave them. One that another unit has sharded already is left for
     that unit to share.
 
@@ -100,9 +100,26 @@ def materialize(
     return found
 
 
+@torch.no_grad()
+def mark_unfilled(tensor: torch.Tensor) -> torch.Tensor:
+    """Fill a tensor that holds no values with NaN, or with the smallest number of int32 and int64; return it."""
+    mark = _mark_of(tensor.dtype)
+    return tensor if mark is None else tensor.fill_(mark)
+
+
+@torch.no_grad()
 def is_unfilled(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor still holds the NaN that it was made with."""
-    return tensor.is_floating_point() and bool(tensor.detach().isnan().any())
+    """Return whether a tensor is on the meta device, or still holds what it was marked with."""
+    mark = _mark_of(tensor.dtype)
+    if tensor.is_meta or mark is None or tensor.numel() == 0:
+        return tensor.is_meta
+    return bool((tensor == mark).all() if isinstance(mark, int) else tensor.isnan().any())
+
+
+def _mark_of(dtype: torch.dtype) -> float | int | None:
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("nan")
+    return torch.iinfo(dtype).min if dtype in (torch.int32, torch.int64) else None
 
 
 def move_buffers(modules: Sequence[tuple[str, nn.Module]], device: torch.device) -> None:
@@ -229,8 +246,7 @@ def _make_empty(
 
 
 def _unfilled(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    values = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-    return values.fill_(float("nan")) if tensor.dtype.is_floating_point else values
+    return mark_unfilled(torch.empty(tensor.shape, dtype=tensor.dtype, device=device))
 
 
 def _is_meta(module: nn.Module) -> bool:

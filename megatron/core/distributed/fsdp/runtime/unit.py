@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -48,7 +49,7 @@ class FsdpUnit:
         is_deferred: its gradients are reduced at backward's end: units lie inside this one, or it runs several times
             in one graph.
         by_reset: it was built on the meta device and got the values of ``reset_parameters``.
-        unfilled: its tensors that must get values before the first forward.
+        unfilled: its tensors that must get values before the next forward.
         phase: what it is doing.
         forward_range, backward_range: names of its phases on the time line.
         mark: ends the range of the backward that is under way.
@@ -100,6 +101,13 @@ class FsdpUnit:
             for own, of_root in zip(self.own_prefetch_depth, root.own_prefetch_depth, strict=True)
         )
         self.prefetch_depth = (forward, backward)
+
+    def wait_for_values(self, unfilled: Iterable[Unfilled]) -> None:
+        """Ask for the values of these tensors of the unit too when the next forward begins."""
+        known = {name for name, *_ in self.unfilled}
+        self.unfilled += [entry for entry in unfilled if entry[0] not in known]
+        if self.context is not None:
+            self.context.registry.waits_for_values = True
 
     def find_trained_groups(self) -> None:
         """List the groups that get gradients, after parameters were frozen or unfrozen."""

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Sequence
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megatron.core.distributed.fsdp.buffers.materialize import is_unfilled
@@ -21,12 +22,13 @@ class UnitRegistry:
     Attributes:
         refs: to the units, by number.
         read_peers: transports whose gathers read shards without asking, one for each set of ranks.
+        waits_for_values: units may hold tensors without values, of the meta device or of ``to_empty``.
     """
 
     def __init__(self) -> None:
         self.refs: list[weakref.ref[FsdpUnit]] = []
         self.read_peers: list[Transport] = []
-        self._waits_for_values = False  # of units from the meta device
+        self.waits_for_values = False
         self._groups: list[weakref.ref[FsdpParameterGroup]] = []
         self._owners: list[weakref.ref[FsdpUnit]] = []  # of the groups
 
@@ -34,7 +36,7 @@ class UnitRegistry:
         """Give the unit and its own groups numbers, and names for messages and NVTX ranges."""
         unit.index = len(self.refs)
         self.refs.append(weakref.ref(unit))
-        self._waits_for_values |= bool(unit.unfilled)
+        self.waits_for_values |= bool(unit.unfilled)
         for group in unit.own_groups:
             group.index = len(self._groups)
             self._groups.append(weakref.ref(group))
@@ -101,7 +103,7 @@ class UnitRegistry:
         Raises:
             RuntimeError: one was replaced or added, or frozen or unfrozen between microbatches; the message names it.
         """
-        if self._waits_for_values:
+        if self.waits_for_values:
             self._check_filled()
         is_new = False
         for unit in self.units:
@@ -124,19 +126,28 @@ class UnitRegistry:
         return is_new
 
     def _check_filled(self) -> None:
-        """Check that tensors from the meta device have got values. Ranks: all of the mesh; blocks the host, once."""
+        """Check that tensors that had no values have got them. Ranks: all of the mesh; blocks the host, once."""
         names: list[str] = []
+        buffers: list[str] = []
         for unit in self.units:
-            found = [unit.prefix + name for name, held, key in unit.unfilled if is_unfilled(_local(held[key]))]
+            waiting = [(name, held[key]) for name, held, key in unit.unfilled if held.get(key) is not None]
+            found = [unit.prefix + name for name, tensor in waiting if is_unfilled(_local(tensor))]
             for axis in unit.own_groups[0].group_mesh.axes if unit.own_groups and unit.unfilled else ():
                 found = list(dict.fromkeys(name for theirs in axis.exchange(found) for name in theirs))
             names += found
+            buffers += [unit.prefix + name for name, tensor in waiting if not isinstance(tensor, nn.Parameter)]
         if names:
-            raise RuntimeError(
-                f"{', '.join(names)} must have values before the first forward, got none from init_fn or reset_parameters after "
-                "the meta device; fill them there, by torch.nn.init on the sharded parameters, or by load_state_dict"
+            buffer = next(
+                (f", as module.{name.rpartition('.')[2]}.copy_(values)" for name in names if name in buffers), ""
             )
-        self._waits_for_values = False
+            raise RuntimeError(
+                f"{', '.join(names)} must have values before the next forward, got none since the meta device or to_empty(); fill "
+                "parameters by init_fn or reset_parameters, by torch.nn.init on the sharded parameters, or by load_state_dict; "
+                f"fill buffers that no state_dict holds by writing to them{buffer}"
+            )
+        for unit in self.units:
+            unit.unfilled.clear()
+        self.waits_for_values = False
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

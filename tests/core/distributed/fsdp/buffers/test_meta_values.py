@@ -13,7 +13,7 @@ from torch import nn
 
 from megatron.core.distributed.fsdp import fully_shard, hybrid_placements
 from megatron.core.distributed.fsdp.config.placement import strategy_placements
-from tests.support.agreement import assert_same_parameters, shard
+from tests.support.agreement import assert_same_parameters, seeded, shard
 from tests.support.models import STRATEGY_NAMES, full
 from tests.support.rank_checks import RankChecks
 
@@ -111,12 +111,56 @@ def what_nobody_fills_is_named_before_the_first_forward() -> None:
         model, ("layers.0",), init_fn=lambda module: None if isinstance(module, Layer) else model._init_weights(module)
     )
     with pytest.raises(
-        RuntimeError, match=r"layers\.1\.gain, layers\.0\.gain must have values before the first forward"
+        RuntimeError, match=r"layers\.1\.gain, layers\.0\.gain must have values before the next forward"
     ):
         model(torch.arange(3))
     for layer in model.layers:
         nn.init.ones_(layer.gain)
     model(torch.arange(3)).sum().backward()
+
+
+class Positions(nn.Module):
+    """Holds buffers that no state_dict has, as rotary embeddings do, and no parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("angles", torch.linspace(0, 1, 6), persistent=False)
+        self.register_buffer("order", torch.arange(6), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.get_buffer("angles")[self.get_buffer("order")]
+
+
+@CHECKS.on(2)
+def what_to_empty_leaves_is_named_before_the_next_forward() -> None:
+    """The order of FSDP2's users, and of those who then load: ``state_dict`` has no buffer that is not persistent."""
+
+    def build() -> Any:
+        return nn.Sequential(nn.Sequential(nn.Linear(6, 6), Positions()), nn.Linear(6, 6))
+
+    plain = seeded(build)
+    message = r"got none since the meta device or to_empty\(\).*writing to them, as module.angles.copy_\(values\)$"
+    for part in ("", "0", "0.1"):
+        for from_meta in (False, True):
+            model = _on_meta(build) if from_meta else build()
+            shard(model, ("0",), init_fn=(lambda module: None) if from_meta else None)
+            for _ in range(2):  # before the first forward, and later
+                model.get_submodule(part).to_empty(device="cpu")
+                model.load_state_dict(plain.state_dict())
+                for _ in range(2):
+                    with pytest.raises(RuntimeError, match=r"^0\.1\.angles, 0\.1\.order must.*" + message):
+                        model(torch.ones(2, 6))
+                model[0][1].angles.copy_(plain[0][1].angles)
+                with pytest.raises(RuntimeError, match=r"^0\.1\.order must have values.*as module.order.copy_"):
+                    model(torch.ones(2, 6))
+                model[0][1].order = torch.arange(6)
+                torch.testing.assert_close(model(torch.ones(2, 6)), plain(torch.ones(2, 6)))
+    model = shard(build(), ("0",))
+    model.to_empty(device="cpu")
+    with pytest.raises(RuntimeError, match="must have values before the next forward") as error:
+        model(torch.ones(2, 6))
+    named = str(error.value).partition(" must")[0].split(", ")
+    assert sorted(named) == ["0.0.bias", "0.0.weight", "0.1.angles", "0.1.order", "1.bias", "1.weight"]
 
 
 @CHECKS.on(2)
