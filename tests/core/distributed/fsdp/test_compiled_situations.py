@@ -10,12 +10,11 @@ import torch
 from torch import nn
 
 from tests.core.distributed.fsdp.situations.kinds import ZERO3, Kind, net
-from tests.core.distributed.fsdp.situations.red import marked
 from tests.core.distributed.fsdp.situations.table import COMPILED, situations, verdicts
 from tests.support.launch import run_ranks
 
 
-@pytest.mark.parametrize("name", marked(situations(COMPILED)))
+@pytest.mark.parametrize("name", situations(COMPILED))
 def test_ours_is_right(name: str) -> None:
     verdicts("ours", COMPILED)[name].assert_serves(situations(COMPILED)[name])
 

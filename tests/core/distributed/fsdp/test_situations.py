@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.core.distributed.fsdp.situations.red import RED, marked
-from tests.core.distributed.fsdp.situations.table import COMPILED, EAGER, run_rows, situations, verdicts
+from tests.core.distributed.fsdp.situations.table import EAGER, run_rows, situations, verdicts
 
 # Rows that FSDP2 serves and ours refuses: each with the reason.
 _ALL_MUST_FOLLOW = "the other ranks' parts are gathered once a step, and a rank alone cannot know that all have written"
@@ -20,18 +19,12 @@ REFUSED_THOUGH_FSDP2_SERVES_THEM: dict[str, str] = {
 }
 
 
-@pytest.mark.parametrize("name", marked(situations(EAGER)))
+@pytest.mark.parametrize("name", situations(EAGER))
 def test_ours_is_right_or_refuses(name: str) -> None:
     verdicts("ours", EAGER)[name].assert_serves(situations(EAGER)[name])
 
 
 def test_what_fsdp2_serves_is_served() -> None:
-    refused = [
-        name for name, verdict in verdicts("ours", EAGER).items() if verdict.word == "refused" and name not in RED
-    ]
+    refused = [name for name, verdict in verdicts("ours", EAGER).items() if verdict.word == "refused"]
     served = {name for name, verdict in run_rows("fsdp2", refused).items() if verdict.word == "right"}
     assert served == set(REFUSED_THOUGH_FSDP2_SERVES_THEM)
-
-
-def test_red_rows_are_rows() -> None:
-    assert set(RED) <= {*situations(EAGER), *situations(COMPILED)}

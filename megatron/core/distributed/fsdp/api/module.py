@@ -51,10 +51,11 @@ class FsdpModule(nn.Module if TYPE_CHECKING else object):  # type: ignore[misc]
         return self._fsdp_unit.own_groups if self._counts_groups else []
 
     def unshard(self) -> None:
-        """Gather the unit's weights and keep them unsharded until ``reshard``.
+        """Gather the unit's weights and put them into its modules, without nested units.
 
-        ``reshard`` discards what is written to them; write to the sharded parameters instead. Does not include nested
-        units.
+        They stay there until ``reshard``, or until the unit's next forward or backward has been left, as in FSDP2; at the
+        latest until a step's last backward ends or an optimizer of this library steps. What is written to them is lost then:
+        write to the sharded parameters.
 
         Ranks: all of the mesh; does not block the host.
         """

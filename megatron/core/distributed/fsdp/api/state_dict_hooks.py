@@ -24,7 +24,7 @@ def watch_loads(unit: FsdpUnit, modules: Sequence[tuple[str, nn.Module]]) -> Non
     What ``state_dict`` returns can be passed to torch.save and deepcopy: see [Note: offsets] in local_parts.py.
 
     Raises (from ``load_state_dict``):
-        RuntimeError: the unit is unsharded, or running.
+        RuntimeError: the unit is running.
     """
     unit_ref = weakref.ref(unit)
 
@@ -32,10 +32,11 @@ def watch_loads(unit: FsdpUnit, modules: Sequence[tuple[str, nn.Module]]) -> Non
         unit = unit_ref()
         if unit is None:
             return
-        if any(group.weights.held_by_user or group.weights.num_forwards for group in unit.groups):
+        unit.show_sharded()
+        if any(group.weights.num_forwards for group in unit.groups):
             raise RuntimeError(
-                f"load_state_dict must find sharded parameters, got those of {unit.name} unsharded, where loaded values "
-                "would be lost; call reshard() first, and not within forward"
+                f"load_state_dict must find sharded parameters, got those of {unit.name} within its forward, where loaded values "
+                "would be lost; load before forward, or after it"
             )
         if unit.context is not None:
             unit.context.finish_updates()
@@ -50,6 +51,7 @@ def watch_loads(unit: FsdpUnit, modules: Sequence[tuple[str, nn.Module]]) -> Non
     def before_save(*_: Any) -> None:
         unit = unit_ref()
         if unit is not None and unit.context is not None:
+            unit.show_sharded()
             unit.context.finish_updates()
 
     def after_save(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:

@@ -104,7 +104,6 @@ class Load:
     Raises:
         FileNotFoundError: no complete checkpoint is there.
         ValueError: names, shapes or dtypes do not match; the message lists them. What this rank needs was damaged.
-        RuntimeError: the user has unsharded a unit.
 
     Attributes:
         unclaimed: (part, name) of the checkpoint's entries that this rank lacks. Where the model is split between
@@ -115,7 +114,8 @@ class Load:
         self, model: nn.Module, optimizer: Any, path: str | os.PathLike[str], *, rank: int, verify: bool = True
     ) -> None:
         self._model, self._path, self._rank = unwrapped(model), path, rank
-        _check_at_rest(self._model)
+        for module in fsdp_modules(self._model):
+            module._fsdp_unit.show_sharded()
         self._reader = CheckpointReader(Path(os.path.abspath(path)), verify=verify)
         self._saved: Entries = self._reader.entries
         self._optimizer: OptimizerLoad | None = None
@@ -258,13 +258,3 @@ class Load:
         own = [name for name in (f"{per_rank}{self._rank}",) if name in self._saved]
         values = self._reader.values(common + own)
         return {PER_RANK if name in own else name.removeprefix(EXTRA_STATE): value for name, value in values.items()}
-
-
-def _check_at_rest(model: nn.Module) -> None:
-    for module in fsdp_modules(model):
-        for group in module.parameter_groups:
-            if group.weights.held_by_user:
-                raise RuntimeError(
-                    f"units must be sharded while a checkpoint is loaded, got {group.parameters[0].name} of a "
-                    f"{type(module).__name__} unsharded, which would keep its old values; call reshard() first"
-                )

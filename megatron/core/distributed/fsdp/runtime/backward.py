@@ -132,6 +132,8 @@ class Backward:
         self._claiming.append(unit)
         for group in unit.groups:
             group.weights.num_backwards += 1
+        if self.unsharder.held:
+            self.unsharder.end_hold(unit.groups)
         self.scheduler.begin(unit, backward=True)
 
     def _reshard_delayed(self) -> None:

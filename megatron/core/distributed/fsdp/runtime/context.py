@@ -189,6 +189,7 @@ class FsdpContext:
 
     def weights_changed(self) -> None:
         """Make the next forward use the main weights as they are now, also in a scope that is not a step's first."""
+        self.unsharder.reshard_held()
         self.unsharder.reshard_idle()
         self._weight_versions.begin()
 
@@ -210,6 +211,7 @@ class FsdpContext:
 
         Ranks: all that hold the groups.
         """
+        self.unsharder.reshard_held()
         self.unsharder.reshard_idle()
         in_order = sorted(groups, key=lambda group: self.planner.first_use(self.registry.owner(group).index))
         self._updater.run(in_order, update, overlaps=overlaps)
@@ -244,6 +246,8 @@ class FsdpContext:
         nvtx.push(unit.forward_range)
         for group in unit.groups:
             group.weights.num_forwards += 1
+        if self.unsharder.held:
+            self.unsharder.end_hold(unit.groups)
         try:
             self.prefetch_scheduler.begin(unit, backward=False)
         except BaseException:
@@ -308,6 +312,8 @@ class FsdpContext:
             self._notice_capture()
         _refuse_transforms()
         self._recover()
+        if self.unsharder.held:
+            self.unsharder.reshard_held(only_written=True)
         if self._weight_versions.num_scopes == 0:
             self._weight_versions.begin_pass()
         else:
@@ -377,6 +383,8 @@ class FsdpContext:
         if self.registry.read_peers and self.unsharder.has_unused and not upcoming:
             # Reductions tell of gathers that compute waited for, no others.
             self.unsharder.end_pass(self.registry.read_peers)
+        if self.unsharder.held and self.is_last_microbatch:
+            self.unsharder.reshard_held()
         self.unsharder.reshard_idle(keeps=not self.is_last_microbatch, upcoming=self.registry.groups_of(upcoming))
         self.planner.end_record()
         if self._debug is not None:
@@ -438,20 +446,19 @@ class FsdpContext:
     # ---- the user's view of a unit ------------------------------------------------------------------------------
 
     def unshard(self, unit: FsdpUnit) -> None:
-        """Unshard the unit until ``reshard``. Ranks: all."""
+        """Unshard the unit for the user, as ``FsdpModule.unshard`` says. Ranks: all."""
         if self._depth == 0 and self._weight_versions.num_scopes == 0 and not self._weight_versions.is_prepared:
             self._weight_versions.begin()
         for group in unit.groups:
             storage = group.weights.full_storage
             if storage is not None and storage.in_arena and not group.weights.is_unsharded and self._can_move():
                 self.unsharder.leave_arena(group)  # the plan does not know how long its range is needed
-            group.weights.held_by_user = True
-            self.unsharder.unshard(group, forward=True)
+            self.unsharder.hold(group)
 
     def reshard(self, unit: FsdpUnit) -> None:
         """Reshard the unit, unless a pass is using its weights."""
+        self.unsharder.end_hold(unit.groups)
         for group in unit.groups:
-            group.weights.held_by_user = False
             self.unsharder.reshard(group)
 
     # ---- the plan -----------------------------------------------------------------------------------------------

@@ -113,6 +113,11 @@ class FsdpUnit:
         """List the groups that get gradients, after parameters were frozen or unfrozen."""
         self.trained_groups = [group for group in self.own_groups if group.trains]
 
+    def show_sharded(self) -> None:
+        """Reshard the unit if the user unsharded it: its state is saved or loaded."""
+        if self.context is not None and any(group.weights.held_by_user for group in self.groups):
+            self.context.reshard(self)
+
     def borrow(self, group: FsdpParameterGroup) -> None:
         """Unshard the group, which another unit owns, for this unit too."""
         group.is_shared = True

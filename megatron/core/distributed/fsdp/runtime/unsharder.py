@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ class Unsharder:
         recorder: writes down what is gathered and released, while a step is recorded.
         poisons: fill released memory with NaN.
         live: groups whose full weight is complete, or whose all-gather is under way.
+        held: groups that the user unsharded; ended by ``end_hold``.
         num_gathers: all-gathers that have been begun.
         latest: number of the last one's group.
         overlapping: groups that share addresses in the arena, by group number.
@@ -34,6 +35,7 @@ class Unsharder:
         self.recorder: Recorder | None = None
         self.poisons = False
         self.live: dict[FsdpParameterGroup, None] = {}
+        self.held: dict[FsdpParameterGroup, None] = {}
         self.num_gathers = 0
         self.latest = -1
         self.overlapping: dict[int, set[FsdpParameterGroup]] = {}
@@ -65,8 +67,10 @@ class Unsharder:
         """Serve a group that another context may have served: it is synced before its next forward."""
         weights = group.weights
         weights.synced_weight_version = -1
+        if weights.held_by_user:
+            self.held[group] = None
         if weights.is_unsharded and weights.needs_gather:
-            self.live[group] = None  # held by the user
+            self.live[group] = None
 
     # ---- unshard ------------------------------------------------------------------------------------------------
 
@@ -220,6 +224,28 @@ class Unsharder:
         """Reshard every group that nobody uses, except ``upcoming`` and (``keeps``) what the plan keeps unsharded."""
         for group in list(self.live):
             if group not in upcoming and not (keeps and group.weights.stays_unsharded):
+                self.reshard(group)
+
+    # ---- weights that the user unsharded ------------------------------------------------------------------------
+
+    def hold(self, group: FsdpParameterGroup) -> None:
+        """Unshard the group for the user. [Note: weights that the user unsharded] in DESIGN.md. Ranks: as ``prefetch``."""
+        group.weights.held_by_user = True
+        self.held[group] = None
+        self.unshard(group, forward=True)
+
+    def end_hold(self, groups: Iterable[FsdpParameterGroup]) -> None:
+        """Let go of what the user unsharded of these groups; the caller uses them, or reshards them."""
+        for group in groups:
+            group.weights.held_by_user = False
+            self.held.pop(group, None)
+
+    def reshard_held(self, *, only_written: bool = False) -> None:
+        """Reshard all that the user unsharded, or what was written to since."""
+        for group in list(self.held):
+            weights = group.weights
+            if not only_written or weights.write_count != weights.synced_write_count:
+                self.end_hold((group,))
                 self.reshard(group)
 
     def end_pass(self, transports: Sequence[Transport]) -> None:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from megatron.core.distributed.fsdp import microbatch
 from megatron.core.distributed.fsdp.flat_optimizer.flat_adamw import FlatAdamW
@@ -191,15 +191,28 @@ def keys_that_do_not_match_are_named() -> None:
 
 
 @CHECKS.on(2)
-def a_load_into_gathered_weights_is_refused() -> None:
-    """It would be written to the gathered copy, which reshard discards."""
+def a_load_into_weights_that_the_user_unsharded_is_in_effect() -> None:
+    """They are resharded first, as in FSDP2, also where their state is taken."""
     net = shard_net(make_net(2))
     net.blocks[0].unshard()
-    with pytest.raises(RuntimeError, match=r"must find sharded parameters, got those of blocks\.0.*reshard\(\)"):
-        net.load_state_dict(make_net(2, seed=9).state_dict())
-    net.blocks[0].reshard()
     net.load_state_dict(make_net(2, seed=9).state_dict())
     assert torch.equal(_outputs(net), _outputs(make_net(2, seed=9)))
+    net.blocks[0].unshard()
+    assert all(isinstance(value, DTensor) for value in net.state_dict().values())
+
+
+@CHECKS.on(2)
+def a_load_within_forward_is_refused() -> None:
+    """It would be written to the gathered copy, which the unit drops."""
+    net, values = shard_net(make_net(2)), make_net(2, seed=9).state_dict()
+
+    def load(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        net.load_state_dict(values)
+        return x
+
+    net.around = load
+    with pytest.raises(RuntimeError, match=r"must find sharded parameters, got those of \S+ within its forward"):
+        _outputs(net)
 
 
 @pytest.mark.parametrize(("num_ranks", "name"), CHECKS.parameters)

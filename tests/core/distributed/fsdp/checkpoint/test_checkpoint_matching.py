@@ -338,15 +338,20 @@ def test_damaged_files_are_found_before_anything_changes(tmp_path: Path) -> None
     check_refused(path, other, None, FileNotFoundError, "got no .metadata in it")
 
 
-def test_an_unsharded_unit_is_refused_since_it_would_keep_its_old_values(tmp_path: Path) -> None:
+def test_a_unit_that_the_user_unsharded_is_saved_and_loaded(tmp_path: Path) -> None:
     model = sharded_model("optim_grads_params", num_blocks=1)
     optimizer = adamw(model)
     model.blocks[0].unshard()
-    save_checkpoint(model, optimizer, tmp_path / "a")  # the main weights are where they were
-    with pytest.raises(RuntimeError, match=r"must be sharded while.*of a FsdpBlock unsharded.*reshard\(\)"):
-        load_checkpoint(model, None, tmp_path / "a")
+    save_checkpoint(model, optimizer, tmp_path / "a")
     model.blocks[0].reshard()
+    saved = [parameter.to_local().clone() for parameter in model.parameters()]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2)
+    model.blocks[0].unshard()
     load_checkpoint(model, None, tmp_path / "a")
+    for parameter, value in zip(model.parameters(), saved, strict=True):
+        assert torch.equal(parameter.to_local(), value)
 
 
 # ---- optimizers -------------------------------------------------------------------------------------------------

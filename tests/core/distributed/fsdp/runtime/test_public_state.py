@@ -453,26 +453,33 @@ def _assert_unsharded_like(unit: Any, twin: Any) -> None:
 
 @CHECKS.on(2)
 def weights_that_the_user_unsharded_stay_where_a_plan_is_adopted_or_left() -> None:
-    """The root's own stay unsharded while a block is used alone, twice, as for generation; and while all are trained."""
+    """While a block is used alone, twice, as for generation; and while all are trained."""
     for budget_nbytes in (0, 10**6):
         unsharded, sharded = make_pair(3)
         context_of(sharded).planner.memory_budget_nbytes = budget_nbytes
         features = torch.randn(4, 7, generator=torch.Generator().manual_seed(3))
         optimizer = _sgd(sharded)
-        for unit in (*sharded.blocks, sharded):
+        units = (*sharded.blocks, sharded)
+        for unit in units:
             unit.unshard()
         loss_of(sharded, global_batch(0, 1)[0]).backward()  # the plan, with ranges that units share
+        assert_at_rest(sharded)
         optimizer.zero_grad()
         for step in range(4):
+            for unit in units:
+                unit.unshard()
             for net in (unsharded, sharded):
                 out = torch.nn.functional.linear(net.blocks[1](features), net.head.weight.detach())
                 out.square().mean().backward()
                 if step == 2:
                     loss_of(net, global_batch(step, 1)[0]).backward()
+            assert_at_rest(sharded)
+            for unit in units:
+                unit.unshard()
             for ours, theirs in zip(sharded.modules(), unsharded.modules(), strict=True):
                 _assert_unsharded_like(ours, theirs)
-        for unit in (*sharded.blocks, sharded):
-            unit.reshard()
+            for unit in units:
+                unit.reshard()
         assert_at_rest(sharded)
         assert_same_gradients(sharded, unsharded)
         for net in (unsharded, sharded):
@@ -483,7 +490,7 @@ def weights_that_the_user_unsharded_stay_where_a_plan_is_adopted_or_left() -> No
 
 @CHECKS.on(2)
 def units_may_be_unsharded_before_their_root_has_run() -> None:
-    """Some or all of them, in bf16 too, where model weights are casts; what is unsharded is written by no optimizer."""
+    """Some or all of them, in bf16 too, where model weights are casts; an optimizer from before trains all of them."""
     for dtype, whole in itertools.product((torch.float32, torch.bfloat16), (False, True)):
         unsharded, sharded = make_pair(3, dtype=dtype, adopts=False)
         fresh = make_pair(3, dtype=dtype)[1]
@@ -496,11 +503,7 @@ def units_may_be_unsharded_before_their_root_has_run() -> None:
                     _assert_unsharded_like(unit.up, twin.up)
             for step in range(4):
                 _train(net, optimizer, 1, first=step)
-                if net is sharded and step in (0, 2):
-                    net.blocks[step // 2].reshard()
-            for unit in (*net.blocks, net):
-                unit.reshard()
-            assert_at_rest(net)
+                assert_at_rest(net)
         for ours, theirs in zip(sharded.parameters(), fresh.parameters(), strict=True):
             assert torch.equal(ours.to_local(), theirs.to_local())  # type: ignore[attr-defined]
 

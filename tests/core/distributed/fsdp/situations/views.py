@@ -264,6 +264,39 @@ def all_is_unsharded_and_then_trained(kind: Kind) -> Any:
 
 
 @situation()
+def what_was_unsharded_is_sharded_again_after_a_step(kind: Kind) -> Any:
+    """So that what modules show is what the optimizer has written."""
+    model = kind.shard(net())
+    optimizer = sgd(model)
+    for module in [*model.blocks, model]:
+        kind.unshard(module)
+    train(kind, model, optimizer, range(1))
+    first = [kind.is_plain or isinstance(parameter, DTensor) for parameter in model.parameters()]
+    kind.unshard(model.blocks[1])
+    loss = kind.loss(model, 1)
+    between = [kind.is_plain or isinstance(parameter, DTensor) for parameter in model.blocks.parameters()]
+    model.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return first, between, weights(model), train(kind, model, optimizer, range(2, 4)), weights(model)
+
+
+@situation()
+def a_block_is_unsharded_between_backward_and_forward(kind: Kind) -> Any:
+    """Before the optimizer's step: the next forward uses what the step wrote."""
+    model, optimizer = _started(kind)
+    optimizer.zero_grad()
+    kind.loss(model, 2).backward()
+    parameters = list(model.parameters())
+    kind.unshard(model.blocks[1])
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter.mul_(0.5)
+    optimizer.step()
+    return train(kind, model, optimizer, range(3, 5)), weights(model)
+
+
+@situation()
 def unsharded_weights_are_exported_between_steps(kind: Kind) -> Any:
     model = kind.shard(net())
     optimizer = sgd(model)
