@@ -344,14 +344,14 @@ def test_a_unit_that_the_user_unsharded_is_saved_and_loaded(tmp_path: Path) -> N
     model.blocks[0].unshard()
     save_checkpoint(model, optimizer, tmp_path / "a")
     model.blocks[0].reshard()
-    saved = [parameter.to_local().clone() for parameter in model.parameters()]
+    saved = [local_of(parameter).clone() for parameter in model.parameters()]
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(2)
     model.blocks[0].unshard()
     load_checkpoint(model, None, tmp_path / "a")
     for parameter, value in zip(model.parameters(), saved, strict=True):
-        assert torch.equal(parameter.to_local(), value)
+        assert torch.equal(local_of(parameter), value)
 
 
 # ---- optimizers -------------------------------------------------------------------------------------------------
