@@ -27,6 +27,10 @@ class FsdpModule(nn.Module if TYPE_CHECKING else object):  # type: ignore[misc]
     _fsdp_unit: FsdpUnit
     _counts_groups: bool  # of several modules that are one unit, the first has its groups
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Make a module of the class from before ``fully_shard``: what a sharded container's slices make anew is not sharded."""
+        return cls.__mro__[2](*args, **kwargs)
+
     def _wrapped_call_impl(self, *args: Any, **kwargs: Any) -> Any:
         """Run forward with unsharded weights. Ranks: all of the mesh, units in the same order."""
         unit = self._fsdp_unit

@@ -178,7 +178,7 @@ class Recorder:
         Args:
             weight_nbytes: bytes of each group's gathered weights.
             input_nbytes: bytes of each group's reduce-scatter input.
-            groups_of: groups whose weights a unit uses.
+            groups_of: groups whose weights a unit uses; not of units that were removed since.
             pool_of: the pool of each group's buffers; one for all when None.
             prefetch_depth_of: how many units with weights are prefetched when a unit's (forward, backward) begins; 1 for
                 all when None.
@@ -199,7 +199,7 @@ class Recorder:
                 continue
             turns[at] = True
             again = self.uses.index(Use(use.unit, True), at)
-            for group in groups_of[use.unit]:
+            for group in groups_of.get(use.unit, ()):
                 if weights[group]:
                     weights[group].append(LiveRange(group, at, again + 1))
         stays_unsharded_nbytes = self._stays_unsharded(weight_nbytes, groups_of, memory_budget_nbytes)
@@ -223,7 +223,7 @@ class Recorder:
         """
         chosen: dict[int, int] = {}
         for use in reversed([use for use in self.uses if not use.backward and Use(use.unit, True) in self.uses]):
-            own = {g: weight_nbytes[g] for g in groups_of[use.unit] if g in weight_nbytes and g not in chosen}
+            own = {g: weight_nbytes[g] for g in groups_of.get(use.unit, ()) if g in weight_nbytes and g not in chosen}
             if sum(chosen.values()) + sum(own.values()) > memory_budget_nbytes:
                 break
             chosen.update(own)

@@ -263,7 +263,8 @@ class Planner:
             self._fill_arena(ranges, by_index, kind)
         self.unsharder.ranges_moved()
         for index in plan.stays_unsharded_nbytes:
-            by_index[index].weights.stays_unsharded = True
+            if index in by_index:
+                by_index[index].weights.stays_unsharded = True
         self.plan = plan
         self._wants_record = self.has_warned = False
 
@@ -272,16 +273,19 @@ class Planner:
             torch.cuda.empty_cache()  # memory of the first step, in blocks that would fragment the rest
         what = MemoryKind.UNSHARDED if kind == "weights" else MemoryKind.REDUCE_SCATTER_INPUT
         owner: Any = self.unsharder if kind == "weights" else self.grad_reducer
-        # What the user holds unsharded stays where it is: the plan does not know how long a range of it is needed.
-        held = {i for i in ranges.overlapping if kind == "weights" and groups[i].weights.is_unsharded}
-        owner.overlapping = {
-            i: {groups[o] for o in others if o not in held} for i, others in ranges.overlapping.items() if i not in held
-        }
+        # What the user holds unsharded stays where it is: the plan does not know how long a range of it is needed. Ranges of
+        # units that were removed since stay empty, so that ranks plan alike though they free a module at different times.
+        held = {i for i, group in groups.items() if kind == "weights" and group.weights.is_unsharded}
+        placed = {i: groups[i] for i in ranges.overlapping if i in groups and i not in held}
+        owner.overlapping = {i: {placed[o] for o in ranges.overlapping[i] if o in placed} for i in placed}
         for pool in ranges.pools:
-            arena = groups[pool.groups[0]].group_mesh.empty(pool.nbytes, torch.uint8, self.device, what).zero_()
+            members = [index for index in pool.groups if index in placed]
+            if not members:
+                continue
+            arena = placed[members[0]].group_mesh.empty(pool.nbytes, torch.uint8, self.device, what).zero_()
             self.arenas.append(arena)
-            for index in (index for index in pool.groups if index not in held):
-                group, offset = groups[index], ranges.offsets[index]
+            for index in members:
+                group, offset = placed[index], ranges.offsets[index]
                 storage = group.weights.full_storage if kind == "weights" else group.grads.input_storage
                 assert storage is not None
                 flat = arena[offset : offset + storage.nbytes].view(storage.dtype)

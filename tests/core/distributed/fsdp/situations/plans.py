@@ -6,10 +6,12 @@ import contextlib
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.core.distributed.fsdp.situations.kinds import Kind, net, sgd, train, weights
+from tests.core.distributed.fsdp.situations.kinds import Kind, grads, net, seeded, sgd, train, weights
 from tests.core.distributed.fsdp.situations.table import situation
+from tests.support.models import Block
 
 
 @situation()
@@ -19,6 +21,75 @@ def another_order_of_units_each_step(kind: Kind) -> Any:
     for step, order in enumerate(([0, 1, 2], [2, 0], [1, 1, 0], [0, 1, 2], [2, 1, 0])):
         model.order = list(order)
         losses += train(kind, model, optimizer, range(step, step + 1))
+    return losses, weights(model)
+
+
+def _change_blocks(kind: Kind, num_steps: int, change: Any) -> Any:
+    """Train, change which blocks there are, and train on."""
+    model = kind.shard(net(4))
+    losses = train(kind, model, sgd(model), range(num_steps))
+    change(model)
+    model.order = list(range(len(model.blocks)))
+    return losses, train(kind, model, sgd(model), range(num_steps, num_steps + 4)), weights(model), grads(model)
+
+
+def _remove(model: Any) -> None:
+    del model.blocks[1]
+
+
+@situation()
+def a_unit_is_removed_after_the_recorded_step(kind: Kind) -> Any:
+    return _change_blocks(kind, 1, _remove)
+
+
+@situation()
+def a_unit_is_removed_while_the_plan_is_in_use(kind: Kind) -> Any:
+    return _change_blocks(kind, 3, _remove)
+
+
+@situation()
+def a_unit_is_replaced_after_the_recorded_step(kind: Kind) -> Any:
+    def replace(model: Any) -> None:
+        model.blocks[1] = kind.shard_one(seeded(lambda: Block(7), 5))
+
+    return _change_blocks(kind, 1, replace)
+
+
+@situation()
+def a_unit_is_added_after_the_recorded_step(kind: Kind) -> Any:
+    return _change_blocks(kind, 1, lambda model: model.blocks.append(kind.shard_one(seeded(lambda: Block(7), 5))))
+
+
+@situation()
+def a_unit_is_removed_between_forward_and_backward(kind: Kind) -> Any:
+    model = kind.shard(net(4))
+    optimizer, losses = sgd(model), []
+    for step in range(4):
+        optimizer.zero_grad()
+        loss = kind.loss(model, step)
+        losses.append(kind.mean(loss))
+        if step == 0:
+            del model.blocks[1]
+            model.order = [0, 1, 2]
+        loss.backward()
+        optimizer.step()
+        del loss
+    return losses, weights(model)
+
+
+@situation()
+def a_slice_of_a_sharded_sequential(kind: Kind) -> Any:
+    """It is not sharded itself; its layers are."""
+    model = seeded(lambda: nn.Sequential(*[nn.Linear(5, 5) for _ in range(4)]))
+    kind.shard(model, list(model))
+    optimizer, losses = sgd(model), []
+    for part in (model, model[:2], model[1:]):
+        for step in range(3):
+            optimizer.zero_grad()
+            loss = part(kind.tensor(step, 4, 5)).square().mean()
+            losses.append(kind.mean(loss))
+            loss.backward()
+            optimizer.step()
     return losses, weights(model)
 
 
