@@ -18,6 +18,14 @@ logger = logging.getLogger(__name__)
 
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 
+# Optimizers of torch that do not work element by element, and what they need whole.
+_NEEDS_WHOLE = {
+    "Adafactor": "rows and columns",
+    "LBFGS": "all parameters in one vector",
+    "Muon": "matrices",
+    "Rprop": "tensors that can be indexed by a mask",
+}
+
 
 def fully_shard_optimizer(optimizer: OptimizerT) -> OptimizerT:
     """Make an optimizer check gradients before its step, and free them when they are cleared.
@@ -44,6 +52,7 @@ def fully_shard_optimizer(optimizer: OptimizerT) -> OptimizerT:
     Raises:
         ValueError: it holds a parameter from before ``fully_shard``, whose updates no forward would see.
         TypeError: it is no ``torch.optim.Optimizer``.
+        NotImplementedError: it is one of those four, and parameters are sharded for it.
 
     Ranks: all that hold the parameters. ``step`` may communicate then: it completes gradients that are summed over
     other ranks of the model (sequence-parallel parameters, tied embeddings).
@@ -56,6 +65,7 @@ def fully_shard_optimizer(optimizer: OptimizerT) -> OptimizerT:
             f"fully_shard_optimizer needs a torch.optim.Optimizer, got a {type(optimizer).__name__}; pass the optimizer that it holds"
         )
     groups = groups_of(optimizer)
+    _check_works_on_rows(optimizer, groups)
     watch = optimizer.__dict__.get(_WATCH)
     if watch is None:
         watch = optimizer.__dict__[_WATCH] = _StepWatch()
@@ -65,6 +75,18 @@ def fully_shard_optimizer(optimizer: OptimizerT) -> OptimizerT:
         _free_when_cleared(optimizer, watch)
     watch.watch(groups)
     return optimizer
+
+
+def _check_works_on_rows(optimizer: torch.optim.Optimizer, groups: Sequence[FsdpParameterGroup]) -> None:
+    needed = _NEEDS_WHOLE.get(type(optimizer).__name__)
+    if needed is None or type(optimizer) is not getattr(torch.optim, type(optimizer).__name__, None):
+        return
+    sharded = [group for group in groups if any(placement.is_shard() for placement in group.placements.optimizer)]
+    if sharded:
+        raise NotImplementedError(
+            f"torch.optim.{type(optimizer).__name__} needs {needed}, got {sharded[0]} in rows that ranks share; use an optimizer that "
+            "works element by element (AdamW, SGD), or fully_shard(..., placements='no_shard'), which keeps parameters whole"
+        )
 
 
 # The attribute of an optimizer that holds its watch.

@@ -137,6 +137,36 @@ def an_optimizer_from_before_is_refused() -> None:
     fully_shard_optimizer(mixed)  # parameters without a group are ignored
 
 
+WHOLE: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "Adafactor": torch.optim.Adafactor,
+    "LBFGS": lambda parameters: torch.optim.LBFGS(parameters, lr=0.1, max_iter=1),
+    "Muon": lambda parameters: torch.optim.Muon([p for p in parameters if p.dim() == 2]),
+    "Rprop": torch.optim.Rprop,
+}
+
+
+@CHECKS.on(2)
+def an_optimizer_that_needs_whole_tensors_is_refused_by_name() -> None:
+    """It is served where parameters are whole, which is what the message proposes."""
+    for name, make in WHOLE.items():
+        for strategy in ("optim", "optim_grads_params"):
+            net = shard_net(make_net(2), strategy)
+            with pytest.raises(
+                NotImplementedError,
+                match=rf"^torch\.optim\.{name} needs .*, got entry\.weight.* in rows.*\(AdamW, SGD\), or .*'no_shard'",
+            ):
+                fully_shard_optimizer(make(net.parameters()))
+        plain, net = make_pair(2, "no_shard")
+        ours, theirs = fully_shard_optimizer(make(net.parameters())), make(plain.parameters())
+        for step in range(3):
+            losses = loss_of(net, my_piece(step)), mean_loss(plain, global_batch(step, 2))
+            for optimizer, loss in zip((ours, theirs), losses, strict=True):
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step(loss.item)  # LBFGS wants a closure
+        assert_same_parameters(net, plain)
+
+
 @CHECKS.on(2)
 def a_step_after_a_failed_backward_is_refused() -> None:
     plain, net = make_pair()
