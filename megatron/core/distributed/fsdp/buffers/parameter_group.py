@@ -25,7 +25,7 @@ from megatron.core.distributed.fsdp.buffers.retired_parameter import retire
 from megatron.core.distributed.fsdp.buffers.weights import GroupWeights
 from megatron.core.distributed.fsdp.config.mixed_precision import GroupDtypes
 from megatron.core.distributed.fsdp.config.placement import Placements
-from megatron.core.distributed.fsdp.dtensor import copies  # noqa: F401 (patches DTensor: parameters are views of buffers)
+from megatron.core.distributed.fsdp.dtensor import copies, full_states  # noqa: F401 (patch DTensor: parameters are views of buffers)
 from megatron.core.distributed.fsdp.dtensor.random_fill import draws_whole
 from megatron.core.distributed.fsdp.layout.flat_layout import FlatLayout
 from megatron.core.distributed.fsdp.mesh.group_mesh import GroupMesh

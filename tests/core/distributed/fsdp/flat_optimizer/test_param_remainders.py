@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
 from megatron.core.distributed.fsdp import (
     FlatAdamW,
@@ -16,7 +19,8 @@ from megatron.core.distributed.fsdp import (
     save_checkpoint,
 )
 from megatron.core.distributed.fsdp.flat_optimizer.adamw_update import join, split
-from tests.support.agreement import groups_of
+from megatron.core.distributed.fsdp.layout.granule import Granule
+from tests.support.agreement import groups_of, seeded, shard
 from tests.support.models import (
     STRATEGY_NAMES,
     Net,
@@ -92,6 +96,39 @@ def test_not_a_number_of_all_ones_stays_one() -> None:
     whole = torch.tensor([0x7FFFFFFF, -1], dtype=torch.int32).view(torch.float32)
     high, remainder = _halves(whole)
     assert high.isnan().all() and join(high, remainder).isnan().all()
+
+
+@CHECKS.on(2)
+def a_full_state_is_broadcast_from_the_first_rank() -> None:
+    """int16 remainders travel, and parts of rows and blocks of rows are placed as they are."""
+    whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    granules = (None, Granule.row_parts(2), Granule.rows(4), Granule.whole())
+    for granule in granules:
+        for make in (_remainders, torch.optim.AdamW):
+            model: Any = seeded(lambda: nn.Linear(6, 7)).to(BF16)
+            model.weight.fsdp_granule = granule or Granule()
+            shard(model)
+            optimizer = make(model.parameters())
+            model(torch.ones(2, 6, dtype=BF16)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            before: Any = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=whole))
+            given = copy.deepcopy(before) if dist.get_rank() == 0 else {}
+            for _, state in optimizer.state.items():
+                for value in state.values():
+                    local_of(value).zero_()
+            broadcast = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+            set_optimizer_state_dict(model, optimizer, given, options=broadcast)
+            after: Any = get_optimizer_state_dict(model, optimizer, options=whole)
+            for name, state in before["state"].items() if dist.get_rank() == 0 else ():
+                assert any(value.any() for value in state.values())
+                for key, value in state.items():
+                    assert after["state"][name][key].dtype == value.dtype, (granule, key)
+                    assert torch.equal(after["state"][name][key], value), (granule, name, key)
+
+
+def _remainders(parameters: Any) -> FlatAdamW:
+    return FlatAdamW(parameters, store_param_remainders=True)
 
 
 @CHECKS.on(1, 2)
