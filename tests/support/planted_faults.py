@@ -24,7 +24,7 @@ def averages_over_one_rank_fewer(patch: pytest.MonkeyPatch) -> None:
 def model_weights_stay_old(patch: pytest.MonkeyPatch) -> None:
     """What an optimizer wrote to main weights does not reach the model weights."""
     patch.setattr(GroupWeights, "sync", lambda self, *, casts=True: None)
-    patch.setattr(GroupWeights, "model_piece", property(lambda self: None, lambda self, piece: None), raising=False)
+    patch.setattr(GroupWeights, "piece_of_update", property(lambda self: None, lambda self, piece: None), raising=False)
 
 
 def a_reduction_is_dropped(patch: pytest.MonkeyPatch) -> None:

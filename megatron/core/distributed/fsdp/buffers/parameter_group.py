@@ -144,7 +144,7 @@ class FsdpParameterGroup:
         )
 
     def _unsharded_parameter(self, index: int, parameter: ManagedParameter) -> nn.Parameter:
-        unsharded = nn.Parameter(self.weights.full.view(index), requires_grad=self.trainable)
+        unsharded = nn.Parameter(self.weights.wrap(index), requires_grad=self.trainable)
         unsharded.__dict__.update(parameter.original.__dict__)
         return unsharded
 

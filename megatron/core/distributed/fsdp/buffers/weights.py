@@ -13,6 +13,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from megatron.core.distributed.fsdp.buffers.dbuffer import DBuffer, Gather
 from megatron.core.distributed.fsdp.buffers.storage import FlatStorage
+from megatron.core.distributed.fsdp.codec.weight_codec import CAST, WeightCodec
 from megatron.core.distributed.fsdp.comm.transport import MemoryKind, unfinished
 from megatron.core.distributed.fsdp.config.mixed_precision import GroupDtypes
 from megatron.core.distributed.fsdp.config.placement import Placements
@@ -37,14 +38,17 @@ class GroupWeights:
         dtypes: dtypes of the buffers.
         device: where the buffers live.
         name: of the group, for errors.
+        codec: makes the model weight from the main weight.
 
     Attributes:
         main: what the optimizer and checkpoints see.
-        model: in the compute dtype, what is all-gathered; the same buffer as ``main`` where dtypes and placements match.
+        model: what the codec makes, and what is all-gathered; the same buffer as ``main`` where dtypes and placements match.
         full: the whole model weight, of which ``unsharded`` are views; valid while ``is_unsharded``.
         full_storage: memory of ``full``; None where the model weight is not sharded and ``full`` is ``model``.
-        model_piece: [main weight's elements] the part of the model weight that this rank's optimizer owns; None where it is
-            the main weight. An optimizer that writes it together with the main weight saves the cast.
+        encoded_piece: [main weight's elements] the part of the model weight that the main weight is encoded into; None
+            where they are one.
+        piece_of_update: what an optimizer writes together with the main weight, which saves the encoding; None where
+            there is nothing to write: they are one, or the codec must see all main weights first.
         sharded, unsharded: [T] parameters that modules hold at rest and in use.
         is_unsharded: the full weight is complete, or its all-gather is under way.
         num_forwards, num_backwards: units whose forward, or backward, uses the full weight now.
@@ -69,7 +73,9 @@ class GroupWeights:
         dtypes: GroupDtypes,
         device: torch.device,
         name: str,
+        codec: WeightCodec = CAST,
     ) -> None:
+        self.codec, self.rest_dtype = codec, codec.rest_dtype(dtypes.compute)
         self.layout, self.group_mesh, self.placements = layout, group_mesh, placements
         self.dtypes, self.device = dtypes, device
         self.needs_gather = any(isinstance(p, Shard) for p in placements.parameter)
@@ -109,21 +115,22 @@ class GroupWeights:
         """Make model and main weight from the full one, and the memory into which the model weight is gathered."""
         placements, dtypes = self.placements, self.dtypes
         self.model = self._make_model_weight(full)
-        same_dtype = dtypes.main_params == dtypes.compute
+        same_dtype = dtypes.main_params == self.rest_dtype
         if same_dtype and tuple(placements.parameter) == tuple(placements.optimizer):
             self.main = self.model
         elif same_dtype:
             self.main = self._buffer(placements.optimizer, self.model.piece(placements.optimizer))
         else:
-            self.main = self._buffer(placements.optimizer, full.piece(placements.optimizer).to(dtypes.main_params))
+            self.main = self._buffer(
+                placements.optimizer, full.piece(placements.optimizer).to(dtypes.main_params, copy=True)
+            )
         # Writes go through an alias with a version counter of its own: what autograd saved is not "modified" by it.
         self._model_alias = self.model.local.data
         self.full_storage: FlatStorage | None = None
         if self.needs_gather:
-            self.full_storage = FlatStorage(self.layout.total_numel, dtypes.compute, self.device)
-            full = self._buffer(self._replicas, self.full_storage.flat)
-        self.full = full
-        self._gathers = self.model.gathers(full) if self.needs_gather else []
+            self.full_storage = FlatStorage(self.layout.total_numel, self.rest_dtype, self.device)
+        self.full = self._buffer(self._replicas, self.full_storage.flat) if self.full_storage else self.model
+        self._gathers = self.model.gathers(self.full) if self.needs_gather else []
         self._follow_main()
 
     def _follow_main(self) -> None:
@@ -131,7 +138,9 @@ class GroupWeights:
         placements = self.placements
         piece = self.model.piece(placements.optimizer).data
         has_piece = self.main is not self.model and piece.data_ptr() != self.main.local.data_ptr()
-        self.model_piece = piece if has_piece else None
+        self.encoded_piece = piece if has_piece else None
+        self.piece_of_update = None if self.codec.needs_all_main_weights else self.encoded_piece
+        self._encode = None if self.encoded_piece is None else self.codec.encoder(self.encoded_piece)
         self._sync_gathers: list[Gather] = []
         own = self._buffer(placements.optimizer, piece)
         if own.local.numel() != self._model_alias.numel():
@@ -150,12 +159,19 @@ class GroupWeights:
         return True
 
     def _make_model_weight(self, full: DBuffer) -> DBuffer:
+        is_coded = self.rest_dtype != self.dtypes.compute
         if not self.needs_gather:
-            return full
+            return (
+                self._buffer(self._replicas, torch.zeros_like(full.local, dtype=self.rest_dtype)) if is_coded else full
+            )
         piece = full.piece(self.placements.parameter)
-        shard = self.group_mesh.empty(piece.numel(), self.dtypes.compute, self.device, MemoryKind.SHARD)
-        shard.copy_(piece)
+        shard = self.group_mesh.empty(piece.numel(), self.rest_dtype, self.device, MemoryKind.SHARD)
+        shard.zero_() if is_coded else shard.copy_(piece)
         return self._buffer(self.placements.parameter, shard)
+
+    def wrap(self, index: int) -> torch.Tensor:
+        """Return the full weight of parameter ``index`` as its module multiplies it."""
+        return self.codec.wrap(self.full.view(index))
 
     def set_parameters(self, sharded: Sequence[nn.Parameter], unsharded: Sequence[nn.Parameter]) -> None:
         """Keep the [T] parameters over these buffers, and give back the full weight's memory."""
@@ -175,12 +191,12 @@ class GroupWeights:
         """Bring the model weight up to date with the main weight. Ranks: all, where the model weight is replicated.
 
         Args:
-            casts: False if this rank's piece of the model weight equals the main weight already.
+            casts: False if this rank's piece of the model weight was written with the main weight.
         """
         if self.main is self.model:
             return
-        if casts and self.model_piece is not None:
-            self.model_piece.copy_(self.main.local)
+        if casts and self._encode is not None:
+            self._encode(self.main.local)
         for all_gather, full, shard in self._sync_gathers:
             all_gather(full, shard)
 
@@ -239,4 +255,4 @@ class GroupWeights:
         self.full.local = self.full_storage.flat
         self._gathers = self.model.gathers(self.full)
         for index, parameter in enumerate(self.unsharded):
-            parameter.data = self.full.view(index)
+            self.codec.rebind(parameter, self.full.view(index))

@@ -160,7 +160,7 @@ class FlatAdamW(torch.optim.Optimizer):
     def _update_group(self, group: FsdpParameterGroup) -> None:
         shard = self._state_of[id(group)].shard(group)
         self._update.update(shard, group.grads.main_storage.flat, self._table.columns.coefficients)
-        piece = group.weights.model_piece
+        piece = group.weights.piece_of_update
         if piece is not None and self._idle and not self._idle.isdisjoint(group.sharded):
             piece.copy_(group.weights.main.local)  # the update says that the model weight is up to date
 

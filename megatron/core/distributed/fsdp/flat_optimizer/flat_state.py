@@ -63,7 +63,7 @@ class FlatState:
             exp_avg=self._flat[EXP_AVG],
             exp_avg_sq=self._flat[EXP_AVG_SQ],
             remainder=self.remainder,
-            model=group.weights.model_piece,
+            model=group.weights.piece_of_update,
             runs=self._runs,
             blocks=self._blocks,
         )

@@ -204,7 +204,7 @@ class FsdpContext:
 
         Args:
             groups: some of this context's.
-            update: writes the group's main weights from its main gradient, and its ``model_piece``, on the current
+            update: writes the group's main weights from its main gradient, and its ``piece_of_update``, on the current
                 stream; reads nothing that compute writes later.
             overlaps: the updates run beside the next forward, on a stream of their own; a unit's first gather waits for
                 its own update. Who reads main weights otherwise must call ``finish_updates`` first.

@@ -115,5 +115,5 @@ def _padding(groups: Sequence[FsdpParameterGroup]) -> dict[str, float]:
 
 def _model_nbytes(group: FsdpParameterGroup) -> int:
     """Bytes of the model weight besides the main weight, which may be all of it, or lie in it."""
-    shared = group.weights.main.local_nbytes if group.weights.model_piece is None else 0
+    shared = group.weights.main.local_nbytes if group.weights.encoded_piece is None else 0
     return group.weights.model.local_nbytes - shared

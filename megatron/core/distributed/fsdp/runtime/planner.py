@@ -176,7 +176,7 @@ class Planner:
 
     def _plan_of(self, recorder: Recorder) -> Plan:
         units, groups = self.registry.units, self.registry.groups
-        itemsizes = [g.dtypes.compute.itemsize for g in groups if g.weights.needs_gather]
+        itemsizes = [g.weights.rest_dtype.itemsize for g in groups if g.weights.needs_gather]
         return recorder.plan(
             weight_nbytes={
                 g.index: g.weights.full_storage.nbytes for g in groups if g.weights.full_storage is not None

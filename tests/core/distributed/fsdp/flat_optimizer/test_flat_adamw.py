@@ -240,7 +240,7 @@ def the_model_weight_is_written_with_the_main_weight() -> None:
     for _ in range(2):
         _train(net, optimizer, range(1))
     for group in groups_of(net):
-        assert group.weights.model_piece is not None
+        assert group.weights.piece_of_update is not None
         for index in range(len(group.parameters)):
             assert torch.equal(group.weights.model.view(index), group.weights.main.view(index).to(BF16))
         group.weights.model.local.data.fill_(1.0)  # a cast in the next forward would undo this

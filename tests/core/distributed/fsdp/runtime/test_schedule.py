@@ -130,7 +130,7 @@ def _updating_beside_forward(streams: LoggingStreams, strategy: str) -> None:
     groups = [group for group in run.context.groups if group.trainable]
 
     def update(group: FsdpParameterGroup) -> None:
-        main, grad, piece = group.weights.main.local, group.grads.main_storage.flat, group.weights.model_piece
+        main, grad, piece = group.weights.main.local, group.grads.main_storage.flat, group.weights.piece_of_update
         main.add_(grad, alpha=-0.1)
         if piece is not None:
             piece.copy_(main)

@@ -1,0 +1,1 @@
+"""How a main weight becomes what rests, travels and is multiplied."""
