@@ -50,6 +50,15 @@ class FsdpModule(nn.Module if TYPE_CHECKING else object):  # type: ignore[misc]
     __call__ = _wrapped_call_impl
 
     @property
+    def _ddp_params_and_buffers_to_ignore(self) -> None:
+        """Refuse ``DistributedDataParallel``, whose constructor asks for this first."""
+        raise TypeError(
+            f"DistributedDataParallel must get a module with whole parameters, got a {type(self).__name__}, whose gradients "
+            "fully_shard averages over the ranks itself; leave DistributedDataParallel out, and shard over a mesh of two axes "
+            "(HSDP) for replicas"
+        )
+
+    @property
     def parameter_groups(self) -> list[FsdpParameterGroup]:
         """The parameter groups of this unit, without those of nested units."""
         return self._fsdp_unit.own_groups if self._counts_groups else []

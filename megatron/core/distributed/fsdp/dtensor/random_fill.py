@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
+from megatron.core.distributed.fsdp.dtensor.layers_at_rest import by_torch
 from megatron.core.distributed.fsdp.dtensor.tensor_pieces import boxes_of
 from megatron.core.distributed.fsdp.dtensor.uneven_shard import UnevenShard
 
@@ -46,12 +47,7 @@ def _fill(op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
     """
     target = args[0]
     if not _is_engines(target):
-        handlers = DTensor._op_dispatcher._custom_op_handlers
-        handler = handlers.pop(op)  # type: ignore[call-overload]
-        try:
-            return op(*args, **kwargs)
-        finally:
-            handlers[op] = handler  # type: ignore[index]
+        return by_torch(op, args, kwargs)
     local, mesh = target._local_tensor, target.device_mesh
     whole = torch.empty(target.shape, dtype=local.dtype, device=local.device)
     op(whole, *args[1:], **kwargs)

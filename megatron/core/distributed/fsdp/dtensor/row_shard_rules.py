@@ -23,7 +23,6 @@ placement say how it propagates.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 import types
@@ -77,6 +76,11 @@ _LIST_REDUCTIONS = frozenset({"_foreach_max", "_foreach_powsum"})
 
 
 _REMEDY = "call full_tensor() or redistribute it to Replicate() first, or work on to_local()"
+# Why a layer meets a sharded weight.
+USE_IN_FORWARD = (
+    "weights are whole in their unit's forward alone; call the module that fully_shard was given instead of a part of it or another "
+    "method, or unshard() it before and reshard() it after"
+)
 
 # A split of dim 0: the RowShard, and the shape of the tensor that has it.
 _Split = tuple[Placement, torch.Size]
@@ -191,6 +195,7 @@ class _Rules:
             NotImplementedError: the operation would be wrong on uneven rows, and gathering its inputs does not help.
         """
         inputs = _inputs(schema)
+        _check_one_mesh(schema, inputs)
         if not any(isinstance(p, UnevenShard) for found in inputs for p in found.spec.placements):
             return self._propagate(schema)
         if torch.Tag.nondeterministic_seeded in schema.op.tags:
@@ -199,13 +204,27 @@ class _Rules:
             raise NotImplementedError(f"{schema.op} takes all shards to be even, which RowShard is not; {_REMEDY}")
         if _writes_elements_split_alike(schema, inputs):
             return OutputSharding(None)
+        is_view, failure = schema.op._schema._is_view_op(), None
         if _is_row_wise(schema):
-            with contextlib.suppress(_NotRowWiseError):
+            try:
                 splits = self._splits(inputs)
                 _check_parts(schema, inputs, splits)
                 return self._propagate_with(schema, inputs, splits)
-        if schema.op._schema._is_view_op():
-            raise NotImplementedError(f"{schema.op} cannot be a view of unevenly split rows (RowShard); {_REMEDY}")
+            except _NotRowWiseError:
+                pass
+            except RuntimeError as error:
+                if not is_view:
+                    raise
+                failure = error
+        if is_view:
+            cause = (
+                "If DistributedDataParallel is around: take it away, fully_shard averages gradients itself"
+                if _base_name(schema) == "view"
+                else f"If it is for the weight of a layer: {USE_IN_FORWARD}"
+            )
+            raise NotImplementedError(
+                f"{schema.op} cannot be a view of unevenly split rows (RowShard); {_REMEDY}. {cause}"
+            ) from failure
         return self._propagate_with(schema, inputs, {})
 
     def _splits(self, inputs: list[_Input]) -> dict[_Place, _Split]:
@@ -299,6 +318,17 @@ def _check_columns(spec: DTensorSpec) -> None:
     if any(spec.mesh.size(axis) == 1 for axis in axes):
         raise NotImplementedError(
             f"an axis of one rank cuts nothing and must have row_parts=1, got {spec.placements} on {spec.mesh}"
+        )
+
+
+def _check_one_mesh(schema: OpSchema, inputs: list[_Input]) -> None:
+    """Refuse to stack what lies on several meshes, as ``torch.nn.utils.clip_grad_norm_`` does with norms."""
+    meshes = list(dict.fromkeys(found.spec.mesh for found in inputs))
+    if _base_name(schema) == "stack" and len(meshes) > 1:
+        raise NotImplementedError(
+            f"DTensors that are stacked must lie on one mesh, got {meshes}; if this is torch.nn.utils.clip_grad_norm_, clip by "
+            "get_grad_norm(model.parameters()) and clip_grad_by_total_norm() of megatron.core.optimizer.clip_grads, which sum the "
+            "norm over all meshes"
         )
 
 

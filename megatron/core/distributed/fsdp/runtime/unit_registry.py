@@ -117,7 +117,8 @@ class UnitRegistry:
             if replaced is not None:
                 raise RuntimeError(
                     f"{group.name_of(replaced)} must stay the parameter that fully_shard made, got another one in its place, which no forward "
-                    "would use; write to the parameter in place, or replace it before fully_shard"
+                    "would use (also torch.func.functional_call and parametrizations put others there); write to the parameter in "
+                    "place, or replace it before fully_shard"
                 )
             if list(map(REQUIRES_GRAD, group.sharded)) != group.requires_grad:
                 is_new |= not group.trainable

@@ -18,7 +18,8 @@ from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tenso
 from megatron.core.distributed.fsdp import fully_shard, fully_shard_optimizer, microbatch
 from megatron.core.distributed.fsdp.buffers.parameter_group import group_of
 from megatron.core.distributed.fsdp.config.placement import strategy_placements
-from tests.support.agreement import assert_trains_alike, groups_of, shard
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm, get_grad_norm
+from tests.support.agreement import assert_same_gradients, assert_trains_alike, groups_of, shard
 from tests.support.models import context_of, local_of, make_net, my_piece, shard_net
 from tests.support.models import loss_of as net_loss
 from tests.support.rank_checks import RankChecks
@@ -326,6 +327,74 @@ def parameters_from_before_are_not_used() -> None:
     for use in uses:
         with pytest.raises(RuntimeError, match=r"before fully_shard|once fully_shard has sharded it"):
             use()
+
+
+@CHECKS.on(2)
+def a_layer_outside_of_its_units_forward_is_told_so() -> None:
+    layers: list[tuple[nn.Module, torch.Tensor]] = [
+        (nn.Linear(6, 5), torch.ones(2, 6)),
+        (nn.Embedding(10, 4), torch.arange(3)),
+        (nn.LayerNorm(6), torch.ones(2, 6)),
+        (nn.RMSNorm(6), torch.ones(2, 6)),
+        (nn.GroupNorm(2, 6), torch.ones(2, 6)),
+        (nn.Conv1d(3, 4, 1), torch.ones(2, 3, 5)),
+        (nn.LSTM(3, 4), torch.ones(2, 3)),
+    ]
+    for layer, x in layers:
+        unit: Any = fully_shard(nn.Sequential(layer))
+        for _ in range(2):  # before and after the first forward
+            with pytest.raises(
+                (RuntimeError, NotImplementedError),
+                match=r"weights are whole in their unit's forward alone; call .*unshard\(\) it before",
+            ):
+                layer(x)
+            expected = unit(x)
+        unit.unshard()
+        torch.testing.assert_close(layer(x), expected)
+        unit.reshard()
+
+
+@CHECKS.on(2)
+def data_parallelism_of_pytorch_around_sharded_modules_is_refused() -> None:
+    for shape in ((4, 4), (5, 3)):
+        module = fully_shard(nn.Linear(*shape))
+        with pytest.raises(
+            TypeError, match=r"DistributedDataParallel must get a module with whole parameters.*\(HSDP\)"
+        ):
+            nn.parallel.DistributedDataParallel(module)
+        around = nn.Sequential(fully_shard(nn.Linear(*shape)), nn.Linear(2, 2))
+        with pytest.raises(NotImplementedError, match=r"If DistributedDataParallel is around: take it away"):
+            nn.parallel.DistributedDataParallel(around)
+
+
+@CHECKS.on(2)
+def a_norm_over_two_meshes_is_refused_by_pytorch_and_computed_by_ours() -> None:
+    def build() -> nn.Sequential:
+        return nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3))
+
+    torch.manual_seed(0)
+    plain = build()
+    model = copy.deepcopy(plain)
+    fully_shard(model[0])
+    fully_shard(model[1], init_device_mesh("cpu", (2, 1), mesh_dim_names=("outer", "inner")))
+    for own in (plain, model):
+        own(torch.ones(2, 6)).square().sum().backward()
+    with pytest.raises(NotImplementedError, match=r"must lie on one mesh.*get_grad_norm.*clip_grad_by_total_norm"):
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    norm = get_grad_norm(model.parameters())
+    clip_grad_by_total_norm(model.parameters(), 0.1, norm)
+    torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(plain.parameters(), 0.1))
+    assert_same_gradients(model, plain)
+
+
+@CHECKS.on(2)
+def other_weights_of_a_functional_call_are_refused() -> None:
+    model = fully_shard(nn.Linear(6, 5))
+    for _ in range(2):
+        others = {name: torch.zeros(parameter.shape) for name, parameter in model.named_parameters()}
+        with pytest.raises(RuntimeError, match=r"weight must stay the parameter.*torch\.func\.functional_call"):
+            torch.func.functional_call(model, others, (torch.ones(2, 6),))
+        model(torch.ones(2, 6)).sum().backward()
 
 
 # ---- order of calls -------------------------------------------------------------------------------------------------

@@ -1,0 +1,73 @@
+"""Operations of layers that get a sharded weight and a plain input: the layer was used outside of its unit's forward.
+
+Torch says of most that tensors are mixed, which does not name the cause. A linear layer's weight is refused as a view.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from megatron.core.distributed.fsdp.dtensor.row_shard_rules import USE_IN_FORWARD
+from megatron.core.distributed.fsdp.dtensor.uneven_shard import UnevenShard
+
+_aten = torch.ops.aten
+_LAYERS = (
+    _aten.embedding.default,
+    _aten.native_layer_norm.default,
+    _aten._fused_rms_norm.default,
+    _aten.mul.Tensor,  # norms that are written by hand
+    _aten.native_group_norm.default,
+    _aten.convolution.default,
+    _aten.mkldnn_rnn_layer.default,
+    _aten._cudnn_rnn.default,
+)
+
+
+def by_torch(op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], handler: Any = None) -> Any:
+    """Run an operation on DTensors as if the engine had no handler for it, or with this one."""
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    own = handlers.pop(op)
+    if handler is not None:
+        handlers[op] = handler
+    try:
+        return op(*args, **kwargs)
+    finally:
+        handlers[op] = own
+
+
+def _refusing(handler: Any) -> Callable[..., Any]:
+    def run(op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        found = list(_tensors((*args, *kwargs.values())))
+        sharded = next((t for t in found if isinstance(t, DTensor) and _is_uneven(t)), None)
+        if sharded is not None and not all(isinstance(tensor, DTensor) for tensor in found):
+            raise RuntimeError(
+                f"{op} must get whole weights, got one of shape {list(sharded.shape)} of which ranks hold rows (RowShard), beside a "
+                f"plain tensor: {USE_IN_FORWARD}"
+            )
+        return by_torch(op, args, kwargs, handler)
+
+    return run
+
+
+def _is_uneven(tensor: DTensor) -> bool:
+    return any(isinstance(placement, UnevenShard) for placement in tensor.placements)
+
+
+def _tensors(values: Any) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
+
+
+def _patch_dtensor() -> None:
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    handlers.update({op: _refusing(handlers.get(op)) for op in _LAYERS})
+
+
+_patch_dtensor()
