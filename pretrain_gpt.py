@@ -16,7 +16,7 @@ from megatron.training.data.datasets import Datasets, build_gpt_datasets
 from megatron.training.launch.failures import refuse, run_script
 from megatron.training.launch.gpt_config import build_gpt_model
 from megatron.training.launch.pretrain import pretrain
-from megatron.training.launch.same_settings import SettingsDifferError
+from megatron.training.launch.refusals import StartRefusedError
 from megatron.training.loop.stage_forward import Batch, has_output_layer
 
 
@@ -42,7 +42,7 @@ def forward_step(batch: Batch, model: torch.nn.Module) -> tuple[Tensor, Tensor] 
 
 
 def main(argv: Sequence[str]) -> int:
-    """Train as the flags say; return the exit status, 2 if a rank refuses its flags or ranks have different ones."""
+    """Train as the flags say; return the exit status, 2 if the run is refused before it starts."""
     try:
         settings = parse_settings(argv)
     except FlagError as error:
@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
         pretrain(
             settings, model_provider=model_provider, datasets_provider=datasets_provider, forward_step=forward_step
         )
-    except SettingsDifferError as error:
+    except StartRefusedError as error:
         error.report_once(_report)
         return 2
     return 0

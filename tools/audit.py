@@ -50,8 +50,9 @@ from megatron.training.data.data_loader import iterate_batches
 from megatron.training.launch.distributed_init import initialize_distributed
 from megatron.training.launch.failures import ending_together, refuse, run_script
 from megatron.training.launch.pretrain import TrainingSetup, batches_of, data_rank, set_up
+from megatron.training.launch.refusals import StartRefusedError
 from megatron.training.launch.rendezvous import meet, world_size_of_environment
-from megatron.training.launch.same_settings import SettingsDifferError, compare_settings, values_to_compare
+from megatron.training.launch.same_settings import compare_settings, values_to_compare
 from megatron.training.loop.dropout_seed import microbatch_seed, seed_everything
 from megatron.training.loop.lr_schedule import build_scheduler
 from megatron.training.loop.train_step import Batch, StepComputation, TrainStep
@@ -163,7 +164,7 @@ def _main_of_rank(options: Namespace, flags: Sequence[str]) -> int:
     except FlagError as error:
         refuse(str(error), _report)
         return 2
-    except SettingsDifferError as error:
+    except StartRefusedError as error:
         error.report_once(_report)
         return 2
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:

@@ -23,6 +23,7 @@ from megatron.core.distributed.fsdp import load_checkpoint, save_checkpoint
 from megatron.core.distributed.fsdp.checkpoint import EXTRA_STATE, CheckpointReader, agree, planned_nbytes
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.training.folder_lock import FolderLock
 from megatron.training.loop.dropout_seed import check_rng_state, rng_state, set_rng_state
 from megatron.training.loop.train_state import TrainState
 
@@ -78,7 +79,9 @@ class Checkpointer:
         config: where, when and what.
         architecture: plain values, under names that a user knows, which a checkpoint must have in common with the
             model.
-        seed: seed of dropout, saved with the state of random numbers.
+        seed: seed of dropout and of the order of samples, saved with the state of random numbers.
+        samples: plain values, under names that a user knows, on which it depends which data a sample holds.
+        lock: the lock on ``save``, on the rank that has it.
 
     Ranks: all make the same calls in the same order.
     """
@@ -92,9 +95,12 @@ class Checkpointer:
         *,
         architecture: Mapping[str, Any],
         seed: int,
+        samples: Mapping[str, Any] | None = None,
+        lock: FolderLock | None = None,
     ) -> None:
         self.config, self.model, self.optimizer, self.scheduler = config, model, optimizer, scheduler
-        self.architecture, self.seed = dict(architecture), seed
+        self.architecture, self.seed, self.samples = dict(architecture), seed, dict(samples or {})
+        self.lock = lock
         self.last_saved_iteration: int | None = None
         self._pending: tuple[Any, int] | None = None
 
@@ -114,7 +120,12 @@ class Checkpointer:
         if self.config.save is None:
             return
         folder = Path(self.config.save)
-        agree(lambda: None, lambda _: _make_folder(folder))
+
+        def first(_: object) -> None:
+            self._check_lock()
+            make_folder(folder)
+
+        agree(lambda: None, first)
         optimizer = self.optimizer if self.config.save_optim else None
 
         def local() -> int:
@@ -137,12 +148,14 @@ class Checkpointer:
         path = checkpoint_path(self.config.save, state.iteration)
         extra: dict[str, Any] = {
             "architecture": self.architecture,
+            "samples": self.samples,
             "state": state.as_dict(),
             "scheduler": self.scheduler.state_dict(),
         }
         if self.config.save_rng:
             extra["rng"] = rng_state(self.seed)
         with _naming_iteration(state.iteration):
+            agree(lambda: None, lambda _: self._check_lock())
             handle = save_checkpoint(
                 self.model,
                 self.optimizer if self.config.save_optim else None,
@@ -215,14 +228,32 @@ class Checkpointer:
         if self.config.load_rng:
             self.seed = set_rng_state(saved["rng"])
         print_rank_0(f" loaded {path}; training continues after iteration {iteration}")
+        self._say_other_samples(saved.get("samples", {}))
         if self.config.save is not None and os.path.realpath(self.config.save) == os.path.realpath(self.config.load):
             self.last_saved_iteration = iteration
         return TrainState(**saved["state"])
 
+    def _say_other_samples(self, saved: Mapping[str, Any]) -> None:
+        """Say what changes the samples, of which the counters count on; a longer context in mid-training is lawful."""
+        other = [
+            f"{name}: now {now}, saved {saved[name]}"
+            for name, now in self.samples.items()
+            if now != saved.get(name, now)
+        ]
+        if other:
+            print_rank_0(
+                f" WARNING: samples are not those of the checkpoint ({', '.join(other)}): they are cut from the data anew, and "
+                "the count of those consumed goes on, so some data will be drawn twice and some never"
+            )
+
     def _check_extra(self, path: Path, iteration: int) -> dict[str, Any]:
         """Read what the checkpoint holds beside tensors, and check what will be used of it. Ranks: each on its own."""
         reader = CheckpointReader(path, verify=self.config.verify)
-        names = [name for name in ("architecture", "state", "scheduler", "rng") if EXTRA_STATE + name in reader.entries]
+        names = [
+            name
+            for name in ("architecture", "samples", "state", "scheduler", "rng")
+            if EXTRA_STATE + name in reader.entries
+        ]
         values = reader.values([EXTRA_STATE + name for name in names])
         saved = {name: values[EXTRA_STATE + name] for name in names}
         _check_architecture(_dict_of(saved, "architecture", path), self.architecture, path)
@@ -235,6 +266,8 @@ class Checkpointer:
             self.scheduler.check_state_dict(_dict_of(saved, "scheduler", path))
             if self.config.load_rng and "rng" in saved:
                 check_rng_state(saved["rng"])
+            if not isinstance(saved.get("samples", {}), dict):
+                raise ValueError(f"what samples depend on must be a dict, got {saved['samples']!r}")
         except (TypeError, ValueError) as error:
             raise ValueError(f"{path}: {error}") from error
         if state["iteration"] != iteration:
@@ -244,6 +277,12 @@ class Checkpointer:
             )
         if self.config.load_rng and "rng" not in saved:
             raise ValueError(f"{path} must hold the state of random numbers, got none; load it with --no-load-rng")
+        if self.config.load_rng and saved["rng"]["seed"] != self.seed:
+            raise ValueError(
+                f"the seed must be that of the checkpoint {path}, got seed: now {self.seed}, saved {saved['rng']['seed']}: it "
+                f"orders the samples, and some would be drawn twice and others never; give --seed {saved['rng']['seed']}, or "
+                "--no-load-rng to go on with another order"
+            )
         return saved
 
     def _iteration_to_load(self, folder: Path) -> int | None:
@@ -256,9 +295,15 @@ class Checkpointer:
             print_rank_0(f" no checkpoint in {folder} (no {TRACKER}): training starts from scratch")
         return iteration
 
+    def _check_lock(self) -> None:
+        """Raise an OSError if another run has taken ``save`` over. Ranks: the one that has the lock."""
+        if self.lock is not None:
+            self.lock.check()
+
     def _announce(self, iteration: int) -> None:
         """Name an iteration, whose folder is complete, in the tracker. Ranks: 0."""
         assert self.config.save is not None
+        self._check_lock()
         write_tracker(Path(self.config.save), iteration)
         print(f" saved iteration {iteration} in {checkpoint_path(self.config.save, iteration)}", flush=True)
 
@@ -301,7 +346,8 @@ def read_tracker(tracker: Path) -> int | None:
 
 def write_tracker(folder: Path, iteration: int) -> None:
     """Write the iteration to the tracker, which is never missing or half written in between."""
-    beside = folder / f".{TRACKER}.new"
+    # A name of its own: another run that writes here in spite of the lock must not write into this very file.
+    beside = folder / f".{TRACKER}.new-{secrets.token_hex(6)}"
     try:
         with open(beside, "w") as file:
             file.write(str(iteration))
@@ -309,10 +355,12 @@ def write_tracker(folder: Path, iteration: int) -> None:
             os.fsync(file.fileno())
         os.replace(beside, folder / TRACKER)
     except OSError as error:
+        beside.unlink(missing_ok=True)
         raise OSError(f"{folder / TRACKER} could not be written, got: {error}") from error
 
 
-def _make_folder(folder: Path) -> None:
+def make_folder(folder: Path) -> None:
+    """Make the folder of ``--save``; raise an OSError that names it. Ranks: one."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -24,6 +24,8 @@ from tests.support.tiny_run import SHARDED, TINY, Run, train_one
 
 _RUN = f"{TINY} {SHARDED}"
 _ITERATION = "iter_0000002"
+_OF_THE_USER = "iter_0000003"
+_HOLDS = "halfway must hold no checkpoints but those of the run that --load continues, got iteration 2 there, while training "
 
 
 def save_and_fail(root: str) -> dict[str, Run]:
@@ -31,8 +33,14 @@ def save_and_fail(root: str) -> dict[str, Run]:
     folder = Path(root)
     if dist.get_rank() == 0:
         (folder / "file").touch()
+        (folder / "of_the_user" / _OF_THE_USER).mkdir(parents=True)
+        (folder / "of_the_user" / _OF_THE_USER / "notes.txt").touch()
     dist.barrier()
     runs = {"halfway": train_one(f"{_RUN} --exit-interval 2 --save {root}/halfway".split())}
+    runs["taken back"] = train_one(f"{_RUN} --exit-interval 1 --save {root}/halfway".split())
+    runs["tuned from itself"] = train_one(f"{_RUN} --finetune --load {root}/halfway --save {root}/halfway".split())
+    runs["from elsewhere"] = train_one(f"{_RUN} --load {root}/nothing --save {root}/halfway".split())
+    runs["of the user"] = train_one(f"{_RUN} --save {root}/of_the_user".split())
     runs["under a file"] = train_one(f"{_RUN} --save {root}/file/runs".split())
     real = checkpointing._try_to_write
     if dist.get_rank() == 1:  # a folder that only other ranks can write to
@@ -68,6 +76,16 @@ def saving(root: Path) -> list[dict[str, Run]]:
 @pytest.mark.parametrize(
     ("run", "messages"),
     [
+        (
+            "taken back",
+            [_HOLDS + "would start from iteration 0; continue it with --load ", "give --save another folder"],
+        ),
+        ("tuned from itself", [_HOLDS + "would start from iteration 0; "]),
+        ("from elsewhere", [_HOLDS + "would start from what is in ", "nothing; continue it with --load "]),
+        (
+            "of the user",
+            [f"of_the_user/{_OF_THE_USER} must be a checkpoint, an empty folder or not there", "notes.txt"],
+        ),
         ("under a file", ["--save", "file/runs must be a folder that can be made"]),
         ("elsewhere", ["elsewhere must be one folder that all ranks see and can write to", "[rank 1]"]),
         ("small disk", ["small must have space for a checkpoint of ", "got 100,000 free"]),
@@ -93,6 +111,13 @@ def test_the_checkpoint_is_as_large_as_was_said(saving: list[dict[str, Run]], ro
     stored = sum(entry.size.numel() * entry.properties.dtype.itemsize for entry in tensors)
     scalars = sum(4 for name in metadata if name.endswith(".step"))
     assert planned == stored - scalars
+
+
+def test_a_refused_run_leaves_the_folder_as_it_was(saving: list[dict[str, Run]], root: Path) -> None:
+    """The tracker of a run that began anew would go back to its first checkpoint."""
+    assert saving[0]["taken back"].error is not None
+    assert (root / "halfway" / TRACKER).read_text() == "2"
+    assert sorted(entry.name for entry in (root / "halfway").iterdir()) == [_ITERATION, TRACKER]
 
 
 def test_a_full_disk_leaves_no_litter(saving: list[dict[str, Run]], root: Path) -> None:

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 
 Blend = tuple[list[str], list[float] | None]
 """Prefixes [D] of corpora, and their weights [D]; None: in proportion to their sizes."""
 
 
+_RULE = "a blend is prefixes, or weights and prefixes in turn (0.3 a 0.7 b)"
+
+
 def get_blend_from_list(blend: Sequence[str] | None) -> Blend | None:
     """Parse the values of ``--data-path``: prefixes ("a b c"), or weights and prefixes in turn ("0.3 a 0.7 b").
 
     Raises:
-        ValueError: the list is empty, or only some of the words at the places of weights are numbers.
+        ValueError: the list is empty, only some of the words at the places of weights are numbers, or a number is at the place
+            of a prefix and no corpus has this name.
 
     Source: Megatron-Core's rule: the list holds weights where it has an even length and every other word is a number.
     """
@@ -24,11 +29,22 @@ def get_blend_from_list(blend: Sequence[str] | None) -> Blend | None:
         raise ValueError("a blend must name one corpus or more, got an empty list")
     weights = [_number(word) for word in words[0::2]] if len(words) % 2 == 0 else [None]
     if all(weight is None for weight in weights):
-        return words, None
+        return _prefixes(words, words), None
     known = [weight for weight in weights if weight is not None]
     if len(known) != len(weights):
-        raise ValueError(f"a blend is prefixes, or weights and prefixes in turn (0.3 a 0.7 b), got {' '.join(words)!r}")
-    return words[1::2], known
+        raise ValueError(f"{_RULE}, got {' '.join(words)!r}")
+    return _prefixes(words[1::2], words), known
+
+
+def _prefixes(prefixes: list[str], words: list[str]) -> list[str]:
+    """Check that no weight is among the prefixes of a list of words."""
+    for prefix in prefixes:
+        if _number(prefix) is not None and not os.path.exists(f"{prefix}.idx"):
+            raise ValueError(
+                f"{_RULE}, got {' '.join(words)!r}, in which the number {prefix} is at the place of a prefix (and there is no "
+                f"file {prefix}.idx)"
+            )
+    return prefixes
 
 
 def sizes_per_dataset(weights: Sequence[float], sizes: Sequence[int], *, surplus: float = 0.0) -> list[list[int]]:

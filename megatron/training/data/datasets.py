@@ -55,6 +55,13 @@ class DataConfig:
     vocab_size: int | None = None
     """Number of ids of NullTokenizer; for others None or their own number."""
 
+    def __post_init__(self) -> None:
+        for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
+            try:
+                get_blend_from_list(getattr(self, name))
+            except ValueError as error:
+                raise ValueError(f"--{name.replace('_', '-')}: {error}") from error
+
 
 class Datasets(NamedTuple):
     """Datasets of training, validation and test; None where there are no samples."""

@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch.distributed import TCPStore
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
+from megatron.training.launch.refusals import StartRefusedError
 from megatron.training.launch.rendezvous import Rendezvous, meet, world_size_of_environment
-from megatron.training.launch.same_settings import SettingsDifferError, report_refusal
+from megatron.training.launch.same_settings import report_refusal
 from megatron.training.telemetry.life_signs import LifeSigns, Progress
 
 _GRACE_S = 2.0
@@ -79,7 +80,7 @@ class _EndWithOthers:
     def fail(self, error: BaseException) -> None:
         """Announce the error, or add to it which rank has failed before or is silent."""
         self.has_failed = True
-        if not isinstance(error, SettingsDifferError):  # which all ranks raise
+        if not isinstance(error, StartRefusedError):  # which all ranks raise
             self._explain(error)
             self._leave()
 

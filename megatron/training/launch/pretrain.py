@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Generator, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,24 +13,29 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.distributed.fsdp import FullyShardedDataParallel, contexts_of
+from megatron.core.distributed.fsdp.checkpoint import agree
 from megatron.core.full_cuda_graph import CudaStepGraph, FullCudaGraph
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import PipelineStage, hidden_shape
 from megatron.core.process_groups_config import ProcessGroupCollection, group_rank
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from megatron.core.tokenizers import MegatronTokenizerBase
 from megatron.core.transformer.moe.loss_record import auxiliary_loss_names
 from megatron.training.arguments import Settings
-from megatron.training.checkpointing import Checkpointer, print_rank_0
+from megatron.training.checkpointing import CheckpointConfig, Checkpointer, print_rank_0
 from megatron.training.cli.configuration_report import report_configuration
 from megatron.training.data.batches import BatchConfig, SequentialBatchSampler
 from megatron.training.data.data_loader import iterate_batches
 from megatron.training.data.datasets import Datasets, tokenizer_of
+from megatron.training.folder_lock import FolderLock
 from megatron.training.launch.distributed_init import initialize_distributed, process_groups, set_deterministic
 from megatron.training.launch.failures import ending_together
+from megatron.training.launch.refusals import refusing_together
 from megatron.training.launch.rendezvous import meet
 from megatron.training.launch.restart import after_restart
 from megatron.training.launch.same_settings import compare_settings, values_to_compare
+from megatron.training.launch.save_folder import claimed_save
 from megatron.training.loop.dropout_seed import seed_everything
 from megatron.training.loop.evaluation import evaluate
 from megatron.training.loop.garbage import GarbageCollector
@@ -41,7 +46,7 @@ from megatron.training.loop.train_step import Batch, ForwardStep, StepComputatio
 from megatron.training.loop.training_loop import LoopConfig, TrainingLoop
 from megatron.training.telemetry.flops import flops_per_sample
 from megatron.training.telemetry.life_signs import Progress
-from megatron.training.telemetry.metrics import MetricLog, build_writers
+from megatron.training.telemetry.metrics import MetricLog, ScalarWriter, build_writers
 
 ModelProvider = Callable[[Settings, int, torch.device, ProcessGroupCollection], torch.nn.Module]
 """(settings, size of the vocabulary, device, process groups) -> this rank's part of the model, unwrapped; on the meta
@@ -81,8 +86,8 @@ def pretrain(
 
     Raises:
         RuntimeError: ranks or devices are missing, or a loss is not finite.
-        SettingsDifferError: ranks were given different settings; before anything is allocated, on all ranks.
-        ValueError: data, checkpoint or devices do not match the settings.
+        StartRefusedError: the run cannot start: ranks were given different settings, data, checkpoint or devices do not
+            match them, or ``save`` cannot be used; on all ranks, with one message.
 
     Ranks: all.
     """
@@ -95,14 +100,19 @@ def pretrain(
     with ending_together(rendezvous) as watch:
         compare_settings(values_to_compare(settings), rendezvous, settings.distributed.timeout)
         device = initialize_distributed(settings.distributed, rendezvous)
-        if settings.cuda_graph.enabled:
-            _begin_capturing(device)
-        if settings.loop.deterministic:
-            set_deterministic()
-        seed_everything(settings.loop.seed)
-        setup = set_up(settings, device, model_provider, datasets_provider)
-        print_rank_0(_report(setup))
-        state = _train(setup, forward_step, start_time, watch)
+        with ExitStack() as scopes:
+            with refusing_together(rendezvous):
+                checkpoint = after_restart(settings.checkpoint)
+                lock = scopes.enter_context(claimed_save(checkpoint, rendezvous))
+                if settings.cuda_graph.enabled:
+                    _begin_capturing(device)
+                if settings.loop.deterministic:
+                    set_deterministic()
+                seed_everything(settings.loop.seed)
+                setup = set_up(settings, device, model_provider, datasets_provider)
+                print_rank_0(_report(setup))
+                start = _begin(setup, checkpoint, lock)
+            state = _train(setup, start, forward_step, start_time, watch)
     if owns_group:
         setup.model.close()
         dist.destroy_process_group()
@@ -113,7 +123,9 @@ def set_up(
     settings: Settings, device: torch.device, model_provider: ModelProvider, datasets_provider: DatasetProvider
 ) -> TrainingSetup:
     """Build all components; data come first, so that faults in them are found before a model is allocated."""
-    tokenizer = tokenizer_of(settings.data)
+    tokenizers: list[MegatronTokenizerBase] = []
+    agree(lambda: tokenizers.append(tokenizer_of(settings.data)), lambda _: None)
+    (tokenizer,) = tokenizers
     datasets = datasets_provider(settings, tokenizer, _sizes(settings.loop, settings.batch))
     groups = process_groups(settings.distributed, settings.grid)
     module = model_provider(settings, tokenizer.vocab_size, device, groups)
@@ -169,20 +181,43 @@ def _report(setup: TrainingSetup) -> str:
     return f"{configuration}\n{setup.model.describe()}"
 
 
-def _train(
-    setup: TrainingSetup, forward_step: ForwardStep, start_time: float, watch: Callable[[Progress], None]
-) -> TrainState:
-    settings, device = setup.settings, setup.device
+@dataclass(frozen=True, kw_only=True)
+class _Start:
+    """Where training starts, and what it writes to."""
+
+    checkpointer: Checkpointer
+    state: TrainState
+    writers: list[ScalarWriter]
+
+
+def _begin(setup: TrainingSetup, checkpoint: CheckpointConfig, lock: FolderLock | None) -> _Start:
+    settings = setup.settings
     checkpointer = Checkpointer(
-        after_restart(settings.checkpoint),
+        checkpoint,
         setup.model,
         setup.optimizer,
         setup.scheduler,
         architecture=setup.architecture,
         seed=settings.loop.seed,
+        samples={"seq_length": settings.data.seq_length},
+        lock=lock,
     )
     checkpointer.check_save()
     state = checkpointer.load()
+    writers: list[ScalarWriter] = []
+    agree(lambda: writers.extend(build_writers(settings.logging, setup.architecture)), lambda _: None)
+    return _Start(checkpointer=checkpointer, state=state, writers=writers)
+
+
+def _train(
+    setup: TrainingSetup,
+    start: _Start,
+    forward_step: ForwardStep,
+    start_time: float,
+    watch: Callable[[Progress], None],
+) -> TrainState:
+    settings, device = setup.settings, setup.device
+    checkpointer, state = start.checkpointer, start.state
     log = MetricLog(
         settings.logging,
         settings.batch,
@@ -190,7 +225,7 @@ def _train(
         train_iters=settings.loop.train_iters,
         flops_per_sample=setup.flops_per_sample,
         tokens_per_sample=settings.data.seq_length,
-        writers=build_writers(settings.logging, setup.architecture),
+        writers=start.writers,
         auxiliary_losses=auxiliary_loss_names(settings.model.transformer),
     )
     termination = TerminationSignal() if settings.loop.exit_signal_handler else None

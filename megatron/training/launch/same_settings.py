@@ -8,7 +8,6 @@ import json
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from datetime import timedelta
 from enum import Enum
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 
 from megatron.core.datasets.fingerprint import corpus_fingerprint, path_fingerprint
+from megatron.training.launch.refusals import StartRefusedError
 from megatron.training.launch.rendezvous import Rendezvous, ranks_text
 
 MAY_DIFFER = {
@@ -35,21 +35,8 @@ MAY_DIFFER = {
 _PATIENCE = timedelta(seconds=5)
 
 
-class SettingsDifferError(ValueError):
-    """Ranks were given different settings, or one of them refuses its own; raised on all ranks, with one message."""
-
-    def __init__(self, message: str, rendezvous: Rendezvous) -> None:
-        super().__init__(message)
-        self.rendezvous = rendezvous
-
-    def report_once(self, report: Callable[[str], None]) -> None:
-        """Call ``report`` with the message on rank 0; the others return after it, so that nobody ends rank 0 before."""
-        if self.rendezvous.rank == 0:
-            report(str(self))
-            self.rendezvous.store.set("settings/reported", "")
-        else:
-            with suppress(RuntimeError):  # rank 0, which serves the store, has ended
-                self.rendezvous.store.wait(["settings/reported"], _PATIENCE)
+class SettingsDifferError(StartRefusedError):
+    """Ranks were given different settings, or one of them refuses its own."""
 
 
 def values_to_compare(settings: Any) -> dict[str, str]:
@@ -58,7 +45,7 @@ def values_to_compare(settings: Any) -> dict[str, str]:
     Args:
         settings: a dataclass of dataclasses.
 
-    Ranks: each alone; reads a few kilobytes of each file of the data.
+    Ranks: each alone; reads the ``.idx`` files of the data, and a few kilobytes of each ``.bin``.
     """
     values = {name: text for name, text in _flat(settings, "") if name not in MAY_DIFFER}
     values["version of torch"] = torch.__version__

@@ -23,7 +23,12 @@ class TensorboardWriter:
     def __init__(self, folder: str, *, queue_size: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(log_dir=folder, max_queue=queue_size)
+        try:
+            self._writer = SummaryWriter(log_dir=folder, max_queue=queue_size)
+        except OSError as error:
+            raise OSError(
+                f"--tensorboard-dir {folder} must be a folder that rank 0 can write to, got: {error}; give another one"
+            ) from error
 
     def add_scalars(self, scalars: dict[str, float], iteration: int) -> None:
         for name, value in scalars.items():

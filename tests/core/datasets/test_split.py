@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from pathlib import Path
+
 import pytest
 
 from megatron.core.datasets.blend import get_blend_from_list, sizes_per_dataset
@@ -49,6 +52,21 @@ def test_data_path_with_and_without_weights() -> None:
         get_blend_from_list(["0.3", "a", "b", "c"])
     with pytest.raises(ValueError, match="one corpus or more"):
         get_blend_from_list([])
+
+
+@pytest.mark.parametrize("words", [["0.3", "a", "b"], ["a", "0.3", "b", "0.7"], ["0.3", "0.5", "0.7", "b"]])
+def test_a_weight_at_the_place_of_a_prefix_is_explained(words: list[str]) -> None:
+    with pytest.raises(
+        ValueError, match=r"weights and prefixes in turn .*, got '.*', in which the number 0\.[35] is at"
+    ):
+        get_blend_from_list(words)
+
+
+def test_a_corpus_may_have_a_number_for_a_name(tmp_path: Path) -> None:
+    (tmp_path / "2024.idx").touch()
+    with contextlib.chdir(tmp_path):
+        assert get_blend_from_list(["2024", "a", "b"]) == (["2024", "a", "b"], None)
+        assert get_blend_from_list(["0.3", "2024"]) == (["2024"], [0.3])
 
 
 def test_surplus_is_rounded_up_twice() -> None:

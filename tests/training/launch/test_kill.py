@@ -1,4 +1,4 @@
-"""After a kill or SIGTERM, the checkpoint on disk is complete and the run continues from it."""
+"""After a kill or SIGTERM, the checkpoint on disk is complete and the run continues from it; while it lives, none else does."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron.training.checkpointing import TRACKER
+from megatron.training.folder_lock import LOCK
 from tests.support.rank_processes import Start, read_until, write_corpus
 from tests.support.rank_processes import start as start
 from tests.support.tiny_run import SHARDED, TINY, Run, train_all
@@ -35,17 +36,34 @@ def _losses(output: str) -> dict[int, float]:
     return Run(output).losses
 
 
-def test_sigterm_to_one_rank_saves_and_ends_all(start: Start, corpus: str, tmp_path: Path) -> None:
+def test_sigterm_to_one_rank_saves_and_ends_all_and_until_then_no_other_run_saves_there(
+    start: Start, corpus: str, tmp_path: Path
+) -> None:
     """The signal goes to one rank alone; loader processes live on until their rank has saved."""
     folder = tmp_path / "checkpoints"
     flags = f"{_RESUMABLE} {corpus} --train-iters 5000 --exit-signal-handler --num-workers 1 --save {folder}"
     processes = start(flags)
     seen = read_until(processes[0], "iteration        3/")
+    _check_refused(start, flags.replace("--train-iters 5000", "--train-iters 6"), owner=processes[0])
     processes[1].send_signal(signal.SIGTERM)
     output = seen + _finish(processes)
     assert "SIGTERM was received" in output
     iteration = int((folder / TRACKER).read_text())
     assert iteration >= 3 and f"training ended after iteration {iteration}" in output
+    assert not (folder / LOCK).exists()
+
+
+def _check_refused(start: Start, flags: str, *, owner: subprocess.Popen[str]) -> None:
+    """Check that another run with this ``--save`` ends at its start, with one message for all its ranks."""
+    others = start(flags)
+    outputs = [other.communicate(timeout=120)[0] for other in others]
+    assert [other.returncode for other in others] == [2, 2], outputs
+    assert re.fullmatch(
+        r"pretrain_gpt.py: error: --save \S+ must be the folder of one run at a time, got one that is in use by "
+        rf"process {owner.pid} on host \S+ \(since .*\); end that run, or give another folder \[rank 0\]\n",
+        outputs[0],
+    ), outputs[0]
+    assert outputs[1] == "", "it is said once"
 
 
 @pytest.mark.timeout(3600)

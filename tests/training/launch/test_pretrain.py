@@ -29,6 +29,7 @@ _OTHERS = {
     ),
     "not finite": _BLOW_UP,
     "not finite and allowed": f"{_BLOW_UP} --no-check-for-nan-in-loss-and-grad",
+    "no folder of logs": "--tensorboard-dir /proc/none",
     "missing tokenizer": "--tokenizer-type HuggingFaceTokenizer --tokenizer-model /nowhere/at-all",
 }
 
@@ -103,6 +104,12 @@ def test_a_loss_that_is_not_finite_ends_training_and_can_be_allowed(on_two: dict
     assert allowed.error is None
     assert "number of nan iterations:   1" in allowed.output
     assert math.isnan(allowed.losses.get(6, math.nan))
+
+
+def test_a_folder_of_logs_that_cannot_be_written_is_named(on_two: dict[str, Run]) -> None:
+    error = on_two["no folder of logs"].error
+    assert error is not None and "--tensorboard-dir /proc/none must be a folder that rank 0 can write to" in error
+    assert on_two["no folder of logs"].losses == {}
 
 
 def test_a_missing_file_is_named(on_two: dict[str, Run]) -> None:

@@ -16,6 +16,7 @@ _MISFITS = {
     "--hidden-size 64": "hidden_size: now 64, saved 32",
     "--lr 1e-3": "max_lr: now 0.001, saved 0.01",
     "--ckpt-step 7": "iter_0000007",
+    "--seed 4": "seed: now 4, saved 1234: it orders the samples",
 }
 
 
@@ -42,6 +43,7 @@ def runs(root: Path) -> dict[str, Run]:
         "finetuned": f"{load} --finetune --train-iters 1",
         "fresh moments": f"{load} --no-load-optim --no-load-rng",
         "other seed": f"{load} --no-load-rng --seed 4",
+        "shorter samples": f"{load} --seq-length 8",
         "other betas": f"{load} --adam-beta2 0.5",
         "from scratch": f"{_RUN} --train-iters 1 --load {root}/empty",
         "must exist": f"{_RUN} --load {root}/empty --exit-on-missing-checkpoint",
@@ -123,6 +125,13 @@ def test_parts_can_be_left_out_of_a_load(runs: dict[str, Run]) -> None:
     assert fresh.losses[3] == whole.losses[3]  # the loss of the loaded weights
     assert fresh.losses[4] != whole.losses[4]  # the moments start at zero
     assert runs["other seed"].losses[3] != whole.losses[3]
+
+
+def test_other_samples_than_the_checkpoints_are_said(runs: dict[str, Run]) -> None:
+    """A longer context in mid-training is lawful, but which data were drawn is not known then."""
+    run, words = runs["shorter samples"], "WARNING: samples are not those of the checkpoint"
+    assert run.error is None and f"{words} (seq_length: now 8, saved 16)" in run.output
+    assert words not in runs["resumed"].output and words not in runs["finetuned"].output
 
 
 def test_hyperparameters_of_the_command_line_stay_in_effect(runs: dict[str, Run]) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megatron.core.datasets.fingerprint import corpus_fingerprint
 from megatron.training.arguments import Settings, parse_settings
 from megatron.training.launch.same_settings import MAY_DIFFER, values_to_compare
 from tests.support.tiny_run import SHARDED, TINY
@@ -35,6 +37,18 @@ def test_corpora_are_compared_by_what_they_hold() -> None:
     assert (status, other) == (2, (2, ""))
     assert "data.data_path must be the same on all ranks, got 1.0 (.idx of " in words
     assert "checkpoint" not in words and len(words.splitlines()) == 2
+
+
+def test_an_index_is_compared_as_a_whole(tmp_path: Path) -> None:
+    """Corpora of the same size whose documents have other lengths, where no sample of 4 KiB is taken."""
+    for name in "ab":
+        (tmp_path / f"{name}.bin").write_bytes(bytes(10))
+        (tmp_path / f"{name}.idx").write_bytes(bytes(200_000))
+    assert corpus_fingerprint(f"{tmp_path}/a") == corpus_fingerprint(f"{tmp_path}/b")
+    with open(tmp_path / "b.idx", "r+b") as file:
+        file.seek(5000)
+        file.write(b"x")
+    assert corpus_fingerprint(f"{tmp_path}/a") != corpus_fingerprint(f"{tmp_path}/b")
 
 
 def test_versions_of_torch_are_compared() -> None:

@@ -13,8 +13,9 @@ Beside the data files lie ``checkpoint.json``, which says where in them each ent
 says the same to DCP, and ``.saved-by-megatron-fsdp``, by which a later save knows that the folder may be replaced.
 """
 
-from megatron.core.distributed.fsdp.checkpoint.agreement import agree
+from megatron.core.distributed.fsdp.checkpoint.agreement import agree, raised_on_all_ranks
 from megatron.core.distributed.fsdp.checkpoint.description import StoredTensor
+from megatron.core.distributed.fsdp.checkpoint.folder import check_replaceable, is_complete
 from megatron.core.distributed.fsdp.checkpoint.load import load_checkpoint
 from megatron.core.distributed.fsdp.checkpoint.reader import CheckpointReader
 from megatron.core.distributed.fsdp.checkpoint.save import AsyncSave, planned_nbytes, save_checkpoint
@@ -27,7 +28,10 @@ __all__ = [
     "CheckpointReader",
     "StoredTensor",
     "agree",
+    "check_replaceable",
+    "is_complete",
     "load_checkpoint",
     "planned_nbytes",
+    "raised_on_all_ranks",
     "save_checkpoint",
 ]

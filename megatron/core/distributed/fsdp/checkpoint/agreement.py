@@ -18,6 +18,7 @@ _KINDS: dict[str, type[Exception]] = {
     for kind in (ValueError, TypeError, FileNotFoundError, FileExistsError, NotImplementedError, OSError, RuntimeError)
 }
 _MAX_RANKS_NAMED = 8
+_ON_ALL_RANKS = "_raised_on_all_ranks"
 
 
 @dataclass(frozen=True)
@@ -27,10 +28,13 @@ class _Failure:
     ranks: tuple[int, ...]
 
     def exception(self) -> Exception:
+        """Return what all ranks raise."""
         named = ", ".join(map(str, self.ranks[:_MAX_RANKS_NAMED]))
         more = f" and {len(self.ranks) - _MAX_RANKS_NAMED} more" if len(self.ranks) > _MAX_RANKS_NAMED else ""
         where = f"rank {named}" if len(self.ranks) == 1 else f"ranks {named}{more}"
-        return _KINDS.get(self.kind, RuntimeError)(f"{self.text} [{where}]")
+        exception = _KINDS.get(self.kind, RuntimeError)(f"{self.text} [{where}]")
+        setattr(exception, _ON_ALL_RANKS, True)
+        return exception
 
 
 def agree(
@@ -75,6 +79,11 @@ def agree(
     if failure is not None:
         raise failure.exception() from cause
     return result
+
+
+def raised_on_all_ranks(error: BaseException) -> bool:
+    """Return whether ``agree`` raised the exception, so that all ranks have it."""
+    return getattr(error, _ON_ALL_RANKS, False)
 
 
 def check_initialized(caller: str) -> None:

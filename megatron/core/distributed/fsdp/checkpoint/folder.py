@@ -81,7 +81,7 @@ def begin_folder(path: Path) -> FolderInProgress:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     _recover(path)
-    _check_replaceable(path)
+    check_replaceable(path)
     _clean(path)
     token = secrets.token_hex(6)
     beside = path.with_name(f"{path.name}.tmp-{token}")
@@ -144,7 +144,8 @@ def _recover(path: Path) -> None:
             sync_folder(path.parent)
 
 
-def _check_replaceable(path: Path) -> None:
+def check_replaceable(path: Path) -> None:
+    """Raise a FileExistsError if something that is not a checkpoint is at ``path``, which a save would replace."""
     if not path.exists():
         return
     if path.is_symlink() or not path.is_dir():
