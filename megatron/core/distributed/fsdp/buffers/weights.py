@@ -59,6 +59,7 @@ class GroupWeights:
         synced_weight_version: weight version of the latest cast from main to model weight.
         synced_write_count, updated_write_count: ``write_count`` at that cast, and as an optimizer left it that wrote the
             model weight too.
+        num_updates: how often such an optimizer did, which ``write_count`` does not count.
 
     Ranks: every rank of the mesh must construct.
     """
@@ -92,6 +93,7 @@ class GroupWeights:
         self.updated: Any = None
         self.updated_event: Any = None  # the same, kept to be recorded anew
         self.synced_weight_version = self.synced_write_count = self.updated_write_count = -1
+        self.num_updates = 0
 
     # ---- construction -------------------------------------------------------------------------------------------
 

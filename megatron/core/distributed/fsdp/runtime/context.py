@@ -56,6 +56,7 @@ class FsdpContext:
         self._on_failure = _on_failure(weakref.ref(self._backward))
         self._debug: DebugMode | None = None
         self._is_capturing = False
+        self.retains_graph = False  # the backward that is under way
         self._depth = 0
         self._num_entered = 0  # forwards of units, ever
         self._weight_versions = WeightVersions(self.streams, self.unsharder)
@@ -355,6 +356,7 @@ class FsdpContext:
                 return
             self._recover()
         self._backward.makes_graph = torch.is_grad_enabled()
+        self.retains_graph = torch._C._autograd._get_current_graph_task_keep_graph()
         end = BackwardEnd(self)
         self._backward_end = weakref.ref(end, self._on_failure)  # called unless the backward reaches its end
         torch.autograd.Variable._execution_engine.queue_callback(end)
@@ -511,17 +513,35 @@ class BackwardEnd:
 class OutputHook:
     """Begins a unit's backward when the gradient of one of its outputs arrives."""
 
-    __slots__ = ("context", "token", "unit")
+    __slots__ = ("context", "retained_at", "token", "unit")
 
     def __init__(self, context: FsdpContext, unit: FsdpUnit, token: GraphToken) -> None:
         self.context, self.unit, self.token = context, unit, token
+        self.retained_at: int | None = None  # the unit's write_count when a backward that keeps the graph came here
 
     def __call__(self, grad: torch.Tensor) -> None:
-        token = self.token
-        if token.is_done and token.generation != self.context.graphs.generation:
-            raise RuntimeError(
-                f"backward runs a second time through a graph of {self.unit.name} that was made before weights moved to "
-                "their planned addresses; keep graphs only within a step, or run forward again"
-            )
-        token.is_done = not torch.is_grad_enabled()  # what is recorded of this backward waits for one of its own
+        if self.token.is_done and (
+            self.retained_at is not None or self.token.generation != self.context.graphs.generation
+        ):
+            self._check_again()
+        self.token.is_done = not torch.is_grad_enabled()  # what is recorded of this backward waits for one of its own
         self.context.begin_unit_backward(self.unit)
+        if self.context.retains_graph or self.retained_at is not None:
+            self._retain(self.context.retains_graph)
+
+    def _retain(self, keeps: bool) -> None:
+        self.token.is_retained = keeps
+        self.retained_at = self.unit.write_count if keeps else None
+
+    def _check_again(self) -> None:
+        if self.token.generation != self.context.graphs.generation:
+            raise RuntimeError(
+                f"backward runs a second time through a graph of {self.unit.name} that was made before weights moved "
+                "(a plan was adopted or left); go through it again within the same step, or run forward again"
+            )
+        if self.retained_at not in (None, self.unit.write_count):
+            raise RuntimeError(
+                f"backward runs a second time through a graph of {self.unit.name}, whose weights were written meanwhile, so that "
+                "gradients would be those of no weights at all; go through it again before the optimizer's step, or run "
+                "forward again"
+            )

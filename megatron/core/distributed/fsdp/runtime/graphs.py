@@ -11,13 +11,14 @@ class GraphToken:
     Attributes:
         generation: where gathered weights lived when the graph saved them.
         is_done: a backward has run through the graph.
+        is_retained: the latest backward through the graph keeps it (``retain_graph``).
     """
 
-    __slots__ = ("__weakref__", "generation", "is_done")
+    __slots__ = ("__weakref__", "generation", "is_done", "is_retained")
 
     def __init__(self, generation: int) -> None:
         self.generation = generation
-        self.is_done = False
+        self.is_done = self.is_retained = False
 
 
 class Graphs:
@@ -48,8 +49,13 @@ class Graphs:
         return any((token := ref()) is not None and not token.is_done for ref in self._tokens)
 
     def forget(self) -> None:
-        """Forget all graphs. None waits for a backward."""
-        self._tokens.clear()
+        """Forget all graphs that no backward may go through again. None waits for a backward."""
+        self._tokens = [ref for ref in self._tokens if (token := ref()) is not None and token.is_retained]
+
+    @property
+    def are_retained(self) -> bool:
+        """True if a backward may go through a graph once more."""
+        return any((token := ref()) is not None and token.is_retained for ref in self._tokens)
 
     def moved(self) -> None:
         """Note that weights have moved: a second backward through a graph from before is refused."""

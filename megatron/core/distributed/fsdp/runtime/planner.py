@@ -20,6 +20,9 @@ from megatron.core.distributed.fsdp.runtime.unsharder import Unsharder
 
 logger = logging.getLogger(__name__)
 
+# Forwards in a row that find a retained graph, until a plan is adopted all the same.
+_MAX_WAITS = 8
+
 
 class Planner:
     """The plan of a context: recorded, adopted, followed, left.
@@ -63,6 +66,7 @@ class Planner:
         self._last_uses: tuple[Use, ...] = ()
         self._wants_record = True
         self._is_outdated = False
+        self._num_waits = 0
 
     # ---- a step -------------------------------------------------------------------------------------------------
 
@@ -75,7 +79,7 @@ class Planner:
         if self._is_outdated:
             self._is_outdated, self._candidate = False, None
             self.leave_plan()
-        if self._candidate is not None:
+        if self._candidate is not None and not self._waits_for_graphs():
             self._adopt(self._candidate)
             self._candidate = None
         self._cursor = -1
@@ -84,6 +88,14 @@ class Planner:
             self.record(Recorder(before_issue=self._watcher.before_issue))
         elif not self.in_plan or self._wants_record:
             self.record(Recorder())
+
+    def _waits_for_graphs(self) -> bool:
+        """Return whether to adopt later, since a graph that was retained may be gone through again where weights are now.
+
+        Not forever: most that retain a graph never go through it again, and keep the loss until the next one is there.
+        """
+        self._num_waits = self._num_waits + 1 if self.graphs.are_retained else 0
+        return 0 < self._num_waits < _MAX_WAITS
 
     def outdate(self) -> None:
         """Leave the plan when the next step begins, and record that one: groups have buffers that the plan does not know."""

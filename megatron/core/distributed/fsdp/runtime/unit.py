@@ -125,6 +125,11 @@ class FsdpUnit:
         self.groups.append(group)
 
     @property
+    def write_count(self) -> int:
+        """Grows with each write to the unit's weights that is noticed."""
+        return sum(group.weights.write_count + group.weights.num_updates for group in self.groups)
+
+    @property
     def waits_for_end(self) -> bool:
         """True if its gradients are whole only at backward's end."""
         return self.is_deferred or any(group.is_shared for group in self.own_groups)

@@ -60,3 +60,4 @@ def _run(group: FsdpParameterGroup, update: Update) -> None:
     update(group)
     nvtx.pop()
     group.weights.updated_write_count = group.weights.write_count
+    group.weights.num_updates += 1

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.core.distributed.fsdp.situations.kinds import Kind, adamw, grads, net, sgd, train, weights
+from tests.core.distributed.fsdp.situations.kinds import Kind, adamw, grads, net, seeded, sgd, train, weights
 from tests.core.distributed.fsdp.situations.table import situation
 
 ALL = ("no_shard", "optim", "optim_grads", "optim_grads_params", "hsdp")
@@ -110,6 +110,93 @@ def gradients_set_to_none_by_hand_end_an_accumulation(kind: Kind) -> Any:
         parameter.grad = None
     kind.loss(model, 2).backward()
     optimizer.step()
+    return weights(model)
+
+
+# ---- graphs that are kept --------------------------------------------------------------------------------------------
+
+
+def _step_against(kind: Kind, model: Any, optimizer: Any, step: int) -> Any:
+    """A step on a batch and on the same one moved against its gradient."""
+    features, classes = kind.batch(step)
+    features = features.clone().requires_grad_()
+    loss = nn.functional.cross_entropy(model(features), classes)
+    (grad,) = torch.autograd.grad(loss, features, retain_graph=True)
+    loss = loss + nn.functional.cross_entropy(model(features.detach() + 0.1 * grad.sign()), classes)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return kind.mean(loss)
+
+
+@situation()
+def a_retained_graph_is_gone_through_again_after_a_further_forward(kind: Kind) -> Any:
+    """Adversarial training, from the first step on and after steps without it."""
+    losses = []
+    for num_before in (0, 2):
+        model = kind.shard(net())
+        optimizer = sgd(model)
+        train(kind, model, optimizer, range(num_before))
+        losses.append([_step_against(kind, model, optimizer, num_before + step) for step in range(4)])
+        losses.append(train(kind, model, optimizer, range(2)))
+    return losses, weights(model), grads(model)
+
+
+@situation()
+def a_retained_backward_and_one_of_the_sum_with_a_further_loss(kind: Kind) -> Any:
+    model = kind.shard(net())
+    optimizer = sgd(model)
+    for step in range(4):
+        optimizer.zero_grad()
+        loss = kind.loss(model, step)
+        loss.backward(retain_graph=True)
+        (loss + kind.loss(model, step + 1)).backward()
+        optimizer.step()
+    return weights(model), grads(model)
+
+
+@situation()
+def a_retained_graph_whose_loss_outlives_the_step(kind: Kind) -> Any:
+    """Nothing goes through it again."""
+    model = kind.shard(net())
+    optimizer = sgd(model)
+    losses = []
+    for step in range(10):
+        loss = kind.loss(model, step)
+        optimizer.zero_grad()
+        loss.backward(retain_graph=True)
+        losses.append(kind.mean(loss))
+        optimizer.step()
+    return losses, weights(model)
+
+
+@situation()
+def a_graph_is_kept_over_a_step_of_another_part(kind: Kind) -> Any:
+    """As in a GAN under one root: the second part's weights are written between the backwards through the first."""
+    model = seeded(lambda: nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 7)))
+    kind.shard(model, list(model))
+    optimizers = [sgd(part) for part in model]
+    losses = []
+    for step in range(4):
+        out = torch.tanh(model[0](kind.tensor(step, 4, 5)))
+        for at, target in ((1, 0.0), (0, 1.0)):
+            model.zero_grad()
+            loss = (model[1](out) - target).square().mean()
+            losses.append(kind.mean(loss))
+            loss.backward(retain_graph=at == 1)
+            optimizers[at].step()
+    return losses, weights(model)
+
+
+@situation(refuses="whose weights were written meanwhile")
+def a_graph_is_kept_over_a_step_of_its_own_weights(kind: Kind) -> Any:
+    model = kind.shard(net())
+    optimizer = sgd(model)
+    train(kind, model, optimizer, range(3))
+    loss = kind.loss(model, 3)
+    loss.backward(retain_graph=True)
+    optimizer.step()
+    loss.backward()
     return weights(model)
 
 
