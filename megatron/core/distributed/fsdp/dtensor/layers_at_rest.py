@@ -43,7 +43,7 @@ def _refusing(handler: Any) -> Callable[..., Any]:
     def run(op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         found = list(_tensors((*args, *kwargs.values())))
         sharded = next((t for t in found if isinstance(t, DTensor) and _is_uneven(t)), None)
-        if sharded is not None and not all(isinstance(tensor, DTensor) for tensor in found):
+        if sharded is not None and not all(isinstance(tensor, DTensor) or tensor.numel() == 1 for tensor in found):
             raise RuntimeError(
                 f"{op} must get whole weights, got one of shape {list(sharded.shape)} of which ranks hold rows (RowShard), beside a "
                 f"plain tensor: {USE_IN_FORWARD}"
