@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPolicy
 from torch.distributed.fsdp import OffloadPolicy
+from torch.utils._pytree import tree_map_only
 
 from megatron.core.distributed.fsdp.config.mixed_precision import MixedPrecisionPolicy
 from megatron.core.distributed.fsdp.config.placement import Placements, hybrid_placements, strategy_placements
@@ -44,8 +47,7 @@ def policy_of(own: MixedPrecisionPolicy | None, mp_policy: Any) -> MixedPrecisio
 
     Raises:
         ValueError: both were given.
-        TypeError: a policy of another class.
-        NotImplementedError: PyTorch's policy casts parameters, inputs or outputs.
+        TypeError: a policy of another class, or a dtype that is not served.
     """
     if isinstance(own, TorchMixedPrecisionPolicy) and mp_policy is None:
         own, mp_policy = None, own
@@ -56,13 +58,40 @@ def policy_of(own: MixedPrecisionPolicy | None, mp_policy: Any) -> MixedPrecisio
         return given or MixedPrecisionPolicy()
     if not isinstance(given, TorchMixedPrecisionPolicy):
         raise TypeError(f"mp_policy must be a MixedPrecisionPolicy, got {given!r}")
-    casts = {name: value for name in ("param_dtype", "output_dtype") if (value := getattr(given, name)) is not None}
-    if casts:
-        raise NotImplementedError(
-            f"mp_policy must leave parameters, inputs and outputs in their dtype, got {casts}: a model computes in the dtype of "
-            "its parameters. Convert it before fully_shard (module.to(torch.bfloat16)); main weights are fp32 by default"
-        )
-    return MixedPrecisionPolicy(main_params_dtype=None, grad_comm_dtype=given.reduce_dtype)
+    return MixedPrecisionPolicy(
+        main_params_dtype=None,
+        grad_comm_dtype=given.reduce_dtype,
+        param_dtype=given.param_dtype,
+        output_dtype=given.output_dtype,
+        cast_forward_inputs=given.cast_forward_inputs,
+    )
+
+
+def cast_inputs_and_outputs(module: nn.Module, policy: MixedPrecisionPolicy) -> None:
+    """Let the module's inputs and outputs have the policy's dtypes, where it names some."""
+    if policy.param_dtype is not None and policy.cast_forward_inputs:
+        module.register_forward_pre_hook(_input_cast(policy.param_dtype), with_kwargs=True, prepend=True)
+    if policy.output_dtype is not None:
+        module.register_forward_hook(_output_cast(policy.output_dtype))
+
+
+def _input_cast(dtype: torch.dtype) -> Callable[..., Any]:
+    def cast_inputs(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        return _cast(args, dtype), _cast(kwargs, dtype)
+
+    return cast_inputs
+
+
+def _output_cast(dtype: torch.dtype) -> Callable[..., Any]:
+    def cast_outputs(_: nn.Module, args: Any, output: Any) -> Any:
+        return _cast(output, dtype)
+
+    return cast_outputs
+
+
+def _cast(values: Any, dtype: torch.dtype) -> Any:
+    """Return a tree of values with its floating-point tensors in ``dtype``."""
+    return tree_map_only(torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, values)
 
 
 def placements_of(

@@ -18,7 +18,12 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from megatron.core.distributed.fsdp.api.conversions import leave_fast_path, stay_in_place, watch_conversions
-from megatron.core.distributed.fsdp.api.fsdp2_arguments import check_unserved, placements_of, policy_of
+from megatron.core.distributed.fsdp.api.fsdp2_arguments import (
+    cast_inputs_and_outputs,
+    check_unserved,
+    placements_of,
+    policy_of,
+)
 from megatron.core.distributed.fsdp.api.group_meshes import GroupMeshes, check_experts, make_group_meshes
 from megatron.core.distributed.fsdp.api.module import FsdpModule, find_context, topmost_fsdp_modules
 from megatron.core.distributed.fsdp.api.same_units import check_same_unit
@@ -98,8 +103,8 @@ def fully_shard(
             before the first forward, by ``load_state_dict`` or by ``torch.nn.init`` on the sharded parameters, which
             gives them the values of the whole tensor.
         reshard_after_forward: as in FSDP2, instead of placements. False keeps weights whole between steps (ZeRO-2).
-        mp_policy: FSDP2's policy, or the engine's, under FSDP2's name. Of FSDP2's only ``reduce_dtype`` is served; main
-            weights are then in the parameter's dtype.
+        mp_policy: FSDP2's policy, or the engine's, under FSDP2's name. With FSDP2's, main weights are in the parameter's
+            dtype.
         offload_policy: must ask for nothing; also ``shard_placement_fn`` and ``ignored_params``, which FSDP2 has.
 
     Returns:
@@ -193,6 +198,7 @@ def fully_shard(
         member.__class__ = unit_class
         member._fsdp_unit = unit  # type: ignore[assignment]
         member._counts_groups = member is members[0]  # type: ignore[assignment]
+        cast_inputs_and_outputs(member, policy)
     watch_loads(unit, own_modules)
     watch_conversions(unit, own_modules)
     stay_in_place(own_modules)

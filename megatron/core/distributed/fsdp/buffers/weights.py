@@ -98,8 +98,8 @@ class GroupWeights:
     # ---- construction -------------------------------------------------------------------------------------------
 
     def _original_weights(self, originals: Sequence[torch.Tensor], name: str) -> DBuffer:
-        """Return the full model weight with the first rank's values."""
-        flat = torch.zeros(self.layout.total_numel, dtype=self.dtypes.compute, device=self.device)
+        """Return the full weight with the first rank's values, in their own dtype."""
+        flat = torch.zeros(self.layout.total_numel, dtype=originals[0].dtype, device=self.device)
         full = self._buffer(self._replicas, flat)
         for index, original in enumerate(originals):
             full.view(index).copy_(original.data)
@@ -155,7 +155,7 @@ class GroupWeights:
         if self.main.local.dtype == dtypes.main_params:
             return False
         assert tuple(self.placements.parameter) == tuple(self.placements.optimizer), "placements of frozen parameters"
-        self.main = self._buffer(self.placements.optimizer, self.model.local.to(dtypes.main_params))
+        self.main = self._buffer(self.placements.optimizer, self.main.local.to(dtypes.main_params))
         self._follow_main()
         self.synced_weight_version = -1
         return True
@@ -163,9 +163,9 @@ class GroupWeights:
     def _make_model_weight(self, full: DBuffer) -> DBuffer:
         is_coded = self.rest_dtype != self.dtypes.compute
         if not self.needs_gather:
-            return (
-                self._buffer(self._replicas, torch.zeros_like(full.local, dtype=self.rest_dtype)) if is_coded else full
-            )
+            rest = self.rest_dtype
+            flat = torch.zeros_like(full.local, dtype=rest) if is_coded else full.local.to(rest)
+            return self._buffer(self._replicas, flat)
         piece = full.piece(self.placements.parameter)
         shard = self.group_mesh.empty(piece.numel(), self.rest_dtype, self.device, MemoryKind.SHARD)
         shard.zero_() if is_coded else shard.copy_(piece)

@@ -115,7 +115,9 @@ def _check_announced(text: bytes) -> None:
         ValueError: it announces more; ``pickletools`` finds lengths that are not those of what follows.
     """
     for opcode, argument, position in pickletools.genops(text):
-        if opcode.code in "pqr" and argument >= len(text):  # PUT, BINPUT, LONG_BINPUT: all places up to it are made
+        if opcode.code in "pqr" and int(argument or 0) >= len(
+            text
+        ):  # PUT, BINPUT, LONG_BINPUT: all places up to it are made
             raise ValueError(
                 f"a pickle of {len(text)} bytes that has {argument} objects to remember at byte {position}"
             )

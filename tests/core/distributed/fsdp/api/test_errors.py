@@ -108,10 +108,10 @@ _REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         NotImplementedError,
         "ignored_params must be left out, got 1 parameters",
     ),
-    "FSDP2's casts": (
-        lambda: fully_shard(nn.Linear(2, 2), mp_policy=fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16)),
-        NotImplementedError,
-        r"mp_policy must leave parameters.*bfloat16.*before fully_shard",
+    "a cast to whole numbers": (
+        lambda: fully_shard(nn.Linear(2, 2), mp_policy=fsdp2.MixedPrecisionPolicy(param_dtype=torch.int32)),
+        TypeError,
+        r"param_dtype must be None or one of .*bfloat16.*, got torch\.int32",
     ),
     "no policy": (
         lambda: fully_shard(nn.Linear(2, 2), mp_policy=torch.float16),

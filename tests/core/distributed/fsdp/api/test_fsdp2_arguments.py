@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -53,6 +54,64 @@ def keywords_of_fsdp2_mean_the_same() -> None:
         assert tuple(type(of_kind[0]).__name__[0] for of_kind in placed) == kinds, arguments
     model = assert_trains_alike(_net, lambda m: fully_shard(m, mesh=deep, reshard_after_forward=False), _loss)
     assert [type(p).__name__ for p in model.parameter_groups[0].placements.parameter] == ["Replicate", "Replicate"]
+
+
+class Mixed(nn.Module):
+    """Layers, of which one is frozen, whose inputs come in many ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(6, 5), nn.LayerNorm(5), nn.Linear(5, 3)
+        self.register_buffer("gain", torch.full((5,), 1.001))
+        self.first.weight.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor, *, more: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        x = self.norm(torch.tanh(self.first(x)) * self.get_buffer("gain").to(x.dtype))
+        return {"out": self.last(x) + more["shift"] * more["times"]}
+
+
+@CHECKS.on(2)
+def a_policy_of_fsdp2_trains_as_there() -> None:
+    """bf16 compute from fp32 parameters, which keep their whole values; also once a frozen one is trained."""
+    bf16, fp32 = torch.bfloat16, torch.float32
+    policies = (
+        fsdp2.MixedPrecisionPolicy(param_dtype=bf16, reduce_dtype=fp32),
+        fsdp2.MixedPrecisionPolicy(param_dtype=bf16, reduce_dtype=fp32, output_dtype=fp32),
+        fsdp2.MixedPrecisionPolicy(param_dtype=bf16, output_dtype=torch.float64),
+        fsdp2.MixedPrecisionPolicy(param_dtype=bf16, reduce_dtype=fp32, cast_forward_inputs=False),
+    )
+    x = inputs(dist.get_rank(), 0, 4, 6)
+    for policy in policies:
+        expected = _trained(fsdp2.fully_shard, policy, x)
+        # Sums that travel in bf16 are rounded before they are scaled here, and after it there.
+        tolerance = 1e-6 if policy.reduce_dtype is fp32 else 0.02
+        for strategy in STRATEGY_NAMES:
+            wrap = functools.partial(fully_shard, placements=strategy)
+            for got, wanted in zip(_trained(wrap, policy, x), expected, strict=True):
+                assert got.dtype == wanted.dtype, (policy, strategy)
+                torch.testing.assert_close(got, wanted, rtol=tolerance, atol=tolerance)
+
+
+def _trained(wrap: Any, policy: Any, x: torch.Tensor) -> list[torch.Tensor]:
+    """Outputs, gradients and weights of some steps, and weights before the first one."""
+    torch.manual_seed(3)
+    model: Any = Mixed()
+    wrap(model.last, mp_policy=policy)
+    wrap(model, mp_policy=policy)
+    found = [parameter.full_tensor().detach().clone() for parameter in model.parameters()]
+    if not policy.cast_forward_inputs:
+        x = x.to(policy.param_dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(4):
+        more = {"shift": x[:, :3], "times": torch.tensor(step)}
+        out = model(x, more=more)["out"]
+        out.float().square().mean().backward()
+        found += [out.detach(), *(p.grad.full_tensor() for p in model.parameters() if p.grad is not None)]
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 1:
+            model.first.weight.requires_grad_(True)
+    return found + [parameter.full_tensor().detach() for parameter in model.parameters()]
 
 
 class Chunked(nn.Module):

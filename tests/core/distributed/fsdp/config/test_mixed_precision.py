@@ -19,7 +19,7 @@ F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat1
 
 
 @pytest.mark.parametrize(
-    ("policy", "compute", "expected"),
+    ("policy", "own", "expected"),
     [
         (MixedPrecisionPolicy(), BF16, GroupDtypes(BF16, F32, F32, BF16)),
         (MixedPrecisionPolicy(), F32, GroupDtypes(F32, F32, F32, F32)),
@@ -27,11 +27,13 @@ F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat1
         (MixedPrecisionPolicy(main_grads_dtype=BF16), BF16, GroupDtypes(BF16, F32, BF16, BF16)),
         (MixedPrecisionPolicy(grad_comm_dtype=F32), BF16, GroupDtypes(BF16, F32, F32, F32)),
         (MixedPrecisionPolicy(F64, F32, F16), BF16, GroupDtypes(BF16, F64, F32, F16)),
+        (MixedPrecisionPolicy(None, param_dtype=BF16), F32, GroupDtypes(BF16, F32, F32, BF16)),
     ],
 )
-def test_defaults(policy: MixedPrecisionPolicy, compute: torch.dtype, expected: GroupDtypes) -> None:
-    assert policy.resolve(compute, trainable=True) == expected
-    assert policy.resolve(compute, trainable=False) == GroupDtypes(compute, compute, compute, compute)
+def test_defaults(policy: MixedPrecisionPolicy, own: torch.dtype, expected: GroupDtypes) -> None:
+    assert policy.resolve(own, trainable=True) == expected
+    frozen = policy.param_dtype or own
+    assert policy.resolve(own, trainable=False) == GroupDtypes(frozen, own, own, frozen)
 
 
 @pytest.mark.parametrize("name", ["main_params_dtype", "main_grads_dtype", "grad_comm_dtype"])
