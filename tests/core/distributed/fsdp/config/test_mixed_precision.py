@@ -36,11 +36,13 @@ def test_defaults(policy: MixedPrecisionPolicy, own: torch.dtype, expected: Grou
     assert policy.resolve(own, trainable=False) == GroupDtypes(frozen, own, own, frozen)
 
 
-@pytest.mark.parametrize("name", ["main_params_dtype", "main_grads_dtype", "grad_comm_dtype"])
+@pytest.mark.parametrize(
+    "name", ["main_params_dtype", "main_grads_dtype", "grad_comm_dtype", "param_dtype", "output_dtype"]
+)
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.complex64])
 def test_a_dtype_that_is_not_served_is_refused_by_name(name: str, dtype: torch.dtype) -> None:
     with pytest.raises(TypeError, match=f"{name} must be None or one of .*, got {dtype}"):
-        MixedPrecisionPolicy(**{name: dtype})
+        MixedPrecisionPolicy(**{name: dtype})  # type: ignore[arg-type]
 
 
 @CHECKS.on(2)
