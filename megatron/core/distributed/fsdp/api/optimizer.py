@@ -175,6 +175,7 @@ def check_step(groups: Sequence[FsdpParameterGroup]) -> None:
     Ranks: all that hold the groups.
     """
     for context in contexts_of_groups(groups):
+        context.check_order()
         if context.is_running:
             raise RuntimeError(
                 "optimizer.step() must come after forward and backward, got a call in the middle of one, where some "

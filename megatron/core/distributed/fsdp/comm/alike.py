@@ -91,9 +91,13 @@ def check_same_order(
     at = next(
         at for at in range(max(map(len, orders.values()))) if len({_at(order, at) for order in orders.values()}) > 1
     )
-    got = by_value({rank: _at(order, at) for rank, order in orders.items()})
-    raise OrderDiffersError(
-        f"all ranks must run the same units in one order, got as collective {first + at} the {got}; those would exchange wrong "
+    raise order_differs(f"collective {first + at}", {rank: _at(order, at) for rank, order in orders.items()})
+
+
+def order_differs(place: str, got: Mapping[int, str]) -> OrderDiffersError:
+    """Return the error that names what ranks did at the first place where that differs, by rank."""
+    return OrderDiffersError(
+        f"all ranks must run the same units in one order, got as {place} the {by_value(got)}; those would exchange wrong "
         "weights or gradients. Make what decides which units run the same on all ranks"
     )
 

@@ -11,6 +11,7 @@ import torch
 
 from megatron.core.distributed.fsdp.buffers.grad_sums import sum_grads
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
+from megatron.core.distributed.fsdp.comm.transport import Failed, Transport, unfinished
 from megatron.core.distributed.fsdp.layout.plan import Plan
 from megatron.core.distributed.fsdp.runtime import nvtx
 from megatron.core.distributed.fsdp.runtime.backward import Backward
@@ -49,7 +50,8 @@ class FsdpContext:
         self.graphs = Graphs()
         self.registry = UnitRegistry()
         self.planner = Planner(self.registry, self.unsharder, self.grad_reducer, self.graphs, device)
-        self._missing_gradients = MissingGradients(self.registry, self.grad_reducer, device)
+        self.unsharder.failed = self.grad_reducer.failed = _call_planner(weakref.ref(self.planner))
+        self._missing_gradients = MissingGradients(self.registry, self.grad_reducer, self.planner.order, device)
         self.prefetch_scheduler = PrefetchScheduler(self.registry, self.unsharder, self.planner)
         self._backward = Backward(self.registry, self.prefetch_scheduler, self.unsharder, self.grad_reducer)
         self._backward_end: weakref.ref[BackwardEnd] | None = None
@@ -134,7 +136,7 @@ class FsdpContext:
     def progress(self) -> tuple[int, str]:
         """How many collectives this rank has begun, and the last ones in words; from any thread."""
         gathers, reductions = self.unsharder, self.grad_reducer
-        gathered, reduced = self.registry.describe(gathers.latest), self.registry.describe(reductions.latest)
+        gathered, reduced = map(self.registry.describe, self.planner.order.latest_groups)
         words = f"all-gather {gathers.num_gathers} of {gathered}, reduction {reductions.num_reductions} of {reduced}"
         return gathers.num_gathers + reductions.num_reductions, words
 
@@ -212,11 +214,20 @@ class FsdpContext:
 
         Ranks: all that hold the groups.
         """
+        self.check_order()
         self.unsharder.reshard_held()
         self.unsharder.reshard_idle()
         in_order = sorted(groups, key=lambda group: self.planner.first_use(self.registry.owner(group).index))
         self._updater.run(in_order, update, overlaps=overlaps)
         self._weight_versions.begin()
+
+    def check_order(self) -> None:
+        """Check that all ranks issued the same collectives in the last step, as far as the answer is there. Ranks: each alone.
+
+        Raises:
+            OrderDiffersError: they did not.
+        """
+        self._missing_gradients.check_heard()
 
     def finish_updates(self) -> None:
         """Make compute wait for all updates; then it may read main weights and free main gradients."""
@@ -313,6 +324,7 @@ class FsdpContext:
             self._notice_capture()
         _refuse_transforms()
         self._recover()
+        self.check_order()
         if self.unsharder.held:
             self.unsharder.reshard_held(only_written=True)
         if self._weight_versions.num_scopes == 0:
@@ -388,6 +400,8 @@ class FsdpContext:
         if self.unsharder.held and self.is_last_microbatch:
             self.unsharder.reshard_held()
         self.unsharder.reshard_idle(keeps=not self.is_last_microbatch, upcoming=self.registry.groups_of(upcoming))
+        if self.is_last_microbatch:
+            self._missing_gradients.check_order()
         self.planner.end_record()
         if self._debug is not None:
             self._debug.end_backward(is_last=self.is_last_microbatch)
@@ -401,6 +415,7 @@ class FsdpContext:
         self.grad_reducer.finish()
         self._missing_gradients.settle()
         sum_grads(self.groups, in_use=False)
+        self._missing_gradients.check_order()
         if self._debug is not None:
             self._debug.end_backward(is_last=True)
         self.grad_reducer.call_hooks()
@@ -444,6 +459,7 @@ class FsdpContext:
             self.unsharder.reshard(group)
         self.graphs.end()
         self.planner.record(None)
+        self.planner.order.forget()
 
     # ---- the user's view of a unit ------------------------------------------------------------------------------
 
@@ -478,6 +494,14 @@ class FsdpContext:
             return False
         self.graphs.moved()
         return True
+
+
+def _call_planner(planner: weakref.ref[Planner]) -> Failed:
+    def failed(what: str, axes: Sequence[Transport], error: RuntimeError) -> RuntimeError:
+        own = planner()
+        return unfinished(what, axes, error) if own is None else own.failed(what, axes, error)
+
+    return failed
 
 
 def _on_failure(backward: weakref.ref[Backward]) -> Callable[[object], None]:

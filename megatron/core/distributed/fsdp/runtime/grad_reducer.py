@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
-from megatron.core.distributed.fsdp.comm.transport import unfinished
+from megatron.core.distributed.fsdp.comm.transport import Failed, unfinished
 from megatron.core.distributed.fsdp.layout.plan import Recorder
 from megatron.core.distributed.fsdp.runtime import nvtx
 from megatron.core.distributed.fsdp.runtime.streams import Edge, Role, Streams
@@ -26,7 +26,8 @@ class GradReducer:
         poisons: fill reduced inputs with NaN.
         overlaps: reductions run beside backward; else compute waits for each of them.
         num_reductions: reductions that have been begun.
-        latest: number of the last one's group.
+        issued: takes down each reduction (``SameOrder.issued``).
+        failed: as of the ``Unsharder``.
         overlapping: groups that share addresses in the arena, by group number.
     """
 
@@ -36,7 +37,8 @@ class GradReducer:
         self.poisons = False
         self.overlaps = True
         self.num_reductions = 0
-        self.latest = -1
+        self.issued: list[int] = []
+        self.failed: Failed = unfinished
         self.overlapping: dict[int, set[FsdpParameterGroup]] = {}
         self._holding: dict[FsdpParameterGroup, None] = {}  # groups whose reduce-scatter input backward writes
         self._last: Any = None
@@ -154,13 +156,13 @@ class GradReducer:
         nvtx.push(group.reduce_range)
         with self.streams.on(Role.REDUCE):  # no buffer requires gradients: there is nothing to record
             self.num_reductions += 1
-            self.latest = group.index
+            self.issued.append(4 * group.index + 2 + is_last)
             try:
                 grads.reduce(overwrite=overwrite, is_last=is_last, has_input=has_input)
             except torch.OutOfMemoryError:
                 raise
             except RuntimeError as error:
-                raise unfinished(f"reduction of the gradients of {group}", group.group_mesh.axes, error) from error
+                raise self.failed(f"reduction of the gradients of {group}", group.group_mesh.axes, error) from error
             finally:
                 nvtx.pop()
             if self.poisons:

@@ -4,57 +4,87 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
 from megatron.core.distributed.fsdp.comm.transport import Transport
 from megatron.core.distributed.fsdp.runtime.grad_reducer import GradReducer
+from megatron.core.distributed.fsdp.runtime.same_order import NUM_BITS, Order, SameOrder
+from megatron.core.distributed.fsdp.runtime.streams import Role
 from megatron.core.distributed.fsdp.runtime.unit_registry import UnitRegistry
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Ballot:
     """The parameters of the groups over some axes, each of which counts the ranks that have a gradient of it.
+
+    Behind them are the bits of the number that stands for a step's collectives of all groups over these axes.
 
     Attributes:
         axes: of the groups' mesh, with several ranks.
         first: place of each group's first parameter, by group number.
-        everything: [P] ones, what a rank says that has all gradients.
-        counts: [P] what all ranks have said.
+        members: numbers of the groups over these axes, frozen ones too.
+        ranks: all that count.
+        everything: [P + NUM_BITS] what a rank says that has all gradients: ones, and bits.
+        counts: [P + NUM_BITS] what all ranks have said.
+        told: the step whose bits are in ``everything``.
+        expected: [NUM_BITS] the last counts where all ranks have issued the same.
+        is_fake: a process group communicates nothing, so nothing is to be heard.
+        heard: [NUM_BITS] on CUDA, where the host gets a copy of the last counts.
     """
 
     axes: tuple[Transport, ...]
     first: dict[int, int]
+    members: frozenset[int]
+    ranks: list[int]
     everything: torch.Tensor
     counts: torch.Tensor
+    heard: torch.Tensor
+    is_fake: bool
+    told: list[int] | None = None
+    expected: list[float] = field(default_factory=list)
+
+
+_Answer = tuple[_Ballot, list[float], torch.Tensor]
+"""A ballot, the counts of bits where all ranks have issued the same, and the counts."""
 
 
 class MissingGradients:
     """Asks at the end of a step's last backward which gradients are missing on all ranks.
 
     Ranks that have all gradients take part without waiting for the answer: they know theirs. Only a rank that lacks some
-    reads it, which blocks its host. [Note: gradients that are missing] in DESIGN.md.
+    reads it, which blocks its host. [Note: gradients that are missing] in DESIGN.md. The same all-reduce tells whether all
+    ranks have issued the same collectives: [Note: the order of a step].
     """
 
-    def __init__(self, registry: UnitRegistry, grad_reducer: GradReducer, device: torch.device) -> None:
-        self._registry, self._grad_reducer, self.device = registry, grad_reducer, device
+    def __init__(
+        self, registry: UnitRegistry, grad_reducer: GradReducer, order: SameOrder, device: torch.device
+    ) -> None:
+        self._registry, self._grad_reducer, self._order, self.device = registry, grad_reducer, order, device
         self._ballots: list[_Ballot] | None = None
         self._has_warned = False
         self._lacking: list[FsdpParameterGroup] = []
         # What this rank lacked, and what all ranks did, in the step before.
+        self._answered: Any = None  # the counts of the last step are on the host
+        self._awaited: tuple[list[_Answer], Order] | None = None
         self._latest: tuple[dict[int, list[int]], dict[int, list[int]]] = ({}, {})
 
     def clear(self) -> None:
         """Forget the groups: others are registered."""
         self._ballots = None
+        self._order.forget()
 
     def ask(self) -> None:
         """Tell the other ranks what this one lacks. Ranks: all of the groups' meshes; all reductions are launched."""
         self._lacking = self._grad_reducer.lacking
+        self._order.end_step()
         if self._ballots is None or self._ballots:
             self._grad_reducer.follow_up(self._count)
 
@@ -79,13 +109,64 @@ class MissingGradients:
         if self._ballots is None:
             self._ballots = self._make_ballots()
         for ballot in self._ballots:
+            if ballot.told is not self._order.latest.entries and not self._is_capturing:
+                self._tell(ballot)
             ballot.counts.copy_(ballot.everything)
             mine = [group for group in self._lacking if group.index in ballot.first]
             if mine and not self._is_capturing:
                 places = [ballot.first[group.index] + index for group in mine for index in sorted(group.grads.absent)]
                 ballot.counts[torch.tensor(places, device=self.device)] = 0.0
-            for axis in ballot.axes:
-                axis.all_reduce(ballot.counts, ballot.counts)
+            try:
+                for axis in ballot.axes:
+                    axis.all_reduce(ballot.counts, ballot.counts)
+            except RuntimeError as error:
+                raise self._grad_reducer.failed("count of missing gradients", ballot.axes, error) from error
+
+    # ---- the order of collectives -------------------------------------------------------------------------------
+
+    def _tell(self, ballot: _Ballot) -> None:
+        """Write into the ballot what this rank has issued in this step, which is not what it has in the last one."""
+        bits = self._order.bits(ballot.members)
+        ballot.everything[-NUM_BITS:] = torch.tensor(bits, device=self.device)
+        ballot.expected = [prod(axis.size for axis in ballot.axes) * bit for bit in bits]
+        ballot.told = self._order.latest.entries
+
+    def check_order(self) -> None:
+        """Check that all ranks have issued the same collectives in this step. Compute has waited for the answer to ``ask``.
+
+        On CUDA a rank that left its plan waits for the answer, which blocks the host. One that did not hears it later.
+
+        Raises:
+            OrderDiffersError: on all ranks, with the first collective that differs.
+        """
+        if self._is_capturing or not self._ballots:
+            return
+        if self.device.type != "cuda" or self._order.latest.departure is not None:
+            self._compare([(ballot, ballot.expected, ballot.counts[-NUM_BITS:]) for ballot in self._ballots])
+            return
+        self.check_heard(waits=True)  # of the step before, which has ended long ago
+        for ballot in self._ballots:
+            ballot.heard.copy_(ballot.counts[-NUM_BITS:], non_blocking=True)
+        self._answered = self._grad_reducer.streams.record(Role.COMPUTE, self._answered)
+        self._awaited = [(ballot, ballot.expected, ballot.heard) for ballot in self._ballots], self._order.latest
+
+    def check_heard(self, *, waits: bool = False) -> None:
+        """Do what ``check_order`` did not wait for, if the answer is there, or (``waits``) when it is."""
+        if self._awaited is None or self._is_capturing:
+            return
+        if waits:
+            self._answered.synchronize()
+        elif not self._answered.query():
+            return
+        (answers, order), self._awaited = self._awaited, None
+        self._compare(answers, order)
+
+    def _compare(self, answers: list[_Answer], order: Order | None = None) -> None:
+        for ballot, expected, counts in answers:
+            if counts.tolist() != expected and not ballot.is_fake:
+                raise self._order.difference(order or self._order.latest, ballot.members, ballot.ranks)
+
+    # ---- gradients ----------------------------------------------------------------------------------------------
 
     def _missing_everywhere(
         self, lacking: Iterable[FsdpParameterGroup], lacks: dict[int, list[int]]
@@ -112,15 +193,33 @@ class MissingGradients:
         by_ranks: dict[tuple[tuple[int, ...], ...], list[FsdpParameterGroup]] = {}
         for group in self._registry.groups:
             axes = [axis for axis in group.group_mesh.axes if axis.size > 1]
-            if group.trainable and axes:
+            if axes:
                 by_ranks.setdefault(tuple(tuple(axis.ranks) for axis in axes), []).append(group)
         ballots = []
         for members in by_ranks.values():
             first, count = {}, 0
             for group in members:
-                first[group.index] = count
-                count += len(group.sharded)
-            ones = torch.ones(count, dtype=torch.float32, device=self.device)
+                if group.trainable:
+                    first[group.index] = count
+                    count += len(group.sharded)
+            if not first:
+                continue
+            ones = torch.ones(count + NUM_BITS, dtype=torch.float32, device=self.device)
             axes = [axis for axis in members[0].group_mesh.axes if axis.size > 1]
-            ballots.append(_Ballot(tuple(axes), first, ones, torch.empty_like(ones)))
+            heard = torch.empty(NUM_BITS, pin_memory=self.device.type == "cuda")
+            indices = frozenset(group.index for group in members)
+            mesh = members[0].group_mesh.mesh
+            is_fake = any(dist.get_backend(mesh.get_group(axis)) == "fake" for axis in range(mesh.ndim))
+            ballots.append(
+                _Ballot(
+                    tuple(axes),
+                    first,
+                    indices,
+                    mesh.mesh.flatten().tolist(),
+                    ones,
+                    torch.empty_like(ones),
+                    heard,
+                    is_fake,
+                )
+            )
         return ballots

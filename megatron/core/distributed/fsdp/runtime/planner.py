@@ -14,6 +14,7 @@ from megatron.core.distributed.fsdp.comm.transport import MemoryKind, Transport
 from megatron.core.distributed.fsdp.layout.plan import NO_UNITS, Plan, RangePlan, Recorder, Use, Watcher
 from megatron.core.distributed.fsdp.runtime.grad_reducer import GradReducer
 from megatron.core.distributed.fsdp.runtime.graphs import Graphs
+from megatron.core.distributed.fsdp.runtime.same_order import SameOrder
 from megatron.core.distributed.fsdp.runtime.unit import FsdpUnit
 from megatron.core.distributed.fsdp.runtime.unit_registry import UnitRegistry
 from megatron.core.distributed.fsdp.runtime.unsharder import Unsharder
@@ -22,6 +23,9 @@ logger = logging.getLogger(__name__)
 
 # Forwards in a row that find a retained graph, until a plan is adopted all the same.
 _MAX_WAITS = 8
+
+_MAX_TOLD = 8
+"""Uses by which steps left a plan that are told."""
 
 
 class Planner:
@@ -34,6 +38,7 @@ class Planner:
         arenas: memory of the ranges that the plan lays out: of full weights, of reduce-scatter inputs.
         ahead_numel: elements of weights to have on their way, where the units' prefetch depth alone means fewer.
         memory_budget_nbytes: bytes to spend on weights that stay gathered throughout a step.
+        order: what is issued, for other ranks to compare.
 
     Ranks: every rank plans alike, since all run units in the same order.
     """
@@ -53,6 +58,8 @@ class Planner:
             graphs,
             device,
         )
+        self.order = SameOrder(registry)
+        self.unsharder.issued = self.grad_reducer.issued = self.order.issued
         self.plan: Plan | None = None
         self.in_plan = False
         self.recorder: Recorder | None = None
@@ -60,7 +67,7 @@ class Planner:
         self.ahead_numel = 0
         self.memory_budget_nbytes = 0
         self._watcher: Watcher | None = None
-        self.has_warned = False  # that a unit ran out of order; once for each plan
+        self.strangers: set[Use] = set()  # uses by which steps have left this plan; each is told once
         self._cursor = -1
         self._candidate: Plan | None = None
         self._last_uses: tuple[Use, ...] = ()
@@ -76,6 +83,7 @@ class Planner:
         No graph is waiting for its backward: with one, the step goes on.
         """
         self.graphs.forget()
+        self.order.begin_pass()
         if self._is_outdated:
             self._is_outdated, self._candidate = False, None
             self.leave_plan()
@@ -140,14 +148,36 @@ class Planner:
     def _depart(self, unit: FsdpUnit, backward: bool) -> None:
         self.in_plan = False
         self._wants_record = True
-        if not self.has_warned:
-            self.has_warned = True
+        ran, planned = Use(unit.index, backward), self._planned
+        self.order.depart(self._words(ran), planned, self.num_uses)
+        if ran not in self.strangers and len(self.strangers) < _MAX_TOLD:
+            self.strangers.add(ran)
             logger.warning(
-                "unit %s ran %s out of the planned order: weights are gathered on demand, without overlap, until an "
-                "order repeats",
+                "unit %s ran %s out of the planned order, which has the %s here: weights are gathered on demand, without overlap, "
+                "until an order repeats. All ranks must do the same; if some follow the plan, this step ends in an error, "
+                "at the latest when a collective times out or the backend ends the process",
                 unit.name,
                 "backward" if backward else "forward",
+                planned,
             )
+
+    @property
+    def num_uses(self) -> int:
+        """How many uses of units have followed the plan in this pass."""
+        return self._cursor + 1
+
+    @property
+    def _planned(self) -> str:
+        uses = self.plan.uses[self.num_uses :] if self.plan is not None else ()
+        return self._words(uses[0]) if uses else "end of the step"
+
+    def _words(self, use: Use) -> str:
+        unit = self.registry.refs[use.unit]()
+        return f"{'backward' if use.backward else 'forward'} of unit {'that is gone' if unit is None else unit.name}"
+
+    def failed(self, what: str, axes: Sequence[Transport], error: RuntimeError) -> RuntimeError:
+        """Return the error for a collective that failed, as ``SameOrder.failure``."""
+        return self.order.failure(what, axes, error, self.num_uses)
 
     # ---- the record ---------------------------------------------------------------------------------------------
 
@@ -278,7 +308,8 @@ class Planner:
             if index in by_index:
                 by_index[index].weights.stays_unsharded = True
         self.plan = plan
-        self._wants_record = self.has_warned = False
+        self._wants_record = False
+        self.strangers.clear()
 
     def _fill_arena(self, ranges: RangePlan, groups: dict[int, FsdpParameterGroup], kind: str) -> None:
         if self.device.type == "cuda":

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
-from megatron.core.distributed.fsdp.comm.transport import Transport, unfinished
+from megatron.core.distributed.fsdp.comm.transport import Failed, Transport, unfinished
 from megatron.core.distributed.fsdp.layout.plan import Recorder
 from megatron.core.distributed.fsdp.runtime import nvtx
 from megatron.core.distributed.fsdp.runtime.streams import Edge, Role, Streams
@@ -24,7 +24,8 @@ class Unsharder:
         live: groups whose full weight is complete, or whose all-gather is under way.
         held: groups that the user unsharded; ended by ``end_hold``.
         num_gathers: all-gathers that have been begun.
-        latest: number of the last one's group.
+        issued: takes down each all-gather (``SameOrder.issued``).
+        failed: returns the error to raise for a collective, the axes along which it goes, and what the backend raised.
         overlapping: groups that share addresses in the arena, by group number.
         can_move: True if no graph will look for weights where they are.
     """
@@ -37,7 +38,8 @@ class Unsharder:
         self.live: dict[FsdpParameterGroup, None] = {}
         self.held: dict[FsdpParameterGroup, None] = {}
         self.num_gathers = 0
-        self.latest = -1
+        self.issued: list[int] = []
+        self.failed: Failed = unfinished
         self.overlapping: dict[int, set[FsdpParameterGroup]] = {}
         self.can_move: Callable[[], bool] = lambda: True
         self._updated: Any = None  # compute has written main weights; None once all-gathers have waited for that
@@ -98,13 +100,13 @@ class Unsharder:
                     self._sync(group, is_stale)
                 if weights.needs_gather:
                     self.num_gathers += 1
-                    self.latest = group.index
+                    self.issued.append(4 * group.index + forward)
                     weights.all_gather()
             except torch.OutOfMemoryError:
                 raise
             except RuntimeError as error:
                 what = f"all-gather of the weights of {group} ({'forward' if forward else 'backward'})"
-                raise unfinished(what, group.group_mesh.axes, error) from error
+                raise self.failed(what, group.group_mesh.axes, error) from error
             finally:
                 nvtx.pop()
         weights.gathered = weights.gathered_event = self.streams.record(Role.GATHER, weights.gathered_event)

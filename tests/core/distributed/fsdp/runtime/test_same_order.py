@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
+import logging
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from megatron.core.distributed.fsdp import fully_shard, fully_shard_context
-from megatron.core.distributed.fsdp.comm import alike
+from megatron.core.distributed.fsdp.comm import alike, notices
+from tests.support.launch import run_ranks
 from tests.support.rank_checks import RankChecks
 
 CHECKS = RankChecks(__name__)
 
 
 class _Branches(nn.Module):
-    """Two layers of equal size, which run in the order of ``order``."""
+    """Layers of equal size, which run in the order of ``order``."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_layers: int = 2) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
-        self.order = [0, 1]
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(num_layers))
+        self.order = list(range(num_layers))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for index in self.order:
@@ -30,11 +36,11 @@ class _Branches(nn.Module):
         return x
 
 
-def _branches() -> _Branches:
-    model = _Branches()
+def _branches(num_layers: int = 2, mesh: DeviceMesh | None = None, **options: Any) -> _Branches:
+    model = _Branches(num_layers)
     for layer in model.layers:
-        fully_shard(layer)
-    return fully_shard(model)
+        fully_shard(layer, mesh, **options)
+    return fully_shard(model, mesh, **options)
 
 
 def _step(model: nn.Module) -> None:
@@ -47,7 +53,7 @@ def _swap_on_rank_1(model: _Branches) -> None:
 
 
 _SAID = (
-    r"got as collective 1 the forward's all-gather of layers\.0\.weight and 1 more \(\d+ elements\) on ranks "
+    r"got as collective 1 (of step 1 )?the forward's all-gather of layers\.0\.weight and 1 more \(\d+ elements\) on ranks "
     r"\[0\] and forward's all-gather of layers\.1\.weight and 1 more \(\d+ elements\) on ranks \[1\]; those would exchange"
 )
 
@@ -85,6 +91,149 @@ def a_new_order_is_compared_before_it_is_planned() -> None:
         for _ in range(3):
             _step(model)
         assert compared.call_count == 1, "a step that follows the plan costs nothing"
+
+
+def _planned(model: _Branches) -> _Branches:
+    for _ in range(3):
+        _step(model)
+    return model
+
+
+@CHECKS.on(2)
+def ranks_that_leave_the_plan_for_different_units_are_told_in_that_step() -> None:
+    """Both gather on demand then, so that collectives of one size meet, and nothing hangs."""
+    model = _planned(_branches(4))
+    model.order = [[0, 2, 3, 1], [0, 3, 2, 1]][dist.get_rank()]
+    with pytest.raises(
+        alike.OrderDiffersError,
+        match=r"got as collective \d of step 4 the forward's all-gather of layers\.2\.weight and 1 more \(\d+ elements\) on ranks "
+        r"\[0\] and forward's all-gather of layers\.3\.weight and 1 more \(\d+ elements\) on ranks \[1\]; those",
+    ):
+        _step(model)
+
+
+@CHECKS.on(2)
+def an_evaluation_between_two_steps_counts_for_the_next_one() -> None:
+    model = _planned(_branches(4))
+    model.order = [[0, 2, 3, 1], [0, 3, 2, 1]][dist.get_rank()]
+    with torch.no_grad():
+        model(torch.ones(2, 4))
+    model.order = [0, 1, 2, 3]
+    with pytest.raises(alike.OrderDiffersError, match=r"collective \d of step 4 .*layers\.2.*layers\.3"):
+        _step(model)
+
+
+@CHECKS.on(4)
+def a_rank_is_named_among_those_of_two_axes() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    model = _planned(_branches(4, mesh))
+    model.order = [0, 3, 2, 1] if dist.get_rank() == 3 else [0, 2, 3, 1]
+    with pytest.raises(
+        alike.OrderDiffersError, match=r"layers\.2.* on ranks \[0, 1, 2\] and .*layers\.3.* on ranks \[3\]"
+    ):
+        _step(model)
+
+
+@CHECKS.on(2)
+def ranks_that_leave_the_plan_together_go_on() -> None:
+    model = _planned(_branches(4))
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(8):
+        model.order = torch.randperm(4, generator=generator)[
+            : 3 + int(torch.rand((), generator=generator) > 0.5)
+        ].tolist()
+        with torch.no_grad():
+            model(torch.ones(2, 4))
+        _step(model)
+
+
+@CHECKS.on(2)
+def a_rank_may_evaluate_alone_where_nothing_is_gathered() -> None:
+    model = _planned(_branches(4, placements="no_shard"))
+    if dist.get_rank() == 1:
+        model.order = [0, 2]
+        with torch.no_grad():
+            model(torch.ones(2, 4))
+        model.order = [0, 1, 2, 3]
+    for _ in range(3):
+        _step(model)
+
+
+def _impatient_mesh() -> DeviceMesh:
+    group = dist.new_group(timeout=timedelta(seconds=3))
+    return DeviceMesh.from_group(group, "cpu")
+
+
+@CHECKS.on(2)
+def a_rank_that_leaves_the_plan_alone_is_named_on_all_ranks_when_they_time_out() -> None:
+    """The others prefetch, so collectives of different kinds wait for each other."""
+    model = _planned(_branches(4, _impatient_mesh()))
+    if dist.get_rank() == 1:
+        model.order = [0, 2, 1, 3]
+    with pytest.raises(
+        alike.OrderDiffersError,
+        match=r"got as use 3 of step 4 the forward of unit layers\.1 on ranks \[0\] and forward of unit layers\.2 on ranks \[1\]",
+    ):
+        _step(model)
+
+
+@CHECKS.on(2)
+def a_rank_that_ends_is_no_difference_of_orders() -> None:
+    """Both leave the plan alike; then one does not come."""
+    model = _planned(_branches(4, _impatient_mesh()))
+    model.order = [0, 2, 1, 3]
+    with mock.patch.object(notices, "PATIENCE_S", 0.5):
+        if dist.get_rank() == 0:
+            with pytest.raises(RuntimeError, match="must be joined by all of ranks") as raised:
+                _step(model)
+            assert not isinstance(raised.value, alike.OrderDiffersError)
+            assert "ran the forward of unit layers.2 where its plan says the forward of unit layers.1" in str(
+                raised.value
+            )
+        else:
+            model.layers[1].register_forward_pre_hook(_fail)
+            with pytest.raises(ZeroDivisionError):
+                _step(model)
+
+
+@CHECKS.on(2)
+def a_rank_that_left_the_plan_and_ended_is_named() -> None:
+    model = _planned(_branches(4, _impatient_mesh()))
+    if dist.get_rank() == 0:
+        with pytest.raises(
+            alike.OrderDiffersError, match=r"layers\.1 on ranks \[0\] and forward of unit layers\.2 on ranks \[1\]"
+        ):
+            _step(model)
+    else:
+        model.order = [0, 2, 1, 3]
+        model.layers[2].register_forward_pre_hook(_fail)
+        with pytest.raises(ZeroDivisionError):
+            _step(model)
+
+
+def _fail(*_: object) -> None:
+    raise ZeroDivisionError
+
+
+def _abort_of_gloo(folder: str) -> None:
+    logging.basicConfig(filename=f"{folder}/{dist.get_rank()}.log")
+    model = _Branches(4)
+    model.layers[3] = nn.Linear(4, 4, bias=False)
+    for layer in model.layers:
+        fully_shard(layer)
+    _planned(fully_shard(model))
+    if dist.get_rank() == 1:
+        model.order = [0, 1, 3]
+    _step(model)
+
+
+def test_sizes_that_do_not_match_are_named_where_the_backend_ends_a_process(tmp_path: Path) -> None:
+    """Gloo ends the process of a rank that gets more than it waits for. The rank that left the plan has said so before."""
+    with pytest.raises(AssertionError, match=r"rank \d died without a word"):
+        run_ranks(2, _abort_of_gloo, str(tmp_path), timeout_s=20.0)
+    said = "\n".join(path.read_text() for path in sorted(tmp_path.iterdir()))
+    assert "unit layers.3 ran forward out of the planned order, which has the forward of unit layers.2 here" in said
+    assert "All ranks must do the same" in said
 
 
 @CHECKS.on(2)
