@@ -50,7 +50,7 @@ from megatron.training.data.data_loader import iterate_batches
 from megatron.training.launch.distributed_init import initialize_distributed
 from megatron.training.launch.failures import ending_together, refuse, run_script
 from megatron.training.launch.pretrain import TrainingSetup, batches_of, data_rank, set_up
-from megatron.training.launch.refusals import StartRefusedError
+from megatron.training.launch.refusals import StartRefusedError, refusing_together
 from megatron.training.launch.rendezvous import meet, world_size_of_environment
 from megatron.training.launch.same_settings import compare_settings, values_to_compare
 from megatron.training.loop.dropout_seed import microbatch_seed, seed_everything
@@ -202,6 +202,7 @@ def audit_on_rank(
 
     Raises:
         FlagError: the flags are refused.
+        StartRefusedError: the run cannot start, on all ranks.
 
     Ranks: all; blocks.
     """
@@ -216,7 +217,8 @@ def audit_on_rank(
         compare_settings(values_to_compare(settings), rendezvous, settings.distributed.timeout)
         device = initialize_distributed(settings.distributed, rendezvous)
         seed_everything(settings.loop.seed)
-        setup = set_up(settings, device, script.model_provider, script.datasets_provider)
+        with refusing_together(rendezvous):
+            setup = set_up(settings, device, script.model_provider, script.datasets_provider)
         if int(os.environ.get("LOCAL_RANK", "0")) == 0:
             for key, value in {**_ALONE, "global_batch_size": settings.batch.global_batch_size}.items():
                 setattr(args, key, value)

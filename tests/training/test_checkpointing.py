@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import resource
 import shutil
 import signal
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from megatron.core.distributed.fsdp.checkpoint import CheckpointReader, StoredTensor
 from megatron.training import checkpointing
 from megatron.training.checkpointing import TRACKER, CheckpointConfig, read_tracker
+from megatron.training.folder_lock import LOCK, Owner
 from tests.support.launch import run_ranks
 from tests.support.tiny_run import SHARDED, TINY, Run, train_one
 
@@ -47,6 +50,7 @@ def save_and_fail(root: str) -> dict[str, Run]:
         checkpointing._try_to_write = lambda folder: real(folder.with_name("elsewhere"))
     runs["elsewhere"] = train_one(f"{_RUN} --save {root}/seen_by_rank_0".split())
     checkpointing._try_to_write = real
+    runs["taken over"] = _taken_over(root)
     usage = shutil.disk_usage
     shutil.disk_usage = lambda path: usage(path)._replace(free=100_000)
     runs["small disk"] = train_one(f"{_RUN} --save {root}/small".split())
@@ -60,6 +64,21 @@ def save_and_fail(root: str) -> dict[str, Run]:
         runs[name] = train_one(argv)
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     return runs
+
+
+def _taken_over(root: str) -> Run:
+    """Run with two saves; after the first one another run takes the lock, as if this one had been stopped for long."""
+    write = checkpointing.write_tracker
+
+    def write_and_lose(folder: Path, iteration: int) -> None:
+        write(folder, iteration)
+        (folder / LOCK).write_text(json.dumps(asdict(Owner(token="other", host="elsewhere", pid=7))))
+
+    checkpointing.write_tracker = write_and_lose
+    try:
+        return train_one(f"{_RUN} --save {root}/taken_over --save-interval 2".split())
+    finally:
+        checkpointing.write_tracker = write
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +108,10 @@ def saving(root: Path) -> list[dict[str, Run]]:
         ("under a file", ["--save", "file/runs must be a folder that can be made"]),
         ("elsewhere", ["elsewhere must be one folder that all ranks see and can write to", "[rank 1]"]),
         ("small disk", ["small must have space for a checkpoint of ", "got 100,000 free"]),
+        (
+            "taken over",
+            ["iteration 4 was not saved", "taken_over must be the", "in use by process 7 on host elsewhere"],
+        ),
         ("full disk", ["iteration 2 was not saved", "__1_0.distcp could not be written", "File too large", "[rank 1]"]),
         ("full disk, async", ["iteration 2 was not saved", "__1_0.distcp could not be written", "[rank 1]"]),
     ],
@@ -98,7 +121,9 @@ def test_what_cannot_be_saved_all_ranks_say(saving: list[dict[str, Run]], run: s
         error = rank[run].error
         assert error is not None and all(message in error for message in messages), error
     trained = "iteration        1/" in saving[0][run].output
-    assert trained == run.startswith("full disk"), "a folder that cannot be used is found before the first step"
+    assert trained == (run == "taken over" or run.startswith("full disk")), (
+        "a folder that cannot be used is found before the first step"
+    )
 
 
 def test_the_checkpoint_is_as_large_as_was_said(saving: list[dict[str, Run]], root: Path) -> None:
@@ -118,6 +143,12 @@ def test_a_refused_run_leaves_the_folder_as_it_was(saving: list[dict[str, Run]],
     assert saving[0]["taken back"].error is not None
     assert (root / "halfway" / TRACKER).read_text() == "2"
     assert sorted(entry.name for entry in (root / "halfway").iterdir()) == [_ITERATION, TRACKER]
+
+
+def test_a_run_whose_folder_was_taken_over_writes_nothing_there(saving: list[dict[str, Run]], root: Path) -> None:
+    """It was taken for lost, and has only been stopped. The lock is the other's to remove."""
+    assert (root / "taken_over" / TRACKER).read_text() == "2"
+    assert sorted(entry.name for entry in (root / "taken_over").iterdir()) == [LOCK, _ITERATION, TRACKER]
 
 
 def test_a_full_disk_leaves_no_litter(saving: list[dict[str, Run]], root: Path) -> None:
