@@ -3,10 +3,12 @@
 [Note: main gradient contract] A weight may have attributes that its owner (a sharding engine) set:
 
 - ``weight.get_main_grad()`` returns a tensor of the weight's full shape, of any float dtype.
-- ``weight.overwrite_main_grad``, valid right after that call, is True if the gradient must overwrite the tensor, and False
-  if it must be added.
+- ``weight.overwrite_main_grad``, valid right after that call, is true if the gradient must overwrite the tensor, and false
+  if it must be added. An owner whose weights transformer-engine may use makes it an object that answers when it is asked:
+  there it is taken in forward.
+- ``weight.__fsdp_param__`` tells transformer-engine that there is a ``get_main_grad``.
 - ``weight.grad_added_to_main_grad`` is set to True here after the gradient was written; autograd then gets no gradient for
-  the weight.
+  the weight. transformer-engine gives autograd a dummy where a weight has this attribute, so owners do not make it.
 
 Each use of a weight in a backward pass calls ``get_main_grad`` once. So the first use of a weight overwrites, the second adds.
 

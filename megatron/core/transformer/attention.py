@@ -21,8 +21,8 @@ from megatron.core.transformer.context_parallel_attention import core_attention_
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.parameter_init import SeededParameters
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
-from megatron.core.transformer.torch_norm import Norm
 
 if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -114,7 +114,7 @@ class SelfAttention(MegatronModule):
         norm: torch.nn.Module = build_module(
             spec, config=self.config, hidden_size=self.head_width, eps=self.config.layernorm_epsilon
         )
-        if self.is_split and isinstance(norm, Norm):
+        if self.is_split and isinstance(norm, SeededParameters):
             # All ranks hold these weights and each rank's heads give a part of their gradient, also without sequence parallelism.
             norm.sum_gradients_over_tensor_ranks()
         return norm

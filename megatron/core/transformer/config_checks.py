@@ -9,6 +9,7 @@ import torch
 from megatron.core.activations import ACTIVATIONS
 from megatron.core.transformer.context_parallel import COMM_TYPES, comm_types
 from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.fp8_checks import FP8_CONTRADICTIONS
 from megatron.core.transformer.moe.moe_config_checks import MOE_CONTRADICTIONS
 from megatron.core.transformer.parallel_checks import PARALLEL_CONTRADICTIONS, Condition
 
@@ -16,13 +17,18 @@ if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
 _ROUTER_GROUPS = "a token's experts are the best of all, not the best of some groups"
-_RECIPES = "reduced-precision recipes beyond bf16 are not served"
 
 NOT_SERVED: dict[str, tuple[tuple[object, ...], str]] = {
     "apply_residual_connection_post_layernorm": ((False,), "only pre-norm layers are served"),
     "fp16": ((False,), "fp16 needs loss scaling, which is not served; use bf16"),
-    "fp8": ((None,), _RECIPES),
-    "fp4": ((None,), _RECIPES),
+    "fp4": ((None,), "FP4 needs Blackwell, and no recipe for it is served; use fp8"),
+    "fp8_recipe": (
+        ("delayed", "tensorwise", "blockwise"),
+        "mxfp8 needs Blackwell (Hopper has no such GEMM), and quantizers of one's own (custom) are not served",
+    ),
+    "fp8_wgrad": ((True,), "transformer-engine no longer has a setting for weight gradients alone"),
+    "fp8_output_proj": ((False,), "in Megatron-Core it goes with mxfp8 alone, which needs Blackwell"),
+    "fp8_param": ((False,), "weights rest and travel in params_dtype, and are quantised where they are multiplied"),
     "enable_autocast": ((False,), "layers compute in params_dtype; set that instead"),
     "embedding_init_method_std": (
         (None,),
@@ -158,7 +164,7 @@ CONTRADICTIONS: list[tuple[Condition, str]] = [
     ),
 ]
 
-CONTRADICTIONS += [*MOE_CONTRADICTIONS, *PARALLEL_CONTRADICTIONS]
+CONTRADICTIONS += [*MOE_CONTRADICTIONS, *PARALLEL_CONTRADICTIONS, *FP8_CONTRADICTIONS]
 
 
 def check_config(config: TransformerConfig) -> None:

@@ -9,6 +9,7 @@ results cannot differ, and nothing is drawn twice.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -115,21 +116,111 @@ def _seed_default_generator(device: torch.device, seed: int) -> None:
             torch.cuda.manual_seed(seed)
 
 
-class InitializedParameters(torch.nn.Module):
-    """A module that owns parameters directly and can reset them to their initial values at any time.
+class SeededParameters:
+    """What a module needs to reset the parameters that it owns directly to their initial values at any time.
 
-    ``parameter_prefix`` is the module's full name in the unwrapped model; empty for a module that is built alone.
+    A class to inherit from beside a subclass of ``torch.nn.Module``; ``describe_parameters`` must be called once that is
+    constructed. ``parameter_prefix`` is the module's full name in the unwrapped model; empty for a module that is built
+    alone.
     """
 
     parameter_prefix: str
+    names_in_checkpoint: Mapping[str, str] = {}
+    """Names of parameters, relative to this module, that differ from those in checkpoints; see ``initialize_model``."""
 
-    def __init__(self, config: TransformerConfig) -> None:
-        super().__init__()
+    def begin_parameters(self, config: TransformerConfig) -> None:
+        """Make the empty tables; called once, after the constructor of ``torch.nn.Module``."""
         self.config = config
         self.parameter_prefix = ""
+        self._names_of_seeds: dict[str, str] = {}
         self._init_methods: dict[str, InitMethod] = {}
         self._parameter_attributes: dict[str, dict[str, Any]] = {}
         self._parts: dict[str, Part] = {}
+
+    def own_parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
+        """Return the (name, parameter) pairs that this module owns directly."""
+        assert isinstance(self, torch.nn.Module)
+        return list(self.named_parameters(recurse=False))
+
+    def describe_parameter(
+        self,
+        name: str,
+        full_shape: tuple[int, ...],
+        init_method: InitMethod,
+        *,
+        partition_dim: int | None = None,
+        partition_stride: int = 1,
+        group: ProcessGroup | None = None,
+        **attributes: Any,
+    ) -> torch.Size:
+        """Note how a parameter is initialised and split; the arguments are those of ``add_parameter``.
+
+        Returns:
+            The shape of this rank's part.
+        """
+        part = Part(
+            shape=torch.Size(full_shape),
+            dim=partition_dim,
+            stride=partition_stride,
+            rank=group_rank(group),
+            size=group_size(group),
+        )
+        if partition_dim is not None:
+            attributes |= {
+                "tensor_model_parallel": True,
+                "partition_dim": partition_dim,
+                "partition_stride": partition_stride,
+            }
+        self._init_methods[name], self._parts[name] = init_method, part
+        self._parameter_attributes[name] = attributes
+        return part.own_shape
+
+    def set_parameter_attribute(self, name: str, attribute: str, value: Any) -> None:
+        """Set an attribute of a parameter that survives ``to_empty`` and ``reset_parameters``."""
+        self._parameter_attributes[name][attribute] = value
+        setattr(dict(self.own_parameters())[name], attribute, value)
+
+    def sum_gradients_over_tensor_ranks(self) -> None:
+        """Mark the parameters (``sequence_parallel``) so that gradients are summed over tensor-parallel ranks."""
+        for name, _ in self.own_parameters():
+            self.set_parameter_attribute(name, "sequence_parallel", True)
+
+    def name_parameters(self, prefix: str, stored_names: Mapping[str, str]) -> None:
+        """Take the module's full name, and the names in checkpoints of parameters, by full name, where they differ."""
+        self.parameter_prefix = prefix
+        full = {name: f"{prefix}.{name}" if prefix else name for name in self._init_methods}
+        self._names_of_seeds = {name: stored_names[own] for name, own in full.items() if own in stored_names}
+
+    def reset_parameters(self) -> None:
+        """Fill this module's own parameters with their initial values. Ranks: each alone, no communication.
+
+        Parameters with random initial values are left alone where ``config.perform_initialization`` is off.
+        """
+        for name, parameter in self.own_parameters():
+            init_method, attributes = self._init_methods[name], self._parameter_attributes[name]
+            for attribute, value in attributes.items():
+                setattr(parameter, attribute, value)
+            if self.config.perform_initialization or isinstance(init_method, ConstantInit):
+                initialize_parameter(
+                    parameter,
+                    name=attributes.get("canonical_name") or self._full_name(name),
+                    init_method=init_method,
+                    init_seed=self.config.init_seed,
+                    on_cpu=self.config.use_cpu_initialization,
+                    part=self._parts[name],
+                )
+
+    def _full_name(self, name: str) -> str:
+        own = f"{self.parameter_prefix}.{name}" if self.parameter_prefix else name
+        return self._names_of_seeds.get(name, own)
+
+
+class InitializedParameters(SeededParameters, torch.nn.Module):
+    """A module that makes its own parameters and can reset them to their initial values at any time."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.begin_parameters(config)
 
     def add_parameter(
         self,
@@ -156,50 +247,16 @@ class InitializedParameters(torch.nn.Module):
 
         Ranks: each alone, no communication.
         """
-        part = Part(
-            shape=torch.Size(full_shape),
-            dim=partition_dim,
-            stride=partition_stride,
-            rank=group_rank(group),
-            size=group_size(group),
+        shape = self.describe_parameter(
+            name,
+            full_shape,
+            init_method,
+            partition_dim=partition_dim,
+            partition_stride=partition_stride,
+            group=group,
+            **attributes,
         )
-        if partition_dim is not None:
-            attributes |= {
-                "tensor_model_parallel": True,
-                "partition_dim": partition_dim,
-                "partition_stride": partition_stride,
-            }
-        parameter = torch.nn.Parameter(torch.empty(part.own_shape, dtype=self.config.params_dtype))
-        self.register_parameter(name, parameter)
-        self._init_methods[name], self._parts[name] = init_method, part
-        self._parameter_attributes[name] = attributes
-
-    def set_parameter_attribute(self, name: str, attribute: str, value: Any) -> None:
-        """Set an attribute of a parameter that survives ``to_empty`` and ``reset_parameters``."""
-        self._parameter_attributes[name][attribute] = value
-        setattr(self.get_parameter(name), attribute, value)
-
-    def reset_parameters(self) -> None:
-        """Fill this module's own parameters with their initial values. Ranks: each alone, no communication.
-
-        Parameters with random initial values are left alone where ``config.perform_initialization`` is off.
-        """
-        for name, parameter in self.named_parameters(recurse=False):
-            init_method, attributes = self._init_methods[name], self._parameter_attributes[name]
-            for attribute, value in attributes.items():
-                setattr(parameter, attribute, value)
-            if self.config.perform_initialization or isinstance(init_method, ConstantInit):
-                initialize_parameter(
-                    parameter,
-                    name=attributes.get("canonical_name") or self._full_name(name),
-                    init_method=init_method,
-                    init_seed=self.config.init_seed,
-                    on_cpu=self.config.use_cpu_initialization,
-                    part=self._parts[name],
-                )
-
-    def _full_name(self, name: str) -> str:
-        return f"{self.parameter_prefix}.{name}" if self.parameter_prefix else name
+        self.register_parameter(name, torch.nn.Parameter(torch.empty(shape, dtype=self.config.params_dtype)))
 
 
 def initialize_model(model: torch.nn.Module, device: torch.device) -> None:
@@ -210,11 +267,12 @@ def initialize_model(model: torch.nn.Module, device: torch.device) -> None:
     Raises:
         ValueError: a module owns parameters or buffers and has no ``reset_parameters()``.
     """
+    stored_names = _stored_names(model)
     for name, module in model.named_modules():
         owned = [tensor_name for tensor_name, _ in module.named_parameters(recurse=False)]
         owned += [tensor_name for tensor_name, _ in module.named_buffers(recurse=False)]
-        if isinstance(module, InitializedParameters):
-            module.parameter_prefix = name
+        if isinstance(module, SeededParameters):
+            module.name_parameters(name, stored_names)
         if owned and not callable(getattr(module, "reset_parameters", None)):
             raise ValueError(
                 "every module that owns parameters or buffers must have reset_parameters(), got"
@@ -224,3 +282,15 @@ def initialize_model(model: torch.nn.Module, device: torch.device) -> None:
             module.to_empty(device=device, recurse=False)
         if owned:
             module.reset_parameters()
+
+
+def _stored_names(model: torch.nn.Module) -> dict[str, str]:
+    """Return the names in checkpoints of the parameters, by full name, that have others in the model.
+
+    Initial values follow these, so that a module which holds the weights of several others starts as they do.
+    """
+    return {
+        f"{prefix}.{own}".lstrip("."): f"{prefix}.{stored}".lstrip(".")
+        for prefix, module in model.named_modules()
+        for own, stored in getattr(module, "names_in_checkpoint", {}).items()
+    }

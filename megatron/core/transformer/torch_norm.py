@@ -35,11 +35,6 @@ class Norm(InitializedParameters):
         marks: dict[str, Any] = {"sequence_parallel": True} if self.config.sequence_parallel else {}
         self.add_parameter(name, (self.hidden_size,), ConstantInit(value), **marks)
 
-    def sum_gradients_over_tensor_ranks(self) -> None:
-        """Mark the parameters (``sequence_parallel``) so that gradients are summed over tensor-parallel ranks."""
-        for name, _ in self.named_parameters(recurse=False):
-            self.set_parameter_attribute(name, "sequence_parallel", True)
-
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None, *, keep_input: bool = False) -> Any:
         """Normalise [..., h] of any float dtype to [..., h] in the dtype of the weight.
 

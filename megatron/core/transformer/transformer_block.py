@@ -5,12 +5,15 @@ Shapes: s sequence, b batch, h hidden size, r rotated width.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
+from megatron.core.fp8_utils import Quantization
 from megatron.core.process_groups_config import group_of, group_rank, group_size
 from megatron.core.transformer.global_module_list import GlobalModuleList
 from megatron.core.transformer.module import MegatronModule
@@ -73,6 +76,8 @@ class TransformerBlock(MegatronModule):
             first_index=own.start,
         )
         self.num_layers_per_pipeline_rank = len(self.layers)
+        self._quantization = None if config.fp8 is None else Quantization(config, pg_collection)
+        _check_quantized(config, self.layers)
         self.final_layernorm: torch.nn.Module | None = None
         if post_process and post_layer_norm and submodules.layer_norm is not None:
             self.final_layernorm = build_module(
@@ -101,9 +106,24 @@ class TransformerBlock(MegatronModule):
         if hidden_states is None:
             raise RuntimeError("the block must have an input, got None; call set_input_tensor or pass hidden_states")
         rest = (attention_mask, rotary_pos_emb, rotary_pos_cos, rotary_pos_sin)
+        quantization = self._quantization
+        if quantization is not None and quantization.spans_block:
+            with quantization.of_layer(-1):
+                hidden_states = self._run(hidden_states, rest, None)
+        else:
+            hidden_states = self._run(hidden_states, rest, quantization)
+        if self.final_layernorm is not None:
+            hidden_states = self.final_layernorm(hidden_states)
+        return hidden_states
+
+    def _run(
+        self, hidden_states: torch.Tensor, rest: tuple[Any, ...], quantization: Quantization | None
+    ) -> torch.Tensor:
+        """Run the layers; ``quantization``: each in its own context."""
+        run_layers: type[_Layers] = _Layers if quantization is None else partial(_QuantizedLayers, quantization)  # type: ignore[assignment]
         for layers, recompute in self._chunks():
             if recompute:
-                run = _Layers(layers)
+                run = run_layers(layers)
                 # Without dropout there is no random state to restore; in a CUDA graph it could not be restored.
                 restores = self.config.hidden_dropout > 0 or self.config.attention_dropout > 0
                 streams = self.rng_tracker.recomputation if restores and self.rng_tracker else noop_context_fn
@@ -111,9 +131,7 @@ class TransformerBlock(MegatronModule):
                     run, hidden_states, *rest, use_reentrant=False, preserve_rng_state=restores, context_fn=streams
                 )
             else:
-                hidden_states = _Layers(layers)(hidden_states, *rest)
-        if self.final_layernorm is not None:
-            hidden_states = self.final_layernorm(hidden_states)
+                hidden_states = run_layers(layers)(hidden_states, *rest)
         return hidden_states
 
     def _chunks(self) -> list[tuple[list[torch.nn.Module], bool]]:
@@ -155,6 +173,33 @@ class _Layers:
         for layer in self.layers:
             hidden_states = layer(hidden_states, *rest)
         return hidden_states
+
+
+class _QuantizedLayers(_Layers):
+    """A function that runs layers in order, each in its own context of quantisation, also in recomputation."""
+
+    def __init__(self, quantization: Quantization, layers: list[torch.nn.Module]) -> None:
+        super().__init__(layers)
+        self.quantization = quantization
+
+    def __call__(self, hidden_states: torch.Tensor, *rest: Any) -> torch.Tensor:
+        for layer in self.layers:
+            number: Any = layer.layer_number
+            with self.quantization.of_layer(number - 1):
+                hidden_states = layer(hidden_states, *rest)
+        return hidden_states
+
+
+def _check_quantized(config: TransformerConfig, layers: Iterable[torch.nn.Module]) -> None:
+    """Raise ValueError where the configuration asks for FP8 and the layers cannot."""
+    if config.fp8 is None:
+        return
+    for layer in layers:
+        if not any(hasattr(module, "get_optional_state") for module in layer.modules()):
+            raise ValueError(
+                f"fp8 must go with layers of transformer-engine, got {config.fp8!r} and a spec of others; use"
+                " get_gpt_decoder_block_spec(config, use_transformer_engine=True)"
+            )
 
 
 def _block_submodules(

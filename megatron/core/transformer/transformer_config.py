@@ -147,6 +147,38 @@ class TransformerConfig:
     """Fused functions run uncompiled, as plain PyTorch, on CUDA too. Ours: in Megatron-LM it is a switch of the whole
     process."""
 
+    fp8: Literal["e4m3", "hybrid"] | None = None
+    """Layers of transformer-engine multiply in FP8: all tensors in E4M3 ("e4m3"), or gradients of outputs in E5M2
+    ("hybrid"); None: in ``params_dtype``. The model's layers must be transformer-engine's then."""
+    fp8_recipe: Literal["delayed", "tensorwise", "blockwise"] = "delayed"
+    """Where the scales of FP8 tensors come from: earlier steps ("delayed"), the tensor itself ("tensorwise"), or its blocks
+    ("blockwise"). "mxfp8", which needs Blackwell, and "custom" are refused."""
+    fp8_margin: int = 0
+    """With "delayed", scales are divided by 2 to this power."""
+    fp8_amax_history_len: int = 1
+    """With "delayed", steps whose largest absolute values are kept."""
+    fp8_amax_compute_algo: Literal["most_recent", "max"] = "most_recent"
+    """With "delayed", the largest absolute value that the scale is made for: the last step's, or the largest of all kept."""
+    fp8_wgrad: bool = True
+    """Weight gradients are computed in FP8. False is refused."""
+    fp8_dot_product_attention: bool = False
+    """Core attention multiplies in FP8."""
+    fp8_multi_head_attention: bool = False
+    """Core attention's output stays in FP8 for the projection behind it; goes with ``fp8_dot_product_attention``."""
+    fp8_output_proj: bool = False
+    """Refused when set: in Megatron-Core it goes with "mxfp8" alone."""
+    fp8_param: bool = False
+    """Weights rest and travel in FP8. Refused when set."""
+    tp_only_amax_red: bool = False
+    """With "delayed", largest absolute values are reduced over tensor- and context-parallel ranks alone; off, over the
+    data-parallel ranks as well."""
+    first_last_layers_bf16: bool = False
+    """The first and the last layers multiply in ``params_dtype``."""
+    num_layers_at_start_in_bf16: int = 1
+    """First layers that ``first_last_layers_bf16`` means."""
+    num_layers_at_end_in_bf16: int = 1
+    """Last layers that ``first_last_layers_bf16`` means."""
+
     tensor_model_parallel_size: int = 1
     """Ranks that split each layer's matrices."""
     sequence_parallel: bool = False
@@ -220,7 +252,6 @@ class TransformerConfig:
     softmax_type: str = "vanilla"
     qk_l2_norm: bool = False
     use_mup: bool = False
-    fp8: str | None = None
     fp4: str | None = None
     enable_autocast: bool = False
     cpu_offloading: bool = False

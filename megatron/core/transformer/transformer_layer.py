@@ -6,7 +6,7 @@ Shapes: s sequence, b batch, h hidden size, r rotated width.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -36,7 +36,18 @@ class TransformerLayerSubmodules:
 
 
 class TransformerLayer(MegatronModule):
-    """A transformer layer: x + dropout(attention(norm(x))), then the same with the MLP."""
+    """A transformer layer: x + dropout(attention(norm(x))), then the same with the MLP.
+
+    Attributes:
+        names_in_checkpoint: names of parameters, relative to the layer, and those that they have in checkpoints: norms that
+            are part of a linear layer are stored as the modules that they are otherwise.
+    """
+
+    names_in_checkpoint: ClassVar[dict[str, str]] = {
+        f"{linear}.layer_norm_{kind}": f"{norm}.{kind}"
+        for linear, norm in (("self_attention.linear_qkv", "input_layernorm"), ("mlp.linear_fc1", "pre_mlp_layernorm"))
+        for kind in ("weight", "bias")
+    }
 
     def __init__(
         self,

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import pickle
+import sys
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
 
+from megatron.core.extensions import why_missing
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
@@ -240,9 +242,17 @@ def test_a_layer_spec_that_is_not_served_is_refused_by_name(arguments: dict[str,
         get_gpt_layer_local_spec(**arguments)
 
 
-def test_transformer_engine_specs_are_refused() -> None:
-    with pytest.raises(NotImplementedError, match="get_gpt_layer_local_spec"):
-        get_gpt_layer_with_transformer_engine_spec()
+def test_layers_of_transformer_engine_are_refused_with_the_reason_where_it_is_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformer_engine", None)
+    monkeypatch.delitem(sys.modules, "megatron.core.extensions.transformer_engine", raising=False)
+    why_missing.cache_clear()
+    try:
+        with pytest.raises(ImportError, match=r"need that package: ModuleNotFoundError.*get_gpt_layer_local_spec"):
+            get_gpt_layer_with_transformer_engine_spec()
+    finally:
+        why_missing.cache_clear()
 
 
 def test_spec_and_config_must_agree() -> None:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from megatron.core.activations import squared_relu
 from megatron.core.transformer.config_checks import CONTRADICTIONS, NOT_SERVED
+from megatron.core.transformer.fp8_checks import FP8_CONTRADICTIONS
 from megatron.core.transformer.parallel_checks import PARALLEL_CONTRADICTIONS
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -19,8 +20,11 @@ BASE: dict[str, Any] = {"num_layers": 2, "hidden_size": 16, "num_attention_heads
 ASKED_FOR: dict[str, Any] = {
     "apply_residual_connection_post_layernorm": True,
     "fp16": True,
-    "fp8": "hybrid",
     "fp4": "e2m1",
+    "fp8_recipe": "mxfp8",
+    "fp8_wgrad": False,
+    "fp8_output_proj": True,
+    "fp8_param": True,
     "enable_autocast": True,
     "embedding_init_method_std": 1.0,
     "distribute_saved_activations": True,
@@ -119,7 +123,7 @@ CONTRADICTORY: list[tuple[dict[str, Any], str]] = [
 
 def test_every_row_of_the_tables_has_a_test() -> None:
     assert ASKED_FOR.keys() == NOT_SERVED.keys()
-    assert len(CONTRADICTORY) == len(CONTRADICTIONS) - len(PARALLEL_CONTRADICTIONS)
+    assert len(CONTRADICTORY) == len(CONTRADICTIONS) - len(PARALLEL_CONTRADICTIONS) - len(FP8_CONTRADICTIONS)
 
 
 @pytest.mark.parametrize("name", ASKED_FOR)

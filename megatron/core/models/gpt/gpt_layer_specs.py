@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
+from megatron.core.extensions import why_missing
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
@@ -13,7 +14,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
-from megatron.core.transformer.moe.experts import GroupedMLP, SequentialMLP
+from megatron.core.transformer.moe.experts import GroupedMLP, SequentialMLP, TEGroupedMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules, has_experts
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -23,6 +24,21 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Modules:
+    """The classes of one implementation of the layers."""
+
+    norm: ModuleSpec | type
+    column: type
+    row: type
+    core_attention: type
+    experts: ModuleSpec | type
+    """Experts with one grouped kernel for each layer."""
+    experts_one_by_one: ModuleSpec | type
+    norm_and_column: type | None = None
+    """The norm and the column-parallel layer behind it in one module; None: two modules."""
 
 
 def get_gpt_layer_local_spec(
@@ -47,55 +63,135 @@ def get_gpt_layer_local_spec(
         NotImplementedError: an argument asks for a layer that is not served; the message names it.
         ValueError: ``normalization`` is unknown, or ``moe_grouped_gemm`` is set without experts.
     """
-    not_served = {
-        "multi_latent_attention": multi_latent_attention,
-        "fp8": fp8,
-        "qk_l2_norm": qk_l2_norm,
-        "use_kitchen": use_kitchen,
-    }
-    for name, value in not_served.items():
-        if value:
-            raise NotImplementedError(
-                f"get_gpt_layer_local_spec({name}=...) is not served, got {value!r}; leave it out"
-            )
+    _refuse(
+        "get_gpt_layer_local_spec",
+        multi_latent_attention=multi_latent_attention,
+        fp8=fp8,
+        qk_l2_norm=qk_l2_norm,
+        use_kitchen=use_kitchen,
+    )
     if normalization not in (None, "LayerNorm", "RMSNorm"):
         raise ValueError(f"normalization must be 'LayerNorm', 'RMSNorm' or None, got {normalization!r}")
-    norm = ModuleSpec(module=WrappedTorchNorm, params={"normalization": normalization})
-    attention = SelfAttentionSubmodules(
-        linear_qkv=ColumnParallelLinear,
+    linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    modules = _Modules(
+        norm=ModuleSpec(module=WrappedTorchNorm, params={"normalization": normalization}),
+        column=ColumnParallelLinear,
+        row=RowParallelLinear,
         core_attention=DotProductAttention,
-        linear_proj=RowParallelLinear,
-        q_layernorm=norm if qk_layernorm else IdentityOp,
-        k_layernorm=norm if qk_layernorm else IdentityOp,
+        experts=ModuleSpec(module=GroupedMLP, submodules=linears),
+        experts_one_by_one=ModuleSpec(module=SequentialMLP, submodules=linears),
+    )
+    return _layer_spec(modules, num_experts, bool(moe_grouped_gemm), bool(qk_layernorm))
+
+
+def get_gpt_layer_with_transformer_engine_spec(
+    num_experts: int | None = None,
+    moe_grouped_gemm: bool | None = False,
+    qk_layernorm: bool | None = False,
+    multi_latent_attention: bool | None = False,
+    fp8: str | None = None,
+    qk_l2_norm: bool | None = False,
+    use_te_op_fuser: bool | None = False,
+    use_kitchen: bool = False,
+    use_te_activation_func: bool = False,
+    use_kitchen_attention: bool = False,
+    kitchen_attention_backend: str = "sdpa",
+    mla_down_proj_fusion: bool = False,
+    use_grouped_gemm_for_dense_mlp: bool = False,
+) -> ModuleSpec:
+    """Return the spec of a GPT layer of transformer-engine's modules, which can multiply in FP8.
+
+    Its parameters start as those of ``get_gpt_layer_local_spec``, and checkpoints of either load under the other. Norms are
+    parts of the linear layers behind them (``linear_qkv.layer_norm_weight``).
+
+    Args:
+        num_experts, moe_grouped_gemm, qk_layernorm: as for ``get_gpt_layer_local_spec``.
+        fp8: accepted for Megatron-Core's callers; ``TransformerConfig.fp8`` is what counts.
+
+    Raises:
+        ImportError: transformer-engine cannot be used; gives the reason.
+        NotImplementedError: an argument asks for a layer that is not served; the message names it.
+        ValueError: ``moe_grouped_gemm`` is set without experts.
+
+    Source: Megatron-Core's function of this name.
+    """
+    _refuse(
+        "get_gpt_layer_with_transformer_engine_spec",
+        multi_latent_attention=multi_latent_attention,
+        qk_l2_norm=qk_l2_norm,
+        use_te_op_fuser=use_te_op_fuser,
+        use_kitchen=use_kitchen,
+        use_te_activation_func=use_te_activation_func,
+        use_kitchen_attention=use_kitchen_attention,
+        mla_down_proj_fusion=mla_down_proj_fusion,
+        use_grouped_gemm_for_dense_mlp=use_grouped_gemm_for_dense_mlp,
+    )
+    reason = why_missing("transformer_engine")
+    if reason is not None:
+        raise ImportError(
+            f"layers of transformer-engine need that package: {reason}; install it (docs/transformer_engine.md), or use"
+            " get_gpt_layer_local_spec(), which computes the same and loads the same checkpoints"
+        )
+    from megatron.core.extensions import transformer_engine as te
+
+    grouped = MLPSubmodules(linear_fc1=te.TEColumnParallelGroupedLinear, linear_fc2=te.TERowParallelGroupedLinear)
+    linears = MLPSubmodules(linear_fc1=te.TEColumnParallelLinear, linear_fc2=te.TERowParallelLinear)
+    modules = _Modules(
+        norm=te.TENorm,
+        column=te.TEColumnParallelLinear,
+        row=te.TERowParallelLinear,
+        core_attention=te.TEDotProductAttention,
+        experts=ModuleSpec(module=TEGroupedMLP, submodules=grouped),
+        experts_one_by_one=ModuleSpec(module=SequentialMLP, submodules=linears),
+        norm_and_column=te.TELayerNormColumnParallelLinear,
+    )
+    return _layer_spec(modules, num_experts, bool(moe_grouped_gemm), bool(qk_layernorm))
+
+
+def _refuse(function: str, **not_served: object) -> None:
+    for name, value in not_served.items():
+        if value:
+            raise NotImplementedError(f"{function}({name}=...) is not served, got {value!r}; leave it out")
+
+
+def _layer_spec(modules: _Modules, num_experts: int | None, moe_grouped_gemm: bool, qk_layernorm: bool) -> ModuleSpec:
+    fused, has_experts = modules.norm_and_column, num_experts is not None
+    attention = SelfAttentionSubmodules(
+        linear_qkv=fused or modules.column,
+        core_attention=modules.core_attention,
+        linear_proj=modules.row,
+        q_layernorm=modules.norm if qk_layernorm else IdentityOp,
+        k_layernorm=modules.norm if qk_layernorm else IdentityOp,
     )
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
-            input_layernorm=norm,
+            input_layernorm=IdentityOp if fused else modules.norm,
             self_attention=ModuleSpec(
                 module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention
             ),
             self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=norm,
-            mlp=_mlp_spec(num_experts, bool(moe_grouped_gemm)),
+            # The router and the shared expert read what is normalised, too.
+            pre_mlp_layernorm=IdentityOp if fused and not has_experts else modules.norm,
+            mlp=_mlp_spec(modules, num_experts, moe_grouped_gemm),
             mlp_bda=get_bias_dropout_add,
         ),
     )
 
 
-def _mlp_spec(num_experts: int | None, moe_grouped_gemm: bool) -> ModuleSpec:
-    linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+def _mlp_spec(modules: _Modules, num_experts: int | None, moe_grouped_gemm: bool) -> ModuleSpec:
     if num_experts is None:
         if moe_grouped_gemm:
             raise ValueError("moe_grouped_gemm must go with num_experts, got None; leave it out or set num_experts")
-        return ModuleSpec(module=MLP, submodules=linears)
-    experts = GroupedMLP if moe_grouped_gemm else SequentialMLP
+        dense = MLPSubmodules(linear_fc1=modules.norm_and_column or modules.column, linear_fc2=modules.row)
+        return ModuleSpec(module=MLP, submodules=dense)
+    shared = MLPSubmodules(linear_fc1=modules.column, linear_fc2=modules.row)
     return ModuleSpec(
         module=MoELayer,
         params={"num_experts": num_experts},
         submodules=MoESubmodules(
-            experts=ModuleSpec(module=experts, submodules=linears),
-            shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=linears),
+            experts=modules.experts if moe_grouped_gemm else modules.experts_one_by_one,
+            shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=shared),
         ),
     )
 
@@ -108,24 +204,28 @@ def get_gpt_decoder_block_spec(
     A pipeline stage builds its own layers of them.
 
     Args:
-        normalization: as for ``get_gpt_layer_local_spec``.
+        use_transformer_engine: layers are those of ``get_gpt_layer_with_transformer_engine_spec``.
+        normalization: as for ``get_gpt_layer_local_spec``; without effect on layers of transformer-engine, which have that
+            of the configuration.
 
     Raises:
-        NotImplementedError: ``use_transformer_engine`` is set.
+        ImportError: transformer-engine cannot be used; gives the reason.
     """
+    spec: Callable[..., ModuleSpec]
+    norms: dict[str, Any] = {"qk_layernorm": config.qk_layernorm}
     if use_transformer_engine:
-        get_gpt_layer_with_transformer_engine_spec()
-    norms = {"qk_layernorm": config.qk_layernorm, "normalization": normalization or config.normalization}
-    spec: Callable[..., ModuleSpec] = partial(get_gpt_layer_local_spec, **norms)  # type: ignore[arg-type]
-    dense = spec()
-    with_experts = spec(config.num_moe_experts, config.moe_grouped_gemm) if config.num_moe_experts else dense
+        spec = get_gpt_layer_with_transformer_engine_spec
+    else:
+        spec, norms["normalization"] = get_gpt_layer_local_spec, normalization or config.normalization
+    dense = spec(**norms)
+    with_experts = spec(config.num_moe_experts, config.moe_grouped_gemm, **norms) if config.num_moe_experts else dense
     specs = [with_experts if has_experts(config, number) else dense for number in range(1, config.num_layers + 1)]
-    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=WrappedTorchNorm)
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=_final_norm(use_transformer_engine))
 
 
-def get_gpt_layer_with_transformer_engine_spec(*args: object, **kwargs: object) -> ModuleSpec:
-    """Raise NotImplementedError: layers of transformer-engine are not served."""
-    raise NotImplementedError(
-        "transformer-engine layers are not served; use get_gpt_layer_local_spec(), which loads the same weights except"
-        " that norms are separate modules (input_layernorm, pre_mlp_layernorm)"
-    )
+def _final_norm(use_transformer_engine: bool) -> Any:
+    if not use_transformer_engine:
+        return WrappedTorchNorm
+    from megatron.core.extensions.transformer_engine import TENorm
+
+    return TENorm

@@ -16,6 +16,7 @@ from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.grouped_gemm import can_group, grouped_linear
 from megatron.core.transformer.moe.weighted_activation import weighted_swiglu
+from megatron.core.transformer.spec_utils import build_module
 
 if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -50,6 +51,19 @@ def scaled(x: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
     return (x * probs.unsqueeze(1)).to(x.dtype)
 
 
+def _first_expert(
+    num_local_experts: int, config: TransformerConfig, pg_collection: ProcessGroupCollection | None
+) -> int:
+    """Return the number of this rank's first expert, once their number is checked."""
+    ep_group = group_of(pg_collection, "ep")
+    if num_local_experts * group_size(ep_group) != config.num_moe_experts:
+        raise ValueError(
+            f"num_local_experts must be num_moe_experts ({config.num_moe_experts}) / {group_size(ep_group)} ranks, got"
+            f" {num_local_experts}"
+        )
+    return group_rank(ep_group) * num_local_experts
+
+
 class SequentialMLP(MegatronModule):
     """This rank's experts, computed one after the other; experts without rows run too and get gradients of zeros.
 
@@ -72,12 +86,7 @@ class SequentialMLP(MegatronModule):
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
         super().__init__(config)
-        ep_group = group_of(pg_collection, "ep")
-        if num_local_experts * group_size(ep_group) != config.num_moe_experts:
-            raise ValueError(
-                f"num_local_experts must be num_moe_experts ({config.num_moe_experts}) / {group_size(ep_group)} ranks, got"
-                f" {num_local_experts}"
-            )
+        first_expert = _first_expert(num_local_experts, config, pg_collection)
         self.num_local_experts = num_local_experts
         experts = [
             ExpertMLP(
@@ -89,7 +98,7 @@ class SequentialMLP(MegatronModule):
             )
             for _ in range(num_local_experts)
         ]
-        self.local_experts = GlobalModuleList(experts, first_index=group_rank(ep_group) * num_local_experts)
+        self.local_experts = GlobalModuleList(experts, first_index=first_expert)
 
     def forward(self, rows: ExpertRows) -> torch.Tensor:
         """Return the [r, h] scaled results. On CUDA the host waits for the counts unless it knows them."""
@@ -133,3 +142,87 @@ def _bias_of_rows(biases: list[torch.Tensor | None], rows: ExpertRows) -> torch.
         return None
     num_rows = rows.hidden_states.shape[0]
     return torch.stack(biases).repeat_interleave(rows.counts, dim=0, output_size=num_rows)  # type: ignore[arg-type]
+
+
+class TEGroupedMLP(ExpertMLP):
+    """This rank's experts with transformer-engine's grouped linear layers, whose weights are ``linear_fc1.weight{local number}``.
+
+    In checkpoints they have the names of ``SequentialMLP``, and they start as its weights do.
+
+    Args:
+        submodules: ``TEColumnParallelGroupedLinear`` and ``TERowParallelGroupedLinear``.
+
+    Raises:
+        ValueError: ``num_local_experts`` is not ``num_moe_experts`` divided by the number of ranks of ``pg_collection.ep``.
+
+    Source: Megatron-Core's TEGroupedMLP (names and arithmetic).
+    """
+
+    def __init__(
+        self,
+        num_local_experts: int,
+        config: TransformerConfig,
+        submodules: MLPSubmodules,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        MegatronModule.__init__(self, config)
+        self.first_expert = _first_expert(num_local_experts, config, pg_collection)
+        self.num_local_experts, self.activation_func = num_local_experts, config.activation_func
+        width = config.moe_ffn_hidden_size or config.ffn_hidden_size or 4 * config.hidden_size
+        gated = config.gated_linear_unit
+        shared = {"config": config, "bias": config.add_bias_linear, "skip_bias_add": True, "is_expert": True}
+        shared["tp_group"] = group_of(pg_collection, "expt_tp")
+        self.linear_fc1 = build_module(
+            submodules.linear_fc1,
+            num_local_experts,
+            config.hidden_size,
+            2 * width if gated else width,
+            init_method=config.init_method,
+            stride=2 if gated else 1,
+            **shared,
+        )
+        self.linear_fc2 = build_module(
+            submodules.linear_fc2,
+            num_local_experts,
+            width,
+            config.hidden_size,
+            init_method=config.output_layer_init_method,
+            **shared,
+        )
+        self._padding: tuple[torch.nn.Module, torch.nn.Module] | None = None
+        if config.fp8 is not None:
+            from megatron.core.extensions.transformer_engine import te
+
+            self._padding = te.Fp8Padding(num_local_experts), te.Fp8Unpadding(num_local_experts)
+
+    @property
+    def names_in_checkpoint(self) -> dict[str, str]:
+        """Names of the parameters, relative to this module, and those that they have in checkpoints."""
+        return {
+            f"{layer}.{kind}{index}": f"local_experts.{self.first_expert + index}.{layer}.{kind}"
+            for layer in ("linear_fc1", "linear_fc2")
+            for kind in ("weight", "bias")
+            for index in range(self.num_local_experts)
+        }
+
+    def forward(self, rows: ExpertRows) -> torch.Tensor:  # type: ignore[override]
+        """Return the [r, h] scaled results. On CUDA the host waits for the counts unless it knows them."""
+        x, probs, counts = rows.hidden_states, rows.probs, rows.counts_on_host()
+        own_counts = counts
+        if self._padding is not None:
+            x, counts = self._padding[0](x, own_counts)
+            probs = self._padding[0](probs.unsqueeze(1), own_counts)[0].squeeze(1)
+        intermediate, biases = self.linear_fc1(x, counts)
+        if biases is not None:
+            intermediate = intermediate + _repeated(biases, counts)
+        output, biases = self.linear_fc2(self.activate_scaled(intermediate, None, probs), counts)
+        if biases is not None:
+            output = output + scaled(_repeated(biases, counts), probs)
+        if self._padding is not None:
+            output = self._padding[1](output, own_counts)
+        return output  # type: ignore[no-any-return]
+
+
+def _repeated(biases: list[torch.Tensor], counts: list[int]) -> torch.Tensor:
+    """Repeat each expert's bias for its rows: l of [f] -> [r, f]."""
+    return torch.cat([bias.expand(count, -1) for bias, count in zip(biases, counts, strict=True)])

@@ -23,6 +23,21 @@ from megatron.core.distributed.fsdp.dtensor.local_parts import placed_like
 _GRAD = operator.attrgetter("grad")
 
 
+class OverwriteFlag:
+    """A truth value that is looked up when it is asked for: whether the gradient must overwrite the main gradient.
+
+    transformer-engine takes the attribute in forward and asks whether it is true in backward, after ``get_main_grad``.
+    """
+
+    __slots__ = ("holds",)
+
+    def __init__(self) -> None:
+        self.holds = True
+
+    def __bool__(self) -> bool:
+        return self.holds
+
+
 class GroupGradients:
     """Flat buffers of a group's gradients, none of which takes memory before it is written.
 
@@ -39,6 +54,7 @@ class GroupGradients:
         input_storage: memory of the reduce-scatter input, in the communication dtype.
         input_held: backward may write to the reduce-scatter input.
         main_storage, main_buffer: memory of the main gradient, and the buffer over it.
+        overwrites: [T] what ``weight.overwrite_main_grad`` is.
         main: [T] DTensors over the main gradient, which ``param.grad`` become.
         partial_storage: memory of sums over microbatches that are not reduced yet.
         accumulates_partial: microbatches before the last are summed locally, not reduced.
@@ -61,6 +77,7 @@ class GroupGradients:
         self._follow_input()
         self._input_home: torch.Tensor | None = None
         self._written = [False] * len(self._sharded)
+        self.overwrites = [OverwriteFlag() for _ in self._sharded]
         self.main_storage = FlatStorage(weights.main.local.numel(), dtypes.main_grads, device)
         self.main_buffer = DBuffer(layout, self._placements.optimizer, axes, self.main_storage.flat)
         self.main: list[DTensor] = []
@@ -181,7 +198,7 @@ class GroupGradients:
 
     def write_target(self, index: int) -> torch.Tensor:
         """Return the slice of the reduce-scatter input for parameter ``index``, full shape, to be written or added to."""
-        self._unsharded[index].overwrite_main_grad = not self._written[index]  # type: ignore[attr-defined]
+        self.overwrites[index].holds = not self._written[index]
         self._written[index] = True
         return self._input_views[index]
 

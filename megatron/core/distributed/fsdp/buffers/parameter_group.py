@@ -177,8 +177,9 @@ class FsdpParameterGroup:
         group = weakref.ref(self)
         for index, parameter in enumerate(self.unsharded):
             parameter.get_main_grad = _main_grad_getter(group, index)  # type: ignore[attr-defined]
-            parameter.overwrite_main_grad = True  # type: ignore[attr-defined]
-            parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+            parameter.overwrite_main_grad = self.grads.overwrites[index]  # type: ignore[attr-defined]
+            # transformer-engine's name for a weight whose main gradient is there only once backward asks for it.
+            setattr(parameter, "__fsdp_param__", True)  # noqa: B010
 
     # ---- names and places ---------------------------------------------------------------------------------------
 

@@ -3,9 +3,12 @@
 A checkpoint is a folder with these entries:
 
 - ``<name in the unwrapped model>``: a main weight or persistent buffer, whole, however it was split between ranks
-  (data, tensor or expert parallelism, pipeline stages). Tied weights have one entry, under their first name.
+  (data, tensor or expert parallelism, pipeline stages). Tied weights have one entry, under their first name. Where a module
+  has ``names_in_checkpoint``, a mapping of names relative to it, tensors have those names.
 - ``optimizer.state.<parameter>.<key>``: optimizer state.
 - ``optimizer.param_groups``, ``optimizer.kind``: hyperparameters, by the names of the parameters that they are for.
+- ``optional_state.<module>``: what ``get_optional_state`` of a module returned, unless None. What is not there is left as it
+  is, and what no module has is left unread.
 - ``extra_state.<key>``: what the caller of ``save_checkpoint`` gave on rank 0.
 - ``extra_state.per_rank.<rank>``: what each rank gave as ``extra_state["per_rank"]``.
 

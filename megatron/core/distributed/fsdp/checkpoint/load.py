@@ -27,11 +27,13 @@ from megatron.core.distributed.fsdp.checkpoint.reader import CheckpointReader
 from megatron.core.distributed.fsdp.checkpoint.state import (
     EXTRA_STATE,
     OPTIMIZER,
+    OPTIONAL_STATE,
     PER_RANK,
     NamedTensor,
     is_split,
     model_tensors,
     module_states,
+    optional_states,
     unwrapped,
 )
 
@@ -122,7 +124,8 @@ class Load:
         self.is_split = is_split(self._model)
         self.unclaimed: list[tuple[str, str]] = []
         targets = self._match(None if optimizer is None else torch_optimizer(optimizer))
-        self._module_values = self._reader.values(list(module_states(self._model)))
+        optional = [name for name in optional_states(self._model) if name in self._saved]
+        self._module_values = self._reader.values([*module_states(self._model), *optional])
         self.extra_state = self._read_extra_state()
         self._plan = self._reader.plan(targets)
         self._reader.verify(self._plan)
@@ -147,6 +150,9 @@ class Load:
             self._optimizer.install()
         for name, module in module_states(self._model).items():
             module.set_extra_state(self._module_values[name])
+        for name, module in optional_states(self._model).items():
+            if name in self._module_values:
+                module.set_optional_state(self._module_values[name])
         for unit in (module._fsdp_unit for module in fsdp_modules(self._model)):
             if unit.context is not None:
                 unit.context.weights_changed()
@@ -216,7 +222,9 @@ class Load:
         problems.missing += [name for name in states if name not in self._saved]
         known = {entry.name for entry in targets} | set(states)
         problems.extra += [
-            name for name in self._saved if name not in known and not name.startswith((OPTIMIZER, EXTRA_STATE))
+            name
+            for name in self._saved
+            if name not in known and not name.startswith((OPTIMIZER, EXTRA_STATE, OPTIONAL_STATE))
         ]
         return targets
 

@@ -30,6 +30,7 @@ from megatron.core.distributed.fsdp.checkpoint.state import (
     is_split,
     model_tensors,
     module_states,
+    optional_states,
     plain_copy,
 )
 
@@ -168,6 +169,8 @@ def local_state(model: nn.Module, optimizer: Any, extra_state: Mapping[str, Any]
     """
     tensors = model_tensors(model)
     values = {name: plain_copy(module.get_extra_state(), name) for name, module in module_states(model).items()}
+    optional = {name: module.get_optional_state() for name, module in optional_states(model).items()}
+    values.update({name: plain_copy(value, name) for name, value in optional.items() if value is not None})
     of_optimizer: dict[str, Any] = {}
     if optimizer is not None:
         state, own_values = optimizer_entries(torch_optimizer(optimizer), tensors)

@@ -12,7 +12,7 @@ from torch import nn
 from megatron.core.distributed.fsdp.api.module import FsdpModule, fsdp_modules
 from megatron.core.distributed.fsdp.buffers.norm_ownership import is_copy
 
-OPTIMIZER, EXTRA_STATE = "optimizer.", "extra_state."
+OPTIMIZER, EXTRA_STATE, OPTIONAL_STATE = "optimizer.", "extra_state.", "optional_state."
 PER_RANK = "per_rank"
 _MODULE_STATE = "_extra_state"  # what nn.Module.state_dict calls the result of get_extra_state
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
@@ -67,6 +67,7 @@ def model_tensors(model: nn.Module) -> list[NamedTensor]:
         for sharded, unsharded in zip(group.sharded, group.unsharded, strict=True)
     }
     found: dict[int, tuple[list[str], torch.Tensor]] = {}
+    stored_names = _stored_names(root)
     for prefix, module in root.named_modules(remove_duplicate=False):
         own = {key: main_weights.get(id(p), p) for key, p in module._parameters.items() if p is not None}
         own.update(
@@ -76,8 +77,22 @@ def model_tensors(model: nn.Module) -> list[NamedTensor]:
         )
         for key, tensor in own.items():
             name = _checked(f"{prefix}.{key}" if prefix else key, tensor)
-            found.setdefault(id(tensor), ([], tensor))[0].append(name)
+            names = found.setdefault(id(tensor), ([], tensor))[0]
+            names += [stored_names[name], name] if name in stored_names else [name]
     return [_named(names, tensor) for names, tensor in found.values()]
+
+
+def _stored_names(root: nn.Module) -> dict[str, str]:
+    """Return the names in checkpoints of tensors, by name in the model, where the two differ.
+
+    A module says so with ``names_in_checkpoint``, a mapping of names relative to it. So checkpoints do not depend on which
+    of several implementations of the same layers the model has. What is read may also have the name in the model.
+    """
+    return {
+        f"{prefix}.{own}".lstrip("."): f"{prefix}.{stored}".lstrip(".")
+        for prefix, module in root.named_modules()
+        for own, stored in getattr(module, "names_in_checkpoint", {}).items()
+    }
 
 
 def _named(names: list[str], tensor: torch.Tensor) -> NamedTensor:
@@ -93,11 +108,27 @@ def is_split(model: nn.Module) -> bool:
 
 
 def module_states(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules that have a ``get_extra_state``, by the name of that state in ``state_dict``."""
+    """Return the modules that have a ``get_extra_state``, by the name of that state in ``state_dict``.
+
+    A module with optional state says there what it keeps, not here.
+    """
     return {
         f"{prefix}.{_MODULE_STATE}" if prefix else _MODULE_STATE: module
         for prefix, module in unwrapped(model).named_modules()
-        if type(module).get_extra_state is not nn.Module.get_extra_state
+        if type(module).get_extra_state is not nn.Module.get_extra_state and not hasattr(module, "get_optional_state")
+    }
+
+
+def optional_states(model: nn.Module) -> dict[str, Any]:
+    """Return the modules that have a ``get_optional_state``, by the name of that state in checkpoints.
+
+    It is state that a model may do without: a module whose state is None saves none, a module whose state was not saved
+    keeps what it has, and what no module here has is left unread.
+    """
+    return {
+        f"{OPTIONAL_STATE}{prefix}": module
+        for prefix, module in unwrapped(model).named_modules()
+        if hasattr(module, "get_optional_state")
     }
 
 
@@ -128,10 +159,10 @@ def plain_copy(value: Any, name: str) -> Any:
 
 
 def _checked(name: str, tensor: torch.Tensor) -> str:
-    if name.startswith((OPTIMIZER, EXTRA_STATE)):
+    if name.startswith((OPTIMIZER, EXTRA_STATE, OPTIONAL_STATE)):
         raise ValueError(
             f"{name} of the model has a name that checkpoints reserve for other state; no child of the model may be "
-            "called optimizer or extra_state"
+            "called optimizer, extra_state or optional_state"
         )
     if tensor.is_meta:
         raise ValueError(f"{name} must have values, got a tensor on the meta device; materialise the model first")

@@ -1,0 +1,90 @@
+"""When layers multiply in FP8: the contexts that they run in. Names are Megatron-Core's."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megatron.core.process_groups_config import group_of, group_size
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+def is_first_last_bf16_layer(config: TransformerConfig, layer_no: int) -> bool:
+    """Return whether ``first_last_layers_bf16`` keeps the layer of this index in the whole model (from 0) out of FP8."""
+    first, last = config.num_layers_at_start_in_bf16, config.num_layers - config.num_layers_at_end_in_bf16
+    return config.first_last_layers_bf16 and layer_no >= 0 and not first <= layer_no < last
+
+
+def get_fp8_context(
+    config: TransformerConfig,
+    layer_no: int = -1,
+    is_init: bool = False,
+    pg_collection: ProcessGroupCollection | None = None,
+) -> AbstractContextManager[Any]:
+    """Return the context of a layer's forward.
+
+    Args:
+        layer_no: index of the layer in the whole model, from 0; -1: of all layers.
+        is_init: the context in which weights are made; must be False, since they are made in ``params_dtype``.
+        pg_collection: the process groups over which the model is split.
+
+    Raises:
+        NotImplementedError: ``is_init``.
+
+    Source: Megatron-Core's function of this name.
+    """
+    if is_init:
+        raise NotImplementedError("is_init must be False, got True: weights are made in params_dtype")
+    return nullcontext() if config.fp8 is None else Quantization(config, pg_collection).of_layer(layer_no)
+
+
+class Quantization:
+    """The contexts of a block of layers that multiplies in FP8.
+
+    With delayed scaling one context spans the block, since scales are made for all layers at its end; with other recipes
+    each layer has its own.
+
+    Raises:
+        NotImplementedError: no process group has the ranks over which delayed scaling must reduce.
+    """
+
+    def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None) -> None:
+        from megatron.core.extensions.transformer_engine_recipes import quantization_recipe
+
+        self._config = config
+        self._group, reduces = _amax_group(config, pg_collection)
+        self._recipe = quantization_recipe(config, reduce_amax=reduces)
+        self.spans_block = config.fp8_recipe == "delayed"
+
+    def of_layer(self, layer_no: int) -> AbstractContextManager[Any]:
+        """Return the context of the layer of this index in the whole model; -1: of the block."""
+        from megatron.core.extensions.transformer_engine_recipes import autocast
+
+        if is_first_last_bf16_layer(self._config, layer_no):
+            return nullcontext()
+        return autocast(self._recipe, self._group)
+
+
+def _amax_group(config: TransformerConfig, groups: ProcessGroupCollection | None) -> tuple[ProcessGroup | None, bool]:
+    """Return the group over which largest absolute values are reduced (None: all ranks), and whether they are."""
+    if config.tp_only_amax_red:
+        group = group_of(groups, "tp_cp") or group_of(groups, "tp") or group_of(groups, "cp")
+        return group, group_size(group) > 1
+    if group_size(group_of(groups, "pp")) == 1:
+        return None, torch.distributed.is_initialized()
+    if group_size(group_of(groups, "tp")) == 1:
+        data = group_of(groups, "dp_cp") or group_of(groups, "dp")
+        return data, group_size(data) > 1
+    if config.fp8_recipe == "delayed":
+        raise NotImplementedError(
+            "fp8_recipe='delayed' over tensor- and pipeline-parallel ranks must go with tp_only_amax_red, got it off: there is"
+            " no process group of a stage's ranks; set it, or use fp8_recipe='tensorwise'"
+        )
+    return None, False

@@ -1,0 +1,105 @@
+"""Checks of a TransformerConfig's FP8 settings: a table of (condition, message), one test a row."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megatron.core.transformer.parallel_checks import Condition
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+_OF_FP8 = {
+    "fp8_recipe": "delayed",
+    "fp8_margin": 0,
+    "fp8_amax_history_len": 1,
+    "fp8_amax_compute_algo": "most_recent",
+    "fp8_dot_product_attention": False,
+    "fp8_multi_head_attention": False,
+    "tp_only_amax_red": False,
+    "first_last_layers_bf16": False,
+}
+"""Fields without meaning where ``fp8`` is None, with their defaults."""
+
+_OF_DELAYED = ("fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo", "tp_only_amax_red")
+
+
+def _of_fp8(field: str) -> tuple[Condition, str]:
+    default = _OF_FP8[field]
+    return (
+        lambda c: c.fp8 is None and getattr(c, field) != default,
+        f"{field} must be {default!r} without fp8, got {{{field}!r}}; set fp8 to 'hybrid' or 'e4m3'",
+    )
+
+
+def _of_delayed(field: str) -> tuple[Condition, str]:
+    default = _OF_FP8[field]
+    return (
+        lambda c: c.fp8 is not None and c.fp8_recipe != "delayed" and getattr(c, field) != default,
+        f"{field} must be {default!r} with fp8_recipe={{fp8_recipe!r}}, got {{{field}!r}}: its scales follow from the"
+        " tensors themselves; leave it out, or use fp8_recipe='delayed'",
+    )
+
+
+def _num_bf16_layers(config: TransformerConfig) -> int:
+    return config.num_layers_at_start_in_bf16 + config.num_layers_at_end_in_bf16
+
+
+FP8_CONTRADICTIONS: list[tuple[Condition, str]] = [
+    (lambda c: c.fp8 not in (None, "e4m3", "hybrid"), "fp8 must be 'e4m3', 'hybrid' or None, got {fp8!r}"),
+    *map(_of_fp8, _OF_FP8),
+    *map(_of_delayed, _OF_DELAYED),
+    (
+        lambda c: c.fp8 is not None and not c.bf16,
+        "fp8 must go with bf16=True, got False: gradients of weights and all that is not multiplied in FP8 is in bf16",
+    ),
+    (lambda c: c.fp8_amax_history_len < 1, "fp8_amax_history_len must be at least 1, got {fp8_amax_history_len}"),
+    (lambda c: c.fp8_margin < 0, "fp8_margin must not be negative, got {fp8_margin}"),
+    (
+        lambda c: c.fp8_amax_compute_algo not in ("most_recent", "max"),
+        "fp8_amax_compute_algo must be 'most_recent' or 'max', got {fp8_amax_compute_algo!r}",
+    ),
+    (
+        lambda c: c.fp8_dot_product_attention and c.fp8_recipe == "blockwise",
+        "fp8_dot_product_attention must be off with fp8_recipe='blockwise', got it on: transformer-engine has no such kernel",
+    ),
+    (
+        lambda c: c.fp8_multi_head_attention and not c.fp8_dot_product_attention,
+        "fp8_multi_head_attention must go with fp8_dot_product_attention, got it off; turn both on",
+    ),
+    (
+        lambda c: c.fp8_dot_product_attention and c.attention_dropout > 0.0,
+        "attention_dropout must be 0 with fp8_dot_product_attention, got {attention_dropout}",
+    ),
+    (
+        lambda c: c.fp8_dot_product_attention and c.recompute_granularity == "selective",
+        "recompute_granularity='selective' must not go with fp8_dot_product_attention: attention in FP8 keeps little, and"
+        " scales would move between the two computations; use 'full' or none",
+    ),
+    (
+        lambda c: c.fp8 is not None and c.fp8_recipe == "delayed" and c.recompute_granularity == "full",
+        "recompute_granularity='full' must go with fp8_recipe='tensorwise' or 'blockwise', got 'delayed', whose scales would"
+        " move between the two computations",
+    ),
+    (
+        lambda c: c.first_last_layers_bf16 and c.fp8_recipe == "delayed",
+        "first_last_layers_bf16 must go with fp8_recipe='tensorwise' or 'blockwise', got 'delayed', whose scales are made for"
+        " all layers at once",
+    ),
+    (
+        lambda c: c.first_last_layers_bf16 and min(c.num_layers_at_start_in_bf16, c.num_layers_at_end_in_bf16) < 0,
+        "num_layers_at_start_in_bf16 and num_layers_at_end_in_bf16 must not be negative, got {num_layers_at_start_in_bf16}"
+        " and {num_layers_at_end_in_bf16}",
+    ),
+    (
+        lambda c: c.first_last_layers_bf16 and _num_bf16_layers(c) > c.num_layers,
+        "num_layers_at_start_in_bf16 and num_layers_at_end_in_bf16 must be num_layers ({num_layers}) together at most, got"
+        " {num_layers_at_start_in_bf16} and {num_layers_at_end_in_bf16}",
+    ),
+    (
+        lambda c: c.fp8 is not None and c.num_moe_experts is not None and not c.moe_grouped_gemm,
+        "fp8 must go with moe_grouped_gemm where there are experts, got it off: rows of single experts are not padded to what"
+        " FP8 GEMMs need",
+    ),
+]
+"""Rows like those of ``config_checks.CONTRADICTIONS``."""

@@ -1,0 +1,172 @@
+"""Layers of transformer-engine start as the local ones, compute the same, and write gradients where they are reduced.
+
+The package is a stand-in here (``tests/support/fake_transformer_engine.py``); test_transformer_engine_gpu.py has the real one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
+from tests.support.fake_transformer_engine import fake_transformer_engine  # noqa: F401
+from tests.support.tiny_gpt import random_tokens
+from tests.support.tiny_moe import FIELDS as MOE_FIELDS
+
+pytestmark = pytest.mark.usefixtures("fake_transformer_engine")
+
+DENSE: dict[str, Any] = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4}
+NO_DROPOUT: dict[str, Any] = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+LLAMA = {"normalization": "RMSNorm", "gated_linear_unit": True, "activation_func": "silu", "add_bias_linear": False}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "gpt2": {},
+    "llama": LLAMA | {"num_query_groups": 2, "layernorm_zero_centered_gamma": True, "qk_layernorm": True},
+    "bias fused": {"bias_activation_fusion": True, "bias_dropout_fusion": True},
+    "fp32 residual": {"fp32_residual_connection": True, "params_dtype": torch.bfloat16, "bf16": True} | LLAMA,
+    "experts": MOE_FIELDS | {"moe_grouped_gemm": True, "moe_layer_freq": [0, 1]},
+    "experts with bias": MOE_FIELDS
+    | {"moe_grouped_gemm": True, "add_bias_linear": True, "moe_shared_expert_intermediate_size": None},
+    "experts one by one": MOE_FIELDS | {"moe_shared_expert_gate": True},
+}
+
+
+def _gpt(name: str, *, te: bool, device: str = "cpu", **fields: Any) -> GPTModel:
+    config = TransformerConfig(**(DENSE | NO_DROPOUT | CONFIGS[name] | fields))
+    with torch.device(device):
+        return GPTModel(
+            config, get_gpt_decoder_block_spec(config, use_transformer_engine=te), 40, 16, pg_collection=None
+        )
+
+
+def _stored(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The parameters by their names in checkpoints."""
+    from megatron.core.distributed.fsdp.checkpoint.state import model_tensors
+
+    return {entry.name: entry.tensor for entry in model_tensors(model)}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_layers_start_and_compute_as_the_local_ones(name: str) -> None:
+    """Bitwise the same weights under the same names in checkpoints, the same losses and gradients up to rounding."""
+    local, ours = _gpt(name, te=False), _gpt(name, te=True)
+    expected, got = _stored(local), _stored(ours)
+    assert got.keys() == expected.keys()
+    for key, tensor in expected.items():
+        assert torch.equal(got[key], tensor) and got[key].dtype == tensor.dtype, key
+        marks = {mark: value for mark, value in vars(tensor).items() if not callable(value)}
+        assert marks == {mark: value for mark, value in vars(got[key]).items() if not callable(value)}, key
+    inputs, positions, labels = random_tokens()
+    losses = [model(inputs, positions, None, labels=labels) for model in (local, ours)]
+    # fp32: sums in another order. bf16: the norm's input is rounded to bf16 first.
+    exact = local.config.params_dtype is torch.float32
+    close: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-6} if exact else {"rtol": 0.02, "atol": 0.02}
+    torch.testing.assert_close(losses[1], losses[0], **close)
+    for loss in losses:
+        loss.mean().backward()
+    for key, tensor in expected.items():
+        if exact:
+            torch.testing.assert_close(got[key].grad, tensor.grad, rtol=1e-4, atol=1e-6, msg=key)
+
+
+def test_meta_initialisation_gives_the_same_bits() -> None:
+    for name in ("llama", "experts with bias"):
+        direct, late = _stored(_gpt(name, te=True)), _gpt(name, te=True, device="meta")
+        assert all(parameter.is_meta for parameter in late.parameters())
+        for module in late.modules():
+            module.to_empty(device="cpu", recurse=False)
+            getattr(module, "reset_parameters", lambda: None)()
+        for key, tensor in _stored(late).items():
+            assert torch.equal(tensor, direct[key]), key
+
+
+def test_norms_are_parts_of_the_linear_layers_behind_them() -> None:
+    names = {name for name, _ in _gpt("gpt2", te=True).named_parameters() if ".layers.0." in name and "norm" in name}
+    layer = "decoder.layers.0"
+    assert names == {
+        f"{layer}.{linear}.layer_norm_{kind}"
+        for linear in ("self_attention.linear_qkv", "mlp.linear_fc1")
+        for kind in ("weight", "bias")
+    }
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [
+        "multi_latent_attention",
+        "qk_l2_norm",
+        "use_te_op_fuser",
+        "use_kitchen",
+        "use_te_activation_func",
+        "use_kitchen_attention",
+        "mla_down_proj_fusion",
+        "use_grouped_gemm_for_dense_mlp",
+    ],
+)
+def test_a_layer_spec_that_is_not_served_is_refused_by_name(argument: str) -> None:
+    with pytest.raises(NotImplementedError, match=argument):
+        get_gpt_layer_with_transformer_engine_spec(**{argument: True})  # type: ignore[arg-type]
+
+
+def _attention(**fields: Any) -> Callable[[], Any]:
+    def build() -> Any:
+        from megatron.core.extensions.transformer_engine import TEDotProductAttention
+
+        return TEDotProductAttention(TransformerConfig(**DENSE, **fields), 1)
+
+    return build
+
+
+def _linear(name: str, **arguments: Any) -> Callable[[], Any]:
+    def build() -> Any:
+        from megatron.core.extensions import transformer_engine
+
+        config = TransformerConfig(**DENSE)
+        sizes = (2, 16, 16) if "Grouped" in name else (16, 16)
+        given = {"config": config, "init_method": config.init_method, "bias": True} | arguments
+        return getattr(transformer_engine, name)(*sizes, **given)
+
+    return build
+
+
+@pytest.mark.parametrize(
+    ("build", "error", "message"),
+    [
+        (_attention(apply_query_key_layer_scaling=True), NotImplementedError, "apply_query_key_layer_scaling"),
+        (_attention(deterministic_mode=True), RuntimeError, "use_deterministic_algorithms"),
+        (_attention(attention_backend="flash"), RuntimeError, "flash-attn"),
+        (_linear("TEColumnParallelLinear", gather_output=True), ValueError, "gather_output"),
+        (_linear("TELayerNormColumnParallelLinear", gather_output=True), ValueError, "gather_output"),
+        (_linear("TEColumnParallelLinear", skip_weight_param_allocation=True), ValueError, "skip_weight_param"),
+        (_linear("TERowParallelLinear", input_is_parallel=False), ValueError, "input_is_parallel"),
+        (_linear("TELayerNormColumnParallelLinear", is_expert=True), ValueError, "is_expert"),
+        (_linear("TEColumnParallelGroupedLinear", is_expert=False), ValueError, "is_expert"),
+    ],
+)
+def test_what_a_layer_does_not_serve_is_refused(build: Callable[[], Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        build()
+
+
+def test_attention_takes_masks_and_is_told_which_kernels_to_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    import os
+
+    names = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
+    for name in names:
+        monkeypatch.setenv(name, "")
+    local, ours = (_gpt("gpt2", te=te, attention_backend="fused") for te in (False, True))
+    assert [os.environ[name] for name in names] == ["0", "1", "0"]
+    inputs, positions, labels = random_tokens()
+    mask = torch.rand(2, 1, 9, 9, generator=torch.Generator().manual_seed(1)) < 0.4
+    mask[..., 0] = False
+    losses = [model(inputs, positions, mask, labels=labels) for model in (local, ours)]
+    torch.testing.assert_close(losses[1], losses[0])
+    with pytest.raises(TypeError, match="dtype bool"):
+        ours(inputs, positions, mask.float(), labels=labels)

@@ -1,0 +1,195 @@
+"""Layers of transformer-engine (its stand-in) under the sharding engine and under every split train as the local layers do."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.distributed.fsdp import FullyShardedDataParallel, load_checkpoint, microbatch, save_checkpoint
+from megatron.core.distributed.fsdp.flat_optimizer.flat_adamw import FlatAdamW
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.process_group_builder import build_process_groups
+from megatron.core.process_groups_config import group_rank, group_size
+from megatron.core.rank_grid import RankGrid
+from megatron.core.transformer.transformer_config import TransformerConfig
+from tests.support import fake_transformer_engine
+from tests.support.rank_checks import RankChecks
+from tests.support.tiny_moe import FIELDS as MOE_FIELDS
+from tests.support.tiny_moe import LENGTH, VOCAB_SIZE, tokens_of
+from tests.support.whole_tensors import whole_tensors
+
+CHECKS = RankChecks(__name__)
+
+LLAMA: dict[str, Any] = {
+    "num_layers": 2,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_query_groups": 2,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "add_bias_linear": False,
+    "gated_linear_unit": True,
+    "activation_func": "silu",
+    "normalization": "RMSNorm",
+    "qk_layernorm": True,
+    "init_method_std": 0.3,
+}
+GPT2: dict[str, Any] = {**LLAMA, "normalization": "LayerNorm", "add_bias_linear": True, "qk_layernorm": False}
+EXPERTS: dict[str, Any] = {**MOE_FIELDS, "moe_grouped_gemm": True}
+FP8: dict[str, Any] = {**LLAMA, "params_dtype": torch.bfloat16, "bf16": True, "fp8": "hybrid"}
+FP8 |= {"fp8_amax_history_len": 4, "fp8_amax_compute_algo": "max"}
+
+
+def _built(
+    fields: dict[str, Any], *, te: bool, strategy: Any = "optim_grads_params", **degrees: Any
+) -> tuple[FullyShardedDataParallel, FlatAdamW]:
+    fake_transformer_engine.install()
+    groups = build_process_groups(RankGrid(world_size=dist.get_world_size(), **degrees))
+    config = TransformerConfig(**fields, **degrees, sequence_parallel=group_size(groups.tp) > 1)
+    block = get_gpt_decoder_block_spec(config, use_transformer_engine=te)
+    model = GPTModel(config, block, VOCAB_SIZE, LENGTH, position_embedding_type="rope", pg_collection=groups)
+    ddp = DistributedDataParallelConfig(
+        use_megatron_fsdp=strategy != "no_shard",
+        data_parallel_sharding_strategy=strategy,
+        megatron_fsdp_main_params_dtype=torch.float32,
+        megatron_fsdp_main_grads_dtype=torch.float32,
+    )
+    sharded = FullyShardedDataParallel(config, ddp, model, pg_collection=groups)
+    return sharded, FlatAdamW(list(sharded.parameters()), lr=1e-2, eps=1e-3)
+
+
+def _train(model: FullyShardedDataParallel, optimizer: FlatAdamW, steps: range) -> list[float]:
+    """Two microbatches a step; returns the losses of this rank."""
+    losses = []
+    for step in steps:
+        for index in range(2):
+            with microbatch(model, is_first=index == 0, is_last=index == 1):
+                tokens = tokens_of(10 * step + 2 * group_rank(model.pg_collection.dp) + index, 4)[:, :9]
+                loss = model(tokens[:, :-1], None, None, labels=tokens[:, 1:]).mean()
+                loss.backward()
+            losses.append(loss.item())
+        model.finish_grad_sync()
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def _saved(model: FullyShardedDataParallel, optimizer: FlatAdamW, name: str) -> Path:
+    path = Path(_folder()) / name
+    save_checkpoint(model, optimizer, path)
+    return path
+
+
+def _folder() -> str:
+    made = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(made)
+    assert made[0] is not None
+    return made[0]
+
+
+def _full(grad: Any) -> torch.Tensor:
+    full: torch.Tensor = grad.full_tensor()
+    return full
+
+
+def _assert_train_alike(fields: dict[str, Any], **degrees: Any) -> None:
+    """Three steps of both implementations: the same checkpoints, names and values, optimizer state included."""
+    whole = {}
+    for te in (False, True):
+        model, optimizer = _built(fields, te=te, **degrees)
+        _train(model, optimizer, range(3))
+        whole[te] = whole_tensors(_saved(model, optimizer, "model"))
+    assert whole[True].keys() == whole[False].keys()
+    for name, tensor in whole[False].items():
+        torch.testing.assert_close(whole[True][name], tensor, rtol=1e-4, atol=2e-5, msg=f"{name} {degrees}")
+
+
+@CHECKS.on(2)
+def they_train_as_the_local_layers() -> None:
+    """Under data, tensor (with sequence) and expert parallelism."""
+    _assert_train_alike(LLAMA)
+    _assert_train_alike(GPT2, strategy="optim_grads")
+    _assert_train_alike(LLAMA, tensor_model_parallel_size=2)
+    _assert_train_alike(GPT2, tensor_model_parallel_size=2)
+    _assert_train_alike(EXPERTS, expert_model_parallel_size=2)
+
+
+@CHECKS.on(2)
+def checkpoints_of_one_implementation_load_under_the_other() -> None:
+    """Both ways, weights and optimizer state bit for bit; a key that neither has is still an error."""
+    for te in (False, True):
+        for fields in (LLAMA, EXPERTS):
+            model, optimizer = _built(fields, te=te)
+            _train(model, optimizer, range(1))
+            path = _saved(model, optimizer, "first")
+            other, fresh = _built({**fields, "init_seed": 5}, te=not te)
+            load_checkpoint(other, fresh, path)
+            first, second = whole_tensors(path), whole_tensors(_saved(other, fresh, "second"))
+            assert first.keys() == second.keys()
+            for name, tensor in first.items():
+                assert torch.equal(second[name], tensor), name
+    assert not [name for name in first if "_extra_state" in name or "layer_norm_weight" in name]
+    assert any(name.endswith("pre_mlp_layernorm.weight") for name in first)
+    smaller, _ = _built({**LLAMA, "num_layers": 1}, te=True)
+    with pytest.raises(ValueError, match=r"extra|1\.input_layernorm"):
+        load_checkpoint(smaller, None, path)
+
+
+@CHECKS.on(2)
+def a_weight_that_is_used_twice_in_a_backward_gets_both_gradients() -> None:
+    """transformer-engine asks in forward whether to overwrite, when nobody knows which use comes first in backward."""
+    gradients = {}
+    for te in (False, True):
+        model, optimizer = _built(LLAMA, te=te)
+        tokens = tokens_of(dist.get_rank(), 4)
+        for _ in range(2):  # the second time as planned
+            optimizer.zero_grad()
+            with microbatch(model, is_first=True, is_last=True):
+                pairs = ((t[:, :-1], t[:, 1:]) for t in tokens.chunk(2))
+                losses = [model(inputs, None, None, labels=labels).mean() for inputs, labels in pairs]
+                (losses[0] * losses[1]).backward()
+            model.finish_grad_sync()
+        gradients[te] = {name: _full(p.grad) for name, p in model.module.named_parameters() if p.grad is not None}
+    for name in ("decoder.layers.0.mlp.linear_fc2.weight", "decoder.layers.1.self_attention.linear_proj.weight"):
+        torch.testing.assert_close(gradients[True][name], gradients[False][name], rtol=1e-4, atol=1e-6)
+
+
+@CHECKS.on(2)
+def training_in_fp8_resumes_bitwise() -> None:
+    """Histories and scales are in the checkpoint; a run in bf16 and one with another recipe load it without them."""
+    model, optimizer = _built(FP8, te=True)
+    _train(model, optimizer, range(2))
+    path = _saved(model, optimizer, "fp8")
+    expected = _train(model, optimizer, range(2, 4))
+    resumed, fresh = _built({**FP8, "init_seed": 5}, te=True)
+    load_checkpoint(resumed, fresh, path)
+    assert _train(resumed, fresh, range(2, 4)) == expected
+    without, other = _built({**FP8, "init_seed": 5}, te=True)
+    load_checkpoint(without, other, path)
+    module: Any
+    for module in without.modules():
+        if "scaling_fwd" in getattr(module, "fp8_meta", {}):
+            del module.fp8_meta["scaling_fwd"], module.fp8_meta["scaling_bwd"]
+            module.fp8_meta_tensors_initialized = False
+    assert _train(without, other, range(2, 4)) != expected, "without the histories the losses are others"
+    for fields in (FP8 | {"fp8": None, "fp8_amax_history_len": 1, "fp8_amax_compute_algo": "most_recent"},):
+        for te in (False, True):
+            bf16, third = _built(fields, te=te)
+            load_checkpoint(bf16, third, path)
+            losses = _train(bf16, third, range(2, 4))
+            torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=0.1, atol=0.1)
+            back, fourth = _built({**FP8, "init_seed": 5}, te=True)
+            load_checkpoint(back, fourth, _saved(bf16, third, "bf16"))
+            _train(back, fourth, range(4, 5))
+
+
+@pytest.mark.parametrize(("num_ranks", "name"), CHECKS.parameters)
+def test_on_ranks(num_ranks: int, name: str) -> None:
+    CHECKS.assert_passed(num_ranks, name)

@@ -1,0 +1,99 @@
+"""FP8 settings that contradict others: each row is a test."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.core.transformer.fp8_checks import FP8_CONTRADICTIONS
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+BASE: dict[str, Any] = {
+    "num_layers": 4,
+    "hidden_size": 16,
+    "num_attention_heads": 4,
+    "attention_dropout": 0.0,
+    "bf16": True,
+    "params_dtype": torch.bfloat16,
+}
+FP8: dict[str, Any] = {"fp8": "hybrid"}
+TENSORWISE: dict[str, Any] = {**FP8, "fp8_recipe": "tensorwise"}
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"fp8": "e5m2"}, "fp8 must be 'e4m3', 'hybrid' or None, got 'e5m2'"),
+    ({"fp8_recipe": "tensorwise"}, "fp8_recipe must be 'delayed' without fp8, got 'tensorwise'"),
+    ({"fp8_margin": 1}, "fp8_margin must be 0 without fp8"),
+    ({"fp8_amax_history_len": 16}, "fp8_amax_history_len must be 1 without fp8, got 16"),
+    ({"fp8_amax_compute_algo": "max"}, "fp8_amax_compute_algo must be 'most_recent' without fp8, got 'max'"),
+    ({"fp8_dot_product_attention": True}, "fp8_dot_product_attention must be False without fp8"),
+    ({"fp8_multi_head_attention": True}, "fp8_multi_head_attention must be False without fp8"),
+    ({"tp_only_amax_red": True}, "tp_only_amax_red must be False without fp8"),
+    ({"first_last_layers_bf16": True}, "first_last_layers_bf16 must be False without fp8"),
+    ({**TENSORWISE, "fp8_margin": 1}, "fp8_margin must be 0 with fp8_recipe='tensorwise', got 1"),
+    ({**TENSORWISE, "fp8_amax_history_len": 16}, "fp8_amax_history_len must be 1 with fp8_recipe='tensorwise'"),
+    ({**TENSORWISE, "fp8_amax_compute_algo": "max"}, "must be 'most_recent' with fp8_recipe='tensorwise', got 'max'"),
+    ({**TENSORWISE, "tp_only_amax_red": True}, "tp_only_amax_red must be False with fp8_recipe='tensorwise'"),
+    ({**FP8, "bf16": False}, "fp8 must go with bf16=True, got False"),
+    ({**FP8, "fp8_amax_history_len": 0}, "fp8_amax_history_len must be at least 1, got 0"),
+    ({**FP8, "fp8_margin": -1}, "fp8_margin must not be negative, got -1"),
+    ({**FP8, "fp8_amax_compute_algo": "mean"}, "fp8_amax_compute_algo must be 'most_recent' or 'max', got 'mean'"),
+    (
+        {**FP8, "fp8_recipe": "blockwise", "fp8_dot_product_attention": True},
+        "fp8_dot_product_attention must be off with fp8_recipe='blockwise'",
+    ),
+    ({**FP8, "fp8_multi_head_attention": True}, "must go with fp8_dot_product_attention, got it off"),
+    (
+        {**FP8, "fp8_dot_product_attention": True, "attention_dropout": 0.1},
+        "attention_dropout must be 0 with fp8_dot_product_attention, got 0.1",
+    ),
+    (
+        {**FP8, "fp8_dot_product_attention": True, "recompute_granularity": "selective"},
+        "recompute_granularity='selective' must not go with fp8_dot_product_attention",
+    ),
+    (
+        {**FP8, "recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+        "recompute_granularity='full' must go with fp8_recipe='tensorwise' or 'blockwise'",
+    ),
+    (
+        {**FP8, "first_last_layers_bf16": True},
+        "first_last_layers_bf16 must go with fp8_recipe='tensorwise' or 'blockwise'",
+    ),
+    (
+        {**TENSORWISE, "first_last_layers_bf16": True, "num_layers_at_end_in_bf16": -1},
+        "num_layers_at_start_in_bf16 and num_layers_at_end_in_bf16 must not be negative, got 1 and -1",
+    ),
+    (
+        {**TENSORWISE, "first_last_layers_bf16": True, "num_layers_at_end_in_bf16": 4},
+        r"must be num_layers \(4\) together at most, got 1 and 4",
+    ),
+    ({**FP8, "num_moe_experts": 4}, "fp8 must go with moe_grouped_gemm where there are experts, got it off"),
+]
+
+
+@pytest.mark.parametrize("row", range(len(REFUSED)))
+def test_each_contradiction_is_refused(row: int) -> None:
+    settings, message = REFUSED[row]
+    with pytest.raises(ValueError, match=r"TransformerConfig\..*" + message):
+        TransformerConfig(**{**BASE, **settings})
+    probe: Any = SimpleNamespace(**{**vars(TransformerConfig(**BASE)), **settings})
+    assert FP8_CONTRADICTIONS[row][0](probe)
+
+
+def test_each_row_has_a_test() -> None:
+    assert len(REFUSED) == len(FP8_CONTRADICTIONS)
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "custom"])
+def test_recipes_that_hopper_does_not_have_are_refused_by_name(recipe: str) -> None:
+    with pytest.raises(NotImplementedError, match=f"fp8_recipe must be .* got '{recipe}': mxfp8 needs Blackwell"):
+        TransformerConfig(**BASE, fp8="hybrid", fp8_recipe=recipe)  # type: ignore[arg-type]
+
+
+def test_first_and_last_layers_are_told_by_their_place_in_the_whole_model() -> None:
+    from megatron.core.fp8_utils import is_first_last_bf16_layer
+
+    config = TransformerConfig(**BASE, **TENSORWISE, first_last_layers_bf16=True, num_layers_at_end_in_bf16=2)
+    assert [is_first_last_bf16_layer(config, index) for index in (-1, 0, 1, 2, 3)] == [False, True, False, True, True]
