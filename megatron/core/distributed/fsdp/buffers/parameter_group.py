@@ -26,6 +26,7 @@ from megatron.core.distributed.fsdp.buffers.weights import GroupWeights
 from megatron.core.distributed.fsdp.config.mixed_precision import GroupDtypes
 from megatron.core.distributed.fsdp.config.placement import Placements
 from megatron.core.distributed.fsdp.dtensor import copies, full_states  # noqa: F401 (patch DTensor: parameters are views of buffers)
+from megatron.core.distributed.fsdp.dtensor.data_setter import set_shell
 from megatron.core.distributed.fsdp.dtensor.random_fill import draws_whole
 from megatron.core.distributed.fsdp.layout.flat_layout import FlatLayout
 from megatron.core.distributed.fsdp.mesh.group_mesh import GroupMesh
@@ -242,7 +243,7 @@ class FsdpParameterGroup:
             return
         for index, parameter in enumerate(self.sharded):
             wide = self._dtensor(self.weights.main, index)
-            parameter.data = wide  # the dtype that autograd sees
+            set_shell(parameter, wide)  # the dtype that autograd sees
             parameter._local_tensor, parameter._spec = wide._local_tensor, wide._spec  # type: ignore[attr-defined]
         self.weights.set_parameters(self.sharded, self.unsharded)
 

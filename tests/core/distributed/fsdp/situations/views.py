@@ -81,6 +81,28 @@ def weights_written_after_a_forward(kind: Kind) -> Any:
     return train(kind, model, optimizer, range(2, 4)), weights(model)
 
 
+@situation(refuses=r"the data of the sharded parameter entry.weight must not be replaced.*copy_")
+def data_of_parameters_is_replaced(kind: Kind) -> Any:
+    model, optimizer = _started(kind)
+    for parameter in model.parameters():
+        parameter.data = parameter.data * 0.5
+    return train(kind, model, optimizer, range(2, 4)), weights(model)
+
+
+@situation()
+def weights_are_swapped_in_place_for_an_evaluation(kind: Kind) -> Any:
+    """What the refusal above says to do; and reading ``data`` stays as it was."""
+    model, optimizer = _started(kind)
+    kept = [parameter.data.clone() for parameter in model.parameters()]
+    losses = []
+    for values in ([value * 0.5 for value in kept], kept):
+        with torch.no_grad():
+            for parameter, value in zip(model.parameters(), values, strict=True):
+                parameter.copy_(value)
+            losses.append(kind.mean(kind.loss(model, 3)))
+    return losses, train(kind, model, optimizer, range(2, 4)), weights(model)
+
+
 @situation()
 def an_optimizer_built_between_forward_and_backward(kind: Kind) -> Any:
     model, _ = _started(kind)
