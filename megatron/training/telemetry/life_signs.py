@@ -192,7 +192,7 @@ class LifeSigns:
 
     def _sign(self, count: int) -> None:
         number, words = self._progress()
-        self._store.set(str(self.rank), f"{count} {self._host} {number} {words}")
+        self._store.set(str(self.rank), f"{count} {self._host} {number} {time.time():.1f} {words}")
 
     def _signs(self) -> list[str] | None:
         """Return the last sign of each rank; None if the store does not answer in time."""
@@ -230,6 +230,10 @@ def _names(signs: dict[int, str]) -> str:
 
 
 def _last_acts(signs: dict[int, str]) -> str:
-    """Say what ranks did last, as far as their signs do."""
-    acts = [f"; rank {rank} was last at {sign.split(maxsplit=3)[3]}" for rank, sign in signs.items()]
-    return "".join(acts[:_MAX_ACTS])
+    """Say what ranks did last, as far as their signs do, and how old these are by the hosts' clocks."""
+    return "".join(_last_act(rank, sign) for rank, sign in list(signs.items())[:_MAX_ACTS])
+
+
+def _last_act(rank: int, sign: str) -> str:
+    *_, told_s, words = sign.split(maxsplit=4)
+    return f"; rank {rank} was last at {words}, as it said {max(time.time() - float(told_s), 0.0):.0f} s ago"

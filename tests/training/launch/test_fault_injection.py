@@ -67,6 +67,11 @@ def _kill() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def _kill_a_loader_process() -> None:
+    multiprocessing.active_children()[0].kill()
+    time.sleep(20.0)  # PyTorch's handler of SIGCHLD raises in here
+
+
 def _out_of_memory() -> None:
     import torch
 
@@ -82,6 +87,7 @@ FAULTS: dict[str, Callable[[], None]] = {
     "delay": _delay,
     "hang": _hang,
     "kill": _kill,
+    "kill a loader process": _kill_a_loader_process,
     "out of memory": _out_of_memory,
     "disk full": _disk_full,
 }
@@ -126,6 +132,7 @@ TABLE = (
     Row("kill", "gather", 1, _LOST[1]),
     Row("kill", "reduction", 1, _LOST[1]),
     Row("kill", "a checkpoint's file", 1, _LOST[1]),
+    Row("kill a loader process", "reduction", 1, "RuntimeError: DataLoader worker (pid", "--num-workers 1"),
     Row("out of memory", "forward", 1, _OOM),
     Row("out of memory", "gather", 0, _OOM),
     Row("out of memory", "reduction", 1, _OOM),
@@ -180,6 +187,7 @@ def _run_rank(rank: int, port: int, flags: str, output: str, row: Row | None) ->
     from megatron.training.launch.failures import run_script
 
     torch.set_num_threads(1)
+    multiprocessing.set_start_method("fork", force=True)  # as under torchrun: loader processes are this one's children
     MockGPTLowLevelDataset.size = 100
     if row is not None and row.rank == rank:
         _inject(row)
@@ -241,6 +249,8 @@ def test_a_fault_ends_as_its_row_says(ends: Ends, row: Row) -> None:
     assert row.last in "\n".join(speaks.strip().splitlines()[-_LAST_LINES:]), text
     named = (f"rank {row.rank} failed with", f"[rank {row.rank}]", _LOST[row.rank])
     assert any(words in other for words in named), text
+    if row.fault == "kill a loader process":
+        assert f"rank {row.rank} failed with {row.last}" in other, text
 
 
 def test_a_save_that_fails_leaves_no_checkpoint(ends: Ends, tmp_path_factory: pytest.TempPathFactory) -> None:

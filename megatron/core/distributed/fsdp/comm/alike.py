@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from megatron.core.distributed.fsdp.comm.transport import raise_foreign
+
 _MAX_NAMED = 8
 
 
@@ -84,6 +86,7 @@ def check_same_order(
             return
         orders = exchange(list(collectives), groups)
     except RuntimeError as error:
+        raise_foreign(error)
         raise RuntimeError(
             f"ranks must compare the order of their collectives after the same step, got on rank {dist.get_rank()}: {error}; "
             "if no rank has stopped, ranks ran units in different orders, or different numbers of steps"

@@ -30,6 +30,18 @@ def unfinished(what: str, axes: Sequence[Transport], error: RuntimeError) -> Run
     )
 
 
+def raise_foreign(error: RuntimeError) -> None:
+    """Raise the error again if it has nothing to do with the collective in which it came up.
+
+    A ``DataLoader`` raises from a signal handler when one of its processes has died, wherever the rank is by then.
+    """
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if trace is not None and trace.tb_frame.f_globals.get("__name__", "").startswith("torch.utils.data."):
+        raise error
+
+
 class MemoryKind(Enum):
     """What a buffer is for: a transport may need some of them in memory that other ranks can reach."""
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
-from megatron.core.distributed.fsdp.comm.transport import Failed, unfinished
+from megatron.core.distributed.fsdp.comm.transport import Failed, raise_foreign, unfinished
 from megatron.core.distributed.fsdp.layout.plan import Recorder
 from megatron.core.distributed.fsdp.runtime import nvtx
 from megatron.core.distributed.fsdp.runtime.streams import Edge, Role, Streams
@@ -162,6 +162,7 @@ class GradReducer:
             except torch.OutOfMemoryError:
                 raise
             except RuntimeError as error:
+                raise_foreign(error)
                 raise self.failed(f"reduction of the gradients of {group}", group.group_mesh.axes, error) from error
             finally:
                 nvtx.pop()

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
-from megatron.core.distributed.fsdp.comm.transport import Transport
+from megatron.core.distributed.fsdp.comm.transport import Transport, raise_foreign
 from megatron.core.distributed.fsdp.runtime.grad_reducer import GradReducer
 from megatron.core.distributed.fsdp.runtime.same_order import NUM_BITS, Order, SameOrder
 from megatron.core.distributed.fsdp.runtime.streams import Role
@@ -120,6 +120,7 @@ class MissingGradients:
                 for axis in ballot.axes:
                     axis.all_reduce(ballot.counts, ballot.counts)
             except RuntimeError as error:
+                raise_foreign(error)
                 raise self._grad_reducer.failed("count of missing gradients", ballot.axes, error) from error
 
     # ---- the order of collectives -------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
-from megatron.core.distributed.fsdp.comm.transport import Failed, Transport, unfinished
+from megatron.core.distributed.fsdp.comm.transport import Failed, Transport, raise_foreign, unfinished
 from megatron.core.distributed.fsdp.layout.plan import Recorder
 from megatron.core.distributed.fsdp.runtime import nvtx
 from megatron.core.distributed.fsdp.runtime.streams import Edge, Role, Streams
@@ -105,6 +105,7 @@ class Unsharder:
             except torch.OutOfMemoryError:
                 raise
             except RuntimeError as error:
+                raise_foreign(error)
                 what = f"all-gather of the weights of {group} ({'forward' if forward else 'backward'})"
                 raise self.failed(what, group.group_mesh.axes, error) from error
             finally:

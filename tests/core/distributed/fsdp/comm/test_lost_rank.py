@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import re
 import signal
@@ -9,11 +10,16 @@ import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader
 
+from megatron.core.distributed.fsdp.buffers.gradients import GroupGradients
+from megatron.core.distributed.fsdp.buffers.weights import GroupWeights
+from megatron.core.distributed.fsdp.comm.process_group import RankOrderTransport
 from tests.support.launch import run_ranks
 from tests.support.models import loss_of as net_loss
 from tests.support.models import make_net, my_piece, shard_net
@@ -81,3 +87,34 @@ def test_the_others_say_what_they_waited_for(moment: str, strategy: str, waited_
         assert re.match(waited_for, message), message
         assert f"must be joined by all of ranks [0, 1, 2], and did not finish on rank {rank}" in message
         assert cause and cause in message, "the backend's own words are kept"
+
+
+def _lose_a_loader_process(owner: type, name: str) -> str:
+    """Train; a process of a loader dies while the method runs for the first time. Return what backward or forward raised."""
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # ranks are, and may have no children
+    net = shard_net(make_net(), "optim_grads_params")
+    loader = DataLoader(list(range(1000)), num_workers=1, multiprocessing_context="fork")
+    batches = iter(loader)
+    next(batches)
+    (process,) = multiprocessing.active_children()
+
+    def die(*_: Any, **__: Any) -> None:
+        process.kill()
+        time.sleep(20.0)  # PyTorch's handler of SIGCHLD raises in here
+        raise AssertionError("nobody told of the process's end")
+
+    with mock.patch.object(owner, name, die):
+        try:
+            net_loss(net, my_piece(0)).backward()
+        except RuntimeError as error:
+            return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"), [(GroupWeights, "all_gather"), (GroupGradients, "reduce"), (RankOrderTransport, "all_reduce")]
+)
+def test_the_death_of_a_loader_process_is_told_as_such(owner: type, name: str) -> None:
+    """PyTorch raises from a signal handler, wherever the rank is: it is no collective that did not finish."""
+    for said in run_ranks(2, _lose_a_loader_process, owner, name, timeout_s=60):
+        assert re.match(r"DataLoader worker \(pid \d+\) is killed by signal: Killed", said), said
