@@ -16,6 +16,7 @@ from megatron.core.distributed.fsdp.buffers.grad_sums import sum_grads
 from megatron.core.distributed.fsdp.buffers.norm_ownership import NormScope, counts_in_norm, norm_scope_of
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup, group_of
 from megatron.core.distributed.fsdp.checkpoint import load_checkpoint, save_checkpoint
+from megatron.core.distributed.fsdp.codec.fp8_codec import Fp8Codec, Fp8Wrapper
 from megatron.core.distributed.fsdp.comm.registry import TRANSPORT_KINDS, TransportKind
 from megatron.core.distributed.fsdp.config.mixed_precision import MixedPrecisionPolicy
 from megatron.core.distributed.fsdp.config.placement import Placements, hybrid_placements
@@ -35,6 +36,8 @@ __all__ = [
     "DBuffer",
     "FSDPDistributedIndex",
     "FlatAdamW",
+    "Fp8Codec",
+    "Fp8Wrapper",
     "FsdpContext",
     "FsdpModule",
     "FsdpParameterGroup",

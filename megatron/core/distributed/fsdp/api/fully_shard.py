@@ -33,6 +33,7 @@ from megatron.core.distributed.fsdp.buffers.materialize import materialize, move
 from megatron.core.distributed.fsdp.buffers.module_tree import ModuleTree
 from megatron.core.distributed.fsdp.buffers.param_slots import ManagedParameter
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup, group_of
+from megatron.core.distributed.fsdp.codec.weight_codec import codec_of
 from megatron.core.distributed.fsdp.comm.registry import TransportKind
 from megatron.core.distributed.fsdp.config.mixed_precision import SERVED_DTYPES, MixedPrecisionPolicy
 from megatron.core.distributed.fsdp.config.placement import Placements
@@ -439,7 +440,7 @@ def _group(
 ) -> list[tuple[list[ManagedParameter], FlatLayout, Placements, GroupMesh]]:
     """Split parameters into those that can share a flat buffer, and lay out each buffer.
 
-    Parameters share a buffer if they have one mesh and dtype, are all trainable or all frozen, and all have rows or
+    Parameters share a buffer if they have one mesh, dtype and codec, are all trainable or all frozen, and all have rows or
     none has. A parameter that another pipeline stage holds too has a buffer of its own, so that both stages cut it
     alike.
     """
@@ -448,7 +449,8 @@ def _group(
         original = parameter.original
         alone = parameter if is_shared_between_stages(original, meshes.dense.model) else None
         mesh = meshes.of(original)
-        key = (original.dtype, original.requires_grad, original.dim() == 0, mesh is meshes.dense, alone)
+        codec = codec_of(original, parameter.name)
+        key = (original.dtype, original.requires_grad, original.dim() == 0, mesh is meshes.dense, alone, codec)
         kinds.setdefault(key, []).append(parameter)
     groups = []
     for (_, trainable, is_scalar, *_), members in kinds.items():

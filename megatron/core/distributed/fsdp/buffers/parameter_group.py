@@ -22,7 +22,10 @@ from megatron.core.distributed.fsdp.buffers.grad_sums import GradSum
 from megatron.core.distributed.fsdp.buffers.gradients import GroupGradients
 from megatron.core.distributed.fsdp.buffers.param_slots import ManagedParameter, ModuleParameters, ParamSlots
 from megatron.core.distributed.fsdp.buffers.retired_parameter import retire
+from megatron.core.distributed.fsdp.buffers.scaled_weights import ScaledWeights
 from megatron.core.distributed.fsdp.buffers.weights import GroupWeights
+from megatron.core.distributed.fsdp.codec.fp8_codec import Fp8Codec
+from megatron.core.distributed.fsdp.codec.weight_codec import codec_of
 from megatron.core.distributed.fsdp.config.mixed_precision import GroupDtypes
 from megatron.core.distributed.fsdp.config.placement import Placements
 from megatron.core.distributed.fsdp.dtensor import copies, full_states  # noqa: F401 (patch DTensor: parameters are views of buffers)
@@ -95,7 +98,8 @@ class FsdpParameterGroup:
         self.context: weakref.ref[Any] | None = None
         self.set_prefix("")
         self._parts = [part_of(p.original, p.name, group_mesh.tensor_size) for p in self.parameters]
-        self.weights = GroupWeights(
+        codec = codec_of(self.parameters[0].original, self.parameters[0].name)
+        self.weights = (ScaledWeights if isinstance(codec, Fp8Codec) else GroupWeights)(
             [p.original for p in self.parameters],
             layout=layout,
             group_mesh=group_mesh,
@@ -103,6 +107,7 @@ class FsdpParameterGroup:
             dtypes=dtypes,
             device=device,
             name=str(self),
+            codec=codec,
         )
         self.sharded = [self._sharded_parameter(i, p) for i, p in enumerate(self.parameters)]
         self.unsharded = [self._unsharded_parameter(i, p) for i, p in enumerate(self.parameters)]

@@ -173,7 +173,7 @@ class GroupWeights:
 
     def wrap(self, index: int) -> torch.Tensor:
         """Return the full weight of parameter ``index`` as its module multiplies it."""
-        return self.codec.wrap(self.full.view(index))
+        return self.full.view(index)
 
     def set_parameters(self, sharded: Sequence[nn.Parameter], unsharded: Sequence[nn.Parameter]) -> None:
         """Keep the [T] parameters over these buffers, and give back the full weight's memory."""
@@ -257,4 +257,11 @@ class GroupWeights:
         self.full.local = self.full_storage.flat
         self._gathers = self.model.gathers(self.full)
         for index, parameter in enumerate(self.unsharded):
-            self.codec.rebind(parameter, self.full.view(index))
+            self._rebind(index, parameter)
+
+    def _rebind(self, index: int, parameter: torch.Tensor) -> None:
+        parameter.data = self.full.view(index)
+
+    def poison(self) -> None:
+        """Fill the full weight with NaN."""
+        self.full.local.data.fill_(float("nan"))

@@ -20,21 +20,39 @@ class WeightCodec:
 
     needs_all_main_weights = False
 
+    def __repr__(self) -> str:
+        return "cast"
+
     def rest_dtype(self, compute: torch.dtype) -> torch.dtype:
         """Return the dtype in which the model weight rests and travels, one element for each of the weight's."""
         return compute
+
+    def check(self, parameter: torch.Tensor, name: str) -> None:
+        """Refuse a parameter that the codec cannot serve.
+
+        Raises:
+            ValueError: it cannot.
+        """
 
     def encoder(self, target: torch.Tensor) -> Callable[[torch.Tensor], object]:
         """Return the function that encodes a main weight [N] into ``target`` [N], whose memory stays where it is."""
         return target.copy_
 
-    def wrap(self, gathered: torch.Tensor) -> torch.Tensor:
-        """Return what a layer multiplies, a view of the gathered elements [R, C]."""
-        return gathered
-
-    def rebind(self, wrapped: torch.Tensor, gathered: torch.Tensor) -> None:
-        """Make what ``wrap`` returned a view of these elements."""
-        wrapped.data = gathered
-
 
 CAST = WeightCodec()
+
+
+def codec_of(parameter: torch.Tensor, name: str) -> WeightCodec:
+    """Return the codec that a parameter asks for by its attribute ``fsdp_codec``; a cast where it asks for none.
+
+    Raises:
+        TypeError: the attribute is no codec.
+        ValueError: the codec cannot serve the parameter.
+    """
+    codec: object = getattr(parameter, "fsdp_codec", None)
+    if codec is None:
+        return CAST
+    if not isinstance(codec, WeightCodec):
+        raise TypeError(f"fsdp_codec of parameter {name} must be a codec, such as an Fp8Codec, got {codec!r}")
+    codec.check(parameter, name)
+    return codec

@@ -53,6 +53,9 @@ class ProcessGroupTransport(Transport):
     def broadcast(self, tensor: torch.Tensor) -> None:
         dist.broadcast(_movable(tensor), src=dist.get_global_rank(self.group, 0), group=self.group)
 
+    def maximum(self, tensor: torch.Tensor) -> None:
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.gather_group)
+
     def exchange(self, value: Any) -> list[Any]:
         values = [None] * self.size
         dist.all_gather_object(values, value, group=self.group)

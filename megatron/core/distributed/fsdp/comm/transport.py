@@ -119,6 +119,10 @@ class Transport(Protocol):
         """Copy ``tensor`` of the axis's first rank to that of all others."""
 
     @abstractmethod
+    def maximum(self, tensor: torch.Tensor) -> None:
+        """Replace each element by the largest of the ranks'. Ranks: all, on the stream of gathers."""
+
+    @abstractmethod
     def exchange(self, value: Any) -> list[Any]:
         """Return the ranks' values, which must be picklable, in rank order. Blocks the host."""
 
@@ -156,6 +160,9 @@ class LocalTransport(Transport):
     all_reduce = reduce_scatter
 
     def broadcast(self, tensor: torch.Tensor) -> None:
+        pass
+
+    def maximum(self, tensor: torch.Tensor) -> None:
         pass
 
     def exchange(self, value: Any) -> list[Any]:

@@ -27,6 +27,7 @@ from megatron.core.distributed.fsdp.runtime.unit import FsdpUnit, Phase
 from megatron.core.distributed.fsdp.runtime.unit_registry import UnitRegistry
 from megatron.core.distributed.fsdp.runtime.unsharder import Unsharder
 from megatron.core.distributed.fsdp.runtime.updater import Update, Updater
+from megatron.core.distributed.fsdp.runtime.weight_scales import WeightScales
 from megatron.core.distributed.fsdp.runtime.weight_versions import WeightVersions
 
 logger = logging.getLogger(__name__)
@@ -47,6 +48,7 @@ class FsdpContext:
         self.unsharder.can_move = lambda: (own := self_ref()) is not None and own._can_move()
         self.grad_reducer = GradReducer(self.streams)
         self._updater = Updater(self.streams, self.unsharder)
+        self._weight_scales = WeightScales(self.streams, self.unsharder)
         self.graphs = Graphs()
         self.registry = UnitRegistry()
         self.planner = Planner(self.registry, self.unsharder, self.grad_reducer, self.graphs, device)
@@ -103,6 +105,7 @@ class FsdpContext:
         for group in unit.own_groups:
             group.context = weakref.ref(self)
             self.unsharder.take_over(group)
+            self._weight_scales.add(group)
             if self._debug is not None:
                 self._debug.watch(group)
         self.registry.add(unit)
@@ -115,6 +118,7 @@ class FsdpContext:
             return False
         self.planner.leave_plan()
         self.registry.clear()
+        self._weight_scales.clear()
         return True
 
     @property

@@ -215,7 +215,7 @@ class Unsharder:
             return
         weights.set_fence(False)
         if self.poisons:
-            weights.full.local.data.fill_(float("nan"))
+            weights.poison()
         storage.free()
         self._released = self.streams.record(Role.COMPUTE, self._released)
         weights.is_unsharded = False

@@ -1,0 +1,152 @@
+"""Weights of a group whose codec scales them: bytes at rest, on the wire and in use, and the scales beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import repeat
+
+import torch
+
+from megatron.core.distributed.fsdp.buffers.param_slots import each
+from megatron.core.distributed.fsdp.buffers.weights import GroupWeights
+from megatron.core.distributed.fsdp.codec.float8 import NAN_BYTE
+from megatron.core.distributed.fsdp.codec.fp8_codec import Fp8Codec, pieces_of
+from megatron.core.distributed.fsdp.config.mixed_precision import GroupDtypes
+
+
+@dataclass(frozen=True)
+class Scales:
+    """The scales of N tensors or blocks, equal on all ranks that hold parts of them.
+
+    Args:
+        amax: [N] largest absolute values of the main weights, as they were last measured.
+        scale: [N] what main weights are multiplied by.
+        inverse: [N] its reciprocals, which layers read.
+        history: [H, N] ``amax`` of the latest steps, the latest first; H is 0 where the recipe has no history.
+    """
+
+    amax: torch.Tensor
+    scale: torch.Tensor
+    inverse: torch.Tensor
+    history: torch.Tensor
+
+    @staticmethod
+    def make(codec: Fp8Codec, number: int, device: torch.device) -> Scales:
+        """Allocate scales of 1."""
+        amax, scale, inverse = (torch.ones(number, device=device) for _ in range(3))
+        history = torch.zeros(codec.amax_history_len if codec.has_history else 0, number, device=device)
+        return Scales(amax, scale, inverse, history)
+
+    def part(self, begin: int, end: int) -> Scales:
+        """Return views of elements [begin, end)."""
+        return Scales(*(tensor[..., begin:end] for tensor in vars(self).values()))
+
+    def copy_(self, other: Scales) -> None:
+        for own, theirs in zip(vars(self).values(), vars(other).values(), strict=True):
+            own.copy_(theirs)
+
+
+class ScaledWeights(GroupWeights):
+    """As ``GroupWeights``, with a model weight of one byte for each element that is multiplied with scales.
+
+    Scales are brought up to date for all such groups of a context together (``runtime/weight_scales.py``), before the
+    first of them is encoded. What is encoded depends on the other ranks' main weights too, so ranks write weights
+    between steps, not between the forwards of one.
+
+    Attributes:
+        scales: of the group's weights, one after the other.
+        restarts: the next scales are those of the weights as they are, without a history.
+        prepare_scales: brings the scales of all groups of the context up to date with the main weights.
+    """
+
+    codec: Fp8Codec
+    scales: Scales
+    prepare_scales: Callable[[], None]
+
+    def _follow_main(self) -> None:
+        super()._follow_main()
+        assert self.encoded_piece is not None, "bytes are no main weights"
+        if not hasattr(self, "scales"):
+            self.restarts = True
+            self.take_scales(Scales.make(self.codec, self.codec.num_scales(self.layout), self.device))
+        main, target = self.main.local.data, self.encoded_piece
+        pieces = pieces_of(self.layout, self.main.begin, self.main.end)
+        self._parts = [(piece, main[piece.begin : piece.end], target[piece.begin : piece.end]) for piece in pieces]
+
+    def take_scales(self, scales: Scales) -> None:
+        """Keep the scales in this memory from now on; its content is theirs."""
+        self.scales = scales
+        self._amax, self._scale, self._inverse = (
+            self.codec.scales_by_weight(flat, self.layout) for flat in (scales.amax, scales.scale, scales.inverse)
+        )
+        for parameter, inverse in zip(getattr(self, "unsharded", ()), self._inverse, strict=False):
+            self.codec.wrapper.rebind(parameter, inverse=inverse)
+
+    # ---- main to model weight -----------------------------------------------------------------------------------
+
+    def measure(self) -> None:
+        """Raise ``scales.amax`` to the largest absolute values of this rank's main weights."""
+        for piece, main, _ in self._parts:
+            self.codec.raise_amax(self._amax[piece.index], main, piece)
+
+    def restart_scales(self) -> None:
+        """Take the scales of the weights as they were just measured, and begin their history with them."""
+        self.restarts, scales = False, self.scales
+        scales.scale.copy_(self.codec.first_scale(scales.amax))
+        if self.codec.has_history:
+            scales.history.zero_()
+            scales.history[0] = scales.amax
+
+    def sync(self, *, casts: bool = True) -> None:
+        """Encode the main weight anew, with scales that fit. Ranks: all that hold parts of the context's weights."""
+        self.prepare_scales()
+        for piece, main, target in self._parts:
+            self.codec.write(target, main, self._scale[piece.index], piece)
+        self._drop_derived()
+        for all_gather, full, shard in self._sync_gathers:
+            all_gather(full, shard)
+
+    @property
+    def syncs_alone(self) -> bool:
+        return False
+
+    @property
+    def syncs_jointly(self) -> bool:
+        return True
+
+    # ---- the full weight ----------------------------------------------------------------------------------------
+
+    def wrap(self, index: int) -> torch.Tensor:
+        return self.codec.wrapper.wrap(
+            self.full.view(index), self._inverse[index], codec=self.codec, dtype=self.dtypes.compute
+        )
+
+    def set_fence(self, unsharded: bool) -> None:
+        # What layers multiply are tensors of their own, each with a counter.
+        value = 0 if unsharded else 1
+        torch._C._autograd._unsafe_set_version_counter(tuple(self.unsharded), (value,) * len(self.unsharded))
+        if not unsharded and not self.codec.keeps_derived:
+            self._drop_derived()
+
+    def _drop_derived(self) -> None:
+        """Drop what layers have made of bytes that are gone or new."""
+        for name, value in self.codec.wrapper.derived.items():
+            each(setattr, self.unsharded, repeat(name), repeat(value))
+
+    def poison(self) -> None:
+        self.full.local.data.fill_(NAN_BYTE)
+
+    def _rebind(self, index: int, parameter: torch.Tensor) -> None:
+        self.codec.wrapper.rebind(parameter, data=self.full.view(index))
+        self._drop_derived()
+
+    def widen_main(self, dtypes: GroupDtypes) -> bool:
+        """As ``GroupWeights``; frozen weights have a main weight, too, in their nominal dtype."""
+        self.dtypes = dtypes
+        if self.main.local.dtype == dtypes.main_params:
+            return False
+        self.main = self._buffer(self.placements.optimizer, self.main.local.to(dtypes.main_params))
+        self._follow_main()
+        self.synced_weight_version = -1
+        return True

@@ -1,0 +1,192 @@
+"""``Fp8Codec``: weights that rest and travel in one byte for each element, with scales beside them.
+
+    from megatron.core.distributed.fsdp import Fp8Codec
+
+    linear.weight.fsdp_codec = Fp8Codec(recipe="tensorwise", wrapper=...)  # before fully_shard
+
+What wraps bytes for transformer-engine's layers is in ``megatron/core/extensions/transformer_engine_weights.py``. Without
+the engine the attribute has no effect.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Protocol, get_args
+
+import torch
+
+from megatron.core.distributed.fsdp.codec import float8
+from megatron.core.distributed.fsdp.codec.weight_codec import WeightCodec
+from megatron.core.distributed.fsdp.layout.flat_layout import FlatLayout
+
+Fp8Recipe = Literal["delayed", "tensorwise", "blockwise"]
+_SCALE_COLUMNS = 4  # GEMMs of blocks read scales in rows of a multiple of this
+
+
+class Fp8Wrapper(Protocol):
+    """Makes what a layer multiplies of gathered bytes. Compares by value, since it is part of a codec.
+
+    Attributes:
+        derived: attributes of what ``wrap`` returns that hold something made of the bytes (their transpose), with the
+            values that say that there is none.
+    """
+
+    derived: Mapping[str, Any]
+
+    def wrap(self, data: torch.Tensor, inverse: torch.Tensor, *, codec: Fp8Codec, dtype: torch.dtype) -> torch.Tensor:
+        """Return a tensor [R, C] of nominal ``dtype`` over the bytes ``data`` [R, C] and the reciprocals of their scales.
+
+        ``inverse`` is [1], or [block rows, block columns] where the recipe scales blocks. Both are written in place later.
+        """
+
+    def rebind(
+        self, wrapped: torch.Tensor, *, data: torch.Tensor | None = None, inverse: torch.Tensor | None = None
+    ) -> None:
+        """Make the tensor one over these bytes, or these scales, or both."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fp8Codec(WeightCodec):
+    """Weights in E4M3 bytes, scaled tensor by tensor or block by block.
+
+    Args:
+        recipe: ``delayed``: one scale for each weight, from the largest absolute values of earlier steps. ``tensorwise``:
+            one, from the weight that is written. ``blockwise``: one for each block of 128 x 128 elements of it.
+        wrapper: makes what layers multiply.
+        margin: ``delayed`` leaves so many powers of two above the largest value.
+        amax_history_len: steps that ``delayed`` looks back.
+        amax_compute_algo: what ``delayed`` takes of them: the ``max``, or the ``most_recent``.
+        power_of_two: scales are powers of two. None: for ``blockwise`` alone, as transformer-engine does.
+        keeps_derived: keep what layers derive from the bytes (transposes) until the weights change, also while the
+            unit is resharded: more memory, fewer transposes.
+
+    Raises:
+        ValueError: an argument is none of those above.
+
+    The first scale of a weight is that of its own values, whatever the recipe: weights that were just made or loaded do
+    not overflow. Evaluations and further forwards with the same weights change no scale. Weights of all groups of a
+    context share one reduction for each version of the weights.
+    """
+
+    recipe: Fp8Recipe
+    wrapper: Fp8Wrapper
+    margin: int = 0
+    amax_history_len: int = 1024
+    amax_compute_algo: Literal["max", "most_recent"] = "max"
+    power_of_two: bool | None = None
+    keeps_derived: bool = False
+
+    needs_all_main_weights = True
+
+    def __post_init__(self) -> None:
+        for name, given, served in (
+            ("recipe", self.recipe, get_args(Fp8Recipe)),
+            ("amax_compute_algo", self.amax_compute_algo, ("max", "most_recent")),
+        ):
+            if given not in served:
+                raise ValueError(f"{name} of an Fp8Codec must be one of {', '.join(served)}, got {given!r}")
+        if self.amax_history_len < 1 or self.margin < 0:
+            raise ValueError(
+                "an Fp8Codec needs a history of 1 step or more and a margin of 0 or more, got "
+                f"amax_history_len={self.amax_history_len} and margin={self.margin}"
+            )
+
+    @property
+    def scales_blocks(self) -> bool:
+        return self.recipe == "blockwise"
+
+    @property
+    def has_history(self) -> bool:
+        """Whether scales depend on more than the weights as they are: a checkpoint must hold them."""
+        return self.recipe == "delayed"
+
+    def rest_dtype(self, compute: torch.dtype) -> torch.dtype:
+        return torch.uint8
+
+    def check(self, parameter: torch.Tensor, name: str) -> None:
+        if parameter.dim() != 2:
+            raise ValueError(
+                f"a weight with an Fp8Codec must be a matrix, got {name} of shape {list(parameter.shape)}; leave its "
+                "fsdp_codec out"
+            )
+
+    def scale_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape of the scales of a weight [R, C]: [1], or [block rows, block columns rounded up to 4]."""
+        if not self.scales_blocks:
+            return (1,)
+        rows, columns = (-(-length // float8.BLOCK) for length in shape)
+        return rows, -(-columns // _SCALE_COLUMNS) * _SCALE_COLUMNS
+
+    def num_scales(self, layout: FlatLayout) -> int:
+        """Count the scales of all weights of a layout."""
+        return sum(math.prod(self.scale_shape(slot.shape)) for slot in layout.slots)
+
+    def scales_by_weight(self, flat: torch.Tensor, layout: FlatLayout) -> list[torch.Tensor]:
+        """Return views of ``flat`` [..., num_scales]: [T] for each weight, of its scales' shape behind the first dims."""
+        shapes = [self.scale_shape(slot.shape) for slot in layout.slots]
+        parts = flat.split([math.prod(shape) for shape in shapes], dim=-1)
+        return [part.view(*flat.shape[:-1], *shape) for part, shape in zip(parts, shapes, strict=True)]
+
+    # ---- scales -------------------------------------------------------------------------------------------------
+
+    def next_scale(self, amax: torch.Tensor, former: torch.Tensor, history: torch.Tensor) -> torch.Tensor:
+        """Return the scales [N] of the next bytes; ``history`` [amax_history_len, N] has the latest step first."""
+        if not self.has_history:
+            return float8.current_scale(amax, power_of_two=self._power_of_two)
+        earlier = history.amax(0) if self.amax_compute_algo == "max" else history[0]
+        return float8.delayed_scale(earlier, former, margin=self.margin)
+
+    def first_scale(self, amax: torch.Tensor) -> torch.Tensor:
+        """Return the scales [N] of weights that have no history."""
+        if not self.has_history:
+            return float8.current_scale(amax, power_of_two=self._power_of_two)
+        return float8.delayed_scale(amax, torch.ones_like(amax), margin=self.margin)
+
+    @property
+    def _power_of_two(self) -> bool:
+        return self.scales_blocks if self.power_of_two is None else self.power_of_two
+
+    # ---- pieces of weights --------------------------------------------------------------------------------------
+
+    def raise_amax(self, amax: torch.Tensor, weights: torch.Tensor, piece: Piece) -> None:
+        """Raise ``amax``, of the shape of a weight's scales, to what a piece of the weight holds."""
+        if self.scales_blocks:
+            float8.raise_block_amax(amax, weights, piece.first, piece.width)
+        else:
+            amax.copy_(torch.maximum(amax, torch.linalg.vector_norm(weights, torch.inf, dtype=torch.float32)))
+
+    def write(self, target: torch.Tensor, weights: torch.Tensor, scale: torch.Tensor, piece: Piece) -> None:
+        """Write a piece of a weight as bytes to ``target``, with the weight's scales."""
+        if self.scales_blocks:
+            float8.write_block_bytes(target, weights, scale, piece.first, piece.width)
+        else:
+            float8.write_bytes(target, weights, scale)
+
+
+class Piece(NamedTuple):
+    """A stretch of a flat buffer that holds elements of one weight.
+
+    Args:
+        index: of the weight.
+        first: its first element here, of the flattened weight.
+        width: elements of its rows.
+        begin, end: where the elements lie in the buffer's local part.
+    """
+
+    index: int
+    first: int
+    width: int
+    begin: int
+    end: int
+
+
+def pieces_of(layout: FlatLayout, begin: int, end: int) -> list[Piece]:
+    """Return the stretches of weights in elements [begin, end) of the full buffer; pure."""
+    found = []
+    for index, slot in enumerate(layout.slots):
+        low, high = max(begin, slot.start), min(end, slot.start + slot.numel)
+        if low < high:
+            found.append(Piece(index, low - slot.start, slot.shape[-1], low - begin, high - begin))
+    return found

@@ -1,0 +1,360 @@
+"""Weights of one byte, sharded, equal whole ones to the last bit: bytes, scales, losses, gradients and updates.
+
+The reference (``WholeNet``) has the recipes written down once more for whole matrices, and sums the ranks' gradients in
+their order. Each fault at the end of this file must make the comparison fail.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from megatron.core.distributed.fsdp import (
+    FlatAdamW,
+    Fp8Codec,
+    MixedPrecisionPolicy,
+    fully_shard,
+    fully_shard_optimizer,
+    hybrid_placements,
+    microbatch,
+)
+from megatron.core.distributed.fsdp.buffers.scaled_weights import Scales, ScaledWeights
+from megatron.core.distributed.fsdp.comm.process_group import ProcessGroupTransport, RankOrderTransport
+from megatron.core.distributed.fsdp.config.placement import strategy_placements
+from megatron.core.distributed.fsdp.dtensor.random_fill import local_rows
+from tests.support.float8_weights import DequantizedWeight, Fp8Net, WholeNet, fp8_batch, fp8_loss, make_codec, make_fp8_net
+from tests.support.models import STRATEGY_NAMES, assert_at_rest, context_of, local_of
+from tests.support.rank_checks import RankChecks
+
+CHECKS = RankChecks(__name__)
+
+RECIPES = ("delayed", "tensorwise", "blockwise")
+NUM_STEPS = 4
+LEARNING_RATE = 0.5
+
+
+def shard(net: Fp8Net, strategy: str, outer: str | None = None, **settings: Any) -> Fp8Net:
+    """Each block and the root a unit. Ranks: all."""
+    mesh = None
+    settings = {"placements": strategy_placements(strategy), **settings}
+    if outer is not None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+        settings["placements"] = hybrid_placements(strategy, outer, ("outer", "inner"))
+    for module in (*net.blocks, net):
+        fully_shard(module, mesh, **settings)
+    context_of(net).poisons = True
+    return net
+
+
+def scaled_groups(net: nn.Module) -> list[Any]:
+    return [group for group in context_of(net).groups if isinstance(group.weights, ScaledWeights)]
+
+
+def assert_same_bytes(net: Fp8Net, whole: WholeNet) -> None:
+    """This rank's bytes are its part of the whole weight's."""
+    for group in scaled_groups(net):
+        model = group.weights.model
+        assert model.local.dtype == torch.uint8
+        for index in range(len(group.parameters)):
+            expected = whole.data[group.name_of(index)].flatten()
+            slot = group.layout.slots[index]
+            low, high = max(slot.start, model.begin), min(slot.start + slot.numel, model.end)
+            if low < high:
+                own = model.local[low - model.begin : high - model.begin]
+                assert torch.equal(own, expected[low - slot.start : high - slot.start]), group.name_of(index)
+
+
+def assert_same_weights(net: Fp8Net, expected: dict[str, torch.Tensor]) -> None:
+    for name, parameter in net.named_parameters():
+        assert torch.equal(local_of(parameter), local_rows(parameter, expected[name])), name  # type: ignore[arg-type]
+
+
+def train_pair(
+    codec: Fp8Codec,
+    strategy: str,
+    outer: str | None = None,
+    *,
+    num_microbatches: int = 1,
+    disturb: Callable[[Fp8Net], None] = lambda net: None,
+    **settings: Any,
+) -> Fp8Net:
+    """Train a sharded net and a whole one by gradient descent, and compare after each step. Ranks: all.
+
+    Layers compute in bf16, whose products do not depend on where matrices lie. Gradients travel in fp32, so that sums over
+    microbatches are not rounded on the way.
+    """
+    world, rank = dist.get_world_size(), dist.get_rank()
+    settings.setdefault("mixed_precision_policy", MixedPrecisionPolicy(grad_comm_dtype=torch.float32))
+    net, whole = shard(make_fp8_net(codec), strategy, outer, **settings), WholeNet(codec)
+    optimizer = fully_shard_optimizer(torch.optim.SGD(net.parameters(), lr=LEARNING_RATE))
+    sums_microbatches_first = strategy in ("no_shard", "optim")
+    for step in range(NUM_STEPS):
+        whole.write()
+        flat = fp8_batch(step, num_microbatches * world)
+        of_pieces: list[list[list[Any]]] = []
+        for at in range(num_microbatches):
+            of_ranks = [
+                whole.gradients(flat[at * world + other], share=num_microbatches) for other in range(world)
+            ]
+            with microbatch(net, is_first=at == 0, is_last=at == num_microbatches - 1):
+                loss = fp8_loss(net, flat[at * world + rank])
+                (loss / num_microbatches).backward()
+            assert_same_bytes(net, whole)
+            assert torch.equal(loss, of_ranks[rank][0]), (codec.recipe, strategy, outer, step, loss, of_ranks[rank][0])
+            of_pieces.append([gradients for _, gradients in of_ranks])
+        for index, (name, main) in enumerate(whole.main.items()):
+            grads = [[of_rank[index].float() for of_rank in of_ranks] for of_ranks in of_pieces]
+            grad = _mean_in_order(grads, first_over_microbatches=sums_microbatches_first, hybrid=outer is not None)
+            whole.main[name] = main - LEARNING_RATE * grad
+        optimizer.step()
+        optimizer.zero_grad()
+        assert_same_weights(net, whole.main)
+        disturb(net)
+    assert context_of(net).plan is not None
+    assert_at_rest(net)
+    return net
+
+
+def _mean_in_order(
+    grads: list[list[torch.Tensor]], *, first_over_microbatches: bool, hybrid: bool
+) -> torch.Tensor:
+    """The mean over ranks of [microbatches][ranks] gradients, summed as the engine sums; 2 or 4 ranks scale exactly."""
+    world = len(grads[0])
+    if hybrid:
+        half = world // 2
+        inner = [
+            _sum_in_order([of_ranks[:half] for of_ranks in grads], first_over_microbatches),
+            _sum_in_order([of_ranks[half:] for of_ranks in grads], first_over_microbatches),
+        ]
+        return (inner[0] + inner[1]) / world
+    return _sum_in_order(grads, first_over_microbatches) / world
+
+
+def _sum_in_order(grads: list[list[torch.Tensor]], first_over_microbatches: bool) -> torch.Tensor:
+    rows = [list(column) for column in zip(*grads, strict=True)] if first_over_microbatches else grads
+    sums = []
+    for row in rows:
+        total = row[0]
+        for other in row[1:]:
+            total = total + other
+        sums.append(total)
+    total = sums[0]
+    for other in sums[1:]:
+        total = total + other
+    return total
+
+
+@CHECKS.on(2)
+def strategies_equal_whole_weights_to_the_last_bit() -> None:
+    """In every recipe; the plan is followed from the second step on."""
+    for strategy in STRATEGY_NAMES:
+        for recipe in RECIPES:
+            net = train_pair(make_codec(recipe), strategy)
+            for group in scaled_groups(net):
+                assert group.weights.main.local.dtype == torch.float32
+                assert group.weights.full.local.dtype == torch.uint8
+                assert group.grads.main_storage.dtype == torch.float32
+
+
+@CHECKS.on(4)
+def hybrid_sharding_equals_whole_weights_to_the_last_bit() -> None:
+    """HSDP and HFSDP: main weights are cut over one axis, or over both."""
+    for recipe in RECIPES:
+        for outer in ("no_shard", "optim"):
+            train_pair(make_codec(recipe), "optim_grads_params", outer)
+
+
+@CHECKS.on(2)
+def microbatches_of_a_step_multiply_the_same_bytes() -> None:
+    for strategy in STRATEGY_NAMES:
+        train_pair(make_codec("delayed"), strategy, num_microbatches=3)
+
+
+@CHECKS.on(2)
+def peer_copy_moves_bytes() -> None:
+    for recipe in RECIPES:
+        train_pair(make_codec(recipe), "optim_grads_params", transport="peer_copy")
+
+
+@CHECKS.on(2)
+def evaluations_change_no_scale() -> None:
+    """Each forward outside of a microbatch begins a weight version; only a step changes weights."""
+
+    def evaluate(net: Fp8Net) -> None:
+        with torch.no_grad():
+            for piece in fp8_batch(99, 2):
+                net(piece[0])
+
+    for recipe in RECIPES:
+        train_pair(make_codec(recipe, amax_compute_algo="most_recent"), "optim_grads_params", disturb=evaluate)
+
+
+@CHECKS.on(2)
+def one_reduction_serves_all_weights_of_a_step() -> None:
+    """None for each weight; also where units are several."""
+    with _counted_maxima() as numels:
+        net = train_pair(make_codec("blockwise"), "optim_grads_params")
+    num_scales = sum(group.weights.scales.amax.numel() for group in scaled_groups(net))
+    assert numels == [num_scales] * NUM_STEPS, (numels, num_scales)
+
+
+@CHECKS.on(2)
+def weights_travel_as_bytes() -> None:
+    """All-gathers of scaled groups move one byte for each element, none another dtype."""
+    moved: list[tuple[torch.dtype, int]] = []
+    all_gather = ProcessGroupTransport.all_gather
+
+    def watched(self: Any, full: torch.Tensor, shard: torch.Tensor) -> None:
+        moved.append((full.dtype, full.numel()))
+        all_gather(self, full, shard)
+
+    with patch.object(ProcessGroupTransport, "all_gather", watched):
+        net = train_pair(make_codec("tensorwise"), "optim_grads_params")
+    scaled, all_groups = scaled_groups(net), context_of(net).groups
+    numels = {group.layout.total_numel for group in scaled}
+    others = {group.layout.total_numel for group in all_groups if group not in scaled}
+    assert not numels & others
+    assert {dtype for dtype, numel in moved if numel in numels} == {torch.uint8}
+    assert {dtype for dtype, numel in moved if numel in others} == {torch.bfloat16}
+    world, report = dist.get_world_size(), context_of(net).describe()
+    rest = [group.layout.total_numel // world * (1 if group in scaled else 2) for group in all_groups]
+    assert report.model_weights == sum(rest)
+    for group in scaled:
+        assert group.weights.full_storage.nbytes == group.layout.total_numel
+
+
+@CHECKS.on(2)
+def flat_adamw_trains_as_adamw_does() -> None:
+    """The kernel leaves the bytes to the next sync, with fp32 main weights and with remainders."""
+    for recipe in RECIPES:
+        codec, nets = make_codec(recipe), []
+        for make in (torch.optim.AdamW, FlatAdamW):
+            net = shard(make_fp8_net(codec), "optim_grads_params")
+            optimizer = make(net.parameters(), lr=0.01, weight_decay=0.1)
+            for step in range(NUM_STEPS):
+                fp8_loss(net, fp8_batch(step, 2)[dist.get_rank()]).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            fp8_loss(net, fp8_batch(0, 2)[dist.get_rank()])
+            nets.append(net)
+        for ours, theirs in zip(*(net.parameters() for net in nets), strict=True):
+            assert torch.equal(local_of(ours), local_of(theirs))
+        for ours, theirs in zip(*(scaled_groups(net) for net in nets), strict=True):
+            assert torch.equal(ours.weights.model.local, theirs.weights.model.local)
+            assert torch.equal(ours.weights.scales.scale, theirs.weights.scales.scale)
+    policy = MixedPrecisionPolicy(main_params_dtype=None, main_grads_dtype=torch.float32)
+    net = shard(make_fp8_net(make_codec("tensorwise")), "optim_grads_params", mixed_precision_policy=policy)
+    optimizer = FlatAdamW(net.parameters(), lr=0.01, store_param_remainders=True)
+    losses = []
+    for _ in range(6):
+        loss = fp8_loss(net, fp8_batch(0, 2)[dist.get_rank()])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    assert all(group.weights.main.local.dtype == torch.bfloat16 for group in scaled_groups(net))
+
+
+@CHECKS.on(2)
+def layers_multiply_views_of_gathered_bytes() -> None:
+    """Also after the arena has moved; at rest modules hold fp32 shards."""
+    net = train_pair(make_codec("blockwise"), "optim_grads_params")
+    block: Any = net.blocks[0]
+    block.unshard()
+    weight = block.up.weight
+    (group,) = (group for group in scaled_groups(net) if group.name_of(0).startswith("blocks.0"))
+    assert isinstance(weight, DequantizedWeight) and weight.dtype == torch.bfloat16
+    assert weight._data.data_ptr() == group.weights.full.view(0).data_ptr()
+    assert weight._inverse.untyped_storage().data_ptr() == group.weights.scales.inverse.untyped_storage().data_ptr()
+    block.reshard()
+
+
+# ---- faults that the comparisons must see ---------------------------------------------------------------------------
+
+
+def _local_maxima() -> Any:
+    return patch.object(RankOrderTransport, "maximum", lambda self, tensor: None)
+
+
+def _stale_transposes() -> Any:
+    return patch.object(ScaledWeights, "_drop_derived", lambda self: None)
+
+
+def _stale_bytes() -> Any:
+    sync = ScaledWeights.sync
+
+    def casts_alone(self: ScaledWeights, *, casts: bool = True) -> None:
+        if casts and self.restarts:
+            sync(self)
+
+    return patch.object(ScaledWeights, "sync", casts_alone)
+
+
+def _lost_history() -> Any:
+    copy = Scales.copy_
+    return patch.object(Scales, "copy_", lambda self, other: copy(self, self))
+
+
+def _first_scale_of_one() -> Any:
+    return patch.object(ScaledWeights, "restart_scales", lambda self: setattr(self, "restarts", False))
+
+
+def _scale_of_another_weight() -> Any:
+    follow = ScaledWeights.take_scales
+
+    def shifted(self: ScaledWeights, scales: Scales) -> None:
+        follow(self, scales)
+        self._scale = self._scale[::-1]
+
+    return patch.object(ScaledWeights, "take_scales", shifted)
+
+
+FAULTS = {
+    "maxima of this rank's part alone": (_local_maxima, "tensorwise"),
+    "transposed bytes of an earlier step": (_stale_transposes, "tensorwise"),
+    "bytes of an earlier step": (_stale_bytes, "tensorwise"),
+    "a first scale of one": (_first_scale_of_one, "delayed"),
+    "the scale of another weight": (_scale_of_another_weight, "tensorwise"),
+}
+
+
+@CHECKS.on(2)
+def faults_are_seen() -> None:
+    for name, (fault, recipe) in FAULTS.items():
+        for strategy in ("optim", "optim_grads_params"):
+            seen = False
+            with fault():
+                try:
+                    train_pair(make_codec(recipe), strategy)
+                except AssertionError:
+                    seen = True
+            everyone = [seen] * dist.get_world_size()
+            dist.all_gather_object(everyone, seen)
+            assert any(everyone), (name, strategy)
+
+
+@contextmanager
+def _counted_maxima() -> Iterator[list[int]]:
+    numels: list[int] = []
+    maximum = ProcessGroupTransport.maximum
+
+    def counted(self: Any, tensor: torch.Tensor) -> None:
+        numels.append(tensor.numel())
+        maximum(self, tensor)
+
+    with patch.object(ProcessGroupTransport, "maximum", counted):
+        yield numels
+
+
+@pytest.mark.parametrize(("num_ranks", "name"), CHECKS.parameters)
+def test_on_ranks(num_ranks: int, name: str) -> None:
+    CHECKS.assert_passed(num_ranks, name)
