@@ -41,13 +41,13 @@ class DequantizedWeight(torch.Tensor):
         return super().__torch_function__(function, types, args, kwargs or {})
 
     @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if function in (torch.ops.aten.detach.default, torch.ops.aten.view.default):
             own = args[0]
             return cls(own._data, own._inverse, own.dtype)
         raise NotImplementedError(f"nothing but F.linear may read these bytes, got {function}")
 
-    def __repr__(self, **_: Any) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"DequantizedWeight({list(self.shape)})"
 
     def dequantize(self) -> torch.Tensor:
@@ -71,7 +71,7 @@ class _Linear(torch.autograd.Function):
         return x @ weight.dequantize().t()
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
         x, weight = ctx.saved_tensors
         grad_weight = grad.flatten(0, -2).t() @ x.flatten(0, -2) if ctx.needs_input_grad[1] else None
         return grad @ weight.dequantize_transpose().t(), grad_weight
@@ -138,7 +138,7 @@ def make_fp8_net(codec: Fp8Codec | None, *, num_blocks: int = 2) -> Fp8Net:
             with torch.no_grad():
                 linear.weight[: linear.out_features // 2] *= 4.0
             if codec is not None:
-                linear.weight.fsdp_codec = codec  # type: ignore[assignment]
+                setattr(linear.weight, "fsdp_codec", codec)  # noqa: B010
     return net
 
 

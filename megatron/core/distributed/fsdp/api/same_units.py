@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from megatron.core.distributed.fsdp.api.group_meshes import is_expert
-from megatron.core.distributed.fsdp.codec.weight_codec import codec_of
+from megatron.core.distributed.fsdp.codec.weight_codec import CAST, codec_of
 from megatron.core.distributed.fsdp.comm.alike import check_alike
 from megatron.core.distributed.fsdp.config.placement import Placements
 from megatron.core.distributed.fsdp.layout.granule import granule_of
@@ -67,7 +67,7 @@ def _described(parameters: Mapping[str, nn.Parameter]) -> dict[str, Any]:
             p.dtype,
             "trained" if p.requires_grad else "frozen",
             str(granule_of(p, name) or "rows"),
-            repr(codec_of(p, name)),
+            *(() if (codec := codec_of(p, name)) is CAST else (repr(codec),)),
         )
         for name, p in parameters.items()
     }

@@ -88,7 +88,7 @@ class ScaledWeights(GroupWeights):
     def measure(self) -> None:
         """Raise ``scales.amax`` to the largest absolute values of this rank's main weights."""
         for piece, main, _ in self._parts:
-            self.codec.raise_amax(self._amax[piece.index], main, piece)
+            self.codec.raise_amax(self._amax[piece.weight], main, piece)
 
     def restart_scales(self) -> None:
         """Take the scales of the weights as they were just measured, and begin their history with them."""
@@ -102,7 +102,7 @@ class ScaledWeights(GroupWeights):
         """Encode the main weight anew, with scales that fit. Ranks: all that hold parts of the context's weights."""
         self.prepare_scales()
         for piece, main, target in self._parts:
-            self.codec.write(target, main, self._scale[piece.index], piece)
+            self.codec.write(target, main, self._scale[piece.weight], piece)
         self._drop_derived()
         for all_gather, full, shard in self._sync_gathers:
             all_gather(full, shard)

@@ -26,14 +26,14 @@ _SCALE_COLUMNS = 4  # GEMMs of blocks read scales in rows of a multiple of this
 
 
 class Fp8Wrapper(Protocol):
-    """Makes what a layer multiplies of gathered bytes. Compares by value, since it is part of a codec.
+    """Makes what a layer multiplies of gathered bytes. Compares by value, since it is part of a codec."""
 
-    Attributes:
-        derived: attributes of what ``wrap`` returns that hold something made of the bytes (their transpose), with the
-            values that say that there is none.
-    """
+    @property
+    def derived(self) -> Mapping[str, Any]:
+        """Attributes of what ``wrap`` returns that hold something made of the bytes, such as their transpose.
 
-    derived: Mapping[str, Any]
+        The values are those that say that there is none.
+        """
 
     def wrap(self, data: torch.Tensor, inverse: torch.Tensor, *, codec: Fp8Codec, dtype: torch.dtype) -> torch.Tensor:
         """Return a tensor [R, C] of nominal ``dtype`` over the bytes ``data`` [R, C] and the reciprocals of their scales.
@@ -95,6 +95,7 @@ class Fp8Codec(WeightCodec):
 
     @property
     def scales_blocks(self) -> bool:
+        """Whether each block of a weight has a scale."""
         return self.recipe == "blockwise"
 
     @property
@@ -134,18 +135,19 @@ class Fp8Codec(WeightCodec):
     def next_scale(self, amax: torch.Tensor, former: torch.Tensor, history: torch.Tensor) -> torch.Tensor:
         """Return the scales [N] of the next bytes; ``history`` [amax_history_len, N] has the latest step first."""
         if not self.has_history:
-            return float8.current_scale(amax, power_of_two=self._power_of_two)
+            return float8.current_scale(amax, power_of_two=self.scales_by_powers_of_two)
         earlier = history.amax(0) if self.amax_compute_algo == "max" else history[0]
         return float8.delayed_scale(earlier, former, margin=self.margin)
 
     def first_scale(self, amax: torch.Tensor) -> torch.Tensor:
         """Return the scales [N] of weights that have no history."""
         if not self.has_history:
-            return float8.current_scale(amax, power_of_two=self._power_of_two)
+            return float8.current_scale(amax, power_of_two=self.scales_by_powers_of_two)
         return float8.delayed_scale(amax, torch.ones_like(amax), margin=self.margin)
 
     @property
-    def _power_of_two(self) -> bool:
+    def scales_by_powers_of_two(self) -> bool:
+        """Whether scales are powers of two."""
         return self.scales_blocks if self.power_of_two is None else self.power_of_two
 
     # ---- pieces of weights --------------------------------------------------------------------------------------
@@ -169,13 +171,13 @@ class Piece(NamedTuple):
     """A stretch of a flat buffer that holds elements of one weight.
 
     Args:
-        index: of the weight.
+        weight: its index.
         first: its first element here, of the flattened weight.
         width: elements of its rows.
         begin, end: where the elements lie in the buffer's local part.
     """
 
-    index: int
+    weight: int
     first: int
     width: int
     begin: int

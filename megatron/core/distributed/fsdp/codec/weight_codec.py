@@ -20,9 +20,6 @@ class WeightCodec:
 
     needs_all_main_weights = False
 
-    def __repr__(self) -> str:
-        return "cast"
-
     def rest_dtype(self, compute: torch.dtype) -> torch.dtype:
         """Return the dtype in which the model weight rests and travels, one element for each of the weight's."""
         return compute

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
-from megatron.core.distributed.fsdp.buffers.scaled_weights import Scales, ScaledWeights
-from megatron.core.distributed.fsdp.codec.fp8_codec import Fp8Codec
+from megatron.core.distributed.fsdp.buffers.scaled_weights import ScaledWeights, Scales
 from megatron.core.distributed.fsdp.comm.transport import Transport
 from megatron.core.distributed.fsdp.runtime.streams import Edge, Streams
 from megatron.core.distributed.fsdp.runtime.unsharder import Unsharder

@@ -47,6 +47,9 @@ class Axis(Transport):
     def broadcast(self, tensor: torch.Tensor) -> None:
         raise AssertionError("a buffer broadcasts nothing")
 
+    def maximum(self, tensor: torch.Tensor) -> None:
+        raise AssertionError("a buffer compares nothing")
+
     def exchange(self, value: Any) -> list[Any]:
         raise AssertionError("a buffer exchanges nothing")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -54,7 +55,7 @@ def test_blocks_do_not_depend_on_who_holds_which_elements(shape: tuple[int, int]
         for column in range(0, shape[1], 128):
             expected[row // 128, column // 128] = whole[row : row + 128, column : column + 128].abs().max()
     amax, target = torch.zeros_like(expected), torch.zeros(numel, dtype=torch.uint8)
-    pieces = [Piece(0, a, shape[1], a, b) for a, b in zip(cuts, cuts[1:], strict=False)]
+    pieces = [Piece(0, a, shape[1], a, b) for a, b in itertools.pairwise(cuts)]
     flat = whole.flatten()
     for piece in pieces:
         codec.raise_amax(amax, flat[piece.begin : piece.end], piece)
@@ -72,7 +73,7 @@ def test_pieces_cover_each_weight_once_without_padding() -> None:
     for rank in range(4):
         begin = rank * layout.segment_numel
         for piece in pieces_of(layout, begin, begin + layout.segment_numel):
-            found[piece.index] += range(piece.first, piece.first + piece.end - piece.begin)
+            found[piece.weight] += range(piece.first, piece.first + piece.end - piece.begin)
     assert found == {0: list(range(2400)), 1: list(range(280))}
 
 

@@ -26,11 +26,19 @@ from megatron.core.distributed.fsdp import (
     hybrid_placements,
     microbatch,
 )
-from megatron.core.distributed.fsdp.buffers.scaled_weights import Scales, ScaledWeights
+from megatron.core.distributed.fsdp.buffers.scaled_weights import ScaledWeights, Scales
 from megatron.core.distributed.fsdp.comm.process_group import ProcessGroupTransport, RankOrderTransport
 from megatron.core.distributed.fsdp.config.placement import strategy_placements
 from megatron.core.distributed.fsdp.dtensor.random_fill import local_rows
-from tests.support.float8_weights import DequantizedWeight, Fp8Net, WholeNet, fp8_batch, fp8_loss, make_codec, make_fp8_net
+from tests.support.float8_weights import (
+    DequantizedWeight,
+    Fp8Net,
+    WholeNet,
+    fp8_batch,
+    fp8_loss,
+    make_codec,
+    make_fp8_net,
+)
 from tests.support.models import STRATEGY_NAMES, assert_at_rest, context_of, local_of
 from tests.support.rank_checks import RankChecks
 
@@ -101,9 +109,7 @@ def train_pair(
         flat = fp8_batch(step, num_microbatches * world)
         of_pieces: list[list[list[Any]]] = []
         for at in range(num_microbatches):
-            of_ranks = [
-                whole.gradients(flat[at * world + other], share=num_microbatches) for other in range(world)
-            ]
+            of_ranks = [whole.gradients(flat[at * world + other], share=num_microbatches) for other in range(world)]
             with microbatch(net, is_first=at == 0, is_last=at == num_microbatches - 1):
                 loss = fp8_loss(net, flat[at * world + rank])
                 (loss / num_microbatches).backward()
@@ -123,9 +129,7 @@ def train_pair(
     return net
 
 
-def _mean_in_order(
-    grads: list[list[torch.Tensor]], *, first_over_microbatches: bool, hybrid: bool
-) -> torch.Tensor:
+def _mean_in_order(grads: list[list[torch.Tensor]], *, first_over_microbatches: bool, hybrid: bool) -> torch.Tensor:
     """The mean over ranks of [microbatches][ranks] gradients, summed as the engine sums; 2 or 4 ranks scale exactly."""
     world = len(grads[0])
     if hybrid:

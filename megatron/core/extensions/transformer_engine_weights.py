@@ -1,0 +1,84 @@
+"""Weights that rest and travel in one byte, as transformer-engine's layers multiply them.
+
+    weight.fsdp_codec = te_weight_codec("tensorwise")  # before fully_shard
+
+A layer then finds a ``Float8Tensor`` (``Float8BlockwiseQTensor`` where blocks are scaled) whose bytes and scales are views
+of the engine's buffers. On GPUs whose GEMMs need the transposed bytes, the layer makes them in backward, and the engine drops
+them when the unit is resharded or its weights change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron.core.distributed.fsdp import Fp8Codec
+
+# What layers derive from the bytes, and its values where there is nothing.
+_OF_TENSORS: Mapping[str, Any] = {"_transpose": None, "_transpose_invalid": True}
+_OF_BLOCKS: Mapping[str, Any] = {"_columnwise_data": None, "_columnwise_scale_inv": None}
+
+
+def te_weight_codec(recipe: Any, **settings: Any) -> Fp8Codec:
+    """Return the codec of transformer-engine's layers for weights.
+
+    Args:
+        recipe: ``delayed``, ``tensorwise`` or ``blockwise``; the one in which the layer multiplies.
+        settings: further arguments of ``Fp8Codec``.
+    """
+    return Fp8Codec(recipe=recipe, wrapper=TransformerEngineWrapper(recipe == "blockwise"), **settings)
+
+
+@dataclass(frozen=True)
+class TransformerEngineWrapper:
+    """The ``Fp8Wrapper`` of transformer-engine's quantised tensors.
+
+    Args:
+        scales_blocks: the tensors have a scale for each block of 128 x 128 elements, else one.
+    """
+
+    scales_blocks: bool
+
+    @property
+    def derived(self) -> Mapping[str, Any]:
+        return _OF_BLOCKS if self.scales_blocks else _OF_TENSORS
+
+    def wrap(self, data: torch.Tensor, inverse: torch.Tensor, *, codec: Fp8Codec, dtype: torch.dtype) -> torch.Tensor:
+        from megatron.core.extensions.transformer_engine import te
+
+        e4m3, device = te.DType.kFloat8E4M3, data.device
+        common = {"shape": data.shape, "dtype": dtype, "fp8_dtype": e4m3, "requires_grad": False, "device": device}
+        if self.scales_blocks:
+            blocks = te.Float8BlockQuantizer(
+                fp8_dtype=e4m3, rowwise=True, columnwise=True, force_pow_2_scales=codec.scales_by_powers_of_two
+            )
+            wrapped: torch.Tensor = te.Float8BlockwiseQTensor(
+                rowwise_data=data,
+                rowwise_scale_inv=inverse,
+                columnwise_data=None,
+                columnwise_scale_inv=None,
+                quantizer=blocks,
+                is_2D_scaled=True,
+                **common,
+            )
+            return wrapped
+        if codec.recipe == "delayed":
+            one = torch.ones(1, device=device)
+            quantizer = te.Float8Quantizer(scale=one, amax=torch.zeros_like(one), fp8_dtype=e4m3)
+        else:
+            quantizer = te.Float8CurrentScalingQuantizer(
+                fp8_dtype=e4m3, device=device, force_pow_2_scales=codec.scales_by_powers_of_two
+            )
+        wrapped = te.Float8Tensor(data=data, fp8_scale_inv=inverse, data_transpose=None, quantizer=quantizer, **common)
+        return wrapped
+
+    def rebind(
+        self, wrapped: torch.Tensor, *, data: torch.Tensor | None = None, inverse: torch.Tensor | None = None
+    ) -> None:
+        names = ("_rowwise_data", "_rowwise_scale_inv") if self.scales_blocks else ("_data", "_scale_inv")
+        for name, tensor in zip(names, (data, inverse), strict=True):
+            if tensor is not None:
+                setattr(wrapped, name, tensor)
