@@ -154,6 +154,7 @@ def fully_shard(
         "forward_prefetch_depth": forward_prefetch_depth,
         "backward_prefetch_depth": backward_prefetch_depth,
         "whether there is an init_fn": init_fn is not None,
+        "the fully_shard_context around the call": _described_scope(),
     }
     own_modules, expert_mesh = _own_modules(root), model_parallel.expert_mesh
     check_same_unit(root, own_modules, mesh, placements, expert_mesh=expert_mesh, arguments=arguments)
@@ -273,7 +274,8 @@ def fully_shard_context(device: torch.device | str | None = None, *, debug: bool
             what was detached from it) after its unit was left. Ranks compare each collective before it is issued, and the
             first gradient or weight that is not finite is an error on all ranks, with its name, unit, ranks and step (where
             gradients are fp16, whose scaling means them to overflow, it is said once). Slow; the first step prints what it
-            costs. Also ``context.debug = True`` later, on all ranks.
+            costs. Also ``context.debug = True`` later. Ranks that differ are told when a unit is sharded, or by that assignment,
+            which all ranks must make.
 
     Yields:
         The context, which ``microbatch`` takes too.
@@ -337,6 +339,11 @@ def contexts_of(module: nn.Module | FsdpContext) -> list[FsdpContext]:
             f"{type(module).__name__} must hold sharded modules, got none; call fully_shard on its layers first"
         )
     return contexts
+
+
+def _described_scope() -> str:
+    context = _shared_context.get()
+    return "none" if context is None else f"one with debug={context.debug}"
 
 
 def _checked_mesh(mesh: DeviceMesh | None) -> DeviceMesh:

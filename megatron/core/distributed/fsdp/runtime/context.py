@@ -11,6 +11,7 @@ import torch
 
 from megatron.core.distributed.fsdp.buffers.grad_sums import sum_grads
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
+from megatron.core.distributed.fsdp.comm.alike import check_alike
 from megatron.core.distributed.fsdp.comm.transport import Failed, Transport, unfinished
 from megatron.core.distributed.fsdp.layout.plan import Plan
 from megatron.core.distributed.fsdp.runtime import nvtx
@@ -91,6 +92,10 @@ class FsdpContext:
 
     @debug.setter
     def debug(self, value: bool) -> None:
+        """Turn the debug mode on. Ranks: all, alike, which they compare where there are units; blocks the host."""
+        for mesh in dict.fromkeys(group.group_mesh.mesh for group in self.groups):
+            axes = [mesh.get_group(axis) for axis in range(mesh.ndim)]
+            check_alike({"debug of the context": value}, axes, self.device)
         if not value and self.debug:
             raise ValueError("the debug mode must stay on once it is, got debug=False; make the model anew")
         if value and not self.debug:

@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from megatron.core.distributed.fsdp.buffers.gradients import GroupGradients
 from megatron.core.distributed.fsdp.buffers.weights import GroupWeights
@@ -93,7 +93,7 @@ def _lose_a_loader_process(owner: type, name: str) -> str:
     """Train; a process of a loader dies while the method runs for the first time. Return what backward or forward raised."""
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # ranks are, and may have no children
     net = shard_net(make_net(), "optim_grads_params")
-    loader = DataLoader(list(range(1000)), num_workers=1, multiprocessing_context="fork")
+    loader = DataLoader(TensorDataset(torch.arange(1000)), num_workers=1, multiprocessing_context="fork")
     batches = iter(loader)
     next(batches)
     (process,) = multiprocessing.active_children()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -253,6 +254,35 @@ def every_collective_is_compared_under_the_debug_mode() -> None:
         match=r"got as collective \d\d the last reduction of \S*layers\.1.* on ranks \[0\] and last reduction of \S*layers\.0",
     ):
         _step(model)
+
+
+@CHECKS.on(2)
+def a_debug_mode_of_one_rank_is_told_when_a_unit_is_sharded() -> None:
+    said = r"fully_shard_context around the call of fully_shard .*debug=False' on ranks \[0\] and .*=True' on"
+    with fully_shard_context(debug=dist.get_rank() == 1), pytest.raises(ValueError, match=said):
+        fully_shard(nn.Linear(4, 4))
+
+
+@CHECKS.on(2)
+def a_scope_of_one_rank_is_told_when_a_unit_is_sharded() -> None:
+    said = r"around the call of fully_shard .*'none' on ranks \[0\] and 'one with debug=False'"
+    with fully_shard_context() if dist.get_rank() else nullcontext(), pytest.raises(ValueError, match=said):
+        fully_shard(nn.Linear(4, 4))
+
+
+@CHECKS.on(2)
+def a_debug_mode_that_one_rank_turns_on_later_is_told_at_once() -> None:
+    with fully_shard_context() as context:
+        model = _branches()
+    _step(model)
+    with pytest.raises(
+        ValueError, match=r"debug of the context must be .*False on ranks \[0\] and True on ranks \[1\]"
+    ):
+        context.debug = dist.get_rank() == 1
+    assert not context.debug
+    _step(model)
+    context.debug = True
+    _step(model)
 
 
 @CHECKS.on(2)
