@@ -14,6 +14,7 @@ import pytest
 
 from megatron.training.arguments import build_parser
 from megatron.training.cli.refused_combinations import NOT_SERVED
+from tests.support.warm_python import warm_python
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 README, DOCS = REPOSITORY / "README.md", REPOSITORY / "docs"
@@ -34,12 +35,15 @@ def blocks(page: Path, language: str = r"\w*") -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
 
 
-def run(command: list[str], folder: Path) -> str:
-    """Run a command with ranks on the CPU, ``python`` and ``torchrun`` being those of this test; return what it prints."""
+def run(command: list[str], folder: Path, *, python: str | None = None) -> str:
+    """Run a command with ranks on the CPU, ``python`` and ``torchrun`` being those of this test; return what it prints.
+
+    Interpreters are forked from one that has imported torch, unless ``python`` is another one.
+    """
     programs = folder / "programs"
     programs.mkdir(exist_ok=True)
     for name, arguments in (("python", ""), ("torchrun", "-m torch.distributed.run --standalone")):
-        (programs / name).write_text(f'#!/bin/sh\nexec {sys.executable} {arguments} "$@"\n')
+        (programs / name).write_text(f'#!/bin/sh\nexec {python or warm_python()} {arguments} "$@"\n')
         (programs / name).chmod(stat.S_IRWXU)
     environment = {
         **os.environ,
@@ -67,9 +71,9 @@ def run(command: list[str], folder: Path) -> str:
 
 
 def train_on_two_ranks(script: str, folder: Path) -> None:
-    """Run a script on two ranks and check that the loss that it prints falls."""
+    """Run a script on two ranks and check that the loss that it prints falls; interpreters come and go as those of users."""
     (folder / "script.py").write_text(script)
-    printed = run(["torchrun", "--nproc-per-node", "2", "script.py"], folder)
+    printed = run(["torchrun", "--nproc-per-node", "2", "script.py"], folder, python=sys.executable)
     losses = [float(loss) for loss in re.findall(r"step \d: loss (\S+)", printed)]
     assert len(losses) == 5 and losses[-1] < losses[0]
 
@@ -113,7 +117,7 @@ def test_any_module_trains_and_resumes_from_a_checkpoint(tmp_path: Path) -> None
 
 
 def test_the_launch_script_trains_and_its_checkpoint_can_be_sampled_from(checkout: Path) -> None:
-    printed = run(["bash", "-euc", blocks(README, "bash")[2]], checkout)
+    printed = run(["bash", "-euc", blocks(README, "bash")[2]], checkout, python=sys.executable)
     assert "iteration       10/      10" in printed and (checkout / "runs/first/iter_0000010").is_dir()
     assert run(["bash", "-euc", blocks(CHECKPOINTS, "bash")[0]], checkout).startswith("import")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ import pytest
 from examples import quickstart
 from examples.quickstart import Ranks, RunFolder, target_iteration, training_flags
 from megatron.training.arguments import parse_settings
+from tests.support.warm_python import warm_python
 
 
 @pytest.mark.parametrize(("saved", "target"), [(0, 400), (1, 400), (399, 400), (400, 800), (650, 800), (800, 1200)])
@@ -51,7 +51,7 @@ def test_two_runs_do_not_train_in_one_folder(tmp_path: Path, capsys: pytest.Capt
 def start(folder: Path) -> subprocess.Popen[str]:
     script = Path(quickstart.__file__)
     return subprocess.Popen(
-        [sys.executable, str(script), "--run-folder", str(folder), "--iterations", "40"],
+        [warm_python(), str(script), "--run-folder", str(folder), "--iterations", "40"],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

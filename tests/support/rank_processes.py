@@ -6,7 +6,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -16,6 +15,7 @@ import numpy as np
 import pytest
 
 from megatron.core.datasets.indexed_dataset_builder import IndexedDatasetBuilder
+from tests.support.warm_python import warm_python
 
 _ROOT = Path(__file__).parents[2]
 
@@ -66,7 +66,7 @@ def _start(script: str, flags: str, of_rank_1: str) -> list[subprocess.Popen[str
     }
     return [
         subprocess.Popen(
-            [sys.executable, script, *flags.split(), *(of_rank_1.split() if rank == 1 else ())],
+            [warm_python(), script, *flags.split(), *(of_rank_1.split() if rank == 1 else ())],
             cwd=_ROOT,
             env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.PIPE,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from tests.parity.cells import CELLS
 from tests.support import planted_faults
 from tests.support.launch import run_ranks
 from tests.support.tiny_run import SHARDED, TINY
+from tests.support.warm_python import warm_python
 
 TOOL = Path(__file__).parents[2] / "tools" / "audit.py"
 _SPLIT_CELLS = (
@@ -170,17 +170,17 @@ def test_a_planted_fault_is_named(on_two_ranks: dict[str, str], name: str) -> No
 
 
 def _run(*arguments: str) -> tuple[int, str]:
-    command = [sys.executable, str(TOOL), *arguments]
+    command = [warm_python(), str(TOOL), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=400, cwd=TOOL.parents[1])
     return done.returncode, done.stdout + done.stderr
 
 
-_TORCHRUN = f"{sys.executable} -m torch.distributed.run --standalone --nproc-per-node 2 pretrain_gpt.py"
+_TORCHRUN = "-m torch.distributed.run --standalone --nproc-per-node 2 pretrain_gpt.py"
 
 
 def test_the_exit_status_says_that_something_differs() -> None:
     """A tolerance that the order of sums does not keep stands for a fault; tests/test_docs.py runs a command that agrees."""
-    status, text = _run("--tolerance", "1e-12", "--", *f"{_TORCHRUN} {TINY} {SHARDED}".split())
+    status, text = _run("--tolerance", "1e-12", "--", *f"{warm_python()} {_TORCHRUN} {TINY} {SHARDED}".split())
     assert status == 1 and "sharded training differs from unsharded: in step 1 the " in text, text
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import pytest
 from megatron.training.checkpointing import TRACKER
 from tests.support.rank_processes import end, free_port, write_corpus
 from tests.support.tiny_run import SHARDED, TINY, Run
+from tests.support.warm_python import warm_python
 
 _ROOT = Path(__file__).parents[3]
 _FLAGS = f"{TINY} {SHARDED} --train-iters 8 --save-interval 2 --distributed-timeout-minutes 1".replace(
@@ -31,7 +31,7 @@ def die(batch, model):
     calls.append(None)
     if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and len(calls) == 11:
         if os.environ["GROUP_WORLD_SIZE"] == "2":
-            os.kill(os.getppid(), signal.SIGKILL)  # torchrun too, as if the host were lost
+            os.kill(int(os.environ["WARM_PARENT"]), signal.SIGKILL)  # torchrun too, as if the host were lost
         os.kill(os.getpid(), signal.SIGKILL)
     return forward_step(batch, model)
 
@@ -49,7 +49,7 @@ def torchrun(tmp_path: Path) -> Iterator[Torchrun]:
     script.write_text(_DIES)
 
     def start(own: str, flags: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "torch.distributed.run", *own.split(), str(script), *flags.split()]
+        command = [warm_python(), "-m", "torch.distributed.run", *own.split(), str(script), *flags.split()]
         environment = os.environ | {"PYTHONPATH": str(_ROOT), "OMP_NUM_THREADS": "1"}
         process = subprocess.Popen(
             command,
