@@ -62,6 +62,8 @@ server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 server.connect("{address}")
 socket.send_fds(server, [json.dumps(request).encode()], [0, 1, 2])
 pid = int(server.recv(100))
+with open("{program}." + str(os.getpid()), "w") as file:
+    file.write(str(pid))
 for number in signals:
     signal.signal(number, lambda number, _: os.kill(pid, number))
 signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
@@ -81,7 +83,7 @@ def warm_python() -> str:
     """Return the program's path; its server lives as long as this process."""
     folder = tempfile.TemporaryDirectory(prefix="warm-python-")
     address, program = f"{folder.name}/socket", Path(folder.name, "python")
-    program.write_text(_CLIENT.format(python=sys.executable, address=address))
+    program.write_text(_CLIENT.format(python=sys.executable, address=address, program=program))
     program.chmod(0o700)
     server = subprocess.Popen(
         [sys.executable, "-m", "tests.support.warm_python", address, str(program)],
@@ -94,6 +96,11 @@ def warm_python() -> str:
     assert server.stdout is not None and server.stdout.readline() == b"ready\n", "the server ended before it was ready"
     _kept.extend((folder, server))
     return str(program)
+
+
+def pid_of(program: subprocess.Popen[str]) -> int:
+    """Return the pid by which a process that ``warm_python()`` runs knows itself."""
+    return int(Path(f"{warm_python()}.{program.pid}").read_text())
 
 
 _kept: list[Any] = []

@@ -16,6 +16,7 @@ from megatron.training.folder_lock import LOCK
 from tests.support.rank_processes import Start, read_until, write_corpus
 from tests.support.rank_processes import start as start
 from tests.support.tiny_run import SHARDED, TINY, Run, train_all
+from tests.support.warm_python import pid_of
 
 _RESUMABLE = f"{TINY} {SHARDED} --save-interval 2 --distributed-timeout-minutes 1".replace("--mock-data", "")
 
@@ -60,7 +61,7 @@ def _check_refused(start: Start, flags: str, *, owner: subprocess.Popen[str]) ->
     assert [other.returncode for other in others] == [2, 2], outputs
     assert re.fullmatch(
         r"pretrain_gpt.py: error: --save \S+ must be the folder of one run at a time, got one that is in use by "
-        rf"process {owner.pid} on host \S+ \(since .*\); end that run, or give another folder \[rank 0\]\n",
+        rf"process {pid_of(owner)} on host \S+ \(since .*\); end that run, or give another folder \[rank 0\]\n",
         outputs[0],
     ), outputs[0]
     assert outputs[1] == "", "it is said once"

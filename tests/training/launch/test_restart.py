@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
+import socket
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -75,6 +78,17 @@ def _elastic(nodes: str) -> str:
     )
 
 
+def _wait_for_port(port: int) -> None:
+    deadline = time.monotonic() + 60.0
+    while True:
+        try:
+            socket.create_connection(("localhost", port)).close()
+            return
+        except ConnectionRefusedError:
+            assert time.monotonic() < deadline, "torchrun serves no store"
+            time.sleep(0.05)
+
+
 def _check(output: str, folder: Path) -> None:
     """Check that the run was continued from its last checkpoint, and that each repeated iteration gave the same loss."""
     assert "training ended after iteration 8" in output, output
@@ -103,7 +117,9 @@ def test_a_run_that_lost_a_host_continues_on_the_other(torchrun: Torchrun, tmp_p
     """The global batch is that of two ranks: one takes twice as many microbatches."""
     folder, own = tmp_path / "checkpoints", f"--nproc-per-node 1 {_elastic('1:2')}"
     flags = f"{_FLAGS} {write_corpus(tmp_path / 'corpus')} --save {folder} --load {folder}"
-    processes = [torchrun(f"{own},is_host={int(is_first)}", flags) for is_first in (True, False)]
+    processes = [torchrun(f"{own},is_host=1", flags)]
+    _wait_for_port(int(re.search(r"localhost:(\d+)", own)[1]))  # type: ignore[index]
+    processes.append(torchrun(f"{own},is_host=0", flags))  # the higher pid has the higher rank
     output = processes[0].communicate(timeout=300)[0]
     assert processes[0].returncode == 0, output
     assert processes[1].wait(timeout=60) == -signal.SIGKILL
