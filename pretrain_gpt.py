@@ -14,7 +14,7 @@ from megatron.training.arguments import Settings, parse_settings
 from megatron.training.cli.flag_parser import FlagError
 from megatron.training.data.datasets import Datasets, build_gpt_datasets
 from megatron.training.launch.failures import refuse, run_script
-from megatron.training.launch.gpt_config import build_gpt_model
+from megatron.training.launch.gpt_config import build_gpt_model, check_packages
 from megatron.training.launch.pretrain import pretrain
 from megatron.training.launch.refusals import StartRefusedError
 from megatron.training.loop.stage_forward import Batch, has_output_layer
@@ -45,7 +45,8 @@ def main(argv: Sequence[str]) -> int:
     """Train as the flags say; return the exit status, 2 if the run is refused before it starts."""
     try:
         settings = parse_settings(argv)
-    except FlagError as error:
+        check_packages(settings.model, "cpu" if settings.distributed.backend == "gloo" else "cuda")
+    except (FlagError, ImportError) as error:
         refuse(str(error), _report)
         return 2
     try:

@@ -14,6 +14,8 @@ EXTRAS = {
     "train": ["tensorboard>=2.17", "matplotlib>=3.9", "rich>=13"],
     "tokenizers": ["tokenizers>=0.20", "sentencepiece>=0.2"],
     "wandb": ["wandb>=0.17"],
+    # Compiled against the torch that is there: pip install --no-build-isolation -e .[te]. Not part of "all".
+    "te": ["transformer-engine[pytorch]>=2.20"],
     # Triton runs kernels on CPUs under its interpreter, which tests their arithmetic.
     "test": [
         "pytest>=8",

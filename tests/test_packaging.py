@@ -61,7 +61,9 @@ def test_what_the_library_imports_is_required_or_optional_in_one_file(metadata: 
     optional = set().union(*(names_of(extra) for extra in metadata["extras_require"].values()))
     for module, files in third_party_imports("megatron").items():
         if module not in required:
-            assert module in optional, f"{module} is imported by {files} and must be declared in setup.py"
+            assert module.replace("_", "-") in optional, (
+                f"{module} is imported by {files} and must be declared in setup.py"
+            )
             assert len(files) == 1, f"the optional package {module} must be imported in one file, got {sorted(files)}"
 
 

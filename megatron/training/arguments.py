@@ -23,6 +23,7 @@ from megatron.training.cli.flags_checkpoint import add_checkpoint_flags, add_log
 from megatron.training.cli.flags_data import add_data_flags
 from megatron.training.cli.flags_distributed import add_distributed_flags
 from megatron.training.cli.flags_experts import add_expert_flags, expert_settings
+from megatron.training.cli.flags_fp8 import add_fp8_flags, fp8_settings
 from megatron.training.cli.flags_graphs import add_graph_flags, captures_iterations, full_cuda_graph_config
 from megatron.training.cli.flags_model import add_model_flags, ffn_hidden_size, position_embedding_type
 from megatron.training.cli.flags_parallel import add_parallel_flags, parallel_settings, rank_grid
@@ -80,6 +81,7 @@ def build_parser() -> FlagParser:
         add_logging_flags,
         add_distributed_flags,
         add_graph_flags,
+        add_fp8_flags,
     ):
         add_flags(parser)
     return parser
@@ -155,6 +157,7 @@ def _model(args: Namespace) -> GPTConfig:
         share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
         make_vocab_size_divisible_by=args.make_vocab_size_divisible_by,
         init_on_meta_device=args.init_model_with_meta_device,
+        transformer_impl=args.transformer_impl,
     )
 
 
@@ -197,7 +200,7 @@ _SAME_NAME_IN_TRANSFORMER_CONFIG = (
 
 def _transformer(args: Namespace) -> TransformerConfig:
     settings: dict[str, Any] = {name: getattr(args, name) for name in _SAME_NAME_IN_TRANSFORMER_CONFIG}
-    settings |= parallel_settings(args) | expert_settings(args)
+    settings |= parallel_settings(args) | expert_settings(args) | fp8_settings(args)
     if args.swiglu:
         settings |= {"gated_linear_unit": True, "activation_func": F.silu}
         settings["bias_activation_fusion"] = args.bias_swiglu_fusion

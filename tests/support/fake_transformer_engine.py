@@ -30,6 +30,7 @@ from megatron.core.tensor_parallel.mappings import (
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
+from megatron.training.launch import gpt_config
 
 # ---- transformer_engine.common.recipe -------------------------------------------------------------------------------
 
@@ -676,6 +677,7 @@ def install() -> None:
     import megatron.core.extensions  # noqa: F401
 
     sys.modules.update(_modules())
+    gpt_config.DEVICES_OF_TRANSFORMER_ENGINE = ("cuda", "cpu")
     FP8GlobalStateManager.reset()
     _forget_ours()
 
@@ -696,6 +698,7 @@ def installed() -> Iterator[SimpleNamespace]:
             sys.modules.pop(name, None)
         sys.modules.update(before)
         FP8GlobalStateManager.reset()
+        gpt_config.DEVICES_OF_TRANSFORMER_ENGINE = ("cuda",)
         _forget_ours()
 
 

@@ -7,11 +7,6 @@ from megatron.training.cli.flag_parser import AlwaysSo
 ALWAYS_SO: dict[str, AlwaysSo] = {
     "--use-mcore-models": AlwaysSo(fact="models have Megatron-Core's structure and parameter names"),
     "--deprecated-use-mcore-models": AlwaysSo(fact="models have Megatron-Core's structure and parameter names"),
-    "--transformer-impl": AlwaysSo(
-        fact="layers are PyTorch's and the framework's own",
-        values=("local",),
-        otherwise="layers of transformer-engine are not served yet",
-    ),
     "--use-flash-attn": AlwaysSo(
         fact="attention uses the FlashAttention kernel wherever PyTorch has it for the device"
     ),

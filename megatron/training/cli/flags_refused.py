@@ -4,7 +4,9 @@ from __future__ import annotations
 
 _MOE = "this setting of experts is not served"
 _MLA = "multi-latent attention is not served yet"
-_FP8 = "training in FP8 or FP4 is not served yet; use --bf16"
+_FP8 = "this setting of FP8 is not served; use --fp8-format and --fp8-recipe delayed, tensorwise or blockwise"
+_FP8_WEIGHTS = "weights rest and travel in bf16, and are quantised where they are multiplied"
+_FP4 = "FP4 needs Blackwell, and no recipe for it is served; use --fp8-format"
 _FP16 = "fp16 and its loss scaling are not served; use --bf16, which needs none"
 _SHARP = "reductions in network switches are not served; --use-nccl-ub is NCCL's symmetric memory over NVLink"
 _TP_OVERLAP = "tensor-parallel communication is not overlapped with the matrix products around it"
@@ -30,8 +32,8 @@ REFUSED: dict[str, str] = {
     "--loss-scale-window": _FP16,
     "--hysteresis": _FP16,
     "--fp16-lm-cross-entropy": _FP16,
-    "--keep-fp8-transpose-cache": _FP8,
-    "--first-last-layers-bf16": _FP8,
+    "--keep-fp8-transpose-cache": _FP8_WEIGHTS,
+    "--fp8-param-gather": _FP8_WEIGHTS,
     "--reuse-grad-buf-for-mxfp8-param-ag": _FP8,
     "--multi-latent-attention": _MLA,
     "--q-lora-rank": _MLA,
@@ -83,7 +85,7 @@ REFUSED: dict[str, str] = {
     "--experimental-attention-variant": _MODEL,
     "--spec": "flags choose the layers; library code gives GPTModel a spec of its own",
     "--use-fused-weighted-squared-relu": "--squared-relu has no fused function; leave the flag out",
-    "--use-transformer-engine-op-fuser": "layers of transformer-engine are not served yet",
+    "--use-transformer-engine-op-fuser": "layers of transformer-engine are its modules, not its operations",
     "--apply-wd-to-qk-layernorm": "weight decay is of matrices alone",
     "--no-weight-decay-cond-type": "weight decay is of matrices alone",
     "--disable-bf16-reduced-precision-matmul": "how bf16 products are summed is torch's default; leave the flag out",
@@ -194,7 +196,7 @@ REFUSED: dict[str, str] = {
 
 REFUSED_FAMILIES: tuple[tuple[str, str], ...] = (
     ("--fp8-", _FP8),
-    ("--fp4-", _FP8),
+    ("--fp4-", _FP4),
     ("--moe-", _MOE),
     ("--mtp-", "multi-token prediction is not served yet"),
     ("--tp-comm-", _TP_OVERLAP),

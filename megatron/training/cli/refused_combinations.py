@@ -374,6 +374,11 @@ REFUSALS: tuple[Refusal, ...] = (
         "--tensorboard-dir or --wandb-project, got none",
     ),
     Refusal(
+        "FP8 with local layers",
+        lambda a: a.fp8_format is not None and a.transformer_impl == "local",
+        "--fp8-format {fp8_format} needs layers of transformer-engine, got --transformer-impl local; leave one of the two out",
+    ),
+    Refusal(
         "CUDA graphs of single layers",
         lambda a: a.cuda_graph_impl in ("local", "transformer_engine") and not captures_iterations(a),
         "--cuda-graph-impl {cuda_graph_impl} captures layer by layer, which is not served; use full_iteration, or none",

@@ -7,10 +7,14 @@ from typing import Any
 
 import torch
 
+from megatron.core.extensions import why_missing
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.training.checkpointing import print_rank_0
+
+DEVICES_OF_TRANSFORMER_ENGINE = ("cuda",)
 
 _ARCHITECTURE = (
     "num_layers",
@@ -64,6 +68,10 @@ class GPTConfig:
     """The vocabulary is padded to a multiple of it, since matrices of odd sizes are slow. Unlike in Megatron-LM it is not
     multiplied by the tensor-parallel ranks, so that the model does not depend on the split."""
 
+    transformer_impl: str = "transformer_engine"
+    """Layers of transformer-engine where it can be used, else the local ones ("transformer_engine"), or always these
+    ("local")."""
+
     init_on_meta_device: bool = False
     """The engine creates the weights unit by unit, so that no rank ever has all of them in memory."""
 
@@ -104,13 +112,17 @@ def build_gpt_model(
         vocab_size: the tokenizer's, without padding.
         pg_collection: the process groups over which the model is split; None: it is not split.
 
+    Raises:
+        ImportError: ``config`` asks for FP8, and transformer-engine cannot be used; gives the reason.
+
     Ranks: each alone; a part has the same initial values as in the whole model.
     """
     stages = None if pg_collection is None else pg_collection.pp
+    uses_transformer_engine = _uses_transformer_engine(config, device)
     with torch.device("meta" if config.init_on_meta_device else device):
         return GPTModel(
             config.transformer,
-            get_gpt_decoder_block_spec(config.transformer),
+            get_gpt_decoder_block_spec(config.transformer, use_transformer_engine=uses_transformer_engine),
             config.padded_vocab_size(vocab_size),
             config.max_position_embeddings,
             pre_process=group_rank(stages) == 0,
@@ -124,3 +136,36 @@ def build_gpt_model(
             seq_len_interpolation_factor=config.rotary_seq_len_interpolation_factor,
             pg_collection=pg_collection,
         )
+
+
+def why_no_transformer_engine(device_type: str) -> str | None:
+    """Return why layers of transformer-engine cannot be used on devices of this type, None if they can."""
+    if device_type not in DEVICES_OF_TRANSFORMER_ENGINE:
+        return f"it runs on CUDA devices, and these are {device_type}"
+    return why_missing("transformer_engine")
+
+
+def check_packages(config: GPTConfig, device_type: str) -> None:
+    """Check that the packages are there which the settings cannot do without.
+
+    Raises:
+        ImportError: the model is to multiply in FP8, and transformer-engine cannot be used; gives the reason.
+    """
+    if config.transformer.fp8 is not None and (reason := why_no_transformer_engine(device_type)) is not None:
+        raise ImportError(
+            f"--fp8-format {config.transformer.fp8} needs transformer-engine, which cannot be used: {reason}; install it"
+            " (docs/transformer_engine.md), or leave out --fp8-format, which trains in bf16"
+        )
+
+
+def _uses_transformer_engine(config: GPTConfig, device: torch.device) -> bool:
+    """Return whether layers are transformer-engine's; print it where they are not though they were asked for."""
+    check_packages(config, device.type)
+    if config.transformer_impl == "local":
+        return False
+    reason = why_no_transformer_engine(device.type)
+    if reason is not None:
+        print_rank_0(
+            f" transformer-engine is not used ({reason}): layers are the local ones (--transformer-impl local)"
+        )
+    return reason is None

@@ -86,6 +86,7 @@ CONTRADICTIONS: dict[str, tuple[str, str]] = {
     "finetune with the checkpoint's schedule": ("--load x --finetune --use-checkpoint-opt-param-scheduler", ""),
     "wandb settings without wandb-project": ("--wandb-exp-name x", ""),
     "TensorBoard scalars without a writer": ("--log-timers-to-tensorboard", ""),
+    "FP8 with local layers": ("--bf16 --fp8-format hybrid --transformer-impl local", ""),
     "CUDA graphs of single layers": ("--cuda-graph-impl local", ""),
     "CUDA graph scope without a graph of the iteration": ("--cuda-graph-scope full_iteration", ""),
     "CUDA graph scope below the iteration": ("--cuda-graph-impl full_iteration --cuda-graph-scope attn mlp", ""),
