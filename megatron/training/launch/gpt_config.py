@@ -14,7 +14,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection, group_ra
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.checkpointing import print_rank_0
 
-DEVICES_OF_TRANSFORMER_ENGINE = ("cuda",)
+DEVICES_OF_TRANSFORMER_ENGINE: tuple[str, ...] = ("cuda",)
 
 _ARCHITECTURE = (
     "num_layers",
