@@ -8,7 +8,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -22,9 +22,9 @@ _ROOT = Path(__file__).parents[2]
 Start = Callable[..., list[subprocess.Popen[str]]]
 
 
-@pytest.fixture
-def start() -> Iterator[Start]:
-    """Return a function that starts two ranks; they are ended after the test, with what they started."""
+@contextmanager
+def starting() -> Iterator[Start]:
+    """Yield a function that starts two ranks; they are ended after the scope, with what they started."""
     started: list[subprocess.Popen[str]] = []
 
     def start_ranks(flags: str, *, of_rank_1: str = "", script: str = "pretrain_gpt.py") -> list[subprocess.Popen[str]]:
@@ -32,8 +32,17 @@ def start() -> Iterator[Start]:
         started.extend(processes)
         return processes
 
-    yield start_ranks
-    end(started)
+    try:
+        yield start_ranks
+    finally:
+        end(started)
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Return a function that starts two ranks for the test."""
+    with starting() as start_ranks:
+        yield start_ranks
 
 
 def end(processes: list[subprocess.Popen[str]]) -> None:

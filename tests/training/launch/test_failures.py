@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 import signal
-import textwrap
+import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.support.rank_processes import Start, read_until, wait_until_gone, write_corpus
+from tests.support.rank_processes import Start, read_until, starting, wait_until_gone, write_corpus
 from tests.support.rank_processes import start as start
 from tests.support.tiny_run import SHARDED, TINY
 
@@ -20,6 +21,61 @@ _PATIENCE_S = 2 * _SECONDS
 _LONG = f"{TINY} {SHARDED} --train-iters 5000 --distributed-timeout-minutes 3".replace(
     "--num-workers 0", "--num-workers 2"
 )
+
+
+_DIES_IN_SETUP = """
+import os, signal, sys
+import megatron.training.launch.pretrain as launch
+import pretrain_gpt
+
+def die(*args, **kwargs):
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return call(*args, **kwargs)
+
+call = getattr(launch, "{where}")
+setattr(launch, "{where}", die)
+pretrain_gpt.run_script(pretrain_gpt.main, sys.argv[1:])
+"""
+
+_HANGS = """
+import datetime, os, signal, sys, time
+import pretrain_gpt
+from megatron.training.launch.distributed_init import DistributedConfig
+
+DistributedConfig.timeout = datetime.timedelta(seconds=20)
+calls, forward_step = [], pretrain_gpt.forward_step
+
+def hang(batch, model):
+    calls.append(None)
+    if os.environ["RANK"] == "{rank}" and len(calls) == 6:
+        {how}
+    return forward_step(batch, model)
+
+pretrain_gpt.forward_step = hang
+pretrain_gpt.run_script(pretrain_gpt.main, sys.argv[1:])
+"""
+
+_WAITING = {
+    "lost in set-up": _DIES_IN_SETUP.format(where="process_groups"),
+    "hangs": _HANGS.format(rank=1, how="time.sleep(1000)"),
+    "stopped": _HANGS.format(rank=0, how="os.kill(os.getpid(), signal.SIGSTOP)"),
+}
+"""Scripts whose ranks wait for a time-out, mostly."""
+
+
+Waiting = dict[str, list[subprocess.Popen[str]]]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def waiting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Waiting]:
+    """The ranks of these scripts, which wait while the other tests of this file run."""
+    scripts = {name: tmp_path_factory.mktemp("script") / "script.py" for name in _WAITING}
+    for name, script in scripts.items():
+        script.write_text(_WAITING[name])
+    with starting() as start_ranks:
+        flags = f"{TINY} {SHARDED} --distributed-timeout-minutes 1"
+        yield {name: start_ranks(flags, script=str(script)) for name, script in scripts.items()}
 
 
 def test_an_error_of_one_rank_ends_all_though_loader_processes_ignore_sigterm(start: Start, tmp_path: Path) -> None:
@@ -46,39 +102,6 @@ def test_a_lost_rank_is_named_also_where_it_serves_the_store(start: Start, victi
     assert ("rank 0, which serves the store" if victim == 0 else "no sign of life within 6 s from rank 1") in last
 
 
-_DIES_IN_SETUP = """
-import os, signal, sys
-import megatron.training.launch.pretrain as launch
-import pretrain_gpt
-
-def die(*args, **kwargs):
-    if os.environ["RANK"] == "1":
-        os.kill(os.getpid(), signal.SIGKILL)
-    return call(*args, **kwargs)
-
-call = getattr(launch, "{where}")
-setattr(launch, "{where}", die)
-pretrain_gpt.run_script(pretrain_gpt.main, sys.argv[1:])
-"""
-
-
-@pytest.mark.parametrize(
-    "where",
-    [
-        pytest.param("initialize_distributed", marks=pytest.mark.slow),  # the others wait for the time-out, a minute
-        "process_groups",
-    ],
-)
-def test_a_rank_that_is_lost_in_set_up_is_named(start: Start, tmp_path: Path, where: str) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(textwrap.dedent(_DIES_IN_SETUP.format(where=where)))
-    flags = f"{TINY} {SHARDED} --distributed-timeout-minutes 1"
-    processes = start(flags, script=str(script))
-    output = processes[0].communicate(timeout=200)[0]
-    assert processes[0].returncode == 1 and processes[1].wait() == -signal.SIGKILL
-    assert "no sign of life within 6 s from rank 1" in output.strip().splitlines()[-1]
-
-
 def test_a_command_line_that_one_rank_refuses_ends_all_at_once(start: Start) -> None:
     begin = time.monotonic()
     processes = start(_LONG, of_rank_1="--lrr 1")
@@ -97,30 +120,29 @@ def test_a_refusal_of_all_ranks_is_reported_once(start: Start) -> None:
     assert outputs == ["pretrain_gpt.py: error: --lrr is unknown; did you mean --lr?\n", ""]
 
 
-_HANGS = """
-import datetime, os, signal, sys, time
-import pretrain_gpt
-from megatron.training.launch.distributed_init import DistributedConfig
-
-DistributedConfig.timeout = datetime.timedelta(seconds=20)
-calls, forward_step = [], pretrain_gpt.forward_step
-
-def hang(batch, model):
-    calls.append(None)
-    if os.environ["RANK"] == "{rank}" and len(calls) == 6:
-        {how}
-    return forward_step(batch, model)
-
-pretrain_gpt.forward_step = hang
-pretrain_gpt.run_script(pretrain_gpt.main, sys.argv[1:])
-"""
+def _check_lost_in_set_up(processes: list[subprocess.Popen[str]]) -> None:
+    output = processes[0].communicate(timeout=200)[0]
+    assert processes[0].returncode == 1 and processes[1].wait() == -signal.SIGKILL
+    assert "no sign of life within 6 s from rank 1" in output.strip().splitlines()[-1]
 
 
-def test_a_time_out_names_who_has_not_come_and_what_that_rank_did_last(start: Start, tmp_path: Path) -> None:
-    """Each step has two microbatches, so that rank 1 hangs before the last forward of the third step."""
+def test_a_rank_that_is_lost_in_set_up_is_named(waiting: Waiting) -> None:
+    _check_lost_in_set_up(waiting["lost in set-up"])
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_lost_before_the_process_groups_is_named(start: Start, tmp_path: Path) -> None:
+    """The others wait for the time-out, a minute."""
     script = tmp_path / "script.py"
-    script.write_text(_HANGS.format(rank=1, how="time.sleep(1000)"))
-    processes = start(f"{TINY} {SHARDED}", script=str(script))
+    script.write_text(_DIES_IN_SETUP.format(where="initialize_distributed"))
+    _check_lost_in_set_up(start(f"{TINY} {SHARDED} --distributed-timeout-minutes 1", script=str(script)))
+
+
+def test_a_time_out_names_who_has_not_come_and_what_that_rank_did_last(
+    waiting: Waiting,
+) -> None:
+    """Each step has two microbatches, so that rank 1 hangs before the last forward of the third step."""
+    processes = waiting["hangs"]
     outputs = [process.communicate(timeout=200)[0] for process in processes]
     assert [process.returncode for process in processes] == [1, 1]
     waits = outputs[0].strip().splitlines()
@@ -136,11 +158,9 @@ def test_a_time_out_names_who_has_not_come_and_what_that_rank_did_last(start: St
     assert "rank 1 ends, since rank 0 failed with RuntimeError: all-gather of the weights of" in outputs[1]
 
 
-def test_a_stopped_rank_0_is_named(start: Start, tmp_path: Path) -> None:
+def test_a_stopped_rank_0_is_named(waiting: Waiting) -> None:
     """The store that it serves does not answer, and its connections stay open."""
-    script = tmp_path / "script.py"
-    script.write_text(_HANGS.format(rank=0, how="os.kill(os.getpid(), signal.SIGSTOP)"))
-    processes = start(f"{TINY} {SHARDED}", script=str(script))
+    processes = waiting["stopped"]
     output = processes[1].communicate(timeout=200)[0]
     assert processes[1].returncode == 1, output
     last = output.strip().splitlines()[-1]
