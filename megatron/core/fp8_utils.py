@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +44,30 @@ def get_fp8_context(
     if is_init:
         raise NotImplementedError("is_init must be False, got True: weights are made in params_dtype")
     return nullcontext() if config.fp8 is None else Quantization(config, pg_collection).of_layer(layer_no)
+
+
+def quantize_weights(config: TransformerConfig, layers: Iterable[Any]) -> None:
+    """Have the sharding engine keep and move the weights of these layers in FP8, where they multiply in it.
+
+    Args:
+        layers: transformer layers, on any device, before they are sharded.
+    """
+    from megatron.core.extensions.transformer_engine_weights import te_weight_codec
+
+    settings: dict[str, Any] = {"keeps_derived": config.keep_fp8_transpose_cache}
+    if config.fp8_recipe == "delayed":
+        settings |= {
+            "margin": config.fp8_margin,
+            "amax_history_len": config.fp8_amax_history_len,
+            "amax_compute_algo": config.fp8_amax_compute_algo,
+        }
+    codec = te_weight_codec(config.fp8_recipe, **settings)
+    for layer in layers:
+        if is_first_last_bf16_layer(config, layer.layer_number - 1):
+            continue
+        for module in layer.modules():
+            for name in getattr(module, "quantized_weights", ()):
+                module.set_parameter_attribute(name, "fsdp_codec", codec)
 
 
 class Quantization:

@@ -100,6 +100,8 @@ class _QuantizationState:
 class _Layer(_QuantizationState, SeededParameters):
     """Base class of the layers with parameters; transformer-engine's class comes after it."""
 
+    quantized_weights: tuple[str, ...] = ("weight",)
+    """Names of the parameters that are multiplied in FP8."""
     fuse_wgrad_accumulation: bool
     _is_fsdp2: bool
 
@@ -329,6 +331,8 @@ class TELayerNormColumnParallelLinear(_Layer, te.LayerNormLinear):
 class _Norm(_Layer):
     """Base class of the norms."""
 
+    quantized_weights = ()
+
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
         centered = config.layernorm_zero_centered_gamma
         self.begin(config, {"normalized_shape": hidden_size, "eps": eps, "zero_centered_gamma": centered})
@@ -478,6 +482,7 @@ class TEGroupedLinear(_Layer, te.GroupedLinear):
             | {"num_gemms": num_gemms, "bias": bias, "return_bias": bias and skip_bias_add}
             | {"ub_name": tp_comm_buffer_name, "name": name},
         )
+        self.quantized_weights = tuple(f"weight{index}" for index in range(num_gemms))
         for index in range(num_gemms):
             split.describe(self, init_method, bias=bias, number=str(index))
         self.finish()

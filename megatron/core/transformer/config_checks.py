@@ -28,7 +28,6 @@ NOT_SERVED: dict[str, tuple[tuple[object, ...], str]] = {
     ),
     "fp8_wgrad": ((True,), "transformer-engine no longer has a setting for weight gradients alone"),
     "fp8_output_proj": ((False,), "in Megatron-Core it goes with mxfp8 alone, which needs Blackwell"),
-    "fp8_param": ((False,), "weights rest and travel in params_dtype, and are quantised where they are multiplied"),
     "enable_autocast": ((False,), "layers compute in params_dtype; set that instead"),
     "embedding_init_method_std": (
         (None,),

@@ -16,6 +16,7 @@ _OF_FP8 = {
     "fp8_amax_compute_algo": "most_recent",
     "fp8_dot_product_attention": False,
     "fp8_multi_head_attention": False,
+    "fp8_param": False,
     "tp_only_amax_red": False,
     "first_last_layers_bf16": False,
 }
@@ -62,6 +63,10 @@ FP8_CONTRADICTIONS: list[tuple[Condition, str]] = [
     (
         lambda c: c.fp8_dot_product_attention and c.fp8_recipe == "blockwise",
         "fp8_dot_product_attention must be off with fp8_recipe='blockwise', got it on: transformer-engine has no such kernel",
+    ),
+    (
+        lambda c: c.keep_fp8_transpose_cache and not c.fp8_param,
+        "keep_fp8_transpose_cache must go with fp8_param, got it off: weights have no transposed bytes then; turn both on",
     ),
     (
         lambda c: c.fp8_multi_head_attention and not c.fp8_dot_product_attention,

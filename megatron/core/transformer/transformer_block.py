@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
-from megatron.core.fp8_utils import Quantization
+from megatron.core.fp8_utils import Quantization, quantize_weights
 from megatron.core.process_groups_config import group_of, group_rank, group_size
 from megatron.core.transformer.global_module_list import GlobalModuleList
 from megatron.core.transformer.module import MegatronModule
@@ -78,6 +78,8 @@ class TransformerBlock(MegatronModule):
         self.num_layers_per_pipeline_rank = len(self.layers)
         self._quantization = None if config.fp8 is None else Quantization(config, pg_collection)
         _check_quantized(config, self.layers)
+        if config.fp8_param:
+            quantize_weights(config, self.layers)
         self.final_layernorm: torch.nn.Module | None = None
         if post_process and post_layer_norm and submodules.layer_norm is not None:
             self.final_layernorm = build_module(

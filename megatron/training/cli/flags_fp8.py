@@ -17,6 +17,7 @@ _FP8_SETTINGS = (
     "fp8_dot_product_attention",
     "fp8_multi_head_attention",
     "fp8_output_proj",
+    "keep_fp8_transpose_cache",
     "tp_only_amax_red",
     "first_last_layers_bf16",
     "num_layers_at_start_in_bf16",
@@ -67,6 +68,14 @@ def add_fp8_flags(parser: argparse.ArgumentParser) -> None:
         action="store_false",
         help="weight gradients not in FP8 (refused: transformer-engine has no such setting any more)",
     )
+    group.add_argument(
+        "--fp8-param-gather", action="store_true", help="weights rest and travel in FP8, beside their main weights"
+    )
+    group.add_argument(
+        "--keep-fp8-transpose-cache",
+        action="store_true",
+        help="with --fp8-param-gather, keep the transposed bytes that backward needs until the weights change",
+    )
     group.add_argument("--fp8-dot-product-attention", action="store_true", help="core attention in FP8")
     group.add_argument(
         "--fp8-multi-head-attention",
@@ -95,4 +104,6 @@ def add_fp8_flags(parser: argparse.ArgumentParser) -> None:
 
 def fp8_settings(args: Namespace) -> dict[str, Any]:
     """Map the flags of FP8 to fields of ``TransformerConfig``."""
-    return {"fp8": args.fp8_format} | {name: getattr(args, name) for name in _FP8_SETTINGS}
+    return {"fp8": args.fp8_format, "fp8_param": args.fp8_param_gather} | {
+        name: getattr(args, name) for name in _FP8_SETTINGS
+    }

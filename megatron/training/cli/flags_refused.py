@@ -5,7 +5,6 @@ from __future__ import annotations
 _MOE = "this setting of experts is not served"
 _MLA = "multi-latent attention is not served yet"
 _FP8 = "this setting of FP8 is not served; use --fp8-format and --fp8-recipe delayed, tensorwise or blockwise"
-_FP8_WEIGHTS = "weights rest and travel in bf16, and are quantised where they are multiplied"
 _FP4 = "FP4 needs Blackwell, and no recipe for it is served; use --fp8-format"
 _FP16 = "fp16 and its loss scaling are not served; use --bf16, which needs none"
 _SHARP = "reductions in network switches are not served; --use-nccl-ub is NCCL's symmetric memory over NVLink"
@@ -32,8 +31,6 @@ REFUSED: dict[str, str] = {
     "--loss-scale-window": _FP16,
     "--hysteresis": _FP16,
     "--fp16-lm-cross-entropy": _FP16,
-    "--keep-fp8-transpose-cache": _FP8_WEIGHTS,
-    "--fp8-param-gather": _FP8_WEIGHTS,
     "--reuse-grad-buf-for-mxfp8-param-ag": _FP8,
     "--multi-latent-attention": _MLA,
     "--q-lora-rank": _MLA,

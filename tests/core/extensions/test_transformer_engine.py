@@ -170,3 +170,25 @@ def test_attention_takes_masks_and_is_told_which_kernels_to_use(monkeypatch: pyt
     torch.testing.assert_close(losses[1], losses[0])
     with pytest.raises(TypeError, match="dtype bool"):
         ours(inputs, positions, mask.float(), labels=labels)
+
+
+def test_weights_that_are_multiplied_in_fp8_ask_the_engine_for_it() -> None:
+    """Matrices of the layers that are not kept in bf16, and nothing else; also on the meta device."""
+    fields = {
+        "params_dtype": torch.bfloat16,
+        "bf16": True,
+        "fp8": "hybrid",
+        "fp8_recipe": "tensorwise",
+        "fp8_param": True,
+    }
+    fields |= {"first_last_layers_bf16": True, "num_layers_at_end_in_bf16": 0}
+    for name, matrices in (("llama", 4), ("experts", 2 + 2 * 4 + 2)):
+        model = _gpt(name, te=True, device="meta", **fields)
+        for module in model.modules():
+            module.to_empty(device="cpu", recurse=False)
+            getattr(module, "reset_parameters", lambda: None)()
+        codecs = {key: p.fsdp_codec for key, p in model.named_parameters() if hasattr(p, "fsdp_codec")}
+        assert {codec.recipe for codec in codecs.values()} == {"tensorwise"}
+        assert all(".layers.1." in key and "weight" in key.rsplit(".", 1)[1] for key in codecs)
+        assert not any("norm" in key or "router" in key for key in codecs)
+        assert len(codecs) == matrices, sorted(codecs)

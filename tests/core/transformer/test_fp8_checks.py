@@ -30,6 +30,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"fp8_amax_compute_algo": "max"}, "fp8_amax_compute_algo must be 'most_recent' without fp8, got 'max'"),
     ({"fp8_dot_product_attention": True}, "fp8_dot_product_attention must be False without fp8"),
     ({"fp8_multi_head_attention": True}, "fp8_multi_head_attention must be False without fp8"),
+    ({"fp8_param": True}, "fp8_param must be False without fp8"),
     ({"tp_only_amax_red": True}, "tp_only_amax_red must be False without fp8"),
     ({"first_last_layers_bf16": True}, "first_last_layers_bf16 must be False without fp8"),
     ({**TENSORWISE, "fp8_margin": 1}, "fp8_margin must be 0 with fp8_recipe='tensorwise', got 1"),
@@ -44,6 +45,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {**FP8, "fp8_recipe": "blockwise", "fp8_dot_product_attention": True},
         "fp8_dot_product_attention must be off with fp8_recipe='blockwise'",
     ),
+    ({**FP8, "keep_fp8_transpose_cache": True}, "keep_fp8_transpose_cache must go with fp8_param, got it off"),
     ({**FP8, "fp8_multi_head_attention": True}, "must go with fp8_dot_product_attention, got it off"),
     (
         {**FP8, "fp8_dot_product_attention": True, "attention_dropout": 0.1},

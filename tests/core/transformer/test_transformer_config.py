@@ -24,7 +24,6 @@ ASKED_FOR: dict[str, Any] = {
     "fp8_recipe": "mxfp8",
     "fp8_wgrad": False,
     "fp8_output_proj": True,
-    "fp8_param": True,
     "enable_autocast": True,
     "embedding_init_method_std": 1.0,
     "distribute_saved_activations": True,

@@ -71,7 +71,6 @@ def test_fp8_without_transformer_engine_is_refused_with_the_reason(capsys: pytes
     [
         ("--fp8-format hybrid --fp8-recipe mxfp8", "mxfp8 needs Blackwell"),
         ("--fp8-format hybrid --no-fp8-wgrad", "fp8_wgrad must be True"),
-        ("--fp8-format hybrid --fp8-param-gather", "weights rest and travel in bf16"),
         ("--fp4-format e2m1", "FP4 needs Blackwell"),
         ("--fp8-recipe tensorwise", "without fp8"),
     ],
