@@ -96,7 +96,7 @@ def _overlap(transport: str, folder: str) -> str | None:
     def step() -> None:
         # Ranks start together, whenever their profilers let them: one that waits for another has no GEMMs meanwhile.
         dist.all_reduce(torch.zeros(1, device=DEVICE))
-        torch.cuda._sleep(40_000_000)  # the host gets ahead, as it does where units take longer than their launches
+        torch.cuda._sleep(120_000_000)  # the host gets ahead, as it does where units take longer than their launches
         trainer.forward()
         trainer.backward()
 
