@@ -206,7 +206,7 @@ class WholeNet:
             owner, _, key = name.rpartition(".")
             module = self.net.get_submodule(owner)
             if name in self._scales:
-                self.data[name], inverse = self._scales[name].encode(main)
+                self.data[name], inverse = self._scales[name].encode(main.to(self.dtype).float())
                 whole = nn.Parameter(_WholeWeight(self.data[name], inverse, self.dtype))
                 module._parameters[key] = whole
             else:

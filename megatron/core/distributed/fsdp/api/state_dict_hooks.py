@@ -40,11 +40,15 @@ def watch_loads(unit: FsdpUnit, modules: Sequence[tuple[str, nn.Module]]) -> Non
             )
         if unit.context is not None:
             unit.context.finish_updates()
+        loads = False
         for key, parameter in module._parameters.items():
             value = state_dict.get(prefix + key)
             if isinstance(parameter, DTensor) and isinstance(value, torch.Tensor) and value.shape == parameter.shape:
                 copy_into(parameter, value)
+                loads = True
                 state_dict[prefix + key] = parameter
+        for group in unit.groups if loads else ():
+            group.weights.note_load()
         if unit.context is not None:
             unit.context.weights_changed()
 

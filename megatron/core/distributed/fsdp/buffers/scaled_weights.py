@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import repeat
 
@@ -50,7 +50,8 @@ class Scales:
 class ScaledWeights(GroupWeights):
     """As ``GroupWeights``, with a model weight of one byte for each element that is multiplied with scales.
 
-    Scales are brought up to date for all such groups of a context together (``runtime/weight_scales.py``), before the
+    Main weights are rounded to the nominal dtype before they are scaled, so that the numbers are those of layers that
+    quantise a gathered weight. Scales are brought up to date for all such groups of a context together (``runtime/weight_scales.py``), before the
     first of them is encoded. What is encoded depends on the other ranks' main weights too, so ranks write weights
     between steps, not between the forwards of one.
 
@@ -68,7 +69,7 @@ class ScaledWeights(GroupWeights):
         super()._follow_main()
         assert self.encoded_piece is not None, "bytes are no main weights"
         if not hasattr(self, "scales"):
-            self.restarts = True
+            self._forget_scales()
             self.take_scales(Scales.make(self.codec, self.codec.num_scales(self.layout), self.device))
         main, target = self.main.local.data, self.encoded_piece
         pieces = pieces_of(self.layout, self.main.begin, self.main.end)
@@ -98,11 +99,38 @@ class ScaledWeights(GroupWeights):
             scales.history.zero_()
             scales.history[0] = scales.amax
 
+    def note_load(self) -> None:
+        super().note_load()
+        self._forget_scales()
+
+    def _forget_scales(self) -> None:
+        """Begin anew with the next weights, which are not those that the scales were made for."""
+        self.restarts, self._to_restore = True, set(range(len(self.layout.slots)))
+
+    def scale_state(self, index: int) -> dict[str, torch.Tensor] | None:
+        """Return what a checkpoint must hold of a weight's scales; None where the weights say it all."""
+        if self.restarts or not self.codec.has_history:
+            return None
+        history = self.codec.scales_by_weight(self.scales.history, self.layout)[index]
+        return {"scale": self._scale[index], "amax_history": history}
+
+    def restore_scales(self, index: int, state: Mapping[str, torch.Tensor] | None) -> None:
+        """Take over what ``scale_state`` returned, after ``note_load``; a shorter history takes the latest steps."""
+        if state is None or not self.codec.has_history:
+            return
+        history, saved = self.codec.scales_by_weight(self.scales.history, self.layout)[index], state["amax_history"]
+        kept = min(len(history), len(saved))
+        self._scale[index].copy_(state["scale"])
+        history.zero_()
+        history[:kept].copy_(saved[:kept])
+        self._to_restore.discard(index)
+        self.restarts = bool(self._to_restore)
+
     def sync(self, *, casts: bool = True) -> None:
         """Encode the main weight anew, with scales that fit. Ranks: all that hold parts of the context's weights."""
         self.prepare_scales()
         for piece, main, target in self._parts:
-            self.codec.write(target, main, self._scale[piece.weight], piece)
+            self.codec.write(target, main.to(self.dtypes.compute), self._scale[piece.weight], piece)
         self._drop_derived()
         for all_gather, full, shard in self._sync_gathers:
             all_gather(full, shard)

@@ -189,6 +189,10 @@ class GroupWeights:
         """Grows with each in-place write to the sharded parameters, or to their local tensors, that autograd counts."""
         return sum(map(_VERSION, self._versioned))
 
+    def note_load(self) -> None:
+        """Note that the main weights are others now, also if they were read straight into memory, which no count sees."""
+        self.updated_write_count = -1
+
     def sync(self, *, casts: bool = True) -> None:
         """Bring the model weight up to date with the main weight. Ranks: all, where the model weight is replicated.
 

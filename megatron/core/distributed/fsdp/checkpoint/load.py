@@ -150,6 +150,8 @@ class Load:
             self._optimizer.install()
         for name, module in module_states(self._model).items():
             module.set_extra_state(self._module_values[name])
+        for group in (group for module in fsdp_modules(self._model) for group in module.parameter_groups):
+            group.weights.note_load()
         for name, module in optional_states(self._model).items():
             if name in self._module_values:
                 module.set_optional_state(self._module_values[name])

@@ -11,6 +11,7 @@ from torch import nn
 
 from megatron.core.distributed.fsdp.api.module import FsdpModule, fsdp_modules
 from megatron.core.distributed.fsdp.buffers.norm_ownership import is_copy
+from megatron.core.distributed.fsdp.buffers.scaled_weights import ScaledWeights
 
 OPTIMIZER, EXTRA_STATE, OPTIONAL_STATE = "optimizer.", "extra_state.", "optional_state."
 PER_RANK = "per_rank"
@@ -125,11 +126,44 @@ def optional_states(model: nn.Module) -> dict[str, Any]:
     It is state that a model may do without: a module whose state is None saves none, a module whose state was not saved
     keeps what it has, and what no module here has is left unread.
     """
-    return {
+    root = unwrapped(model)
+    states: dict[str, Any] = {
         f"{OPTIONAL_STATE}{prefix}": module
-        for prefix, module in unwrapped(model).named_modules()
+        for prefix, module in root.named_modules()
         if hasattr(module, "get_optional_state")
     }
+    scaled = {
+        id(weights.sharded[i]): ScaleState(weights, i)
+        for weights in scaled_weights(root)
+        for i in range(len(weights.sharded))
+    }
+    if scaled:
+        states |= {
+            f"{OPTIONAL_STATE}{entry.name}": scaled[id(entry.tensor)]
+            for entry in model_tensors(root)
+            if id(entry.tensor) in scaled
+        }
+    return states
+
+
+@dataclass(frozen=True)
+class ScaleState:
+    """The scales of a weight that rests in bytes, as optional state: where there are none, they begin with the weights."""
+
+    weights: ScaledWeights
+    index: int
+
+    def get_optional_state(self) -> dict[str, torch.Tensor] | None:
+        return self.weights.scale_state(self.index)
+
+    def set_optional_state(self, state: dict[str, torch.Tensor] | None) -> None:
+        self.weights.restore_scales(self.index, state)
+
+
+def scaled_weights(root: nn.Module) -> list[ScaledWeights]:
+    """Return the weights of all groups that rest in bytes."""
+    groups = (group for module in fsdp_modules(root) for group in module.parameter_groups)
+    return [group.weights for group in groups if isinstance(group.weights, ScaledWeights)]
 
 
 def plain_copy(value: Any, name: str) -> Any:

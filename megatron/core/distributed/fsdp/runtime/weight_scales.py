@@ -7,6 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
 from megatron.core.distributed.fsdp.buffers.scaled_weights import ScaledWeights, Scales
@@ -57,11 +59,12 @@ class WeightScales:
 
 
 class _Batch:
-    """Groups of one codec whose main weights lie on the same ranks, and their scales in one vector."""
+    """Groups of one codec and dtype whose main weights lie on the same ranks, and their scales in one vector."""
 
     def __init__(self, members: list[ScaledWeights]) -> None:
         self._members = [weakref.ref(weights) for weights in members]
-        self._codec, self._axes = members[0].codec, _axes(members[0])
+        self._codec, self._axes, self._dtype = members[0].codec, _axes(members[0]), members[0].dtypes.compute
+        self._tensor_group = _tensor_group(members[0])
         numbers = [weights.scales.scale.numel() for weights in members]
         self._scales = Scales.make(self._codec, sum(numbers), members[0].device)
         begin = 0
@@ -79,6 +82,9 @@ class _Batch:
             weights.measure()
         for axis in self._axes:
             axis.maximum(scales.amax)
+        if self._tensor_group is not None:
+            dist.all_reduce(scales.amax, op=dist.ReduceOp.MAX, group=self._tensor_group)
+        scales.amax.copy_(scales.amax.to(self._dtype))  # of the rounded weights: rounding keeps the order
         scale = codec.next_scale(scales.amax, scales.scale, scales.history)
         if codec.has_history:
             # Weights that are as they were (an evaluation, another forward) keep their scales: no step has passed.
@@ -97,7 +103,7 @@ def _batches(members: list[ScaledWeights]) -> list[_Batch]:
     kinds: dict[tuple[Any, ...], list[ScaledWeights]] = {}
     for weights in members:
         ranks = tuple(tuple(axis.ranks) for axis in _axes(weights))
-        kinds.setdefault((weights.codec, ranks), []).append(weights)
+        kinds.setdefault((weights.codec, ranks, weights.dtypes.compute), []).append(weights)
     return [_Batch(of_kind) for of_kind in kinds.values()]
 
 
@@ -105,6 +111,14 @@ def _axes(weights: ScaledWeights) -> list[Transport]:
     """Return the transports of the axes over which main weights are cut."""
     placed = zip(weights.main.placements, weights.group_mesh.axes, strict=True)
     return [axis for placement, axis in placed if placement.is_shard() and axis.size > 1]
+
+
+def _tensor_group(weights: ScaledWeights) -> ProcessGroup | None:
+    """Return the tensor-parallel ranks, which hold parts of a weight under one name: their histories must be one."""
+    mesh = weights.group_mesh.tensor_mesh
+    if not weights.codec.has_history or mesh is None or mesh.size(0) == 1:
+        return None
+    return mesh.get_group(0)
 
 
 def _preparation(scales: weakref.ref[WeightScales]) -> Callable[[], None]:

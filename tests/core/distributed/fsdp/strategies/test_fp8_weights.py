@@ -6,6 +6,7 @@ their order. Each fault at the end of this file must make the comparison fail.
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -24,7 +25,9 @@ from megatron.core.distributed.fsdp import (
     fully_shard,
     fully_shard_optimizer,
     hybrid_placements,
+    load_checkpoint,
     microbatch,
+    save_checkpoint,
 )
 from megatron.core.distributed.fsdp.buffers.scaled_weights import ScaledWeights, Scales
 from megatron.core.distributed.fsdp.comm.process_group import ProcessGroupTransport, RankOrderTransport
@@ -39,7 +42,7 @@ from tests.support.float8_weights import (
     make_codec,
     make_fp8_net,
 )
-from tests.support.models import STRATEGY_NAMES, assert_at_rest, context_of, local_of
+from tests.support.models import STRATEGY_NAMES, assert_at_rest, context_of, full, local_of
 from tests.support.rank_checks import RankChecks
 
 CHECKS = RankChecks(__name__)
@@ -266,6 +269,94 @@ def flat_adamw_trains_as_adamw_does() -> None:
         losses.append(loss.item())
     assert losses[-1] < losses[0]
     assert all(group.weights.main.local.dtype == torch.bfloat16 for group in scaled_groups(net))
+
+
+def _train_adamw(net: Fp8Net, optimizer: torch.optim.Optimizer, steps: range) -> list[torch.Tensor]:
+    losses = []
+    for step in steps:
+        loss = fp8_loss(net, fp8_batch(step, 2)[dist.get_rank()])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses
+
+
+def _scale_vectors(net: Fp8Net) -> list[torch.Tensor]:
+    scales = [group.weights.scales for group in scaled_groups(net)]
+    return [tensor.clone() for own in scales for tensor in (own.scale, own.inverse, own.history)]
+
+
+def _folder() -> str:
+    folders = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(folders)
+    return folders[0]
+
+
+@CHECKS.on(2)
+def a_resumed_run_goes_on_to_the_last_bit() -> None:
+    """Under another strategy, too: checkpoints hold main weights, amax histories and scales.
+
+    Without bytes as well: what is read from a file reaches model weights that an optimizer wrote last.
+    """
+    kinds = (("delayed", "optim"), ("delayed", "optim_grads_params"), ("blockwise", "no_shard"), (None, "optim"))
+    for recipe, other in kinds:
+        path = f"{_folder()}/checkpoint"
+        codec = None if recipe is None else make_codec(recipe)
+        net = shard(make_fp8_net(codec), "optim_grads_params")
+        optimizer = FlatAdamW(net.parameters(), lr=0.02)
+        _train_adamw(net, optimizer, range(3))
+        save_checkpoint(net, optimizer, path)
+        expected = _train_adamw(net, optimizer, range(3, 6))
+        again = shard(make_fp8_net(codec), other)
+        other_optimizer = FlatAdamW(again.parameters(), lr=0.02)
+        _train_adamw(again, other_optimizer, range(7, 9))  # scales and histories of another run
+        load_checkpoint(again, other_optimizer, path)
+        losses = _train_adamw(again, other_optimizer, range(3, 6))
+        assert all(map(torch.equal, losses, expected)), (recipe, other, losses, expected)
+        assert all(map(torch.equal, _scale_vectors(again), _scale_vectors(net)))
+
+
+@CHECKS.on(2)
+def bf16_and_fp8_runs_load_each_other() -> None:
+    """Who lacks histories begins them with the weights that it loads, not with those that it had."""
+    for recipe in ("delayed", "tensorwise"):
+        folder = _folder()
+        nets = {"fp8": shard(make_fp8_net(make_codec(recipe)), "optim"), "bf16": shard(make_fp8_net(None), "optim")}
+        for name, net in nets.items():
+            optimizer = FlatAdamW(net.parameters(), lr=0.02)
+            _train_adamw(net, optimizer, range(2 if name == "fp8" else 3))
+            save_checkpoint(net, optimizer, f"{folder}/{name}")
+        for source, codec in (("fp8", None), ("bf16", make_codec(recipe))):
+            net = shard(make_fp8_net(codec), "optim_grads_params")
+            with torch.no_grad():
+                for parameter in net.parameters():
+                    parameter.mul_(100.0)
+            optimizer = FlatAdamW(net.parameters(), lr=0.02)
+            _train_adamw(net, optimizer, range(1))
+            load_checkpoint(net, optimizer, f"{folder}/{source}")
+            for own, saved in zip(net.parameters(), nets[source].parameters(), strict=True):
+                assert torch.equal(full(own), full(saved))
+            loss = fp8_loss(net, fp8_batch(0, 2)[dist.get_rank()])
+            whole = WholeNet(codec)
+            whole.main = {name: full(parameter).float() for name, parameter in net.named_parameters()}
+            whole.write()
+            assert torch.equal(loss, fp8_loss(whole.net, fp8_batch(0, 2)[dist.get_rank()]))
+
+
+@CHECKS.on(2)
+def loaded_state_dicts_begin_new_scales() -> None:
+    net = shard(make_fp8_net(make_codec("delayed")), "optim_grads_params")
+    fp8_loss(net, fp8_batch(0, 2)[dist.get_rank()])
+    other = make_fp8_net(None)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(64.0)
+    net.load_state_dict(other.state_dict())
+    loss, whole = fp8_loss(net, fp8_batch(0, 2)[dist.get_rank()]), WholeNet(make_codec("delayed"))
+    whole.main = {name: parameter.detach().float() for name, parameter in other.named_parameters()}
+    whole.write()
+    assert torch.equal(loss, fp8_loss(whole.net, fp8_batch(0, 2)[dist.get_rank()]))
 
 
 @CHECKS.on(2)
