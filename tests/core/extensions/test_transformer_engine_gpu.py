@@ -162,7 +162,9 @@ def _sharded_gradients(fields: dict[str, Any], *, fused: bool) -> dict[str, torc
 def _engine(num_ranks: int) -> dict[str, float]:
     """The largest differences between gradients of the engine and those of one model, and between the two ways."""
     found = {}
-    for name, fields in {"bf16": LLAMA, "tensorwise": LLAMA | {"fp8": "hybrid", "fp8_recipe": "tensorwise"}}.items():
+    tensorwise = LLAMA | {"fp8": "hybrid", "fp8_recipe": "tensorwise"}
+    kinds = {"bf16": LLAMA, "tensorwise": tensorwise, "weights in FP8": tensorwise | {"fp8_param": True}}
+    for name, fields in kinds.items():
         fused, apart = (_sharded_gradients(fields, fused=fused) for fused in (True, False))
         whole = _gpt(te=True, **fields)
         for seed in range(2 * num_ranks):

@@ -11,7 +11,13 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.distributed import DistributedDataParallelConfig
-from megatron.core.distributed.fsdp import FullyShardedDataParallel, load_checkpoint, microbatch, save_checkpoint
+from megatron.core.distributed.fsdp import (
+    FullyShardedDataParallel,
+    fully_shard,
+    load_checkpoint,
+    microbatch,
+    save_checkpoint,
+)
 from megatron.core.distributed.fsdp.flat_optimizer.flat_adamw import FlatAdamW
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -142,23 +148,40 @@ def checkpoints_of_one_implementation_load_under_the_other() -> None:
         load_checkpoint(smaller, None, path)
 
 
+class _Twice(torch.nn.Module):
+    """A module that uses one weight twice."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        once: torch.Tensor = self.layer(x)[0]
+        return self.layer(torch.tanh(once))[0]  # type: ignore[no-any-return]
+
+
 @CHECKS.on(2)
-def a_weight_that_is_used_twice_in_a_backward_gets_both_gradients() -> None:
+def a_weight_that_is_used_twice_gets_both_gradients() -> None:
     """transformer-engine asks in forward whether to overwrite, when nobody knows which use comes first in backward."""
-    gradients = {}
-    for te in (False, True):
-        model, optimizer = _built(LLAMA, te=te)
-        tokens = tokens_of(dist.get_rank(), 4)
-        for _ in range(2):  # the second time as planned
-            optimizer.zero_grad()
-            with microbatch(model, is_first=True, is_last=True):
-                pairs = ((t[:, :-1], t[:, 1:]) for t in tokens.chunk(2))
-                losses = [model(inputs, None, None, labels=labels).mean() for inputs, labels in pairs]
-                (losses[0] * losses[1]).backward()
-            model.finish_grad_sync()
-        gradients[te] = {name: _full(p.grad) for name, p in model.module.named_parameters() if p.grad is not None}
-    for name in ("decoder.layers.0.mlp.linear_fc2.weight", "decoder.layers.1.self_attention.linear_proj.weight"):
-        torch.testing.assert_close(gradients[True][name], gradients[False][name], rtol=1e-4, atol=1e-6)
+    fake_transformer_engine.install()
+    from megatron.core.extensions.transformer_engine import TELinear
+
+    config = TransformerConfig(**LLAMA)
+    settings: dict[str, Any] = {
+        "parallel_mode": None,
+        "config": config,
+        "init_method": config.init_method,
+        "bias": True,
+    }
+    whole, net = (_Twice(TELinear(8, 8, **settings)) for _ in range(2))
+    fully_shard(net)
+    x = torch.randn(4, 2, 8, generator=torch.Generator().manual_seed(3))
+    for _ in range(3):  # the second time as planned
+        for model in (whole, net):
+            model.zero_grad()
+            (model(x) ** 2).sum().backward()
+    torch.testing.assert_close(_full(net.layer.weight.grad), whole.layer.weight.grad, rtol=1e-4, atol=1e-5)
+    assert net.layer.fuse_wgrad_accumulation and not whole.layer.fuse_wgrad_accumulation
 
 
 @CHECKS.on(2)
