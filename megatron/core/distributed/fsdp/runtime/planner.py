@@ -149,7 +149,6 @@ class Planner:
         self.in_plan = False
         self._wants_record = True
         ran, planned = Use(unit.index, backward), self._planned
-        self.order.depart(self._words(ran), planned, self.num_uses)
         if ran not in self.strangers and len(self.strangers) < _MAX_TOLD:
             self.strangers.add(ran)
             logger.warning(
@@ -160,6 +159,7 @@ class Planner:
                 "backward" if backward else "forward",
                 planned,
             )
+        self.order.depart(self._words(ran), planned, self.num_uses)
 
     @property
     def num_uses(self) -> int:

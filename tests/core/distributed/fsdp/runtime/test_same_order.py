@@ -229,9 +229,13 @@ def _abort_of_gloo(folder: str) -> None:
 
 
 def test_sizes_that_do_not_match_are_named_where_the_backend_ends_a_process(tmp_path: Path) -> None:
-    """Gloo ends the process of a rank that gets more than it waits for. The rank that left the plan has said so before."""
-    with pytest.raises(AssertionError, match=r"rank \d died without a word"):
+    """Gloo ends the process of a rank that gets more than it waits for. The rank that left the plan has said so before.
+
+    The other rank may be the first to end: its connection is closed.
+    """
+    with pytest.raises(AssertionError) as ended:
         run_ranks(2, _abort_of_gloo, str(tmp_path), timeout_s=20.0)
+    assert "died without a word" in str(ended.value) or "OrderDiffersError" in str(ended.value)
     said = "\n".join(path.read_text() for path in sorted(tmp_path.iterdir()))
     assert "unit layers.3 ran forward out of the planned order, which has the forward of unit layers.2 here" in said
     assert "All ranks must do the same" in said
