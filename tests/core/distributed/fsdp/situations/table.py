@@ -101,7 +101,8 @@ def verdicts(name: str, modules: tuple[str, ...]) -> dict[str, Verdict]:
 def run_rows(name: str, rows: Sequence[str]) -> dict[str, Verdict]:
     """Run these rows for "fsdp2" or "ours", with new ranks after each one that leaves collectives out of step."""
     found: dict[str, Verdict] = {}
-    remaining = list(rows)
+    # Refused ones end launches: after all others, of which one launch then serves all.
+    remaining = sorted(rows, key=lambda row: situations()[row].refuses is not None)
     while remaining:
         with tempfile.TemporaryDirectory() as folder:
             failure = ""
