@@ -37,7 +37,6 @@ class _Ballot:
         told: the step whose bits are in ``everything``.
         expected: [NUM_BITS] the last counts where all ranks have issued the same.
         is_fake: a process group communicates nothing, so nothing is to be heard.
-        heard: [NUM_BITS] on CUDA, where the host gets a copy of the last counts.
     """
 
     axes: tuple[Transport, ...]
@@ -46,14 +45,28 @@ class _Ballot:
     ranks: list[int]
     everything: torch.Tensor
     counts: torch.Tensor
-    heard: torch.Tensor
     is_fake: bool
     told: list[int] | None = None
     expected: list[float] = field(default_factory=list)
 
 
-_Answer = tuple[_Ballot, list[float], torch.Tensor]
-"""A ballot, the counts of bits where all ranks have issued the same, and the counts."""
+class _Answer:
+    """Counts of bits on their way to the host, of a step whose host does not wait for them.
+
+    Attributes:
+        ballots: what was counted.
+        counts: [NUM_BITS] of each, pinned.
+        expected: [NUM_BITS] of each, where all ranks have issued the same.
+        order: the step's.
+        arrived: an event that fires when the counts are there.
+    """
+
+    def __init__(self, ballots: list[_Ballot]) -> None:
+        self.ballots = ballots
+        self.counts = [torch.empty(NUM_BITS, pin_memory=ballot.counts.is_cuda) for ballot in ballots]
+        self.expected: list[list[float]] = []
+        self.order = Order(0, [])
+        self.arrived: Any = None
 
 
 class MissingGradients:
@@ -72,13 +85,14 @@ class MissingGradients:
         self._has_warned = False
         self._lacking: list[FsdpParameterGroup] = []
         # What this rank lacked, and what all ranks did, in the step before.
-        self._answered: Any = None  # the counts of the last step are on the host
-        self._awaited: tuple[list[_Answer], Order] | None = None
+        self._awaited: list[_Answer] = []
+        self._spent: list[_Answer] = []
         self._latest: tuple[dict[int, list[int]], dict[int, list[int]]] = ({}, {})
 
     def clear(self) -> None:
         """Forget the groups: others are registered."""
         self._ballots = None
+        self._spent.clear()
         self._order.forget()
 
     def ask(self) -> None:
@@ -142,30 +156,35 @@ class MissingGradients:
         """
         if self._is_capturing or not self._ballots:
             return
-        if self.device.type != "cuda" or self._order.latest.departure is not None:
-            self._compare([(ballot, ballot.expected, ballot.counts[-NUM_BITS:]) for ballot in self._ballots])
+        if self._waits:
+            for ballot in self._ballots:
+                self._compare(ballot, ballot.expected, ballot.counts[-NUM_BITS:], self._order.latest)
             return
-        self.check_heard(waits=True)  # of the step before, which has ended long ago
-        for ballot in self._ballots:
-            ballot.heard.copy_(ballot.counts[-NUM_BITS:], non_blocking=True)
-        self._answered = self._grad_reducer.streams.record(Role.COMPUTE, self._answered)
-        self._awaited = [(ballot, ballot.expected, ballot.heard) for ballot in self._ballots], self._order.latest
+        self.check_heard()
+        answer = self._spent.pop() if self._spent else _Answer(self._ballots)
+        for ballot, counts in zip(answer.ballots, answer.counts, strict=True):
+            counts.copy_(ballot.counts[-NUM_BITS:], non_blocking=True)
+        answer.arrived = self._grad_reducer.streams.record(Role.COMPUTE, answer.arrived)
+        answer.expected, answer.order = [ballot.expected for ballot in self._ballots], self._order.latest
+        self._awaited.append(answer)
 
-    def check_heard(self, *, waits: bool = False) -> None:
-        """Do what ``check_order`` did not wait for, if the answer is there, or (``waits``) when it is."""
-        if self._awaited is None or self._is_capturing:
-            return
-        if waits:
-            self._answered.synchronize()
-        elif not self._answered.query():
-            return
-        (answers, order), self._awaited = self._awaited, None
-        self._compare(answers, order)
+    @property
+    def _waits(self) -> bool:
+        """True if the host waits for the answer: where collectives are done when they return, and out of plan."""
+        return self.device.type != "cuda" or self._order.latest.departure is not None
 
-    def _compare(self, answers: list[_Answer], order: Order | None = None) -> None:
-        for ballot, expected, counts in answers:
-            if counts.tolist() != expected and not ballot.is_fake:
-                raise self._order.difference(order or self._order.latest, ballot.members, ballot.ranks)
+    def check_heard(self) -> None:
+        """Do what ``check_order`` did not wait for, as far as answers are on the host."""
+        while self._awaited and not self._is_capturing and self._awaited[0].arrived.query():
+            answer = self._awaited.pop(0)
+            for ballot, expected, counts in zip(answer.ballots, answer.expected, answer.counts, strict=True):
+                self._compare(ballot, expected, counts, answer.order)
+            if answer.ballots is self._ballots:
+                self._spent.append(answer)
+
+    def _compare(self, ballot: _Ballot, expected: list[float], counts: torch.Tensor, order: Order) -> None:
+        if counts.tolist() != expected and not ballot.is_fake:
+            raise self._order.difference(order, ballot.members, ballot.ranks)
 
     # ---- gradients ----------------------------------------------------------------------------------------------
 
@@ -207,7 +226,6 @@ class MissingGradients:
                 continue
             ones = torch.ones(count + NUM_BITS, dtype=torch.float32, device=self.device)
             axes = [axis for axis in members[0].group_mesh.axes if axis.size > 1]
-            heard = torch.empty(NUM_BITS, pin_memory=self.device.type == "cuda")
             indices = frozenset(group.index for group in members)
             mesh = members[0].group_mesh.mesh
             is_fake = any(dist.get_backend(mesh.get_group(axis)) == "fake" for axis in range(mesh.ndim))
@@ -219,7 +237,6 @@ class MissingGradients:
                     mesh.mesh.flatten().tolist(),
                     ones,
                     torch.empty_like(ones),
-                    heard,
                     is_fake,
                 )
             )

@@ -15,8 +15,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from megatron.core.distributed.fsdp import fully_shard, fully_shard_context
+from megatron.core.distributed.fsdp import fully_shard, fully_shard_context, fully_shard_optimizer
+from megatron.core.distributed.fsdp.api.fully_shard import contexts_of
 from megatron.core.distributed.fsdp.comm import alike, notices
+from megatron.core.distributed.fsdp.flat_optimizer.flat_adamw import FlatAdamW
+from megatron.core.distributed.fsdp.runtime.missing_gradients import MissingGradients
 from tests.support.launch import run_ranks
 from tests.support.rank_checks import RankChecks
 
@@ -111,6 +114,41 @@ def ranks_that_leave_the_plan_for_different_units_are_told_in_that_step() -> Non
         r"\[0\] and forward's all-gather of layers\.3\.weight and 1 more \(\d+ elements\) on ranks \[1\]; those",
     ):
         _step(model)
+
+
+class _Event:
+    """One that has fired when the test says so."""
+
+    has_fired = False
+
+    def query(self) -> bool:
+        return self.has_fired
+
+
+@CHECKS.on(2)
+def a_host_that_does_not_wait_hears_of_it_later() -> None:
+    """As on CUDA: at the first forward, or step of the optimizer, that finds the answer there."""
+    for hears in ("forward", "optimizer", "flat optimizer"):
+        model = _planned(_branches(4))
+        kind = FlatAdamW if hears.startswith("flat") else torch.optim.SGD
+        optimizer = fully_shard_optimizer(kind(model.parameters(), lr=0.1))
+        context = contexts_of(model)[0]
+        with (
+            mock.patch.object(MissingGradients, "_waits", False),
+            mock.patch.object(context.streams, "record", lambda role, again=None: _Event()),
+        ):
+            _step(model)
+            first = context._missing_gradients._awaited[0].arrived
+            model.order = [[0, 2, 3, 1], [0, 3, 2, 1]][dist.get_rank()]
+            _step(model)
+            optimizer.step()
+            first.has_fired = True
+            optimizer.step()
+            context._missing_gradients._awaited[0].arrived.has_fired = True
+            with pytest.raises(
+                alike.OrderDiffersError, match=r"of step 5 .*layers\.2.* on ranks \[0\] and .*layers\.3"
+            ):
+                _step(model) if hears == "forward" else optimizer.step()
 
 
 @CHECKS.on(2)
