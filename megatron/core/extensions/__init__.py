@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import warnings
 
 
 @functools.cache
@@ -14,7 +15,10 @@ def why_missing(package: str) -> str | None:
     built for are others; whatever it says is the reason.
     """
     try:
-        importlib.import_module(f"{__name__}.{package}")
+        with warnings.catch_warnings():
+            # What packages warn of while they are imported is not of ours: transformer-engine, that JAX is there.
+            warnings.simplefilter("ignore")
+            importlib.import_module(f"{__name__}.{package}")
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return None
