@@ -268,7 +268,7 @@ class _Gemm(torch.autograd.Function):
         # A module of FSDP2 rounds the weight again in backward; others keep what they multiplied.
         ctx.rounds_again = module.is_fsdp2 and quantizers is not None
         ctx.save_for_backward(quantized_x, weight if ctx.rounds_again else quantized_weight)
-        ctx.quantizers, ctx.gemm = quantizers, gemm
+        ctx.quantizers, ctx.gemm, ctx.has_norm = quantizers, gemm, isinstance(module, LayerNormLinear)
         # The first module's backward is the last: it rolls the histories of all gradients.
         ctx.rolls = quantizers is not None and FP8GlobalStateManager.is_first_module
         FP8GlobalStateManager.is_first_module = False
@@ -294,7 +294,7 @@ class _Gemm(torch.autograd.Function):
         rows, columns = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1]).t()
         if not ctx.fuses:
             return grad_x, columns.mm(rows), None, None, None
-        main_grad = ctx.main_grad()
+        main_grad = ctx.main_grad() if not (ctx.rounds_again and ctx.has_norm) else None
         ctx.weight().main_grad = main_grad
         product = columns.float().mm(rows.float())
         main_grad.copy_(product) if ctx.overwrites else main_grad.add_(product)

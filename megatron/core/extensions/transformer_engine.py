@@ -102,6 +102,8 @@ class _Layer(_QuantizationState, SeededParameters):
 
     quantized_weights: tuple[str, ...] = ("weight",)
     """Names of the parameters that are multiplied in FP8."""
+    fuses_if_quantized_again = True
+    """Whether transformer-engine can write the gradient in place of a weight that it quantises again in backward."""
     fuse_wgrad_accumulation: bool
     _is_fsdp2: bool
 
@@ -131,8 +133,11 @@ class _Layer(_QuantizationState, SeededParameters):
         """
         owned = hasattr(weight, "get_main_grad")
         if owned is not self.__dict__.get("_is_fsdp2"):
+            config = self.config
+            quantizes_again = config.fp8 is not None and not config.fp8_param
+            fuses = config.gradient_accumulation_fusion and (self.fuses_if_quantized_again or not quantizes_again)
             self.__dict__["_is_fsdp2"] = owned
-            self.__dict__["fuse_wgrad_accumulation"] = owned and self.config.gradient_accumulation_fusion
+            self.__dict__["fuse_wgrad_accumulation"] = owned and fuses
 
 
 class _Split:
@@ -283,6 +288,10 @@ class TELayerNormColumnParallelLinear(_Layer, te.LayerNormLinear):
 
     Source: Megatron-Core's class of this name.
     """
+
+    # It does not ask for the main gradient then, and fails (2.20). The alternative, to keep the bytes of both directions
+    # from forward to backward, would take two bytes for each weight of the whole model.
+    fuses_if_quantized_again = False
 
     def __init__(
         self,
