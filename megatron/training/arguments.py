@@ -376,6 +376,8 @@ def _ddp(args: Namespace) -> DistributedDataParallelConfig:
         suggested_communication_unit_size=args.suggested_communication_unit_size,
         # With a CUDA graph of the iteration, nothing may be launched between iterations.
         fsdp_all_gather_in_start_param_sync=not captures_iterations(args),
+        fp8_param_gather=args.fp8_param_gather,
+        keep_fp8_transpose_cache=args.keep_fp8_transpose_cache,
         fsdp_transport=args.fsdp_transport,
         nccl_ub=args.use_nccl_ub,
         fsdp_memory_budget=args.fsdp_memory_budget,

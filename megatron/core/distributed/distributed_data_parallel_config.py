@@ -87,10 +87,15 @@ class DistributedDataParallelConfig:
     outer_dp_sharding_strategy: Literal["no_shard", "optim"] = "no_shard"
     """What is sharded over the replicas: nothing (HSDP), or the optimizer state (HFSDP)."""
 
+    fp8_param_gather: bool = False
+    """Weights rest and travel in FP8; the model must have been built so (``TransformerConfig.fp8_param``), and weights that
+    ask for it always do."""
+
+    keep_fp8_transpose_cache: bool = False
+    """Keep the transposed bytes of such weights until the weights change: more memory, fewer transposes."""
+
     bucket_size: int | None = None
     average_in_collective: bool = False
-    fp8_param_gather: bool = False
-    keep_fp8_transpose_cache: bool = False
     fsdp_double_buffer: bool = False
     align_param_gather: bool = False
     delay_wgrad_compute: bool = False
@@ -115,6 +120,11 @@ class DistributedDataParallelConfig:
             raise ValueError(
                 "use_distributed_optimizer=True must come with use_megatron_fsdp=True, got False; "
                 "data_parallel_sharding_strategy='optim' shards the optimizer state alone"
+            )
+        if self.keep_fp8_transpose_cache and not self.fp8_param_gather:
+            raise ValueError(
+                "keep_fp8_transpose_cache=True must come with fp8_param_gather=True, got False: other weights have no "
+                "transposed bytes that could be kept"
             )
         if self.suggested_communication_unit_size is not None and self.suggested_communication_unit_size < 1:
             raise ValueError(
@@ -180,8 +190,6 @@ class DistributedDataParallelConfig:
 NOT_SERVED = {
     "bucket_size": "gradients are reduced unit by unit; choose units with fsdp_unit_modules",
     "average_in_collective": "gradients are summed on the wire and scaled once in the main gradient's dtype",
-    "fp8_param_gather": "weights are gathered in the model's dtype",
-    "keep_fp8_transpose_cache": "there are no FP8 weights",
     "fsdp_double_buffer": "buffers always have fixed addresses in an arena, planned in the first step",
     "align_param_gather": "each pipeline stage gathers by its own plan",
     "delay_wgrad_compute": "weight gradients are computed in backward",

@@ -37,6 +37,8 @@ _SERVED = {
     "fsdp_transport",
     "use_symm_mem",
     "nccl_ub",
+    "fp8_param_gather",
+    "keep_fp8_transpose_cache",
     "fsdp_memory_budget",
     "fsdp_debug",
     "num_distributed_optimizer_instances",
@@ -94,6 +96,7 @@ def test_strategies(strategy: Any) -> None:
         ),
         ({"outer_dp_sharding_strategy": "optim_grads"}, "must be no_shard or optim, got 'optim_grads'"),
         ({"outer_dp_sharding_strategy": "optim"}, "needs num_distributed_optimizer_instances above 1, got 1"),
+        ({"keep_fp8_transpose_cache": True}, "must come with fp8_param_gather=True, got False"),
         ({"use_distributed_optimizer": True}, "use_distributed_optimizer=True must come with use_megatron_fsdp=True"),
     ],
 )

@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.fsdp.adapter.fp8_weights import follow_fp8_settings
 from megatron.core.distributed.fsdp.adapter.model_groups import (
     check_split,
     distributed_index,
@@ -87,6 +88,7 @@ class FullyShardedDataParallel(nn.Module):
         known = pg_collection or initialized_process_groups()
         self.pg_collection = known or ProcessGroupCollection.data_parallel()
         check_split(config, module, self.pg_collection, is_known=known is not None)
+        follow_fp8_settings(config, ddp_config, module)
         self.dist_index = distributed_index(self.pg_collection, ddp_config, device, has_experts=has_experts(module))
         self._model_parallel = model_parallel(self.pg_collection, self.dist_index)
         group = self.dist_index.get_dp_group()
