@@ -11,7 +11,7 @@ import torch
 from megatron.core.distributed.fsdp.buffers.param_slots import each
 from megatron.core.distributed.fsdp.buffers.weights import GroupWeights
 from megatron.core.distributed.fsdp.codec.float8 import NAN_BYTE
-from megatron.core.distributed.fsdp.codec.fp8_codec import Fp8Codec, pieces_of
+from megatron.core.distributed.fsdp.codec.fp8_codec import SCALE_ALIGNMENT, Fp8Codec, pieces_of
 from megatron.core.distributed.fsdp.config.mixed_precision import GroupDtypes
 
 
@@ -23,7 +23,7 @@ class Scales:
         amax: [N] largest absolute values of the main weights, as they were last measured.
         scale: [N] what main weights are multiplied by.
         inverse: [N] its reciprocals, which layers read.
-        history: [H, N] ``amax`` of the latest steps, the latest first; H is 0 where the recipe has no history.
+        history: [H, T] ``amax`` of the T weights in the latest steps, the latest first; H is 0 where the recipe has no history.
     """
 
     amax: torch.Tensor
@@ -35,12 +35,14 @@ class Scales:
     def make(codec: Fp8Codec, number: int, device: torch.device) -> Scales:
         """Allocate scales of 1."""
         amax, scale, inverse = (torch.ones(number, device=device) for _ in range(3))
-        history = torch.zeros(codec.amax_history_len if codec.has_history else 0, number, device=device)
+        num_steps = codec.amax_history_len if codec.has_history else 0
+        history = torch.zeros(num_steps, number // SCALE_ALIGNMENT, device=device)
         return Scales(amax, scale, inverse, history)
 
     def part(self, begin: int, end: int) -> Scales:
         """Return views of elements [begin, end)."""
-        return Scales(*(tensor[..., begin:end] for tensor in vars(self).values()))
+        history = self.history[:, begin // SCALE_ALIGNMENT : end // SCALE_ALIGNMENT]
+        return Scales(self.amax[begin:end], self.scale[begin:end], self.inverse[begin:end], history)
 
     def copy_(self, other: Scales) -> None:
         for own, theirs in zip(vars(self).values(), vars(other).values(), strict=True):
@@ -94,10 +96,11 @@ class ScaledWeights(GroupWeights):
     def restart_scales(self) -> None:
         """Take the scales of the weights as they were just measured, and begin their history with them."""
         self.restarts, scales = False, self.scales
-        scales.scale.copy_(self.codec.first_scale(scales.amax))
+        amax = self.codec.used_scales(scales.amax)
+        self.codec.used_scales(scales.scale).copy_(self.codec.first_scale(amax))
         if self.codec.has_history:
             scales.history.zero_()
-            scales.history[0] = scales.amax
+            scales.history[0] = amax
 
     def note_load(self) -> None:
         super().note_load()
@@ -111,14 +114,13 @@ class ScaledWeights(GroupWeights):
         """Return what a checkpoint must hold of a weight's scales; None where the weights say it all."""
         if self.restarts or not self.codec.has_history:
             return None
-        history = self.codec.scales_by_weight(self.scales.history, self.layout)[index]
-        return {"scale": self._scale[index], "amax_history": history}
+        return {"scale": self._scale[index], "amax_history": self.scales.history[:, index]}
 
     def restore_scales(self, index: int, state: Mapping[str, torch.Tensor] | None) -> None:
         """Take over what ``scale_state`` returned, after ``note_load``; a shorter history takes the latest steps."""
         if state is None or not self.codec.has_history:
             return
-        history, saved = self.codec.scales_by_weight(self.scales.history, self.layout)[index], state["amax_history"]
+        history, saved = self.scales.history[:, index], state["amax_history"]
         kept = min(len(history), len(saved))
         self._scale[index].copy_(state["scale"])
         history.zero_()

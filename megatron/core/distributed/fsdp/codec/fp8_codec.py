@@ -23,6 +23,8 @@ from megatron.core.distributed.fsdp.layout.flat_layout import FlatLayout
 
 Fp8Recipe = Literal["delayed", "tensorwise", "blockwise"]
 _SCALE_COLUMNS = 4  # GEMMs of blocks read scales in rows of a multiple of this
+# Scales of a weight begin at multiples of 256 bytes: cuBLAS refuses products whose scales lie anywhere.
+SCALE_ALIGNMENT = 64
 
 
 class Fp8Wrapper(Protocol):
@@ -121,14 +123,18 @@ class Fp8Codec(WeightCodec):
         return rows, -(-columns // _SCALE_COLUMNS) * _SCALE_COLUMNS
 
     def num_scales(self, layout: FlatLayout) -> int:
-        """Count the scales of all weights of a layout."""
-        return sum(math.prod(self.scale_shape(slot.shape)) for slot in layout.slots)
+        """Count the scales of all weights of a layout, each weight's rounded up to ``SCALE_ALIGNMENT``."""
+        return sum(_aligned(self.scale_shape(slot.shape)) for slot in layout.slots)
 
     def scales_by_weight(self, flat: torch.Tensor, layout: FlatLayout) -> list[torch.Tensor]:
-        """Return views of ``flat`` [..., num_scales]: [T] for each weight, of its scales' shape behind the first dims."""
+        """Return views of ``flat`` [num_scales]: [T] one for each weight, of its scales' shape."""
         shapes = [self.scale_shape(slot.shape) for slot in layout.slots]
-        parts = flat.split([math.prod(shape) for shape in shapes], dim=-1)
-        return [part.view(*flat.shape[:-1], *shape) for part, shape in zip(parts, shapes, strict=True)]
+        parts = flat.split([_aligned(shape) for shape in shapes])
+        return [part[: math.prod(shape)].view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+    def used_scales(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return a view of ``flat`` [num_scales] without what is only there for alignment, [T] where weights have one each."""
+        return flat if self.scales_blocks else flat.view(-1, SCALE_ALIGNMENT)[:, 0]
 
     # ---- scales -------------------------------------------------------------------------------------------------
 
@@ -165,6 +171,10 @@ class Fp8Codec(WeightCodec):
             float8.write_block_bytes(target, weights, scale, piece.first, piece.width)
         else:
             float8.write_bytes(target, weights, scale)
+
+
+def _aligned(shape: Sequence[int]) -> int:
+    return -(-math.prod(shape) // SCALE_ALIGNMENT) * SCALE_ALIGNMENT
 
 
 class Piece(NamedTuple):

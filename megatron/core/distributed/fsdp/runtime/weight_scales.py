@@ -85,14 +85,15 @@ class _Batch:
         if self._tensor_group is not None:
             dist.all_reduce(scales.amax, op=dist.ReduceOp.MAX, group=self._tensor_group)
         scales.amax.copy_(scales.amax.to(self._dtype))  # of the rounded weights: rounding keeps the order
-        scale = codec.next_scale(scales.amax, scales.scale, scales.history)
+        amax, former = codec.used_scales(scales.amax), codec.used_scales(scales.scale)
+        scale = codec.next_scale(amax, former, scales.history)
         if codec.has_history:
             # Weights that are as they were (an evaluation, another forward) keep their scales: no step has passed.
-            has_changed = (scales.amax != scales.history[0]).any()
-            scale = torch.where(has_changed, scale, scales.scale)
-            history = torch.cat((scales.amax.unsqueeze(0), scales.history[:-1]))
+            has_changed = (amax != scales.history[0]).any()
+            scale = torch.where(has_changed, scale, former)
+            history = torch.cat((amax.unsqueeze(0), scales.history[:-1]))
             scales.history.copy_(torch.where(has_changed, history, scales.history))
-        scales.scale.copy_(scale)
+        former.copy_(scale)
         for weights in members:
             if weights.restarts:
                 weights.restart_scales()

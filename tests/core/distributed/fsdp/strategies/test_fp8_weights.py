@@ -370,6 +370,7 @@ def layers_multiply_views_of_gathered_bytes() -> None:
     assert isinstance(weight, DequantizedWeight) and weight.dtype == torch.bfloat16
     assert weight._data.data_ptr() == group.weights.full.view(0).data_ptr()
     assert weight._inverse.untyped_storage().data_ptr() == group.weights.scales.inverse.untyped_storage().data_ptr()
+    assert all(other._inverse.storage_offset() % 64 == 0 for group in scaled_groups(net) for other in group.unsharded)
     block.reshard()
 
 
