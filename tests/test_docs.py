@@ -70,10 +70,10 @@ def run(command: list[str], folder: Path, *, python: str | None = None) -> str:
     return printed
 
 
-def train_on_two_ranks(script: str, folder: Path) -> None:
-    """Run a script on two ranks and check that the loss that it prints falls; interpreters come and go as those of users."""
+def train_on_two_ranks(script: str, folder: Path, *, python: str | None = None) -> None:
+    """Run a script on two ranks and check that the loss that it prints falls."""
     (folder / "script.py").write_text(script)
-    printed = run(["torchrun", "--nproc-per-node", "2", "script.py"], folder, python=sys.executable)
+    printed = run(["torchrun", "--nproc-per-node", "2", "script.py"], folder, python=python)
     losses = [float(loss) for loss in re.findall(r"step \d: loss (\S+)", printed)]
     assert len(losses) == 5 and losses[-1] < losses[0]
 
@@ -110,10 +110,10 @@ def test_megatron_core_code_trains(tmp_path: Path) -> None:
 
 
 def test_any_module_trains_and_resumes_from_a_checkpoint(tmp_path: Path) -> None:
-    """The block of docs/checkpoints.md continues the README's, in the same launch."""
+    """The block of docs/checkpoints.md continues the README's, in the same launch; interpreters begin and end as users'."""
     trains, end = blocks(README, "python")[1].split("dist.destroy_process_group()")
     (resumes,) = blocks(CHECKPOINTS, "python")
-    train_on_two_ranks(f"{trains}{resumes}dist.destroy_process_group(){end}", tmp_path)
+    train_on_two_ranks(f"{trains}{resumes}dist.destroy_process_group(){end}", tmp_path, python=sys.executable)
 
 
 def test_the_launch_script_trains_and_its_checkpoint_can_be_sampled_from(checkout: Path) -> None:

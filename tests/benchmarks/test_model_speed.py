@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from benchmarks import model_speed
+from tests.support.warm_python import warm_python
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -37,7 +38,7 @@ def test_each_part_is_a_row_of_the_table(capsys: pytest.CaptureFixture[str], mon
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU it trains the full model, by hand")
 def test_the_llama_script_trains_and_prints_the_median(tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHON": sys.executable, "NPROC": "1", "ITERS": "8", "EXTRA": "--disable-jit-fuser"}
+    environment = {**os.environ, "PYTHON": warm_python(), "NPROC": "1", "ITERS": "8", "EXTRA": "--disable-jit-fuser"}
     command = ["bash", "benchmarks/llama3_8b.sh", str(tmp_path)]
     answer = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert answer.returncode == 0, answer.stdout + answer.stderr

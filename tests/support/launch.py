@@ -19,6 +19,7 @@ PRELOAD = [
     "torch.distributed.tensor",
     "torch.distributed.checkpoint",
     "torch.distributed.device_mesh",
+    "pretrain_gpt",
 ]
 
 
