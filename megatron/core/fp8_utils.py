@@ -54,9 +54,9 @@ def quantize_weights(config: TransformerConfig, layers: Iterable[Any]) -> None:
     """
     from megatron.core.extensions.transformer_engine_weights import te_weight_codec
 
-    settings: dict[str, Any] = {"keeps_derived": config.keep_fp8_transpose_cache}
+    settings: dict[str, Any] = {}
     if config.fp8_recipe == "delayed":
-        settings |= {
+        settings = {
             "margin": config.fp8_margin,
             "amax_history_len": config.fp8_amax_history_len,
             "amax_compute_algo": config.fp8_amax_compute_algo,

@@ -65,10 +65,6 @@ FP8_CONTRADICTIONS: list[tuple[Condition, str]] = [
         "fp8_dot_product_attention must be off with fp8_recipe='blockwise', got it on: transformer-engine has no such kernel",
     ),
     (
-        lambda c: c.keep_fp8_transpose_cache and not c.fp8_param,
-        "keep_fp8_transpose_cache must go with fp8_param, got it off: weights have no transposed bytes then; turn both on",
-    ),
-    (
         lambda c: c.fp8_multi_head_attention and not c.fp8_dot_product_attention,
         "fp8_multi_head_attention must go with fp8_dot_product_attention, got it off; turn both on",
     ),

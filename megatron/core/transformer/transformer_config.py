@@ -169,9 +169,6 @@ class TransformerConfig:
     """Refused when set: in Megatron-Core it goes with "mxfp8" alone."""
     fp8_param: bool = False
     """Weights of layers that multiply in FP8 rest and travel in it too, under the sharding engine."""
-    keep_fp8_transpose_cache: bool = False
-    """With ``fp8_param``, the transposed bytes that backward needs are kept until the weights change, also while they are
-    resharded. A field of the data-parallel configuration in Megatron-Core."""
     tp_only_amax_red: bool = False
     """With "delayed", largest absolute values are reduced over tensor- and context-parallel ranks alone; off, over the
     data-parallel ranks as well."""

@@ -17,7 +17,6 @@ _FP8_SETTINGS = (
     "fp8_dot_product_attention",
     "fp8_multi_head_attention",
     "fp8_output_proj",
-    "keep_fp8_transpose_cache",
     "tp_only_amax_red",
     "first_last_layers_bf16",
     "num_layers_at_start_in_bf16",

@@ -45,7 +45,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {**FP8, "fp8_recipe": "blockwise", "fp8_dot_product_attention": True},
         "fp8_dot_product_attention must be off with fp8_recipe='blockwise'",
     ),
-    ({**FP8, "keep_fp8_transpose_cache": True}, "keep_fp8_transpose_cache must go with fp8_param, got it off"),
     ({**FP8, "fp8_multi_head_attention": True}, "must go with fp8_dot_product_attention, got it off"),
     (
         {**FP8, "fp8_dot_product_attention": True, "attention_dropout": 0.1},

@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 MODEL = (
     f"{TINY} {SHARDED} --distributed-backend nccl --bf16 --hidden-size 256 --num-attention-heads 2 --seq-length 128 "
     "--max-position-embeddings 128 --attention-dropout 0 --hidden-dropout 0 --normalization RMSNorm --swiglu "
-    "--disable-bias-linear --position-embedding-type rope --untie-embeddings-and-output-weights --train-iters 8 --lr 1e-3"
+    "--disable-bias-linear --position-embedding-type rope --untie-embeddings-and-output-weights --train-iters 8 --lr 1e-3 --disable-jit-fuser"
 )
 FP8 = "--fp8-format hybrid --fp8-recipe"
 RUNS = {
