@@ -132,7 +132,7 @@ class ScaledWeights(GroupWeights):
         """Encode the main weight anew, with scales that fit. Ranks: all that hold parts of the context's weights."""
         self.prepare_scales()
         for piece, main, target in self._parts:
-            self.codec.write(target, main.to(self.dtypes.compute), self._scale[piece.weight], piece)
+            self.codec.write(target, main, self._scale[piece.weight], piece, nominal=self.dtypes.compute)
         self._drop_derived()
         for all_gather, full, shard in self._sync_gathers:
             all_gather(full, shard)

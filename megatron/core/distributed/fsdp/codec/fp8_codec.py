@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple, Protocol, get_args
 import torch
 
 from megatron.core.distributed.fsdp.codec import float8
+from megatron.core.distributed.fsdp.codec.float8_launch import kernels_for
 from megatron.core.distributed.fsdp.codec.weight_codec import WeightCodec
 from megatron.core.distributed.fsdp.layout.flat_layout import FlatLayout
 
@@ -161,16 +162,28 @@ class Fp8Codec(WeightCodec):
     def raise_amax(self, amax: torch.Tensor, weights: torch.Tensor, piece: Piece) -> None:
         """Raise ``amax``, of the shape of a weight's scales, to what a piece of the weight holds."""
         if self.scales_blocks:
-            float8.raise_block_amax(amax, weights, piece.first, piece.width)
+            kernels = kernels_for(weights, piece.width)
+            if kernels is None:
+                float8.raise_block_amax(amax, weights, piece.first, piece.width)
+            else:
+                kernels.raise_block_amax(amax, weights, piece.first, piece.width)
         else:
             amax.copy_(torch.maximum(amax, torch.linalg.vector_norm(weights, torch.inf, dtype=torch.float32)))
 
-    def write(self, target: torch.Tensor, weights: torch.Tensor, scale: torch.Tensor, piece: Piece) -> None:
-        """Write a piece of a weight as bytes to ``target``, with the weight's scales."""
-        if self.scales_blocks:
-            float8.write_block_bytes(target, weights, scale, piece.first, piece.width)
+    def write(
+        self, target: torch.Tensor, weights: torch.Tensor, scale: torch.Tensor, piece: Piece, *, nominal: torch.dtype
+    ) -> None:
+        """Write a piece of a weight, rounded to the nominal dtype, as bytes to ``target``, with the weight's scales."""
+        kernels = kernels_for(weights, piece.width if self.scales_blocks else float8.BLOCK)
+        if kernels is not None and (nominal == torch.bfloat16 or nominal == weights.dtype):
+            rounds = nominal != weights.dtype
+            kernels.write(
+                target, weights, scale, piece.first, piece.width, scales_blocks=self.scales_blocks, rounds=rounds
+            )
+        elif self.scales_blocks:
+            float8.write_block_bytes(target, weights.to(nominal), scale, piece.first, piece.width)
         else:
-            float8.write_bytes(target, weights, scale)
+            float8.write_bytes(target, weights.to(nominal), scale)
 
 
 def _aligned(shape: Sequence[int]) -> int:
