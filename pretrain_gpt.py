@@ -11,10 +11,11 @@ from torch import Tensor
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tokenizers import MegatronTokenizerBase
 from megatron.training.arguments import Settings, parse_settings
+from megatron.training.checkpointing import print_rank_0
 from megatron.training.cli.flag_parser import FlagError
 from megatron.training.data.datasets import Datasets, build_gpt_datasets
 from megatron.training.launch.failures import refuse, run_script
-from megatron.training.launch.gpt_config import build_gpt_model, check_packages
+from megatron.training.launch.gpt_config import build_gpt_model, check_packages, why_local_layers
 from megatron.training.launch.pretrain import pretrain
 from megatron.training.launch.refusals import StartRefusedError
 from megatron.training.loop.stage_forward import Batch, has_output_layer
@@ -23,7 +24,11 @@ from megatron.training.loop.stage_forward import Batch, has_output_layer
 def model_provider(
     settings: Settings, vocab_size: int, device: torch.device, pg_collection: ProcessGroupCollection
 ) -> torch.nn.Module:
-    """Build this rank's part of the GPT model, not yet sharded."""
+    """Build this rank's part of the GPT model, not yet sharded; say where it has other layers than were asked for."""
+    if (reason := why_local_layers(settings.model, device.type)) is not None:
+        print_rank_0(
+            f" transformer-engine is not used ({reason}): layers are the local ones (--transformer-impl local)"
+        )
     return build_gpt_model(settings.model, vocab_size=vocab_size, device=device, pg_collection=pg_collection)
 
 

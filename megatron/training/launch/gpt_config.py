@@ -12,7 +12,6 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.training.checkpointing import print_rank_0
 
 DEVICES_OF_TRANSFORMER_ENGINE: tuple[str, ...] = ("cuda",)
 
@@ -158,14 +157,11 @@ def check_packages(config: GPTConfig, device_type: str) -> None:
         )
 
 
+def why_local_layers(config: GPTConfig, device_type: str) -> str | None:
+    """Return why layers are the local ones though transformer-engine's were asked for; None if nothing is to be said."""
+    return None if config.transformer_impl == "local" else why_no_transformer_engine(device_type)
+
+
 def _uses_transformer_engine(config: GPTConfig, device: torch.device) -> bool:
-    """Return whether layers are transformer-engine's; print it where they are not though they were asked for."""
     check_packages(config, device.type)
-    if config.transformer_impl == "local":
-        return False
-    reason = why_no_transformer_engine(device.type)
-    if reason is not None:
-        print_rank_0(
-            f" transformer-engine is not used ({reason}): layers are the local ones (--transformer-impl local)"
-        )
-    return reason is None
+    return config.transformer_impl != "local" and why_no_transformer_engine(device.type) is None
