@@ -18,6 +18,7 @@ import multiprocessing.process
 import os
 import runpy
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -81,8 +82,8 @@ os._exit(status)
 @functools.cache
 def warm_python() -> str:
     """Return the program's path; its server lives as long as this process."""
-    folder = tempfile.TemporaryDirectory(prefix="warm-python-")
-    address, program = f"{folder.name}/socket", Path(folder.name, "python")
+    folder = tempfile.mkdtemp(prefix="warm-python-")
+    address, program = f"{folder}/socket", Path(folder, "python")
     program.write_text(_CLIENT.format(python=sys.executable, address=address, program=program))
     program.chmod(0o700)
     server = subprocess.Popen(
@@ -94,7 +95,7 @@ def warm_python() -> str:
         start_new_session=True,
     )
     assert server.stdout is not None and server.stdout.readline() == b"ready\n", "the server ended before it was ready"
-    _kept.extend((folder, server))
+    _kept.append(server)
     return str(program)
 
 
@@ -103,7 +104,7 @@ def pid_of(program: subprocess.Popen[str]) -> int:
     return int(Path(f"{warm_python()}.{program.pid}").read_text())
 
 
-_kept: list[Any] = []
+_kept: list[subprocess.Popen[bytes]] = []
 
 
 class _Process(NamedTuple):
@@ -114,7 +115,10 @@ class _Process(NamedTuple):
 
 
 def _serve(address: str) -> dict[str, Any]:
-    """Fork for each request, and return it in the new process; the server itself ends with its standard input."""
+    """Fork for each request, and return it in the new process; the server itself ends with its standard input.
+
+    With it goes its folder: the process that started it may end without a farewell, as workers of pytest-xdist do.
+    """
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(address)
@@ -128,6 +132,7 @@ def _serve(address: str) -> dict[str, Any]:
         sources: list[Any] = [0, listener, *descriptors, *clients]
         ready, _, _ = select.select(sources, [], [], _GONE_S if ended else None)
         if 0 in ready:
+            shutil.rmtree(Path(address).parent)
             sys.exit(0)
         for client in clients.keys() & set(ready):  # it was killed
             with suppress(ProcessLookupError):
