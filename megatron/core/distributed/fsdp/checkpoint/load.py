@@ -123,12 +123,15 @@ class Load:
         self._optimizer: OptimizerLoad | None = None
         self.is_split = is_split(self._model)
         self.unclaimed: list[tuple[str, str]] = []
+        self._tied: list[tuple[NamedTensor, str]] = []
         targets = self._match(None if optimizer is None else torch_optimizer(optimizer))
         optional = [name for name in optional_states(self._model) if name in self._saved]
         self._module_values = self._reader.values([*module_states(self._model), *optional])
         self.extra_state = self._read_extra_state()
         self._plan = self._reader.plan(targets)
         self._reader.verify(self._plan)
+        for entry, name in self._tied:
+            self._check_tied(entry, name)
 
     def read(self) -> None:
         """Read the checkpoint into the main weights and the optimizer state to come.
@@ -184,6 +187,19 @@ class Load:
         self.unclaimed = [(problems.part, name) for problems in parts for name in problems.extra]
         return targets
 
+    def _check_tied(self, entry: NamedTensor, name: str) -> None:
+        """Check that a tied weight has the same values under another of its names.
+
+        Raises:
+            ValueError: it has others.
+        """
+        if not self._reader.are_equal(entry, name):
+            raise ValueError(
+                f"{self._path}: {entry.name} and {name}, which are one weight of the model, must have the same values, got "
+                "others: the checkpoint is of a model whose weights are not tied; untie them here, or save the checkpoint "
+                "with one of the two. Nothing was changed"
+            )
+
     def _mismatch(self, problems: Sequence[str]) -> ValueError:
         return ValueError(
             f"the checkpoint {self._path} must match what it is loaded into, got {' | '.join(problems)}. Nothing was changed"
@@ -207,22 +223,27 @@ class Load:
             raise self._mismatch([str(part) for part in problems if part])
 
     def _match_model(self, tensors: Sequence[NamedTensor], problems: Problems) -> list[NamedTensor]:
-        """Return the model's tensors under their names in the checkpoint; add what does not match to ``problems``."""
+        """Return the model's tensors under their names in the checkpoint; add what does not match to ``problems``.
+
+        Other tools write a tied weight under each of its names; it is read under the first.
+        """
         targets = []
         for entry in tensors:
-            name = next((name for name in entry.names if name in self._saved), None)
-            if name is None:
+            names = [name for name in entry.names if name in self._saved]
+            if not names:
                 problems.missing.append(entry.name)
                 continue
-            targets.append(replace(entry, names=(name,)))
-            stored = self._saved[name]
-            if not isinstance(stored, StoredTensor):
-                problems.mistyped.append(f"{name} (saved as a plain value)")
-            elif stored.size != entry.tensor.shape:
-                problems.misshaped.append(f"{name} (saved {list(stored.size)}, model {list(entry.tensor.shape)})")
+            targets.append(replace(entry, names=(names[0],)))
+            self._tied += [(targets[-1], name) for name in names[1:]]
+            for name in names:
+                stored = self._saved[name]
+                if not isinstance(stored, StoredTensor):
+                    problems.mistyped.append(f"{name} (saved as a plain value)")
+                elif stored.size != entry.tensor.shape:
+                    problems.misshaped.append(f"{name} (saved {list(stored.size)}, model {list(entry.tensor.shape)})")
         states = module_states(self._model)
         problems.missing += [name for name in states if name not in self._saved]
-        known = {entry.name for entry in targets} | set(states)
+        known = {entry.name for entry in targets} | {name for _, name in self._tied} | set(states)
         problems.extra += [
             name
             for name in self._saved

@@ -14,7 +14,7 @@ import zipfile
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -112,6 +112,29 @@ class CheckpointReader:
         pieces.sort(key=lambda piece: (piece.chunk.place.file, piece.chunk.place.offset))
         self._check_files(piece.chunk.place for piece in pieces)
         return ReadPlan(pieces)
+
+    def are_equal(self, tensor: NamedTensor, name: str) -> bool:
+        """Return whether this rank's part of a tensor has the same bits under another name, in the dtype of its own.
+
+        Raises:
+            FileNotFoundError: a file that has some of it is gone or too short.
+            ValueError: what is there is not what was written.
+        """
+        dtype = self._entry(tensor.name, StoredTensor).dtype
+        for chunk in local_chunks(name, tensor.tensor):
+            bits = []
+            for own in (tensor.name, name):
+                stored = self._entry(own, StoredTensor)
+                self._check_stored(own, stored)
+                copy = torch.empty(chunk.local.shape, dtype=dtype)
+                plan = ReadPlan(list(_pieces(own, stored, replace(chunk, local=copy))))
+                self._check_files(piece.chunk.place for piece in plan.pieces)
+                self.verify(plan)
+                self.read(plan)
+                bits.append(copy.reshape(-1).view(torch.uint8))
+            if not torch.equal(*bits):
+                return False
+        return True
 
     def verify(self, plan: ReadPlan) -> None:
         """Compare what the plan will read with what was written, before anything changes.

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.distributed.fsdp as fsdp2
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
@@ -172,6 +174,34 @@ def test_tied_weights_load_whichever_name_comes_first(tmp_path: Path) -> None:
     assert torch.equal(other.a.weight.to_local(), model.a.weight.to_local())
     state, wanted = other_optimizer.state[other.a.weight], optimizer.state[model.a.weight]
     assert torch.equal(state["exp_avg"].to_local(), wanted["exp_avg"].to_local())
+
+
+@pytest.mark.parametrize("shard", [fully_shard, fsdp2.fully_shard], ids=["ours", "fsdp2"])
+def test_checkpoints_of_other_tools_have_a_tied_weight_under_all_its_names(tmp_path: Path, shard: Any) -> None:
+    """``dcp.save(model.state_dict())`` writes each of them, so all must hold the same values."""
+
+    def tied(seed: int) -> TiedModel:
+        torch.manual_seed(seed)
+        return TiedModel(num_blocks=0)  # FSDP2 refuses the blocks' 0-dim parameters
+
+    theirs = tied(1)
+    shard(theirs)
+    state = theirs.state_dict()
+    dcp.save(state, checkpoint_id=tmp_path / "a")
+    assert {"embedding.weight", "output.weight"} <= set(names_in(tmp_path / "a"))
+    model = fully_shard(tied(2))
+    load_checkpoint(model, None, tmp_path / "a")
+    whole = {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in state.items()}
+    for name, value in model.state_dict().items():
+        assert torch.equal(value.full_tensor() if hasattr(value, "full_tensor") else value, whole[name]), name
+
+    dcp.save({**whole, "output.weight": whole["output.weight"] + 1}, checkpoint_id=tmp_path / "b")
+    message = "embedding.weight and output.weight, which are one weight of the model, must have the same values"
+    check_refused(tmp_path / "b", model, None, ValueError, message)
+    dcp.save({**whole, "output.weight": torch.zeros(1, 2)}, checkpoint_id=tmp_path / "c")
+    check_refused(tmp_path / "c", model, None, ValueError, "of another shape: output.weight (saved [1, 2], model [")
+    dcp.save({**whole, "output.weight": 3}, checkpoint_id=tmp_path / "d")
+    check_refused(tmp_path / "d", model, None, ValueError, "of another kind: output.weight (saved as a plain value)")
 
 
 def test_names_that_would_be_taken_for_other_state_are_refused(tmp_path: Path) -> None:
