@@ -65,10 +65,11 @@ def get_batch_on_this_cp_rank(
     """Cut a batch to the tokens of this rank: each tensor [b, s] -> [b, l]; without context parallelism nothing is cut.
 
     Args:
-        batch: tensors [b, s] (tokens, labels, loss_mask, position_ids) by name.
+        batch: tensors by name, [b, s] with a value of each token (tokens, labels, loss_mask, position_ids), or [b] with one
+            of each sample (``dataset_id`` of a blend), which all ranks keep.
 
     Raises:
-        ValueError: the sequence cannot be cut evenly, or a tensor is not [b, s].
+        ValueError: the sequence cannot be cut evenly, or a tensor is neither [b, s] nor [b].
         NotImplementedError: the batch has an attention mask.
 
     Ranks: each its own part of the same batch, no communication.
@@ -84,9 +85,13 @@ def get_batch_on_this_cp_rank(
         )
     cut: dict[str, torch.Tensor] = {}
     for name, tensor in batch.items():
+        if tensor.dim() == 1:
+            cut[name] = tensor
+            continue
         if tensor.dim() != 2:
             raise ValueError(
-                f"each tensor of a batch must be [b, s] to be cut along s, got {name} {list(tensor.shape)}"
+                "each tensor of a batch must be [b, s] to be cut along s, or [b] to be kept, got "
+                f"{name} {list(tensor.shape)}; give what is not of tokens or samples to the model in another way"
             )
         chunk = chunk_length(tensor.shape[1], size)
         starts = (rank * chunk, (2 * size - 1 - rank) * chunk)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -27,10 +28,14 @@ def test_each_rank_holds_an_early_and_a_late_chunk() -> None:
 def _cut() -> tuple[dict[str, Any], list[int]]:
     tokens = torch.arange(32).view(2, 16)
     batch = {"tokens": tokens, "labels": tokens + 1, "loss_mask": tokens.float(), "position_ids": tokens % 16}
+    batch["dataset_id"] = torch.tensor([3, 1])  # as samples of a blend have it
     cut = get_batch_on_this_cp_rank(batch, dist.group.WORLD)
     positions = positions_on_this_cp_rank(16, dist.group.WORLD, torch.device("cpu"))
     assert cut["loss_mask"].dtype == torch.float32 and torch.equal(cut["labels"], cut["tokens"] + 1)
     assert torch.equal(cut["position_ids"], positions.expand(2, -1))
+    assert cut.pop("dataset_id").tolist() == [3, 1]
+    with pytest.raises(ValueError, match=r"must be \[b, s\] .* or \[b\] .*, got mask \[1, 1, 1\]"):
+        get_batch_on_this_cp_rank({"mask": torch.ones(1, 1, 1)}, dist.group.WORLD)
     dist.barrier()  # a rank that ends while others still connect would be an error on them
     return {name: value.tolist() for name, value in cut.items()}, positions.tolist()
 

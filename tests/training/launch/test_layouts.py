@@ -5,15 +5,17 @@ from __future__ import annotations
 import re
 import tempfile
 from functools import cache
+from pathlib import Path
 
 import pytest
 
+from tests.support.rank_processes import write_corpus
 from tests.support.tiny_run import SHARDED, Run, train_all
 
 BASE = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16 "
     "--attention-dropout 0 --hidden-dropout 0 --disable-bias-linear --swiglu --normalization RMSNorm "
-    "--micro-batch-size 2 --global-batch-size 8 --train-iters 3 --lr 1e-2 --mock-data --tokenizer-type NullTokenizer "
+    "--micro-batch-size 2 --global-batch-size 8 --train-iters 3 --lr 1e-2 --tokenizer-type NullTokenizer "
     "--vocab-size 99 --log-interval 1 --eval-iters 1 --num-workers 0 --distributed-backend gloo "
     f"{SHARDED} "
 )
@@ -28,6 +30,7 @@ EXPERTS = (
     "--moe-ffn-hidden-size 16 --moe-shared-expert-intermediate-size 8"
 )
 RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+MOCK, BLEND = "--mock-data", "--data-path 0.3 {folder}/corpus 0.7 {folder}/corpus --split 80,10,10"
 HYBRID = "--num-distributed-optimizer-instances 2 --outer-dp-sharding-strategy optim"
 
 # name: (ranks, flags, flags of the run on one rank that must print the same)
@@ -40,6 +43,7 @@ LAYOUTS: dict[str, tuple[int, str, str]] = {
     ),
     "pipeline with tied embeddings": (2, PP, "dense"),
     "context": (2, f"{CP} --cp-comm-type all_gather p2p", "dense"),
+    "context, of a blend": (2, f"{CP} {BLEND}", "blend"),
     "experts": (2, f"{EXPERTS} --expert-model-parallel-size 2", "experts"),
     "experts of the second stage, recomputed": (2, f"{EXPERTS} {PP} {RECOMPUTED}", "experts"),
     "experts and parts of sequences": (2, f"{EXPERTS} {CP}", "experts"),
@@ -51,16 +55,16 @@ LAYOUTS: dict[str, tuple[int, str, str]] = {
         "experts",
     ),
 }
-REFERENCES = {"dense": "", "untied": "--untie-embeddings-and-output-weights", "experts": EXPERTS}
+REFERENCES = {"dense": "", "blend": BLEND, "untied": "--untie-embeddings-and-output-weights", "experts": EXPERTS}
 
 
 @cache
 def runs_on(ranks: int) -> dict[str, Run]:
     """All runs on so many ranks, one after the other in one launch."""
-    if ranks == 1:
-        return train_all(1, REFERENCES, base=BASE)
+    added = REFERENCES if ranks == 1 else {name: flags for name, (size, flags, _) in LAYOUTS.items() if size == ranks}
     with tempfile.TemporaryDirectory() as folder:
-        flags = {name: added.format(folder=folder) for name, (size, added, _) in LAYOUTS.items() if size == ranks}
+        write_corpus(Path(folder, "corpus"))
+        flags = {name: f"{'' if BLEND in own else MOCK} {own}".format(folder=folder) for name, own in added.items()}
         return train_all(ranks, flags, base=BASE)
 
 
