@@ -31,6 +31,7 @@ from megatron.core.tensor_parallel.mappings import (
     reduce_scatter_to_sequence_parallel_region,
 )
 from megatron.training.launch import gpt_config
+from tests.support import fake_float8_tensors
 
 # ---- transformer_engine.common.recipe -------------------------------------------------------------------------------
 
@@ -170,8 +171,8 @@ def _rounded(x: torch.Tensor, scale: torch.Tensor | None, largest: float, dtype:
     wide = x.detach().float()
     if scale is None:
         amax = wide.abs().amax() if wide.numel() else torch.ones(())
-        scale = torch.where(amax > 0, largest / amax, torch.ones_like(amax))
-    return ((wide * scale).clamp(-largest, largest).to(dtype).float() / scale).to(x.dtype)
+        scale = torch.where(amax > 0, torch.full_like(amax, largest).div(amax), torch.ones_like(amax))
+    return ((wide * scale).clamp(-largest, largest).to(dtype).float() * scale.reciprocal()).to(x.dtype)
 
 
 # ---- transformer_engine.pytorch.module ------------------------------------------------------------------------------
@@ -259,7 +260,9 @@ class _Gemm(torch.autograd.Function):
         quantized_x, quantized_weight = x, weight
         if quantizers is not None:
             assert x.numel() // x.shape[-1] % 8 == 0 and x.shape[-1] % 16 == 0, "FP8 execution requires divisible dims"
-            quantized_x, quantized_weight = quantizers[0](x, gemm), quantizers[1](weight, gemm)
+            quantized_x = quantizers[0](x, gemm)
+            is_quantized = isinstance(weight, fake_float8_tensors.QuantizedTensor)
+            quantized_weight = weight.dequantize() if is_quantized else quantizers[1](weight, gemm)
         ctx.fuses = module.fuse_wgrad_accumulation and weight.requires_grad
         if ctx.fuses:
             ctx.weight = weakref.ref(weight)
@@ -284,7 +287,10 @@ class _Gemm(torch.autograd.Function):
     @staticmethod
     def gradients(ctx: Any, grad: torch.Tensor) -> Any:
         x, weight = ctx.saved_tensors
-        if ctx.rounds_again:
+        own = weight
+        if isinstance(own, fake_float8_tensors.QuantizedTensor):
+            weight = own.dequantize_transpose().t()
+        elif ctx.rounds_again:
             weight = ctx.quantizers[1](weight, ctx.gemm)
         if ctx.quantizers is not None:
             grad = ctx.quantizers[2](grad, ctx.gemm)
@@ -301,7 +307,7 @@ class _Gemm(torch.autograd.Function):
         dummy = None
         if hasattr(ctx.weight(), "grad_added_to_main_grad"):
             ctx.weight().grad_added_to_main_grad = True
-            dummy = torch.full_like(weight, math.nan)
+            dummy = torch.full(weight.shape, math.nan, dtype=weight.dtype)
         return grad_x, dummy, None, None, None
 
 
@@ -651,6 +657,7 @@ def _modules() -> Mapping[str, ModuleType]:
         DotProductAttention,
         Fp8Padding,
         Fp8Unpadding,
+        *fake_float8_tensors.CLASSES,
     )
     pytorch = module(
         "transformer_engine.pytorch", fp8=fp8, autocast=autocast, **{kind.__name__: kind for kind in classes}
@@ -660,7 +667,7 @@ def _modules() -> Mapping[str, ModuleType]:
     return {made.__name__: made for made in (top, common, recipe, pytorch, fp8)}
 
 
-_OURS = ("transformer_engine", "transformer_engine_recipes")
+_OURS = ("transformer_engine", "transformer_engine_recipes", "transformer_engine_weights")
 
 
 def _forget_ours() -> None:

@@ -185,6 +185,24 @@ def a_weight_that_is_used_twice_gets_both_gradients() -> None:
 
 
 @CHECKS.on(2)
+def weights_that_travel_in_fp8_train_as_those_that_are_quantised_where_they_are_multiplied() -> None:
+    """Bit for bit, where gradients go the same way; the gathered bytes are half of bf16's."""
+    fields: dict[str, Any] = {**LLAMA, "params_dtype": torch.bfloat16, "bf16": True, "fp8": "hybrid"}
+    fields |= {"fp8_recipe": "tensorwise", "gradient_accumulation_fusion": False}
+    for strategy in ("optim", "optim_grads_params"):
+        found = {}
+        for fp8_param in (False, True):
+            model, optimizer = _built({**fields, "fp8_param": fp8_param}, te=True, strategy=strategy)
+            losses = _train(model, optimizer, range(4))
+            found[fp8_param] = (losses, whole_tensors(_saved(model, optimizer, "model")))
+            rest = {group.weights.rest_dtype for group in model.parameter_groups}
+            assert rest == ({torch.uint8, torch.bfloat16} if fp8_param else {torch.bfloat16}), rest
+        assert found[True][0] == found[False][0], (strategy, found[True][0], found[False][0])
+        for name, tensor in found[False][1].items():
+            assert torch.equal(found[True][1][name], tensor), (strategy, name)
+
+
+@CHECKS.on(2)
 def training_in_fp8_resumes_bitwise() -> None:
     """Histories and scales are in the checkpoint; a run in bf16 and one with another recipe load it without them."""
     model, optimizer = _built(FP8, te=True)
