@@ -131,12 +131,15 @@ class _Layer(_QuantizationState, SeededParameters):
         A weight whose owner may release it between forward and backward is also quantised again in backward, so that no
         copy in FP8 stays: transformer-engine does this for the modules of PyTorch's FSDP2.
         """
-        owned = hasattr(weight, "get_main_grad")
-        if owned is not self.__dict__.get("_is_fsdp2"):
+        owned, codec = hasattr(weight, "get_main_grad"), getattr(weight, "fsdp_codec", None)
+        followed = (owned, getattr(codec, "keeps_derived", False))
+        if followed != self.__dict__.get("_followed"):
+            self.__dict__["_followed"] = followed
             config = self.config
             quantizes_again = config.fp8 is not None and not config.fp8_param
             fuses = config.gradient_accumulation_fusion and (self.fuses_if_quantized_again or not quantizes_again)
-            self.__dict__["_is_fsdp2"] = owned
+            # Modules of FSDP2 drop the transposed bytes behind each product.
+            self.__dict__["_is_fsdp2"] = owned and not followed[1]
             self.__dict__["fuse_wgrad_accumulation"] = owned and fuses
 
 

@@ -345,6 +345,17 @@ def bf16_and_fp8_runs_load_each_other() -> None:
 
 
 @CHECKS.on(2)
+def what_layers_derive_is_kept_until_the_weights_change() -> None:
+    """If asked: over microbatches and while the unit is resharded, and never longer."""
+    for keeps in (False, True):
+        net = train_pair(make_codec("tensorwise", keeps_derived=keeps), "optim_grads_params", num_microbatches=2)
+        for group in scaled_groups(net):
+            assert all((weight._transpose is not None) is keeps for weight in group.unsharded)
+        fp8_loss(net, fp8_batch(0, 2)[dist.get_rank()])
+        assert all(weight._transpose is None for group in scaled_groups(net) for weight in group.unsharded)
+
+
+@CHECKS.on(2)
 def frozen_weights_are_multiplied_as_bytes_and_can_be_trained_later() -> None:
     """As under LoRA: what is trained is not what rests in bytes."""
     for strategy in ("optim", "optim_grads_params"):
