@@ -15,7 +15,10 @@ from megatron.core.distributed.fsdp import FullyShardedDataParallel, microbatch
 from megatron.core.extensions import why_missing
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.process_group_builder import build_process_groups
+from megatron.core.process_groups_config import ProcessGroupCollection, group_size
+from megatron.core.rank_grid import RankGrid
+from megatron.core.transformer.context_parallel import get_batch_on_this_cp_rank
 from megatron.core.transformer.transformer_config import TransformerConfig
 from tests.support.launch import run_ranks
 
@@ -33,8 +36,8 @@ BASE: dict[str, Any] = {
     "bf16": True,
     "init_method_std": 0.06,
 }
-LLAMA = {"normalization": "RMSNorm", "gated_linear_unit": True, "activation_func": "silu", "add_bias_linear": False}
-EXPERTS = {"num_moe_experts": 4, "moe_ffn_hidden_size": 256, "moe_grouped_gemm": True, "moe_router_dtype": "fp32"}
+LLAMA: dict[str, Any] = {"normalization": "RMSNorm", "gated_linear_unit": True, "activation_func": "silu", "add_bias_linear": False}
+EXPERTS: dict[str, Any] = {"num_moe_experts": 4, "moe_ffn_hidden_size": 256, "moe_grouped_gemm": True, "moe_router_dtype": "fp32"}
 CONFIGS: dict[str, dict[str, Any]] = {
     "gpt2": {},
     "llama": LLAMA | {"layernorm_zero_centered_gamma": True, "qk_layernorm": True},
@@ -62,11 +65,11 @@ def needs_the_package() -> Iterator[None]:
     yield
 
 
-def _gpt(*, te: bool, **fields: Any) -> GPTModel:
+def _gpt(*, te: bool, groups: ProcessGroupCollection | None = None, **fields: Any) -> GPTModel:
     config = TransformerConfig(**(BASE | fields))
     with torch.device("cuda"):
         spec = get_gpt_decoder_block_spec(config, use_transformer_engine=te)
-        return GPTModel(config, spec, VOCAB_SIZE, LENGTH, position_embedding_type="rope")
+        return GPTModel(config, spec, VOCAB_SIZE, LENGTH, position_embedding_type="rope", pg_collection=groups)
 
 
 def _tokens(seed: int = 0) -> torch.Tensor:
@@ -181,3 +184,39 @@ def test_gradients_lie_where_the_engine_reduces_them(num_ranks: int) -> None:
     """Written there by the GEMM, or left to autograd: the same up to bf16's rounding of what the whole model adds up."""
     found = run_ranks(num_ranks, _engine, num_ranks, backend="nccl")[0]
     assert all(difference < 0.02 for difference in found.values()), found
+
+
+SPLITS: dict[str, dict[str, Any]] = {
+    "tensor": {"tensor_model_parallel_size": 2},
+    "context, ring": {"context_parallel_size": 2, "cp_comm_type": "p2p"},
+    "context, gathered": {"context_parallel_size": 2, "cp_comm_type": "all_gather"},
+    "context, heads": {"context_parallel_size": 2, "cp_comm_type": "a2a"},
+}
+
+
+def _splits() -> dict[str, float]:
+    """The largest differences between gradients of this rank's parts: of transformer-engine's layers and the local ones."""
+    warnings.simplefilter("ignore")
+    assert why_missing("transformer_engine") is None
+    found = {}
+    for name, fields in SPLITS.items():
+        degrees = {key: value for key, value in fields.items() if key != "cp_comm_type"}
+        groups = build_process_groups(RankGrid(world_size=2, **degrees))
+        gradients = []
+        for te in (False, True):
+            sequence_parallel = group_size(groups.tp) > 1
+            model = _gpt(te=te, groups=groups, **LLAMA, **fields, sequence_parallel=sequence_parallel)
+            batch = {"tokens": _tokens()[:, :-1], "labels": _tokens()[:, 1:]}
+            if groups.cp is not None:
+                batch = get_batch_on_this_cp_rank(batch, groups.cp)
+            model(batch["tokens"], None, None, labels=batch["labels"]).mean().backward()
+            gradients.append({key: tensor.grad for key, tensor in _stored(model).items()})
+        local, ours = gradients
+        found[name] = max(_difference(ours[key], local[key]) for key in local)
+    return found
+
+
+@pytest.mark.gpu(2)
+def test_split_layers_are_the_local_ones_within_the_noise_of_bf16() -> None:
+    for found in run_ranks(2, _splits, backend="nccl"):
+        assert all(difference < 0.03 for difference in found.values()), found
