@@ -192,3 +192,25 @@ def test_weights_that_are_multiplied_in_fp8_ask_the_engine_for_it() -> None:
         assert all(".layers.1." in key and "weight" in key.rsplit(".", 1)[1] for key in codecs)
         assert not any("norm" in key or "router" in key for key in codecs)
         assert len(codecs) == matrices, sorted(codecs)
+
+
+def test_transposes_that_the_engine_keeps_are_not_dropped_after_each_backward() -> None:
+    """transformer-engine drops them for modules of FSDP2, and keeps what it quantised of others."""
+    from dataclasses import replace
+
+    fields = {
+        "params_dtype": torch.bfloat16,
+        "bf16": True,
+        "fp8": "hybrid",
+        "fp8_recipe": "tensorwise",
+        "fp8_param": True,
+    }
+    layer: Any = _gpt("llama", te=True, **fields).decoder.layers[0].mlp.linear_fc2  # type: ignore[arg-type]
+    x = torch.ones(16, 1, layer.in_features, dtype=torch.bfloat16)
+    seen = [(layer.is_fsdp2, layer.fuse_wgrad_accumulation)]
+    for keeps in (False, True):
+        layer.weight.fsdp_codec = replace(layer.weight.fsdp_codec, keeps_derived=keeps)
+        layer.weight.get_main_grad = lambda: torch.zeros_like(layer.weight)
+        layer(x)
+        seen.append((layer.is_fsdp2, layer.fuse_wgrad_accumulation))
+    assert seen == [(False, False), (True, True), (False, True)]

@@ -36,8 +36,18 @@ BASE: dict[str, Any] = {
     "bf16": True,
     "init_method_std": 0.06,
 }
-LLAMA: dict[str, Any] = {"normalization": "RMSNorm", "gated_linear_unit": True, "activation_func": "silu", "add_bias_linear": False}
-EXPERTS: dict[str, Any] = {"num_moe_experts": 4, "moe_ffn_hidden_size": 256, "moe_grouped_gemm": True, "moe_router_dtype": "fp32"}
+LLAMA: dict[str, Any] = {
+    "normalization": "RMSNorm",
+    "gated_linear_unit": True,
+    "activation_func": "silu",
+    "add_bias_linear": False,
+}
+EXPERTS: dict[str, Any] = {
+    "num_moe_experts": 4,
+    "moe_ffn_hidden_size": 256,
+    "moe_grouped_gemm": True,
+    "moe_router_dtype": "fp32",
+}
 CONFIGS: dict[str, dict[str, Any]] = {
     "gpt2": {},
     "llama": LLAMA | {"layernorm_zero_centered_gamma": True, "qk_layernorm": True},
