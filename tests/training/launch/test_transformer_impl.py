@@ -26,6 +26,8 @@ RUNS = {
         True,
         f"{FP8} blockwise --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
     ),
+    "pipeline": (True, f"{FP8} delayed --pipeline-model-parallel-size 2"),
+    "tensor": (True, f"{FP8} tensorwise --tensor-model-parallel-size 2 --sequence-parallel"),
 }
 
 
@@ -49,7 +51,7 @@ def test_launch_lines_get_the_layers_that_they_ask_for() -> None:
     assert torch.equal(losses["missing"], losses["local"])
     # A norm's output is rounded to bf16 or not; FP8 has 3 bits of mantissa.
     torch.testing.assert_close(losses["default"], losses["local"], rtol=2e-3, atol=0)
-    for name in ("delayed", "tensorwise", "blockwise"):
+    for name in ("delayed", "tensorwise", "blockwise", "pipeline", "tensor"):
         assert not torch.equal(losses[name], losses["default"]), name
         torch.testing.assert_close(losses[name], losses["local"], rtol=2e-2, atol=0)
     entered = {name: recipes for name, (_, recipes) in runs.items()}
