@@ -1,6 +1,7 @@
 """Self-audit: train a few steps sharded and unsharded on the same data, and name the first number that differs.
 
-The reference is the plain module in one process, without any code of the engine. After gradients have been compared, the
+The reference is the plain module in one process, in the dtypes in which the sharded one computes, without any code of the
+engine but its casts of inputs and outputs. After gradients have been compared, the
 sharded optimizer steps with the reference's: so rounding that an optimizer blows up (Adam divides by sizes of gradients)
 is no difference of weights, and tolerances can be those of one sum.
 """
@@ -22,7 +23,9 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
+from megatron.core.distributed.fsdp.api.fsdp2_arguments import cast_inputs_and_outputs
 from megatron.core.distributed.fsdp.api.fully_shard import fully_shard, microbatch
+from megatron.core.distributed.fsdp.api.module import FsdpModule
 from megatron.core.distributed.fsdp.api.optimizer import fully_shard_optimizer
 from megatron.core.distributed.fsdp.buffers.parameter_group import group_of
 from megatron.core.distributed.fsdp.comm.alike import OrderDiffersError
@@ -107,20 +110,29 @@ class Reference:
     Args:
         model: trained unsharded; changed in place.
         main_dtypes: of each main weight, by the parameter's name.
+        compute_dtypes: of parameters in forward, by name; those that they have where none is named.
 
     Attributes:
         mains: main weight by name; the model's own parameter where the dtypes match.
     """
 
-    def __init__(self, model: nn.Module, main_dtypes: Mapping[str, torch.dtype]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        main_dtypes: Mapping[str, torch.dtype],
+        compute_dtypes: Mapping[str, torch.dtype] | None = None,
+    ) -> None:
         self.model = model
         self.mains: dict[str, nn.Parameter] = {}
         self._cast: list[tuple[nn.Parameter, nn.Parameter]] = []
+        compute_dtypes = compute_dtypes or {}
         for name, parameter in model.named_parameters():
+            values = parameter.detach()
+            parameter.data = values.to(compute_dtypes.get(name, parameter.dtype))
             if parameter.dtype == main_dtypes[name]:
                 self.mains[name] = parameter
                 continue
-            main = nn.Parameter(parameter.detach().to(main_dtypes[name]), requires_grad=parameter.requires_grad)
+            main = nn.Parameter(values.to(main_dtypes[name]), requires_grad=parameter.requires_grad)
             main.__dict__.update(parameter.__dict__)  # what optimizers ask parameters for
             self.mains[name] = main
             self._cast.append((parameter, main))
@@ -183,6 +195,12 @@ class Comparison:
     def main_dtypes(self) -> dict[str, torch.dtype]:
         """The dtype of each main weight, by the parameter's name."""
         return {name: parameter.dtype for name, parameter in self.model.named_parameters()}
+
+    @property
+    def compute_dtypes(self) -> dict[str, torch.dtype]:
+        """The dtype of each weight in forward, by the parameter's name."""
+        groups = {name: group_of(parameter) for name, parameter in self.model.named_parameters()}
+        return self.main_dtypes | {name: group.dtypes.compute for name, group in groups.items() if group is not None}
 
     @contextmanager
     def noting_order(self) -> Iterator[None]:
@@ -326,7 +344,7 @@ def audit(
     is the mean over ranks and microbatches. Dropout is the same in both: it is seeded for each microbatch and rank.
 
     Args:
-        build_model: returns the model with weights, not yet sharded; called twice.
+        build_model: returns the model with weights, in the dtypes that it is sharded in, not yet sharded; called twice.
         batches: [steps * num_microbatches] this rank's, in order; at least three steps, since the engine plans in the
             second.
         loss: (model, batch) -> scalar loss of a microbatch.
@@ -352,7 +370,8 @@ def audit(
     sharded = shard(model)
     sharded = model if sharded is None else sharded
     comparison = Comparison(model, tolerance=tolerance, ignore=ignore)
-    reference = Reference(plain, comparison.main_dtypes)
+    reference = Reference(plain, comparison.main_dtypes, comparison.compute_dtypes)
+    _cast_alike(plain, model)
     make = build_optimizer or (lambda parameters: torch.optim.SGD(parameters, lr=0.1))
     optimizers = [fully_shard_optimizer(make(sharded.parameters())), make(reference.mains.values())]
     comparison.weights(reference.weights())
@@ -376,6 +395,14 @@ def audit(
                 comparison.buffers(reference.buffers())
             found = comparison.agree(group)
     return AuditReport(num_steps=comparison.step, differences=found, largest=comparison.largest)
+
+
+def _cast_alike(plain: nn.Module, model: nn.Module) -> None:
+    """Let modules of ``plain`` cast their inputs and outputs as the units of ``model`` do under the same names."""
+    others = dict(plain.named_modules())
+    for name, module in model.named_modules():
+        if isinstance(module, FsdpModule) and name in others:
+            cast_inputs_and_outputs(others[name], module._fsdp_policy)
 
 
 def _unsharded_backwards(

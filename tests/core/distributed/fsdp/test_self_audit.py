@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp as fsdp2
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -94,6 +95,37 @@ def what_is_right_agrees_in_bf16() -> None:
     report = _audit(lambda: _model(dtype=torch.bfloat16), loss=_bf16_loss)
     assert report.passed, str(report)
     assert report.largest["loss"] < 1e-6 and report.largest["gradient"] < 1e-2, report.largest
+
+
+@CHECKS.on(2)
+def what_is_right_agrees_in_the_compute_dtypes_of_a_policy() -> None:
+    """The reference computes in them too, so that losses agree closely."""
+    policy = fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    whole = fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
+
+    def nested(net: Any) -> None:
+        """One unit computes in fp32, and gets what its neighbours give."""
+        fully_shard(net.blocks[0], mp_policy=policy)
+        fully_shard(net.blocks[1], mp_policy=fsdp2.MixedPrecisionPolicy(param_dtype=torch.float32))
+        fully_shard(net.blocks[2], mp_policy=policy)
+        fully_shard(net, mp_policy=whole)
+
+    for build, shard, loss in (
+        (_model, lambda net: fully_shard(net, mp_policy=policy), _bf16_loss),
+        (_model, nested, loss_of),
+        (lambda: _model(of=_Frozen), nested, loss_of),
+    ):
+        report = _audit(build, shard=shard, loss=loss, build_optimizer=torch.optim.AdamW)
+        assert report.passed, str(report)
+        assert report.largest["loss"] < 1e-3 and report.largest["gradient"] < 1e-2, report.largest
+
+
+class _Frozen(Net):
+    """Some of its weights are not trained."""
+
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__(num_blocks)
+        self.entry.requires_grad_(False)
 
 
 def _bf16_loss(net: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:

@@ -200,6 +200,7 @@ def fully_shard(
         member.__class__ = unit_class
         member._fsdp_unit = unit  # type: ignore[assignment]
         member._counts_groups = member is members[0]  # type: ignore[assignment]
+        member._fsdp_policy = policy  # type: ignore[assignment]
         cast_inputs_and_outputs(member, policy)
     watch_loads(unit, own_modules)
     watch_conversions(unit, own_modules)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
+from megatron.core.distributed.fsdp.config.mixed_precision import MixedPrecisionPolicy
 from megatron.core.distributed.fsdp.runtime.context import FsdpContext
 from megatron.core.distributed.fsdp.runtime.unit import FsdpUnit
 
@@ -26,6 +27,7 @@ class FsdpModule(nn.Module if TYPE_CHECKING else object):  # type: ignore[misc]
 
     _fsdp_unit: FsdpUnit
     _counts_groups: bool  # of several modules that are one unit, the first has its groups
+    _fsdp_policy: MixedPrecisionPolicy  # of its unit
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Make a module of the class from before ``fully_shard``: what a sharded container's slices make anew is not sharded."""
