@@ -34,6 +34,8 @@ class Float8BlockQuantizer(_Quantizer):
 
 
 class QuantizedTensor(DequantizedWeight):
+    __module__ = "transformer_engine.pytorch.quantized_tensor"
+
     """Refuses all operations but those of ``_Gemm``, which asks for values."""
 
     @classmethod
@@ -42,6 +44,8 @@ class QuantizedTensor(DequantizedWeight):
 
 
 class Float8Tensor(QuantizedTensor):
+    __module__ = "transformer_engine.pytorch.tensor.float8_tensor"
+
     def __new__(
         cls: Any,
         *,

@@ -32,6 +32,37 @@ def te_weight_codec(recipe: Any, **settings: Any) -> Fp8Codec:
     return Fp8Codec(recipe=recipe, wrapper=TransformerEngineWrapper(recipe == "blockwise"), **settings)
 
 
+_RECIPES = {
+    "Float8Quantizer": "delayed",
+    "Float8CurrentScalingQuantizer": "tensorwise",
+    "Float8BlockQuantizer": "blockwise",
+}
+
+
+def codec_of_quantized(tensor: Any) -> Fp8Codec:
+    """Return the codec of a weight that ``quantized_model_init`` made.
+
+    Raises:
+        NotImplementedError: its quantiser is none of those for E4M3 with one scale, or with one for each 128 x 128 elements.
+    """
+    quantizer = tensor._quantizer
+    recipe = _RECIPES.get(type(quantizer).__name__)
+    if recipe is None or (recipe == "blockwise" and not tensor._is_2D_scaled):
+        raise NotImplementedError(
+            f"weights must be quantised with one of {', '.join(_RECIPES)} (in two dimensions) to be sharded in FP8, got a "
+            f"{type(quantizer).__name__}; use another recipe, or make the module outside of quantized_model_init"
+        )
+    powers = None if recipe == "delayed" else quantizer.force_pow_2_scales
+    return te_weight_codec(recipe, power_of_two=powers)
+
+
+def values_of_quantized(tensor: Any) -> torch.Tensor:
+    """Return the values of a weight that ``quantized_model_init`` made, unrounded where it has kept them."""
+    kept = getattr(tensor, "get_high_precision_init_val", lambda: None)()
+    values: torch.Tensor = tensor.dequantize() if kept is None else kept
+    return values.detach()
+
+
 @dataclass(frozen=True)
 class TransformerEngineWrapper:
     """The ``Fp8Wrapper`` of transformer-engine's quantised tensors.

@@ -25,7 +25,7 @@ from megatron.core.process_group_builder import build_process_groups
 from megatron.core.process_groups_config import group_rank, group_size
 from megatron.core.rank_grid import RankGrid
 from megatron.core.transformer.transformer_config import TransformerConfig
-from tests.support import fake_transformer_engine
+from tests.support import fake_float8_tensors, fake_transformer_engine
 from tests.support.rank_checks import RankChecks
 from tests.support.tiny_moe import FIELDS as MOE_FIELDS
 from tests.support.tiny_moe import LENGTH, VOCAB_SIZE, tokens_of
@@ -200,6 +200,62 @@ def weights_that_travel_in_fp8_train_as_those_that_are_quantised_where_they_are_
         assert found[True][0] == found[False][0], (strategy, found[True][0], found[False][0])
         for name, tensor in found[False][1].items():
             assert torch.equal(found[True][1][name], tensor), (strategy, name)
+
+
+class _Quantized(torch.nn.Module):
+    """A module with a weight as ``quantized_model_init`` makes it."""
+
+    def __init__(self, values: torch.Tensor, quantizer: Any, *, keeps: bool) -> None:
+        super().__init__()
+        scale = torch.full((1,), 448.0).div(values.abs().max().float())
+        data = (values.float() * scale).to(torch.float8_e4m3fn).view(torch.uint8)
+        tensor = fake_float8_tensors.Float8Tensor(
+            shape=values.shape,
+            dtype=values.dtype,
+            data=data,
+            fp8_scale_inv=scale.reciprocal(),
+            fp8_dtype=fake_float8_tensors.DType.kFloat8E4M3,
+            requires_grad=False,
+            data_transpose=None,
+            quantizer=quantizer,
+            device=values.device,
+        )
+        weight: Any = torch.nn.Parameter(tensor)
+        weight.partition_stride = 1
+        if keeps:
+            weight.get_high_precision_init_val = lambda: values
+        self.weight = weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight: Any = self.weight
+        assert type(weight) is fake_float8_tensors.Float8Tensor and vars(weight)["partition_stride"] == 1
+        return x @ weight.dequantize().t()
+
+
+@CHECKS.on(2)
+def quantized_modules_are_sharded_as_they_are() -> None:
+    """Main weights are the values from before, where they were kept; the codec is the quantiser's."""
+    fake_transformer_engine.install()
+    values = (torch.randn(64, 32, generator=torch.Generator().manual_seed(0))).bfloat16()
+    kinds: dict[str, Any] = {
+        "tensorwise": fake_float8_tensors.Float8CurrentScalingQuantizer(None, values.device, force_pow_2_scales=True),
+        "delayed": fake_float8_tensors.Float8Quantizer(torch.ones(1), torch.zeros(1), None),
+    }
+    for recipe, quantizer in kinds.items():
+        for keeps in (False, True):
+            made = _Quantized(values, quantizer, keeps=keeps)
+            expected = values.float() if keeps else made.weight.dequantize().float()
+            module: Any = fully_shard(made)
+            weight: Any = module.weight
+            assert torch.equal(weight.full_tensor(), expected) and weight.dtype == torch.float32
+            (group,) = module.parameter_groups
+            assert group.weights.codec.recipe == recipe and group.weights.rest_dtype == torch.uint8
+            assert group.weights.codec.scales_by_powers_of_two is (recipe == "tensorwise")
+            out = module(torch.eye(32).bfloat16())
+            error = (out.t().float() - values.float()).abs()
+            assert (error <= values.float().abs() * 2.0**-3 + 0.01).all()  # three bits of mantissa, rounded twice
+    with pytest.raises(NotImplementedError, match="got a Unknown"):
+        fully_shard(_Quantized(values, type("Unknown", (fake_float8_tensors._Quantizer,), {})(), keeps=False))
 
 
 @CHECKS.on(2)

@@ -33,7 +33,7 @@ from megatron.core.distributed.fsdp.buffers.materialize import materialize, move
 from megatron.core.distributed.fsdp.buffers.module_tree import ModuleTree
 from megatron.core.distributed.fsdp.buffers.param_slots import ManagedParameter
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup, group_of
-from megatron.core.distributed.fsdp.codec.weight_codec import codec_of
+from megatron.core.distributed.fsdp.codec.weight_codec import codec_of, without_quantization
 from megatron.core.distributed.fsdp.comm.registry import TransportKind
 from megatron.core.distributed.fsdp.config.mixed_precision import SERVED_DTYPES, MixedPrecisionPolicy
 from megatron.core.distributed.fsdp.config.placement import Placements
@@ -438,8 +438,11 @@ def _collect(
                     f"parameter {name} must have one of the dtypes {list(SERVED_DTYPES)} to be trained, got {parameter.dtype}"
                 )
             refuse_earlier_hooks(parameter, name)
-            own = ManagedParameter(name, parameter, made_from.get(parameter))
-            managed.setdefault(parameter, own).param_slots.append((module._parameters, key))
+            if parameter not in managed:
+                plain = without_quantization(parameter)
+                made = made_from.get(parameter) if plain is parameter else parameter
+                managed[parameter] = ManagedParameter(name, plain, made)
+            managed[parameter].param_slots.append((module._parameters, key))
     return list(managed.values()), list(borrowed)
 
 
