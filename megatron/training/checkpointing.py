@@ -11,7 +11,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,6 +82,7 @@ class Checkpointer:
         seed: seed of dropout and of the order of samples, saved with the state of random numbers.
         samples: plain values, under names that a user knows, on which it depends which data a sample holds.
         lock: the lock on ``save``, on the rank that has it.
+        before_announcing: is called on rank 0 with an iteration that is written, before the tracker names it.
 
     Ranks: all make the same calls in the same order.
     """
@@ -97,10 +98,11 @@ class Checkpointer:
         seed: int,
         samples: Mapping[str, Any] | None = None,
         lock: FolderLock | None = None,
+        before_announcing: Callable[[int], None] = lambda iteration: None,
     ) -> None:
         self.config, self.model, self.optimizer, self.scheduler = config, model, optimizer, scheduler
         self.architecture, self.seed, self.samples = dict(architecture), seed, dict(samples or {})
-        self.lock = lock
+        self.lock, self.before_announcing = lock, before_announcing
         self.last_saved_iteration: int | None = None
         self._pending: tuple[Any, int] | None = None
 
@@ -304,6 +306,7 @@ class Checkpointer:
         """Name an iteration, whose folder is complete, in the tracker. Ranks: 0."""
         assert self.config.save is not None
         self._check_lock()
+        self.before_announcing(iteration)
         write_tracker(Path(self.config.save), iteration)
         print(f" saved iteration {iteration} in {checkpoint_path(self.config.save, iteration)}", flush=True)
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import resource
 import shutil
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+import pretrain_gpt
 from megatron.core.distributed.fsdp.checkpoint import CheckpointReader, StoredTensor
 from megatron.training import checkpointing
 from megatron.training.checkpointing import TRACKER, CheckpointConfig, read_tracker
@@ -51,6 +54,9 @@ def save_and_fail(root: str) -> dict[str, Run]:
     runs["elsewhere"] = train_one(f"{_RUN} --save {root}/seen_by_rank_0".split())
     checkpointing._try_to_write = real
     runs["taken over"] = _taken_over(root)
+    with _started_by_torchrun(1):
+        runs["refused again"] = train_one(f"{_RUN} --save {root}/halfway".split())
+    runs |= _gone_back(f"{_RUN} --lr-decay-iters 8 --save {root}/branch")
     usage = shutil.disk_usage
     shutil.disk_usage = lambda path: usage(path)._replace(free=100_000)
     runs["small disk"] = train_one(f"{_RUN} --save {root}/small".split())
@@ -64,6 +70,39 @@ def save_and_fail(root: str) -> dict[str, Run]:
         runs[name] = train_one(argv)
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     return runs
+
+
+@contextmanager
+def _started_by_torchrun(restarts: int) -> Iterator[None]:
+    """Let the runs in the scope be starts of one job."""
+    names = {"RUN_ID": "job", "USE_AGENT_STORE": "True", "RESTART_COUNT": str(restarts)}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in names.items():
+            patch.setenv(f"TORCHELASTIC_{name}", value)
+        yield
+
+
+def _gone_back(flags: str) -> dict[str, Run]:
+    """Go back to iteration 2 of 6; the run fails before its first save, then after it. The last start is that of a new host."""
+    runs = {"branch": train_one(f"{flags} --train-iters 6 --save-interval 2".split())}
+    argv = f"{flags} --train-iters 8 --save-interval 5 --load {flags.split()[-1]} --ckpt-step 2 --override-opt-param-scheduler".split()
+    for name, restarts, first_failing in (("gone back", 0, 4), ("restarted", 1, 7), ("a host joined", 0, 9)):
+        with _started_by_torchrun(restarts), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(pretrain_gpt, "forward_step", _failing_in(first_failing))
+            runs[name] = train_one(argv)
+    return runs
+
+
+def _failing_in(iteration: int) -> Callable[..., Any]:
+    forward_step = pretrain_gpt.forward_step
+
+    def fail(batch: Any, model: Any) -> Any:
+        frames = [frame for frame in inspect.stack() if frame.function == "_train_one_step"]
+        if frames and frames[0].frame.f_locals["self"].state.iteration + 1 == iteration:
+            raise RuntimeError("a fault of this test")
+        return forward_step(batch, model)
+
+    return fail
 
 
 def _taken_over(root: str) -> Run:
@@ -99,6 +138,7 @@ def saving(root: Path) -> list[dict[str, Run]]:
             "taken back",
             [_HOLDS + "would start from iteration 0; continue it with --load ", "give --save another folder"],
         ),
+        ("refused again", [_HOLDS + "would start from iteration 0; "]),
         ("tuned from itself", [_HOLDS + "would start from iteration 0; "]),
         ("from elsewhere", [_HOLDS + "would start from what is in ", "nothing; continue it with --load "]),
         (
@@ -124,6 +164,30 @@ def test_what_cannot_be_saved_all_ranks_say(saving: list[dict[str, Run]], run: s
     assert trained == (run == "taken over" or run.startswith("full disk")), (
         "a folder that cannot be used is found before the first step"
     )
+
+
+def test_a_restart_continues_what_this_job_saved_and_until_then_starts_as_first(
+    saving: list[dict[str, Run]], root: Path
+) -> None:
+    """A folder with --ckpt-step holds a branch that its run has left; continuing that one would look alike."""
+    runs, folder = saving[0], root / "branch"
+    for name, loaded, iterations in (
+        ("branch", None, [1, 2, 3, 4, 5, 6]),
+        ("gone back", 2, [3]),
+        ("restarted", 2, [3, 4, 5, 6]),
+        ("a host joined", 5, [6, 7, 8]),
+    ):
+        assert list(runs[name].losses) == iterations, runs[name]
+        assert loaded is None or f"loaded {folder}/iter_000000{loaded};" in runs[name].output
+    assert (
+        f"restarted by torchrun: starts as it did first, since it has saved nothing in {folder}"
+        in runs["restarted"].output
+    )
+    assert (
+        f"restarted by torchrun: continues from iteration 5, which it saved in {folder}" in runs["a host joined"].output
+    )
+    assert "restarted" not in runs["gone back"].output
+    assert (folder / TRACKER).read_text() == "8"
 
 
 def test_the_checkpoint_is_as_large_as_was_said(saving: list[dict[str, Run]], root: Path) -> None:

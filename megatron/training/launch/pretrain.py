@@ -33,7 +33,7 @@ from megatron.training.launch.distributed_init import initialize_distributed, pr
 from megatron.training.launch.failures import ending_together
 from megatron.training.launch.refusals import refusing_together
 from megatron.training.launch.rendezvous import meet
-from megatron.training.launch.restart import after_restart
+from megatron.training.launch.restart import EarlierStarts, after_restart
 from megatron.training.launch.same_settings import compare_settings, values_to_compare
 from megatron.training.launch.save_folder import claimed_save
 from megatron.training.loop.dropout_seed import seed_everything
@@ -102,8 +102,9 @@ def pretrain(
         device = initialize_distributed(settings.distributed, rendezvous)
         with ExitStack() as scopes:
             with refusing_together(rendezvous):
-                checkpoint = after_restart(settings.checkpoint)
-                lock = scopes.enter_context(claimed_save(checkpoint, rendezvous))
+                starts = EarlierStarts.of(settings.checkpoint, rendezvous)
+                checkpoint = after_restart(starts)
+                lock = scopes.enter_context(claimed_save(checkpoint, rendezvous, starts))
                 if settings.cuda_graph.enabled:
                     _begin_capturing(device)
                 if settings.loop.deterministic:
@@ -111,7 +112,7 @@ def pretrain(
                 seed_everything(settings.loop.seed)
                 setup = set_up(settings, device, model_provider, datasets_provider)
                 print_rank_0(_report(setup))
-                start = _begin(setup, checkpoint, lock)
+                start = _begin(setup, checkpoint, lock, starts)
             state = _train(setup, start, forward_step, start_time, watch)
     if owns_group:
         setup.model.close()
@@ -190,7 +191,9 @@ class _Start:
     writers: list[ScalarWriter]
 
 
-def _begin(setup: TrainingSetup, checkpoint: CheckpointConfig, lock: FolderLock | None) -> _Start:
+def _begin(
+    setup: TrainingSetup, checkpoint: CheckpointConfig, lock: FolderLock | None, starts: EarlierStarts
+) -> _Start:
     settings = setup.settings
     checkpointer = Checkpointer(
         checkpoint,
@@ -201,6 +204,7 @@ def _begin(setup: TrainingSetup, checkpoint: CheckpointConfig, lock: FolderLock 
         seed=settings.loop.seed,
         samples={"seq_length": settings.data.seq_length},
         lock=lock,
+        before_announcing=starts.remember_save,
     )
     checkpointer.check_save()
     state = checkpointer.load()

@@ -41,6 +41,11 @@ class Rendezvous:
         return PrefixStore(self.name, self.connection)
 
     @property
+    def outlives_a_start(self) -> bool:
+        """Whether the connection is to torchrun's store, which has the keys of earlier starts of this job too."""
+        return _torchrun_serves()
+
+    @property
     def where(self) -> str:
         """Name what serves the store."""
         place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"

@@ -12,7 +12,7 @@ from megatron.core.distributed.fsdp.checkpoint import agree, check_replaceable, 
 from megatron.training.checkpointing import TRACKER, CheckpointConfig, make_folder, read_tracker
 from megatron.training.folder_lock import FolderLock
 from megatron.training.launch.rendezvous import Rendezvous
-from megatron.training.launch.restart import num_restarts
+from megatron.training.launch.restart import EarlierStarts, continues
 
 _LOCK_OF_THIS_JOB = "megatron/lock of --save"
 """Key in the store, outside the keys of a start: torchrun's store outlives a start."""
@@ -21,7 +21,9 @@ _ITERATION = re.compile(r"iter_(\d{7,})")
 
 
 @contextmanager
-def claimed_save(config: CheckpointConfig, rendezvous: Rendezvous) -> Iterator[FolderLock | None]:
+def claimed_save(
+    config: CheckpointConfig, rendezvous: Rendezvous, starts: EarlierStarts
+) -> Iterator[FolderLock | None]:
     """Make the folder of ``--save`` and lock it within the scope, if this run may save there.
 
     Yields:
@@ -40,14 +42,14 @@ def claimed_save(config: CheckpointConfig, rendezvous: Rendezvous) -> Iterator[F
         return
     folder, locks = Path(config.save), list[FolderLock]()
     try:
-        agree(lambda: None, lambda _: locks.append(_claim(folder, config, rendezvous)))
+        agree(lambda: None, lambda _: locks.append(_claim(folder, config, rendezvous, starts)))
         yield locks[0] if locks else None
     finally:
         for lock in locks:
             lock.release()
 
 
-def _claim(folder: Path, config: CheckpointConfig, rendezvous: Rendezvous) -> FolderLock:
+def _claim(folder: Path, config: CheckpointConfig, rendezvous: Rendezvous, starts: EarlierStarts) -> FolderLock:
     make_folder(folder)
     store, key = rendezvous.connection, f"{_LOCK_OF_THIS_JOB} {os.environ.get('TORCHELASTIC_RUN_ID', '')}"
     earlier = store.get(key).decode() if store.check([key]) else ""
@@ -61,23 +63,23 @@ def _claim(folder: Path, config: CheckpointConfig, rendezvous: Rendezvous) -> Fo
         ) from error
     try:
         store.set(key, lock.owner.token)
-        _check_contents(folder, config)
+        _check_contents(folder, config, is_own=starts.were_admitted())
+        starts.remember_admission()
     except BaseException:
         lock.release()
         raise
     return lock
 
 
-def _check_contents(folder: Path, config: CheckpointConfig) -> None:
+def _check_contents(folder: Path, config: CheckpointConfig, *, is_own: bool) -> None:
     """Check that the run continues what is in the folder, and can save beside it."""
     saved = {int(match[1]): entry for entry in folder.iterdir() if (match := _ITERATION.fullmatch(entry.name))}
-    continues = config.load is not None and os.path.realpath(config.load) == os.path.realpath(folder)
     latest = read_tracker(folder / TRACKER)
     for iteration, path in sorted(saved.items()):
-        if not continues or iteration > (latest or 0):
+        if not continues(config) or iteration > (latest or 0):
             check_replaceable(path)
     complete = [iteration for iteration, path in saved.items() if is_complete(path)]
-    if (continues and not config.finetune) or num_restarts() > 0 or (latest is None and not complete):
+    if is_own or continues(config) or (latest is None and not complete):
         return
     begins = "iteration 0" if config.load is None or config.finetune else f"what is in {config.load}"
     step = "" if latest is not None else f" --ckpt-step {max(complete)}"

@@ -109,7 +109,7 @@ def test_a_restarted_run_continues_from_its_last_checkpoint(torchrun: Torchrun, 
     process = torchrun(f"--nproc-per-node 2 {own}", flags)
     output = process.communicate(timeout=300)[0]
     assert process.returncode == 0, output
-    assert f"restarted by torchrun (1 times): continues from {folder}" in output
+    assert f"restarted by torchrun: continues from iteration 4, which it saved in {folder}" in output
     _check(output, folder)
 
 
