@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from megatron.core.distributed.fsdp import Fp8Codec
+from megatron.core.distributed.fsdp.codec.fp8_codec import Fp8Codec
 
 # What layers derive from the bytes, and its values where there is nothing.
 _OF_TENSORS: Mapping[str, Any] = {"_transpose": None, "_transpose_invalid": True}

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch import nn
 
 
 class WeightCodec:
@@ -54,23 +53,3 @@ def codec_of(parameter: torch.Tensor, name: str) -> WeightCodec:
         raise TypeError(f"fsdp_codec of parameter {name} must be a codec, such as an Fp8Codec, got {codec!r}")
     codec.check(parameter, name)
     return codec
-
-
-def without_quantization(parameter: nn.Parameter) -> nn.Parameter:
-    """Return the parameter; in place of a quantised tensor of transformer-engine, a plain one that asks for its codec.
-
-    Its values are those before they were quantised, where they were kept (``preserve_high_precision_init_val``).
-
-    Raises:
-        NotImplementedError: no codec serves this kind of tensor.
-    """
-    if not type(parameter).__module__.startswith("transformer_engine."):
-        return parameter
-    from megatron.core.extensions.transformer_engine_weights import codec_of_quantized, values_of_quantized
-
-    values = values_of_quantized(parameter).to(parameter.device, parameter.dtype)
-    plain = nn.Parameter(values, requires_grad=parameter.requires_grad)
-    # What begins with an underscore is the tensor's own.
-    own = {key: value for key, value in vars(parameter).items() if not key.startswith("_")}
-    plain.__dict__.update(own, fsdp_codec=own.get("fsdp_codec") or codec_of_quantized(parameter))
-    return plain
