@@ -49,6 +49,8 @@ SHAPES = {
 class _Seeded(nn.Module):
     """A module with one weight, whose initial values depend on the seed, its place in the model and its shape alone."""
 
+    resets_to_the_same_values = True
+
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, key: str) -> None:
         super().__init__()
         self._key = key
@@ -84,6 +86,8 @@ class Embedding(_Seeded):
 
 
 class RmsNorm(nn.Module):
+    resets_to_the_same_values = True
+
     def __init__(self, size: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size, dtype=dtype))

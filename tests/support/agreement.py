@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -21,6 +22,15 @@ from tests.support.models import assert_at_rest
 RTOL, ATOL = 1e-5, 1e-6
 
 LossOf = Callable[[Any, int, int], torch.Tensor]
+
+
+def messages_of_the_engine() -> list[str]:
+    """Return a list that receives what the engine logs from now on, on this rank."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("megatron.core.distributed.fsdp").addHandler(handler)
+    return said
 
 
 def shard(model: nn.Module, units: Sequence[str] = (), strategy: str = "optim_grads_params", **settings: Any) -> Any:

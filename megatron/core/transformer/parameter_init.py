@@ -125,6 +125,7 @@ class SeededParameters:
     """
 
     parameter_prefix: str
+    resets_to_the_same_values = True  # the sharding engine asks: values are a function of seed, name and shape
     names_in_checkpoint: Mapping[str, str] = {}
     """Names of parameters, relative to this module, that differ from those in checkpoints; see ``initialize_model``."""
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from megatron.core.distributed.fsdp.buffers.retired_parameter import RetiredParameter
@@ -191,6 +193,8 @@ def _compare_writes(
 
     Raises:
         ValueError: constructors wrote more often: a module around it has initialised it again.
+
+    Where they wrote less, a warning says so once, unless the module has ``resets_to_the_same_values``.
     """
     holders: dict[int, nn.Module] = {}
     for _, module in metas:
@@ -202,19 +206,28 @@ def _compare_writes(
         holder = holders.get(id(fresh))
         by_constructor, by_reset = meta._version, fresh._version - starts[meta]
         if holder is not None and by_constructor != by_reset:
-            (again if by_constructor > by_reset else never)[label[holder]] = None
+            if by_constructor > by_reset:
+                again[label[holder]] = None
+            elif not getattr(holder, "resets_to_the_same_values", False):
+                never[label[holder]] = None
     if again:
         raise ValueError(
             f"modules on the meta device must get their initial values from reset_parameters(), got {', '.join(again)}, whose "
             f"parameters a module around them initialised again; these values would be lost: {_REMEDY}"
         )
     if never:
-        logger.warning(
-            "%s got new initial values from reset_parameters(), which did not make those that they had before they were on the meta "
-            "device (copies of a module, for example, begin with equal values); %s if these matter",
-            ", ".join(never),
-            _REMEDY,
+        _warn_once(
+            f"{', '.join(never)} got new initial values from reset_parameters(), which did not make those that they had before they "
+            "were on the meta device (copies of a module, for example, begin with equal values); set "
+            f"resets_to_the_same_values = True in a class whose reset_parameters() gives the same values each time, {_REMEDY}, if "
+            "these matter",
         )
+
+
+@functools.cache
+def _warn_once(text: str) -> None:
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        logger.warning(text)
 
 
 def _make_empty(

@@ -12,7 +12,7 @@ from torch import nn
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from megatron.core.distributed.fsdp.buffers.materialize import move_buffers
-from tests.support.agreement import assert_same_parameters, groups_of, shard
+from tests.support.agreement import assert_same_parameters, groups_of, messages_of_the_engine, shard
 from tests.support.models import Net, full, my_piece
 from tests.support.rank_checks import RankChecks
 from tests.support.tiny_gpt import build_gpt, random_tokens
@@ -43,6 +43,7 @@ def modules_of_torch_start_as_if_they_were_made_eagerly() -> None:
 
 @CHECKS.on(2, 4)
 def gpt_starts_with_the_same_bits() -> None:
+    said = messages_of_the_engine()
     for tied in (False, True):
         arguments = {"share_embeddings_and_output_weights": tied}
         plain, model = build_gpt(arguments), _on_meta(build_gpt, arguments)
@@ -57,6 +58,7 @@ def gpt_starts_with_the_same_bits() -> None:
         assert torch.equal(
             wrapped(tokens, positions, None, labels=labels), plain(tokens, positions, None, labels=labels)
         )
+    assert not [text for text in said if "initial values" in text]
 
 
 class Buffered(nn.Module):
