@@ -258,10 +258,10 @@ class _Gemm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: Any, module: Any, quantizers: Any, gemm: int) -> Any:
         quantized_x, quantized_weight = x, weight
+        is_quantized = isinstance(weight, fake_float8_tensors.QuantizedTensor)
         if quantizers is not None:
             assert x.numel() // x.shape[-1] % 8 == 0 and x.shape[-1] % 16 == 0, "FP8 execution requires divisible dims"
             quantized_x = quantizers[0](x, gemm)
-            is_quantized = isinstance(weight, fake_float8_tensors.QuantizedTensor)
             quantized_weight = weight.dequantize() if is_quantized else quantizers[1](weight, gemm)
         ctx.fuses = module.fuse_wgrad_accumulation and weight.requires_grad
         if ctx.fuses:
@@ -269,8 +269,8 @@ class _Gemm(torch.autograd.Function):
             ctx.overwrites = getattr(weight, "overwrite_main_grad", False)
             ctx.main_grad = weight.get_main_grad if hasattr(weight, "__fsdp_param__") else lambda: weight.main_grad
         # A module of FSDP2 rounds the weight again in backward; others keep what they multiplied.
-        ctx.rounds_again = module.is_fsdp2 and quantizers is not None
-        ctx.save_for_backward(quantized_x, weight if ctx.rounds_again else quantized_weight)
+        ctx.rounds_again = module.is_fsdp2 and quantizers is not None and not is_quantized
+        ctx.save_for_backward(quantized_x, weight if ctx.rounds_again or is_quantized else quantized_weight)
         ctx.quantizers, ctx.gemm, ctx.has_norm = quantizers, gemm, isinstance(module, LayerNormLinear)
         # The first module's backward is the last: it rolls the histories of all gradients.
         ctx.rolls = quantizers is not None and FP8GlobalStateManager.is_first_module

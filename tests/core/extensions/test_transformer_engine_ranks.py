@@ -18,6 +18,7 @@ from megatron.core.distributed.fsdp import (
     microbatch,
     save_checkpoint,
 )
+from megatron.core.distributed.fsdp.buffers.scaled_weights import ScaledWeights
 from megatron.core.distributed.fsdp.flat_optimizer.flat_adamw import FlatAdamW
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -285,6 +286,28 @@ def training_in_fp8_resumes_bitwise() -> None:
             back, fourth = _built({**FP8, "init_seed": 5}, te=True)
             load_checkpoint(back, fourth, _saved(bf16, third, "bf16"))
             _train(back, fourth, range(4, 5))
+
+
+@CHECKS.on(2)
+def weights_in_fp8_resume_bitwise() -> None:
+    """Tensor-parallel ranks hold parts of a weight under one name, so their histories are one."""
+    for degrees in ({}, {"tensor_model_parallel_size": 2}):
+        fields = {**FP8, "fp8_param": True}
+        model, optimizer = _built(fields, te=True, **degrees)
+        _train(model, optimizer, range(3))
+        path = _saved(model, optimizer, "first")
+        expected = _train(model, optimizer, range(3, 5))
+        resumed, fresh = _built({**fields, "init_seed": 5}, te=True, **degrees)
+        _train(resumed, fresh, range(6, 7))
+        load_checkpoint(resumed, fresh, path)
+        losses = _train(resumed, fresh, range(3, 5))
+        assert losses == expected, (degrees, losses, expected)
+        for own, other in zip(resumed.parameter_groups, model.parameter_groups, strict=True):
+            assert torch.equal(own.weights.model.local, other.weights.model.local)
+            if isinstance(own.weights, ScaledWeights) and isinstance(other.weights, ScaledWeights):
+                for kind in ("scale", "history"):
+                    assert torch.equal(getattr(own.weights.scales, kind), getattr(other.weights.scales, kind))
+        assert any(isinstance(group.weights, ScaledWeights) for group in model.parameter_groups)
 
 
 @pytest.mark.parametrize(("num_ranks", "name"), CHECKS.parameters)

@@ -27,6 +27,7 @@ from megatron.core.distributed.fsdp.api.group_meshes import is_expert
 from megatron.core.distributed.fsdp.api.module import FsdpModule, fsdp_modules
 from megatron.core.distributed.fsdp.buffers.grad_sums import sum_grads
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup, group_of
+from megatron.core.distributed.fsdp.codec.weight_codec import codec_of
 from megatron.core.distributed.fsdp.comm.alike import check_alike
 from megatron.core.distributed.fsdp.comm.choose import SharedTransports
 from megatron.core.distributed.fsdp.config.mixed_precision import MixedPrecisionPolicy
@@ -333,7 +334,12 @@ def _units(model: nn.Module, classes: Sequence[type[nn.Module] | str] | None, *,
 def _sizes_nbytes(units: Sequence[nn.Module], *, experts: bool) -> list[int]:
     """Return the bytes of the median and of the largest unit's weights, dense or experts'; [] without units."""
     sizes = sorted(
-        sum(p.numel() * p.element_size() for p in unit.parameters() if is_expert(p) is experts) for unit in units
+        sum(
+            p.numel() * codec_of(p, "").rest_dtype(p.dtype).itemsize
+            for p in unit.parameters()
+            if is_expert(p) is experts
+        )
+        for unit in units
     )
     return sorted({sizes[len(sizes) // 2], sizes[-1]}) if sizes else []
 

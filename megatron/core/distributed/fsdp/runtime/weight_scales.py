@@ -67,6 +67,8 @@ class _Batch:
         self._tensor_group = _tensor_group(members[0])
         numbers = [weights.scales.scale.numel() for weights in members]
         self._scales = Scales.make(self._codec, sum(numbers), members[0].device)
+        # Kept: their memory belongs to the stream that made them, and is read on this one.
+        self._former = [weights.scales for weights in members]
         begin = 0
         for weights, number in zip(members, numbers, strict=True):
             own = self._scales.part(begin, begin + number)
