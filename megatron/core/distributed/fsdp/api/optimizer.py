@@ -174,8 +174,10 @@ def check_step(groups: Sequence[FsdpParameterGroup]) -> None:
 
     Ranks: all that hold the groups.
     """
+    incomplete: set[FsdpParameterGroup] = set()
     for context in contexts_of_groups(groups):
         context.check_order()
+        incomplete.update(context.grad_reducer.incomplete)
         if context.is_running:
             raise RuntimeError(
                 "optimizer.step() must come after forward and backward, got a call in the middle of one, where some "
@@ -186,11 +188,12 @@ def check_step(groups: Sequence[FsdpParameterGroup]) -> None:
                 "optimizer.step() needs the gradients of a whole backward, but the last one did not finish; call "
                 "zero_grad() and run forward and backward again"
             )
-    partial = [group.name_of(0) for group in groups if group.grads.has_partial]
+    given = [group for group in incomplete.intersection(groups) if any(p.grad is not None for p in group.sharded)]
+    partial = [group.name_of(0) for group in groups if group.grads.has_partial or group in given]
     if partial:
         raise RuntimeError(
             "optimizer.step() needs gradients reduced over the ranks, but the last microbatch has not come: "
-            f"{partial[0]} and {len(partial) - 1} other groups hold sums of this rank alone; run the last backward "
+            f"{partial[0]} and {len(partial) - 1} other groups hold sums of earlier ones; run the last backward "
             "under microbatch(model, is_last=True), or outside of no_sync()"
         )
     sum_grads(groups, in_use=True)

@@ -29,6 +29,7 @@ class GradReducer:
         issued: takes down each reduction (``SameOrder.issued``).
         failed: as of the ``Unsharder``.
         overlapping: groups that share addresses in the arena, by group number.
+        incomplete: groups that were reduced, and whose step's last microbatch has not come.
     """
 
     def __init__(self, streams: Streams) -> None:
@@ -40,6 +41,7 @@ class GradReducer:
         self.issued: list[int] = []
         self.failed: Failed = unfinished
         self.overlapping: dict[int, set[FsdpParameterGroup]] = {}
+        self.incomplete: dict[FsdpParameterGroup, None] = {}
         self._holding: dict[FsdpParameterGroup, None] = {}  # groups whose reduce-scatter input backward writes
         self._last: Any = None
         self._written: Any = None
@@ -150,7 +152,7 @@ class GradReducer:
             self.recorder.end("inputs", group.index)
         if grads.input_is_aside:
             self._bring_home(group, copies=has_input)
-        overwrite = grads.prepare_main() if is_last else grads.prepare_sum()
+        overwrite = grads.prepare_main() if is_last else self._prepare_sum(group)
         self._written = self.streams.record(Role.COMPUTE, self._written)
         self.streams.wait(Edge.GRADS_WRITTEN, self._written)
         nvtx.push(group.reduce_range)
@@ -175,6 +177,10 @@ class GradReducer:
             self._reading.append(group)
         if not self.overlaps:
             self.streams.wait(Edge.GRADS_REDUCED, self._last)
+
+    def _prepare_sum(self, group: FsdpParameterGroup) -> bool:
+        self.incomplete[group] = None
+        return group.grads.prepare_sum()
 
     def _free_read(self, *, keep: int) -> None:
         """Free memory outside of the arena that reductions read, of all groups but the latest ``keep``."""
@@ -211,6 +217,7 @@ class GradReducer:
 
     def call_hooks(self) -> None:
         """Call the hooks of the parameters whose gradients of this step are complete. No pass is under way."""
+        self.incomplete.clear()
         groups, self._unannounced = self._unannounced, {}
         for group in groups:
             group.grad_hooks.call()
@@ -224,6 +231,7 @@ class GradReducer:
         """Drop what the group's unfinished backward has written."""
         grads = group.grads
         self._unannounced.pop(group, None)
+        self.incomplete.pop(group, None)
         grads.drop_unreduced()
         if grads.input_held:
             self._give_up_input(group)

@@ -193,11 +193,15 @@ def a_step_after_a_failed_backward_is_refused() -> None:
 
 
 @CHECKS.on(2)
-def a_step_on_one_ranks_own_gradients_is_refused() -> None:
-    """Where gradients rest unreduced between microbatches, a step needs the last microbatch's reduction."""
-    for strategy in ("no_shard", "optim"):
+def a_step_before_the_last_microbatch_is_refused() -> None:
+    """Under each strategy, also where gradients are reduced in each microbatch; not if they were given up."""
+    for strategy in STRATEGY_NAMES:
         plain, net = make_pair(2, strategy)
         optimizer = fully_shard_optimizer(torch.optim.SGD(net.parameters(), lr=0.1))
+        with microbatch(net, is_first=True, is_last=False):
+            loss_of(net, my_piece(7)).backward()
+        optimizer.zero_grad()
+        optimizer.step()
         with microbatch(net, is_first=True, is_last=False):
             loss_of(net, my_piece(0)).backward()
         with pytest.raises(RuntimeError, match=r"needs gradients reduced over the ranks.*is_last=True.*no_sync"):
