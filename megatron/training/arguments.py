@@ -227,8 +227,14 @@ def _compute_dtype(args: Namespace) -> torch.dtype:
 
 
 def _loop(args: Namespace, batch: BatchConfig) -> LoopConfig:
+    if args.train_samples is not None and args.train_samples < batch.global_batch_size:
+        raise ValueError(
+            f"--train-samples must be at least --global-batch-size ({batch.global_batch_size}), got {args.train_samples}: "
+            "training is in whole global batches"
+        )
     return LoopConfig(
         train_iters=_train_samples(args, batch) // batch.global_batch_size,
+        train_samples=args.train_samples,
         eval_interval=args.eval_interval,
         eval_iters=args.eval_iters,
         exit_interval=args.exit_interval,

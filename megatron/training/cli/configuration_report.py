@@ -82,7 +82,11 @@ def report_configuration(
             f"{batch.data_parallel_size} ranks * {batch.micro_batch_size}; "
             f"{batch.global_batch_size * settings.data.seq_length:,} tokens"
         ),
-        "length": f"{loop.train_iters} iterations, {loop.train_iters * batch.global_batch_size} samples",
+        "length": (
+            f"{loop.train_iters} iterations, {loop.train_iters * batch.global_batch_size} samples"
+            if loop.train_samples is None
+            else f"{loop.train_samples} samples over all runs, {loop.train_iters} iterations if all are of this batch size"
+        ),
         "gradient": "mean over tokens"
         if settings.model.transformer.calculate_per_token_loss
         else "mean over microbatches",

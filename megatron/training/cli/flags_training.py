@@ -21,7 +21,11 @@ def _add_batch_flags(group: argparse._ArgumentGroup) -> None:
         "--global-batch-size", type=int, help="samples of a step (default: micro batch size * data-parallel ranks)"
     )
     group.add_argument("--train-iters", type=int, help="iterations to train, over all runs")
-    group.add_argument("--train-samples", type=int, help="samples to train, over all runs; instead of --train-iters")
+    group.add_argument(
+        "--train-samples",
+        type=int,
+        help="samples to train, over all runs, in whole global batches; instead of --train-iters",
+    )
     group.add_argument(
         "--seed", type=int, default=1234, help="seed of initial weights, data order and dropout (default: 1234)"
     )
@@ -104,7 +108,7 @@ def _add_loop_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--eval-interval", type=int, default=1000, help="iterations between evaluations (default: 1000)")
     group.add_argument("--eval-iters", type=int, default=100, help="global batches of an evaluation (default: 100)")
     group.add_argument("--exit-interval", type=int, help="save and end after an iteration that is a multiple of this")
-    group.add_argument("--exit-duration-in-mins", type=int, help="save and end after this many minutes")
+    group.add_argument("--exit-duration-in-mins", type=int, help="save and end after this many whole minutes")
     group.add_argument("--exit-signal-handler", action="store_true", help="save and end on SIGTERM")
     group.add_argument("--manual-gc", action="store_true", help="collect garbage on all ranks at the same iterations")
     group.add_argument("--manual-gc-interval", type=int, default=0, help="iterations between collections (0: none)")

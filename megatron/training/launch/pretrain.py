@@ -226,7 +226,7 @@ def _train(
         settings.logging,
         settings.batch,
         device=device,
-        train_iters=settings.loop.train_iters,
+        train_iters=settings.loop.last_iteration(state, settings.batch),
         flops_per_sample=setup.flops_per_sample,
         tokens_per_sample=settings.data.seq_length,
         writers=start.writers,
@@ -261,7 +261,7 @@ def _train(
     watch(loop.progress)
     try:
         reason = loop.run()
-        if state.iteration >= settings.loop.train_iters:
+        if state.iteration >= loop.last_iteration:
             loop.evaluate(f"iteration {state.iteration} on validation set")
             _test(setup, forward_step, state, log)
         print_rank_0(f" training ended after iteration {state.iteration}: {reason}")
@@ -322,7 +322,8 @@ def _sizes(loop: LoopConfig, batch: BatchConfig) -> tuple[int, int, int]:
     """Compute the numbers of samples of training, validation and test that the whole run draws, as Megatron-LM does."""
     evaluations = loop.train_iters // loop.eval_interval + 1
     per_evaluation = loop.eval_iters * batch.global_batch_size
-    return loop.train_iters * batch.global_batch_size, evaluations * per_evaluation, per_evaluation
+    train_samples = loop.train_samples or loop.train_iters * batch.global_batch_size
+    return train_samples, evaluations * per_evaluation, per_evaluation
 
 
 def batches_of(

@@ -25,7 +25,10 @@ class LoopConfig:
     """Settings of the training loop."""
 
     train_iters: int
-    """Iterations to train, over all runs."""
+    """Iterations to train, over all runs; with ``train_samples`` those of a run from the start on."""
+
+    train_samples: int | None = None
+    """Samples to train, over all runs, in whole global batches; None: ``train_iters`` alone says where training ends."""
 
     eval_interval: int = 1000
     eval_iters: int = 100
@@ -60,6 +63,13 @@ class LoopConfig:
             if value is not None and value <= 0:
                 raise ValueError(f"--{name.replace('_', '-')} must be positive, got {value}")
 
+    def last_iteration(self, state: TrainState, batch: BatchConfig) -> int:
+        """Return the iteration after which training that continues from ``state`` is done. Pure."""
+        if self.train_samples is None:
+            return self.train_iters
+        left = max(0, self.train_samples - state.consumed_train_samples)
+        return state.iteration + left // batch.global_batch_size
+
 
 class TrainingLoop:
     """The loop that trains until the configured end.
@@ -93,6 +103,7 @@ class TrainingLoop:
         self.train_batches, self.valid_batches = train_batches, valid_batches
         self.checkpointer, self.agreement, self.log, self.garbage = checkpointer, agreement, log, garbage
         self.device, self.stage = device, stage
+        self.last_iteration = config.last_iteration(state, batch)
         self._contexts = contexts_of(step.model)
 
     def run(self) -> str:
@@ -111,14 +122,24 @@ class TrainingLoop:
         reason = None
         self.step.model.train()
         self.log.start_clock()
-        while reason is None and self.state.iteration < self.config.train_iters:
+        while reason is None and self.state.iteration < self.last_iteration:
             self._train_one_step()
             reason = self._after_step()
         self.log.stop_clock()
         self.agreement.collect()
         self.checkpointer.save(self.state)
         self.checkpointer.finish()
-        return reason or "all iterations are done"
+        return reason or self._why_done()
+
+    def _why_done(self) -> str:
+        asked, consumed = self.config.train_samples, self.state.consumed_train_samples
+        if asked is None:
+            return "all iterations are done"
+        if consumed == asked:
+            return f"all of --train-samples {asked} are consumed"
+        return (
+            f"{consumed} of --train-samples {asked} are consumed, and a global batch is {self.batch.global_batch_size}"
+        )
 
     def progress(self) -> tuple[int, str]:
         """How many collectives of the engine this rank has begun, and where it is, in words; from any thread."""

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from megatron.training.checkpointing import TRACKER
-from tests.support.tiny_run import SHARDED, Run, train_all
+from tests.support.tiny_run import SHARDED, TINY, Run, train_all
 
 _SCHEDULE = "--lr-decay-style cosine --lr-warmup-iters 1 --lr-decay-iters 4"
-_RUN = f"{SHARDED} {_SCHEDULE} --eval-iters 1 --eval-interval 1"
+_ITERATIONS = "--train-iters 4"
+_BASE = TINY.replace(_ITERATIONS, "")
+_RUN = f"{SHARDED} {_ITERATIONS} {_SCHEDULE} --eval-iters 1 --eval-interval 1"
 _MISFITS = {
     "--norm-epsilon 1e-6": "layernorm_epsilon: now 1e-06, saved 1e-05",
     "--hidden-size 64": "hidden_size: now 64, saved 32",
@@ -35,6 +38,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def runs(root: Path) -> dict[str, Run]:
     """Run all cases by name; each finds the checkpoints of those above it."""
     load = f"{_RUN} --load {root}/halfway"
+    samples = f"{SHARDED} --override-opt-param-scheduler --load {root}/samples"
     flags = {
         "whole": _RUN,
         "halfway": f"{_RUN} --exit-interval 2 --save {root}/halfway",
@@ -63,8 +67,13 @@ def runs(root: Path) -> dict[str, Run]:
         "slim without optimizer": f"{_RUN} --load {root}/slim --no-load-optim",
         "slim without random numbers": f"{_RUN} --load {root}/slim --no-load-rng",
         "slim with flags": f"{_RUN} --load {root}/slim --no-load-optim --no-load-rng",
+        "40 samples": f"{SHARDED} --train-samples 43 --save {root}/samples",
+        "80 samples in smaller batches": f"{samples} --train-samples 80 --global-batch-size 4",
+        "152 samples in larger batches": f"{samples} --train-samples 160 --global-batch-size 16",
+        "40 samples and no whole batch": f"{samples} --train-samples 52 --global-batch-size 16",
+        "no batch at all": f"{SHARDED} --train-samples 7",
     }
-    return train_all(2, flags)
+    return train_all(2, flags, base=_BASE)
 
 
 def _validation_losses(run: Run) -> list[str]:
@@ -137,6 +146,44 @@ def test_other_samples_than_the_checkpoints_are_said(runs: dict[str, Run]) -> No
 def test_hyperparameters_of_the_command_line_stay_in_effect(runs: dict[str, Run]) -> None:
     assert runs["other betas"].losses[3] == runs["whole"].losses[3]
     assert runs["other betas"].losses[4] != runs["whole"].losses[4]
+
+
+@pytest.mark.parametrize(
+    ("name", "iterations", "batch", "end"),
+    [
+        ("40 samples", range(1, 6), 8, "40 of --train-samples 43 are consumed, and a global batch is 8"),
+        ("80 samples in smaller batches", range(6, 16), 4, "all of --train-samples 80 are consumed"),
+        (
+            "152 samples in larger batches",
+            range(6, 13),
+            16,
+            "152 of --train-samples 160 are consumed, and a global batch is",
+        ),
+        (
+            "40 samples and no whole batch",
+            range(6, 6),
+            16,
+            "40 of --train-samples 52 are consumed, and a global batch is 16",
+        ),
+    ],
+)
+def test_training_by_samples_ends_after_the_last_whole_batch_of_all_runs(
+    runs: dict[str, Run], name: str, iterations: range, batch: int, end: str
+) -> None:
+    """Counted over runs with batches of any sizes, as the schedule is."""
+    run = runs[name]
+    assert run.error is None and list(run.losses) == list(iterations)
+    assert f"training ended after iteration {iterations.stop - 1}: {end}" in run.output
+    total = int(re.findall(r"--train-samples (\d+)", end)[0])
+    for iteration, rate in zip(iterations, _learning_rates(run), strict=True):
+        consumed = 40 + (iteration - 5) * batch if iteration > 5 else iteration * batch
+        assert f"iteration {iteration:8d}/{iterations.stop - 1:8d} | consumed samples: {consumed:12d} " in run.output
+        assert float(rate) == pytest.approx(1e-2 * (1 - consumed / total), rel=1e-5)
+
+
+def test_samples_for_less_than_a_batch_are_refused(runs: dict[str, Run]) -> None:
+    error = runs["no batch at all"].error
+    assert error is not None and "--train-samples must be at least --global-batch-size (8), got 7" in error
 
 
 def test_a_folder_without_checkpoint_is_a_start_from_scratch_or_an_error(runs: dict[str, Run]) -> None:
