@@ -345,6 +345,24 @@ def bf16_and_fp8_runs_load_each_other() -> None:
 
 
 @CHECKS.on(2)
+def a_weight_that_is_not_a_number_leaves_the_scales_alike() -> None:
+    """On all ranks, though one of them sees it: all multiply the same bytes, and the loss says it."""
+    for recipe in RECIPES:
+        net = shard(make_fp8_net(make_codec(recipe)), "optim_grads_params")
+        fp8_loss(net, fp8_batch(0, 2)[dist.get_rank()])
+        (weight,) = (p for name, p in net.named_parameters() if name == "blocks.0.up.weight")
+        if dist.get_rank() == 1:
+            with torch.no_grad():
+                local_of(weight)[0, 0] = float("nan")
+        assert fp8_loss(net, fp8_batch(0, 2)[dist.get_rank()]).isnan()
+        for group in scaled_groups(net):
+            scale = group.weights.scales.scale
+            other = scale.clone()
+            dist.broadcast(other, src=0)
+            assert torch.equal(scale, other) and scale.isfinite().all()
+
+
+@CHECKS.on(2)
 def what_layers_derive_is_kept_until_the_weights_change() -> None:
     """If asked: over microbatches and while the unit is resharded, and never longer."""
     for keeps in (False, True):
