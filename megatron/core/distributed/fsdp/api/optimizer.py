@@ -156,7 +156,9 @@ class _StepWatch:
         for parameter, grad in self._replaced:
             parameter.grad = grad
         self._replaced.clear()
-        for context in contexts_of_groups(self.groups()):
+        groups = self.groups()
+        for context in contexts_of_groups(groups):
+            context.note_update(groups)
             context.weights_changed()
 
 

@@ -105,6 +105,15 @@ def order_differs(place: str, got: Mapping[int, str]) -> OrderDiffersError:
     )
 
 
+def updates_differ(place: str, got: Mapping[int, str]) -> OrderDiffersError:
+    """Return the error for an optimizer that has updated weights on some ranks alone; ``got`` names updates by rank."""
+    return OrderDiffersError(
+        f"all ranks must update weights alike, got {place} the {by_value(got)}: their weights are of different steps now. Load a "
+        "checkpoint, and let all ranks decide together whether optimizer.step() is called: all-reduce what decides (a loss that is "
+        "not finite)"
+    )
+
+
 def _at(order: Sequence[str], at: int) -> str:
     return order[at] if at < len(order) else "end"
 

@@ -228,7 +228,14 @@ class FsdpContext:
         self.unsharder.reshard_idle()
         in_order = sorted(groups, key=lambda group: self.planner.first_use(self.registry.owner(group).index))
         self._updater.run(in_order, update, overlaps=overlaps)
+        self.note_update(groups)
         self._weight_versions.begin()
+
+    def note_update(self, groups: Sequence[FsdpParameterGroup]) -> None:
+        """Note that an optimizer has stepped on these groups, some of the context, for other ranks to compare. Ranks: all, alike."""
+        first = next((group for group in groups if group.context is not None and group.context() is self), None)
+        if first is not None:
+            self.planner.order.note_update(first.index)
 
     def check_order(self) -> None:
         """Check that all ranks issued the same collectives in the last step, as far as the answer is there. Ranks: each alone.

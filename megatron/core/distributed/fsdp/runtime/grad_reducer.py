@@ -12,6 +12,7 @@ from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameter
 from megatron.core.distributed.fsdp.comm.transport import Failed, raise_foreign, unfinished
 from megatron.core.distributed.fsdp.layout.plan import Recorder
 from megatron.core.distributed.fsdp.runtime import nvtx
+from megatron.core.distributed.fsdp.runtime.same_order import NUM_KINDS
 from megatron.core.distributed.fsdp.runtime.streams import Edge, Role, Streams
 
 _ABSENT = attrgetter("grads.absent")
@@ -158,7 +159,7 @@ class GradReducer:
         nvtx.push(group.reduce_range)
         with self.streams.on(Role.REDUCE):  # no buffer requires gradients: there is nothing to record
             self.num_reductions += 1
-            self.issued.append(4 * group.index + 2 + is_last)
+            self.issued.append(NUM_KINDS * group.index + 2 + is_last)
             try:
                 grads.reduce(overwrite=overwrite, is_last=is_last, has_input=has_input)
             except torch.OutOfMemoryError:

@@ -1,4 +1,4 @@
-"""Whether all ranks have issued the same collectives, compared once a step and after a collective that failed."""
+"""Whether all ranks have issued the same collectives and updates, compared once a step and after a collective that failed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron.core.distributed.fsdp.comm.alike import OrderDiffersError, order_differs
+from megatron.core.distributed.fsdp.comm.alike import OrderDiffersError, order_differs, updates_differ
 from megatron.core.distributed.fsdp.comm.notices import Notices
 from megatron.core.distributed.fsdp.comm.transport import Transport, unfinished
 from megatron.core.distributed.fsdp.runtime.unit_registry import UnitRegistry
@@ -17,8 +17,13 @@ from megatron.core.distributed.fsdp.runtime.unit_registry import UnitRegistry
 NUM_BITS = 24
 """Of the number that stands for a step's collectives. Ranks add each bit up, so any number of them is exact in fp32."""
 
-KINDS = ("backward's all-gather", "forward's all-gather", "reduction", "last reduction")
-"""What an entry of ``SameOrder.issued`` is of a group: the entry is 4 times the group's number plus a place in here."""
+KINDS = ("backward's all-gather", "forward's all-gather", "reduction", "last reduction", "update")
+"""What an entry of ``SameOrder.issued`` is of a group: the entry is the group's number times ``NUM_KINDS`` plus a place in here.
+
+An optimizer's update of a context is one entry, of the first group that it writes to.
+"""
+
+NUM_KINDS, UPDATE = len(KINDS), KINDS.index("update")
 
 _MAX_ENTRIES = 100_000
 
@@ -82,6 +87,10 @@ class SameOrder:
             self.departure = Departure((self._num_passes, num_uses), ran, planned)
             self._notices().post(self._notice(num_uses))
 
+    def note_update(self, group: int) -> None:
+        """Note that an optimizer updates weights of the context: those of the group of this number, and maybe others."""
+        self.issued.append(NUM_KINDS * group + UPDATE)
+
     def end_step(self) -> bool:
         """Begin the order of the next step; return whether the collectives are other ones than those of the step before."""
         before = self.latest
@@ -100,8 +109,10 @@ class SameOrder:
     def latest_groups(self) -> tuple[int, int]:
         """Numbers of the groups of the last all-gather and the last reduction; -1 where there was none; from any thread."""
         entries = [*self.latest.entries, *self.issued]
-        gathered = next((entry // 4 for entry in reversed(entries) if entry % 4 < 2), -1)
-        return gathered, next((entry // 4 for entry in reversed(entries) if entry % 4 >= 2), -1)
+        gathered = next((entry // NUM_KINDS for entry in reversed(entries) if entry % NUM_KINDS < 2), -1)
+        return gathered, next(
+            (entry // NUM_KINDS for entry in reversed(entries) if 2 <= entry % NUM_KINDS < UPDATE), -1
+        )
 
     def bits(self, members: Collection[int]) -> list[float]:
         """Return the number [NUM_BITS] of the last step's collectives of these groups, bit by bit."""
@@ -118,6 +129,9 @@ class SameOrder:
         for at in range(max(map(len, of_rank.values()), default=0)):
             got = {rank: words[at] if at < len(words) else "end" for rank, words in of_rank.items()}
             if len(set(got.values())) > 1:
+                updates = {rank: word if word.startswith(KINDS[UPDATE]) else "none" for rank, word in got.items()}
+                if len(set(updates.values())) > 1:
+                    return updates_differ(f"before the end of step {order.step}", updates)
                 return order_differs(f"collective {at + 1} of step {order.step}", got)
         return order_differs(f"collectives of step {order.step}", {dist.get_rank(): "others than some rank"})
 
@@ -168,12 +182,14 @@ class SameOrder:
         return Notices(f"{zlib.crc32(names.encode()):08x}")
 
     def _words(self, entry: int) -> str:
-        group = self._registry.group(entry // 4)
-        return f"{KINDS[entry % 4]} of {group} ({group.layout.segment_numel * group.layout.num_ranks} elements)"
+        group = self._registry.group(entry // NUM_KINDS)
+        if entry % NUM_KINDS == UPDATE:
+            return f"{KINDS[UPDATE]} of {group}"
+        return f"{KINDS[entry % NUM_KINDS]} of {group} ({group.layout.segment_numel * group.layout.num_ranks} elements)"
 
 
 def _of(entries: Sequence[int], members: Collection[int]) -> list[int]:
-    return [entry for entry in entries if entry // 4 in members]
+    return [entry for entry in entries if entry // NUM_KINDS in members]
 
 
 def _number(earlier: int, entries: Sequence[int]) -> int:

@@ -12,6 +12,7 @@ from megatron.core.distributed.fsdp.comm.transport import Failed, Transport, rai
 from megatron.core.distributed.fsdp.layout.plan import Recorder
 from megatron.core.distributed.fsdp.runtime import nvtx
 from megatron.core.distributed.fsdp.runtime.streams import Edge, Role, Streams
+from megatron.core.distributed.fsdp.runtime.same_order import NUM_KINDS
 
 
 class Unsharder:
@@ -100,7 +101,7 @@ class Unsharder:
                     self._sync(group, is_stale)
                 if weights.needs_gather:
                     self.num_gathers += 1
-                    self.issued.append(4 * group.index + forward)
+                    self.issued.append(NUM_KINDS * group.index + forward)
                     weights.all_gather()
             except torch.OutOfMemoryError:
                 raise

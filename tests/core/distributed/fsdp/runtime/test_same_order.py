@@ -174,6 +174,45 @@ def a_rank_is_named_among_those_of_two_axes() -> None:
 
 
 @CHECKS.on(2)
+def a_rank_that_makes_no_step_is_told_in_the_next_backward() -> None:
+    """Its loss was not finite, say: weights are half old and half new from then on."""
+    said = (
+        r"all ranks must update weights alike, got before the end of step 5 the update of layers\.0\.weight and 1 more on ranks \[0\] and "
+        r"none on ranks \[1\]"
+    )
+    for placements in ("no_shard", "optim_grads_params"):
+        for is_flat in (False, True):
+            model = _branches(2, placements=placements)
+            kind = FlatAdamW if is_flat else torch.optim.SGD
+            optimizer = fully_shard_optimizer(kind(model.parameters(), lr=0.1))
+            for step in range(4):
+                _step(model)
+                if step == 2:
+                    optimizer.zero_grad()  # all skip: a difference of no ranks
+                if step < 2 or (step == 3 and dist.get_rank() == 0):
+                    optimizer.step()
+            with pytest.raises(alike.OrderDiffersError, match=said):
+                _step(model)
+
+
+@CHECKS.on(2)
+def steps_of_several_optimizers_at_any_time_are_no_difference() -> None:
+    model = _branches(2)
+    optimizers = [fully_shard_optimizer(torch.optim.SGD(layer.parameters(), lr=0.1)) for layer in model.layers]
+    for step in range(6):
+        _step(model)
+        for index, optimizer in enumerate(optimizers):
+            if step % (index + 2) == 0:
+                optimizer.step()
+    with pytest.raises(
+        alike.OrderDiffersError, match=r"the none on ranks \[0\] and update of layers\.1\.\S+ and 1 more on ranks \[1\]"
+    ):
+        if dist.get_rank() == 1:
+            optimizers[1].step()
+        _step(model)
+
+
+@CHECKS.on(2)
 def ranks_that_leave_the_plan_together_go_on() -> None:
     model = _planned(_branches(4))
     generator = torch.Generator().manual_seed(0)
