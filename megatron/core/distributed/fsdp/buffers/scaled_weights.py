@@ -9,7 +9,7 @@ from itertools import repeat
 import torch
 
 from megatron.core.distributed.fsdp.buffers.param_slots import each
-from megatron.core.distributed.fsdp.buffers.weights import GroupWeights
+from megatron.core.distributed.fsdp.buffers.weights import FENCE_BITS, RESHARDED, GroupWeights
 from megatron.core.distributed.fsdp.codec.float8 import NAN_BYTE
 from megatron.core.distributed.fsdp.codec.fp8_codec import SCALE_ALIGNMENT, Fp8Codec, pieces_of
 from megatron.core.distributed.fsdp.config.mixed_precision import GroupDtypes
@@ -154,8 +154,8 @@ class ScaledWeights(GroupWeights):
 
     def set_fence(self, unsharded: bool) -> None:
         # What layers multiply are tensors of their own, each with a counter.
-        value = 0 if unsharded else 1
-        torch._C._autograd._unsafe_set_version_counter(tuple(self.unsharded), (value,) * len(self.unsharded))
+        version = 1 + (self.fence & FENCE_BITS) if unsharded else RESHARDED
+        torch._C._autograd._unsafe_set_version_counter(tuple(self.unsharded), (version,) * len(self.unsharded))
         if not unsharded and not self.codec.keeps_derived:
             self._drop_derived()
 

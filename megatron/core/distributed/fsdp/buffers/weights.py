@@ -23,8 +23,8 @@ from megatron.core.distributed.fsdp.mesh.group_mesh import GroupMesh
 
 _VERSION = operator.attrgetter("_version")
 
-# Version counters of unsharded and of resharded weights. [Note: version fence] in DESIGN.md.
-_UNSHARDED, _RESHARDED = 0, 1
+# [Note: version fence] in DESIGN.md: the version counter of resharded weights, and the bits of ``fence`` in those of unsharded ones.
+RESHARDED, FENCE_BITS = 0, (1 << 30) - 1
 
 
 class GroupWeights:
@@ -59,7 +59,8 @@ class GroupWeights:
         synced_weight_version: weight version of the latest cast from main to model weight.
         synced_write_count, updated_write_count: ``write_count`` at that cast, and as an optimizer left it that wrote the
             model weight too.
-        num_updates: how often such an optimizer did, which ``write_count`` does not count.
+        num_updates: how often such an optimizer or a load did, which ``write_count`` does not count.
+        fence: ``content`` when the full weight was last brought up to date; ``set_fence`` tells autograd.
 
     Ranks: every rank of the mesh must construct.
     """
@@ -93,7 +94,7 @@ class GroupWeights:
         self.updated: Any = None
         self.updated_event: Any = None  # the same, kept to be recorded anew
         self.synced_weight_version = self.synced_write_count = self.updated_write_count = -1
-        self.num_updates = 0
+        self.num_updates = self.fence = 0
 
     # ---- construction -------------------------------------------------------------------------------------------
 
@@ -131,7 +132,8 @@ class GroupWeights:
         self.full_storage: FlatStorage | None = None
         if self.needs_gather:
             self.full_storage = FlatStorage(self.layout.total_numel, self.rest_dtype, self.device)
-        self.full = self._buffer(self._replicas, self.full_storage.flat) if self.full_storage else self.model
+        # Of weights that are not gathered another alias: the fence's counter must not be that of the sharded parameters.
+        self.full = self._buffer(self._replicas, self.full_storage.flat if self.full_storage else self._model_alias)
         self._gathers = self.model.gathers(self.full) if self.needs_gather else []
         self._follow_main()
 
@@ -189,9 +191,16 @@ class GroupWeights:
         """Grows with each in-place write to the sharded parameters, or to their local tensors, that autograd counts."""
         return sum(map(_VERSION, self._versioned))
 
+    @property
+    def content(self) -> int:
+        """Grows with each write to the model weight, from which the full one is gathered."""
+        written = sum(map(_VERSION, self._versioned)) if self.encoded_piece is None else self.synced_write_count
+        return written + self.num_updates
+
     def note_load(self) -> None:
         """Note that the main weights are others now, also if they were read straight into memory, which no count sees."""
         self.updated_write_count = -1
+        self.num_updates += 1
 
     def sync(self, *, casts: bool = True) -> None:
         """Bring the model weight up to date with the main weight. Ranks: all, where the model weight is replicated.
@@ -199,8 +208,6 @@ class GroupWeights:
         Args:
             casts: False if this rank's piece of the model weight was written with the main weight.
         """
-        if self.main is self.model:
-            return
         if casts and self._encode is not None:
             self._encode(self.main.local)
         for all_gather, full, shard in self._sync_gathers:
@@ -241,9 +248,9 @@ class GroupWeights:
             all_gather(full, shard)
 
     def set_fence(self, unsharded: bool) -> None:
-        """Let autograd use what it saved of these weights, or (not ``unsharded``) make it refuse to."""
-        fence = self.unsharded[0]
-        torch._C._autograd._unsafe_set_version_counter((fence,), (_UNSHARDED if unsharded else _RESHARDED,))
+        """Let autograd use what it saved of these weights since they were last written, or (not ``unsharded``) nothing."""
+        version = 1 + (self.fence & FENCE_BITS) if unsharded else RESHARDED
+        torch._C._autograd._unsafe_set_version_counter((self.unsharded[0],), (version,))
 
     def move(self, flat: torch.Tensor | None, *, copies: bool = False) -> None:
         """Put the full weight into ``flat`` [total_numel], or into memory of its own if None.

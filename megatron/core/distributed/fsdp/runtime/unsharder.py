@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
@@ -11,8 +12,10 @@ from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameter
 from megatron.core.distributed.fsdp.comm.transport import Failed, Transport, raise_foreign, unfinished
 from megatron.core.distributed.fsdp.layout.plan import Recorder
 from megatron.core.distributed.fsdp.runtime import nvtx
-from megatron.core.distributed.fsdp.runtime.streams import Edge, Role, Streams
 from megatron.core.distributed.fsdp.runtime.same_order import NUM_KINDS
+from megatron.core.distributed.fsdp.runtime.streams import Edge, Role, Streams
+
+logger = logging.getLogger(__name__)
 
 
 class Unsharder:
@@ -46,6 +49,7 @@ class Unsharder:
         self._updated: Any = None  # compute has written main weights; None once all-gathers have waited for that
         self._updated_event: Any = None
         self._released: Any = None  # compute's latest release of a range
+        self._has_warned = False
         self._now: Any = None  # for waits on what compute has been given until now
 
     # ---- weight versions ----------------------------------------------------------------------------------------
@@ -99,6 +103,8 @@ class Unsharder:
             try:
                 if forward:
                     self._sync(group, is_stale)
+                elif weights.fence != weights.content:
+                    self._follow_writes(group)
                 if weights.needs_gather:
                     self.num_gathers += 1
                     self.issued.append(NUM_KINDS * group.index + forward)
@@ -122,7 +128,8 @@ class Unsharder:
         if is_stale:
             nvtx.push(group.sync_range)
             try:
-                weights.sync(casts=write_count != weights.updated_write_count)
+                if weights.main is not weights.model:
+                    weights.sync(casts=write_count != weights.updated_write_count)
                 weights.publish()
             finally:
                 nvtx.pop()
@@ -136,6 +143,19 @@ class Unsharder:
         else:
             return
         weights.synced_weight_version, weights.synced_write_count = self.weight_version, write_count
+        weights.fence = write_count + weights.num_updates
+
+    def _follow_writes(self, group: FsdpParameterGroup) -> None:
+        """Let autograd refuse what it saved of weights that have been written since."""
+        group.weights.fence = group.weights.content
+        if torch._C._current_graph_task_id() != -1 and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "weights of %s were written between forward and this backward: if it needs those that forward used, PyTorch "
+                "raises that they were 'modified by an inplace operation'; write to weights (optimizer.step(), loads) after "
+                "backward, or run forward again",
+                group,
+            )
 
     def follow_late_writes(self, groups: Sequence[FsdpParameterGroup]) -> None:
         """See to writes to main weights that no all-gather of this version brings along: a later microbatch begins.
@@ -172,10 +192,11 @@ class Unsharder:
             weights.gathered = None
         if group.trainable and group.grads.read_by_update:
             group.grads.end_update()  # the all-gather came after it
-        if weights.needs_gather:
-            weights.set_fence(True)
-        else:
+        if not weights.needs_gather:
             self.live.pop(group, None)  # synced, and waited for: there is nothing to reshard
+            if weights.fence != weights.content:
+                self._follow_writes(group)
+        weights.set_fence(True)
         group.param_slots.to_unsharded()
 
     def wait_for_gathers(self) -> None:
