@@ -82,7 +82,8 @@ def fully_shard(
 
     Args:
         module: changed in place; or a list of modules, which become one unit. Parameters on the meta device are allocated on the mesh's device and initialised by
-            ``init_fn``, or by the ``reset_parameters`` of the modules that own them.
+            ``init_fn``, or by the ``reset_parameters`` of the modules that own them. Those of modules without one must be filled
+            before the first forward.
         mesh: devices over which to shard; None: one axis over all ranks.
         placements: where weights, gradients and optimizer state rest, or a strategy's name (``optim``); None: all are sharded over the mesh's one axis
             (ZeRO-3), or over the inner one of two (HSDP, as in FSDP2). See ``hybrid_placements`` for other ones.
@@ -103,7 +104,7 @@ def fully_shard(
         init_fn: fills modules that were built on the meta device, for models whose initial values are not those of
             ``reset_parameters``. Called with each module of the unit, children first. What it leaves out must be filled
             before the first forward, by ``load_state_dict`` or by ``torch.nn.init`` on the sharded parameters, which
-            gives them the values of the whole tensor.
+            gives them the values of the whole tensor. ``lambda module: None`` leaves all to be loaded.
         reshard_after_forward: as in FSDP2, instead of placements. False keeps weights whole between steps (ZeRO-2).
         mp_policy: FSDP2's policy, or the engine's, under FSDP2's name. With FSDP2's, main weights are in the parameter's
             dtype.

@@ -20,7 +20,8 @@ InitFn = Callable[[nn.Module], object]
 # A tensor without values: its name in the unit, the dict of its module that holds it (which does not point back), the key.
 Unfilled = tuple[str, dict[str, Any], str]
 _REMEDY = (
-    "pass init_fn to fully_shard (for a Hugging Face model its _init_weights), or build the modules on a real device"
+    "pass init_fn to fully_shard (for a Hugging Face model its _init_weights; `init_fn=lambda module: None` if all values are "
+    "loaded afterwards), or build the modules on a real device"
 )
 
 
@@ -50,7 +51,8 @@ def materialize(
     """Replace the meta tensors of ``modules`` by real ones, with the initial values that the model would have on a real device.
 
     Modules are filled by ``init_fn``, else by their ``reset_parameters`` (or ``_reset_parameters``), children first, as
-    constructors do. Tensors are marked before (with NaN), so that one that nobody fills is found. Tied weights stay tied, and
+    constructors do. Modules without such a method are left for who loads or initialises sharded parameters. Tensors are
+    marked before (with NaN), so that one that nobody fills is found. Tied weights stay tied, and
     keep the values that the first module that holds them gave them. One that another unit has sharded already is left for
     that unit to share.
 
@@ -61,8 +63,8 @@ def materialize(
         holds_reset: units inside of this one were filled by ``reset_parameters``.
 
     Raises:
-        ValueError: modules have no ``reset_parameters``, or their values would not be those of ``reset_parameters``; they are
-            named.
+        ValueError: initial values would not be those of ``reset_parameters``; a module has no such method, and a tensor of a
+            dtype that cannot be marked; they are named.
     """
     metas = [(name, module) for name, module in modules if _is_meta(module)]
     label = {module: f"{name or type(root).__name__} ({type(module).__name__})" for name, module in modules}
@@ -70,7 +72,7 @@ def materialize(
     if init_fn is None and (metas or holds_reset):
         _check_own_initialisation(modules, label)
         if not any(_is_composite(module) for _, module in modules):
-            _refuse_lacking([label[module] for _, module in metas if _reset_of(module) is None])
+            _refuse_lacking(metas, label)
     if not metas:
         if holds_reset and init_fn is None:
             for _, module in modules:
@@ -94,11 +96,11 @@ def materialize(
             for key, tensor in held.items()
             if tensor is not None and not isinstance(tensor, RetiredParameter) and is_unfilled(tensor)
         ]
-        if unfilled and init_fn is None and _reset_of(module) is None:
-            _refuse_lacking([label[module]])
         found.unfilled += unfilled
     if init_fn is None:
-        _compare_writes(metas, found.made, starts, label)
+        waiting = {id(held[key]) for _, held, key in found.unfilled}
+        filled_now = {meta: fresh for meta, fresh in found.made.items() if id(fresh) not in waiting}
+        _compare_writes(metas, filled_now, starts, label)
     return found
 
 
@@ -166,7 +168,15 @@ def _visit(module: nn.Module, own: dict[nn.Module, None], found: dict[nn.Module,
     found[module] = None
 
 
-def _refuse_lacking(names: list[str]) -> None:
+def _refuse_lacking(metas: Sequence[tuple[str, nn.Module]], label: dict[nn.Module, str]) -> None:
+    """Refuse modules that cannot fill a tensor of which nobody could tell that it was not filled."""
+    names = [
+        f"{label[module]}, whose {key} has no mark of one that is not filled ({tensor.dtype})"
+        for _, module in metas
+        if _reset_of(module) is None
+        for key, tensor in (*module._parameters.items(), *module._buffers.items())
+        if tensor is not None and tensor.is_meta and _mark_of(tensor.dtype) is None
+    ]
     if names:
         raise ValueError(
             f"modules on the meta device must have reset_parameters() to fill their tensors, got none in {', '.join(names)}; "

@@ -8,6 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.tensor import distribute_tensor
 
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -103,21 +105,58 @@ def attributes_and_frozen_weights_survive() -> None:
     assert linear.weight.mine == "a word" and not linear.weight.requires_grad and linear.bias.requires_grad
 
 
+class Scale(nn.Module):
+    """A parameter of its own, written by the constructor, and no ``reset_parameters``."""
+
+    def __init__(self, *, mask: bool = False) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(3))
+        nn.init.uniform_(self.gain)
+        if mask:
+            self.register_buffer("mask", torch.ones(3, dtype=torch.bool), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.gain
+
+
+def _scaled() -> Any:
+    return nn.Sequential(nn.Linear(3, 3), nn.Sequential(Scale(), nn.Linear(3, 3), Scale()))
+
+
 @CHECKS.on(2)
-def a_module_that_cannot_fill_its_weights_is_named() -> None:
-    class Scale(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.gain = nn.Parameter(torch.ones(3))
+def a_module_that_cannot_fill_its_weights_is_filled_later_or_named() -> None:
+    """As in FSDP2, by each way to load and by ``torch.nn.init``."""
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x * self.gain
+    def load(model: Any, state: dict[str, Any]) -> None:
+        model.load_state_dict(state)
 
-    model = _on_meta(lambda: nn.Sequential(nn.Linear(3, 3), nn.Sequential(Scale(), nn.Linear(3, 3), Scale())))
-    with pytest.raises(ValueError, match=r"reset_parameters\(\).*got none in 1\.0 \(Scale\), 1\.2 \(Scale\); add"):
+    def assign(model: Any, state: dict[str, Any]) -> None:
+        model.load_state_dict(state, assign=True)
+
+    def broadcast(model: Any, state: dict[str, Any]) -> None:
+        model.to_empty(device="cpu")
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        set_model_state_dict(model, state if dist.get_rank() == 0 else {}, options=options)
+
+    def init(model: Any, state: dict[str, Any]) -> None:
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(distribute_tensor(state[name], parameter.device_mesh, parameter.placements))
+
+    torch.manual_seed(1)
+    plain, x = _scaled(), torch.randn(2, 3)
+    for fill in (load, assign, broadcast, init):
+        model = _on_meta(_scaled)
+        fully_shard(model[1])
         fully_shard(model)
-    with pytest.raises(ValueError, match=r"got none in Scale \(Scale\)"):
-        fully_shard(_on_meta(Scale))
+        with pytest.raises(RuntimeError, match=r"1\.0\.gain, 1\.2\.gain must have values before the next forward"):
+            model(x)
+        fill(model, plain.state_dict())
+        assert_same_parameters(model, plain)
+        assert torch.equal(model(x), plain(x))
+    # A mask holds no mark by which one could tell that nobody has filled it.
+    with pytest.raises(ValueError, match=r"reset_parameters\(\).*got none in 0 \(Scale\), whose mask has no.*bool"):
+        fully_shard(_on_meta(lambda: nn.Sequential(Scale(mask=True), Scale())))
 
 
 def test_buffers_follow_the_parameters_device() -> None:
