@@ -272,8 +272,6 @@ def _train(
         step.close()
         garbage.close()
         log.close()
-        if termination is not None:
-            termination.restore()
     return state
 
 

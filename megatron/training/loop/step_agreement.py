@@ -6,6 +6,7 @@ into a small vector that is summed over ranks, and reads the sum one step later,
 
 from __future__ import annotations
 
+import atexit
 import signal
 import time
 from dataclasses import dataclass
@@ -27,18 +28,21 @@ class Agreement:
 
 
 class TerminationSignal:
-    """A handler of SIGTERM that records the signal instead of ending the process."""
+    """A handler of SIGTERM that records the signal instead of ending the process.
+
+    It stays until the process ends, also after training: who ends a job may signal it more than once, and a rank that ends
+    as it was asked to must not look like one that failed.
+    """
 
     def __init__(self) -> None:
         self.received = False
-        self._previous = signal.signal(signal.SIGTERM, self._remember)
+        signal.signal(signal.SIGTERM, self._remember)
+        atexit.register(
+            signal.signal, signal.SIGTERM, signal.SIG_IGN
+        )  # the interpreter's end takes back handlers in Python
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
         self.received = True
-
-    def restore(self) -> None:
-        """Restore the previous handler of SIGTERM."""
-        signal.signal(signal.SIGTERM, self._previous)
 
 
 class StepAgreement:

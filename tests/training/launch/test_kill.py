@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import random
 import re
 import signal
 import subprocess
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -40,13 +42,22 @@ def _losses(output: str) -> dict[int, float]:
 def test_sigterm_to_one_rank_saves_and_ends_all_and_until_then_no_other_run_saves_there(
     start: Start, corpus: str, tmp_path: Path
 ) -> None:
-    """The signal goes to one rank alone; loader processes live on until their rank has saved."""
+    """The signal goes to one rank alone, and again and again to all until they are gone, as from schedulers.
+
+    Loader processes live on until their rank has saved.
+    """
     folder = tmp_path / "checkpoints"
     flags = f"{_RESUMABLE} {corpus} --train-iters 5000 --exit-signal-handler --num-workers 1 --save {folder}"
     processes = start(flags)
     seen = read_until(processes[0], "iteration        3/")
     _check_refused(start, flags.replace("--train-iters 5000", "--train-iters 6"), owner=processes[0])
     processes[1].send_signal(signal.SIGTERM)
+    pids = [pid_of(process) for process in processes]
+    while any(process.poll() is None for process in processes):
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
+        time.sleep(0.01)
     output = seen + _finish(processes)
     assert "SIGTERM was received" in output
     iteration = int((folder / TRACKER).read_text())
