@@ -17,8 +17,8 @@ def get_blend_from_list(blend: Sequence[str] | None) -> Blend | None:
     """Parse the values of ``--data-path``: prefixes ("a b c"), or weights and prefixes in turn ("0.3 a 0.7 b").
 
     Raises:
-        ValueError: the list is empty, only some of the words at the places of weights are numbers, or a number is at the place
-            of a prefix and no corpus has this name.
+        ValueError: the list is empty, only some of the words at the places of weights are numbers, a weight is not positive
+            and finite, or a number is at the place of a prefix and no corpus has this name.
 
     Source: Megatron-Core's rule: the list holds weights where it has an even length and every other word is a number.
     """
@@ -33,7 +33,20 @@ def get_blend_from_list(blend: Sequence[str] | None) -> Blend | None:
     known = [weight for weight in weights if weight is not None]
     if len(known) != len(weights):
         raise ValueError(f"{_RULE}, got {' '.join(words)!r}")
+    check_weights(known)
     return _prefixes(words[1::2], words), known
+
+
+def check_weights(weights: Sequence[float]) -> None:
+    """Check the weights of a blend.
+
+    Raises:
+        ValueError: one is not positive, or not finite.
+    """
+    if not all(0 < weight < math.inf for weight in weights):
+        raise ValueError(
+            f"the weights of a blend must be positive and finite, got {list(weights)}; leave out unwanted corpora"
+        )
 
 
 def _prefixes(prefixes: list[str], words: list[str]) -> list[str]:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy
 import torch
 
+from megatron.core.datasets.blend import check_weights
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
 from megatron.core.datasets.blending import MAX_DATASETS, build_blending_indices, build_exhaustive_blending_indices
 from megatron.core.datasets.index_cache import Arrays, IndexCache
@@ -88,6 +89,7 @@ class BlendedDataset(torch.utils.data.Dataset[dict[str, Any]]):
 
 
 def _check(datasets: Sequence[MegatronDataset], weights: Sequence[float], size: int | None) -> None:
+    check_weights(weights)
     faults = [
         (
             not 0 < len(datasets) <= MAX_DATASETS,
@@ -96,10 +98,6 @@ def _check(datasets: Sequence[MegatronDataset], weights: Sequence[float], size: 
         (
             len(datasets) != len(weights),
             f"a blend must have one weight for each dataset, got {len(weights)} for {len(datasets)}",
-        ),
-        (
-            any(not weight > 0 for weight in weights),
-            f"the weights of a blend must be positive, got {list(weights)}; leave out unwanted corpora",
         ),
         (
             len({dataset.index_split for dataset in datasets}) > 1,

@@ -10,7 +10,7 @@ from typing import Any
 import numpy
 import torch
 
-from megatron.core.datasets.blend import Blend, sizes_per_dataset
+from megatron.core.datasets.blend import Blend, check_weights, sizes_per_dataset
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
 from megatron.core.datasets.build_once import build_once_per_node
@@ -109,6 +109,7 @@ class BlendedMegatronDatasetBuilder:
                 self._blend_by_size(part, size)
                 for part, size in zip(self._build_corpora(prefixes, split_matrix, per_corpus), asked, strict=True)
             ]
+        check_weights(weights)
         shares = normalize(weights)
         targets = [size for size in asked if size is not None]
         surplus = self.config.mid_level_dataset_surplus

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from megatron.core.datasets.blend import get_blend_from_list
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset
@@ -124,10 +125,18 @@ def test_weights_need_sizes(prefixes: list[str]) -> None:
         build([1, 1], config(blend=(prefixes, None), split="1,1,1"))
 
 
-def test_weights_must_be_positive(prefixes: list[str], tmp_path: Path) -> None:
-    settings = config(blend=(prefixes, [1.0, 0.0, 1.0]), split="1,0,0", path_to_cache=str(tmp_path))
-    with pytest.raises(ValueError, match=r"weights of a blend must be positive, got .*; leave out unwanted corpora"):
+@pytest.mark.parametrize("weight", [0.0, -1.0, float("inf"), float("nan")])
+def test_weights_must_be_positive(prefixes: list[str], tmp_path: Path, weight: float) -> None:
+    """On the command line too, before anything is read; with one message for all."""
+    rule = (
+        rf"the weights of a blend must be positive and finite, got \[1.0, {weight}, 1.0\]; leave out unwanted corpora"
+    )
+    settings = config(blend=(prefixes, [1.0, weight, 1.0]), split="1,0,0", path_to_cache=str(tmp_path))
+    with pytest.raises(ValueError, match=rule):
         build([5, 0, 0], settings)
+    with pytest.raises(ValueError, match=rule):
+        get_blend_from_list(["1", "a", str(weight), "b", "1", "c"])
+    assert list(tmp_path.glob("*.npy")) == []
 
 
 def test_blend_that_draws_too_much_is_told_what_to_raise(prefixes: list[str], tmp_path: Path) -> None:
