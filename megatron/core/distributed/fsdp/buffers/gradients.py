@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import weakref
 from collections.abc import Sequence
 from itertools import repeat
 from sys import getrefcount
@@ -113,6 +114,8 @@ class GroupGradients:
 
     def _follow_main(self, main: list[DTensor]) -> None:
         """Take [T] DTensors over ``main_storage``, which nobody else references, for the main gradients."""
+        each(setattr, self.main, repeat("_fsdp_gradients"), repeat(None))
+        each(setattr, main, repeat("_fsdp_gradients"), repeat(weakref.ref(self)))  # data_setter.py asks
         self.main, self._trained_main = main, []
         self._referenced = [*main, *(grad._local_tensor for grad in main)]
         self._storage_address = self.main_storage.flat.untyped_storage()._cdata
@@ -144,6 +147,13 @@ class GroupGradients:
             self._sharded[index].grad = self.main[index]
         for index, grad in others.items():
             self._sharded[index].grad = grad
+
+    def leave_main(self) -> None:
+        """Leave all main gradients with their memory to the user, who puts other memory into one: they count as set by hand."""
+        grads = list(map(_GRAD, self._sharded))
+        each(setattr, self._sharded, repeat("grad"), repeat(None))
+        self._renew_main()
+        each(setattr, self._sharded, repeat("grad"), grads)
 
     def _renew_main(self) -> None:
         """Put the main gradient into new memory; what there was is the user's."""

@@ -31,7 +31,8 @@ def _apart(tensor: DTensor) -> DTensor:
 
 def _is_part(tensor: DTensor) -> bool:
     local = tensor._local_tensor
-    return local.untyped_storage().nbytes() != local.nbytes
+    holds_references = any(isinstance(value, weakref.ref) for value in tensor.__dict__.values())
+    return holds_references or local.untyped_storage().nbytes() != local.nbytes
 
 
 def _patch_dtensor() -> None:

@@ -46,7 +46,7 @@ def _fill(op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
     Ranks: all of the tensor's mesh.
     """
     target = args[0]
-    if not _is_engines(target):
+    if not is_engines(target):
         return by_torch(op, args, kwargs)
     local, mesh = target._local_tensor, target.device_mesh
     whole = torch.empty(target.shape, dtype=local.dtype, device=local.device)
@@ -64,7 +64,8 @@ def draws_whole(mesh: DeviceMesh) -> DeviceMesh:
     return mesh
 
 
-def _is_engines(target: DTensor) -> bool:
+def is_engines(target: DTensor) -> bool:
+    """Return whether a DTensor is a parameter or gradient of a group, or placed as one."""
     is_marked = "_fsdp_draws_whole" in target.device_mesh.__dict__
     return is_marked or any(isinstance(p, UnevenShard) for p in target.placements)
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from tests.core.distributed.fsdp.situations.kinds import Kind, grads, net, sgd, train, weights
+from tests.core.distributed.fsdp.situations.kinds import Kind, flat_adamw, grads, net, sgd, train, weights
 from tests.core.distributed.fsdp.situations.table import situation
 
 ALL = ("no_shard", "optim", "optim_grads", "optim_grads_params", "hsdp")
@@ -87,6 +87,56 @@ def data_of_parameters_is_replaced(kind: Kind) -> Any:
     for parameter in model.parameters():
         parameter.data = parameter.data * 0.5
     return train(kind, model, optimizer, range(2, 4)), weights(model)
+
+
+@situation(strategies=("no_shard", "optim_grads_params"))
+def data_of_parameters_is_written_by_an_operator(kind: Kind) -> Any:
+    """Python assigns what it has written to."""
+    model = kind.shard(net())
+    optimizer = sgd(model)
+    for step in range(3):
+        model.zero_grad()
+        kind.loss(model, step).backward()
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.data -= 0.1 * parameter.grad
+            parameter.data *= 0.9
+            parameter.data = parameter.data
+    return train(kind, model, optimizer, range(3, 5)), weights(model)
+
+
+def _replace_gradients(kind: Kind, optimizer_of: Any) -> Any:
+    """Train, with other gradients in each step; and with some that are assigned, then written, then summed up further."""
+    model = kind.shard(net())
+    optimizer = optimizer_of(model)
+    kept = []
+    for step in range(5):
+        optimizer.zero_grad()
+        kind.loss(model, step).backward()
+        parameters = list(model.parameters())
+        if step == 1:
+            kept = [parameter.grad.data for parameter in parameters]
+        if step == 2:
+            for parameter in parameters:
+                parameter.grad = parameter.grad * 0.5
+        for parameter in parameters[step:]:
+            grad = parameter.grad
+            parameter.grad.data = parameter.grad.data * (0.1 + step)
+            assert parameter.grad is grad
+        if step == 3:
+            kind.loss(model, 7).backward()
+        optimizer.step()
+    return kept, grads(model), train(kind, model, optimizer, range(2)), weights(model)
+
+
+@situation(strategies=ALL)
+def data_of_gradients_is_replaced(kind: Kind) -> Any:
+    return _replace_gradients(kind, sgd)
+
+
+@situation(strategies=("no_shard", "optim_grads_params"))
+def data_of_gradients_is_replaced_for_a_flat_optimizer(kind: Kind) -> Any:
+    return _replace_gradients(kind, lambda model: flat_adamw(kind, model))
 
 
 @situation()
