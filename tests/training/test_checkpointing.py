@@ -26,6 +26,7 @@ from megatron.training import checkpointing
 from megatron.training.checkpointing import TRACKER, CheckpointConfig, read_tracker
 from megatron.training.folder_lock import LOCK, Owner
 from tests.support.launch import run_ranks
+from tests.support.rank_processes import write_corpus
 from tests.support.tiny_run import SHARDED, TINY, Run, train_one
 
 _RUN = f"{TINY} {SHARDED}"
@@ -56,6 +57,11 @@ def save_and_fail(root: str) -> dict[str, Run]:
     runs["taken over"] = _taken_over(root)
     with _started_by_torchrun(1):
         runs["refused again"] = train_one(f"{_RUN} --save {root}/halfway".split())
+    drawn = _RUN.replace("--mock-data", write_corpus(folder / f"corpus_{dist.get_rank()}")) + " --lr-decay-iters 8"
+    runs["larger batches"] = train_one(f"{drawn} --global-batch-size 32 --train-iters 2 --save {root}/large".split())
+    runs["smaller batches"] = train_one(f"{drawn} --load {root}/large --override-opt-param-scheduler".split())
+    in_samples = drawn.replace("--train-iters 4", "--train-samples 80").replace("--lr-decay-iters 8", "")
+    runs["by samples"] = train_one(f"{in_samples} --load {root}/large --override-opt-param-scheduler".split())
     runs |= _gone_back(f"{_RUN} --lr-decay-iters 8 --save {root}/branch")
     usage = shutil.disk_usage
     shutil.disk_usage = lambda path: usage(path)._replace(free=100_000)
@@ -164,6 +170,18 @@ def test_what_cannot_be_saved_all_ranks_say(saving: list[dict[str, Run]], run: s
     assert trained == (run == "taken over" or run.startswith("full disk")), (
         "a folder that cannot be used is found before the first step"
     )
+
+
+def test_a_resume_with_smaller_batches_that_needs_more_data_than_its_iterations_say(
+    saving: list[dict[str, Run]],
+) -> None:
+    """Data are built for --train-iters times the batch size of this run, and earlier runs took more."""
+    assert len(saving[0]["larger batches"].losses) == 2 and saving[0]["smaller batches"].losses == {}
+    for rank in saving:
+        error = rank["smaller batches"].error
+        assert error is not None and "the training data must have 80 samples" in error
+        assert "give --train-samples 80 instead of --train-iters" in error
+    assert saving[0]["by samples"].error is None and list(saving[0]["by samples"].losses) == [3, 4]
 
 
 def test_a_restart_continues_what_this_job_saved_and_until_then_starts_as_first(

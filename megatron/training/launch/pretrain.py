@@ -208,9 +208,30 @@ def _begin(
     )
     checkpointer.check_save()
     state = checkpointer.load()
+    agree(lambda: _check_data_left(setup, state), lambda _: None)
     writers: list[ScalarWriter] = []
     agree(lambda: writers.extend(build_writers(settings.logging, setup.architecture)), lambda _: None)
     return _Start(checkpointer=checkpointer, state=state, writers=writers)
+
+
+def _check_data_left(setup: TrainingSetup, state: TrainState) -> None:
+    """Check that the training data, built before the load, last to the end: earlier runs may have had larger batches.
+
+    Raises:
+        ValueError: they do not.
+
+    Ranks: each on its own.
+    """
+    loop, batch = setup.settings.loop, setup.settings.batch
+    iterations = loop.last_iteration(state, batch) - state.iteration
+    needed = state.consumed_train_samples + iterations * batch.global_batch_size
+    held = 0 if setup.datasets.train is None else len(setup.datasets.train)
+    if iterations > 0 and held < needed:
+        raise ValueError(
+            f"the training data must have {needed} samples, {state.consumed_train_samples} that earlier runs have consumed and "
+            f"{iterations} batches of {batch.global_batch_size}, got {held}: data are built for --train-iters batches of this "
+            f"run's size; give --train-samples {needed} instead of --train-iters"
+        )
 
 
 def _train(
