@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPolicy
 from torch.distributed.fsdp import OffloadPolicy
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map_only
 
 from megatron.core.distributed.fsdp.config.mixed_precision import MixedPrecisionPolicy
@@ -40,6 +41,38 @@ def check_unserved(arguments: Mapping[str, Any]) -> None:
             f"ignored_params must be left out, got {len(arguments['ignored_params'])} parameters: a unit manages all that are in "
             "it; put them into a module outside, or freeze them"
         )
+
+
+def check_modules(modules: Sequence[tuple[str, nn.Module]]) -> None:
+    """Refuse modules that cannot be trained sharded.
+
+    Args:
+        modules: (name in the unit, module).
+
+    Raises:
+        NotImplementedError: an embedding writes to its weight in forward, or makes sparse gradients.
+        ValueError: a lazy module has not been initialised.
+    """
+    for name, module in modules:
+        label = f"{name} ({type(module).__name__})" if name else type(module).__name__
+        own: dict[str, Any] = {**module._parameters, **module._buffers}
+        lazy = [key for key, tensor in own.items() if is_lazy(tensor)]
+        if lazy:
+            raise ValueError(
+                f"{lazy[0]} of {label} must have a shape, got an uninitialised one; run a forward of the lazy module before "
+                "fully_shard, or give its sizes"
+            )
+        if not isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            continue
+        if module.max_norm is not None:
+            raise NotImplementedError(
+                f"max_norm of {label} must be None, got {module.max_norm}: forward writes to its weight then, and what is written "
+                "to unsharded weights is lost; scale the rows after each step, or normalise what the embedding returns"
+            )
+        if module.sparse and module.weight.requires_grad:
+            raise NotImplementedError(
+                f"sparse of {label} must be False, got True: gradients are reduced over the ranks dense"
+            )
 
 
 def policy_of(own: MixedPrecisionPolicy | None, mp_policy: Any) -> MixedPrecisionPolicy:

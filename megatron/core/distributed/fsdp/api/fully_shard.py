@@ -20,6 +20,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from megatron.core.distributed.fsdp.api.conversions import leave_fast_path, stay_in_place, watch_conversions
 from megatron.core.distributed.fsdp.api.fsdp2_arguments import (
     cast_inputs_and_outputs,
+    check_modules,
     check_unserved,
     placements_of,
     policy_of,
@@ -114,13 +115,13 @@ def fully_shard(
         ``module``, whose class is now a subclass of its own class and of ``FsdpModule``.
 
     Raises:
-        ValueError: modules on the meta device have other initial values than those of ``reset_parameters``, and there is no
+        ValueError: a lazy module has no parameters yet; modules on the meta device have other initial values than those of ``reset_parameters``, and there is no
             ``init_fn``; the mesh does not hold this rank or lacks an axis; a parameter has hooks already; a parameter belongs to a unit over other ranks,
             or to one around this module; the module is a unit already; ``grad_divisor`` is not positive; a prefetch
             depth is negative; the transport cannot serve the mesh, or contradicts ``use_symm_mem``; ranks that would
             shard together hold different parameters or experts, or give different arguments.
         TypeError: a parameter's dtype cannot be trained; the module has no forward, or its class cannot be extended.
-        NotImplementedError: more than two data-parallel axes; weights or gradients sharded over an outer axis; a
+        NotImplementedError: an embedding has ``max_norm``, or ``sparse`` gradients; more than two data-parallel axes; weights or gradients sharded over an outer axis; a
             parameter that is a DTensor already.
         RuntimeError: torch.distributed is not initialised.
 
@@ -159,6 +160,7 @@ def fully_shard(
         "the fully_shard_context around the call": _described_scope(),
     }
     own_modules, expert_mesh = _own_modules(root), model_parallel.expert_mesh
+    check_modules(own_modules)
     check_same_unit(root, own_modules, mesh, placements, expert_mesh=expert_mesh, arguments=arguments)
     meshes = make_group_meshes(mesh, placements, fsdp_group_ag, kind, model_parallel)
     device = device_of(mesh)

@@ -69,6 +69,7 @@ def load_checkpoint(
         FileNotFoundError: nothing is at ``path``, or it is incomplete; a file in it is missing or cut short.
         ValueError: missing, extra or mis-shaped entries, by name, of the model and the optimizer; a file that is not what
             was written.
+        TypeError: ``model`` is no module.
         RuntimeError: torch.distributed is not initialised; a unit is unsharded; reading failed midway.
 
     What one rank raises, all ranks raise. Nothing has changed then, except where reading failed midway.

@@ -49,7 +49,8 @@ def save_checkpoint(
     What killed saves left in the parent folder is removed.
 
     Args:
-        model: a sharded module, a module that holds some, or a ``FullyShardedDataParallel``.
+        model: a sharded module, a module that holds some, a ``FullyShardedDataParallel``, or a plain module, whose weights
+            must be alike on all ranks.
         optimizer: a ``torch.optim`` optimizer over the model's parameters, an object that holds one as ``.optimizer``,
             or None to save none.
         path: the folder to write; all ranks must see it.
@@ -64,7 +65,7 @@ def save_checkpoint(
 
     Raises:
         FileExistsError: something that is not a checkpoint is at ``path``.
-        TypeError: a value in ``extra_state`` or in the optimizer's state is not plain.
+        TypeError: a value in ``extra_state`` or in the optimizer's state is not plain; ``model`` is no module.
         ValueError: the optimizer holds a parameter that the model does not; ranks give different paths.
         OSError: a rank could not write. What was at ``path`` is still there.
         RuntimeError: torch.distributed is not initialised; the ranks do not hold one model.

@@ -39,7 +39,15 @@ class NamedTensor:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the model inside of wrappers: modules that hold only one child, registered as ``module``."""
+    """Return the model inside of wrappers: modules that hold only one child, registered as ``module``.
+
+    Raises:
+        TypeError: ``model`` is no module.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"model must be an nn.Module, got {type(model).__name__}; pass several models each by itself, with a path of its own"
+        )
     while not isinstance(model, FsdpModule):
         children = list(model._modules.items())
         owns = any(own is not None for own in (*model._parameters.values(), *model._buffers.values()))

@@ -1,6 +1,7 @@
-"""Operations of layers that get a sharded weight and a plain input: the layer was used outside of its unit's forward.
+"""Operations that get a sharded weight beside a plain tensor: a layer outside of its unit's forward, plain values to write.
 
-Torch says of most that tensors are mixed, which does not name the cause. A linear layer's weight is refused as a view.
+Torch says of most that tensors are mixed, which does not name the cause. A linear layer's weight is refused as a view. Writes
+that optimizers call for each parameter (``add_``, ``mul_``) have torch's words, since a handler would slow them.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ _LAYERS = (
     _aten.mkldnn_rnn_layer.default,
     _aten._cudnn_rnn.default,
 )
+_WRITES = (_aten.copy_.default, _aten.index_put_.default)
 
 
 def by_torch(op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], handler: Any = None) -> Any:
@@ -53,6 +55,22 @@ def _refusing(handler: Any) -> Callable[..., Any]:
     return run
 
 
+def _refusing_plain_values(handler: Any) -> Callable[..., Any]:
+    def run(op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        own, *others = _tensors((*args, *kwargs.values()))
+        plain = next((t for t in others if not isinstance(t, DTensor) and t.numel() != 1), None)
+        if plain is not None and isinstance(own, DTensor) and _is_uneven(own):
+            raise RuntimeError(
+                f"{op} on a parameter of shape {list(own.shape)} of which ranks hold rows (RowShard) must get tensors that are "
+                f"sharded alike, got a plain one of shape {list(plain.shape)}; write `parameter.copy_(distribute_tensor(whole, "
+                "parameter.device_mesh, parameter.placements))`, of torch.distributed.tensor, where `whole` has all values "
+                "(parameter.full_tensor() returns those there are)"
+            )
+        return by_torch(op, args, kwargs, handler)
+
+    return run
+
+
 def _is_uneven(tensor: DTensor) -> bool:
     return any(isinstance(placement, UnevenShard) for placement in tensor.placements)
 
@@ -68,6 +86,7 @@ def _tensors(values: Any) -> Iterator[torch.Tensor]:
 def _patch_dtensor() -> None:
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
     handlers.update({op: _refusing(handlers.get(op)) for op in _LAYERS})
+    handlers.update({op: _refusing_plain_values(handlers.get(op)) for op in _WRITES})
 
 
 _patch_dtensor()

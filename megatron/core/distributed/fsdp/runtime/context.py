@@ -534,7 +534,7 @@ def _refuse_transforms() -> None:
     if transform is not None and transform.key() == torch._C._functorch.TransformType.Grad:
         raise NotImplementedError(
             "torch.func.grad, vjp and jacrev around a sharded model are not served: their backward runs on copies, which no "
-            "reduction over the ranks can read; use torch.autograd.grad or backward()"
+            "reduction over the ranks can read; use backward() and param.grad"
         )
 
 

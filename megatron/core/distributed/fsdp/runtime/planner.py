@@ -68,6 +68,7 @@ class Planner:
         self.memory_budget_nbytes = 0
         self._watcher: Watcher | None = None
         self.strangers: set[Use] = set()  # uses by which steps have left this plan; each is told once
+        self._has_told = False  # a warning; what comes later is information
         self._cursor = -1
         self._candidate: Plan | None = None
         self._last_uses: tuple[Use, ...] = ()
@@ -151,7 +152,8 @@ class Planner:
         ran, planned = Use(unit.index, backward), self._planned
         if ran not in self.strangers and len(self.strangers) < _MAX_TOLD:
             self.strangers.add(ran)
-            logger.warning(
+            logger.log(
+                logging.INFO if self._has_told else logging.WARNING,
                 "unit %s ran %s out of the planned order, which has the %s here: weights are gathered on demand, without overlap, "
                 "until an order repeats. All ranks must do the same; if some follow the plan, this step ends in an error, "
                 "at the latest when a collective times out or the backend ends the process",
@@ -159,6 +161,7 @@ class Planner:
                 "backward" if backward else "forward",
                 planned,
             )
+            self._has_told = True
         self.order.depart(self._words(ran), planned, self.num_uses)
 
     @property

@@ -53,6 +53,26 @@ _REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ValueError,
         "transport must be one of auto, nccl, symm, peer_copy, got 'rdma'",
     ),
+    "an embedding that writes to its weight": (
+        lambda: fully_shard(nn.Sequential(nn.Linear(2, 2), nn.Embedding(5, 2, max_norm=1.0))),
+        NotImplementedError,
+        r"max_norm of 1 \(Embedding\) must be None, got 1\.0.*forward writes to its weight",
+    ),
+    "an embedding bag that writes to its weight": (
+        lambda: fully_shard(nn.EmbeddingBag(5, 2, max_norm=2)),
+        NotImplementedError,
+        r"max_norm of EmbeddingBag must be None, got 2",
+    ),
+    "an embedding with sparse gradients": (
+        lambda: fully_shard(nn.Embedding(5, 2, sparse=True)),
+        NotImplementedError,
+        r"sparse of Embedding must be False, got True.*dense",
+    ),
+    "parameters without a shape": (
+        lambda: fully_shard(nn.Sequential(nn.LazyLinear(3))),
+        ValueError,
+        r"weight of 0 \(LazyLinear\) must have a shape.*run a forward.*before fully_shard",
+    ),
     "no name of a transport": (
         lambda: fully_shard(nn.Linear(2, 2), transport=["nccl"]),  # type: ignore[arg-type]
         TypeError,
@@ -395,6 +415,51 @@ def other_weights_of_a_functional_call_are_refused() -> None:
         with pytest.raises(RuntimeError, match=r"weight must stay the parameter.*torch\.func\.functional_call"):
             torch.func.functional_call(model, others, (torch.ones(2, 6),))
         model(torch.ones(2, 6)).sum().backward()
+
+
+@CHECKS.on(2)
+def gradients_of_sharded_parameters_come_by_backward_alone() -> None:
+    """Forward computes with unsharded weights, so autograd finds no sharded one in the graph, as with FSDP2."""
+    for shard_one in (fully_shard, fsdp2.fully_shard):
+        model = nn.Linear(6, 5)
+        shard_one(model)
+        parameters = list(model.parameters())
+        with pytest.raises(RuntimeError, match="to not have been used in the graph"):
+            torch.autograd.grad(model(torch.ones(2, 6)).sum(), parameters)
+        found = torch.autograd.grad(model(torch.ones(2, 6)).sum(), parameters, allow_unused=True)
+        assert not [grad for grad in found if grad is not None]
+        model(torch.ones(2, 6)).sum().backward(inputs=parameters)
+        assert model.weight.grad is None
+        model(torch.ones(2, 6)).sum().backward()
+        assert model.weight.grad is not None and model.weight.grad.full_tensor().eq(2).all()
+    net = fully_shard(nn.Linear(6, 5))
+    with pytest.raises(NotImplementedError, match=r"torch.func.grad.* are not served.*use backward\(\) and param.grad"):
+        torch.func.grad(lambda x: net(x).sum())(torch.ones(2, 6))
+
+
+@CHECKS.on(2)
+def plain_values_written_to_sharded_weights_are_told_how() -> None:
+    weight: Any = fully_shard(nn.Linear(6, 5)).weight
+    whole = torch.ones(5, 6)
+    before = weight.full_tensor().detach().clone()
+
+    def rows() -> None:
+        weight[[1, 3]] = 0
+
+    for write in (lambda: weight.copy_(whole), rows):
+        with (
+            torch.no_grad(),
+            pytest.raises(
+                RuntimeError, match=r"got a plain one of shape .*distribute_tensor\(whole, parameter\.device_mesh"
+            ),
+        ):
+            write()
+    assert torch.equal(weight.full_tensor(), before)
+    changed = before.clone()
+    changed[[1, 3]] = 0
+    with torch.no_grad():
+        weight.copy_(distribute_tensor(changed, weight.device_mesh, weight.placements))
+    assert torch.equal(weight.full_tensor(), changed)
 
 
 # ---- order of calls -------------------------------------------------------------------------------------------------

@@ -517,6 +517,23 @@ def test_values_that_could_not_be_loaded_are_refused_when_they_are_saved(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_what_is_no_module_is_refused_and_a_plain_one_is_saved_whole(tmp_path: Path) -> None:
+    model = linear()
+    for call in (save_checkpoint, load_checkpoint):
+        with pytest.raises(TypeError, match=r"model must be an nn\.Module, got list; .* each by itself"):
+            call([model], None, tmp_path / "a")  # type: ignore[arg-type]
+    save_checkpoint(model, None, tmp_path / "a")
+    plain = Plain()
+    plain.a = nn.Linear(3, 4)
+    load_checkpoint(plain, None, tmp_path / "a")
+    assert torch.equal(plain.a.weight, model.a.weight.to_local())
+    save_checkpoint(plain, None, tmp_path / "b")
+    with torch.no_grad():
+        model.a.weight.zero_()
+    load_checkpoint(model, None, tmp_path / "b")
+    assert torch.equal(plain.a.weight, model.a.weight.to_local())
+
+
 def test_without_process_groups_the_remedy_is_said(tmp_path: Path) -> None:
     model = linear()
     dist.destroy_process_group()

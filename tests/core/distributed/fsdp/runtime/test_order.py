@@ -154,6 +154,18 @@ def orders_that_alternate_are_right() -> None:
 
 
 @CHECKS.on(2)
+def units_that_are_left_out_at_random_are_told_once() -> None:
+    """Stochastic depth, alike on all ranks."""
+    pair = Pair(4)
+    with _warnings_logged() as messages:
+        for order in ([0, 1, 2, 3], [0, 2], [1, 3], [0, 2, 3], [0, 2, 3], [1], [3], [0, 1, 2, 3], [2], [2], [0, 3]):
+            pair.set(order=order)
+            pair.step()
+    told = [message for message in messages if "out of the planned order" in message]
+    assert len(told) == 1, messages
+
+
+@CHECKS.on(2)
 def a_unit_may_run_alone_between_backward_and_step() -> None:
     pair = Pair()
     x = torch.linspace(-1, 1, 7).view(1, 7)
