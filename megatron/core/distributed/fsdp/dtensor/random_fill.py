@@ -48,14 +48,20 @@ def _fill(op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
     target = args[0]
     if not is_engines(target):
         return by_torch(op, args, kwargs)
-    local, mesh = target._local_tensor, target.device_mesh
+    local = target._local_tensor
     whole = torch.empty(target.shape, dtype=local.dtype, device=local.device)
     op(whole, *args[1:], **kwargs)
-    local.copy_(local_rows(target, whole))
+    write_part(target, local_rows(target, whole))
+    return target
+
+
+def write_part(target: DTensor, part: torch.Tensor) -> None:
+    """Copy ``part`` to this rank's part of ``target``, the first replica's to all. Ranks: all of the tensor's mesh."""
+    mesh = target.device_mesh
     for axis, placement in enumerate(target.placements):
         if isinstance(placement, Replicate) and mesh.size(axis) > 1:
-            dist.broadcast(local, group=mesh.get_group(axis), group_src=0)
-    return target
+            dist.broadcast(part, group=mesh.get_group(axis), group_src=0)
+    target._local_tensor.copy_(part)
 
 
 def draws_whole(mesh: DeviceMesh) -> DeviceMesh:

@@ -353,6 +353,8 @@ def _is_row_wise(schema: OpSchema) -> bool:
         order = schema.args_schema[1] if len(schema.args_schema) > 1 else 2
         # The largest or the smallest element of a rank without rows is not defined.
         return isinstance(order, int | float) and 0 < order < math.inf
+    if name == "select":  # of a column: one of a row would be a copy of it
+        return schema.args_schema[1] not in (0, -len(_shape(schema.args_schema[0])))  # type: ignore[arg-type]
     if _is_list_operation(schema):
         return name not in _LIST_REDUCTIONS
     return torch.Tag.pointwise in schema.op.tags or name in _ROW_WISE or name in _FACTORIES

@@ -18,6 +18,14 @@ from megatron.core.distributed.fsdp.layout.arena import LiveRange, plan_arena
 _MAX_USES = 100_000
 NO_UNITS: frozenset[int] = frozenset()
 
+KINDS = ("backward's all-gather", "forward's all-gather", "reduction", "last reduction", "update")
+"""What an entry of ``SameOrder.issued`` is of a group: the entry is the group's number times ``NUM_KINDS`` plus a place in here.
+
+An optimizer's update of a context is one entry, of the first group that it writes to.
+"""
+
+NUM_KINDS, UPDATE = len(KINDS), KINDS.index("update")
+
 
 class Use(NamedTuple):
     """A forward or backward of a unit, which needs its weights."""

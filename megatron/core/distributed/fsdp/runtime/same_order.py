@@ -12,18 +12,11 @@ import torch.distributed as dist
 from megatron.core.distributed.fsdp.comm.alike import OrderDiffersError, order_differs, updates_differ
 from megatron.core.distributed.fsdp.comm.notices import Notices
 from megatron.core.distributed.fsdp.comm.transport import Transport, unfinished
+from megatron.core.distributed.fsdp.layout.plan import KINDS, NUM_KINDS, UPDATE
 from megatron.core.distributed.fsdp.runtime.unit_registry import UnitRegistry
 
 NUM_BITS = 24
 """Of the number that stands for a step's collectives. Ranks add each bit up, so any number of them is exact in fp32."""
-
-KINDS = ("backward's all-gather", "forward's all-gather", "reduction", "last reduction", "update")
-"""What an entry of ``SameOrder.issued`` is of a group: the entry is the group's number times ``NUM_KINDS`` plus a place in here.
-
-An optimizer's update of a context is one entry, of the first group that it writes to.
-"""
-
-NUM_KINDS, UPDATE = len(KINDS), KINDS.index("update")
 
 _MAX_ENTRIES = 100_000
 

@@ -10,9 +10,8 @@ import torch
 
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
 from megatron.core.distributed.fsdp.comm.transport import Failed, Transport, raise_foreign, unfinished
-from megatron.core.distributed.fsdp.layout.plan import Recorder
+from megatron.core.distributed.fsdp.layout.plan import NUM_KINDS, Recorder
 from megatron.core.distributed.fsdp.runtime import nvtx
-from megatron.core.distributed.fsdp.runtime.same_order import NUM_KINDS
 from megatron.core.distributed.fsdp.runtime.streams import Edge, Role, Streams
 
 logger = logging.getLogger(__name__)

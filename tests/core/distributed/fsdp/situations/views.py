@@ -81,6 +81,21 @@ def weights_written_after_a_forward(kind: Kind) -> Any:
     return train(kind, model, optimizer, range(2, 4)), weights(model)
 
 
+@situation(strategies=("no_shard", "optim_grads_params", "hsdp"))
+def weights_are_written_by_index(kind: Kind) -> Any:
+    """Rows, one column, elements under a mask; of a weight and of a bias."""
+    model, optimizer = _started(kind)
+    torch.manual_seed(5)
+    nn.init.sparse_(model.head.weight, 0.4)
+    with torch.no_grad():
+        model.entry.weight[[1, 3]] = 0.5
+        model.entry.weight[torch.tensor([0, 2]), 1] = torch.tensor([0.25, 0.75])
+        model.entry.bias[torch.arange(7) > 4] = -1.0
+        model.blocks[0].up.weight.index_put_((torch.tensor([2, 2]),), torch.ones(2, 7), accumulate=True)
+    before = {name: weight.detach().clone() for name, weight in weights(model).items()}
+    return before, train(kind, model, optimizer, range(2, 4)), weights(model)
+
+
 @situation(refuses=r"the data of the sharded parameter entry.weight must not be replaced.*copy_")
 def data_of_parameters_is_replaced(kind: Kind) -> Any:
     model, optimizer = _started(kind)
