@@ -31,7 +31,7 @@ def sum_pieces(
     if len(pieces) == 1 and out.dtype == pieces[0].dtype:
         scale_and_accumulate(out, pieces[0], scale=scale, accumulate=accumulate)
         return
-    if _for_kernel(out, pieces):
+    if (out.is_cuda or _is_interpreted()) and _for_kernel(out, pieces):
         kernel = _kernel()
         if kernel is not None:
             kernel(out, pieces, scale, accumulate)
@@ -43,9 +43,12 @@ def sum_pieces(
 
 
 def _for_kernel(out: torch.Tensor, pieces: Sequence[torch.Tensor]) -> bool:
-    if not (out.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"):
-        return False
     return len(pieces) <= MAX_KERNEL_PIECES and out.dtype in _KERNEL_DTYPES and pieces[0].dtype in _KERNEL_DTYPES
+
+
+@functools.cache
+def _is_interpreted() -> bool:
+    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @functools.cache

@@ -554,10 +554,10 @@ class OutputHook:
     """Begins a unit's backward when the gradient of one of its outputs arrives."""
 
     __slots__ = ("context", "retained_at", "token", "unit")
+    retained_at: int | None  # the unit's write_count when a backward that keeps the graph came here
 
     def __init__(self, context: FsdpContext, unit: FsdpUnit, token: GraphToken) -> None:
-        self.context, self.unit, self.token = context, unit, token
-        self.retained_at: int | None = None  # the unit's write_count when a backward that keeps the graph came here
+        self.context, self.unit, self.token, self.retained_at = context, unit, token, None
 
     def __call__(self, grad: torch.Tensor) -> None:
         if self.token.is_done and (
