@@ -144,10 +144,10 @@ def train(case: Case) -> Outcome:
     batches = (_to(batch, device) for batch in batches_of(case, replica=replica))
     shape = BatchConfig(micro_batch_size=SIZE, global_batch_size=case.global_batch, data_parallel_size=case.replicas)
     for _ in range(case.steps):
-        gathers, reductions = context.unsharder.num_gathers, context.grad_reducer.num_reductions
+        gathers, reductions = context.planner.order.num_gathers, context.planner.order.num_reductions
         results = step((next(batches) for _ in range(case.microbatches)), lambda index: None)
-        outcome.gathers.append(context.unsharder.num_gathers - gathers)
-        outcome.reductions.append(context.grad_reducer.num_reductions - reductions)
+        outcome.gathers.append(context.planner.order.num_gathers - gathers)
+        outcome.reductions.append(context.planner.order.num_reductions - reductions)
         outcome.in_plan.append(context.in_plan)
         sums = results["loss_and_tokens"].clone()
         dist.all_reduce(sums)

@@ -81,9 +81,8 @@ def _loss(net: nn.Module, recipe: Any, step: int) -> torch.Tensor:
 
 
 def _reset() -> None:
-    from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
-
-    FP8GlobalStateManager.reset()
+    manager = importlib.import_module("transformer_engine.pytorch.fp8").FP8GlobalStateManager
+    manager.reset()
 
 
 def _train_whole(name: str, first_scales: list[torch.Tensor]) -> tuple[list[float], list[torch.Tensor]]:

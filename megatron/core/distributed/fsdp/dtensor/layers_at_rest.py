@@ -26,7 +26,6 @@ _LAYERS = (
     _aten.mkldnn_rnn_layer.default,
     _aten._cudnn_rnn.default,
 )
-_WRITES = (_aten.copy_.default, _aten.index_put_.default)
 
 
 def by_torch(op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], handler: Any = None) -> Any:
@@ -86,7 +85,8 @@ def _tensors(values: Any) -> Iterator[torch.Tensor]:
 def _patch_dtensor() -> None:
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
     handlers.update({op: _refusing(handlers.get(op)) for op in _LAYERS})
-    handlers.update({op: _refusing_plain_values(handlers.get(op)) for op in _WRITES})
+    copy = _aten.copy_.default
+    handlers[copy] = _refusing_plain_values(handlers.get(copy))
 
 
 _patch_dtensor()

@@ -144,10 +144,13 @@ class FsdpContext:
     @property
     def progress(self) -> tuple[int, str]:
         """How many collectives this rank has begun, and the last ones in words; from any thread."""
-        gathers, reductions = self.unsharder, self.grad_reducer
-        gathered, reduced = map(self.registry.describe, self.planner.order.latest_groups)
-        words = f"all-gather {gathers.num_gathers} of {gathered}, reduction {reductions.num_reductions} of {reduced}"
-        return gathers.num_gathers + reductions.num_reductions, words
+        order = self.planner.order
+        num_gathers, num_reductions = order.num_gathers, order.num_reductions
+        gathered, reduced = map(self.registry.describe, order.latest_groups)
+        return (
+            num_gathers + num_reductions,
+            f"all-gather {num_gathers} of {gathered}, reduction {num_reductions} of {reduced}",
+        )
 
     # ---- microbatches -------------------------------------------------------------------------------------------
 

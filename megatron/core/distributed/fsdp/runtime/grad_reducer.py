@@ -25,7 +25,6 @@ class GradReducer:
         recorder: writes down when reduce-scatter inputs are taken and reduced, while a step is recorded.
         poisons: fill reduced inputs with NaN.
         overlaps: reductions run beside backward; else compute waits for each of them.
-        num_reductions: reductions that have been begun.
         issued: takes down each reduction (``SameOrder.issued``).
         failed: as of the ``Unsharder``.
         overlapping: groups that share addresses in the arena, by group number.
@@ -37,7 +36,6 @@ class GradReducer:
         self.recorder: Recorder | None = None
         self.poisons = False
         self.overlaps = True
-        self.num_reductions = 0
         self.issued: list[int] = []
         self.failed: Failed = unfinished
         self.overlapping: dict[int, set[FsdpParameterGroup]] = {}
@@ -157,7 +155,6 @@ class GradReducer:
         self.streams.wait(Edge.GRADS_WRITTEN, self._written)
         nvtx.push(group.reduce_range)
         with self.streams.on(Role.REDUCE):  # no buffer requires gradients: there is nothing to record
-            self.num_reductions += 1
             self.issued.append(NUM_KINDS * group.index + 2 + is_last)
             try:
                 grads.reduce(overwrite=overwrite, is_last=is_last, has_input=has_input)

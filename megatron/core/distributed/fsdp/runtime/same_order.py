@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -64,6 +65,7 @@ class SameOrder:
         self.departure: Departure | None = None
         self._earlier = 0
         self._num_passes = 0
+        self._counts: Counter[int] = Counter()  # by kind, of what ``issued`` held before
 
     # ---- a step -------------------------------------------------------------------------------------------------
 
@@ -72,7 +74,7 @@ class SameOrder:
         self._num_passes += 1
         if len(self.issued) > _MAX_ENTRIES:  # forwards alone, without end
             self._earlier = _number(self._earlier, self.issued)
-            self.issued.clear()
+            self._clear()
 
     def depart(self, ran: str, planned: str, num_uses: int) -> None:
         """Note that this step leaves its plan, also for other ranks, which may wait for this one in vain. Ranks: each alone."""
@@ -95,8 +97,26 @@ class SameOrder:
 
     def forget(self) -> None:
         """Begin anew: a pass was given up, or other units are registered."""
-        self.issued.clear()
+        self._clear()
         self.departure, self._earlier, self._num_passes = None, 0, 0
+
+    def _clear(self) -> None:
+        self._counts.update(map(NUM_KINDS.__rmod__, self.issued))
+        self.issued.clear()
+
+    @property
+    def num_gathers(self) -> int:
+        """All-gathers that this rank has begun; from any thread."""
+        return self._count(0, 1)
+
+    @property
+    def num_reductions(self) -> int:
+        """Reductions that this rank has begun; from any thread."""
+        return self._count(2, 3)
+
+    def _count(self, *kinds: int) -> int:
+        now = list(map(NUM_KINDS.__rmod__, self.issued))
+        return sum(self._counts[kind] + now.count(kind) for kind in kinds)
 
     @property
     def latest_groups(self) -> tuple[int, int]:

@@ -26,7 +26,6 @@ class Unsharder:
         poisons: fill released memory with NaN.
         live: groups whose full weight is complete, or whose all-gather is under way.
         held: groups that the user unsharded; ended by ``end_hold``.
-        num_gathers: all-gathers that have been begun.
         issued: takes down each all-gather (``SameOrder.issued``).
         failed: returns the error to raise for a collective, the axes along which it goes, and what the backend raised.
         overlapping: groups that share addresses in the arena, by group number.
@@ -40,7 +39,6 @@ class Unsharder:
         self.poisons = False
         self.live: dict[FsdpParameterGroup, None] = {}
         self.held: dict[FsdpParameterGroup, None] = {}
-        self.num_gathers = 0
         self.issued: list[int] = []
         self.failed: Failed = unfinished
         self.overlapping: dict[int, set[FsdpParameterGroup]] = {}
@@ -105,7 +103,6 @@ class Unsharder:
                 elif weights.fence != weights.content:
                     self._follow_writes(group)
                 if weights.needs_gather:
-                    self.num_gathers += 1
                     self.issued.append(NUM_KINDS * group.index + forward)
                     weights.all_gather()
             except torch.OutOfMemoryError:
@@ -141,8 +138,11 @@ class Unsharder:
             weights.sync()
         else:
             return
-        weights.synced_weight_version, weights.synced_write_count = self.weight_version, write_count
-        weights.fence = write_count + weights.num_updates
+        weights.synced_weight_version, weights.synced_write_count, weights.fence = (
+            self.weight_version,
+            write_count,
+            write_count + weights.num_updates,
+        )
 
     def _follow_writes(self, group: FsdpParameterGroup) -> None:
         """Let autograd refuse what it saved of weights that have been written since."""

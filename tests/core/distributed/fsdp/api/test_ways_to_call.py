@@ -77,9 +77,7 @@ def transforms_of_torch_func_are_right_or_refused() -> None:
             _loss(model, dist.get_rank(), step).backward()
         for name, transform in transforms.items():
             if name in ("grad", "vjp", "jacrev"):
-                with pytest.raises(
-                    NotImplementedError, match=r"torch\.func\.grad, vjp and jacrev .*use torch\.autograd"
-                ):
+                with pytest.raises(NotImplementedError, match=r"torch\.func\.grad, vjp and jacrev .*use backward"):
                     transform(model)
             else:
                 torch.testing.assert_close(transform(model), transform(plain), msg=name)

@@ -150,14 +150,14 @@ def the_first_microbatch_synchronises_and_later_ones_only_gather() -> None:
         for step in range(4):
             syncs, gathers = [], []
             for at, piece in enumerate(global_batch(step, 3)):
-                before = context.unsharder.num_gathers
+                before = context.planner.order.num_gathers
                 with _counted_syncs() as counts, ExitStack() as scopes:
                     if nested:
                         scopes.enter_context(microbatch(net, is_first=at == 0, is_last=False))
                     scopes.enter_context(microbatch(net, is_first=at == 0 and not nested, is_last=at == 2))
                     loss_of(net, piece).backward()
                 syncs.append(sorted(counts.values()))
-                gathers.append(context.unsharder.num_gathers - before)
+                gathers.append(context.planner.order.num_gathers - before)
             optimizer.step()
             optimizer.zero_grad()
             num_groups, num_sharded = len(context.groups), sum(group.weights.needs_gather for group in context.groups)

@@ -324,10 +324,10 @@ def every_collective_is_compared_under_the_debug_mode() -> None:
     with fully_shard_context(debug=True) as context:
         model = _branches()
     for _ in range(4):
-        before = context.unsharder.num_gathers + context.grad_reducer.num_reductions
+        before = context.planner.order.num_gathers + context.planner.order.num_reductions
         with mock.patch.object(alike, "are_alike", wraps=alike.are_alike) as compared:
             _step(model)
-        issued = context.unsharder.num_gathers + context.grad_reducer.num_reductions - before
+        issued = context.planner.order.num_gathers + context.planner.order.num_reductions - before
         assert compared.call_count == issued + (context.plan is None)
     _swap_on_rank_1(model)
     with pytest.raises(
