@@ -194,9 +194,8 @@ class GroupWeights:
     @property
     def content(self) -> int:
         """Grows with each write to the model weight, from which the full one is gathered."""
-        return self.num_updates + (
-            sum(map(_VERSION, self._versioned)) if self.encoded_piece is None else self.synced_write_count
-        )
+        written = sum(map(_VERSION, self._versioned)) if self.encoded_piece is None else self.synced_write_count
+        return written + self.num_updates
 
     def note_load(self) -> None:
         """Note that the main weights are others now, also if they were read straight into memory, which no count sees."""

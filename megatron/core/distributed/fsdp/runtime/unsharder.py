@@ -138,11 +138,8 @@ class Unsharder:
             weights.sync()
         else:
             return
-        weights.synced_weight_version, weights.synced_write_count, weights.fence = (
-            self.weight_version,
-            write_count,
-            write_count + weights.num_updates,
-        )
+        weights.synced_weight_version, weights.synced_write_count = self.weight_version, write_count
+        weights.fence = write_count + weights.num_updates
 
     def _follow_writes(self, group: FsdpParameterGroup) -> None:
         """Let autograd refuse what it saved of weights that have been written since."""
