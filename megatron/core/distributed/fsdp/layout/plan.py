@@ -24,7 +24,7 @@ KINDS = ("backward's all-gather", "forward's all-gather", "reduction", "last red
 An optimizer's update of a context is one entry, of the first group that it writes to.
 """
 
-NUM_KINDS, UPDATE = len(KINDS), KINDS.index("update")
+NUM_KINDS, GATHERS, REDUCTIONS, UPDATE = len(KINDS), (0, 1), (2, 3), 4  # places in KINDS
 
 
 class Use(NamedTuple):

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron.core.distributed.fsdp.comm.alike import OrderDiffersError, order_differs, updates_differ
 from megatron.core.distributed.fsdp.comm.notices import Notices
 from megatron.core.distributed.fsdp.comm.transport import Transport, unfinished
-from megatron.core.distributed.fsdp.layout.plan import KINDS, NUM_KINDS, UPDATE
+from megatron.core.distributed.fsdp.layout.plan import GATHERS, KINDS, NUM_KINDS, REDUCTIONS, UPDATE
 from megatron.core.distributed.fsdp.runtime.unit_registry import UnitRegistry
 
 NUM_BITS = 24
@@ -107,25 +107,26 @@ class SameOrder:
     @property
     def num_gathers(self) -> int:
         """All-gathers that this rank has begun; from any thread."""
-        return self._count(0, 1)
+        return self._count(GATHERS)
 
     @property
     def num_reductions(self) -> int:
         """Reductions that this rank has begun; from any thread."""
-        return self._count(2, 3)
+        return self._count(REDUCTIONS)
 
-    def _count(self, *kinds: int) -> int:
+    def _count(self, kinds: Sequence[int]) -> int:
         now = list(map(NUM_KINDS.__rmod__, self.issued))
         return sum(self._counts[kind] + now.count(kind) for kind in kinds)
 
     @property
     def latest_groups(self) -> tuple[int, int]:
         """Numbers of the groups of the last all-gather and the last reduction; -1 where there was none; from any thread."""
-        entries = [*self.latest.entries, *self.issued]
-        gathered = next((entry // NUM_KINDS for entry in reversed(entries) if entry % NUM_KINDS < 2), -1)
-        return gathered, next(
-            (entry // NUM_KINDS for entry in reversed(entries) if 2 <= entry % NUM_KINDS < UPDATE), -1
+        newest = [*self.latest.entries, *self.issued][::-1]
+        gathered, reduced = (
+            next((entry // NUM_KINDS for entry in newest if entry % NUM_KINDS in kinds), -1)
+            for kinds in (GATHERS, REDUCTIONS)
         )
+        return gathered, reduced
 
     def bits(self, members: Collection[int]) -> list[float]:
         """Return the number [NUM_BITS] of the last step's collectives of these groups, bit by bit."""
