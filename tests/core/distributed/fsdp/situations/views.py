@@ -383,6 +383,17 @@ def a_block_is_unsharded_between_backward_and_forward(kind: Kind) -> Any:
     return train(kind, model, optimizer, range(3, 5)), weights(model)
 
 
+@situation(strategies=("no_shard", "optim_grads_params"))
+def a_block_is_unsharded_while_a_flat_optimizer_steps(kind: Kind) -> Any:
+    """What its module shows after the step is what the step wrote."""
+    model, optimizer = _started(kind, lambda model: flat_adamw(kind, model))
+    optimizer.zero_grad()
+    kind.loss(model, 2).backward()
+    kind.unshard(model.blocks[1])
+    optimizer.step()
+    return weights(model), train(kind, model, optimizer, range(3, 5)), weights(model)
+
+
 @situation()
 def unsharded_weights_are_exported_between_steps(kind: Kind) -> Any:
     model = kind.shard(net())
