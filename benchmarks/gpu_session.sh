@@ -7,12 +7,12 @@
 # losses50 (fifty steps beside FSDP2, kernels that add in a fixed order), symm-1.1b, symm-7.2b and symm-7.2b-1024
 # (NCCL's symmetric memory, without expandable segments), mb4-1.1b and mb4-7.2b (four microbatches), ablations-1.1b,
 # ablations-7.2b and ablations-7.2b-1024, losses-7.2b, profile-1.1b, profile-7.2b and profile-7.2b-1024, pretrain-1.1b
-# and pretrain-7.2b, llama. Each part has a time limit, and one that fails does not stop the others. FOLDER receives
-# session.log, summary.txt, a page for each comparison and a profile of one step. The exit status is 1 where a part
-# failed. Variables: COMMIT names the commit where there is no git; PYTHON another python3; ENGINES what is compared,
-# checked or profiled; STEPS the measured steps; TESTS the test files; EXTRA_PYTHONPATH folders of unpacked packages
-# such as megatron-fsdp; EXTRA further flags of pretrain_gpt.py for pretrain-* and llama; LIMIT the seconds of every part,
-# in place of its own.
+# and pretrain-7.2b, llama, fp8-parts (a layer of transformer-engine with each part exchanged, one GPU). Each part has a
+# time limit, and one that fails does not stop the others. FOLDER receives session.log, summary.txt, a page for each
+# comparison and a profile of one step. The exit status is 1 where a part failed. Variables: COMMIT names the commit where
+# there is no git; PYTHON another python3; ENGINES what is compared, checked or profiled; STEPS the measured steps; TESTS the
+# test files; EXTRA_PYTHONPATH folders of unpacked packages such as megatron-fsdp; EXTRA further flags of pretrain_gpt.py
+# for pretrain-* and llama; LIMIT the seconds of every part, in place of its own.
 set -uo pipefail
 if [ $# -eq 0 ]; then
     sed -n '2,15p' "$0"
@@ -154,6 +154,7 @@ run_part() {
         pretrain-1.1b) pretrain 1.1b 2048 ;;
         pretrain-7.2b) pretrain 7.2b 4096 ;;
         llama) llama ;;
+        fp8-parts) "$python" benchmarks/layer_parts.py --output "$out/fp8_parts.md" ;;
     esac
 }
 
@@ -168,6 +169,7 @@ limit_of() { # seconds of a part; the unnamed ones together stay below ten minut
         ablations-* | profile-*) echo 180 ;;
         mb4-7.2b | pretrain-7.2b) echo 240 ;;
         llama) echo 400 ;;
+        fp8-parts) echo 180 ;;
         *) return 1 ;;
     esac
 }

@@ -175,8 +175,14 @@ def head_step(model: GPTModel, shape: Shape, device: torch.device) -> Step:
     return forward, None
 
 
-def measure(name: str, step: Step, flops: int, *, num_steps: int, device: torch.device) -> Result:
-    """Measure the median step's time after steps that compile, then memory and kernels in one more step each."""
+def measure(
+    name: str, step: Step, flops: int, *, num_steps: int, device: torch.device, profiles: bool = True
+) -> Result:
+    """Measure the median step's time after steps that compile, then memory and kernels in one more step each.
+
+    Args:
+        profiles: kernels are asked for.
+    """
     forward, grad = step
     times: list[tuple[float, float, float]] = []
     for index in range(3 + num_steps):
@@ -202,7 +208,7 @@ def measure(name: str, step: Step, flops: int, *, num_steps: int, device: torch.
         flops=flops,
         saved_nbytes=saved,
         peak_nbytes=peak,
-        kernels=_kernels(step, device),
+        kernels=_kernels(step, device) if profiles else "",
     )
 
 
