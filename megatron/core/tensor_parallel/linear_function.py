@@ -22,6 +22,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from megatron.core.tensor_parallel.accumulating_gemm import write_product
+
 # On a device, the gradient of a smaller weight is left to autograd: copying it (4 bytes an element: 25 us for this many)
 # takes less time than the Python of this function's forward and backward takes on the host (60 us and more).
 IN_PLACE_MIN_NUMEL = 3 * 2**23
@@ -82,26 +84,16 @@ def _weight_gradient(weight: Any, grad_rows: torch.Tensor, x_rows: torch.Tensor)
     # With create_graph the gradient must be differentiable, which a write into a buffer is not.
     if get_main_grad is None or torch.is_grad_enabled():
         return grad_rows.t().mm(x_rows)
-    main_grad, grad_columns = get_main_grad(), grad_rows.t()
-    if main_grad.dtype == grad_columns.dtype:
-        if weight.overwrite_main_grad:
-            torch.mm(grad_columns, x_rows, out=main_grad)
-        else:
-            main_grad.addmm_(grad_columns, x_rows)
+    main_grad = get_main_grad()
+    if main_grad.dtype != grad_rows.dtype:
+        write_product(main_grad, grad_rows, x_rows, overwrites=bool(weight.overwrite_main_grad))
     elif weight.overwrite_main_grad:
-        main_grad.copy_(_product(main_grad.dtype, grad_columns, x_rows))
+        torch.mm(grad_rows.t(), x_rows, out=main_grad)
     else:
-        main_grad.add_(_product(main_grad.dtype, grad_columns, x_rows))
+        main_grad.addmm_(grad_rows.t(), x_rows)
     weight.grad_added_to_main_grad = True
     return None
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
     return x.reshape(-1, x.shape[-1])
-
-
-def _product(dtype: torch.dtype, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Multiply a and b; the result has ``dtype`` where the device's GEMM supports it, else the dtype of the operands."""
-    if a.is_cuda and dtype is torch.float32 and a.dtype in (torch.bfloat16, torch.float16):
-        return torch.mm(a, b, out_dtype=torch.float32)
-    return torch.mm(a, b)
