@@ -24,7 +24,6 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 import pretrain_gpt
-from benchmarks.measure.overlap import Interval, length, overlap
 from benchmarks.measure.steps import GIB
 from benchmarks.reports.page import facts_of_run
 from benchmarks.reports.page import page as markdown_page
@@ -32,6 +31,7 @@ from megatron.training.arguments import parse_settings
 from megatron.training.launch.distributed_init import initialize_distributed
 from megatron.training.launch.pretrain import pretrain
 from megatron.training.loop.train_step import StepRecord, TrainStep
+from megatron.training.telemetry.kernel_times import Interval, length, overlap
 
 NUM_STEPS, WARM_UP, PROFILED = 20, 6, 18
 _NUM_OTHERS = 10  # the other kernels that a profile lists, those that take most time

@@ -8,26 +8,18 @@ from __future__ import annotations
 import cProfile
 import io
 import pstats
-import re
-from collections import defaultdict
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.engines.engine import Batch, Engine
-from benchmarks.measure.overlap import Interval, length, overlap
 from benchmarks.measure.phases import time_phases
+from megatron.training.telemetry.trace_summary import read_trace, summarize_trace
 
-# Kernels are recognised by name; NCCL's annotations ("nccl:...") are no kernels. Peer copy's copies, barriers and sums
-# are communication.
-_BARRIER, _SUM = r"(.*symmetric_memory.*|.*barrier_kernel)", r"_sum_kernel"
-_COMMUNICATION = re.compile(rf"^(nccl(Dev|Symk|Kernel)|Memcpy PtoP|{_BARRIER}|{_SUM})")
-_GEMM = re.compile(r"gemm|nvjet|cutlass|xmma|wgmma", re.IGNORECASE)
-_MEMORY = re.compile(r"^Mem(cpy|set)")
-# Calls of the driver that launch a kernel, a copy or a whole graph.
-_LAUNCH = re.compile(r"^cu(da)?(Launch|GraphLaunch|Memcpy|Memset)")
 _NUM_ROWS = 15
 
 NUM_PROFILED_STEPS = 5
@@ -73,66 +65,10 @@ def _device_summary(engine: Engine, batches: Sequence[Batch], device: torch.devi
     with profile(activities=activities) as profiler:
         engine.step(batch)
         _wait(device)
-    kernels: dict[str, list[Interval]] = defaultdict(list)
-    num_launches = 0
-    for event in profiler.events():
-        num_launches += event.device_type.name == "CPU" and _LAUNCH.match(event.name) is not None
-        if event.device_type.name == "CUDA" and not event.is_user_annotation and not event.name.startswith("nccl:"):
-            kernels[event.name].append((event.time_range.start, event.time_range.end))
-    operators = profiler.key_averages().table(
-        sort_by="self_cpu_time_total", row_limit=_NUM_ROWS, max_name_column_width=60
-    )
-    counts = f"Launches by the host: {num_launches}; {counts_summary(kernels)}"
-    return f"{counts}\n{overlap_summary(kernels)}\n\nOperators by self time on the host, one step:\n{operators}"
-
-
-def counts_summary(kernels: dict[str, list[Interval]]) -> str:
-    """Count the kernels and copies of each kind that ran on the device."""
-
-    def count(pattern: str) -> int:
-        return sum(len(times) for name, times in kernels.items() if re.match(pattern, name))
-
-    compute = sum(len(times) for name, times in kernels.items() if _is_compute(name))
-    return (
-        f"on the device: {compute} kernels of compute, {count('nccl(Dev|Symk|Kernel)')} of NCCL (symmetric: "
-        f"{count('ncclSymk')}), {count('Memcpy PtoP')} peer copies, {count(_BARRIER)} barriers, {count(_SUM)} sums of pieces, {count('Memcpy (?!PtoP)')} other copies, "
-        f"{count('Memset')} memsets"
-    )
-
-
-def overlap_summary(kernels: dict[str, list[Interval]]) -> str:
-    """Return the share of communication that compute hides, and list the kernels that take most time.
-
-    Args:
-        kernels: for each kernel's name the times in microseconds at which it ran.
-    """
-    if not kernels:
-        return "No kernels on a device."
-    communication = [i for name, times in kernels.items() if _COMMUNICATION.match(name) for i in times]
-    gemm = [i for name, times in kernels.items() if _is_compute(name) and _GEMM.search(name) for i in times]
-    compute = [i for name, times in kernels.items() if _is_compute(name) for i in times]
-    everything = [i for times in kernels.values() for i in times]
-    span = max(end for _, end in everything) - min(start for start, _ in everything)
-    sent = length(communication)
-    lines = [
-        f"Device: span {span / 1e3:.2f} ms, idle {(span - length(everything)) / 1e3:.2f} ms, compute {length(compute) / 1e3:.2f} ms "
-        f"(GEMM {length(gemm) / 1e3:.2f} ms), communication {sent / 1e3:.2f} ms, exposed (communication without compute) "
-        f"{(sent - overlap(communication, compute)) / 1e3:.2f} ms",
-    ]
-    if sent:
-        lines.append(
-            f"Communication overlapped with GEMMs: {overlap(communication, gemm) / sent:.1%}; with any compute: "
-            f"{overlap(communication, compute) / sent:.1%}"
-        )
-    lines.append("Kernels by time (ms, launches, name):")
-    by_time = sorted(kernels.items(), key=lambda item: -sum(end - start for start, end in item[1]))
-    for name, times in by_time[:_NUM_ROWS]:
-        lines.append(f"  {sum(end - start for start, end in times) / 1e3:9.3f} {len(times):6d}  {name[:110]}")
-    return "\n".join(lines)
-
-
-def _is_compute(name: str) -> bool:
-    return not _COMMUNICATION.match(name) and not _MEMORY.match(name)
+    with tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(trace))
+        return summarize_trace(read_trace(trace))
 
 
 def _host_summary(engine: Engine, batch: Batch, device: torch.device) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from megatron.training.cli.flags_fp8 import add_fp8_flags, fp8_settings
 from megatron.training.cli.flags_graphs import add_graph_flags, captures_iterations, full_cuda_graph_config
 from megatron.training.cli.flags_model import add_model_flags, ffn_hidden_size, position_embedding_type
 from megatron.training.cli.flags_parallel import add_parallel_flags, parallel_settings, rank_grid
+from megatron.training.cli.flags_profiling import add_profiling_flags
 from megatron.training.cli.flags_refused import REFUSED, REFUSED_FAMILIES
 from megatron.training.cli.flags_training import add_training_flags
 from megatron.training.cli.refused_combinations import refusals_of
@@ -39,6 +41,7 @@ from megatron.training.loop.garbage import GarbageConfig
 from megatron.training.loop.lr_schedule import ScheduleConfig
 from megatron.training.loop.training_loop import LoopConfig
 from megatron.training.telemetry.metrics import LoggingConfig
+from megatron.training.telemetry.profiling import ProfilingConfig
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -57,6 +60,7 @@ class Settings:
     garbage: GarbageConfig
     checkpoint: CheckpointConfig
     logging: LoggingConfig
+    profiling: ProfilingConfig
     distributed: DistributedConfig
     ddp: DistributedDataParallelConfig
     cuda_graph: FullCudaGraphConfig
@@ -79,6 +83,7 @@ def build_parser() -> FlagParser:
         add_data_flags,
         add_checkpoint_flags,
         add_logging_flags,
+        add_profiling_flags,
         add_distributed_flags,
         add_graph_flags,
         add_fp8_flags,
@@ -134,6 +139,7 @@ def settings_from_args(args: Namespace, *, world_size: int) -> Settings:
         ),
         checkpoint=_checkpoint(args),
         logging=_logging(args),
+        profiling=_profiling(args, world_size),
         distributed=DistributedConfig(
             backend=args.distributed_backend,
             timeout_minutes=args.distributed_timeout_minutes,
@@ -351,6 +357,30 @@ def _logging(args: Namespace) -> LoggingConfig:
         wandb_entity=args.wandb_entity,
         wandb_exp_name=args.wandb_exp_name,
         wandb_save_dir=args.wandb_save_dir,
+    )
+
+
+def _profiling(args: Namespace, world_size: int) -> ProfilingConfig:
+    ranks = tuple(args.profile_ranks)
+    if ranks and not any(0 <= rank < world_size for rank in ranks):
+        raise ValueError(f"--profile-ranks must name ranks of the run, 0 to {world_size - 1}, got {args.profile_ranks}")
+    # Megatron-LM's place is beside the folder of TensorBoard.
+    folder = Path(args.tensorboard_dir).parent if args.tensorboard_dir else Path(args.save or "")
+    return ProfilingConfig(
+        profile=args.profile,
+        step_start=args.profile_step_start,
+        step_end=args.profile_step_end,
+        ranks=ranks,
+        use_pytorch_profiler=args.use_pytorch_profiler,
+        collect_shapes=args.pytorch_profiler_collect_shapes,
+        collect_callstack=args.pytorch_profiler_collect_callstack,
+        collect_chakra=args.pytorch_profiler_collect_chakra,
+        nvtx_ranges=args.nvtx_ranges,
+        record_shapes=args.record_shapes,
+        record_memory_history=args.record_memory_history,
+        memory_snapshot_path=args.memory_snapshot_path,
+        trace_folder=str(folder / "torch_profile"),
+        chakra_folder=str(folder / "chakra"),
     )
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.measure.overlap import overlap
+from megatron.training.telemetry.kernel_times import overlap
 
 _GATHER = re.compile(r"nccl.*AllGather")
 _REDUCE = re.compile(r"nccl.*ReduceScatter")

@@ -17,7 +17,6 @@ _FAULTS = "no fault-tolerance package is served; use --exit-signal-handler, and 
 _CONSTANT_MIX = "the blend of training data is constant; use --data-path, or --train-data-path"
 _MODEL = "this variant of the model is not served yet"
 _PIPELINE = "all stages have the same number of layers; interleaved and uneven stages are not served"
-_PROFILE = "profiling from the command line is not served yet; profile the whole process from outside"
 _GRAPHS = "graphs of parts of a step are not served; --cuda-graph-impl full_iteration captures the whole step"
 _CHECKPOINT = "this kind of checkpoint is not served; --save, --save-interval and --load are"
 _MASKS = "attention and positions are not reset at document borders: samples are packed without masks"
@@ -114,13 +113,6 @@ REFUSED: dict[str, str] = {
     "--enable-gloo-process-groups": "GPU ranks make a gloo group for --async-save alone; leave the flag out",
     "--high-priority-stream-groups": "streams of gathers and reductions always have high priority; leave the flag out",
     "--no-gradient-reduce-div-fusion": "the scale is always applied with the reduction; leave the flag out",
-    "--profile": _PROFILE,
-    "--profile-step-start": _PROFILE,
-    "--profile-step-end": _PROFILE,
-    "--profile-ranks": _PROFILE,
-    "--use-pytorch-profiler": _PROFILE,
-    "--record-memory-history": _PROFILE,
-    "--memory-snapshot-path": _PROFILE,
     "--cuda-graph-modules": _GRAPHS,
     "--optimizer-cuda-graph": _GRAPHS,
     "--enable-cuda-graph": _GRAPHS,

@@ -47,6 +47,7 @@ from megatron.training.loop.training_loop import LoopConfig, TrainingLoop
 from megatron.training.telemetry.flops import flops_per_sample
 from megatron.training.telemetry.life_signs import Progress
 from megatron.training.telemetry.metrics import MetricLog, ScalarWriter, build_writers
+from megatron.training.telemetry.profiling import StepProfiler, start_profiler
 
 ModelProvider = Callable[[Settings, int, torch.device, ProcessGroupCollection], torch.nn.Module]
 """(settings, size of the vocabulary, device, process groups) -> this rank's part of the model, unwrapped; on the meta
@@ -100,6 +101,7 @@ def pretrain(
     with ending_together(rendezvous) as watch:
         compare_settings(values_to_compare(settings), rendezvous, settings.distributed.timeout)
         device = initialize_distributed(settings.distributed, rendezvous)
+        profiler = start_profiler(settings.profiling, device)
         with ExitStack() as scopes:
             with refusing_together(rendezvous):
                 starts = EarlierStarts.of(settings.checkpoint, rendezvous)
@@ -113,7 +115,7 @@ def pretrain(
                 setup = set_up(settings, device, model_provider, datasets_provider)
                 print_rank_0(_report(setup))
                 start = _begin(setup, checkpoint, lock, starts)
-            state = _train(setup, start, forward_step, start_time, watch)
+            state = _train(setup, start, forward_step, start_time, watch, profiler)
     if owns_group:
         setup.model.close()
         dist.destroy_process_group()
@@ -240,6 +242,7 @@ def _train(
     forward_step: ForwardStep,
     start_time: float,
     watch: Callable[[Progress], None],
+    profiler: StepProfiler | None,
 ) -> TrainState:
     settings, device = setup.settings, setup.device
     checkpointer, state = start.checkpointer, start.state
@@ -278,6 +281,7 @@ def _train(
         garbage=garbage,
         device=device,
         stage=setup.stage,
+        profiler=profiler,
     )
     watch(loop.progress)
     try:

@@ -29,6 +29,9 @@ MAY_DIFFER = {
     "logging.tensorboard_dir": "a local folder",
     "logging.tensorboard_queue_size": "of the one rank that writes",
     "logging.wandb_save_dir": "a local folder",
+    "profiling.trace_folder": "a local folder",
+    "profiling.chakra_folder": "a local folder",
+    "profiling.memory_snapshot_path": "a local file",
 }
 """Settings that ranks may give differently, and why. All others must be the same."""
 

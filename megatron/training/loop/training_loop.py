@@ -18,6 +18,7 @@ from megatron.training.loop.step_agreement import StepAgreement
 from megatron.training.loop.train_state import TrainState
 from megatron.training.loop.train_step import Batch, ForwardStep, TrainStep
 from megatron.training.telemetry.metrics import MetricLog
+from megatron.training.telemetry.profiling import StepProfiler
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +79,7 @@ class TrainingLoop:
         train_batches: iterator over this rank's microbatches, from the current sample on.
         valid_batches: the same for evaluations; None: there are no validation data.
         stage: the pipeline stage of this rank.
+        profiler: of this rank's steps; None: none are profiled.
 
     Ranks: all of the run.
     """
@@ -98,11 +100,12 @@ class TrainingLoop:
         garbage: GarbageCollector,
         device: torch.device,
         stage: PipelineStage,
+        profiler: StepProfiler | None = None,
     ) -> None:
         self.config, self.batch, self.step, self.forward_step, self.state = config, batch, step, forward_step, state
         self.train_batches, self.valid_batches = train_batches, valid_batches
         self.checkpointer, self.agreement, self.log, self.garbage = checkpointer, agreement, log, garbage
-        self.device, self.stage = device, stage
+        self.device, self.stage, self.profiler = device, stage, profiler
         self.last_iteration = config.last_iteration(state, batch)
         self._contexts = contexts_of(step.model)
 
@@ -125,6 +128,8 @@ class TrainingLoop:
         while reason is None and self.state.iteration < self.last_iteration:
             self._train_one_step()
             reason = self._after_step()
+        if self.profiler is not None:
+            self.profiler.finish()
         self.log.stop_clock()
         self.agreement.collect()
         self.checkpointer.save(self.state)
@@ -158,6 +163,8 @@ class TrainingLoop:
         if level >= 2:
             _return_memory(self.device)
         assert self.train_batches is not None
+        if self.profiler is not None:
+            self.profiler.before_step(self.state.iteration)
         record = self.step(self.train_batches, self.state.iteration)
         if level >= 1:
             _return_memory(self.device)
@@ -170,6 +177,8 @@ class TrainingLoop:
     def _after_step(self) -> str | None:
         """Log, evaluate and save if due; return why training should end, or None to continue."""
         iteration = self.state.iteration
+        if self.profiler is not None:
+            self.profiler.after_step(iteration)
         if iteration % self.log.config.log_interval == 0:
             self.log.write(
                 iteration=iteration,

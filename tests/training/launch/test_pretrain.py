@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.training.telemetry.trace_summary import read_trace
 from tests.support.tiny_run import SHARDED, Run, train_all
 
 _BLOW_UP = f"{SHARDED} --lr 1e30 --optimizer sgd --clip-grad 0 --train-iters 6"
@@ -26,6 +27,15 @@ _OTHERS = {
         f"{SHARDED} --log-throughput --log-params-norm --log-num-zeros-in-grad --decoupled-lr 1e-3 --eval-iters 1 "
         "--eval-interval 2 --tensorboard-dir FOLDER --log-timers-to-tensorboard --log-memory-to-tensorboard "
         "--log-validation-ppl-to-tensorboard --manual-gc --manual-gc-interval 1 --optimizer sgd"
+    ),
+    "profiled": (
+        f"{SHARDED} --profile --profile-step-start 1 --profile-step-end 3 --use-pytorch-profiler --profile-ranks 1 "
+        "--pytorch-profiler-collect-shapes --pytorch-profiler-collect-chakra --record-memory-history "
+        "--tensorboard-dir FOLDER/of_profile"
+    ),
+    "profiled too late": (
+        f"{SHARDED} --profile --profile-step-start 8 --profile-step-end 9 --use-pytorch-profiler --profile-ranks 0 "
+        "--tensorboard-dir FOLDER/of_late"
     ),
     "not finite": _BLOW_UP,
     "not finite and allowed": f"{_BLOW_UP} --no-check-for-nan-in-loss-and-grad",
@@ -96,6 +106,31 @@ def test_everything_that_can_be_logged_is_logged(on_two: dict[str, Run], folder:
     events.Reload()
     assert [event.value for event in events.Scalars("lm loss")] == pytest.approx(list(run.losses.values()), rel=1e-6)
     assert {"iteration-time", "memory resident (MiB)", "lm loss validation ppl"} <= set(events.Tags()["scalars"])
+
+
+def test_a_profile_is_a_trace_and_a_summary_of_the_ranks_that_are_asked(on_two: dict[str, Run], folder: Path) -> None:
+    """Where Megatron-LM writes it: beside the folder of TensorBoard. The steps train as without a profiler."""
+    run = on_two["profiled"]
+    assert run.error is None and run.losses == on_two["first"].losses
+    assert sorted(file.name for file in (folder / "torch_profile").iterdir()) == ["rank-1.json.gz", "rank-1.txt"]
+    events = read_trace(folder / "torch_profile/rank-1.json.gz")
+    steps = [event for event in events if event["name"].startswith("ProfilerStep#") and event["ph"] == "X"]
+    assert len(steps) == 2
+    optimizer_steps = [event for event in events if event["name"].startswith("Optimizer.step")]
+    assert len(optimizer_steps) == 2
+    assert any("Input Dims" in event.get("args", {}) for event in events)
+    summary = (folder / "torch_profile/rank-1.txt").read_text()
+    assert summary.startswith("Sums over 2 steps; a step is ")
+    assert "Operators by self time on the host (ms, calls, name):" in summary and "aten::view" in summary
+    assert summary.count("Python outside of operators") == 1 and "ProfilerStep" not in summary
+    assert (folder / "chakra/rank-1.json.gz").stat().st_size > 0
+
+
+def test_a_profile_that_training_does_not_reach_is_told(on_two: dict[str, Run]) -> None:
+    text = (
+        "nothing is profiled, since training has no iteration after --profile-step-start 8 up to --profile-step-end 9"
+    )
+    assert on_two["profiled too late"].output.count(f" rank 0: {text}") == 1
 
 
 def test_a_loss_that_is_not_finite_ends_training_and_can_be_allowed(on_two: dict[str, Run]) -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.measure.overlap import length, overlap, union
-from benchmarks.profile_step import counts_summary, overlap_summary
+from megatron.training.telemetry.kernel_times import counts_summary, length, overlap, overlap_summary, union
 
 
 def test_union_merges_what_touches_and_drops_what_is_empty() -> None:
