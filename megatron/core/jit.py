@@ -6,7 +6,7 @@ parameters), recomputation and saved-tensor hooks see an ordinary function, and 
 On CPU, where compilation costs more than it gains, the same arithmetic runs eagerly.
 
 [Note: one code for each width] torch.compile makes code for any size once it has seen two sizes, and a kernel that divides by
-widths that are not constants is several times slower (SwiGLU's backward, 14,336 wide: 1.14 ms against 0.2 ms). The number of
+widths that are not constants is several times slower (SwiGLU, 14,336 wide: 1.14 ms against 0.2 ms). The number of
 rows may change from step to step (tokens of experts, other lengths). Widths differ between layers (dense and expert layers,
 queries and keys), so each width gets its own code.
 """
@@ -30,8 +30,14 @@ _logger = logging.getLogger(__name__)
 class Fusible:
     """A function of tensors that is compiled where its first argument is on CUDA.
 
+    Attributes:
+        kernel: takes the function's arguments and is called instead of the compiled function, where that one would be slow
+            however it is written; None: there is none.
+
     Source: ours; Megatron-Core's ``jit_fuser`` compiles when the function is defined.
     """
+
+    kernel: Callable[..., Any] | None = None
 
     def __init__(self, function: Callable[..., Any]) -> None:
         functools.update_wrapper(self, function)
@@ -46,6 +52,8 @@ class Fusible:
         """
         if not is_compiled(compiled, first) or self._failed:
             return self.eager(first, *rest)
+        if self.kernel is not None:
+            return self.kernel(first, *rest)
         widths = first.shape[1:]
         compiled_for_widths = self._compiled.get(widths)
         if compiled_for_widths is None:

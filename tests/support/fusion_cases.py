@@ -46,15 +46,16 @@ def _tables(device: torch.device, width: int = 8) -> tuple[torch.Tensor, torch.T
     return angles.cos(), angles.sin()
 
 
-def _split(mixed: torch.Tensor, *, interleaved: bool = False) -> Outputs:
+def _split(mixed: torch.Tensor, *, interleaved: bool = False, rotated: int = 8) -> Outputs:
     query, key, value = mixed.unflatten(-1, (2, 4, 8)).split([2, 1, 1], dim=3)
-    cos, sin = _tables(mixed.device)
+    cos, sin = _tables(mixed.device, rotated)
     query, key = (apply_rotary(x, cos, sin, interleaved=interleaved) for x in (query.flatten(2, 3), key.squeeze(3)))
     return query, key, value.squeeze(3)
 
 
-def _fused_split(mixed: torch.Tensor, *, interleaved: bool = False) -> Outputs:
-    return fused_split_and_rotate(mixed, *_tables(mixed.device), num_groups=2, head_width=8, interleaved=interleaved)
+def _fused_split(mixed: torch.Tensor, *, interleaved: bool = False, rotated: int = 8) -> Outputs:
+    tables = _tables(mixed.device, rotated)
+    return fused_split_and_rotate(mixed, *tables, num_groups=2, head_width=8, interleaved=interleaved)
 
 
 def _rotate(function: Callable[..., torch.Tensor], x: torch.Tensor) -> torch.Tensor:
@@ -96,6 +97,7 @@ _tanh_gelu = partial(F.gelu, approximate="tanh")
 
 CASES: dict[str, Case] = {
     "swiglu": Case(fused=bias_swiglu, plain=partial(_gated, function=F.silu), shapes=((6, 2, 32), None)),
+    "wide swiglu": Case(fused=bias_swiglu, plain=partial(_gated, function=F.silu), shapes=((3, 2, 2 * 1050), None)),
     "bias swiglu": Case(fused=bias_swiglu, plain=partial(_gated, function=F.silu), shapes=((6, 2, 32), (32,))),
     "bias geglu": Case(fused=bias_geglu, plain=partial(_gated, function=_tanh_gelu), shapes=((6, 2, 32), (32,))),
     "bias gelu": Case(fused=bias_gelu, plain=lambda x, bias: _tanh_gelu(x + bias), shapes=((6, 2, 16), (16,))),
@@ -117,6 +119,14 @@ CASES: dict[str, Case] = {
     "split and rotate": Case(fused=_fused_split, plain=_split, shapes=((6, 2, 64),)),
     "split and rotate pairs": Case(
         fused=partial(_fused_split, interleaved=True), plain=partial(_split, interleaved=True), shapes=((6, 2, 64),)
+    ),
+    "split and rotate half of each head": Case(
+        fused=partial(_fused_split, rotated=4), plain=partial(_split, rotated=4), shapes=((6, 2, 64),)
+    ),
+    "split and rotate pairs of half of each head": Case(
+        fused=partial(_fused_split, interleaved=True, rotated=4),
+        plain=partial(_split, interleaved=True, rotated=4),
+        shapes=((6, 2, 64),),
     ),
     "rotate half of each head": Case(
         fused=partial(_rotate, fused_rotate), plain=partial(_rotate, apply_rotary), shapes=((6, 2, 3, 8),)

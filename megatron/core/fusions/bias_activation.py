@@ -6,11 +6,13 @@ Shapes: s sequence, b batch, f MLP width; a gated input holds [gate; up] in its 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from megatron.core.fusions.backward_launch import gated_backward
 from megatron.core.jit import Fusible
 
 
@@ -85,6 +87,9 @@ class _Activation:
     backward: Fusible
     """(grad of activated, x, bias) -> grad of x."""
 
+
+_swiglu_backward.kernel = partial(gated_backward, activation="silu")
+_geglu_backward.kernel = partial(gated_backward, activation="gelu")
 
 _SWIGLU = _Activation(forward=_swiglu, backward=_swiglu_backward)
 _GEGLU = _Activation(forward=_geglu, backward=_geglu_backward)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from megatron.core.fusions.backward_launch import join_and_rotate_back
 from megatron.core.jit import Fusible
 
 
@@ -99,6 +100,9 @@ def _join_and_rotate_back(
     query = _turn(grad_query, cos, -sin, interleaved).view(sequence, batch, num_groups, -1, head_width)
     key = _turn(grad_key, cos, -sin, interleaved)
     return torch.cat((query, key.unsqueeze(3), grad_value.unsqueeze(3)), dim=3).flatten(2)
+
+
+_join_and_rotate_back.kernel = join_and_rotate_back
 
 
 class _Rotate(torch.autograd.Function):

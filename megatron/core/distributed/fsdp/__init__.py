@@ -17,6 +17,7 @@ from megatron.core.distributed.fsdp.buffers.norm_ownership import NormScope, cou
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup, group_of
 from megatron.core.distributed.fsdp.checkpoint import load_checkpoint, save_checkpoint
 from megatron.core.distributed.fsdp.codec.fp8_codec import Fp8Codec, Fp8Wrapper
+from megatron.core.distributed.fsdp.comm.peer.peer_memory import peer_memory_nbytes
 from megatron.core.distributed.fsdp.comm.registry import TRANSPORT_KINDS, TransportKind
 from megatron.core.distributed.fsdp.config.mixed_precision import MixedPrecisionPolicy
 from megatron.core.distributed.fsdp.config.placement import Placements, hybrid_placements
@@ -59,6 +60,7 @@ __all__ = [
     "load_checkpoint",
     "microbatch",
     "norm_scope_of",
+    "peer_memory_nbytes",
     "save_checkpoint",
     "sum_grads",
 ]

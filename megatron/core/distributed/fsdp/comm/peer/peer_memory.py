@@ -11,6 +11,7 @@ not free at the same time.
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from datetime import timedelta
@@ -22,6 +23,9 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 _ATTRIBUTE = "_fsdp_peer_memory"
+_PAGE_NBYTES = 2**21
+# The process's allocations by device, for those who count its memory; nothing is decided by them.
+_alive: weakref.WeakKeyDictionary[PeerMemory, tuple[torch.device, int]] = weakref.WeakKeyDictionary()
 
 
 class Barrier(Enum):
@@ -95,12 +99,22 @@ class PeerMemory(ABC):
 
 def attach(tensor: torch.Tensor, memory: PeerMemory) -> None:
     """Attach ``memory`` to the tensor's storage, for ``peer_memory_of``; the storage keeps it alive."""
-    setattr(tensor.untyped_storage(), _ATTRIBUTE, memory)
+    storage = tensor.untyped_storage()
+    setattr(storage, _ATTRIBUTE, memory)
+    _alive[memory] = tensor.device, -(-storage.nbytes() // _PAGE_NBYTES) * _PAGE_NBYTES
 
 
 def peer_memory_of(tensor: torch.Tensor) -> PeerMemory | None:
     """Return the peer memory that the tensor lies in; None if other ranks cannot read it."""
     return getattr(tensor.untyped_storage(), _ATTRIBUTE, None)
+
+
+def peer_memory_nbytes(device: torch.device) -> int:
+    """Return the bytes of peer memory that this process holds on ``device``, in whole pages of 2 MiB.
+
+    On CUDA the driver allocates it: ``torch.cuda.memory_allocated`` does not count it. Ranks: each its own.
+    """
+    return sum(nbytes for of_device, nbytes in list(_alive.values()) if of_device == device)
 
 
 def time_out_of(group: ProcessGroup, device: torch.device) -> timedelta:

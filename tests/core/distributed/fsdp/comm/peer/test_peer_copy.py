@@ -22,7 +22,7 @@ from megatron.core.distributed.fsdp import fully_shard, fully_shard_optimizer, m
 from megatron.core.distributed.fsdp.comm.nvlink import Place
 from megatron.core.distributed.fsdp.comm.peer import peer_memory_cpu
 from megatron.core.distributed.fsdp.comm.peer.peer_copy import PeerCopyTransport, peer_copy_problem
-from megatron.core.distributed.fsdp.comm.peer.peer_memory import Barrier, peer_memory_of
+from megatron.core.distributed.fsdp.comm.peer.peer_memory import Barrier, peer_memory_nbytes, peer_memory_of
 from megatron.core.distributed.fsdp.comm.peer.peer_memory_cpu import CpuPeerMemory
 from megatron.core.distributed.fsdp.comm.process_group import RankOrderTransport
 from megatron.core.distributed.fsdp.comm.registry import TransportKind
@@ -183,12 +183,13 @@ def memory_goes_with_its_last_view() -> None:
     """Without the garbage collector, and neither a mapping nor an open file stays."""
     gc.collect()
     gc.disable()
-    before = _mappings()
+    before, counted = _mappings(), peer_memory_nbytes(CPU)
     transport = _peer_copy()
     shard = transport.empty(100_000, torch.bfloat16, CPU, MemoryKind.SHARD)
     inputs = transport.empty(60_000, torch.float32, CPU, MemoryKind.REDUCE_SCATTER_INPUT)
     view = shard[10:34]
     assert peer_memory_of(view) is peer_memory_of(shard)
+    assert peer_memory_nbytes(CPU) - counted == 2 * 2**21, "each in a page of its own"
     transport.publish()
     transport.all_gather(torch.empty(24 * transport.size, dtype=torch.bfloat16), view)
     transport.reduce_scatter(torch.empty(60_000 // transport.size), inputs)
@@ -196,7 +197,7 @@ def memory_goes_with_its_last_view() -> None:
     del shard
     assert _mappings() > before and view.shape == (24,), "a view keeps the memory"
     del view, inputs
-    assert _mappings() == before
+    assert (_mappings(), peer_memory_nbytes(CPU)) == (before, counted)
     transport.publish()  # and a transport without memory still meets its peers
     gc.enable()
 
