@@ -121,7 +121,7 @@ def test_a_profile_is_a_trace_and_a_summary_of_the_ranks_that_are_asked(on_two: 
     assert any("Input Dims" in event.get("args", {}) for event in events)
     summary = (folder / "torch_profile/rank-1.txt").read_text()
     assert summary.startswith("Sums over 2 steps; a step is ")
-    assert "Operators by self time on the host (ms, calls, name):" in summary and "aten::view" in summary
+    assert "Operators by self time on the host (ms, calls, name):" in summary and " aten::" in summary
     assert summary.count("Python outside of operators") == 1 and "ProfilerStep" not in summary
     assert (folder / "chakra/rank-1.json.gz").stat().st_size > 0
 

@@ -45,7 +45,7 @@ def test_a_profile_and_a_snapshot_can_be_read_without_a_browser(tmp_path: Path) 
     assert runs["torch"].losses == runs["nsys"].losses == runs["none"].losses
     summary = (tmp_path / "torch_profile/rank-0.txt").read_text()
     assert summary.startswith("Sums over 2 steps; a step is ")
-    for words in (" kernels of compute, ", "Device: span ", " idle ", "Kernels by time (ms, runs, name):", "aten::mm"):
+    for words in (" kernels of compute, ", "Device: span ", " idle ", "Kernels by time (ms, runs, name):", " aten::"):
         assert words in summary, summary
     assert " 0 launches" not in summary
     text = (tmp_path / "snapshot_0.txt").read_text()
