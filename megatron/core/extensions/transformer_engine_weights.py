@@ -84,7 +84,7 @@ class TransformerEngineWrapper:
         common = {"shape": data.shape, "dtype": dtype, "fp8_dtype": e4m3, "requires_grad": False, "device": device}
         if self.scales_blocks:
             blocks = te.Float8BlockQuantizer(
-                fp8_dtype=e4m3, rowwise=True, columnwise=True, force_pow_2_scales=codec.scales_by_powers_of_two
+                fp8_dtype=e4m3, rowwise=True, columnwise=False, force_pow_2_scales=codec.scales_by_powers_of_two
             )
             wrapped: torch.Tensor = te.Float8BlockwiseQTensor(
                 rowwise_data=data,
@@ -103,6 +103,8 @@ class TransformerEngineWrapper:
             quantizer = te.Float8CurrentScalingQuantizer(
                 fp8_dtype=e4m3, device=device, force_pow_2_scales=codec.scales_by_powers_of_two
             )
+        # Layers would make the transpose in forward, and again in backward if the unit was resharded between.
+        quantizer.set_usage(rowwise=True, columnwise=False)
         wrapped = te.Float8Tensor(data=data, fp8_scale_inv=inverse, data_transpose=None, quantizer=quantizer, **common)
         return wrapped
 

@@ -142,16 +142,26 @@ def _train_sharded(name: str) -> tuple[list[float], list[torch.Tensor], list[tor
                 weights: Any = group.weights
                 scales = weights.codec.scales_by_weight(weights.scales.scale, group.layout)
                 first += [scale.clone().flatten() for scale in scales]
+        assert _has_only_bytes(net), "what backward multiplies is made in backward"
         loss.backward()
         losses.append(loss.item())
         optimizer.step()
         optimizer.zero_grad()
     for group in context_of(net).groups:
         assert group.weights.model.local.dtype == group.weights.full.local.dtype == torch.uint8
-        for weight in group.unsharded:
-            assert all(getattr(weight, key) is value for key, value in group.weights.codec.wrapper.derived.items())  # type: ignore[attr-defined]
+    assert _has_only_bytes(net)
     assert context_of(net).plan is not None
     return losses, [full(p) for p in net.parameters()], first
+
+
+def _has_only_bytes(net: nn.Module) -> bool:
+    """Whether no weight holds anything that layers derived from its bytes."""
+    return all(
+        getattr(weight, key) is value
+        for group in context_of(net).groups
+        for weight in group.unsharded
+        for key, value in group.weights.codec.wrapper.derived.items()  # type: ignore[attr-defined]
+    )
 
 
 def _compare(name: str) -> str:
