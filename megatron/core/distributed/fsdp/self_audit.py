@@ -28,6 +28,7 @@ from megatron.core.distributed.fsdp.api.fully_shard import fully_shard, microbat
 from megatron.core.distributed.fsdp.api.module import FsdpModule
 from megatron.core.distributed.fsdp.api.optimizer import fully_shard_optimizer
 from megatron.core.distributed.fsdp.buffers.parameter_group import group_of
+from megatron.core.distributed.fsdp.codec.hooked_tensor import memory_of
 from megatron.core.distributed.fsdp.comm.alike import OrderDiffersError
 from megatron.core.distributed.fsdp.dtensor.random_fill import local_rows
 
@@ -473,4 +474,4 @@ def _with_first_ranks_values(plain: nn.Module, model: nn.Module, group: ProcessG
 
 def _local(tensor: Any) -> torch.Tensor:
     """Return the part of a DTensor that this rank holds; a plain tensor as it is."""
-    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach()
+    return (memory_of(tensor._local_tensor) if isinstance(tensor, DTensor) else tensor).detach()

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from megatron.core.distributed.fsdp.buffers.materialize import mark_unfilled
 from megatron.core.distributed.fsdp.buffers.parameter_group import group_of
 from megatron.core.distributed.fsdp.buffers.retired_parameter import RetiredParameter
+from megatron.core.distributed.fsdp.codec.hooked_tensor import memory_of
 from megatron.core.distributed.fsdp.runtime.unit import FsdpUnit
 
 Function = Callable[[torch.Tensor], torch.Tensor]
@@ -84,7 +85,7 @@ def _check(module: nn.Module, fn: Function) -> None:
     for key, parameter in module._parameters.items():
         if parameter is None or group_of(parameter) is None:
             continue
-        own = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+        own = memory_of(parameter._local_tensor) if isinstance(parameter, DTensor) else parameter
         converted = fn(own.detach().flatten()[:1].clone())
         if converted.dtype != own.dtype or converted.device != own.device:
             raise RuntimeError(
@@ -96,10 +97,10 @@ def _check(module: nn.Module, fn: Function) -> None:
 
 @torch.no_grad()
 def _write(parameter: DTensor, fn: Function) -> None:
-    local = parameter._local_tensor.detach()
+    local = memory_of(parameter._local_tensor).detach()
     values = fn(local)
     if values is not local:
-        parameter._local_tensor.copy_(values)
+        local.copy_(values)
     group = group_of(parameter)
     context = None if group is None or group.context is None else group.context()
     if context is not None:

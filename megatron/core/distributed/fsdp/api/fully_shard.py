@@ -34,13 +34,14 @@ from megatron.core.distributed.fsdp.buffers.materialize import materialize, move
 from megatron.core.distributed.fsdp.buffers.module_tree import ModuleTree
 from megatron.core.distributed.fsdp.buffers.param_slots import ManagedParameter
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup, group_of
-from megatron.core.distributed.fsdp.codec.quantized_parameters import without_quantization
+from megatron.core.distributed.fsdp.codec.hooked_tensor import hook_codec
+from megatron.core.distributed.fsdp.codec.quantized_parameters import plain_of
 from megatron.core.distributed.fsdp.codec.weight_codec import codec_of
 from megatron.core.distributed.fsdp.comm.registry import TransportKind
 from megatron.core.distributed.fsdp.config.mixed_precision import SERVED_DTYPES, MixedPrecisionPolicy
 from megatron.core.distributed.fsdp.config.placement import Placements
 from megatron.core.distributed.fsdp.layout.flat_layout import FlatLayout
-from megatron.core.distributed.fsdp.layout.granule import granule_of
+from megatron.core.distributed.fsdp.layout.granule import Granule, granule_of
 from megatron.core.distributed.fsdp.layout.row_groups import group_by_rows
 from megatron.core.distributed.fsdp.mesh.group_mesh import GroupMesh, device_of
 from megatron.core.distributed.fsdp.mesh.model_parallel import ModelParallel, is_shared_between_stages
@@ -174,6 +175,7 @@ def fully_shard(
     )
     managed, borrowed = _collect(root, meshes, {fresh: meta for meta, fresh in filled.made.items()})
     check_experts(managed, meshes)
+    _ask_hooks(managed, meshes, placements, policy)
     groups = [
         FsdpParameterGroup(
             parameters,
@@ -443,11 +445,30 @@ def _collect(
                 )
             refuse_earlier_hooks(parameter, name)
             if parameter not in managed:
-                plain = without_quantization(parameter)
+                plain = plain_of(parameter, name, module)
                 made = made_from.get(parameter) if plain is parameter else parameter
                 managed[parameter] = ManagedParameter(name, plain, made)
             managed[parameter].param_slots.append((module._parameters, key))
     return list(managed.values()), list(borrowed)
+
+
+def _ask_hooks(
+    managed: Sequence[ManagedParameter], meshes: GroupMeshes, placements: Placements, policy: MixedPrecisionPolicy
+) -> None:
+    """Give parameters with hooks of their own the codec that calls them. Ranks: all of the parameters' meshes."""
+    for original in (parameter.original for parameter in managed):
+        shell = getattr(original, "fsdp_shell", None)
+        if shell is None:
+            continue
+        del original.fsdp_shell  # type: ignore[attr-defined]
+        mesh, trains = meshes.of(original), original.requires_grad
+        own = placements if trains else placements.frozen()
+        dtypes = policy.resolve(original.dtype, trainable=trains)
+        original.fsdp_codec = hook_codec(  # type: ignore[attr-defined]
+            shell, original, mesh.mesh_of_shards(own), dtypes, original.device
+        )
+        if not hasattr(original, "fsdp_granule"):
+            original.fsdp_granule = Granule.row()  # type: ignore[attr-defined]
 
 
 def _group(

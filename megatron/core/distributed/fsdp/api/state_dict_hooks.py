@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from megatron.core.distributed.fsdp.codec.hooked_tensor import memory_of
 from megatron.core.distributed.fsdp.dtensor.local_parts import placed_like
 from megatron.core.distributed.fsdp.dtensor.random_fill import local_rows
 from megatron.core.distributed.fsdp.runtime.unit import FsdpUnit
@@ -62,7 +63,7 @@ def watch_loads(unit: FsdpUnit, modules: Sequence[tuple[str, nn.Module]]) -> Non
         for key in module._parameters:
             value = state_dict.get(prefix + key)
             if isinstance(value, DTensor) and not isinstance(value, nn.Parameter):  # with keep_vars it is one
-                state_dict[prefix + key] = placed_like(value, value._local_tensor)
+                state_dict[prefix + key] = placed_like(value, memory_of(value._local_tensor))
 
     for _, module in modules:
         if any(parameter is not None for parameter in module._parameters.values()):
@@ -76,7 +77,7 @@ def copy_into(sharded: DTensor, value: torch.Tensor) -> None:
     """Copy a full tensor, or a DTensor of any placement, into ``sharded``. Ranks: all, for a DTensor."""
     if isinstance(value, DTensor):
         if value.placements == sharded.placements and value.device_mesh == sharded.device_mesh:
-            sharded._local_tensor.copy_(value._local_tensor)
+            memory_of(sharded._local_tensor).copy_(memory_of(value._local_tensor))
             return
         value = value.full_tensor()
-    sharded._local_tensor.copy_(local_rows(sharded, value))
+    memory_of(sharded._local_tensor).copy_(local_rows(sharded, value))

@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron.core.distributed.fsdp.buffers.retired_parameter import RetiredParameter
+from megatron.core.distributed.fsdp.codec.hooked_tensor import leaves_of
+from megatron.core.distributed.fsdp.codec.quantized_parameters import plain_of
 
 logger = logging.getLogger(__name__)
 
@@ -214,7 +216,7 @@ def _compare_writes(
     again, never = dict[str, None](), dict[str, None]()
     for meta, fresh in made.items():
         holder = holders.get(id(fresh))
-        by_constructor, by_reset = meta._version, fresh._version - starts[meta]
+        by_constructor, by_reset = max(leaf._version for leaf in leaves_of(meta)), fresh._version - starts[meta]
         if holder is not None and by_constructor != by_reset:
             if by_constructor > by_reset:
                 again[label[holder]] = None
@@ -251,9 +253,9 @@ def _make_empty(
     for key, parameter in module._parameters.items():
         if parameter is None or not parameter.is_meta:
             continue
-        values = _unfilled(parameter, device)
-        fresh = nn.Parameter(values, requires_grad=parameter.requires_grad)
-        fresh.__dict__.update(parameter.__dict__)
+        plain = plain_of(parameter, key, module)
+        fresh = nn.Parameter(_unfilled(plain, device), requires_grad=plain.requires_grad)
+        fresh.__dict__.update(plain.__dict__)
         if isinstance(parameter, RetiredParameter):
             filled[key] = parameter
         elif parameter in made:

@@ -20,12 +20,14 @@ from megatron.core.distributed.fsdp.buffers.dbuffer import DBuffer
 from megatron.core.distributed.fsdp.buffers.grad_hooks import GradHooks
 from megatron.core.distributed.fsdp.buffers.grad_sums import GradSum
 from megatron.core.distributed.fsdp.buffers.gradients import GroupGradients
+from megatron.core.distributed.fsdp.buffers.hooked_weights import HookedWeights
 from megatron.core.distributed.fsdp.buffers.param_slots import ManagedParameter, ModuleParameters, ParamSlots
 from megatron.core.distributed.fsdp.buffers.retired_parameter import retire
 from megatron.core.distributed.fsdp.buffers.scaled_weights import ScaledWeights
 from megatron.core.distributed.fsdp.buffers.weights import GroupWeights
 from megatron.core.distributed.fsdp.codec.fp8_codec import Fp8Codec
-from megatron.core.distributed.fsdp.codec.weight_codec import codec_of
+from megatron.core.distributed.fsdp.codec.hooked_tensor import HookCodec
+from megatron.core.distributed.fsdp.codec.weight_codec import WeightCodec, codec_of
 from megatron.core.distributed.fsdp.config.mixed_precision import GroupDtypes
 from megatron.core.distributed.fsdp.config.placement import Placements
 from megatron.core.distributed.fsdp.dtensor import copies, full_states, indexed_writes  # noqa: F401 (patch DTensor for views of buffers)
@@ -35,6 +37,7 @@ from megatron.core.distributed.fsdp.layout.flat_layout import FlatLayout
 from megatron.core.distributed.fsdp.mesh.group_mesh import GroupMesh
 from megatron.core.distributed.fsdp.mesh.model_parallel import is_shared_between_stages, part_of
 
+_KINDS: dict[type[WeightCodec], type[GroupWeights]] = {Fp8Codec: ScaledWeights, HookCodec: HookedWeights}
 REQUIRES_GRAD = operator.attrgetter("requires_grad")
 
 
@@ -99,7 +102,7 @@ class FsdpParameterGroup:
         self.set_prefix("")
         self._parts = [part_of(p.original, p.name, group_mesh.tensor_size) for p in self.parameters]
         codec = codec_of(self.parameters[0].original, self.parameters[0].name)
-        self.weights = (ScaledWeights if isinstance(codec, Fp8Codec) else GroupWeights)(
+        self.weights = _KINDS.get(type(codec), GroupWeights)(
             [p.original for p in self.parameters],
             layout=layout,
             group_mesh=group_mesh,
@@ -137,6 +140,7 @@ class FsdpParameterGroup:
 
     def _sharded_parameter(self, index: int, parameter: ManagedParameter) -> nn.Parameter:
         sharded = nn.Parameter(self._dtensor(self.weights.main, index), requires_grad=self.trainable)
+        sharded._local_tensor = self.weights.held(index, sharded._local_tensor)  # type: ignore[attr-defined]
         sharded.__dict__.update(parameter.original.__dict__)
         return sharded
 
@@ -249,7 +253,8 @@ class FsdpParameterGroup:
         for index, parameter in enumerate(self.sharded):
             wide = self._dtensor(self.weights.main, index)
             set_shell(parameter, wide)  # the dtype that autograd sees
-            parameter._local_tensor, parameter._spec = wide._local_tensor, wide._spec  # type: ignore[attr-defined]
+            local = self.weights.held(index, wide._local_tensor)
+            parameter._local_tensor, parameter._spec = local, wide._spec  # type: ignore[attr-defined]
         self.weights.set_parameters(self.sharded, self.unsharded)
 
     def forget_events(self) -> None:

@@ -9,8 +9,7 @@ from itertools import repeat
 import torch
 
 from megatron.core.distributed.fsdp.buffers.param_slots import each
-from megatron.core.distributed.fsdp.buffers.weights import FENCE_BITS, RESHARDED, GroupWeights
-from megatron.core.distributed.fsdp.codec.float8 import NAN_BYTE
+from megatron.core.distributed.fsdp.buffers.weights import GroupWeights
 from megatron.core.distributed.fsdp.codec.fp8_codec import SCALE_ALIGNMENT, Fp8Codec, pieces_of
 from megatron.core.distributed.fsdp.config.mixed_precision import GroupDtypes
 
@@ -63,6 +62,7 @@ class ScaledWeights(GroupWeights):
         prepare_scales: brings the scales of all groups of the context up to date with the main weights.
     """
 
+    shares_counter = False  # what layers multiply are tensors of their own, each with a counter
     codec: Fp8Codec
     scales: Scales
     prepare_scales: Callable[[], None]
@@ -153,9 +153,7 @@ class ScaledWeights(GroupWeights):
         )
 
     def set_fence(self, unsharded: bool) -> None:
-        # What layers multiply are tensors of their own, each with a counter.
-        version = 1 + (self.fence & FENCE_BITS) if unsharded else RESHARDED
-        torch._C._autograd._unsafe_set_version_counter(tuple(self.unsharded), (version,) * len(self.unsharded))
+        super().set_fence(unsharded)
         if not unsharded and not self.codec.keeps_derived:
             self._drop_derived()
 
@@ -163,9 +161,6 @@ class ScaledWeights(GroupWeights):
         """Drop what layers have made of bytes that are gone or new."""
         for name, value in self.codec.wrapper.derived.items():
             each(setattr, self.unsharded, repeat(name), repeat(value))
-
-    def poison(self) -> None:
-        self.full.local.data.fill_(NAN_BYTE)
 
     def _rebind(self, index: int, parameter: torch.Tensor) -> None:
         self.codec.wrapper.rebind(parameter, data=self.full.view(index))

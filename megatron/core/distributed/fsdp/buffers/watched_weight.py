@@ -95,6 +95,8 @@ def watch(group: FsdpParameterGroup, cost: DebugCost) -> None:
     if not group.weights.needs_gather:
         return
     for index, parameter in enumerate(group.unsharded):
+        if type(parameter) is not nn.Parameter:
+            continue  # a subclass has operations of its own
         parameter._fsdp_watch = (weakref.ref(group), group.name_of(index), cost)  # type: ignore[attr-defined]
         parameter.__class__ = WatchedWeight
 

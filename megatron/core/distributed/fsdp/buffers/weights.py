@@ -13,6 +13,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from megatron.core.distributed.fsdp.buffers.dbuffer import DBuffer, Gather
 from megatron.core.distributed.fsdp.buffers.storage import FlatStorage
+from megatron.core.distributed.fsdp.codec.float8 import NAN_BYTE
 from megatron.core.distributed.fsdp.codec.weight_codec import CAST, WeightCodec
 from megatron.core.distributed.fsdp.comm.transport import MemoryKind, unfinished
 from megatron.core.distributed.fsdp.config.mixed_precision import GroupDtypes
@@ -64,6 +65,8 @@ class GroupWeights:
 
     Ranks: every rank of the mesh must construct.
     """
+
+    shares_counter = True  # of versions, which unsharded parameters have in common
 
     def __init__(
         self,
@@ -118,7 +121,7 @@ class GroupWeights:
         """Make model and main weight from the full one, and the memory into which the model weight is gathered."""
         placements, dtypes = self.placements, self.dtypes
         self.model = self._make_model_weight(full)
-        same_dtype = dtypes.main_params == self.rest_dtype
+        same_dtype = self.codec.casts and dtypes.main_params == self.rest_dtype
         if same_dtype and tuple(placements.parameter) == tuple(placements.optimizer):
             self.main = self.model
         elif same_dtype:
@@ -163,7 +166,7 @@ class GroupWeights:
         return True
 
     def _make_model_weight(self, full: DBuffer) -> DBuffer:
-        is_coded = self.rest_dtype != self.dtypes.compute
+        is_coded = not self.codec.casts
         if not self.needs_gather:
             rest = self.rest_dtype
             flat = torch.zeros_like(full.local, dtype=rest) if is_coded else full.local.to(rest)
@@ -177,10 +180,15 @@ class GroupWeights:
         """Return the full weight of parameter ``index`` as its module multiplies it."""
         return self.full.view(index)
 
+    def held(self, index: int, local: torch.Tensor) -> torch.Tensor:
+        """Return what the DTensor of parameter ``index`` holds, for this rank's part of its main weight."""
+        return local
+
     def set_parameters(self, sharded: Sequence[nn.Parameter], unsharded: Sequence[nn.Parameter]) -> None:
         """Keep the [T] parameters over these buffers, and give back the full weight's memory."""
         self.sharded, self.unsharded = list(sharded), list(unsharded)
         self._versioned = [*self.sharded, *(p._local_tensor for p in self.sharded)]  # type: ignore[attr-defined]
+        self._fenced = tuple(self.unsharded[:1] if self.shares_counter else self.unsharded)
         if self.full_storage is not None and not self.is_unsharded:
             self.full_storage.free()
 
@@ -250,7 +258,7 @@ class GroupWeights:
     def set_fence(self, unsharded: bool) -> None:
         """Let autograd use what it saved of these weights since they were last written, or (not ``unsharded``) nothing."""
         version = 1 + (self.fence & FENCE_BITS) if unsharded else RESHARDED
-        torch._C._autograd._unsafe_set_version_counter((self.unsharded[0],), (version,))
+        torch._C._autograd._unsafe_set_version_counter(self._fenced, (version,) * len(self._fenced))
 
     def move(self, flat: torch.Tensor | None, *, copies: bool = False) -> None:
         """Put the full weight into ``flat`` [total_numel], or into memory of its own if None.
@@ -275,4 +283,4 @@ class GroupWeights:
 
     def poison(self) -> None:
         """Fill the full weight with NaN."""
-        self.full.local.data.fill_(float("nan"))
+        self.full.local.data.fill_(float("nan") if self.rest_dtype.is_floating_point else NAN_BYTE)

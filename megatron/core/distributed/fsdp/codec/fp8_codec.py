@@ -81,6 +81,7 @@ class Fp8Codec(WeightCodec):
     power_of_two: bool | None = None
     keeps_derived: bool = False
 
+    casts = False
     needs_all_main_weights = True
 
     def __post_init__(self) -> None:

@@ -14,10 +14,12 @@ class WeightCodec:
     Parameters whose codecs are equal may share a group, so codecs compare by value and hold nothing that changes.
 
     Attributes:
+        casts: the model weight is the main weight in another dtype, or the main weight itself.
         needs_all_main_weights: what is encoded depends on other parts of the main weight than those at its place, so that
             an optimizer cannot write it with its update.
     """
 
+    casts = True
     needs_all_main_weights = False
 
     def rest_dtype(self, compute: torch.dtype) -> torch.dtype:

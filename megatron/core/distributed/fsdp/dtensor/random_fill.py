@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
+from megatron.core.distributed.fsdp.codec.hooked_tensor import memory_of
 from megatron.core.distributed.fsdp.dtensor.layers_at_rest import by_torch
 from megatron.core.distributed.fsdp.dtensor.tensor_pieces import boxes_of
 from megatron.core.distributed.fsdp.dtensor.uneven_shard import UnevenShard
@@ -61,7 +62,7 @@ def write_part(target: DTensor, part: torch.Tensor) -> None:
     for axis, placement in enumerate(target.placements):
         if isinstance(placement, Replicate) and mesh.size(axis) > 1:
             dist.broadcast(part, group=mesh.get_group(axis), group_src=0)
-    target._local_tensor.copy_(part)
+    memory_of(target._local_tensor).copy_(part)
 
 
 def draws_whole(mesh: DeviceMesh) -> DeviceMesh:

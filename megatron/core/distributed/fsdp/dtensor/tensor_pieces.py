@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from megatron.core.distributed.fsdp.codec.hooked_tensor import memory_of
 from megatron.core.distributed.fsdp.dtensor.block_shard import BlockShard
 from megatron.core.distributed.fsdp.dtensor.row_shard import RowShard
 from megatron.core.distributed.fsdp.layout.granule import check_row_parts
@@ -111,7 +112,7 @@ def _slice(ranges: list[_Range], begin: int, end: int) -> list[_Range]:
 
 def pieces_of(tensor: DTensor) -> list[tuple[ChunkStorageMetadata, torch.Tensor]]:
     """Return the boxes that this rank holds, each with its data: a view of the local tensor."""
-    local, begin, pieces = tensor._local_tensor.detach(), 0, []
+    local, begin, pieces = memory_of(tensor._local_tensor).detach(), 0, []
     if local.dim() == 0:
         return [(box, local) for box in boxes_of(tensor)]
     for box in boxes_of(tensor):

@@ -54,6 +54,25 @@ class GroupMesh:
         sharded = [any(isinstance(p, Shard) for p in of_axis) for of_axis in kinds]
         return math.prod(axis.size for axis, is_sharded in zip(self.axes, sharded, strict=True) if is_sharded)
 
+    def mesh_of_shards(self, placements: Placements) -> DeviceMesh:
+        """Return a mesh of one axis over the ranks that share main weights; over the innermost axis, where none share.
+
+        Raises:
+            NotImplementedError: they share along both axes of a mesh without names.
+
+        Ranks: all of the mesh.
+        """
+        axes = [axis for axis, placement in enumerate(placements.optimizer) if isinstance(placement, Shard)]
+        if len(axes) < 2:
+            (axis,) = axes or [self.mesh.ndim - 1]
+            return _mesh_of_axis(self.mesh, axis)
+        if self.mesh.mesh_dim_names is None:
+            raise NotImplementedError(
+                f"a mesh whose axes share main weights must name its axes, got none in {self.mesh}; pass mesh_dim_names"
+            )
+        flat: DeviceMesh = self.mesh._flatten()
+        return flat
+
     def grad_scale(self, placements: Placements, grad_divisor: float | Fraction) -> float:
         """Return the factor for sums of gradients: 1 / ``grad_divisor``, and 1 / size of each axis that averages."""
         return float(1 / (Fraction(grad_divisor) * self.num_averaged(placements)))
@@ -140,6 +159,16 @@ def mesh_of_groups(
         f"the process groups of {', '.join(names)} must be the axes of a mesh over ranks {ranks.flatten().tolist()}, got "
         f"{' and '.join(map(str, own))} on rank {dist.get_rank()}"
     )
+
+
+def _mesh_of_axis(mesh: DeviceMesh, axis: int) -> DeviceMesh:
+    """Return the mesh of one axis that holds this rank, made once."""
+    if mesh.ndim == 1:
+        return mesh
+    made: dict[int, DeviceMesh] = mesh.__dict__.setdefault("_fsdp_meshes_of_axes", {})
+    if axis not in made:
+        made[axis] = DeviceMesh.from_group(mesh.get_group(axis), mesh.device_type)
+    return made[axis]
 
 
 def mesh_in_order(mesh: DeviceMesh, axes: Sequence[int]) -> DeviceMesh:

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron.core.distributed.fsdp.buffers.materialize import is_unfilled
 from megatron.core.distributed.fsdp.buffers.parameter_group import REQUIRES_GRAD, FsdpParameterGroup
+from megatron.core.distributed.fsdp.codec.hooked_tensor import memory_of
 from megatron.core.distributed.fsdp.comm.transport import Transport
 from megatron.core.distributed.fsdp.layout.plan import Use
 from megatron.core.distributed.fsdp.runtime.unit import FsdpUnit
@@ -152,4 +153,4 @@ class UnitRegistry:
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return memory_of(tensor._local_tensor) if isinstance(tensor, DTensor) else tensor
