@@ -7,15 +7,17 @@
 # losses50 (fifty steps beside FSDP2, kernels that add in a fixed order), symm-1.1b, symm-7.2b and symm-7.2b-1024
 # (NCCL's symmetric memory, without expandable segments), mb4-1.1b and mb4-7.2b (four microbatches), ablations-1.1b,
 # ablations-7.2b and ablations-7.2b-1024, losses-7.2b, profile-1.1b, profile-7.2b and profile-7.2b-1024, pretrain-1.1b
-# and pretrain-7.2b, llama, fp8-parts (a layer of transformer-engine with each part exchanged, one GPU). Each part has a
-# time limit, and one that fails does not stop the others. FOLDER receives session.log, summary.txt, a page for each
-# comparison and a profile of one step. The exit status is 1 where a part failed. Variables: COMMIT names the commit where
-# there is no git; PYTHON another python3; ENGINES what is compared, checked or profiled; STEPS the measured steps; TESTS the
-# test files; EXTRA_PYTHONPATH folders of unpacked packages such as megatron-fsdp; EXTRA further flags of pretrain_gpt.py
-# for pretrain-* and llama; LIMIT the seconds of every part, in place of its own.
+# and pretrain-7.2b, llama, and of FP8, which needs transformer-engine: fp8-7.2b-1024 (steps in bf16 and FP8), fp8-curves
+# (losses of 500 steps, fp8_curves.sh) and fp8-parts (a layer with each part exchanged, one GPU). Each part has a time limit,
+# and one that fails does not stop the others. FOLDER receives session.log, summary.txt, a page for each comparison and a
+# profile of one step. The exit status is 1 where a part failed. Variables: COMMIT names the commit where there is no git;
+# PYTHON another python3; ENGINES what is compared, checked or profiled (for fp8-7.2b-1024 and fp8-curves: runs of
+# compare_precisions.py); STEPS the measured steps; TESTS the test files; EXTRA_PYTHONPATH folders of unpacked packages such
+# as megatron-fsdp; EXTRA further flags of pretrain_gpt.py for pretrain-*, llama, fp8-7.2b-1024 and fp8-curves; DATA the
+# corpus of fp8-curves; LIMIT the seconds of every part, in place of its own.
 set -uo pipefail
 if [ $# -eq 0 ]; then
-    sed -n '2,15p' "$0"
+    sed -n '2,17p' "$0"
     exit 2
 fi
 out=$(realpath -m "$1")
@@ -103,7 +105,7 @@ ablations() { # ablations SIZE TOKENS
     compare "ablations_$1_$2" "$1" "$2" "ideal,fsdp2,$best,$best+plain,$best+nosync,$best+nooverlap,$best+fp32main,$best+torchadam,ours-nccl,ours-nccl+together,$best-graph"
 }
 
-pretrain() { # pretrain SIZE TOKENS
+trainer() { # trainer SIZE TOKENS PROGRAM PAGE [ARGUMENT...]: a program that takes the flags of pretrain_gpt.py
     local size
     case $(model "$1") in
         1.1b) size=(--num-layers 22 --hidden-size 2048 --ffn-hidden-size 5632 --num-attention-heads 32 --num-query-groups 4) ;;
@@ -111,7 +113,7 @@ pretrain() { # pretrain SIZE TOKENS
         tiny) size=(--num-layers 3 --hidden-size 64 --ffn-hidden-size 160 --num-attention-heads 4 --num-query-groups 2) ;;
     esac
     # shellcheck disable=SC2086 # EXTRA holds several words
-    PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF-expandable_segments:True} "${launch[@]}" benchmarks/compare_pretrain.py "$out/pretrain_$1.md" "${size[@]}" \
+    PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF-expandable_segments:True} "${launch[@]}" "benchmarks/$3" "$out/$4" "${size[@]}" \
         --group-query-attention --seq-length "$(tokens "$2")" --max-position-embeddings "$(tokens "$2")" \
         --position-embedding-type rope --swiglu --normalization RMSNorm --disable-bias-linear \
         --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 \
@@ -119,7 +121,18 @@ pretrain() { # pretrain SIZE TOKENS
         --clip-grad 1.0 --bf16 --use-megatron-fsdp --use-distributed-optimizer \
         --data-parallel-sharding-strategy optim_grads_params --overlap-grad-reduce --overlap-param-gather \
         --init-model-with-meta-device --mock-data --tokenizer-type NullTokenizer --vocab-size 31999 \
-        --eval-interval 1000 --eval-iters 0 --log-interval 1 --log-throughput ${EXTRA:-}
+        --eval-interval 1000 --eval-iters 0 --log-interval 1 --log-throughput "${@:5}" ${EXTRA:-}
+}
+
+pretrain() { # pretrain SIZE TOKENS
+    trainer "$1" "$2" compare_pretrain.py "pretrain_$1.md"
+}
+
+# Steps in bf16 and in FP8 with the dtypes of compare.py: gradients in bf16, on the wire and where they rest, no clipping.
+precisions() { # precisions SIZE TOKENS
+    trainer "$1" "$2" compare_precisions.py "fp8_$1_$2.md" --runs "${ENGINES:-local,bf16,delayed,local+graph,delayed+graph}" \
+        --bar-speed 1.25 --train-iters "${STEPS:-40}" --clip-grad 0 --megatron-fsdp-grad-comm-dtype bf16 \
+        --megatron-fsdp-main-grads-dtype bf16 --cross-entropy-loss-fusion --manual-gc
 }
 
 tokens() { # tokens N: what stands in for it here
@@ -154,6 +167,8 @@ run_part() {
         pretrain-1.1b) pretrain 1.1b 2048 ;;
         pretrain-7.2b) pretrain 7.2b 4096 ;;
         llama) llama ;;
+        fp8-7.2b-1024) precisions 7.2b 1024 ;;
+        fp8-curves) PYTHON=$python NPROC=$num_ranks ITERS=${STEPS:-} RUNS=${ENGINES:-} bash benchmarks/fp8_curves.sh "$out" "${DATA:-}" ;;
         fp8-parts) "$python" benchmarks/layer_parts.py --output "$out/fp8_parts.md" ;;
     esac
 }
@@ -170,6 +185,8 @@ limit_of() { # seconds of a part; the unnamed ones together stay below ten minut
         mb4-7.2b | pretrain-7.2b) echo 240 ;;
         llama) echo 400 ;;
         fp8-parts) echo 180 ;;
+        fp8-7.2b-1024) echo 240 ;;
+        fp8-curves) echo 420 ;;
         *) return 1 ;;
     esac
 }

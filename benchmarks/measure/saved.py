@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-
-from benchmarks.model_speed import Step
 
 
 class SavedTensor(NamedTuple):
@@ -36,8 +34,12 @@ class Saved:
         return sum(tensor.nbytes for tensor in self.tensors if tensor.of_weights == of_weights)
 
 
-def saved_by_module(module: nn.Module, step: Step) -> Saved:
-    """Run a forward and its backward, and return what the forward saved."""
+def saved_by_module(module: nn.Module, step: tuple[Callable[[], Tensor], Tensor | None]) -> Saved:
+    """Run a forward and its backward, and return what the forward saved.
+
+    Args:
+        step: a forward of the module, and the gradient of what it gives (None: 1).
+    """
     forward, grad = step
     saved = Saved()
     inside: list[tuple[str, nn.Module]] = [("", module)]
