@@ -10,7 +10,8 @@ import torch
 
 from megatron.core.distributed.fsdp.buffers.param_slots import each
 from megatron.core.distributed.fsdp.buffers.weights import GroupWeights
-from megatron.core.distributed.fsdp.codec.fp8_codec import SCALE_ALIGNMENT, Fp8Codec, pieces_of
+from megatron.core.distributed.fsdp.codec.fp8_codec import Fp8Codec, pieces_of
+from megatron.core.distributed.fsdp.codec.update_encoding import SCALE_ALIGNMENT, UpdateEncoding
 from megatron.core.distributed.fsdp.config.mixed_precision import GroupDtypes
 
 
@@ -19,29 +20,34 @@ class Scales:
     """The scales of N tensors or blocks, equal on all ranks that hold parts of them.
 
     Args:
-        amax: [N] largest absolute values of the main weights, as they were last measured.
+        amax: [N] largest absolute values of the main weights, as far as they were measured since the last scales; else 0.
         scale: [N] what main weights are multiplied by.
         inverse: [N] its reciprocals, which layers read.
+        following: [N] the ``scale`` of the next step where the recipe knows it before.
         history: [H, T] ``amax`` of the T weights in the latest steps, the latest first; H is 0 where the recipe has no history.
     """
 
     amax: torch.Tensor
     scale: torch.Tensor
     inverse: torch.Tensor
+    following: torch.Tensor
     history: torch.Tensor
 
     @staticmethod
     def make(codec: Fp8Codec, number: int, device: torch.device) -> Scales:
         """Allocate scales of 1."""
-        amax, scale, inverse = (torch.ones(number, device=device) for _ in range(3))
+        amax = torch.zeros(number, device=device)
+        scale, inverse, following = (torch.ones(number, device=device) for _ in range(3))
         num_steps = codec.amax_history_len if codec.has_history else 0
         history = torch.zeros(num_steps, number // SCALE_ALIGNMENT, device=device)
-        return Scales(amax, scale, inverse, history)
+        return Scales(amax, scale, inverse, following, history)
 
     def part(self, begin: int, end: int) -> Scales:
         """Return views of elements [begin, end)."""
         history = self.history[:, begin // SCALE_ALIGNMENT : end // SCALE_ALIGNMENT]
-        return Scales(self.amax[begin:end], self.scale[begin:end], self.inverse[begin:end], history)
+        return Scales(
+            self.amax[begin:end], self.scale[begin:end], self.inverse[begin:end], self.following[begin:end], history
+        )
 
     def copy_(self, other: Scales) -> None:
         for own, theirs in zip(vars(self).values(), vars(other).values(), strict=True):
@@ -59,6 +65,8 @@ class ScaledWeights(GroupWeights):
     Attributes:
         scales: of the group's weights, one after the other.
         restarts: the next scales are those of the weights as they are, without a history.
+        has_following: ``scales.following`` is what the next step needs: nothing was loaded since.
+        was_updated: an update has measured the main weights, and written bytes where it could, since the last scales.
         prepare_scales: brings the scales of all groups of the context up to date with the main weights.
     """
 
@@ -66,6 +74,8 @@ class ScaledWeights(GroupWeights):
     codec: Fp8Codec
     scales: Scales
     prepare_scales: Callable[[], None]
+    has_following = was_updated = False
+    _is_encoded = False
 
     def _follow_main(self) -> None:
         super()._follow_main()
@@ -80,16 +90,35 @@ class ScaledWeights(GroupWeights):
     def take_scales(self, scales: Scales) -> None:
         """Keep the scales in this memory from now on; its content is theirs."""
         self.scales = scales
-        self._amax, self._scale, self._inverse = (
-            self.codec.scales_by_weight(flat, self.layout) for flat in (scales.amax, scales.scale, scales.inverse)
+        self._amax, self._scale, self._inverse, self._following = (
+            self.codec.scales_by_weight(flat, self.layout)
+            for flat in (scales.amax, scales.scale, scales.inverse, scales.following)
         )
         for parameter, inverse in zip(getattr(self, "unsharded", ()), self._inverse, strict=False):
             self.codec.wrapper.rebind(parameter, inverse=inverse)
 
     # ---- main to model weight -----------------------------------------------------------------------------------
 
-    def measure(self) -> None:
-        """Raise ``scales.amax`` to the largest absolute values of this rank's main weights."""
+    def begin_update(self, *, is_whole: bool) -> UpdateEncoding | None:
+        self._forget_update()  # two updates without a forward between them
+        # A replayed graph must not depend on what ran eagerly between replays: it measures and encodes in each forward.
+        if not (is_whole and self.has_following and self.codec.encodes_by_tensor) or _is_capturing(self.device):
+            return None
+        self.was_updated = True
+        target = self.encoded_piece if self.codec.has_history else None
+        return UpdateEncoding(target, self.scales.following, self.scales.amax, self.dtypes.compute)
+
+    def measure(self, *, anew: bool) -> None:
+        """Raise ``scales.amax`` to the largest absolute values of this rank's main weights.
+
+        Args:
+            anew: also what an update has measured.
+        """
+        is_measured = self.was_updated and not anew and self.write_count == self.updated_write_count
+        self._is_encoded = is_measured and self.codec.has_history
+        if is_measured:
+            return
+        self._forget_update()
         for piece, main, _ in self._parts:
             self.codec.raise_amax(self._amax[piece.weight], main, piece)
 
@@ -109,12 +138,21 @@ class ScaledWeights(GroupWeights):
     def _forget_scales(self) -> None:
         """Begin anew with the next weights, which are not those that the scales were made for."""
         self.restarts, self._to_restore = True, set(range(len(self.layout.slots)))
+        self._forget_update()
+        self.has_following = False
+
+    def _forget_update(self) -> None:
+        if self.was_updated:
+            self.scales.amax.zero_()
+            self.was_updated = False
 
     def scale_state(self, index: int) -> dict[str, torch.Tensor] | None:
         """Return what a checkpoint must hold of a weight's scales; None where the weights say it all."""
         if self.restarts or not self.codec.has_history:
             return None
-        return {"scale": self._scale[index], "amax_history": self.scales.history[:, index]}
+        # The scale of bytes that an update has written, and no forward has read yet.
+        scales = self._following if self.was_updated else self._scale
+        return {"scale": scales[index], "amax_history": self.scales.history[:, index]}
 
     def restore_scales(self, index: int, state: Mapping[str, torch.Tensor] | None) -> None:
         """Take over what ``scale_state`` returned, after ``note_load``; a shorter history takes the latest steps."""
@@ -131,8 +169,10 @@ class ScaledWeights(GroupWeights):
     def sync(self, *, casts: bool = True) -> None:
         """Encode the main weight anew, with scales that fit. Ranks: all that hold parts of the context's weights."""
         self.prepare_scales()
-        for piece, main, target in self._parts:
-            self.codec.write(target, main, self._scale[piece.weight], piece, nominal=self.dtypes.compute)
+        if casts or not self._is_encoded:
+            for piece, main, target in self._parts:
+                self.codec.write(target, main, self._scale[piece.weight], piece, nominal=self.dtypes.compute)
+        self._is_encoded = False
         self._drop_derived()
         for all_gather, full, shard in self._sync_gathers:
             all_gather(full, shard)
@@ -175,3 +215,7 @@ class ScaledWeights(GroupWeights):
         self._follow_main()
         self.synced_weight_version = -1
         return True
+
+
+def _is_capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

@@ -14,6 +14,7 @@ from torch.distributed.tensor.placement_types import Placement
 from megatron.core.distributed.fsdp.buffers.dbuffer import DBuffer, Gather
 from megatron.core.distributed.fsdp.buffers.storage import FlatStorage
 from megatron.core.distributed.fsdp.codec.float8 import NAN_BYTE
+from megatron.core.distributed.fsdp.codec.update_encoding import UpdateEncoding
 from megatron.core.distributed.fsdp.codec.weight_codec import CAST, WeightCodec
 from megatron.core.distributed.fsdp.comm.transport import MemoryKind, unfinished
 from megatron.core.distributed.fsdp.config.mixed_precision import GroupDtypes
@@ -209,6 +210,14 @@ class GroupWeights:
         """Note that the main weights are others now, also if they were read straight into memory, which no count sees."""
         self.updated_write_count = -1
         self.num_updates += 1
+
+    def begin_update(self, *, is_whole: bool) -> UpdateEncoding | None:
+        """Return what an update is to do for the codec; None where ``sync`` does it, or ``piece_of_update`` says it.
+
+        Args:
+            is_whole: it updates all main weights of the group.
+        """
+        return None
 
     def sync(self, *, casts: bool = True) -> None:
         """Bring the model weight up to date with the main weight. Ranks: all, where the model weight is replicated.

@@ -47,7 +47,7 @@ def write_kernel(  # type: ignore[no-untyped-def]
     mask = (at >= 0) & (at < numel)
     w = tl.load(weights + at, mask=mask, other=0.0).to(tl.float32)
     if ROUNDS:
-        w = _to_bf16(w)
+        w = to_bf16(w)
     if SCALES_BLOCKS:
         chunk = begin + tl.arange(0, BLOCK // CHUNK) * CHUNK
         index = chunk // width // CHUNK * columns + chunk % width // CHUNK
@@ -55,14 +55,14 @@ def write_kernel(  # type: ignore[no-untyped-def]
         w = tl.reshape(tl.reshape(w, (BLOCK // CHUNK, CHUNK)) * own[:, None], (BLOCK,))
     else:
         w = w * tl.load(scale)
-    tl.store(target + at, _to_e4m3(w, LARGEST), mask=mask)
+    tl.store(target + at, to_e4m3(w, LARGEST), mask=mask)
 
 
 # Conversions are written out in integers, so that Triton's interpreter, which truncates, tests what devices run.
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def _to_bf16(w):  # type: ignore[no-untyped-def]
+def to_bf16(w):  # type: ignore[no-untyped-def]
     """Round to bf16, ties to even, as fp32."""
     bits = w.to(tl.int32, bitcast=True)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
@@ -70,7 +70,7 @@ def _to_bf16(w):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def _to_e4m3(w, LARGEST: tl.constexpr):  # type: ignore[no-untyped-def]
+def to_e4m3(w, LARGEST: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return the bytes of the nearest E4M3 numbers, ties to even; beyond the largest one that one, and NaN as NaN."""
     bits = w.to(tl.int32, bitcast=True)
     size = tl.abs(w)

@@ -19,13 +19,12 @@ import torch
 
 from megatron.core.distributed.fsdp.codec import float8
 from megatron.core.distributed.fsdp.codec.float8_launch import kernels_for
+from megatron.core.distributed.fsdp.codec.update_encoding import SCALE_ALIGNMENT, raise_amax
 from megatron.core.distributed.fsdp.codec.weight_codec import WeightCodec
 from megatron.core.distributed.fsdp.layout.flat_layout import FlatLayout
 
 Fp8Recipe = Literal["delayed", "tensorwise", "blockwise"]
 _SCALE_COLUMNS = 4  # GEMMs of blocks read scales in rows of a multiple of this
-# Scales of a weight begin at multiples of 256 bytes: cuBLAS refuses products whose scales lie anywhere.
-SCALE_ALIGNMENT = 64
 
 
 class Fp8Wrapper(Protocol):
@@ -103,6 +102,10 @@ class Fp8Codec(WeightCodec):
         return self.recipe == "blockwise"
 
     @property
+    def encodes_by_tensor(self) -> bool:
+        return not self.scales_blocks
+
+    @property
     def has_history(self) -> bool:
         """Whether scales depend on more than the weights as they are: a checkpoint must hold them."""
         return self.recipe == "delayed"
@@ -169,7 +172,7 @@ class Fp8Codec(WeightCodec):
             else:
                 kernels.raise_block_amax(amax, weights, piece.first, piece.width)
         else:
-            amax.copy_(torch.maximum(amax, torch.linalg.vector_norm(weights, torch.inf, dtype=torch.float32)))
+            raise_amax(amax, weights)
 
     def write(
         self, target: torch.Tensor, weights: torch.Tensor, scale: torch.Tensor, piece: Piece, *, nominal: torch.dtype

@@ -16,11 +16,16 @@ class WeightCodec:
     Attributes:
         casts: the model weight is the main weight in another dtype, or the main weight itself.
         needs_all_main_weights: what is encoded depends on other parts of the main weight than those at its place, so that
-            an optimizer cannot write it with its update.
+            an optimizer cannot write it with its update, or only as ``GroupWeights.begin_update`` says.
     """
 
     casts = True
     needs_all_main_weights = False
+
+    @property
+    def encodes_by_tensor(self) -> bool:
+        """Whether an update must know which elements are which tensor's."""
+        return False
 
     def rest_dtype(self, compute: torch.dtype) -> torch.dtype:
         """Return the dtype in which the model weight rests and travels, one element for each of the weight's."""

@@ -6,6 +6,7 @@ depend on its block, the mask or the dtypes that the kernel was compiled for.
 
 from __future__ import annotations
 
+from megatron.core.distributed.fsdp.codec.float8_kernel import to_bf16, to_e4m3
 from megatron.core.extensions.triton_language import tl, triton
 
 # Elements of one program: 8 for each of 128 threads, so that bf16 is read in words of 16 bytes.
@@ -13,6 +14,9 @@ BLOCK_NUMEL = 1024
 NUM_WARPS = 4
 # Columns of the coefficients, in the order of adamw_update.COLUMNS.
 NUM_COLUMNS = tl.constexpr(8)
+# Numbers of an entry of the table of blocks, and of a weight's place in the scales: update_encoding.SCALE_ALIGNMENT.
+ENTRY = tl.constexpr(5)
+SCALE_ALIGNMENT = tl.constexpr(64)
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
@@ -52,41 +56,50 @@ def update_kernel(  # type: ignore[no-untyped-def]
     exp_avg_sq,
     remainder,
     model,
+    scale,
+    amax,
     blocks,
     coefficients,
     KEEPS_REMAINDER: tl.constexpr,
     WRITES_MODEL: tl.constexpr,
+    MEASURES: tl.constexpr,
+    WRITES_BYTES: tl.constexpr,
+    ROUNDS: tl.constexpr,
+    LARGEST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Update an ``adamw_update.FlatShard`` with one program for each row of ``blocks`` [B, 4]."""
-    entry = blocks + tl.program_id(0) * 4
+    """Update an ``adamw_update.FlatShard`` with one program for each row of ``blocks`` [B, 5].
+
+    ``MEASURES``: raise ``amax`` of the weights to their largest absolute values (NaN counts as infinite). ``WRITES_BYTES``: write
+    them with their ``scale`` to ``model``, after rounding to bf16 if ``ROUNDS``.
+    """
+    entry = blocks + tl.program_id(0) * ENTRY
     at = tl.load(entry).to(tl.int64) * BLOCK
     first = tl.load(entry + 1)
     last = tl.load(entry + 2)
     own = coefficients + tl.load(entry + 3) * NUM_COLUMNS
+    weight = tl.load(entry + 4) * SCALE_ALIGNMENT
     inside = tl.arange(0, BLOCK)
     offsets = at + inside
     if last - first == BLOCK:
-        _update(main, grad, exp_avg, exp_avg_sq, remainder, model, own, offsets, None, KEEPS_REMAINDER, WRITES_MODEL)
+        w = _update(main, grad, exp_avg, exp_avg_sq, remainder, own, offsets, None, KEEPS_REMAINDER)
+        w = _store(main, remainder, model, w, offsets, None, KEEPS_REMAINDER, WRITES_MODEL)
+        if MEASURES:
+            _encode(model, scale + weight, amax + weight, w, offsets, None, WRITES_BYTES, ROUNDS, LARGEST)
     else:
         mask = (inside >= first) & (inside < last)
-        _update(main, grad, exp_avg, exp_avg_sq, remainder, model, own, offsets, mask, KEEPS_REMAINDER, WRITES_MODEL)
+        w = _update(main, grad, exp_avg, exp_avg_sq, remainder, own, offsets, mask, KEEPS_REMAINDER)
+        w = _store(main, remainder, model, w, offsets, mask, KEEPS_REMAINDER, WRITES_MODEL)
+        if MEASURES:
+            w = tl.where(mask, w, 0.0)
+            _encode(model, scale + weight, amax + weight, w, offsets, mask, WRITES_BYTES, ROUNDS, LARGEST)
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _update(  # type: ignore[no-untyped-def]
-    main,
-    grad,
-    exp_avg,
-    exp_avg_sq,
-    remainder,
-    model,
-    coefficients,
-    offsets,
-    mask,
-    KEEPS_REMAINDER: tl.constexpr,
-    WRITES_MODEL: tl.constexpr,
+    main, grad, exp_avg, exp_avg_sq, remainder, coefficients, offsets, mask, KEEPS_REMAINDER: tl.constexpr
 ):
+    """Update the state, and return the new main weights in fp32."""
     g = tl.load(grad + offsets, mask=mask).to(tl.float32) * tl.load(coefficients + 7)
     m = tl.load(exp_avg + offsets, mask=mask)
     v = tl.load(exp_avg_sq + offsets, mask=mask)
@@ -102,6 +115,14 @@ def _update(  # type: ignore[no-untyped-def]
     w = w * tl.load(coefficients) + tl.div_rn(m * tl.load(coefficients + 4), denominator)
     tl.store(exp_avg + offsets, m, mask=mask)
     tl.store(exp_avg_sq + offsets, v, mask=mask)
+    return w
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _store(  # type: ignore[no-untyped-def]
+    main, remainder, model, w, offsets, mask, KEEPS_REMAINDER: tl.constexpr, WRITES_MODEL: tl.constexpr
+):
+    """Store main weights, and, in ``model``, their casts if ``WRITES_MODEL``; return them in fp32 as they are in ``main``."""
     if KEEPS_REMAINDER:
         # Devices write NaN as 0x7FFFFFFF, which would be rounded into the sign bit.
         bits = tl.where(w == w, w.to(tl.int32, bitcast=True), 0x7FC00000)
@@ -112,7 +133,25 @@ def _update(  # type: ignore[no-untyped-def]
         tl.store(main + offsets, rounded, mask=mask)
         if WRITES_MODEL:
             tl.store(model + offsets, rounded, mask=mask)
+        stored = (high << 16).to(tl.float32, bitcast=True)
     else:
-        tl.store(main + offsets, w.to(main.dtype.element_ty), mask=mask)
+        narrow = w.to(main.dtype.element_ty)
+        tl.store(main + offsets, narrow, mask=mask)
         if WRITES_MODEL:
             tl.store(model + offsets, w.to(model.dtype.element_ty), mask=mask)
+        stored = narrow.to(tl.float32)
+    return stored
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _encode(  # type: ignore[no-untyped-def]
+    target, scale, amax, w, offsets, mask, WRITES: tl.constexpr, ROUNDS: tl.constexpr, LARGEST: tl.constexpr
+):
+    """Raise ``amax`` to the largest absolute value of ``w``, and write its bytes if ``WRITES``."""
+    found = tl.max(tl.where(w == w, tl.abs(w), float("inf")), axis=0)
+    # Nearly all programs find nothing larger, and need not queue for the one address. What is read may be old: it only grows.
+    tl.atomic_max(amax, found, mask=found > tl.load(amax))
+    if WRITES:
+        if ROUNDS:
+            w = to_bf16(w)
+        tl.store(target + offsets, to_e4m3(w * tl.load(scale), LARGEST), mask=mask)

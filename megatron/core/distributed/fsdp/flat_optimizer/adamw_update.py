@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron.core.distributed.fsdp.codec.float8 import E4M3_MAX
+from megatron.core.distributed.fsdp.codec.update_encoding import UpdateEncoding
 from megatron.core.distributed.fsdp.flat_optimizer.flat_runs import Run, block_table
 
 # Columns of the hyperparameters [P, 5] fp64, and of the coefficients [R, 8] fp32 that a step computes from them.
@@ -86,9 +88,15 @@ class TorchUpdate:
         """Return the table of blocks that ``update`` needs besides the runs; None if it needs none."""
         return None
 
-    def update(self, shard: FlatShard, grad: torch.Tensor, coefficients: torch.Tensor) -> None:
-        """Update the shard by one step. ``grad`` [N], in fp32 or bf16, is only read."""
-        for begin, end, table_row in shard.runs:
+    def update(
+        self,
+        shard: FlatShard,
+        grad: torch.Tensor,
+        coefficients: torch.Tensor,
+        encoding: UpdateEncoding | None = None,
+    ) -> None:
+        """Update the shard by one step, and encode it where asked. ``grad`` [N], in fp32 or bf16, is only read."""
+        for begin, end, table_row, _ in shard.runs:
             decay, one_minus_beta1, beta2, one_minus_beta2, step, root, eps, factor = coefficients[table_row].unbind()
             main, m, v = (flat[begin:end] for flat in (shard.main, shard.exp_avg, shard.exp_avg_sq))
             remainder = None if shard.remainder is None else shard.remainder[begin:end]
@@ -107,6 +115,13 @@ class TorchUpdate:
                 main.copy_(w)
             if shard.model is not None:
                 shard.model[begin:end].copy_(main if remainder is not None else w)
+        _encode(shard, encoding)
+
+
+def _encode(shard: FlatShard, encoding: UpdateEncoding | None) -> None:
+    if encoding is not None:
+        for begin, end, _, weight in shard.runs:
+            encoding.encode(shard.main, weight, begin, end)
 
 
 class KernelUpdate(TorchUpdate):
@@ -127,16 +142,35 @@ class KernelUpdate(TorchUpdate):
     def blocks(self, runs: Sequence[Run], device: torch.device) -> torch.Tensor:
         return block_table(runs, self._kernels.BLOCK_NUMEL).to(device)
 
-    def update(self, shard: FlatShard, grad: torch.Tensor, coefficients: torch.Tensor) -> None:
+    def update(
+        self,
+        shard: FlatShard,
+        grad: torch.Tensor,
+        coefficients: torch.Tensor,
+        encoding: UpdateEncoding | None = None,
+    ) -> None:
         main, blocks = shard.main, shard.blocks
         assert blocks is not None
         if not blocks.shape[0]:
             return
-        model = main if shard.model is None else shard.model
-        remainder = shard.exp_avg if shard.remainder is None else shard.remainder  # not read: any address will do
-        tensors = (main, grad, shard.exp_avg, shard.exp_avg_sq, remainder, model, blocks, coefficients)
-        constants = (shard.remainder is not None, shard.model is not None, self._kernels.BLOCK_NUMEL)
-        self._kernels.update_kernel[(blocks.shape[0],)](*tensors, *constants, **self._options)
+        fused = encoding if encoding is not None and encoding.nominal in (torch.bfloat16, main.dtype) else None
+        # What a kernel is not told to touch may have any address.
+        scale, amax, target = (main, main, None) if fused is None else (fused.scale, fused.amax, fused.target)
+        model = target if shard.model is None else shard.model
+        remainder = shard.exp_avg if shard.remainder is None else shard.remainder
+        state = (main, grad, shard.exp_avg, shard.exp_avg_sq, remainder, main if model is None else model, scale, amax)
+        constants = {
+            "KEEPS_REMAINDER": shard.remainder is not None,
+            "WRITES_MODEL": shard.model is not None,
+            "MEASURES": fused is not None,
+            "WRITES_BYTES": target is not None,
+            "ROUNDS": fused is not None and fused.nominal != main.dtype,
+            "LARGEST": E4M3_MAX,
+            "BLOCK": self._kernels.BLOCK_NUMEL,
+        }
+        self._kernels.update_kernel[(blocks.shape[0],)](*state, blocks, coefficients, **constants, **self._options)
+        if fused is None:
+            _encode(shard, encoding)
 
 
 def make_update(device: torch.device) -> TorchUpdate:

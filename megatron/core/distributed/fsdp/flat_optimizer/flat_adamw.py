@@ -158,11 +158,12 @@ class FlatAdamW(torch.optim.Optimizer):
             self._lay_out()
 
     def _update_group(self, group: FsdpParameterGroup) -> None:
-        shard = self._state_of[id(group)].shard(group)
-        self._update.update(shard, group.grads.main_storage.flat, self._table.columns.coefficients)
-        piece = group.weights.piece_of_update
-        if piece is not None and self._idle and not self._idle.isdisjoint(group.sharded):
-            piece.copy_(group.weights.main.local)  # the update says that the model weight is up to date
+        shard, weights = self._state_of[id(group)].shard(group), group.weights
+        leaves_some = bool(self._idle) and not self._idle.isdisjoint(group.sharded)
+        encoding = weights.begin_update(is_whole=not leaves_some)
+        self._update.update(shard, group.grads.main_storage.flat, self._table.columns.coefficients, encoding)
+        if leaves_some and (piece := weights.piece_of_update) is not None:
+            piece.copy_(weights.main.local)  # the update says that the model weight is up to date
 
     def refresh_hyperparameters(self) -> None:
         """Copy changed hyperparameters to the device: ``step`` does; before a replay of a captured ``step``, the caller.

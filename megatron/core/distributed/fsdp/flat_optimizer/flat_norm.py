@@ -83,7 +83,7 @@ class _GradShard:
         flat = group.grads.main_storage.flat
         if flat is not self._flat:
             self._flat = flat
-            self._views = [(scope, [flat[begin:end] for begin, end, _ in runs]) for scope, runs in self._runs.items()]
+            self._views = [(scope, [flat[begin:end] for begin, end, *_ in runs]) for scope, runs in self._runs.items()]
             group.grads.note_views(sum(map(len, self._runs.values())))
         return self._views
 

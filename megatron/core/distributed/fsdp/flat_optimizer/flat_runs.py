@@ -11,20 +11,24 @@ from megatron.core.distributed.fsdp.buffers.dbuffer import DBuffer
 
 
 class Run(NamedTuple):
-    """Elements [begin, end) of a flat shard, which share a row of the ``HyperparameterTable``."""
+    """Elements [begin, end) of a flat shard, which share a row of the ``HyperparameterTable``, and ``weight`` if that matters."""
 
     begin: int
     end: int
     table_row: int = 0
+    weight: int = 0
 
 
-def runs_of(buffer: DBuffer, table_rows: Sequence[int], only: Sequence[bool] | None = None) -> list[Run]:
+def runs_of(
+    buffer: DBuffer, table_rows: Sequence[int], only: Sequence[bool] | None = None, *, by_tensor: bool = False
+) -> list[Run]:
     """Return the fewest runs, ascending, that cover this rank's elements of the tensors and no padding.
 
     Args:
         buffer: the buffer whose local part is cut into runs. They hold for all buffers of its layout and placements.
         table_rows: [T] row of each tensor.
         only: [T] False for tensors to leave out; None takes all.
+        by_tensor: each run is of one tensor, whose index is its ``weight``.
 
     Ranks: pure; each computes its own.
     """
@@ -35,15 +39,15 @@ def runs_of(buffer: DBuffer, table_rows: Sequence[int], only: Sequence[bool] | N
         view = buffer.view(index)
         begin = int(view.storage_offset() - buffer.local.storage_offset())
         if view.numel():
-            spans.append(Run(begin, begin + view.numel(), table_row))
+            spans.append(Run(begin, begin + view.numel(), table_row, index if by_tensor else 0))
     return merged(spans)
 
 
 def merged(runs: Iterable[Run]) -> list[Run]:
-    """Join runs that touch and have the same row."""
+    """Join runs that touch and have the same row and weight."""
     found: list[Run] = []
     for run in sorted(runs):
-        if found and found[-1].end == run.begin and found[-1].table_row == run.table_row:
+        if found and found[-1].end == run.begin and found[-1][2:] == run[2:]:
             found[-1] = found[-1]._replace(end=run.end)
         else:
             found.append(run)
@@ -51,7 +55,7 @@ def merged(runs: Iterable[Run]) -> list[Run]:
 
 
 def block_table(runs: Sequence[Run], block_numel: int) -> torch.Tensor:
-    """Return [B, 4] int32 (block, first, last, table row), one entry for each run in each block that it touches.
+    """Return [B, 5] int32 (block, first, last, table row, weight), one entry for each run in each block that it touches.
 
     A block is ``block_numel`` elements and begins at a multiple of that, so that whole blocks are read in wide words
     wherever runs begin. The entry's run covers elements [first, last) of the block.
@@ -61,5 +65,6 @@ def block_table(runs: Sequence[Run], block_numel: int) -> torch.Tensor:
         blocks = torch.arange(run.begin // block_numel, -(-run.end // block_numel))
         first = (run.begin - blocks * block_numel).clamp(min=0)
         last = (run.end - blocks * block_numel).clamp(max=block_numel)
-        parts.append(torch.stack((blocks, first, last, torch.full_like(blocks, run.table_row)), dim=1))
-    return torch.cat(parts).int() if parts else torch.empty(0, 4, dtype=torch.int32)
+        same = [torch.full_like(blocks, value) for value in (run.table_row, run.weight)]
+        parts.append(torch.stack((blocks, first, last, *same), dim=1))
+    return torch.cat(parts).int() if parts else torch.empty(0, 5, dtype=torch.int32)

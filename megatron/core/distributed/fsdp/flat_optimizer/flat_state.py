@@ -51,7 +51,8 @@ class FlatState:
         self, group: FsdpParameterGroup, table_rows: Sequence[int], only: Sequence[bool], update: TorchUpdate
     ) -> None:
         """Prepare updates of tensor ``t``, if ``only[t]``, with the coefficients in row ``table_rows[t]``."""
-        self._runs = tuple(runs_of(group.weights.main, table_rows, only))
+        by_tensor = group.weights.codec.encodes_by_tensor
+        self._runs = tuple(runs_of(group.weights.main, table_rows, only, by_tensor=by_tensor))
         self._blocks = update.blocks(self._runs, group.device)
         self._make_shard(group)
 

@@ -64,7 +64,7 @@ class _Batch:
     def __init__(self, members: list[ScaledWeights]) -> None:
         self._members = [weakref.ref(weights) for weights in members]
         self._codec, self._axes, self._dtype = members[0].codec, _axes(members[0]), members[0].dtypes.compute
-        self._tensor_group = _tensor_group(members[0])
+        self._tensor_group, self._device = _tensor_group(members[0]), members[0].device
         numbers = [weights.scales.scale.numel() for weights in members]
         self._scales = Scales.make(self._codec, sum(numbers), members[0].device)
         # Kept: their memory belongs to the stream that made them, and is read on this one.
@@ -79,9 +79,12 @@ class _Batch:
     def refresh(self) -> None:
         codec, scales = self._codec, self._scales
         members = [weights for ref in self._members if (weights := ref()) is not None]
-        scales.amax.zero_()
+        is_captured = self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        # A step that wrote bytes took the scales that follow from the history, whatever the new weights are.
+        has_stepped = not is_captured and any(weights.was_updated for weights in members)
         for weights in members:
-            weights.measure()
+            weights.measure(anew=is_captured)
+            weights.was_updated = False
         for axis in self._axes:
             axis.maximum(scales.amax)
         if self._tensor_group is not None:
@@ -92,7 +95,8 @@ class _Batch:
         if codec.has_history:
             # Weights that are as they were (an evaluation, another forward) keep their scales: no step has passed.
             has_changed = (amax != scales.history[0]).any()
-            scale = torch.where(has_changed, scale, former)
+            if not has_stepped:
+                scale = torch.where(has_changed, scale, former)
             history = torch.cat((amax.unsqueeze(0), scales.history[:-1]))
             scales.history.copy_(torch.where(has_changed, history, scales.history))
         former.copy_(scale)
@@ -100,6 +104,11 @@ class _Batch:
             if weights.restarts:
                 weights.restart_scales()
         torch.reciprocal(scales.scale, out=scales.inverse)
+        if codec.has_history:
+            codec.used_scales(scales.following).copy_(codec.next_scale(amax, former, scales.history))
+        scales.amax.zero_()
+        for weights in members:
+            weights.has_following = True
 
 
 def _batches(members: list[ScaledWeights]) -> list[_Batch]:

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.core.distributed.fsdp.codec.float8 import NAN_BYTE
+from megatron.core.distributed.fsdp.codec.update_encoding import SCALE_ALIGNMENT, UpdateEncoding
 from megatron.core.distributed.fsdp.flat_optimizer import adamw_update
 from megatron.core.distributed.fsdp.flat_optimizer.adamw_update import FlatShard, HyperparameterColumns
 from megatron.core.distributed.fsdp.flat_optimizer.flat_runs import Run
@@ -26,7 +28,9 @@ KINDS = [
 ]
 NUMEL = 3000
 # A block of three runs, whole blocks, a gap, and an end inside of a block.
-RUNS = (Run(3, 500, 0), Run(500, 700, 1), Run(700, 2100, 0), Run(2110, NUMEL - 7, 1))
+RUNS = (Run(3, 500, 0, 0), Run(500, 700, 1, 2), Run(700, 2100, 0, 1), Run(2110, NUMEL - 7, 1, 2))
+# (main weights, nominal dtype, remainders, bytes): bytes beside main weights, or their maxima alone
+ENCODED = [(FP32, BF16, False, True), (BF16, BF16, True, True), (FP32, FP32, False, True), (FP32, BF16, False, False)]
 
 
 def _table() -> HyperparameterColumns:
@@ -49,6 +53,8 @@ def _compare() -> None:
     assert tables[0].steps.tolist() == tables[1].steps.tolist() == [1.0, 4.0, 7.0, 0.0]
     torch.testing.assert_close(tables[0].coefficients, tables[1].coefficients, rtol=1e-7, atol=0.0)
     generator = torch.Generator().manual_seed(0)
+    for main, nominal, keeps_remainder, writes in ENCODED:
+        _compare_encodings(generator, tables[1], main, nominal, keeps_remainder=keeps_remainder, writes=writes)
     for main, grad, model, keeps_remainder in KINDS:
         grads = torch.randn(NUMEL, generator=generator).to(grad)
         grads[0] = grads[2105] = float("nan")  # in no run
@@ -70,6 +76,46 @@ def _compare() -> None:
             update.update(shard, grads, tables[1].coefficients)
             results.append(shard)
         _assert_close(results[0], results[1], keeps_remainder)
+
+
+def _compare_encodings(
+    generator: torch.Generator,
+    table: HyperparameterColumns,
+    main: torch.dtype,
+    nominal: torch.dtype,
+    *,
+    keeps_remainder: bool,
+    writes: bool,
+) -> None:
+    """What the kernel measures and writes is, to the last bit, what operations make of the main weights that it has left."""
+    weights = torch.randn(NUMEL, generator=generator).to(main)
+    weights[2300] = float("nan") if writes else 1.0
+    shard = FlatShard(
+        main=weights,
+        exp_avg=torch.randn(NUMEL, generator=generator) * 0.1,
+        exp_avg_sq=torch.rand(NUMEL, generator=generator) * 0.01,
+        remainder=torch.zeros(NUMEL, dtype=torch.int16) if keeps_remainder else None,
+        model=None,
+        runs=RUNS,
+        blocks=adamw_update.KernelUpdate().blocks(RUNS, torch.device("cpu")),
+    )
+    scale = torch.ones(3 * SCALE_ALIGNMENT)
+    scale[::SCALE_ALIGNMENT] = torch.tensor([3.7, 150.0, 448.0])
+    found = []
+    for _ in range(2):
+        target = torch.zeros(NUMEL, dtype=torch.uint8) if writes else None
+        found.append(UpdateEncoding(target, scale, torch.zeros_like(scale), nominal))
+    found[0].amax[SCALE_ALIGNMENT] = found[1].amax[SCALE_ALIGNMENT] = 100.0  # of another part of the weight
+    adamw_update.KernelUpdate().update(shard, torch.randn(NUMEL, generator=generator), table.coefficients, found[0])
+    adamw_update._encode(shard, found[1])
+    maxima = [one.amax.nan_to_num(nan=float("inf"), posinf=float("inf")) for one in found]
+    assert torch.equal(*maxima), (main, nominal, [one[::SCALE_ALIGNMENT] for one in maxima])
+    assert maxima[0].count_nonzero() == 3 and maxima[0][SCALE_ALIGNMENT] == 100.0
+    for one in found:
+        if one.target is not None:
+            one.target[one.target & 0x7F == NAN_BYTE] = NAN_BYTE  # the sign of NaN is nobody's
+            assert one.target[2300] == NAN_BYTE and not one.target[2100:2110].any()
+    assert not writes or torch.equal(found[0].target, found[1].target), (main, nominal)  # type: ignore[arg-type]
 
 
 def _assert_close(got: FlatShard, expected: FlatShard, keeps_remainder: bool) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from contextlib import ExitStack
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,9 +13,12 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron.core.distributed.fsdp import FlatAdamW, MixedPrecisionPolicy, fully_shard, fully_shard_optimizer
+from megatron.core.distributed.fsdp.buffers.scaled_weights import ScaledWeights
+from megatron.core.distributed.fsdp.buffers.weights import GroupWeights
 from megatron.core.distributed.fsdp.config.placement import strategy_placements
 from megatron.core.optimizer.clip_grads import clip_factor, clip_grad_by_total_norm, get_grad_norm
 from tests.support.agreement import groups_of
+from tests.support.float8_weights import fp8_batch, fp8_loss, make_codec, make_fp8_net
 from tests.support.launch import run_ranks
 from tests.support.models import full, local_of
 
@@ -167,6 +172,47 @@ def _remainders_equal_fp32() -> None:
 @pytest.mark.gpu(2)
 def test_masters_in_two_halves_are_fp32_ones_to_the_last_bit() -> None:
     run_ranks(2, _remainders_equal_fp32, backend="nccl")
+
+
+def _bytes_by_the_kernel() -> None:
+    """A kernel that measures and encodes weights with their update leaves what later passes over them leave."""
+    for recipe in ("delayed", "tensorwise"):
+        for policy, splits in ((None, False), (MixedPrecisionPolicy(main_params_dtype=None), True)):
+            results = []
+            for fuses, overlaps in ((False, False), (True, False), (True, True)):
+                net: Any = make_fp8_net(make_codec(recipe)).cuda()
+                for module in (*net.blocks, net):
+                    fully_shard(module, mixed_precision_policy=policy)
+                optimizer = _flat(net, store_param_remainders=splits, overlaps_forward=overlaps)
+                with ExitStack() as scope:
+                    if not fuses:
+                        scope.enter_context(patch.object(ScaledWeights, "begin_update", GroupWeights.begin_update))
+                    losses = []
+                    for step in range(6):
+                        features, classes = fp8_batch(step, 2)[dist.get_rank()]
+                        loss = fp8_loss(net, (features.cuda(), classes.cuda()))
+                        loss.backward()
+                        optimizer.step(grad_factor=clip_factor(optimizer.grad_norm(), 0.5))
+                        optimizer.zero_grad()
+                        losses.append(loss.detach())
+                    net(features.cuda())
+                optimizer.synchronize()
+                scaled = [group.weights for group in groups_of(net) if isinstance(group.weights, ScaledWeights)]
+                assert all(weights.was_updated is False and weights.has_following for weights in scaled)
+                results.append([torch.stack(losses)])
+                for weights in scaled:
+                    results[-1] += [
+                        weights.model.local.clone(),
+                        weights.scales.scale.clone(),
+                        weights.scales.history.clone(),
+                    ]
+            for other in results[1:]:
+                assert all(map(torch.equal, other, results[0])), (recipe, splits, other[0], results[0][0])
+
+
+@pytest.mark.gpu(2)
+def test_the_kernel_writes_the_bytes_and_maxima_of_later_passes() -> None:
+    run_ranks(2, _bytes_by_the_kernel, backend="nccl")
 
 
 def _graph_replays() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 from unittest.mock import patch
 
@@ -24,6 +25,7 @@ from megatron.core.distributed.fsdp import (
     save_checkpoint,
 )
 from megatron.core.distributed.fsdp.buffers.scaled_weights import ScaledWeights, Scales
+from megatron.core.distributed.fsdp.codec.update_encoding import UpdateEncoding
 from megatron.core.distributed.fsdp.comm.process_group import ProcessGroupTransport, RankOrderTransport
 from tests.support.float8_weights import (
     DequantizedWeight,
@@ -132,7 +134,7 @@ def weights_travel_as_bytes() -> None:
 
 @CHECKS.on(2)
 def flat_adamw_trains_as_adamw_does() -> None:
-    """The kernel leaves the bytes to the next sync, with fp32 main weights and with remainders."""
+    """Bytes and scales included, with fp32 main weights; and with remainders."""
     for recipe in RECIPES:
         codec, nets = make_codec(recipe), []
         for make in (torch.optim.AdamW, FlatAdamW):
@@ -161,6 +163,120 @@ def flat_adamw_trains_as_adamw_does() -> None:
         losses.append(loss.item())
     assert losses[-1] < losses[0]
     assert all(group.weights.main.local.dtype == torch.bfloat16 for group in scaled_groups(net))
+
+
+def _undisturbed(net: Fp8Net, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.step()
+
+
+def _steps_twice(net: Fp8Net, optimizer: torch.optim.Optimizer) -> None:
+    """The second update halves the weights, so that the first one's maxima are larger."""
+    (rates,) = optimizer.param_groups
+    decay = rates["weight_decay"]
+    optimizer.step()
+    rates["weight_decay"] = 0.5 / rates["lr"]
+    optimizer.step()
+    rates["weight_decay"] = decay
+
+
+def _writes_after_the_step(net: Fp8Net, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.step()
+    with torch.no_grad():
+        for parameter in net.blocks[1].parameters():
+            parameter.mul_(0.5)
+
+
+def _evaluates_after_the_step(net: Fp8Net, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.step()
+    with torch.no_grad():
+        net(fp8_batch(98, 1)[0][0])
+        net(fp8_batch(99, 1)[0][0])
+
+
+def _leaves_out_a_weight(net: Fp8Net, optimizer: torch.optim.Optimizer) -> None:
+    for name, parameter in net.named_parameters():
+        if name == "blocks.0.up.weight":
+            parameter.grad = None
+    optimizer.step()
+
+
+def _leaves_out_a_weight_at_last(net: Fp8Net, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.step()
+    _leaves_out_a_weight(net, optimizer)
+
+
+def _leaves_out_a_block(net: Fp8Net, optimizer: torch.optim.Optimizer) -> None:
+    for parameter in net.blocks[0].parameters():
+        parameter.grad = None
+    optimizer.step()
+
+
+STEPS = (
+    _undisturbed,
+    _steps_twice,
+    _writes_after_the_step,
+    _evaluates_after_the_step,
+    _leaves_out_a_weight,
+    _leaves_out_a_weight_at_last,
+    _leaves_out_a_block,
+)
+
+
+@contextmanager
+def _counted_passes() -> Iterator[list[str]]:
+    """Count pieces of weights that are read once more, to be measured or to be encoded."""
+    passes: list[str] = []
+    write, measure = Fp8Codec.write, Fp8Codec.raise_amax
+
+    def counted_write(self: Fp8Codec, *args: Any, **kwargs: Any) -> None:
+        passes.append("encoded")
+        write(self, *args, **kwargs)
+
+    def counted_measure(self: Fp8Codec, *args: Any) -> None:
+        passes.append("measured")
+        measure(self, *args)
+
+    with patch.object(Fp8Codec, "write", counted_write), patch.object(Fp8Codec, "raise_amax", counted_measure):
+        yield passes
+
+
+@CHECKS.on(2)
+def an_update_measures_and_writes_bytes_as_a_later_pass_does() -> None:
+    """To the last bit, whatever comes between update and forward; and then weights are not read again."""
+    for recipe, expected in (("delayed", set()), ("tensorwise", {"encoded"}), ("blockwise", {"encoded", "measured"})):
+        for strategy in ("optim", "optim_grads_params"):
+            _compare_updates(recipe, strategy, expected)
+
+
+def _compare_updates(recipe: str, strategy: str, expected: set[str]) -> None:
+    codec = make_codec(recipe, amax_history_len=2) if recipe == "delayed" else make_codec(recipe)
+    nets = [shard(make_fp8_net(codec), strategy) for _ in range(2)]
+    optimizers = [
+        fully_shard_optimizer(torch.optim.AdamW(nets[0].parameters(), lr=0.01)),
+        FlatAdamW(nets[1].parameters(), lr=0.01),
+    ]
+    takes = (None, _undisturbed, *STEPS, _undisturbed)
+    for step, (before, take) in enumerate(pairwise(takes)):
+        assert take is not None
+        losses = []
+        for net, optimizer in zip(nets, optimizers, strict=True):
+            with _counted_passes() as passes:
+                loss = fp8_loss(net, fp8_batch(step, 2)[dist.get_rank()])
+            loss.backward()
+            losses.append(loss.detach())
+            if optimizer is optimizers[1] and before in (_undisturbed, _steps_twice):
+                assert set(passes) == expected, (recipe, strategy, step, passes)
+            take(net, optimizer)
+            optimizer.zero_grad()
+        assert torch.equal(*losses), (recipe, strategy, step, losses)
+        for ours, theirs in zip(*map(scaled_groups, nets), strict=True):
+            assert torch.equal(ours.weights.main.local, theirs.weights.main.local), (recipe, strategy, step)
+            if take is not _evaluates_after_the_step:
+                continue
+            for name in ("scale", "inverse", "history"):
+                own, other = (getattr(group.weights.scales, name) for group in (ours, theirs))
+                assert torch.equal(own, other), (recipe, strategy, step, name)
+            assert torch.equal(ours.weights.model.local, theirs.weights.model.local)
 
 
 def _train_adamw(net: Fp8Net, optimizer: torch.optim.Optimizer, steps: range) -> list[torch.Tensor]:
@@ -194,10 +310,14 @@ def a_resumed_run_goes_on_to_the_last_bit() -> None:
     kinds = (("delayed", "optim"), ("delayed", "optim_grads_params"), ("blockwise", "no_shard"), (None, "optim"))
     for recipe, other in kinds:
         path = f"{_folder()}/checkpoint"
-        codec = None if recipe is None else make_codec(recipe)
+        settings = {"amax_compute_algo": "most_recent"} if recipe == "delayed" else {}
+        codec = None if recipe is None else make_codec(recipe, **settings)
         net = shard(make_fp8_net(codec), "optim_grads_params")
         optimizer = FlatAdamW(net.parameters(), lr=0.02)
-        _train_adamw(net, optimizer, range(3))
+        _train_adamw(net, optimizer, range(2))
+        optimizer.param_groups[0]["lr"] = 0.0  # bytes get the next step's scale, though no maximum changes
+        _train_adamw(net, optimizer, range(2, 3))
+        optimizer.param_groups[0]["lr"] = 0.02
         save_checkpoint(net, optimizer, path)
         expected = _train_adamw(net, optimizer, range(3, 6))
         again = shard(make_fp8_net(codec), other)
@@ -370,6 +490,55 @@ def _scale_of_another_weight() -> Any:
     return patch.object(ScaledWeights, "take_scales", shifted)
 
 
+def _no_maxima_from_updates() -> Any:
+    return patch.object(UpdateEncoding, "encode", lambda self, main, weight, begin, end: None)
+
+
+def _bytes_from_before_a_write() -> Any:
+    measure = ScaledWeights.measure
+
+    def trusting(self: ScaledWeights, *, anew: bool) -> None:
+        self.updated_write_count = self.write_count
+        measure(self, anew=anew)
+
+    return patch.object(ScaledWeights, "measure", trusting)
+
+
+def _bytes_with_the_scale_before() -> Any:
+    begin = ScaledWeights.begin_update
+
+    def late(self: ScaledWeights, *, is_whole: bool) -> UpdateEncoding | None:
+        encoding = begin(self, is_whole=is_whole)
+        return None if encoding is None else encoding._replace(scale=self.scales.scale)
+
+    return patch.object(ScaledWeights, "begin_update", late)
+
+
+def _maxima_of_two_steps() -> Any:
+    begin = ScaledWeights.begin_update
+
+    def forgetful(self: ScaledWeights, *, is_whole: bool) -> UpdateEncoding | None:
+        self.was_updated = False
+        return begin(self, is_whole=is_whole)
+
+    return patch.object(ScaledWeights, "begin_update", forgetful)
+
+
+FAULTS_OF_UPDATES = {
+    "an update measures nothing": _no_maxima_from_updates,
+    "bytes from before a write": _bytes_from_before_a_write,
+    "bytes with the scale of the step before": _bytes_with_the_scale_before,
+    "maxima of two updates": _maxima_of_two_steps,
+}
+
+
+@CHECKS.on(2)
+def faults_of_updates_are_seen() -> None:
+    for name, fault in FAULTS_OF_UPDATES.items():
+        with fault():
+            assert _is_seen(lambda: _compare_updates("delayed", "optim_grads_params", set())), name
+
+
 FAULTS = {
     "maxima of this rank's part alone": (_local_maxima, "tensorwise"),
     "transposed bytes of an earlier step": (_stale_transposes, "tensorwise"),
@@ -383,15 +552,23 @@ FAULTS = {
 def faults_are_seen() -> None:
     for name, (fault, recipe) in FAULTS.items():
         for strategy in ("optim", "optim_grads_params"):
-            seen = False
             with fault():
-                try:
-                    train_pair(make_codec(recipe), strategy)
-                except AssertionError:
-                    seen = True
-            everyone = [seen] * dist.get_world_size()
-            dist.all_gather_object(everyone, seen)
-            assert any(everyone), (name, strategy)
+                assert _is_seen(lambda recipe=recipe, strategy=strategy: train_pair(make_codec(recipe), strategy)), (  # type: ignore[misc]
+                    name,
+                    strategy,
+                )
+
+
+def _is_seen(compare: Callable[[], object]) -> bool:
+    """Whether a comparison fails on any rank."""
+    seen = False
+    try:
+        compare()
+    except AssertionError:
+        seen = True
+    everyone = [seen] * dist.get_world_size()
+    dist.all_gather_object(everyone, seen)
+    return any(everyone)
 
 
 @contextmanager
