@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from megatron.core.distributed.fsdp.api.fused_adam import prepare_fused_adam
 from megatron.core.distributed.fsdp.buffers.grad_sums import sum_grads
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup, group_of
 from megatron.core.distributed.fsdp.runtime.context import FsdpContext
@@ -39,6 +40,7 @@ def fully_shard_optimizer(optimizer: OptimizerT) -> OptimizerT:
     - ``zero_grad(set_to_none=True)`` frees the main gradients' memory at once.
     - Weights that were gathered before the step are gathered again.
     - ``load_state_dict`` logs a warning if it restored no state.
+    - ``FusedAdam`` of apex and of transformer-engine step on what this rank holds; apex's needs this call.
 
     Other libraries may have wrapped ``step`` and ``zero_grad`` before. Call it again after ``add_param_group``.
 
@@ -52,7 +54,8 @@ def fully_shard_optimizer(optimizer: OptimizerT) -> OptimizerT:
     Raises:
         ValueError: it holds a parameter from before ``fully_shard``, whose updates no forward would see.
         TypeError: it is no ``torch.optim.Optimizer``.
-        NotImplementedError: it is one of those four, and parameters are sharded for it.
+        NotImplementedError: it is one of those four, and parameters are sharded for it; or a ``FusedAdam`` with settings that
+            would do nothing or harm here, or another optimizer of apex.
 
     Ranks: all that hold the parameters. ``step`` may communicate then: it completes gradients that are summed over
     other ranks of the model (sequence-parallel parameters, tied embeddings).
@@ -66,6 +69,7 @@ def fully_shard_optimizer(optimizer: OptimizerT) -> OptimizerT:
         )
     groups = groups_of(optimizer)
     _check_works_on_rows(optimizer, groups)
+    prepare_fused_adam(optimizer, groups)
     watch = optimizer.__dict__.get(_WATCH)
     if watch is None:
         watch = optimizer.__dict__[_WATCH] = _StepWatch()

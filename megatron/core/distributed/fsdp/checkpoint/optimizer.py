@@ -13,6 +13,12 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from megatron.core.distributed.fsdp.api.fused_adam import (
+    decoded_dtypes,
+    decoded_state,
+    decodes_state,
+    set_decoded_state,
+)
 from megatron.core.distributed.fsdp.checkpoint.description import Entries, StoredTensor, StoredValue
 from megatron.core.distributed.fsdp.checkpoint.problems import Problems
 from megatron.core.distributed.fsdp.checkpoint.state import OPTIMIZER, NamedTensor, plain_copy
@@ -60,8 +66,10 @@ def optimizer_entries(
     tensors: list[NamedTensor] = []
     values: dict[str, Any] = {}
     scalars: dict[str, None] = {}
+    decodes = decodes_state(optimizer)
     for parameter, (name, *_) in names.items():
-        for key, value in optimizer.state.get(parameter, {}).items():
+        state = decoded_state(optimizer, parameter) if decodes else optimizer.state.get(parameter, {})
+        for key, value in state.items():
             if not isinstance(key, str) or "." in key:
                 raise TypeError(f"the optimizer's state of {name} must have keys without a dot, got {key!r}")
             full = f"{STATE}{name}.{key}"
@@ -150,10 +158,15 @@ class OptimizerLoad:
         """Replace the optimizer's state and hyperparameters."""
         for convert in self.conversions:
             convert()
-        for group in self.optimizer.param_groups:
-            for parameter in group["params"]:
+        decodes = decodes_state(self.optimizer)
+        for parameter in self.param_group_of:
+            if not (decodes and parameter in self.state):
                 self.optimizer.state.pop(parameter, None)
-        self.optimizer.state.update(self.state)
+        if decodes:
+            for parameter, state in self.state.items():
+                set_decoded_state(self.optimizer, parameter, state)
+        else:
+            self.optimizer.state.update(self.state)
         if isinstance(self.optimizer, FlatAdamW):
             self.optimizer.adopt_state()
         for group, hyperparameters in zip(self.optimizer.param_groups, self.groups, strict=True):
@@ -196,6 +209,14 @@ def prepare_load(
     for full, stored in saved.items():
         if full.startswith(STATE):
             _match_state(load, full, stored, parameters, values, problems)
+    if decodes_state(optimizer):
+        problems.missing += [
+            f"{STATE}{saved_name[parameter]}.{key}"
+            for parameter, state in load.state.items()
+            for key in decoded_dtypes(optimizer, parameter)
+            if key not in state
+        ]
+        return load
     for name, parameter in parameters.items():
         _match_main_weight(load, name, parameter, saved)
     return load
@@ -241,6 +262,15 @@ def _match_state(
     is_scalar = key in values[KIND]["scalar_state"]
     if not is_scalar and stored.size != parameter.shape:
         problems.misshaped.append(f"{full} (saved {list(stored.size)}, parameter {list(parameter.shape)})")
+        return
+    if decodes_state(load.optimizer):
+        dtype = decoded_dtypes(load.optimizer, parameter).get(key)
+        if dtype is None:
+            problems.mistyped.append(f"{full} (saved {stored.dtype}, none here)")
+            return
+        with torch.no_grad():
+            state[key] = torch.zeros_like(parameter, dtype=dtype)
+        load.tensors.append(NamedTensor((full,), state[key]))
         return
     own = load.optimizer.state.get(parameter, {}).get(key)
     # FlatAdamW's parameters share step counts, which may differ in the checkpoint.
