@@ -7,7 +7,7 @@ their order. Each fault at the end of this file must make the comparison fail.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from megatron.core.distributed.fsdp import (
     FlatAdamW,
+    Fp8Codec,
     MixedPrecisionPolicy,
     fully_shard_optimizer,
     load_checkpoint,
