@@ -15,7 +15,8 @@ from megatron.training.checkpointing import print_rank_0
 from megatron.training.cli.flag_parser import FlagError
 from megatron.training.data.datasets import Datasets, build_gpt_datasets
 from megatron.training.launch.failures import refuse, run_script
-from megatron.training.launch.gpt_config import build_gpt_model, check_packages, why_local_layers
+from megatron.training.launch.gpt_config import build_gpt_model, why_local_layers
+from megatron.training.launch.packages import missing_packages
 from megatron.training.launch.pretrain import pretrain
 from megatron.training.launch.refusals import StartRefusedError
 from megatron.training.loop.stage_forward import Batch, has_output_layer
@@ -50,9 +51,11 @@ def main(argv: Sequence[str]) -> int:
     """Train as the flags say; return the exit status, 2 if the run is refused before it starts."""
     try:
         settings = parse_settings(argv)
-        check_packages(settings.model, "cpu" if settings.distributed.backend == "gloo" else "cuda")
-    except (FlagError, ImportError) as error:
+    except FlagError as error:
         refuse(str(error), _report)
+        return 2
+    if missing := missing_packages(settings, "cpu" if settings.distributed.backend == "gloo" else "cuda"):
+        refuse("\n".join(missing.values()), _report)
         return 2
     try:
         pretrain(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +19,7 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.rank_grid import RankGrid
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.checkpointing import CheckpointConfig
-from megatron.training.cli.flag_parser import FlagError, FlagParser
+from megatron.training.cli.flag_parser import Fate, FlagError, FlagParser
 from megatron.training.cli.flags_always_so import ALWAYS_SO
 from megatron.training.cli.flags_checkpoint import add_checkpoint_flags, add_logging_flags
 from megatron.training.cli.flags_data import add_data_flags
@@ -30,8 +31,11 @@ from megatron.training.cli.flags_model import add_model_flags, ffn_hidden_size, 
 from megatron.training.cli.flags_parallel import add_parallel_flags, parallel_settings, rank_grid
 from megatron.training.cli.flags_profiling import add_profiling_flags
 from megatron.training.cli.flags_refused import REFUSED, REFUSED_FAMILIES
+from megatron.training.cli.flags_said_once import SAID_ONCE
 from megatron.training.cli.flags_training import add_training_flags
-from megatron.training.cli.refused_combinations import refusals_of
+from megatron.training.cli.refused_combinations import SAID_BY_ROWS, refusals_of
+from megatron.training.cli.substitutions import substitute
+from megatron.training.cli.words_of_flags import in_words_of_flags
 from megatron.training.data.batches import BatchConfig
 from megatron.training.data.datasets import DataConfig
 from megatron.training.launch.distributed_init import DistributedConfig
@@ -44,6 +48,16 @@ from megatron.training.telemetry.metrics import LoggingConfig
 from megatron.training.telemetry.profiling import ProfilingConfig
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+_Part = TypeVar("_Part")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaidAtStart:
+    """What rank 0 says once about flags whose place something else takes."""
+
+    lines: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +78,7 @@ class Settings:
     distributed: DistributedConfig
     ddp: DistributedDataParallelConfig
     cuda_graph: FullCudaGraphConfig
+    said_once: SaidAtStart
 
 
 def build_parser() -> FlagParser:
@@ -72,6 +87,7 @@ def build_parser() -> FlagParser:
         prog="pretrain_gpt.py",
         description="Trains a GPT model: torchrun --nproc-per-node N pretrain_gpt.py <flags of Megatron-LM>",
         always_so=ALWAYS_SO,
+        said_once=SAID_ONCE,
         refused=REFUSED,
         refused_families=REFUSED_FAMILIES,
     )
@@ -92,6 +108,23 @@ def build_parser() -> FlagParser:
     return parser
 
 
+@dataclass(frozen=True)
+class CheckedLine:
+    """A command line after all checks that need neither ranks nor data."""
+
+    fates: list[Fate]
+    """What became of each flag, in the line's order."""
+
+    faults: list[str]
+    """All that keeps the run from starting, one line each."""
+
+    said_once: tuple[str, ...]
+    """What rank 0 says about flags whose place something else takes."""
+
+    settings: Settings | None
+    """None if there are faults."""
+
+
 def parse_settings(argv: Sequence[str], *, world_size: int | None = None) -> Settings:
     """Parse and check a command line; nothing is allocated.
 
@@ -101,52 +134,117 @@ def parse_settings(argv: Sequence[str], *, world_size: int | None = None) -> Set
     Raises:
         FlagError: flags are unknown, refused, malformed or contradict each other; the message names all faults found.
     """
-    args = build_parser().parse_flags(argv)
-    if messages := refusals_of(args):
-        raise FlagError("\n".join(messages))
+    line = check_command_line(argv, world_size=world_size)
+    if line.settings is None:
+        raise FlagError("\n".join(line.faults))
+    return line.settings
+
+
+def check_command_line(argv: Sequence[str], *, world_size: int | None = None) -> CheckedLine:
+    """Check a command line as far as that needs neither ranks nor data, and collect all its faults."""
+    parser = build_parser()
+    line = parser.read(argv)
+    args = line.args
+    said_once = (*line.said_once, *substitute(args, malformed=line.malformed))
+    rows, unreadable = refusals_of(args, malformed=line.malformed)
+    faults, settings = line.faults + rows, None
+    for dest in unreadable:
+        delattr(args, dest)
     try:
-        return settings_from_args(args, world_size=world_size or world_size_of_environment())
-    except (ValueError, NotImplementedError) as error:
-        raise FlagError(str(error)) from error
+        settings = settings_from_args(
+            args,
+            world_size=world_size or world_size_of_environment(),
+            said_once=said_once,
+            unreadable=line.malformed | unreadable,
+        )
+    except FlagError as error:
+        words = in_words_of_flags(str(error), parser)
+        faults += [fault for fault in words.splitlines() if not _is_said(fault, rows)]
+    return CheckedLine(line.fates, faults, said_once, None if faults else settings)
 
 
-def settings_from_args(args: Namespace, *, world_size: int) -> Settings:
+def _is_said(fault: str, rows: list[str]) -> bool:
+    """Whether a row of the table has the same fault, in the words of the command line, as a component."""
+    return any(fault.startswith(start) and any(row.startswith(said) for row in rows) for said, start in SAID_BY_ROWS)
+
+
+class _Parts:
+    """Builds the parts of the settings and collects what they refuse.
+
+    Args:
+        unreadable: names of settings that are known to be wrong; a part that reads one is left out.
+    """
+
+    def __init__(self, unreadable: frozenset[str]) -> None:
+        self.unreadable, self.faults = unreadable, list[str]()
+
+    def build(self, part: Callable[[], _Part]) -> _Part | None:
+        try:
+            return part()
+        except (ValueError, NotImplementedError) as error:
+            self.faults += str(error).splitlines()
+        except AttributeError as error:
+            if error.name not in self.unreadable:
+                raise
+        return None
+
+
+def settings_from_args(
+    args: Namespace, *, world_size: int, said_once: tuple[str, ...] = (), unreadable: frozenset[str] = frozenset()
+) -> Settings:
     """Map every flag to the settings of its component.
 
+    Args:
+        said_once: what rank 0 says once.
+        unreadable: names of settings that ``args`` lacks, since they are wrong.
+
     Raises:
-        ValueError, NotImplementedError: a component refuses its settings.
+        FlagError: components refuse their settings; the message has a line for each fault. Or settings are unreadable.
     """
-    model = _model(args)
-    grid = rank_grid(args, world_size=world_size)
-    data_parallel_size = grid.size("dp")
-    batch = BatchConfig(
+    parts = _Parts(unreadable)
+    grid = parts.build(lambda: rank_grid(args, world_size=world_size))
+    batch = None if grid is None else parts.build(lambda: _batch(args, grid.size("dp")))
+    made: dict[str, Any] = {"grid": grid, "batch": batch, "said_once": SaidAtStart(lines=said_once)}
+    for name, build in {
+        "model": _model,
+        "data": _data,
+        "optimizer": _optimizer,
+        "garbage": _garbage,
+        "checkpoint": _checkpoint,
+        "logging": _logging,
+        "profiling": partial(_profiling, world_size=world_size),
+        "distributed": _distributed,
+        "ddp": _ddp,
+        "cuda_graph": full_cuda_graph_config,
+    }.items():
+        made[name] = parts.build(partial(build, args))
+    if batch is not None:
+        made["schedule"] = parts.build(lambda: _schedule(args, batch))
+        made["loop"] = parts.build(lambda: _loop(args, batch))
+    if parts.faults or None in made.values():
+        raise FlagError("\n".join(parts.faults))
+    return Settings(**made)
+
+
+def _batch(args: Namespace, data_parallel_size: int) -> BatchConfig:
+    return BatchConfig(
         micro_batch_size=args.micro_batch_size,
         global_batch_size=args.micro_batch_size * data_parallel_size
         if args.global_batch_size is None
         else args.global_batch_size,
         data_parallel_size=data_parallel_size,
     )
-    return Settings(
-        model=model,
-        grid=grid,
-        batch=batch,
-        data=_data(args),
-        optimizer=_optimizer(args),
-        schedule=_schedule(args, batch),
-        loop=_loop(args, batch),
-        garbage=GarbageConfig(
-            manual=args.manual_gc, interval=args.manual_gc_interval, at_evaluation=args.manual_gc_eval
-        ),
-        checkpoint=_checkpoint(args),
-        logging=_logging(args),
-        profiling=_profiling(args, world_size),
-        distributed=DistributedConfig(
-            backend=args.distributed_backend,
-            timeout_minutes=args.distributed_timeout_minutes,
-            create_all_gather_group=args.create_all_gather_group,
-        ),
-        ddp=_ddp(args),
-        cuda_graph=full_cuda_graph_config(args),
+
+
+def _garbage(args: Namespace) -> GarbageConfig:
+    return GarbageConfig(manual=args.manual_gc, interval=args.manual_gc_interval, at_evaluation=args.manual_gc_eval)
+
+
+def _distributed(args: Namespace) -> DistributedConfig:
+    return DistributedConfig(
+        backend=args.distributed_backend,
+        timeout_minutes=args.distributed_timeout_minutes,
+        create_all_gather_group=args.create_all_gather_group,
     )
 
 
@@ -390,7 +488,7 @@ def _ddp(args: Namespace) -> DistributedDataParallelConfig:
     Without ``--use-megatron-fsdp`` they mean plain data parallelism, or with ``--use-distributed-optimizer`` the engine's
     ``optim`` strategy.
     """
-    strategy = args.data_parallel_sharding_strategy
+    strategy: Any = args.data_parallel_sharding_strategy if args.use_megatron_fsdp else "no_shard"
     shards_optimizer_alone = args.use_distributed_optimizer and not args.use_megatron_fsdp
     if shards_optimizer_alone:
         strategy = "optim"

@@ -170,17 +170,29 @@ def check_config(config: TransformerConfig) -> None:
     """Check that the configuration is served and consistent.
 
     Raises:
-        NotImplementedError: a field of ``NOT_SERVED`` has a value that is not served; the message names the first one.
-        ValueError: a row of ``CONTRADICTIONS`` holds; the message is that of the first one.
+        NotImplementedError: a field of ``NOT_SERVED`` has a value that is not served.
+        ValueError: a row of ``CONTRADICTIONS`` holds.
+
+    The message has a line for each fault.
     """
+    not_served = []
     for name, (served, reason) in NOT_SERVED.items():
         value = getattr(config, name)
         if value not in served:
             wanted = " or ".join(map(repr, served))
-            raise NotImplementedError(f"TransformerConfig.{name} must be {wanted}, got {value!r}: {reason}")
+            not_served.append(f"TransformerConfig.{name} must be {wanted}, got {value!r}: {reason}")
+    contradictions: list[str] = []
     for holds, message in CONTRADICTIONS:
-        if holds(config):
-            raise ValueError("TransformerConfig." + message.format_map(vars(config)))
+        try:
+            if holds(config):
+                contradictions.append("TransformerConfig." + message.format_map(vars(config)))
+        except (TypeError, ZeroDivisionError):
+            if not (not_served or contradictions):
+                raise  # rows may rely on those before them
+    if not_served:
+        raise NotImplementedError("\n".join((*not_served, *contradictions)))
+    if contradictions:
+        raise ValueError("\n".join(contradictions))
 
 
 def _fusible_activation(config: TransformerConfig) -> bool:

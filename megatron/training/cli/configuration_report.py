@@ -59,6 +59,7 @@ def report_configuration(
         "device": f"{device.type}, {dist.get_backend()}, {dist.get_world_size()} ranks",
         "versions": f"python {platform.python_version()}, torch {torch.__version__}",
         "time-out of communication": f"{settings.distributed.timeout_minutes} minutes",
+        "engine": "one, for --megatron-fsdp-version 1 and 2",
         "sharding strategy": f"{strategy} ({_STRATEGY_MEANING[strategy]})" + _hybrid(settings),
         "data-parallel group": f"{batch.data_parallel_size} ranks",
         "split of the model": _split(settings),
@@ -100,7 +101,13 @@ def report_configuration(
     }
     width = max(map(len, rows))
     lines = [f"  {name} {'.' * (width + 3 - len(name))} {value}" for name, value in rows.items()]
-    return "\n".join(("effective configuration:", *lines, *_all_settings(settings)))
+    return "\n".join(("effective configuration:", *lines, *_all_settings(settings), *_said_once(settings)))
+
+
+def _said_once(settings: Settings) -> list[str]:
+    """Format what is done instead of what some flags ask for."""
+    said = [f"  {line}" for line in settings.said_once.lines]
+    return ["flags whose place something else takes:", *said] if said else []
 
 
 def _split(settings: Settings) -> str:
@@ -131,6 +138,8 @@ def _all_settings(settings: Settings) -> list[str]:
     """Format one line for each part of the settings, with the values that differ from their defaults."""
     lines = ["settings that differ from their defaults:"]
     for part in dataclasses.fields(settings):
+        if part.name == "said_once":
+            continue
         value = getattr(settings, part.name)
         changed = ", ".join(f"{name}={_name(setting)}" for name, setting in _changed(value).items())
         lines.append(f"  {part.name}: {changed or 'none'}")

@@ -1,11 +1,16 @@
-"""The parser of flags, each of which is in effect, accepted because it is always so here, or refused with the reason."""
+"""The parser of flags, each of which is in effect, accepted because of what holds here, or refused with the reason."""
 
 from __future__ import annotations
 
 import argparse
 import difflib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import textwrap
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron.training.cli.upstream_flags import UPSTREAM_FLAGS, UpstreamFlag
 
 
 class FlagError(ValueError):
@@ -25,12 +30,65 @@ class AlwaysSo:
     otherwise: str = ""
     """Why another value is refused."""
 
+    needs: tuple[str, ...] = ()
+    """Flags that must be given too, as in Megatron-LM."""
+
+
+@dataclass(frozen=True)
+class SaidOnce:
+    """A flag of Megatron-LM that is accepted though it asks for another way to the same results; rank 0 says so once."""
+
+    instead: str
+    """What is done here."""
+
+
+@dataclass(frozen=True)
+class Fate:
+    """What became of one flag of a command line."""
+
+    flag: str
+    values: tuple[str, ...]
+    kind: str
+    """One of ``FATES``."""
+
+    words: str = ""
+    """The fact, what is done instead, or the fault."""
+
+
+FATES = ("in effect", "always so", "said once", "no effect", "refused", "unknown", "malformed")
+"""``no effect``: the flag is given at the value that it has anyway, or as ``false``."""
+
+_FAULTS = ("refused", "unknown", "malformed")
+
+
+@dataclass
+class CommandLine:
+    """A command line that was read: the settings of the flags in effect, and the fate of each flag."""
+
+    args: argparse.Namespace
+    """Without the settings whose flags are malformed."""
+
+    fates: list[Fate] = field(default_factory=list)
+    malformed: frozenset[str] = frozenset()
+    """The names of these settings."""
+
+    @property
+    def faults(self) -> list[str]:
+        """One line for each flag that is not accepted."""
+        return [fate.words for fate in self.fates if fate.kind in _FAULTS]
+
+    @property
+    def said_once(self) -> list[str]:
+        """What rank 0 says about flags that were given."""
+        return list(dict.fromkeys(fate.words for fate in self.fates if fate.kind == "said once"))
+
 
 class FlagParser(argparse.ArgumentParser):
     """An argument parser without abbreviations that names every fault of a command line at once.
 
     Args:
         always_so: flags that are accepted because they ask for what always holds.
+        said_once: flags that are accepted, since what is done instead gives the same results.
         refused: flags of Megatron-LM that are refused, with the reason.
         refused_families: (prefix, reason) of flags that are refused together.
     """
@@ -39,21 +97,21 @@ class FlagParser(argparse.ArgumentParser):
         self,
         *,
         always_so: Mapping[str, AlwaysSo],
+        said_once: Mapping[str, SaidOnce],
         refused: Mapping[str, str],
         refused_families: Sequence[tuple[str, str]],
         description: str,
         prog: str | None = None,
     ) -> None:
-        facts = "\n".join(f"  {' '.join((flag, *so.values[:1]))}: {so.fact}" for flag, so in sorted(always_so.items()))
         super().__init__(
             prog=prog,
             usage="%(prog)s <flags>",
             description=description,
             allow_abbrev=False,
             formatter_class=argparse.RawDescriptionHelpFormatter,
-            epilog=f"accepted because they ask for what always holds here:\n{facts}",
         )
-        self.always_so, self.refused, self.refused_families = always_so, refused, refused_families
+        self.always_so, self.said_once = always_so, said_once
+        self.refused, self.refused_families = refused, refused_families
 
     def error(self, message: str) -> None:  # type: ignore[override]
         raise FlagError(message)
@@ -64,39 +122,134 @@ class FlagParser(argparse.ArgumentParser):
         Raises:
             FlagError: flags are unknown, refused or malformed; the message names all of them.
         """
-        faults: list[str] = []
-        rest: list[str] = []
+        line = self.read(argv)
+        if line.faults:
+            raise FlagError("\n".join(line.faults))
+        return line.args
+
+    def read(self, argv: Sequence[str]) -> CommandLine:
+        """Read a command line; faults are in the result."""
+        line = CommandLine(self.parse_args([]))
+        malformed: set[str] = set()
         for flag, values in _split_by_flag(argv):
-            if flag is not None and flag in self.always_so:
-                faults += _fault_of_fact(flag, values, self.always_so[flag])
-            elif flag is not None and (reason := self.reason_against(flag)) is not None:
-                faults.append(f"{flag} is refused: {reason}")
-            elif flag is not None and flag.startswith("--") and flag not in self._option_string_actions:
-                faults.append(f"{flag} is unknown{self._nearest(flag)}")
+            if flag is None:
+                words = f"{' '.join(values)} is no flag; flags start with --"
+                line.fates += [Fate("", tuple(values), "malformed", words)] if values else []
             else:
-                rest += values if flag is None else [flag, *values]
-        if faults:
-            raise FlagError("\n".join(faults))
-        return self.parse_args(rest)
+                line.fates.append(self._read_flag(flag, values, line.args, malformed))
+        line.fates += self._without_companions({fate.flag for fate in line.fates if fate.kind != "no effect"})
+        for dest in malformed:
+            delattr(line.args, dest)
+        line.malformed = frozenset(malformed)
+        return line
+
+    def _without_companions(self, given: set[str]) -> list[Fate]:
+        """Return a fault for each flag that is given without one that it needs."""
+        return [
+            Fate(flag, (), "refused", f"{flag} needs {needed}, got none")
+            for flag, so in self.always_so.items()
+            for needed in so.needs
+            if flag in given and needed not in given
+        ]
+
+    def _read_flag(self, flag: str, values: list[str], args: argparse.Namespace, malformed: set[str]) -> Fate:
+        def fate(kind: str, words: str = "") -> Fate:
+            return Fate(flag, tuple(values), kind, words)
+
+        own, upstream = self._option_string_actions.get(flag), UPSTREAM_FLAGS.get(flag)
+        is_switch = own.nargs == 0 if own is not None else upstream is not None and upstream.nargs == 0
+        if is_switch and [value.lower() for value in values] in (["true"], ["false"]):
+            if values[0].lower() == "false":
+                return fate("no effect", f"{flag} false: as if it were not given")
+            values = []
+        if own is not None:
+            try:
+                # A list in quotes is one word of the shell.
+                split = own.nargs in ("+", "*") or isinstance(own.nargs, int)
+                self.parse_args(
+                    [flag, *(word for value in values for word in (value.split() if split else [value]))], args
+                )
+            except FlagError as error:
+                malformed.add(own.dest)
+                if (
+                    own.choices is not None
+                    and upstream is not None
+                    and len(values) == 1
+                    and values[0] in upstream.choices
+                ):
+                    served = ", ".join(map(str, own.choices))
+                    return fate("refused", f"{flag} {values[0]} is refused: it is not served; use one of {served}")
+                extra = str(error).startswith("unrecognized arguments")
+                words = f"{flag} takes fewer values, got {' '.join(values)}" if extra else str(error)
+                return fate("malformed", words.removeprefix("argument "))
+            return fate("in effect", str(own.help))
+        if flag in self.always_so:
+            so = self.always_so[flag]
+            fault = _fault_of_fact(flag, values, so)
+            if not fault or flag not in self.said_once:
+                return fate("refused", fault) if fault else fate("always so", so.fact)
+        if flag in self.said_once:
+            words_of = [word for value in values for word in value.split()] if upstream and upstream.nargs else values
+            fault = "" if upstream is None else _fault_of_value(flag, words_of, upstream)
+            if fault:
+                return fate("malformed", fault)
+            return fate("said once", f"{' '.join((flag, *values))}: {self.said_once[flag].instead}")
+        if (reason := self.reason_against(flag)) is not None:
+            if upstream is not None and _is_default(flag, values, upstream):
+                return fate("no effect", f"{' '.join((flag, *values))}: the default, which asks for nothing")
+            return fate("refused", f"{flag} is refused: {reason}")
+        return fate("unknown", f"{flag} is unknown{self._nearest(flag)}")
 
     def reason_against(self, flag: str) -> str | None:
         """Return why a flag is refused; None if it is not."""
-        if flag in self._option_string_actions or flag in self.always_so:
+        if flag in self._option_string_actions or flag in self.always_so or flag in self.said_once:
             return None
         families = (reason for start, reason in self.refused_families if flag.startswith(start))
         return self.refused.get(flag) or next(families, None)
 
+    def refused_by_reason(self) -> dict[str, list[str]]:
+        """Return all spellings of Megatron-LM, and others that are known, which are refused, by their reasons."""
+        flags: dict[str, list[str]] = defaultdict(list)
+        for flag in sorted({*UPSTREAM_FLAGS, *self.refused}):
+            if (reason := self.reason_against(flag)) is not None:
+                flags[reason].append(flag)
+        return dict(flags)
+
+    def format_help(self) -> str:
+        """Format what ``--help`` prints: groups of flags in effect, what always holds, what is said once, what is refused."""
+        facts = [f"{' '.join((flag, *so.values[:1]))}: {so.fact}" for flag, so in sorted(self.always_so.items())]
+        said = [f"{flag}: {once.instead}" for flag, once in sorted(self.said_once.items())]
+        refused = [f"{', '.join(flags)}: {reason}" for reason, flags in self.refused_by_reason().items()]
+        return "\n".join(
+            (
+                super().format_help(),
+                *_help_section("accepted because they ask for what always holds here", facts),
+                *_help_section("accepted, with what is done instead, which is said once", said),
+                *_help_section("refused, except at Megatron-LM's default", refused),
+            )
+        )
+
     def _nearest(self, flag: str) -> str:
         known = [name for name in self._option_string_actions if name.startswith("--")]
-        close = difflib.get_close_matches(flag, [*known, *self.always_so, *self.refused], n=1, cutoff=0.75)
+        close = difflib.get_close_matches(flag, [*known, *UPSTREAM_FLAGS, *self.always_so, *self.refused], 1, 0.75)
         return f"; did you mean {close[0]}?" if close else "; see --help for the flags that are known"
+
+
+def _help_section(title: str, entries: Iterable[str]) -> list[str]:
+    wrapped = [
+        textwrap.fill(
+            entry, 118, initial_indent="  ", subsequent_indent="      ", break_on_hyphens=False, break_long_words=False
+        )
+        for entry in entries
+    ]
+    return [f"{title}:", *wrapped, ""]
 
 
 def _split_by_flag(argv: Sequence[str]) -> list[tuple[str | None, list[str]]]:
     """Split into [(flag, its values)], also ``--flag=value``; the flag of values before the first one is None."""
     parts: list[tuple[str | None, list[str]]] = [(None, [])]
     for token in argv:
-        if token.startswith("--") and len(token) > 2:
+        if token == "-h" or (token.startswith("--") and len(token) > 2):
             flag, equals, value = token.partition("=")
             parts.append((flag, [value] if equals else []))
         else:
@@ -104,11 +257,44 @@ def _split_by_flag(argv: Sequence[str]) -> list[tuple[str | None, list[str]]]:
     return parts
 
 
-def _fault_of_fact(flag: str, values: list[str], so: AlwaysSo) -> list[str]:
+def _fault_of_fact(flag: str, values: list[str], so: AlwaysSo) -> str:
     if not so.values:
-        return [f"{flag} takes no value, got {' '.join(values)}"] if values else []
+        return f"{flag} takes no value, got {' '.join(values)}" if values else ""
     if len(values) != 1:
-        return [f"{flag} takes one value, got {' '.join(values) or 'none'}"]
+        return f"{flag} takes one value, got {' '.join(values) or 'none'}"
     if values[0] not in so.values:
-        return [f"{flag} must be {' or '.join(so.values)}, got {values[0]}: {so.otherwise or so.fact}"]
-    return []
+        return f"{flag} must be {' or '.join(so.values)}, got {values[0]}: {so.otherwise or so.fact}"
+    return ""
+
+
+_KINDS: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "bool": lambda text: text.lower() == "true"}
+
+
+def _fault_of_value(flag: str, values: list[str], upstream: UpstreamFlag) -> str:
+    """Return what is wrong with the values of a flag that is accepted without an effect; empty if nothing is."""
+    wanted = {0: "no value", None: "one value", "+": "one or more values"}.get(
+        upstream.nargs, f"{upstream.nargs} values"
+    )
+    counts = {0: len(values) == 0, None: len(values) == 1, "+": len(values) > 0, "*": True}
+    if not counts.get(upstream.nargs, len(values) == upstream.nargs):
+        return f"{flag} takes {wanted}, got {' '.join(values) or 'none'}"
+    for value in values:
+        if upstream.choices and value not in upstream.choices:
+            return f"{flag} must be one of {', '.join(upstream.choices)}, got {value}"
+        try:
+            _KINDS.get(upstream.kind, str)(value)
+        except ValueError:
+            return f"{flag} must be of type {upstream.kind}, got {value}"
+    return ""
+
+
+def _is_default(flag: str, values: list[str], upstream: UpstreamFlag) -> bool:
+    """Whether a flag is given at Megatron-LM's default, and so asks for nothing."""
+    if upstream.nargs == 0:
+        turns_off = flag.startswith("--no-") and not upstream.dest.startswith("no_")
+        return upstream.default is False if turns_off else upstream.default is True and not upstream.dest
+    try:
+        read = [_KINDS.get(upstream.kind, str)(value) for value in values]
+    except ValueError:
+        return False
+    return read == upstream.default if isinstance(upstream.default, list) else read == [upstream.default]

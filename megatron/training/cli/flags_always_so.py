@@ -10,30 +10,27 @@ ALWAYS_SO: dict[str, AlwaysSo] = {
     "--use-flash-attn": AlwaysSo(
         fact="attention uses the FlashAttention kernel wherever PyTorch has it for the device"
     ),
-    "--megatron-fsdp-version": AlwaysSo(
-        fact="there is one engine, built on DTensors as version 2 is",
-        values=("2",),
-        otherwise="there is no version 1 here",
-    ),
+    "--megatron-fsdp-version": AlwaysSo(fact="there is one engine, whatever the version", values=("1", "2")),
     "--fsdp-double-buffer": AlwaysSo(fact="gathered weights lie in one arena with fixed addresses"),
     "--fsdp-manual-registration": AlwaysSo(
-        fact="with symmetric memory, a buffer is registered once, when it is allocated"
+        fact="with symmetric memory, a buffer is registered once, when it is allocated",
+        needs=("--use-megatron-fsdp", "--use-nccl-ub"),
     ),
     "--ckpt-format": AlwaysSo(
         fact="PyTorch DCP directories of DTensors, the default here",
         values=("fsdp_dtensor",),
-        otherwise="checkpoints are PyTorch DCP directories of DTensors (fsdp_dtensor); other formats are not served",
     ),
     "--auto-detect-ckpt-format": AlwaysSo(fact="there is one format, and loading any other is refused"),
     "--dist-ckpt-strictness": AlwaysSo(
         fact="missing, extra and mis-shaped keys are errors",
         values=("raise_all",),
-        otherwise="missing, extra and mis-shaped keys are always errors (raise_all)",
     ),
     "--ckpt-fully-parallel-save": AlwaysSo(fact="each rank writes the rows that it owns"),
     "--ckpt-fully-parallel-load": AlwaysSo(fact="each rank reads the rows that it owns"),
     "--dist-ckpt-optim-fully-reshardable": AlwaysSo(fact="optimizer state is loaded under any split"),
+    "--load-main-params-from-ckpt": AlwaysSo(fact="checkpoints hold the main weights, and these are loaded"),
     "--no-use-tokenizer-model-from-checkpoint-args": AlwaysSo(fact="the command line names the tokenizer"),
+    "--disable-use-tokenizer-model-from-checkpoint-args": AlwaysSo(fact="the command line names the tokenizer"),
     "--dataloader-type": AlwaysSo(
         fact="one pass over the samples, in order",
         values=("single",),
@@ -49,6 +46,9 @@ ALWAYS_SO: dict[str, AlwaysSo] = {
     "--no-align-grad-reduce": AlwaysSo(
         fact="each pipeline stage reduces its gradients as soon as its backward has computed them"
     ),
+    "--disable-align-grad-reduce": AlwaysSo(
+        fact="each pipeline stage reduces its gradients as soon as its backward has computed them"
+    ),
     "--no-align-param-gather": AlwaysSo(fact="each pipeline stage gathers weights by its own plan"),
     "--timing-log-level": AlwaysSo(
         fact="iterations are timed as a whole", values=("0",), otherwise="iterations are timed as a whole (0), no parts"
@@ -57,6 +57,11 @@ ALWAYS_SO: dict[str, AlwaysSo] = {
     "--disable-msc": AlwaysSo(fact="all files are local"),
     "--enable-experimental": AlwaysSo(fact="no feature depends on this switch"),
     "--te-rng-tracker": AlwaysSo(fact="a CUDA graph draws the same random numbers as eager steps"),
-    "--rerun-mode": AlwaysSo(fact="no step is run twice", values=("disabled",), otherwise="reruns are not served"),
+    "--rerun-mode": AlwaysSo(fact="no step is run twice", values=("disabled",)),
+    "--rope-type": AlwaysSo(
+        fact="rotary frequencies are those of --rotary-base",
+        values=("rope",),
+        otherwise="YaRN's rotary frequencies are not served yet",
+    ),
     "--no-one-logger": AlwaysSo(fact="nothing is reported to one_logger"),
 }

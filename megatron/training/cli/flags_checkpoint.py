@@ -27,6 +27,12 @@ def add_checkpoint_flags(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="load without comparing files with their checksums, which reads them twice (ours)",
     )
+    group.add_argument(
+        "--verify-integrity",
+        dest="no_verify_checkpoint",
+        action="store_false",
+        help="compare files with their checksums when they are loaded (always so, but for --no-verify-checkpoint)",
+    )
     group.add_argument("--finetune", action="store_true", help="load weights alone and start at iteration 0")
 
 

@@ -51,8 +51,8 @@ def _add_sharding_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--data-parallel-sharding-strategy",
         choices=STRATEGIES,
-        default="no_shard",
-        help="what is sharded (default: no_shard)",
+        default="optim_grads_params",
+        help="what --use-megatron-fsdp shards (default: optim_grads_params)",
     )
     group.add_argument(
         "--num-distributed-optimizer-instances",
@@ -71,6 +71,17 @@ def _add_sharding_flags(group: argparse._ArgumentGroup) -> None:
         "--use-distributed-optimizer",
         action="store_true",
         help="shard optimizer state; with --use-megatron-fsdp the strategy decides what is sharded",
+    )
+    group.add_argument(
+        "--use-torch-fsdp2",
+        action="store_true",
+        help="taken as --use-megatron-fsdp, which shards weights as FSDP2 does",
+    )
+    group.add_argument(
+        "--torch-fsdp2-no-reshard-after-forward",
+        dest="torch_fsdp2_reshard_after_forward",
+        action="store_false",
+        help="with --use-torch-fsdp2, taken as --data-parallel-sharding-strategy optim_grads",
     )
     group.add_argument("--overlap-grad-reduce", action="store_true", help="reduce gradients during backward")
     group.add_argument(

@@ -37,9 +37,9 @@ def _add_shape_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--moe-token-dispatcher-type",
         choices=["allgather", "alltoall", "flex"],
-        default="alltoall",
-        help="how tokens reach their experts (default: alltoall; Megatron-LM's is allgather, which gives the same numbers "
-        "and is served where experts are not divided; flex is refused)",
+        default="allgather",
+        help="how tokens reach their experts (default: allgather). Where experts are divided, all three are one all-to-all, "
+        "which gives the same numbers",
     )
 
 
@@ -84,6 +84,27 @@ def _add_router_flags(group: argparse._ArgumentGroup) -> None:
         help="which assignments are dropped: the least probable or the last (default: probs)",
     )
 
+
+DEFAULTS_OF_EXPERTS: dict[str, object] = {
+    "expert_tensor_parallel_size": None,
+    "moe_layer_freq": 1,
+    "moe_ffn_hidden_size": None,
+    "moe_shared_expert_intermediate_size": None,
+    "moe_shared_expert_gate": False,
+    "moe_grouped_gemm": False,
+    "moe_router_topk": 2,
+    "moe_router_score_function": "softmax",
+    "moe_router_pre_softmax": False,
+    "moe_router_topk_scaling_factor": None,
+    "moe_router_dtype": None,
+    "moe_router_load_balancing_type": "aux_loss",
+    "moe_aux_loss_coeff": 0.0,
+    "moe_z_loss_coeff": None,
+    "moe_expert_capacity_factor": None,
+    "moe_pad_expert_input_to_capacity": False,
+    "moe_token_drop_policy": "probs",
+}
+"""Settings that have no effect without experts, with their defaults."""
 
 _SAME_NAME_IN_TRANSFORMER_CONFIG = (
     "moe_layer_freq",

@@ -63,6 +63,7 @@ def add_fp8_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--no-fp8-wgrad",
+        "--disable-fp8-wgrad",
         dest="fp8_wgrad",
         action="store_false",
         help="weight gradients not in FP8 (refused: transformer-engine has no such setting any more)",

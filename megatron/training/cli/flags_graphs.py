@@ -25,7 +25,7 @@ def add_graph_flags(parser: argparse.ArgumentParser) -> None:
         help="full_iteration, with --cuda-graph-impl local: the older spelling of --cuda-graph-impl full_iteration",
     )
     group.add_argument(
-        "--cuda-graph-warmup-steps", type=int, help="eager steps before the capture, at least 2 (default: 3)"
+        "--cuda-graph-warmup-steps", type=int, default=3, help="eager steps before the capture, at least 2 (default: 3)"
     )
 
 
@@ -38,6 +38,4 @@ def captures_iterations(args: Namespace) -> bool:
 
 def full_cuda_graph_config(args: Namespace) -> FullCudaGraphConfig:
     """Map the flags of CUDA graphs."""
-    if args.cuda_graph_warmup_steps is None:
-        return FullCudaGraphConfig(enabled=captures_iterations(args))
     return FullCudaGraphConfig(enabled=captures_iterations(args), warmup_steps=args.cuda_graph_warmup_steps)

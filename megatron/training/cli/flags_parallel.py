@@ -25,10 +25,11 @@ def add_parallel_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--cp-comm-type",
         nargs="+",
-        choices=["p2p", "all_gather", "a2a"],
+        choices=["p2p", "all_gather", "a2a", "a2a+p2p"],
         default=["p2p"],
         help="how attention gets the keys of other ranks: a ring (p2p), a gather (all_gather), or an exchange of heads "
-        "(a2a); one, or one for each layer (default: p2p)",
+        ""
+        "(a2a; a2a+p2p is taken as p2p); one, or one for each layer (default: p2p)",
     )
     group.add_argument(
         "--pipeline-model-parallel-size", type=int, default=1, help="stages of consecutive layers (default: 1)"

@@ -105,7 +105,9 @@ def _add_schedule_flags(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_loop_flags(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--eval-interval", type=int, default=1000, help="iterations between evaluations (default: 1000)")
+    group.add_argument(
+        "--eval-interval", type=int, help="iterations between evaluations (default: none before the end of training)"
+    )
     group.add_argument("--eval-iters", type=int, default=100, help="global batches of an evaluation (default: 100)")
     group.add_argument("--exit-interval", type=int, help="save and end after an iteration that is a multiple of this")
     group.add_argument("--exit-duration-in-mins", type=int, help="save and end after this many whole minutes")
@@ -113,7 +115,11 @@ def _add_loop_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--manual-gc", action="store_true", help="collect garbage on all ranks at the same iterations")
     group.add_argument("--manual-gc-interval", type=int, default=0, help="iterations between collections (0: none)")
     group.add_argument(
-        "--no-manual-gc-eval", dest="manual_gc_eval", action="store_false", help="do not collect around evaluations"
+        "--no-manual-gc-eval",
+        "--disable-manual-gc-eval",
+        dest="manual_gc_eval",
+        action="store_false",
+        help="do not collect around evaluations",
     )
     group.add_argument(
         "--empty-unused-memory-level",

@@ -10,8 +10,9 @@ from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from megatron.training.cli.flags_distributed import STRATEGIES
 from megatron.training.cli.flags_graphs import captures_iterations
-from megatron.training.cli.flags_model import position_embedding_type
+from megatron.training.cli.substitutions import holds
 
 
 @dataclass(frozen=True)
@@ -31,10 +32,23 @@ class Refusal:
     remedy: str = ""
     """What to change on the command line, where ``reason`` is given."""
 
+    spoils: tuple[str, ...] = ()
+    """Settings without which components cannot be checked."""
 
-def refusals_of(args: Namespace) -> list[str]:
-    """Return the messages of all rows that hold for these flags."""
-    return [row.message.format(**vars(args)) for row in REFUSALS if row.when(args)]
+
+def refusals_of(args: Namespace, malformed: frozenset[str] = frozenset()) -> tuple[list[str], frozenset[str]]:
+    """Return the messages of all rows that hold for these flags, and the names of settings that must not be read on.
+
+    Args:
+        malformed: names of settings that ``args`` lacks; rows that read one are left out.
+    """
+    messages: list[str] = []
+    unreadable: set[str] = set()
+    for row in REFUSALS:
+        if holds(row.when, args, malformed):
+            messages.append(row.message.format(**vars(args)))
+            unreadable.update(row.spoils)
+    return messages, frozenset(unreadable)
 
 
 def _not_served(what: str, when: Callable[[Namespace], bool], reason: str, remedy: str) -> Refusal:
@@ -43,13 +57,8 @@ def _not_served(what: str, when: Callable[[Namespace], bool], reason: str, remed
 
 def _missing(flag: str) -> Refusal:
     dest = flag.removeprefix("--").replace("-", "_")
-    return Refusal(f"no {dest}", lambda args: getattr(args, dest) is None, f"{flag} must be given, got none")
-
-
-def _needs_load(dest: str, flag: str) -> Refusal:
-    return Refusal(
-        f"{dest} without load", lambda args: getattr(args, dest) and args.load is None, f"{flag} needs --load, got none"
-    )
+    message = f"{flag} must be given, got none"
+    return Refusal(f"no {dest}", lambda args: getattr(args, dest) is None, message, spoils=(dest,))
 
 
 def _data_sources(args: Namespace) -> int:
@@ -123,41 +132,9 @@ REFUSALS: tuple[Refusal, ...] = (
         "first alone, so that the model does not depend on the split",
     ),
     Refusal(
-        "num-query-groups without group-query-attention",
-        lambda a: a.num_query_groups != 1 and not a.group_query_attention,
-        "--num-query-groups {num_query_groups} needs --group-query-attention",
-    ),
-    Refusal(
-        "rotary settings without rope",
-        lambda a: (
-            position_embedding_type(a) != "rope"
-            and (
-                a.rotary_base != 10000
-                or a.rotary_percent != 1.0
-                or a.rotary_interleaved
-                or a.use_rope_scaling
-                or a.rotary_seq_len_interpolation_factor is not None
-            )
-        ),
-        "flags of rotary positions need --position-embedding-type rope, got {position_embedding_type}",
-    ),
-    Refusal(
-        "rope-scaling-factor without use-rope-scaling",
-        lambda a: a.rope_scaling_factor != 8.0 and not a.use_rope_scaling,
-        "--rope-scaling-factor {rope_scaling_factor} needs --use-rope-scaling",
-    ),
-    Refusal(
         "two activation functions",
         lambda a: a.swiglu and a.squared_relu,
         "--swiglu and --squared-relu are two activations; give one",
-    ),
-    Refusal(
-        "recompute method or layers without full recomputation",
-        lambda a: (
-            a.recompute_granularity != "full" and (a.recompute_method is not None or a.recompute_num_layers is not None)
-        ),
-        "--recompute-method and --recompute-num-layers belong to --recompute-granularity full, got "
-        "{recompute_granularity}",
     ),
     Refusal(
         "full recomputation without method or layers",
@@ -166,14 +143,10 @@ REFUSALS: tuple[Refusal, ...] = (
         "{recompute_num_layers}",
     ),
     Refusal(
-        "recompute-modules without selective recomputation",
-        lambda a: a.recompute_modules is not None and a.recompute_granularity != "selective",
-        "--recompute-modules belongs to --recompute-granularity selective, got {recompute_granularity}",
-    ),
-    Refusal(
         "neither or both of train-iters and train-samples",
         lambda a: (a.train_iters is None) == (a.train_samples is None),
         "one of --train-iters and --train-samples must be given, got {train_iters} and {train_samples}",
+        spoils=("train_iters", "train_samples"),
     ),
     Refusal(
         "schedule in samples with train-iters",
@@ -202,18 +175,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "--lr-decay-style WSD needs --lr-wsd-decay-iters or --lr-wsd-decay-samples, got none",
     ),
     Refusal(
-        "WSD decay length with another style",
-        lambda a: (
-            a.lr_decay_style != "WSD" and (a.lr_wsd_decay_iters is not None or a.lr_wsd_decay_samples is not None)
-        ),
-        "--lr-wsd-decay-iters and --lr-wsd-decay-samples belong to --lr-decay-style WSD, got {lr_decay_style}",
-    ),
-    Refusal(
-        "WSD decay style with another style",
-        lambda a: a.lr_decay_style != "WSD" and a.lr_wsd_decay_style != "exponential",
-        "--lr-wsd-decay-style {lr_wsd_decay_style} belongs to --lr-decay-style WSD, got {lr_decay_style}",
-    ),
-    Refusal(
         "decoupled-min-lr without decoupled-lr",
         lambda a: a.decoupled_min_lr is not None and a.decoupled_lr is None,
         "--decoupled-min-lr needs --decoupled-lr, got none",
@@ -240,16 +201,8 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "sharding strategy without use-megatron-fsdp",
-        lambda a: not a.use_megatron_fsdp and a.data_parallel_sharding_strategy != "no_shard",
+        lambda a: not a.use_megatron_fsdp and a.data_parallel_sharding_strategy not in ("no_shard", STRATEGIES[-1]),
         "--data-parallel-sharding-strategy {data_parallel_sharding_strategy} needs --use-megatron-fsdp",
-    ),
-    Refusal(
-        "distributed optimizer with no_shard",
-        lambda a: (
-            a.use_megatron_fsdp and a.use_distributed_optimizer and a.data_parallel_sharding_strategy == "no_shard"
-        ),
-        "--use-distributed-optimizer asks for sharded optimizer state, which --data-parallel-sharding-strategy no_shard "
-        "excludes; give optim or more",
     ),
     Refusal(
         "overlap-param-gather without sharding",
@@ -331,28 +284,10 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda a: a.num_workers < 0,
         "--num-workers must not be negative, got {num_workers}",
     ),
-    *(
-        Refusal(
-            f"{dest} without save",
-            lambda a, dest=dest: getattr(a, dest) and a.save is None,  # type: ignore[misc]
-            f"--{dest.replace('_', '-')} needs --save, got none",
-        )
-        for dest in ("save_interval", "async_save", "no_save_optim", "no_save_rng", "exit_signal_handler")
-    ),
     Refusal(
         "save-interval below 1",
         lambda a: a.save_interval is not None and a.save_interval < 1,
         "--save-interval must be at least 1, got {save_interval}",
-    ),
-    _needs_load("finetune", "--finetune"),
-    _needs_load("no_load_optim", "--no-load-optim"),
-    _needs_load("no_load_rng", "--no-load-rng"),
-    _needs_load("exit_on_missing_checkpoint", "--exit-on-missing-checkpoint"),
-    _needs_load("use_checkpoint_opt_param_scheduler", "--use-checkpoint-opt-param-scheduler"),
-    Refusal(
-        "ckpt-step without load",
-        lambda a: a.ckpt_step is not None and a.load is None,
-        "--ckpt-step {ckpt_step} needs --load, got none",
     ),
     Refusal(
         "finetune with the checkpoint's schedule",
@@ -360,44 +295,14 @@ REFUSALS: tuple[Refusal, ...] = (
         "--finetune starts a new schedule; leave out --use-checkpoint-opt-param-scheduler",
     ),
     Refusal(
-        "wandb settings without wandb-project",
-        lambda a: bool(a.wandb_entity or a.wandb_exp_name or a.wandb_save_dir) and not a.wandb_project,
-        "--wandb-entity, --wandb-exp-name and --wandb-save-dir need --wandb-project, got none",
-    ),
-    Refusal(
-        "TensorBoard scalars without a writer",
-        lambda a: (
-            (a.log_timers_to_tensorboard or a.log_memory_to_tensorboard or a.log_validation_ppl_to_tensorboard)
-            and not (a.tensorboard_dir or a.wandb_project)
-        ),
-        "--log-timers-to-tensorboard, --log-memory-to-tensorboard and --log-validation-ppl-to-tensorboard need "
-        "--tensorboard-dir or --wandb-project, got none",
-    ),
-    Refusal(
         "FP8 with local layers",
         lambda a: a.fp8_format is not None and a.transformer_impl == "local",
         "--fp8-format {fp8_format} needs layers of transformer-engine, got --transformer-impl local; leave one of the two out",
     ),
     Refusal(
-        "CUDA graphs of single layers",
-        lambda a: a.cuda_graph_impl in ("local", "transformer_engine") and not captures_iterations(a),
-        "--cuda-graph-impl {cuda_graph_impl} captures layer by layer, which is not served; use full_iteration, or none",
-    ),
-    Refusal(
-        "CUDA graph scope without a graph of the iteration",
-        lambda a: a.cuda_graph_scope is not None and not captures_iterations(a),
-        "--cuda-graph-scope must be full_iteration, with --cuda-graph-impl local, got {cuda_graph_scope} with "
-        "{cuda_graph_impl}; use --cuda-graph-impl full_iteration",
-    ),
-    Refusal(
         "CUDA graph scope below the iteration",
         lambda a: a.cuda_graph_impl == "full_iteration" and a.cuda_graph_scope not in (None, ["full_iteration"]),
         "--cuda-graph-impl full_iteration captures the whole step, got --cuda-graph-scope {cuda_graph_scope}; leave it out",
-    ),
-    Refusal(
-        "CUDA graph warm-up without a graph",
-        lambda a: a.cuda_graph_warmup_steps is not None and not captures_iterations(a),
-        "--cuda-graph-warmup-steps {cuda_graph_warmup_steps} needs --cuda-graph-impl full_iteration",
     ),
     Refusal(
         "CUDA graph with gloo",
@@ -457,15 +362,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "add `--disable-bias-linear`",
     ),
     _not_served(
-        "`--moe-token-dispatcher-type flex`, or `allgather` with `--expert-model-parallel-size` above 1",
-        lambda a: (
-            a.moe_token_dispatcher_type == "flex"
-            or (a.moe_token_dispatcher_type == "allgather" and a.expert_model_parallel_size > 1)
-        ),
-        "experts of other ranks are reached by an all-to-all alone",
-        "give `--moe-token-dispatcher-type alltoall`",
-    ),
-    _not_served(
         "`--moe-router-load-balancing-type sinkhorn` or `global_aux_loss`",
         lambda a: a.moe_router_load_balancing_type in ("sinkhorn", "global_aux_loss"),
         "auxiliary losses are computed over a microbatch or a sequence",
@@ -487,3 +383,6 @@ REFUSALS: tuple[Refusal, ...] = (
 
 NOT_SERVED = tuple(row for row in REFUSALS if row.reason)
 """The lawful combinations that are not served, which the documentation lists."""
+
+SAID_BY_ROWS: tuple[tuple[str, str], ...] = ()
+"""(opening of a row's message, opening of a component's message about the same fault)."""

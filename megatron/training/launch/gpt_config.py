@@ -144,17 +144,14 @@ def why_no_transformer_engine(device_type: str) -> str | None:
     return why_missing("transformer_engine")
 
 
-def check_packages(config: GPTConfig, device_type: str) -> None:
-    """Check that the packages are there which the settings cannot do without.
-
-    Raises:
-        ImportError: the model is to multiply in FP8, and transformer-engine cannot be used; gives the reason.
-    """
-    if config.transformer.fp8 is not None and (reason := why_no_transformer_engine(device_type)) is not None:
-        raise ImportError(
-            f"--fp8-format {config.transformer.fp8} needs transformer-engine, which cannot be used: {reason}; install it"
-            " (docs/transformer_engine.md), or leave out --fp8-format, which trains in bf16"
-        )
+def why_no_fp8(config: GPTConfig, device_type: str) -> str | None:
+    """Return why the model cannot multiply in FP8 though that was asked for, and what to do; None if it can."""
+    if config.transformer.fp8 is None or (reason := why_no_transformer_engine(device_type)) is None:
+        return None
+    return (
+        f"--fp8-format {config.transformer.fp8} needs transformer-engine, which cannot be used: {reason}; install it"
+        " (docs/transformer_engine.md), or leave out --fp8-format, which trains in bf16"
+    )
 
 
 def why_local_layers(config: GPTConfig, device_type: str) -> str | None:
@@ -163,5 +160,6 @@ def why_local_layers(config: GPTConfig, device_type: str) -> str | None:
 
 
 def _uses_transformer_engine(config: GPTConfig, device: torch.device) -> bool:
-    check_packages(config, device.type)
+    if (reason := why_no_fp8(config, device.type)) is not None:
+        raise ImportError(reason)
     return config.transformer_impl != "local" and why_no_transformer_engine(device.type) is None

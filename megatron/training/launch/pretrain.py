@@ -343,7 +343,7 @@ def data_rank(setup: TrainingSetup) -> int:
 
 def _sizes(loop: LoopConfig, batch: BatchConfig) -> tuple[int, int, int]:
     """Compute the numbers of samples of training, validation and test that the whole run draws, as Megatron-LM does."""
-    evaluations = loop.train_iters // loop.eval_interval + 1
+    evaluations = 1 + (loop.train_iters // loop.eval_interval if loop.eval_interval else 0)
     per_evaluation = loop.eval_iters * batch.global_batch_size
     train_samples = loop.train_samples or loop.train_iters * batch.global_batch_size
     return train_samples, evaluations * per_evaluation, per_evaluation

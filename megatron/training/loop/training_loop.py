@@ -31,7 +31,9 @@ class LoopConfig:
     train_samples: int | None = None
     """Samples to train, over all runs, in whole global batches; None: ``train_iters`` alone says where training ends."""
 
-    eval_interval: int = 1000
+    eval_interval: int | None = None
+    """Iterations between evaluations; None: there is none before the end."""
+
     eval_iters: int = 100
     """Global batches of an evaluation; 0: no evaluation."""
 
@@ -55,8 +57,9 @@ class LoopConfig:
 
     def __post_init__(self) -> None:
         for name in ("train_iters", "eval_interval"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
         if self.eval_iters < 0:
             raise ValueError(f"--eval-iters must not be negative, got {self.eval_iters}")
         for name in ("exit_interval", "exit_duration_mins"):
@@ -187,7 +190,7 @@ class TrainingLoop:
             )
         self.garbage.after_step(iteration)
         self.checkpointer.poll()
-        if self.config.eval_iters > 0 and iteration % self.config.eval_interval == 0:
+        if self.config.eval_iters > 0 and self.config.eval_interval and iteration % self.config.eval_interval == 0:
             self.evaluate(f"iteration {iteration}")
         if self.checkpointer.is_due(iteration):
             self._save()

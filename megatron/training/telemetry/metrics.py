@@ -16,8 +16,8 @@ from megatron.training.loop.train_step import StepRecord
 from megatron.training.telemetry.log_line import LogRecord, format_evaluation, format_log_line
 from megatron.training.telemetry.memory import memory_in_mib
 from megatron.training.telemetry.step_clock import make_step_clock
-from megatron.training.telemetry.tensorboard_writer import TensorboardWriter, require_tensorboard
-from megatron.training.telemetry.wandb_writer import WandbWriter, require_wandb
+from megatron.training.telemetry.tensorboard_writer import TensorboardWriter
+from megatron.training.telemetry.wandb_writer import WandbWriter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,11 +50,6 @@ class LoggingConfig:
             raise ValueError(f"--log-interval must be at least 1, got {self.log_interval}")
         if self.wandb_project and not self.wandb_exp_name:
             raise ValueError("--wandb-project needs --wandb-exp-name, got none")
-        # Checked here, so that a missing package is found before anything is allocated, and on all ranks.
-        if self.tensorboard_dir:
-            require_tensorboard()
-        if self.wandb_project:
-            require_wandb()
 
 
 class ScalarWriter(Protocol):

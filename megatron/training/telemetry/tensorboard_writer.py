@@ -2,20 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-
-
-def require_tensorboard() -> None:
-    """Check that the package is installed.
-
-    Raises:
-        ValueError: it is not.
-    """
-    if find_spec("tensorboard") is None:
-        raise ValueError(
-            "--tensorboard-dir needs the package tensorboard, which is not installed: pip install tensorboard"
-        )
-
 
 class TensorboardWriter:
     """A writer of scalars to event files in a folder."""

@@ -2,18 +2,7 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import Any
-
-
-def require_wandb() -> None:
-    """Check that the package is installed.
-
-    Raises:
-        ValueError: it is not.
-    """
-    if find_spec("wandb") is None:
-        raise ValueError("--wandb-project needs the package wandb, which is not installed: pip install wandb")
 
 
 class WandbWriter:

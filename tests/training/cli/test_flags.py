@@ -12,9 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.training.arguments import build_parser, parse_settings, settings_from_args
+from megatron.training.arguments import build_parser, check_command_line, parse_settings, settings_from_args
+from megatron.training.cli.defaults import DEFAULTS_THAT_DIFFER, default_differs
 from megatron.training.cli.flag_parser import FlagError
 from megatron.training.cli.flags_experts import layer_pattern
+from megatron.training.cli.substitutions import substitute
+from megatron.training.cli.upstream_flags import UPSTREAM_FLAGS
 from tests.support.launch_lines import (
     DEEPSEEK_V3,
     LLAMA3_8B,
@@ -46,13 +49,14 @@ MINIMAL = [
 
 def _fates(line: str) -> dict[str, set[str]]:
     parser = build_parser()
-    fates: dict[str, set[str]] = {"in effect": set(), "always so": set(), "refused": set()}
+    fates: dict[str, set[str]] = {"in effect": set(), "always so": set(), "said once": set(), "refused": set()}
     for flag in re.findall(r"--[a-z][a-z0-9-]*", line):
         found = [
             fate
             for fate, holds in (
                 ("in effect", flag in parser._option_string_actions),
                 ("always so", flag in parser.always_so),
+                ("said once", flag in parser.said_once and flag not in parser.always_so),
                 ("refused", parser.reason_against(flag) is not None),
             )
             if holds
@@ -66,17 +70,15 @@ def _fates(line: str) -> dict[str, set[str]]:
 def test_each_flag_of_the_published_launch_lines_has_one_fate(line: str) -> None:
     fates = _fates(line)
     assert len(fates["in effect"]) > 50
-    assert all(fates.values())
+    assert fates["always so"] and fates["said once"] and fates["refused"]
 
 
 @pytest.mark.parametrize("line", [LLAMA3_8B, DEEPSEEK_V3], ids=["llama3_8b", "deepseek_v3"])
-def test_a_launch_line_is_refused_with_every_reason_at_once(line: str) -> None:
-    refused = _fates(line)["refused"]
-    with pytest.raises(FlagError) as caught:
-        parse_settings(line.split(), world_size=8)
-    lines = str(caught.value).splitlines()
-    assert {text.split()[0] for text in lines} >= refused
-    assert all(" is refused: " in text or " must be " in text for text in lines)
+def test_a_launch_line_is_refused_with_every_reason_at_once(line: Any) -> None:
+    line = check_command_line(line.split(), world_size=8)
+    refused = {fate.flag for fate in line.fates if fate.kind == "refused"}
+    assert refused and {text.split()[0] for text in line.faults} >= refused
+    assert all(" is refused: " in text or " must be " in text for text in line.faults)
 
 
 def test_the_launch_line_without_what_is_refused_is_in_effect() -> None:
@@ -146,11 +148,15 @@ def test_positions_by_older_flags(flags: str, expected: str) -> None:
 
 
 def test_flags_that_name_a_fact_leave_the_settings_as_they_are() -> None:
+    given = [*MINIMAL, "--use-megatron-fsdp", "--use-nccl-ub"]
     facts = [token for flag, so in build_parser().always_so.items() for token in (flag, *so.values[:1])]
-    assert build_parser().parse_flags(MINIMAL + facts) == build_parser().parse_flags(MINIMAL)
+    assert build_parser().parse_flags(given + facts) == build_parser().parse_flags(given)
 
 
-@pytest.mark.parametrize(("flag", "so"), [(f, so) for f, so in build_parser().always_so.items() if so.values])
+@pytest.mark.parametrize(
+    ("flag", "so"),
+    [(f, so) for f, so in build_parser().always_so.items() if so.values and f not in build_parser().said_once],
+)
 def test_another_value_of_a_fact_is_refused(flag: str, so: Any) -> None:
     with pytest.raises(FlagError, match=f"{flag} must be .*got 7"):
         parse_settings([*MINIMAL, flag, "7"], world_size=1)
@@ -165,7 +171,7 @@ def test_values_may_follow_an_equals_sign() -> None:
 def test_every_refusal_has_a_reason_and_is_not_served_elsewhere() -> None:
     parser = build_parser()
     for flag, reason in parser.refused.items():
-        assert flag not in parser._option_string_actions and flag not in parser.always_so
+        assert flag not in {*parser._option_string_actions, *parser.always_so, *parser.said_once}
         assert reason and parser.reason_against(flag) == reason
     for start, reason in parser.refused_families:
         assert reason and parser.reason_against(f"{start}of-its-kind") == reason
@@ -190,8 +196,86 @@ def test_malformed_command_lines_are_refused(extra: list[str]) -> None:
 def test_help_names_every_flag() -> None:
     parser = build_parser()
     text = parser.format_help()
-    assert all(flag in text for flag in [*parser._option_string_actions, *parser.always_so])
     assert all(action.help for action in parser._actions)
+    words = set(re.findall(r"--?[a-zA-Z][\w-]*", text))
+    assert {*UPSTREAM_FLAGS, *parser._option_string_actions, *parser.refused} - words == set()
+
+
+def test_every_spelling_of_megatron_lm_has_one_fate() -> None:
+    """In effect, always so, said once, or refused with a reason; a flag may be always so at one value and said at others."""
+    parser = build_parser()
+    for flag in UPSTREAM_FLAGS:
+        fates = (
+            flag in parser._option_string_actions,
+            flag in parser.always_so or flag in parser.said_once,
+            parser.reason_against(flag) is not None,
+        )
+        assert sum(fates) == 1, flag
+    assert len(UPSTREAM_FLAGS) == 878
+
+
+def test_what_is_said_once_leaves_the_settings_as_they_are() -> None:
+    """All flags of the table are accepted at a value of their kind, and each says its words."""
+    parser = build_parser()
+    flags = []
+    for flag in parser.said_once:
+        upstream = UPSTREAM_FLAGS.get(flag)
+        always = parser.always_so[flag].values if flag in parser.always_so else ()
+        choices = [choice for choice in (upstream.choices if upstream else ()) if choice not in always]
+        values = [] if upstream is None or upstream.nargs == 0 else [*choices, "1"][:1]
+        flags += [flag, *values]
+    line = check_command_line([*MINIMAL, *flags], world_size=1)
+    assert line.faults == [] and len(line.said_once) == len(parser.said_once)
+    assert _outcome(flags) == _outcome([])
+
+
+@pytest.mark.parametrize("switch", ["--bf16", "--no-rope-fusion", "--use-mcore-models", "--fp16", "--use-sharp"])
+def test_switches_may_be_given_as_true_or_false(switch: str) -> None:
+    """As the launchers of Megatron-LM's tests write them; ``false`` asks for nothing, of a refused flag too."""
+    assert _outcome([switch, "false"]) == _outcome([]) and _outcome([switch, "False"]) == _outcome([])
+    assert _outcome([switch, "true"]) == _outcome([switch]) and _outcome([switch, "True"]) == _outcome([switch])
+    assert _outcome([switch, "1"])[0], "which is no word for it"
+
+
+def _outcome(flags: list[str]) -> tuple[int, Namespace]:
+    """The number of faults, and the settings of the flags in effect."""
+    line = build_parser().read([*MINIMAL, *flags])
+    return len(line.faults), line.args
+
+
+@pytest.mark.parametrize(
+    "flags", ["--softmax-type vanilla", "--hysteresis 2", "--no-rl-partial-rollouts", "--fp8-interval 1"]
+)
+def test_a_refused_flag_at_its_default_asks_for_nothing(flags: str) -> None:
+    assert _outcome(flags.split()) == _outcome([])
+
+
+def test_manual_registration_needs_symmetric_memory() -> None:
+    with pytest.raises(FlagError, match="--fsdp-manual-registration needs --use-nccl-ub"):
+        parse_settings([*MINIMAL, "--use-megatron-fsdp", "--fsdp-manual-registration"], world_size=1)
+    parse_settings([*MINIMAL, "--use-megatron-fsdp", "--fsdp-manual-registration", "--use-nccl-ub"], world_size=1)
+
+
+@pytest.mark.parametrize("version", ["1", "2"])
+def test_both_versions_of_the_engine_are_the_one_that_is_here(version: str) -> None:
+    assert _outcome(["--megatron-fsdp-version", version]) == _outcome([])
+
+
+def test_faults_of_all_kinds_come_at_once() -> None:
+    """Malformed, unknown, refused, contradicting flags, and what two components refuse."""
+    argv = [*MINIMAL, "--lr", "fast", "--no-such-thing", "--fp16", "--lr-warmup-fraction", "2", "--hidden-size", "18"]
+    line = check_command_line([*argv, "--global-batch-size", "3", "--normalization", "None"], world_size=2)
+    openings: tuple[str, ...] = (
+        "--lr: invalid",
+        "--no-such-thing is unknown",
+        "--fp16 is refused",
+        "--normalization: invalid",
+    )
+    openings += ("--lr-warmup-fraction must be", "--global-batch-size must be", "--save-interval must be")
+    assert len(line.faults) == 6
+    assert all(fault.startswith(openings) and "\n" not in fault for fault in line.faults)
+    two = check_command_line([*MINIMAL, "--hidden-size", "18", "--hidden-dropout", "2"], world_size=1)
+    assert [fault.split()[0] for fault in two.faults] == ["--hidden-size", "--hidden-dropout"]
 
 
 class _RecordingNamespace(Namespace):
@@ -209,12 +293,14 @@ def _read_flags(argv: list[str]) -> set[str]:
     recording = _RecordingNamespace()
     recording._read = read
     recording.__dict__.update(vars(args))
+    substitute(recording)
     settings_from_args(recording, world_size=1)
     return read
 
 
 def test_every_flag_is_read_into_the_settings() -> None:
     everything = _read_flags(MINIMAL) | _read_flags([*MINIMAL, "--swiglu", "--group-query-attention"])
+    everything |= _read_flags([*MINIMAL, "--use-torch-fsdp2"])
     everything |= _read_flags(
         [*MINIMAL, "--weight-decay-incr-style", "linear", "--start-weight-decay", "0", "--end-weight-decay", "1"]
     )
@@ -234,27 +320,28 @@ def test_every_setting_is_read_by_a_component() -> None:
     }
     text = "\n".join(path.read_text() for path in components - mapping)
     for part in dataclasses.fields(settings):
-        if part.name in ("ddp", "grid"):
-            continue  # the engine's own, and geometry: their tests see to it
+        if part.name in ("ddp", "grid", "said_once"):
+            continue  # the engine's own, geometry, and words: their tests see to it
         for field in dataclasses.fields(getattr(settings, part.name)):
             assert re.search(rf"\.{field.name}\b|\"{field.name}\"", text), f"{part.name}.{field.name} is never read"
 
 
-def test_defaults_are_those_of_megatron_lm() -> None:
-    args = vars(build_parser().parse_flags([]))
-    expected = {
-        "attention_dropout": 0.1, "hidden_dropout": 0.1, "weight_decay": 0.01, "clip_grad": 1.0, "adam_beta1": 0.9,
-        "adam_beta2": 0.999, "adam_eps": 1e-8, "sgd_momentum": 0.9, "init_method_std": 0.02, "norm_epsilon": 1e-5,
-        "rotary_base": 10000, "rotary_percent": 1.0, "make_vocab_size_divisible_by": 128, "num_query_groups": 1,
-        "position_embedding_type": "learned_absolute", "normalization": "LayerNorm", "seed": 1234, "log_interval": 100,
-        "eval_interval": 1000, "eval_iters": 100, "lr_decay_style": "linear", "min_lr": 0.0, "lr_warmup_iters": 0,
-        "lr_warmup_samples": 0, "lr_warmup_init": 0.0, "num_workers": 2, "distributed_timeout_minutes": 10,
-        "data_parallel_sharding_strategy": "no_shard", "optimizer": "adam", "global_batch_size": None, "save": None,
-        "megatron_fsdp_main_params_dtype": "fp32", "megatron_fsdp_main_grads_dtype": "auto",
-        "megatron_fsdp_grad_comm_dtype": "auto", "check_for_nan_in_loss_and_grad": True, "mmap_bin_files": True,
-        "gradient_accumulation_fusion": True, "bf16": False, "manual_gc_interval": 0, "lr_wsd_decay_style": "exponential",
-    }  # fmt: skip
-    assert {name: args[name] for name in expected} == expected
+def test_defaults_are_those_of_megatron_lm_or_in_the_table() -> None:
+    """The table has no row too many, either."""
+    parser = build_parser()
+    args = vars(parser.parse_flags([]))
+    differing = {
+        flag
+        for flag, action in parser._option_string_actions.items()
+        if action.dest != "help" and (upstream := UPSTREAM_FLAGS.get(flag)) is not None
+        if default_differs(args[action.dest], action, upstream)
+    }
+    differing |= {
+        flag
+        for flag, so in parser.always_so.items()
+        if so.values and str(UPSTREAM_FLAGS[flag].default) not in (*so.values, "None")
+    }
+    assert differing == set(DEFAULTS_THAT_DIFFER)
 
 
 def test_ranks_that_split_the_model_share_samples() -> None:
@@ -339,7 +426,10 @@ def test_the_precision_aware_optimizer_keeps_remainders() -> None:
         ([], "no_shard"),
         (["--use-distributed-optimizer"], "optim"),
         (["--use-megatron-fsdp", "--data-parallel-sharding-strategy", "optim_grads"], "optim_grads"),
-        (["--use-megatron-fsdp"], "no_shard"),
+        (["--use-megatron-fsdp"], "optim_grads_params"),
+        (["--use-megatron-fsdp", "--use-distributed-optimizer"], "optim_grads_params"),
+        (["--use-torch-fsdp2"], "optim_grads_params"),
+        (["--use-torch-fsdp2", "--torch-fsdp2-no-reshard-after-forward"], "optim_grads"),
     ],
 )
 def test_what_is_sharded(flags: list[str], strategy: str) -> None:
@@ -363,14 +453,14 @@ def test_what_moves_bytes(flags: list[str], kind: str) -> None:
 @pytest.mark.parametrize(("text", "budget"), [("0.25", 0.25), ("8589934592", 2**33)])
 def test_a_memory_budget_is_bytes_or_a_fraction(text: str, budget: float) -> None:
     assert parse_settings([*MINIMAL, "--fsdp-memory-budget", text], world_size=1).ddp.fsdp_memory_budget == budget
-    with pytest.raises(FlagError, match="fsdp_memory_budget must be bytes, or a fraction"):
+    with pytest.raises(FlagError, match="--fsdp-memory-budget must be bytes, or a fraction"):
         parse_settings([*MINIMAL, "--fsdp-memory-budget", "1.25"], world_size=1)
 
 
 def test_errors_of_components_name_what_must_hold() -> None:
     with pytest.raises(FlagError, match="multiple of --micro-batch-size"):
         parse_settings([*MINIMAL, "--global-batch-size", "6"], world_size=2)
-    with pytest.raises(FlagError, match="hidden_size must be a multiple"):
+    with pytest.raises(FlagError, match="--hidden-size must be a multiple of --num-attention-heads"):
         parse_settings([*MINIMAL, "--num-attention-heads", "3"], world_size=1)
 
 

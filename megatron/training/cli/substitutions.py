@@ -1,0 +1,213 @@
+"""Flags in effect whose values are taken as others, since the results are the same or Megatron-LM ignores them: one table.
+
+Rank 0 says once what is taken instead.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.training.cli.flags_experts import DEFAULTS_OF_EXPERTS
+from megatron.training.cli.flags_graphs import captures_iterations
+from megatron.training.cli.flags_model import position_embedding_type
+
+
+@dataclass(frozen=True)
+class Substitution:
+    """Values of flags that are taken as others."""
+
+    when: Callable[[Namespace], bool]
+    said: str
+    """What rank 0 says; formatted with the values of the flags."""
+
+    takes: Mapping[str, Any]
+    """The values that are taken, by setting."""
+
+
+def substitute(args: Namespace, malformed: frozenset[str] = frozenset()) -> list[str]:
+    """Change the settings as the table says, and return what is to be said.
+
+    Args:
+        malformed: names of settings that ``args`` lacks; rows that read one are left out.
+    """
+    said = []
+    for row in SUBSTITUTIONS:
+        if holds(row.when, args, malformed):
+            said.append(row.said.format(**vars(args)))
+            vars(args).update({name: value for name, value in row.takes.items() if name not in malformed})
+    return said
+
+
+def holds(condition: Callable[[Namespace], bool], args: Namespace, malformed: frozenset[str]) -> bool:
+    """Evaluate a condition; False if it reads a setting that ``args`` lacks."""
+    try:
+        return bool(condition(args))
+    except AttributeError as error:
+        if error.name not in malformed:
+            raise
+        return False
+
+
+def _useless(dests: Mapping[str, Any], needs: Callable[[Namespace], bool], flag: str) -> list[Substitution]:
+    """Return a row for each setting that has no effect where something else is not given."""
+    return [
+        Substitution(
+            lambda a, dest=dest, off=off: not needs(a) and getattr(a, dest) != off,  # type: ignore[misc]
+            f"{_flag_of(dest)} has no effect without {flag}",
+            {dest: off},
+        )
+        for dest, off in dests.items()
+    ]
+
+
+def _flag_of(dest: str) -> str:
+    return _OTHER_NAMES.get(dest) or f"--{dest.replace('_', '-')}"
+
+
+_OTHER_NAMES = {"moe_router_load_balancing_type": "--moe-router-load-balancing-type"}
+
+
+def _layer_graphs(args: Namespace) -> bool:
+    given = args.cuda_graph_impl != "none" or args.cuda_graph_scope is not None
+    return given and args.cuda_graph_impl != "full_iteration" and not captures_iterations(args)
+
+
+SUBSTITUTIONS: tuple[Substitution, ...] = (
+    Substitution(
+        lambda a: a.use_torch_fsdp2 and not a.torch_fsdp2_reshard_after_forward,
+        "--use-torch-fsdp2 --torch-fsdp2-no-reshard-after-forward is taken as --use-megatron-fsdp "
+        "--data-parallel-sharding-strategy optim_grads",
+        {
+            "use_torch_fsdp2": False,
+            "torch_fsdp2_reshard_after_forward": True,
+            "use_megatron_fsdp": True,
+            "data_parallel_sharding_strategy": "optim_grads",
+        },
+    ),
+    Substitution(
+        lambda a: a.use_torch_fsdp2,
+        "--use-torch-fsdp2 is taken as --use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params",
+        {
+            "use_torch_fsdp2": False,
+            "use_megatron_fsdp": True,
+            "data_parallel_sharding_strategy": "optim_grads_params",
+        },
+    ),
+    Substitution(
+        lambda a: (
+            a.use_megatron_fsdp and a.use_distributed_optimizer and a.data_parallel_sharding_strategy == "no_shard"
+        ),
+        "--use-distributed-optimizer has no effect with --use-megatron-fsdp --data-parallel-sharding-strategy no_shard, which "
+        "says that nothing is sharded",
+        {"use_distributed_optimizer": False},
+    ),
+    Substitution(
+        lambda a: a.num_experts is not None and a.moe_token_dispatcher_type == "flex",
+        "--moe-token-dispatcher-type flex is taken as alltoall: tokens go to their experts by one all-to-all",
+        {"moe_token_dispatcher_type": "alltoall"},
+    ),
+    Substitution(
+        lambda a: (
+            a.num_experts is not None
+            and a.expert_model_parallel_size > 1
+            and a.moe_token_dispatcher_type == "allgather"
+        ),
+        "--moe-token-dispatcher-type allgather is taken as alltoall: only the tokens of an expert travel to it, and the numbers "
+        "are the same",
+        {"moe_token_dispatcher_type": "alltoall"},
+    ),
+    Substitution(
+        lambda a: a.moe_router_pre_softmax and a.moe_router_score_function == "sigmoid",
+        "--moe-router-pre-softmax has no effect with --moe-router-score-function sigmoid: scores are made before the choice",
+        {"moe_router_pre_softmax": False},
+    ),
+    *_useless(DEFAULTS_OF_EXPERTS, lambda a: a.num_experts is not None, "--num-experts"),
+    Substitution(
+        lambda a: a.cp_comm_type == ["a2a+p2p"],
+        "--cp-comm-type a2a+p2p is taken as p2p: keys and values go round one ring, and the numbers are the same",
+        {"cp_comm_type": ["p2p"]},
+    ),
+    Substitution(
+        _layer_graphs,
+        "--cuda-graph-impl {cuda_graph_impl} is taken as none: layers are not captured one by one; full_iteration captures the "
+        "whole step",
+        {"cuda_graph_impl": "none", "cuda_graph_scope": None},
+    ),
+    *_useless({"cuda_graph_warmup_steps": 3}, captures_iterations, "--cuda-graph-impl full_iteration"),
+    *_useless(
+        {"recompute_method": None, "recompute_num_layers": None},
+        lambda a: a.recompute_granularity == "full",
+        "--recompute-granularity full",
+    ),
+    *_useless(
+        {"recompute_modules": None},
+        lambda a: a.recompute_granularity == "selective",
+        "--recompute-granularity selective",
+    ),
+    *_useless(
+        {
+            "fp8_recipe": "delayed",
+            "fp8_margin": 0,
+            "fp8_amax_history_len": 1,
+            "fp8_amax_compute_algo": "most_recent",
+            "fp8_dot_product_attention": False,
+            "fp8_multi_head_attention": False,
+            "tp_only_amax_red": False,
+            "first_last_layers_bf16": False,
+        },
+        lambda a: a.fp8_format is not None,
+        "--fp8-format",
+    ),
+    *_useless({"num_query_groups": 1}, lambda a: a.group_query_attention, "--group-query-attention"),
+    *_useless(
+        {
+            "rotary_base": 10000,
+            "rotary_percent": 1.0,
+            "rotary_interleaved": False,
+            "use_rope_scaling": False,
+            "rotary_seq_len_interpolation_factor": None,
+        },
+        lambda a: position_embedding_type(a) == "rope",
+        "--position-embedding-type rope",
+    ),
+    *_useless({"rope_scaling_factor": 8.0}, lambda a: a.use_rope_scaling, "--use-rope-scaling"),
+    *_useless(
+        {"lr_wsd_decay_iters": None, "lr_wsd_decay_samples": None, "lr_wsd_decay_style": "exponential"},
+        lambda a: a.lr_decay_style == "WSD",
+        "--lr-decay-style WSD",
+    ),
+    *_useless(
+        {"save_interval": None, "async_save": False, "no_save_optim": False, "no_save_rng": False},
+        lambda a: a.save is not None,
+        "--save",
+    ),
+    *_useless(
+        {
+            "finetune": False,
+            "no_load_optim": False,
+            "no_load_rng": False,
+            "exit_on_missing_checkpoint": False,
+            "use_checkpoint_opt_param_scheduler": False,
+            "ckpt_step": None,
+        },
+        lambda a: a.load is not None,
+        "--load",
+    ),
+    *_useless(
+        {"wandb_entity": "", "wandb_exp_name": "", "wandb_save_dir": ""},
+        lambda a: bool(a.wandb_project),
+        "--wandb-project",
+    ),
+    *_useless(
+        {
+            "log_timers_to_tensorboard": False,
+            "log_memory_to_tensorboard": False,
+            "log_validation_ppl_to_tensorboard": False,
+        },
+        lambda a: bool(a.tensorboard_dir or a.wandb_project),
+        "--tensorboard-dir or --wandb-project",
+    ),
+)

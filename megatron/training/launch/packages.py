@@ -1,0 +1,29 @@
+"""Packages that the settings of a run cannot do without."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from megatron.training.launch.gpt_config import why_no_fp8
+
+if TYPE_CHECKING:
+    from megatron.training.arguments import Settings
+
+
+def missing_packages(settings: Settings, device_type: str) -> dict[str, str]:
+    """Return what to do about each package that is needed and cannot be used here, by the package's name.
+
+    Ranks: each alone.
+    """
+    faults = {}
+    if (reason := why_no_fp8(settings.model, device_type)) is not None:
+        faults["transformer-engine"] = reason
+    log = settings.logging
+    for flag, is_given, package in (
+        ("--tensorboard-dir", bool(log.tensorboard_dir), "tensorboard"),
+        ("--wandb-project", bool(log.wandb_project), "wandb"),
+    ):
+        if is_given and find_spec(package) is None:
+            faults[package] = f"{flag} needs the package {package}, which is not installed: pip install {package}"
+    return faults

@@ -1,0 +1,107 @@
+"""The check of launch lines: fates, sizes and reasons without ranks, and an exit status that says whether a line would start."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tools.check_launch import main
+
+TOOL = Path(__file__).parents[2] / "tools" / "check_launch.py"
+LINE = [
+    "--num-layers",
+    "4",
+    "--hidden-size",
+    "16",
+    "--num-attention-heads",
+    "4",
+    "--seq-length",
+    "8",
+    "--max-position-embeddings",
+    "8",
+    "--micro-batch-size",
+    "2",
+    "--global-batch-size",
+    "16",
+    "--train-iters",
+    "4",
+    "--lr",
+    "1e-3",
+    "--mock-data",
+    "--tokenizer-type",
+    "NullTokenizer",
+    "--vocab-size",
+    "100",
+    "--tensor-model-parallel-size",
+    "2",
+    "--pipeline-model-parallel-size",
+    "2",
+    "--use-megatron-fsdp",
+    "--tp-comm-overlap",
+    "--bf16",
+    "--use-mcore-models",
+    "true",
+    "--data-cache-path",
+    "no/such/path",
+    "--wandb-project",
+    "p",
+    "--wandb-exp-name",
+    "e",
+    "--fp8-format",
+    "hybrid",
+]
+
+
+def test_what_would_happen_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--ranks", "8", "--", *LINE]) == 0
+    printed = capsys.readouterr().out
+    for words in (
+        "in effect:  --num-layers 4",
+        "always so:  --use-mcore-models (models have",
+        "said once:  --tp-comm-overlap",
+        "ranks: 8 = tensor 2 * context 1 * pipeline 2 * data 2",
+        "group of data: 2 ranks, the first one 0 2",
+        "sharding: optim_grads_params, over 2 ranks",
+        "global batch: 16 samples = 4 microbatches * 2 ranks * 2; 128 tokens",
+        "length: 4 iterations, 64 samples",
+        # 4 layers of 12 * 16 * 16 + 13 * 16, embeddings of 128 ids and 8 positions, the last norm
+        f"model: {4 * (12 * 256 + 13 * 16) + 136 * 16 + 2 * 16:,} parameters with 128 ids",
+        "needs wandb, which is not usable here",
+        "needs transformer-engine, which is not usable here",
+        "--tp-comm-overlap: tensor-parallel communication is not overlapped",
+        "the run would start",
+    ):
+        assert words in printed, words
+
+
+def test_all_reasons_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        main(["--ranks", "6", "--", *LINE, "--mtp-num-layers", "1", "--num-attention-heads", "5", "--lr", "fast"]) == 1
+    )
+    printed = capsys.readouterr().out
+    reasons = printed.split("the run would not start, for ")[1].splitlines()
+    assert reasons[0] == "5 reasons:"
+    assert [reason.split()[0] for reason in reasons[1:]] == [
+        "--mtp-num-layers",
+        "--lr:",
+        "the",  # number of ranks
+        "--hidden-size",
+        "--num-attention-heads",
+    ]
+
+
+def test_parameters_are_counted_for_each_id_of_a_tokenizer_that_is_not_there(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    line = " ".join(LINE).replace("NullTokenizer --vocab-size 100", "HuggingFaceTokenizer --tokenizer-model no/such")
+    assert main(["--ranks", "8", "--", *line.split()]) == 0
+    assert "parameters, and 16 for each id of the tokenizer, padded to a multiple of 128" in capsys.readouterr().out
+
+
+def test_the_script_runs_from_anywhere(tmp_path: Path) -> None:
+    command = [sys.executable, str(TOOL), "--ranks", "1", "--", "--num-layers"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1 and "--num-layers: expected one argument" in done.stdout and done.stderr == ""

@@ -1,0 +1,110 @@
+"""Each row of the table of substitutions takes values as others, says so once, and the settings are those of the others."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron.training.arguments import build_parser, check_command_line
+from megatron.training.cli.substitutions import SUBSTITUTIONS, substitute
+from tests.training.cli.test_flags import MINIMAL
+
+EXPERTS = "--num-experts 4"
+
+# in the order of the table: (flags that the row takes as others, the others)
+CASES: list[tuple[str, str]] = [
+    (
+        "--use-torch-fsdp2 --torch-fsdp2-no-reshard-after-forward",
+        "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads",
+    ),
+    ("--use-torch-fsdp2", "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params"),
+    (
+        "--use-megatron-fsdp --use-distributed-optimizer --data-parallel-sharding-strategy no_shard",
+        "--use-megatron-fsdp --data-parallel-sharding-strategy no_shard",
+    ),
+    (f"{EXPERTS} --moe-token-dispatcher-type flex", f"{EXPERTS} --moe-token-dispatcher-type alltoall"),
+    (
+        f"{EXPERTS} --expert-model-parallel-size 2 --moe-token-dispatcher-type allgather",
+        f"{EXPERTS} --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall",
+    ),
+    (
+        f"{EXPERTS} --moe-router-pre-softmax --moe-router-score-function sigmoid",
+        f"{EXPERTS} --moe-router-score-function sigmoid",
+    ),
+    ("--expert-tensor-parallel-size 2", ""),
+    ("--moe-layer-freq 2", ""),
+    ("--moe-ffn-hidden-size 8", ""),
+    ("--moe-shared-expert-intermediate-size 8", ""),
+    ("--moe-shared-expert-gate", ""),
+    ("--moe-grouped-gemm", ""),
+    ("--moe-router-topk 1", ""),
+    ("--moe-router-score-function sigmoid", ""),
+    ("--moe-router-pre-softmax", ""),
+    ("--moe-router-topk-scaling-factor 2", ""),
+    ("--moe-router-dtype fp32", ""),
+    ("--moe-router-load-balancing-type seq_aux_loss", ""),
+    ("--moe-aux-loss-coeff 1", ""),
+    ("--moe-z-loss-coeff 1", ""),
+    ("--moe-expert-capacity-factor 1", ""),
+    ("--moe-pad-expert-input-to-capacity", ""),
+    ("--moe-token-drop-policy position", ""),
+    ("--cp-comm-type a2a+p2p", "--cp-comm-type p2p"),
+    ("--cuda-graph-impl transformer_engine --cuda-graph-scope attn", ""),
+    ("--cuda-graph-warmup-steps 0", ""),
+    ("--recompute-method uniform", ""),
+    ("--recompute-granularity selective --recompute-num-layers 1", "--recompute-granularity selective"),
+    ("--recompute-modules core_attn", ""),
+    ("--fp8-recipe tensorwise", ""),
+    ("--fp8-margin 1", ""),
+    ("--fp8-amax-history-len 2", ""),
+    ("--fp8-amax-compute-algo max", ""),
+    ("--fp8-dot-product-attention", ""),
+    ("--fp8-multi-head-attention", ""),
+    ("--tp-only-amax-red", ""),
+    ("--first-last-layers-bf16", ""),
+    ("--num-query-groups 2", ""),
+    ("--rotary-base 500", ""),
+    ("--rotary-percent 0.5", ""),
+    ("--rotary-interleaved", ""),
+    ("--use-rope-scaling", ""),
+    ("--rotary-seq-len-interpolation-factor 2", ""),
+    ("--rope-scaling-factor 4", ""),
+    ("--lr-wsd-decay-iters 2", ""),
+    ("--lr-wsd-decay-samples 2", ""),
+    ("--lr-wsd-decay-style cosine", ""),
+    ("--save-interval 2", ""),
+    ("--async-save", ""),
+    ("--no-save-optim", ""),
+    ("--no-save-rng", ""),
+    ("--finetune", ""),
+    ("--no-load-optim", ""),
+    ("--no-load-rng", ""),
+    ("--exit-on-missing-checkpoint", ""),
+    ("--use-checkpoint-opt-param-scheduler", ""),
+    ("--ckpt-step 3", ""),
+    ("--wandb-entity x", ""),
+    ("--wandb-exp-name x", ""),
+    ("--wandb-save-dir x", ""),
+    ("--log-timers-to-tensorboard", ""),
+    ("--log-memory-to-tensorboard", ""),
+    ("--log-validation-ppl-to-tensorboard", ""),
+]
+
+
+@pytest.mark.parametrize(
+    ("index", "case"), list(enumerate(CASES)), ids=[case[0].split("--")[-1].split()[0] for case in CASES]
+)
+def test_values_are_taken_as_others(index: int, case: tuple[str, str]) -> None:
+    given, taken = case
+    row = SUBSTITUTIONS[index]
+    args = build_parser().parse_flags([*MINIMAL, *given.split()])
+    said = [row.said.format(**vars(args))] if row.when(args) else []
+    assert len(said) == 1 and said[0].startswith("--") and "\n" not in said[0]
+    assert said[0] in substitute(args)
+    others = build_parser().parse_flags([*MINIMAL, *taken.split()])
+    assert substitute(others) == [] and args == others
+    line = check_command_line([*MINIMAL, *given.split()], world_size=4)
+    assert line.faults == [] and said[0] in line.said_once
+
+
+def test_every_row_has_a_case() -> None:
+    assert len(CASES) == len(SUBSTITUTIONS)

@@ -1,0 +1,153 @@
+"""Check a launch line of ``pretrain_gpt.py`` without GPUs, ranks or data: each flag's fate, and what would be computed.
+
+    python tools/check_launch.py --ranks 8 -- --num-layers 32 --hidden-size 4096 ...
+
+Paths need not exist, and packages need not be installed: what the run needs is listed. The exit status is 0 where the line
+would start, else 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+# Works without an installed package too.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+
+from megatron.core.rank_grid import RankGrid
+from megatron.training.arguments import CheckedLine, Settings, check_command_line
+from megatron.training.cli.flag_parser import FATES
+from megatron.training.launch.gpt_config import build_gpt_model
+from megatron.training.launch.packages import missing_packages
+
+_GROUPS = {
+    "tensor": "tp",
+    "context": "cp",
+    "pipeline": "pp",
+    "data": "dp",
+    "experts": "ep",
+    "tensor of experts": "expt_tp",
+    "data of experts": "expt_dp",
+}
+
+
+def report(line: CheckedLine) -> str:
+    """Format the fate of each flag, what would be computed, and the verdict."""
+    parts = [_fates(line)]
+    if line.settings is not None:
+        parts.append(_computed(line.settings))
+    if line.said_once:
+        parts.append(_section("said once", list(line.said_once)))
+    if line.faults:
+        number = "one reason" if len(line.faults) == 1 else f"{len(line.faults)} reasons"
+        parts.append(_section(f"the run would not start, for {number}", line.faults))
+    else:
+        parts.append("the run would start")
+    return "\n\n".join(parts)
+
+
+def _section(title: str, lines: list[str]) -> str:
+    return "\n".join((f"{title}:", *(f"  {line}" for line in lines)))
+
+
+def _fates(line: CheckedLine) -> str:
+    rows = []
+    for kind in FATES:
+        of_kind = [fate for fate in line.fates if fate.kind == kind]
+        given = [" ".join((fate.flag, *fate.values)).strip() for fate in of_kind]
+        if kind in ("always so", "no effect"):
+            rows += [f"{kind + ':':<11} {flag} ({fate.words})" for flag, fate in zip(given, of_kind, strict=True)]
+        else:
+            rows += [f"{kind + ':':<11} {flag}" for flag in given]
+    return _section("flags", rows)
+
+
+def _computed(settings: Settings) -> str:
+    grid, batch, data, loop = settings.grid, settings.batch, settings.data, settings.loop
+    sizes = {name: grid.size(axis) for name, axis in _GROUPS.items()}
+    product = " * ".join(f"{name} {sizes[name]}" for name in ("tensor", "context", "pipeline", "data"))
+    rows = [f"ranks: {grid.world_size} = {product}; in the order {grid.order}"]
+    rows += [
+        f"group of {name}: {size} ranks, the first one {_first(grid, name)}" for name, size in sizes.items() if size > 1
+    ]
+    strategy = settings.ddp.data_parallel_sharding_strategy
+    rows.append(f"sharding: {strategy}, over {grid.size('intra_dp_cp')} ranks")
+    rows.append(
+        f"global batch: {batch.global_batch_size} samples = {batch.num_microbatches} microbatches * "
+        f"{batch.data_parallel_size} ranks * {batch.micro_batch_size}; {batch.global_batch_size * data.seq_length:,} tokens"
+    )
+    rows.append(f"length: {loop.train_iters} iterations, {loop.train_iters * batch.global_batch_size:,} samples")
+    rows.append(f"model: {_parameters(settings)}")
+    rows.append(f"dtype: {str(settings.model.transformer.params_dtype).removeprefix('torch.')}")
+    needed = missing_packages(settings, "cuda" if settings.distributed.backend != "gloo" else "cpu")
+    rows += [f"needs {package}, which is not usable here: {reason}" for package, reason in needed.items()]
+    return _section("computed", rows)
+
+
+def _first(grid: RankGrid, name: str) -> str:
+    ranks = grid.groups(_GROUPS[name])[0].tolist()
+    return " ".join(map(str, ranks)) if len(ranks) <= 8 else f"{ranks[0]} {ranks[1]} .. {ranks[-1]}"
+
+
+_OF_SPLIT_AND_FP8 = (
+    "tensor_",
+    "context_",
+    "cp_",
+    "pipeline_",
+    "expert_",
+    "sequence_",
+    "fp8",
+    "tp_only_",
+    "first_last_",
+)
+
+
+def _parameters(settings: Settings) -> str:
+    """Count the parameters of the whole model; an id of a tokenizer that is not read costs so many of them."""
+    transformer = settings.model.transformer
+    whole: dict[str, Any] = {
+        field.name: field.default for field in fields(transformer) if field.name.startswith(_OF_SPLIT_AND_FP8)
+    }
+    config = replace(
+        settings.model,
+        transformer=replace(transformer, **whole),
+        transformer_impl="local",
+        init_on_meta_device=True,
+    )
+
+    def count(vocab_size: int) -> int:
+        model = build_gpt_model(config, vocab_size=vocab_size, device=torch.device("meta"))
+        return sum(parameter.numel() for parameter in model.parameters())
+
+    if settings.data.vocab_size is not None:
+        vocab_size = settings.data.vocab_size
+        return f"{count(vocab_size):,} parameters with {config.padded_vocab_size(vocab_size)} ids, {vocab_size} padded"
+    step = config.make_vocab_size_divisible_by
+    of_one, of_two = count(step), count(2 * step)
+    of_id = (of_two - of_one) // step
+    return f"{of_one - of_id * step:,} parameters, and {of_id:,} for each id of the tokenizer, padded to a multiple of {step}"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the report; return the exit status."""
+    own, flags = (
+        (list(argv), []) if "--" not in argv else (list(argv[: argv.index("--")]), list(argv[argv.index("--") + 1 :]))
+    )
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").splitlines()[0], epilog="-- separates the flags of the launch line"
+    )
+    parser.add_argument("--ranks", type=int, required=True, help="number of ranks of the run")
+    ranks = parser.parse_args(own).ranks
+    line = check_command_line(flags, world_size=ranks)
+    print(report(line))
+    return 1 if line.faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
