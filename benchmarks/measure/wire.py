@@ -6,16 +6,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 from unittest.mock import patch
 
 from torch import Tensor
 
-from megatron.core.distributed.fsdp.comm import process_group
 from megatron.core.distributed.fsdp.comm.peer import peer_copy
 from megatron.core.distributed.fsdp.comm.peer.device_copy import prepare_copies
 from megatron.core.distributed.fsdp.comm.process_group import ProcessGroupTransport
-from megatron.core.distributed.fsdp.config.torch_versions import all_gather_flat
 
 
 @dataclass
@@ -49,11 +46,11 @@ class Wire:
 def counted_wire() -> Iterator[Wire]:
     """Count what engines send that are built and used in the scope, whatever their transport."""
     wire = Wire()
-    maximum = ProcessGroupTransport.maximum
+    gather, maximum = ProcessGroupTransport.all_gather, ProcessGroupTransport.maximum
 
-    def counted_gather(group: Any, full: Tensor, shard: Tensor) -> None:
+    def counted_gather(self: ProcessGroupTransport, full: Tensor, shard: Tensor) -> None:
         wire.note(shard, full.nbytes - shard.nbytes)
-        all_gather_flat(group, full, shard)
+        gather(self, full, shard)
 
     def counted_copies(pairs: Sequence[tuple[Tensor, Tensor]]) -> Callable[[], None]:
         run, shard = prepare_copies(pairs), pairs[-1][1]  # the last is this rank's own
@@ -70,7 +67,7 @@ def counted_wire() -> Iterator[Wire]:
         maximum(self, tensor)
 
     with (
-        patch.object(process_group, "all_gather_flat", counted_gather),
+        patch.object(ProcessGroupTransport, "all_gather", counted_gather),
         patch.object(peer_copy, "prepare_copies", counted_copies),
         patch.object(ProcessGroupTransport, "maximum", counted_maximum),
     ):

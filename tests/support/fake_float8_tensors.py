@@ -14,6 +14,12 @@ class DType:
 
 
 class _Quantizer:
+    rowwise_usage = columnwise_usage = True
+
+    def set_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> None:
+        self.rowwise_usage = self.rowwise_usage if rowwise is None else rowwise
+        self.columnwise_usage = self.columnwise_usage if columnwise is None else columnwise
+
     def copy(self) -> _Quantizer:
         return self
 
