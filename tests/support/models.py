@@ -35,16 +35,29 @@ class Block(nn.Module):
         return out
 
 
+class CutBlock(nn.Module):
+    """A residual block with one matrix that is most of it, so that ranks share its rows."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.mix = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = x + torch.tanh(self.mix(self.norm(x)))
+        return out
+
+
 class Net(nn.Module):
     """Blocks between an entry and a head that belong to the root, run in the order that ``order`` says.
 
     ``around`` is called with each block and its input; it may run the block under recomputation, or not at all.
     """
 
-    def __init__(self, num_blocks: int = 3, width: int = 7) -> None:
+    def __init__(self, num_blocks: int = 3, width: int = 7, block: type[nn.Module] = Block) -> None:
         super().__init__()
         self.entry = nn.Linear(NUM_INPUTS, width)
-        self.blocks: Any = nn.ModuleList(Block(width) for _ in range(num_blocks))  # fully_shard adds methods
+        self.blocks: Any = nn.ModuleList(block(width) for _ in range(num_blocks))  # fully_shard adds methods
         self.head = nn.Linear(width, NUM_CLASSES)
         self.order = list(range(num_blocks))
         self.around: Callable[[nn.Module, torch.Tensor], torch.Tensor] = lambda block, x: block(x)
@@ -62,6 +75,19 @@ def make_net(num_blocks: int = 3, *, seed: int = 0, dtype: torch.dtype = torch.f
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return Net(num_blocks).to(dtype)
+
+
+def make_cut_net(*, seed: int = 0, dtype: torch.dtype = torch.float32) -> Net:
+    """The same, where ranks share rows of matrices: those of ``make_net`` lie whole on one of two ranks."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return Net(2, 37, CutBlock).to(dtype)
+
+
+def assert_is_cut(net: nn.Module) -> None:
+    """Check that this rank holds a part of some parameter, and nothing of another."""
+    held = [(local_of(parameter).numel(), parameter.numel()) for parameter in net.parameters()]
+    assert any(0 < local < whole for local, whole in held) and any(local == 0 for local, _ in held), held
 
 
 def shard_net(

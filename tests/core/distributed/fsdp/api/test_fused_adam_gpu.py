@@ -24,7 +24,7 @@ from megatron.core.distributed.fsdp import (
     save_checkpoint,
 )
 from tests.support.launch import run_ranks
-from tests.support.models import Net, difference, full, local_of, make_net, my_piece, shard_net
+from tests.support.models import Net, assert_is_cut, difference, full, make_cut_net, my_piece, shard_net
 from tests.support.shared_folder import shared_folder
 
 pytestmark = pytest.mark.gpu(2)
@@ -61,7 +61,7 @@ def _optimizer(name: str, net: Net) -> Any:
 def _start(name: str, strategy: str, *, seed: int = 0) -> tuple[Net, Any]:
     dtype = _dtype(name)
     policy = MixedPrecisionPolicy(main_params_dtype=dtype)
-    net = shard_net(make_net(2, seed=seed, dtype=dtype).cuda(), strategy, policy=policy)
+    net = shard_net(make_cut_net(seed=seed, dtype=dtype).cuda(), strategy, policy=policy)
     return net, fully_shard_optimizer(_optimizer(name, net))
 
 
@@ -88,9 +88,9 @@ def _check(name: str) -> dict[str, float]:
     """Return the largest differences of weights, by what they are compared with. Ranks: all."""
     found = {}
     net, optimizer = _start(name, "optim_grads_params")
-    plain = make_net(2, dtype=_dtype(name)).cuda()
+    plain = make_cut_net(dtype=_dtype(name)).cuda()
     start = {key: value.detach().clone() for key, value in plain.named_parameters()}
-    assert any(local_of(parameter).numel() == 0 for parameter in net.parameters())
+    assert_is_cut(net)
     other = _optimizer(name, plain)
     for step in range(3):
         _backward(net, optimizer, step)
@@ -103,7 +103,7 @@ def _check(name: str) -> dict[str, float]:
     found["unsharded"] = _error(net, plain)
     with shared_folder() as folder:
         save_checkpoint(net, optimizer, folder)
-        loaded = _start(name, "optim", seed=1)
+        loaded = _start(name, "no_shard", seed=1)
         load_checkpoint(*loaded, folder)
     options = StateDictOptions(full_state_dict=True)
     set_later = _start(name, "optim_grads_params", seed=1)
