@@ -186,6 +186,10 @@ def run(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
     """Train all runs and write the page after each; return 1 where one failed or its final loss is off. Ranks: all."""
     results = Results()
     settings = parse_settings([*flags, *flags_of(arguments.runs[0])])
+    if settings.loop.train_iters <= arguments.warm_up:
+        raise SystemExit(
+            f"--train-iters must be more than --warm-up {arguments.warm_up}, got {settings.loop.train_iters}"
+        )
     owns_group = not dist.is_initialized()
     device = initialize_distributed(settings.distributed)
     missing = why_no_transformer_engine(device.type)
@@ -247,11 +251,13 @@ def _write(arguments: argparse.Namespace, settings: Settings, results: Results, 
 def _page(arguments: argparse.Namespace, settings: Settings, results: Results, device: torch.device) -> str:
     batch, length = settings.batch, settings.data.seq_length
     sequences = f"{batch.num_microbatches} x {batch.micro_batch_size} sequences of {length} tokens on each rank"
-    facts = facts_of_run(
-        device,
-        results.outcomes[0].num_parameters,
-        [("step", sequences), ("iterations", f"{settings.loop.train_iters}, times of those after {arguments.warm_up}")],
-    )
+    extra = [
+        ("step", sequences),
+        ("iterations", f"{settings.loop.train_iters}, times of those after {arguments.warm_up}"),
+    ]
+    if arguments.note:
+        extra.append(("note", arguments.note))
+    facts = facts_of_run(device, results.outcomes[0].num_parameters, extra)
     missing = why_no_transformer_engine(device.type)
     layers = f"none, so all layers are the framework's own: {missing}" if missing else _version_of_te()
     facts.insert(4, ("transformer-engine", layers))
@@ -356,6 +362,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--last", type=int, default=20, help="iterations of the final loss (default: 20)")
     parser.add_argument("--bar-speed", type=float, help="FP8 must be so many times as fast as the fastest in bf16")
     parser.add_argument("--bar-loss", type=float, help="share by which the final loss may differ from the first run's")
+    parser.add_argument("--note", help="a line for the page")
     arguments, flags = parser.parse_known_args(argv)
     return run(arguments, flags)
 

@@ -28,7 +28,9 @@ else
     nproc=${NPROC:-2} length=64 backend=gloo iterations=${ITERS:-20} batch=4 interval=2
     shape=(--num-layers 2 --hidden-size 64 --ffn-hidden-size 160 --num-attention-heads 4)
 fi
+text=$(basename "$prefix")
 if [ -z "$prefix" ]; then
+    text="the sources of Python's standard library, byte by byte"
     prefix=$out/stdlib_text_document
     if [ ! -f "$prefix.idx" ]; then
         "$python" examples/stdlib_corpus.py --output-folder "$out/corpus"
@@ -36,10 +38,11 @@ if [ -z "$prefix" ]; then
             --tokenizer-type ByteLevelTokenizer --append-eod --workers 4
     fi
 fi
-echo "corpus: $prefix, $(($(stat -c %s "$prefix.bin") / 1000000)) MB"
+note="text: $text, $(($(stat -c %s "$prefix.bin") / 1000000)) MB of tokens; $iterations steps read $((iterations * batch * length / 1000000)) million tokens"
+echo "$note"
 # shellcheck disable=SC2086 # EXTRA and TOKENIZER hold several words
 "$python" -m torch.distributed.run --standalone --nproc-per-node "$nproc" benchmarks/compare_precisions.py "$out/fp8_curves.md" \
-    --runs "${RUNS:-bf16,delayed,tensorwise,blockwise}" --bar-loss 0.005 --last 20 --warm-up 10 \
+    --runs "${RUNS:-bf16,delayed,tensorwise,blockwise}" --bar-loss 0.005 --last 20 --warm-up 10 --note "$note" \
     "${shape[@]}" --seq-length $length --max-position-embeddings $length --position-embedding-type rope --swiglu \
     --normalization RMSNorm --disable-bias-linear --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 \
     --micro-batch-size $((batch / nproc)) --global-batch-size $batch --train-iters "$iterations" --bf16 \

@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 if __package__ in (None, ""):  # started as a file: what it imports lies above it
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -61,7 +61,7 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     },
 }
 VARIANTS = (
-    "norm=ours,norm=apart,rope=te,swiglu=te,swiglu=plain,mlp=te,attention=ours,attention=flash,attention=fp8,"
+    "norm=ours,norm=apart,rope=te,swiglu=te,swiglu=fp8-kept,swiglu=plain,mlp=te,attention=ours,attention=flash,attention=fp8,"
     "attention=fp8-kept,residual=plain,norm=ours+attention=ours"
 )
 HEADS = ("ours", "plain", "te")
@@ -86,15 +86,23 @@ class _TeRotation(SelfAttention):
 class _TeSwiglu(MLP):
     """An MLP with transformer-engine's kernel for SwiGLU."""
 
+    options: ClassVar[dict[str, bool]] = {}
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         from megatron.core.extensions.transformer_engine import te
 
-        self.swiglu = te.ops.SwiGLU()
+        self.swiglu = te.ops.SwiGLU(**self.options)
 
     def _activate(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         activated: torch.Tensor = self.swiglu(x)
         return activated
+
+
+class _TeSwigluKeptInFp8(_TeSwiglu):
+    """The same, with its input in FP8 from forward to backward: half of the most that a layer saves."""
+
+    options: ClassVar[dict[str, bool]] = {"cache_quantized_input": True}
 
 
 def _te_mlp(config: TransformerConfig, pg_collection: Any = None) -> torch.nn.Module:
@@ -158,8 +166,8 @@ def _exchange(layers: Layers, part: str) -> Layers:
         attention.submodules.linear_qkv = mlp.submodules.linear_fc1 = TEColumnParallelLinear
     elif part == "rope=te":
         attention.module = _TeRotation
-    elif part == "swiglu=te":
-        mlp.module = _TeSwiglu
+    elif part in ("swiglu=te", "swiglu=fp8-kept"):
+        mlp.module = _TeSwiglu if part == "swiglu=te" else _TeSwigluKeptInFp8
     elif part == "swiglu=plain":
         fields["bias_activation_fusion"] = False
     elif part == "mlp=te":

@@ -7,7 +7,9 @@
 # FOLDER (default: a temporary one) receives pretrain.log. Variables: NPROC, ITERS (default 10), EXTRA (further flags, which stand
 # last and so prevail, e.g. EXTRA="--fsdp-transport peer_copy" or EXTRA="--disable-jit-fuser"), PYTHON another python3.
 # Gradients travel in bf16 and add up in fp32, as with Megatron-FSDP's own policy; this framework's default wire is fp32,
-# as in Megatron-LM, hence --megatron-fsdp-grad-comm-dtype. Without a GPU a tiny model rehearses the same flags.
+# as in Megatron-LM, hence --megatron-fsdp-grad-comm-dtype. RUNS, e.g. RUNS=local,bf16,delayed, trains in these precisions in
+# turn by compare_precisions.py, which writes FOLDER/llama.md with times, memory, bytes gathered and losses. Without a GPU a
+# tiny model rehearses the same flags.
 set -euo pipefail
 out=$(realpath -m "${1:-$(mktemp -d)}")
 cd "$(dirname "$0")/.."
@@ -27,8 +29,10 @@ else
     shape=(--num-layers 2 --hidden-size 64 --ffn-hidden-size 160 --num-attention-heads 4 --num-query-groups 2)
     vocabulary=255
 fi
+program=(pretrain_gpt.py)
+[ -z "${RUNS:-}" ] || program=(benchmarks/compare_precisions.py "$out/llama.md" --runs "$RUNS" --warm-up 6)
 # shellcheck disable=SC2086 # EXTRA holds several words
-"$python" -m torch.distributed.run --standalone --nproc-per-node "$nproc" pretrain_gpt.py \
+"$python" -m torch.distributed.run --standalone --nproc-per-node "$nproc" "${program[@]}" \
     "${shape[@]}" --group-query-attention --seq-length $length --max-position-embeddings $length \
     --position-embedding-type rope --rotary-base 500000 --swiglu --normalization RMSNorm --disable-bias-linear \
     --untie-embeddings-and-output-weights --attention-dropout 0.0 --hidden-dropout 0.0 --init-method-std 0.0134 \
@@ -39,6 +43,7 @@ fi
     --megatron-fsdp-grad-comm-dtype bf16 --cross-entropy-loss-fusion --distributed-backend $backend \
     --mock-data --tokenizer-type NullTokenizer --vocab-size $vocabulary --data-cache-path "$out/cache" --split 100,0,0 \
     --eval-iters 0 --manual-gc --log-interval 1 --log-throughput ${EXTRA:-} 2>&1 | tee "$out/pretrain.log"
+[ -z "${RUNS:-}" ] || exit 0
 "$python" - "$out/pretrain.log" <<'END'
 import re
 import statistics

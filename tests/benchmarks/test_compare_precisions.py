@@ -72,3 +72,8 @@ def test_options_change_the_flags() -> None:
     for name in ("fp16", "bf16+magic"):
         with pytest.raises(ValueError, match="a run must be one of local, bf16, delayed"):
             compare_precisions.flags_of(name)
+
+
+def test_a_run_without_timed_iterations_is_refused_before_it_starts() -> None:
+    with pytest.raises(SystemExit, match="--train-iters must be more than --warm-up 6, got 6"):
+        compare_precisions.main(["page.md", "--runs", "local", "--warm-up", "6", *FLAGS.split()])
