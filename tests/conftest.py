@@ -47,6 +47,7 @@ _LONGEST = [
     "training/launch/test_resume.py",
     "core/distributed/fsdp/flat_optimizer/test_param_remainders.py",
     "core/distributed/fsdp/api/test_optimizer.py",
+    "core/distributed/fsdp/api/test_fused_adam.py",
     "core/distributed/fsdp/api/test_load_state_dict.py",
     "core/models/test_context_parallel_gpt.py",
     "core/distributed/fsdp/checkpoint/test_split_checkpoints.py",
