@@ -12,7 +12,7 @@ VERSION = re.findall(r'^__version__ = "(.+)"$', (FOLDER / "megatron/core/__init_
 EXTRAS = {
     # What the example, the tools and --tensorboard-dir use.
     "train": ["tensorboard>=2.17", "matplotlib>=3.9", "rich>=13"],
-    "tokenizers": ["tokenizers>=0.20", "sentencepiece>=0.2"],
+    "tokenizers": ["tokenizers>=0.20", "sentencepiece>=0.2", "tiktoken>=0.7"],
     "wandb": ["wandb>=0.17"],
     # Compiled against the torch that is there: pip install --no-build-isolation -e .[te]. Not part of "all".
     "te": ["transformer-engine[pytorch]>=2.20"],

@@ -25,11 +25,12 @@ import pretrain_gpt
 from benchmarks.reports.page import facts_of_run
 from benchmarks.reports.page import page as markdown_page
 from megatron.core.optimizer.param_groups import get_param_groups
+from megatron.core.tokenizers import build_tokenizer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.training.arguments import Settings, parse_settings
 from megatron.training.data.batches import SequentialBatchSampler
 from megatron.training.data.data_loader import iterate_batches
-from megatron.training.data.datasets import build_gpt_datasets, tokenizer_of
+from megatron.training.data.datasets import build_gpt_datasets
 from megatron.training.launch.distributed_init import initialize_distributed
 from megatron.training.launch.gpt_config import build_gpt_model
 from megatron.training.launch.pretrain import pretrain
@@ -96,7 +97,7 @@ def train_ours(settings: Settings, device: torch.device) -> Run:
 
 
 def train_fsdp2(settings: Settings, device: torch.device, learning_rate: float) -> Run:
-    tokenizer = tokenizer_of(settings.data)
+    tokenizer = build_tokenizer(settings.tokenizer)
     batch, iterations = settings.batch, settings.loop.train_iters
     datasets = build_gpt_datasets(settings.data, tokenizer, (iterations * batch.global_batch_size, 0, 0))
     on_device = dataclasses.replace(settings.model, init_on_meta_device=False)

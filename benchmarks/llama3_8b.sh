@@ -23,11 +23,11 @@ export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF-expandable_segments:Tru
 if [ "$num_gpus" -gt 0 ]; then
     nproc=${NPROC:-$num_gpus} length=8192 backend=nccl
     shape=(--num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --num-query-groups 8)
-    vocabulary=128255 # and one more that ends a document: 128,256, a multiple of 128
+    vocabulary=128256
 else
     nproc=${NPROC:-2} length=64 backend=gloo
     shape=(--num-layers 2 --hidden-size 64 --ffn-hidden-size 160 --num-attention-heads 4 --num-query-groups 2)
-    vocabulary=255
+    vocabulary=256
 fi
 program=(pretrain_gpt.py)
 [ -z "${RUNS:-}" ] || program=(benchmarks/compare_precisions.py "$out/llama.md" --runs "$RUNS" --warm-up 6)

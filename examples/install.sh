@@ -30,7 +30,7 @@ import sys
 
 modules = ["torch", "numpy", "tensorboard", "matplotlib"]
 if sys.argv[1] == "all":
-    modules += ["tokenizers", "sentencepiece", "rich", "safetensors", "triton", "pytest", "pytest_timeout", "xdist", "hypothesis", "ruff", "mypy", "importlinter"]
+    modules += ["tokenizers", "sentencepiece", "tiktoken", "rich", "safetensors", "triton", "pytest", "pytest_timeout", "xdist", "hypothesis", "ruff", "mypy", "importlinter"]
 named = {"pytest_timeout": "pytest-timeout", "xdist": "pytest-xdist", "importlinter": "import-linter"}
 print(*(named.get(module, module) for module in modules if importlib.util.find_spec(module) is None))
 EOF

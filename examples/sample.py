@@ -25,10 +25,10 @@ import torch.distributed as dist
 
 from megatron.core.distributed.fsdp import FullyShardedDataParallel, load_checkpoint
 from megatron.core.inference.sampling import generate
+from megatron.core.tokenizers import build_tokenizer
 from megatron.training.arguments import Settings, parse_settings
 from megatron.training.checkpointing import checkpoint_path, latest_iteration
 from megatron.training.cli.flag_parser import FlagError
-from megatron.training.data.datasets import tokenizer_of
 from megatron.training.launch.distributed_init import initialize_distributed, process_groups
 from megatron.training.launch.gpt_config import build_gpt_model
 
@@ -75,7 +75,7 @@ def continue_text(
 
     Ranks: all; each returns the same text.
     """
-    tokenizer = tokenizer_of(settings.data)
+    tokenizer = build_tokenizer(settings.tokenizer)
     prompt_tokens = tokenizer.tokenize(prompt)
     if not prompt_tokens:
         raise ValueError("--prompt must have at least one token, got an empty text")

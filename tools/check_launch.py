@@ -125,8 +125,8 @@ def _parameters(settings: Settings) -> str:
         model = build_gpt_model(config, vocab_size=vocab_size, device=torch.device("meta"))
         return sum(parameter.numel() for parameter in model.parameters())
 
-    if settings.data.vocab_size is not None:
-        vocab_size = settings.data.vocab_size
+    vocab_size = config.model_vocab_size or settings.tokenizer.vocab_size
+    if vocab_size is not None:
         return f"{count(vocab_size):,} parameters with {config.padded_vocab_size(vocab_size)} ids, {vocab_size} padded"
     step = config.make_vocab_size_divisible_by
     of_one, of_two = count(step), count(2 * step)

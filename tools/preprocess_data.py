@@ -33,7 +33,8 @@ import numpy
 
 from megatron.core.datasets.indexed_dataset_builder import IndexedDatasetBuilder
 from megatron.core.datasets.indexed_format import DType, get_bin_path, get_idx_path
-from megatron.core.tokenizers import TOKENIZER_TYPES, MegatronTokenizerBase, build_tokenizer
+from megatron.core.tokenizers import MegatronTokenizerBase, build_tokenizer
+from megatron.training.cli.flags_tokenizer import add_tokenizer_flags, tokenizer_config
 
 BATCH_NBYTES = 1 << 20
 """Bytes of lines that a worker gets at once: enough that communication costs little, few enough to keep all workers busy."""
@@ -49,8 +50,6 @@ NOT_SERVED = {
     "--workers-to-check": "it belongs to --find-optimal-num-workers, which is not served",
     "--max-documents": "it belongs to --find-optimal-num-workers, which is not served",
     "--performance-dir": "it belongs to --find-optimal-num-workers, which is not served",
-    "--vocab-file": "give --tokenizer-model a tokenizer.json or .model file",
-    "--merge-file": "give --tokenizer-model a tokenizer.json or .model file",
 }
 """Megatron-LM's flags that are refused, with the reason."""
 
@@ -137,7 +136,7 @@ def _start_worker(arguments: argparse.Namespace) -> None:
 
 
 def _make_encoder(arguments: argparse.Namespace) -> Encoder:
-    tokenizer = build_tokenizer(arguments.tokenizer_type, arguments.tokenizer_model, arguments.vocab_size)
+    tokenizer = build_tokenizer(tokenizer_config(arguments))
     return Encoder(tokenizer, arguments.json_keys, append_eod=arguments.append_eod)
 
 
@@ -277,9 +276,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--input", required=True, help="file of JSON lines, or a pattern: its matches in sorted order")
     parser.add_argument("--json-keys", nargs="+", default=["text"], help="keys of each line, each a corpus")
     parser.add_argument("--output-prefix", required=True, help="path of the corpora without _<key>_document.bin/.idx")
-    parser.add_argument("--tokenizer-type", default=TOKENIZER_TYPES[0], help=f"one of {', '.join(TOKENIZER_TYPES)}")
-    parser.add_argument("--tokenizer-model", help="file or folder of the tokenizer")
-    parser.add_argument("--vocab-size", type=int, help="ids of NullTokenizer, without the end of document")
+    add_tokenizer_flags(parser)
     parser.add_argument("--append-eod", action="store_true", help="end each document with the end-of-document token")
     parser.add_argument("--workers", type=int, default=1, help="processes that tokenize")
     parser.add_argument("--log-interval", type=int, default=1000, help="documents between lines of progress")

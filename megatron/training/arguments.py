@@ -17,6 +17,7 @@ from megatron.core.distributed.distributed_data_parallel_config import Distribut
 from megatron.core.full_cuda_graph import FullCudaGraphConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.rank_grid import RankGrid
+from megatron.core.tokenizers import TokenizerConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.checkpointing import CheckpointConfig
 from megatron.training.cli.flag_parser import Fate, FlagError, FlagParser
@@ -32,6 +33,7 @@ from megatron.training.cli.flags_parallel import add_parallel_flags, parallel_se
 from megatron.training.cli.flags_profiling import add_profiling_flags
 from megatron.training.cli.flags_refused import REFUSED, REFUSED_FAMILIES
 from megatron.training.cli.flags_said_once import SAID_ONCE
+from megatron.training.cli.flags_tokenizer import add_tokenizer_flags, tokenizer_config
 from megatron.training.cli.flags_training import add_training_flags
 from megatron.training.cli.refused_combinations import SAID_BY_ROWS, refusals_of
 from megatron.training.cli.substitutions import substitute
@@ -68,6 +70,7 @@ class Settings:
     grid: RankGrid
     batch: BatchConfig
     data: DataConfig
+    tokenizer: TokenizerConfig
     optimizer: OptimizerConfig
     schedule: ScheduleConfig
     loop: LoopConfig
@@ -97,6 +100,7 @@ def build_parser() -> FlagParser:
         add_parallel_flags,
         add_training_flags,
         add_data_flags,
+        add_tokenizer_flags,
         add_checkpoint_flags,
         add_logging_flags,
         add_profiling_flags,
@@ -208,6 +212,7 @@ def settings_from_args(
     for name, build in {
         "model": _model,
         "data": _data,
+        "tokenizer": tokenizer_config,
         "optimizer": _optimizer,
         "garbage": _garbage,
         "checkpoint": _checkpoint,
@@ -259,7 +264,8 @@ def _model(args: Namespace) -> GPTConfig:
         rope_scaling_factor=args.rope_scaling_factor,
         rotary_seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
         share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
-        make_vocab_size_divisible_by=args.make_vocab_size_divisible_by,
+        make_vocab_size_divisible_by=args.make_vocab_size_divisible_by if args.pad_vocab_size else 1,
+        model_vocab_size=args.padded_vocab_size,
         init_on_meta_device=args.init_model_with_meta_device,
         transformer_impl=args.transformer_impl,
     )
@@ -374,9 +380,7 @@ def _data(args: Namespace) -> DataConfig:
         mmap_bin_files=args.mmap_bin_files,
         allow_gaps=args.allow_gaps_in_corpora,
         eod_mask_loss=args.eod_mask_loss,
-        tokenizer_type=args.tokenizer_type,
-        tokenizer_model=args.tokenizer_model,
-        vocab_size=args.vocab_size,
+        allow_ambiguous_pad_tokens=args.allow_ambiguous_pad_tokens,
     )
 
 

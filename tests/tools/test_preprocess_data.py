@@ -121,11 +121,24 @@ def test_bad_lines_are_named_and_leave_nothing(line: str, workers: str, tmp_path
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 
 
+def test_files_of_gpt2_are_read_under_the_names_of_megatron_lm(tmp_path: Path) -> None:
+    tokens = [*"abc", "ab", "<|endoftext|>"]
+    (tmp_path / "vocab.json").write_text(json.dumps({token: number for number, token in enumerate(tokens)}))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\na b\n")
+    source = _write(tmp_path / "in.jsonl", [{"text": "abc"}, {"text": "cab"}])
+    files = ("--vocab-file", str(tmp_path / "vocab.json"), "--merge-file", str(tmp_path / "merges.txt"))
+    done = _run(source, tmp_path / "out", "--tokenizer-type", "GPT2BPETokenizer", *files, "--append-eod")
+    assert done.returncode == 0, done.stderr
+    corpus = IndexedDataset(str(tmp_path / "out_text_document"))
+    assert [corpus[i].tolist() for i in range(len(corpus))] == [[3, 2, 4], [2, 3, 4]]
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
         (["--split-sentences"], "--split-sentences is not served: documents are not split"),
-        (["--vocab-file", "x"], "--vocab-file is not served"),
+        (["--vocab-file", "x"], "GPT2BPETokenizer needs --merge-file, got none"),
+        (["--tokenizer-type", "SFTTokenizer"], "training on conversations is not served yet"),
         (["--partitions", "2"], "--partitions must be 1, got 2"),
         (["--workers", "0"], "--workers must be positive, got 0"),
         (["--json-keys", "a", "a"], "--json-keys must differ"),

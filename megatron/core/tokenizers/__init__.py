@@ -1,6 +1,7 @@
 """Tokenizers: text to token ids and back. ``build_tokenizer`` builds the one of a ``--tokenizer-type``."""
 
 from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
-from megatron.core.tokenizers.build_tokenizer import TOKENIZER_TYPES, build_tokenizer
+from megatron.core.tokenizers.build_tokenizer import build_tokenizer
+from megatron.core.tokenizers.tokenizer_config import TOKENIZER_TYPES, TokenizerConfig
 
-__all__ = ["TOKENIZER_TYPES", "MegatronTokenizerBase", "build_tokenizer"]
+__all__ = ["TOKENIZER_TYPES", "MegatronTokenizerBase", "TokenizerConfig", "build_tokenizer"]

@@ -16,7 +16,7 @@ class MegatronTokenizerBase(ABC):
 
     @abstractmethod
     def tokenize(self, text: str) -> list[int]:
-        """Return the ids of ``text``, without special tokens at its ends."""
+        """Return the ids of ``text``, with the special tokens that the tokenizer itself puts at its ends; most put none."""
 
     @abstractmethod
     def detokenize(self, ids: Sequence[int]) -> str:

@@ -1,4 +1,4 @@
-"""Tokenizers in Hugging Face's ``tokenizer.json`` format, from local files."""
+"""Tokenizers of the ``tokenizers`` library, from local files: ``tokenizer.json``, or GPT-2's vocabulary and merges."""
 
 from __future__ import annotations
 
@@ -17,43 +17,22 @@ KNOWN_END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<|end▁of▁se
 """Names of the end of a document, used where no file names it and exactly one of them is an added token."""
 
 
-class HuggingFaceTokenizer(MegatronTokenizerBase):
+class FastTokenizer(MegatronTokenizerBase):
     """A tokenizer of the ``tokenizers`` library.
 
     Args:
-        path: a ``tokenizer.json``, or its folder.
-
-    Raises:
-        ImportError: the ``tokenizers`` library is not installed.
-        FileNotFoundError: the file does not exist.
-        ValueError: the file is no tokenizer, or its end of document is unknown.
+        tokenizer: the library's object.
+        path: where it was read.
+        with_ends: put at the ends of a text what the tokenizer puts there.
     """
 
-    def __init__(self, path: str) -> None:
-        try:
-            from tokenizers import Tokenizer
-        except ImportError as error:
-            raise ImportError("HuggingFaceTokenizer needs the tokenizers library: pip install tokenizers") from error
-        self.path = os.path.join(path, TOKENIZER_FILE) if os.path.isdir(path) else path
-        if not os.path.isfile(self.path):
-            raise FileNotFoundError(
-                f"HuggingFaceTokenizer must be given a local {TOKENIZER_FILE} or its folder, got {path}; "
-                "nothing is downloaded, so fetch the files first"
-            )
-        try:
-            self._tokenizer = Tokenizer.from_file(self.path)
-        except Exception as error:  # the library raises bare Exceptions
-            raise ValueError(f"{self.path} must be a tokenizer of the tokenizers library, got: {error}") from error
-        if not self._tokenizer.get_vocab(with_added_tokens=True):
-            raise ValueError(f"{self.path} must be a tokenizer with a vocabulary, got an empty one")
-        settings = _read_settings(os.path.dirname(self.path))
-        self._eod = self._find_end(settings)
-        self._pad = self._special("pad_token", settings)
-        self._bos = self._special("bos_token", settings)
+    def __init__(self, tokenizer: Any, path: str, *, with_ends: bool) -> None:
+        self._tokenizer, self.path, self._with_ends = tokenizer, path, with_ends
+        self._eod = self._pad = self._bos = self.NO_TOKEN
 
     def tokenize(self, text: str) -> list[int]:
-        """Return the ids of ``text``, without special tokens at its ends."""
-        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        """Return the ids of ``text``."""
+        return list(self._tokenizer.encode(text, add_special_tokens=self._with_ends).ids)
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """Return the text of ``ids``, special tokens included."""
@@ -62,7 +41,7 @@ class HuggingFaceTokenizer(MegatronTokenizerBase):
     @property
     def vocab_size(self) -> int:
         """One more than the largest id, since ids of added tokens may leave gaps."""
-        return 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
+        return 1 + int(max(self._tokenizer.get_vocab(with_added_tokens=True).values()))
 
     @property
     def eod(self) -> int:
@@ -78,7 +57,44 @@ class HuggingFaceTokenizer(MegatronTokenizerBase):
 
     @property
     def unique_identifiers(self) -> OrderedDict[str, Any]:
-        return OrderedDict({**super().unique_identifiers, "path": self.path})
+        return OrderedDict({**super().unique_identifiers, "path": self.path, "with_ends": self._with_ends})
+
+
+class HuggingFaceTokenizer(FastTokenizer):
+    """A tokenizer in a ``tokenizer.json``.
+
+    Args:
+        path: the file, or its folder, or the name of a repository on Hugging Face's hub that was downloaded before.
+        special_tokens: more tokens that text is not cut in; the vocabulary grows by those that it does not have.
+        with_ends: put at the ends of a text what the tokenizer puts there, as Megatron-LM does.
+
+    Raises:
+        ImportError: the ``tokenizers`` library is not installed.
+        FileNotFoundError: the file does not exist.
+        ValueError: the file is no tokenizer, or its end of document is unknown.
+    """
+
+    def __init__(self, path: str, *, special_tokens: Sequence[str] = (), with_ends: bool = True) -> None:
+        library = _library("HuggingFaceTokenizer")
+        folder = local_path(path)
+        file = os.path.join(folder, TOKENIZER_FILE) if os.path.isdir(folder) else folder
+        if not os.path.isfile(file):
+            raise FileNotFoundError(
+                f"HuggingFaceTokenizer must be given a local {TOKENIZER_FILE} or its folder, got {path}; "
+                "nothing is downloaded, so fetch the files first"
+            )
+        try:
+            tokenizer = library.Tokenizer.from_file(file)
+        except Exception as error:  # the library raises bare Exceptions
+            raise ValueError(f"{file} must be a tokenizer of the tokenizers library, got: {error}") from error
+        if not tokenizer.get_vocab(with_added_tokens=True):
+            raise ValueError(f"{file} must be a tokenizer with a vocabulary, got an empty one")
+        tokenizer.add_special_tokens(list(special_tokens))
+        super().__init__(tokenizer, file, with_ends=with_ends)
+        settings = _read_settings(os.path.dirname(file))
+        self._eod = self._find_end(settings)
+        self._pad = self._special("pad_token", settings)
+        self._bos = self._special("bos_token", settings)
 
     def _special(self, name: str, settings: dict[str, str]) -> int:
         token = settings.get(name)
@@ -100,7 +116,62 @@ class HuggingFaceTokenizer(MegatronTokenizerBase):
                 f"{self.path}: the token that ends a document must be known, got candidates {list(known)}; name it as "
                 f'"eos_token" in {SETTINGS_FILES[0]} beside the tokenizer'
             )
-        return next(iter(known.values()))
+        return int(next(iter(known.values())))
+
+
+class GPT2BPETokenizer(FastTokenizer):
+    """The byte-level BPE of GPT-2, from its two files; ``<|endoftext|>`` ends documents and begins sequences.
+
+    Args:
+        vocab_file: JSON object of token to id.
+        merge_file: a pair of tokens on each line, the first to be merged first.
+        special_tokens: more tokens that text is not cut in; the vocabulary grows by those that it does not have.
+
+    Raises:
+        ImportError: the ``tokenizers`` library is not installed.
+        FileNotFoundError: a file does not exist.
+        ValueError: the files are no vocabulary and its merges.
+    """
+
+    END = "<|endoftext|>"
+
+    def __init__(self, vocab_file: str, merge_file: str, *, special_tokens: Sequence[str] = ()) -> None:
+        library = _library("GPT2BPETokenizer")
+        for flag, path in (("--vocab-file", vocab_file), ("--merge-file", merge_file)):
+            if not os.path.isfile(path):
+                raise FileNotFoundError(f"GPT2BPETokenizer: {flag} must be a local file, got {path}")
+        try:
+            model = library.models.BPE.from_file(vocab_file, merge_file)
+        except Exception as error:  # the library raises bare Exceptions
+            raise ValueError(f"{vocab_file} and {merge_file} must be a BPE vocabulary, got: {error}") from error
+        tokenizer = library.Tokenizer(model)
+        tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = library.decoders.ByteLevel()
+        tokenizer.add_special_tokens([self.END, *special_tokens])
+        super().__init__(tokenizer, vocab_file, with_ends=False)
+        self._eod = self._bos = int(tokenizer.token_to_id(self.END))
+
+
+def _library(name: str) -> Any:
+    try:
+        import tokenizers
+    except ImportError as error:
+        raise ImportError(f"{name} needs the tokenizers library: pip install tokenizers") from error
+    return tokenizers
+
+
+def local_path(name: str) -> str:
+    """Return the folder of a repository on Hugging Face's hub that was downloaded before; other names as they are."""
+    if os.path.exists(name) or name.count("/") != 1:
+        return name
+    home = os.environ.get("HF_HOME") or os.path.join(os.path.expanduser("~"), ".cache", "huggingface")
+    hub = os.environ.get("HF_HUB_CACHE") or os.path.join(home, "hub")
+    repository = os.path.join(hub, f"models--{name.replace('/', '--')}")
+    try:
+        with open(os.path.join(repository, "refs", "main"), encoding="utf-8") as stream:
+            return os.path.join(repository, "snapshots", stream.read().strip())
+    except OSError:
+        return name
 
 
 def _read_settings(folder: str) -> dict[str, str]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from megatron.core.tokenizers.tokenizer_config import flag_of
 from megatron.training.telemetry.flops import FLOP_CONVENTION
 
 if TYPE_CHECKING:
@@ -77,6 +78,7 @@ def report_configuration(
         "main gradients": _name(ddp.megatron_fsdp_main_grads_dtype),
         "gradients on the wire": _name(ddp.megatron_fsdp_grad_comm_dtype),
         "parameters": f"{total:,} in all; {min(held_by_rank):,} to {max(held_by_rank):,} on a rank",
+        "tokenizer": settings.tokenizer.kind + _not_read(settings),
         "vocabulary": f"padded to {padded_vocab_size:,} ids",
         "global batch": (
             f"{batch.global_batch_size} samples = {batch.num_microbatches} microbatches * "
@@ -163,3 +165,9 @@ def _name(value: Any) -> str:
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
     return getattr(value, "__name__", None) or str(value)
+
+
+def _not_read(settings: Settings) -> str:
+    """Name the settings of other tokenizers: they are accepted, since launch scripts are shared between tokenizers."""
+    names = settings.tokenizer.not_read()
+    return f" (which does not read {', '.join(map(flag_of, names))})" if names else ""

@@ -8,7 +8,6 @@ from typing import Any
 from megatron.training.cli.upstream_flags import UpstreamFlag
 
 DEFAULTS_THAT_DIFFER: dict[str, str] = {
-    "--tokenizer-type": "`ByteLevelTokenizer`, which needs no file",
     "--distributed-backend": "`nccl` where there is a GPU, `gloo` elsewhere",
     "--verify-integrity": "always so: files are compared with their checksums when they are loaded",
     "--ckpt-format": "`fsdp_dtensor`",

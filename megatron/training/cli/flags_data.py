@@ -1,10 +1,8 @@
-"""Flags of data and tokenizers; names, types and defaults are Megatron-LM's unless the help says otherwise."""
+"""Flags of data; names, types and defaults are Megatron-LM's unless the help says otherwise."""
 
 from __future__ import annotations
 
 import argparse
-
-from megatron.core.tokenizers import TOKENIZER_TYPES
 
 
 def add_data_flags(parser: argparse.ArgumentParser) -> None:
@@ -33,35 +31,11 @@ def add_data_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--eod-mask-loss", action="store_true", help="leave the prediction after an end of document out of the loss"
     )
-    group = parser.add_argument_group("tokenizer")
     group.add_argument(
-        "--tokenizer-type",
-        type=_tokenizer_type,
-        default=TOKENIZER_TYPES[0],
-        help=f"one of {', '.join(TOKENIZER_TYPES)} (default: {TOKENIZER_TYPES[0]})",
+        "--allow-ambiguous-pad-tokens",
+        action="store_true",
+        help="leave padding out of the loss also where its id is that of another special token",
     )
-    group.add_argument("--tokenizer-model", help="file of a HuggingFace or SentencePiece tokenizer")
-    group.add_argument(
-        "--vocab-size", type=int, help="number of ids of NullTokenizer; for others it must be their own number"
-    )
-
-
-_NEAREST_TOKENIZER = {
-    "Llama2Tokenizer": "SentencePieceTokenizer with its tokenizer.model",
-    "GPTSentencePieceTokenizer": "SentencePieceTokenizer with its model",
-    "Llama3Tokenizer": "HuggingFaceTokenizer with its tokenizer.json",
-    "MistralTokenizer": "HuggingFaceTokenizer with its tokenizer.json",
-    "TikTokenizer": "HuggingFaceTokenizer with a tokenizer.json of the same vocabulary",
-    "GPT2BPETokenizer": "HuggingFaceTokenizer with a tokenizer.json of the same vocabulary",
-}
-"""What to use for tokenizers of Megatron-LM that are not served."""
-
-
-def _tokenizer_type(text: str) -> str:
-    if text not in TOKENIZER_TYPES:
-        remedy = f"; use {_NEAREST_TOKENIZER[text]}" if text in _NEAREST_TOKENIZER else ""
-        raise argparse.ArgumentTypeError(f"must be one of {', '.join(TOKENIZER_TYPES)}, got {text}{remedy}")
-    return text
 
 
 def _unquoted(text: str) -> str:

@@ -74,6 +74,14 @@ def _add_shape_flags(group: argparse._ArgumentGroup) -> None:
         default=128,
         help="pad the vocabulary to a multiple of this (default: 128)",
     )
+    group.add_argument("--padded-vocab-size", type=int, help="ids of the model, with padding (default: computed)")
+    group.add_argument(
+        "--no-pad-vocab-size",
+        "--disable-pad-vocab-size",
+        dest="pad_vocab_size",
+        action="store_false",
+        help="do not pad the vocabulary",
+    )
     group.add_argument(
         "--untie-embeddings-and-output-weights",
         action="store_true",
@@ -192,3 +200,9 @@ def _add_numerics_flags(group: argparse._ArgumentGroup) -> None:
         "--recompute-num-layers", type=int, help="layers of a chunk (uniform), or number of recomputed layers (block)"
     )
     group.add_argument("--recompute-modules", nargs="*", help="modules that selective recomputes (default: core_attn)")
+
+
+def vocab_size_multiple(args: argparse.Namespace) -> int:
+    """Return what the model's number of ids is a multiple of."""
+    multiple: int = args.padded_vocab_size or (args.make_vocab_size_divisible_by if args.pad_vocab_size else 1)
+    return multiple

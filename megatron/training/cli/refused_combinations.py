@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 from megatron.training.cli.flags_distributed import STRATEGIES
 from megatron.training.cli.flags_graphs import captures_iterations
+from megatron.training.cli.flags_model import vocab_size_multiple
+from megatron.training.cli.flags_tokenizer import tokenizer_config
 from megatron.training.cli.substitutions import holds
 
 
@@ -124,11 +126,9 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "vocabulary padding not divisible by tensor-model-parallel-size",
-        lambda a: (
-            a.tensor_model_parallel_size > 0 and a.make_vocab_size_divisible_by % a.tensor_model_parallel_size != 0
-        ),
-        "--make-vocab-size-divisible-by must be a multiple of --tensor-model-parallel-size, got "
-        "{make_vocab_size_divisible_by} and {tensor_model_parallel_size}: the vocabulary is padded to a multiple of the "
+        lambda a: a.tensor_model_parallel_size > 0 and vocab_size_multiple(a) % a.tensor_model_parallel_size != 0,
+        "--make-vocab-size-divisible-by, or --padded-vocab-size, must be a multiple of --tensor-model-parallel-size, got "
+        "{make_vocab_size_divisible_by}, {padded_vocab_size} and {tensor_model_parallel_size}: the vocabulary is padded to a multiple of the "
         "first alone, so that the model does not depend on the split",
     ),
     Refusal(
@@ -265,18 +265,18 @@ REFUSALS: tuple[Refusal, ...] = (
         "--split {split} belongs to --data-path; --train-data-path, --valid-data-path and --test-data-path are not split",
     ),
     Refusal(
-        "tokenizer without its file",
-        lambda a: a.tokenizer_type in ("HuggingFaceTokenizer", "SentencePieceTokenizer") and a.tokenizer_model is None,
+        "tokenizer without its model",
+        lambda a: "tokenizer_model" in tokenizer_config(a).missing(),
         "--tokenizer-type {tokenizer_type} needs --tokenizer-model, got none",
     ),
     Refusal(
-        "tokenizer file with a tokenizer that has none",
-        lambda a: a.tokenizer_type in ("ByteLevelTokenizer", "NullTokenizer") and a.tokenizer_model is not None,
-        "--tokenizer-model {tokenizer_model} does not belong to --tokenizer-type {tokenizer_type}",
+        "GPT2BPETokenizer without its files",
+        lambda a: bool({"vocab_file", "merge_file"} & set(tokenizer_config(a).missing())),
+        "--tokenizer-type GPT2BPETokenizer needs --vocab-file and --merge-file, got {vocab_file} and {merge_file}",
     ),
     Refusal(
         "NullTokenizer without vocab-size",
-        lambda a: a.tokenizer_type == "NullTokenizer" and a.vocab_size is None,
+        lambda a: "vocab_size" in tokenizer_config(a).missing(),
         "--tokenizer-type NullTokenizer needs --vocab-size, got none",
     ),
     Refusal(

@@ -1,4 +1,4 @@
-"""The tokenizer and the datasets of a run."""
+"""The datasets of a run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from megatron.core.datasets.blend import get_blend_from_list
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
-from megatron.core.tokenizers import MegatronTokenizerBase, build_tokenizer
+from megatron.core.tokenizers import MegatronTokenizerBase
 
 DEFAULT_SPLIT = "969,30,1"
 
@@ -50,10 +50,8 @@ class DataConfig:
     eod_mask_loss: bool = False
     """Leave the prediction after an end of document out of the loss."""
 
-    tokenizer_type: str = "ByteLevelTokenizer"
-    tokenizer_model: str | None = None
-    vocab_size: int | None = None
-    """Number of ids of NullTokenizer; for others None or their own number."""
+    allow_ambiguous_pad_tokens: bool = False
+    """Leave padding out of the loss also where its id is that of another special token."""
 
     def __post_init__(self) -> None:
         for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
@@ -69,11 +67,6 @@ class Datasets(NamedTuple):
     train: Any
     valid: Any
     test: Any
-
-
-def tokenizer_of(config: DataConfig) -> MegatronTokenizerBase:
-    """Build the tokenizer of the data."""
-    return build_tokenizer(config.tokenizer_type, config.tokenizer_model, config.vocab_size)
 
 
 def build_gpt_datasets(config: DataConfig, tokenizer: MegatronTokenizerBase, sizes: Sequence[int]) -> Datasets:
@@ -101,6 +94,7 @@ def build_gpt_datasets(config: DataConfig, tokenizer: MegatronTokenizerBase, siz
         reset_position_ids=False,
         reset_attention_mask=False,
         eod_mask_loss=config.eod_mask_loss,
+        allow_ambiguous_pad_tokens=config.allow_ambiguous_pad_tokens,
         create_attention_mask=False,
     )
     kind = MockGPTDataset if config.mock_data else GPTDataset

@@ -67,6 +67,9 @@ class GPTConfig:
     """The vocabulary is padded to a multiple of it, since matrices of odd sizes are slow. Unlike in Megatron-LM it is not
     multiplied by the tensor-parallel ranks, so that the model does not depend on the split."""
 
+    model_vocab_size: int | None = None
+    """Ids of the model, with padding; None: the tokenizer's, padded."""
+
     transformer_impl: str = "transformer_engine"
     """Layers of transformer-engine where it can be used, else the local ones ("transformer_engine"), or always these
     ("local")."""
@@ -75,7 +78,17 @@ class GPTConfig:
     """The engine creates the weights unit by unit, so that no rank ever has all of them in memory."""
 
     def padded_vocab_size(self, vocab_size: int) -> int:
-        """Round ``vocab_size`` up to a multiple of ``make_vocab_size_divisible_by``."""
+        """Return ``model_vocab_size``, or round ``vocab_size`` up to a multiple of ``make_vocab_size_divisible_by``.
+
+        Raises:
+            ValueError: ``model_vocab_size`` is smaller.
+        """
+        if self.model_vocab_size is not None:
+            if self.model_vocab_size < vocab_size:
+                raise ValueError(
+                    f"--padded-vocab-size must be at least the {vocab_size} ids of the tokenizer, got {self.model_vocab_size}"
+                )
+            return self.model_vocab_size
         return -(-vocab_size // self.make_vocab_size_divisible_by) * self.make_vocab_size_divisible_by
 
     def architecture(self, vocab_size: int) -> dict[str, Any]:

@@ -20,14 +20,14 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import PipelineStage, hidden_shape
 from megatron.core.process_groups_config import ProcessGroupCollection, group_rank
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
-from megatron.core.tokenizers import MegatronTokenizerBase
+from megatron.core.tokenizers import MegatronTokenizerBase, build_tokenizer
 from megatron.core.transformer.moe.loss_record import auxiliary_loss_names
 from megatron.training.arguments import Settings
 from megatron.training.checkpointing import CheckpointConfig, Checkpointer, print_rank_0
 from megatron.training.cli.configuration_report import report_configuration
 from megatron.training.data.batches import BatchConfig, SequentialBatchSampler
 from megatron.training.data.data_loader import iterate_batches
-from megatron.training.data.datasets import Datasets, tokenizer_of
+from megatron.training.data.datasets import Datasets
 from megatron.training.folder_lock import FolderLock
 from megatron.training.launch.distributed_init import initialize_distributed, process_groups, set_deterministic
 from megatron.training.launch.failures import ending_together
@@ -127,7 +127,7 @@ def set_up(
 ) -> TrainingSetup:
     """Build all components; data come first, so that faults in them are found before a model is allocated."""
     tokenizers: list[MegatronTokenizerBase] = []
-    agree(lambda: tokenizers.append(tokenizer_of(settings.data)), lambda _: None)
+    agree(lambda: tokenizers.append(build_tokenizer(settings.tokenizer)), lambda _: None)
     (tokenizer,) = tokenizers
     datasets = datasets_provider(settings, tokenizer, _sizes(settings.loop, settings.batch))
     groups = process_groups(settings.distributed, settings.grid)

@@ -24,11 +24,13 @@ MAY_DIFFER = {
     "data.train_data_path": "local files: their content is compared",
     "data.valid_data_path": "local files: their content is compared",
     "data.test_data_path": "local files: their content is compared",
-    "data.tokenizer_model": "a local file or folder: its content is compared",
     "logging.logging_level": "how much a rank says",
     "logging.tensorboard_dir": "a local folder",
     "logging.tensorboard_queue_size": "of the one rank that writes",
     "logging.wandb_save_dir": "a local folder",
+    "tokenizer.tokenizer_model": "a local file or folder: its content is compared",
+    "tokenizer.vocab_file": "a local file: its content is compared",
+    "tokenizer.merge_file": "a local file: its content is compared",
     "profiling.trace_folder": "a local folder",
     "profiling.chakra_folder": "a local folder",
     "profiling.memory_snapshot_path": "a local file",
@@ -57,7 +59,7 @@ def values_to_compare(settings: Any) -> dict[str, str]:
         given: tuple[str, ...] = getattr(data, name) or ()
         # A weight is itself, a prefix is what its files hold.
         values[f"data.{name}"] = " ".join(part if _is_number(part) else corpus_fingerprint(part) for part in given)
-    values["data.tokenizer_model"] = "" if data.tokenizer_model is None else path_fingerprint(data.tokenizer_model)
+    values |= {f"tokenizer.{name}": path_fingerprint(path) for name, path in settings.tokenizer.files().items()}
     return values
 
 

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.datasets.sample_masks import attention_mask_of, loss_mask_of, position_ids_of
-from megatron.core.tokenizers import build_tokenizer
+from megatron.core.tokenizers import TokenizerConfig, build_tokenizer
 from tests.support.corpora import FixtureTokenizer, build, config, texts, write_corpus
 
 
@@ -137,7 +137,7 @@ def test_empty_documents_alone_are_refused(tmp_path: Path) -> None:
 
 def test_mock_data_needs_no_files_and_fits_the_vocabulary() -> None:
     """The same samples on every rank and run; each part is there."""
-    tokenizer = build_tokenizer("ByteLevelTokenizer")
+    tokenizer = build_tokenizer(TokenizerConfig())
     settings = config(tokenizer=tokenizer, sequence_length=64)
     assert settings.mock
     first, second = (build([50, 5, 5], settings, MockGPTDataset) for _ in range(2))
@@ -152,7 +152,7 @@ def test_mock_data_needs_no_files_and_fits_the_vocabulary() -> None:
 def test_mock_documents_are_megatrons() -> None:
     """Lengths from numpy's generator with seed 0, tokens that count from 1, end of document."""
     corpus = MockGPTDataset.build_low_level_dataset(
-        None, config(tokenizer=build_tokenizer("NullTokenizer", None, 8191))
+        None, config(tokenizer=build_tokenizer(TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=8192)))
     )
     lengths = numpy.random.default_rng(seed=0).integers(low=1, high=4096, size=100000, dtype=numpy.int32)
     assert numpy.array_equal(corpus.sequence_lengths, lengths)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import builtins
 import json
 from pathlib import Path
@@ -11,9 +12,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.core.tokenizers import TOKENIZER_TYPES, MegatronTokenizerBase, build_tokenizer
+from megatron.core.tokenizers import MegatronTokenizerBase, TokenizerConfig
+from megatron.core.tokenizers import build_tokenizer as build_from_config
 
 TEXT = "The quick brown fox jumps over the lazy dog. Zwölf Boxkämpfer jagen Viktor.\n" * 3
+
+
+def build_tokenizer(
+    tokenizer_type: str | None = None,
+    tokenizer_model: str | None = None,
+    vocab_size: int | None = None,
+    **others: Any,
+) -> MegatronTokenizerBase:
+    config = TokenizerConfig(
+        tokenizer_type=tokenizer_type, tokenizer_model=tokenizer_model, vocab_size=vocab_size, **others
+    )
+    return build_from_config(config)
 
 
 @settings(max_examples=200, deadline=None)
@@ -36,12 +50,22 @@ def test_byte_level_ids() -> None:
 
 def test_null_tokenizer_reads_numbers() -> None:
     tokenizer = build_tokenizer("NullTokenizer", vocab_size=100)
-    assert tokenizer.tokenize(" 1 99\n100 ") == [1, 99, 100]
+    assert tokenizer.tokenize(" 1 98\n99 ") == [1, 98, 99]
     assert tokenizer.detokenize([1, 99]) == "1 99"
-    assert (tokenizer.vocab_size, tokenizer.eod) == (101, 100)
-    for text in ("101", "-1", "a", "٣"):
-        with pytest.raises(ValueError, match="whole numbers below 101"):
+    for text in ("100", "-1", "a", "٣"):
+        with pytest.raises(ValueError, match="whole numbers below 100"):
             tokenizer.tokenize(text)
+
+
+def test_null_tokenizer_has_the_ids_that_are_asked_for() -> None:
+    """As in Megatron-LM since 2026-04: the end of document is one of the ids, so a power of two stays one."""
+    tokenizer = build_tokenizer("NullTokenizer", vocab_size=100)
+    assert (tokenizer.vocab_size, tokenizer.eod, tokenizer.pad) == (100, 99, -1)
+    other = build_tokenizer("NullTokenizer", vocab_size=100, null_tokenizer_eod_id=7, null_tokenizer_pad_id=0)
+    assert (other.eod, other.pad) == (7, 0)
+    assert other.unique_identifiers != tokenizer.unique_identifiers
+    with pytest.raises(ValueError, match=r"--null-tokenizer-eod-id .* must be below --vocab-size 100, got 100 and -1"):
+        build_tokenizer("NullTokenizer", vocab_size=100, null_tokenizer_eod_id=100)
 
 
 def _huggingface(folder: Path, special: list[str]) -> Path:
@@ -103,6 +127,148 @@ def test_huggingface_errors_name_the_file(tmp_path: Path) -> None:
         build_tokenizer("HuggingFaceTokenizer", str(path))
 
 
+def test_a_huggingface_tokenizer_puts_its_tokens_at_the_ends_unless_told(tmp_path: Path) -> None:
+    """As Megatron-LM's does: corpora of Llama 3 have its begin of a sequence at the start of each document."""
+    from tokenizers import Tokenizer, processors
+
+    path = _huggingface(tmp_path, ["<|end_of_text|>", "<begin>"])
+    tokenizer = Tokenizer.from_file(str(path))
+    tokenizer.post_processor = processors.TemplateProcessing(single="<begin> $A", special_tokens=[("<begin>", 1)])
+    tokenizer.save(str(path))
+    with_ends = build_tokenizer("HuggingFaceTokenizer", str(path))
+    without = build_tokenizer("HuggingFaceTokenizer", str(path), tokenizer_hf_no_include_special_tokens=True)
+    assert with_ends.tokenize("fox") == [1, *without.tokenize("fox")]
+    assert with_ends.unique_identifiers != without.unique_identifiers
+    more = build_tokenizer("HuggingFaceTokenizer", str(path), special_tokens=("<new>", "<begin>"))
+    assert more.vocab_size == without.vocab_size + 1
+    assert more.tokenize("a<new>")[-1] == without.vocab_size
+
+
+def test_a_name_on_the_hub_is_read_where_it_was_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    snapshot = tmp_path / "hub/models--some--model/snapshots/0123"
+    for folder in (snapshot, tmp_path / "hub/models--some--model/refs"):
+        folder.mkdir(parents=True)
+    (tmp_path / "hub/models--some--model/refs/main").write_text("0123")
+    _huggingface(snapshot, ["<|endoftext|>"])
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    assert build_tokenizer("HuggingFaceTokenizer", "some/model").eod == 0
+    config = TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model="some/model")
+    assert config.files() == {"tokenizer_model": str(snapshot)}
+    with pytest.raises(FileNotFoundError, match=r"got some/other; nothing is downloaded"):
+        build_tokenizer("HuggingFaceTokenizer", "some/other")
+
+
+def _gpt2(folder: Path) -> dict[str, Any]:
+    """A vocabulary of the bytes, one merge and the end of a document, as GPT-2's files have them."""
+    from tokenizers import pre_tokenizers
+
+    tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "th", "the", "<|endoftext|>"]
+    (folder / "vocab.json").write_text(json.dumps({token: number for number, token in enumerate(tokens)}))
+    (folder / "merges.txt").write_text("#version: 0.2\nt h\nth e\n")
+    return {"vocab_file": str(folder / "vocab.json"), "merge_file": str(folder / "merges.txt")}
+
+
+@pytest.mark.parametrize("tokenizer_type", [None, "GPT2BPETokenizer"])
+def test_gpt2_tokenizer_of_two_files(tokenizer_type: str | None, tmp_path: Path) -> None:
+    """Which is Megatron-LM's default, so that a launch line with these files need not name it."""
+    files = _gpt2(tmp_path)
+    tokenizer = build_tokenizer(tokenizer_type, **files)
+    assert (tokenizer.vocab_size, tokenizer.eod, tokenizer.bos, tokenizer.pad) == (259, 258, 258, -1)
+    ids = tokenizer.tokenize("the then")
+    assert ids[0] == 257 and ids[-2:] == [257, tokenizer.tokenize("n")[0]] and len(ids) == 4
+    for text in (TEXT, " two  spaces\n\nand lines", "ü∂😀"):
+        assert tokenizer.detokenize(tokenizer.tokenize(text)) == text
+    assert tokenizer.tokenize("the<|endoftext|>") == [257, 258]
+    more = build_tokenizer(tokenizer_type, **files, special_tokens=("<new>",))
+    assert (more.vocab_size, more.tokenize("<new>")) == (260, [259])
+
+
+def test_gpt2_errors_name_the_file(tmp_path: Path) -> None:
+    files = _gpt2(tmp_path)
+    with pytest.raises(FileNotFoundError, match="--merge-file must be a local file, got nowhere"):
+        build_tokenizer(**files | {"merge_file": "nowhere"})
+    with pytest.raises(ValueError, match="GPT2BPETokenizer needs --merge-file, got none"):
+        build_tokenizer(vocab_file=files["vocab_file"])
+    Path(files["merge_file"]).write_text("x y z\n")
+    with pytest.raises(ValueError, match="must be a BPE vocabulary, got"):
+        build_tokenizer(**files)
+
+
+def _tiktoken(folder: Path, merged: int = 3) -> str:
+    tokens = [bytes([byte]) for byte in range(256)] + [b"th", b"the", b" the"][:merged]
+    entries = [
+        {"rank": rank, "token_bytes": base64.b64encode(token).decode(), "token_str": None}
+        for rank, token in enumerate(tokens)
+    ]
+    (folder / "vocab.json").write_text(json.dumps(entries))
+    return str(folder / "vocab.json")
+
+
+def test_tiktoken_tokenizer(tmp_path: Path) -> None:
+    """The first ids are special tokens, the ranks come after them, and what is beyond the size is cut off."""
+    path = _tiktoken(tmp_path)
+    tokenizer = build_tokenizer("TikTokenizer", path, 10 + 259, tiktoken_num_special_tokens=10)
+    assert (tokenizer.vocab_size, tokenizer.bos, tokenizer.eod, tokenizer.pad) == (269, 1, 2, 4)
+    assert tokenizer.tokenize("the the") == [10 + 257, 10 + 258]
+    assert tokenizer.tokenize("a</s><SPECIAL_9>") == [10 + 97, 2, 9]
+    for text in (TEXT, " two  spaces\n\nand lines", "ü∂😀"):
+        assert tokenizer.detokenize(tokenizer.tokenize(text)) == text
+    cut = build_tokenizer("TikTokenizer", path, 10 + 257, tiktoken_num_special_tokens=10)
+    assert cut.tokenize("the") == [10 + 256, 10 + 101]
+
+
+def test_tiktoken_patterns_cut_words(tmp_path: Path) -> None:
+    """v2 cuts where upper case begins, v1 does not: a merge over that border is made in v1 alone."""
+    tokens = [bytes([byte]) for byte in range(256)] + [b"aB"]
+    entries = [{"rank": i, "token_bytes": base64.b64encode(token).decode()} for i, token in enumerate(tokens)]
+    (tmp_path / "vocab.json").write_text(json.dumps(entries))
+    for pattern, num_tokens in ((None, 2), ("v2", 2), ("v1", 1)):
+        tokenizer = build_tokenizer(
+            "TikTokenizer",
+            str(tmp_path / "vocab.json"),
+            7 + 257,
+            tiktoken_num_special_tokens=7,
+            tiktoken_pattern=pattern,
+        )
+        assert len(tokenizer.tokenize("aB")) == num_tokens
+
+
+def test_tiktoken_errors_name_the_flag(tmp_path: Path) -> None:
+    path = _tiktoken(tmp_path)
+
+    def refused(message: str, **others: Any) -> None:
+        given: dict[str, Any] = {"tokenizer_model": path, "vocab_size": 269, "tiktoken_num_special_tokens": 10} | others
+        with pytest.raises(ValueError, match=message):
+            build_tokenizer("TikTokenizer", **given)
+
+    refused(
+        "must have the ranks 0 to 130071, .* got 259; give its number of ids",
+        vocab_size=None,
+        tiktoken_num_special_tokens=1000,
+    )
+    refused(
+        "--tiktoken-num-special-tokens must be at least the 7 .* below the 269 ids .* got 6",
+        tiktoken_num_special_tokens=6,
+    )
+    refused("--tokenizer-special-tokens must have all of <unk>", special_tokens=("<s>",))
+    refused("--tiktoken-pattern must be v1 or v2, got v3", tiktoken_pattern="v3")
+    with pytest.raises(FileNotFoundError, match="local JSON file of ranks, got nowhere"):
+        build_tokenizer("TikTokenizer", "nowhere", 269, tiktoken_num_special_tokens=10)
+    Path(path).write_text('[{"rank": 0}]')
+    refused("must be a JSON list of objects with rank and token_bytes, got KeyError")
+
+
+def test_settings_of_other_types_are_named() -> None:
+    """A launch line that is shrunk by appending NullTokenizer keeps the files of its own tokenizer; they need not exist."""
+    config = TokenizerConfig(
+        tokenizer_type="NullTokenizer", vocab_size=9, vocab_file="nowhere", tokenizer_model="no", tiktoken_pattern="v2"
+    )
+    assert build_from_config(config).vocab_size == 9
+    assert config.not_read() == ["tokenizer_model", "vocab_file", "tiktoken_pattern"]
+    assert config.files() == {}
+
+
 def _sentencepiece(folder: Path, **options: Any) -> str:
     import sentencepiece
 
@@ -117,9 +283,10 @@ def _sentencepiece(folder: Path, **options: Any) -> str:
     return str(folder / "sp.model")
 
 
-def test_sentencepiece_tokenizer(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer"])
+def test_sentencepiece_tokenizer(name: str, tmp_path: Path) -> None:
     path = _sentencepiece(tmp_path, pad_id=3)
-    tokenizer = build_tokenizer("SentencePieceTokenizer", path)
+    tokenizer = build_tokenizer(name, path)
     ids = tokenizer.tokenize("The quick dog")
     assert tokenizer.detokenize(ids) == "The quick dog"
     assert tokenizer.detokenize([*ids, tokenizer.eod]) == "The quick dog"
@@ -138,7 +305,13 @@ def test_sentencepiece_errors_name_the_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "library"), [("HuggingFaceTokenizer", "tokenizers"), ("SentencePieceTokenizer", "sentencepiece")]
+    ("name", "library"),
+    [
+        ("HuggingFaceTokenizer", "tokenizers"),
+        ("GPT2BPETokenizer", "tokenizers"),
+        ("SentencePieceTokenizer", "sentencepiece"),
+        ("TikTokenizer", "tiktoken"),
+    ],
 )
 def test_missing_libraries_are_named(name: str, library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     original = builtins.__import__
@@ -150,14 +323,13 @@ def test_missing_libraries_are_named(name: str, library: str, tmp_path: Path, mo
 
     monkeypatch.setattr(builtins, "__import__", without_library)
     with pytest.raises(ImportError, match=f"pip install {library}"):
-        build_tokenizer(name, str(tmp_path))
+        build_tokenizer(name, str(tmp_path), vocab_file=str(tmp_path), merge_file=str(tmp_path))
 
 
 ARGUMENT_FAULTS = [
     (("HuggingFaceTokeniser", None, None), "got 'HuggingFaceTokeniser'; the nearest is HuggingFaceTokenizer"),
     (("HuggingFaceTokenizer", None, None), "HuggingFaceTokenizer needs --tokenizer-model"),
     (("SentencePieceTokenizer", None, None), "SentencePieceTokenizer needs --tokenizer-model"),
-    (("ByteLevelTokenizer", "file", None), "ByteLevelTokenizer reads no file; .* got file"),
     (("ByteLevelTokenizer", None, 300), "must be left out or be the 257 ids of the ByteLevelTokenizer, got 300"),
     (("NullTokenizer", None, None), "NullTokenizer needs --vocab-size"),
     (("NullTokenizer", None, 0), "vocab_size must be positive, got 0"),
@@ -170,6 +342,5 @@ def test_wrong_arguments_are_refused(arguments: tuple[str, str | None, int | Non
         build_tokenizer(*arguments)
 
 
-def test_all_types_are_tokenizers() -> None:
-    assert issubclass(type(build_tokenizer(TOKENIZER_TYPES[0])), MegatronTokenizerBase)
+def test_without_files_the_tokens_are_bytes() -> None:
     assert build_tokenizer().unique_identifiers == {"class": "ByteLevelTokenizer", "vocab_size": 257}

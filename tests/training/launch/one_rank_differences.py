@@ -69,7 +69,7 @@ DIFFERENCES = (
     Difference("--micro-batch-size 4", "batch.micro_batch_size"),
     Difference("--global-batch-size 16", "batch.global_batch_size"),
     Difference("--seq-length 8", "data.seq_length"),
-    Difference("--vocab-size 90", "data.vocab_size"),
+    Difference("--vocab-size 90", "tokenizer.vocab_size"),
     Difference("--num-workers 1", "data.num_workers"),
     Difference("--eod-mask-loss", "data.eod_mask_loss"),
     Difference("--seed 7", "loop.seed"),
