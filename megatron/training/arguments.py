@@ -209,7 +209,7 @@ def settings_from_args(
     grid = parts.build(lambda: rank_grid(args, world_size=world_size))
     batch = None if grid is None else parts.build(lambda: _batch(args, grid.size("dp")))
     made: dict[str, Any] = {"grid": grid, "batch": batch, "said_once": SaidAtStart(lines=said_once)}
-    for name, build in {
+    components: dict[str, Callable[[Namespace], Any]] = {
         "model": _model,
         "data": _data,
         "tokenizer": tokenizer_config,
@@ -221,7 +221,8 @@ def settings_from_args(
         "distributed": _distributed,
         "ddp": _ddp,
         "cuda_graph": full_cuda_graph_config,
-    }.items():
+    }
+    for name, build in components.items():
         made[name] = parts.build(partial(build, args))
     if batch is not None:
         made["schedule"] = parts.build(lambda: _schedule(args, batch))

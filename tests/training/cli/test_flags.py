@@ -80,6 +80,10 @@ def test_a_launch_line_is_refused_with_every_reason_at_once() -> None:
     assert all(" is refused: " in text or " must be " in text for text in line.faults)
 
 
+def test_the_published_line_of_llama_starts_as_it_is() -> None:
+    assert check_command_line(LLAMA3_8B.split(), world_size=8).faults == []
+
+
 def test_the_launch_line_without_what_is_refused_is_in_effect() -> None:
     settings = parse_settings(LLAMA3_8B_AS_SERVED.split(), world_size=8)
     assert settings.batch.num_microbatches == 16
