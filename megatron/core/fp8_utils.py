@@ -70,6 +70,19 @@ def quantize_weights(config: TransformerConfig, layers: Iterable[Any]) -> None:
                 module.set_parameter_attribute(name, "fsdp_codec", codec)
 
 
+def recomputation_in_fp8(
+    modules: Iterable[torch.nn.Module],
+) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Return contexts for a forward and for its recomputation, which multiplies with the same scales and leaves no trace.
+
+    Args:
+        modules: what runs in it.
+    """
+    from megatron.core.extensions.transformer_engine_recomputation import recomputation
+
+    return recomputation(part for module in modules for part in module.modules())
+
+
 class Quantization:
     """The contexts of a block of layers that multiplies in FP8.
 

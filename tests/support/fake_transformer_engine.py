@@ -88,6 +88,8 @@ class FP8GlobalStateManager:
     is_first_module = False
     seen: ClassVar[dict[bool, dict[int, tuple[Any, Any, Any]]]] = {True: {}, False: {}}
     """Scalings of forward (True) and backward whose histories are to be rolled."""
+    num_rolls = 0
+    """How often histories of forward were rolled: once for each outermost ``autocast``."""
     entered: ClassVar[list[str]] = []
     """The recipe of each outermost ``autocast``, for tests."""
 
@@ -100,8 +102,12 @@ class FP8GlobalStateManager:
         return cls.recipe or DelayedScaling()
 
     @classmethod
+    def get_fp8_group(cls) -> Any:
+        return cls.group
+
+    @classmethod
     def reset(cls) -> None:
-        cls.enabled, cls.depth, cls.recipe, cls.group = False, 0, None, None
+        cls.enabled, cls.depth, cls.recipe, cls.group, cls.num_rolls = False, 0, None, None, 0
         for seen in cls.seen.values():
             seen.clear()
         cls.entered.clear()
@@ -139,6 +145,7 @@ class autocast:
         state.depth -= 1
         if state.depth == 0 and self._state[0] and torch.is_grad_enabled():
             state.roll(forward=True)
+            state.num_rolls += 1
         state.enabled, state.recipe, state.group = self._before
 
 
@@ -598,6 +605,11 @@ class DotProductAttention(TransformerEngineBaseModule):
         fp8_output: bool | None = False,
     ) -> torch.Tensor:
         assert query_layer.shape[2] == self.num_heads
+        if FP8GlobalStateManager.is_fp8_enabled() and FP8GlobalStateManager.get_fp8_recipe().fp8_dpa:
+            rounding: Any = self._quantizers(3)
+            query_layer, key_layer, value_layer = (
+                x + (rounding[0](x, gemm) - x).detach() for gemm, x in enumerate((query_layer, key_layer, value_layer))
+            )
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query_layer, key_layer, value_layer))
         assert (attention_mask is None) == (attn_mask_type == "causal"), attn_mask_type
         context = F.scaled_dot_product_attention(

@@ -46,3 +46,9 @@ def autocast(recipe: Any, group: ProcessGroup | None) -> AbstractContextManager[
     """
     context: AbstractContextManager[Any] = te.autocast(enabled=True, recipe=recipe, amax_reduction_group=group)
     return context
+
+
+def no_autocast() -> AbstractContextManager[Any]:
+    """Return a context in which they do not."""
+    context: AbstractContextManager[Any] = te.autocast(enabled=False)
+    return context

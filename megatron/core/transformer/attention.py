@@ -7,12 +7,14 @@ key head, then its value head, so a rank's rows of it are whole groups.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from megatron.core.fp8_utils import recomputation_in_fp8
 from megatron.core.fusions.fused_rope import fused_rotate, fused_split_and_rotate
 from megatron.core.models.common.embeddings.rotary_pos_embedding import apply_rotary
 from megatron.core.process_groups_config import group_size
@@ -156,11 +158,18 @@ class SelfAttention(MegatronModule):
                     attention_mask,
                     use_reentrant=False,
                     preserve_rng_state=draws,  # a CUDA graph could not restore it
+                    context_fn=self._recomputation,
                 )
             else:
                 context = self.core_attention(query, key, value, attention_mask)
         output, bias = self.linear_proj(context)
         return output, bias
+
+    def _recomputation(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        """Return the contexts of core attention and of its recomputation."""
+        if self.config.fp8_dot_product_attention:
+            return recomputation_in_fp8([self.core_attention])
+        return nullcontext(), nullcontext()
 
     def _rotated(
         self, hidden_states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor

@@ -73,16 +73,6 @@ FP8_CONTRADICTIONS: list[tuple[Condition, str]] = [
         "attention_dropout must be 0 with fp8_dot_product_attention, got {attention_dropout}",
     ),
     (
-        lambda c: c.fp8_dot_product_attention and c.recompute_granularity == "selective",
-        "recompute_granularity='selective' must not go with fp8_dot_product_attention: attention in FP8 keeps little, and"
-        " scales would move between the two computations; use 'full' or none",
-    ),
-    (
-        lambda c: c.fp8 is not None and c.fp8_recipe == "delayed" and c.recompute_granularity == "full",
-        "recompute_granularity='full' must go with fp8_recipe='tensorwise' or 'blockwise', got 'delayed', whose scales would"
-        " move between the two computations",
-    ),
-    (
         lambda c: c.first_last_layers_bf16 and c.fp8_recipe == "delayed",
         "first_last_layers_bf16 must go with fp8_recipe='tensorwise' or 'blockwise', got 'delayed', whose scales are made for"
         " all layers at once",

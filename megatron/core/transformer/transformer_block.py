@@ -5,7 +5,8 @@ Shapes: s sequence, b batch, h hidden size, r rotated width.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
-from megatron.core.fp8_utils import Quantization, quantize_weights
+from megatron.core.fp8_utils import Quantization, quantize_weights, recomputation_in_fp8
 from megatron.core.process_groups_config import group_of, group_rank, group_size
 from megatron.core.transformer.global_module_list import GlobalModuleList
 from megatron.core.transformer.module import MegatronModule
@@ -128,9 +129,16 @@ class TransformerBlock(MegatronModule):
                 run = run_layers(layers)
                 # Without dropout there is no random state to restore; in a CUDA graph it could not be restored.
                 restores = self.config.hidden_dropout > 0 or self.config.attention_dropout > 0
-                streams = self.rng_tracker.recomputation if restores and self.rng_tracker else noop_context_fn
+                contexts: Any = self.rng_tracker.recomputation if restores and self.rng_tracker else noop_context_fn
+                if self._quantization is not None:
+                    contexts = partial(_both, contexts, partial(recomputation_in_fp8, layers))
                 hidden_states = checkpoint(
-                    run, hidden_states, *rest, use_reentrant=False, preserve_rng_state=restores, context_fn=streams
+                    run,
+                    hidden_states,
+                    *rest,
+                    use_reentrant=False,
+                    preserve_rng_state=restores,
+                    context_fn=contexts,
                 )
             else:
                 hidden_states = run_layers(layers)(hidden_states, *rest)
@@ -190,6 +198,27 @@ class _QuantizedLayers(_Layers):
             with self.quantization.of_layer(number - 1):
                 hidden_states = layer(hidden_states, *rest)
         return hidden_states
+
+
+def _both(first: Callable[[], Any], second: Callable[[], Any]) -> tuple[_Both, _Both]:
+    """Do what two ``context_fn`` of torch.utils.checkpoint do."""
+    (forward, repeated), (other_forward, other_repeated) = first(), second()
+    return _Both(forward, other_forward), _Both(repeated, other_repeated)
+
+
+class _Both(AbstractContextManager[None]):
+    """Two contexts, the second one within the first."""
+
+    def __init__(self, first: AbstractContextManager[Any], second: AbstractContextManager[Any]) -> None:
+        self._first, self._second = first, second
+
+    def __enter__(self) -> None:
+        self._first.__enter__()
+        self._second.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._second.__exit__(*error)
+        self._first.__exit__(*error)
 
 
 def _check_quantized(config: TransformerConfig, layers: Iterable[torch.nn.Module]) -> None:

@@ -141,6 +141,68 @@ def test_each_recipe_multiplies_in_fp8_and_stays_close(name: str) -> None:
             assert difference > 0.005, f"{key} was not multiplied in FP8"
 
 
+FULL: dict[str, Any] = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+RECOMPUTED: dict[str, tuple[str, dict[str, Any]]] = {
+    "delayed": ("delayed", FULL),
+    "attention": ("attention", FULL),
+    "attention alone": ("attention", {"recompute_granularity": "selective"}),
+    "attention kept": ("attention kept", FULL),
+}
+
+
+def _recomputed(
+    recipe: str, recompute: dict[str, Any], *, sharded: bool
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Return losses of three steps, and histories, scales and gradients after them."""
+    from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
+
+    FP8GlobalStateManager.reset()
+    fields = {**LLAMA, "fp8": "hybrid", **RECIPES[recipe], **recompute, "fp8_param": sharded}
+    model: Any = _gpt(te=True, **fields)
+    if sharded:
+        ddp = DistributedDataParallelConfig(
+            use_megatron_fsdp=True, data_parallel_sharding_strategy="optim_grads_params"
+        )
+        groups = ProcessGroupCollection.data_parallel()
+        model = FullyShardedDataParallel(model.config, ddp, model, device=torch.device("cuda"), pg_collection=groups)
+    losses: list[float] = []
+    found: dict[str, torch.Tensor] = {}
+    for step in range(3):
+        model.zero_grad()
+        loss = _loss(model, step)
+        loss.backward()
+        losses.append(loss.item())
+    for name, module in model.named_modules():
+        state = getattr(module, "fp8_meta", {}).get("scaling_fwd")
+        if hasattr(state, "amax_history"):
+            found |= {f"{name} scale": state.scale.clone(), f"{name} history": state.amax_history.clone()}
+    assert found
+    for name, parameter in model.named_parameters():
+        grad: Any = parameter.grad
+        found[f"{name} gradient"] = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
+    return losses, found
+
+
+def _recompute_and_compare() -> None:
+    warnings.simplefilter("ignore")
+    for name, (recipe, recompute) in RECOMPUTED.items():
+        for sharded in (False, True):
+            losses, found = _recomputed(recipe, recompute, sharded=sharded)
+            expected_losses, expected = _recomputed(recipe, {}, sharded=sharded)
+            assert losses == expected_losses, (name, sharded, losses, expected_losses)
+            assert found.keys() == expected.keys()
+            for key, tensor in expected.items():
+                if key.endswith("gradient"):  # attention's backward adds in any order
+                    assert _difference(found[key], tensor) < 0.02, (name, sharded, key)
+                else:
+                    assert torch.equal(found[key], tensor), (name, sharded, key)
+
+
+def test_recomputation_multiplies_with_the_same_scales_and_leaves_no_trace() -> None:
+    """Losses, scales and histories of forward are those without it to the last bit, since scales have moved meanwhile."""
+    run_ranks(1, _recompute_and_compare, backend="nccl")
+
+
 def test_experts_multiply_in_fp8() -> None:
     """Rows of experts are padded to what the GEMM needs."""
     fields = LLAMA | EXPERTS

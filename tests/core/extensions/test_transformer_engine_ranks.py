@@ -259,6 +259,47 @@ def quantized_modules_are_sharded_as_they_are() -> None:
         fully_shard(_Quantized(values, type("Unknown", (fake_float8_tensors._Quantizer,), {})(), keeps=False))
 
 
+def _trained_in_fp8(fields: dict[str, Any], **degrees: Any) -> tuple[list[float], int, dict[str, torch.Tensor]]:
+    """Train three steps; return the losses, how often histories advanced, and histories, scales and weights."""
+    model, optimizer = _built(fields, te=True, **degrees)
+    losses = _train(model, optimizer, range(3))
+    tensors = dict(whole_tensors(_saved(model, optimizer, "model")))
+    for name, module in model.named_modules():
+        for key, state in getattr(module, "fp8_meta", {}).items():
+            if hasattr(state, "amax_history"):
+                tensors |= {f"{name} {key} scale": state.scale, f"{name} {key} history": state.amax_history}
+    return losses, fake_transformer_engine.FP8GlobalStateManager.num_rolls, tensors
+
+
+RECOMPUTED: dict[str, dict[str, Any]] = {
+    "uniform": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    "one chunk": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2},
+    "block": {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
+    "attention": {"recompute_granularity": "selective"},
+}
+
+
+@CHECKS.on(2)
+def recomputation_in_fp8_multiplies_with_the_same_scales_and_leaves_no_trace() -> None:
+    """Bit for bit: losses, weights, scales and histories are those without recomputation, under each recipe."""
+    kinds: list[dict[str, Any]] = [
+        {"fp8_param": True},
+        {"fp8_dot_product_attention": True},
+        {"fp8_recipe": "tensorwise", "fp8_amax_history_len": 1, "fp8_amax_compute_algo": "most_recent"},
+    ]
+    kinds[2]["fp8_dot_product_attention"] = True
+    for kind in kinds:
+        expected = _trained_in_fp8({**FP8, **kind})
+        for name, recompute in RECOMPUTED.items():
+            found = _trained_in_fp8({**FP8, **kind, **recompute})
+            assert found[0] == expected[0], (kind, name, found[0], expected[0])
+            assert found[1] == expected[1] or "fp8_recipe" in kind, f"histories advanced {found[1]} times"
+            assert found[2].keys() == expected[2].keys()
+            for key, tensor in expected[2].items():
+                assert torch.equal(found[2][key], tensor), (kind, name, key)
+    assert any("scaling_bwd history" in key for key in _trained_in_fp8({**FP8, **RECOMPUTED["block"]})[2])
+
+
 @CHECKS.on(2)
 def training_in_fp8_resumes_bitwise() -> None:
     """Histories and scales are in the checkpoint; a run in bf16 and one with another recipe load it without them."""

@@ -51,14 +51,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "attention_dropout must be 0 with fp8_dot_product_attention, got 0.1",
     ),
     (
-        {**FP8, "fp8_dot_product_attention": True, "recompute_granularity": "selective"},
-        "recompute_granularity='selective' must not go with fp8_dot_product_attention",
-    ),
-    (
-        {**FP8, "recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
-        "recompute_granularity='full' must go with fp8_recipe='tensorwise' or 'blockwise'",
-    ),
-    (
         {**FP8, "first_last_layers_bf16": True},
         "first_last_layers_bf16 must go with fp8_recipe='tensorwise' or 'blockwise'",
     ),
