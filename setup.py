@@ -16,7 +16,8 @@ EXTRAS = {
     "wandb": ["wandb>=0.17"],
     # Compiled against the torch that is there: pip install --no-build-isolation -e .[te]. Not part of "all".
     "te": ["transformer-engine[pytorch]>=2.20"],
-    # NVIDIA's apex is compiled from its repository and has no extra: PyPI's package of that name is another.
+    # Compiled likewise, with APEX_CPP_EXT=1 APEX_CUDA_EXT=1 in the environment; the package of that name on PyPI is another.
+    "apex": ["apex @ git+https://github.com/NVIDIA/apex"],
     # Triton runs kernels on CPUs under its interpreter, which tests their arithmetic.
     "test": [
         "pytest>=8",
