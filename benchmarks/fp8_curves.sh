@@ -7,7 +7,7 @@
 # PREFIX: a corpus in Megatron's indexed format (PREFIX.bin, PREFIX.idx) of byte-level tokens, read again from its start where it
 # is shorter than the 16.4 million tokens that are needed; default: the sources of Python's standard library, written to FOLDER.
 # FOLDER receives fp8_curves.md, .csv and .svg. Variables: NPROC; ITERS (default 500); RUNS (default bf16,delayed,tensorwise,blockwise;
-# the first is the reference); EXTRA further flags of pretrain_gpt.py; TOKENIZER its flags of the tokenizer, for a PREFIX of other
+# the first is the reference); BATCH sequences of a step (default 32); EXTRA further flags of pretrain_gpt.py; TOKENIZER its flags of the tokenizer, for a PREFIX of other
 # tokens; PYTHON another python3. Without a GPU a tiny model rehearses it.
 set -euo pipefail
 out=$(realpath -m "${1:-$(mktemp -d)}")
@@ -22,7 +22,7 @@ export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-4} PYTHONUNBUFFERED=1 PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF-expandable_segments:True}
 if [ "$num_gpus" -gt 0 ]; then
-    nproc=${NPROC:-$num_gpus} length=1024 backend=nccl iterations=${ITERS:-500} batch=32 interval=5
+    nproc=${NPROC:-$num_gpus} length=1024 backend=nccl iterations=${ITERS:-500} batch=${BATCH:-32} interval=5
     shape=(--num-layers 24 --hidden-size 1024 --ffn-hidden-size 2816 --num-attention-heads 16)
 else
     nproc=${NPROC:-2} length=64 backend=gloo iterations=${ITERS:-20} batch=4 interval=2

@@ -253,13 +253,14 @@ def layers_step(block: TransformerBlock, shape: Shape, device: torch.device) -> 
     parameters = list(block.parameters())
 
     def forward() -> torch.Tensor:
-        hidden.grad = None
-        for parameter in parameters:
-            parameter.grad = None
         output: torch.Tensor = block(hidden, None, rotary_pos_cos=cos, rotary_pos_sin=sin)
         return output
 
-    return forward, torch.randn_like(hidden)
+    def clear() -> None:
+        for tensor in (hidden, *parameters):
+            tensor.grad = None
+
+    return Step(forward, torch.randn_like(hidden), clear)
 
 
 def head_step(kind: str, shape: Shape, device: torch.device) -> Step:
@@ -274,12 +275,11 @@ def head_step(kind: str, shape: Shape, device: torch.device) -> Step:
     labels = torch.randint(shape.vocab_size, (shape.num_tokens, 1), device=device)
 
     def forward() -> torch.Tensor:
-        hidden.grad = None
         logits, _ = model.output_layer(hidden)
         losses: torch.Tensor = te.cross_entropy.parallel_cross_entropy(logits, labels, overwrite_input=True)
         return losses.mean()
 
-    return forward, None
+    return Step(forward, None, lambda: setattr(hidden, "grad", None))
 
 
 @contextmanager
@@ -367,7 +367,8 @@ def _measure_layers(
         )
         table.add(result.row())
         if profiled:
-            saved = saved_by_module(block, step)
+            step.clear()
+            saved = saved_by_module(block, step.forward, step.grad)
             table.saved.append(f"### {name}\n\n{_rows_of_saved(saved, arguments.layers)}")
             if arguments.profile:
                 table.kernels.append(f"### {name}\n\n{result.kernels}")

@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 if __package__ in (None, ""):  # started as a file: what it imports lies above it
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -144,8 +144,14 @@ def _offer_main_grad(weight: Any) -> None:
     weight.get_main_grad = get_main_grad
 
 
-Step = tuple[Callable[[], torch.Tensor], torch.Tensor | None]
-"""A forward, and the gradient of what it gives (None: 1)."""
+class Step(NamedTuple):
+    """What is measured: a forward and its backward."""
+
+    forward: Callable[[], torch.Tensor]
+    grad: torch.Tensor | None
+    """The gradient of what forward gives; None: 1."""
+    clear: Callable[[], None]
+    """Frees the gradients that backward has left: there is nothing to add to."""
 
 
 def layers_step(model: GPTModel, shape: Shape, device: torch.device) -> Step:
@@ -154,11 +160,10 @@ def layers_step(model: GPTModel, shape: Shape, device: torch.device) -> Step:
     cos, sin = model.rotary_pos_emb.get_cos_sin(shape.num_tokens, device)  # type: ignore[union-attr]
 
     def forward() -> torch.Tensor:
-        hidden.grad = None  # as with the output of an embedding, there is nothing to add to
         output: torch.Tensor = model.decoder(hidden, None, rotary_pos_cos=cos, rotary_pos_sin=sin)
         return output
 
-    return forward, torch.randn_like(hidden)
+    return Step(forward, torch.randn_like(hidden), lambda: setattr(hidden, "grad", None))
 
 
 def head_step(model: GPTModel, shape: Shape, device: torch.device) -> Step:
@@ -168,11 +173,10 @@ def head_step(model: GPTModel, shape: Shape, device: torch.device) -> Step:
     options = {"overwrite_logits": True} if model.config.cross_entropy_loss_fusion else {}
 
     def forward() -> torch.Tensor:
-        hidden.grad = None
         logits, _ = model.output_layer(hidden)
         return model.compute_language_model_loss(labels, logits, **options).mean()
 
-    return forward, None
+    return Step(forward, None, lambda: setattr(hidden, "grad", None))
 
 
 def measure(
@@ -183,9 +187,10 @@ def measure(
     Args:
         profiles: kernels are asked for.
     """
-    forward, grad = step
+    forward, grad, clear = step
     times: list[tuple[float, float, float]] = []
     for index in range(3 + num_steps):
+        clear()
         _wait(device)
         start = time.perf_counter()
         output = forward()
@@ -214,9 +219,10 @@ def measure(
 
 def _memory(step: Step, device: torch.device) -> tuple[int, int]:
     """Return bytes between forward and backward, and at the peak, above those before; zero without a GPU."""
-    forward, grad = step
+    forward, grad, clear = step
     if device.type != "cuda":
         return 0, 0
+    clear()
     _wait(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
@@ -231,7 +237,8 @@ def _kernels(step: Step, device: torch.device) -> str:
     """Format a table of one step's kernels by time."""
     if device.type != "cuda":
         return "no kernels without a GPU"
-    forward, grad = step
+    forward, grad, clear = step
+    clear()
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
         forward().backward(grad)
         _wait(device)

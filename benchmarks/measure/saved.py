@@ -34,13 +34,12 @@ class Saved:
         return sum(tensor.nbytes for tensor in self.tensors if tensor.of_weights == of_weights)
 
 
-def saved_by_module(module: nn.Module, step: tuple[Callable[[], Tensor], Tensor | None]) -> Saved:
-    """Run a forward and its backward, and return what the forward saved.
+def saved_by_module(module: nn.Module, forward: Callable[[], Tensor], grad: Tensor | None) -> Saved:
+    """Run a forward of the module and its backward, and return what the forward saved.
 
     Args:
-        step: a forward of the module, and the gradient of what it gives (None: 1).
+        grad: the gradient of what ``forward`` gives; None: 1.
     """
-    forward, grad = step
     saved = Saved()
     inside: list[tuple[str, nn.Module]] = [("", module)]
     seen: set[tuple[int, int]] = set()

@@ -78,7 +78,7 @@ def test_what_is_saved_is_counted_once_and_by_module() -> None:
         torch.nn.Linear(4, 8, bias=False), torch.nn.Sigmoid(), torch.nn.Linear(8, 2, bias=False)
     )
     x = torch.randn(3, 4, requires_grad=True)
-    saved = saved_by_module(layers, (lambda: layers(x), torch.ones(3, 2)))
+    saved = saved_by_module(layers, lambda: layers(x), torch.ones(3, 2))
     found = [(tensor.module, tensor.shape, tensor.of_weights) for tensor in saved.tensors]
     assert sorted(found) == [("0", (3, 4), False), ("0", (4, 8), True), ("1", (3, 8), False), ("2", (8, 2), True)]
     assert saved.nbytes() == 4 * (12 + 24) and saved.nbytes(of_weights=True) == 4 * (32 + 16)
