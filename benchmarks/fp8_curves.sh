@@ -6,9 +6,10 @@
 #
 # PREFIX: a corpus in Megatron's indexed format (PREFIX.bin, PREFIX.idx) of byte-level tokens, read again from its start where it
 # is shorter than the 16.4 million tokens that are needed; default: the sources of Python's standard library, written to FOLDER.
-# FOLDER receives fp8_curves.md, .csv and .svg. Variables: NPROC; ITERS (default 500); RUNS (default bf16,delayed,tensorwise,blockwise;
-# the first is the reference); BATCH sequences of a step (default 32); EXTRA further flags of pretrain_gpt.py; TOKENIZER its flags of the tokenizer, for a PREFIX of other
-# tokens; PYTHON another python3. Without a GPU a tiny model rehearses it.
+# FOLDER receives fp8_curves.md, .csv and .svg. Variables: NPROC; ITERS (default 500); RUNS (default
+# bf16,delayed,tensorwise,blockwise; the first is the reference); BATCH sequences of a step (default 32); EXTRA further flags of
+# pretrain_gpt.py; TOKENIZER its flags of the tokenizer, for a PREFIX of other tokens; PYTHON another python3. Without a GPU a
+# tiny model rehearses it.
 set -euo pipefail
 out=$(realpath -m "${1:-$(mktemp -d)}")
 prefix=${2:-}
