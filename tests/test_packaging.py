@@ -20,12 +20,8 @@ from megatron.core.distributed.fsdp.config.torch_versions import NEWEST, OLDEST
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 OWN = {"megatron", "tests", "tools", "examples", "benchmarks", "pretrain_gpt"}
-DISTRIBUTION_OF_MODULE = {
-    "pytest_timeout": "pytest-timeout",
-    "xdist": "pytest-xdist",
-    "importlinter": "import-linter",
-    "fused_weight_gradient_mlp_cuda": "apex",
-}
+DISTRIBUTION_OF_MODULE = {"pytest_timeout": "pytest-timeout", "xdist": "pytest-xdist", "importlinter": "import-linter"}
+EXTRA_OF_EXTENSION = {"fused_weight_gradient_mlp_cuda": "apex"}
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +62,7 @@ def test_what_the_library_imports_is_required_or_optional_in_one_file(metadata: 
     optional = set().union(*(names_of(extra) for extra in metadata["extras_require"].values()))
     for module, files in third_party_imports("megatron").items():
         if module not in required:
-            assert DISTRIBUTION_OF_MODULE.get(module, module.replace("_", "-")) in optional, (
+            assert EXTRA_OF_EXTENSION.get(module, module.replace("_", "-")) in optional, (
                 f"{module} is imported by {files} and must be declared in setup.py"
             )
             assert len(files) == 1, f"the optional package {module} must be imported in one file, got {sorted(files)}"
