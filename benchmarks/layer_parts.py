@@ -61,8 +61,8 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     },
 }
 VARIANTS = (
-    "norm=ours,norm=apart,rope=te,swiglu=te,swiglu=fp8-kept,swiglu=plain,mlp=te,attention=ours,attention=flash,attention=fp8,"
-    "attention=fp8-kept,residual=plain,norm=ours+attention=ours"
+    "norm=ours,norm=apart,rope=te,swiglu=te,swiglu=fp8-kept,swiglu=plain,mlp=te,mlp=fused,mlp=recomputed,attention=ours,"
+    "attention=flash,attention=fp8,attention=fp8-kept,residual=plain,norm=ours+attention=ours"
 )
 HEADS = ("ours", "plain", "te")
 
@@ -172,6 +172,13 @@ def _exchange(layers: Layers, part: str) -> Layers:
         fields["bias_activation_fusion"] = False
     elif part == "mlp=te":
         inner.mlp = ModuleSpec(module=_Mlp)
+    elif part in ("mlp=fused", "mlp=recomputed"):
+        from megatron.core.extensions.transformer_engine_mlp import TEFusedMLP
+
+        mlp.module = TEFusedMLP
+        fields["use_transformer_engine_op_fuser"] = True
+        if part == "mlp=recomputed":
+            fields |= {"recompute_granularity": "selective", "recompute_modules": ["mlp_act"]}
     elif part in ("attention=ours", "attention=flash"):
         attention.submodules.core_attention = DotProductAttention
         fields["attention_backend"] = "fused" if part == "attention=ours" else "flash"

@@ -191,6 +191,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
         self.name = name
         self.fp8_meta: dict[str, Any] = {"fp8_checkpoint": False, "fp8_group": None}
         self.fp8_meta_tensors_initialized = False
+        self.quantizers: dict[str, list[Any]] = {"scaling_fwd": [], "scaling_bwd": []}
         self.tp_group: Any = None
         self.tp_size = 1
         self.sequence_parallel = False
@@ -222,7 +223,28 @@ class TransformerEngineBaseModule(torch.nn.Module):
             num_gemms = self.fp8_meta["num_gemms"]
             self.fp8_meta["scaling_fwd"] = DelayedScalingRecipeState(recipe, 3 * num_gemms, forward)
             self.fp8_meta["scaling_bwd"] = DelayedScalingRecipeState(recipe, 2 * num_gemms, backward)
+        if not self.fp8_meta_tensors_initialized:
+            for key in self.quantizers:
+                self.quantizers[key] = [self._make_quantizer(key, recipe)]
         self.fast_setattr("fp8_meta_tensors_initialized", True)
+
+    def init_fp8_metadata(self, num_gemms: int = 1) -> None:
+        if FP8GlobalStateManager.is_fp8_enabled():
+            self.fp8_meta["recipe"], self.fp8_meta["num_gemms"] = FP8GlobalStateManager.get_fp8_recipe(), num_gemms
+            self.init_fp8_meta_tensors(self.fp8_meta["recipe"])
+
+    def _make_quantizer(self, key: str, recipe: Any) -> Any:
+        """The quantiser of the first GEMM's input, or of its output's gradient."""
+        dtype = recipe.fp8_format.value[2 if key == "scaling_fwd" else 3]
+        if isinstance(recipe, Float8BlockScaling):
+            return fake_float8_tensors.Float8BlockQuantizer(dtype, rowwise=True, columnwise=True)
+        if isinstance(recipe, Float8CurrentScaling):
+            return fake_float8_tensors.Float8CurrentScalingQuantizer(dtype, torch.device("cpu"))
+        scaling = self.fp8_meta[key]
+        made = fake_float8_tensors.Float8Quantizer(scaling.scale[:1], scaling.amax_history[0, :1], dtype)
+        seen = FP8GlobalStateManager.seen[key == "scaling_fwd"]
+        made.on_use = lambda: seen.setdefault(id(scaling), (scaling, recipe, FP8GlobalStateManager.group))
+        return made
 
     def _quantizers(self, num_gemms: int = 1) -> list[Callable[..., torch.Tensor]] | None:
         """What rounds the inputs, the weights and the gradients of the outputs of GEMM g; None outside of ``autocast``."""
@@ -264,11 +286,15 @@ class _Gemm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: Any, module: Any, quantizers: Any, gemm: int) -> Any:
-        quantized_x, quantized_weight = x, weight
+        quantized_x, quantized_weight, saved_x = x, weight, None
         is_quantized = isinstance(weight, fake_float8_tensors.QuantizedTensor)
         if quantizers is not None:
             assert x.numel() // x.shape[-1] % 8 == 0 and x.shape[-1] % 16 == 0, "FP8 execution requires divisible dims"
-            quantized_x = quantizers[0](x, gemm)
+            if isinstance(x, fake_float8_tensors.QuantizedTensor):
+                # What somebody else quantised is kept as it is, whatever it holds then.
+                quantized_x, saved_x = x.dequantize(), x
+            else:
+                quantized_x = quantizers[0](x, gemm)
             quantized_weight = weight.dequantize() if is_quantized else quantizers[1](weight, gemm)
         ctx.fuses = module.fuse_wgrad_accumulation and weight.requires_grad
         if ctx.fuses:
@@ -277,9 +303,13 @@ class _Gemm(torch.autograd.Function):
             ctx.main_grad = weight.get_main_grad if hasattr(weight, "__fsdp_param__") else lambda: weight.main_grad
         # A module of FSDP2 rounds the weight again in backward; others keep what they multiplied.
         ctx.rounds_again = module.is_fsdp2 and quantizers is not None and not is_quantized
-        ctx.save_for_backward(quantized_x, weight if ctx.rounds_again or is_quantized else quantized_weight)
+        ctx.save_for_backward(
+            quantized_x if saved_x is None else saved_x,
+            weight if ctx.rounds_again or is_quantized else quantized_weight,
+        )
         ctx.quantizers, ctx.gemm, ctx.has_norm = quantizers, gemm, isinstance(module, LayerNormLinear)
         # The first module's backward is the last: it rolls the histories of all gradients.
+        ctx.has_bias = module.apply_bias
         ctx.rolls = quantizers is not None and FP8GlobalStateManager.is_first_module
         FP8GlobalStateManager.is_first_module = False
         return F.linear(quantized_x, quantized_weight)
@@ -299,12 +329,19 @@ class _Gemm(torch.autograd.Function):
             weight = own.dequantize_transpose().t()
         elif ctx.rounds_again:
             weight = ctx.quantizers[1](weight, ctx.gemm)
-        if ctx.quantizers is not None:
+        columns: Any = None
+        if isinstance(grad, fake_float8_tensors.QuantizedTensor):
+            assert not ctx.has_bias, "its gradient would be the sum of rounded numbers"
+            columns, shape = grad.reshape((-1, grad.shape[-1])), grad.shape
+            grad = columns.dequantize().view(shape)
+        elif ctx.quantizers is not None:
             grad = ctx.quantizers[2](grad, ctx.gemm)
         grad_x = grad.matmul(weight) if ctx.needs_input_grad[0] else None
         if not ctx.needs_input_grad[1]:
             return grad_x, None, None, None, None
-        rows, columns = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1]).t()
+        x = x.dequantize_columns() if isinstance(x, fake_float8_tensors.QuantizedTensor) else x
+        rows = x.reshape(-1, x.shape[-1])
+        columns = grad.reshape(-1, grad.shape[-1]).t() if columns is None else columns.dequantize_columns().t()
         if not ctx.fuses:
             return grad_x, columns.mm(rows), None, None, None
         main_grad = ctx.main_grad() if not (ctx.rounds_again and ctx.has_norm) else None
@@ -644,6 +681,48 @@ class Fp8Unpadding(Fp8Padding):
         return torch.cat([rows[:count] for rows, count in pieces])
 
 
+# ---- transformer_engine_torch ---------------------------------------------------------------------------------------
+
+
+def _activation(function: Callable[[torch.Tensor], torch.Tensor], *, gated: bool) -> tuple[Any, Any]:
+    """An activation and its backward: both take the quantiser that writes their results, or None."""
+
+    def compute(x: torch.Tensor) -> torch.Tensor:
+        if not gated:
+            return function(x.float())
+        gate, up = x.float().chunk(2, dim=-1)
+        return function(gate) * up
+
+    def forward(x: torch.Tensor, quantizer: Any) -> Any:
+        y = compute(x)
+        return y.to(x.dtype) if quantizer is None else quantizer.quantize(y, x.dtype)
+
+    def backward(grad: torch.Tensor, x: torch.Tensor, quantizer: Any) -> Any:
+        with torch.enable_grad():
+            leaf = x.detach().requires_grad_()
+            (grad_x,) = torch.autograd.grad(compute(leaf), leaf, grad.float())
+        return grad_x if quantizer is None else quantizer.quantize(grad_x.float(), x.dtype)
+
+    return forward, backward
+
+
+_FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": F.silu,
+    "gelu": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+    "srelu": lambda x: F.relu(x).square(),
+}
+_GATED = {"silu": "swiglu", "gelu": "geglu", "relu": "reglu", "srelu": "sreglu"}
+
+
+def _kernels() -> dict[str, Any]:
+    kernels: dict[str, Any] = {}
+    for name, function in _FUNCTIONS.items():
+        kernels[name], kernels[f"d{name}"] = _activation(function, gated=False)
+        kernels[_GATED[name]], kernels[f"d{_GATED[name]}"] = _activation(function, gated=True)
+    return kernels
+
+
 # ---- putting it in place --------------------------------------------------------------------------------------------
 
 
@@ -676,10 +755,11 @@ def _modules() -> Mapping[str, ModuleType]:
     )
     common = module("transformer_engine.common", recipe=recipe)
     top = module("transformer_engine", pytorch=pytorch, common=common, __version__="2.20.2")
-    return {made.__name__: made for made in (top, common, recipe, pytorch, fp8)}
+    kernels = module("transformer_engine_torch", **_kernels())
+    return {made.__name__: made for made in (top, common, recipe, pytorch, fp8, kernels)}
 
 
-_OURS = ("transformer_engine", "transformer_engine_recipes", "transformer_engine_weights")
+_OURS = ("transformer_engine", "transformer_engine_mlp", "transformer_engine_recipes", "transformer_engine_weights")
 
 
 def _forget_ours() -> None:
@@ -706,7 +786,11 @@ def installed() -> Iterator[SimpleNamespace]:
     """As ``install``, in this scope."""
     import megatron.core.extensions  # noqa: F401
 
-    before = {name: module for name, module in sys.modules.items() if name.split(".")[0] == "transformer_engine"}
+    before = {
+        name: module
+        for name, module in sys.modules.items()
+        if name.split(".")[0] in ("transformer_engine", "transformer_engine_torch")
+    }
     for name in before:
         del sys.modules[name]
     install()

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 import transformer_engine.pytorch as te
+import transformer_engine_torch as tex
 from transformer_engine.common import recipe as recipes
 from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
 
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
 __all__ = [
+    "FP8GlobalStateManager",
     "TEColumnParallelGroupedLinear",
     "TEColumnParallelLinear",
     "TEDotProductAttention",
@@ -48,6 +50,7 @@ __all__ = [
     "TERowParallelLinear",
     "recipes",
     "te",
+    "tex",
 ]
 
 _SCALES = {"scale_fwd": "scaling_fwd", "scale_bwd": "scaling_bwd"}
@@ -530,6 +533,15 @@ class TERowParallelGroupedLinear(TEGroupedLinear):
         self, num_gemms: int, input_size: int, output_size: int, *, input_is_parallel: bool = True, **kwargs: Any
     ) -> None:
         super().__init__(num_gemms, input_size, output_size, parallel_mode="row", **kwargs)
+
+
+def __getattr__(name: str) -> Any:
+    """Give ``TEFusedMLP`` under Megatron-Core's path; its file imports this one."""
+    if name != "TEFusedMLP":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from megatron.core.extensions.transformer_engine_mlp import TEFusedMLP
+
+    return TEFusedMLP
 
 
 def _check_weight(name: str, skip_weight_param_allocation: bool) -> None:

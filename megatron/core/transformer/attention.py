@@ -24,6 +24,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.parameter_init import SeededParameters
+from megatron.core.transformer.recomputation import recomputes
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
 if TYPE_CHECKING:
@@ -149,7 +150,7 @@ class SelfAttention(MegatronModule):
         draws = self.training and self.config.attention_dropout > 0
         # Each tensor-parallel rank has its own heads, so it draws its own dropout.
         with self.drawing_apart(query, draws):
-            if self.config.recompute_granularity == "selective" and self.training:
+            if recomputes(self.config, "core_attn") and self.training:
                 context = checkpoint(
                     self.core_attention,
                     query,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,6 +13,7 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.fp8_checks import FP8_CONTRADICTIONS
 from megatron.core.transformer.moe.moe_config_checks import MOE_CONTRADICTIONS
 from megatron.core.transformer.parallel_checks import PARALLEL_CONTRADICTIONS, Condition
+from megatron.core.transformer.recomputation import recomputes
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -158,8 +160,14 @@ CONTRADICTIONS: list[tuple[Condition, str]] = [
         "recompute_modules must go with recompute_granularity='selective', got {recompute_granularity!r}",
     ),
     (
-        lambda c: c.recompute_modules is not None and list(c.recompute_modules) != ["core_attn"],
-        "recompute_modules must be ['core_attn'], got {recompute_modules!r}; use recompute_granularity='full' for more",
+        lambda c: c.recompute_modules is not None and not _recomputable(c.recompute_modules),
+        "recompute_modules must be of 'core_attn' and 'mlp_act', at least one, got {recompute_modules!r}; use"
+        " recompute_granularity='full' for more",
+    ),
+    (
+        lambda c: recomputes(c, "mlp_act") and c.num_moe_experts is not None,
+        "recompute_modules must not have 'mlp_act' with num_moe_experts, got {recompute_modules!r}: experts keep their"
+        " activations; leave it out, or use recompute_granularity='full'",
     ),
 ]
 
@@ -193,6 +201,10 @@ def check_config(config: TransformerConfig) -> None:
         raise NotImplementedError("\n".join((*not_served, *contradictions)))
     if contradictions:
         raise ValueError("\n".join(contradictions))
+
+
+def _recomputable(modules: Sequence[str]) -> bool:
+    return bool(modules) and set(modules) <= {"core_attn", "mlp_act"}
 
 
 def _fusible_activation(config: TransformerConfig) -> bool:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch.nn.functional as F
+
+from megatron.core.activations import ACTIVATIONS
 from megatron.core.transformer.parallel_checks import Condition
+from megatron.core.transformer.recomputation import recomputes
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -42,6 +46,10 @@ def _of_delayed(field: str) -> tuple[Condition, str]:
     )
 
 
+def _in_fp8(activation: object) -> bool:
+    return activation in ACTIVATIONS or activation in ACTIVATIONS.values()
+
+
 def _num_bf16_layers(config: TransformerConfig) -> int:
     return config.num_layers_at_start_in_bf16 + config.num_layers_at_end_in_bf16
 
@@ -71,6 +79,27 @@ FP8_CONTRADICTIONS: list[tuple[Condition, str]] = [
     (
         lambda c: c.fp8_dot_product_attention and c.attention_dropout > 0.0,
         "attention_dropout must be 0 with fp8_dot_product_attention, got {attention_dropout}",
+    ),
+    (
+        lambda c: c.fp8 is not None and recomputes(c, "mlp_act") and not c.use_transformer_engine_op_fuser,
+        "recompute_modules with 'mlp_act' must go with use_transformer_engine_op_fuser in FP8, got it off: the linear layer"
+        " behind the activation keeps a copy in FP8 then; turn it on",
+    ),
+    (
+        lambda c: c.use_transformer_engine_op_fuser and c.num_moe_experts is not None,
+        "use_transformer_engine_op_fuser must be off with num_moe_experts, got it on: experts' activations are not written in"
+        " FP8; leave it out",
+    ),
+    (
+        lambda c: (
+            c.use_transformer_engine_op_fuser and c.activation_func in (F.gelu, "gelu") and not c.bias_activation_fusion
+        ),
+        "use_transformer_engine_op_fuser must go with bias_activation_fusion where the activation is GELU, got it off:"
+        " transformer-engine computes the tanh form alone, which that setting asks for; turn it on, or leave the fuser out",
+    ),
+    (
+        lambda c: c.use_transformer_engine_op_fuser and not _in_fp8(c.activation_func),
+        "use_transformer_engine_op_fuser must go with GELU, SiLU, ReLU or squared ReLU, got {activation_func!r}; leave it out",
     ),
     (
         lambda c: c.first_last_layers_bf16 and c.fp8_recipe == "delayed",

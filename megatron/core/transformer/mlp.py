@@ -6,13 +6,14 @@ Shapes: s sequence, b batch, h hidden size, f MLP width.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 import torch.nn.functional as F
 
 from megatron.core.fusions.bias_activation import bias_geglu, bias_gelu, bias_swiglu, swiglu
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.recomputation import call_before_backward_of, recomputes
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
 if TYPE_CHECKING:
@@ -35,6 +36,9 @@ class MLP(MegatronModule):
         is_expert: whether the MLP is an expert. It is then split over ``pg_collection.expt_tp`` instead of ``tp``, and
             neither gathers its input nor sums its output.
     """
+
+    activates_with_bias: ClassVar[bool] = True
+    """Whether fc1's bias and the activation are one function where ``bias_activation_fusion`` asks for it."""
 
     def __init__(
         self,
@@ -59,7 +63,7 @@ class MLP(MegatronModule):
             gather_output=False,
             bias=config.add_bias_linear,
             # The GEMM adds the bias at no cost, unless bias and activation are to be one function.
-            skip_bias_add=config.bias_activation_fusion,
+            skip_bias_add=config.bias_activation_fusion and self.activates_with_bias,
             is_expert=is_expert,
             stride=2 if config.gated_linear_unit else 1,
             tp_group=tp_group,
@@ -83,8 +87,25 @@ class MLP(MegatronModule):
         With sequence parallelism s is this rank's part of the sequence.
         """
         intermediate, bias = self.linear_fc1(hidden_states)
-        output, output_bias = self.linear_fc2(self._activate(intermediate, bias))
+        activated = self._activate(intermediate, bias)
+        output, output_bias = self.linear_fc2(activated)
+        if self.recomputes_activation and output.requires_grad:
+            storage = activated.untyped_storage()
+            nbytes = storage.nbytes()
+            storage.resize_(0)
+
+            def refill() -> None:
+                fresh = self._activate(intermediate, bias).untyped_storage()
+                storage.resize_(nbytes)
+                storage.copy_(fresh)
+
+            call_before_backward_of(output, refill)
         return output, output_bias
+
+    @property
+    def recomputes_activation(self) -> bool:
+        """Whether what is activated is released after forward and computed again in backward."""
+        return self.training and recomputes(self.config, "mlp_act")
 
     def _activate(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Activate [s, b, f] (or [s, b, 2f] where gated) to [s, b, f]; ``bias`` None: x includes it already."""

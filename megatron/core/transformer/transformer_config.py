@@ -115,7 +115,8 @@ class TransformerConfig:
     recompute_num_layers: int | None = None
     """Layers of a chunk ("uniform"), or number of layers that are recomputed ("block")."""
     recompute_modules: tuple[str, ...] | list[str] | None = None
-    """Modules that "selective" recomputes; None or ["core_attn"]."""
+    """What "selective" recomputes: the core of attention ("core_attn"), the MLP's activation ("mlp_act", ours), or both;
+    None: ["core_attn"]."""
     distribute_saved_activations: bool = False
     """Refused when set."""
 
@@ -172,6 +173,9 @@ class TransformerConfig:
     tp_only_amax_red: bool = False
     """With "delayed", largest absolute values are reduced over tensor- and context-parallel ranks alone; off, over the
     data-parallel ranks as well."""
+    use_transformer_engine_op_fuser: bool = False
+    """Where layers multiply in FP8, the MLP's activation and its gradient are written in FP8, without a copy in bf16. Dense
+    layers alone."""
     first_last_layers_bf16: bool = False
     """The first and the last layers multiply in ``params_dtype``."""
     num_layers_at_start_in_bf16: int = 1

@@ -18,6 +18,7 @@ _FP8_SETTINGS = (
     "fp8_multi_head_attention",
     "fp8_output_proj",
     "tp_only_amax_red",
+    "use_transformer_engine_op_fuser",
     "first_last_layers_bf16",
     "num_layers_at_start_in_bf16",
     "num_layers_at_end_in_bf16",
@@ -75,6 +76,11 @@ def add_fp8_flags(parser: argparse.ArgumentParser) -> None:
         "--keep-fp8-transpose-cache",
         action="store_true",
         help="with --fp8-param-gather, keep the transposed bytes that backward needs until the weights change",
+    )
+    group.add_argument(
+        "--use-transformer-engine-op-fuser",
+        action="store_true",
+        help="in FP8, write the MLP's activation and its gradient in FP8, without a copy in bf16; needs transformer-engine",
     )
     group.add_argument("--fp8-dot-product-attention", action="store_true", help="core attention in FP8")
     group.add_argument(

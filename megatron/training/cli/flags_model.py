@@ -199,7 +199,11 @@ def _add_numerics_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--recompute-num-layers", type=int, help="layers of a chunk (uniform), or number of recomputed layers (block)"
     )
-    group.add_argument("--recompute-modules", nargs="*", help="modules that selective recomputes (default: core_attn)")
+    group.add_argument(
+        "--recompute-modules",
+        nargs="*",
+        help="what selective recomputes: core_attn, mlp_act (the MLP's activation), or both (default: core_attn)",
+    )
 
 
 def vocab_size_multiple(args: argparse.Namespace) -> int:

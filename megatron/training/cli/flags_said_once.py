@@ -126,7 +126,6 @@ SAID_ONCE: dict[str, SaidOnce] = {
             "--disable-clone-scatter-output-in-embedding",
         ),
         _TWIN: (
-            "--use-transformer-engine-op-fuser",
             "--use-fused-weighted-squared-relu",
             "--fused-residual-rmsnorm",
             "--use-te-activation-func",

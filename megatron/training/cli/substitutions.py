@@ -156,10 +156,16 @@ SUBSTITUTIONS: tuple[Substitution, ...] = (
             "fp8_dot_product_attention": False,
             "fp8_multi_head_attention": False,
             "tp_only_amax_red": False,
+            "use_transformer_engine_op_fuser": False,
             "first_last_layers_bf16": False,
         },
         lambda a: a.fp8_format is not None,
         "--fp8-format",
+    ),
+    Substitution(
+        lambda a: a.use_transformer_engine_op_fuser and a.num_experts is not None,
+        "--use-transformer-engine-op-fuser has no effect with --num-experts: experts' activations are not written in FP8",
+        {"use_transformer_engine_op_fuser": False},
     ),
     *_useless({"num_query_groups": 1}, lambda a: a.group_query_attention, "--group-query-attention"),
     *_useless(

@@ -102,7 +102,6 @@ def test_norms_are_parts_of_the_linear_layers_behind_them() -> None:
     [
         "multi_latent_attention",
         "qk_l2_norm",
-        "use_te_op_fuser",
         "use_kitchen",
         "use_te_activation_func",
         "use_kitchen_attention",

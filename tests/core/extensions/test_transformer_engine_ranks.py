@@ -51,6 +51,7 @@ LLAMA: dict[str, Any] = {
 GPT2: dict[str, Any] = {**LLAMA, "normalization": "LayerNorm", "add_bias_linear": True, "qk_layernorm": False}
 EXPERTS: dict[str, Any] = {**MOE_FIELDS, "moe_grouped_gemm": True}
 FP8: dict[str, Any] = {**LLAMA, "params_dtype": torch.bfloat16, "bf16": True, "fp8": "hybrid"}
+TENSORWISE = {**FP8, "fp8_recipe": "tensorwise"}
 FP8 |= {"fp8_amax_history_len": 4, "fp8_amax_compute_algo": "max"}
 
 
@@ -301,15 +302,39 @@ def recomputation_in_fp8_multiplies_with_the_same_scales_and_leaves_no_trace() -
 
 
 @CHECKS.on(2)
+def the_mlp_in_fp8_trains_under_the_engine() -> None:
+    """Weights in FP8 under ZeRO-3 and split over ranks: close to the modules, and recomputed bit for bit the same."""
+    recomputed: dict[str, Any] = {"recompute_granularity": "selective", "recompute_modules": ["mlp_act"]}
+    for degrees in ({}, {"tensor_model_parallel_size": 2}):
+        for recipe in ("delayed", "tensorwise"):
+            fields = {**FP8, "fp8_param": True} if recipe == "delayed" else {**TENSORWISE, "fp8_param": True}
+            fuses = {**fields, "use_transformer_engine_op_fuser": True}
+            found = []
+            for settings in (fields, fuses, {**fuses, **recomputed}):
+                model, optimizer = _built(settings, te=True, **degrees)
+                losses = _train(model, optimizer, range(4))
+                found.append((losses, whole_tensors(_saved(model, optimizer, "model"))))
+                gpt: Any = model.module
+                weight = gpt.decoder.layers[0].mlp.linear_fc1.weight
+                assert hasattr(weight, "fsdp_codec")
+            (theirs, expected), (ours, weights), (again, same) = found
+            torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=0.05, atol=0.05)
+            assert weights.keys() == expected.keys() and ours == again, (recipe, degrees)
+            assert all(torch.equal(weights[name], same[name]) for name in weights), (recipe, degrees)
+
+
+@CHECKS.on(2)
 def training_in_fp8_resumes_bitwise() -> None:
     """Histories and scales are in the checkpoint; a run in bf16 and one with another recipe load it without them."""
-    model, optimizer = _built(FP8, te=True)
-    _train(model, optimizer, range(2))
-    path = _saved(model, optimizer, "fp8")
-    expected = _train(model, optimizer, range(2, 4))
-    resumed, fresh = _built({**FP8, "init_seed": 5}, te=True)
-    load_checkpoint(resumed, fresh, path)
-    assert _train(resumed, fresh, range(2, 4)) == expected
+    for fuses in (True, False):
+        fields = {**FP8, "use_transformer_engine_op_fuser": fuses}
+        model, optimizer = _built(fields, te=True)
+        _train(model, optimizer, range(2))
+        path = _saved(model, optimizer, "fp8")
+        expected = _train(model, optimizer, range(2, 4))
+        resumed, fresh = _built({**fields, "init_seed": 5}, te=True)
+        load_checkpoint(resumed, fresh, path)
+        assert _train(resumed, fresh, range(2, 4)) == expected
     without, other = _built({**FP8, "init_seed": 5}, te=True)
     load_checkpoint(without, other, path)
     module: Any

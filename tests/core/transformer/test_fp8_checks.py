@@ -51,6 +51,22 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "attention_dropout must be 0 with fp8_dot_product_attention, got 0.1",
     ),
     (
+        {**FP8, "recompute_granularity": "selective", "recompute_modules": ["mlp_act"]},
+        "recompute_modules with 'mlp_act' must go with use_transformer_engine_op_fuser in FP8, got it off",
+    ),
+    (
+        {"use_transformer_engine_op_fuser": True, "num_moe_experts": 4, "activation_func": "relu"},
+        "use_transformer_engine_op_fuser must be off with num_moe_experts, got it on",
+    ),
+    (
+        {"use_transformer_engine_op_fuser": True},
+        "use_transformer_engine_op_fuser must go with bias_activation_fusion where the activation is GELU",
+    ),
+    (
+        {"use_transformer_engine_op_fuser": True, "activation_func": torch.tanh},
+        "use_transformer_engine_op_fuser must go with GELU, SiLU, ReLU or squared ReLU, got .*tanh",
+    ),
+    (
         {**FP8, "first_last_layers_bf16": True},
         "first_last_layers_bf16 must go with fp8_recipe='tensorwise' or 'blockwise'",
     ),

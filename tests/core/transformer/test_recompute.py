@@ -16,6 +16,7 @@ METHODS: list[dict[str, Any]] = [
     {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2},
     {"recompute_granularity": "selective"},
     {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+    {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp_act"]},
 ]
 ARGUMENTS = {"position_embedding_type": "rope"}
 FIELDS: dict[str, Any] = {
@@ -72,6 +73,39 @@ def test_selective_recomputation_repeats_the_core_of_attention_only() -> None:
     inputs, positions, labels = random_tokens()
     model(inputs, positions, None, labels=labels).mean().backward()
     assert sorted(calls) == ["core_attention", "core_attention", "linear_proj", "linear_qkv"]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"bias_activation_fusion": True},
+        {"activation_func": "relu", "gated_linear_unit": False},
+        {"activation_func": "gelu", "gated_linear_unit": False},
+    ],
+    ids=str,
+)
+def test_what_is_activated_is_released_until_backward(fields: dict[str, Any]) -> None:
+    """Also where the activation itself keeps it, as ReLU does; the attention is not recomputed then."""
+    selective: dict[str, Any] = {"recompute_granularity": "selective", "recompute_modules": ["mlp_act"]}
+    results = []
+    for recomputed in ({}, selective):
+        model = build_gpt(ARGUMENTS, **(FIELDS | fields), **recomputed)
+        seen: list[torch.Tensor] = []
+        attended: list[int] = []
+        model.decoder.layers[1].mlp.linear_fc2.register_forward_pre_hook(
+            lambda _, args, seen=seen: seen.append(args[0])
+        )
+        attention = model.decoder.layers[1].self_attention.core_attention
+        attention.register_forward_pre_hook(lambda *_, attended=attended: attended.append(1))
+        inputs, positions, labels = random_tokens()
+        torch.manual_seed(11)
+        loss = model(inputs, positions, None, labels=labels).mean()
+        assert (seen[0].untyped_storage().nbytes() == 0) == bool(recomputed)
+        loss.backward()
+        assert seen[0].untyped_storage().nbytes() > 0 and attended == [1]
+        results.append([p.grad for p in model.parameters()])
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
 
 
 def test_evaluation_recomputes_nothing() -> None:

@@ -74,7 +74,14 @@ CONTRADICTORY: list[tuple[dict[str, Any], str]] = [
     ({"recompute_method": "block"}, "recompute_method must go with recompute_granularity='full'"),
     ({"recompute_granularity": "selective", "recompute_num_layers": 1}, "recompute_num_layers must go with"),
     ({"recompute_modules": ["core_attn"]}, "recompute_modules must go with recompute_granularity='selective'"),
-    ({"recompute_granularity": "selective", "recompute_modules": ["mlp"]}, r"must be \['core_attn'\], got \['mlp'\]"),
+    (
+        {"recompute_granularity": "selective", "recompute_modules": ["mlp"]},
+        r"recompute_modules must be of 'core_attn' and 'mlp_act', at least one, got \['mlp'\]",
+    ),
+    (
+        {"recompute_granularity": "selective", "recompute_modules": ["mlp_act"], "num_moe_experts": 4},
+        "recompute_modules must not have 'mlp_act' with num_moe_experts",
+    ),
     ({"num_moe_experts": 0}, "num_moe_experts must be at least 1"),
     ({"moe_grouped_gemm": True}, "num_moe_experts must be set where a mixture-of-experts field is"),
     ({"moe_router_score_function": "tanh"}, "moe_router_score_function must be 'softmax' or 'sigmoid', got 'tanh'"),

@@ -60,7 +60,12 @@ CASES: list[tuple[str, str]] = [
     ("--fp8-dot-product-attention", ""),
     ("--fp8-multi-head-attention", ""),
     ("--tp-only-amax-red", ""),
+    ("--use-transformer-engine-op-fuser", ""),
     ("--first-last-layers-bf16", ""),
+    (
+        f"{EXPERTS} --moe-grouped-gemm --bf16 --fp8-format hybrid --use-transformer-engine-op-fuser",
+        f"{EXPERTS} --moe-grouped-gemm --bf16 --fp8-format hybrid",
+    ),
     ("--num-query-groups 2", ""),
     ("--rotary-base 500", ""),
     ("--rotary-percent 0.5", ""),

@@ -37,6 +37,7 @@ class _Modules:
     experts: ModuleSpec | type
     """Experts with one grouped kernel for each layer."""
     experts_one_by_one: ModuleSpec | type
+    mlp: type = MLP
     norm_and_column: type | None = None
     """The norm and the column-parallel layer behind it in one module; None: two modules."""
 
@@ -107,6 +108,8 @@ def get_gpt_layer_with_transformer_engine_spec(
     Args:
         num_experts, moe_grouped_gemm, qk_layernorm: as for ``get_gpt_layer_local_spec``.
         fp8: accepted for Megatron-Core's callers; ``TransformerConfig.fp8`` is what counts.
+        use_te_op_fuser: the MLP of a dense layer is ``TEFusedMLP``; must equal
+            ``TransformerConfig.use_transformer_engine_op_fuser``.
 
     Raises:
         ImportError: transformer-engine cannot be used; gives the reason.
@@ -119,7 +122,7 @@ def get_gpt_layer_with_transformer_engine_spec(
         "get_gpt_layer_with_transformer_engine_spec",
         multi_latent_attention=multi_latent_attention,
         qk_l2_norm=qk_l2_norm,
-        use_te_op_fuser=use_te_op_fuser,
+        use_te_op_fuser=use_te_op_fuser and num_experts is not None,
         use_kitchen=use_kitchen,
         use_te_activation_func=use_te_activation_func,
         use_kitchen_attention=use_kitchen_attention,
@@ -133,6 +136,7 @@ def get_gpt_layer_with_transformer_engine_spec(
             " get_gpt_layer_local_spec(), which computes the same and loads the same checkpoints"
         )
     from megatron.core.extensions import transformer_engine as te
+    from megatron.core.extensions.transformer_engine_mlp import TEFusedMLP
 
     grouped = MLPSubmodules(linear_fc1=te.TEColumnParallelGroupedLinear, linear_fc2=te.TERowParallelGroupedLinear)
     linears = MLPSubmodules(linear_fc1=te.TEColumnParallelLinear, linear_fc2=te.TERowParallelLinear)
@@ -143,6 +147,7 @@ def get_gpt_layer_with_transformer_engine_spec(
         core_attention=te.TEDotProductAttention,
         experts=ModuleSpec(module=TEGroupedMLP, submodules=grouped),
         experts_one_by_one=ModuleSpec(module=SequentialMLP, submodules=linears),
+        mlp=TEFusedMLP if use_te_op_fuser else MLP,
         norm_and_column=te.TELayerNormColumnParallelLinear,
     )
     return _layer_spec(modules, num_experts, bool(moe_grouped_gemm), bool(qk_layernorm))
@@ -184,7 +189,7 @@ def _mlp_spec(modules: _Modules, num_experts: int | None, moe_grouped_gemm: bool
         if moe_grouped_gemm:
             raise ValueError("moe_grouped_gemm must go with num_experts, got None; leave it out or set num_experts")
         dense = MLPSubmodules(linear_fc1=modules.norm_and_column or modules.column, linear_fc2=modules.row)
-        return ModuleSpec(module=MLP, submodules=dense)
+        return ModuleSpec(module=modules.mlp, submodules=dense)
     shared = MLPSubmodules(linear_fc1=modules.column, linear_fc2=modules.row)
     return ModuleSpec(
         module=MoELayer,
@@ -212,13 +217,16 @@ def get_gpt_decoder_block_spec(
         ImportError: transformer-engine cannot be used; gives the reason.
     """
     spec: Callable[..., ModuleSpec]
-    norms: dict[str, Any] = {"qk_layernorm": config.qk_layernorm}
+    settings: dict[str, Any] = {"qk_layernorm": config.qk_layernorm}
     if use_transformer_engine:
         spec = get_gpt_layer_with_transformer_engine_spec
+        settings["use_te_op_fuser"] = config.use_transformer_engine_op_fuser
     else:
-        spec, norms["normalization"] = get_gpt_layer_local_spec, normalization or config.normalization
-    dense = spec(**norms)
-    with_experts = spec(config.num_moe_experts, config.moe_grouped_gemm, **norms) if config.num_moe_experts else dense
+        spec, settings["normalization"] = get_gpt_layer_local_spec, normalization or config.normalization
+    dense = spec(**settings)
+    with_experts = (
+        spec(config.num_moe_experts, config.moe_grouped_gemm, **settings) if config.num_moe_experts else dense
+    )
     specs = [with_experts if has_experts(config, number) else dense for number in range(1, config.num_layers + 1)]
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=_final_norm(use_transformer_engine))
 
