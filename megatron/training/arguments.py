@@ -35,7 +35,7 @@ from megatron.training.cli.flags_refused import REFUSED, REFUSED_FAMILIES
 from megatron.training.cli.flags_said_once import SAID_ONCE
 from megatron.training.cli.flags_tokenizer import add_tokenizer_flags, tokenizer_config
 from megatron.training.cli.flags_training import add_training_flags
-from megatron.training.cli.refused_combinations import SAID_BY_ROWS, refusals_of
+from megatron.training.cli.refused_combinations import SAID_BEFORE, refusals_of
 from megatron.training.cli.substitutions import substitute
 from megatron.training.cli.words_of_flags import in_words_of_flags
 from megatron.training.data.batches import BatchConfig
@@ -163,13 +163,13 @@ def check_command_line(argv: Sequence[str], *, world_size: int | None = None) ->
         )
     except FlagError as error:
         words = in_words_of_flags(str(error), parser)
-        faults += [fault for fault in words.splitlines() if not _is_said(fault, rows)]
+        faults += [fault for fault in words.splitlines() if not _is_said(fault, faults)]
     return CheckedLine(line.fates, faults, said_once, None if faults else settings)
 
 
-def _is_said(fault: str, rows: list[str]) -> bool:
-    """Whether a row of the table has the same fault, in the words of the command line, as a component."""
-    return any(fault.startswith(start) and any(row.startswith(said) for row in rows) for said, start in SAID_BY_ROWS)
+def _is_said(fault: str, before: list[str]) -> bool:
+    """Whether a component's fault was said before in the words of the command line, or follows from what was said."""
+    return any(fault.startswith(start) and any(text.startswith(said) for text in before) for said, start in SAID_BEFORE)
 
 
 class _Parts:

@@ -21,6 +21,10 @@ def scores_of_all(logits: torch.Tensor, score_function: str) -> torch.Tensor:
 def routed(logits: torch.Tensor, config: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Probabilities and experts, [t, k], of [t, e] logits."""
     topk = config.moe_router_topk
+    if config.moe_router_load_balancing_type == "sinkhorn":
+        experts = torch.topk(balanced_by_turns(logits.detach()), topk, dim=1)[1]
+        scores = torch.sigmoid(logits) if topk == 1 else torch.softmax(logits, dim=-1)
+        return scores.gather(1, experts), experts
     if config.moe_router_score_function == "sigmoid":
         best, experts = torch.topk(torch.sigmoid(logits), topk, dim=1)
         probs = best / (best.sum(dim=-1, keepdim=True) + 1e-20) if topk > 1 else best
@@ -45,3 +49,14 @@ def load_balancing_loss(scores: torch.Tensor, experts: torch.Tensor, num_sequenc
 def z_loss(logits: torch.Tensor) -> torch.Tensor:
     """[] of [t, e] logits."""
     return logits.exp().sum(dim=-1).log().square().mean()
+
+
+def balanced_by_turns(logits: torch.Tensor) -> torch.Tensor:
+    """[t, e] of [t, e]: exponentials whose rows and then columns are divided by their sums until columns hardly change."""
+    matrix = logits.exp()
+    columns_before = torch.full_like(matrix[0], torch.inf)
+    columns = torch.ones_like(matrix[0])
+    while (columns - columns_before).abs().mean() > 1e-4:
+        rows = 1 / (matrix * columns).sum(dim=1) / len(matrix)
+        columns_before, columns = columns, 1 / (matrix * rows[:, None]).sum(dim=0) / len(columns)
+    return matrix * rows[:, None] * columns

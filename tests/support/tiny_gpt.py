@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -29,7 +29,9 @@ def build_gpt(gpt_arguments: dict[str, Any] | None = None, **config_fields: Any)
         "attention_dropout": 0.0,
     }
     config = TransformerConfig(**{**fields, **config_fields})
-    spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=config.normalization)
+    spec: Any = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=config.normalization)
+    if config.num_moe_experts is not None:
+        spec = get_gpt_decoder_block_spec(config)
     arguments = {"vocab_size": VOCAB_SIZE, "max_sequence_length": MAX_SEQUENCE_LENGTH, **(gpt_arguments or {})}
     return GPTModel(config, spec, **arguments)
 

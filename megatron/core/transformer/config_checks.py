@@ -161,8 +161,8 @@ CONTRADICTIONS: list[tuple[Condition, str]] = [
     ),
     (
         lambda c: c.recompute_modules is not None and not _recomputable(c.recompute_modules),
-        "recompute_modules must be of 'core_attn' and 'mlp_act', at least one, got {recompute_modules!r}; use"
-        " recompute_granularity='full' for more",
+        "recompute_modules must be of 'core_attn', 'mlp_act', 'mlp' and 'moe', at least one, got {recompute_modules!r};"
+        " use recompute_granularity='full' for more",
     ),
     (
         lambda c: recomputes(c, "mlp_act") and c.num_moe_experts is not None,
@@ -204,7 +204,7 @@ def check_config(config: TransformerConfig) -> None:
 
 
 def _recomputable(modules: Sequence[str]) -> bool:
-    return bool(modules) and set(modules) <= {"core_attn", "mlp_act"}
+    return bool(modules) and set(modules) <= {"core_attn", "mlp_act", "mlp", "moe"}
 
 
 def _fusible_activation(config: TransformerConfig) -> bool:

@@ -109,14 +109,14 @@ class TransformerConfig:
     """The training loop builds the model on the meta device; the model's values are the same either way."""
 
     recompute_granularity: Literal["full", "selective"] | None = None
-    """Recompute in backward: whole layers ("full"), the core of attention ("selective"), or nothing (None)."""
+    """Recompute in backward: whole layers ("full"), ``recompute_modules`` ("selective"), or nothing (None)."""
     recompute_method: Literal["uniform", "block"] | None = None
     """With "full": all layers in chunks of ``recompute_num_layers`` ("uniform"), or the first so many layers ("block")."""
     recompute_num_layers: int | None = None
     """Layers of a chunk ("uniform"), or number of layers that are recomputed ("block")."""
     recompute_modules: tuple[str, ...] | list[str] | None = None
-    """What "selective" recomputes: the core of attention ("core_attn"), the MLP's activation ("mlp_act", ours), or both;
-    None: ["core_attn"]."""
+    """What "selective" recomputes: the core of attention ("core_attn"), the MLP's activation ("mlp_act", ours), dense MLPs
+    ("mlp"), mixtures of experts ("moe"), or several of them; None: ["core_attn"]."""
     distribute_saved_activations: bool = False
     """Refused when set."""
 
@@ -221,7 +221,10 @@ class TransformerConfig:
     moe_router_dtype: str | None = None
     """Dtype of the router's logits: "fp32" or "fp64"; None: that of the input."""
     moe_router_load_balancing_type: str = "aux_loss"
-    """Tokens over which the load is balanced: a microbatch ("aux_loss"), each sequence ("seq_aux_loss"), none ("none")."""
+    """Tokens over which a loss balances the load: a microbatch ("aux_loss"), each sequence ("seq_aux_loss"), the step so far on
+    all ranks ("global_aux_loss"), none ("none"); or "sinkhorn": in training, experts are chosen by a balanced matrix."""
+    moe_router_force_load_balancing: bool = False
+    """Logits are random, so that all experts get as many tokens; to measure speed."""
     moe_aux_loss_coeff: float = 0.0
     """Coefficient of the load-balancing loss; 0: there is none."""
     moe_z_loss_coeff: float | None = None

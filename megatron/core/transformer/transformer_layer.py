@@ -6,15 +6,19 @@ Shapes: s sequence, b batch, h hidden size, r rotated width.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 
+from megatron.core.fp8_utils import recomputation_in_fp8
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_layer import MoELayer, has_experts
+from megatron.core.transformer.recomputation import recomputes
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.torch_norm import Norm
 
@@ -70,6 +74,7 @@ class TransformerLayer(MegatronModule):
         self.mlp = build_module(submodules.mlp, config=config, pg_collection=pg_collection)
         self.mlp_bda = build_module(submodules.mlp_bda)
         self._check_experts()
+        self.recomputes_mlp = recomputes(config, "moe" if isinstance(self.mlp, MoELayer) else "mlp")
 
     def _check_experts(self) -> None:
         """Raise ValueError where the spec gives the layer experts and the configuration does not, or the reverse."""
@@ -104,7 +109,17 @@ class TransformerLayer(MegatronModule):
         else:
             hidden_states = self._bias_dropout_add(self.self_attn_bda, attended, hidden_states)
             normed, hidden_states = self._normed(self.pre_mlp_layernorm, hidden_states)
-        return self._bias_dropout_add(self.mlp_bda, self.mlp(normed), hidden_states)
+        if self.recomputes_mlp and self.training:
+            output = checkpoint(
+                self.mlp,
+                normed,
+                use_reentrant=False,
+                preserve_rng_state=self.config.moe_router_force_load_balancing,
+                context_fn=noop_context_fn if self.config.fp8 is None else partial(recomputation_in_fp8, [self.mlp]),
+            )
+        else:
+            output = self.mlp(normed)
+        return self._bias_dropout_add(self.mlp_bda, output, hidden_states)
 
     def _normed(self, norm: torch.nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the norm of x, and x for the residual sum; where the norm can, its backward adds both gradients."""

@@ -62,8 +62,13 @@ def _add_router_flags(group: argparse._ArgumentGroup) -> None:
         "--moe-router-load-balancing-type",
         choices=["aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"],
         default="aux_loss",
-        help="tokens over which the load is balanced: a microbatch, each sequence, or none (default: aux_loss; "
-        "global_aux_loss and sinkhorn are refused)",
+        help="tokens over which a loss balances the load: a microbatch, each sequence, the step so far on all ranks, or none; or "
+        "a balanced choice of experts, sinkhorn (default: aux_loss)",
+    )
+    group.add_argument(
+        "--moe-router-force-load-balancing",
+        action="store_true",
+        help="random logits, so that all experts get as many tokens; to measure speed",
     )
     group.add_argument(
         "--moe-aux-loss-coeff", type=float, default=0.0, help="coefficient of the load-balancing loss (default: 0)"
@@ -98,6 +103,7 @@ DEFAULTS_OF_EXPERTS: dict[str, object] = {
     "moe_router_topk_scaling_factor": None,
     "moe_router_dtype": None,
     "moe_router_load_balancing_type": "aux_loss",
+    "moe_router_force_load_balancing": False,
     "moe_aux_loss_coeff": 0.0,
     "moe_z_loss_coeff": None,
     "moe_expert_capacity_factor": None,
@@ -119,6 +125,7 @@ _SAME_NAME_IN_TRANSFORMER_CONFIG = (
     "moe_router_topk_scaling_factor",
     "moe_router_dtype",
     "moe_router_load_balancing_type",
+    "moe_router_force_load_balancing",
     "moe_aux_loss_coeff",
     "moe_z_loss_coeff",
     "moe_expert_capacity_factor",

@@ -97,7 +97,6 @@ REFUSED: dict[str, str] = {
     "--overlap-p2p-communication-warmup-flush": _PIPELINE,
     "--overlap-moe-expert-parallel-comm": "exchanges of experts do not overlap the computation of another microbatch",
     "--moe-layer-recompute": "use --recompute-granularity full, which recomputes layers with experts as well",
-    "--moe-router-force-load-balancing": "routers always choose experts by their logits; leave the flag out",
     "--pretrained-checkpoint": _CHECKPOINT,
     "--use-checkpoint-args": "the command line describes the model, and a checkpoint of another model is refused",
     "--use-mp-args-from-checkpoint-args": _CHECKPOINT,

@@ -362,12 +362,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "add `--disable-bias-linear`",
     ),
     _not_served(
-        "`--moe-router-load-balancing-type sinkhorn` or `global_aux_loss`",
-        lambda a: a.moe_router_load_balancing_type in ("sinkhorn", "global_aux_loss"),
-        "auxiliary losses are computed over a microbatch or a sequence",
-        "give `--moe-router-load-balancing-type aux_loss`, `seq_aux_loss` or `none`",
-    ),
-    _not_served(
         "a CUDA graph with experts",
         lambda a: captures_iterations(a) and a.num_experts is not None,
         "the host must know in each step how many tokens an expert gets",
@@ -384,5 +378,13 @@ REFUSALS: tuple[Refusal, ...] = (
 NOT_SERVED = tuple(row for row in REFUSALS if row.reason)
 """The lawful combinations that are not served, which the documentation lists."""
 
-SAID_BY_ROWS: tuple[tuple[str, str], ...] = ()
-"""(opening of a row's message, opening of a component's message about the same fault)."""
+SAID_BEFORE: tuple[tuple[str, str], ...] = (
+    ("--fp16 is refused", "--fp8-format must go with --bf16"),
+    ("attention dropout with", "--attention-dropout must be 0 with --context-parallel-size"),
+    ("query groups that", "--num-query-groups must be a multiple of --tensor-model-parallel-size"),
+    ("pipeline stages with", "--num-layers must be a multiple of --pipeline-model-parallel-size"),
+    ("`--num-experts` with", "--sequence-parallel must be on with experts"),
+    ("biases of shared experts", "--moe-shared-expert-intermediate-size must go with --disable-bias-linear"),
+    ("biases of shared experts", "the bias of linear layers (off: --disable-bias-linear) must be off where experts"),
+)
+"""(opening of a fault of flags or of a row, opening of a component's message about the same or about what follows from it)."""

@@ -6,7 +6,7 @@ Rank 0 says once what is taken instead.
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ class Substitution:
     said: str
     """What rank 0 says; formatted with the values of the flags."""
 
-    takes: Mapping[str, Any]
+    takes: Mapping[str, Any] | Callable[[Namespace], Mapping[str, Any]]
     """The values that are taken, by setting."""
 
 
@@ -37,7 +37,8 @@ def substitute(args: Namespace, malformed: frozenset[str] = frozenset()) -> list
     for row in SUBSTITUTIONS:
         if holds(row.when, args, malformed):
             said.append(row.said.format(**vars(args)))
-            vars(args).update({name: value for name, value in row.takes.items() if name not in malformed})
+            takes = row.takes(args) if callable(row.takes) else row.takes
+            vars(args).update({name: value for name, value in takes.items() if name not in malformed})
     return said
 
 
@@ -68,6 +69,11 @@ def _flag_of(dest: str) -> str:
 
 
 _OTHER_NAMES = {"moe_router_load_balancing_type": "--moe-router-load-balancing-type"}
+
+
+def _renamed(names: Sequence[str], others: Mapping[str, str]) -> list[str]:
+    """Rename some of the names; those without another name are left out, and each comes once."""
+    return [name for name in dict.fromkeys(others.get(name, name) for name in names) if name]
 
 
 def _layer_graphs(args: Namespace) -> bool:
@@ -166,6 +172,17 @@ SUBSTITUTIONS: tuple[Substitution, ...] = (
         lambda a: a.use_transformer_engine_op_fuser and a.num_experts is not None,
         "--use-transformer-engine-op-fuser has no effect with --num-experts: experts' activations are not written in FP8",
         {"use_transformer_engine_op_fuser": False},
+    ),
+    Substitution(
+        lambda a: a.recompute_modules is not None and bool({"moe_act", "shared_experts"} & set(a.recompute_modules)),
+        "--recompute-modules {recompute_modules}: moe_act and shared_experts are taken as moe, all of which is recomputed",
+        lambda a: {"recompute_modules": _renamed(a.recompute_modules, {"moe_act": "moe", "shared_experts": "moe"})},
+    ),
+    Substitution(
+        lambda a: a.recompute_modules is not None and bool({"layernorm", "mla_up_proj"} & set(a.recompute_modules)),
+        "--recompute-modules {recompute_modules}: outputs of norms are kept, and there is no mla_up_proj without "
+        "--multi-latent-attention",
+        lambda a: {"recompute_modules": _renamed(a.recompute_modules, {"layernorm": "", "mla_up_proj": ""})},
     ),
     *_useless({"num_query_groups": 1}, lambda a: a.group_query_attention, "--group-query-attention"),
     *_useless(

@@ -17,6 +17,8 @@ METHODS: list[dict[str, Any]] = [
     {"recompute_granularity": "selective"},
     {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
     {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp_act"]},
+    {"recompute_granularity": "selective", "recompute_modules": ["mlp"]},
+    {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]},
 ]
 ARGUMENTS = {"position_embedding_type": "rope"}
 FIELDS: dict[str, Any] = {
@@ -115,3 +117,41 @@ def test_evaluation_recomputes_nothing() -> None:
     inputs, positions, labels = random_tokens()
     model(inputs, positions, None, labels=labels).mean().backward()
     assert calls == [1]
+
+
+@pytest.mark.parametrize("forced", [False, True])
+def test_mixtures_of_experts_are_recomputed_alone_with_the_same_numbers(forced: bool) -> None:
+    """Also where the router draws random logits, which must be the same again."""
+    experts: dict[str, Any] = {
+        "num_moe_experts": 4,
+        "moe_layer_freq": [0, 1, 1],
+        "moe_aux_loss_coeff": 0.1,
+        "moe_router_force_load_balancing": forced,
+    }
+    losses, gradients, _ = _train_step(False, **experts)
+    again, again_gradients, _ = _train_step(
+        False, **experts, recompute_granularity="selective", recompute_modules=["moe"]
+    )
+    assert torch.equal(losses, again)
+    assert all(torch.equal(gradient, again_gradients[name]) for name, gradient in gradients.items())
+
+
+@pytest.mark.parametrize(
+    ("modules", "expected"), [(["mlp"], {0: 2, 1: 1}), (["moe"], {0: 1, 1: 2}), (["core_attn"], {0: 1, 1: 1})]
+)
+def test_only_the_named_kind_of_mlp_runs_again(modules: list[str], expected: dict[int, int]) -> None:
+    model = build_gpt(
+        ARGUMENTS,
+        **FIELDS,
+        num_moe_experts=2,
+        moe_layer_freq=[0, 1, 0],
+        recompute_granularity="selective",
+        recompute_modules=modules,
+    )
+    calls = {0: 0, 1: 0}
+    for number in calls:
+        mlp = model.decoder.layers[number].mlp
+        mlp.register_forward_pre_hook(lambda *_, number=number: calls.__setitem__(number, calls[number] + 1))
+    inputs, positions, labels = random_tokens()
+    model(inputs, positions, None, labels=labels).mean().backward()
+    assert calls == expected

@@ -75,8 +75,8 @@ CONTRADICTORY: list[tuple[dict[str, Any], str]] = [
     ({"recompute_granularity": "selective", "recompute_num_layers": 1}, "recompute_num_layers must go with"),
     ({"recompute_modules": ["core_attn"]}, "recompute_modules must go with recompute_granularity='selective'"),
     (
-        {"recompute_granularity": "selective", "recompute_modules": ["mlp"]},
-        r"recompute_modules must be of 'core_attn' and 'mlp_act', at least one, got \['mlp'\]",
+        {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]},
+        r"recompute_modules must be of 'core_attn', 'mlp_act', 'mlp' and 'moe', at least one, got \['layernorm'\]",
     ),
     (
         {"recompute_granularity": "selective", "recompute_modules": ["mlp_act"], "num_moe_experts": 4},
@@ -85,7 +85,7 @@ CONTRADICTORY: list[tuple[dict[str, Any], str]] = [
     ({"num_moe_experts": 0}, "num_moe_experts must be at least 1"),
     ({"moe_grouped_gemm": True}, "num_moe_experts must be set where a mixture-of-experts field is"),
     ({"moe_router_score_function": "tanh"}, "moe_router_score_function must be 'softmax' or 'sigmoid', got 'tanh'"),
-    ({"moe_router_load_balancing_type": "sinkhorn"}, "moe_router_load_balancing_type must be .* got 'sinkhorn'"),
+    ({"moe_router_load_balancing_type": "expert"}, "moe_router_load_balancing_type must be .* got 'expert'"),
     ({"moe_router_dtype": "bf16"}, "moe_router_dtype must be None, 'fp32' or 'fp64', got 'bf16'"),
     ({"moe_token_drop_policy": "random"}, "moe_token_drop_policy must be .* got 'random'"),
     ({"moe_token_dispatcher_type": "flex"}, "moe_token_dispatcher_type must be .* got 'flex'"),
@@ -94,6 +94,14 @@ CONTRADICTORY: list[tuple[dict[str, Any], str]] = [
     (
         {"num_moe_experts": 2, "moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.1},
         "moe_aux_loss_coeff must be 0 with moe_router_load_balancing_type='none', got 0.1",
+    ),
+    (
+        {
+            "num_moe_experts": 2,
+            "moe_router_load_balancing_type": "sinkhorn",
+            "moe_router_topk_scaling_factor": 2.0,
+        },
+        "moe_router_topk_scaling_factor must be None with moe_router_load_balancing_type='sinkhorn', got 2.0",
     ),
     ({"num_moe_experts": 2, "moe_z_loss_coeff": -0.1}, "must be numbers that are not negative, got 0.0 and -0.1"),
     ({"num_moe_experts": 2, "moe_ffn_hidden_size": 0}, "moe_ffn_hidden_size must be at least 1"),

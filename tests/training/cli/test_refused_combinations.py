@@ -85,10 +85,6 @@ COMBINATIONS: list[tuple[str, str]] = [
         f"{EXPERTS} --tensor-model-parallel-size 2 --sequence-parallel {NO_BIAS}",
     ),
     (f"{EXPERTS} --expert-tensor-parallel-size 2", f"{EXPERTS} --expert-tensor-parallel-size 2 {NO_BIAS}"),
-    (
-        f"{EXPERTS} --moe-router-load-balancing-type sinkhorn",
-        f"{EXPERTS} --moe-router-load-balancing-type seq_aux_loss",
-    ),
     (f"{GRAPH} {EXPERTS}", f"--cuda-graph-impl none {EXPERTS}"),
     (f"{GRAPH} --pipeline-model-parallel-size 2", f"{GRAPH} --tensor-model-parallel-size 2"),
 ]

@@ -42,6 +42,7 @@ CASES: list[tuple[str, str]] = [
     ("--moe-router-topk-scaling-factor 2", ""),
     ("--moe-router-dtype fp32", ""),
     ("--moe-router-load-balancing-type seq_aux_loss", ""),
+    ("--moe-router-force-load-balancing", ""),
     ("--moe-aux-loss-coeff 1", ""),
     ("--moe-z-loss-coeff 1", ""),
     ("--moe-expert-capacity-factor 1", ""),
@@ -65,6 +66,14 @@ CASES: list[tuple[str, str]] = [
     (
         f"{EXPERTS} --moe-grouped-gemm --bf16 --fp8-format hybrid --use-transformer-engine-op-fuser",
         f"{EXPERTS} --moe-grouped-gemm --bf16 --fp8-format hybrid",
+    ),
+    (
+        "--recompute-granularity selective --recompute-modules moe_act mlp moe",
+        "--recompute-granularity selective --recompute-modules moe mlp",
+    ),
+    (
+        "--recompute-granularity selective --recompute-modules mlp layernorm mla_up_proj",
+        "--recompute-granularity selective --recompute-modules mlp",
     ),
     ("--num-query-groups 2", ""),
     ("--rotary-base 500", ""),

@@ -12,6 +12,10 @@ part with the factor s:
 
 Megatron-Core multiplies by the tokens of the rank alone in the second case, which agrees where neither cp nor tp splits them.
 
+The global load-balancing loss takes its shares of assignments from all data-parallel ranks and from all microbatches of the
+step so far. It is one loss of all of them, of which each rank computes a part, and backward starts it as above, so that, as in
+Megatron-Core, it weighs 1 / dp.
+
 Shapes: t tokens of this rank, e experts, k experts of a token, q sequences.
 """
 
@@ -29,6 +33,25 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
+class RunningCounts:
+    """Mean numbers of assignments over the microbatches of a step so far."""
+
+    def __init__(self) -> None:
+        self._sum: torch.Tensor | None = None
+        self._num_microbatches = 0
+
+    def mean_with(self, counts: torch.Tensor) -> torch.Tensor:
+        """Add a microbatch's counts [e], unless backward is recomputing that forward; return the mean [e], a new tensor."""
+        if self._sum is None or torch._C._current_graph_task_id() == -1:
+            self._sum = counts.clone() if self._sum is None else self._sum + counts
+            self._num_microbatches += 1
+        return self._sum / self._num_microbatches
+
+    def clear(self) -> None:
+        """Begin a step."""
+        self._sum, self._num_microbatches = None, 0
+
+
 @dataclass(frozen=True, kw_only=True)
 class AuxiliaryLosses:
     """Auxiliary losses of one forward of a router, and their gradients, which its backward adds.
@@ -39,6 +62,8 @@ class AuxiliaryLosses:
         scale: factor with which backward starts; see [Note: scale of auxiliary losses].
         num_sequences: q; with more than one, the loss is the mean over sequences of each one's loss.
         group: the ranks that hold the rest of these sequences; the loss is the sum of their parts.
+        running: counts of the step so far; not None: the load-balancing loss is the global one.
+        data_group: the data-parallel ranks, over which the global loss counts.
     """
 
     balancing: float
@@ -46,6 +71,8 @@ class AuxiliaryLosses:
     scale: float
     num_sequences: int = 1
     group: ProcessGroup | None = None
+    running: RunningCounts | None = None
+    data_group: ProcessGroup | None = None
 
     def balance(
         self, summed: torch.Tensor, counts: torch.Tensor, topk: int, num_tokens: int
@@ -62,17 +89,24 @@ class AuxiliaryLosses:
             The part [] without coefficient, and the gradient [q * e] of a token's scores, the same for all tokens of a
             sequence, times coefficient and scale; (None, None) where there is no such loss.
 
-        Ranks: all of ``group``, which sums the counts.
+        Ranks: all of ``group``, which sums the counts, and for the global loss all of ``data_group``.
         Source: Switch Transformer (arXiv:2101.03961) equations 4 to 6, with k choices of each token.
         """
         if self.balancing == 0.0:
             return None, None
-        size = group_size(self.group)
+        size, num_shares = group_size(self.group), 1
         if size > 1:
             dist.all_reduce(counts, group=self.group)
+        if self.running is not None:
+            num_shares = group_size(self.data_group)
+            if num_shares > 1:
+                dist.all_reduce(counts, group=self.data_group)
+            size *= num_shares
+            counts = self.running.mean_with(counts)
         num_experts, of_sequence = counts.shape[0] // self.num_sequences, num_tokens // self.num_sequences * size
         factor = num_experts / (topk * of_sequence * of_sequence * self.num_sequences)
-        return torch.dot(summed, counts).mul_(factor), counts.mul_(factor * self.balancing * self.scale)
+        # The record takes means over data-parallel ranks; the global loss is the sum of their parts.
+        return torch.dot(summed, counts).mul_(factor * num_shares), counts.mul_(factor * self.balancing * self.scale)
 
     def restrain(
         self, mean_square: torch.Tensor, log_sums: torch.Tensor

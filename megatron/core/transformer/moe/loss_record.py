@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
+    from megatron.core.transformer.moe.auxiliary_losses import RunningCounts
     from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -23,8 +24,8 @@ def auxiliary_loss_names(config: TransformerConfig) -> tuple[str, ...]:
 
 def balancing_loss_name(config: TransformerConfig) -> str:
     """Return the log's name of the load-balancing loss."""
-    by_sequence = config.moe_router_load_balancing_type == "seq_aux_loss"
-    return "seq_load_balancing_loss" if by_sequence else "load_balancing_loss"
+    prefix = {"seq_aux_loss": "seq_", "global_aux_loss": "global_"}.get(config.moe_router_load_balancing_type, "")
+    return f"{prefix}load_balancing_loss"
 
 
 class AuxiliaryLossRecord:
@@ -39,6 +40,7 @@ class AuxiliaryLossRecord:
     def __init__(self, names: tuple[str, ...]) -> None:
         self.names = names
         self._parts: dict[str, list[torch.Tensor]] = {name: [] for name in names}
+        self.running_counts: list[RunningCounts] = []
 
     def add(self, name: str, part: torch.Tensor) -> None:
         """Add this rank's part [] of a router's loss, unless backward is recomputing that forward."""
@@ -49,6 +51,8 @@ class AuxiliaryLossRecord:
         """Reset all sums to zero, also those of an interrupted step."""
         for parts in self._parts.values():
             parts.clear()
+        for counts in self.running_counts:
+            counts.clear()
 
     def take(self, device: torch.device) -> torch.Tensor:
         """Return the sums [number of names], in fp64 on ``device``, and reset them to zero."""

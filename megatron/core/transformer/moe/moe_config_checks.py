@@ -15,10 +15,11 @@ _NEEDS_EXPERTS = (
     "moe_shared_expert_intermediate_size",
     "moe_grouped_gemm",
     "moe_expert_capacity_factor",
+    "moe_router_force_load_balancing",
 )
 _CHOICES: dict[str, tuple[str | None, ...]] = {
     "moe_router_score_function": ("softmax", "sigmoid"),
-    "moe_router_load_balancing_type": ("aux_loss", "seq_aux_loss", "none"),
+    "moe_router_load_balancing_type": ("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"),
     "moe_router_dtype": (None, "fp32", "fp64"),
     "moe_token_drop_policy": ("probs", "position"),
     "moe_token_dispatcher_type": ("alltoall", "allgather"),
@@ -57,14 +58,20 @@ MOE_CONTRADICTIONS: list[tuple[Callable[[TransformerConfig], bool], str]] = [
             and c.moe_router_topk == 1
             and c.moe_router_score_function == "softmax"
             and not c.moe_router_pre_softmax
+            and c.moe_router_load_balancing_type != "sinkhorn"
         ),
         "moe_router_topk=1 must go with moe_router_pre_softmax, got False: a softmax over a single expert is 1"
         " whatever the router computes",
     ),
     (
-        lambda c: c.moe_router_load_balancing_type == "none" and c.moe_aux_loss_coeff != 0.0,
-        "moe_aux_loss_coeff must be 0 with moe_router_load_balancing_type='none', got {moe_aux_loss_coeff}; leave it out,"
-        " or balance by aux_loss or seq_aux_loss",
+        lambda c: c.moe_router_load_balancing_type in ("none", "sinkhorn") and c.moe_aux_loss_coeff != 0.0,
+        "moe_aux_loss_coeff must be 0 with moe_router_load_balancing_type={moe_router_load_balancing_type!r}, got"
+        " {moe_aux_loss_coeff}; leave it out, or balance by aux_loss, seq_aux_loss or global_aux_loss",
+    ),
+    (
+        lambda c: c.moe_router_load_balancing_type == "sinkhorn" and c.moe_router_topk_scaling_factor is not None,
+        "moe_router_topk_scaling_factor must be None with moe_router_load_balancing_type='sinkhorn', got"
+        " {moe_router_topk_scaling_factor}: its probabilities are the scores themselves",
     ),
     (
         lambda c: _negative(c.moe_aux_loss_coeff) or (c.moe_z_loss_coeff is not None and _negative(c.moe_z_loss_coeff)),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatron.core.process_groups_config import group_of, group_size
-from megatron.core.transformer.moe.auxiliary_losses import AuxiliaryLosses
+from megatron.core.transformer.moe.auxiliary_losses import AuxiliaryLosses, RunningCounts
 from megatron.core.transformer.moe.loss_record import AuxiliaryLossRecord, auxiliary_loss_names, balancing_loss_name
 from megatron.core.transformer.moe.routing import Routing, route
 from megatron.core.transformer.parameter_init import InitializedParameters
@@ -47,6 +47,9 @@ class TopKRouter(InitializedParameters):
             raise ValueError(
                 f"pg_collection.tp_cp must hold the ranks of tp and cp ({expected}), got {group_size(self.tp_cp_group)}"
             )
+        self.dp_group = group_of(pg_collection, "dp")
+        is_global = config.moe_router_load_balancing_type == "global_aux_loss"
+        self.running_counts = RunningCounts() if is_global else None
         self.loss_record: AuxiliaryLossRecord | None = None
         self.set_num_microbatches(1)
         self.reset_parameters()
@@ -59,9 +62,12 @@ class TopKRouter(InitializedParameters):
         self.aux_loss_scale = 1.0 if self.config.calculate_per_token_loss else self.cp_size / num_microbatches
 
     def forward(self, hidden_states: torch.Tensor) -> Routing:
-        """Route the s * b tokens of [s, b, h]. Ranks: all of ``tp_cp``, in training with a load-balancing loss."""
+        """Route the s * b tokens of [s, b, h].
+
+        Ranks: all of ``tp_cp``, in training with a load-balancing loss; all of ``dp`` too, if it is the global one.
+        """
         losses = self._losses(hidden_states) if self.training and torch.is_grad_enabled() else None
-        routing, balancing_loss, z_loss = route(hidden_states, self.weight, self.config, losses)
+        routing, balancing_loss, z_loss = route(hidden_states, self.weight, self.config, losses, training=self.training)
         if self.loss_record is not None:
             if balancing_loss is not None:
                 self.loss_record.add(balancing_loss_name(self.config), balancing_loss)
@@ -80,6 +86,8 @@ class TopKRouter(InitializedParameters):
             scale=self.aux_loss_scale * per_token,
             num_sequences=batch if config.moe_router_load_balancing_type == "seq_aux_loss" else 1,
             group=self.tp_cp_group,
+            running=self.running_counts,
+            data_group=self.dp_group,
         )
 
     def extra_repr(self) -> str:
@@ -100,7 +108,8 @@ def set_num_microbatches(model: torch.nn.Module, num_microbatches: int) -> None:
 def record_auxiliary_losses(model: torch.nn.Module, config: TransformerConfig) -> AuxiliaryLossRecord | None:
     """Attach a record to the model's routers, to which they add their losses; None where the configuration has none.
 
-    The caller must call ``take`` on it in every step: until then it keeps one tensor for each loss and forward.
+    The caller must call ``clear`` before and ``take`` after every step: until then it keeps one tensor for each loss and
+    forward, and the global load-balancing loss counts on.
 
     Ranks: each alone. A pipeline stage without routers gets a record of zeros.
     """
@@ -111,4 +120,6 @@ def record_auxiliary_losses(model: torch.nn.Module, config: TransformerConfig) -
     for module in model.modules():
         if isinstance(module, TopKRouter):
             module.loss_record = record
+            if module.running_counts is not None:
+                record.running_counts.append(module.running_counts)
     return record

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 _DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 # Keeps a sum of sigmoids above zero; the value is Megatron-Core's.
 _TINY = 1e-20
+_SMALL = 1e-8
 
 
 class Routing(NamedTuple):
@@ -45,9 +46,16 @@ class RoutingWithLosses(NamedTuple):
 
 
 def route(
-    hidden_states: torch.Tensor, weight: torch.Tensor, config: TransformerConfig, losses: AuxiliaryLosses | None = None
+    hidden_states: torch.Tensor,
+    weight: torch.Tensor,
+    config: TransformerConfig,
+    losses: AuxiliaryLosses | None = None,
+    *,
+    training: bool = False,
 ) -> RoutingWithLosses:
     """Choose the ``moe_router_topk`` best experts of each of [..., h] tokens by the logits of an [e, h] weight.
+
+    In ``training`` with "sinkhorn", the best are those of the matrix that ``sinkhorn`` balances.
 
     Logits are in ``moe_router_dtype``, and so are ``probs``; scores are computed in fp32 at least. Backward adds the
     gradients of the losses to whatever reaches ``probs``.
@@ -55,7 +63,7 @@ def route(
     Ranks: all of ``losses.group``, which sums one small tensor of counts, where experts are balanced.
     Source: Megatron-Core's topk_routing_with_score_function (what is computed, and in which dtype).
     """
-    probs, experts, balancing_loss, z_loss = _Route.apply(hidden_states, weight, config, losses)  # type: ignore[no-untyped-call, unused-ignore]
+    probs, experts, balancing_loss, z_loss = _Route.apply(hidden_states, weight, config, losses, training)  # type: ignore[no-untyped-call, unused-ignore]
     return RoutingWithLosses(Routing(probs, experts), balancing_loss, z_loss)
 
 
@@ -80,13 +88,16 @@ class _Route(torch.autograd.Function):
         weight: torch.Tensor,
         config: TransformerConfig,
         losses: AuxiliaryLosses | None,
+        training: bool,
     ) -> tuple[torch.Tensor | None, ...]:
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
         dtype = _DTYPES.get(config.moe_router_dtype or "", tokens.dtype)
         logits = F.linear(tokens.to(dtype), weight.to(dtype))
+        if config.moe_router_force_load_balancing:
+            logits = torch.randn_like(logits)  # backward treats them as the logits
         ctx.scores, ctx.scaling = _scores(config), config.moe_router_topk_scaling_factor or 1.0
         ctx.compiled = not config.disable_jit_fuser
-        best, experts = torch.topk(_score(logits, ctx.scores), config.moe_router_topk, dim=1)
+        best, experts = _choose(logits, ctx.scores, config, balances=training)
         if losses is None:
             probs = _weigh(ctx.compiled, logits, best, ctx.scores, ctx.scaling)
             grad_sums = grad_log_sums = balancing_loss = z_loss = None
@@ -112,11 +123,44 @@ class _Route(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
             grad_weight = (grad.t() @ tokens.to(grad.dtype)).to(weight.dtype)
-        return grad_hidden, grad_weight, None, None
+        return grad_hidden, grad_weight, None, None, None
+
+
+def _choose(
+    logits: torch.Tensor, scores: str, config: TransformerConfig, *, balances: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the scores [t, k] of the experts that tokens go to, and their indices [t, k]."""
+    scored = _score(logits, scores)
+    if config.moe_router_load_balancing_type != "sinkhorn" or not balances:
+        best, experts = torch.topk(scored, config.moe_router_topk, dim=1)
+        return best, experts
+    experts = torch.topk(sinkhorn(_wide(logits)), config.moe_router_topk, dim=1).indices
+    return scored.gather(1, experts), experts
+
+
+def sinkhorn(logits: torch.Tensor, tolerance: float = 1e-4) -> torch.Tensor:
+    """Scale rows and columns of exp(logits) in turn until columns, the experts of [t, e], have equal sums.
+
+    The tokens are those of this rank, as in Megatron-Core. The host waits for the device in each turn.
+
+    Source: Sinkhorn-Knopp; S-BASE (arXiv:2202.01169) for the choice of experts; steps and tolerance are Megatron-Core's.
+    """
+    num_tokens, num_experts = logits.shape
+    matrix = logits.exp()
+    columns = torch.ones_like(matrix[0])
+    while True:
+        before = columns
+        rows = 1 / (num_tokens * ((matrix * columns).sum(dim=1) + _SMALL))
+        columns = 1 / (num_experts * ((matrix * rows.unsqueeze(1)).sum(dim=0) + _SMALL))
+        # Not "> tolerance": what is not finite ends the loop too.
+        if not (columns - before).abs().mean() > tolerance:
+            return matrix * columns * rows.unsqueeze(1)
 
 
 def _scores(config: TransformerConfig) -> str:
     """Name the scores that choose experts: logits (then a softmax over the chosen), softmax over all, or sigmoids."""
+    if config.moe_router_load_balancing_type == "sinkhorn":
+        return "sigmoid" if config.moe_router_topk == 1 else "softmax"
     if config.moe_router_score_function == "sigmoid":
         return "sigmoid"
     return "softmax" if config.moe_router_pre_softmax else "logits"

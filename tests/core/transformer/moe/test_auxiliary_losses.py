@@ -170,3 +170,49 @@ def test_groups_that_contradict_each_other_are_refused() -> None:
 
     with pytest.raises(ValueError, match=r"tp_cp must hold the ranks of tp and cp \(2\), got 1"):
         TopKRouter(_config(), ProcessGroupCollection(cp=TwoRanks()))  # type: ignore[arg-type]
+
+
+def _global_gradients(tokens: int) -> tuple[list[float], torch.Tensor, torch.Tensor]:
+    """Return the recorded losses [M], the gradient of two microbatches on this rank, and the expected one of all ranks."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    config = _config(moe_router_load_balancing_type="global_aux_loss", moe_z_loss_coeff=None)
+    router = TopKRouter(config, ProcessGroupCollection(dp=dist.group.WORLD))
+    set_num_microbatches(router, 2)
+    record = record_auxiliary_losses(router, config)
+    assert record is not None and record.names == ("global_load_balancing_loss",)
+    generator = torch.Generator().manual_seed(7)
+    # [microbatch, rank]: both steps have the same data, so counts must begin anew
+    data = torch.randn(2, size, tokens, 1, FIELDS["hidden_size"], generator=generator)
+    for _ in range(2):
+        record.clear()
+        router.weight.grad = None
+        losses = []
+        for hidden in data[:, rank]:
+            (router(hidden).probs.sum() * 0.0).backward()
+            losses.append(float(record._parts["global_load_balancing_loss"][-1]))
+    assert router.weight.grad is not None
+    return losses, router.weight.grad, _expected_global_gradient(router, data, config)
+
+
+def _expected_global_gradient(router: TopKRouter, data: torch.Tensor, config: TransformerConfig) -> torch.Tensor:
+    """The gradient [e, h] of one loss for all ranks' tokens, with the shares of assignments of the step so far."""
+    weight = router.weight.detach().clone().requires_grad_()
+    shares = torch.zeros(config.num_moe_experts or 0)
+    total = torch.zeros(())
+    for index, of_ranks in enumerate(data):
+        logits = of_ranks.reshape(-1, of_ranks.shape[-1]) @ weight.t()
+        taken = torch.topk(logits, config.moe_router_topk)[1].flatten()
+        shares = shares + torch.bincount(taken, minlength=len(shares)) / taken.numel()
+        loss = len(shares) * (shares / (index + 1) * scores_of_all(logits, "softmax").mean(dim=0)).sum()
+        total = total + config.moe_aux_loss_coeff * loss / len(data)
+    total.backward()
+    assert weight.grad is not None
+    return weight.grad
+
+
+def test_the_global_loss_takes_shares_from_all_ranks_and_the_step_so_far() -> None:
+    """Ranks' gradients add up to that of one loss, and recorded parts, meant over ranks, to the loss itself."""
+    results = run_ranks(2, _global_gradients, 6)
+    summed = results[0][1] + results[1][1]
+    torch.testing.assert_close(summed, results[0][2], rtol=1e-5, atol=1e-8)
+    assert all(0.5 < (a + b) / 2 < 4 for a, b in zip(results[0][0], results[1][0], strict=True))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron.core.transformer.moe.auxiliary_losses import AuxiliaryLosses
-from megatron.core.transformer.moe.routing import Routing, capacity, route
+from megatron.core.transformer.moe.routing import Routing, capacity, route, sinkhorn
 from megatron.core.transformer.transformer_config import TransformerConfig
 from tests.support import plain_router
 from tests.support.tiny_moe import FIELDS
@@ -64,6 +64,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "softmax_of_all_top1": {"moe_router_pre_softmax": True, "moe_router_topk": 1},
     "sigmoid": {"moe_router_score_function": "sigmoid", "moe_router_topk": 3},
     "sigmoid_top1": {"moe_router_score_function": "sigmoid", "moe_router_topk": 1},
+    "sinkhorn": {"moe_router_load_balancing_type": "sinkhorn", "moe_router_topk": 2, "moe_aux_loss_coeff": 0.0},
+    "sinkhorn_top1": {"moe_router_load_balancing_type": "sinkhorn", "moe_router_topk": 1, "moe_aux_loss_coeff": 0.0},
 }
 BALANCED: dict[str, AuxiliaryLosses | None] = {
     "not_at_all": None,
@@ -81,7 +83,7 @@ def test_results_and_gradients_are_those_that_autograd_finds(kind: str, balanced
     generator = torch.Generator().manual_seed(2)
     hidden = torch.randn(4, 3, 16, dtype=torch.float64, generator=generator, requires_grad=True)
     weight = torch.randn(4, 16, dtype=torch.float64, generator=generator, requires_grad=True)
-    routing, *ours = route(hidden, weight, config, losses)
+    routing, *ours = route(hidden, weight, config, losses, training=True)
     logits = hidden.view(-1, 16) @ weight.t()
     probs, experts = plain_router.routed(logits, config)
     torch.testing.assert_close(routing.probs, probs)
@@ -93,7 +95,8 @@ def test_results_and_gradients_are_those_that_autograd_finds(kind: str, balanced
     balancing: torch.Tensor | None = None
     z: torch.Tensor | None = None
     if losses is not None and losses.balancing:
-        scores = plain_router.scores_of_all(logits, config.moe_router_score_function)
+        is_sigmoid = kind == "sinkhorn_top1" or config.moe_router_score_function == "sigmoid"
+        scores = plain_router.scores_of_all(logits, "sigmoid" if is_sigmoid else "softmax")
         balancing = plain_router.load_balancing_loss(scores, experts, losses.num_sequences)
         total = total + losses.scale * losses.balancing * balancing
     if losses is not None and losses.z:
@@ -105,6 +108,38 @@ def test_results_and_gradients_are_those_that_autograd_finds(kind: str, balanced
         torch.testing.assert_close(mine, None if other is None else other.detach())
     for mine, other in zip(grads, torch.autograd.grad(total, (hidden, weight)), strict=True):
         torch.testing.assert_close(mine, other)
+
+
+def test_sinkhorn_balances_what_it_is_given_and_is_off_in_evaluation() -> None:
+    """All tokens prefer one expert, but in training each expert gets its share."""
+    generator = torch.Generator().manual_seed(5)
+    logits = torch.randn(64, 4, generator=generator) * 0.1 + torch.tensor([3.0, 0.0, 0.0, 0.0])
+    config = _config(moe_router_load_balancing_type="sinkhorn", moe_router_topk=1, moe_aux_loss_coeff=0.0)
+    trained = route(logits, torch.eye(4), config, training=True).routing
+    assert torch.bincount(trained.experts.flatten(), minlength=4).max() <= 24
+    torch.testing.assert_close(trained.probs, torch.sigmoid(logits).gather(1, trained.experts))
+    evaluated = route(logits, torch.eye(4), config).routing
+    assert (evaluated.experts == 0).all()
+
+
+def test_sinkhorn_ends_where_logits_are_not_finite() -> None:
+    assert not torch.isfinite(sinkhorn(torch.full((4, 2), math.nan))).any()
+
+
+def test_forced_balance_routes_by_random_numbers_and_backward_goes_on() -> None:
+    generator = torch.Generator().manual_seed(5)
+    hidden = torch.randn(256, 4, generator=generator) + torch.tensor([9.0, 0.0, 0.0, 0.0])
+    weight = torch.eye(4, requires_grad=True)
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        forced = route(
+            hidden,
+            weight,
+            _config(moe_router_force_load_balancing=True, moe_router_topk=1, moe_router_pre_softmax=True),
+        )
+    assert torch.bincount(forced.routing.experts.flatten(), minlength=4).min() > 40
+    forced.routing.probs.sum().backward()
+    assert weight.grad is not None and weight.grad.abs().sum() > 0
 
 
 @pytest.mark.gpu(1)
@@ -119,7 +154,7 @@ def test_what_is_compiled_computes_the_same_on_a_device(kind: str, balanced: str
         results = []
         for compiled in (True, False):
             config = _config(**KINDS[kind], disable_jit_fuser=not compiled)
-            routing, *losses = route(hidden, weight, config, BALANCED[balanced])
+            routing, *losses = route(hidden, weight, config, BALANCED[balanced], training=True)
             grads = torch.autograd.grad(routing.probs.sin().sum(), (hidden, weight))
             results.append((*routing, *losses, *grads))
         # Sums over tokens are in another order.
