@@ -56,9 +56,14 @@ OPTIONS: dict[str, list[str]] = {
     "graph": ["--cuda-graph-impl", "full_iteration"],
     "keep": ["--keep-fp8-transpose-cache"],
     "attention": ["--fp8-dot-product-attention"],
+    "fuser": ["--use-transformer-engine-op-fuser"],
+    "recompute": [
+        *("--use-transformer-engine-op-fuser", "--recompute-granularity", "selective", "--recompute-modules", "mlp_act")
+    ],
     "wide": [],
 }
-"""Steps in a CUDA graph; transposed bytes kept from forward to backward; attention in FP8; weights on the wire in bf16."""
+"""Steps in a CUDA graph; transposed bytes kept from forward to backward; attention in FP8; the MLP's activation and its gradient
+written in FP8; and this activation computed again in backward; weights on the wire in bf16."""
 
 _GIB = 2**30
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import compare_precisions
+from megatron.training.arguments import parse_settings
 from tests.support import fake_transformer_engine
 from tests.support.launch import run_ranks
 
@@ -69,6 +70,11 @@ def test_options_change_the_flags() -> None:
     assert "--fp8-param-gather" in compare_precisions.flags_of("blockwise")
     wide = compare_precisions.flags_of("delayed+wide+attention")
     assert "--fp8-param-gather" not in wide and "--fp8-dot-product-attention" in wide
+    for option in compare_precisions.OPTIONS:
+        if option != "graph":
+            parse_settings(
+                [*FLAGS.split(), *compare_precisions.flags_of(f"delayed+{option}")]
+            )  # raises where it is no flag
     for name in ("fp16", "bf16+magic"):
         with pytest.raises(ValueError, match="a run must be one of local, bf16, delayed"):
             compare_precisions.flags_of(name)
