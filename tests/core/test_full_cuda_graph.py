@@ -15,6 +15,9 @@ from torch import Tensor, nn
 
 from megatron.core.distributed.fsdp import fully_shard, microbatch
 from megatron.core.distributed.fsdp.api.fully_shard import contexts_of
+from megatron.core.distributed.fsdp.buffers.scaled_weights import ScaledWeights
+from megatron.core.distributed.fsdp.buffers.weights import GroupWeights
+from megatron.core.distributed.fsdp.config.placement import strategy_placements
 from megatron.core.distributed.fsdp.flat_optimizer.flat_adamw import FlatAdamW
 from megatron.core.distributed.fsdp.runtime import context as context_module
 from megatron.core.full_cuda_graph import (
@@ -26,6 +29,8 @@ from megatron.core.full_cuda_graph import (
     _no_garbage_collection,
 )
 from tests.support.capture_streams import CaptureStreams
+from tests.support.float8_weights import WIDTH as FP8_WIDTH
+from tests.support.float8_weights import make_codec, make_fp8_net
 from tests.support.launch import run_ranks
 from tests.support.tape_graph import TapeGraph
 
@@ -64,13 +69,16 @@ class _Training:
         self.optimizer.zero_grad()
         return {"loss": total}
 
+    def inputs(self, generator: torch.Generator) -> Tensor:
+        return torch.randn(4, _WIDTH, generator=generator)
+
     def train(self, iteration: int, num_microbatches: int) -> Tensor:
         """Run one step at its own learning rate."""
         for group in self.optimizer.param_groups:
             group["lr"] = 0.01 * (iteration + 1)
         self.optimizer.refresh_hyperparameters()
         inputs = torch.Generator().manual_seed(100 * iteration + dist.get_rank())
-        microbatches = [{"x": torch.randn(4, _WIDTH, generator=inputs)} for _ in range(num_microbatches)]
+        microbatches = [{"x": self.inputs(inputs)} for _ in range(num_microbatches)]
         seeds = [1000 * iteration + 10 * index + dist.get_rank() for index in range(num_microbatches)]
         result = self.run(microbatches, seeds)["loss"]
         for data in microbatches:
@@ -120,6 +128,72 @@ def test_replays_give_the_losses_of_eager_steps(num_ranks: int, num_microbatches
         assert (num_eager, num_replays) == (0, _STEPS - warmup)
         assert len(set(eager)) == len(eager)
         assert graphed == eager
+
+
+class _Fp8Training(_Training):
+    """As ``_Training``, without dropout, of a net whose matrices rest in bytes."""
+
+    def __init__(self, recipe: str, strategy: str, *, warmup_steps: int) -> None:
+        self.model = make_fp8_net(make_codec(recipe))  # type: ignore[assignment]
+        for module in (*self.model.blocks, self.model):  # type: ignore[misc]
+            fully_shard(module, placements=strategy_placements(strategy))
+        self.optimizer = FlatAdamW(self.model.parameters(), lr=0.1, overlaps_forward=True)
+        self.tape = TapeGraph(self.persistent)
+        self.run = FullCudaGraph(self.step, contexts_of(self.model), self.tape, warmup_steps=warmup_steps)
+
+    def persistent(self) -> list[Tensor]:
+        scaled = [weights for weights in self.weights() if isinstance(weights, ScaledWeights)]
+        return [
+            *super().persistent(),
+            *(weights.model.local for weights in self.weights()),
+            *(tensor for weights in scaled for tensor in vars(weights.scales).values()),
+        ]
+
+    def weights(self) -> list[GroupWeights]:
+        return [group.weights for group in contexts_of(self.model)[0].groups]
+
+    def inputs(self, generator: torch.Generator) -> Tensor:
+        return torch.randn(4, FP8_WIDTH, generator=generator).bfloat16()
+
+    def train(self, iteration: int, num_microbatches: int) -> Tensor:
+        with patch.object(ScaledWeights, "is_captured", property(lambda _: self.tape.is_capturing)):
+            return super().train(iteration, num_microbatches)
+
+
+def _train_in_fp8(recipe: str, strategy: str, warmup_steps: int) -> list[list[float]]:
+    """Losses of steps and evaluations, and the scales after each."""
+    training = _Fp8Training(recipe, strategy, warmup_steps=warmup_steps)
+    found = []
+    for iteration in range(_STEPS):
+        found.append([training.train(iteration, 2).item()])
+        if iteration in (1, 3, 5):
+            with torch.no_grad():
+                found[-1].append(training.model(torch.ones(2, FP8_WIDTH).bfloat16()).sum().item())
+        for weights in training.weights():
+            if isinstance(weights, ScaledWeights):
+                found[-1] += weights.scales.scale.tolist()
+    assert training.tape.num_replays == _STEPS - warmup_steps
+    training.run.close()
+    return found
+
+
+def _train_in_fp8_in_each_way() -> dict[tuple[str, str, int], list[list[float]]]:
+    return {
+        (recipe, strategy, warmup): _train_in_fp8(recipe, strategy, warmup)
+        for recipe, strategy in (
+            ("delayed", "optim_grads_params"),
+            ("delayed", "optim"),
+            ("tensorwise", "optim_grads_params"),
+        )
+        for warmup in (3, _STEPS)
+    }
+
+
+def test_replays_scale_weights_in_bytes_as_eager_steps_do() -> None:
+    """To the last bit, also where eager updates write bytes themselves, and evaluations come between replays."""
+    for found in run_ranks(2, _train_in_fp8_in_each_way):
+        for (recipe, strategy, warmup), losses in found.items():
+            assert losses == found[recipe, strategy, _STEPS], (recipe, strategy, warmup)
 
 
 @pytest.fixture

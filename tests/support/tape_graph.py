@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.support.capture_streams import CaptureStreams
+from tests.support.float8_weights import DequantizedWeight
 
 
 class _Recorder(TorchDispatchMode):
@@ -29,7 +30,7 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if any(issubclass(kind, DTensor) for kind in types):
+        if any(issubclass(kind, DTensor | DequantizedWeight) for kind in types):
             return NotImplemented  # its local operations come here
         if func is torch.ops.aten._local_scalar_dense.default:
             raise RuntimeError("a step that is captured must not read values on the host")
@@ -67,6 +68,7 @@ class TapeGraph:
     def __init__(self, persistent: Callable[[], Sequence[Tensor]], streams: CaptureStreams | None = None) -> None:
         self.persistent, self.streams = persistent, streams
         self.num_replays = 0
+        self.is_capturing = False
         self._acts: list[Callable[[], object]] = []
         self._seeds: Sequence[int] = ()
         self._resize = torch.UntypedStorage.resize_
@@ -79,8 +81,10 @@ class TapeGraph:
     def capture(self, function: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
         before = [tensor.detach().clone() for tensor in self.persistent()]
         in_capture = nullcontext() if self.streams is None else self.streams.capture()
+        self.is_capturing = True
         with in_capture, _Recorder(self._acts), patch("torch.get_rng_state", _no_random_state):
             results = function()
+        self.is_capturing = False
         with torch.no_grad(), self._uncounted():
             for tensor, value in zip(self.persistent(), before, strict=True):
                 tensor.copy_(value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import io
 import warnings
 from functools import cache
@@ -52,6 +53,22 @@ _SPLIT = {
         "--attention-backend unfused --global-batch-size 12 --bf16 --num-distributed-optimizer-instances 2 "
         "--outer-dp-sharding-strategy optim"
     ),
+}
+
+_FP8 = (
+    "--attention-backend unfused --attention-dropout 0 --hidden-dropout 0 --global-batch-size 12 --bf16 --hidden-size 256 "
+    "--seq-length 128 --max-position-embeddings 128 --fp8-format hybrid --num-layers 2"
+)
+_DELAYED = "--fp8-recipe delayed --fp8-amax-history-len 4 --fp8-amax-compute-algo max"
+_IN_FP8 = {
+    "delayed": f"{_FP8} {_DELAYED}",
+    "delayed, weights in bytes": f"{_FP8} {_DELAYED} --fp8-param-gather",
+    "delayed, recomputed": (
+        f"{_FP8} {_DELAYED} --fp8-param-gather --recompute-granularity full --recompute-method uniform "
+        "--recompute-num-layers 1"
+    ),
+    "tensorwise, weights in bytes": f"{_FP8} --fp8-recipe tensorwise --fp8-param-gather --keep-fp8-transpose-cache",
+    "blockwise, weights in bytes": f"{_FP8} --fp8-recipe blockwise --fp8-param-gather",
 }
 
 
@@ -113,10 +130,11 @@ def _logged(run: Run) -> list[str]:
 
 
 @cache
-def _pairs(num_ranks: int, transport: str, is_split: bool) -> dict[str, _Trace]:
+def _pairs(num_ranks: int, transport: str, kind: str) -> dict[str, _Trace]:
+    variants = {"split": _SPLIT, "FP8": _IN_FP8, "dense": _VARIANTS}[kind]
     flags = {
         f"{name}, {way}": f"{added} --fsdp-transport {transport} {graph}"
-        for name, added in (_SPLIT if is_split else _VARIANTS).items()
+        for name, added in variants.items()
         for way, graph in (("eager", ""), ("graph", _GRAPH))
     }
     traces: dict[str, _Trace] = run_ranks(num_ranks, _train_all, flags, backend="nccl", timeout_s=280.0)[0]
@@ -124,7 +142,8 @@ def _pairs(num_ranks: int, transport: str, is_split: bool) -> dict[str, _Trace]:
 
 
 def _assert_same(num_ranks: int, transport: str, name: str) -> None:
-    traces = _pairs(num_ranks, transport, name in _SPLIT)
+    kind = "split" if name in _SPLIT else "FP8" if name in _IN_FP8 else "dense"
+    traces = _pairs(num_ranks, transport, kind)
     eager, graph = traces[f"{name}, eager"], traces[f"{name}, graph"]
     assert (eager.num_replays, graph.num_replays) == (0, 5)
     assert len({loss for loss, *_ in eager.steps}) == 8
@@ -150,6 +169,14 @@ def test_a_captured_run_equals_an_eager_one_with_every_transport(transport: str,
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize("name", _SPLIT)
 def test_a_captured_run_of_ranks_that_are_no_replicas_equals_an_eager_one(name: str) -> None:
+    _assert_same(2, "nccl", name)
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.skipif(importlib.util.find_spec("transformer_engine") is None, reason="transformer-engine is not there")
+@pytest.mark.parametrize("name", _IN_FP8)
+def test_a_captured_run_in_fp8_equals_an_eager_one(name: str) -> None:
+    """Scales and histories move on the device, in a replay as in a step whose optimizer writes bytes itself."""
     _assert_same(2, "nccl", name)
 
 

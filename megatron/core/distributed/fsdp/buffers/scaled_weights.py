@@ -99,10 +99,15 @@ class ScaledWeights(GroupWeights):
 
     # ---- main to model weight -----------------------------------------------------------------------------------
 
+    @property
+    def is_captured(self) -> bool:
+        """Whether what is done now becomes part of a CUDA graph."""
+        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
     def begin_update(self, *, is_whole: bool) -> UpdateEncoding | None:
         self._forget_update()  # two updates without a forward between them
         # A replayed graph must not depend on what ran eagerly between replays: it measures and encodes in each forward.
-        if not (is_whole and self.has_following and self.codec.encodes_by_tensor) or _is_capturing(self.device):
+        if not (is_whole and self.has_following and self.codec.encodes_by_tensor) or self.is_captured:
             return None
         self.was_updated = True
         target = self.encoded_piece if self.codec.has_history else None
@@ -215,7 +220,3 @@ class ScaledWeights(GroupWeights):
         self._follow_main()
         self.synced_weight_version = -1
         return True
-
-
-def _is_capturing(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

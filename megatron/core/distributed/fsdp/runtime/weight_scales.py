@@ -64,7 +64,7 @@ class _Batch:
     def __init__(self, members: list[ScaledWeights]) -> None:
         self._members = [weakref.ref(weights) for weights in members]
         self._codec, self._axes, self._dtype = members[0].codec, _axes(members[0]), members[0].dtypes.compute
-        self._tensor_group, self._device = _tensor_group(members[0]), members[0].device
+        self._tensor_group = _tensor_group(members[0])
         numbers = [weights.scales.scale.numel() for weights in members]
         self._scales = Scales.make(self._codec, sum(numbers), members[0].device)
         # Kept: their memory belongs to the stream that made them, and is read on this one.
@@ -79,7 +79,7 @@ class _Batch:
     def refresh(self) -> None:
         codec, scales = self._codec, self._scales
         members = [weights for ref in self._members if (weights := ref()) is not None]
-        is_captured = self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        is_captured = members[0].is_captured
         # A step that wrote bytes took the scales that follow from the history, whatever the new weights are.
         has_stepped = not is_captured and any(weights.was_updated for weights in members)
         for weights in members:
