@@ -90,7 +90,7 @@ class Quantization:
     each layer has its own.
 
     Raises:
-        NotImplementedError: no process group has the ranks over which delayed scaling must reduce.
+        ValueError: no process group has the ranks over which delayed scaling must reduce.
     """
 
     def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None) -> None:
@@ -118,11 +118,12 @@ def _amax_group(config: TransformerConfig, groups: ProcessGroupCollection | None
     if group_size(group_of(groups, "pp")) == 1:
         return None, torch.distributed.is_initialized()
     if group_size(group_of(groups, "tp")) == 1:
-        data = group_of(groups, "dp_cp") or group_of(groups, "dp")
-        return data, group_size(data) > 1
-    if config.fp8_recipe == "delayed":
-        raise NotImplementedError(
-            "fp8_recipe='delayed' over tensor- and pipeline-parallel ranks must go with tp_only_amax_red, got it off: there is"
-            " no process group of a stage's ranks; set it, or use fp8_recipe='tensorwise'"
+        stage = group_of(groups, "dp_cp") or group_of(groups, "dp")
+    else:
+        stage = group_of(groups, "tp_dp_cp")
+    if stage is None and config.fp8_recipe == "delayed":
+        raise ValueError(
+            "fp8_recipe='delayed' over pipeline-parallel ranks must come with a process group of a stage's ranks, got a collection"
+            " without tp_dp_cp; make it, let build_process_groups do so, or set tp_only_amax_red"
         )
-    return None, False
+    return stage, group_size(stage) > 1

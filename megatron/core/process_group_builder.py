@@ -23,7 +23,7 @@ _ENGINE_GROUPS = (
     "inter_expt_dist_opt",
     "embd",
 )
-_MODEL_GROUPS = ("tp", "cp", "ep", "pp", "expt_tp", "tp_cp", "tp_ep", "mp")
+_MODEL_GROUPS = ("tp", "cp", "ep", "pp", "expt_tp", "tp_cp", "tp_ep", "mp", "tp_dp_cp")
 _HYBRID_GROUPS = ("intra_dp_cp", "intra_expt_dp", "inter_dist_opt", "inter_expt_dist_opt")
 # The engine shards over these even if they have one rank.
 _GROUPS_OF_ONE = ("dp_cp", "dp", "expt_dp", "intra_dp_cp", "intra_expt_dp")
@@ -57,12 +57,16 @@ def build_process_groups(
     made: dict[str, ProcessGroup | None] = {}
     for names, maker in ((_ENGINE_GROUPS, engine), (_MODEL_GROUPS, model)):
         for name in names:
-            if name in _HYBRID_GROUPS and grid.num_distributed_optimizer_instances == 1:
-                continue
-            if grid.size(name) > 1 or name in _GROUPS_OF_ONE:
+            if (grid.size(name) > 1 or name in _GROUPS_OF_ONE) and _is_asked_for(name, grid):
                 made[name] = maker.make(name, grid)
     collection = ProcessGroupCollection(**made)
     return _with_all_gather_groups(collection, timeout) if create_all_gather_group else collection
+
+
+def _is_asked_for(name: str, grid: RankGrid) -> bool:
+    if name == "tp_dp_cp":  # all ranks, or those of dp_cp, otherwise
+        return grid.pipeline_model_parallel_size > 1 and grid.tensor_model_parallel_size > 1
+    return name not in _HYBRID_GROUPS or grid.num_distributed_optimizer_instances > 1
 
 
 def _with_all_gather_groups(groups: ProcessGroupCollection, timeout: timedelta | None) -> ProcessGroupCollection:

@@ -30,6 +30,7 @@ class ProcessGroupCollection:
         mp: tensor and pipeline together.
         dp, dp_cp: data parallelism of dense parameters, without and with context parallelism.
         tp_cp: tensor and context parallelism together.
+        tp_dp_cp: all ranks of a pipeline stage, where there are several that are split over ``tp``.
         expt_tp, expt_dp: tensor and data parallelism of expert parameters.
         tp_ep: tensor parallelism of experts and expert parallelism together.
         embd: the first and the last pipeline stage, which share the word embedding; None on other stages.
@@ -49,6 +50,7 @@ class ProcessGroupCollection:
     dp: ProcessGroup | None = None
     dp_cp: ProcessGroup | None = None
     tp_cp: ProcessGroup | None = None
+    tp_dp_cp: ProcessGroup | None = None
     expt_tp: ProcessGroup | None = None
     expt_dp: ProcessGroup | None = None
     tp_ep: ProcessGroup | None = None

@@ -27,6 +27,7 @@ _DENSE_AXES = {
     "dp": ("dp",),
     "dp_cp": ("dp", "cp"),
     "tp_cp": ("tp", "cp"),
+    "tp_dp_cp": ("tp", "dp", "cp"),
 }
 _EXPERT_AXES = {"ep": ("ep",), "expt_tp": ("tp",), "expt_dp": ("dp",), "tp_ep": ("tp", "ep")}
 _HYBRID = {

@@ -34,6 +34,7 @@ def _check_identities(groups: ProcessGroupCollection) -> None:
     """Process groups of the model and of the engine never share a communicator."""
     engine = [groups.dp, groups.dp_cp, groups.expt_dp, groups.intra_dp_cp, groups.inter_dist_opt, groups.embd]
     model = [groups.tp, groups.cp, groups.ep, groups.pp, groups.expt_tp, groups.tp_ep, groups.tp_cp, groups.mp]
+    model += [groups.tp_dp_cp]
     gathers = [groups.dp_cp_ag, groups.expt_dp_ag]
     for some, others in ((engine, model), (engine, gathers), (model, gathers)):
         assert not {id(g) for g in some if g is not None} & {id(g) for g in others if g is not None}
@@ -63,6 +64,8 @@ def test_each_rank_has_the_groups_of_the_grid() -> None:
             for name in GROUP_NAMES:
                 used = grid.size(name) > 1 or name in ("dp", "dp_cp", "expt_dp")
                 used = used if not name.startswith(("intra", "inter")) else hybrid
+                if name == "tp_dp_cp":
+                    used = "pipeline_model_parallel_size" in degrees
                 assert found.get(name) == (grid.ranks(name, rank) if used else None), (degrees, name)
             sharding = found["intra_dp_cp"] if hybrid else found["dp_cp"]
             expert_sharding = found["intra_expt_dp"] if hybrid else found["expt_dp"]

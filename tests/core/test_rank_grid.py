@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from megatron.core.rank_grid import GROUP_NAMES, RankGrid
 
 DENSE = {"tp": "tp", "cp": "cp", "pp": "pp", "mp": "tp pp", "dp": "dp", "dp_cp": "cp dp", "tp_cp": "tp cp"}
+DENSE["tp_dp_cp"] = "tp dp cp"
 EXPERT = {"ep": "ep", "expt_tp": "tp", "expt_dp": "dp", "tp_ep": "tp ep", "pp": "pp"}
 
 AS_DENSE = {"ep": "ep", "expt_tp": "tp", "expt_dp": "dp_cp", "tp_ep": "tp", "pp": "pp"}

@@ -16,6 +16,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from tests.support.fake_transformer_engine import fake_transformer_engine  # noqa: F401
 from tests.support.tiny_gpt import random_tokens
@@ -213,3 +214,34 @@ def test_transposes_that_the_engine_keeps_are_not_dropped_after_each_backward() 
         layer(x)
         seen.append((layer.is_fsdp2, layer.fuse_wgrad_accumulation))
     assert seen == [(False, False), (True, True), (False, True)]
+
+
+class _Ranks:
+    """A process group of so many ranks."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.num_ranks = num_ranks
+
+    def size(self) -> int:
+        return self.num_ranks
+
+
+def test_delayed_scaling_reduces_over_the_ranks_of_a_stage() -> None:
+    """Over all of them, as Megatron-Core does: ranks of other stages run other layers at other times."""
+    from megatron.core.fp8_utils import Quantization
+
+    pair: Any = _Ranks(2)
+    stage: Any = _Ranks(4)
+    fields: dict[str, Any] = {"params_dtype": torch.bfloat16, "bf16": True, "fp8": "hybrid"}
+    config = TransformerConfig(**DENSE, **NO_DROPOUT, **fields)
+    layouts = {
+        "tensor": ProcessGroupCollection(pp=pair, tp=pair, dp=pair, dp_cp=pair, tp_dp_cp=stage),
+        "data": ProcessGroupCollection(pp=pair, dp=stage, dp_cp=stage),
+    }
+    for groups in layouts.values():
+        quantization = Quantization(config, groups)
+        assert quantization._group is stage and quantization._recipe.reduce_amax
+    with pytest.raises(
+        ValueError, match="must come with a process group of a stage's ranks, got a collection without tp_dp_cp"
+    ):
+        Quantization(config, ProcessGroupCollection(pp=pair, tp=pair))

@@ -62,6 +62,20 @@ def test_launch_lines_get_the_layers_that_they_ask_for() -> None:
     assert entered["blockwise"] == ["Float8BlockScaling"] * 32
 
 
+def _train_split() -> list[float]:
+    """The losses; the largest values are reduced over the ranks of each stage."""
+    fake_transformer_engine.install()
+    split = "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2"
+    run = train_one(f"{BF16} {RUNS['delayed'][1]} {split}".split())
+    assert run.error is None, run.error
+    return list(run.losses.values())
+
+
+def test_stages_that_are_split_over_tensor_parallel_ranks_scale_with_delay() -> None:
+    found = run_ranks(4, _train_split)
+    assert len(found[0]) == 4 and found[0][-1] < found[0][0]
+
+
 def test_fp8_without_transformer_engine_is_refused_with_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
     assert pretrain_gpt.main(f"{BF16} --fp8-format hybrid".split()) == 2
     message = capsys.readouterr().err

@@ -24,6 +24,9 @@ RUNS = {
     "local": "--transformer-impl local",
     "bf16": "",
     "delayed": f"{FP8} delayed --fp8-amax-history-len 16 --fp8-amax-compute-algo max",
+    "recomputed": (
+        f"{FP8} delayed --fp8-param-gather --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    ),
     "tensorwise": f"{FP8} tensorwise --first-last-layers-bf16 --num-layers-at-end-in-bf16 0",
     "blockwise": f"{FP8} blockwise --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
     "attention": f"{FP8} delayed --fp8-dot-product-attention",
