@@ -474,4 +474,4 @@ def _with_first_ranks_values(plain: nn.Module, model: nn.Module, group: ProcessG
 
 def _local(tensor: Any) -> torch.Tensor:
     """Return the part of a DTensor that this rank holds; a plain tensor as it is."""
-    return (memory_of(tensor._local_tensor) if isinstance(tensor, DTensor) else tensor).detach()
+    return (memory_of(tensor._local_tensor, writes=False) if isinstance(tensor, DTensor) else tensor).detach()

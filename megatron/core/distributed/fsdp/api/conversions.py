@@ -85,7 +85,7 @@ def _check(module: nn.Module, fn: Function) -> None:
     for key, parameter in module._parameters.items():
         if parameter is None or group_of(parameter) is None:
             continue
-        own = memory_of(parameter._local_tensor) if isinstance(parameter, DTensor) else parameter
+        own = memory_of(parameter._local_tensor, writes=False) if isinstance(parameter, DTensor) else parameter
         converted = fn(own.detach().flatten()[:1].clone())
         if converted.dtype != own.dtype or converted.device != own.device:
             raise RuntimeError(

@@ -77,7 +77,7 @@ def copy_into(sharded: DTensor, value: torch.Tensor) -> None:
     """Copy a full tensor, or a DTensor of any placement, into ``sharded``. Ranks: all, for a DTensor."""
     if isinstance(value, DTensor):
         if value.placements == sharded.placements and value.device_mesh == sharded.device_mesh:
-            memory_of(sharded._local_tensor).copy_(memory_of(value._local_tensor))
+            memory_of(sharded._local_tensor).copy_(memory_of(value._local_tensor, writes=False))
             return
         value = value.full_tensor()
     memory_of(sharded._local_tensor).copy_(local_rows(sharded, value))

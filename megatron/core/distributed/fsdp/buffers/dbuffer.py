@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -45,8 +46,8 @@ class DBuffer:
         placed = zip(self.placements, self.axes, strict=True)
         self._is_cut = any(isinstance(placement, Shard) and axis.size > 1 for placement, axis in placed)
         self.local = local
-        if self.local.numel() != self.end - self.begin:
-            raise ValueError(f"the local storage must have {self.end - self.begin} elements, got {self.local.numel()}")
+        if local.numel() != self.end - self.begin:
+            raise ValueError(f"the local storage must have {self.end - self.begin} elements, got {local.numel()}")
 
     @property
     def local_nbytes(self) -> int:
@@ -58,17 +59,20 @@ class DBuffer:
 
         Where no axis cuts the buffer it has the tensor's own shape, whatever the layout's ``row_parts`` are.
         """
+        offset, shape = self.place_of(index)
+        return self.local[offset : offset + math.prod(shape)].view(shape)
+
+    def place_of(self, index: int) -> tuple[int, tuple[int, ...]]:
+        """Return where ``view`` begins in the local storage, and its shape."""
         slot = self.layout.slots[index]
-        if not slot.shape:
-            return self.local[slot.start - self.begin : slot.start - self.begin + 1].view(())
-        if not self._is_cut:
-            return self.local[slot.start : slot.start + slot.numel].view(slot.shape)
+        if not slot.shape or not self._is_cut:
+            return slot.start - self.begin, tuple(slot.shape)
         first, stop = (
             rows_before(position, start=slot.start, row_numel=slot.row_numel, num_rows=slot.rows)
             for position in (self.begin, self.end)
         )
         offset = slot.start + first * slot.row_numel - self.begin if stop > first else 0
-        return self.local[offset : offset + (stop - first) * slot.row_numel].view(stop - first, *slot.cut_shape[1:])
+        return offset, (stop - first, *slot.cut_shape[1:])
 
     def row_placements(self, index: int) -> list[Placement]:
         """Return the placements of a DTensor around ``view``: [A] by axis, innermost first.

@@ -49,7 +49,7 @@ class HookedWeights(GroupWeights):
         shape = self.layout.slots[index].shape
         made, self._metadata[index] = self._shells[index].before_gather(shard, self._mesh, shape, self.dtypes)
         self._tails[index] = made.shape[1:]
-        begin = self.main.view(index).storage_offset() - self.main.local.storage_offset()
+        begin, _ = self.main.place_of(index)
         if made.numel():
             self.encoded_piece[begin : begin + made.numel()].view(made.dtype).copy_(made.flatten())
 

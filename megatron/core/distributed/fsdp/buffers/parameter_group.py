@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megatron.core.distributed.fsdp.buffers.dbuffer import DBuffer
+from megatron.core.distributed.fsdp.buffers.frozen_weights import FrozenWeights
 from megatron.core.distributed.fsdp.buffers.grad_hooks import GradHooks
 from megatron.core.distributed.fsdp.buffers.grad_sums import GradSum
 from megatron.core.distributed.fsdp.buffers.gradients import GroupGradients
@@ -102,7 +103,12 @@ class FsdpParameterGroup:
         self.set_prefix("")
         self._parts = [part_of(p.original, p.name, group_mesh.tensor_size) for p in self.parameters]
         codec = codec_of(self.parameters[0].original, self.parameters[0].name)
-        self.weights = _KINDS.get(type(codec), GroupWeights)(
+        kind = (
+            FrozenWeights
+            if isinstance(codec, Fp8Codec) and not self.trainable
+            else _KINDS.get(type(codec), GroupWeights)
+        )
+        self.weights = kind(
             [p.original for p in self.parameters],
             layout=layout,
             group_mesh=group_mesh,

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from itertools import repeat
 
 import torch
+import torch.distributed as dist
 
 from megatron.core.distributed.fsdp.buffers.param_slots import each
 from megatron.core.distributed.fsdp.buffers.weights import GroupWeights
 from megatron.core.distributed.fsdp.codec.fp8_codec import Fp8Codec, pieces_of
 from megatron.core.distributed.fsdp.codec.update_encoding import SCALE_ALIGNMENT, UpdateEncoding
-from megatron.core.distributed.fsdp.config.mixed_precision import GroupDtypes
+from megatron.core.distributed.fsdp.comm.transport import Transport
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,7 @@ class ScaledWeights(GroupWeights):
     between steps, not between the forwards of one.
 
     Attributes:
+        follows_main: the bytes follow a main weight, and their scales those of the context's other groups.
         scales: of the group's weights, one after the other.
         restarts: the next scales are those of the weights as they are, without a history.
         has_following: ``scales.following`` is what the next step needs: nothing was loaded since.
@@ -71,6 +73,7 @@ class ScaledWeights(GroupWeights):
     """
 
     shares_counter = False  # what layers multiply are tensors of their own, each with a counter
+    follows_main = True
     codec: Fp8Codec
     scales: Scales
     prepare_scales: Callable[[], None]
@@ -127,6 +130,24 @@ class ScaledWeights(GroupWeights):
         for piece, main, _ in self._parts:
             self.codec.raise_amax(self._amax[piece.weight], main, piece)
 
+    def reduce_maxima(self, amax: torch.Tensor, *, in_tensor_group: bool) -> None:
+        """Reduce what each rank found to the maxima over all that hold parts of the main weight. Ranks: these.
+
+        Args:
+            in_tensor_group: over tensor-parallel ranks too, which hold parts of a weight under one name.
+        """
+        for axis in self.scale_axes:
+            axis.maximum(amax)
+        mesh = self.group_mesh.tensor_mesh
+        if in_tensor_group and mesh is not None and mesh.size(0) > 1:
+            dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=mesh.get_group(0))
+
+    @property
+    def scale_axes(self) -> list[Transport]:
+        """The transports of the axes over which main weights are cut."""
+        placed = zip(self.placements.optimizer, self.group_mesh.axes, strict=True)
+        return [axis for placement, axis in placed if placement.is_shard() and axis.size > 1]
+
     def restart_scales(self) -> None:
         """Take the scales of the weights as they were just measured, and begin their history with them."""
         self.restarts, scales = False, self.scales
@@ -161,7 +182,7 @@ class ScaledWeights(GroupWeights):
 
     def restore_scales(self, index: int, state: Mapping[str, torch.Tensor] | None) -> None:
         """Take over what ``scale_state`` returned, after ``note_load``; a shorter history takes the latest steps."""
-        if state is None or not self.codec.has_history:
+        if state is None or "amax_history" not in state or not self.codec.has_history:
             return
         history, saved = self.scales.history[:, index], state["amax_history"]
         kept = min(len(history), len(saved))
@@ -210,13 +231,3 @@ class ScaledWeights(GroupWeights):
     def _rebind(self, index: int, parameter: torch.Tensor) -> None:
         self.codec.wrapper.rebind(parameter, data=self.full.view(index))
         self._drop_derived()
-
-    def widen_main(self, dtypes: GroupDtypes) -> bool:
-        """As ``GroupWeights``; frozen weights have a main weight, too, in their nominal dtype."""
-        self.dtypes = dtypes
-        if self.main.local.dtype == dtypes.main_params:
-            return False
-        self.main = self._buffer(self.placements.optimizer, self.main.local.to(dtypes.main_params))
-        self._follow_main()
-        self.synced_weight_version = -1
-        return True

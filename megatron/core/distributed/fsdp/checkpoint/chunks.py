@@ -29,8 +29,11 @@ class Chunk:
     local: torch.Tensor
 
 
-def local_chunks(name: str, tensor: torch.Tensor) -> list[Chunk]:
+def local_chunks(name: str, tensor: torch.Tensor, *, writes: bool = False) -> list[Chunk]:
     """Return the parts of a tensor that this rank holds, in the order of rows; [] if it is not in the tensor's mesh.
+
+    Args:
+        writes: they are to be read into.
 
     Raises:
         RuntimeError: a placement is ``Partial``.
@@ -39,7 +42,7 @@ def local_chunks(name: str, tensor: torch.Tensor) -> list[Chunk]:
         return [Chunk(name, tensor.shape, torch.Size([0] * tensor.dim()), tensor.detach())]
     if tensor.device_mesh.get_coordinate() is None:
         return []
-    return [Chunk(name, tensor.shape, box.offsets, local) for box, local in pieces_of(tensor)]
+    return [Chunk(name, tensor.shape, box.offsets, local) for box, local in pieces_of(tensor, writes=writes)]
 
 
 def chunks_to_write(tensors: Sequence[NamedTensor]) -> list[Chunk]:

@@ -36,6 +36,7 @@ from megatron.core.distributed.fsdp.checkpoint.description import (
     encode,
 )
 from megatron.core.distributed.fsdp.checkpoint.folder import DATA_SUFFIX, MARKER
+from megatron.core.distributed.fsdp.codec.resting_bytes import FrozenWeight
 
 
 @dataclass
@@ -173,7 +174,7 @@ def _on_host_in_turn(chunks: Sequence[Chunk]) -> Iterator[tuple[Chunk, torch.Ten
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor in host memory, with no more storage than its elements: torch.save would write it all."""
-    host = tensor.detach().cpu()
+    host = (tensor.clone() if isinstance(tensor, FrozenWeight) else tensor).detach().cpu()
     return (
         host if host.untyped_storage().nbytes() == host.nbytes and host.is_contiguous() else host.clone().contiguous()
     )

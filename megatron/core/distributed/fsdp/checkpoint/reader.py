@@ -107,7 +107,7 @@ class CheckpointReader:
         for entry in tensors:
             stored = self._entry(entry.name, StoredTensor)
             self._check_stored(entry.name, stored)
-            for chunk in local_chunks(entry.name, entry.tensor):
+            for chunk in local_chunks(entry.name, entry.tensor, writes=True):
                 pieces += _pieces(entry.name, stored, chunk)
         pieces.sort(key=lambda piece: (piece.chunk.place.file, piece.chunk.place.offset))
         self._check_files(piece.chunk.place for piece in pieces)

@@ -118,6 +118,20 @@ def write_block_bytes(target: torch.Tensor, weights: torch.Tensor, scale: torch.
         offset = here.stop
 
 
+def read_block_bytes(
+    data: torch.Tensor, inverse: torch.Tensor, first: int, width: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return the weights that bytes with scales for blocks stand for; arguments as in ``raise_block_amax``."""
+    made = torch.empty(data.numel(), dtype=dtype, device=data.device)
+    offset = 0
+    for box in boxes(first, data.numel(), width):
+        here, shape = slice(offset, offset + box.rows * box.columns), (box.rows, box.columns)
+        own = expand_blocks(inverse[box.blocks])[box.row % BLOCK :, box.column % BLOCK :][: box.rows, : box.columns]
+        made[here].view(shape).copy_(read_bytes(data[here].view(shape), own, dtype))
+        offset = here.stop
+    return made
+
+
 def expand_blocks(of_blocks: torch.Tensor) -> torch.Tensor:
     """Repeat each value of [block rows, block columns] for all elements of its block."""
     return of_blocks.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)

@@ -189,6 +189,12 @@ class Fp8Codec(WeightCodec):
         else:
             float8.write_bytes(target, weights.to(nominal), scale)
 
+    def read(self, data: torch.Tensor, inverse: torch.Tensor, piece: Piece, *, dtype: torch.dtype) -> torch.Tensor:
+        """Return the values [N] of a piece's bytes, with the reciprocals of the weight's scales."""
+        if self.scales_blocks:
+            return float8.read_block_bytes(data, inverse, piece.first, piece.width, dtype)
+        return float8.read_bytes(data, inverse, dtype)
+
 
 def _aligned(shape: Sequence[int]) -> int:
     return -(-math.prod(shape) // SCALE_ALIGNMENT) * SCALE_ALIGNMENT

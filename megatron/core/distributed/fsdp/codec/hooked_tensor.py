@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy as Fsdp2Policy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from megatron.core.distributed.fsdp.codec.resting_bytes import FrozenWeight
 from megatron.core.distributed.fsdp.codec.weight_codec import WeightCodec
 from megatron.core.distributed.fsdp.config.mixed_precision import GroupDtypes
 
@@ -127,8 +128,14 @@ def _policy(dtypes: GroupDtypes) -> Fsdp2Policy:
     return Fsdp2Policy(param_dtype=dtypes.compute, reduce_dtype=dtypes.grad_comm)
 
 
-def memory_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the plain tensor that holds a shard's values: the tensor itself, or the one that a subclass wraps."""
+def memory_of(tensor: torch.Tensor, *, writes: bool = True) -> torch.Tensor:
+    """Return the plain tensor that holds a shard's values: the tensor itself, or the one that a subclass wraps.
+
+    Args:
+        writes: it may be written. Else a tensor that computes its values when it is read stays what it is.
+    """
+    if isinstance(tensor, FrozenWeight):
+        return tensor.fsdp_memory() if writes else tensor
     while type(tensor) is not torch.Tensor and is_traceable_wrapper_subclass(tensor):
         inner = [getattr(tensor, key) for key in tensor.__tensor_flatten__()[0]]
         tensor = next(each for each in inner if _alike(each, tensor))

@@ -20,7 +20,7 @@ from megatron.core.distributed.fsdp.codec.hooked_tensor import memory_of
 
 def _apart(tensor: DTensor) -> DTensor:
     """Return a copy with memory of its own and the same attributes, but for weak references to what is not copied."""
-    local = memory_of(tensor._local_tensor).detach().clone(memory_format=torch.contiguous_format)
+    local = memory_of(tensor._local_tensor, writes=False).detach().clone(memory_format=torch.contiguous_format)
     found = DTensor.from_local(
         local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
     )
@@ -32,7 +32,7 @@ def _apart(tensor: DTensor) -> DTensor:
 
 
 def _is_part(tensor: DTensor) -> bool:
-    local = memory_of(tensor._local_tensor)
+    local = memory_of(tensor._local_tensor, writes=False)
     holds_references = any(isinstance(value, weakref.ref) for value in tensor.__dict__.values())
     return holds_references or local.untyped_storage().nbytes() != local.nbytes
 

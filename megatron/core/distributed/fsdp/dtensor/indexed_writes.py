@@ -28,7 +28,7 @@ def _index_put(op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     op(whole, indices, values, accumulates)
     is_written = torch.zeros(target.shape, dtype=torch.bool, device=target.device)
     op(is_written, indices, torch.ones((), dtype=torch.bool, device=target.device))
-    local, part = memory_of(target._local_tensor), local_rows(target, whole)
+    local, part = memory_of(target._local_tensor, writes=False), local_rows(target, whole)
     write_part(target, torch.where(local_rows(target, is_written), local + part if accumulates else part, local))
     return target
 

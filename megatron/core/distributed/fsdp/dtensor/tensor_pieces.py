@@ -110,9 +110,9 @@ def _slice(ranges: list[_Range], begin: int, end: int) -> list[_Range]:
     return found
 
 
-def pieces_of(tensor: DTensor) -> list[tuple[ChunkStorageMetadata, torch.Tensor]]:
-    """Return the boxes that this rank holds, each with its data: a view of the local tensor."""
-    local, begin, pieces = memory_of(tensor._local_tensor).detach(), 0, []
+def pieces_of(tensor: DTensor, *, writes: bool = False) -> list[tuple[ChunkStorageMetadata, torch.Tensor]]:
+    """Return the boxes that this rank holds, each with its data: a view of the local tensor, which may be written if ``writes``."""
+    local, begin, pieces = memory_of(tensor._local_tensor, writes=writes).detach(), 0, []
     if local.dim() == 0:
         return [(box, local) for box in boxes_of(tensor)]
     for box in boxes_of(tensor):
@@ -158,7 +158,7 @@ def _patch_dtensor() -> None:
     def get_tensor_shard(self: DTensor, index: MetadataIndex) -> Any:
         if not _is_in_boxes(self.placements):
             return shard(self, index)
-        return next(local for box, local in pieces_of(self) if box.offsets == index.offset)
+        return next(local for box, local in pieces_of(self, writes=True) if box.offsets == index.offset)
 
     one_box: Callable[..., Any] = torch_utils._compute_local_shape_and_global_offset
 

@@ -153,4 +153,4 @@ class UnitRegistry:
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return memory_of(tensor._local_tensor) if isinstance(tensor, DTensor) else tensor
+    return memory_of(tensor._local_tensor, writes=False) if isinstance(tensor, DTensor) else tensor

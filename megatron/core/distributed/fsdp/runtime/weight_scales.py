@@ -7,12 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.distributed import ProcessGroup
 
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
 from megatron.core.distributed.fsdp.buffers.scaled_weights import ScaledWeights, Scales
-from megatron.core.distributed.fsdp.comm.transport import Transport
 from megatron.core.distributed.fsdp.runtime.streams import Edge, Streams
 from megatron.core.distributed.fsdp.runtime.unsharder import Unsharder
 
@@ -28,6 +25,7 @@ class WeightScales:
         self.streams, self.unsharder = streams, unsharder
         self._members: list[weakref.ref[ScaledWeights]] = []
         self._batches: list[_Batch] = []
+        self._batched: list[int] = []  # ids of the weights in batches
         self._version = -1
 
     def add(self, group: FsdpParameterGroup) -> None:
@@ -35,21 +33,21 @@ class WeightScales:
         if isinstance(group.weights, ScaledWeights):
             group.weights.prepare_scales = _preparation(weakref.ref(self))
             self._members.append(weakref.ref(group.weights))
-            self._version, self._batches = -1, []
+            self._version, self._batches, self._batched = -1, [], []
 
     def clear(self) -> None:
         """Forget all groups, which another context will serve."""
-        self._members, self._batches = [], []
+        self._members, self._batches, self._batched = [], [], []
 
     def prepare(self) -> None:
         """Bring all scales up to date with the main weights. Ranks: all that hold parts of them."""
         if self._version == self.unsharder.weight_version:
             return
         self._version = self.unsharder.weight_version
-        members = [weights for ref in self._members if (weights := ref()) is not None]
-        if not self._batches or len(members) != len(self._members):
-            self._members = [weakref.ref(weights) for weights in members]
-            self._batches = _batches(members)
+        members = [weights for ref in self._members if (weights := ref()) is not None and weights.follows_main]
+        keys = list(map(id, members))
+        if keys != self._batched:
+            self._batched, self._batches = keys, _batches(members)
         for weights in members:
             if weights.updated is not None:
                 self.streams.wait(Edge.UNIT_UPDATED, weights.updated)
@@ -63,8 +61,7 @@ class _Batch:
 
     def __init__(self, members: list[ScaledWeights]) -> None:
         self._members = [weakref.ref(weights) for weights in members]
-        self._codec, self._axes, self._dtype = members[0].codec, _axes(members[0]), members[0].dtypes.compute
-        self._tensor_group = _tensor_group(members[0])
+        self._codec, self._dtype = members[0].codec, members[0].dtypes.compute
         numbers = [weights.scales.scale.numel() for weights in members]
         self._scales = Scales.make(self._codec, sum(numbers), members[0].device)
         # Kept: their memory belongs to the stream that made them, and is read on this one.
@@ -85,10 +82,9 @@ class _Batch:
         for weights in members:
             weights.measure(anew=is_captured)
             weights.was_updated = False
-        for axis in self._axes:
-            axis.maximum(scales.amax)
-        if self._tensor_group is not None:
-            dist.all_reduce(scales.amax, op=dist.ReduceOp.MAX, group=self._tensor_group)
+        if members:
+            # Of parts of a weight under one name the histories must be one.
+            members[0].reduce_maxima(scales.amax, in_tensor_group=codec.has_history)
         scales.amax.copy_(scales.amax.to(self._dtype))  # of the rounded weights: rounding keeps the order
         amax, former = codec.used_scales(scales.amax), codec.used_scales(scales.scale)
         scale = codec.next_scale(amax, former, scales.history)
@@ -114,23 +110,9 @@ class _Batch:
 def _batches(members: list[ScaledWeights]) -> list[_Batch]:
     kinds: dict[tuple[Any, ...], list[ScaledWeights]] = {}
     for weights in members:
-        ranks = tuple(tuple(axis.ranks) for axis in _axes(weights))
+        ranks = tuple(tuple(axis.ranks) for axis in weights.scale_axes)
         kinds.setdefault((weights.codec, ranks, weights.dtypes.compute), []).append(weights)
     return [_Batch(of_kind) for of_kind in kinds.values()]
-
-
-def _axes(weights: ScaledWeights) -> list[Transport]:
-    """Return the transports of the axes over which main weights are cut."""
-    placed = zip(weights.main.placements, weights.group_mesh.axes, strict=True)
-    return [axis for placement, axis in placed if placement.is_shard() and axis.size > 1]
-
-
-def _tensor_group(weights: ScaledWeights) -> ProcessGroup | None:
-    """Return the tensor-parallel ranks, which hold parts of a weight under one name: their histories must be one."""
-    mesh = weights.group_mesh.tensor_mesh
-    if not weights.codec.has_history or mesh is None or mesh.size(0) == 1:
-        return None
-    return mesh.get_group(0)
 
 
 def _preparation(scales: weakref.ref[WeightScales]) -> Callable[[], None]:

@@ -38,10 +38,7 @@ from tests.support.float8_weights import (
     make_fp8_net,
 )
 from tests.support.fp8_training import (
-    LEARNING_RATE,
     NUM_STEPS,
-    assert_same_bytes,
-    assert_same_weights,
     scaled_groups,
     shard,
     train_pair,
@@ -384,41 +381,6 @@ def what_layers_derive_is_kept_until_the_weights_change() -> None:
             assert all((weight._transpose is not None) is keeps for weight in group.unsharded)
         fp8_loss(net, fp8_batch(0, 2)[dist.get_rank()])
         assert all(weight._transpose is None for group in scaled_groups(net) for weight in group.unsharded)
-
-
-@CHECKS.on(2)
-def frozen_weights_are_multiplied_as_bytes_and_can_be_trained_later() -> None:
-    """As under LoRA: what is trained is not what rests in bytes."""
-    for strategy in ("optim", "optim_grads_params"):
-        for recipe in RECIPES:
-            codec = make_codec(recipe)
-            made, whole = make_fp8_net(codec), WholeNet(codec)
-            scaled = {name for name, parameter in made.named_parameters() if hasattr(parameter, "fsdp_codec")}
-            for name, parameter in made.named_parameters():
-                parameter.requires_grad_(name not in scaled)
-            net = shard(made, strategy, mixed_precision_policy=MixedPrecisionPolicy(grad_comm_dtype=torch.float32))
-            trained = [parameter for parameter in net.parameters() if parameter.requires_grad]
-            optimizer = fully_shard_optimizer(torch.optim.SGD(trained, lr=LEARNING_RATE))
-            for step in range(4):
-                whole.write()
-                flat = fp8_batch(step, 2)
-                of_ranks = [whole.gradients(flat[other]) for other in range(2)]
-                loss = fp8_loss(net, flat[dist.get_rank()])
-                loss.backward()
-                assert_same_bytes(net, whole)
-                assert torch.equal(loss, of_ranks[dist.get_rank()][0]), (strategy, recipe, step)
-                for index, name in enumerate(whole.main):
-                    if name in scaled and step < 2:
-                        continue
-                    first, second = (gradients[index].float() for _, gradients in of_ranks)
-                    whole.main[name] = whole.main[name] - LEARNING_RATE * ((first + second) / 2)
-                optimizer.step()
-                optimizer.zero_grad()
-                assert_same_weights(net, whole.main)
-                if step == 1:
-                    for parameter in net.parameters():
-                        parameter.requires_grad_(True)
-                    optimizer = fully_shard_optimizer(torch.optim.SGD(net.parameters(), lr=LEARNING_RATE))
 
 
 @CHECKS.on(2)
