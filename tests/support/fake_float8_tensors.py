@@ -13,6 +13,7 @@ from tests.support.float8_weights import DequantizedWeight
 
 class DType:
     kFloat8E4M3 = torch.float8_e4m3fn
+    kFloat8E5M2 = torch.float8_e5m2
 
 
 class _Quantizer:
@@ -223,6 +224,7 @@ class Float8BlockwiseQTensor(QuantizedTensor):
     _rowwise_scale_inv: Any
     _columnwise_data: Any
     _columnwise_scale_inv: Any
+    _quantizer: Any
 
     def __new__(
         cls: Any,
@@ -242,8 +244,27 @@ class Float8BlockwiseQTensor(QuantizedTensor):
         made: Any = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
         made._rowwise_data, made._rowwise_scale_inv, made._fp8_dtype = rowwise_data, rowwise_scale_inv, fp8_dtype
         made._columnwise_data, made._columnwise_scale_inv = columnwise_data, columnwise_scale_inv
+        made._quantizer = quantizer
         blockwise: Float8BlockwiseQTensor = made
         return blockwise
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        assert function is torch.ops.aten.detach.default, function
+        own = args[0]
+        return cls(
+            shape=own.shape,
+            dtype=own.dtype,
+            rowwise_data=own._rowwise_data,
+            rowwise_scale_inv=own._rowwise_scale_inv,
+            columnwise_data=own._columnwise_data,
+            columnwise_scale_inv=own._columnwise_scale_inv,
+            fp8_dtype=own._fp8_dtype,
+            quantizer=own._quantizer,
+            is_2D_scaled=False,
+            requires_grad=False,
+            device=own.device,
+        )
 
     def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
         assert not columnwise_usage or self._columnwise_data is not None, "columns have scales of their own"

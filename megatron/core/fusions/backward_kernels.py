@@ -38,6 +38,14 @@ def gated_kernel(  # type: ignore[no-untyped-def]
     if HAS_BIAS:
         gate += tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
         up += tl.load(bias + width + columns, mask=inside, other=0.0).to(tl.float32)
+    activated, slope = activate(gate, IS_SILU)
+    tl.store(out + columns, (wide * up * slope).to(out.dtype.element_ty), mask=inside)
+    tl.store(out + width + columns, (wide * activated).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def activate(gate, IS_SILU: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return silu(gate), or gelu(gate) in its tanh form, and its derivative."""
     if IS_SILU:
         sigmoid = tl.sigmoid(gate)
         activated = gate * sigmoid
@@ -48,8 +56,7 @@ def gated_kernel(  # type: ignore[no-untyped-def]
         sigmoid = tl.sigmoid(1.5957691216057308 * gate * (1.0 + 0.044715 * square))
         activated = gate * sigmoid
         slope = sigmoid + activated * (1.0 - sigmoid) * 1.5957691216057308 * (1.0 + 0.134145 * square)
-    tl.store(out + columns, (wide * up * slope).to(out.dtype.element_ty), mask=inside)
-    tl.store(out + width + columns, (wide * activated).to(out.dtype.element_ty), mask=inside)
+    return activated, slope
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]

@@ -5,12 +5,18 @@ The package is a stand-in here (``tests/support/fake_transformer_engine.py``); t
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import subprocess
+import sys
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
-from megatron.core.fp8_utils import get_fp8_context
+from megatron.core.fp8_utils import get_fp8_context, recomputation_in_fp8
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
     get_gpt_layer_with_transformer_engine_spec,
@@ -19,6 +25,7 @@ from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from tests.support import fake_float8_tensors
+from tests.support import fake_transformer_engine as fake_package
 from tests.support.fake_transformer_engine import fake_transformer_engine  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("fake_transformer_engine")
@@ -39,6 +46,8 @@ RECIPES: dict[str, dict[str, Any]] = {
     "tensorwise": {"fp8_recipe": "tensorwise"},
     "blockwise": {"fp8_recipe": "blockwise"},
 }
+BF16: dict[str, Any] = {"fp8": None, "fp8_recipe": "delayed", "fp8_amax_history_len": 1}
+BF16 |= {"fp8_amax_compute_algo": "most_recent"}
 SWIGLU: dict[str, Any] = {"gated_linear_unit": True, "activation_func": "silu", "add_bias_linear": False}
 ACTIVATIONS: dict[str, dict[str, Any]] = {
     "swiglu": SWIGLU,
@@ -105,25 +114,7 @@ def test_it_computes_as_the_modules(name: str, recipe: str) -> None:
     assert {key: list(p.shape) for key, p in fused.named_parameters()} == {
         key: list(p.shape) for key, p in modules.named_parameters()
     }
-    expected, exact = (
-        _steps(modules),
-        _steps(
-            _mlp(
-                _config(
-                    fuses=False,
-                    **(
-                        fields
-                        | {
-                            "fp8": None,
-                            "fp8_recipe": "delayed",
-                            "fp8_amax_history_len": 1,
-                            "fp8_amax_compute_algo": "most_recent",
-                        }
-                    ),
-                )
-            )
-        ),
-    )
+    expected, exact = _steps(modules), _steps(_mlp(_config(fuses=False, **(fields | BF16))))
     seen = _seen_by_fc2(fused)
     fake_float8_tensors.COUNTS["transposes"] = 0
     found = _steps(fused)
@@ -161,6 +152,24 @@ def test_only_the_transposed_bytes_are_kept(recipe: str) -> None:
         assert torch.equal(histories[0][key], histories[1][key]), key
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_it_may_be_part_of_what_is_recomputed_in_full(recipe: str) -> None:
+    """Saved-tensor hooks see the tensors before and after their bytes change."""
+    config = _config(fuses=True, **SWIGLU, **RECIPES[recipe])
+    results = []
+    for recomputed in (False, True):
+        mlp = _mlp(config)
+        for step in range(3):
+            mlp.zero_grad()
+            x = _input(step)
+            settings: Any = {"use_reentrant": False, "context_fn": partial(recomputation_in_fp8, [mlp])}
+            with get_fp8_context(config):
+                output, _ = checkpoint(mlp, x, **settings) if recomputed else mlp(x)
+            (output.float() ** 2).sum().backward()
+        results.append([x.grad, *(p.grad for p in mlp.parameters())])
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+
+
 @pytest.mark.parametrize("direct", [True, False])
 def test_the_gradient_is_written_in_fp8_where_nothing_needs_it_in_bf16(direct: bool) -> None:
     """A bias of the first layer is the sum of it."""
@@ -178,7 +187,7 @@ def test_the_gradient_is_written_in_fp8_where_nothing_needs_it_in_bf16(direct: b
 
 def test_it_is_the_plain_mlp_outside_of_fp8() -> None:
     """In layers that stay in bf16, say; recomputation releases what is activated there, too."""
-    fields = SWIGLU | {"fp8": None, "fp8_recipe": "delayed"}
+    fields = SWIGLU | BF16
     expected = _steps(_mlp(_config(fuses=False, **fields)))
     for more in ({}, RECOMPUTED):
         mlp = _mlp(_config(fuses=True, **fields, **more))
@@ -203,6 +212,38 @@ def test_evaluation_and_frozen_layers_keep_nothing() -> None:
     with get_fp8_context(mlp.config):
         mlp(x)[0].float().sum().backward()
     assert x.grad is not None and seen[-1]._transpose is None
+
+
+def _compare_interpreted() -> None:
+    """Our kernels in the MLP, interpreted, which cut off instead of rounding."""
+    with fake_package.installed(), pytest.MonkeyPatch.context() as patch:
+        from megatron.core.extensions import transformer_engine_mlp
+
+        patch.setattr(transformer_engine_mlp, "is_compiled", lambda *_: True)
+        for name in ("swiglu", "swiglu with bias", "geglu"):
+            exact = _steps(_mlp(_config(fuses=False, **ACTIVATIONS[name], **BF16)), 1)
+            results = []
+            for fields in ({}, RECOMPUTED):
+                mlp = _mlp(_config(fuses=True, **ACTIVATIONS[name], **RECIPES["delayed"], **fields))
+                seen = _seen_by_fc2(mlp)
+                fake_float8_tensors.COUNTS["transposes"] = 0
+                # Scales are 1 in the first step, which E4M3 can hold here.
+                results.append(_steps(mlp, 1))
+                assert seen[0]._data is None and seen[0]._transpose.shape == (64, 8, 2)
+                assert fake_float8_tensors.COUNTS["transposes"] == 0
+                for linear, direction in ((mlp.linear_fc2, "scaling_fwd"), (mlp.linear_fc1, "scaling_bwd")):
+                    noted = linear.fp8_meta[direction].amax_history[:, 0].amax()
+                    assert noted > 0.5, (direction, "the largest value was not noted")
+            for key, tensor in exact.items():
+                assert _difference(results[0][key], tensor) < 0.3, (name, key, _difference(results[0][key], tensor))
+                assert torch.equal(results[0][key], results[1][key]), (name, key)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+def test_interpreted_kernels_write_what_the_layers_multiply() -> None:
+    command = [sys.executable, "-c", f"from {__name__} import _compare_interpreted; _compare_interpreted()"]
+    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_spec_that_the_configuration_does_not_ask_for_is_refused() -> None:

@@ -42,6 +42,7 @@ BASE: dict[str, Any] = {
 SWIGLU: dict[str, Any] = {"gated_linear_unit": True, "activation_func": "silu", "add_bias_linear": False}
 ACTIVATIONS: dict[str, dict[str, Any]] = {
     "swiglu": SWIGLU,
+    "swiglu by transformer-engine": SWIGLU | {"disable_jit_fuser": True},
     "swiglu with bias": SWIGLU | {"add_bias_linear": True, "bias_activation_fusion": True},
     "geglu": {"gated_linear_unit": True, "add_bias_linear": False, "bias_activation_fusion": True},
     "gelu with bias": {"bias_activation_fusion": True},

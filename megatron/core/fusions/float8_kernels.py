@@ -1,0 +1,107 @@
+"""Gated activations and their backward, as Triton kernels that write FP8 bytes and transposed bytes, and read each input once.
+
+The scale is given, as with delayed scaling: where it follows from the result itself, that must be in memory first.
+"""
+
+from __future__ import annotations
+
+import os
+
+from megatron.core.extensions.triton_language import tl, triton
+from megatron.core.fusions.backward_kernels import activate
+
+# A tile's rows and columns, which are bytes next to each other in the transposed result and in the result. Threads load
+# and store words of 16 bytes, and few enough of them for four blocks of an SM's registers.
+ROWS = 64
+COLUMNS = 64
+NUM_WARPS = 8
+# Triton's interpreter loses the carry where it rounds to the nearest number; in tests it cuts off.
+ROUNDING = tl.constexpr("rtz" if os.environ.get("TRITON_INTERPRET") == "1" else "rtne")
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def gated_kernel(  # type: ignore[no-untyped-def]
+    x,
+    scale,
+    amax,
+    out,
+    transposed,
+    num_rows,
+    width,
+    IS_SILU: tl.constexpr,
+    LARGEST: tl.constexpr,
+    WRITES_ROWS: tl.constexpr,
+    WRITES_COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Write silu(gate) * up, or gelu(gate) * up in its tanh form, of ``x`` [rows, 2 * width], times ``scale``.
+
+    ``amax`` is raised to the largest absolute value. ``out`` is [rows, width], ``transposed`` [width, rows].
+    """
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    row = (tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    inside = (row < num_rows)[:, None] & (column < width)[None, :]
+    x += row[:, None] * (2 * width) + column[None, :]
+    gate = tl.load(x, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(x + width, mask=inside, other=0.0).to(tl.float32)
+    activated, _ = activate(gate, IS_SILU)
+    y = activated * up
+    tl.atomic_max(amax, tl.max(tl.abs(y)))
+    byte = _scaled(y, tl.load(scale), LARGEST).to(out.dtype.element_ty, fp_downcast_rounding=ROUNDING)
+    if WRITES_ROWS:
+        tl.store(out + row[:, None] * width + column[None, :], byte, mask=inside)
+    if WRITES_COLUMNS:
+        at = column.to(tl.int64)[:, None] * num_rows + row[None, :]
+        tl.store(transposed + at, tl.trans(byte), mask=tl.trans(inside))
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def gated_backward_kernel(  # type: ignore[no-untyped-def]
+    grad,
+    x,
+    scale,
+    amax,
+    out,
+    transposed,
+    num_rows,
+    width,
+    IS_SILU: tl.constexpr,
+    LARGEST: tl.constexpr,
+    WRITES_COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Write the gradient of ``x`` [rows, 2 * width] from that of ``gated_kernel``'s result [rows, width], times ``scale``.
+
+    ``amax`` is raised to the largest absolute value. ``out`` is [rows, 2 * width], ``transposed`` [2 * width, rows].
+    """
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    row = (tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    inside = (row < num_rows)[:, None] & (column < width)[None, :]
+    at = row[:, None] * (2 * width) + column[None, :]
+    wide = tl.load(grad + row[:, None] * width + column[None, :], mask=inside, other=0.0).to(tl.float32)
+    gate = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(x + at + width, mask=inside, other=0.0).to(tl.float32)
+    activated, slope = activate(gate, IS_SILU)
+    grad_gate = wide * up * slope
+    grad_up = wide * activated
+    tl.atomic_max(amax, tl.maximum(tl.max(tl.abs(grad_gate)), tl.max(tl.abs(grad_up))))
+    factor = tl.load(scale)
+    of_gate = _scaled(grad_gate, factor, LARGEST).to(out.dtype.element_ty, fp_downcast_rounding=ROUNDING)
+    of_up = _scaled(grad_up, factor, LARGEST).to(out.dtype.element_ty, fp_downcast_rounding=ROUNDING)
+    tl.store(out + at, of_gate, mask=inside)
+    tl.store(out + at + width, of_up, mask=inside)
+    if WRITES_COLUMNS:
+        column = column.to(tl.int64)[:, None]
+        inside = tl.trans(inside)
+        tl.store(transposed + column * num_rows + row[None, :], tl.trans(of_gate), mask=inside)
+        tl.store(transposed + (column + width) * num_rows + row[None, :], tl.trans(of_up), mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _scaled(y, factor, LARGEST: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Scale, and take the largest number of the format for what is beyond it; NaN stays."""
+    y = y * factor
+    y = tl.where(y > LARGEST, LARGEST, y)
+    return tl.where(y < -LARGEST, -LARGEST, y)
