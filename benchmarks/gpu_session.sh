@@ -120,7 +120,7 @@ trainer() { # trainer SIZE TOKENS PROGRAM PAGE [ARGUMENT...]: a program that tak
         --micro-batch-size 1 --global-batch-size "$num_ranks" --train-iters 20 --lr 1e-5 --lr-decay-style constant \
         --clip-grad 1.0 --bf16 --use-megatron-fsdp --use-distributed-optimizer \
         --data-parallel-sharding-strategy optim_grads_params --overlap-grad-reduce --overlap-param-gather \
-        --init-model-with-meta-device --mock-data --tokenizer-type NullTokenizer --vocab-size 31999 \
+        --init-model-with-meta-device --mock-data --tokenizer-type NullTokenizer --vocab-size 32000 \
         --eval-interval 1000 --eval-iters 0 --log-interval 1 --log-throughput "${@:5}" ${EXTRA:-}
 }
 

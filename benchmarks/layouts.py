@@ -46,13 +46,13 @@ _COMMON = (
     "--use-precision-aware-optimizer --cross-entropy-loss-fusion --mock-data --tokenizer-type NullTokenizer "
     "--split 100,0,0 --eval-iters 0 --log-interval 1 --manual-gc"
 )
-_DENSE = "--num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --num-query-groups 8 --vocab-size 31999"
+_DENSE = "--num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --num-query-groups 8 --vocab-size 32000"
 _MOE = (
-    "--num-layers 16 --hidden-size 2048 --ffn-hidden-size 5632 --num-attention-heads 16 --num-query-groups 8 --vocab-size 31999 "
+    "--num-layers 16 --hidden-size 2048 --ffn-hidden-size 5632 --num-attention-heads 16 --num-query-groups 8 --vocab-size 32000 "
     "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 5632 --moe-aux-loss-coeff 0.01 --moe-grouped-gemm "
     "--moe-token-dispatcher-type alltoall"
 )
-_TINY = "--num-layers 2 --hidden-size 64 --ffn-hidden-size 160 --num-attention-heads 4 --num-query-groups 2 --vocab-size 255"
+_TINY = "--num-layers 2 --hidden-size 64 --ffn-hidden-size 160 --num-attention-heads 4 --num-query-groups 2 --vocab-size 256"
 _TINY_MOE = (
     f"{_TINY} --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 96 --moe-aux-loss-coeff 0.01 --moe-grouped-gemm "
     "--moe-token-dispatcher-type alltoall"

@@ -49,7 +49,7 @@ _LONGEST_PLAIN = 300
 _COMMON = (
     "--num-layers 2 --hidden-size 32 --ffn-hidden-size 70 --num-attention-heads 4 --seq-length 16 "
     "--max-position-embeddings 16 --init-method-std 0.1 --make-vocab-size-divisible-by 8 --mock-data "
-    f"--tokenizer-type NullTokenizer --vocab-size 61 --num-workers 0 --train-iters {ITERATIONS} --micro-batch-size 2 "
+    f"--tokenizer-type NullTokenizer --vocab-size 62 --num-workers 0 --train-iters {ITERATIONS} --micro-batch-size 2 "
     "--lr 1e-2 --lr-warmup-iters 2 --min-lr 1e-3 --lr-decay-style cosine --weight-decay 0.1 --clip-grad 0.5 "
     "--eval-iters 0 --log-interval 1 --distributed-timeout-minutes 5 --use-megatron-fsdp"
 )
@@ -291,6 +291,8 @@ def _stand_in_for_tensorboard(path: Path) -> None:
             self._stream = path.open("a")
 
         def add_scalar(self, tag: str, scalar_value: float, global_step: int, *args: Any, **kwargs: Any) -> None:
+            if tag.endswith(" vs samples"):
+                return  # the same values, which older checkouts do not write
             self._stream.write(json.dumps([tag, int(global_step), float(scalar_value).hex()]) + "\n")
 
         def flush(self) -> None:

@@ -84,7 +84,7 @@ def describe(line: str) -> str | None:
         )
     if isinstance(parsed, ValidationLine):
         return f"{' ' * (BAR_WIDTH + 2)} validation loss {parsed.loss:.3f}"
-    if line.startswith((" loaded ", " saved ")):
+    if line.startswith(" loaded ") or "successfully saved checkpoint" in line:
         return f"{' ' * (BAR_WIDTH + 2)} {line.strip()}"
     return None
 

@@ -13,6 +13,7 @@ import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from megatron.core.distributed.fsdp import load_checkpoint, save_checkpoint
 from megatron.core.distributed.fsdp.checkpoint import EXTRA_STATE, CheckpointReader, agree, planned_nbytes
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.process_groups_config import ProcessGroupCollection, group_size
 from megatron.training.folder_lock import FolderLock
 from megatron.training.loop.dropout_seed import check_rng_state, rng_state, set_rng_state
 from megatron.training.loop.train_state import TrainState
@@ -308,7 +310,16 @@ class Checkpointer:
         self._check_lock()
         self.before_announcing(iteration)
         write_tracker(Path(self.config.save), iteration)
-        print(f" saved iteration {iteration} in {checkpoint_path(self.config.save, iteration)}", flush=True)
+        print(_saved_line(iteration, self.config.save, self.model), flush=True)
+
+
+def _saved_line(iteration: int, folder: str, model: torch.nn.Module) -> str:
+    """Format the line that Megatron-LM prints after a save."""
+    groups = getattr(model, "pg_collection", None) or ProcessGroupCollection()
+    return (
+        f"  [{datetime.now().strftime('%Y-%m-%d %H:%M:%S.%f')}] successfully saved checkpoint from iteration {iteration:7d} to "
+        f"{folder} [ t 1/{group_size(groups.tp)}, p 1/{group_size(groups.pp)} ]"
+    )
 
 
 def checkpoint_path(folder: str | Path, iteration: int) -> Path:

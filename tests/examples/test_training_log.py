@@ -66,7 +66,12 @@ def test_someone_who_watches_sees_how_far_it_is() -> None:
     assert shown is not None and "iteration 30/120" in shown and "loss 2.500" in shown and "3:00 left" in shown
     assert shown.count("=") == 6
     assert describe("effective configuration:") is None
-    assert describe(" saved iteration 10 in folder") is not None
+    assert (
+        describe(
+            "  [2026-01-02 03:04:05.0] successfully saved checkpoint from iteration      10 to folder [ t 1/1, p 1/1 ]"
+        )
+        is not None
+    )
 
 
 def test_the_curves_are_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

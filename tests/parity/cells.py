@@ -22,7 +22,7 @@ _COMMON = (
     "--attention-dropout 0 --hidden-dropout 0 --init-method-std 0.1 --make-vocab-size-divisible-by 8 "
     f"--train-iters {STEPS} --micro-batch-size {MICRO_BATCH} --lr 1e-2 --lr-warmup-iters 2 --min-lr 1e-3 "
     "--lr-decay-style cosine --weight-decay 0.1 --clip-grad 0.5 --adam-eps 1e-3 --eod-mask-loss --mock-data "
-    "--tokenizer-type NullTokenizer --vocab-size 61 --num-workers 0 --eval-iters 0 --log-interval 1 "
+    "--tokenizer-type NullTokenizer --vocab-size 62 --num-workers 0 --eval-iters 0 --log-interval 1 "
     "--distributed-backend gloo --distributed-timeout-minutes 5 --use-megatron-fsdp"
 )
 _LLAMA = (

@@ -14,7 +14,7 @@ from tests.support.launch import run_ranks
 TINY = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16 "
     "--micro-batch-size 2 --global-batch-size 8 --train-iters 4 --lr 1e-2 --mock-data --tokenizer-type NullTokenizer "
-    "--vocab-size 99 --log-interval 1 --eval-iters 0 --num-workers 0 --distributed-backend gloo"
+    "--vocab-size 100 --log-interval 1 --eval-iters 0 --num-workers 0 --distributed-backend gloo"
 )
 SHARDED = "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params"
 
@@ -33,11 +33,11 @@ class Run:
 
     def __post_init__(self) -> None:
         for line in self.output.splitlines():
-            found = re.search(r"iteration +(\d+)/.*lm loss: (\S+) .*grad norm: (\S+) ", line)
+            found = re.search(r"iteration +(\d+)/.*exact loss: (\S+) .*exact norm: (\S+) ", line)
             if found:
                 self.losses[int(found[1])] = float(found[2])
                 self.grad_norms[int(found[1])] = float(found[3])
-                named = re.findall(r"(\w*(?:load_balancing|z)_loss): (\S+) ", line)
+                named = re.findall(r"exact (\w*(?:load_balancing|z)_loss): (\S+) ", line)
                 self.auxiliary[int(found[1])] = {name: float(value) for name, value in named}
 
 

@@ -46,6 +46,20 @@ def add_logging_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--logging-level", type=int, help="level of Python's root logger")
     group.add_argument("--tensorboard-dir", help="folder of TensorBoard logs")
     group.add_argument("--tensorboard-queue-size", type=int, default=1000, help="events until a flush (default: 1000)")
+    group.add_argument(
+        "--tensorboard-log-interval",
+        type=int,
+        default=1,
+        help="iterations between points; they are written with the log line (default: 1)",
+    )
+    group.add_argument(
+        "--no-log-loss-scale-to-tensorboard",
+        "--disable-log-loss-scale-to-tensorboard",
+        dest="log_loss_scale_to_tensorboard",
+        action="store_false",
+        help="leave out the loss scale, which is always 1",
+    )
+    group.add_argument("--log-world-size-to-tensorboard", action="store_true", help="write the number of ranks too")
     group.add_argument("--log-timers-to-tensorboard", action="store_true", help="write time and throughput too")
     group.add_argument("--log-memory-to-tensorboard", action="store_true", help="write memory too")
     group.add_argument(

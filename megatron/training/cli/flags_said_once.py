@@ -146,8 +146,7 @@ SAID_ONCE: dict[str, SaidOnce] = {
         ),
         _SHARED: ("--moe-shared-expert-overlap",),
         "parameters lie by rows, layer by layer": ("--no-use-layer-wise-param-layout",),
-        "values go to TensorBoard with the log line": ("--tensorboard-log-interval",),
-        "it is printed at the start": ("--log-world-size-to-tensorboard", "--config-logger-dir"),
+        "it is printed at the start": ("--config-logger-dir",),
         "the log line has the memory that torch allocated": ("--log-device-memory-used",),
         "replicated weights are compared by --check-weight-hash-across-dp-replicas-interval": ("--test-mode",),
         "auxiliary losses are logged as means over layers": ("--moe-per-layer-logging",),
@@ -192,10 +191,6 @@ SAID_ONCE: dict[str, SaidOnce] = {
             "--straggler-ctrlr-port",
             "--straggler-minmax-count",
             "--gpu-sniff-test-interval",
-        ),
-        "there is no loss scaling to log": (
-            "--no-log-loss-scale-to-tensorboard",
-            "--disable-log-loss-scale-to-tensorboard",
         ),
         "layers are not captured one by one: they run eagerly, or with --cuda-graph-impl full_iteration as one graph": (
             "--cuda-graph-modules",

@@ -229,6 +229,7 @@ SUBSTITUTIONS: tuple[Substitution, ...] = (
             "log_timers_to_tensorboard": False,
             "log_memory_to_tensorboard": False,
             "log_validation_ppl_to_tensorboard": False,
+            "log_world_size_to_tensorboard": False,
         },
         lambda a: bool(a.tensorboard_dir or a.wandb_project),
         "--tensorboard-dir or --wandb-project",

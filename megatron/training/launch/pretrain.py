@@ -393,4 +393,10 @@ def _test(setup: TrainingSetup, forward_step: ForwardStep, state: TrainState, lo
             device=setup.device,
             stage=setup.stage,
         )
-    log.write_evaluation(f"iteration {state.iteration} on test set", "test", loss, state.iteration)
+    log.write_evaluation(
+        f"iteration {state.iteration} on test set",
+        "test",
+        loss,
+        iteration=state.iteration,
+        consumed_samples=state.consumed_train_samples,
+    )

@@ -173,7 +173,12 @@ class TrainingLoop:
             _return_memory(self.device)
         self.state.iteration += 1
         self.state.consumed_train_samples += self.batch.global_batch_size
-        self.log.add_step(record)
+        self.log.add_step(
+            record,
+            iteration=self.state.iteration,
+            consumed_samples=self.state.consumed_train_samples,
+            optimizer=self.step.optimizer,
+        )
         self._reason = self.agreement.collect().end_requested
         self.agreement.post(self.state.iteration, record.loss_and_tokens[0], record.grad_norm)
 
@@ -182,12 +187,7 @@ class TrainingLoop:
         iteration = self.state.iteration
         if self.profiler is not None:
             self.profiler.after_step(iteration)
-        if iteration % self.log.config.log_interval == 0:
-            self.log.write(
-                iteration=iteration,
-                consumed_samples=self.state.consumed_train_samples,
-                optimizer=self.step.optimizer,
-            )
+        self.log.write_if_due(self.step.optimizer)
         self.garbage.after_step(iteration)
         self.checkpointer.poll()
         if self.config.eval_iters > 0 and self.config.eval_interval and iteration % self.config.eval_interval == 0:
@@ -221,7 +221,13 @@ class TrainingLoop:
             stage=self.stage,
         )
         self.state.consumed_valid_samples += self.config.eval_iters * self.batch.global_batch_size
-        self.log.write_evaluation(where, "validation", loss, self.state.iteration)
+        self.log.write_evaluation(
+            where,
+            "validation",
+            loss,
+            iteration=self.state.iteration,
+            consumed_samples=self.state.consumed_train_samples,
+        )
         self.garbage.around_evaluation()
         self.log.start_clock()
         return loss

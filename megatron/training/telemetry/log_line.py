@@ -33,23 +33,8 @@ class LogRecord:
     memory: dict[str, float]
     """MiB by kind."""
 
-    def scalars(self) -> dict[str, float]:
-        """Return the values by their names in Megatron-LM's TensorBoard logs, without time and memory."""
-        values = {
-            "lm loss": self.loss,
-            **self.auxiliary_losses,
-            "learning-rate": self.learning_rate,
-            "batch-size": float(self.global_batch_size),
-            "loss-scale": 1.0,
-            "grad-norm": self.grad_norm,
-            "num-zeros": self.num_zeros,
-            "params-norm": self.params_norm,
-            "decoupled-learning-rate": self.decoupled_learning_rate,
-        }
-        return {name: value for name, value in values.items() if value is not None}
-
     def time_scalars(self) -> dict[str, float]:
-        """Return seconds per iteration and throughput by name."""
+        """Return seconds per iteration and throughput by their names in Megatron-LM's TensorBoard logs; tokens are ours."""
         values = {
             "iteration-time": self.ms_per_iteration / 1000.0,
             "throughput": self.tflops_per_device,
@@ -59,43 +44,47 @@ class LogRecord:
 
 
 def format_log_line(record: LogRecord, *, now: datetime | None = None) -> str:
-    """Format the line of a record. Loss scale is always 1: bf16 and fp32 need none."""
-    time = (now or datetime.now()).strftime("%Y-%m-%d %H:%M:%S")
+    """Format the line of a record: Megatron-LM's fields with its digits in its order, then ours.
+
+    Loss scale is always 1: bf16 and fp32 need none.
+    """
+    time = (now or datetime.now()).strftime("%Y-%m-%d %H:%M:%S.%f")
     parts = [
         f" [{time}] iteration {record.iteration:8d}/{record.train_iters:8d}",
         f"consumed samples: {record.consumed_samples:12d}",
         f"elapsed time per iteration (ms): {record.ms_per_iteration:.1f}",
     ]
-    if record.tflops_per_device is not None and record.tokens_per_second_per_device is not None:
-        parts.append(
-            f"throughput per GPU (TFLOP/s/GPU): {record.tflops_per_device:.{_digits(record.tflops_per_device)}f}"
-        )
-        parts.append(f"tokens per second per GPU (tokens/s/GPU): {record.tokens_per_second_per_device:.1f}")
-    parts.append(f"learning rate: {record.learning_rate:.6E}")
-    if record.decoupled_learning_rate is not None:
-        parts.append(f"decoupled learning rate: {record.decoupled_learning_rate:.6E}")
+    if record.tflops_per_device is not None:
+        parts.append(f"throughput per GPU (TFLOP/s/GPU): {record.tflops_per_device:.1f}")
     parts += [
+        f"learning rate: {record.learning_rate:.6E}",
         f"global batch size: {record.global_batch_size:5d}",
-        f"lm loss: {record.loss:.8E}",
-        *(f"{name}: {loss:.6E}" for name, loss in record.auxiliary_losses.items()),
+        f"lm loss: {record.loss:.6E}",
+        *(f"{name}: {loss:.2f}" for name, loss in record.auxiliary_losses.items()),
         "loss scale: 1.0",
-        f"grad norm: {record.grad_norm:.6f}",
+        f"grad norm: {record.grad_norm:.3f}",
     ]
     if record.num_zeros is not None:
-        parts.append(f"num zeros: {record.num_zeros:.0f}")
+        parts.append(f"num zeros: {record.num_zeros:.1f}")
     if record.params_norm is not None:
-        parts.append(f"params norm: {record.params_norm:.6f}")
+        parts.append(f"params norm: {record.params_norm:.3f}")
     parts += [
         f"number of skipped iterations: {record.skipped_iterations:3d}",
         f"number of nan iterations: {record.nan_iterations:3d}",
-        *(f"{kind} (MiB): {mebibytes:.1f}" for kind, mebibytes in record.memory.items()),
     ]
-    return " | ".join(parts) + " |"
+    return " | ".join(parts + _own_fields(record)) + " |"
 
 
-def _digits(value: float) -> int:
-    """Return the digits after the point: one as in Megatron-LM, more where a slow device would show 0.0."""
-    return 1 if value >= 10 else 4
+def _own_fields(record: LogRecord) -> list[str]:
+    """Format what Megatron-LM's lines do not have; digits enough to compare two runs, also on slow devices."""
+    fields = []
+    if record.decoupled_learning_rate is not None:
+        fields.append(f"decoupled learning rate: {record.decoupled_learning_rate:.6E}")
+    if record.tokens_per_second_per_device is not None:
+        fields.append(f"tokens per second per GPU (tokens/s/GPU): {record.tokens_per_second_per_device:.1f}")
+    exact = {"loss": record.loss, "norm": record.grad_norm, **record.auxiliary_losses}
+    fields += [f"exact {name}: {value:.9E}" for name, value in exact.items()]
+    return fields + [f"{kind} (MiB): {mebibytes:.1f}" for kind, mebibytes in record.memory.items()]
 
 
 def format_evaluation(where: str, loss: float) -> str:

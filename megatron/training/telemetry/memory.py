@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+from collections.abc import Mapping
 
 import torch
 
@@ -27,3 +28,28 @@ def memory_in_mib(device: torch.device) -> dict[str, float]:
         "max memory reserved": torch.cuda.max_memory_reserved,
     }
     return {name: (count(device) + shared) / _MIB for name, count in counts.items()}
+
+
+def memory_scalars(device: torch.device) -> dict[str, float]:
+    """Return bytes and blocks by their names in Megatron-LM's TensorBoard logs; on CPUs nothing."""
+    if device.type != "cuda":
+        return {}
+    stats, shared = torch.cuda.memory_stats(device), peer_memory_nbytes(device)
+    return {
+        "mem-reserved-bytes": stats["reserved_bytes.all.current"] + shared,
+        "mem-allocated-bytes": stats["allocated_bytes.all.current"] + shared,
+        "mem-max-allocated-bytes": stats["allocated_bytes.all.peak"] + shared,
+        "mem-allocated-count": stats["allocation.all.current"],
+    }
+
+
+def memory_line(iteration: int, mebibytes: Mapping[str, float]) -> str:
+    """Format Megatron-LM's line about memory from what ``memory_in_mib`` returned on CUDA."""
+    names = {
+        "allocated": "memory allocated",
+        "max allocated": "max memory allocated",
+        "reserved": "memory reserved",
+        "max reserved": "max memory reserved",
+    }
+    parts = (f"{name}: {mebibytes[kind]:.2f}" for name, kind in names.items())
+    return " | ".join((f"[Rank 0] (after {iteration} iterations) memory (MB)", *parts))

@@ -14,10 +14,13 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.training.data.batches import BatchConfig
 from megatron.training.loop.train_step import StepRecord
 from megatron.training.telemetry.log_line import LogRecord, format_evaluation, format_log_line
-from megatron.training.telemetry.memory import memory_in_mib
+from megatron.training.telemetry.memory import memory_in_mib, memory_line, memory_scalars
 from megatron.training.telemetry.step_clock import make_step_clock
 from megatron.training.telemetry.tensorboard_writer import TensorboardWriter
 from megatron.training.telemetry.wandb_writer import WandbWriter
+
+_NUM_MEMORY_LINES = 2
+"""Log lines with a line about memory after them: after the first iteration the optimizer has no state yet."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,9 +39,14 @@ class LoggingConfig:
 
     tensorboard_dir: str | None = None
     tensorboard_queue_size: int = 1000
+    tensorboard_log_interval: int = 1
+    """Iterations between points of losses and norms; they are written with the log line."""
+
     timers_to_tensorboard: bool = False
     memory_to_tensorboard: bool = False
     validation_ppl_to_tensorboard: bool = False
+    loss_scale_to_tensorboard: bool = True
+    world_size_to_tensorboard: bool = False
 
     wandb_project: str = ""
     wandb_entity: str = ""
@@ -48,6 +56,8 @@ class LoggingConfig:
     def __post_init__(self) -> None:
         if self.log_interval < 1:
             raise ValueError(f"--log-interval must be at least 1, got {self.log_interval}")
+        if self.tensorboard_log_interval < 1:
+            raise ValueError(f"--tensorboard-log-interval must be at least 1, got {self.tensorboard_log_interval}")
         if self.wandb_project and not self.wandb_exp_name:
             raise ValueError("--wandb-project needs --wandb-exp-name, got none")
 
@@ -55,7 +65,11 @@ class LoggingConfig:
 class ScalarWriter(Protocol):
     """A destination of scalars."""
 
-    def add_scalars(self, scalars: dict[str, float], iteration: int) -> None: ...
+    def add_scalars(self, scalars: dict[str, float], iteration: int, *, samples: int | None = None) -> None:
+        """Add points at ``iteration``; with ``samples``, those consumed by then, curves over samples too."""
+
+    def flush(self) -> None:
+        """Write what has been added, so that it is there even if the process is killed."""
 
     def close(self) -> None: ...
 
@@ -81,20 +95,34 @@ def build_writers(config: LoggingConfig, settings: dict[str, Any]) -> list[Scala
 
 
 @dataclass(frozen=True, kw_only=True)
+class _Step:
+    """A step since the last log line, and what the writers get of it; other than ``record`` it is known on the host."""
+
+    record: StepRecord
+    iteration: int
+    consumed_samples: int
+    learning_rates: dict[bool, float] | None
+    """None: the writers get nothing of this step."""
+    memory: dict[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
 class _PendingLine:
     """A log line whose values are being copied to the host."""
 
     values: DelayedRead
-    """Gradient norm, the optional values, and for each step the sums of losses and tokens and the auxiliary losses."""
-    optional: list[str]
+    """Norms of all steps, zeros of all steps if counted, the weights' norm if asked for, sums of all steps."""
+    steps: list[_Step]
+    num_written: int
+    """Steps at the front that the writers have already."""
+    counts_zeros: bool
+    has_params_norm: bool
     end: Any
     """Time at which its last step is done."""
-    iteration: int
-    consumed_samples: int
-    num_steps: int
-    skipped: int
     learning_rates: dict[bool, float]
     """Learning rates; the key says whether it is the decoupled one."""
+    is_due: bool
+    """False: it is the line of the first iteration, which the next line counts again."""
 
 
 class MetricLog:
@@ -126,7 +154,8 @@ class MetricLog:
         self.config, self.batch, self.device, self.train_iters = config, batch, device, train_iters
         self.flops_per_sample, self.tokens_per_sample, self.writers = flops_per_sample, tokens_per_sample, writers
         self.auxiliary_losses = auxiliary_losses
-        self._steps: list[StepRecord] = []
+        self._steps: list[_Step] = []
+        self._num_written = self._num_lines = 0  # of these steps by the writers, and lines of this run
         self._pending: _PendingLine | None = None
         self._delays = device.type == "cuda"
         self._clock = make_step_clock(device)
@@ -148,37 +177,53 @@ class MetricLog:
             self._elapsed += self._clock.seconds(self._started, moment)
             self._started = moment
 
-    def add_step(self, step: StepRecord) -> None:
+    def add_step(
+        self, step: StepRecord, *, iteration: int, consumed_samples: int, optimizer: MegatronOptimizer
+    ) -> None:
         """Add a step to the next line; write the pending line first."""
         self._write_pending()
-        self._steps.append(step)
+        is_point = bool(self.writers) and iteration % self.config.tensorboard_log_interval == 0
+        self._steps.append(
+            _Step(
+                record=step,
+                iteration=iteration,
+                consumed_samples=consumed_samples,
+                learning_rates=_learning_rates(optimizer) if is_point else None,
+                memory=memory_scalars(self.device) if is_point and self.config.memory_to_tensorboard else {},
+            )
+        )
 
     @torch.no_grad()
-    def write(self, *, iteration: int, consumed_samples: int, optimizer: MegatronOptimizer) -> None:
-        """Write one log line for the steps since the last one, on CUDA when its values have arrived.
+    def write_if_due(self, optimizer: MegatronOptimizer) -> None:
+        """Write a log line at the log interval and after the first step of the run; on CUDA when its values have arrived.
 
         Ranks: all; rank 0 writes.
         """
         last = self._steps[-1]
-        sums = torch.stack([_summands(step) for step in self._steps])
+        is_due = last.iteration % self.config.log_interval == 0
+        if not is_due and self._num_lines > 0:
+            return
+        self._num_lines += 1
+        records = [step.record for step in self._steps]
+        sums = torch.stack([_summands(record) for record in records])
         # Ranks that share samples, and stages, add the same to both sums, so the mean is right.
         dist.all_reduce(sums)
-        optional = {
-            "num_zeros": last.num_zeros_in_grad,
-            "params_norm": optimizer.params_norm() if self.config.log_params_norm else None,
-        }
-        scalars = [last.grad_norm, *(value for value in optional.values() if value is not None)]
+        scalars = [record.grad_norm for record in records]
+        zeros = [record.num_zeros_in_grad for record in records if record.num_zeros_in_grad is not None]
+        params_norm = [optimizer.params_norm()] if self.config.log_params_norm else []
+        on_device = torch.stack([value.double() for value in (*scalars, *zeros, *params_norm)])
         self._pending = _PendingLine(
-            values=DelayedRead(torch.cat((torch.stack(scalars).double(), sums.flatten()))),
-            optional=[name for name, value in optional.items() if value is not None],
+            values=DelayedRead(torch.cat((on_device, sums.flatten()))),
+            steps=self._steps,
+            num_written=self._num_written,
+            counts_zeros=bool(zeros),
+            has_params_norm=bool(params_norm),
             end=self._clock.now(),
-            iteration=iteration,
-            consumed_samples=consumed_samples,
-            num_steps=len(self._steps),
-            skipped=sum(not step.update_successful for step in self._steps),
             learning_rates=_learning_rates(optimizer),
+            is_due=is_due,
         )
-        self._steps = []
+        self._num_written = 0 if is_due else len(self._steps)
+        self._steps = [] if is_due else list(self._steps)
         if not self._delays:
             self._write_pending()
 
@@ -186,19 +231,37 @@ class MetricLog:
         if self._pending is None:
             return
         line, self._pending = self._pending, None
-        values = line.values.values()
+        values, count = line.values.values(), len(line.steps)
         self._count_until(line.end)
-        seconds, self._elapsed = self._elapsed / line.num_steps, 0.0
-        num_scalars = 1 + len(line.optional)
+        seconds = self._elapsed / count
+        if line.is_due:
+            self._elapsed = 0.0
+        if dist.get_rank() != 0:
+            return
+        norms, rest = values[:count], values[count:]
+        zeros, rest = (rest[:count], rest[count:]) if line.counts_zeros else (None, rest)
+        params_norm, rest = (rest[0], rest[1:]) if line.has_params_norm else (None, rest)
         width = 2 + len(self.auxiliary_losses)
-        losses, tokens, *auxiliary = (values[num_scalars + column :: width] for column in range(width))
-        loss, nan_iterations = _mean_loss(losses, tokens)
-        optional = dict(zip(line.optional, values[1:num_scalars], strict=True))
+        losses, tokens, *auxiliary = (rest[column::width] for column in range(width))
+        means = [loss / max(number, 1.0) for loss, number in zip(losses, tokens, strict=True)]
+        for index in range(line.num_written, count):
+            self._add_points(
+                line.steps[index],
+                {
+                    "lm loss": means[index],
+                    "grad-norm": norms[index],
+                    "num-zeros": zeros[index] if zeros else None,
+                    "params-norm": params_norm if index == count - 1 else None,
+                },
+                {name: of_steps[index] for name, of_steps in zip(self.auxiliary_losses, auxiliary, strict=True)},
+            )
+        loss, nan_iterations = _mean_loss(means)
+        last = line.steps[-1]
         self._write_record(
             LogRecord(
-                iteration=line.iteration,
+                iteration=last.iteration,
                 train_iters=self.train_iters,
-                consumed_samples=line.consumed_samples,
+                consumed_samples=last.consumed_samples,
                 ms_per_iteration=1000.0 * seconds,
                 learning_rate=line.learning_rates[False],
                 decoupled_learning_rate=line.learning_rates.get(True),
@@ -208,18 +271,36 @@ class MetricLog:
                     name: sum(of_steps) / len(of_steps)
                     for name, of_steps in zip(self.auxiliary_losses, auxiliary, strict=True)
                 },
-                grad_norm=values[0],
-                num_zeros=optional.get("num_zeros"),
-                params_norm=optional.get("params_norm"),
-                skipped_iterations=line.skipped,
+                grad_norm=norms[-1],
+                num_zeros=zeros[-1] if zeros else None,
+                params_norm=params_norm,
+                skipped_iterations=sum(not step.record.update_successful for step in line.steps),
                 nan_iterations=nan_iterations,
                 tflops_per_device=self._per_device(self.flops_per_sample, seconds, 1e12),
                 tokens_per_second_per_device=self._per_device(self.tokens_per_sample, seconds, 1.0),
                 memory=memory_in_mib(self.device),
-            )
+            ),
+            is_due=line.is_due,
         )
 
-    def write_evaluation(self, where: str, name: str, loss: float, iteration: int) -> None:
+    def _add_points(self, step: _Step, values: dict[str, float | None], auxiliary_losses: dict[str, float]) -> None:
+        """Give the writers the values of one step under Megatron-LM's names."""
+        if step.learning_rates is None:
+            return
+        curves = {
+            "learning-rate": step.learning_rates[False],
+            "batch-size": float(self.batch.global_batch_size),
+            "loss-scale": 1.0 if self.config.loss_scale_to_tensorboard else None,
+            "world-size": float(dist.get_world_size()) if self.config.world_size_to_tensorboard else None,
+            "decoupled-learning-rate": step.learning_rates.get(True),
+            **values,
+        }
+        known = {name: value for name, value in curves.items() if value is not None}
+        for writer in self.writers:
+            writer.add_scalars(known, step.iteration, samples=step.consumed_samples)
+            writer.add_scalars(auxiliary_losses | step.memory, step.iteration)
+
+    def write_evaluation(self, where: str, name: str, loss: float, *, iteration: int, consumed_samples: int) -> None:
         """Write the lines and scalars of an evaluation. Ranks: any; rank 0 writes."""
         if dist.get_rank() == 0:
             print(format_evaluation(where, loss), flush=True)
@@ -227,7 +308,8 @@ class MetricLog:
         if self.config.validation_ppl_to_tensorboard:
             scalars[f"lm loss {name} ppl"] = float(torch.tensor(min(20.0, loss)).exp())
         for writer in self.writers:
-            writer.add_scalars(scalars, iteration)
+            writer.add_scalars(scalars, iteration, samples=consumed_samples)
+            writer.flush()
 
     def close(self) -> None:
         """Flush and close all writers."""
@@ -239,17 +321,18 @@ class MetricLog:
             return None
         return per_sample * self.batch.global_batch_size / dist.get_world_size() / seconds / unit
 
-    def _write_record(self, record: LogRecord) -> None:
-        if dist.get_rank() != 0:
-            return
+    def _write_record(self, record: LogRecord, *, is_due: bool) -> None:
         print(format_log_line(record), flush=True)
-        scalars = record.scalars()
-        if self.config.timers_to_tensorboard:
-            scalars |= record.time_scalars()
+        if self._num_lines <= _NUM_MEMORY_LINES and self.device.type == "cuda":
+            print(memory_line(record.iteration, record.memory), flush=True)
+        scalars = record.time_scalars() if self.config.timers_to_tensorboard else {}
+        if not is_due:
+            scalars.pop("iteration-time", None)  # with what happens once; the next line counts it among others
         if self.config.memory_to_tensorboard:
             scalars |= {f"{kind} (MiB)": value for kind, value in record.memory.items()}
         for writer in self.writers:
             writer.add_scalars(scalars, record.iteration)
+            writer.flush()
 
 
 def _summands(step: StepRecord) -> torch.Tensor:
@@ -259,9 +342,8 @@ def _summands(step: StepRecord) -> torch.Tensor:
     return torch.cat((step.loss_and_tokens, step.auxiliary_losses))
 
 
-def _mean_loss(losses: Sequence[float], tokens: Sequence[float]) -> tuple[float, int]:
+def _mean_loss(means: Sequence[float]) -> tuple[float, int]:
     """Return the mean loss of the iterations with a finite one (if none, the last loss), and the number of the others."""
-    means = [loss / max(count, 1.0) for loss, count in zip(losses, tokens, strict=True)]
     finite = [mean for mean in means if abs(mean) < float("inf")]
     return (sum(finite) / len(finite) if finite else means[-1]), len(means) - len(finite)
 

@@ -16,10 +16,13 @@ class TensorboardWriter:
                 f"--tensorboard-dir {folder} must be a folder that rank 0 can write to, got: {error}; give another one"
             ) from error
 
-    def add_scalars(self, scalars: dict[str, float], iteration: int) -> None:
+    def add_scalars(self, scalars: dict[str, float], iteration: int, *, samples: int | None = None) -> None:
         for name, value in scalars.items():
             self._writer.add_scalar(name, value, iteration)
-        # Flushed each time, so that the file is complete even if the process is killed.
+            if samples is not None:
+                self._writer.add_scalar(f"{name} vs samples", value, samples)
+
+    def flush(self) -> None:
         self._writer.flush()
 
     def close(self) -> None:

@@ -13,8 +13,12 @@ class WandbWriter:
 
         self._run = wandb.init(project=project, entity=entity or None, name=name, dir=folder or None, config=settings)
 
-    def add_scalars(self, scalars: dict[str, float], iteration: int) -> None:
-        self._run.log(scalars, step=iteration)
+    def add_scalars(self, scalars: dict[str, float], iteration: int, *, samples: int | None = None) -> None:
+        by_samples = {} if samples is None else {"samples vs steps": samples}
+        self._run.log(by_samples | scalars, step=iteration)
+
+    def flush(self) -> None:
+        """Do nothing: the service collects what is logged."""
 
     def close(self) -> None:
         self._run.finish()

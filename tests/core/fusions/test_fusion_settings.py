@@ -34,7 +34,7 @@ LLAMA: dict[str, Any] = {
 COMMAND_LINE = (
     "--num-layers 1 --hidden-size 16 --num-attention-heads 4 --seq-length 8 --max-position-embeddings 8"
     " --micro-batch-size 1 --train-iters 1 --lr 1e-3 --swiglu --normalization RMSNorm --disable-bias-linear"
-    " --tokenizer-type NullTokenizer --vocab-size 31 --mock-data"
+    " --tokenizer-type NullTokenizer --vocab-size 32 --mock-data"
 )
 
 

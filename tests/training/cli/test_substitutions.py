@@ -101,6 +101,7 @@ CASES: list[tuple[str, str]] = [
     ("--log-timers-to-tensorboard", ""),
     ("--log-memory-to-tensorboard", ""),
     ("--log-validation-ppl-to-tensorboard", ""),
+    ("--log-world-size-to-tensorboard", ""),
 ]
 
 

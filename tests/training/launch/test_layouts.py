@@ -16,7 +16,7 @@ BASE = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16 "
     "--attention-dropout 0 --hidden-dropout 0 --disable-bias-linear --swiglu --normalization RMSNorm "
     "--micro-batch-size 2 --global-batch-size 8 --train-iters 3 --lr 1e-2 --tokenizer-type NullTokenizer "
-    "--vocab-size 99 --log-interval 1 --eval-iters 1 --num-workers 0 --distributed-backend gloo "
+    "--vocab-size 100 --log-interval 1 --eval-iters 1 --num-workers 0 --distributed-backend gloo "
     f"{SHARDED} "
 )
 TP, CP, PP = (

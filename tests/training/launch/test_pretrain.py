@@ -26,7 +26,7 @@ _OTHERS = {
     "everything logged": (
         f"{SHARDED} --log-throughput --log-params-norm --log-num-zeros-in-grad --decoupled-lr 1e-3 --eval-iters 1 "
         "--eval-interval 2 --tensorboard-dir FOLDER --log-timers-to-tensorboard --log-memory-to-tensorboard "
-        "--log-validation-ppl-to-tensorboard --manual-gc --manual-gc-interval 1 --optimizer sgd"
+        "--log-validation-ppl-to-tensorboard --log-world-size-to-tensorboard --manual-gc --manual-gc-interval 1 --optimizer sgd"
     ),
     "profiled": (
         f"{SHARDED} --profile --profile-step-start 1 --profile-step-end 3 --use-pytorch-profiler --profile-ranks 1 "
@@ -105,7 +105,18 @@ def test_everything_that_can_be_logged_is_logged(on_two: dict[str, Run], folder:
     events = EventAccumulator(str(folder))
     events.Reload()
     assert [event.value for event in events.Scalars("lm loss")] == pytest.approx(list(run.losses.values()), rel=1e-6)
-    assert {"iteration-time", "memory resident (MiB)", "lm loss validation ppl"} <= set(events.Tags()["scalars"])
+    assert set(events.Tags()["scalars"]) == {
+        "learning-rate", "learning-rate vs samples", "batch-size", "batch-size vs samples", "lm loss", "lm loss vs samples",
+        "loss-scale", "loss-scale vs samples", "world-size", "world-size vs samples", "grad-norm", "grad-norm vs samples",
+        "num-zeros", "num-zeros vs samples", "params-norm", "params-norm vs samples", "iteration-time", "throughput",
+        "lm loss validation", "lm loss validation vs samples", "lm loss validation ppl", "lm loss validation ppl vs samples",
+        # Ours.
+        "decoupled-learning-rate", "decoupled-learning-rate vs samples", "tokens-per-second-per-device",
+        "memory resident (MiB)", "lm loss test", "lm loss test vs samples", "lm loss test ppl", "lm loss test ppl vs samples",
+    }  # fmt: skip
+    by_samples = [(event.step, event.value) for event in events.Scalars("lm loss vs samples")]
+    assert [step for step, _ in by_samples] == [8, 16, 24, 32]
+    assert [value for _, value in by_samples] == [event.value for event in events.Scalars("lm loss")]
 
 
 def test_a_profile_is_a_trace_and_a_summary_of_the_ranks_that_are_asked(on_two: dict[str, Run], folder: Path) -> None:
