@@ -301,26 +301,36 @@ def recomputation_in_fp8_multiplies_with_the_same_scales_and_leaves_no_trace() -
     assert any("scaling_bwd history" in key for key in _trained_in_fp8({**FP8, **RECOMPUTED["block"]})[2])
 
 
+ACTIVATION: dict[str, Any] = {"recompute_granularity": "selective", "recompute_modules": ["mlp_act"]}
+
+
 @CHECKS.on(2)
 def the_mlp_in_fp8_trains_under_the_engine() -> None:
     """Weights in FP8 under ZeRO-3 and split over ranks: close to the modules, and recomputed bit for bit the same."""
-    recomputed: dict[str, Any] = {"recompute_granularity": "selective", "recompute_modules": ["mlp_act"]}
     for degrees in ({}, {"tensor_model_parallel_size": 2}):
-        for recipe in ("delayed", "tensorwise"):
-            fields = {**FP8, "fp8_param": True} if recipe == "delayed" else {**TENSORWISE, "fp8_param": True}
-            fuses = {**fields, "use_transformer_engine_op_fuser": True}
-            found = []
-            for settings in (fields, fuses, {**fuses, **recomputed}):
-                model, optimizer = _built(settings, te=True, **degrees)
-                losses = _train(model, optimizer, range(4))
-                found.append((losses, whole_tensors(_saved(model, optimizer, "model"))))
-                gpt: Any = model.module
-                weight = gpt.decoder.layers[0].mlp.linear_fc1.weight
-                assert hasattr(weight, "fsdp_codec")
-            (theirs, expected), (ours, weights), (again, same) = found
-            torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=0.05, atol=0.05)
-            assert weights.keys() == expected.keys() and ours == again, (recipe, degrees)
-            assert all(torch.equal(weights[name], same[name]) for name in weights), (recipe, degrees)
+        for kind in (FP8, TENSORWISE):
+            fields = {**kind, "fp8_param": True}
+            theirs = _trained_in_fp8(fields, **degrees)
+            fields["use_transformer_engine_op_fuser"] = True
+            ours = _trained_in_fp8(fields, **degrees)
+            torch.testing.assert_close(torch.tensor(ours[0]), torch.tensor(theirs[0]), rtol=0.05, atol=0.05)
+            assert ours[2].keys() == theirs[2].keys()
+            for recompute in (ACTIVATION, RECOMPUTED["uniform"]):
+                again = _trained_in_fp8({**fields, **recompute}, **degrees)
+                assert again[0] == ours[0] and (again[1] == ours[1] or kind is TENSORWISE), (degrees, recompute)
+                assert all(torch.equal(again[2][key], tensor) for key, tensor in ours[2].items()), (degrees, recompute)
+
+
+@CHECKS.on(2)
+def activations_are_recomputed_with_biases_that_were_released_in_between() -> None:
+    """In the dtype of the parameters; the bias that is a part of the activation is of a unit that was resharded."""
+    for te in (False, True):
+        found = []
+        for fields in ({}, ACTIVATION):
+            model, optimizer = _built({**GPT2, "bias_activation_fusion": True, **fields}, te=te)
+            found.append((_train(model, optimizer, range(3)), whole_tensors(_saved(model, optimizer, "model"))))
+        assert found[0][0] == found[1][0]
+        assert all(torch.equal(found[1][1][name], tensor) for name, tensor in found[0][1].items())
 
 
 @CHECKS.on(2)
