@@ -41,7 +41,7 @@ from megatron.core.distributed.fsdp import AuditReport, FlatAdamW
 from megatron.core.distributed.fsdp.self_audit import Comparison, Reference
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
+from megatron.core.tensor_parallel.random import rng_tracker_of, seed_streams
 from megatron.core.transformer.moe.router import set_num_microbatches
 from megatron.training.arguments import Settings, build_parser, parse_settings, settings_from_args
 from megatron.training.cli.flag_parser import FlagError
@@ -243,9 +243,7 @@ def _train_plain(script: Any, settings: Settings, setup: TrainingSetup, folder: 
         sums = torch.zeros(2, dtype=torch.float64, device=device)
         for index in range(count):
             batch = next(batches)
-            model_parallel_cuda_manual_seed(
-                microbatch_seed(settings.loop.seed, step, index), get_cuda_rng_tracker(model)
-            )
+            seed_streams(microbatch_seed(settings.loop.seed, step, index), rng_tracker_of(model))
             loss, tokens = script.forward_step(batch, model)
             scale = 1.0 if settings.model.transformer.calculate_per_token_loss else 1.0 / (tokens.clamp(min=1) * count)
             (loss * scale).backward()

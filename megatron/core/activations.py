@@ -13,6 +13,16 @@ def squared_relu(x: torch.Tensor) -> torch.Tensor:
     return torch.square(F.relu(x))
 
 
+def quick_gelu(x: torch.Tensor) -> torch.Tensor:
+    """Compute x * sigmoid(1.702 x), elementwise. Source: arXiv:1606.08415 section 2."""
+    return x * torch.sigmoid(1.702 * x)
+
+
+def fast_gelu(x: torch.Tensor) -> torch.Tensor:
+    """Compute GELU in its tanh form, elementwise. Source: arXiv:1606.08415 section 2."""
+    return F.gelu(x, approximate="tanh")
+
+
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu": F.gelu,
     "silu": F.silu,

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.distributed.fsdp import FsdpContext
-from megatron.core.tensor_parallel.random import CudaRNGStatesTracker, model_parallel_cuda_manual_seed
+from megatron.core.tensor_parallel.random import CudaRNGStatesTracker, seed_streams
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ class CudaStepGraph:
     generators of its own, used in the same way.
 
     Args:
-        tracker: the model's tracker (``get_cuda_rng_tracker``).
+        tracker: the model's tracker (``rng_tracker_of``).
 
     Raises:
         ValueError: the device is not a CUDA device.
@@ -219,7 +219,7 @@ class FullCudaGraph:
         contexts: the contexts of the sharded model; nothing may be gathered between steps (``start_param_sync``).
         graph: the graph of the device on which the step runs.
         warmup_steps: eager steps before the capture; see ``FullCudaGraphConfig``.
-        tracker: the model's tracker (``get_cuda_rng_tracker``); the graph must have the same.
+        tracker: the model's tracker (``rng_tracker_of``); the graph must have the same.
 
     Ranks: all make the same calls. Close it before its process groups are destroyed: NCCL waits for graphs that hold its
     kernels.
@@ -276,7 +276,7 @@ class FullCudaGraph:
                 "but they were (load_state_dict or a checkpoint?); load before the first step, or make a new FullCudaGraph"
             )
         # Generators outside the graph must be where an eager step would have left them.
-        model_parallel_cuda_manual_seed(seeds[-1], self.tracker)
+        seed_streams(seeds[-1], self.tracker)
         self.graph.replay(seeds)
         return {name: result.clone() for name, result in self._results.items()}
 
@@ -292,7 +292,7 @@ class FullCudaGraph:
 
     def _run_eagerly(self, inputs: StaticInputs, seeds: Sequence[int]) -> dict[str, Tensor]:
         def draw(index: int) -> None:
-            model_parallel_cuda_manual_seed(seeds[index], self.tracker)
+            seed_streams(seeds[index], self.tracker)
 
         self.num_eager_steps += 1
         with self.graph.warmup():

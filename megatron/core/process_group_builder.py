@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -54,7 +55,7 @@ def build_process_groups(
         raise ValueError(f"the grid must have all {dist.get_world_size()} ranks, got one of {grid.world_size}")
     engine = _GroupMaker(timeout, {tuple(range(grid.world_size)): everyone})
     model = _GroupMaker(timeout, {})
-    made: dict[str, ProcessGroup | None] = {}
+    made: dict[str, Any] = {}
     for names, maker in ((_ENGINE_GROUPS, engine), (_MODEL_GROUPS, model)):
         for name in names:
             if (grid.size(name) > 1 or name in _GROUPS_OF_ONE) and _is_asked_for(name, grid):

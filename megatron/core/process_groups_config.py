@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from datetime import timedelta
 from typing import Any
 
@@ -19,6 +19,13 @@ def group_size(group: ProcessGroup | None) -> int:
 def group_rank(group: ProcessGroup | None) -> int:
     """Return this rank's index in a process group; 0 for None."""
     return 0 if group is None else group.rank()
+
+
+_NOT_SERVED = {
+    "hcp": "sequences are split over one axis; use cp",
+    "gtp_remat": "weights at rest are sharded by the engine; use dp_cp",
+    "expt_gtp_remat": "weights at rest are sharded by the engine; use expt_dp",
+}
 
 
 @dataclass(kw_only=True)
@@ -38,8 +45,15 @@ class ProcessGroupCollection:
         inter_dist_opt, inter_expt_dist_opt: its outer (replicating) axis, dense and expert.
         dp_cp_ag, expt_dp_ag: the ranks of ``dp_cp`` and ``expt_dp`` (under hybrid sharding those of the inner axes), for
             all-gathers alone.
+        pos_embd, tp_dp_cp, tp_ep_pp, intra_dist_opt, dp_cp_gtp_remat, expt_dp_gtp_remat, tp_ep_pp_with_egtp_remat: groups
+            of Megatron-Core that nothing here reads; ``use_mpu_process_groups`` sets them for its callers.
+        hcp, gtp_remat, expt_gtp_remat: hierarchical context parallelism and tensor parallelism of weights at rest, which
+            are not served: groups of several ranks are refused.
 
     Whoever made the process groups destroys them.
+
+    Raises:
+        NotImplementedError: ``hcp``, ``gtp_remat`` or ``expt_gtp_remat`` is set to a group of several ranks.
     """
 
     tp: ProcessGroup | None = None
@@ -61,6 +75,46 @@ class ProcessGroupCollection:
     inter_expt_dist_opt: ProcessGroup | None = None
     dp_cp_ag: ProcessGroup | None = None
     expt_dp_ag: ProcessGroup | None = None
+    pos_embd: ProcessGroup | None = None
+    tp_dp_cp: ProcessGroup | None = None
+    tp_ep_pp: ProcessGroup | None = None
+    tp_ep_pp_with_egtp_remat: ProcessGroup | None = None
+    dp_cp_gtp_remat: ProcessGroup | None = None
+    expt_dp_gtp_remat: ProcessGroup | None = None
+    intra_dist_opt: ProcessGroup | None = None
+    gtp_remat: ProcessGroup | None = None
+    expt_gtp_remat: ProcessGroup | None = None
+    hcp: list[ProcessGroup] | None = None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _NOT_SERVED and any(group_size(group) > 1 for group in (value if name == "hcp" else [value]) or ()):
+            raise NotImplementedError(
+                f"ProcessGroupCollection.{name} must be None, got a group of several ranks: {_NOT_SERVED[name]}"
+            )
+        super().__setattr__(name, value)
+
+    @classmethod
+    def use_mpu_process_groups(cls, required_pgs: Sequence[str] | None = None) -> ProcessGroupCollection:
+        """Return a collection of the groups that ``parallel_state.initialize_model_parallel`` built.
+
+        Unlike that function's own collection it also holds groups of one rank, as Megatron-Core's does.
+
+        Args:
+            required_pgs: names of the groups; None: all.
+
+        Raises:
+            ValueError: there is no group of a name.
+            AssertionError: the groups were not built.
+
+        Ranks: local.
+        """
+        from megatron.core import parallel_state  # which imports this module
+
+        known = [field.name for field in fields(cls)]
+        if unknown := [name for name in required_pgs or () if name not in known]:
+            raise ValueError(f"required_pgs must be names of process groups, got {unknown}; there are {known}")
+        groups: dict[str, Any] = {name: parallel_state.group_named(name) for name in required_pgs or known}
+        return cls(**groups)
 
     @classmethod
     def data_parallel(cls) -> ProcessGroupCollection:
@@ -81,13 +135,29 @@ class ProcessGroupCollection:
 
 
 def group_of(groups: ProcessGroupCollection | None, name: str) -> ProcessGroup | None:
-    """Return the process group of this name; None where it is not used, or without a collection.
+    """Return the process group of this name; None where it is not used.
+
+    Args:
+        groups: None: those of ``parallel_state``, and where it has none, nothing is split.
 
     Raises:
         AttributeError: there is no such name.
     """
+    if groups is None:
+        from megatron.core import parallel_state  # which imports this module
+
+        groups = parallel_state.initialized_process_groups()
     group: ProcessGroup | None = None if groups is None else getattr(groups, name)
     return group
+
+
+DEFAULT_GROUP: Any = object()
+"""Stands for a group that a caller left out, which is then that of ``parallel_state``; None says that there is no split."""
+
+
+def group_or_default(group: ProcessGroup | None, name: str) -> ProcessGroup | None:
+    """Return a group that was given, or the one of this name in ``parallel_state`` for ``DEFAULT_GROUP``."""
+    return group_of(None, name) if group is DEFAULT_GROUP else group
 
 
 def create_all_gather_groups(

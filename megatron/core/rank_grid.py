@@ -40,6 +40,12 @@ _HYBRID = {
 GROUP_NAMES = (*_DENSE_AXES, *_EXPERT_AXES, *_HYBRID, "embd")
 """The names of all groups of a grid, as in ``ProcessGroupCollection``."""
 
+_FURTHER_DENSE_AXES = {"tp_dp": ("tp", "dp"), "tp_dp_cp": ("tp", "dp", "cp")}
+_FURTHER_EXPERT_AXES = {"tp_ep_pp": ("tp", "ep", "pp")}
+
+FURTHER_GROUP_NAMES = (*_FURTHER_DENSE_AXES, *_FURTHER_EXPERT_AXES)
+"""Groups that this framework does not need itself, and code written for Megatron-Core may."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RankGrid:
@@ -141,10 +147,11 @@ class RankGrid:
         Raises:
             ValueError: the name is not in ``GROUP_NAMES``.
         """
-        if name in _DENSE_AXES:
-            return self._dense_groups(_DENSE_AXES[name])
-        if name in _EXPERT_AXES:
-            return self._expert_groups(_EXPERT_AXES[name])
+        dense, expert = _DENSE_AXES | _FURTHER_DENSE_AXES, _EXPERT_AXES | _FURTHER_EXPERT_AXES
+        if name in dense:
+            return self._dense_groups(dense[name])
+        if name in expert:
+            return self._expert_groups(expert[name])
         if name in _HYBRID:
             return self._hybrid_groups(_HYBRID[name], inner=name.startswith("intra"))
         if name == "embd":
@@ -173,6 +180,41 @@ class RankGrid:
         if not inner:
             parts = parts.transpose(0, 2, 1)
         return _by_first_rank(parts.reshape(-1, parts.shape[-1]))
+
+
+class RankGenerator:
+    """The groups of ranks along axes of one grid, under Megatron-Core's name; ``RankGrid`` has both grids of a run.
+
+    Args:
+        order: the axes, neighbouring ranks first, joined by "-"; axes of one rank may be left out.
+        rank_offset: the first rank of the grid.
+
+    Raises:
+        ValueError: an axis of several ranks is not in ``order``, or both experts and sequences are split.
+        NotImplementedError: ``gtp_remat`` is not 1.
+
+    Ranks: pure.
+    """
+
+    def __init__(
+        self, tp: int, ep: int, dp: int, pp: int, cp: int, order: str, rank_offset: int = 0, gtp_remat: int = 1
+    ) -> None:
+        if gtp_remat != 1:
+            raise NotImplementedError(f"gtp_remat must be 1, got {gtp_remat}: weights are sharded by the engine")
+        if ep > 1 and cp > 1:
+            raise ValueError(f"one grid must not split experts and sequences, got ep={ep} and cp={cp}; make two grids")
+        self.name_to_size = {"tp": tp, "pp": pp, "dp": dp, "ep": ep, "cp": cp}
+        names = order.lower().split("-")
+        if missing := [name for name, size in self.name_to_size.items() if size > 1 and name not in names]:
+            raise ValueError(f"order must name the axes of several ranks, got {order!r} without {', '.join(missing)}")
+        self.order = "-".join([*names, *(name for name in self.name_to_size if name not in names)])
+        self.rank_offset, self.world_size = rank_offset, prod(self.name_to_size.values())
+
+    def get_ranks(self, token: str) -> list[list[int]]:
+        """Return the groups [G][N] of ranks that differ on the axes that ``token`` names, joined by "-"."""
+        sizes = {axis: self.name_to_size[axis] for axis in self.order.split("-")}
+        groups: list[list[int]] = (_groups_along(sizes, tuple(token.split("-"))) + self.rank_offset).tolist()
+        return groups
 
 
 def _groups_along(sizes: dict[str, int], axes: tuple[str, ...]) -> Groups:

@@ -2,22 +2,63 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
 import torch
 
+from megatron.core.checked_config import CheckedConfig, megatron_dataclass
 from megatron.core.distributed.fsdp import TRANSPORT_KINDS, TransportKind
+from megatron.core.served_arguments import ANY, Served
+from megatron.core.upstream_fields import DISTRIBUTED_DATA_PARALLEL_CONFIG
 
 ShardingStrategy = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
 
 
-@dataclass(kw_only=True)
-class DistributedDataParallelConfig:
-    """Settings of ``FullyShardedDataParallel``, under Megatron-Core's names.
+_BUFFERS = "buffers are planned before training, with fixed addresses"
+_FLOAT4 = "FP4 needs Blackwell, and mxfp8 too"
+
+NOT_SERVED: Served = {
+    "fsdp_double_buffer": (ANY, "gathered weights lie in one arena with fixed addresses"),
+    "fsdp_manual_registration": (ANY, "a buffer is registered once, when it is allocated"),
+    "bucket_size": (ANY, "gradients are reduced unit by unit; choose units with fsdp_unit_modules"),
+    "num_buckets": (ANY, "gradients are reduced unit by unit; choose units with fsdp_unit_modules"),
+    "pad_buckets_for_high_nccl_busbw": (ANY, "buffers are padded to rows and to 64 elements"),
+    "align_param_gather": (ANY, "each pipeline stage gathers by its own plan"),
+    "average_in_collective": (ANY, "gradients are summed on the wire and scaled once, which gives the same mean"),
+    "check_for_large_grads": ((False,), "gradients are checked for what is not finite; use check_for_nan_in_grad"),
+    "param_name_patterns_for_fp32_local_accumulation": (
+        ((), [], None),
+        "all gradients are accumulated in megatron_fsdp_main_grads_dtype",
+    ),
+    "reduce_scatter_with_fp32_accumulation": ((False,), "set megatron_fsdp_grad_comm_dtype=torch.float32 instead"),
+    "fp4_param_gather": ((False,), _FLOAT4),
+    "reuse_grad_buf_for_mxfp8_param_ag": ((False,), _FLOAT4),
+    "use_custom_fsdp": ((False,), "it is the old name of use_megatron_fsdp"),
+    "gradient_reduce_div_fusion": ((True,), "the scale is always applied with the reduction"),
+    "preserve_fp32_weights": ((True,), "main weights always rest in megatron_fsdp_main_params_dtype"),
+    "fsdp_db_use_persist_buf_on_alloc_fail": ((False,), _BUFFERS),
+    "megatron_fsdp_max_pool_double_buffer": ((False,), _BUFFERS),
+    "disable_symmetric_registration": (
+        (False,),
+        "registered buffers are symmetric; set fsdp_transport='nccl' to register none",
+    ),
+    "delay_wgrad_compute": ((False,), "weight gradients are computed in backward"),
+    "megatron_fsdp_use_decoupled_grad": ((False,), "gradients are in param.grad, in megatron_fsdp_main_grads_dtype"),
+    "megatron_fsdp_cuda_graph_mode": ((False,), "FullCudaGraph captures steps without a mode of the engine"),
+    "megatron_fsdp_enable_fine_grained_param_gather": (
+        (False,),
+        "weights are gathered unit by unit; choose units with fsdp_unit_modules",
+    ),
+}
+"""Maps a field to (values that are served, why others are not)."""
+
+
+@megatron_dataclass(DISTRIBUTED_DATA_PARALLEL_CONFIG, special=NOT_SERVED)
+class DistributedDataParallelConfig(CheckedConfig):
+    """Settings of data parallelism, under Megatron-Core's names and in its order; fields that are ours are keywords.
 
     Raises:
-        NotImplementedError: a setting of ``NOT_SERVED`` is not at its default.
+        NotImplementedError: a setting of ``NOT_SERVED`` has a value that is not served.
         ValueError: a value is out of range, or settings contradict each other.
     """
 
@@ -28,7 +69,7 @@ class DistributedDataParallelConfig:
     """What is sharded: nothing, optimizer state (ZeRO-1), gradients too (ZeRO-2), weights too (ZeRO-3)."""
 
     use_distributed_optimizer: bool = False
-    """Megatron's flag for sharded optimizer state; what is sharded is up to ``data_parallel_sharding_strategy``."""
+    """Shard the optimizer state; with ``use_megatron_fsdp`` what is sharded is up to ``data_parallel_sharding_strategy``."""
 
     overlap_grad_reduce: bool = False
     """Reduce a unit's gradients while the next unit's backward runs; False makes compute wait for each reduction."""
@@ -94,18 +135,17 @@ class DistributedDataParallelConfig:
     keep_fp8_transpose_cache: bool = False
     """Keep the transposed bytes of such weights until the weights change: more memory, fewer transposes."""
 
-    bucket_size: int | None = None
-    average_in_collective: bool = False
-    fsdp_double_buffer: bool = False
-    align_param_gather: bool = False
-    delay_wgrad_compute: bool = False
-    disable_symmetric_registration: bool = False
-    reduce_scatter_with_fp32_accumulation: bool = False
-    pad_buckets_for_high_nccl_busbw: bool = False
+    megatron_fsdp_version: int = 2
+    """1 or 2: both mean the same engine."""
+
     preserve_fp32_weights: bool = True
-    gradient_reduce_div_fusion: bool = True
+    """Must be True. Megatron-Core had it once."""
 
     def __post_init__(self) -> None:
+        self.finish()
+
+    def check(self) -> None:
+        super().check()
         strategies = get_args(ShardingStrategy)
         if self.data_parallel_sharding_strategy not in strategies:
             raise ValueError(
@@ -116,10 +156,11 @@ class DistributedDataParallelConfig:
             raise ValueError(
                 f"data_parallel_sharding_strategy={self.data_parallel_sharding_strategy!r} needs use_megatron_fsdp=True"
             )
-        if self.use_distributed_optimizer and not self.use_megatron_fsdp:
+        if self.megatron_fsdp_version not in (1, 2):
+            raise ValueError(f"megatron_fsdp_version must be 1 or 2, got {self.megatron_fsdp_version!r}")
+        if self.fsdp_manual_registration and self.transport_kind != "symm":  # type: ignore[attr-defined]
             raise ValueError(
-                "use_distributed_optimizer=True must come with use_megatron_fsdp=True, got False; "
-                "data_parallel_sharding_strategy='optim' shards the optimizer state alone"
+                "fsdp_manual_registration=True must come with nccl_ub=True, got False: other transports register nothing"
             )
         if self.keep_fp8_transpose_cache and not self.fp8_param_gather:
             raise ValueError(
@@ -143,10 +184,6 @@ class DistributedDataParallelConfig:
                 f"{'use_symm_mem' if self.use_symm_mem else 'nccl_ub'}=True means fsdp_transport='symm', got "
                 f"{self.fsdp_transport!r} besides; leave one of them out"
             )
-        defaults = {field.name: field.default for field in fields(self)}
-        for name, reason in NOT_SERVED.items():
-            if getattr(self, name) != defaults[name]:
-                raise NotImplementedError(f"{name} must be {defaults[name]!r}, got {getattr(self, name)!r}: {reason}")
 
     def _check_prefetch(self) -> None:
         names = ("fsdp_forward_prefetch_depth", "fsdp_backward_prefetch_depth")
@@ -172,7 +209,7 @@ class DistributedDataParallelConfig:
             raise ValueError(f"num_distributed_optimizer_instances must be at least 1, got {instances}")
         if outer not in ("no_shard", "optim"):
             raise ValueError(f"outer_dp_sharding_strategy must be no_shard or optim, got {outer!r}")
-        if instances > 1 and not self.use_megatron_fsdp:
+        if instances > 1 and not (self.use_megatron_fsdp or self.use_distributed_optimizer):
             raise ValueError(f"num_distributed_optimizer_instances={instances} needs use_megatron_fsdp=True")
         if outer != "no_shard" and instances == 1:
             raise ValueError(
@@ -181,21 +218,12 @@ class DistributedDataParallelConfig:
             )
 
     @property
+    def sharding_strategy(self) -> ShardingStrategy:
+        """``data_parallel_sharding_strategy``; ``use_distributed_optimizer`` without ``use_megatron_fsdp`` means "optim"."""
+        alone = self.use_distributed_optimizer and not self.use_megatron_fsdp
+        return "optim" if alone else self.data_parallel_sharding_strategy
+
+    @property
     def transport_kind(self) -> TransportKind:
         """``fsdp_transport``, or "symm" if one of the other names for it is set."""
         return "symm" if self.use_symm_mem or self.nccl_ub else self.fsdp_transport
-
-
-# Settings of Megatron-Core that are refused unless at their default, each with the reason.
-NOT_SERVED = {
-    "bucket_size": "gradients are reduced unit by unit; choose units with fsdp_unit_modules",
-    "average_in_collective": "gradients are summed on the wire and scaled once in the main gradient's dtype",
-    "fsdp_double_buffer": "buffers always have fixed addresses in an arena, planned in the first step",
-    "align_param_gather": "each pipeline stage gathers by its own plan",
-    "delay_wgrad_compute": "weight gradients are computed in backward",
-    "disable_symmetric_registration": "registered buffers are symmetric; set fsdp_transport='nccl' to register none",
-    "reduce_scatter_with_fp32_accumulation": "set megatron_fsdp_grad_comm_dtype=torch.float32 instead",
-    "pad_buckets_for_high_nccl_busbw": "buffers are padded to rows and to 64 elements",
-    "preserve_fp32_weights": "main weights always rest in megatron_fsdp_main_params_dtype",
-    "gradient_reduce_div_fusion": "the scale is always applied with the reduction",
-}

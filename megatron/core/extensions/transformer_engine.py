@@ -22,9 +22,11 @@ import transformer_engine_torch as tex
 from transformer_engine.common import recipe as recipes
 from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
 
+from megatron.core.packed_seq_params import check_pack
 from megatron.core.process_groups_config import group_of, group_size
 from megatron.core.tensor_parallel.partition import part_extent
 from megatron.core.transformer.context_parallel import comm_types
+from megatron.core.transformer.dot_product_attention import check_core_attention
 from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 from megatron.core.transformer.init_methods import ConstantInit, InitMethod
 from megatron.core.transformer.parameter_init import SeededParameters
@@ -32,6 +34,7 @@ from megatron.core.transformer.parameter_init import SeededParameters
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -438,13 +441,23 @@ class TEDotProductAttention(_QuantizationState, te.DotProductAttention):
                 os.environ[name] = str(int(name == _BACKENDS[backend]))
 
     def forward(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: None = None,
+        packed_seq_params: PackedSeqParams | None = None,
     ) -> torch.Tensor:
         """Compute the context [s, b, n * d] of query [s, b, n, d], key and value [s, b, g, d]; see ``DotProductAttention``.
 
         Raises:
             TypeError: the mask is not of dtype bool.
         """
+        check_core_attention(attn_mask_type, attention_bias)
+        if packed_seq_params is not None and packed_seq_params.is_packed:
+            return self._within_samples(query, key, value, packed_seq_params)
         if attention_mask is not None and attention_mask.dtype is not torch.bool:
             raise TypeError(
                 f"attention_mask must be of dtype bool with True where a key is hidden, got {attention_mask.dtype};"
@@ -460,6 +473,28 @@ class TEDotProductAttention(_QuantizationState, te.DotProductAttention):
             fp8_output=in_fp8,
         )
         return context
+
+    def _within_samples(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedSeqParams
+    ) -> torch.Tensor:
+        """Compute the context [t, 1, n * d] of a pack. Samples are those of its padded starts, where it has them."""
+        check_pack(packed, query.shape[1], cp_size=self.config.context_parallel_size)
+        starts = packed.starts_or_none()
+        assert starts is not None
+        starts = starts.to(torch.int32)
+        longest = query.shape[0] if packed.max_seqlen_q is None else int(packed.max_seqlen_q)
+        context: torch.Tensor = super().forward(
+            query.squeeze(1),
+            key.squeeze(1),
+            value.squeeze(1),
+            qkv_format="thd",
+            cu_seqlens_q=starts,
+            cu_seqlens_kv=starts,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+            attn_mask_type="padding_causal",
+        )
+        return context.unsqueeze(1)
 
 
 class TEGroupedLinear(_Layer, te.GroupedLinear):

@@ -2,16 +2,72 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+
+from megatron.core.checked_config import CheckedConfig, megatron_dataclass
+from megatron.core.served_arguments import ANY, Served
+from megatron.core.upstream_fields import OPTIMIZER_CONFIG
+
+_SCALE = "it is of fp16's loss scaling, which is not served; use bf16"
+_FP32 = "optimizer state is kept in fp32"
+_DEVICE = "optimizer state stays on the device; shard more"
+_LATER = "it is of an optimizer that is not served yet"
+
+NOT_SERVED: Served = {
+    "fp16": ((False,), _SCALE),
+    "bf16": (ANY, "the model says its dtype"),
+    "params_dtype": (ANY, "the model says its dtype"),
+    "fp8_recipe": (ANY, "the model says its recipe"),
+    "main_grads_dtype": ((torch.float32,), "use DistributedDataParallelConfig.megatron_fsdp_main_grads_dtype"),
+    "main_params_dtype": ((torch.float32,), "use DistributedDataParallelConfig.megatron_fsdp_main_params_dtype"),
+    "use_precision_aware_optimizer": ((False,), "use store_param_remainders with bf16 main weights"),
+    "use_distributed_optimizer": (ANY, "DistributedDataParallelConfig says what is sharded"),
+    "overlap_param_gather": (ANY, "DistributedDataParallelConfig says what overlaps"),
+    "decoupled_weight_decay": ((True,), "adam is AdamW; sgd's decay is torch's"),
+    "apply_wd_to_qk_layernorm": ((False,), "weight decay is of matrices alone"),
+    "pin_cpu_grads": (ANY, "only optimizer_cpu_offload reads it"),
+    "pin_cpu_params": (ANY, "only optimizer_cpu_offload reads it"),
+    "barrier_with_L1_time": (ANY, "timing adds no barrier"),
+    "config_logger_dir": (("",), "configurations are not written to files"),
+    "grad_norm_skip_threshold": ((float("inf"),), "no step is skipped; check_for_nan_in_grad ends a run"),
+}
+"""Maps a field to (values that are served, why others are not)."""
+
+_FAMILIES = (
+    ("loss_scale", _SCALE),
+    ("initial_loss_scale", _SCALE),
+    ("min_loss_scale", _SCALE),
+    ("hysteresis", _SCALE),
+    ("exp_avg", _FP32),
+    ("optimizer_cpu", _DEVICE),
+    ("optimizer_offload", _DEVICE),
+    ("use_torch_optimizer_for", _DEVICE),
+    ("overlap_cpu", _DEVICE),
+    ("overlap_param_gather_with", "the optimizer's step ends before weights are gathered"),
+    ("reuse_grad_buf", "mxfp8 needs Blackwell"),
+    ("optimizer_cuda_graph", "FullCudaGraph captures the step, the optimizer with it"),
+    *((start, _LATER) for start in ("muon_", "lion_", "soap_", "adaptive_muon", "use_layer_wise")),
+)
 
 
-@dataclass(frozen=True, kw_only=True)
-class OptimizerConfig:
-    """Settings of ``get_megatron_optimizer``; names and defaults are Megatron-Core's.
+@megatron_dataclass(OPTIMIZER_CONFIG, special=NOT_SERVED, families=_FAMILIES)
+class OptimizerConfig(CheckedConfig):
+    """Settings of ``get_megatron_optimizer``; names, order and defaults are Megatron-Core's, except where a field says otherwise.
+
+    Fields of Megatron-Core that are not below are accepted at their default, and refused otherwise.
 
     Raises:
+        NotImplementedError: a field asks for something that is not served; the message names it and says why.
         ValueError: a value is out of range.
     """
+
+    free: ClassVar[frozenset[str]] = frozenset(("timers",))
+
+    timers: Callable[..., Any] | None = None
+    """Accepted: the training loop times the step as a whole."""
 
     optimizer: str = "adam"
     """``adam`` is AdamW (decoupled weight decay), ``sgd`` is SGD with momentum."""
@@ -19,8 +75,8 @@ class OptimizerConfig:
     lr: float | None = None
     """Largest learning rate; the scheduler scales it from step to step."""
 
-    min_lr: float = 0.0
-    """Learning rate at the end of the decay."""
+    min_lr: float | None = None
+    """Learning rate at the end of the decay; None: 0."""
 
     decoupled_lr: float | None = None
     """Largest learning rate of embedding and output layer; None: ``lr``."""
@@ -37,7 +93,8 @@ class OptimizerConfig:
     sgd_momentum: float = 0.9
 
     store_param_remainders: bool = False
-    """Adam on bf16 main weights: keep the lower 16 bits of the fp32 weights as optimizer state; see ``FlatAdamW``."""
+    """Adam on bf16 main weights: keep the lower 16 bits of the fp32 weights as optimizer state; see ``FlatAdamW``. Off by
+    default, unlike Megatron-Core, where ``use_precision_aware_optimizer`` must be set besides."""
 
     overlap_update_with_forward: bool = True
     """Adam's updates of sharded models overlap the next forward; see ``FlatAdamW`` for what must wait for them."""
@@ -49,11 +106,17 @@ class OptimizerConfig:
     """Count the zeros of the gradient in each step, at the cost of a pass over all gradients."""
 
     def __post_init__(self) -> None:
+        if self.min_lr is None:
+            self.min_lr = 0.0
+        self.finish()
+
+    def check(self) -> None:
+        super().check()
         if self.optimizer not in ("adam", "sgd"):
             raise ValueError(
                 f"optimizer must be adam or sgd, got {self.optimizer!r}; other optimizers are not served yet"
             )
-        if self.lr is not None and not 0 <= self.min_lr <= self.lr:
+        if self.lr is not None and not 0 <= (self.min_lr or 0.0) <= self.lr:
             raise ValueError(f"0 <= min_lr <= lr must hold, got min_lr={self.min_lr} and lr={self.lr}")
         if self.store_param_remainders and self.optimizer != "adam":
             raise ValueError(f"store_param_remainders must go with optimizer adam, got {self.optimizer}")

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from megatron.core.pipeline_parallel.schedules import Exchange, Message
+from megatron.core.pipeline_parallel.stage_schedules import Exchange, Message
 from megatron.core.process_groups_config import group_rank, group_size
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron.core.pipeline_parallel.p2p_communication import PipelineCommunicator, PipelineStage
-from megatron.core.pipeline_parallel.schedules import forwards_only, one_forward_one_backward
+from megatron.core.pipeline_parallel.stage_schedules import forwards_only, one_forward_one_backward
 
 
 class ForwardComputation(Protocol):

@@ -1,129 +1,250 @@
-"""Schedules of pipeline stages: the order of forwards and backwards of a step, and the messages between them.
-
-A schedule is data: a list of acts, with one exchange with the neighbouring stages before each act and after the last. The
-run follows the list alone, so properties that tests show of the list hold for the run.
-
-1F1B, 4 stages, 6 microbatches (number: forward, letter: backward):
-
-```
-stage 0   0 1 2 3 . . . a 4 b 5 c . d . e . f
-stage 1     0 1 2 . . a 3 b 4 c 5 d . e . f
-stage 2       0 1 . a 2 b 3 c 4 d 5 e . f
-stage 3         0 a 1 b 2 c 3 d 4 e 5 f
-          |(1)    |     |(2)          |(3)
-```
-
-(1) warm-up: forwards until the first gradient can arrive, one fewer on each later stage; (2) steady state: a forward and a
-backward in turn, so that at most ``num_stages - stage`` microbatches hold activations; (3) cool-down: the remaining
-backwards.
-"""
+"""Forward and backward of a global batch, under Megatron-Core's names: callers give the forward step and the data."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import pairwise
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+from torch.distributed import ProcessGroup
+
+from megatron.core.model_wrappers import chunks_of, get_attr_wrapped_model, get_model_config
+from megatron.core.pipeline_parallel.p2p_communication import PipelineStage, hidden_shape
+from megatron.core.pipeline_parallel.pipeline import Pipeline
+from megatron.core.process_groups_config import ProcessGroupCollection, group_of, group_size
+from megatron.core.transformer.moe.router import set_num_microbatches
+
+LossFunction = Callable[..., Any]
+"""model's output -> (loss, values to report), or (sum of losses, tokens, values to report)."""
+ForwardStep = Callable[..., tuple[Tensor, LossFunction | None]]
+"""(data iterator, model) -> (model's output, loss function); the loss function is called on the last stage."""
 
 
-class Act(NamedTuple):
-    """The forward or the backward of one microbatch on one stage."""
+def get_forward_backward_func(
+    pp_size: int | None = None, vp_size: int | None = None, schedule_pg_collection: Any = None
+) -> Callable[..., list[Any]]:
+    """Return the function that runs forward and backward of all microbatches of a step.
 
-    is_forward: bool
-    microbatch: int
+    Args:
+        pp_size: number of pipeline stages; None: that of ``parallel_state``.
+        vp_size: must be None or 1.
+        schedule_pg_collection: must be None; pass ``pg_collection`` to the function.
+
+    Raises:
+        NotImplementedError: stages are interleaved, or of several models.
+    """
+    if vp_size not in (None, 1) or schedule_pg_collection is not None:
+        raise NotImplementedError(
+            f"stages must be one block of layers of one model, got vp_size={vp_size} and "
+            f"schedule_pg_collection={schedule_pg_collection}; leave both out"
+        )
+    several = group_size(group_of(None, "pp")) > 1 if pp_size is None else pp_size > 1
+    return forward_backward_pipelining_without_interleaving if several else forward_backward_no_pipelining
 
 
-class Message(NamedTuple):
-    """The hidden states of a microbatch, for the next stage, or their gradient, for the previous one."""
+def forward_backward_no_pipelining(
+    *,
+    forward_step_func: ForwardStep,
+    data_iterator: Iterator[Any] | Sequence[Iterator[Any]] | None,
+    model: torch.nn.Module | Sequence[torch.nn.Module],
+    num_microbatches: int,
+    seq_length: int,
+    micro_batch_size: int,
+    decoder_seq_length: int | None = None,
+    forward_only: bool = False,
+    collect_non_loss_data: bool = False,
+    first_val_step: bool | None = None,
+    adjust_tensor_shapes_fn: Callable[..., Any] | None = None,
+    p2p_communicator: Any = None,
+    pg_collection: ProcessGroupCollection | None = None,
+    force_all_reduce: bool | None = False,
+) -> list[Any]:
+    """Run forward and backward of all microbatches on a pipeline stage; one stage is a pipeline, too.
 
-    kind: Literal["output", "gradient"]
-    microbatch: int
+    The loss function returns (loss, report): the loss is multiplied by the context-parallel ranks and divided by the
+    microbatches. Or (sum of losses, tokens, report): the sum is divided by the tokens and by the microbatches, unless the
+    configuration's ``calculate_per_token_loss`` leaves both to ``finalize_model_grads``. Microbatches but the last run within
+    ``no_sync_func`` of the configuration; after the last backward its ``finalize_model_grads_func`` is called.
+
+    Args:
+        forward_step_func: called with the data iterator and the model.
+        seq_length, micro_batch_size: shape of the messages between stages.
+        forward_only: no backward, and no autograd.
+        collect_non_loss_data: the loss function is called with ``non_loss_data=True``, and what it returns is collected.
+        first_val_step, force_all_reduce: accepted; nothing is cached between steps, and each strategy reduces in one way.
+        adjust_tensor_shapes_fn, p2p_communicator: must be None.
+        pg_collection: None: the groups of ``parallel_state``.
+
+    Returns:
+        [M] what the loss function reported; [] on all stages but the last.
+
+    Raises:
+        NotImplementedError: there are several chunks of a model, or an argument that is not served.
+
+    Ranks: all of the model's groups.
+    Source: Megatron-Core's function of this name.
+    """
+    if adjust_tensor_shapes_fn is not None or p2p_communicator is not None:
+        raise NotImplementedError(
+            "adjust_tensor_shapes_fn and p2p_communicator must be None, got another: messages have the shape of hidden states"
+        )
+    chunks = chunks_of(model)
+    iterators = list(data_iterator) if isinstance(data_iterator, list | tuple) else [data_iterator]
+    if len(chunks) != 1 or len(iterators) != 1:
+        raise NotImplementedError(
+            f"model and data_iterator must be one, got {len(chunks)} chunks and {len(iterators)} iterators: each stage is one block"
+        )
+    stage = _stage(chunks[0], pg_collection, decoder_seq_length or seq_length, micro_batch_size)
+    run = _Microbatches(
+        chunks[0], iterators[0], forward_step_func, stage, num_microbatches, group_of(pg_collection, "cp")
+    )
+    run.collects_other_data = collect_non_loss_data
+    timers = run.config.timers
+    _timed(timers, "forward-backward", "start")
+    if forward_only:
+        Pipeline(stage).forward_only(run, num_microbatches)
+    else:
+        Pipeline(stage).forward_backward(run, num_microbatches)
+        _finalize(run, pg_collection, force_all_reduce)
+    _timed(timers, "forward-backward", "stop")
+    return run.reports
 
 
-class Exchange(NamedTuple):
-    """The messages of one batch between two acts; None: no message."""
-
-    send: Message | None
-    receive: Message | None
+forward_backward_pipelining_without_interleaving = forward_backward_no_pipelining
 
 
-class Schedule(NamedTuple):
-    """The acts and exchanges of a stage in a step.
+def get_tensor_shapes(
+    *,
+    seq_length: int,
+    micro_batch_size: int,
+    decoder_seq_length: int | None,
+    config: Any,
+    tp_group: ProcessGroup | None = None,
+    cp_group: ProcessGroup | None = None,
+) -> list[tuple[int, ...]]:
+    """Return the shapes of the messages between stages: one, [s, b, h] of hidden states."""
+    shape = hidden_shape(
+        seq_length=decoder_seq_length or seq_length,
+        micro_batch_size=micro_batch_size,
+        hidden_size=config.hidden_size,
+        context_parallel_size=group_size(cp_group),
+        tensor_model_parallel_size=group_size(tp_group),
+        sequence_parallel=config.sequence_parallel,
+    )
+    return [shape]
+
+
+def _stage(
+    model: torch.nn.Module, groups: ProcessGroupCollection | None, seq_length: int, micro_batch_size: int
+) -> PipelineStage:
+    config, parameter = get_model_config(model), next(iter(model.parameters()), torch.empty(0))
+    group = group_of(groups, "pp")
+    if group_size(group) == 1:
+        return PipelineStage(group=group, device=parameter.device)
+    (shape,) = get_tensor_shapes(
+        seq_length=seq_length,
+        micro_batch_size=micro_batch_size,
+        decoder_seq_length=None,
+        config=config,
+        tp_group=group_of(groups, "tp"),
+        cp_group=group_of(groups, "cp"),
+    )
+    # Float16Module leaves params_dtype of the configuration as it is.
+    computes_in = torch.bfloat16 if config.bf16 else config.params_dtype
+    dtype = torch.float32 if config.fp32_residual_connection else computes_in
+    return PipelineStage(
+        group=group,
+        hidden_shape=(shape[0], shape[1], shape[2]),
+        dtype=config.pipeline_dtype or dtype,
+        device=parameter.device,
+    )
+
+
+def _finalize(run: _Microbatches, groups: ProcessGroupCollection | None, force_all_reduce: bool | None) -> None:
+    finalize = run.config.finalize_model_grads_func
+    if finalize is None:
+        return
+    tokens = run.num_tokens if run.config.calculate_per_token_loss else None
+    finalize([run.model], tokens, pg_collection=groups, force_all_reduce=force_all_reduce)
+
+
+class _Microbatches:
+    """The microbatches of a step, as ``Pipeline`` runs them.
 
     Attributes:
-        acts: [A] in order.
-        exchanges: [A + 1] one before each act, and one after the last.
+        reports: what the loss function reported, on the last stage.
+        num_tokens: [] tokens that the loss function counted so far.
     """
 
-    acts: tuple[Act, ...]
-    exchanges: tuple[Exchange, ...]
+    collects_other_data = False
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        data: Any,
+        forward_step: ForwardStep,
+        stage: PipelineStage,
+        num_microbatches: int,
+        cp_group: ProcessGroup | None,
+    ) -> None:
+        self.model, self.data, self.forward_step, self.stage = model, data, forward_step, stage
+        self.num_microbatches, self.cp_size = num_microbatches, group_size(cp_group)
+        self.config = get_model_config(model)
+        self.reports: list[Any] = []
+        self.num_tokens = torch.zeros([], dtype=torch.int, device=stage.device)
+        set_num_microbatches(model, num_microbatches)
+
+    def forward(self, microbatch: int, hidden_states: Tensor | None) -> Tensor:
+        """Run the forward step of a microbatch; return what backward starts from."""
+        if not self.stage.is_first:
+            get_attr_wrapped_model(self.model, "set_input_tensor")(hidden_states)
+        _timed(self.config.timers, "forward-compute", "start")
+        with self._synchronising(microbatch):
+            output, loss_function = self.forward_step(self.data, self.model)
+        if self.stage.is_last:
+            output = self._loss(output, loss_function)
+        _timed(self.config.timers, "forward-compute", "stop")
+        return output
+
+    def backward(self, microbatch: int, output: GradientEdge, gradient: Tensor | None) -> None:
+        """Run the backward of a microbatch."""
+        _timed(self.config.timers, "backward-compute", "start")
+        with self._synchronising(microbatch):
+            torch.autograd.backward(output, gradient)
+        _timed(self.config.timers, "backward-compute", "stop")
+
+    def _synchronising(self, microbatch: int) -> AbstractContextManager[Any]:
+        """Return the context in which gradients are not reduced yet, for all microbatches but the last."""
+        given = self.config.no_sync_func
+        no_sync = given or getattr(self.model, "no_sync", nullcontext)
+        is_last = microbatch == self.num_microbatches - 1
+        return nullcontext() if is_last else no_sync()
+
+    def _loss(self, output: Tensor, loss_function: LossFunction | None) -> Tensor:
+        if loss_function is None:
+            self.reports.append(output)
+            return output
+        if self.collects_other_data:
+            self.reports.append(loss_function(output, non_loss_data=True))
+            return output
+        found = loss_function(output)
+        loss: Tensor = found[0]
+        if len(found) == 3:
+            tokens = found[1].detach()
+            self.num_tokens += tokens.to(self.num_tokens.dtype)
+            if not self.config.calculate_per_token_loss:
+                loss = loss / tokens.clamp(min=1) / self.num_microbatches
+        else:
+            loss = loss * self.cp_size / self.num_microbatches
+        self.reports.append(found[-1])
+        if self.config.grad_scale_func is not None and torch.is_grad_enabled():
+            loss = self.config.grad_scale_func(loss)
+        return loss
 
 
-def one_forward_one_backward(stage: int, num_stages: int, num_microbatches: int) -> Schedule:
-    """Make the 1F1B schedule without interleaving; with one stage, each forward is followed by its backward.
-
-    Raises:
-        ValueError: there is no such stage, or no microbatch.
-
-    Ranks: pure; the schedules of all stages match.
-    Source: PipeDream-Flush (arXiv:2006.09503), as in Megatron-LM (arXiv:2104.04473, section 2.2.1).
-    """
-    _check(stage, num_stages, num_microbatches)
-    num_ahead = min(num_stages - stage - 1, num_microbatches)
-    acts = [Act(True, microbatch) for microbatch in range(num_ahead)]
-    for microbatch in range(num_microbatches - num_ahead):
-        acts += [Act(True, num_ahead + microbatch), Act(False, microbatch)]
-    acts += [Act(False, microbatch) for microbatch in range(num_microbatches - num_ahead, num_microbatches)]
-    return _with_exchanges(acts, stage, num_stages)
-
-
-def forwards_only(stage: int, num_stages: int, num_microbatches: int) -> Schedule:
-    """Make the schedule of an evaluation: all forwards in order.
-
-    Raises:
-        ValueError: there is no such stage, or no microbatch.
-    """
-    _check(stage, num_stages, num_microbatches)
-    return _with_exchanges([Act(True, microbatch) for microbatch in range(num_microbatches)], stage, num_stages)
-
-
-def _check(stage: int, num_stages: int, num_microbatches: int) -> None:
-    if not 0 <= stage < num_stages or num_microbatches < 1:
-        raise ValueError(
-            "a schedule needs a stage in [0, num_stages) and at least one microbatch, got stage "
-            f"{stage} of {num_stages} and {num_microbatches} microbatches"
-        )
-
-
-def _with_exchanges(acts: Sequence[Act], stage: int, num_stages: int) -> Schedule:
-    """Add the exchanges: between two acts, the first one's result is sent and the second one's input received.
-
-    [Note: no stage waits in a circle] A batch ends when its send and its receive have ended. The receive needs an earlier act
-    of a neighbour, and the send needs the neighbour to reach the act that uses the message. Outputs depend on earlier stages,
-    gradients on later stages and on outputs. So there is an order of all batches without a cycle, which a test replays.
-    """
-    ends = [None, *acts, None]
-    exchanges = [Exchange(_made_by(done, stage, num_stages), _needed_by(due, stage)) for done, due in pairwise(ends)]
-    # The last stage's backward starts from its own loss and receives nothing.
-    exchanges = [_without_gradient(exchange) if stage == num_stages - 1 else exchange for exchange in exchanges]
-    return Schedule(tuple(acts), tuple(exchanges))
-
-
-def _made_by(act: Act | None, stage: int, num_stages: int) -> Message | None:
-    if act is None:
-        return None
-    if act.is_forward:
-        return Message("output", act.microbatch) if stage < num_stages - 1 else None
-    return Message("gradient", act.microbatch) if stage > 0 else None
-
-
-def _needed_by(act: Act | None, stage: int) -> Message | None:
-    if act is None:
-        return None
-    if act.is_forward:
-        return Message("output", act.microbatch) if stage > 0 else None
-    return Message("gradient", act.microbatch)
-
-
-def _without_gradient(exchange: Exchange) -> Exchange:
-    receive = exchange.receive
-    return exchange._replace(receive=None if receive is not None and receive.kind == "gradient" else receive)
+def _timed(timers: Callable[..., Any] | None, name: str, act: str) -> None:
+    if timers is not None:
+        getattr(timers(name, log_level=1 if name == "forward-backward" else 2), act)()

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from megatron.core.process_groups_config import group_size
+from megatron.core.process_groups_config import DEFAULT_GROUP, group_or_default, group_size
 
 # Chunks of 2**24 logits: their fp32 copy is 64 MiB, large enough that launches do not matter, small beside the logits.
 CHUNK_NUMEL = 2**24
@@ -24,14 +24,15 @@ def vocab_parallel_cross_entropy(
     vocab_parallel_logits: torch.Tensor,
     target: torch.Tensor,
     label_smoothing: float = 0.0,
-    tp_group: ProcessGroup | None = None,
+    tp_group: ProcessGroup | None = DEFAULT_GROUP,
 ) -> torch.Tensor:
     """Compute the loss [s, b], fp32, of each token.
 
     Args:
         vocab_parallel_logits: [s, b, v] of any float dtype.
         target: [s, b] token ids of the whole vocabulary.
-        tp_group: the ranks whose logits are parts of the vocabulary, in rank order; None: the logits are all.
+        tp_group: the ranks whose logits are parts of the vocabulary, in rank order; None: the logits are all; left out, the
+            tensor-parallel group of ``parallel_state``.
 
     Raises:
         NotImplementedError: ``label_smoothing`` is not 0.
@@ -41,6 +42,7 @@ def vocab_parallel_cross_entropy(
     """
     if label_smoothing != 0.0:
         raise NotImplementedError(f"label_smoothing must be 0.0, got {label_smoothing}: smoothing is not served")
+    tp_group = group_or_default(tp_group, "tp")
     loss: torch.Tensor
     if group_size(tp_group) == 1:
         loss = _CrossEntropy.apply(vocab_parallel_logits, target)  # type: ignore[no-untyped-call, unused-ignore]

@@ -1,6 +1,7 @@
 """Linear layers that are split over tensor-parallel ranks, and the vocabulary embedding, under Megatron-Core's names.
 
-Every layer takes its process group as ``tp_group``; with None, or one rank, the layer is not split. With
+Every layer takes its process group as ``tp_group``; with None, or one rank, the layer is not split; where it is left out, it is
+the one of ``pg_collection`` or ``parallel_state``. With
 ``config.sequence_parallel`` each rank holds a part of the sequence between split layers: a column-parallel layer gathers its
 input, a row-parallel layer reduce-scatters its output. Layers of experts (``is_expert``) do not communicate: the token
 dispatcher brings their rows and sums their results.
@@ -15,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
-from megatron.core.process_groups_config import group_rank, group_size
+from megatron.core.process_groups_config import DEFAULT_GROUP, group_of, group_or_default, group_rank, group_size
+from megatron.core.served_arguments import ANY, check_arguments
 from megatron.core.tensor_parallel.column_function import column_parallel_linear
 from megatron.core.tensor_parallel.linear_function import linear_with_main_grad
 from megatron.core.tensor_parallel.mappings import (
@@ -31,7 +33,20 @@ from megatron.core.transformer.parameter_init import InitializedParameters
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+_NOT_SERVED: dict[str, tuple[tuple[object, ...], str]] = {
+    "keep_master_weight_for_test": ((False,), "each rank has its part of the weight alone"),
+    "embedding_activation_buffer": ((None,), "weight gradients are computed in backward"),
+    "grad_output_buffer": ((None,), "weight gradients are computed in backward"),
+    "disable_grad_reduce": ((False,), "backward sums the gradient of the input over ranks"),
+    "output_dtype": ((None,), "layers compute in params_dtype"),
+    "tp_comm_buffer_name": (ANY, "there are no buffers by name"),
+    "name": (ANY, "parameters have the names of their modules"),
+}
+"""Arguments of Megatron-Core's layers: (values that are served, why others are not)."""
 
 
 class _Linear(InitializedParameters):
@@ -51,9 +66,15 @@ class _Linear(InitializedParameters):
         skip_weight_param_allocation: bool = False,
         is_expert: bool = False,
         stride: int = 1,
-        tp_group: ProcessGroup | None = None,
+        tp_group: ProcessGroup | None = DEFAULT_GROUP,
+        pg_collection: ProcessGroupCollection | None = None,
+        **others: Any,
     ) -> None:
         super().__init__(config)
+        check_arguments(type(self).__name__, others, _NOT_SERVED)
+        if pg_collection is not None:
+            tp_group = group_of(pg_collection, "expt_tp" if is_expert else "tp")
+        tp_group = group_or_default(tp_group, "expt_tp" if is_expert else "tp")
         self.input_size, self.output_size, self.skip_bias_add = input_size, output_size, skip_bias_add
         self.is_expert, self.tp_group = is_expert, tp_group
         self.is_split = group_size(tp_group) > 1
@@ -275,8 +296,10 @@ class VocabParallelEmbedding(Embedding):
         init_method: InitMethod,
         config: TransformerConfig,
         reduce_scatter_embeddings: bool = False,
-        tp_group: ProcessGroup | None = None,
+        tp_group: ProcessGroup | None = DEFAULT_GROUP,
+        pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
+        tp_group = group_or_default(tp_group, "tp") if pg_collection is None else pg_collection.tp
         super().__init__(
             num_embeddings, embedding_dim, init_method=init_method, config=config, partition_dim=0, group=tp_group
         )

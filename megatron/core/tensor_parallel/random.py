@@ -4,24 +4,29 @@
 must draw the same numbers: they use torch's default generator with the same seed. Where each has a part (attention
 probabilities of its heads, hidden states of its part of the sequence), they must draw different numbers: such code runs
 within ``CudaRNGStatesTracker.fork``, which replaces the default generator by the rank's own stream and restores it after. A
-model has one tracker, which is passed to its modules; there is none where the model is not split.
+model has one tracker, which is passed to its modules; there is none where the model is not split. Models that are given no process
+groups share the default one of ``parallel_state``.
 
 On CUDA a fork swaps generator states by reference, without asking the device, so it can be captured: a CUDA graph has its
 own generator for each stream (``use``).
 
-Source: Megatron-Core's names; there the tracker is global.
+Source: Megatron-Core's names; there the only tracker is a global one.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import nn
 
 MODEL_PARALLEL_STREAM = "model-parallel-rng"
+_DATA_PARALLEL_STREAM = "data-parallel-rng"
+_EXPERT_PARALLEL_STREAM = "expert-parallel-rng"
 
 States = dict[tuple[str, torch.device], torch.Tensor]
 
@@ -44,10 +49,14 @@ class CudaRNGStatesTracker:
         """Restart the model-parallel stream, on each device, at this rank's seed for ``seed``."""
         self._restart(MODEL_PARALLEL_STREAM, self.own_seed(seed))
 
-    def own_seed(self, seed: int) -> int:
+    def own_seed(self, seed: int, stream: str = "tensor rank") -> int:
         """Derive this rank's seed in [0, 2**63), unrelated to other ranks' and to ``seed`` itself."""
-        digest = hashlib.sha256(f"tensor rank {self.rank}/{seed}".encode()).digest()
+        digest = hashlib.sha256(f"{stream} {self.rank}/{seed}".encode()).digest()
         return int.from_bytes(digest[:8], "big") >> 1
+
+    def is_initialized(self) -> bool:
+        """Return whether there is a stream."""
+        return bool(self._seeds)
 
     def add(self, name: str, seed: int) -> None:
         """Add a stream that starts at ``seed`` itself.
@@ -143,22 +152,135 @@ class CudaRNGStatesTracker:
         return generator
 
 
-def get_cuda_rng_tracker(model: nn.Module) -> CudaRNGStatesTracker | None:
+def rng_tracker_of(model: nn.Module) -> CudaRNGStatesTracker | None:
     """Return the tracker of a model (wrapped or not); None where it is not split over tensor-parallel ranks."""
     trackers = (getattr(module, "rng_tracker", None) for module in model.modules())
     return next((tracker for tracker in trackers if tracker is not None), None)
 
 
-def model_parallel_cuda_manual_seed(seed: int, tracker: CudaRNGStatesTracker | None = None) -> None:
+def seed_streams(seed: int, tracker: CudaRNGStatesTracker | None = None) -> None:
     """Seed torch's default generators, on all devices, and restart the tracker's model-parallel stream.
 
     Args:
         seed: the same on all tensor-parallel ranks.
-        tracker: the model's tracker (``get_cuda_rng_tracker``).
+        tracker: the model's tracker (``rng_tracker_of``).
     """
     torch.manual_seed(seed)
     if tracker is not None:
         tracker.seed(seed)
+
+
+def get_cuda_rng_tracker(
+    use_te_rng_tracker: bool = False, inference_rng_tracker: bool = False, use_cudagraphable_rng: bool = False
+) -> CudaRNGStatesTracker:
+    """Return the default tracker: that of models that are given no process groups.
+
+    Args:
+        use_te_rng_tracker, use_cudagraphable_rng: accepted; the tracker can be captured as it is.
+
+    Raises:
+        NotImplementedError: ``inference_rng_tracker``.
+    """
+    from megatron.core import parallel_state
+
+    if inference_rng_tracker:
+        raise NotImplementedError("inference_rng_tracker must be False, got True: inference has no tracker of its own")
+    return parallel_state.default_rng_tracker()
+
+
+def model_parallel_cuda_manual_seed(
+    seed: int,
+    te_rng_tracker: bool = False,
+    inference_rng_tracker: bool = False,
+    use_cudagraphable_rng: bool = False,
+    tp_rank: int | None = None,
+    ep_rank: int | None = None,
+    etp_rank: int | None = None,
+    gtp_remat_rank: int | None = None,
+    egtp_remat_rank: int | None = None,
+    force_reset_rng: bool = False,
+    gtp_remat_world_size: int | None = None,
+    egtp_remat_world_size: int | None = None,
+) -> None:
+    """Seed torch's default generators, on all devices, and restart the streams of the default tracker.
+
+    Args:
+        seed: the same on all tensor-parallel ranks.
+        tp_rank, ep_rank, etp_rank: this rank's index in the groups; None: that in ``parallel_state``.
+        te_rng_tracker, use_cudagraphable_rng, force_reset_rng, gtp_remat_rank, egtp_remat_rank, gtp_remat_world_size,
+            egtp_remat_world_size: accepted; streams are always restarted, and weights at rest draw nothing.
+
+    Source: Megatron-Core's names; seeds are derived in another way (``CudaRNGStatesTracker.own_seed``).
+    """
+    from megatron.core import parallel_state
+
+    tracker = get_cuda_rng_tracker(te_rng_tracker, inference_rng_tracker, use_cudagraphable_rng)
+    given = {"tp": tp_rank, "ep": ep_rank, "expt_tp": etp_rank}
+    tp, ep, etp = (parallel_state.default_rank(name) if rank is None else rank for name, rank in given.items())
+    tracker.rank = tp
+    tracker.reset()
+    seed_streams(seed, tracker)
+    tracker.add(_DATA_PARALLEL_STREAM, seed)
+    tracker.add(_EXPERT_PARALLEL_STREAM, tracker.own_seed(seed, f"expert rank {ep}/{etp}"))
+
+
+def get_expert_parallel_rng_tracker_name() -> str:
+    """Return the name of the stream of a rank's experts."""
+    return _EXPERT_PARALLEL_STREAM
+
+
+def get_data_parallel_rng_tracker_name() -> str:
+    """Return the name of the stream that is the same on all tensor-parallel ranks."""
+    return _DATA_PARALLEL_STREAM
+
+
+def is_graph_safe_cuda_rng_tracker(tracker: object) -> bool:
+    """Return whether forks of a tracker can be captured in a CUDA graph."""
+    return isinstance(tracker, CudaRNGStatesTracker)
+
+
+def checkpoint(function: Callable[..., Any], distribute_saved_activations: bool, *args: Any) -> Any:
+    """Call ``function(*args)``, keep nothing for backward, and compute it again there with the same random numbers.
+
+    Args:
+        distribute_saved_activations: must be False.
+
+    Raises:
+        NotImplementedError: ``distribute_saved_activations``: use sequence parallelism.
+    """
+    if distribute_saved_activations:
+        raise NotImplementedError("distribute_saved_activations must be False, got True; use sequence_parallel")
+    streams = get_cuda_rng_tracker().recomputation
+
+    def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        forward, again = streams()
+        return forward, _recomputing(again)
+
+    return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, context_fn=contexts)
+
+
+class _Recomputations:
+    """How many recomputations run on this thread."""
+
+    depth = 0
+
+
+_recomputations = _Recomputations()
+
+
+@contextmanager
+def _recomputing(streams: AbstractContextManager[None]) -> Iterator[None]:
+    _recomputations.depth += 1
+    try:
+        with streams:
+            yield
+    finally:
+        _recomputations.depth -= 1
+
+
+def is_checkpointing() -> bool:
+    """Return whether ``checkpoint`` computes something again just now."""
+    return _recomputations.depth > 0
 
 
 def _exact(device: torch.device | None) -> torch.device:

@@ -7,8 +7,10 @@ key head, then its value head, so a rank's rows of it are whole groups.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron.core.fp8_utils import recomputation_in_fp8
 from megatron.core.fusions.fused_rope import fused_rotate, fused_split_and_rotate
 from megatron.core.models.common.embeddings.rotary_pos_embedding import apply_rotary
-from megatron.core.process_groups_config import group_size
+from megatron.core.process_groups_config import group_of, group_size
 from megatron.core.tensor_parallel.partition import part_extent
 from megatron.core.transformer.context_parallel_attention import core_attention_for
 from megatron.core.transformer.enums import AttnMaskType
@@ -28,6 +30,7 @@ from megatron.core.transformer.recomputation import recomputes
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
 if TYPE_CHECKING:
+    from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -66,7 +69,7 @@ class SelfAttention(MegatronModule):
         self.layer_number = layer_number
         num_heads, num_groups = config.num_attention_heads, config.num_query_groups or 1
         self.head_width = config.kv_channels or 1
-        tp_group = None if pg_collection is None else pg_collection.tp
+        tp_group = group_of(pg_collection, "tp")
         self.is_split = group_size(tp_group) > 1
         self.num_heads = part_extent(num_heads, 1, group_size(tp_group))
         self.num_groups = part_extent(num_groups, 1, group_size(tp_group))
@@ -129,6 +132,7 @@ class SelfAttention(MegatronModule):
         rotary_pos_emb: torch.Tensor | None = None,
         rotary_pos_cos: torch.Tensor | None = None,
         rotary_pos_sin: torch.Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attend over [s, b, h]; return [s, b, h] and the bias [h] that the caller still has to add (or None).
 
@@ -139,20 +143,28 @@ class SelfAttention(MegatronModule):
             rotary_pos_emb: angles [s, 1, 1, r] as ``RotaryEmbedding`` returns them; used where no tables are given.
             rotary_pos_cos: [s, r/2] table of cosines (r: the rotated width).
             rotary_pos_sin: [s, r/2] table of sines.
+            packed_seq_params: samples within which tokens attend; angles and tables are those of positions in the whole
+                sequence, and are taken anew from each sample's start.
         """
         if rotary_pos_emb is not None:
             rotary_pos_cos, rotary_pos_sin = self._tables(rotary_pos_emb)
+        is_packed = packed_seq_params is not None and packed_seq_params.is_packed
         if rotary_pos_cos is not None and rotary_pos_sin is not None:
+            if is_packed:
+                rotary_pos_cos, rotary_pos_sin = tables_of_samples(packed_seq_params, rotary_pos_cos, rotary_pos_sin)
             query, key, value = self._rotated(hidden_states, rotary_pos_cos, rotary_pos_sin)
         else:
             query, key, value = self.get_query_key_value_tensors(hidden_states)
             query = query.flatten(2, 3)  # a view after a norm, otherwise a copy
         draws = self.training and self.config.attention_dropout > 0
+        core_attention: Callable[..., torch.Tensor] = self.core_attention
+        if is_packed:
+            core_attention = partial(core_attention, packed_seq_params=packed_seq_params)
         # Each tensor-parallel rank has its own heads, so it draws its own dropout.
         with self.drawing_apart(query, draws):
             if recomputes(self.config, "core_attn") and self.training:
                 context = checkpoint(
-                    self.core_attention,
+                    core_attention,
                     query,
                     key,
                     value,
@@ -162,7 +174,7 @@ class SelfAttention(MegatronModule):
                     context_fn=self._recomputation,
                 )
             else:
-                context = self.core_attention(query, key, value, attention_mask)
+                context = core_attention(query, key, value, attention_mask)
         output, bias = self.linear_proj(context)
         return output, bias
 
@@ -221,3 +233,12 @@ class SelfAttention(MegatronModule):
         angles = angles[:, 0, 0]
         angles = angles[:, ::2] if self.config.rotary_interleaved else angles[:, : angles.shape[-1] // 2]
         return angles.cos(), angles.sin()
+
+
+def tables_of_samples(
+    packed: PackedSeqParams | None, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Take rows of the tables [s, r/2] such that positions begin anew in each sample of a pack."""
+    assert packed is not None
+    positions = packed.positions(cos.shape[0]).to(cos.device)
+    return cos[positions], sin[positions]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatron.core.activations import ACTIVATIONS
+from megatron.core.served_arguments import ANY, Served
 from megatron.core.transformer.context_parallel import COMM_TYPES, comm_types
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.fp8_checks import FP8_CONTRADICTIONS
@@ -20,9 +21,10 @@ if TYPE_CHECKING:
 
 _ROUTER_GROUPS = "a token's experts are the best of all, not the best of some groups"
 
-NOT_SERVED: dict[str, tuple[tuple[object, ...], str]] = {
+MLA_REASON = "only multi-head and grouped-query attention are served"
+
+NOT_SERVED: Served = {
     "apply_residual_connection_post_layernorm": ((False,), "only pre-norm layers are served"),
-    "fp16": ((False,), "fp16 needs loss scaling, which is not served; use bf16"),
     "fp4": ((None,), "FP4 needs Blackwell, and no recipe for it is served; use fp8"),
     "fp8_recipe": (
         ("delayed", "tensorwise", "blockwise"),
@@ -30,35 +32,88 @@ NOT_SERVED: dict[str, tuple[tuple[object, ...], str]] = {
     ),
     "fp8_wgrad": ((True,), "transformer-engine no longer has a setting for weight gradients alone"),
     "fp8_output_proj": ((False,), "in Megatron-Core it goes with mxfp8 alone, which needs Blackwell"),
-    "enable_autocast": ((False,), "layers compute in params_dtype; set that instead"),
     "embedding_init_method_std": (
         (None,),
         "it would also exempt embeddings from weight decay, which is not served; use embedding_init_method",
     ),
     "distribute_saved_activations": ((False,), "recomputed layers keep their whole input; use sequence_parallel"),
-    "virtual_pipeline_model_parallel_size": (
-        (None,),
-        "each stage is one block of layers; interleaved stages are not served",
-    ),
     "moe_input_jitter_eps": ((None,), "routers add no noise to their input"),
     "moe_router_enable_expert_bias": ((False,), "experts are balanced by auxiliary losses; use moe_aux_loss_coeff"),
     "moe_router_num_groups": ((None,), _ROUTER_GROUPS),
     "moe_router_group_topk": ((None,), _ROUTER_GROUPS),
     "moe_shared_expert_overlap": ((False,), "shared experts run before the routed ones"),
-    "multi_latent_attention": ((False,), "only multi-head and grouped-query attention are served"),
+    "multi_latent_attention": ((False,), MLA_REASON),
     "mtp_num_layers": ((None,), "multi-token prediction is not served"),
     "window_size": ((None,), "sliding-window attention is not served"),
     "softmax_type": (("vanilla",), "only the plain softmax is served"),
     "qk_l2_norm": ((False,), "queries and keys can have the configured normalization only (qk_layernorm)"),
+    "moe_permute_fusion": (ANY, "tokens are permuted by one gather, in backward as well"),
+    "moe_router_fusion": (ANY, "routing after the choice of experts is one compiled function"),
+    "clone_scatter_output_in_embedding": (ANY, "parts of the sequence are always copied"),
+    "disable_parameter_transpose_cache": (ANY, "the engine decides what of FP8 weights rests"),
+    "transformer_impl": (("local", "transformer_engine"), "the layer spec says which layers are built"),
+    "cuda_graph_impl": (
+        ("none", "full_iteration"),
+        "graphs of parts of a step are not served; full_iteration captures the whole step",
+    ),
+    "cuda_graph_warmup_steps": (ANY, "the training loop has its own setting"),
+    "fp4_recipe": (ANY, "only fp4 reads it"),
     "use_mup": ((False,), "maximal update parametrisation is not served"),
     "memory_efficient_layer_norm": (
         (False,),
         "norms keep their input for an exact backward, not their output; use recompute_granularity",
     ),
-    "cross_entropy_fusion_impl": (("native",), "transformer-engine's cross entropy is not served"),
-    "cpu_offloading": ((False,), "activations are not offloaded; use recompute_granularity"),
 }
 """Maps a field to (values that are served, why others are not)."""
+
+_MTP = "multi-token prediction is not served"
+_UNEVEN = "all stages have the same number of layers"
+_VARIANT = "this variant of attention is not served"
+_STATE_SPACE = "state-space layers are not served"
+_DISPATCH = "tokens are dispatched by one all-to-all"
+
+FAMILIES: tuple[tuple[str, str], ...] = (
+    ("mtp_", _MTP),
+    ("num_layers_in_", _UNEVEN),
+    ("pipeline_model_parallel_layout", _UNEVEN),
+    ("account_for_", _UNEVEN),
+    ("dsa_", _VARIANT),
+    ("linear_", _VARIANT),
+    ("experimental_attention", _VARIANT),
+    ("qk_clip", _VARIANT),
+    ("attention_output_gate", _VARIANT),
+    ("window_", _VARIANT),
+    ("no_rope_freq", _VARIANT),
+    ("mrope_", _VARIANT),
+    ("mup_", "maximal update parametrisation is not served"),
+    ("mamba_", _STATE_SPACE),
+    ("gdp_", _STATE_SPACE),
+    ("is_hybrid", _STATE_SPACE),
+    ("inference_", "inference has no settings of its own"),
+    ("use_inference", "inference has no settings of its own"),
+    ("flash_decode", "inference has no settings of its own"),
+    ("moe_hybridep", _DISPATCH),
+    ("moe_deepep", _DISPATCH),
+    ("moe_enable_deepep", _DISPATCH),
+    ("moe_flex", _DISPATCH),
+    ("moe_ncclep", _DISPATCH),
+    ("moe_", "this setting of experts is not served"),
+    ("mhc_", "one residual stream is served"),
+    ("enable_mhc", "one residual stream is served"),
+    ("cuda_graph", "graphs of parts of a step are not served"),
+    ("enable_cuda_graph", "graphs of parts of a step are not served"),
+    ("external_cuda_graph", "graphs of parts of a step are not served"),
+    ("fp4_", "FP4 needs Blackwell, and no recipe for it is served; use fp8"),
+    ("fp8_", "this setting of FP8 is not served"),
+    ("use_kitchen", "the kitchen package is not served"),
+    ("kitchen_", "the kitchen package is not served"),
+    ("offload_", "activations are not offloaded; use recompute_granularity"),
+    ("fine_grained_", "activations are not offloaded; use recompute_granularity"),
+    ("activation_offload", "activations are not offloaded; use recompute_granularity"),
+    ("heter", "all layers have one configuration"),
+    ("hetere", "all layers have one configuration"),
+)
+"""(Start of a field's name, why other values than its default are not served)."""
 
 CONTRADICTIONS: list[tuple[Condition, str]] = [
     (lambda c: c.num_layers < 1, "num_layers must be at least 1, got {num_layers}"),
@@ -109,10 +164,6 @@ CONTRADICTIONS: list[tuple[Condition, str]] = [
     (
         lambda c: c.params_dtype not in (torch.float32, torch.bfloat16),
         "params_dtype must be torch.float32 or torch.bfloat16, got {params_dtype}",
-    ),
-    (
-        lambda c: c.bf16 and c.params_dtype is not torch.bfloat16,
-        "bf16 must go with params_dtype=torch.bfloat16, got {params_dtype}; pass params_dtype=torch.bfloat16",
     ),
     (
         lambda c: c.apply_query_key_layer_scaling and not c.attention_softmax_in_fp32,
@@ -174,33 +225,21 @@ CONTRADICTIONS: list[tuple[Condition, str]] = [
 CONTRADICTIONS += [*MOE_CONTRADICTIONS, *PARALLEL_CONTRADICTIONS, *FP8_CONTRADICTIONS]
 
 
-def check_config(config: TransformerConfig) -> None:
-    """Check that the configuration is served and consistent.
+def contradictions(config: TransformerConfig, *, has_faults: bool) -> list[str]:
+    """Return the messages of the rows of ``CONTRADICTIONS`` that hold.
 
-    Raises:
-        NotImplementedError: a field of ``NOT_SERVED`` has a value that is not served.
-        ValueError: a row of ``CONTRADICTIONS`` holds.
-
-    The message has a line for each fault.
+    Args:
+        has_faults: fields have values that are not served; rows that cannot be computed then are left out.
     """
-    not_served = []
-    for name, (served, reason) in NOT_SERVED.items():
-        value = getattr(config, name)
-        if value not in served:
-            wanted = " or ".join(map(repr, served))
-            not_served.append(f"TransformerConfig.{name} must be {wanted}, got {value!r}: {reason}")
-    contradictions: list[str] = []
+    found: list[str] = []
     for holds, message in CONTRADICTIONS:
         try:
             if holds(config):
-                contradictions.append("TransformerConfig." + message.format_map(vars(config)))
+                found.append("TransformerConfig." + message.format_map(vars(config)))
         except (TypeError, ZeroDivisionError):
-            if not (not_served or contradictions):
+            if not (has_faults or found):
                 raise  # rows may rely on those before them
-    if not_served:
-        raise NotImplementedError("\n".join((*not_served, *contradictions)))
-    if contradictions:
-        raise ValueError("\n".join(contradictions))
+    return found
 
 
 def _recomputable(modules: Sequence[str]) -> bool:

@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megatron.core.packed_seq_params import PackedSeqParams, check_pack
 from megatron.core.process_groups_config import ProcessGroupCollection, group_of, group_size
 from megatron.core.transformer.attention_kernels import choose_kernel
 from megatron.core.transformer.context_parallel import comm_types
 from megatron.core.transformer.context_parallel_gather import gathered_attention
 from megatron.core.transformer.context_parallel_heads import gather_heads, scatter_heads
 from megatron.core.transformer.context_parallel_ring import ring_attention
-from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.dot_product_attention import DotProductAttention, check_core_attention
+from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 if TYPE_CHECKING:
@@ -44,8 +46,9 @@ class ContextParallelAttention(DotProductAttention):
         **kwargs: Any,
     ) -> None:
         super().__init__(config, layer_number, pg_collection=pg_collection, **kwargs)
-        assert pg_collection is not None and pg_collection.cp is not None, "chosen where there is such a group"
-        self.cp_group = pg_collection.cp
+        cp_group = group_of(pg_collection, "cp")
+        assert cp_group is not None, "chosen where there is such a group"
+        self.cp_group = cp_group
         types = comm_types(config.cp_comm_type)
         self.comm_type = types[layer_number - 1] if len(types) > 1 else types[0]
         if config.context_parallel_size != self.cp_group.size():
@@ -60,14 +63,24 @@ class ContextParallelAttention(DotProductAttention):
             )
 
     def forward(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: None = None,
+        packed_seq_params: PackedSeqParams | None = None,
     ) -> torch.Tensor:
         """Compute the context [l, b, n * d] of query [l, b, n, d], key and value [l, b, g, d].
 
         Raises:
-            NotImplementedError: a mask is given.
+            NotImplementedError: a mask, or a pack, is given.
             ValueError: heads cannot be divided over the ranks (``a2a``), or this rank's tokens into two chunks.
         """
+        check_core_attention(attn_mask_type, attention_bias)
+        if packed_seq_params is not None and packed_seq_params.is_packed:
+            check_pack(packed_seq_params, query.shape[1], cp_size=self.cp_group.size())
         if attention_mask is not None:
             raise NotImplementedError(
                 "attention_mask must be None (causal) with context parallelism, got a mask: each rank sees only a part of"

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron.core.fusions.fused_softmax import MASKED, scaled_masked_softmax
+from megatron.core.packed_seq_params import PackedSeqParams, check_pack
 from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 
@@ -59,19 +60,36 @@ class DotProductAttention(MegatronModule):
         self.softmax_scale = 1.0 / math.sqrt(config.kv_channels or 1) if scale is None else scale
 
     def forward(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: None = None,
+        packed_seq_params: PackedSeqParams | None = None,
     ) -> torch.Tensor:
         """Compute the context [s, b, n * d] of query [s, b, n, d], key and value [s, b, g, d].
 
         Args:
             attention_mask: bool, broadcastable to [b, n, s, s], True where a key is hidden; as in Megatron-Core it replaces
                 the causal mask. None: causal.
+            attn_mask_type: must be causal, or None.
+            attention_bias: must be None.
+            packed_seq_params: samples within which queries see keys; b is 1 then, and it replaces the mask.
 
         Raises:
             TypeError: the mask is not of dtype bool.
             RuntimeError: ``config.deterministic_mode`` on CUDA without torch's deterministic algorithms.
         """
         self._check(query, attention_mask)
+        check_core_attention(attn_mask_type, attention_bias)
+        if packed_seq_params is not None and packed_seq_params.is_packed:
+            check_pack(packed_seq_params, query.shape[1])
+            dropout = self.attention_dropout if self.training else 0.0
+            if can_attend_packed(query, packed_seq_params, dropout=dropout) and self.fused:
+                return fused_packed_attention(query, key, value, packed_seq_params, scale=self.softmax_scale)
+            attention_mask = packed_seq_params.causal_mask(query.shape[0])
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         dropout = self.attention_dropout if self.training else 0.0
         if attention_mask is None and self.fused:
@@ -135,6 +153,49 @@ def fused_causal_attention(
     return F.scaled_dot_product_attention(
         query, key, value, dropout_p=dropout, is_causal=True, scale=scale, enable_gqa=grouped
     )
+
+
+def check_core_attention(attn_mask_type: AttnMaskType | None, attention_bias: object) -> None:
+    """Raise NotImplementedError for arguments of Megatron-Core's core attention that are not served."""
+    if attn_mask_type not in (None, AttnMaskType.causal, AttnMaskType.padding_causal):
+        raise NotImplementedError(f"attn_mask_type must be causal, got {attn_mask_type}; pass an attention_mask")
+    if attention_bias is not None:
+        raise NotImplementedError(
+            f"attention_bias must be None, got {type(attention_bias).__name__}: scores have no bias"
+        )
+
+
+def can_attend_packed(query: torch.Tensor, packed: PackedSeqParams, *, dropout: float) -> bool:
+    """Return whether torch's flash kernel computes a pack: half precision on CUDA, with the longest sample known."""
+    is_half = query.dtype in (torch.bfloat16, torch.float16) and query.is_cuda
+    return is_half and query.shape[-1] % 8 == 0 and dropout == 0.0 and packed.max_seqlen_q is not None
+
+
+def fused_packed_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedSeqParams, *, scale: float
+) -> torch.Tensor:
+    """Compute causal attention within each sample, [t, 1, n, d] over [t, 1, g, d] to [t, 1, n * d], by the flash kernel."""
+    starts = packed.starts_or_none()
+    assert starts is not None and packed.max_seqlen_q is not None
+    starts = torch.nn.functional.pad(starts, (0, 1), value=query.shape[0]).to(
+        torch.int32
+    )  # what lies behind the samples
+    longest = query.shape[0]  # a bound that needs no read from the device
+    results = torch.ops.aten._flash_attention_forward(
+        query.squeeze(1),
+        key.squeeze(1),
+        value.squeeze(1),
+        starts,
+        starts,
+        longest,
+        longest,
+        0.0,
+        True,
+        False,
+        scale=scale,
+    )
+    context: torch.Tensor = results[0]
+    return context.flatten(1).unsqueeze(1)
 
 
 def causal_mask(num_queries: int, num_keys: int, device: torch.device) -> torch.Tensor:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import enum
 
+from megatron.core.enums import ModelType
 
-class ModelType(enum.Enum):
-    """The kind of model that a pipeline schedule runs."""
-
-    encoder_or_decoder = 1
+__all__ = ["AttnBackend", "AttnMaskType", "AttnType", "LayerType", "ModelType"]
 
 
 class AttnMaskType(enum.Enum):
@@ -19,6 +17,23 @@ class AttnMaskType(enum.Enum):
     no_mask = 3
     padding_causal = 4
     arbitrary = 5
+
+
+class LayerType(enum.Enum):
+    """The kind of a layer in a pipeline's layout; only embedding, decoder and loss are served."""
+
+    embedding = 1
+    loss = 2
+    encoder = 3
+    decoder = 4
+    mtp = 5
+
+
+class AttnType(enum.Enum):
+    """What attention attends to; only ``self_attn`` is served."""
+
+    self_attn = 1
+    cross_attn = 2
 
 
 class AttnBackend(enum.Enum):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 import torch.nn.functional as F
 
 from megatron.core.activations import ACTIVATIONS
@@ -59,8 +60,8 @@ FP8_CONTRADICTIONS: list[tuple[Condition, str]] = [
     *map(_of_fp8, _OF_FP8),
     *map(_of_delayed, _OF_DELAYED),
     (
-        lambda c: c.fp8 is not None and not c.bf16,
-        "fp8 must go with bf16=True, got False: gradients of weights and all that is not multiplied in FP8 is in bf16",
+        lambda c: c.fp8 is not None and not (c.bf16 and c.params_dtype is torch.bfloat16),
+        "fp8 must go with bf16=True and params_dtype=torch.bfloat16, got {bf16} and {params_dtype}: gradients of weights and all that is not multiplied in FP8 is in bf16",
     ),
     (lambda c: c.fp8_amax_history_len < 1, "fp8_amax_history_len must be at least 1, got {fp8_amax_history_len}"),
     (lambda c: c.fp8_margin < 0, "fp8_margin must not be negative, got {fp8_margin}"),

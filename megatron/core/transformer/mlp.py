@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron.core.fusions.bias_activation import bias_geglu, bias_gelu, bias_swiglu, swiglu
+from megatron.core.process_groups_config import group_of
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.recomputation import call_before_backward_of, recomputes
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
@@ -53,7 +54,7 @@ class MLP(MegatronModule):
         self.input_size = config.hidden_size if input_size is None else input_size
         width = ffn_hidden_size or config.ffn_hidden_size or 4 * config.hidden_size
         self.activation_func = config.activation_func
-        tp_group = None if pg_collection is None else pg_collection.expt_tp if is_expert else pg_collection.tp
+        tp_group = group_of(pg_collection, "expt_tp" if is_expert else "tp")
         self.linear_fc1 = build_module(
             submodules.linear_fc1,
             self.input_size,

@@ -23,6 +23,7 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 if TYPE_CHECKING:
+    from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -98,6 +99,7 @@ class TransformerBlock(MegatronModule):
         rotary_pos_emb: torch.Tensor | None = None,
         rotary_pos_cos: torch.Tensor | None = None,
         rotary_pos_sin: torch.Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
     ) -> torch.Tensor:
         """Run the layers: [s, b, h] -> [s, b, h]; the other arguments as in ``SelfAttention.forward``.
 
@@ -108,7 +110,9 @@ class TransformerBlock(MegatronModule):
             hidden_states = self.input_tensor
         if hidden_states is None:
             raise RuntimeError("the block must have an input, got None; call set_input_tensor or pass hidden_states")
-        rest = (attention_mask, rotary_pos_emb, rotary_pos_cos, rotary_pos_sin)
+        rest: tuple[Any, ...] = (attention_mask, rotary_pos_emb, rotary_pos_cos, rotary_pos_sin)
+        if packed_seq_params is not None:
+            rest = (*rest, packed_seq_params)
         quantization = self._quantization
         if quantization is not None and quantization.spans_block:
             with quantization.of_layer(-1):

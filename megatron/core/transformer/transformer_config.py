@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 
 from megatron.core.activations import ACTIVATIONS
-from megatron.core.transformer.config_checks import check_config
+from megatron.core.checked_config import megatron_dataclass
+from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.transformer.config_checks import FAMILIES, MLA_REASON, NOT_SERVED, contradictions
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.init_methods import ConfigInit, InheritedInit, InitMethod
+from megatron.core.upstream_fields import MLA_TRANSFORMER_CONFIG, TRANSFORMER_CONFIG
 
 
-@dataclass(frozen=True, kw_only=True)
-class TransformerConfig:
-    """The settings of a transformer: its shape, numerics, parallelism and experts.
+@megatron_dataclass(TRANSFORMER_CONFIG, special=NOT_SERVED, families=FAMILIES)
+class TransformerConfig(ModelParallelConfig):
+    """The settings of a transformer: its shape, numerics and experts; ``ModelParallelConfig`` has those of its split.
 
-    Frozen, so that checked settings cannot change; ``dataclasses.replace`` makes a changed copy.
+    Fields of Megatron-Core that are not below are accepted at their default, and refused otherwise (``config_checks.py``).
+    What is set later is checked, but a model that is built does not follow it.
 
     Raises:
         ValueError: a field is out of range or contradicts another.
@@ -29,11 +32,11 @@ class TransformerConfig:
     Source: the names, meanings and defaults of Megatron-Core's TransformerConfig, except where a field says otherwise.
     """
 
-    num_layers: int
+    num_layers: int = 0
     """Transformer layers."""
-    hidden_size: int
+    hidden_size: int = 0
     """Width of the residual stream."""
-    num_attention_heads: int
+    num_attention_heads: int = 0
     """Query heads of each layer."""
     num_query_groups: int | None = None
     """Key and value heads of each layer; None: as many as query heads."""
@@ -50,8 +53,6 @@ class TransformerConfig:
     fused), or all scores in memory (unfused, local)."""
     fp32_residual_connection: bool = False
     """The residual stream stays in fp32 whatever ``params_dtype`` is."""
-    apply_residual_connection_post_layernorm: bool = False
-    """Refused when set: BERT's order of residual and norm."""
     layernorm_epsilon: float = 1e-5
     """Added to the variance (or mean square) in every norm."""
     layernorm_zero_centered_gamma: bool = False
@@ -81,28 +82,11 @@ class TransformerConfig:
     """Initialises the embeddings; None: as ``init_method``."""
     init_method_std: float = 0.02
     """Standard deviation of the default initial weights."""
-    embedding_init_method_std: float | None = None
-    """Refused when set: in Megatron-Core it also exempts embeddings from weight decay. Use embedding_init_method."""
-    init_seed: int = 1234
-    """Initial weights are a function of this seed, the parameter's full name and its full shape. Ours; 1234 is
-    Megatron-LM's default ``--seed``."""
-    perform_initialization: bool = True
-    """Off: random initial weights are not written, for models that are about to be loaded."""
-    use_cpu_initialization: bool = False
-    """Initial weights are drawn on the CPU and copied: the same on every kind of device, but slower."""
 
     apply_query_key_layer_scaling: bool = False
     """Query-key products are divided by the layer's number, and multiplied back in the fp32 softmax."""
     attention_softmax_in_fp32: bool = True
     """The unfused attention computes its softmax in fp32. Fused attention always does."""
-    bf16: bool = False
-    """The model trains in bf16; ``params_dtype`` must then be torch.bfloat16."""
-    fp16: bool = False
-    """Refused when set."""
-    params_dtype: torch.dtype = torch.float32
-    """Dtype in which parameters are created and layers compute."""
-    deterministic_mode: bool = False
-    """On CUDA, forward raises unless ``torch.use_deterministic_algorithms(True)`` was called."""
     calculate_per_token_loss: bool = False
     """The training loop scales gradients by the number of tokens; the model computes the same either way."""
     init_model_with_meta_device: bool = False
@@ -117,12 +101,7 @@ class TransformerConfig:
     recompute_modules: tuple[str, ...] | list[str] | None = None
     """What "selective" recomputes: the core of attention ("core_attn"), the MLP's activation ("mlp_act", ours), dense MLPs
     ("mlp"), mixtures of experts ("moe"), or several of them; None: ["core_attn"]."""
-    distribute_saved_activations: bool = False
-    """Refused when set."""
 
-    gradient_accumulation_fusion: bool = True
-    """Linear layers write weight gradients into ``weight.get_main_grad()`` where the parameter has it. On by default,
-    unlike Megatron-Core, since it needs no extra package here."""
     bias_activation_fusion: bool = False
     """Bias and activation are one function in forward and one in backward, which keep only the input. As in
     Megatron-Core, GELU is then the tanh form. Like the fusions below it is compiled on CUDA (see DESIGN.md); off,
@@ -137,13 +116,6 @@ class TransformerConfig:
     persist_layer_norm: bool = False
     """Norms are one kernel in forward and one in backward, which include the residual sum before the norm and the sum of
     its gradients; off, PyTorch's norm kernels and separate sums run."""
-    memory_efficient_layer_norm: bool = False
-    """Refused when set."""
-    cross_entropy_loss_fusion: bool = False
-    """Cross entropy is one fused function that reads the logits once, and in ``GPTModel`` its gradient overwrites them;
-    off, it is computed in fp32 chunks and its gradient has its own memory."""
-    cross_entropy_fusion_impl: Literal["native", "te"] = "native"
-    """Implementation of the fused cross entropy: ours ("native"); "te" (transformer-engine's) is refused."""
     disable_jit_fuser: bool = False
     """Fused functions run uncompiled, as plain PyTorch, on CUDA too. Ours: in Megatron-LM it is a switch of the whole
     process."""
@@ -166,8 +138,6 @@ class TransformerConfig:
     """Core attention multiplies in FP8."""
     fp8_multi_head_attention: bool = False
     """Core attention's output stays in FP8 for the projection behind it; goes with ``fp8_dot_product_attention``."""
-    fp8_output_proj: bool = False
-    """Refused when set: in Megatron-Core it goes with "mxfp8" alone."""
     fp8_param: bool = False
     """Weights of layers that multiply in FP8 rest and travel in it too, under the sharding engine."""
     tp_only_amax_red: bool = False
@@ -183,26 +153,10 @@ class TransformerConfig:
     num_layers_at_end_in_bf16: int = 1
     """Last layers that ``first_last_layers_bf16`` means."""
 
-    tensor_model_parallel_size: int = 1
-    """Ranks that split each layer's matrices."""
-    sequence_parallel: bool = False
-    """Between the split matrices each tensor-parallel rank holds a part of the sequence."""
-    context_parallel_size: int = 1
-    """Ranks that split each sequence, attention included."""
     cp_comm_type: str | list[str] | None = None
     """How attention gets the keys and values of other ranks: passed round a ring ("p2p", also None), gathered before
     attention ("all_gather"), or exchanged for whole sequences of some heads ("a2a"). One for all layers, or one for
     each."""
-    pipeline_model_parallel_size: int = 1
-    """Stages of consecutive layers, all with the same number of layers."""
-    pipeline_dtype: torch.dtype | None = None
-    """Dtype of the tensors between pipeline stages; None: that of the residual stream."""
-    virtual_pipeline_model_parallel_size: int | None = None
-    """Refused when set."""
-    expert_model_parallel_size: int = 1
-    """Ranks among which a layer's experts are divided."""
-    expert_tensor_parallel_size: int | None = None
-    """Ranks that split each expert's matrices; None: as many as ``tensor_model_parallel_size``."""
 
     num_moe_experts: int | None = None
     """Experts of each mixture-of-experts layer; None: all layers are dense, and the fields below have no effect."""
@@ -229,17 +183,10 @@ class TransformerConfig:
     """Coefficient of the load-balancing loss; 0: there is none."""
     moe_z_loss_coeff: float | None = None
     """Coefficient of the z-loss, the mean squared log-sum-exp of the router's logits; None: there is none."""
-    moe_input_jitter_eps: float | None = None
-    """Refused when set, as are the router's next three."""
-    moe_router_enable_expert_bias: bool = False
-    moe_router_num_groups: int | None = None
-    moe_router_group_topk: int | None = None
     moe_shared_expert_intermediate_size: int | None = None
     """Total width of the shared experts, which compute all tokens; None: there are none."""
     moe_shared_expert_gate: bool = False
     """The shared experts' output is multiplied by a learned gate in (0, 1), one for each token."""
-    moe_shared_expert_overlap: bool = False
-    """Refused when set."""
     moe_grouped_gemm: bool = False
     """One grouped kernel computes a linear layer of all experts where the device has it (bf16 on Hopper); elsewhere
     experts are computed one after the other."""
@@ -253,18 +200,13 @@ class TransformerConfig:
     """Each expert computes exactly its capacity, padded with unused rows, so that shapes are constant."""
     moe_token_drop_policy: str = "probs"
     """Assignments that an expert keeps when it is over capacity: the most probable ("probs") or the first ("position")."""
-    multi_latent_attention: bool = False
-    mtp_num_layers: int | None = None
-    window_size: tuple[int, int] | None = None
-    softmax_type: str = "vanilla"
-    qk_l2_norm: bool = False
-    use_mup: bool = False
-    fp4: str | None = None
-    enable_autocast: bool = False
-    cpu_offloading: bool = False
+
+    def contradictions(self, *, has_faults: bool) -> list[str]:
+        own = contradictions(self, has_faults=has_faults)
+        return [*super().contradictions(has_faults=has_faults), *own]
 
     def __post_init__(self) -> None:
-        check_config(self)
+        self.check()
         self._derive("num_query_groups", self.num_query_groups or self.num_attention_heads)
         self._derive("ffn_hidden_size", self.ffn_hidden_size or 4 * self.hidden_size)
         self._derive("kv_channels", self.kv_channels or self.hidden_size // self.num_attention_heads)
@@ -277,6 +219,7 @@ class TransformerConfig:
         if self.embedding_init_method is None or isinstance(self.embedding_init_method, InheritedInit):
             assert self.init_method is not None, "derived above"
             self._derive("embedding_init_method", InheritedInit(self.init_method))
+        self.finish()
 
     def _derive(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
@@ -285,3 +228,13 @@ class TransformerConfig:
         given = getattr(self, name)
         if given is None or isinstance(given, ConfigInit):
             self._derive(name, ConfigInit(std))
+
+
+@megatron_dataclass(
+    MLA_TRANSFORMER_CONFIG, special={"multi_latent_attention": ((False,), MLA_REASON)}, families=(("", MLA_REASON),)
+)
+class MLATransformerConfig(TransformerConfig):
+    """The settings of a transformer with multi-latent attention, which is not served: making one is refused."""
+
+    multi_latent_attention: bool = True
+    normalization: Literal["LayerNorm", "RMSNorm"] = "RMSNorm"

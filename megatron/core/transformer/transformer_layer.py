@@ -23,6 +23,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.torch_norm import Norm
 
 if TYPE_CHECKING:
+    from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -94,6 +95,7 @@ class TransformerLayer(MegatronModule):
         rotary_pos_emb: torch.Tensor | None = None,
         rotary_pos_cos: torch.Tensor | None = None,
         rotary_pos_sin: torch.Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
     ) -> torch.Tensor:
         """Run the layer: [s, b, h] -> [s, b, h]; the other arguments as in ``SelfAttention.forward``."""
         normed, hidden_states = self._normed(self.input_layernorm, hidden_states)
@@ -103,6 +105,7 @@ class TransformerLayer(MegatronModule):
             rotary_pos_emb=rotary_pos_emb,
             rotary_pos_cos=rotary_pos_cos,
             rotary_pos_sin=rotary_pos_sin,
+            **({} if packed_seq_params is None else {"packed_seq_params": packed_seq_params}),
         )
         if self._only_adds(self.self_attn_bda, attended[1]) and isinstance(self.pre_mlp_layernorm, Norm):
             normed, hidden_states = self.pre_mlp_layernorm(attended[0], hidden_states, keep_input=True)

@@ -19,7 +19,7 @@ from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import PipelineStage, hidden_shape
 from megatron.core.process_groups_config import ProcessGroupCollection, group_rank
-from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from megatron.core.tensor_parallel.random import rng_tracker_of
 from megatron.core.tokenizers import MegatronTokenizerBase, build_tokenizer
 from megatron.core.transformer.moe.loss_record import auxiliary_loss_names
 from megatron.training.arguments import Settings
@@ -325,7 +325,7 @@ def _step(setup: TrainingSetup, forward_step: ForwardStep, seed: int) -> TrainSt
     )
     graph = None
     if settings.cuda_graph.enabled:
-        tracker = get_cuda_rng_tracker(setup.model)
+        tracker = rng_tracker_of(setup.model)
         graph = FullCudaGraph(
             computation,
             contexts_of(setup.model.module),

@@ -50,7 +50,7 @@ def build_scheduler(
         optimizer,
         init_lr=config.warmup_init_lr,
         max_lr=optimizer_config.lr,
-        min_lr=optimizer_config.min_lr,
+        min_lr=optimizer_config.min_lr or 0.0,
         lr_warmup_steps=config.warmup_samples,
         lr_decay_steps=config.decay_samples,
         lr_decay_style=config.decay_style,

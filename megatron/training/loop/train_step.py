@@ -16,7 +16,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import Pipeline, PipelineStage
 from megatron.core.process_groups_config import group_rank, group_size
-from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
+from megatron.core.tensor_parallel.random import rng_tracker_of, seed_streams
 from megatron.core.transformer.moe.moe_layer import num_expert_layers
 from megatron.core.transformer.moe.router import record_auxiliary_losses, set_num_microbatches
 from megatron.training.data.batches import BatchConfig
@@ -177,7 +177,7 @@ class TrainStep:
         self.computation, self.scheduler, self.batch = computation, scheduler, batch
         self.model, self.optimizer = computation.model, computation.optimizer
         self.seed, self.rank, self.graph = seed, rank, graph
-        self.tracker = get_cuda_rng_tracker(self.model)
+        self.tracker = rng_tracker_of(self.model)
         if graph is not None:
             _check_capturable(self.model)
 
@@ -193,7 +193,7 @@ class TrainStep:
         if self.graph is None:
 
             def draw(index: int) -> None:
-                model_parallel_cuda_manual_seed(seeds[index], self.tracker)
+                seed_streams(seeds[index], self.tracker)
 
             results = self.computation((next(batches) for _ in range(count)), draw)
         else:

@@ -2,63 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from typing import Any
 
 import pytest
 import torch
 
 from megatron.core.distributed import DistributedDataParallelConfig
-from megatron.core.distributed.distributed_data_parallel_config import NOT_SERVED
 from megatron.core.distributed.fsdp import TRANSPORT_KINDS
-
-# For each setting that is not served, a value other than its default.
-_WISHES: dict[str, Any] = {
-    "bucket_size": 1000,
-    "preserve_fp32_weights": False,
-    "gradient_reduce_div_fusion": False,
-}
-# Settings that are served; tests/core/distributed/fsdp/adapter/test_adapter.py shows what each changes.
-_SERVED = {
-    "use_megatron_fsdp",
-    "data_parallel_sharding_strategy",
-    "use_distributed_optimizer",
-    "overlap_grad_reduce",
-    "overlap_param_gather",
-    "megatron_fsdp_main_params_dtype",
-    "megatron_fsdp_main_grads_dtype",
-    "megatron_fsdp_grad_comm_dtype",
-    "grad_reduce_in_fp32",
-    "fsdp_forward_prefetch_depth",
-    "fsdp_backward_prefetch_depth",
-    "suggested_communication_unit_size",
-    "fsdp_all_gather_in_start_param_sync",
-    "check_for_nan_in_grad",
-    "fsdp_transport",
-    "use_symm_mem",
-    "nccl_ub",
-    "fp8_param_gather",
-    "keep_fp8_transpose_cache",
-    "fsdp_memory_budget",
-    "fsdp_debug",
-    "num_distributed_optimizer_instances",
-    "outer_dp_sharding_strategy",
-}
-
-
-def test_every_setting_is_served_or_refused() -> None:
-    """A new field must be added to one of the two lists; no setting is accepted and ignored."""
-    assert {field.name for field in fields(DistributedDataParallelConfig)} == _SERVED | set(NOT_SERVED)
-    assert not _SERVED & set(NOT_SERVED)
-
-
-@pytest.mark.parametrize("name", NOT_SERVED)
-def test_a_setting_that_is_not_served_is_refused_by_name(name: str) -> None:
-    wish = _WISHES.get(name, True)
-    with pytest.raises(NotImplementedError) as caught:
-        DistributedDataParallelConfig(**{name: wish})
-    message = str(caught.value)
-    assert message.startswith(f"{name} must be ") and f"got {wish!r}" in message and NOT_SERVED[name] in message
 
 
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads", "optim_grads_params"])
@@ -97,7 +47,8 @@ def test_strategies(strategy: Any) -> None:
         ({"outer_dp_sharding_strategy": "optim_grads"}, "must be no_shard or optim, got 'optim_grads'"),
         ({"outer_dp_sharding_strategy": "optim"}, "needs num_distributed_optimizer_instances above 1, got 1"),
         ({"keep_fp8_transpose_cache": True}, "must come with fp8_param_gather=True, got False"),
-        ({"use_distributed_optimizer": True}, "use_distributed_optimizer=True must come with use_megatron_fsdp=True"),
+        ({"fsdp_manual_registration": True}, "fsdp_manual_registration=True must come with nccl_ub=True, got False"),
+        ({"megatron_fsdp_version": 3}, "megatron_fsdp_version must be 1 or 2, got 3"),
     ],
 )
 def test_settings_that_contradict_each_other(settings: dict[str, Any], message: str) -> None:
@@ -117,9 +68,14 @@ def test_every_kind_of_transport_can_be_asked_for() -> None:
     assert DistributedDataParallelConfig().transport_kind == "auto"
 
 
-def test_fields_are_keywords_only_and_default_to_plain_data_parallelism() -> None:
-    with pytest.raises(TypeError):
-        DistributedDataParallelConfig(True)  # type: ignore[call-arg]
+def test_the_distributed_optimizer_alone_shards_the_optimizer_state() -> None:
+    assert DistributedDataParallelConfig(use_distributed_optimizer=True).sharding_strategy == "optim"
+    with_engine = DistributedDataParallelConfig(use_distributed_optimizer=True, use_megatron_fsdp=True)
+    assert with_engine.sharding_strategy == "no_shard"
+
+
+def test_the_defaults_are_plain_data_parallelism_and_fields_have_the_order_of_megatron_core() -> None:
     config = DistributedDataParallelConfig()
     assert config.data_parallel_sharding_strategy == "no_shard" and not config.use_megatron_fsdp
     assert config.megatron_fsdp_main_params_dtype is torch.float32
+    assert DistributedDataParallelConfig(True, False, True).overlap_param_gather

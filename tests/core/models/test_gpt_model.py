@@ -215,7 +215,7 @@ def test_an_argument_that_is_not_served_is_refused_by_name(
         build_gpt(arguments)
 
 
-@pytest.mark.parametrize("name", ["inference_context", "packed_seq_params", "inference_params"])
+@pytest.mark.parametrize("name", ["inference_context", "inference_params", "output_processor"])
 def test_a_forward_argument_that_is_not_served_is_refused_by_name(name: str) -> None:
     inputs, positions, _ = random_tokens()
     with pytest.raises(NotImplementedError, match=name):

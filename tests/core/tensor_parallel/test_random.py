@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import (
     CudaRNGStatesTracker,
-    get_cuda_rng_tracker,
-    model_parallel_cuda_manual_seed,
+    rng_tracker_of,
+    seed_streams,
 )
 from tests.support.launch import run_ranks
 from tests.support.tiny_gpt import build_gpt, random_tokens
@@ -32,7 +32,7 @@ def test_a_fork_draws_from_its_own_stream_and_leaves_torchs_where_it_was() -> No
     expected = [_draw() for _ in range(2)]
     drawn = []
     for tracker in trackers:
-        model_parallel_cuda_manual_seed(3, tracker)
+        seed_streams(3, tracker)
         before = _draw()
         with tracker.fork(device=CPU):
             drawn.append(_draw())
@@ -47,7 +47,7 @@ def test_the_same_seed_gives_a_rank_the_same_stream() -> None:
         tracker = CudaRNGStatesTracker(rank)
         with tracker.fork(device=CPU):
             _draw()
-        model_parallel_cuda_manual_seed(seed, tracker)
+        seed_streams(seed, tracker)
         with tracker.fork(device=CPU):
             return _draw()
 
@@ -95,7 +95,7 @@ def test_states_are_kept_and_restored() -> None:
 
 
 def test_a_model_that_is_not_split_has_no_tracker() -> None:
-    assert get_cuda_rng_tracker(build_gpt()) is None
+    assert rng_tracker_of(build_gpt()) is None
 
 
 def _build(sequence_parallel: bool, **fields: Any) -> torch.nn.Module:
@@ -114,7 +114,7 @@ def _build(sequence_parallel: bool, **fields: Any) -> torch.nn.Module:
 def _dropped(sequence_parallel: bool) -> list[tuple[int, bool]]:
     """Return (dims of the tensor, whether all ranks drop the same) of each dropout of a forward pass."""
     model = _build(sequence_parallel)
-    model_parallel_cuda_manual_seed(11, get_cuda_rng_tracker(model))
+    seed_streams(11, rng_tracker_of(model))
     inputs, positions, labels = random_tokens(length=8)
     masks: list[torch.Tensor] = []
     dropout = F.dropout
@@ -150,7 +150,7 @@ def _gradients(sequence_parallel: bool, **fields: Any) -> list[list[float]]:
     inputs, positions, labels = random_tokens(length=8)
     losses = []
     for seed in (11, 12):
-        model_parallel_cuda_manual_seed(seed, get_cuda_rng_tracker(model))
+        seed_streams(seed, rng_tracker_of(model))
         losses.append(model(inputs, positions, None, labels=labels).mean())
     (losses[0] + 2 * losses[1]).backward()
     after = torch.rand(1)
@@ -183,7 +183,7 @@ def test_recomputation_drops_the_same_elements_again() -> None:
 def test_forks_on_cuda_are_streams_of_their_own_and_graphs_replay_them() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     tracker = CudaRNGStatesTracker(1)
-    model_parallel_cuda_manual_seed(3, tracker)
+    seed_streams(3, tracker)
     expected = [torch.rand(3, device=device)]
     with tracker.fork(device=device):
         expected.append(torch.rand(3, device=device))
@@ -207,14 +207,14 @@ def test_forks_on_cuda_are_streams_of_their_own_and_graphs_replay_them() -> None
         return {str(index): values for index, values in enumerate(drawn)}
 
     with graph.warmup():
-        model_parallel_cuda_manual_seed(3, tracker)
+        seed_streams(3, tracker)
     results = graph.capture(step)
     for _ in range(2):
         graph.replay([3])
         for index, values in enumerate(expected):
             assert torch.equal(results[str(index)], values)
     graph.close()
-    model_parallel_cuda_manual_seed(3, tracker)
+    seed_streams(3, tracker)
     assert torch.equal(torch.rand(3, device=device), expected[0])
     with tracker.fork(device=device):
         assert torch.equal(torch.rand(3, device=device), expected[1])

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
-from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
+from megatron.core.tensor_parallel.random import rng_tracker_of, seed_streams
 from megatron.core.transformer.transformer_config import TransformerConfig
 from tests.core.tensor_parallel.test_tensor_parallel_gpt import whole, whole_gradient
 from tests.support.device_trace import num_overlapping, traced
@@ -99,7 +99,7 @@ def _losses_with_dropout() -> list[list[float]]:
     tokens = torch.randint(512, (2, 129), generator=torch.Generator().manual_seed(7)).cuda()
     found = []
     for seed in (3, 3, 4):
-        model_parallel_cuda_manual_seed(seed, get_cuda_rng_tracker(model))
+        seed_streams(seed, rng_tracker_of(model))
         losses = model(tokens[:, :-1], None, None, labels=tokens[:, 1:])
         losses.mean().backward()
         found.append(losses.flatten().tolist())

@@ -37,7 +37,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({**TENSORWISE, "fp8_amax_history_len": 16}, "fp8_amax_history_len must be 1 with fp8_recipe='tensorwise'"),
     ({**TENSORWISE, "fp8_amax_compute_algo": "max"}, "must be 'most_recent' with fp8_recipe='tensorwise', got 'max'"),
     ({**TENSORWISE, "tp_only_amax_red": True}, "tp_only_amax_red must be False with fp8_recipe='tensorwise'"),
-    ({**FP8, "bf16": False}, "fp8 must go with bf16=True, got False"),
+    ({**FP8, "bf16": False}, "fp8 must go with bf16=True and params_dtype=torch.bfloat16, got False"),
     ({**FP8, "fp8_amax_history_len": 0}, "fp8_amax_history_len must be at least 1, got 0"),
     ({**FP8, "fp8_margin": -1}, "fp8_margin must not be negative, got -1"),
     ({**FP8, "fp8_amax_compute_algo": "mean"}, "fp8_amax_compute_algo must be 'most_recent' or 'max', got 'mean'"),

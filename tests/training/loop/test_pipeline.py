@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.core.pipeline_parallel.schedules import one_forward_one_backward
+from megatron.core.pipeline_parallel.stage_schedules import one_forward_one_backward
 from tests.support.launch import run_ranks
 from tests.support.pipeline_runs import LAYERS, Case, Outcome, train, train_plainly
 

@@ -12,7 +12,9 @@ import torch
 from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.parallel_state import default_rng_tracker, take_default_degrees
 from megatron.core.process_groups_config import group_of, group_rank, group_size
+from megatron.core.served_arguments import Served, check_arguments
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.tensor_parallel.mappings import scatter_to_sequence_parallel_region
@@ -24,6 +26,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
 
 if TYPE_CHECKING:
+    from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -51,7 +54,10 @@ class GPTModel(MegatronModule):
             ``RotaryEmbedding``; used only with position_embedding_type="rope".
         scatter_embedding_sequence_parallel: with sequence parallelism the embedding's output is this rank's part of the
             sequence; False: the whole sequence, for callers that add to it and scatter it themselves (``decoder_input``).
-        pg_collection: the process groups over which the model is split; each rank builds its part. None: not split.
+        pg_collection: the process groups over which the model is split; each rank builds its part. None: those of
+            ``parallel_state``, and where it has none the model is not split. With the groups of ``parallel_state`` degrees
+            that ``config`` leaves at 1 are set to theirs.
+        logit_dtype, mtp_block_spec, vp_stage: must be None.
 
     Raises:
         ValueError: an argument is out of range, or the process groups have other sizes than the configuration says.
@@ -69,6 +75,7 @@ class GPTModel(MegatronModule):
         pre_process: bool = True,
         post_process: bool = True,
         fp16_lm_cross_entropy: bool = False,
+        logit_dtype: torch.dtype | None = None,
         parallel_output: bool = True,
         share_embeddings_and_output_weights: bool = False,
         position_embedding_type: Literal["learned_absolute", "rope", "none"] = "learned_absolute",
@@ -80,15 +87,18 @@ class GPTModel(MegatronModule):
         seq_len_interpolation_factor: float | None = None,
         mtp_block_spec: ModuleSpec | None = None,
         pg_collection: ProcessGroupCollection | None = None,
+        vp_stage: int | None = None,
     ) -> None:
         super().__init__(config)
-        _check_arguments(
-            vocab_size,
-            max_sequence_length,
-            fp16_lm_cross_entropy,
-            position_embedding_type,
-            mtp_block_spec,
+        _check_arguments(vocab_size, max_sequence_length, position_embedding_type)
+        _check_served(
+            fp16_lm_cross_entropy=fp16_lm_cross_entropy,
+            logit_dtype=logit_dtype,
+            mtp_block_spec=mtp_block_spec,
+            vp_stage=vp_stage,
         )
+        if pg_collection is None:
+            take_default_degrees(config)
         _check_stage(pre_process, post_process, pg_collection)
         _check_degrees(config, pg_collection)
         self.transformer_layer_spec = transformer_layer_spec
@@ -100,8 +110,8 @@ class GPTModel(MegatronModule):
         self.position_embedding_type = position_embedding_type
         self.model_type = ModelType.encoder_or_decoder
         self.pg_collection = pg_collection
-        self._tp_group = None if pg_collection is None else pg_collection.tp
-        self._cp_group = None if pg_collection is None else pg_collection.cp
+        self._tp_group = group_of(pg_collection, "tp")
+        self._cp_group = group_of(pg_collection, "cp")
         self.rotary_pos_emb: RotaryEmbedding | None = None
         if position_embedding_type == "rope":
             self.rotary_pos_emb = RotaryEmbedding(
@@ -163,7 +173,10 @@ class GPTModel(MegatronModule):
         """Pass one random number tracker to all modules: [Note: random streams of tensor ranks] in tensor_parallel/random.py."""
         if group_size(self._tp_group) == 1:
             return
-        tracker = CudaRNGStatesTracker(group_rank(self._tp_group), self.config.init_seed)
+        if self.pg_collection is None:
+            tracker = default_rng_tracker()
+        else:
+            tracker = CudaRNGStatesTracker(group_rank(self._tp_group), self.config.init_seed)
         for module in self.modules():
             if isinstance(module, MegatronModule):
                 module.rng_tracker = tracker
@@ -200,13 +213,15 @@ class GPTModel(MegatronModule):
         decoder_input: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
         inference_context: None = None,
-        packed_seq_params: None = None,
+        packed_seq_params: PackedSeqParams | None = None,
         extra_block_kwargs: dict[str, Any] | None = None,
         runtime_gather_output: bool | None = None,
         *,
         inference_params: None = None,
         loss_mask: torch.Tensor | None = None,
         padding_mask: torch.Tensor | None = None,
+        output_processor: None = None,
+        output_processor_context: None = None,
     ) -> torch.Tensor:
         """Compute the loss of each token where labels are given, otherwise logits.
 
@@ -216,6 +231,8 @@ class GPTModel(MegatronModule):
             attention_mask: see ``DotProductAttention.forward``; None is causal.
             decoder_input: [s, b, h] used instead of the embedding; with sequence parallelism the rank's part of s.
             labels: [b, s] tokens to predict.
+            packed_seq_params: samples that are packed into one row (b is 1): tokens attend within their own sample, and rotary
+                positions begin anew in each; learned ones are those of ``position_ids``.
             extra_block_kwargs: further arguments of the decoder's forward.
             loss_mask: ignored; the caller masks the losses of the tokens.
             padding_mask: in Megatron-Core it takes tokens out of the routers' auxiliary losses; must be None for a model
@@ -227,14 +244,18 @@ class GPTModel(MegatronModule):
             part of s.
 
         Raises:
-            NotImplementedError: an inference context, packed sequences, or a padding mask for experts is given.
+            NotImplementedError: an inference context, or a padding mask for experts is given.
         """
-        _check_forward(
+        _check_served(
             inference_context=inference_context,
-            packed_seq_params=packed_seq_params,
             inference_params=inference_params,
-            padding_mask=None if self.config.num_moe_experts is None else padding_mask,
+            output_processor=output_processor,
+            output_processor_context=output_processor_context,
         )
+        if padding_mask is not None and self.config.num_moe_experts is not None:
+            raise NotImplementedError(
+                "GPTModel.forward(padding_mask=...) is not served, got Tensor: routers would count the padding"
+            )
         if decoder_input is None and self.pre_process:
             decoder_input = self.embedding(input_ids=input_ids, position_ids=position_ids)
             if self.config.sequence_parallel and not self.scatter_embedding_sequence_parallel:
@@ -245,6 +266,7 @@ class GPTModel(MegatronModule):
             attention_mask,
             rotary_pos_cos=cos,
             rotary_pos_sin=sin,
+            **({} if packed_seq_params is None else {"packed_seq_params": packed_seq_params}),
             **(extra_block_kwargs or {}),
         )
         if not self.post_process:
@@ -295,9 +317,7 @@ class GPTModel(MegatronModule):
 def _check_arguments(
     vocab_size: int,
     max_sequence_length: int,
-    fp16_lm_cross_entropy: bool,
     position_embedding_type: str,
-    mtp_block_spec: ModuleSpec | None,
 ) -> None:
     if vocab_size < 1 or max_sequence_length < 1:
         raise ValueError(
@@ -307,10 +327,22 @@ def _check_arguments(
         raise NotImplementedError(
             f"position_embedding_type must be one of {', '.join(_POSITION_EMBEDDINGS)}, got {position_embedding_type!r}"
         )
-    if fp16_lm_cross_entropy:
-        raise NotImplementedError("fp16_lm_cross_entropy must be False, got True: the cross entropy is always in fp32")
-    if mtp_block_spec is not None:
-        raise NotImplementedError("mtp_block_spec must be None, got a spec: multi-token prediction is not served")
+
+
+_NOT_SERVED: Served = {
+    "fp16_lm_cross_entropy": ((False,), "the cross entropy is always in fp32"),
+    "logit_dtype": ((None,), "logits have the dtype of the output layer"),
+    "mtp_block_spec": ((None,), "multi-token prediction is not served"),
+    "vp_stage": ((None,), "each stage is one block of layers"),
+    "inference_context": ((None,), "the model has no cache of keys and values"),
+    "inference_params": ((None,), "the model has no cache of keys and values"),
+    "output_processor": ((None,), "process what forward returns"),
+    "output_processor_context": ((None,), "process what forward returns"),
+}
+
+
+def _check_served(**given: object) -> None:
+    check_arguments("GPTModel", given, _NOT_SERVED)
 
 
 def _check_stage(pre_process: bool, post_process: bool, pg_collection: ProcessGroupCollection | None) -> None:
@@ -332,12 +364,4 @@ def _check_degrees(config: TransformerConfig, pg_collection: ProcessGroupCollect
             raise ValueError(
                 f"pg_collection.{name} must have TransformerConfig.{field} ({getattr(config, field)}) ranks, got"
                 f" {num_ranks}; pass the collection that was built for this configuration"
-            )
-
-
-def _check_forward(**not_served: object) -> None:
-    for name, value in not_served.items():
-        if value is not None:
-            raise NotImplementedError(
-                f"GPTModel.forward({name}=...) is not served, got {type(value).__name__}; leave it out"
             )

@@ -51,7 +51,7 @@ class FullyShardedDataParallel(nn.Module):
         module: the model, changed in place. Parameters on the meta device are allocated and initialised unit by unit.
         fsdp_unit_modules: classes (or their names) of the modules to shard as units. None: each transformer layer, the
             embedding and the output layer. Other parameters belong to the unit of the model itself.
-        disable_bucketing: must be False; gradients are reduced unit by unit.
+        disable_bucketing: accepted for Megatron-Core's callers; gradients are reduced unit by unit.
         device: the device of the shards; None: the current CUDA device if the process group uses NCCL, else the CPU.
         pg_collection: process groups; None: those of ``parallel_state.initialize_model_parallel``, and where that was not
             called all ranks are data-parallel. Parameters are sharded over ``dp_cp``, or ``dp`` if
@@ -65,7 +65,6 @@ class FullyShardedDataParallel(nn.Module):
             ``pg_collection`` lacks a process group, or they are not the axes of a mesh; the model has no module
             of a class in ``fsdp_unit_modules``; the transport cannot serve the ranks; the memory budget is a fraction,
             and the device has no memory of its own.
-        NotImplementedError: ``disable_bucketing=True``.
 
     Ranks: all of the data-parallel process group, and of the tensor-parallel one; blocks. Weights become those of the
     first rank.
@@ -83,8 +82,6 @@ class FullyShardedDataParallel(nn.Module):
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
         super().__init__()
-        if disable_bucketing:
-            raise NotImplementedError("disable_bucketing must be False, got True: gradients are reduced unit by unit")
         self.config, self.ddp_config, self.module = config, ddp_config, module
         known = pg_collection or initialized_process_groups()
         self.pg_collection = known or ProcessGroupCollection.data_parallel()
@@ -131,7 +128,7 @@ class FullyShardedDataParallel(nn.Module):
         return partial(
             fully_shard,
             mesh=index.get_root_mesh(),
-            placements=_placements(index, ddp_config.data_parallel_sharding_strategy),
+            placements=_placements(index, ddp_config.sharding_strategy),
             mixed_precision_policy=MixedPrecisionPolicy(
                 main_params_dtype=ddp_config.megatron_fsdp_main_params_dtype,
                 main_grads_dtype=ddp_config.megatron_fsdp_main_grads_dtype,

@@ -103,12 +103,15 @@ class CheckpointReader:
             FileNotFoundError: a file that has some of it is gone or too short.
             ValueError: the checkpoint does not hold each element of a tensor once.
         """
+        return self.plan_parts([chunk for entry in tensors for chunk in local_chunks(entry.name, entry.tensor, writes=True)])
+
+    def plan_parts(self, chunks: Sequence[Chunk]) -> ReadPlan:
+        """Return how to read these parts of tensors into their memory. Raises: as ``plan``."""
         pieces: list[_Piece] = []
-        for entry in tensors:
-            stored = self._entry(entry.name, StoredTensor)
-            self._check_stored(entry.name, stored)
-            for chunk in local_chunks(entry.name, entry.tensor, writes=True):
-                pieces += _pieces(entry.name, stored, chunk)
+        for name in dict.fromkeys(chunk.name for chunk in chunks):
+            self._check_stored(name, self._entry(name, StoredTensor))
+        for chunk in chunks:
+            pieces += _pieces(chunk.name, self._entry(chunk.name, StoredTensor), chunk)
         pieces.sort(key=lambda piece: (piece.chunk.place.file, piece.chunk.place.offset))
         self._check_files(piece.chunk.place for piece in pieces)
         return ReadPlan(pieces)

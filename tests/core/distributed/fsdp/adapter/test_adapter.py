@@ -123,8 +123,6 @@ def gpt_trains_as_unsharded() -> None:
 def what_is_not_served_is_refused() -> None:
     model = build_gpt()
     config = DistributedDataParallelConfig()
-    with pytest.raises(NotImplementedError, match="disable_bucketing must be False, got True"):
-        FullyShardedDataParallel(model.config, config, model, disable_bucketing=True)
     with pytest.raises(ValueError, match="data-parallel group in dp_cp or dp, got None in both"):
         FullyShardedDataParallel(model.config, config, model, pg_collection=ProcessGroupCollection())
     assert not isinstance(model, FsdpModule)

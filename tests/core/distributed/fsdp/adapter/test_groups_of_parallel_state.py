@@ -35,7 +35,7 @@ def the_groups_of_parallel_state_are_used() -> None:
     wrapped = _wrap(model)
     assert wrapped.pg_collection is groups
     weight = model.decoder.layers[0].mlp.linear_fc1.weight
-    whole = build_gpt().decoder.layers[0].mlp.linear_fc1.weight
+    whole = build_gpt({"pg_collection": ProcessGroupCollection.data_parallel()}).decoder.layers[0].mlp.linear_fc1.weight
     assert weight.shape == whole.shape, "rows of both tensor-parallel ranks are one tensor"
     tokens, positions, labels = random_tokens()
     wrapped(tokens, positions, None, labels=labels).mean().backward()

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from megatron.core.pipeline_parallel.schedules import (
+from megatron.core.pipeline_parallel.stage_schedules import (
     Act,
     Exchange,
     Message,

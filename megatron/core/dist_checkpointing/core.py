@@ -1,0 +1,42 @@
+"""What makes a folder a distributed checkpoint of Megatron-Core: ``metadata.json`` beside DCP's files."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+CONFIG_FNAME = "metadata.json"
+BACKEND, VERSION = "torch_dist", 1
+
+
+class CheckpointingException(Exception):
+    """A sharded state dict, or a checkpoint, is not what it must be."""
+
+
+@dataclass
+class CheckpointingConfig:
+    """The format of a checkpoint's sharded tensors, and its version."""
+
+    sharded_backend: str
+    sharded_backend_version: int = VERSION
+
+
+def maybe_load_config(checkpoint_dir: str | os.PathLike[str]) -> CheckpointingConfig | None:
+    """Return the format of a checkpoint; None where the folder is none."""
+    path = Path(checkpoint_dir) / CONFIG_FNAME
+    if not str(checkpoint_dir) or not path.is_file():
+        return None
+    found = json.loads(path.read_text())
+    return CheckpointingConfig(found["sharded_backend"], int(found.get("sharded_backend_version", VERSION)))
+
+
+def save_config(config: CheckpointingConfig, checkpoint_dir: str | os.PathLike[str]) -> None:
+    """Write the format of a checkpoint. Ranks: one."""
+    (Path(checkpoint_dir) / CONFIG_FNAME).write_text(json.dumps(asdict(config)))
+
+
+def check_is_distributed_checkpoint(checkpoint_dir: str | os.PathLike[str]) -> bool:
+    """Return whether a folder is a distributed checkpoint."""
+    return maybe_load_config(checkpoint_dir) is not None

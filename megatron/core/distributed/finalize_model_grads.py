@@ -1,0 +1,53 @@
+"""Completion of a step's gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron.core.model_wrappers import get_model_config
+from megatron.core.process_groups_config import ProcessGroupCollection, group_of, group_size
+
+
+def finalize_model_grads(
+    model: Sequence[torch.nn.Module],
+    num_tokens: torch.Tensor | None = None,
+    pg_collection: ProcessGroupCollection | None = None,
+    force_all_reduce: bool | None = False,
+) -> None:
+    """Complete the gradients of a step: after it they are those of the global batch, on all ranks that hold a weight.
+
+    The engine sums gradients over data-parallel ranks, those of replicated weights over tensor-parallel ranks, and those of
+    tied embeddings over the first and the last stage.
+
+    Args:
+        model: [1] the wrapped model.
+        num_tokens: [] tokens of this rank's microbatches, known on the last stage; gradients are divided by the tokens of all
+            ranks. None: the losses were divided.
+        pg_collection: None: the groups of the wrapped model, or else of ``parallel_state``.
+        force_all_reduce: accepted; each strategy reduces in one way.
+
+    Ranks: all of the model's groups; does not block the host on CUDA.
+    Source: Megatron-Core's function of this name.
+    """
+    timers = get_model_config(model[0]).timers
+    if timers is not None:
+        timers("all-grads-sync", log_level=1).start()
+    for chunk in model:
+        chunk.finish_grad_sync(force_all_reduce=bool(force_all_reduce))  # type: ignore[operator]
+    if timers is not None:
+        timers("all-grads-sync").stop()
+    if num_tokens is None:
+        return
+    groups: Any = pg_collection or getattr(model[0], "pg_collection", None)
+    stages, data = group_of(groups, "pp"), group_of(groups, "dp_cp") or group_of(groups, "dp")
+    total = num_tokens.clone()
+    if group_size(stages) > 1:
+        dist.all_reduce(total, group=stages)  # other stages count none
+    if group_size(data) > 1:
+        dist.all_reduce(total, group=data)
+    for chunk in model:
+        chunk.scale_gradients(1.0 / total.clamp(min=1).float())  # type: ignore[operator]

@@ -1,0 +1,163 @@
+"""How a model is split, its dtypes and the functions of its training loop, under Megatron-Core's names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar, Literal
+
+import torch
+
+from megatron.core.checked_config import CheckedConfig, megatron_dataclass
+from megatron.core.served_arguments import ANY, Served
+from megatron.core.upstream_fields import MODEL_PARALLEL_CONFIG
+
+_STAGES = "each stage is one block of layers; interleaved stages are not served"
+_OFFLOAD = "activations are not offloaded; use recompute_granularity"
+_WEIGHTS_AT_REST = "weights at rest are sharded by the engine, over the data-parallel ranks"
+
+NOT_SERVED: Served = {
+    "fp16": ((False,), "fp16 needs loss scaling, which is not served; use bf16"),
+    "enable_autocast": ((False,), "layers compute in params_dtype; set that instead"),
+    "autocast_dtype": (ANY, "only enable_autocast reads it"),
+    "virtual_pipeline_model_parallel_size": ((None,), _STAGES),
+    "cross_entropy_fusion_impl": (("native",), "transformer-engine's cross entropy is not served"),
+    "pipeline_model_parallel_comm_backend": ((None, "nccl"), "stages communicate by the default backend"),
+    "hierarchical_context_parallel_sizes": ((None, []), "sequences are split over one axis"),
+    "use_te_rng_tracker": (ANY, "a CUDA graph draws the same random numbers as eager steps"),
+    "batch_p2p_comm": (ANY, "messages between stages are always batched"),
+    "batch_p2p_sync": (ANY, "no message makes the host wait on CUDA"),
+    "overlap_p2p_comm": (ANY, "stages are not interleaved: there is nothing to overlap with"),
+    "deallocate_pipeline_outputs": (ANY, "outputs that were sent are always freed"),
+    "barrier_with_L1_time": (ANY, "timing adds no barrier"),
+    "tp_comm_overlap": (ANY, "a hint: the numbers are the same"),
+    **{
+        name: (ANY, "only tp_comm_overlap reads it")
+        for name in MODEL_PARALLEL_CONFIG
+        if name.startswith("tp_comm_") and name != "tp_comm_overlap"
+    },
+    "_cpu_offloading_context": (ANY, "only cpu_offloading reads it"),
+}
+"""Maps a field to (values that are served, why others are not)."""
+
+_FAMILIES = (
+    ("cpu_offloading", _OFFLOAD),
+    ("tensor_parallel_num", _WEIGHTS_AT_REST),
+    ("expert_tensor_parallel_num", _WEIGHTS_AT_REST),
+    ("gtp_", _WEIGHTS_AT_REST),
+    ("expert_gtp_", _WEIGHTS_AT_REST),
+    ("mtp_", "multi-token prediction is not served"),
+    ("hybrid_context", "all sequences are split over all context-parallel ranks"),
+    ("max_seqlen_per", "all sequences are split over all context-parallel ranks"),
+    ("microbatch_group", _STAGES),
+    ("overlap_p2p_comm_warmup", _STAGES),
+    ("use_ring_exchange", "stages communicate by batches of sends and receives"),
+    ("overlap_", "exchanges of experts overlap nothing"),
+    ("ep_overlap_", "exchanges of experts overlap nothing"),
+    ("delay_wgrad", "weight gradients are computed in backward"),
+    ("defer_embedding", "weight gradients are computed in backward"),
+    ("wgrad_deferral", "weight gradients are computed in backward"),
+    ("num_microbatches_with", "all microbatches are recomputed alike"),
+)
+
+
+@megatron_dataclass(MODEL_PARALLEL_CONFIG, special=NOT_SERVED, families=_FAMILIES)
+class ModelParallelConfig(CheckedConfig):
+    """How a model is split over ranks, its dtypes, and the functions that ``get_forward_backward_func`` calls.
+
+    Fields of Megatron-Core that are not below are accepted at their default, and refused otherwise.
+
+    Raises:
+        NotImplementedError: a field asks for something that is not served; the message names it and says why.
+
+    Source: the names, order, meanings and defaults of Megatron-Core's class, except where a field says otherwise.
+    """
+
+    free: ClassVar[frozenset[str]] = frozenset(
+        ("timers", "finalize_model_grads_func", "grad_scale_func", "no_sync_func", "grad_sync_func", "param_sync_func")
+    )
+
+    perform_initialization: bool = True
+    """Off: random initial weights are not written, for models that are about to be loaded."""
+    use_cpu_initialization: bool = False
+    """Initial weights are drawn on the CPU and copied: the same on every kind of device, but slower."""
+    bf16: bool = False
+    """``Float16Module`` converts the model to bf16. Without it, ``params_dtype`` alone says in which dtype it trains."""
+    fp16: bool = False
+    """Refused when set."""
+    params_dtype: torch.dtype = torch.float32
+    """Dtype in which parameters are created and layers compute."""
+    deterministic_mode: bool = False
+    """On CUDA, forward raises unless ``torch.use_deterministic_algorithms(True)`` was called."""
+    gradient_accumulation_fusion: bool = True
+    """Linear layers write weight gradients into ``weight.get_main_grad()`` where the parameter has it. On by default,
+    unlike Megatron-Core, since it needs no extra package here."""
+    cross_entropy_loss_fusion: bool = False
+    """Cross entropy is one fused function that reads the logits once, and in ``GPTModel`` its gradient overwrites them;
+    off, it is computed in fp32 chunks and its gradient has its own memory."""
+    cross_entropy_fusion_impl: Literal["native", "te"] = "native"
+    """Implementation of the fused cross entropy: ours ("native"); "te" (transformer-engine's) is refused."""
+    tensor_model_parallel_size: int = 1
+    """Ranks that split each layer's matrices."""
+    sequence_parallel: bool = False
+    """Between the split matrices each tensor-parallel rank holds a part of the sequence."""
+    context_parallel_size: int = 1
+    """Ranks that split each sequence, attention included."""
+    pipeline_model_parallel_size: int = 1
+    """Stages of consecutive layers, all with the same number of layers."""
+    pipeline_dtype: torch.dtype | None = None
+    """Dtype of the tensors between pipeline stages; None: that of the residual stream."""
+    virtual_pipeline_model_parallel_size: int | None = None
+    """Refused when set."""
+    expert_model_parallel_size: int = 1
+    """Ranks among which a layer's experts are divided."""
+    expert_tensor_parallel_size: int | None = None
+    """Ranks that split each expert's matrices; None: as many as ``tensor_model_parallel_size``."""
+    init_seed: int = 1234
+    """Initial weights are a function of this seed, the parameter's full name and its full shape. Ours; 1234 is
+    Megatron-LM's default ``--seed``."""
+    timers: Callable[..., Any] | None = None
+    """Called with names of phases, returns objects with ``start`` and ``stop``; see ``megatron.core.timers``."""
+    finalize_model_grads_func: Callable[..., Any] | None = None
+    """Called by the forward-backward function after the last backward, with [model], tokens or None, and the groups."""
+    grad_scale_func: Callable[[torch.Tensor], torch.Tensor] | None = None
+    """Scales each loss before its backward."""
+    moe_grad_scale_func: None = None
+    """Refused when set: auxiliary losses are scaled as the main loss is."""
+    no_sync_func: Callable[..., Any] | None = None
+    """Makes the context of all microbatches but the last."""
+    grad_sync_func: Callable[..., Any] | None = None
+    """Accepted: gradients are reduced as their unit's backward ends."""
+    param_sync_func: Callable[..., Any] | None = None
+    """Accepted: weights are gathered as the plan says."""
+    variable_seq_lengths: bool = False
+    """Microbatches may differ in length; refused with several pipeline stages, whose messages have one shape."""
+
+    def contradictions(self, *, has_faults: bool) -> list[str]:
+        if self.variable_seq_lengths and self.pipeline_model_parallel_size > 1:
+            return [
+                "variable_seq_lengths must be False with several pipeline stages, got True: messages have one shape"
+            ]
+        return []
+
+    def __post_init__(self) -> None:
+        self.finish()
+
+
+def resolve_tensor_parallel_weight_shards(
+    *,
+    tensor_model_parallel_size: int,
+    tensor_parallel_num_weight_shards: int | None,
+    gtp_weight_remat_size: int,
+    **names: str,
+) -> int:
+    """Return 1, the ranks over which tensor-parallel parts of weights are split at rest.
+
+    Raises:
+        NotImplementedError: there are others.
+    """
+    if gtp_weight_remat_size != 1 or tensor_parallel_num_weight_shards not in (None, tensor_model_parallel_size):
+        raise NotImplementedError(
+            "tensor_parallel_num_weight_shards must be None and gtp_weight_remat_size 1, got "
+            f"{tensor_parallel_num_weight_shards} and {gtp_weight_remat_size}: {_WEIGHTS_AT_REST}"
+        )
+    return 1
