@@ -16,10 +16,10 @@ def unwrap_model(model: Any, module_instances: tuple[type, ...] | None = None) -
     """
     if isinstance(model, list):
         return [unwrap_model(one, module_instances) for one in model]
-    wrappers = module_instances or _wrappers()
-    while isinstance(model, wrappers):
-        model = model.module
-    return model
+    wrappers, module = module_instances or _wrappers(), model
+    while isinstance(module, wrappers):
+        module = getattr(module, "module")  # noqa: B009 (any class may be a wrapper)
+    return module
 
 
 def _wrappers() -> tuple[type, ...]:

@@ -84,7 +84,7 @@ class ProcessGroupCollection:
     intra_dist_opt: ProcessGroup | None = None
     gtp_remat: ProcessGroup | None = None
     expt_gtp_remat: ProcessGroup | None = None
-    hcp: list[ProcessGroup] | None = None
+    hcp: ProcessGroup | list[ProcessGroup] | None = None
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _NOT_SERVED and any(group_size(group) > 1 for group in (value if name == "hcp" else [value]) or ()):

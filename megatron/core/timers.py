@@ -97,7 +97,7 @@ class DummyTimer(Timer):
         """Raise RuntimeError: nothing was measured."""
         raise RuntimeError("a timer must be of the log level to be read, got one above it, which measures nothing")
 
-    active_time = elapsed  # type: ignore[assignment]
+    active_time = elapsed
 
 
 class Timers:

@@ -129,8 +129,9 @@ def make_sharded_tensors_for_checkpoint(
         tensor_parallel_layers_axis_map: axes of tensors that are split over tensor-parallel ranks, by name; those of the
             other entries follow from the parameters' attributes.
     """
-    axes, found = tensor_parallel_layers_axis_map or {}, {}
-    groups = {"tp_group": tp_group, "dp_cp_group": dp_cp_group}
+    axes = tensor_parallel_layers_axis_map or {}
+    found: ShardedStateDict = {}
+    groups: dict[str, Any] = {"tp_group": tp_group, "dp_cp_group": dp_cp_group}
     for name, value in state_dict.items():
         key, offsets = prefix + name, list(sharded_offsets)
         if name.endswith(extra_state_suffix):

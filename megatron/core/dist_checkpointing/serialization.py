@@ -18,7 +18,13 @@ from megatron.core.dist_checkpointing.core import (
     CheckpointingException,
     save_config,
 )
-from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, merge, nested_items_iter, nested_values
+from megatron.core.dist_checkpointing.dict_utils import (
+    dict_list_map_outplace,
+    extract_matching_values,
+    merge,
+    nested_items_iter,
+    nested_values,
+)
 from megatron.core.dist_checkpointing.mapping import (
     LocalNonpersistentObject,
     ShardedBase,
@@ -30,7 +36,7 @@ from megatron.core.dist_checkpointing.mapping import (
     apply_factory_merges,
     is_main_replica,
 )
-from megatron.core.dist_checkpointing.utils import extract_matching_values, extract_nonpersistent, extract_sharded_base
+from megatron.core.dist_checkpointing.utils import extract_nonpersistent, extract_sharded_base
 from megatron.core.dist_checkpointing.validation import (
     StrictHandling,
     judge_keys,
@@ -88,7 +94,7 @@ def save(
             "saves beside training"
         )
     rest, sharded = _prepared(sharded_state_dict)
-    common, _ = extract_matching_values(rest, lambda x: not isinstance(x, LocalNonpersistentObject))
+    common: Any = extract_matching_values(rest, lambda x: not isinstance(x, LocalNonpersistentObject))[0]
     if content_metadata is not None:
         common[_CONTENT_METADATA] = content_metadata
     values = {_COMMON: [common]} if dist.get_rank() == 0 else {}

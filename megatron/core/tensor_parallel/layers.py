@@ -18,6 +18,11 @@ import torch.nn.functional as F
 
 from megatron.core.process_groups_config import DEFAULT_GROUP, group_of, group_or_default, group_rank, group_size
 from megatron.core.served_arguments import ANY, check_arguments
+from megatron.core.tensor_parallel.attributes import (  # noqa: F401 (Megatron-Core's import path)
+    param_is_not_tensor_parallel_duplicate,
+    set_defaults_if_not_set_tensor_model_parallel_attributes,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.tensor_parallel.column_function import column_parallel_linear
 from megatron.core.tensor_parallel.linear_function import linear_with_main_grad
 from megatron.core.tensor_parallel.mappings import (

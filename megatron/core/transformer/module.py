@@ -105,7 +105,7 @@ class Float16Module(MegatronModule):
         is_last = group_rank(group) == group_size(group) - 1
         return float16_to_fp32(outputs) if is_last and fp32_output else outputs
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Return the model's own state dict."""
         return self.module.state_dict(*args, **kwargs)
 
@@ -130,7 +130,10 @@ def mark_keep_in_fp32(tensor: torch.Tensor) -> torch.Tensor:
 
 def convert_module_to_dtype_except_fp32_marked(module: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
     """Convert floating-point parameters and buffers, but those of ``mark_keep_in_fp32``; attributes of parameters stay."""
-    return module._apply(lambda x: x.to(dtype) if x.is_floating_point() and not hasattr(x, "keep_in_fp32") else x)
+    converted: torch.nn.Module = module._apply(
+        lambda x: x.to(dtype) if x.is_floating_point() and not hasattr(x, "keep_in_fp32") else x
+    )
+    return converted
 
 
 def fp32_to_float16(val: Any, float16_convertor: Callable[[torch.Tensor], torch.Tensor]) -> Any:

@@ -78,4 +78,5 @@ def test_the_defaults_are_plain_data_parallelism_and_fields_have_the_order_of_me
     config = DistributedDataParallelConfig()
     assert config.data_parallel_sharding_strategy == "no_shard" and not config.use_megatron_fsdp
     assert config.megatron_fsdp_main_params_dtype is torch.float32
-    assert DistributedDataParallelConfig(True, False, True).overlap_param_gather
+    in_order: Any = DistributedDataParallelConfig
+    assert in_order(True, False, True).overlap_param_gather

@@ -1,0 +1,1 @@
+"""Megatron-Core's import path of the builder of tokenizers."""

@@ -1,0 +1,167 @@
+"""``parallel_state``: getters of the groups that ``initialize_model_parallel`` built, and who asks them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.core import mpu, parallel_state, tensor_parallel
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.parallel_state import _NOT_SERVED, NotInitializedError, RankGenerator
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
+from tests.support.rank_checks import RankChecks
+from tests.support.tiny_gpt import build_gpt
+
+CHECKS = RankChecks(__name__)
+DEGREES: list[tuple[dict[str, int], dict[str, int]]] = [
+    ({}, {"data": 2}),
+    ({"tensor_model_parallel_size": 2}, {"tensor": 2, "expert_tensor": 2}),
+    ({"pipeline_model_parallel_size": 2}, {"pipeline": 2}),
+    ({"context_parallel_size": 2}, {"context": 2}),
+    ({"expert_model_parallel_size": 2}, {"data": 2, "expert": 2}),
+]
+GETTERS = {
+    "tensor": ("get_tensor_model_parallel_world_size", "get_tensor_model_parallel_rank"),
+    "pipeline": ("get_pipeline_model_parallel_world_size", "get_pipeline_model_parallel_rank"),
+    "context": ("get_context_parallel_world_size", "get_context_parallel_rank"),
+    "data": ("get_data_parallel_world_size", "get_data_parallel_rank"),
+    "expert": ("get_expert_model_parallel_world_size", "get_expert_model_parallel_rank"),
+    "expert_tensor": ("get_expert_tensor_parallel_world_size", "get_expert_tensor_parallel_rank"),
+}
+
+
+def _initialize(**arguments: Any) -> None:
+    parallel_state.initialize_model_parallel(**arguments)
+
+
+def _get(name: str, *arguments: Any) -> Any:
+    return getattr(mpu, name)(*arguments)
+
+
+@CHECKS.on(2)
+def getters_tell_the_groups_of_each_degree() -> None:
+    rank = dist.get_rank()
+    for degrees, sizes in DEGREES:
+        parallel_state.destroy_model_parallel()
+        assert not mpu.is_initialized()
+        parallel_state.initialize_model_parallel(**degrees)
+        for axis, (size, own) in GETTERS.items():
+            expected = sizes.get(axis, 1)
+            assert (_get(size), _get(own)) == (expected, rank if expected == 2 else 0), (degrees, axis)
+        collection = ProcessGroupCollection.use_mpu_process_groups()
+        for name in ("tp", "pp", "cp", "ep", "mp", "dp", "dp_cp", "tp_cp", "tp_ep", "expt_tp", "tp_dp_cp", "tp_ep_pp"):
+            assert getattr(collection, name).rank() in (0, rank), "groups of one rank are there, too"
+        assert collection.intra_dp_cp is collection.dp_cp and collection.inter_dist_opt.size() == 1
+        assert mpu.get_data_parallel_group(True) is collection.dp_cp
+        assert mpu.get_tensor_and_data_parallel_group(with_context_parallel=True).size() == 2 // _get(
+            GETTERS["pipeline"][0]
+        )
+        assert mpu.get_amax_reduction_group(True, True) is collection.tp_cp
+        assert mpu.get_data_parallel_group_gloo() is collection.dp, "on gloo there is no other"
+        assert parallel_state._DATA_PARALLEL_GROUP is collection.dp
+        assert mpu.get_all_ranks().count("_") == 5
+
+
+@CHECKS.on(2)
+def stages_know_their_neighbours_and_embeddings() -> None:
+    rank = dist.get_rank()
+    parallel_state.initialize_model_parallel(1, 2)
+    assert (mpu.is_pipeline_first_stage(), mpu.is_pipeline_last_stage()) == (rank == 0, rank == 1)
+    assert (mpu.get_pipeline_model_parallel_first_rank(), mpu.get_pipeline_model_parallel_last_rank()) == (0, 1)
+    assert mpu.get_pipeline_model_parallel_next_rank() == mpu.get_pipeline_model_parallel_prev_rank() == 1 - rank
+    assert mpu.is_rank_in_embedding_group() and mpu.get_embedding_group().size() == 2
+    assert mpu.is_rank_in_position_embedding_group() is (rank == 0)
+    assert (mpu.get_position_embedding_group(check_initialized=False) is None) is (rank == 1)
+    assert mpu.get_tensor_model_parallel_src_rank() == rank and mpu.get_model_parallel_src_rank() == 0
+
+
+@CHECKS.on(2)
+def sizes_and_ranks_that_are_set_are_told() -> None:
+    parallel_state.initialize_model_parallel(2)
+    mpu.set_tensor_model_parallel_rank(5)
+    mpu.set_tensor_model_parallel_world_size(8)
+    assert (mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size()) == (5, 8)
+    mpu.set_tensor_model_parallel_rank(None)
+    mpu.set_tensor_model_parallel_world_size(None)
+    assert (mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size()) == (dist.get_rank(), 2)
+
+
+@CHECKS.on(2)
+def what_is_given_groups_asks_nobody() -> None:
+    parallel_state.initialize_model_parallel(2)
+    x = torch.full((2, 2), float(dist.get_rank() + 1))
+    assert tensor_parallel.reduce_from_tensor_model_parallel_region(x).tolist() == [[3.0, 3.0]] * 2
+    assert tensor_parallel.gather_from_tensor_model_parallel_region(x).tolist() == [[1.0, 1.0, 2.0, 2.0]] * 2
+    assert tensor_parallel.reduce_from_tensor_model_parallel_region(x, group=None) is x, "None says: not split"
+    unsplit = build_gpt({"pg_collection": ProcessGroupCollection.data_parallel()})
+    split = build_gpt()
+    sizes = [model.decoder.layers[0].mlp.linear_fc1.weight.shape[0] for model in (unsplit, split)]
+    assert sizes == [64, 32] and split.config.tensor_model_parallel_size == 2
+    model_parallel_cuda_manual_seed(7)
+    assert split.embedding.rng_tracker is get_cuda_rng_tracker()
+    with get_cuda_rng_tracker().fork(device=torch.device("cpu")):
+        own = torch.rand(1)
+    drawn = [torch.empty(1), torch.empty(1)]
+    dist.all_gather(drawn, own)
+    assert drawn[0] != drawn[1], "tensor-parallel ranks draw different numbers in a fork"
+    with pytest.raises(ValueError, match="only the first must have pre_process=True"):
+        parallel_state.initialize_model_parallel(1, 2)
+        build_gpt()
+
+
+@CHECKS.on(2)
+def gathers_get_groups_of_their_own() -> None:
+    parallel_state.initialize_model_parallel()
+    dense, expert = parallel_state.create_all_gather_groups(for_expert_parallelism=True)
+    assert dense is not mpu.get_data_parallel_group(True) and dense.size() == 2 and expert is None
+
+
+@CHECKS.on(2)
+def all_to_all_sends_gradients_back() -> None:
+    parallel_state.initialize_model_parallel(2)
+    rank, group = dist.get_rank(), mpu.get_tensor_model_parallel_group()
+    x = (torch.arange(3.0) + 10 * rank).requires_grad_()
+    sent = [1, 2] if rank == 0 else [2, 1]
+    received = [1, 2] if rank == 0 else [2, 1]
+    y = tensor_parallel.all_to_all(group, x[:, None], received, sent)
+    assert y[:, 0].tolist() == ([0.0, 10.0, 11.0] if rank == 0 else [1.0, 2.0, 12.0])
+    (y * (rank + 1)).sum().backward()
+    assert x.grad is not None and x.grad.tolist() == ([1.0, 2.0, 2.0] if rank == 0 else [1.0, 1.0, 2.0])
+
+
+@CHECKS.on(2)
+def each_argument_that_is_not_served_is_refused_by_name() -> None:
+    for name, (served, reason) in _NOT_SERVED.items():
+        _initialize(**{name: served[-1]})
+        with pytest.raises(NotImplementedError, match=f"{name} must be .* got 17: ") as caught:
+            _initialize(**{name: 17})
+        assert reason in str(caught.value)
+    with pytest.raises(NotImplementedError, match=r"get_embedding_ranks must return \[0\]"):
+        parallel_state.initialize_model_parallel(get_embedding_ranks=lambda ranks: [*ranks, 7])
+
+
+@pytest.mark.parametrize(("num_ranks", "name"), CHECKS.parameters)
+def test_on_ranks(num_ranks: int, name: str) -> None:
+    CHECKS.assert_passed(num_ranks, name)
+
+
+def test_without_groups_getters_say_what_to_call() -> None:
+    assert not parallel_state.model_parallel_is_initialized()
+    with pytest.raises(NotInitializedError, match=r"call parallel_state.initialize_model_parallel\(\)"):
+        mpu.get_tensor_model_parallel_group()
+    assert mpu.get_tensor_model_parallel_group(check_initialized=False) is None
+    assert mpu.get_context_parallel_world_size() == mpu.get_data_parallel_rank() == 0, "as without torch.distributed"
+    assert isinstance(build_gpt(), GPTModel)
+
+
+def test_generated_ranks_are_those_of_the_grid() -> None:
+    ranks = RankGenerator(tp=2, ep=1, dp=2, pp=2, cp=1, order="tp-cp-ep-dp-pp", rank_offset=8)
+    assert ranks.get_ranks("tp") == [[8, 9], [10, 11], [12, 13], [14, 15]]
+    assert ranks.get_ranks("tp-dp") == [[8, 9, 10, 11], [12, 13, 14, 15]]
+    assert RankGenerator(2, 1, 1, 2, 1, "tp-pp").get_ranks("pp") == [[0, 2], [1, 3]]
+    with pytest.raises(ValueError, match="order must name the axes of several ranks, got 'tp' without pp"):
+        RankGenerator(2, 1, 1, 2, 1, "tp")

@@ -1,0 +1,268 @@
+"""A training loop as Megatron-Core's example has it, its names and its calls, on two ranks: split or not, it trains alike."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.optim import Adam
+from torch.utils.data import DataLoader
+
+from megatron.core import dist_checkpointing, mpu, parallel_state
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDatasetConfig, MockGPTDataset
+from megatron.core.datasets.utils import compile_helpers
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    FullyShardedDataParallel,
+)
+from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.timers import Timers
+from megatron.core.tokenizers import MegatronTokenizer
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import get_model_config, unwrap_model
+from tests.support.rank_checks import RankChecks
+
+CHECKS = RankChecks(__name__)
+SEQUENCE_LENGTH, STEPS = 16, 3
+LossFunction = Callable[[torch.Tensor], Any]
+
+
+def _initialize(tensor: int = 1, pipeline: int = 1) -> None:
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(tensor, pipeline)
+    model_parallel_cuda_manual_seed(123)
+
+
+def _model(**fields: Any) -> GPTModel:
+    """The configuration says nothing of the split; as in Megatron-Core the groups do."""
+    config = TransformerConfig(
+        num_layers=2,
+        hidden_size=12,
+        num_attention_heads=4,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        use_cpu_initialization=True,
+        pipeline_dtype=torch.float32,
+        **fields,
+    )
+    return GPTModel(
+        config=config,
+        transformer_layer_spec=get_gpt_layer_local_spec(),
+        vocab_size=100,
+        max_sequence_length=SEQUENCE_LENGTH,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+    )
+
+
+def _batches(rank: int = 0, ranks: int = 1) -> Iterator[dict[str, torch.Tensor]]:
+    """Batches of four samples; with several data-parallel ranks each has its part of them."""
+    if dist.get_rank() == 0:
+        compile_helpers()
+    dist.barrier()
+    tokenizer = MegatronTokenizer.from_pretrained(metadata_path={"library": "null-text"}, vocab_size=SEQUENCE_LENGTH)
+    config = GPTDatasetConfig(
+        random_seed=0,
+        sequence_length=SEQUENCE_LENGTH,
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        tokenizer=tokenizer,
+        mid_level_dataset_surplus=0.005,
+    )
+    built = BlendedMegatronDatasetBuilder(MockGPTDataset, [100, None, None], lambda: True, config).build()
+    loader = DataLoader(built[0], batch_size=4, shuffle=False)
+    return iter(
+        [
+            {name: value[rank::ranks].contiguous() for name, value in batch.items()}
+            for batch in islice(loader, 2 * STEPS)
+        ]
+    )
+
+
+def _forward_step(
+    data: Iterator[dict[str, torch.Tensor]], model: torch.nn.Module, *, sums: bool = False
+) -> tuple[torch.Tensor, LossFunction]:
+    batch = next(data)
+
+    def loss_func(mask: torch.Tensor, output: torch.Tensor) -> Any:
+        mask = mask.view(-1).float()
+        total = torch.sum(output.float().view(-1) * mask)
+        report = {"lm loss": (total / mask.sum()).detach()}
+        return (total, mask.sum().to(torch.int), report) if sums else (total / mask.sum(), report)
+
+    output = model(batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"])
+    return output, partial(loss_func, batch["loss_mask"])
+
+
+def _train(model: Any, batches: Iterator[Any], *, microbatches: int = 1, sums: bool = False) -> list[float]:
+    """Train some steps; return the losses that the last stage reported."""
+    optimizer, losses = Adam(model.parameters(), lr=1e-2), []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        reports = get_forward_backward_func()(
+            forward_step_func=partial(_forward_step, sums=sums),
+            data_iterator=batches,
+            model=[model],
+            num_microbatches=microbatches,
+            seq_length=SEQUENCE_LENGTH,
+            micro_batch_size=4,
+            decoder_seq_length=SEQUENCE_LENGTH,
+            forward_only=False,
+        )
+        if get_model_config(model).finalize_model_grads_func is None:
+            finalize_model_grads([model])
+        optimizer.step()
+        losses += [report["lm loss"].item() for report in reports]
+    return losses
+
+
+def _ddp(model: torch.nn.Module, **settings: Any) -> DistributedDataParallel:
+    return DistributedDataParallel(get_model_config(model), DistributedDataParallelConfig(**settings), model)
+
+
+def _expected(**options: Any) -> list[float]:
+    _initialize()
+    return _train(_ddp(_model()), _batches(), **options)
+
+
+@CHECKS.on(2)
+def tensor_and_pipeline_parallel_models_train_as_the_whole_one() -> None:
+    whole, whole_of_two = _expected(), _expected(microbatches=2)
+    assert whole[0] > whole[-1], "it learns"
+    _initialize(tensor=2)
+    split = _ddp(_model())
+    assert unwrap_model(split).config.tensor_model_parallel_size == 2
+    assert unwrap_model(split).decoder.layers[0].mlp.linear_fc1.output_size_per_partition == 24
+    torch.testing.assert_close(_train(split, _batches()), whole, rtol=1e-5, atol=1e-6)
+    _initialize(pipeline=2)
+    losses = _train(_ddp(_model()), _batches(), microbatches=2)
+    assert len(losses) == (2 * STEPS if mpu.is_pipeline_last_stage() else 0)
+    if losses:
+        torch.testing.assert_close(losses, whole_of_two, rtol=1e-5, atol=1e-6)
+
+
+@CHECKS.on(2)
+def data_parallel_models_average_and_sums_of_losses_are_divided_once() -> None:
+    whole = _expected()
+    for settings in ({}, {"use_distributed_optimizer": True}):
+        _initialize()
+        own = _train(_ddp(_model(), **settings), _batches(mpu.get_data_parallel_rank(), 2))
+        mean = torch.tensor(own)
+        dist.all_reduce(mean)
+        torch.testing.assert_close((mean / 2).tolist(), whole, rtol=1e-5, atol=1e-6)
+    _initialize()
+    model = _model(calculate_per_token_loss=True)
+    model.config.finalize_model_grads_func = finalize_model_grads
+    model.config.timers = Timers(2, "minmax")
+    ddp_config = DistributedDataParallelConfig(
+        use_megatron_fsdp=True, data_parallel_sharding_strategy="optim_grads_params"
+    )
+    sharded = FullyShardedDataParallel(model.config, ddp_config, model)
+    mean = torch.tensor(_train(sharded, _batches(mpu.get_data_parallel_rank(), 2), sums=True))
+    dist.all_reduce(mean)
+    torch.testing.assert_close((mean / 2).tolist(), whole, rtol=1e-5, atol=1e-6)
+    assert "forward-backward" in (model.config.timers.get_all_timers_string() or "")
+    assert model.config.timers("all-grads-sync").active_time() > 0
+
+
+@CHECKS.on(2)
+def the_configuration_scales_losses_and_says_when_gradients_are_left_unreduced() -> None:
+    _initialize()
+    model, calls = _ddp(_model()), []
+    model.config.grad_scale_func = lambda loss: loss * 0
+    model.config.no_sync_func = lambda: calls.append("no_sync") or model.no_sync()
+    model.config.finalize_model_grads_func = lambda models, tokens, **_: (
+        calls.append(tokens),
+        finalize_model_grads(models, tokens),
+    )
+    _train(model, _batches(), microbatches=2)
+    # Forward and backward of the first of two microbatches.
+    assert calls == ["no_sync", "no_sync", None] * STEPS
+    assert all(parameter.grad.to_local().abs().max() == 0 for parameter in model.parameters())
+    reports = get_forward_backward_func()(
+        forward_step_func=lambda data, module: (
+            next(data)["tokens"].float(),
+            lambda output, non_loss_data: output.sum(),
+        ),
+        data_iterator=_batches(),
+        model=model,
+        num_microbatches=2,
+        seq_length=SEQUENCE_LENGTH,
+        micro_batch_size=4,
+        forward_only=True,
+        collect_non_loss_data=True,
+    )
+    assert len(reports) == 2 and all(report > 0 for report in reports)
+
+
+@CHECKS.on(2)
+def a_checkpoint_of_one_split_is_loaded_by_another() -> None:
+    with tempfile.TemporaryDirectory() as own:
+        folders: list[str] = [own]
+        dist.broadcast_object_list(folders)
+        path = Path(folders[0]) / "checkpoint"
+        for gated in (False, True):
+            _checkpoints_of_splits(path, gated_linear_unit=gated)
+        dist.barrier()
+
+
+def _checkpoints_of_splits(path: Path, **fields: Any) -> None:
+    _initialize(tensor=2)
+    model = _ddp(_model(**fields))
+    _train(model, _batches())
+    described = model.module.sharded_state_dict(prefix="")
+    dist_checkpointing.save({**described, "iteration": 7}, path, content_metadata={"of": "a test"})
+    assert dist_checkpointing.check_is_distributed_checkpoint(path)
+    assert dist_checkpointing.load_content_metadata(path) == {"of": "a test"}
+    whole = dist_checkpointing.load_plain_tensors(path)
+    expected = {name: value.full_tensor() for name, value in model.module.state_dict().items()}
+    assert whole.keys() == expected.keys()
+    assert all(torch.equal(whole[name], value) for name, value in expected.items())
+    for degrees in ({}, {"pipeline": 2}, {"tensor": 2}):
+        _initialize(**degrees)
+        plain = _model(init_seed=5, **fields)
+        loaded = dist_checkpointing.load({**plain.sharded_state_dict(), "iteration": 0}, path)
+        assert loaded.pop("iteration") == 7 and loaded.pop("content_metadata")
+        plain.load_state_dict(loaded)
+        saved = plain.sharded_state_dict()
+        dist_checkpointing.save(saved, path.with_name("again"))
+        again = dist_checkpointing.load_plain_tensors(path.with_name("again"))
+        assert again.keys() == whole.keys()
+        assert all(torch.equal(again[name], value) for name, value in whole.items())
+
+
+@CHECKS.on(2)
+def a_half_precision_model_computes_in_bf16_and_returns_fp32() -> None:
+    _initialize()
+    half = Float16Module(_model(bf16=True).config, _model(bf16=True))
+    assert {parameter.dtype for parameter in half.parameters()} == {torch.bfloat16}
+    batch = next(_batches())
+    losses = half(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+    assert losses.dtype is torch.float32 and unwrap_model(half) is half.module
+    assert half(batch["tokens"], batch["position_ids"], None, fp32_output=False).dtype is torch.bfloat16
+    assert half.state_dict().keys() == half.module.state_dict().keys() == half.sharded_state_dict().keys()
+    with pytest.raises(ValueError, match="must come with TransformerConfig\\(bf16=True\\), got False"):
+        Float16Module(_model().config, _model())
+    wrapped = _ddp(half)
+    _train(wrapped, _batches())
+    assert wrapped.module.module.embedding.word_embeddings.weight.grad is not None
+
+
+@pytest.mark.parametrize(("num_ranks", "name"), CHECKS.parameters)
+def test_on_ranks(num_ranks: int, name: str) -> None:
+    CHECKS.assert_passed(num_ranks, name)
