@@ -179,7 +179,8 @@ def _further_groups(
     rank = dist.get_rank()
     further = {"alone": dist.new_group([rank], timeout=timeout, use_local_synchronization=True, group_desc="ALONE")}
     built = {tuple(range(grid.world_size)): dist.group.WORLD}
-    for name in FURTHER_GROUP_NAMES:
+    further_names = [*FURTHER_GROUP_NAMES, *(["tp_dp_cp"] if groups.tp_dp_cp is None else [])]
+    for name in further_names:
         for ranks in grid.groups(name).tolist():
             if len(ranks) > 1 and tuple(ranks) not in built:
                 built[tuple(ranks)] = dist.new_group(ranks, timeout=timeout, group_desc=name.upper())

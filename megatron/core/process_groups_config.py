@@ -45,7 +45,7 @@ class ProcessGroupCollection:
         inter_dist_opt, inter_expt_dist_opt: its outer (replicating) axis, dense and expert.
         dp_cp_ag, expt_dp_ag: the ranks of ``dp_cp`` and ``expt_dp`` (under hybrid sharding those of the inner axes), for
             all-gathers alone.
-        pos_embd, tp_dp_cp, tp_ep_pp, intra_dist_opt, dp_cp_gtp_remat, expt_dp_gtp_remat, tp_ep_pp_with_egtp_remat: groups
+        pos_embd, tp_ep_pp, intra_dist_opt, dp_cp_gtp_remat, expt_dp_gtp_remat, tp_ep_pp_with_egtp_remat: groups
             of Megatron-Core that nothing here reads; ``use_mpu_process_groups`` sets them for its callers.
         hcp, gtp_remat, expt_gtp_remat: hierarchical context parallelism and tensor parallelism of weights at rest, which
             are not served: groups of several ranks are refused.
@@ -76,7 +76,6 @@ class ProcessGroupCollection:
     dp_cp_ag: ProcessGroup | None = None
     expt_dp_ag: ProcessGroup | None = None
     pos_embd: ProcessGroup | None = None
-    tp_dp_cp: ProcessGroup | None = None
     tp_ep_pp: ProcessGroup | None = None
     tp_ep_pp_with_egtp_remat: ProcessGroup | None = None
     dp_cp_gtp_remat: ProcessGroup | None = None

@@ -40,7 +40,7 @@ _HYBRID = {
 GROUP_NAMES = (*_DENSE_AXES, *_EXPERT_AXES, *_HYBRID, "embd")
 """The names of all groups of a grid, as in ``ProcessGroupCollection``."""
 
-_FURTHER_DENSE_AXES = {"tp_dp": ("tp", "dp"), "tp_dp_cp": ("tp", "dp", "cp")}
+_FURTHER_DENSE_AXES = {"tp_dp": ("tp", "dp")}
 _FURTHER_EXPERT_AXES = {"tp_ep_pp": ("tp", "ep", "pp")}
 
 FURTHER_GROUP_NAMES = (*_FURTHER_DENSE_AXES, *_FURTHER_EXPERT_AXES)

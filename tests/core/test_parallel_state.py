@@ -17,7 +17,7 @@ from tests.support.rank_checks import RankChecks
 from tests.support.tiny_gpt import build_gpt
 
 CHECKS = RankChecks(__name__)
-DEGREES: list[tuple[dict[str, int], dict[str, int]]] = [
+DEGREES: list[tuple[dict[str, Any], dict[str, int]]] = [
     ({}, {"data": 2}),
     ({"tensor_model_parallel_size": 2}, {"tensor": 2, "expert_tensor": 2}),
     ({"pipeline_model_parallel_size": 2}, {"pipeline": 2}),
@@ -99,7 +99,8 @@ def what_is_given_groups_asks_nobody() -> None:
     assert tensor_parallel.reduce_from_tensor_model_parallel_region(x, group=None) is x, "None says: not split"
     unsplit = build_gpt({"pg_collection": ProcessGroupCollection.data_parallel()})
     split = build_gpt()
-    sizes = [model.decoder.layers[0].mlp.linear_fc1.weight.shape[0] for model in (unsplit, split)]
+    models: list[Any] = [unsplit, split]
+    sizes = [model.decoder.layers[0].mlp.linear_fc1.weight.shape[0] for model in models]
     assert sizes == [64, 32] and split.config.tensor_model_parallel_size == 2
     model_parallel_cuda_manual_seed(7)
     assert split.embedding.rng_tracker is get_cuda_rng_tracker()

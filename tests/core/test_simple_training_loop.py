@@ -85,7 +85,8 @@ def _batches(rank: int = 0, ranks: int = 1) -> Iterator[dict[str, torch.Tensor]]
         mid_level_dataset_surplus=0.005,
     )
     built = BlendedMegatronDatasetBuilder(MockGPTDataset, [100, None, None], lambda: True, config).build()
-    loader = DataLoader(built[0], batch_size=4, shuffle=False)
+    samples: Any = built[0]
+    loader = DataLoader(samples, batch_size=4, shuffle=False)
     return iter(
         [
             {name: value[rank::ranks].contiguous() for name, value in batch.items()}
@@ -223,7 +224,7 @@ def a_checkpoint_of_one_split_is_loaded_by_another() -> None:
 
 def _checkpoints_of_splits(path: Path, **fields: Any) -> None:
     _initialize(tensor=2)
-    model = _ddp(_model(**fields))
+    model: Any = _ddp(_model(**fields))
     _train(model, _batches())
     described = model.module.sharded_state_dict(prefix="")
     dist_checkpointing.save({**described, "iteration": 7}, path, content_metadata={"of": "a test"})
@@ -249,7 +250,7 @@ def _checkpoints_of_splits(path: Path, **fields: Any) -> None:
 @CHECKS.on(2)
 def a_half_precision_model_computes_in_bf16_and_returns_fp32() -> None:
     _initialize()
-    half = Float16Module(_model(bf16=True).config, _model(bf16=True))
+    half: Any = Float16Module(_model(bf16=True).config, _model(bf16=True))
     assert {parameter.dtype for parameter in half.parameters()} == {torch.bfloat16}
     batch = next(_batches())
     losses = half(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])

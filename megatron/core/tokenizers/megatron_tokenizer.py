@@ -79,7 +79,9 @@ class MegatronTokenizer:
             elif name == "include_special_tokens":
                 fields["tokenizer_hf_no_include_special_tokens"] = not value
             elif name not in (*_FIELDS, *_HINTS) and value not in (None, False, [], {}):
-                raise NotImplementedError(f"MegatronTokenizer: {name} must be left out, got {value!r}: it is not served")
+                raise NotImplementedError(
+                    f"MegatronTokenizer: {name} must be left out, got {value!r}: it is not served"
+                )
         return build_tokenizer(TokenizerConfig(**fields))
 
     @staticmethod

@@ -35,5 +35,5 @@ def build_tokenizer(args: Namespace, **kwargs: Any) -> MegatronTokenizerBase:
 
 def vocab_size_with_padding(orig_vocab_size: int, args: Namespace, logging_enabled: bool = True) -> int:
     """Return the next multiple of ``make_vocab_size_divisible_by`` times the tensor-parallel ranks."""
-    multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
+    multiple: int = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
     return -(-orig_vocab_size // multiple) * multiple

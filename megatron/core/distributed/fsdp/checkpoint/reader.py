@@ -103,7 +103,9 @@ class CheckpointReader:
             FileNotFoundError: a file that has some of it is gone or too short.
             ValueError: the checkpoint does not hold each element of a tensor once.
         """
-        return self.plan_parts([chunk for entry in tensors for chunk in local_chunks(entry.name, entry.tensor, writes=True)])
+        return self.plan_parts(
+            [chunk for entry in tensors for chunk in local_chunks(entry.name, entry.tensor, writes=True)]
+        )
 
     def plan_parts(self, chunks: Sequence[Chunk]) -> ReadPlan:
         """Return how to read these parts of tensors into their memory. Raises: as ``plan``."""
