@@ -157,10 +157,6 @@ class DelayedScalingRecipeState:
         self.amax_history = torch.zeros(recipe.amax_history_len, num_quantizers)
         self._largest = largest
 
-    def see(self, index: int, x: torch.Tensor) -> torch.Tensor:
-        self.amax_history[0, index] = torch.maximum(self.amax_history[0, index], x.detach().abs().amax().float().cpu())
-        return self.scale[index]
-
     def roll(self, recipe: DelayedScaling, group: Any) -> None:
         amax = self.amax_history[0].clone()
         if recipe.reduce_amax and dist.is_initialized() and dist.get_world_size(group) > 1:
@@ -225,7 +221,8 @@ class TransformerEngineBaseModule(torch.nn.Module):
             self.fp8_meta["scaling_bwd"] = DelayedScalingRecipeState(recipe, 2 * num_gemms, backward)
         if not self.fp8_meta_tensors_initialized:
             for key in self.quantizers:
-                self.quantizers[key] = [self._make_quantizer(key, recipe)]
+                number = 1 if key not in self.fp8_meta else self.fp8_meta[key].scale.numel()
+                self.quantizers[key] = [self._make_quantizer(key, recipe, index) for index in range(number)]
         self.fast_setattr("fp8_meta_tensors_initialized", True)
 
     def init_fp8_metadata(self, num_gemms: int = 1) -> None:
@@ -233,15 +230,16 @@ class TransformerEngineBaseModule(torch.nn.Module):
             self.fp8_meta["recipe"], self.fp8_meta["num_gemms"] = FP8GlobalStateManager.get_fp8_recipe(), num_gemms
             self.init_fp8_meta_tensors(self.fp8_meta["recipe"])
 
-    def _make_quantizer(self, key: str, recipe: Any) -> Any:
-        """The quantiser of the first GEMM's input, or of its output's gradient."""
+    def _make_quantizer(self, key: str, recipe: Any, index: int) -> Any:
+        """The quantiser of the first GEMM's input, or of its output's gradient; with delayed scaling of others, too."""
         dtype = recipe.fp8_format.value[2 if key == "scaling_fwd" else 3]
         if isinstance(recipe, Float8BlockScaling):
             return fake_float8_tensors.Float8BlockQuantizer(dtype, rowwise=True, columnwise=True)
         if isinstance(recipe, Float8CurrentScaling):
             return fake_float8_tensors.Float8CurrentScalingQuantizer(dtype, torch.device("cpu"))
         scaling = self.fp8_meta[key]
-        made = fake_float8_tensors.Float8Quantizer(scaling.scale[:1], scaling.amax_history[0, :1], dtype)
+        own = slice(index, index + 1)
+        made = fake_float8_tensors.Float8Quantizer(scaling.scale[own], scaling.amax_history[0, own], dtype)
         seen = FP8GlobalStateManager.seen[key == "scaling_fwd"]
         made.on_use = lambda: seen.setdefault(id(scaling), (scaling, recipe, FP8GlobalStateManager.group))
         return made
@@ -256,14 +254,12 @@ class TransformerEngineBaseModule(torch.nn.Module):
         forward, backward, dtype, dtype_of_grad = recipe.fp8_format.value
 
         def rounding(key: str, offset: int, stride: int, largest: float, to: torch.dtype) -> Any:
-            scaling, group = self.fp8_meta.get(key), FP8GlobalStateManager.group
+            used = list(self.quantizers[key])  # those of this forward, also in its backward
 
             def apply(x: torch.Tensor, gemm: int = 0) -> torch.Tensor:
                 scale = None
                 if isinstance(recipe, DelayedScaling) and x.numel():
-                    seen = FP8GlobalStateManager.seen[key == "scaling_fwd"]
-                    seen[id(scaling)] = (scaling, recipe, group)
-                    scale = scaling.see(offset + stride * gemm, x).to(x.device)
+                    scale = used[offset + stride * gemm].scale_for(x.detach().float().cpu()).to(x.device)
                 return _rounded(x, scale, largest, to)
 
             return apply

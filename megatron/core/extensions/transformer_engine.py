@@ -57,6 +57,8 @@ __all__ = [
 ]
 
 _SCALES = {"scale_fwd": "scaling_fwd", "scale_bwd": "scaling_bwd"}
+_WEIGHT = 1
+"""The place of a linear layer's weight among the quantisers of forward (``FP8FwdTensorIdx.GEMM1_WEIGHT``)."""
 _BACKENDS = {
     AttnBackend.flash: "NVTE_FLASH_ATTN",
     AttnBackend.fused: "NVTE_FUSED_ATTN",
@@ -112,6 +114,7 @@ class _Layer(_QuantizationState, SeededParameters):
     """Whether transformer-engine can write the gradient in place of a weight that it quantises again in backward."""
     fuse_wgrad_accumulation: bool
     _is_fsdp2: bool
+    _fixes_scale = False
 
     def begin(self, config: TransformerConfig, init: Mapping[str, Any]) -> None:
         """Build transformer-engine's module on the meta device with the arguments ``init``."""
@@ -146,7 +149,21 @@ class _Layer(_QuantizationState, SeededParameters):
             fuses = config.gradient_accumulation_fusion and (self.fuses_if_quantized_again or not quantizes_again)
             # Modules of FSDP2 drop the transposed bytes behind each product.
             self.__dict__["_is_fsdp2"] = owned and not followed[1]
+            self.__dict__["_fixes_scale"] = owned and quantizes_again and config.fp8_recipe == "delayed"
             self.__dict__["fuse_wgrad_accumulation"] = owned and fuses
+
+    def _fix_scale(self) -> None:
+        """Let the backward of this forward quantise the weight as forward did, and not note its largest value again.
+
+        The scales of delayed scaling move between the two. So the quantiser that transformer-engine keeps for backward gets a
+        scale of its own, and further forwards another quantiser.
+        """
+        quantizers = getattr(self, "quantizers", {}).get("scaling_fwd", ())
+        if not (torch.is_grad_enabled() and len(quantizers) > _WEIGHT and FP8GlobalStateManager.is_fp8_enabled()):
+            return
+        kept = quantizers[_WEIGHT]
+        quantizers[_WEIGHT] = kept.copy()
+        kept.scale, kept.amax = kept.scale.clone(), torch.zeros_like(kept.amax)
 
 
 class _Split:
@@ -248,6 +265,8 @@ class TELinear(_Layer, te.Linear):
         """
         self._follow_engine(self.weight)
         result = super().forward(x)
+        if self._fixes_scale:
+            self._fix_scale()
         return result if self.return_bias else (result, None)
 
 
@@ -343,6 +362,8 @@ class TELayerNormColumnParallelLinear(_Layer, te.LayerNormLinear):
         """As ``TELinear.forward``; an input of another dtype (``fp32_residual_connection``) is cast to the weight's."""
         self._follow_engine(self.weight)
         result = super().forward(x.to(self.weight.dtype))
+        if self._fixes_scale:
+            self._fix_scale()
         return result if self.return_bias else (result, None)
 
 

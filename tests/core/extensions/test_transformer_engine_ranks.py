@@ -272,6 +272,45 @@ def _trained_in_fp8(fields: dict[str, Any], **degrees: Any) -> tuple[list[float]
     return losses, fake_transformer_engine.FP8GlobalStateManager.num_rolls, tensors
 
 
+def _histories(model: torch.nn.Module) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Run three steps in which weights shrink; return losses, histories and scales."""
+    losses: list[float] = []
+    found: dict[str, torch.Tensor] = {}
+    for step in range(3):
+        tokens = tokens_of(step, 4)[:, :9]
+        loss = model(tokens[:, :-1], None, None, labels=tokens[:, 1:]).mean()
+        loss.backward()
+        losses.append(loss.item())
+        for parameter in model.parameters():
+            parameter.grad = None
+            with torch.no_grad():
+                parameter.mul_(0.5)  # exact in any dtype
+    for name, module in model.named_modules():
+        for key, state in getattr(module, "fp8_meta", {}).items():
+            if hasattr(state, "amax_history"):
+                found |= {
+                    f"{name} {key} scale": state.scale.clone(),
+                    f"{name} {key} history": state.amax_history.clone(),
+                }
+    return losses, found
+
+
+@CHECKS.on(2)
+def weights_that_are_quantised_again_in_backward_are_the_same_bytes() -> None:
+    """With the scale that forward used, though it has moved, and without noting their largest value a second time."""
+    sharded, _ = _built({**FP8, "gradient_accumulation_fusion": False}, te=True)
+    losses, found = _histories(sharded.module)
+    config = TransformerConfig(**FP8)
+    block = get_gpt_decoder_block_spec(config, use_transformer_engine=True)
+    whole = GPTModel(config, block, VOCAB_SIZE, LENGTH, position_embedding_type="rope")
+    fake_transformer_engine.FP8GlobalStateManager.reset()
+    expected_losses, expected = _histories(whole)
+    assert losses == expected_losses, (losses, expected_losses)
+    assert found.keys() == expected.keys() and len(found) >= 16
+    for key, tensor in expected.items():
+        assert torch.equal(found[key], tensor), (key, found[key], tensor)
+
+
 RECOMPUTED: dict[str, dict[str, Any]] = {
     "uniform": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
     "one chunk": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2},
@@ -284,7 +323,7 @@ RECOMPUTED: dict[str, dict[str, Any]] = {
 def recomputation_in_fp8_multiplies_with_the_same_scales_and_leaves_no_trace() -> None:
     """Bit for bit: losses, weights, scales and histories are those without recomputation, under each recipe."""
     kinds: list[dict[str, Any]] = [
-        {"fp8_param": True},
+        {"fp8_param": True, "use_transformer_engine_op_fuser": True},
         {"fp8_dot_product_attention": True},
         {"fp8_recipe": "tensorwise", "fp8_amax_history_len": 1, "fp8_amax_compute_algo": "most_recent"},
     ]
