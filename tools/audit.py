@@ -220,7 +220,7 @@ def audit_on_rank(
         with refusing_together(rendezvous):
             setup = set_up(settings, device, script.model_provider, script.datasets_provider)
         if int(os.environ.get("LOCAL_RANK", "0")) == 0:
-            for key, value in {**_ALONE, "global_batch_size": settings.batch.global_batch_size}.items():
+            for key, value in {**_ALONE, "global_batch_size": settings.batch.at(0).global_batch_size}.items():
                 setattr(args, key, value)
             _train_plain(script, settings_from_args(args, world_size=1), setup, folder, steps)
         return _train_sharded(script, setup, folder, steps, tolerance)
@@ -228,7 +228,7 @@ def audit_on_rank(
 
 def _train_plain(script: Any, settings: Settings, setup: TrainingSetup, folder: Path, steps: int) -> None:
     """Train the whole model in this process alone, and write what each step comes to."""
-    device, count = setup.device, settings.batch.num_microbatches
+    device, count = setup.device, settings.batch.at(0).num_microbatches
     model = script.model_provider(settings, setup.vocab_size, device, ProcessGroupCollection())
     model.train()
     set_num_microbatches(model, count)
@@ -261,7 +261,7 @@ def _train_plain(script: Any, settings: Settings, setup: TrainingSetup, folder: 
         written["clip"] = min(1.0, clip / (result.grad_norm.item() + 1e-6)) if clip > 0 else 1.0
         optimizer.zero_grad()
         reference.publish()
-        scheduler.step(settings.batch.global_batch_size)
+        scheduler.step(settings.batch.at(0).global_batch_size)
         written |= {"weights": _named(model, reference.weights()), "buffers": reference.buffers()}
         _write(written, folder, step + 1)
 
@@ -279,12 +279,12 @@ def _train_sharded(script: Any, setup: TrainingSetup, folder: Path, steps: int, 
         model,
         setup.optimizer,
         script.forward_step,
-        num_microbatches=settings.batch.num_microbatches,
+        num_microbatches=settings.batch.at(0).num_microbatches,
         per_token_loss=settings.model.transformer.calculate_per_token_loss,
         device=setup.device,
         stage=setup.stage,
     )
-    step = TrainStep(computation, setup.scheduler, settings.batch, seed=settings.loop.seed, rank=data_rank(setup))
+    step = TrainStep(computation, setup.scheduler, settings.batch.at(0), seed=settings.loop.seed, rank=data_rank(setup))
     inner = setup.optimizer.optimizer
     clips_in_place = not isinstance(inner, FlatAdamW)
 
@@ -314,7 +314,7 @@ def _train_sharded(script: Any, setup: TrainingSetup, folder: Path, steps: int, 
 def _batches_of_all(settings: Settings, setup: TrainingSetup) -> Iterator[Batch]:
     """Iterate over all microbatches of the run, each whole."""
     data = setup.datasets.train
-    sampler = SequentialBatchSampler(settings.batch, rank=0, total_samples=len(data))
+    sampler = SequentialBatchSampler(settings.batch.at(0), rank=0, total_samples=len(data))
     return iterate_batches(data, sampler, num_workers=0, device=setup.device)
 
 

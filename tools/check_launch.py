@@ -82,7 +82,8 @@ def _computed(settings: Settings) -> str:
         f"global batch: {batch.global_batch_size} samples = {batch.num_microbatches} microbatches * "
         f"{batch.data_parallel_size} ranks * {batch.micro_batch_size}; {batch.global_batch_size * data.seq_length:,} tokens"
     )
-    rows.append(f"length: {loop.train_iters} iterations, {loop.train_iters * batch.global_batch_size:,} samples")
+    rows += [f"  {size} samples from sample {start:,} on" for start, size in batch.schedule]
+    rows.append(f"length: {loop.train_iters} iterations, {batch.consumed_after(loop.train_iters):,} samples")
     rows.append(f"model: {_parameters(settings)}")
     rows.append(f"dtype: {str(settings.model.transformer.params_dtype).removeprefix('torch.')}")
     needed = missing_packages(settings, "cuda" if settings.distributed.backend != "gloo" else "cpu")

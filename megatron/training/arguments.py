@@ -22,6 +22,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.checkpointing import CheckpointConfig
 from megatron.training.cli.flag_parser import Fate, FlagError, FlagParser
 from megatron.training.cli.flags_always_so import ALWAYS_SO
+from megatron.training.cli.flags_batch import add_batch_flags, batch_config, eval_batch_config
 from megatron.training.cli.flags_checkpoint import add_checkpoint_flags, add_logging_flags
 from megatron.training.cli.flags_data import add_data_flags
 from megatron.training.cli.flags_distributed import add_distributed_flags
@@ -69,6 +70,7 @@ class Settings:
     model: GPTConfig
     grid: RankGrid
     batch: BatchConfig
+    eval_batch: BatchConfig
     data: DataConfig
     tokenizer: TokenizerConfig
     optimizer: OptimizerConfig
@@ -98,6 +100,7 @@ def build_parser() -> FlagParser:
         add_model_flags,
         add_expert_flags,
         add_parallel_flags,
+        add_batch_flags,
         add_training_flags,
         add_data_flags,
         add_tokenizer_flags,
@@ -207,7 +210,7 @@ def settings_from_args(
     """
     parts = _Parts(unreadable)
     grid = parts.build(lambda: rank_grid(args, world_size=world_size))
-    batch = None if grid is None else parts.build(lambda: _batch(args, grid.size("dp")))
+    batch = None if grid is None else parts.build(lambda: batch_config(args, grid.size("dp")))
     made: dict[str, Any] = {"grid": grid, "batch": batch, "said_once": SaidAtStart(lines=said_once)}
     components: dict[str, Callable[[Namespace], Any]] = {
         "model": _model,
@@ -225,21 +228,12 @@ def settings_from_args(
     for name, build in components.items():
         made[name] = parts.build(partial(build, args))
     if batch is not None:
+        made["eval_batch"] = parts.build(lambda: eval_batch_config(args, batch))
         made["schedule"] = parts.build(lambda: _schedule(args, batch))
         made["loop"] = parts.build(lambda: _loop(args, batch))
     if parts.faults or None in made.values():
         raise FlagError("\n".join(parts.faults))
     return Settings(**made)
-
-
-def _batch(args: Namespace, data_parallel_size: int) -> BatchConfig:
-    return BatchConfig(
-        micro_batch_size=args.micro_batch_size,
-        global_batch_size=args.micro_batch_size * data_parallel_size
-        if args.global_batch_size is None
-        else args.global_batch_size,
-        data_parallel_size=data_parallel_size,
-    )
 
 
 def _garbage(args: Namespace) -> GarbageConfig:
@@ -338,17 +332,20 @@ def _compute_dtype(args: Namespace) -> torch.dtype:
 
 
 def _loop(args: Namespace, batch: BatchConfig) -> LoopConfig:
-    if args.train_samples is not None and args.train_samples < batch.global_batch_size:
+    first = batch.at(0).global_batch_size
+    if args.train_samples is not None and args.train_samples < first:
         raise ValueError(
-            f"--train-samples must be at least --global-batch-size ({batch.global_batch_size}), got {args.train_samples}: "
+            f"--train-samples must be at least --global-batch-size ({first}), got {args.train_samples}: "
             "training is in whole global batches"
         )
     return LoopConfig(
-        train_iters=_train_samples(args, batch) // batch.global_batch_size,
+        train_iters=args.train_iters if args.train_samples is None else batch.iterations_until(args.train_samples),
         train_samples=args.train_samples,
         eval_interval=args.eval_interval,
         eval_iters=args.eval_iters,
+        start_eval_at_iter=args.start_eval_at_iter,
         exit_interval=args.exit_interval,
+        check_weight_hash_interval=args.check_weight_hash_across_dp_replicas_interval,
         exit_duration_mins=args.exit_duration_in_mins,
         exit_signal_handler=args.exit_signal_handler,
         check_finite=args.check_for_nan_in_loss_and_grad,
@@ -360,7 +357,7 @@ def _loop(args: Namespace, batch: BatchConfig) -> LoopConfig:
 
 def _train_samples(args: Namespace, batch: BatchConfig) -> int:
     samples: int = args.train_samples
-    return args.train_iters * batch.global_batch_size if samples is None else samples
+    return batch.consumed_after(args.train_iters) if samples is None else samples
 
 
 def _data(args: Namespace) -> DataConfig:
@@ -405,7 +402,7 @@ def _optimizer(args: Namespace) -> OptimizerConfig:
 
 def _schedule(args: Namespace, batch: BatchConfig) -> ScheduleConfig:
     def samples(iterations: int | None, given: int | None) -> int | None:
-        return given if iterations is None else iterations * batch.global_batch_size
+        return given if iterations is None else batch.consumed_after(iterations)
 
     decay = samples(args.lr_decay_iters, args.lr_decay_samples) or _train_samples(args, batch)
     warmup: float = samples(args.lr_warmup_iters or None, args.lr_warmup_samples) or 0
@@ -432,6 +429,7 @@ def _checkpoint(args: Namespace) -> CheckpointConfig:
     return CheckpointConfig(
         save=args.save,
         save_interval=args.save_interval,
+        save_retain_interval=args.save_retain_interval,
         save_optim=not args.no_save_optim,
         save_rng=not args.no_save_rng,
         async_save=args.async_save,
@@ -450,6 +448,7 @@ def _logging(args: Namespace) -> LoggingConfig:
         log_interval=args.log_interval,
         log_throughput=args.log_throughput,
         log_params_norm=args.log_params_norm,
+        log_progress=args.log_progress,
         logging_level=args.logging_level,
         tensorboard_dir=args.tensorboard_dir,
         tensorboard_queue_size=args.tensorboard_queue_size,

@@ -11,6 +11,7 @@ import os
 import re
 import secrets
 import shutil
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
@@ -28,6 +29,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection, group_si
 from megatron.training.folder_lock import FolderLock
 from megatron.training.loop.dropout_seed import check_rng_state, rng_state, set_rng_state
 from megatron.training.loop.train_state import TrainState
+from megatron.training.telemetry.progress_log import ProgressLog
 
 TRACKER = "latest_checkpointed_iteration.txt"
 
@@ -41,6 +43,9 @@ class CheckpointConfig:
 
     save_interval: int | None = None
     """Iterations between saves; None saves only at the end of training."""
+
+    save_retain_interval: int | None = None
+    """Keep checkpoints of iterations that this divides; others are deleted when the next one is complete. None keeps all."""
 
     save_optim: bool = True
     save_rng: bool = True
@@ -105,7 +110,9 @@ class Checkpointer:
         self.config, self.model, self.optimizer, self.scheduler = config, model, optimizer, scheduler
         self.architecture, self.seed, self.samples = dict(architecture), seed, dict(samples or {})
         self.lock, self.before_announcing = lock, before_announcing
+        self.progress: ProgressLog | None = None
         self.last_saved_iteration: int | None = None
+        self._deleting: list[threading.Thread] = []
         self._pending: tuple[Any, int] | None = None
 
     def is_due(self, iteration: int) -> bool:
@@ -168,6 +175,8 @@ class Checkpointer:
                 async_save=self.config.async_save,
             )
         self.last_saved_iteration = state.iteration
+        if self.progress is not None:
+            self.progress.saved(state.iteration, state.consumed_train_samples, is_async=handle is not None)
         if handle is None:
             # Rank 0 writes the tracker; no rank goes on before it has, and all raise if it cannot.
             with _naming_iteration(state.iteration):
@@ -182,6 +191,8 @@ class Checkpointer:
 
     def finish(self) -> None:
         """Wait for the pending asynchronous save and name it in the tracker. Ranks: all; blocks."""
+        while self._deleting:
+            self._deleting.pop().join()
         if not self.config.async_save:
             return
         if self._pending is not None:
@@ -197,6 +208,8 @@ class Checkpointer:
             handle.wait()
         if dist.get_rank() == 0:
             self._announce(iteration)
+            if self.progress is not None:
+                self.progress.async_saved(iteration)
 
     def load(self) -> TrainState:
         """Load model, optimizer, scheduler and random numbers, and return the state of training.
@@ -309,8 +322,32 @@ class Checkpointer:
         assert self.config.save is not None
         self._check_lock()
         self.before_announcing(iteration)
+        before = read_tracker(Path(self.config.save) / TRACKER)
         write_tracker(Path(self.config.save), iteration)
         print(_saved_line(iteration, self.config.save, self.model), flush=True)
+        retained = self.config.save_retain_interval
+        if retained is not None and before and before < iteration and before % retained != 0:
+            self._delete(before)
+
+    def _delete(self, iteration: int) -> None:
+        """Delete a checkpoint that another one has followed, in the background, unless it is a link. Ranks: 0."""
+        assert self.config.save is not None
+        path = checkpoint_path(self.config.save, iteration)
+        if path.is_symlink() or not path.is_dir():
+            return
+        # Under another name first: what is half deleted must not look like a checkpoint.
+        doomed = path.with_name(f".{path.name}.deleted-{secrets.token_hex(6)}")
+        try:
+            path.rename(doomed)
+        except OSError as error:
+            print(f" {path} was not deleted: {error}", flush=True)
+            return
+        print(f" deleted iteration {iteration}, which --save-retain-interval does not keep", flush=True)
+        if self.progress is not None:
+            self.progress.deleted(iteration)
+        thread = threading.Thread(target=shutil.rmtree, args=(doomed,), kwargs={"ignore_errors": True})
+        thread.start()
+        self._deleting.append(thread)
 
 
 def _saved_line(iteration: int, folder: str, model: torch.nn.Module) -> str:

@@ -83,10 +83,10 @@ def report_configuration(
         "global batch": (
             f"{batch.global_batch_size} samples = {batch.num_microbatches} microbatches * "
             f"{batch.data_parallel_size} ranks * {batch.micro_batch_size}; "
-            f"{batch.global_batch_size * settings.data.seq_length:,} tokens"
+            f"{batch.global_batch_size * settings.data.seq_length:,} tokens{_growth(settings)}"
         ),
         "length": (
-            f"{loop.train_iters} iterations, {loop.train_iters * batch.global_batch_size} samples"
+            f"{loop.train_iters} iterations, {batch.consumed_after(loop.train_iters)} samples"
             if loop.train_samples is None
             else f"{loop.train_samples} samples over all runs, {loop.train_iters} iterations if all are of this batch size"
         ),
@@ -110,6 +110,11 @@ def _said_once(settings: Settings) -> list[str]:
     """Format what is done instead of what some flags ask for."""
     said = [f"  {line}" for line in settings.said_once.lines]
     return ["flags whose place something else takes:", *said] if said else []
+
+
+def _growth(settings: Settings) -> str:
+    earlier = ", ".join(f"{size} from sample {start} on" for start, size in settings.batch.schedule[:-1])
+    return f"; before sample {settings.batch.schedule[-1][0]} fewer: {earlier}" if earlier else ""
 
 
 def _split(settings: Settings) -> str:

@@ -12,6 +12,11 @@ def add_checkpoint_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--save-interval", "--persistent-save-interval", dest="save_interval", type=int, help="iterations between saves"
     )
+    group.add_argument(
+        "--save-retain-interval",
+        type=int,
+        help="delete checkpoints, when the next one is complete, of iterations that this does not divide (default: keep all)",
+    )
     group.add_argument("--no-save-optim", action="store_true", help="save without optimizer state")
     group.add_argument("--no-save-rng", action="store_true", help="save without the state of the random generators")
     group.add_argument("--async-save", action="store_true", help="write while training goes on")
@@ -43,6 +48,9 @@ def add_logging_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--log-throughput", action="store_true", help="log TFLOP/s and tokens/s of a device")
     group.add_argument("--log-params-norm", action="store_true", help="log the norm of all weights")
     group.add_argument("--log-num-zeros-in-grad", action="store_true", help="log the zeros in the gradient")
+    group.add_argument(
+        "--log-progress", action="store_true", help="write when jobs start and save to progress.txt, in --save"
+    )
     group.add_argument("--logging-level", type=int, help="level of Python's root logger")
     group.add_argument("--tensorboard-dir", help="folder of TensorBoard logs")
     group.add_argument("--tensorboard-queue-size", type=int, default=1000, help="events until a flush (default: 1000)")

@@ -12,7 +12,7 @@ def add_data_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--train-data-path", nargs="*", help="as --data-path, for training alone")
     group.add_argument("--valid-data-path", nargs="*", help="as --data-path, for validation alone")
     group.add_argument("--test-data-path", nargs="*", help="as --data-path, for the test alone")
-    group.add_argument("--split", type=_unquoted, help="parts for training, validation and test (default: 969,30,1)")
+    group.add_argument("--split", type=unquoted, help="parts for training, validation and test (default: 969,30,1)")
     group.add_argument("--data-cache-path", help="folder of the index cache (default: beside the data)")
     group.add_argument("--mock-data", action="store_true", help="use generated samples instead of --data-path")
     group.add_argument("--seq-length", type=int, help="tokens of a sample")
@@ -38,6 +38,6 @@ def add_data_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _unquoted(text: str) -> str:
+def unquoted(text: str) -> str:
     """Strip quotes, which launch scripts pass on when they keep flags in an array of strings."""
     return text.strip("'\"")

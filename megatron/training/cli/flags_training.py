@@ -1,4 +1,4 @@
-"""Flags of batches, optimizer, schedule and loop; names, types and defaults are Megatron-LM's."""
+"""Flags of optimizer, schedule and loop; names, types and defaults are Megatron-LM's."""
 
 from __future__ import annotations
 
@@ -8,32 +8,10 @@ from megatron.core.optimizer_param_scheduler import LR_DECAY_STYLES, LR_WSD_DECA
 
 
 def add_training_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of batches, optimizer, schedule, evaluation and the training loop."""
-    _add_batch_flags(parser.add_argument_group("batches and length of training"))
+    """Add the flags of optimizer, schedule, evaluation and the training loop."""
     _add_optimizer_flags(parser.add_argument_group("optimizer"))
     _add_schedule_flags(parser.add_argument_group("learning rate and weight decay"))
     _add_loop_flags(parser.add_argument_group("training loop"))
-
-
-def _add_batch_flags(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--micro-batch-size", type=int, help="samples of a rank in one microbatch")
-    group.add_argument(
-        "--global-batch-size", type=int, help="samples of a step (default: micro batch size * data-parallel ranks)"
-    )
-    group.add_argument("--train-iters", type=int, help="iterations to train, over all runs")
-    group.add_argument(
-        "--train-samples",
-        type=int,
-        help="samples to train, over all runs, in whole global batches; instead of --train-iters",
-    )
-    group.add_argument(
-        "--seed", type=int, default=1234, help="seed of initial weights, data order and dropout (default: 1234)"
-    )
-    group.add_argument(
-        "--calculate-per-token-loss",
-        action="store_true",
-        help="the loss is the mean over all tokens of the global batch, not over microbatches",
-    )
 
 
 def _add_optimizer_flags(group: argparse._ArgumentGroup) -> None:
@@ -49,6 +27,11 @@ def _add_optimizer_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--sgd-momentum", type=float, default=0.9, help="momentum of sgd (default: 0.9)")
     group.add_argument(
         "--clip-grad", type=float, default=1.0, help="largest gradient norm; 0: no clipping (default: 1.0)"
+    )
+    group.add_argument(
+        "--check-weight-hash-across-dp-replicas-interval",
+        type=int,
+        help="iterations between comparisons of the weights that several ranks hold (default: none)",
     )
     group.add_argument(
         "--no-check-for-nan-in-loss-and-grad",
@@ -109,6 +92,7 @@ def _add_loop_flags(group: argparse._ArgumentGroup) -> None:
         "--eval-interval", type=int, help="iterations between evaluations (default: none before the end of training)"
     )
     group.add_argument("--eval-iters", type=int, default=100, help="global batches of an evaluation (default: 100)")
+    group.add_argument("--start-eval-at-iter", type=int, help="no evaluation before this iteration (default: none)")
     group.add_argument("--exit-interval", type=int, help="save and end after an iteration that is a multiple of this")
     group.add_argument("--exit-duration-in-mins", type=int, help="save and end after this many whole minutes")
     group.add_argument("--exit-signal-handler", action="store_true", help="save and end on SIGTERM")

@@ -149,6 +149,11 @@ REFUSALS: tuple[Refusal, ...] = (
         spoils=("train_iters", "train_samples"),
     ),
     Refusal(
+        "two schedules of the batch size",
+        lambda a: a.rampup_batch_size is not None and a.step_batch_size_schedule is not None,
+        "--rampup-batch-size and --step-batch-size-schedule are two schedules; give one",
+    ),
+    Refusal(
         "schedule in samples with train-iters",
         lambda a: a.train_iters is not None and a.train_samples is None and _by_samples(a),
         "with --train-iters, give --lr-decay-iters, --lr-warmup-iters and --lr-wsd-decay-iters instead of samples",
@@ -290,6 +295,14 @@ REFUSALS: tuple[Refusal, ...] = (
         "--save-interval must be at least 1, got {save_interval}",
     ),
     Refusal(
+        "save-retain-interval that save-interval does not divide",
+        lambda a: (
+            a.save_retain_interval is not None
+            and (not a.save_interval or a.save_retain_interval < 1 or a.save_retain_interval % a.save_interval != 0)
+        ),
+        "--save-retain-interval must be a positive multiple of --save-interval, got {save_retain_interval} and {save_interval}",
+    ),
+    Refusal(
         "finetune with the checkpoint's schedule",
         lambda a: a.finetune and a.use_checkpoint_opt_param_scheduler,
         "--finetune starts a new schedule; leave out --use-checkpoint-opt-param-scheduler",
@@ -360,6 +373,12 @@ REFUSALS: tuple[Refusal, ...] = (
         ),
         "their outputs are summed over ranks, which would add the bias more than once",
         "add `--disable-bias-linear`",
+    ),
+    _not_served(
+        "a CUDA graph with `--rampup-batch-size` or `--step-batch-size-schedule`",
+        lambda a: captures_iterations(a) and bool(a.rampup_batch_size or a.step_batch_size_schedule),
+        "a graph has one number of microbatches",
+        _GRAPH_REMEDY,
     ),
     _not_served(
         "a CUDA graph with experts",

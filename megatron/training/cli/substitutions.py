@@ -203,7 +203,14 @@ SUBSTITUTIONS: tuple[Substitution, ...] = (
         "--lr-decay-style WSD",
     ),
     *_useless(
-        {"save_interval": None, "async_save": False, "no_save_optim": False, "no_save_rng": False},
+        {
+            "save_interval": None,
+            "save_retain_interval": None,
+            "async_save": False,
+            "no_save_optim": False,
+            "no_save_rng": False,
+            "log_progress": False,
+        },
         lambda a: a.save is not None,
         "--save",
     ),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch.utils.data import Sampler
 
@@ -20,20 +20,71 @@ class BatchConfig:
     """Samples of one rank in one forward."""
 
     global_batch_size: int
-    """Samples of one step, over all ranks and microbatches."""
+    """Samples of one step, over all ranks and microbatches; with a schedule, of the last steps."""
 
     data_parallel_size: int
     """Ranks that share a global batch."""
 
+    schedule: tuple[tuple[int, int], ...] = ()
+    """(consumed samples, global batch size from there on), ascending from 0 on; empty: the size is constant."""
+
     def __post_init__(self) -> None:
         if min(self.micro_batch_size, self.global_batch_size, self.data_parallel_size) < 1:
             raise ValueError(f"batch sizes must be positive, got {self}")
-        if self.global_batch_size % self.samples_per_microbatch != 0:
+        starts = [start for start, _ in self.schedule]
+        if starts and (
+            starts[0] != 0 or starts != sorted(set(starts)) or self.schedule[-1][1] != self.global_batch_size
+        ):
             raise ValueError(
-                f"--global-batch-size must be a multiple of --micro-batch-size times the data-parallel ranks, got "
-                f"{self.global_batch_size} and {self.micro_batch_size} * {self.data_parallel_size} = "
-                f"{self.samples_per_microbatch}; change one of the sizes or the number of ranks"
+                "a schedule of batch sizes must begin at 0, ascend and end with the global batch size, got "
+                f"{self.schedule} and {self.global_batch_size}"
             )
+        for size in dict.fromkeys((*(size for _, size in self.schedule), self.global_batch_size)):
+            if size < 1 or size % self.samples_per_microbatch != 0:
+                raise ValueError(
+                    f"{'a scheduled batch size' if self.schedule else '--global-batch-size'} must be a multiple of "
+                    f"--micro-batch-size times the data-parallel ranks, got {size} and {self.micro_batch_size} * "
+                    f"{self.data_parallel_size} = {self.samples_per_microbatch}; change one of the sizes or the number of ranks"
+                )
+
+    def at(self, consumed_samples: int) -> BatchConfig:
+        """Return the division of the global batch that begins after so many samples, of constant size."""
+        if not self.schedule:
+            return self
+        size = [size for start, size in self.schedule if start <= consumed_samples][-1]
+        return replace(self, global_batch_size=size, schedule=())
+
+    def consumed_after(self, iterations: int, consumed_samples: int = 0) -> int:
+        """Return the samples that are consumed when so many more iterations are done."""
+        for size, end in self._parts():
+            if end is not None and consumed_samples >= end:
+                continue
+            count = iterations if end is None else min(iterations, -(-(end - consumed_samples) // size))
+            consumed_samples += count * size
+            iterations -= count
+        return consumed_samples
+
+    def iterations_until(self, samples: int, consumed_samples: int = 0) -> int:
+        """Return how many more global batches fit into so many samples, consumed ones included."""
+        iterations = 0
+        for size, end in self._parts():
+            if end is not None and consumed_samples >= end:
+                continue
+            count = max(0, samples - consumed_samples) // size
+            if end is not None and consumed_samples + count * size >= end:
+                count = -(-(end - consumed_samples) // size)
+                consumed_samples += count * size
+                iterations += count
+            else:
+                return iterations + count
+        return iterations
+
+    def _parts(self) -> list[tuple[int, int | None]]:
+        """Return [(global batch size, consumed samples at which it ends)]; None: never."""
+        if not self.schedule:
+            return [(self.global_batch_size, None)]
+        ends = [start for start, _ in self.schedule[1:]]
+        return list(zip((size for _, size in self.schedule), (*ends, None), strict=True))
 
     @property
     def samples_per_microbatch(self) -> int:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,11 +44,12 @@ from megatron.training.loop.lr_schedule import build_scheduler
 from megatron.training.loop.step_agreement import StepAgreement, TerminationSignal
 from megatron.training.loop.train_state import TrainState
 from megatron.training.loop.train_step import Batch, ForwardStep, StepComputation, TrainStep
-from megatron.training.loop.training_loop import LoopConfig, TrainingLoop
+from megatron.training.loop.training_loop import TrainingLoop
 from megatron.training.telemetry.flops import flops_per_sample
 from megatron.training.telemetry.life_signs import Progress
 from megatron.training.telemetry.metrics import MetricLog, ScalarWriter, build_writers
 from megatron.training.telemetry.profiling import StepProfiler, start_profiler
+from megatron.training.telemetry.progress_log import ProgressLog
 
 ModelProvider = Callable[[Settings, int, torch.device, ProcessGroupCollection], torch.nn.Module]
 """(settings, size of the vocabulary, device, process groups) -> this rank's part of the model, unwrapped; on the meta
@@ -129,7 +131,7 @@ def set_up(
     tokenizers: list[MegatronTokenizerBase] = []
     agree(lambda: tokenizers.append(build_tokenizer(settings.tokenizer)), lambda _: None)
     (tokenizer,) = tokenizers
-    datasets = datasets_provider(settings, tokenizer, _sizes(settings.loop, settings.batch))
+    datasets = datasets_provider(settings, tokenizer, _sizes(settings))
     groups = process_groups(settings.distributed, settings.grid)
     module = model_provider(settings, tokenizer.vocab_size, device, groups)
     model = FullyShardedDataParallel(
@@ -210,10 +212,24 @@ def _begin(
     )
     checkpointer.check_save()
     state = checkpointer.load()
+    agree(lambda: None, lambda _: _begin_progress_log(setup, checkpointer, state))
     agree(lambda: _check_data_left(setup, state), lambda _: None)
     writers: list[ScalarWriter] = []
     agree(lambda: writers.extend(build_writers(settings.logging, setup.architecture)), lambda _: None)
     return _Start(checkpointer=checkpointer, state=state, writers=writers)
+
+
+def _begin_progress_log(setup: TrainingSetup, checkpointer: Checkpointer, state: TrainState) -> None:
+    """Begin to write ``progress.txt``, if that is asked for. Ranks: 0."""
+    settings = setup.settings
+    if settings.logging.log_progress and settings.checkpoint.save is not None:
+        checkpointer.progress = ProgressLog(
+            Path(settings.checkpoint.save),
+            num_ranks=dist.get_world_size(),
+            flops_per_sample=setup.flops_per_sample,
+            tokens_per_sample=settings.data.seq_length,
+            consumed_samples=state.consumed_train_samples,
+        )
 
 
 def _check_data_left(setup: TrainingSetup, state: TrainState) -> None:
@@ -226,12 +242,12 @@ def _check_data_left(setup: TrainingSetup, state: TrainState) -> None:
     """
     loop, batch = setup.settings.loop, setup.settings.batch
     iterations = loop.last_iteration(state, batch) - state.iteration
-    needed = state.consumed_train_samples + iterations * batch.global_batch_size
+    needed = batch.consumed_after(iterations, state.consumed_train_samples)
     held = 0 if setup.datasets.train is None else len(setup.datasets.train)
     if iterations > 0 and held < needed:
         raise ValueError(
             f"the training data must have {needed} samples, {state.consumed_train_samples} that earlier runs have consumed and "
-            f"{iterations} batches of {batch.global_batch_size}, got {held}: data are built for --train-iters batches of this "
+            f"those of {iterations} more iterations, got {held}: data are built for --train-iters batches of this "
             f"run's size; give --train-samples {needed} instead of --train-iters"
         )
 
@@ -248,7 +264,7 @@ def _train(
     checkpointer, state = start.checkpointer, start.state
     log = MetricLog(
         settings.logging,
-        settings.batch,
+        settings.batch.at(state.consumed_train_samples),
         device=device,
         train_iters=settings.loop.last_iteration(state, settings.batch),
         flops_per_sample=setup.flops_per_sample,
@@ -258,12 +274,13 @@ def _train(
     )
     termination = TerminationSignal() if settings.loop.exit_signal_handler else None
     garbage = GarbageCollector(settings.garbage)
-    step = _step(setup, forward_step, checkpointer.seed)
+    step = _step(setup, forward_step, settings.batch.at(state.consumed_train_samples), checkpointer.seed)
     train_batches = batches_of(setup, setup.datasets.train, state.consumed_train_samples)
     valid_batches = batches_of(setup, setup.datasets.valid, state.consumed_valid_samples, repeats=True)
     loop = TrainingLoop(
         settings.loop,
         settings.batch,
+        settings.eval_batch,
         step=step,
         forward_step=forward_step,
         state=state,
@@ -312,8 +329,8 @@ def _begin_capturing(device: torch.device) -> None:
     )
 
 
-def _step(setup: TrainingSetup, forward_step: ForwardStep, seed: int) -> TrainStep:
-    settings, num_microbatches = setup.settings, setup.settings.batch.num_microbatches
+def _step(setup: TrainingSetup, forward_step: ForwardStep, batch: BatchConfig, seed: int) -> TrainStep:
+    settings, num_microbatches = setup.settings, batch.num_microbatches
     computation = StepComputation(
         setup.model,
         setup.optimizer,
@@ -333,7 +350,7 @@ def _step(setup: TrainingSetup, forward_step: ForwardStep, seed: int) -> TrainSt
             warmup_steps=settings.cuda_graph.warmup_steps,
             tracker=tracker,
         )
-    return TrainStep(computation, setup.scheduler, settings.batch, seed=seed, rank=data_rank(setup), graph=graph)
+    return TrainStep(computation, setup.scheduler, batch, seed=seed, rank=data_rank(setup), graph=graph)
 
 
 def data_rank(setup: TrainingSetup) -> int:
@@ -341,11 +358,12 @@ def data_rank(setup: TrainingSetup) -> int:
     return group_rank(setup.model.pg_collection.dp)
 
 
-def _sizes(loop: LoopConfig, batch: BatchConfig) -> tuple[int, int, int]:
+def _sizes(settings: Settings) -> tuple[int, int, int]:
     """Compute the numbers of samples of training, validation and test that the whole run draws, as Megatron-LM does."""
+    loop, batch = settings.loop, settings.batch
     evaluations = 1 + (loop.train_iters // loop.eval_interval if loop.eval_interval else 0)
-    per_evaluation = loop.eval_iters * batch.global_batch_size
-    train_samples = loop.train_samples or loop.train_iters * batch.global_batch_size
+    per_evaluation = loop.eval_iters * settings.eval_batch.global_batch_size
+    train_samples = loop.train_samples or batch.consumed_after(loop.train_iters)
     return train_samples, evaluations * per_evaluation, per_evaluation
 
 
@@ -388,7 +406,7 @@ def _test(setup: TrainingSetup, forward_step: ForwardStep, state: TrainState, lo
             setup.model,
             forward_step,
             batches,
-            setup.settings.batch,
+            setup.settings.eval_batch,
             eval_iters=loop.eval_iters,
             device=setup.device,
             stage=setup.stage,

@@ -67,13 +67,18 @@ class StepComputation:
         stage: PipelineStage | None = None,
     ) -> None:
         self.model, self.optimizer = model, optimizer
-        self.num_microbatches, self.per_token_loss, self.device = num_microbatches, per_token_loss, device
+        self.per_token_loss, self.device = per_token_loss, device
         self.stage = stage or PipelineStage()
         self.stage_forward = StageForward(model, forward_step, self.stage)
         self.pipeline = Pipeline(self.stage)
-        set_num_microbatches(model, num_microbatches)
+        self.set_num_microbatches(num_microbatches)
         self.auxiliary_losses = record_auxiliary_losses(model, model.config)
         self.microbatch = 0  # whose forward or backward has begun last
+
+    def set_num_microbatches(self, num_microbatches: int) -> None:
+        """Run steps of so many microbatches from the next one on."""
+        self.num_microbatches = num_microbatches
+        set_num_microbatches(self.model, num_microbatches)
 
     def __call__(self, microbatches: Iterable[Batch], draw: Callable[[int], None]) -> dict[str, Tensor]:
         """Run one step; return the tensors of a ``StepRecord`` by name. Does not block the host.
@@ -210,6 +215,12 @@ class TrainStep:
             update_successful=True,
             auxiliary_losses=results.get("auxiliary_losses"),
         )
+
+    def set_batch(self, batch: BatchConfig) -> None:
+        """Train on global batches of another size from the next step on; not with a graph, which has one size."""
+        assert self.graph is None, "refused before"
+        self.batch = batch
+        self.computation.set_num_microbatches(batch.num_microbatches)
 
     def _seed(self, iteration: int, index: int) -> int:
         own = microbatch_seed(self.seed, iteration, index * self.batch.data_parallel_size + self.rank)

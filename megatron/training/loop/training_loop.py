@@ -14,6 +14,7 @@ from megatron.training.checkpointing import Checkpointer
 from megatron.training.data.batches import BatchConfig
 from megatron.training.loop.evaluation import evaluate
 from megatron.training.loop.garbage import GarbageCollector
+from megatron.training.loop.replica_check import check_replicas
 from megatron.training.loop.step_agreement import StepAgreement
 from megatron.training.loop.train_state import TrainState
 from megatron.training.loop.train_step import Batch, ForwardStep, TrainStep
@@ -37,6 +38,9 @@ class LoopConfig:
     eval_iters: int = 100
     """Global batches of an evaluation; 0: no evaluation."""
 
+    start_eval_at_iter: int | None = None
+    """Iteration before which there is no evaluation."""
+
     exit_interval: int | None = None
     """End after an iteration that is a multiple of this."""
 
@@ -52,6 +56,9 @@ class LoopConfig:
     empty_unused_memory_level: int = 0
     """Return unused CUDA memory after each step (1), or before it too (2)."""
 
+    check_weight_hash_interval: int | None = None
+    """Iterations between comparisons of replicas' weights; None: they are not compared."""
+
     seed: int = 1234
     deterministic: bool = False
 
@@ -62,17 +69,19 @@ class LoopConfig:
                 raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
         if self.eval_iters < 0:
             raise ValueError(f"--eval-iters must not be negative, got {self.eval_iters}")
-        for name in ("exit_interval", "exit_duration_mins"):
-            value = getattr(self, name)
+        for name, value in {
+            "--exit-interval": self.exit_interval,
+            "--exit-duration-in-mins": self.exit_duration_mins,
+            "--check-weight-hash-across-dp-replicas-interval": self.check_weight_hash_interval,
+        }.items():
             if value is not None and value <= 0:
-                raise ValueError(f"--{name.replace('_', '-')} must be positive, got {value}")
+                raise ValueError(f"{name} must be positive, got {value}")
 
     def last_iteration(self, state: TrainState, batch: BatchConfig) -> int:
         """Return the iteration after which training that continues from ``state`` is done. Pure."""
         if self.train_samples is None:
             return self.train_iters
-        left = max(0, self.train_samples - state.consumed_train_samples)
-        return state.iteration + left // batch.global_batch_size
+        return state.iteration + batch.iterations_until(self.train_samples, state.consumed_train_samples)
 
 
 class TrainingLoop:
@@ -91,6 +100,7 @@ class TrainingLoop:
         self,
         config: LoopConfig,
         batch: BatchConfig,
+        eval_batch: BatchConfig,
         *,
         step: TrainStep,
         forward_step: ForwardStep,
@@ -106,6 +116,7 @@ class TrainingLoop:
         profiler: StepProfiler | None = None,
     ) -> None:
         self.config, self.batch, self.step, self.forward_step, self.state = config, batch, step, forward_step, state
+        self.eval_batch = eval_batch
         self.train_batches, self.valid_batches = train_batches, valid_batches
         self.checkpointer, self.agreement, self.log, self.garbage = checkpointer, agreement, log, garbage
         self.device, self.stage, self.profiler = device, stage, profiler
@@ -168,11 +179,13 @@ class TrainingLoop:
         assert self.train_batches is not None
         if self.profiler is not None:
             self.profiler.before_step(self.state.iteration)
+        if self.batch.schedule:
+            self._take_batch_size()
         record = self.step(self.train_batches, self.state.iteration)
         if level >= 1:
             _return_memory(self.device)
         self.state.iteration += 1
-        self.state.consumed_train_samples += self.batch.global_batch_size
+        self.state.consumed_train_samples += self.step.batch.global_batch_size
         self.log.add_step(
             record,
             iteration=self.state.iteration,
@@ -182,21 +195,49 @@ class TrainingLoop:
         self._reason = self.agreement.collect().end_requested
         self.agreement.post(self.state.iteration, record.loss_and_tokens[0], record.grad_norm)
 
+    def _take_batch_size(self) -> None:
+        """Give the step the batch size that is scheduled for the samples consumed so far, and say so where it changes."""
+        batch = self.batch.at(self.state.consumed_train_samples)
+        if batch != self.step.batch:
+            if dist.get_rank() == 0:
+                print(
+                    f" the global batch size is {batch.global_batch_size} from iteration {self.state.iteration + 1} on, after "
+                    f"{self.state.consumed_train_samples} samples",
+                    flush=True,
+                )
+            self.step.set_batch(batch)
+            self.log.batch = batch
+
     def _after_step(self) -> str | None:
         """Log, evaluate and save if due; return why training should end, or None to continue."""
         iteration = self.state.iteration
         if self.profiler is not None:
             self.profiler.after_step(iteration)
         self.log.write_if_due(self.step.optimizer)
+        if self.config.check_weight_hash_interval and iteration % self.config.check_weight_hash_interval == 0:
+            self._check_replicas()
         self.garbage.after_step(iteration)
         self.checkpointer.poll()
-        if self.config.eval_iters > 0 and self.config.eval_interval and iteration % self.config.eval_interval == 0:
+        if self._evaluation_is_due(iteration):
             self.evaluate(f"iteration {iteration}")
         if self.checkpointer.is_due(iteration):
             self._save()
         if self._reason is None and self.config.exit_interval and iteration % self.config.exit_interval == 0:
             return f"--exit-interval {self.config.exit_interval} divides iteration {iteration}"
         return self._reason
+
+    def _check_replicas(self) -> None:
+        self.log.stop_clock()
+        check_replicas(self.step.model.module)
+        if dist.get_rank() == 0:
+            print(f" weights of replicas are the same after iteration {self.state.iteration}", flush=True)
+        self.log.start_clock()
+
+    def _evaluation_is_due(self, iteration: int) -> bool:
+        config = self.config
+        if config.eval_iters == 0 or config.eval_interval is None or iteration % config.eval_interval != 0:
+            return False
+        return config.start_eval_at_iter is None or iteration >= config.start_eval_at_iter
 
     def _save(self) -> None:
         self.log.stop_clock()
@@ -215,12 +256,12 @@ class TrainingLoop:
             self.step.model,
             self.forward_step,
             self.valid_batches,
-            self.batch,
+            self.eval_batch,
             eval_iters=self.config.eval_iters,
             device=self.device,
             stage=self.stage,
         )
-        self.state.consumed_valid_samples += self.config.eval_iters * self.batch.global_batch_size
+        self.state.consumed_valid_samples += self.config.eval_iters * self.eval_batch.global_batch_size
         self.log.write_evaluation(
             where,
             "validation",

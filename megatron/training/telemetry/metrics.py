@@ -34,6 +34,9 @@ class LoggingConfig:
     log_params_norm: bool = False
     """Log the norm of all weights, at the cost of a pass over them at the log interval."""
 
+    log_progress: bool = False
+    """Write when jobs started and what they saved to ``progress.txt``, in the folder of ``--save``."""
+
     logging_level: int | None = None
     """Level of Python's root logger; None: leave it."""
 
@@ -101,6 +104,8 @@ class _Step:
     record: StepRecord
     iteration: int
     consumed_samples: int
+    num_samples: int
+    """The global batch size."""
     learning_rates: dict[bool, float] | None
     """None: the writers get nothing of this step."""
     memory: dict[str, float]
@@ -188,6 +193,7 @@ class MetricLog:
                 record=step,
                 iteration=iteration,
                 consumed_samples=consumed_samples,
+                num_samples=self.batch.global_batch_size,
                 learning_rates=_learning_rates(optimizer) if is_point else None,
                 memory=memory_scalars(self.device) if is_point and self.config.memory_to_tensorboard else {},
             )
@@ -257,6 +263,7 @@ class MetricLog:
             )
         loss, nan_iterations = _mean_loss(means)
         last = line.steps[-1]
+        samples = sum(step.num_samples for step in line.steps) / count
         self._write_record(
             LogRecord(
                 iteration=last.iteration,
@@ -265,7 +272,7 @@ class MetricLog:
                 ms_per_iteration=1000.0 * seconds,
                 learning_rate=line.learning_rates[False],
                 decoupled_learning_rate=line.learning_rates.get(True),
-                global_batch_size=self.batch.global_batch_size,
+                global_batch_size=last.num_samples,
                 loss=loss,
                 auxiliary_losses={
                     name: sum(of_steps) / len(of_steps)
@@ -276,8 +283,8 @@ class MetricLog:
                 params_norm=params_norm,
                 skipped_iterations=sum(not step.record.update_successful for step in line.steps),
                 nan_iterations=nan_iterations,
-                tflops_per_device=self._per_device(self.flops_per_sample, seconds, 1e12),
-                tokens_per_second_per_device=self._per_device(self.tokens_per_sample, seconds, 1.0),
+                tflops_per_device=self._per_device(self.flops_per_sample * samples, seconds, 1e12),
+                tokens_per_second_per_device=self._per_device(self.tokens_per_sample * samples, seconds, 1.0),
                 memory=memory_in_mib(self.device),
             ),
             is_due=line.is_due,
@@ -289,7 +296,7 @@ class MetricLog:
             return
         curves = {
             "learning-rate": step.learning_rates[False],
-            "batch-size": float(self.batch.global_batch_size),
+            "batch-size": float(step.num_samples),
             "loss-scale": 1.0 if self.config.loss_scale_to_tensorboard else None,
             "world-size": float(dist.get_world_size()) if self.config.world_size_to_tensorboard else None,
             "decoupled-learning-rate": step.learning_rates.get(True),
@@ -316,10 +323,10 @@ class MetricLog:
         for writer in self.writers:
             writer.close()
 
-    def _per_device(self, per_sample: int, seconds: float, unit: float) -> float | None:
+    def _per_device(self, per_step: float, seconds: float, unit: float) -> float | None:
         if not self.config.log_throughput:
             return None
-        return per_sample * self.batch.global_batch_size / dist.get_world_size() / seconds / unit
+        return per_step / dist.get_world_size() / seconds / unit
 
     def _write_record(self, record: LogRecord, *, is_due: bool) -> None:
         print(format_log_line(record), flush=True)

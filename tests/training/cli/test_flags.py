@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import re
+import shlex
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -495,3 +496,37 @@ def test_the_parser_is_no_place_for_defaults_of_dataclasses_to_hide() -> None:
     """argparse would take a later default over an explicit None."""
     assert isinstance(build_parser(), argparse.ArgumentParser)
     assert parse_settings(MINIMAL, world_size=3).batch.global_batch_size == 6
+
+
+@pytest.mark.parametrize(
+    ("flags", "schedule"),
+    [
+        ("--step-batch-size-schedule 0:4 --global-batch-size 4", ()),
+        # seq-length 8: tokens are turned into samples
+        ("--step-batch-size-schedule '1K:8,0:4,0.01M:16'", ((0, 4), (125, 8), (1250, 16))),
+        ("--rampup-batch-size 4 2 9 --global-batch-size 10", ((0, 4), (3, 6), (6, 8), (9, 10))),
+        ("--rampup-batch-size 4 2 1 --global-batch-size 8", ((0, 4), (1, 8))),
+        ("--rampup-batch-size 4 2 9 --global-batch-size 4", ()),
+    ],
+)
+def test_batch_sizes_that_grow(flags: str, schedule: tuple[tuple[int, int], ...]) -> None:
+    settings = parse_settings([*MINIMAL, *shlex.split(flags)], world_size=1)
+    assert settings.batch.schedule == schedule
+    assert settings.loop.train_iters == 4 and settings.schedule.decay_samples == settings.batch.consumed_after(4)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--step-batch-size-schedule 4",
+        "--step-batch-size-schedule 8:4",
+        "--step-batch-size-schedule 0:4,0:8",
+        "--step-batch-size-schedule 0:4,1K:8 --global-batch-size 4",
+        "--rampup-batch-size 4 3 9 --global-batch-size 8",
+        "--rampup-batch-size 4 2 9",
+        "--eval-global-batch-size 3",
+    ],
+)
+def test_batch_sizes_that_cannot_grow_so_are_refused(flags: str) -> None:
+    with pytest.raises(FlagError, match=rf"{'--global-batch-size' if '1K' in flags else flags.split()[0]} must be"):
+        parse_settings([*MINIMAL, *flags.split()], world_size=1)

@@ -35,6 +35,7 @@ CONTRADICTIONS: dict[str, tuple[str, str]] = {
     "two activation functions": ("--swiglu --squared-relu", ""),
     "full recomputation without method or layers": ("--recompute-granularity full --recompute-method uniform", ""),
     "neither or both of train-iters and train-samples": ("--train-samples 8", ""),
+    "two schedules of the batch size": ("--rampup-batch-size 2 2 8 --global-batch-size 4 --step-batch-size-schedule 0:4", ""),
     "schedule in samples with train-iters": ("--lr-warmup-samples 4", ""),
     "schedule in iterations with train-samples": ("--train-samples 8 --lr-warmup-iters 1", "--train-iters"),
     "two warm-up lengths": ("--lr-warmup-fraction 0.1 --lr-warmup-iters 1", ""),
@@ -64,6 +65,7 @@ CONTRADICTIONS: dict[str, tuple[str, str]] = {
     "NullTokenizer without vocab-size": ("--tokenizer-type NullTokenizer", ""),
     "negative num-workers": ("--num-workers -1", ""),
     "save-interval below 1": ("--save x --save-interval 0", ""),
+    "save-retain-interval that save-interval does not divide": ("--save x --save-interval 2 --save-retain-interval 3", ""),
     "finetune with the checkpoint's schedule": ("--load x --finetune --use-checkpoint-opt-param-scheduler", ""),
     "FP8 with local layers": ("--bf16 --fp8-format hybrid --transformer-impl local", ""),
     "CUDA graph scope below the iteration": ("--cuda-graph-impl full_iteration --cuda-graph-scope attn mlp", ""),
@@ -85,6 +87,10 @@ COMBINATIONS: list[tuple[str, str]] = [
         f"{EXPERTS} --tensor-model-parallel-size 2 --sequence-parallel {NO_BIAS}",
     ),
     (f"{EXPERTS} --expert-tensor-parallel-size 2", f"{EXPERTS} --expert-tensor-parallel-size 2 {NO_BIAS}"),
+    (
+        f"{GRAPH} --rampup-batch-size 8 8 16 --global-batch-size 16",
+        f"{GRAPH} --global-batch-size 16",
+    ),
     (f"{GRAPH} {EXPERTS}", f"--cuda-graph-impl none {EXPERTS}"),
     (f"{GRAPH} --pipeline-model-parallel-size 2", f"{GRAPH} --tensor-model-parallel-size 2"),
 ]

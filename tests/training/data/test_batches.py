@@ -47,3 +47,35 @@ def test_seeds_of_dropout_differ_and_do_not_depend_on_the_process() -> None:
     seeds = {microbatch_seed(s, i, m) for s in range(3) for i in range(5) for m in range(7)}
     assert len(seeds) == 3 * 5 * 7
     assert microbatch_seed(1234, 0, 0) == 7511662402349365976
+
+
+SCHEDULED = BatchConfig(
+    micro_batch_size=1, global_batch_size=8, data_parallel_size=2, schedule=((0, 2), (5, 4), (14, 8))
+)
+
+
+def test_a_scheduled_size_holds_from_its_sample_on() -> None:
+    assert [SCHEDULED.at(consumed).global_batch_size for consumed in (0, 4, 5, 6, 13, 14, 99)] == [2, 2, 4, 4, 4, 8, 8]
+    assert SCHEDULED.at(6).num_microbatches == 2 and SCHEDULED.at(6).schedule == ()
+
+
+def test_iterations_and_samples_of_a_schedule_are_those_of_taking_one_batch_after_the_other() -> None:
+    consumed = [0]
+    for _ in range(12):
+        consumed.append(consumed[-1] + SCHEDULED.at(consumed[-1]).global_batch_size)
+    for start in (0, 2, 5):
+        for end in range(start, 12):
+            assert SCHEDULED.consumed_after(end - start, consumed[start]) == consumed[end]
+    for samples in range(70):
+        expected = max(number for number, taken in enumerate(consumed) if taken <= samples)
+        assert SCHEDULED.iterations_until(samples) == expected
+    constant = BatchConfig(micro_batch_size=1, global_batch_size=8, data_parallel_size=2)
+    assert (constant.consumed_after(3, 8), constant.iterations_until(31, 8)) == (32, 2)
+
+
+@pytest.mark.parametrize(
+    "schedule", [((1, 8),), ((0, 4), (0, 8)), ((0, 4), (9, 4)), ((0, 3), (9, 8)), ((0, 0), (9, 8))]
+)
+def test_schedules_that_cannot_be_are_refused(schedule: tuple[tuple[int, int], ...]) -> None:
+    with pytest.raises(ValueError, match=r"(must begin at 0|must be a multiple)"):
+        BatchConfig(micro_batch_size=1, global_batch_size=8, data_parallel_size=2, schedule=schedule)
