@@ -45,6 +45,7 @@ from megatron.core.tensor_parallel.random import rng_tracker_of, seed_streams
 from megatron.core.transformer.moe.router import set_num_microbatches
 from megatron.training.arguments import Settings, build_parser, parse_settings, settings_from_args
 from megatron.training.cli.flag_parser import FlagError
+from megatron.training.cli.substitutions import substitute
 from megatron.training.data.batches import SequentialBatchSampler
 from megatron.training.data.data_loader import iterate_batches
 from megatron.training.launch.distributed_init import initialize_distributed
@@ -208,6 +209,7 @@ def audit_on_rank(
     """
     parse_settings(flags)  # refuses as the run would
     args = build_parser().parse_flags(flags)
+    substitute(args)
     model_ranks = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
     if model_ranks > 1:  # ranks that split a model draw other dropout than one that has all of it
         args.attention_dropout = args.hidden_dropout = 0.0
@@ -220,7 +222,9 @@ def audit_on_rank(
         with refusing_together(rendezvous):
             setup = set_up(settings, device, script.model_provider, script.datasets_provider)
         if int(os.environ.get("LOCAL_RANK", "0")) == 0:
-            for key, value in {**_ALONE, "global_batch_size": settings.batch.at(0).global_batch_size}.items():
+            alone = {"global_batch_size": settings.batch.at(0).global_batch_size}
+            alone |= {"rampup_batch_size": None, "step_batch_size_schedule": None, "eval_global_batch_size": None}
+            for key, value in {**_ALONE, **alone}.items():
                 setattr(args, key, value)
             _train_plain(script, settings_from_args(args, world_size=1), setup, folder, steps)
         return _train_sharded(script, setup, folder, steps, tolerance)
