@@ -222,7 +222,7 @@ def audit_on_rank(
         with refusing_together(rendezvous):
             setup = set_up(settings, device, script.model_provider, script.datasets_provider)
         if int(os.environ.get("LOCAL_RANK", "0")) == 0:
-            alone = {"global_batch_size": settings.batch.at(0).global_batch_size}
+            alone: dict[str, int | None] = {"global_batch_size": settings.batch.at(0).global_batch_size}
             alone |= {"rampup_batch_size": None, "step_batch_size_schedule": None, "eval_global_batch_size": None}
             for key, value in {**_ALONE, **alone}.items():
                 setattr(args, key, value)
