@@ -32,6 +32,8 @@ class LogRecord:
     tokens_per_second_per_device: float | None
     memory: dict[str, float]
     """MiB by kind."""
+    is_due: bool = True
+    """False: the line of a run's first iteration, which the next line counts again."""
 
     def time_scalars(self) -> dict[str, float]:
         """Return seconds per iteration and throughput by their names in Megatron-LM's TensorBoard logs; tokens are ours."""

@@ -242,8 +242,6 @@ class MetricLog:
         seconds = self._elapsed / count
         if line.is_due:
             self._elapsed = 0.0
-        if dist.get_rank() != 0:
-            return
         norms, rest = values[:count], values[count:]
         zeros, rest = (rest[:count], rest[count:]) if line.counts_zeros else (None, rest)
         params_norm, rest = (rest[0], rest[1:]) if line.has_params_norm else (None, rest)
@@ -286,8 +284,8 @@ class MetricLog:
                 tflops_per_device=self._per_device(self.flops_per_sample * samples, seconds, 1e12),
                 tokens_per_second_per_device=self._per_device(self.tokens_per_sample * samples, seconds, 1.0),
                 memory=memory_in_mib(self.device),
-            ),
-            is_due=line.is_due,
+                is_due=line.is_due,
+            )
         )
 
     def _add_points(self, step: _Step, values: dict[str, float | None], auxiliary_losses: dict[str, float]) -> None:
@@ -328,12 +326,14 @@ class MetricLog:
             return None
         return per_step / dist.get_world_size() / seconds / unit
 
-    def _write_record(self, record: LogRecord, *, is_due: bool) -> None:
+    def _write_record(self, record: LogRecord) -> None:
+        if dist.get_rank() != 0:
+            return
         print(format_log_line(record), flush=True)
         if self._num_lines <= _NUM_MEMORY_LINES and self.device.type == "cuda":
             print(memory_line(record.iteration, record.memory), flush=True)
         scalars = record.time_scalars() if self.config.timers_to_tensorboard else {}
-        if not is_due:
+        if not record.is_due:
             scalars.pop("iteration-time", None)  # with what happens once; the next line counts it among others
         if self.config.memory_to_tensorboard:
             scalars |= {f"{kind} (MiB)": value for kind, value in record.memory.items()}
