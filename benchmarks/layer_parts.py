@@ -61,8 +61,8 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     },
 }
 VARIANTS = (
-    "norm=ours,norm=apart,rope=te,swiglu=te,swiglu=fp8-kept,swiglu=plain,mlp=te,mlp=fused,mlp=recomputed,attention=ours,"
-    "attention=flash,attention=fp8,attention=fp8-kept,residual=plain,norm=ours+attention=ours"
+    "norm=ours,norm=apart,rope=te,swiglu=te,swiglu=fp8-kept,swiglu=plain,mlp=te,mlp=fused,mlp=recomputed,mlp=fp8-kept,"
+    "attention=ours,attention=flash,attention=fp8,attention=fp8-kept,residual=plain,norm=ours+attention=ours"
 )
 HEADS = ("ours", "plain", "te")
 
@@ -172,11 +172,12 @@ def _exchange(layers: Layers, part: str) -> Layers:
         fields["bias_activation_fusion"] = False
     elif part == "mlp=te":
         inner.mlp = ModuleSpec(module=_Mlp)
-    elif part in ("mlp=fused", "mlp=recomputed"):
+    elif part in ("mlp=fused", "mlp=recomputed", "mlp=fp8-kept"):
         from megatron.core.extensions.transformer_engine_mlp import TEFusedMLP
 
         mlp.module = TEFusedMLP
         fields["use_transformer_engine_op_fuser"] = True
+        fields["activation_func_fp8_input_store"] = part == "mlp=fp8-kept"
         if part == "mlp=recomputed":
             fields |= {"recompute_granularity": "selective", "recompute_modules": ["mlp_act"]}
     elif part in ("attention=ours", "attention=flash"):
@@ -210,6 +211,8 @@ def why_not(variant: str, precision: str) -> str | None:
     """Return why a variant does not go with a precision, None if it does."""
     if precision != "bf16" and variant == "local":
         return "local layers multiply in bf16"
+    if precision == "bf16" and "mlp=fp8-kept" in variant:
+        return "inputs of activations are kept in FP8 where layers multiply in it"
     if "attention=fp8" in variant and precision in ("bf16", "blockwise"):
         return "attention in FP8 goes with delayed and tensorwise"
     return None

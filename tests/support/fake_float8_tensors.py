@@ -30,6 +30,9 @@ class _Quantizer:
         self.rowwise_usage = self.rowwise_usage if rowwise is None else rowwise
         self.columnwise_usage = self.columnwise_usage if columnwise is None else columnwise
 
+    def __call__(self, x: torch.Tensor) -> Any:
+        return self.quantize(x.float(), x.dtype)
+
     def scale_for(self, x: torch.Tensor) -> torch.Tensor:
         largest, amax = torch.finfo(self.dtype).max, x.abs().amax().view(1)
         return torch.where(amax > 0, torch.full_like(amax, largest).div(amax), torch.ones_like(amax))

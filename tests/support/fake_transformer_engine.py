@@ -755,7 +755,13 @@ def _modules() -> Mapping[str, ModuleType]:
     return {made.__name__: made for made in (top, common, recipe, pytorch, fp8, kernels)}
 
 
-_OURS = ("transformer_engine", "transformer_engine_mlp", "transformer_engine_recipes", "transformer_engine_weights")
+_OURS = (
+    "transformer_engine",
+    "transformer_engine_activation",
+    "transformer_engine_mlp",
+    "transformer_engine_recipes",
+    "transformer_engine_weights",
+)
 
 
 def _forget_ours() -> None:

@@ -1,6 +1,9 @@
 """Gated activations and their backward, as Triton kernels that write FP8 bytes and transposed bytes, and read each input once.
 
 The scale is given, as with delayed scaling: where it follows from the result itself, that must be in memory first.
+
+[Note: kept input] What backward needs of the input may be kept in E4M3, each ``COLUMNS`` numbers of a row with their own
+scale. Its rounding (2^-4 at most) is small beside that of the gradient, which is rounded to E5M2 (2^-3) afterwards.
 """
 
 from __future__ import annotations
@@ -26,25 +29,33 @@ def gated_kernel(  # type: ignore[no-untyped-def]
     amax,
     out,
     transposed,
+    kept,
+    kept_inverse,
     num_rows,
     width,
     IS_SILU: tl.constexpr,
     LARGEST: tl.constexpr,
     WRITES_ROWS: tl.constexpr,
     WRITES_COLUMNS: tl.constexpr,
+    KEEPS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     """Write silu(gate) * up, or gelu(gate) * up in its tanh form, of ``x`` [rows, 2 * width], times ``scale``.
 
-    ``amax`` is raised to the largest absolute value. ``out`` is [rows, width], ``transposed`` [width, rows].
+    ``amax`` is raised to the largest absolute value. ``out`` is [rows, width], ``transposed`` [width, rows]; ``kept``
+    [rows, 2 * width] and ``kept_inverse`` [rows, 2 * tiles] are those of [Note: kept input].
     """
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     row = (tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     inside = (row < num_rows)[:, None] & (column < width)[None, :]
-    x += row[:, None] * (2 * width) + column[None, :]
-    gate = tl.load(x, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(x + width, mask=inside, other=0.0).to(tl.float32)
+    at = row[:, None] * (2 * width) + column[None, :]
+    gate = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(x + at + width, mask=inside, other=0.0).to(tl.float32)
+    if KEEPS:
+        kept_inverse += row * (2 * tl.num_programs(0)) + tl.program_id(0)
+        _keep(gate, kept + at, kept_inverse, inside, row < num_rows)
+        _keep(up, kept + at + width, kept_inverse + tl.num_programs(0), inside, row < num_rows)
     activated, _ = activate(gate, IS_SILU)
     y = activated * up
     tl.atomic_max(amax, tl.max(tl.abs(y)))
@@ -60,6 +71,7 @@ def gated_kernel(  # type: ignore[no-untyped-def]
 def gated_backward_kernel(  # type: ignore[no-untyped-def]
     grad,
     x,
+    x_inverse,
     scale,
     amax,
     out,
@@ -69,12 +81,14 @@ def gated_backward_kernel(  # type: ignore[no-untyped-def]
     IS_SILU: tl.constexpr,
     LARGEST: tl.constexpr,
     WRITES_COLUMNS: tl.constexpr,
+    IS_KEPT: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     """Write the gradient of ``x`` [rows, 2 * width] from that of ``gated_kernel``'s result [rows, width], times ``scale``.
 
     ``amax`` is raised to the largest absolute value. ``out`` is [rows, 2 * width], ``transposed`` [2 * width, rows].
+    IS_KEPT: ``x`` and ``x_inverse`` are those of [Note: kept input].
     """
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     row = (tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
@@ -83,6 +97,10 @@ def gated_backward_kernel(  # type: ignore[no-untyped-def]
     wide = tl.load(grad + row[:, None] * width + column[None, :], mask=inside, other=0.0).to(tl.float32)
     gate = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x + at + width, mask=inside, other=0.0).to(tl.float32)
+    if IS_KEPT:
+        x_inverse += row * (2 * tl.num_programs(0)) + tl.program_id(0)
+        gate *= tl.load(x_inverse, mask=row < num_rows, other=0.0)[:, None]
+        up *= tl.load(x_inverse + tl.num_programs(0), mask=row < num_rows, other=0.0)[:, None]
     activated, slope = activate(gate, IS_SILU)
     grad_gate = wide * up * slope
     grad_up = wide * activated
@@ -105,3 +123,12 @@ def _scaled(y, factor, LARGEST: tl.constexpr):  # type: ignore[no-untyped-def]
     y = y * factor
     y = tl.where(y > LARGEST, LARGEST, y)
     return tl.where(y < -LARGEST, -LARGEST, y)
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _keep(values, kept, inverse, inside, rows_inside):  # type: ignore[no-untyped-def]
+    """Write the rows of a tile in E4M3, each scaled by its largest absolute value."""
+    largest = tl.maximum(tl.max(tl.abs(values), axis=1), 1e-30)
+    byte = (values * (448.0 / largest)[:, None]).to(kept.dtype.element_ty, fp_downcast_rounding=ROUNDING)
+    tl.store(kept, byte, mask=inside)
+    tl.store(inverse, largest / 448.0, mask=rows_inside)

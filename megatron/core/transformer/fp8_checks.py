@@ -87,6 +87,16 @@ FP8_CONTRADICTIONS: list[tuple[Condition, str]] = [
         " behind the activation keeps a copy in FP8 then; turn it on",
     ),
     (
+        lambda c: c.activation_func_fp8_input_store and not (c.fp8 and c.use_transformer_engine_op_fuser),
+        "activation_func_fp8_input_store must go with fp8 and use_transformer_engine_op_fuser, got {fp8!r} and"
+        " {use_transformer_engine_op_fuser}; set both, or leave it out",
+    ),
+    (
+        lambda c: c.activation_func_fp8_input_store and recomputes(c, "mlp_act"),
+        "recompute_modules must not have 'mlp_act' with activation_func_fp8_input_store: what is recomputed would not be what"
+        " was computed in forward; leave one of them out",
+    ),
+    (
         lambda c: c.use_transformer_engine_op_fuser and c.num_moe_experts is not None,
         "use_transformer_engine_op_fuser must be off with num_moe_experts, got it on: experts' activations are not written in"
         " FP8; leave it out",

@@ -146,6 +146,9 @@ class TransformerConfig(ModelParallelConfig):
     use_transformer_engine_op_fuser: bool = False
     """Where layers multiply in FP8, the MLP's activation and its gradient are written in FP8, without a copy in bf16. Dense
     layers alone."""
+    activation_func_fp8_input_store: bool = False
+    """With ``use_transformer_engine_op_fuser``, what the MLP's activation needs in backward is kept in FP8, half of the most
+    that a layer keeps."""
     first_last_layers_bf16: bool = False
     """The first and the last layers multiply in ``params_dtype``."""
     num_layers_at_start_in_bf16: int = 1

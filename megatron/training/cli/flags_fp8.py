@@ -19,6 +19,7 @@ _FP8_SETTINGS = (
     "fp8_output_proj",
     "tp_only_amax_red",
     "use_transformer_engine_op_fuser",
+    "activation_func_fp8_input_store",
     "first_last_layers_bf16",
     "num_layers_at_start_in_bf16",
     "num_layers_at_end_in_bf16",
@@ -81,6 +82,12 @@ def add_fp8_flags(parser: argparse.ArgumentParser) -> None:
         "--use-transformer-engine-op-fuser",
         action="store_true",
         help="in FP8, write the MLP's activation and its gradient in FP8, without a copy in bf16; needs transformer-engine",
+    )
+    group.add_argument(
+        "--activation-func-fp8-input-store",
+        action="store_true",
+        help="with --use-transformer-engine-op-fuser, keep what the MLP's activation needs in backward in FP8, half of the most "
+        "that a layer keeps",
     )
     group.add_argument("--fp8-dot-product-attention", action="store_true", help="core attention in FP8")
     group.add_argument(

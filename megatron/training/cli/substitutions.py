@@ -163,6 +163,7 @@ SUBSTITUTIONS: tuple[Substitution, ...] = (
             "fp8_multi_head_attention": False,
             "tp_only_amax_red": False,
             "use_transformer_engine_op_fuser": False,
+            "activation_func_fp8_input_store": False,
             "first_last_layers_bf16": False,
         },
         lambda a: a.fp8_format is not None,

@@ -127,7 +127,13 @@ def test_it_is_as_exact_as_the_modules_and_keeps_no_more(
         theirs, ours = _difference(expected[key], tensor), _difference(found[key], tensor)
         assert ours < 1.25 * theirs + 0.01, (key, ours, theirs)
         assert torch.equal(again[key], found[key]), key
+    kept_in_fp8, kept_less = _steps(_mlp(**fields, **RECIPES[recipe], **FUSED, activation_func_fp8_input_store=True))
+    for key, tensor in exact.items():
+        theirs, ours = _difference(expected[key], tensor), _difference(kept_in_fp8[key], tensor)
+        assert ours < 1.25 * theirs + 0.03, (key, ours, theirs)
     activation = LENGTH * BATCH * HIDDEN
+    of_input = activation * (4 if fields.get("gated_linear_unit") else 2)
+    assert kept_less <= kept - 0.45 * of_input + 4096, (kept_less, kept)
     assert kept <= kept_by_modules + 4096, (kept, kept_by_modules)
     assert kept_again <= kept - activation + 4096, (kept_again, kept)
 

@@ -6,15 +6,17 @@ import importlib.util
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.core.fusions.float8_launch import gated_backward_in_fp8, gated_in_fp8
+from megatron.core.fusions.float8_launch import gated_backward_in_fp8, gated_in_fp8, kept_values
 
 # The last tiles of rows and columns are not full; three dims, since transposed bytes are of the last one.
 SHAPES = [(3, 30, 208), (1, 8, 32)]
+COLUMNS = 64
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
@@ -47,9 +49,9 @@ def _compare(device: str = "cpu") -> None:
                 scale = torch.tensor(factor, device=device)
                 for rows, columns in ((True, True), (True, False), (False, True)):
                     amax = torch.zeros(1, device=device)
-                    data, transposed = gated_in_fp8(
-                        x, activation=activation, dtype=E4M3, scale=scale, amax=amax, rows=rows, columns=columns
-                    )
+                    settings: Any = {"activation": activation, "dtype": E4M3, "scale": scale, "amax": amax}
+                    data, transposed, kept = gated_in_fp8(x, rows=rows, columns=columns, keeps_input=rows, **settings)
+                    assert (kept is not None) == rows
                     torch.testing.assert_close(amax[0], exact.detach().abs().max(), rtol=1e-5, atol=0.0)
                     assert (data is not None, transposed is not None) == (rows, columns)
                     if data is not None:
@@ -60,9 +62,9 @@ def _compare(device: str = "cpu") -> None:
                         assert torch.equal(data.movedim(-1, 0), transposed)
                 for columns in (True, False):
                     amax = torch.full((1,), 1e-3, device=device)
-                    data, transposed = gated_backward_in_fp8(
-                        grad, x, activation=activation, dtype=E5M2, scale=scale, amax=amax, columns=columns
-                    )
+                    settings = {"activation": activation, "dtype": E5M2, "scale": scale, "amax": amax}
+                    data, transposed, _ = gated_backward_in_fp8(grad, x, columns=columns, **settings)
+                    assert data is not None
                     torch.testing.assert_close(amax[0], leaf.grad.abs().max(), rtol=1e-5, atol=0.0)
                     _assert_close(data, leaf.grad, scale, E5M2)
                     assert (transposed is not None) == columns
@@ -70,9 +72,38 @@ def _compare(device: str = "cpu") -> None:
                         assert torch.equal(data.movedim(-1, 0), transposed)
 
 
+def _compare_kept(device: str = "cpu") -> None:
+    """The input is kept to three bits wherever it is beside the largest of its tile, and the gradient is that of what is kept."""
+    torch.manual_seed(4)
+    for shape in SHAPES:
+        x = (torch.randn(*shape[:-1], 2 * shape[-1]) * torch.logspace(-3, 3, 2 * shape[-1])).bfloat16().to(device)
+        x[0, :2] = 0.0
+        grad = torch.randn(shape).bfloat16().to(device)
+        settings: Any = {"activation": "silu", "scale": torch.ones((), device=device)}
+        forward: Any = {"dtype": E4M3, "amax": torch.zeros(1, device=device), "rows": True, "columns": False}
+        written, plain = (gated_in_fp8(x, **settings, **forward, keeps_input=keeps) for keeps in (True, False))
+        assert written.data is not None and plain.data is not None and torch.equal(written.data, plain.data)
+        assert written.kept is not None
+        values = kept_values(*written.kept, torch.float32)
+        tiles = F.pad(x.float().unflatten(-1, (2, -1)), (0, -shape[-1] % COLUMNS)).unflatten(-1, (-1, COLUMNS))
+        largest = tiles.abs().amax(-1).repeat_interleave(COLUMNS, -1)[..., : shape[-1]].flatten(-2)
+        ulp = 2.0**-3 if os.environ.get("TRITON_INTERPRET") == "1" else 2.0**-4
+        error = (values - x.float()).abs()
+        assert (error <= x.float().abs() * ulp * 1.01 + largest * 2.0**-17).all(), (error - x.float().abs() * ulp).max()
+        results = []
+        for values_of_x, inverse in ((x, None), (values.bfloat16(), None), written.kept):
+            backward: Any = {"dtype": E5M2, "amax": torch.zeros(1, device=device), "columns": True}
+            data, transposed, _ = gated_backward_in_fp8(grad, values_of_x, inverse, **settings, **backward)
+            assert data is not None and transposed is not None and torch.equal(data.movedim(-1, 0), transposed)
+            results.append(data.view(E5M2).float())
+        noise = (results[2] - results[0]).norm() / results[0].norm()
+        assert (results[2] - results[1]).norm() / results[1].norm() < 0.02
+        assert 0.0 < noise < 0.1, noise
+
+
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 def test_interpreted_kernels_agree_with_torch() -> None:
-    command = [sys.executable, "-c", f"from {__name__} import _compare; _compare()"]
+    command = [sys.executable, "-c", f"from {__name__} import _compare, _compare_kept; _compare(); _compare_kept()"]
     done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
@@ -80,3 +111,4 @@ def test_interpreted_kernels_agree_with_torch() -> None:
 @pytest.mark.gpu(1)
 def test_kernels_on_a_device_agree_with_torch() -> None:
     _compare("cuda")
+    _compare_kept("cuda")

@@ -20,6 +20,7 @@ BASE: dict[str, Any] = {
     "params_dtype": torch.bfloat16,
 }
 FP8: dict[str, Any] = {"fp8": "hybrid"}
+FUSED: dict[str, Any] = {**FP8, "use_transformer_engine_op_fuser": True, "activation_func": "silu"}
 TENSORWISE: dict[str, Any] = {**FP8, "fp8_recipe": "tensorwise"}
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -53,6 +54,19 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (
         {**FP8, "recompute_granularity": "selective", "recompute_modules": ["mlp_act"]},
         "recompute_modules with 'mlp_act' must go with use_transformer_engine_op_fuser in FP8, got it off",
+    ),
+    (
+        {"activation_func_fp8_input_store": True},
+        "activation_func_fp8_input_store must go with fp8 and use_transformer_engine_op_fuser, got None and False",
+    ),
+    (
+        FUSED
+        | {
+            "activation_func_fp8_input_store": True,
+            "recompute_granularity": "selective",
+            "recompute_modules": ["mlp_act"],
+        },
+        "recompute_modules must not have 'mlp_act' with activation_func_fp8_input_store",
     ),
     (
         {"use_transformer_engine_op_fuser": True, "num_moe_experts": 4, "activation_func": "relu"},

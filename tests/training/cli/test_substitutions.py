@@ -62,6 +62,7 @@ CASES: list[tuple[str, str]] = [
     ("--fp8-multi-head-attention", ""),
     ("--tp-only-amax-red", ""),
     ("--use-transformer-engine-op-fuser", ""),
+    ("--activation-func-fp8-input-store", ""),
     ("--first-last-layers-bf16", ""),
     (
         f"{EXPERTS} --moe-grouped-gemm --bf16 --fp8-format hybrid --use-transformer-engine-op-fuser",
