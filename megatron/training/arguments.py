@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -538,3 +539,13 @@ def _gradient_dtypes(args: Namespace) -> tuple[torch.dtype, torch.dtype]:
     default = torch.float32 if in_fp32 else _compute_dtype(args)
     main_grads = _DTYPES.get(args.megatron_fsdp_main_grads_dtype, default)
     return main_grads, _DTYPES.get(args.megatron_fsdp_grad_comm_dtype, main_grads)
+
+
+_OF_MEGATRON_LM = ("core_transformer_config_from_args", "parse_and_validate_args", "parse_args", "validate_args")
+
+
+def __getattr__(name: str) -> Any:
+    """Return functions that code written for Megatron-LM imports from here; ``library`` has them."""
+    if name in _OF_MEGATRON_LM:
+        return getattr(importlib.import_module("megatron.training.library.flags"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

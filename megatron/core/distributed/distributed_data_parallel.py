@@ -25,7 +25,7 @@ class DistributedDataParallel(FullyShardedDataParallel):
         full_param_layout: must be None.
 
     Raises:
-        ValueError: ``ddp_config.use_megatron_fsdp`` is set.
+        ValueError: ``ddp_config.use_megatron_fsdp`` or a strategy of it is set.
         NotImplementedError: ``full_param_layout``.
 
     Source: Megatron-Core's class of this name (signature and methods).
@@ -44,6 +44,11 @@ class DistributedDataParallel(FullyShardedDataParallel):
         if ddp_config.use_megatron_fsdp:
             raise ValueError(
                 "DistributedDataParallel must come with use_megatron_fsdp=False, got True; use FullyShardedDataParallel"
+            )
+        if ddp_config.data_parallel_sharding_strategy != "no_shard":
+            raise ValueError(
+                f"data_parallel_sharding_strategy={ddp_config.data_parallel_sharding_strategy!r} needs use_megatron_fsdp=True and "
+                "FullyShardedDataParallel, got DistributedDataParallel"
             )
         if full_param_layout is not None or further:
             raise NotImplementedError(

@@ -152,10 +152,6 @@ class DistributedDataParallelConfig(CheckedConfig):
                 f"data_parallel_sharding_strategy must be one of {', '.join(strategies)}, got "
                 f"{self.data_parallel_sharding_strategy!r}"
             )
-        if not self.use_megatron_fsdp and self.data_parallel_sharding_strategy != "no_shard":
-            raise ValueError(
-                f"data_parallel_sharding_strategy={self.data_parallel_sharding_strategy!r} needs use_megatron_fsdp=True"
-            )
         if self.megatron_fsdp_version not in (1, 2):
             raise ValueError(f"megatron_fsdp_version must be 1 or 2, got {self.megatron_fsdp_version!r}")
         if self.fsdp_manual_registration and self.transport_kind != "symm":  # type: ignore[attr-defined]
@@ -211,17 +207,13 @@ class DistributedDataParallelConfig(CheckedConfig):
             raise ValueError(f"outer_dp_sharding_strategy must be no_shard or optim, got {outer!r}")
         if instances > 1 and not (self.use_megatron_fsdp or self.use_distributed_optimizer):
             raise ValueError(f"num_distributed_optimizer_instances={instances} needs use_megatron_fsdp=True")
-        if outer != "no_shard" and instances == 1:
-            raise ValueError(
-                f"outer_dp_sharding_strategy={outer!r} needs num_distributed_optimizer_instances above 1, got 1: there is "
-                "no outer axis"
-            )
 
     @property
     def sharding_strategy(self) -> ShardingStrategy:
         """``data_parallel_sharding_strategy``; ``use_distributed_optimizer`` without ``use_megatron_fsdp`` means "optim"."""
-        alone = self.use_distributed_optimizer and not self.use_megatron_fsdp
-        return "optim" if alone else self.data_parallel_sharding_strategy
+        strategy = self.data_parallel_sharding_strategy
+        alone = self.use_distributed_optimizer and not self.use_megatron_fsdp and strategy == "no_shard"
+        return "optim" if alone else strategy
 
     @property
     def transport_kind(self) -> TransportKind:

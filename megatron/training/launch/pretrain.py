@@ -131,7 +131,7 @@ def set_up(
     tokenizers: list[MegatronTokenizerBase] = []
     agree(lambda: tokenizers.append(build_tokenizer(settings.tokenizer)), lambda _: None)
     (tokenizer,) = tokenizers
-    datasets = datasets_provider(settings, tokenizer, _sizes(settings))
+    datasets = datasets_provider(settings, tokenizer, num_samples(settings))
     groups = process_groups(settings.distributed, settings.grid)
     module = model_provider(settings, tokenizer.vocab_size, device, groups)
     model = FullyShardedDataParallel(
@@ -358,7 +358,7 @@ def data_rank(setup: TrainingSetup) -> int:
     return group_rank(setup.model.pg_collection.dp)
 
 
-def _sizes(settings: Settings) -> tuple[int, int, int]:
+def num_samples(settings: Settings) -> tuple[int, int, int]:
     """Compute the numbers of samples of training, validation and test that the whole run draws, as Megatron-LM does."""
     loop, batch = settings.loop, settings.batch
     evaluations = 1 + (loop.train_iters // loop.eval_interval if loop.eval_interval else 0)

@@ -1,5 +1,7 @@
-"""Megatron-Core's import path of the adapter, which lives in ``adapter/fully_sharded_data_parallel.py``."""
+"""Megatron-Core's import path of the adapter, one engine under all its names, which lives in ``adapter/fully_sharded_data_parallel.py``."""
 
 from megatron.core.distributed.fsdp.adapter.fully_sharded_data_parallel import FullyShardedDataParallel
 
-__all__ = ["FullyShardedDataParallel"]
+FullyShardedDataParallelV1 = FullyShardedDataParallelV2 = FullyShardedDataParallel
+
+__all__ = ["FullyShardedDataParallel", "FullyShardedDataParallelV1", "FullyShardedDataParallelV2"]

@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.fsdp.adapter.fp8_weights import follow_fp8_settings
+from megatron.core.distributed.fsdp.adapter.megatron_names import MegatronNames
 from megatron.core.distributed.fsdp.adapter.model_groups import (
     check_split,
     distributed_index,
@@ -42,7 +43,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 
-class FullyShardedDataParallel(nn.Module):
+class FullyShardedDataParallel(MegatronNames):
     """A model whose weights, gradients and optimizer state are sharded over the data-parallel ranks.
 
     Args:
@@ -83,15 +84,27 @@ class FullyShardedDataParallel(nn.Module):
     ) -> None:
         super().__init__()
         self.config, self.ddp_config, self.module = config, ddp_config, module
+        instances, outer = ddp_config.num_distributed_optimizer_instances, ddp_config.outer_dp_sharding_strategy
+        if outer != "no_shard" and instances == 1:
+            raise ValueError(
+                f"outer_dp_sharding_strategy={outer!r} needs num_distributed_optimizer_instances above 1, got 1: there is "
+                "no outer axis"
+            )
         known = pg_collection or initialized_process_groups()
         self.pg_collection = known or ProcessGroupCollection.data_parallel()
         check_split(config, module, self.pg_collection, is_known=known is not None)
         follow_fp8_settings(config, ddp_config, module)
         self.dist_index = distributed_index(self.pg_collection, ddp_config, device, has_experts=has_experts(module))
         self._model_parallel = model_parallel(self.pg_collection, self.dist_index)
-        group = self.dist_index.get_dp_group()
         sums = getattr(config, "calculate_per_token_loss", False)
-        units = _units(module, fsdp_unit_modules, is_stage=group_size(self.pg_collection.pp) > 1)
+        self._shard_module(fsdp_unit_modules, sums=sums, is_stage=group_size(self.pg_collection.pp) > 1)
+
+    def _shard_module(
+        self, unit_modules: Sequence[type[nn.Module] | str] | None, *, sums: bool, is_stage: bool
+    ) -> None:
+        """Shard the module's units and then itself, as the settings say."""
+        module, ddp_config, group = self.module, self.ddp_config, self.dist_index.get_dp_group()
+        units = _units(module, unit_modules, is_stage=is_stage)
         shard = self._sharder(units, grad_divisor=Fraction(1, group.size()) if sums else Fraction(1))
         for unit in (*units, module):
             shard(unit)

@@ -46,6 +46,7 @@ from megatron.core.distributed.fsdp.layout.row_groups import group_by_rows
 from megatron.core.distributed.fsdp.mesh.group_mesh import GroupMesh, device_of
 from megatron.core.distributed.fsdp.mesh.model_parallel import ModelParallel, is_shared_between_stages
 from megatron.core.distributed.fsdp.runtime.context import FsdpContext
+from megatron.core.distributed.fsdp.runtime.streams import make_streams
 from megatron.core.distributed.fsdp.runtime.unit import FsdpUnit, check_prefetch_depth
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module | Sequence[nn.Module])
@@ -139,7 +140,9 @@ def fully_shard(
     for name, depth in zip(("forward_prefetch_depth", "backward_prefetch_depth"), prefetch_depth, strict=True):
         if depth is not None:
             check_prefetch_depth(name, depth)
-    kind = _transport_kind(transport, use_symm_mem)
+    shared = _shared_context.get()
+    in_scope = shared is not None and shared.use_symmetric_memory and transport is None
+    kind = _transport_kind(transport, use_symm_mem or in_scope)
     unserved = {
         "offload_policy": offload_policy,
         "shard_placement_fn": shard_placement_fn,
@@ -269,7 +272,13 @@ def _name_in_shared_context(members: Sequence[nn.Module], unit: FsdpUnit, contex
 
 
 @contextmanager
-def fully_shard_context(device: torch.device | str | None = None, *, debug: bool = False) -> Iterator[FsdpContext]:
+def fully_shard_context(
+    device: torch.device | str | None = None,
+    *,
+    use_symmetric_memory: bool = False,
+    unify_communication_stream: bool = False,
+    debug: bool = False,
+) -> Iterator[FsdpContext]:
     """Make the units that ``fully_shard`` makes in this scope share one context, also if they have no common root.
 
     Units of one context share streams, plan and arena, and each is prefetched while the one before it runs. Use it for
@@ -277,6 +286,8 @@ def fully_shard_context(device: torch.device | str | None = None, *, debug: bool
 
     Args:
         device: the units' device; None: the current CUDA device, or the CPU where there is none.
+        use_symmetric_memory: units of this scope that name no transport use symmetric memory.
+        unify_communication_stream: gathers and reductions run on one stream, one after the other.
         debug: fill released memory with NaN, and make it an error, which names the weight, to read an unsharded weight (or
             what was detached from it) after its unit was left. Ranks compare each collective before it is issued, and the
             first gradient or weight that is not finite is an error on all ranks, with its name, unit, ranks and step (where
@@ -292,7 +303,9 @@ def fully_shard_context(device: torch.device | str | None = None, *, debug: bool
     """
     if device is None:
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    context = FsdpContext(torch.device(device), is_shared=True)
+    streams = make_streams(torch.device(device), one_for_communication=unify_communication_stream)
+    context = FsdpContext(torch.device(device), streams, is_shared=True)
+    context.use_symmetric_memory = use_symmetric_memory
     context.debug = debug
     token = _shared_context.set(context)
     try:
@@ -303,7 +316,7 @@ def fully_shard_context(device: torch.device | str | None = None, *, debug: bool
 
 @contextmanager
 def microbatch(
-    module: nn.Module | FsdpContext, *, is_first: bool | None = None, is_last: bool = True
+    module: nn.Module | FsdpContext, is_last: bool = True, *, is_first: bool | None = None
 ) -> Iterator[None]:
     """Mark forward and backward in this scope as one microbatch of a step.
 

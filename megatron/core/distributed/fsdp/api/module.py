@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +17,30 @@ from megatron.core.distributed.fsdp.runtime.unit import FsdpUnit
 
 # How deep the search for tensors in an output goes: a bound for outputs that hold large or cyclic data structures.
 _MAX_DEPTH = 8
+
+
+class _Told:
+    """A name of a sharded module that is told where the module has nothing of its own under it.
+
+    Not a property: those come before what a module has, and users' modules have such names.
+    """
+
+    def __init__(self, tell: Callable[[Any], Any]) -> None:
+        self._tell = tell
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, module: Any, owner: type) -> Any:
+        if module is None:
+            return self
+        for own in (module._parameters, module._buffers, module._modules):
+            if self._name in own:
+                return own[self._name]
+        try:
+            return getattr(super(FsdpModule, module), self._name)
+        except AttributeError:
+            return self._tell(module)
 
 
 class FsdpModule(nn.Module if TYPE_CHECKING else object):  # type: ignore[misc]
@@ -64,6 +89,11 @@ class FsdpModule(nn.Module if TYPE_CHECKING else object):  # type: ignore[misc]
     def parameter_groups(self) -> list[FsdpParameterGroup]:
         """The parameter groups of this unit, without those of nested units."""
         return self._fsdp_unit.own_groups if self._counts_groups else []
+
+    # By these names callers of Megatron-FSDP ask; what a module has under them itself comes first.
+    name = _Told(lambda module: module._fsdp_unit.name)
+    context = _Told(lambda module: find_context(module))
+    is_root = _Told(lambda module: partial(_is_root, module))
 
     def unshard(self) -> None:
         """Gather the unit's weights and put them into its modules, without nested units.
@@ -118,6 +148,13 @@ def find_context(module: FsdpModule) -> FsdpContext:
         _check_ties(module, context)
         return context
     return unit.context
+
+
+def _is_root(module: FsdpModule) -> bool:
+    """Return whether the module is in no other sharded module."""
+    unit = module._fsdp_unit
+    # Units of a shared context are named by the topmost one.
+    return "." not in unit.name if find_context(module).is_shared else unit.prefix == ""
 
 
 def _adopt(root: FsdpModule, context: FsdpContext) -> None:

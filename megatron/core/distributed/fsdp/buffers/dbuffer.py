@@ -123,6 +123,40 @@ class DBuffer:
             raise ValueError(f"gather goes from shards to replicas, got {self.placements} -> {out.placements}")
         return steps
 
+    def cast(self, dtype: torch.dtype, *, out: DBuffer | None = None) -> DBuffer:
+        """Return this rank's elements in another dtype, in ``out`` or in new memory."""
+        if out is None:
+            return DBuffer(self.layout, self.placements, self.axes, self.local.to(dtype, copy=True))
+        if out.placements != self.placements or out.local.dtype != dtype:
+            raise ValueError(f"out must be {self.placements} of {dtype}, got {out.placements} of {out.local.dtype}")
+        out.local.copy_(self.local)
+        return out
+
+    def redistribute(self, new_placements: Sequence[Placement], *, out: DBuffer | None = None) -> DBuffer:
+        """Return the buffer under other placements, in ``out`` or in new memory: gathered, reduced, or cut.
+
+        Raises:
+            ValueError: ``out`` has others; or some axes would be gathered and others cut.
+            NotImplementedError: more than one partial axis would be reduced.
+
+        Ranks: all of the axes; on the current stream.
+        """
+        placements = tuple(new_placements)
+        if out is None:
+            begin, end = local_range(self.layout, placements, self.axes)
+            out = DBuffer(self.layout, placements, self.axes, self.local.new_empty(end - begin))
+        elif out.placements != placements:
+            raise ValueError(f"out must have the placements {placements}, got {out.placements}")
+        if any(isinstance(placement, Partial) for placement in self.placements) and placements != self.placements:
+            reduce, summand = self.reduction(placements)
+            reduce(out.local, summand.clone())  # reductions leave their input undefined
+        elif self.begin <= out.begin and out.end <= self.end:
+            out.local.copy_(self.piece(placements))
+        else:
+            for gather, full, shard in self.gathers(out):
+                gather(full, shard)
+        return out
+
     def reduction(self, placements: Sequence[Placement]) -> Reduction:
         """Return the reduce-scatter or all-reduce that brings this partial buffer to ``placements``.
 

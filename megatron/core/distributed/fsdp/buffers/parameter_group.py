@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -40,6 +40,14 @@ from megatron.core.distributed.fsdp.mesh.model_parallel import is_shared_between
 
 _KINDS: dict[type[WeightCodec], type[GroupWeights]] = {Fp8Codec: ScaledWeights, HookCodec: HookedWeights}
 REQUIRES_GRAD = operator.attrgetter("requires_grad")
+
+
+class FsdpParameter(NamedTuple):
+    """A parameter of a group: its names, and what modules hold at rest and in use."""
+
+    fqns: tuple[str, ...]
+    sharded: nn.Parameter
+    unsharded: nn.Parameter
 
 
 class FsdpParameterGroup:
@@ -128,6 +136,33 @@ class FsdpParameterGroup:
         self._watches_gradients = False
         if self.trainable:
             self._make_gradients()
+
+    @property
+    def main_weight(self) -> DBuffer:
+        """What the optimizer and checkpoints see."""
+        return self.weights.main
+
+    @property
+    def model_weight(self) -> DBuffer:
+        """What is gathered."""
+        return self.weights.model
+
+    @property
+    def main_grad(self) -> DBuffer | None:
+        """The main gradient; None where there is none now."""
+        return self.grads.main_buffer if self.trainable and self.grads.has_main else None
+
+    @property
+    def fsdp_parameters(self) -> tuple[FsdpParameter, ...]:
+        """The parameters, as modules hold them at rest and in use."""
+        return tuple(
+            FsdpParameter((self.name_of(index),), *pair)
+            for index, pair in enumerate(zip(self.sharded, self.unsharded, strict=True))
+        )
+
+    def sync_model_weight_from_main_weight(self) -> None:
+        """Bring the model weight up to date with the main weight; forward does it by itself. Ranks: all of the mesh."""
+        self.weights.sync()
 
     # ---- construction -------------------------------------------------------------------------------------------
 
@@ -300,6 +335,14 @@ def group_of(parameter: torch.Tensor) -> FsdpParameterGroup | None:
     """Return the group of a parameter, also of one from before sharding; None for parameters of no group."""
     reference: weakref.ref[FsdpParameterGroup] | None = getattr(parameter, "_fsdp_group", None)
     return None if reference is None else reference()
+
+
+def sync_model_weights_from_main_weights(parameters: Iterable[torch.Tensor]) -> None:
+    """Bring the model weights of these parameters' groups up to date; forward does it by itself. Ranks: all of the meshes."""
+    found = dict.fromkeys(group_of(parameter) for parameter in parameters)
+    for group in found:
+        if group is not None:
+            group.sync_model_weight_from_main_weight()
 
 
 def _arrival_hook(group: weakref.ref[FsdpParameterGroup]) -> Callable[..., None]:

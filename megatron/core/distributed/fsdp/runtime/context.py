@@ -40,6 +40,8 @@ class FsdpContext:
     Ranks: units are used in the same order on all ranks; everything here follows from that order alone.
     """
 
+    use_symmetric_memory = False  # for units that are made in its scope and name no transport
+
     def __init__(self, device: torch.device, streams: Streams | None = None, *, is_shared: bool = False) -> None:
         self.device = device
         self.is_shared = is_shared  # made by fully_shard_context: units stay in it whatever lies above them

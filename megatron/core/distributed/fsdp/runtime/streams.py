@@ -89,11 +89,12 @@ class CudaStreams(Streams):
     next forward should not wait for, have not.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, one_for_communication: bool = False) -> None:
         self.device = device
+        gather = torch.cuda.Stream(device, priority=-1)
         self._streams = {
-            Role.GATHER: torch.cuda.Stream(device, priority=-1),
-            Role.REDUCE: torch.cuda.Stream(device, priority=-1),
+            Role.GATHER: gather,
+            Role.REDUCE: gather if one_for_communication else torch.cuda.Stream(device, priority=-1),
             Role.UPDATE: torch.cuda.Stream(device),
         }
         # What Event.record and Stream.wait_event end in, without their lines of Python: several hundred calls a step.
@@ -122,6 +123,8 @@ class CudaStreams(Streams):
             self._wait(event, self._streams[edge.consumer])
 
 
-def make_streams(device: torch.device) -> Streams:
+def make_streams(device: torch.device, *, one_for_communication: bool = False) -> Streams:
     """Streams for work on ``device``."""
-    return CudaStreams(device) if device.type == "cuda" else Streams()
+    if device.type != "cuda":
+        return Streams()
+    return CudaStreams(device, one_for_communication=one_for_communication)

@@ -1,0 +1,264 @@
+"""Megatron-FSDP's own entry points, for any module and a mesh, without Megatron's configuration: its version 1."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.fsdp.adapter.fully_sharded_data_parallel import FullyShardedDataParallel
+from megatron.core.distributed.fsdp.adapter.model_groups import model_parallel
+from megatron.core.distributed.fsdp.api.optimizer import fully_shard_optimizer as shard_optimizer
+from megatron.core.distributed.fsdp.config.mixed_precision import MixedPrecisionPolicy
+from megatron.core.distributed.fsdp.mesh.distributed_index import FSDPDistributedIndex
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.served_arguments import ANY, Served, check_arguments
+
+
+class ShardingStrategy(IntEnum):
+    """What is sharded, as a number."""
+
+    NO_SHARD = 0
+    OPTIM = 1
+    OPTIM_GRADS = 2
+    OPTIM_GRADS_PARAMS = 3
+
+
+_STRATEGIES: tuple[str, ...] = tuple(one.name.lower() for one in ShardingStrategy)
+
+_ARGUMENTS: Served = {
+    "init_model_with_meta_device": (ANY, "parameters on the meta device are always initialised unit by unit"),
+    "sync_model_each_microbatch": (ANY, "backward outside of no_sync always reduces"),
+    "preproc_state_dict_for_dcp_ckpt": (ANY, "placements always say what DCP needs"),
+    "average_in_collective": (ANY, "gradients are summed on the wire and scaled once, which gives the same mean"),
+    "disable_bucketing": (ANY, "gradients are reduced unit by unit"),
+    "fsdp_double_buffer": (ANY, "gathered weights lie in one arena with fixed addresses"),
+    "keep_fp8_transpose_cache": ((False,), "set it in DistributedDataParallelConfig, with weights in FP8"),
+    "fsdp_db_use_persist_buf_on_alloc_fail": ((False,), "buffers are planned before training"),
+    "disable_symmetric_registration": ((False,), "registered buffers are symmetric"),
+    "enable_fine_grained_param_gather": ((False,), "weights are gathered unit by unit"),
+    "enable_fine_grained_param_gather_hook": ((False,), "weights are gathered unit by unit"),
+    "enable_fine_grained_param_gather_backward_hook": ((False,), "weights are gathered unit by unit"),
+    "fine_grained_recurse_module_types": ((None,), "weights are gathered unit by unit"),
+    "use_decoupled_grad": ((False,), "gradients are in param.grad"),
+    "cuda_graph_mode": ((False,), "steps are captured without a mode of the engine"),
+    "maxpool_double_buffer": ((False,), "buffers are planned from the recorded order of units"),
+}
+"""Arguments of Megatron-FSDP: (values that are served, why others are not)."""
+
+
+class MegatronFSDP(FullyShardedDataParallel):
+    """A module whose weights, gradients and optimizer state are sharded over the axes of a mesh.
+
+    Args:
+        module: the module, changed in place.
+        dist_index: mesh and names of its axes.
+        ddp_config: strategy, dtypes and overlap; None: everything is sharded, and communication overlaps.
+        mixed_precision_policy: dtypes, in place of those of ``ddp_config``; None: those.
+        fsdp_unit_modules: classes (or their names) of the modules to shard as units; None: transformer layers, and where there
+            are none the module is one unit.
+        device: accepted; shards are on the mesh's.
+        calculate_per_token_loss: gradients are summed over ranks and not averaged.
+        report_nan_in_param_grad: let ``finish_grad_sync`` raise if a gradient is not finite.
+        nccl_ub: use symmetric memory.
+        further: arguments that are accepted at some values; see ``_ARGUMENTS``.
+
+    Raises:
+        NotImplementedError: one of these has a value that is not served.
+        ValueError: the index lacks an axis, or the module has no module of a class.
+
+    Ranks: all of the mesh; blocks. Weights become those of the first rank.
+    Source: the class of this name of the package megatron-fsdp (signature and methods).
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        dist_index: FSDPDistributedIndex,
+        ddp_config: DistributedDataParallelConfig | None = None,
+        mixed_precision_policy: MixedPrecisionPolicy | None = None,
+        fsdp_unit_modules: Sequence[type[nn.Module] | str] | None = None,
+        disable_bucketing: bool = False,
+        device: torch.device | None = None,
+        calculate_per_token_loss: bool = False,
+        init_model_with_meta_device: bool = False,
+        sync_model_each_microbatch: bool = False,
+        keep_fp8_transpose_cache: bool = False,
+        nccl_ub: bool = False,
+        *,
+        report_nan_in_param_grad: bool = False,
+        **further: Any,
+    ) -> None:
+        nn.Module.__init__(self)
+        check_arguments("MegatronFSDP", {"keep_fp8_transpose_cache": keep_fp8_transpose_cache, **further}, _ARGUMENTS)
+        config = ddp_config or DistributedDataParallelConfig(
+            use_megatron_fsdp=True,
+            data_parallel_sharding_strategy="optim_grads_params",
+            overlap_grad_reduce=True,
+            overlap_param_gather=True,
+        )
+        if mixed_precision_policy is not None:
+            config.megatron_fsdp_main_params_dtype = mixed_precision_policy.main_params_dtype
+            config.megatron_fsdp_main_grads_dtype = mixed_precision_policy.main_grads_dtype
+            config.megatron_fsdp_grad_comm_dtype = mixed_precision_policy.grad_comm_dtype
+        config.nccl_ub = config.nccl_ub or nccl_ub
+        config.check_for_nan_in_grad = config.check_for_nan_in_grad or report_nan_in_param_grad
+        self.config: Any = None
+        self.ddp_config, self.module = config, module
+        self.dist_index = _of_data_and_tensor_axes(dist_index)
+        tensor = dist_index.device_mesh.get_group(dist_index.tp_dim) if dist_index.tp_dim else None
+        self.pg_collection = ProcessGroupCollection(dp_cp=self.dist_index.get_dp_group(), tp=tensor)
+        self._model_parallel = model_parallel(self.pg_collection, self.dist_index)
+        self._shard_module(fsdp_unit_modules, sums=calculate_per_token_loss, is_stage=False)
+
+
+def _of_data_and_tensor_axes(index: FSDPDistributedIndex) -> FSDPDistributedIndex:
+    """Return the index over the axes of its mesh that it names, without others such as those of pipelines."""
+    named = (index.tp_dim, index.dp_outer_dim, index.dp_shard_dim)
+    names = [name for name in index.device_mesh.mesh_dim_names or () if name in named]
+    if len(names) == index.device_mesh.ndim:
+        return index
+    from dataclasses import replace
+
+    return replace(index, device_mesh=index.get_submesh(tuple(names)))
+
+
+def fully_shard_model(
+    module: nn.Module,
+    device_mesh: DeviceMesh | None = None,
+    dp_shard_dim: str | None = None,
+    dp_outer_dim: str | None = None,
+    tp_dim: str | None = None,
+    hybrid_fsdp_group: ProcessGroup | None = None,
+    hybrid_fsdp_expt_group: ProcessGroup | None = None,
+    expt_device_mesh: DeviceMesh | None = None,
+    fsdp_group_ag: ProcessGroup | None = None,
+    expt_fsdp_group_ag: ProcessGroup | None = None,
+    fsdp_unit_modules: Sequence[type[nn.Module] | str] | None = None,
+    zero_dp_strategy: str | int = 3,
+    outer_dp_sharding_strategy: str | int = 0,
+    device: torch.device | None = None,
+    init_model_with_meta_device: bool = False,
+    mixed_precision_policy: MixedPrecisionPolicy | None = None,
+    overlap_grad_reduce: bool = True,
+    overlap_param_gather: bool = True,
+    sync_model_each_microbatch: bool = True,
+    preproc_state_dict_for_dcp_ckpt: bool = True,
+    report_nan_in_param_grad: bool = False,
+    average_in_collective: bool = False,
+    disable_bucketing: bool = False,
+    calculate_per_token_loss: bool = False,
+    keep_fp8_transpose_cache: bool = False,
+    nccl_ub: bool = False,
+    fsdp_double_buffer: bool = False,
+    fsdp_db_use_persist_buf_on_alloc_fail: bool = False,
+    disable_symmetric_registration: bool = False,
+    enable_fine_grained_param_gather: bool = False,
+    use_decoupled_grad: bool = False,
+    cuda_graph_mode: bool = False,
+    maxpool_double_buffer: bool = False,
+) -> MegatronFSDP:
+    """Shard a module over the axes of a mesh; see ``MegatronFSDP``.
+
+    Args:
+        device_mesh: None: all ranks, along one axis.
+        dp_shard_dim, dp_outer_dim, tp_dim: names of the axes over which weights are sharded, replicated and split.
+        zero_dp_strategy: 0 to 3, or the strategy's name: what is sharded over ``dp_shard_dim``.
+        outer_dp_sharding_strategy: 0 or 1, or the name: what is sharded over ``dp_outer_dim``.
+
+    Raises:
+        ValueError: a strategy is unknown, or an axis is missing.
+        NotImplementedError: an argument has a value that is not served.
+
+    Ranks: all of the mesh; blocks.
+    Source: the function of this name of the package megatron-fsdp, with its arguments in its order.
+    """
+    given = locals()
+    others = {name: given[name] for name in _ARGUMENTS if name in given}
+    check_arguments("fully_shard_model", others, _ARGUMENTS)
+    if device_mesh is None:
+        device_type = device.type if device is not None else "cuda" if torch.cuda.is_available() else "cpu"
+        device_mesh = init_device_mesh(device_type, (torch.distributed.get_world_size(),), mesh_dim_names=("fsdp",))
+        dp_shard_dim = "fsdp"
+    outer = _strategy(outer_dp_sharding_strategy, "outer_dp_sharding_strategy", _STRATEGIES[:2])
+    index = FSDPDistributedIndex(
+        device_mesh,
+        dp_shard_dim=dp_shard_dim,
+        dp_outer_dim=dp_outer_dim,
+        tp_dim=tp_dim,
+        hybrid_fsdp_group=hybrid_fsdp_group,
+        hybrid_fsdp_expt_group=hybrid_fsdp_expt_group,
+        hsdp_outer_dp_shard=outer == "optim",
+        expt_device_mesh=expt_device_mesh,
+        fsdp_group_ag=fsdp_group_ag,
+        expt_fsdp_group_ag=expt_fsdp_group_ag,
+    )
+    config = DistributedDataParallelConfig(
+        use_megatron_fsdp=True,
+        data_parallel_sharding_strategy=_strategy(zero_dp_strategy, "zero_dp_strategy", _STRATEGIES),
+        overlap_grad_reduce=overlap_grad_reduce,
+        overlap_param_gather=overlap_param_gather,
+    )
+    return MegatronFSDP(
+        module,
+        index,
+        config,
+        mixed_precision_policy or MixedPrecisionPolicy(),
+        fsdp_unit_modules,
+        calculate_per_token_loss=calculate_per_token_loss,
+        nccl_ub=nccl_ub,
+        report_nan_in_param_grad=report_nan_in_param_grad,
+    )
+
+
+def _strategy(given: str | int, name: str, known: Sequence[str]) -> Any:
+    if isinstance(given, int) and 0 <= given < len(known):
+        return known[given]
+    if given not in known:
+        raise ValueError(f"{name} must be from 0 to {len(known) - 1} or one of {', '.join(known)}, got {given!r}")
+    return given
+
+
+def fully_shard_optimizer(
+    optimizer: torch.optim.Optimizer, preproc_state_dict_for_dcp_ckpt: bool = True, *, precision_aware: bool = False
+) -> torch.optim.Optimizer:
+    """Return the optimizer, which refuses steps that would train on wrong gradients from now on.
+
+    Args:
+        preproc_state_dict_for_dcp_ckpt: accepted; placements always say what DCP needs.
+        precision_aware: must be False; ``FlatAdamW(store_param_remainders=True)`` keeps bf16 main weights.
+    """
+    if precision_aware:
+        raise NotImplementedError("precision_aware must be False, got True; use FlatAdamW(store_param_remainders=True)")
+    return shard_optimizer(optimizer)
+
+
+def fully_shard(
+    module: nn.Module, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any
+) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
+    """Shard a module, and let an optimizer of its parameters update the sharded ones.
+
+    Args:
+        optimizer: of ``module``'s parameters; its groups keep their settings, its state is dropped.
+        args, kwargs: those of ``fully_shard_model``.
+
+    Returns:
+        The wrapped module and the optimizer.
+
+    Ranks: all of the mesh; blocks.
+    """
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    groups = [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
+    model = fully_shard_model(module, *args, **kwargs)
+    sharded = dict(model.module.named_parameters())
+    optimizer.state.clear()
+    for group, members in zip(optimizer.param_groups, groups, strict=True):
+        group["params"] = [sharded[name] for name in members]
+    preprocesses = bool(kwargs.get("preproc_state_dict_for_dcp_ckpt", True))
+    return model, fully_shard_optimizer(optimizer, preprocesses)

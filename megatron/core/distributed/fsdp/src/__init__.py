@@ -1,0 +1,1 @@
+"""Megatron-FSDP's import paths; the names are in ``compat``."""

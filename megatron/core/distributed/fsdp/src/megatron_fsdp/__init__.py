@@ -1,0 +1,23 @@
+"""Megatron-FSDP's import path of its version 1."""
+
+from megatron.core.distributed.fsdp.compat.version1 import (
+    DistributedDataParallelConfig,
+    FSDPDistributedIndex,
+    MegatronFSDP,
+    MixedPrecisionPolicy,
+    __version__,
+    fully_shard,
+    fully_shard_model,
+    fully_shard_optimizer,
+)
+
+__all__ = [
+    "DistributedDataParallelConfig",
+    "FSDPDistributedIndex",
+    "MegatronFSDP",
+    "MixedPrecisionPolicy",
+    "__version__",
+    "fully_shard",
+    "fully_shard_model",
+    "fully_shard_optimizer",
+]

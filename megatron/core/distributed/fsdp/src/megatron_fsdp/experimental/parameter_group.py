@@ -1,0 +1,15 @@
+"""Megatron-FSDP's import path of version 2's parameter groups."""
+
+from megatron.core.distributed.fsdp.compat.version2 import (
+    FsdpParameter,
+    FsdpParameterGroup,
+    get_containing_parameter_group,
+    sync_model_weights_from_main_weights,
+)
+
+__all__ = [
+    "FsdpParameter",
+    "FsdpParameterGroup",
+    "get_containing_parameter_group",
+    "sync_model_weights_from_main_weights",
+]

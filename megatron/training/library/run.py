@@ -1,0 +1,242 @@
+"""Training by functions that are written for Megatron-LM: its forward steps, model and data providers."""
+
+from __future__ import annotations
+
+import inspect
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, FullyShardedDataParallel
+from megatron.core.enums import ModelType
+from megatron.core.process_groups_config import ProcessGroupCollection, group_of, group_rank, group_size
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.module import Float16Module
+from megatron.training.arguments import Settings
+from megatron.training.checkpointing import print_rank_0
+from megatron.training.data.datasets import Datasets
+from megatron.training.launch.distributed_init import initialize_distributed
+from megatron.training.launch.gpt_config import build_gpt_model
+from megatron.training.launch.pretrain import pretrain as run
+from megatron.training.library.flags import PretrainConfigContainer, parse_and_validate_args, settings_of
+from megatron.training.library.state import get_args
+from megatron.training.loop.stage_forward import Batch, has_output_layer
+from megatron.training.loop.train_state import TrainState
+
+
+def initialize_megatron(
+    allow_no_cuda: bool = False,
+    skip_mpu_initialization: bool = False,
+    get_embedding_ranks: Callable[..., Any] | None = None,
+    get_position_embedding_ranks: Callable[..., Any] | None = None,
+    store: Any = None,
+    skip_model_parallel_init: bool = False,
+    *,
+    skip_random_seed: bool = False,
+    extra_args_provider: Any = None,
+    args_defaults: Any = None,
+    ignore_unknown_args: bool = False,
+) -> None:
+    """Initialise torch.distributed, the default process groups and the random generators as the arguments of the run say.
+
+    Without arguments the command line is parsed.
+
+    Args:
+        allow_no_cuda: accepted; without CUDA ranks are on the CPU.
+        skip_mpu_initialization: do nothing but parse.
+        store: must be None: the ranks of torchrun meet.
+        skip_model_parallel_init: build no process groups.
+
+    Raises:
+        NotImplementedError: ``store`` is given.
+
+    Ranks: all; blocks until all have joined.
+    """
+    if store is not None:
+        raise NotImplementedError("store must be None, got one: the ranks that torchrun started meet by themselves")
+    try:
+        args = get_args()
+    except AssertionError:
+        args = parse_and_validate_args(extra_args_provider, ignore_unknown_args, args_defaults)
+    if skip_mpu_initialization:
+        return
+    settings = settings_of(args)
+    initialize_distributed(settings.distributed)
+    if not skip_model_parallel_init:
+        _build_groups(settings, settings.distributed.timeout, get_embedding_ranks, get_position_embedding_ranks)
+    if not skip_random_seed:
+        model_parallel_cuda_manual_seed(args.seed)
+
+
+def _build_groups(settings: Settings, timeout: timedelta, *embedding_ranks: Callable[..., Any] | None) -> None:
+    grid = settings.grid
+    parallel_state.initialize_model_parallel(
+        grid.tensor_model_parallel_size,
+        grid.pipeline_model_parallel_size,
+        context_parallel_size=grid.context_parallel_size,
+        expert_model_parallel_size=grid.expert_model_parallel_size,
+        expert_tensor_parallel_size=grid.expert_tensor_parallel_size,
+        num_distributed_optimizer_instances=grid.num_distributed_optimizer_instances,
+        order=grid.order,
+        distributed_timeout_minutes=max(1, int(timeout.total_seconds() // 60)),
+        get_embedding_ranks=embedding_ranks[0],
+        get_position_embedding_ranks=embedding_ranks[1],
+    )
+
+
+def get_model(
+    model_provider_func: Callable[..., torch.nn.Module],
+    model_type: ModelType = ModelType.encoder_or_decoder,
+    wrap_with_ddp: bool = True,
+    config: Any = None,
+    pg_collection: ProcessGroupCollection | None = None,
+) -> list[torch.nn.Module]:
+    """Build this rank's part of a model, and wrap it for data parallelism as the arguments of the run say.
+
+    Args:
+        model_provider_func: called with ``pre_process`` and ``post_process``, and with ``config`` and ``pg_collection`` if it
+            takes them.
+        wrap_with_ddp: False: the model as it is, or in ``Float16Module``.
+        config: the model's configuration; None: that of the arguments.
+
+    Returns:
+        [1] the model.
+
+    Ranks: all; blocks.
+    """
+    settings = settings_of(get_args())
+    group, transformer = group_of(pg_collection, "pp"), config or settings.model.transformer
+    given = {"config": transformer, "pg_collection": pg_collection}
+    model = _provided(model_provider_func, group_rank(group), group_size(group), given)
+    device = initialize_distributed(settings.distributed)
+    if not settings.model.init_on_meta_device:
+        model = model.to(device)
+    dtypes = {parameter.dtype for parameter in model.parameters()}
+    if transformer.bf16 and torch.float32 in dtypes and torch.bfloat16 not in dtypes:
+        model = Float16Module(transformer, model)
+    if not wrap_with_ddp:
+        return [model]
+    if settings.ddp.use_megatron_fsdp:
+        return [FullyShardedDataParallel(transformer, settings.ddp, model, device=device, pg_collection=pg_collection)]
+    return [DistributedDataParallel(transformer, settings.ddp, model, pg_collection=pg_collection)]
+
+
+def _provided(
+    provider: Callable[..., torch.nn.Module], stage: int, num_stages: int, given: dict[str, Any]
+) -> torch.nn.Module:
+    """Call a model provider with what it takes."""
+    taken = inspect.signature(provider).parameters
+    takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in taken.values())
+    further = {name: value for name, value in given.items() if value is not None and (takes_all or name in taken)}
+    return provider(pre_process=stage == 0, post_process=stage == num_stages - 1, **further)
+
+
+def pretrain(
+    cfg_container: PretrainConfigContainer,
+    train_valid_test_dataset_provider: Callable[..., Sequence[Any]],
+    model_type: ModelType,
+    forward_step_func: Callable[..., Any],
+    model_provider: Callable[..., torch.nn.Module] | None = None,
+    process_non_loss_data_func: None = None,
+    get_embedding_ranks: Callable[..., Any] | None = None,
+    get_position_embedding_ranks: Callable[..., Any] | None = None,
+    non_loss_data_func: None = None,
+    store: None = None,
+    inprocess_call_wrapper: None = None,
+    p2p_communicator: None = None,
+    pg_collection: None = None,
+    skip_model_parallel_init: bool = False,
+) -> TrainState:
+    """Train, evaluate and save a model as the command line says, by functions that are written for Megatron-LM.
+
+    Args:
+        cfg_container: of ``pretrain_cfg_container_from_args``.
+        train_valid_test_dataset_provider: [3] numbers of samples -> (training, validation, test) datasets of dicts of tensors.
+        model_type: accepted; there is one.
+        forward_step_func: (data iterator, model) -> (output, loss function); the loss function returns (loss, report), or
+            (sum of losses, tokens, report). The log has the loss alone.
+        model_provider: (pre_process, post_process) -> the model; None: the GPT model of the command line.
+        get_embedding_ranks, get_position_embedding_ranks: functions that return what the defaults return.
+
+    Returns:
+        The counters of training at its end.
+
+    Raises:
+        NotImplementedError: one of the other arguments is given.
+
+    Ranks: all.
+    """
+    others = {
+        "process_non_loss_data_func": process_non_loss_data_func,
+        "non_loss_data_func": non_loss_data_func,
+        "store": store,
+        "inprocess_call_wrapper": inprocess_call_wrapper,
+        "p2p_communicator": p2p_communicator,
+        "pg_collection": pg_collection,
+        "skip_model_parallel_init": skip_model_parallel_init or None,
+    }
+    if given := [name for name, value in others.items() if value is not None]:
+        raise NotImplementedError(
+            f"pretrain: {', '.join(given)} must be left out: the training loop is this framework's own"
+        )
+    initialize_megatron(
+        get_embedding_ranks=get_embedding_ranks, get_position_embedding_ranks=get_position_embedding_ranks
+    )
+    return run(
+        cfg_container.settings,
+        model_provider=partial(_model, cfg_container.args, model_provider),
+        datasets_provider=lambda settings, tokenizer, sizes: Datasets(*train_valid_test_dataset_provider(list(sizes))),
+        forward_step=partial(_forward, forward_step_func),
+    )
+
+
+def _model(
+    args: Namespace,
+    provider: Callable[..., torch.nn.Module] | None,
+    settings: Settings,
+    vocab_size: int,
+    device: torch.device,
+    groups: ProcessGroupCollection,
+) -> torch.nn.Module:
+    args.padded_vocab_size = settings.model.padded_vocab_size(vocab_size)
+    if provider is None:
+        return build_gpt_model(settings.model, vocab_size=vocab_size, device=device, pg_collection=groups)
+    given = {"config": settings.model.transformer, "pg_collection": groups}
+    with torch.device(device):
+        return _provided(provider, group_rank(groups.pp), group_size(groups.pp), given)
+
+
+def _forward(
+    forward_step_func: Callable[..., Any], batch: Batch, model: torch.nn.Module
+) -> tuple[Tensor, Tensor] | Tensor:
+    """Call a forward step of Megatron-LM; return (sum of losses, tokens), or the output of a stage without output layer."""
+    data: Iterator[Batch] = iter([batch])
+    output, loss_function = forward_step_func(data, model)
+    if not has_output_layer(model):
+        tensor: Tensor = output
+        return tensor
+    found = loss_function(output)
+    loss: Tensor = found[0]
+    # A loss that is a mean counts as one token, so that microbatches and ranks weigh alike.
+    tokens = found[1] if len(found) == 3 else torch.ones((), device=loss.device)
+    return loss, tokens.float()
+
+
+def get_train_valid_test_num_samples() -> tuple[int, int, int]:
+    """Return the numbers of samples of training, validation and test that the run of the arguments draws."""
+    from megatron.training.launch.pretrain import num_samples
+
+    return num_samples(settings_of(get_args()))
+
+
+def set_startup_timestamps(program_start: float | None = None, main_entry: float | None = None) -> None:
+    """Do nothing: the log's first line says when training started."""
+
+
+__all__ = ["get_model", "initialize_megatron", "pretrain", "print_rank_0"]

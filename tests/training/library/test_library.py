@@ -1,0 +1,186 @@
+"""A training script as Megatron-LM's users write it: its imports, its functions, its calls; it trains as ``pretrain_gpt.py``."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import sys
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.core import mpu, parallel_state
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDatasetConfig, MockGPTDataset
+from megatron.core.datasets.mock_corpus import MockGPTLowLevelDataset
+from megatron.core.distributed import DistributedDataParallel, FullyShardedDataParallel
+from megatron.core.enums import ModelType
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.num_microbatches_calculator import get_num_microbatches
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.training import get_args, get_model, get_timers, get_tokenizer, pretrain, print_rank_0
+from megatron.training.argument_utils import pretrain_cfg_container_from_args
+from megatron.training.arguments import core_transformer_config_from_args, parse_and_validate_args
+from megatron.training.cli.flag_parser import FlagError
+from megatron.training.global_vars import unset_global_variables
+from megatron.training.initialize import initialize_megatron
+from megatron.training.utils import get_ltor_masks_and_position_ids
+from tests.support.rank_checks import RankChecks
+from tests.support.tiny_run import SHARDED, TINY, Run, train_one
+
+CHECKS = RankChecks(__name__)
+
+
+def _model_provider(pre_process: bool = True, post_process: bool = True) -> GPTModel:
+    args = get_args()
+    print_rank_0("building GPT model ...")
+    return GPTModel(
+        config=core_transformer_config_from_args(args),
+        transformer_layer_spec=get_gpt_layer_local_spec(args.num_experts),
+        vocab_size=args.padded_vocab_size,
+        max_sequence_length=args.max_position_embeddings,
+        pre_process=pre_process,
+        post_process=post_process,
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        position_embedding_type=args.position_embedding_type,
+    )
+
+
+def _loss_func(loss_mask: torch.Tensor, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+    mask = loss_mask.view(-1).float()
+    loss = torch.sum(output.view(-1).float() * mask)
+    return loss, mask.sum().to(torch.int), {"lm loss": loss.detach()}
+
+
+def _forward_step(data_iterator: Iterator[Any], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
+    args, timers = get_args(), get_timers()
+    timers("batch-generator", log_level=2).start()
+    batch = next(data_iterator)
+    timers("batch-generator").stop()
+    assert batch["tokens"].shape == (args.micro_batch_size, args.seq_length)
+    output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+    return output, partial(_loss_func, batch["loss_mask"])
+
+
+def _datasets_provider(sizes: Sequence[int]) -> Any:
+    args = get_args()
+    config = GPTDatasetConfig(
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        tokenizer=get_tokenizer(),
+        reset_position_ids=args.reset_position_ids,
+        reset_attention_mask=args.reset_attention_mask,
+        eod_mask_loss=args.eod_mask_loss,
+        create_attention_mask=False,
+    )
+    assert mpu.get_data_parallel_world_size() == args.data_parallel_size
+    return BlendedMegatronDatasetBuilder(MockGPTDataset, list(sizes), lambda: True, config).build()
+
+
+@contextlib.contextmanager
+def _command_line(flags: str) -> Iterator[None]:
+    before = sys.argv
+    sys.argv = ["train.py", *flags.split()]
+    try:
+        yield
+    finally:
+        sys.argv = before
+        unset_global_variables()
+        parallel_state.destroy_model_parallel()
+
+
+def _add_own(parser: Any) -> Any:
+    parser.add_argument_group("own").add_argument("--own-flag", type=int, default=3)
+    return parser
+
+
+@CHECKS.on(2)
+def a_script_for_megatron_lm_trains_as_the_own_script() -> None:
+    MockGPTLowLevelDataset.size = 100
+    for added in (f"{SHARDED} --untie-embeddings-and-output-weights", "--tensor-model-parallel-size 2"):
+        expected = train_one(f"{TINY} {added}".split())
+        assert not expected.error and len(expected.losses) == (4 if dist.get_rank() == 0 else 0)
+        printed = io.StringIO()
+        with _command_line(f"{TINY} {added} --own-flag 5"), contextlib.redirect_stdout(printed):
+            args = parse_and_validate_args(extra_args_provider=_add_own)
+            assert (args.own_flag, args.sft, args.global_batch_size, args.rank < 2) == (5, False, 8, True)
+            assert get_num_microbatches() == 8 // (2 * args.data_parallel_size)
+            container = pretrain_cfg_container_from_args(args)
+            state = pretrain(
+                container,
+                _datasets_provider,
+                ModelType.encoder_or_decoder,
+                _forward_step,
+                model_provider=_model_provider,
+            )
+        assert state.iteration == 4
+        run = Run(printed.getvalue())
+        assert (run.losses, run.grad_norms) == (expected.losses, expected.grad_norms)
+
+
+@CHECKS.on(2)
+def models_are_wrapped_as_the_arguments_say() -> None:
+    for added, kind in ((SHARDED, FullyShardedDataParallel), ("", DistributedDataParallel)):
+        with _command_line(f"{TINY} {added}"):
+            initialize_megatron(args_defaults={"padded_vocab_size": 128})
+            get_args().padded_vocab_size = 128
+            (model,) = get_model(_model_provider)
+            assert type(model) is kind
+            (plain,) = get_model(_model_provider, wrap_with_ddp=False)
+            assert type(plain) is GPTModel
+
+
+@pytest.mark.parametrize(("num_ranks", "name"), CHECKS.parameters)
+def test_on_ranks(num_ranks: int, name: str) -> None:
+    CHECKS.assert_passed(num_ranks, name)
+
+
+def test_arguments_must_be_there_and_are_set_once() -> None:
+    with pytest.raises(AssertionError, match=r"call parse_and_validate_args\(\)"):
+        get_args()
+    with _command_line(TINY):
+        parse_and_validate_args()
+        with pytest.raises(AssertionError, match=r"call unset_global_variables\(\)"):
+            parse_and_validate_args()
+
+
+def test_all_faults_of_a_command_line_are_told() -> None:
+    with _command_line(f"{TINY} --fp16 --no-such-flag 3"):
+        with pytest.raises(FlagError) as caught:
+            parse_and_validate_args()
+        assert "--fp16" in str(caught.value) and "--no-such-flag" in str(caught.value)
+    with _command_line(f"{TINY} --no-such-flag 3"):
+        assert parse_and_validate_args(ignore_unknown_args=True).num_layers == 2
+
+
+def test_a_configuration_of_the_caller_gets_its_further_fields() -> None:
+    import dataclasses
+
+    @dataclasses.dataclass
+    class Own(TransformerConfig):
+        own_flag: int = 0
+
+    with _command_line(f"{TINY} --own-flag 5"):
+        config = core_transformer_config_from_args(parse_and_validate_args(_add_own), Own)
+    assert (type(config), config.own_flag, config.num_layers) == (Own, 5, 2)
+
+
+def test_masks_and_positions_begin_anew_after_an_end_of_document() -> None:
+    data = torch.tensor([[5, 0, 6, 7, 0, 8]])
+    mask, loss_mask, positions = get_ltor_masks_and_position_ids(data, 0, 8, True, True, True, True)
+    assert positions.tolist() == [[0, 1, 0, 1, 2, 0]]
+    assert loss_mask.tolist() == [[1, 0, 1, 1, 0, 0]]
+    seen = (~mask[0, 0]).int().tolist()
+    assert seen == [
+        [1, 0, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0, 0],
+        [0, 0, 1, 0, 0, 0],
+        [0, 0, 1, 1, 0, 0],
+        [0, 0, 1, 1, 1, 0],
+        [0, 0, 0, 0, 0, 1],
+    ]
