@@ -22,15 +22,24 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.distributed.fsdp import load_checkpoint, save_checkpoint
-from megatron.core.distributed.fsdp.checkpoint import EXTRA_STATE, CheckpointReader, agree, planned_nbytes
+from megatron.core.distributed.fsdp.checkpoint import (
+    EXTRA_STATE,
+    CheckpointReader,
+    TensorReader,
+    agree,
+    planned_nbytes,
+)
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.process_groups_config import ProcessGroupCollection, group_size
 from megatron.training.folder_lock import FolderLock
+from megatron.training.formats.foreign import ForeignCheckpoint
+from megatron.training.formats.recognise import find_foreign
 from megatron.training.loop.dropout_seed import check_rng_state, rng_state, set_rng_state
 from megatron.training.loop.train_state import TrainState
 from megatron.training.telemetry.progress_log import ProgressLog
 
+_CONVERTED_FROM = "converted_from"  # tools/checkpoint/convert.py writes it: such checkpoints hold weights alone
 TRACKER = "latest_checkpointed_iteration.txt"
 
 
@@ -224,21 +233,21 @@ class Checkpointer:
         """
         if self.config.load is None:
             return TrainState()
+        others: list[ForeignCheckpoint | None] = []
+        agree(lambda: others.append(find_foreign(Path(self.config.load or ""), self.config.load_step)), lambda _: None)
+        if others[0] is not None:
+            return self._load_foreign(others[0])
         iteration = self._iteration_to_load(Path(self.config.load))
         if iteration is None:
             return TrainState()
         path = checkpoint_path(self.config.load, iteration)
-        with_optimizer = self.config.load_optim and not self.config.finetune
         # All that may be refused is looked at before the model changes.
         found: list[dict[str, Any]] = []
         agree(lambda: found.append(self._check_extra(path, iteration)), lambda _: None)
         (saved,) = found
-        # Loading replaces hyperparameters by the saved ones, but those of the command line must stay in effect.
-        given = [_hyperparameters(group) for group in self.optimizer.param_groups]
-        load_checkpoint(self.model, self.optimizer, path, load_optimizer=with_optimizer, verify=self.config.verify)
-        for group, hyperparameters in zip(self.optimizer.param_groups, given, strict=True):
-            group.update(hyperparameters)
-        if self.config.finetune:
+        weights_alone = self.config.finetune or _CONVERTED_FROM in saved
+        self._load_into_model(path, with_optimizer=self.config.load_optim and not weights_alone)
+        if weights_alone:
             print_rank_0(f" loaded the weights of {path}; training starts at iteration 0")
             return TrainState()
         self.scheduler.load_state_dict(saved["scheduler"])
@@ -249,6 +258,30 @@ class Checkpointer:
         if self.config.save is not None and os.path.realpath(self.config.save) == os.path.realpath(self.config.load):
             self.last_saved_iteration = iteration
         return TrainState(**saved["state"])
+
+    def _load_into_model(self, path: Path, *, with_optimizer: bool, reader: TensorReader | None = None) -> None:
+        # Loading replaces hyperparameters by the saved ones, but those of the command line must stay in effect.
+        given = [_hyperparameters(group) for group in self.optimizer.param_groups]
+        load_checkpoint(
+            self.model,
+            self.optimizer,
+            path,
+            load_optimizer=with_optimizer,
+            verify=self.config.verify,
+            reader=reader,
+        )
+        for group, hyperparameters in zip(self.optimizer.param_groups, given, strict=True):
+            group.update(hyperparameters)
+
+    def _load_foreign(self, found: ForeignCheckpoint) -> TrainState:
+        """Load what another program saved; what it does not hold starts afresh, and a line says so."""
+        readers: list[TensorReader] = []
+        agree(lambda: readers.append(found.reader(self.architecture)), lambda _: None)
+        self._load_into_model(found.path, with_optimizer=False, reader=readers[0])
+        print_rank_0(
+            f" loaded the weights of {found.path} ({found.kind}); the optimizer starts afresh, and training at iteration 0"
+        )
+        return TrainState()
 
     def _say_other_samples(self, saved: Mapping[str, Any]) -> None:
         """Say what changes the samples, of which the counters count on; a longer context in mid-training is lawful."""
@@ -268,13 +301,13 @@ class Checkpointer:
         reader = CheckpointReader(path, verify=self.config.verify)
         names = [
             name
-            for name in ("architecture", "samples", "state", "scheduler", "rng")
+            for name in ("architecture", "samples", "state", "scheduler", "rng", _CONVERTED_FROM)
             if EXTRA_STATE + name in reader.entries
         ]
         values = reader.values([EXTRA_STATE + name for name in names])
         saved = {name: values[EXTRA_STATE + name] for name in names}
         _check_architecture(_dict_of(saved, "architecture", path), self.architecture, path)
-        if self.config.finetune:
+        if self.config.finetune or _CONVERTED_FROM in saved:
             return saved
         try:
             state = TrainState(**_dict_of(saved, "state", path)).as_dict()

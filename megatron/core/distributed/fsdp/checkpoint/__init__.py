@@ -18,13 +18,14 @@ says the same to DCP, and ``.saved-by-megatron-fsdp``, by which a later save kno
 
 from megatron.core.distributed.fsdp.checkpoint.agreement import agree, raised_on_all_ranks
 from megatron.core.distributed.fsdp.checkpoint.chunks import Chunk, chunks_to_write, local_chunks
-from megatron.core.distributed.fsdp.checkpoint.description import StoredTensor, StoredValue
+from megatron.core.distributed.fsdp.checkpoint.description import Entries, Place, StoredChunk, StoredTensor, StoredValue
 from megatron.core.distributed.fsdp.checkpoint.folder import check_replaceable, is_complete
 from megatron.core.distributed.fsdp.checkpoint.load import load_checkpoint
-from megatron.core.distributed.fsdp.checkpoint.parts import write_parts
-from megatron.core.distributed.fsdp.checkpoint.reader import CheckpointReader
+from megatron.core.distributed.fsdp.checkpoint.parts import write_alone, write_parts
+from megatron.core.distributed.fsdp.checkpoint.reader import CheckpointReader, TensorReader
 from megatron.core.distributed.fsdp.checkpoint.save import AsyncSave, planned_nbytes, save_checkpoint
 from megatron.core.distributed.fsdp.checkpoint.state import EXTRA_STATE, OPTIMIZER, NamedTensor
+from megatron.core.distributed.fsdp.checkpoint.views import Part, View, ViewReader, Views, inverse, stored_sizes
 
 __all__ = [
     "EXTRA_STATE",
@@ -32,17 +33,28 @@ __all__ = [
     "AsyncSave",
     "CheckpointReader",
     "Chunk",
+    "Entries",
     "NamedTensor",
+    "Part",
+    "Place",
+    "StoredChunk",
     "StoredTensor",
     "StoredValue",
+    "TensorReader",
+    "View",
+    "ViewReader",
+    "Views",
     "agree",
     "check_replaceable",
     "chunks_to_write",
+    "inverse",
     "is_complete",
     "load_checkpoint",
     "local_chunks",
     "planned_nbytes",
     "raised_on_all_ranks",
     "save_checkpoint",
+    "stored_sizes",
+    "write_alone",
     "write_parts",
 ]

@@ -15,7 +15,7 @@ import os
 import shutil
 import sys
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -54,11 +54,11 @@ class Written:
     chunks: list[tuple[str, torch.dtype, torch.Size, StoredChunk]] = field(default_factory=list)
 
 
-def write_data(folder: Path, chunks: Sequence[Chunk], values: Mapping[str, bytes], *, rank: int) -> Written:
+def write_data(folder: Path, chunks: Iterable[Chunk], values: Mapping[str, bytes], *, rank: int) -> Written:
     """Write this rank's file and synchronise it to disk.
 
     Args:
-        chunks: parts of tensors.
+        chunks: parts of tensors. Of an iterator each is asked for when the one before is written, and must be in host memory.
         values: plain values by name, serialised by ``packed``.
 
     Raises:
@@ -117,8 +117,8 @@ def write_metadata(folder: Path, written: Sequence[Written], sizes: Mapping[str,
             )
     metadata = encode_metadata(entries)
     files = {name: nbytes for rank in written for name, nbytes in rank.files.items()}
-    _write_file(folder / DESCRIPTION, encode(Description(entries, files, zlib.crc32(metadata))))
-    _write_file(folder / f"{MARKER}.tmp", metadata)
+    write_file(folder / DESCRIPTION, encode(Description(entries, files, zlib.crc32(metadata))))
+    write_file(folder / f"{MARKER}.tmp", metadata)
     os.rename(folder / f"{MARKER}.tmp", folder / MARKER)
 
 
@@ -156,10 +156,12 @@ class _Item:
         return Place(name, self._start, self._nbytes, self._crc32, self._elements)
 
 
-def _on_host_in_turn(chunks: Sequence[Chunk]) -> Iterator[tuple[Chunk, torch.Tensor]]:
+def _on_host_in_turn(chunks: Iterable[Chunk]) -> Iterator[tuple[Chunk, torch.Tensor]]:
     """Yield the chunks with their elements in host memory; from a device, one is copied while the one before is written."""
-    devices = {chunk.local.device for chunk in chunks if chunk.local.device.type != "cpu"}
-    if not devices:
+    devices: set[torch.device] = set()
+    if isinstance(chunks, Sequence):
+        devices = {chunk.local.device for chunk in chunks if chunk.local.device.type != "cpu"}
+    if not devices or not isinstance(chunks, Sequence):
         yield from ((chunk, _on_host(chunk.local)) for chunk in chunks)
         return
     for device in devices:  # the thread that copies has another current stream
@@ -196,7 +198,8 @@ def _naming(path: Path) -> Iterator[None]:
         ) from error
 
 
-def _write_file(path: Path, content: bytes) -> None:
+def write_file(path: Path, content: bytes) -> None:
+    """Write a file and synchronise it to disk; an OSError names it."""
     with _naming(path), open(path, "wb") as file:
         file.write(content)
         file.flush()

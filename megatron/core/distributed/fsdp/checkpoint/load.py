@@ -23,7 +23,7 @@ from megatron.core.distributed.fsdp.checkpoint.optimizer import (
     torch_optimizer,
 )
 from megatron.core.distributed.fsdp.checkpoint.problems import Problems
-from megatron.core.distributed.fsdp.checkpoint.reader import CheckpointReader
+from megatron.core.distributed.fsdp.checkpoint.reader import CheckpointReader, TensorReader
 from megatron.core.distributed.fsdp.checkpoint.state import (
     EXTRA_STATE,
     OPTIMIZER,
@@ -45,6 +45,7 @@ def load_checkpoint(
     *,
     load_optimizer: bool = True,
     verify: bool = True,
+    reader: TensorReader | None = None,
 ) -> dict[str, Any]:
     """Load a checkpoint into model and optimizer, whatever number of ranks and strategy it was saved with.
 
@@ -60,6 +61,8 @@ def load_checkpoint(
         load_optimizer: False leaves the optimizer as it is.
         verify: compare what is read with its checksums before anything changes. False trusts the files, which saves
             reading them twice.
+        reader: reads the checkpoint, of another program, under the names and in the layouts of ours; ``path`` then only
+            names it in messages. None: ``path`` is a checkpoint of ours.
 
     Returns:
         The saved ``extra_state``. Its ``"per_rank"`` is what this rank gave, and is absent if fewer ranks saved the
@@ -82,7 +85,8 @@ def load_checkpoint(
     loads: list[Load] = []
 
     def prepare() -> str | None:
-        loads.append(Load(model, optimizer if load_optimizer else None, path, rank=dist.get_rank(), verify=verify))
+        own = optimizer if load_optimizer else None
+        loads.append(Load(model, own, path, rank=dist.get_rank(), verify=verify, reader=reader))
         return digest_of(loads[0].unclaimed) if loads[0].is_split and loads[0].unclaimed else None
 
     # Ranks that hold the same part lack the same entries; one rank of each part lists them, if every rank lacks some.
@@ -103,6 +107,7 @@ class Load:
 
     Args:
         optimizer: None to load the model alone.
+        reader: as in ``load_checkpoint``.
 
     Raises:
         FileNotFoundError: no complete checkpoint is there.
@@ -114,12 +119,19 @@ class Load:
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: Any, path: str | os.PathLike[str], *, rank: int, verify: bool = True
+        self,
+        model: nn.Module,
+        optimizer: Any,
+        path: str | os.PathLike[str],
+        *,
+        rank: int,
+        verify: bool = True,
+        reader: TensorReader | None = None,
     ) -> None:
         self._model, self._path, self._rank = unwrapped(model), path, rank
         for module in fsdp_modules(self._model):
             module._fsdp_unit.show_sharded()
-        self._reader = CheckpointReader(Path(os.path.abspath(path)), verify=verify)
+        self._reader = CheckpointReader(Path(os.path.abspath(path)), verify=verify) if reader is None else reader
         self._saved: Entries = self._reader.entries
         self._optimizer: OptimizerLoad | None = None
         self.is_split = is_split(self._model)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,8 @@ import torch.distributed as dist
 from megatron.core.distributed.fsdp.checkpoint.agreement import agree
 from megatron.core.distributed.fsdp.checkpoint.chunks import Chunk
 from megatron.core.distributed.fsdp.checkpoint.description import DESCRIPTION
-from megatron.core.distributed.fsdp.checkpoint.files import Written, packed, write_data, write_metadata
-from megatron.core.distributed.fsdp.checkpoint.folder import DATA_SUFFIX, MARKER
+from megatron.core.distributed.fsdp.checkpoint.files import Written, packed, write_data, write_file, write_metadata
+from megatron.core.distributed.fsdp.checkpoint.folder import DATA_SUFFIX, MARKER, begin_folder
 
 
 def write_parts(
@@ -45,6 +45,40 @@ def write_parts(
 
     agree(lambda: folder.mkdir(parents=True, exist_ok=True), lambda _: _clear(folder), group=group)
     agree(write, publish, group=group)
+
+
+def write_alone(
+    path: Path, chunks: Iterable[Chunk], values: Mapping[str, Any], *, files: Mapping[str, bytes] | None = None
+) -> None:
+    """Write a checkpoint from one process, without torch.distributed; a folder that is there is replaced when it is complete.
+
+    Args:
+        chunks: parts of tensors, which are asked for and written one after the other.
+        values: plain values by name.
+        files: further files by name, which another program expects.
+
+    Raises:
+        FileExistsError: something that is not a checkpoint is at ``path``.
+        OSError: a file could not be written; names it. What was there is still there.
+    """
+    folder = begin_folder(path)
+    try:
+        packed_values = {name: packed(value) for name, value in values.items()}
+        sizes: dict[str, torch.Size] = {}
+        written = write_data(folder.beside, _noting_sizes(chunks, sizes), packed_values, rank=0)
+        for name, content in (files or {}).items():
+            write_file(folder.beside / name, content)
+        write_metadata(folder.beside, [written], sizes)
+        folder.publish()
+    except BaseException:
+        folder.discard()
+        raise
+
+
+def _noting_sizes(chunks: Iterable[Chunk], sizes: dict[str, torch.Size]) -> Iterable[Chunk]:
+    for chunk in chunks:
+        sizes[chunk.name] = chunk.size
+        yield chunk
 
 
 def _clear(folder: Path) -> None:

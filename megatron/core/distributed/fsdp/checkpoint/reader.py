@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import io
 import itertools
+import math
 import os
 import pickle
 import sys
 import zipfile
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -41,7 +43,95 @@ _VERIFY_THREADS = 4  # zlib computes without Python's lock
 _VERIFY_NBYTES = 1 << 20  # stays in the cache of a core between reading and summing
 
 
-class CheckpointReader:
+class TensorReader(ABC):
+    """Tensors and plain values by name, read part by part; see ``CheckpointReader`` and ``views.ViewReader``.
+
+    Attributes:
+        entries: shape and dtype of tensors, and plain values, by name.
+    """
+
+    entries: Entries
+
+    @abstractmethod
+    def values(self, names: Sequence[str]) -> dict[str, Any]:
+        """Read plain values and return them by name; tensors in them are on the CPU.
+
+        Raises:
+            FileNotFoundError: a file that has some of it is gone or too short.
+            ValueError: what is there is not what was written.
+        """
+
+    @abstractmethod
+    def plan_parts(self, chunks: Sequence[Chunk]) -> ReadPlan:
+        """Return how to read boxes of tensors; raises as ``plan``."""
+
+    @abstractmethod
+    def verify(self, plan: ReadPlan) -> None:
+        """Compare what the plan will read with what was written, before anything changes.
+
+        Raises:
+            ValueError: they differ; names the file and the tensor.
+        """
+
+    @abstractmethod
+    def read(self, plan: ReadPlan) -> None:
+        """Read the plan's tensors in place, converting to their dtype."""
+
+    @abstractmethod
+    def whole_nbytes(self, names: Sequence[str]) -> int:
+        """Return the bytes of the largest piece of these tensors that can only be read as a whole."""
+
+    def plan(self, tensors: Sequence[NamedTensor]) -> ReadPlan:
+        """Return how to read this rank's parts of tensors, which must be in the checkpoint under their first names.
+
+        Raises:
+            FileNotFoundError: a file that has some of it is gone or too short.
+            ValueError: the checkpoint does not hold each element of a tensor once.
+        """
+        return self.plan_parts(
+            [chunk for entry in tensors for chunk in local_chunks(entry.name, entry.tensor, writes=True)]
+        )
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Read a whole tensor into CPU memory.
+
+        Raises:
+            FileNotFoundError: a file that has some of it is gone or too short.
+            ValueError: what is there is not what was written.
+        """
+        stored = self._entry(name, StoredTensor)
+        whole = torch.empty(stored.size, dtype=stored.dtype)
+        self._read_chunks(local_chunks(name, whole))
+        return whole
+
+    def are_equal(self, tensor: NamedTensor, name: str) -> bool:
+        """Return whether this rank's part of a tensor has the same bits under another name, in the dtype of its own.
+
+        Raises:
+            FileNotFoundError: a file that has some of it is gone or too short.
+            ValueError: what is there is not what was written.
+        """
+        dtype = self._entry(tensor.name, StoredTensor).dtype
+        for chunk in local_chunks(name, tensor.tensor):
+            copies = [torch.empty(chunk.local.shape, dtype=dtype) for _ in range(2)]
+            names = (tensor.name, name)
+            self._read_chunks([replace(chunk, name=own, local=copy) for own, copy in zip(names, copies, strict=True)])
+            if not torch.equal(*(copy.reshape(-1).view(torch.uint8) for copy in copies)):
+                return False
+        return True
+
+    def _read_chunks(self, chunks: Sequence[Chunk]) -> None:
+        plan = self.plan_parts(chunks)
+        self.verify(plan)
+        self.read(plan)
+
+    def _entry(self, name: str, kind: type[Any]) -> Any:
+        entry = self.entries[name]
+        assert isinstance(entry, kind), name
+        return entry
+
+
+class CheckpointReader(TensorReader):
     """A checkpoint on disk, read without a model or process group. Nothing that stands in it is executed.
 
     Args:
@@ -70,45 +160,24 @@ class CheckpointReader:
         if self.has_checksums:
             self._check_no_strangers()
 
-    def values(self, names: Sequence[str]) -> dict[str, Any]:
-        """Read plain values and return them by name; tensors in them are on the CPU.
+    @classmethod
+    def of_files(cls, folder: Path, entries: Entries, *, verify: bool = True) -> CheckpointReader:
+        """Return a reader of entries whose places in the files of a folder were read from elsewhere than ``.metadata``."""
+        reader = cls.__new__(cls)
+        reader.folder, reader._verify, reader.entries = folder, verify, entries
+        reader.has_checksums, reader._sizes = False, {}
+        return reader
 
-        Raises:
-            FileNotFoundError: a file that has some of it is gone or too short.
-            ValueError: what is there is not what was written.
-        """
+    def whole_nbytes(self, names: Sequence[str]) -> int:
+        chunks = (chunk for name in names for chunk in self._entry(name, StoredTensor).chunks)
+        return max((chunk.place.nbytes for chunk in chunks if chunk.place.elements is None), default=0)
+
+    def values(self, names: Sequence[str]) -> dict[str, Any]:
         places = {name: self._entry(name, StoredValue).place for name in names}
         self._check_files(places.values())
         return {name: self._value(name, place) for name, place in places.items()}
 
-    def tensor(self, name: str) -> torch.Tensor:
-        """Read a whole tensor into CPU memory.
-
-        Raises:
-            FileNotFoundError: a file that has some of it is gone or too short.
-            ValueError: what is there is not what was written.
-        """
-        stored = self._entry(name, StoredTensor)
-        self._check_stored(name, stored)
-        whole = torch.empty(stored.size, dtype=stored.dtype)
-        plan = self.plan([NamedTensor((name,), whole)])
-        self.verify(plan)
-        self.read(plan)
-        return whole
-
-    def plan(self, tensors: Sequence[NamedTensor]) -> ReadPlan:
-        """Return how to read this rank's parts of tensors, which must be in the checkpoint under their first names.
-
-        Raises:
-            FileNotFoundError: a file that has some of it is gone or too short.
-            ValueError: the checkpoint does not hold each element of a tensor once.
-        """
-        return self.plan_parts(
-            [chunk for entry in tensors for chunk in local_chunks(entry.name, entry.tensor, writes=True)]
-        )
-
     def plan_parts(self, chunks: Sequence[Chunk]) -> ReadPlan:
-        """Return how to read these parts of tensors into their memory. Raises: as ``plan``."""
         pieces: list[_Piece] = []
         for name in dict.fromkeys(chunk.name for chunk in chunks):
             self._check_stored(name, self._entry(name, StoredTensor))
@@ -118,35 +187,7 @@ class CheckpointReader:
         self._check_files(piece.chunk.place for piece in pieces)
         return ReadPlan(pieces)
 
-    def are_equal(self, tensor: NamedTensor, name: str) -> bool:
-        """Return whether this rank's part of a tensor has the same bits under another name, in the dtype of its own.
-
-        Raises:
-            FileNotFoundError: a file that has some of it is gone or too short.
-            ValueError: what is there is not what was written.
-        """
-        dtype = self._entry(tensor.name, StoredTensor).dtype
-        for chunk in local_chunks(name, tensor.tensor):
-            bits = []
-            for own in (tensor.name, name):
-                stored = self._entry(own, StoredTensor)
-                self._check_stored(own, stored)
-                copy = torch.empty(chunk.local.shape, dtype=dtype)
-                plan = ReadPlan(list(_pieces(own, stored, replace(chunk, local=copy))))
-                self._check_files(piece.chunk.place for piece in plan.pieces)
-                self.verify(plan)
-                self.read(plan)
-                bits.append(copy.reshape(-1).view(torch.uint8))
-            if not torch.equal(*bits):
-                return False
-        return True
-
     def verify(self, plan: ReadPlan) -> None:
-        """Compare what the plan will read with what was written, before anything changes.
-
-        Raises:
-            ValueError: they differ; names the file and the tensor.
-        """
         if self._verify:
             places = {(piece.chunk.place.file, piece.chunk.place.offset): piece for piece in plan.pieces}
             self._verify_chunks([(piece.name, piece.dtype, piece.chunk) for piece in places.values()])
@@ -167,16 +208,14 @@ class CheckpointReader:
         self.values([name for name in self.entries if name not in tensors])
 
     def read(self, plan: ReadPlan) -> None:
-        """Read the plan's tensors in place, converting to their dtype."""
+        for tensor, value in plan.fills:
+            with torch.no_grad():
+                tensor.fill_(value)
         for name, pieces in itertools.groupby(plan.pieces, key=lambda piece: piece.chunk.place.file):
             with open(self.folder / name, "rb", buffering=0) as file:
-                for piece in pieces:
-                    _read_piece(file, piece)
-
-    def _entry(self, name: str, kind: type[Any]) -> Any:
-        entry = self.entries[name]
-        assert isinstance(entry, kind), name
-        return entry
+                # Pieces of one archive follow each other; it is unpacked once for all of them.
+                for _, of_place in itertools.groupby(pieces, key=lambda piece: piece.chunk.place):
+                    _read_pieces(file, list(of_place))
 
     def _value(self, name: str, place: Place) -> Any:
         path = self.folder / place.file
@@ -211,6 +250,8 @@ class CheckpointReader:
             if place.crc32 is not None:
                 crc32 = _checksum(file, place)
                 self._compare(name, place, crc32)
+                return
+            if place.elements is not None:  # elements alone, without checksums or an archive around them
                 return
             content = io.BytesIO(_read_bytes(file, place))
         try:
@@ -284,6 +325,8 @@ class ReadPlan:
     """The pieces that a rank reads, in the order of files and places."""
 
     pieces: list[_Piece]
+    fills: list[tuple[torch.Tensor, float]] = field(default_factory=list)
+    """Memory that gets one value, which no file holds."""
 
 
 def _read_description(folder: Path) -> Description:
@@ -322,27 +365,45 @@ def _pieces(name: str, stored: StoredTensor, chunk: Chunk) -> Iterator[_Piece]:
 
 
 @torch.no_grad()
-def _read_piece(file: BinaryIO, piece: _Piece) -> None:
-    chunk, target = piece.chunk, piece.target
+def _read_pieces(file: BinaryIO, pieces: Sequence[_Piece]) -> None:
+    """Read pieces of one stored chunk; those with gaps in it from one copy of the rows in which they lie."""
+    chunk, dtype = pieces[0].chunk, pieces[0].dtype
     if chunk.place.elements is None or sys.byteorder != "little":
         whole = _load_archived(io.BytesIO(_read_bytes(file, chunk.place)))
-        _check_archived(whole, piece.dtype, chunk)
-        target.copy_(_box_of(whole, piece))
+        _check_archived(whole, dtype, chunk)
+        for piece in pieces:
+            piece.target.copy_(_box_of(whole, piece))
         return
-    start = chunk.place.offset + chunk.place.elements
-    first = _first_element(chunk.sizes, piece.begin, target.shape)
+    with_gaps = [
+        piece
+        for piece in pieces
+        if not _read_elements_of(file, piece, _first_element(chunk.sizes, piece.begin, piece.target.shape))
+    ]
+    if with_gaps:
+        first = min(piece.begin[0] for piece in with_gaps)
+        end = max(piece.begin[0] + piece.target.shape[0] for piece in with_gaps)
+        rows = torch.empty((end - first, *chunk.sizes[1:]), dtype=dtype)
+        row_nbytes = math.prod(chunk.sizes[1:]) * dtype.itemsize
+        _read_elements(file, chunk.place.offset + chunk.place.elements + first * row_nbytes, rows)
+        for piece in with_gaps:
+            moved = replace(piece, begin=(piece.begin[0] - first, *piece.begin[1:]))
+            piece.target.copy_(_box_of(rows, moved))
+
+
+def _read_elements_of(file: BinaryIO, piece: _Piece, first: int | None) -> bool:
+    """Read a piece whose elements follow each other from the ``first`` on; return False where they do not."""
+    place, target = piece.chunk.place, piece.target
     if first is None:
-        whole = torch.empty(chunk.sizes, dtype=piece.dtype)
-        _read_elements(file, start, whole)
-        target.copy_(_box_of(whole, piece))
-        return
-    start += first * piece.dtype.itemsize
+        return False
+    assert place.elements is not None
+    start = place.offset + place.elements + first * piece.dtype.itemsize
     if target.device.type == "cpu" and target.dtype == piece.dtype and target.is_contiguous():
         _read_elements(file, start, target)
-        return
+        return True
     box = torch.empty(target.shape, dtype=piece.dtype)
     _read_elements(file, start, box)
     target.copy_(box)
+    return True
 
 
 def _first_element(sizes: Sequence[int], begin: Sequence[int], lengths: Sequence[int]) -> int | None:

@@ -1,0 +1,97 @@
+"""What a model's settings say of its tensors, and how the settings of two models are compared."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+import torch
+
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+Architecture = Mapping[str, Any]
+_OF_ROPE = (
+    "rotary_base",
+    "rotary_percent",
+    "rotary_interleaved",
+    "rope_scaling",
+    "rotary_seq_len_interpolation_factor",
+)
+
+
+def build_model(architecture: Architecture, **fields_of_config: Any) -> GPTModel:
+    """Build the model of these settings from our own layers, on torch's default device and without dropout.
+
+    Args:
+        fields_of_config: further fields of its TransformerConfig.
+    """
+    known = {field.name for field in fields(TransformerConfig)}
+    settings = {name: value for name, value in architecture.items() if name in known}
+    config = TransformerConfig(**settings, hidden_dropout=0.0, attention_dropout=0.0, **fields_of_config)
+    return GPTModel(
+        config,
+        get_gpt_decoder_block_spec(config),
+        architecture["padded_vocab_size"],
+        architecture["max_position_embeddings"],
+        share_embeddings_and_output_weights=architecture["share_embeddings_and_output_weights"],
+        position_embedding_type=architecture["position_embedding_type"],
+        rotary_percent=architecture["rotary_percent"],
+        rotary_base=architecture["rotary_base"],
+        rope_scaling=architecture["rope_scaling"],
+        rope_scaling_factor=architecture["rope_scaling_factor"],
+        seq_len_interpolation_factor=architecture["rotary_seq_len_interpolation_factor"],
+    )
+
+
+def tensor_sizes(architecture: Architecture) -> dict[str, torch.Size]:
+    """Return the shapes of the whole model's tensors by their names in checkpoints; nothing is allocated."""
+    with torch.device("meta"):
+        model = build_model(architecture)
+    return {name: parameter.shape for name, parameter in model.named_parameters()}
+
+
+def comparable(architecture: Architecture) -> dict[str, Any]:
+    """Return the settings that say what the model computes, each in one spelling, without the size of the vocabulary.
+
+    Positions that rotate have no weights, so their largest number says nothing.
+    """
+    settings = dict(architecture)
+    settings.pop("padded_vocab_size", None)
+    if settings.get("position_embedding_type") != "learned_absolute":
+        settings.pop("max_position_embeddings", None)
+    if settings.get("position_embedding_type") != "rope":
+        for name in _OF_ROPE:
+            settings.pop(name, None)
+    if not settings.get("rope_scaling"):
+        settings.pop("rope_scaling_factor", None)
+    if settings.get("moe_layer_freq") is not None:
+        settings["moe_layer_freq"] = layers_with_experts(settings)
+        settings["moe_ffn_hidden_size"] = settings.get("moe_ffn_hidden_size") or settings["ffn_hidden_size"]
+        if not settings.get("moe_shared_expert_intermediate_size"):
+            settings.pop("moe_shared_expert_intermediate_size", None)
+            settings.pop("moe_shared_expert_gate", None)
+        settings["moe_router_topk_scaling_factor"] = settings.get("moe_router_topk_scaling_factor") or 1.0
+        if all(settings["moe_layer_freq"]):
+            settings.pop("ffn_hidden_size", None)
+    return settings
+
+
+def layers_with_experts(architecture: Architecture) -> list[int]:
+    """Return 1 for each layer with experts and 0 for each dense one."""
+    frequency = architecture.get("moe_layer_freq", 1)
+    if isinstance(frequency, int):
+        return [int(layer % frequency == 0) for layer in range(architecture["num_layers"])]
+    return list(frequency)
+
+
+def difference(saved: Architecture, own: Architecture) -> list[str]:
+    """Return what differs between the settings of a checkpoint of another program and those of the run, one text each."""
+    there, here = comparable(saved), comparable(own)
+    return [
+        f"{name}: now {here.get(name)}, saved {there.get(name)}"
+        for name in {**here, **there}
+        if here.get(name) != there.get(name)
+    ]

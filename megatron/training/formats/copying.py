@@ -1,0 +1,183 @@
+"""Copy a checkpoint into another format, a few rows at a time."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.core.distributed.fsdp.checkpoint import (
+    EXTRA_STATE,
+    Chunk,
+    StoredTensor,
+    TensorReader,
+    ViewReader,
+    inverse,
+    write_alone,
+)
+from megatron.training.formats.architecture import Architecture, tensor_sizes
+from megatron.training.formats.huggingface import CONFIG, family_for
+from megatron.training.formats.rules import views_of
+from megatron.training.formats.safetensors_files import INDEX, SINGLE, SafetensorsWriter
+
+CONVERTED_FROM = f"{EXTRA_STATE}converted_from"
+_WEIGHTS = ("optimizer.", EXTRA_STATE, "optional_state.")
+
+
+def is_weight(name: str) -> bool:
+    """Return whether an entry of a checkpoint of ours is the model's."""
+    return not name.startswith(_WEIGHTS)
+
+
+def tensors_of(reader: TensorReader) -> dict[str, StoredTensor]:
+    """Return the tensors that a reader has, by name."""
+    return {name: entry for name, entry in reader.entries.items() if isinstance(entry, StoredTensor)}
+
+
+def blocks(
+    reader: TensorReader, name: str, *, buffer_nbytes: int, dtype: torch.dtype | None = None
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yield a tensor as (first row, rows), each as large as fits into ``buffer_nbytes``, but one row at least."""
+    stored = reader.entries[name]
+    assert isinstance(stored, StoredTensor), name
+    dtype = dtype or stored.dtype
+    if not stored.size:
+        whole = torch.empty((), dtype=dtype)
+        _read(reader, Chunk(name, stored.size, torch.Size(()), whole))
+        yield 0, whole
+        return
+    row_nbytes = math.prod(stored.size[1:]) * dtype.itemsize
+    step = max(1, buffer_nbytes // max(1, row_nbytes))
+    for first in range(0, stored.size[0], step):
+        rows = torch.empty((min(step, stored.size[0] - first), *stored.size[1:]), dtype=dtype)
+        offsets = torch.Size((first, *(0 for _ in stored.size[1:])))
+        _read(reader, Chunk(name, stored.size, offsets, rows))
+        yield first, rows
+
+
+def _read(reader: TensorReader, chunk: Chunk) -> None:
+    plan = reader.plan_parts([chunk])
+    reader.verify(plan)
+    reader.read(plan)
+
+
+def memory_nbytes(reader: TensorReader, names: Sequence[str], *, buffer_nbytes: int) -> int:
+    """Return how many bytes of tensors are in memory at once, at most, while these are copied."""
+    tensors = tensors_of(reader)
+    rows = [
+        min(entry.numel, max(math.prod(entry.size[1:]), buffer_nbytes // entry.dtype.itemsize)) * entry.dtype.itemsize
+        for entry in (tensors[name] for name in names)
+    ]
+    # The rows, and a copy in the stored dtype or layout; or what can only be read as a whole.
+    return max(rows) + max(max(rows), reader.whole_nbytes(names))
+
+
+def chunks_of(
+    reader: TensorReader, names: Sequence[str], *, buffer_nbytes: int, dtype: torch.dtype | None = None
+) -> Iterator[Chunk]:
+    """Yield tensors as the chunks that a checkpoint is written from; ``dtype`` None keeps theirs."""
+    tensors = tensors_of(reader)
+    for name in names:
+        size = tensors[name].size
+        for first, rows in blocks(reader, name, buffer_nbytes=buffer_nbytes, dtype=dtype):
+            yield Chunk(name, size, torch.Size((first, *(0 for _ in size[1:]))) if size else size, rows)
+
+
+def write_own(
+    reader: TensorReader,
+    path: Path,
+    values: Mapping[str, Any],
+    *,
+    names: Sequence[str],
+    buffer_nbytes: int,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Write tensors of a reader as a checkpoint of ours, which ``--load`` and ``load_checkpoint`` read.
+
+    Args:
+        values: plain values by name.
+        names: of the tensors to write.
+        dtype: None: as they are.
+    """
+    write_alone(path, chunks_of(reader, names, buffer_nbytes=buffer_nbytes, dtype=dtype), values)
+
+
+def write_huggingface(
+    reader: TensorReader,
+    folder: Path,
+    architecture: Architecture,
+    *,
+    buffer_nbytes: int,
+    shard_nbytes: int,
+    vocab_size: int | None = None,
+    dtype: torch.dtype | None = None,
+) -> str:
+    """Write the model's weights as a Hugging Face folder, which appears when it is complete; return its ``model_type``.
+
+    Args:
+        reader: reads our weights.
+        vocab_size: ids to write; None: all, padding too.
+        dtype: None: as they are.
+
+    Raises:
+        FileExistsError: something is at ``folder``.
+        NotImplementedError: no family has such models.
+    """
+    if folder.exists():
+        raise FileExistsError(f"{folder} must not be there, got a folder or file; give another one, or remove it")
+    rows = architecture["padded_vocab_size"] if vocab_size is None else vocab_size
+    if not 1 <= rows <= architecture["padded_vocab_size"]:
+        raise ValueError(f"--vocab-size must be from 1 to {architecture['padded_vocab_size']}, got {rows}")
+    family, config = family_for({**architecture, "padded_vocab_size": rows})
+    views = inverse(views_of(family.table, tensor_sizes(architecture), architecture, vocab_rows=rows))
+    theirs = ViewReader(reader, views)
+    beside = folder.with_name(f"{folder.name}.tmp-{secrets.token_hex(6)}")
+    beside.mkdir(parents=True)
+    try:
+        dtypes = {dtype or entry.dtype for entry in tensors_of(theirs).values()}
+        config["dtype"] = str(sorted(dtypes, key=lambda d: d.itemsize)[-1]).removeprefix("torch.")
+        (beside / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+        _write_shards(theirs, beside, buffer_nbytes=buffer_nbytes, shard_nbytes=shard_nbytes, dtype=dtype)
+        os.rename(beside, folder)
+    except BaseException:
+        shutil.rmtree(beside, ignore_errors=True)
+        raise
+    return family.model_type
+
+
+def _write_shards(
+    reader: TensorReader, folder: Path, *, buffer_nbytes: int, shard_nbytes: int, dtype: torch.dtype | None
+) -> None:
+    tensors = {name: (entry.size, dtype or entry.dtype) for name, entry in tensors_of(reader).items()}
+    shards: list[list[str]] = [[]]
+    held = 0
+    for name, (size, kind) in tensors.items():
+        nbytes = math.prod(size) * kind.itemsize
+        if shards[-1] and held + nbytes > shard_nbytes:
+            shards.append([])
+            held = 0
+        shards[-1].append(name)
+        held += nbytes
+    files = (
+        [SINGLE]
+        if len(shards) == 1
+        else [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+    )
+    total = 0
+    for file, names in zip(files, shards, strict=True):
+        with SafetensorsWriter(folder / file, [(name, *tensors[name]) for name in names]) as writer:
+            total += writer.nbytes
+            for name in names:
+                for _, rows in blocks(reader, name, buffer_nbytes=buffer_nbytes, dtype=dtype):
+                    writer.write(rows)
+    if len(files) > 1:
+        weight_map = {name: file for file, names in zip(files, shards, strict=True) for name in names}
+        text = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2, sort_keys=True)
+        (folder / INDEX).write_text(text + "\n")

@@ -1,0 +1,73 @@
+"""The command line of a model, from its settings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron.training.formats.architecture import Architecture, layers_with_experts
+
+_NUMBERS = {
+    "num_layers": "--num-layers",
+    "hidden_size": "--hidden-size",
+    "ffn_hidden_size": "--ffn-hidden-size",
+    "num_attention_heads": "--num-attention-heads",
+    "kv_channels": "--kv-channels",
+    "normalization": "--normalization",
+    "layernorm_epsilon": "--norm-epsilon",
+    "max_position_embeddings": "--max-position-embeddings",
+    "position_embedding_type": "--position-embedding-type",
+    "padded_vocab_size": "--padded-vocab-size",
+}
+_OF_ROPE = {
+    "rotary_base": "--rotary-base",
+    "rotary_percent": "--rotary-percent",
+    "rotary_seq_len_interpolation_factor": "--rotary-seq-len-interpolation-factor",
+}
+_OF_EXPERTS = {
+    "num_moe_experts": "--num-experts",
+    "moe_ffn_hidden_size": "--moe-ffn-hidden-size",
+    "moe_shared_expert_intermediate_size": "--moe-shared-expert-intermediate-size",
+    "moe_router_topk": "--moe-router-topk",
+    "moe_router_score_function": "--moe-router-score-function",
+    "moe_router_topk_scaling_factor": "--moe-router-topk-scaling-factor",
+}
+_SWITCHES = {
+    "layernorm_zero_centered_gamma": "--apply-layernorm-1p",
+    "add_qkv_bias": "--add-qkv-bias",
+    "qk_layernorm": "--qk-layernorm",
+    "rotary_interleaved": "--rotary-interleaved",
+    "moe_shared_expert_gate": "--moe-shared-expert-gate",
+    "moe_router_pre_softmax": "--moe-router-pre-softmax",
+}
+
+
+def flags_of(architecture: Architecture) -> list[str]:
+    """Return the flags of a model with these settings, as words of a command line."""
+    return [str(word) for word in _words(architecture)]
+
+
+def _words(settings: Architecture) -> Iterator[object]:
+    values = dict(_NUMBERS)
+    if settings["position_embedding_type"] == "rope":
+        values |= _OF_ROPE
+    if settings.get("num_moe_experts") is not None:
+        values |= _OF_EXPERTS
+        yield from ("--moe-layer-freq", f"[{','.join(map(str, layers_with_experts(settings)))}]")
+    for name, flag in values.items():
+        if settings.get(name) is not None:
+            yield from (flag, settings[name])
+    for name, flag in _SWITCHES.items():
+        if settings.get(name):
+            yield flag
+    if settings["num_query_groups"] != settings["num_attention_heads"]:
+        yield from ("--group-query-attention", "--num-query-groups", settings["num_query_groups"])
+    if settings["gated_linear_unit"]:
+        yield "--swiglu"
+    elif settings["activation_func"] == "squared_relu":
+        yield "--squared-relu"
+    if not settings["add_bias_linear"]:
+        yield "--disable-bias-linear"
+    if not settings["share_embeddings_and_output_weights"]:
+        yield "--untie-embeddings-and-output-weights"
+    if settings["rope_scaling"]:
+        yield from ("--use-rope-scaling", "--rope-scaling-factor", settings["rope_scaling_factor"])

@@ -1,0 +1,54 @@
+"""A checkpoint of another program, as it lies on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron.core.distributed.fsdp.checkpoint import ViewReader
+from megatron.training.formats.architecture import Architecture, difference
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForeignCheckpoint:
+    """A checkpoint of another program.
+
+    Args:
+        path: its folder.
+        kind: its format, for users.
+        architecture: our settings of its model; {} where it does not say.
+        views: returns a reader of our tensors of a model with these settings; raises ValueError where the checkpoint is not
+            of such a model.
+        vocab_rows: ids that its embedding has; None: as many as ours or more, of which those beyond ours pad it.
+    """
+
+    path: Path
+    kind: str
+    architecture: Architecture
+    views: Callable[[Architecture], ViewReader] = field(repr=False)
+    vocab_rows: int | None = None
+
+    def reader(self, architecture: Architecture) -> ViewReader:
+        """Return a reader of our tensors of a model with these settings.
+
+        Raises:
+            ValueError: the checkpoint is of another model; names what differs.
+        """
+        differing = difference(self.architecture, architecture) if self.architecture else []
+        here = architecture["padded_vocab_size"]
+        if self.vocab_rows is not None and here < self.vocab_rows:
+            differing.append(
+                f"padded_vocab_size: now {here}, saved {self.vocab_rows} (give --padded-vocab-size {self.vocab_rows} or more)"
+            )
+        if differing:
+            raise ValueError(
+                f"the model must be that of the checkpoint {self.path} ({self.kind}), got {', '.join(differing)}; give the "
+                "flags of that model, which tools/checkpoint/convert.py prints, or another --load"
+            )
+        return self.views(architecture)
+
+    def settings(self, **changed: Any) -> dict[str, Any]:
+        """Return our settings of its model, with some changed."""
+        return {**self.architecture, **changed}

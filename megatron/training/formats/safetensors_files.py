@@ -1,0 +1,153 @@
+"""Files in the safetensors format: a length, a JSON text that says where each tensor lies, and the tensors' elements.
+
+They are read in place and written in turn, so none is ever held as a whole.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import reprlib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.core.distributed.fsdp.checkpoint import CheckpointReader, Place, StoredChunk, StoredTensor
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_LARGEST_HEADER = 100_000_000
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file.
+
+    Raises:
+        ValueError: there is something else.
+    """
+    try:
+        found = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} must be a JSON text, got {str(error)[:200]}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} must hold a JSON object, got {reprlib.repr(found)}")
+    return found
+
+
+def open_folder(folder: Path) -> CheckpointReader:
+    """Return a reader of all safetensors files of a folder; of those that its index names, if it has one.
+
+    Raises:
+        FileNotFoundError: a file that the index names is missing, or there is none.
+        ValueError: a file or the index is not what it must be, or two files have a tensor of one name.
+    """
+    if (folder / INDEX).is_file():
+        wanted = read_json(folder / INDEX).get("weight_map")
+        if not isinstance(wanted, dict) or not all(isinstance(name, str) for name in wanted.values()):
+            raise ValueError(f"{folder / INDEX} must have a weight_map of names, got {reprlib.repr(wanted)}")
+        files = sorted(set(wanted.values()))
+    else:
+        wanted, files = None, sorted(path.name for path in folder.glob("*.safetensors"))
+    if not files:
+        raise FileNotFoundError(f"{folder} must have safetensors files, got none")
+    entries: dict[str, StoredTensor] = {}
+    for name in files:
+        if name != Path(name).name or not (folder / name).is_file():
+            raise FileNotFoundError(
+                f"{folder / name} must be there, which {INDEX} names, got no such file; copy it there"
+            )
+        for tensor, stored in read_header(folder / name).items():
+            if tensor in entries:
+                raise ValueError(f"{folder} must have each tensor once, got {tensor} in {name} and in another file")
+            entries[tensor] = stored
+    missing = sorted(set(wanted or ()) - set(entries))
+    if missing:
+        raise ValueError(f"{folder} must have the tensors that {INDEX} names, got none of {', '.join(missing[:8])}")
+    return CheckpointReader.of_files(folder, entries)
+
+
+def read_header(path: Path) -> dict[str, StoredTensor]:
+    """Return shape, dtype and place of each tensor of a file.
+
+    Raises:
+        ValueError: the file is not in this format.
+    """
+    try:
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            length = int.from_bytes(file.read(8), "little")
+            if not 2 <= length <= min(_LARGEST_HEADER, size - 8):
+                raise ValueError(f"a text of {length} bytes in a file of {size}")
+            header = json.loads(file.read(length))
+        header.pop("__metadata__", None)
+        return {name: _stored(path.name, entry, 8 + length, size) for name, entry in header.items()}
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise ValueError(
+            f"{path} must be a safetensors file, got {type(error).__name__}: {str(error)[:200]}; it is damaged or of another "
+            "format, get it again"
+        ) from error
+
+
+def _stored(file: str, entry: Mapping[str, Any], start: int, size: int) -> StoredTensor:
+    dtype, shape = _DTYPES[entry["dtype"]], torch.Size(entry["shape"])
+    begin, end = entry["data_offsets"]
+    nbytes = math.prod(shape) * dtype.itemsize
+    if any(length < 0 for length in shape) or begin < 0 or end - begin != nbytes or start + end > size:
+        raise ValueError(f"a tensor of {nbytes} bytes from {begin} to {end} in a file of {size}")
+    chunk = StoredChunk((0,) * len(shape), tuple(shape), Place(file, start + begin, nbytes, None, 0))
+    return StoredTensor(dtype, shape, [chunk])
+
+
+class SafetensorsWriter:
+    """Writes one file: all names, shapes and dtypes first, then the elements in this order.
+
+    Args:
+        tensors: (name, shape, dtype).
+    """
+
+    def __init__(self, path: Path, tensors: Iterable[tuple[str, torch.Size, torch.dtype]]) -> None:
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        end = 0
+        for name, size, dtype in tensors:
+            begin, end = end, end + math.prod(size) * dtype.itemsize
+            header[name] = {"dtype": _NAMES[dtype], "shape": list(size), "data_offsets": [begin, end]}
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        self.nbytes = end
+        self._left = end
+        self._file = open(path, "xb")  # noqa: SIM115
+        self._file.write(len(text).to_bytes(8, "little") + text)
+
+    def write(self, elements: torch.Tensor) -> None:
+        """Write the next elements."""
+        self._left -= elements.nbytes
+        self._file.write(elements.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+
+    def __enter__(self) -> SafetensorsWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Synchronise the file to disk, which must have all its elements."""
+        with self._file:
+            if kind is None:
+                assert self._left == 0, f"{self._left} bytes are not written"
+                self._file.flush()
+                os.fsync(self._file.fileno())

@@ -1,0 +1,274 @@
+"""Models of Hugging Face are read as they lie on disk, compute the same logits here, and are written back bit for bit."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+
+from megatron.core.distributed.fsdp.checkpoint import CheckpointReader
+from megatron.training.arguments import parse_settings
+from megatron.training.formats.architecture import comparable
+from megatron.training.formats.copying import memory_nbytes, write_huggingface
+from megatron.training.formats.flags import flags_of
+from megatron.training.formats.foreign import ForeignCheckpoint
+from megatron.training.formats.huggingface import family_for
+from megatron.training.formats.recognise import find_foreign
+from tests.support.huggingface_models import FOLDER, NAMES, VOCAB_SIZE, expected, logits_of, stored_tensors
+from tests.support.launch import run_ranks
+from tests.support.tiny_run import SHARDED, Run, train_one
+from tools.checkpoint import convert
+
+_TRAINING = (
+    "--seq-length 16 --micro-batch-size 1 --global-batch-size 2 --lr 0 --weight-decay 0 --mock-data --num-workers 0 "
+    f"--tokenizer-type NullTokenizer --vocab-size {VOCAB_SIZE - 1} --log-interval 1 --eval-iters 0 "
+    "--distributed-backend gloo"
+)
+
+
+def _opened(name: str) -> ForeignCheckpoint:
+    found = find_foreign(FOLDER / name)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_are_those_of_transformers(name: str) -> None:
+    """fp32, so the two differ by the order of sums alone; the vocabulary is padded from 40 ids to 64."""
+    found = _opened(name)
+    architecture = found.settings(padded_vocab_size=64)
+    tokens, logits = expected(name)
+    torch.testing.assert_close(
+        logits_of(found.reader(architecture), architecture, tokens), logits, atol=1e-5, rtol=1e-5
+    )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_there_and_back_is_the_same_bit_for_bit(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Through a checkpoint of ours with a padded vocabulary; the settings come back, too."""
+    own, back = tmp_path / "own", tmp_path / "back"
+    assert convert.main([str(FOLDER / name), str(own), "--padded-vocab-size", "64"]) == 0
+    assert "bytes of tensors are in memory at once" in capsys.readouterr().out
+    arguments = [str(own), str(back), "--to", "huggingface", "--vocab-size", str(VOCAB_SIZE)]
+    assert convert.main([*arguments, "--max-shard-gb", "1e-5"]) == 0
+    before, after = stored_tensors(FOLDER / name), stored_tensors(back)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+    assert find_foreign(back).architecture == _opened(name).architecture
+    assert not list(tmp_path.glob("*.tmp-*"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_printed_flags_are_those_of_the_model(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found = _opened(name)
+    assert convert.main([str(FOLDER / name), "--print-flags"]) == 0
+    assert capsys.readouterr().out.split() == [
+        word.replace("[", "'[").replace("]", "]'") for word in flags_of(found.architecture)
+    ]
+    settings = parse_settings([*_TRAINING.split(), "--train-iters", "1", *flags_of(found.architecture)])
+    model = settings.model.architecture(VOCAB_SIZE)
+    assert comparable(model) == comparable(found.architecture)
+    assert model["padded_vocab_size"] == VOCAB_SIZE
+
+
+def _train_from_each(root: str) -> dict[str, Run]:
+    runs = {}
+    for name, split in (
+        ("qwen3_moe", "--expert-model-parallel-size 2"),
+        ("llama", "--tensor-model-parallel-size 2"),
+        ("gpt2", ""),
+    ):
+        flags = flags_of(_opened(name).settings(padded_vocab_size=64))
+        saved = f"{SHARDED} --train-iters 1 --load {FOLDER / name} --save {root}/{name} {split}"
+        runs[name] = train_one([*_TRAINING.split(), *flags, *saved.split()])
+    flags = flags_of(_opened("qwen2").settings(padded_vocab_size=64))
+    runs["another model"] = train_one(
+        [*_TRAINING.split(), *flags, *f"{SHARDED} --train-iters 1 --load {FOLDER}/llama".split()]
+    )
+    converted = f"{SHARDED} --train-iters 1 --load {root}/converted"
+    if dist.get_rank() == 0:
+        assert convert.main([str(FOLDER / "qwen2"), f"{root}/converted", "--padded-vocab-size", "64"]) == 0
+    dist.barrier()
+    runs["converted"] = train_one([*_TRAINING.split(), *flags, *converted.split()])
+    return runs
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Run]]:
+    root = tmp_path_factory.mktemp("trained")
+    return root, run_ranks(2, _train_from_each, str(root))[0]
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "llama", "gpt2"])
+def test_a_run_loads_the_folder_directly(trained: tuple[Path, dict[str, Run]], name: str) -> None:
+    """Sharded, with experts or matrices split between two ranks; its learning rate is 0, so it saves what it loaded."""
+    root, runs = trained
+    assert runs[name].error is None, runs[name].error
+    said = f" loaded the weights of {FOLDER / name} (Hugging Face, {name}); the optimizer starts afresh"
+    assert said in runs[name].output
+    saved = CheckpointReader(root / name / "iter_0000001")
+    found = _opened(name)
+    there = found.reader(found.settings(padded_vocab_size=64))
+    assert all(torch.equal(saved.tensor(key), there.tensor(key)) for key in there.entries)
+
+
+def test_what_was_converted_is_loaded_as_weights_alone(trained: tuple[Path, dict[str, Run]]) -> None:
+    root, runs = trained
+    assert runs["converted"].error is None, runs["converted"].error
+    assert (
+        f" loaded the weights of {root}/converted/iter_0000000; training starts at iteration 0"
+        in runs["converted"].output
+    )
+
+
+def test_another_model_is_refused_by_its_settings(trained: tuple[Path, dict[str, Run]]) -> None:
+    error = trained[1]["another model"].error or ""
+    assert "StartRefusedError" in error or "ValueError" in error
+    assert "add_qkv_bias: now True, saved False" in error
+    assert "share_embeddings_and_output_weights: now True, saved False" in error
+
+
+def _copy(name: str, target: Path, change: Callable[[dict[str, Any]], None]) -> Path:
+    shutil.copytree(FOLDER / name, target)
+    config = json.loads((target / "config.json").read_text())
+    change(config)
+    (target / "config.json").write_text(json.dumps(config))
+    return target
+
+
+@pytest.mark.parametrize(
+    ("name", "changed", "message"),
+    [
+        ("llama", {"model_type": "deepseek_v3"}, "multi-latent attention"),
+        (
+            "llama",
+            {"model_type": "bert"},
+            "model_type must be one of llama, qwen2, qwen3, mixtral, qwen3_moe, gpt2, got 'bert'",
+        ),
+        ("llama", {"attention_bias": True}, "attention_bias must be False, got True"),
+        ("llama", {"hidden_act": "gelu"}, "hidden_act must be silu, got 'gelu'"),
+        ("llama", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "got 'yarn'"),
+        ("mixtral", {"sliding_window": 8}, "sliding_window must be null, got 8"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx must be False, got True"),
+    ],
+)
+def test_what_is_not_served_is_refused_by_name(
+    name: str, changed: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(NotImplementedError, match=message.replace("(", r"\(")):
+        find_foreign(_copy(name, tmp_path / "model", lambda config: config.update(changed)))
+
+
+def test_versions_before_5_of_transformers_say_rope_elsewhere(tmp_path: Path) -> None:
+    def as_before(config: dict[str, Any]) -> None:
+        parameters = config.pop("rope_parameters")
+        config["rope_theta"] = parameters.pop("rope_theta")
+        config["rope_scaling"] = parameters
+
+    found = find_foreign(_copy("llama3", tmp_path / "model", as_before))
+    assert found is not None and found.architecture == _opened("llama3").architecture
+
+
+def test_missing_and_other_tensors_are_named(tmp_path: Path) -> None:
+    folder = _copy("gpt2", tmp_path / "model", lambda config: None)
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["transformer.h.1.ln_1.bias"]
+    tensors["transformer.extra"] = torch.zeros(2)
+    tensors["transformer.ln_f.weight"] = torch.ones(8)
+    save_file(tensors, folder / "model.safetensors")
+    found = find_foreign(folder)
+    assert found is not None
+    with pytest.raises(ValueError, match=r"missing: transformer\.h\.1\.ln_1\.bias") as raised:
+        found.reader(found.architecture)
+    assert "not of this model: transformer.extra" in str(raised.value)
+    assert "transformer.ln_f.weight (there [8], for this model [16])" in str(raised.value)
+
+
+@pytest.mark.parametrize("damage", ["cut", "length", "text", "index"])
+def test_damaged_files_are_named(damage: str, tmp_path: Path) -> None:
+    folder = _copy("llama", tmp_path / "model", lambda config: None)
+    path = folder / "model-00002-of-00003.safetensors"
+    content = path.read_bytes()
+    if damage == "index":
+        path.unlink()
+    else:
+        changed = {"cut": content[:-4], "length": b"\xff" * 8 + content[8:], "text": content[:8] + b"?" + content[9:]}
+        path.write_bytes(changed[damage])
+    with pytest.raises((ValueError, FileNotFoundError), match=path.name):
+        find_foreign(folder)
+
+
+def test_a_vocabulary_that_is_too_small_is_refused() -> None:
+    found = _opened("qwen2")
+    with pytest.raises(ValueError, match=r"padded_vocab_size: now 32, saved 40 .give --padded-vocab-size 40 or more"):
+        found.reader(found.settings(padded_vocab_size=32))
+
+
+def test_a_model_of_no_family_is_refused_with_what_differs() -> None:
+    settings = {**_opened("llama").architecture, "rotary_percent": 0.5}
+    with pytest.raises(NotImplementedError, match=r"llama: rotary_percent 0\.5"):
+        family_for(settings)
+
+
+def test_a_failed_export_leaves_nothing_behind(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(FOLDER / "gpt2", folder)
+    found = find_foreign(folder)
+    assert found is not None
+    reader = found.reader(found.architecture)
+    (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:20_000])
+    with pytest.raises(FileNotFoundError):
+        write_huggingface(reader, tmp_path / "target", found.architecture, buffer_nbytes=1 << 20, shard_nbytes=1 << 30)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_conversion_holds_a_few_rows_at_a_time(tmp_path: Path) -> None:
+    """The process grows by little more than the bound that is printed, a fiftieth of the model."""
+    config = json.loads((FOLDER / "llama3" / "config.json").read_text())
+    config |= {"vocab_size": 60_000, "hidden_size": 512, "num_hidden_layers": 1}
+    sizes = {
+        "model.embed_tokens.weight": (60_000, 512),
+        "model.norm.weight": (512,),
+        "model.layers.0.input_layernorm.weight": (512,),
+        "model.layers.0.post_attention_layernorm.weight": (512,),
+        "model.layers.0.self_attn.q_proj.weight": (16, 512),
+        "model.layers.0.self_attn.k_proj.weight": (8, 512),
+        "model.layers.0.self_attn.v_proj.weight": (8, 512),
+        "model.layers.0.self_attn.o_proj.weight": (512, 16),
+        "model.layers.0.mlp.gate_proj.weight": (24, 512),
+        "model.layers.0.mlp.up_proj.weight": (24, 512),
+        "model.layers.0.mlp.down_proj.weight": (512, 24),
+    }
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file({name: torch.zeros(size) for name, size in sizes.items()}, folder / "model.safetensors")
+    found = find_foreign(folder)
+    assert found is not None
+    reader = found.reader(found.architecture)
+    bound = memory_nbytes(reader, list(reader.entries), buffer_nbytes=1 << 20)
+    assert bound <= 2 << 20
+    command = [str(folder), str(tmp_path / "own"), "--buffer-mib", "1", "--padded-vocab-size", "60032"]
+    script = (
+        "import resource, sys\nfrom tools.checkpoint import convert\n"
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        f"assert convert.main({command!r}) == 0\n"
+        "print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10)\n"
+    )
+    grown = int(_python(script).split()[-1])
+    assert grown < 50 << 20, f"{grown:,} bytes for a model of 123 MB"
+
+
+def _python(script: str) -> str:
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=300)
+    assert result.returncode == 0, result.stderr
+    return result.stdout

@@ -1,0 +1,148 @@
+"""Conversion of checkpoints between programs; needs no GPU and no other ranks.
+
+Example::
+
+    python tools/checkpoint/convert.py models/Qwen3-8B runs/qwen                      # Hugging Face -> this framework
+    python tools/checkpoint/convert.py runs/qwen models/tuned --to huggingface --dtype bfloat16
+    python tools/checkpoint/convert.py models/Qwen3-8B --print-flags                  # the launch flags of the model
+
+The source is recognised by what lies in it: a folder with ``config.json`` and safetensors files is a Hugging Face model, a
+folder with ``latest_checkpointed_iteration.txt`` a run. Tensors are copied a few rows at a time. The target
+appears when it is complete. ``pretrain_gpt.py --load`` reads the same folders without a conversion.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+if __name__ == "__main__":
+    # Works without an installed package. The tool's own folder must go: a file in it would hide the standard ``inspect``.
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+import argparse
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.core.distributed.fsdp.checkpoint import EXTRA_STATE, CheckpointReader, TensorReader
+from megatron.training.checkpointing import TRACKER, checkpoint_path, read_tracker, write_tracker
+from megatron.training.formats.copying import (
+    CONVERTED_FROM,
+    is_weight,
+    memory_nbytes,
+    tensors_of,
+    write_huggingface,
+    write_own,
+)
+from megatron.training.formats.flags import flags_of
+from megatron.training.formats.recognise import find_foreign
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_ARCHITECTURE = f"{EXTRA_STATE}architecture"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """What is converted: our weights of a model, and what is known of it."""
+
+    reader: TensorReader
+    kind: str
+    path: Path
+    architecture: dict[str, Any]
+    iteration: int
+
+
+def open_source(folder: Path, *, step: int | None, padded_vocab_size: int | None) -> Source:
+    """Open a checkpoint of any program.
+
+    Raises:
+        FileNotFoundError, ValueError, NotImplementedError: it cannot be read; says why.
+    """
+    found = find_foreign(folder, step)
+    if found is not None:
+        changed = {} if padded_vocab_size is None else {"padded_vocab_size": padded_vocab_size}
+        architecture = found.settings(**changed)
+        return Source(
+            reader=found.reader(architecture), kind=found.kind, path=found.path, architecture=architecture, iteration=0
+        )
+    path, iteration = folder, 0
+    if (folder / TRACKER).is_file() or step is not None:
+        iteration = step if step is not None else read_tracker(folder / TRACKER) or 0
+        path = checkpoint_path(folder, iteration)
+    reader = CheckpointReader(path)
+    if _ARCHITECTURE not in reader.entries:
+        raise ValueError(f"{path} must be a checkpoint of a training run, which says what model it is of, got none")
+    architecture = reader.values([_ARCHITECTURE])[_ARCHITECTURE]
+    return Source(reader=reader, kind="own", path=path, architecture=architecture, iteration=iteration)
+
+
+def convert(source: Source, args: argparse.Namespace) -> str:
+    """Write the source's weights to ``args.target``; return what was written, in words."""
+    dtype = None if args.dtype is None else _DTYPES[args.dtype]
+    buffer_nbytes = args.buffer_mib << 20
+    if args.to == "huggingface":
+        kind = write_huggingface(
+            source.reader,
+            args.target,
+            source.architecture,
+            buffer_nbytes=buffer_nbytes,
+            shard_nbytes=int(args.max_shard_gb * 1e9),
+            vocab_size=args.vocab_size,
+            dtype=dtype,
+        )
+        return f"{args.target} (Hugging Face, {kind})"
+    weights = {name: entry for name, entry in source.reader.entries.items() if is_weight(name)}
+    if (args.target / TRACKER).exists():
+        raise FileExistsError(f"{args.target} must be a new run's folder, got one with {TRACKER}; give another one")
+    path = checkpoint_path(args.target, source.iteration)
+    values = {_ARCHITECTURE: source.architecture, CONVERTED_FROM: f"{source.path} ({source.kind})"}
+    write_own(source.reader, path, values, names=list(weights), buffer_nbytes=buffer_nbytes, dtype=dtype)
+    write_tracker(args.target, source.iteration)
+    return str(path)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Convert, or print flags; return the exit status."""
+    parser = argparse.ArgumentParser(
+        description="Convert a checkpoint of another program to this framework's, or back.",
+        epilog="exit status: 0; 2 if it cannot be converted",
+    )
+    parser.add_argument("source", type=Path, help="folder of a Hugging Face model or of a run")
+    parser.add_argument("target", type=Path, nargs="?", help="folder to write, which is not there yet")
+    parser.add_argument("--to", choices=("own", "huggingface"), default="own", help="format to write (default: own)")
+    parser.add_argument("--print-flags", action="store_true", help="print the launch flags of the model alone")
+    parser.add_argument("--ckpt-step", type=int, help="iteration of the run (default: the latest)")
+    parser.add_argument("--padded-vocab-size", type=int, help="ids of the model to write, with padding (to own)")
+    parser.add_argument("--vocab-size", type=int, help="ids to write, without padding (to huggingface; default: all)")
+    parser.add_argument("--dtype", choices=sorted(_DTYPES), help="dtype of the weights to write (default: as they are)")
+    parser.add_argument("--max-shard-gb", type=float, default=5.0, help="size of a safetensors file (default: 5)")
+    parser.add_argument("--buffer-mib", type=int, default=256, help="rows that are copied at once (default: 256 MiB)")
+    args = parser.parse_args(arguments)
+    try:
+        source = open_source(args.source, step=args.ckpt_step, padded_vocab_size=args.padded_vocab_size)
+        flags = shlex.join(flags_of(source.architecture))
+        if args.print_flags:
+            print(flags)
+            return 0
+        if args.target is None:
+            raise ValueError("a target must be given; give the folder to write, or --print-flags")
+        tensors = {name: entry for name, entry in tensors_of(source.reader).items() if is_weight(name)}
+        nbytes = sum(entry.numel * entry.dtype.itemsize for entry in tensors.values())
+        bound = memory_nbytes(source.reader, list(tensors), buffer_nbytes=args.buffer_mib << 20)
+        print(f"{source.path} ({source.kind}): {len(tensors)} tensors of {nbytes:,} bytes")
+        print(f"at most {bound:,} bytes of tensors are in memory at once")
+        print(f"wrote {convert(source, args)}")
+        print(f"flags of the model: {flags}")
+        return 0
+    except (OSError, ValueError, NotImplementedError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
