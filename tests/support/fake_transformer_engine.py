@@ -254,11 +254,13 @@ class TransformerEngineBaseModule(torch.nn.Module):
         forward, backward, dtype, dtype_of_grad = recipe.fp8_format.value
 
         def rounding(key: str, offset: int, stride: int, largest: float, to: torch.dtype) -> Any:
+            scaling, group = self.fp8_meta.get(key), FP8GlobalStateManager.group
             used = list(self.quantizers[key])  # those of this forward, also in its backward
 
             def apply(x: torch.Tensor, gemm: int = 0) -> torch.Tensor:
                 scale = None
                 if isinstance(recipe, DelayedScaling) and x.numel():
+                    FP8GlobalStateManager.seen[key == "scaling_fwd"][id(scaling)] = (scaling, recipe, group)
                     scale = used[offset + stride * gemm].scale_for(x.detach().float().cpu()).to(x.device)
                 return _rounded(x, scale, largest, to)
 
