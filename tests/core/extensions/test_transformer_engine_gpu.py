@@ -151,13 +151,13 @@ RECOMPUTED: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def _recomputed(
-    recipe: str, recompute: dict[str, Any], *, sharded: bool
+    recipe: str, recompute: dict[str, Any], *, sharded: bool, in_bytes: bool = False
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Return losses of three steps, and histories, scales and gradients after them."""
+    """Return losses of three steps, in which weights shrink, and histories, scales and gradients after them."""
     from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
 
     FP8GlobalStateManager.reset()
-    fields = {**LLAMA, "fp8": "hybrid", **RECIPES[recipe], **recompute, "fp8_param": sharded}
+    fields = {**LLAMA, "fp8": "hybrid", **RECIPES[recipe], **recompute, "fp8_param": in_bytes}
     model: Any = _gpt(te=True, **fields)
     if sharded:
         ddp = DistributedDataParallelConfig(
@@ -168,7 +168,10 @@ def _recomputed(
     losses: list[float] = []
     found: dict[str, torch.Tensor] = {}
     for step in range(3):
-        model.zero_grad()
+        for parameter in model.parameters():
+            parameter.grad = None
+            with torch.no_grad():
+                parameter.mul_(0.5 if step else 1.0)
         loss = _loss(model, step)
         loss.backward()
         losses.append(loss.item())
@@ -187,8 +190,8 @@ def _recompute_and_compare() -> None:
     warnings.simplefilter("ignore")
     for name, (recipe, recompute) in RECOMPUTED.items():
         for sharded in (False, True):
-            losses, found = _recomputed(recipe, recompute, sharded=sharded)
-            expected_losses, expected = _recomputed(recipe, {}, sharded=sharded)
+            losses, found = _recomputed(recipe, recompute, sharded=sharded, in_bytes=sharded)
+            expected_losses, expected = _recomputed(recipe, {}, sharded=sharded, in_bytes=sharded)
             assert losses == expected_losses, (name, sharded, losses, expected_losses)
             assert found.keys() == expected.keys()
             for key, tensor in expected.items():
@@ -196,6 +199,21 @@ def _recompute_and_compare() -> None:
                     assert _difference(found[key], tensor) < 0.02, (name, sharded, key)
                 else:
                     assert torch.equal(found[key], tensor), (name, sharded, key)
+
+
+def _quantise_again_and_compare() -> None:
+    warnings.simplefilter("ignore")
+    losses, found = _recomputed("delayed", {}, sharded=True)
+    expected_losses, expected = _recomputed("delayed", {}, sharded=False)
+    assert losses == expected_losses, (losses, expected_losses)
+    for name, tensor in expected.items():
+        if not name.endswith("gradient"):
+            assert torch.equal(found[f"module.{name}"], tensor), name
+
+
+def test_weights_that_are_quantised_again_in_backward_are_the_same_bytes() -> None:
+    """As without sharding, where they are kept: with the scale that forward used, and their largest value noted once."""
+    run_ranks(1, _quantise_again_and_compare, backend="nccl")
 
 
 def test_recomputation_multiplies_with_the_same_scales_and_leaves_no_trace() -> None:
