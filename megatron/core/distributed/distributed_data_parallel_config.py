@@ -15,7 +15,7 @@ ShardingStrategy = Literal["no_shard", "optim", "optim_grads", "optim_grads_para
 
 
 _BUFFERS = "buffers are planned before training, with fixed addresses"
-_FLOAT4 = "FP4 needs Blackwell, and mxfp8 too"
+_FLOAT4 = "FP4 needs Blackwell"
 
 NOT_SERVED: Served = {
     "fsdp_double_buffer": (ANY, "gathered weights lie in one arena with fixed addresses"),
@@ -32,21 +32,21 @@ NOT_SERVED: Served = {
     ),
     "reduce_scatter_with_fp32_accumulation": ((False,), "set megatron_fsdp_grad_comm_dtype=torch.float32 instead"),
     "fp4_param_gather": ((False,), _FLOAT4),
-    "reuse_grad_buf_for_mxfp8_param_ag": ((False,), _FLOAT4),
+    "reuse_grad_buf_for_mxfp8_param_ag": (ANY, "gathers and reductions have memory of their own"),
     "use_custom_fsdp": ((False,), "it is the old name of use_megatron_fsdp"),
-    "gradient_reduce_div_fusion": ((True,), "the scale is always applied with the reduction"),
+    "gradient_reduce_div_fusion": (ANY, "the scale is always applied with the reduction"),
     "preserve_fp32_weights": ((True,), "main weights always rest in megatron_fsdp_main_params_dtype"),
-    "fsdp_db_use_persist_buf_on_alloc_fail": ((False,), _BUFFERS),
-    "megatron_fsdp_max_pool_double_buffer": ((False,), _BUFFERS),
+    "fsdp_db_use_persist_buf_on_alloc_fail": (ANY, _BUFFERS),
+    "megatron_fsdp_max_pool_double_buffer": (ANY, _BUFFERS),
     "disable_symmetric_registration": (
         (False,),
         "registered buffers are symmetric; set fsdp_transport='nccl' to register none",
     ),
-    "delay_wgrad_compute": ((False,), "weight gradients are computed in backward"),
+    "delay_wgrad_compute": (ANY, "weight gradients are computed in backward"),
     "megatron_fsdp_use_decoupled_grad": ((False,), "gradients are in param.grad, in megatron_fsdp_main_grads_dtype"),
     "megatron_fsdp_cuda_graph_mode": ((False,), "FullCudaGraph captures steps without a mode of the engine"),
     "megatron_fsdp_enable_fine_grained_param_gather": (
-        (False,),
+        ANY,
         "weights are gathered unit by unit; choose units with fsdp_unit_modules",
     ),
 }

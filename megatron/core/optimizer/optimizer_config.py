@@ -23,15 +23,14 @@ NOT_SERVED: Served = {
     "fp8_recipe": (ANY, "the model says its recipe"),
     "main_grads_dtype": ((torch.float32,), "use DistributedDataParallelConfig.megatron_fsdp_main_grads_dtype"),
     "main_params_dtype": ((torch.float32,), "use DistributedDataParallelConfig.megatron_fsdp_main_params_dtype"),
-    "use_precision_aware_optimizer": ((False,), "use store_param_remainders with bf16 main weights"),
     "use_distributed_optimizer": (ANY, "DistributedDataParallelConfig says what is sharded"),
     "overlap_param_gather": (ANY, "DistributedDataParallelConfig says what overlaps"),
     "decoupled_weight_decay": ((True,), "adam is AdamW; sgd's decay is torch's"),
     "apply_wd_to_qk_layernorm": ((False,), "weight decay is of matrices alone"),
-    "pin_cpu_grads": (ANY, "only optimizer_cpu_offload reads it"),
-    "pin_cpu_params": (ANY, "only optimizer_cpu_offload reads it"),
     "barrier_with_L1_time": (ANY, "timing adds no barrier"),
-    "config_logger_dir": (("",), "configurations are not written to files"),
+    "config_logger_dir": (ANY, "a caller's log_config_to_disk writes there"),
+    "optimizer_cuda_graph": (ANY, "FullCudaGraph captures the whole step, the optimizer with it"),
+    "reuse_grad_buf_for_mxfp8_param_ag": (ANY, "gathers and reductions have memory of their own"),
     "grad_norm_skip_threshold": ((float("inf"),), "no step is skipped; check_for_nan_in_grad ends a run"),
 }
 """Maps a field to (values that are served, why others are not)."""
@@ -47,8 +46,7 @@ _FAMILIES = (
     ("use_torch_optimizer_for", _DEVICE),
     ("overlap_cpu", _DEVICE),
     ("overlap_param_gather_with", "the optimizer's step ends before weights are gathered"),
-    ("reuse_grad_buf", "mxfp8 needs Blackwell"),
-    ("optimizer_cuda_graph", "FullCudaGraph captures the step, the optimizer with it"),
+    ("pin_cpu", _DEVICE),
     *((start, _LATER) for start in ("muon_", "lion_", "soap_", "adaptive_muon", "use_layer_wise")),
 )
 
@@ -92,9 +90,12 @@ class OptimizerConfig(CheckedConfig):
     adam_eps: float = 1e-8
     sgd_momentum: float = 0.9
 
+    use_precision_aware_optimizer: bool = False
+    """The same as ``store_param_remainders``: the model's main weights must be bf16."""
+
     store_param_remainders: bool = False
     """Adam on bf16 main weights: keep the lower 16 bits of the fp32 weights as optimizer state; see ``FlatAdamW``. Off by
-    default, unlike Megatron-Core, where ``use_precision_aware_optimizer`` must be set besides."""
+    default, unlike Megatron-Core, where it does nothing without ``use_precision_aware_optimizer``."""
 
     overlap_update_with_forward: bool = True
     """Adam's updates of sharded models overlap the next forward; see ``FlatAdamW`` for what must wait for them."""
@@ -108,6 +109,8 @@ class OptimizerConfig(CheckedConfig):
     def __post_init__(self) -> None:
         if self.min_lr is None:
             self.min_lr = 0.0
+        if self.use_precision_aware_optimizer:
+            self.store_param_remainders = True
         self.finish()
 
     def check(self) -> None:
