@@ -450,6 +450,8 @@ def _logging(args: Namespace) -> LoggingConfig:
         log_throughput=args.log_throughput,
         log_params_norm=args.log_params_norm,
         log_progress=args.log_progress,
+        timing_log_level=args.timing_log_level,
+        timing_log_option=args.timing_log_option,
         logging_level=args.logging_level,
         tensorboard_dir=args.tensorboard_dir,
         tensorboard_queue_size=args.tensorboard_queue_size,

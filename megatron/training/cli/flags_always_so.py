@@ -52,9 +52,6 @@ ALWAYS_SO: dict[str, AlwaysSo] = {
         fact="each pipeline stage reduces its gradients as soon as its backward has computed them"
     ),
     "--no-align-param-gather": AlwaysSo(fact="each pipeline stage gathers weights by its own plan"),
-    "--timing-log-level": AlwaysSo(
-        fact="iterations are timed as a whole", values=("0",), otherwise="iterations are timed as a whole (0), no parts"
-    ),
     "--no-barrier-with-level-1-timing": AlwaysSo(fact="timing adds no barrier"),
     "--disable-msc": AlwaysSo(fact="all files are local"),
     "--enable-experimental": AlwaysSo(fact="no feature depends on this switch"),

@@ -51,6 +51,19 @@ def add_logging_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--log-progress", action="store_true", help="write when jobs start and save to progress.txt, in --save"
     )
+    group.add_argument(
+        "--timing-log-level",
+        type=int,
+        choices=[0, 1, 2],
+        default=0,
+        help="time no parts of steps (0), forward with backward and the optimizer (1), or each microbatch too (2)",
+    )
+    group.add_argument(
+        "--timing-log-option",
+        choices=["max", "minmax", "all"],
+        default="minmax",
+        help="what lines of times show of the ranks (default: minmax)",
+    )
     group.add_argument("--logging-level", type=int, help="level of Python's root logger")
     group.add_argument("--tensorboard-dir", help="folder of TensorBoard logs")
     group.add_argument("--tensorboard-queue-size", type=int, default=1000, help="events until a flush (default: 1000)")

@@ -129,7 +129,6 @@ REFUSED: dict[str, str] = {
     "--log-energy": "energy is not measured",
     "--log-max-attention-logit": "logits of attention are not kept",
     "--run-workload-inspector-server": "there is no server beside training",
-    "--timing-log-option": "iterations are timed as a whole",
     "--use-torch-optimizer-for-cpu-offload": _OFFLOAD,
     "--overlap-cpu-optimizer-d2h-h2d": _OFFLOAD,
     "--fine-grained-activation-offloading": _OFFLOAD,

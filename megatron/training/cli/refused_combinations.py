@@ -381,6 +381,12 @@ REFUSALS: tuple[Refusal, ...] = (
         _GRAPH_REMEDY,
     ),
     _not_served(
+        "a CUDA graph with `--timing-log-level` above 0",
+        lambda a: captures_iterations(a) and a.timing_log_level > 0,
+        "parts of a graph are not timed",
+        "use `--profile`",
+    ),
+    _not_served(
         "a CUDA graph with experts",
         lambda a: captures_iterations(a) and a.num_experts is not None,
         "the host must know in each step how many tokens an expert gets",

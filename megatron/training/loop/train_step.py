@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -41,6 +41,14 @@ class StepRecord(NamedTuple):
     with experts, microbatches and data-parallel ranks. None: the model has none."""
 
 
+class PartTimer(Protocol):
+    """What is told when parts of a step begin and end."""
+
+    def start(self, name: str) -> None: ...
+
+    def stop(self, name: str) -> None: ...
+
+
 class StepComputation:
     """The device work of a step, which can be captured and replayed.
 
@@ -51,6 +59,9 @@ class StepComputation:
         model: the sharded model; its process groups say which ranks share sequences and which average gradients.
         per_token_loss: the engine sums gradients over ranks instead of averaging them, and the step scales them once.
         stage: this rank's pipeline stage; None: the model is not split into stages.
+
+    Attributes:
+        timer: of the parts of steps; None: they are not timed.
 
     Ranks: all of the model's groups.
     """
@@ -73,6 +84,7 @@ class StepComputation:
         self.pipeline = Pipeline(self.stage)
         self.set_num_microbatches(num_microbatches)
         self.auxiliary_losses = record_auxiliary_losses(model, model.config)
+        self.timer: PartTimer | None = None
         self.microbatch = 0  # whose forward or backward has begun last
 
     def set_num_microbatches(self, num_microbatches: int) -> None:
@@ -90,6 +102,9 @@ class StepComputation:
         if self.auxiliary_losses is not None:
             self.auxiliary_losses.clear()
         microbatches_of_stage = _Microbatches(self, iter(microbatches), draw)
+        timer = self.timer
+        if timer is not None:
+            timer.start("forward-backward")
         self.pipeline.forward_backward(microbatches_of_stage, self.num_microbatches)
         sums = microbatches_of_stage.sums
         if self.stage.num_stages > 1:
@@ -99,8 +114,13 @@ class StepComputation:
             groups = self.model.pg_collection
             dist.all_reduce(tokens, group=groups.dp_cp or groups.dp)
             self.model.scale_gradients((1.0 / tokens.clamp(min=1.0)).float())
+        if timer is not None:
+            timer.stop("forward-backward")
+            timer.start("optimizer")
         result = self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        if timer is not None:
+            timer.stop("optimizer")
         results = {"loss_and_tokens": sums, "grad_norm": result.grad_norm}
         if result.num_zeros_in_grad is not None:
             results["num_zeros_in_grad"] = result.num_zeros_in_grad
@@ -137,11 +157,19 @@ class _Microbatches:
 
     def forward(self, index: int, hidden_states: Tensor | None) -> Tensor:
         self.step.microbatch = index
+        timer = self.step.timer
+        if timer is not None:
+            timer.start("batch-generator")
         data = next(self.microbatches)
+        if timer is not None:
+            timer.stop("batch-generator")
+            timer.start("forward-compute")
         # After next(), since loaders may draw random numbers, on which dropout must not depend.
         self.draw(index)
         with microbatch(self.step.model, is_first=index == 0, is_last=False):
             output = self.step.stage_forward(data, hidden_states)
+        if timer is not None:
+            timer.stop("forward-compute")
         if isinstance(output, Tensor):
             return output
         loss, tokens = output
@@ -150,8 +178,13 @@ class _Microbatches:
 
     def backward(self, index: int, output: GradientEdge, gradient: Tensor | None) -> None:
         is_last = index == self.step.num_microbatches - 1
+        timer = self.step.timer
+        if timer is not None:
+            timer.start("backward-compute")
         with microbatch(self.step.model, is_first=False, is_last=is_last):
             torch.autograd.backward(output, gradient)
+        if timer is not None:
+            timer.stop("backward-compute")
 
 
 class TrainStep:

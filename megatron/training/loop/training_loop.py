@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -122,6 +123,7 @@ class TrainingLoop:
         self.device, self.stage, self.profiler = device, stage, profiler
         self.last_iteration = config.last_iteration(state, batch)
         self._contexts = contexts_of(step.model)
+        step.computation.timer = log.timers
 
     def run(self) -> str:
         """Train to the end, save the last state and return why training ended.
@@ -243,7 +245,9 @@ class TrainingLoop:
         self.log.stop_clock()
         # A state with a non-finite loss or gradient must not become the latest checkpoint, so flags are read first.
         self._reason = self.agreement.collect().end_requested or self._reason
+        began = time.perf_counter()
         self.checkpointer.save(self.state)
+        self.log.write_times({"save-checkpoint": time.perf_counter() - began})
         self.log.start_clock()
 
     def evaluate(self, where: str) -> float | None:
@@ -252,6 +256,7 @@ class TrainingLoop:
             return None
         self.log.stop_clock()
         self.garbage.around_evaluation()
+        began = time.perf_counter()
         loss = evaluate(
             self.step.model,
             self.forward_step,
@@ -261,6 +266,7 @@ class TrainingLoop:
             device=self.device,
             stage=self.stage,
         )
+        self.log.write_times({"evaluate": time.perf_counter() - began})
         self.state.consumed_valid_samples += self.config.eval_iters * self.eval_batch.global_batch_size
         self.log.write_evaluation(
             where,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,6 +16,7 @@ from megatron.training.loop.train_step import StepRecord
 from megatron.training.telemetry.log_line import LogRecord, format_evaluation, format_log_line
 from megatron.training.telemetry.memory import memory_in_mib, memory_line, memory_scalars
 from megatron.training.telemetry.step_clock import make_step_clock
+from megatron.training.telemetry.step_timers import Spans, StepTimers, format_timers, of_all_ranks
 from megatron.training.telemetry.tensorboard_writer import TensorboardWriter
 from megatron.training.telemetry.wandb_writer import WandbWriter
 
@@ -36,6 +37,12 @@ class LoggingConfig:
 
     log_progress: bool = False
     """Write when jobs started and what they saved to ``progress.txt``, in the folder of ``--save``."""
+
+    timing_log_level: int = 0
+    """Parts of steps to time: none (0), forward with backward and the optimizer (1), and those of microbatches (2)."""
+
+    timing_log_option: str = "minmax"
+    """What a line of times shows of the ranks: "max", "minmax" or "all"."""
 
     logging_level: int | None = None
     """Level of Python's root logger; None: leave it."""
@@ -126,6 +133,7 @@ class _PendingLine:
     """Time at which its last step is done."""
     learning_rates: dict[bool, float]
     """Learning rates; the key says whether it is the decoupled one."""
+    spans: Spans
     is_due: bool
     """False: it is the line of the first iteration, which the next line counts again."""
 
@@ -164,6 +172,7 @@ class MetricLog:
         self._pending: _PendingLine | None = None
         self._delays = device.type == "cuda"
         self._clock = make_step_clock(device)
+        self.timers = StepTimers(config.timing_log_level, self._clock) if config.timing_log_level else None
         self._elapsed = 0.0
         self._started: Any = None  # time from which on the clock counts; None while it is stopped
 
@@ -226,6 +235,7 @@ class MetricLog:
             has_params_norm=bool(params_norm),
             end=self._clock.now(),
             learning_rates=_learning_rates(optimizer),
+            spans=self.timers.spans(resets=is_due) if self.timers is not None else {},
             is_due=is_due,
         )
         self._num_written = 0 if is_due else len(self._steps)
@@ -287,6 +297,22 @@ class MetricLog:
                 is_due=line.is_due,
             )
         )
+        if self.timers is not None:
+            seconds_of_parts = self.timers.seconds(line.spans)
+            means_of_parts = {name: total / count for name, total in seconds_of_parts.items()}
+            self.write_times(means_of_parts, last.iteration if self.config.timers_to_tensorboard else None)
+
+    def write_times(self, seconds: Mapping[str, float], iteration: int | None = None) -> None:
+        """Write a line of times on all ranks, and with an iteration points of the longest ones. Ranks: all; blocks."""
+        milliseconds = of_all_ranks(seconds, self.device)
+        if dist.get_rank() != 0:
+            return
+        print(format_timers(milliseconds, self.config.timing_log_option), flush=True)
+        if iteration is not None:
+            for writer in self.writers:
+                longest = {f"{name}-time": max(of_ranks) / 1000.0 for name, of_ranks in milliseconds.items()}
+                writer.add_scalars(longest, iteration)
+                writer.flush()
 
     def _add_points(self, step: _Step, values: dict[str, float | None], auxiliary_losses: dict[str, float]) -> None:
         """Give the writers the values of one step under Megatron-LM's names."""

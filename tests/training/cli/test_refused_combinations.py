@@ -91,6 +91,7 @@ COMBINATIONS: list[tuple[str, str]] = [
         f"{GRAPH} --rampup-batch-size 8 8 16 --global-batch-size 16",
         f"{GRAPH} --global-batch-size 16",
     ),
+    (f"{GRAPH} --timing-log-level 1", GRAPH),
     (f"{GRAPH} {EXPERTS}", f"--cuda-graph-impl none {EXPERTS}"),
     (f"{GRAPH} --pipeline-model-parallel-size 2", f"{GRAPH} --tensor-model-parallel-size 2"),
 ]

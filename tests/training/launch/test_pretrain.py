@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,7 @@ _OTHERS = {
     "everything logged": (
         f"{SHARDED} --log-throughput --log-params-norm --log-num-zeros-in-grad --decoupled-lr 1e-3 --eval-iters 1 "
         "--eval-interval 2 --tensorboard-dir FOLDER --log-timers-to-tensorboard --log-memory-to-tensorboard "
-        "--log-validation-ppl-to-tensorboard --log-world-size-to-tensorboard --manual-gc --manual-gc-interval 1 --optimizer sgd"
+        "--timing-log-level 2 --log-validation-ppl-to-tensorboard --log-world-size-to-tensorboard --manual-gc --manual-gc-interval 1 --optimizer sgd"
     ),
     "profiled": (
         f"{SHARDED} --profile --profile-step-start 1 --profile-step-end 3 --use-pytorch-profiler --profile-ranks 1 "
@@ -109,11 +110,17 @@ def test_everything_that_can_be_logged_is_logged(on_two: dict[str, Run], folder:
         "learning-rate", "learning-rate vs samples", "batch-size", "batch-size vs samples", "lm loss", "lm loss vs samples",
         "loss-scale", "loss-scale vs samples", "world-size", "world-size vs samples", "grad-norm", "grad-norm vs samples",
         "num-zeros", "num-zeros vs samples", "params-norm", "params-norm vs samples", "iteration-time", "throughput",
+        "forward-backward-time", "optimizer-time", "batch-generator-time", "forward-compute-time", "backward-compute-time",
         "lm loss validation", "lm loss validation vs samples", "lm loss validation ppl", "lm loss validation ppl vs samples",
         # Ours.
         "decoupled-learning-rate", "decoupled-learning-rate vs samples", "tokens-per-second-per-device",
         "memory resident (MiB)", "lm loss test", "lm loss test vs samples", "lm loss test ppl", "lm loss test ppl vs samples",
     }  # fmt: skip
+    times = re.findall(r"^    (\S+) \.+: \((\d+\.\d\d), (\d+\.\d\d)\)$", run.output, re.M)
+    assert [name for name, *_ in times].count("forward-compute") == 4 and all(
+        float(low) <= float(high) for _, low, high in times
+    )
+    assert [name for name, *_ in times].count("evaluate") == 3
     by_samples = [(event.step, event.value) for event in events.Scalars("lm loss vs samples")]
     assert [step for step, _ in by_samples] == [8, 16, 24, 32]
     assert [value for _, value in by_samples] == [event.value for event in events.Scalars("lm loss")]
