@@ -69,6 +69,7 @@ class ScaledWeights(GroupWeights):
         restarts: the next scales are those of the weights as they are, without a history.
         has_following: ``scales.following`` is what the next step needs: nothing was loaded since.
         was_updated: an update has measured the main weights, and written bytes where it could, since the last scales.
+        reads_update: the bytes of this weight version are those that an update wrote.
         prepare_scales: brings the scales of all groups of the context up to date with the main weights.
     """
 
@@ -77,7 +78,7 @@ class ScaledWeights(GroupWeights):
     codec: Fp8Codec
     scales: Scales
     prepare_scales: Callable[[], None]
-    has_following = was_updated = False
+    has_following = was_updated = reads_update = False
     _is_encoded = False
 
     def _follow_main(self) -> None:
@@ -107,14 +108,31 @@ class ScaledWeights(GroupWeights):
         """Whether what is done now becomes part of a CUDA graph."""
         return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
+    @property
+    def is_as_updated(self) -> bool:
+        """Whether main weights are as the latest update left them, which measured them."""
+        return self.was_updated and self.write_count == self.updated_write_count
+
     def begin_update(self, *, is_whole: bool) -> UpdateEncoding | None:
         self._forget_update()  # two updates without a forward between them
-        # A replayed graph must not depend on what ran eagerly between replays: it measures and encodes in each forward.
-        if not (is_whole and self.has_following and self.codec.encodes_by_tensor) or self.is_captured:
+        # A captured step that began with a measurement does so in each replay, whatever ran eagerly between them.
+        measures_later = self.is_captured and not self.reads_update
+        if measures_later or not (is_whole and self.has_following and self.codec.encodes_by_tensor):
             return None
         self.was_updated = True
         target = self.encoded_piece if self.codec.has_history else None
         return UpdateEncoding(target, self.scales.following, self.scales.amax, self.dtypes.compute)
+
+    def end_partial_update(self) -> None:
+        if self.is_captured and self.reads_update:
+            self.write_as_update()
+
+    def write_as_update(self) -> None:
+        """Measure main weights and write their bytes, as an update does. Only where scales depend on earlier steps alone."""
+        for piece, main, target in self._parts:
+            self.codec.raise_amax(self._amax[piece.weight], main, piece)
+            self.codec.write(target, main, self._following[piece.weight], piece, nominal=self.dtypes.compute)
+        self.was_updated, self.updated_write_count = True, self.write_count
 
     def measure(self, *, anew: bool) -> None:
         """Raise ``scales.amax`` to the largest absolute values of this rank's main weights.
@@ -122,7 +140,7 @@ class ScaledWeights(GroupWeights):
         Args:
             anew: also what an update has measured.
         """
-        is_measured = self.was_updated and not anew and self.write_count == self.updated_write_count
+        is_measured = not anew and self.is_as_updated
         self._is_encoded = is_measured and self.codec.has_history
         if is_measured:
             return

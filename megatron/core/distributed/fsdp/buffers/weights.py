@@ -219,6 +219,11 @@ class GroupWeights:
         """
         return None
 
+    def end_partial_update(self) -> None:
+        """Write ``piece_of_update`` after an update that left some of the main weights out."""
+        if self.piece_of_update is not None:
+            self.piece_of_update.copy_(self.main.local)
+
     def sync(self, *, casts: bool = True) -> None:
         """Bring the model weight up to date with the main weight. Ranks: all, where the model weight is replicated.
 

@@ -162,8 +162,8 @@ class FlatAdamW(torch.optim.Optimizer):
         leaves_some = bool(self._idle) and not self._idle.isdisjoint(group.sharded)
         encoding = weights.begin_update(is_whole=not leaves_some)
         self._update.update(shard, group.grads.main_storage.flat, self._table.columns.coefficients, encoding)
-        if leaves_some and (piece := weights.piece_of_update) is not None:
-            piece.copy_(weights.main.local)  # the update says that the model weight is up to date
+        if leaves_some:
+            weights.end_partial_update()  # the update says that the model weight is up to date
 
     def refresh_hyperparameters(self) -> None:
         """Copy changed hyperparameters to the device: ``step`` does; before a replay of a captured ``step``, the caller.

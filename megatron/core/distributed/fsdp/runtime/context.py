@@ -232,9 +232,16 @@ class FsdpContext:
         self.unsharder.reshard_held()
         self.unsharder.reshard_idle()
         in_order = sorted(groups, key=lambda group: self.planner.first_use(self.registry.owner(group).index))
-        self._updater.run(in_order, update, overlaps=overlaps)
+        self._updater.run(in_order, update, first=self._weight_scales.begin_update, overlaps=overlaps)
         self.note_update(groups)
         self._weight_versions.begin()
+
+    def begin_replay(self) -> None:
+        """Bring what eager passes left to where a captured step begins: before its capture, and before each replay.
+
+        Without it a step may be captured too; it then does in each replay what cannot be known to have been done.
+        """
+        self._weight_scales.begin_replay()
 
     def note_update(self, groups: Sequence[FsdpParameterGroup]) -> None:
         """Note that an optimizer has stepped on these groups, some of the context, for other ranks to compare. Ranks: all, alike."""

@@ -21,15 +21,19 @@ class Updater:
         self._beside: list[FsdpParameterGroup] = []  # groups whose updates compute has not waited for as a whole
         self._last: Any = None
 
-    def run(self, groups: Sequence[FsdpParameterGroup], update: Update, *, overlaps: bool) -> None:
-        """Call ``update`` for each group, in this order; beside compute if ``overlaps``."""
+    def run(
+        self, groups: Sequence[FsdpParameterGroup], update: Update, *, first: Callable[[], None], overlaps: bool
+    ) -> None:
+        """Call ``first``, then ``update`` for each group, in this order; beside compute if ``overlaps``."""
         self.finish()
         if not overlaps:
+            first()
             for group in groups:
                 _run(group, update)
             return
         self.streams.wait(Edge.GRADS_FINAL, self.streams.record(Role.COMPUTE))
         with self.streams.on(Role.UPDATE):
+            first()
             for group in groups:
                 _run(group, update)
                 weights = group.weights

@@ -18,7 +18,9 @@ class WeightScales:
     """Measures main weights, reduces what each rank found, and computes scales: once for all groups of a context.
 
     The first all-gather of a weight version does it, on the gather stream, before any group is encoded: every rank comes
-    to it at the same place. Groups that share codec and ranks are a batch, whose scales lie in one vector.
+    to it at the same place. Where an update has written the bytes, with scales that were known before it, that gather waits
+    for its own unit's update alone; what the update measured is reduced before the next update, which needs the next
+    scales. Groups that share codec and ranks are a batch, whose scales lie in one vector.
     """
 
     def __init__(self, streams: Streams, unsharder: Unsharder) -> None:
@@ -48,12 +50,18 @@ class WeightScales:
         keys = list(map(id, members))
         if keys != self._batched:
             self._batched, self._batches = keys, _batches(members)
-        for weights in members:
-            if weights.updated is not None:
-                self.streams.wait(Edge.UNIT_UPDATED, weights.updated)
-                weights.updated = None
         for batch in self._batches:
-            batch.refresh()
+            batch.prepare(self.streams)
+
+    def begin_update(self) -> None:
+        """Compute the scales with which the coming update writes bytes. Ranks: all that hold parts of the weights."""
+        for batch in self._batches:
+            batch.begin_update()
+
+    def begin_replay(self) -> None:
+        """Make the scales what the first gather of a captured step found: an update's, whatever ran eagerly since."""
+        for batch in self._batches:
+            batch.restore_update()
 
 
 class _Batch:
@@ -72,39 +80,100 @@ class _Batch:
             own.copy_(weights.scales)
             weights.take_scales(own)
             begin += number
+        # This version's bytes are those that an update wrote, whose maxima are not reduced yet; and whether one ever was.
+        self._reads_update = self._follows_updates = False
 
-    def refresh(self) -> None:
+    @property
+    def members(self) -> list[ScaledWeights]:
+        """The groups that still exist."""
+        return [weights for ref in self._members if (weights := ref()) is not None]
+
+    def prepare(self, streams: Streams) -> None:
+        """Bring the scales up to date for a weight version. Ranks: all that hold parts of the weights."""
+        members = self.members
+        is_second = self._reads_update  # version since the update: weights may have been written otherwise
+        reads_update = self._codec.has_history and not is_second and all(weights.was_updated for weights in members)
+        for weights in members:
+            weights.reads_update = reads_update
+            if weights.updated is not None and not (reads_update and weights.is_as_updated):
+                streams.wait(Edge.UNIT_UPDATED, weights.updated)
+                weights.updated = None
+        self.begin_update()
+        if reads_update:
+            self._reads_update = self._follows_updates = True
+            scales = self._scales
+            self._codec.used_scales(scales.scale).copy_(self._codec.used_scales(scales.following))
+            torch.reciprocal(scales.scale, out=scales.inverse)
+            for weights in members:
+                weights.measure(anew=False)
+        else:
+            self._refresh(members)
+
+    def begin_update(self) -> None:
+        """Reduce what the latest update measured and compute the scales of the next, if that has not been done."""
+        reads_update, self._reads_update = self._reads_update, False
+        members = self.members
+        if reads_update and all(weights.has_following for weights in members):  # nothing was loaded since
+            amax, _ = self._reduced(members)
+            self._remember(amax)
+            self._look_ahead(amax, members)
+
+    def restore_update(self) -> None:
+        """Be as after an update, which a captured step begins with, if forwards have only read what one wrote."""
+        self._reads_update = False
+        members = self.members
+        if self._follows_updates and not all(weights.was_updated for weights in members):
+            self._codec.used_scales(self._scales.following).copy_(self._codec.used_scales(self._scales.scale))
+            self._scales.amax.zero_()
+            for weights in members:
+                weights.write_as_update()
+
+    def _refresh(self, members: list[ScaledWeights]) -> None:
         codec, scales = self._codec, self._scales
-        members = [weights for ref in self._members if (weights := ref()) is not None]
-        is_captured = members[0].is_captured
+        is_captured = any(weights.is_captured for weights in members)
         # A step that wrote bytes took the scales that follow from the history, whatever the new weights are.
         has_stepped = not is_captured and any(weights.was_updated for weights in members)
         for weights in members:
             weights.measure(anew=is_captured)
-            weights.was_updated = False
-        if members:
-            # Of parts of a weight under one name the histories must be one.
-            members[0].reduce_maxima(scales.amax, in_tensor_group=codec.has_history)
-        scales.amax.copy_(scales.amax.to(self._dtype))  # of the rounded weights: rounding keeps the order
-        amax, former = codec.used_scales(scales.amax), codec.used_scales(scales.scale)
+        amax, former = self._reduced(members)
         scale = codec.next_scale(amax, former, scales.history)
         if codec.has_history:
-            # Weights that are as they were (an evaluation, another forward) keep their scales: no step has passed.
-            has_changed = (amax != scales.history[0]).any()
             if not has_stepped:
-                scale = torch.where(has_changed, scale, former)
-            history = torch.cat((amax.unsqueeze(0), scales.history[:-1]))
-            scales.history.copy_(torch.where(has_changed, history, scales.history))
+                # Weights that are as they were (an evaluation, another forward) keep their scales: no step has passed.
+                scale = torch.where((amax != scales.history[0]).any(), scale, former)
+            self._remember(amax)
         former.copy_(scale)
         for weights in members:
             if weights.restarts:
                 weights.restart_scales()
         torch.reciprocal(scales.scale, out=scales.inverse)
+        self._look_ahead(amax, members)
+
+    def _reduced(self, members: list[ScaledWeights]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Reduce what was measured; return it, and the scales."""
+        codec, scales = self._codec, self._scales
+        if members:
+            # Of parts of a weight under one name the histories must be one.
+            members[0].reduce_maxima(scales.amax, in_tensor_group=codec.has_history)
+        scales.amax.copy_(scales.amax.to(self._dtype))  # of the rounded weights: rounding keeps the order
+        return codec.used_scales(scales.amax), codec.used_scales(scales.scale)
+
+    def _remember(self, amax: torch.Tensor) -> None:
+        """Put the maxima into the history, if a step has passed."""
+        if self._codec.has_history:
+            history = self._scales.history
+            has_changed = (amax != history[0]).any()
+            history.copy_(torch.where(has_changed, torch.cat((amax.unsqueeze(0), history[:-1])), history))
+
+    def _look_ahead(self, amax: torch.Tensor, members: list[ScaledWeights]) -> None:
+        """Compute the scales that follow, and begin to measure anew."""
+        codec, scales = self._codec, self._scales
         if codec.has_history:
-            codec.used_scales(scales.following).copy_(codec.next_scale(amax, former, scales.history))
+            scale = codec.next_scale(amax, codec.used_scales(scales.scale), scales.history)
+            codec.used_scales(scales.following).copy_(scale)
         scales.amax.zero_()
         for weights in members:
-            weights.has_following = True
+            weights.was_updated, weights.has_following = False, True
 
 
 def _batches(members: list[ScaledWeights]) -> list[_Batch]:

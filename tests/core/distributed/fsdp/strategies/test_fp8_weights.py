@@ -28,6 +28,7 @@ from megatron.core.distributed.fsdp import (
 from megatron.core.distributed.fsdp.buffers.scaled_weights import ScaledWeights, Scales
 from megatron.core.distributed.fsdp.codec.update_encoding import UpdateEncoding
 from megatron.core.distributed.fsdp.comm.process_group import ProcessGroupTransport, RankOrderTransport
+from megatron.core.distributed.fsdp.runtime.streams import Streams
 from tests.support.float8_weights import (
     DequantizedWeight,
     Fp8Net,
@@ -275,6 +276,33 @@ def _compare_updates(recipe: str, strategy: str, expected: set[str]) -> None:
                 own, other = (getattr(group.weights.scales, name) for group in (ours, theirs))
                 assert torch.equal(own, other), (recipe, strategy, step, name)
             assert torch.equal(ours.weights.model.local, theirs.weights.model.local)
+
+
+@CHECKS.on(2)
+def a_forward_waits_for_the_update_of_the_unit_at_hand() -> None:
+    """Where updates write bytes: their maxima are reduced by the next update, which alone needs them."""
+    net = shard(make_fp8_net(make_codec("delayed"), num_blocks=4), "optim_grads_params")
+    optimizer = FlatAdamW(net.parameters(), lr=0.01, overlaps_forward=True)
+    groups = scaled_groups(net)
+    waited: list[object] = []
+    at_first_block: list[int] = []
+    net.blocks[0].register_forward_pre_hook(lambda *_: at_first_block.append(len(waited)))
+    num_scales = sum(group.weights.scales.amax.numel() for group in groups)
+    for step in range(4):
+        if step > 1:
+            for group in groups:  # as on a device, where an event says that the update is done
+                group.weights.updated = object()
+        with (
+            _counted_maxima() as in_forward,
+            patch.object(Streams, "wait", lambda _, edge, event: waited.append(event) if event else None),
+        ):
+            loss = fp8_loss(net, fp8_batch(step, 2)[dist.get_rank()])
+        loss.backward()
+        with _counted_maxima() as in_step:
+            optimizer.step()
+        optimizer.zero_grad()
+        assert (in_forward, in_step) == (([num_scales], []) if step == 0 else ([], [num_scales])), step
+    assert len(groups) == 4 and at_first_block == [0, 0, 2, 4 + 2], "the first block's, and the next one's"
 
 
 def _train_adamw(net: Fp8Net, optimizer: torch.optim.Optimizer, steps: range) -> list[torch.Tensor]:
