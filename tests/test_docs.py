@@ -100,7 +100,7 @@ def test_all_other_blocks_are_run_by_the_tests_below() -> None:
     assert {page.name: len(blocks(page)) for page in of_users if blocks(page)} == {
         "README.md": 2 + 3,
         "audit.md": 2,
-        "checkpoints.md": 2,
+        "checkpoints.md": 3,
         "data.md": 1,
         "splitting_the_model.md": 1,
     }
@@ -121,6 +121,13 @@ def test_the_launch_script_trains_and_its_checkpoint_can_be_sampled_from(checkou
     printed = run(["bash", "-euc", blocks(README, "bash")[2]], checkout, python=sys.executable)
     assert "iteration       10/      10" in printed and (checkout / "runs/first/iter_0000010").is_dir()
     assert run(["bash", "-euc", blocks(CHECKPOINTS, "bash")[0]], checkout).startswith("import")
+
+
+def test_a_model_of_another_program_is_converted_and_back(checkout: Path) -> None:
+    (checkout / "models").mkdir()
+    (checkout / "models/Qwen3-8B").symlink_to(REPOSITORY / "tests/support/fixtures/huggingface/qwen3")
+    printed = run(["bash", "-euc", blocks(CHECKPOINTS, "bash")[1]], checkout)
+    assert printed.startswith("--num-layers 2 ") and (checkout / "models/copy/model.safetensors").is_file()
 
 
 def test_a_split_model_trains(checkout: Path) -> None:
