@@ -105,8 +105,11 @@ class MLP(MegatronModule):
 
     @property
     def recomputes_activation(self) -> bool:
-        """Whether what is activated is released after forward and computed again in backward."""
-        return self.training and recomputes(self.config, "mlp_act")
+        """Whether what is activated is released after forward and computed again in backward.
+
+        Not in a forward that is itself a recomputation in backward: that one's backward never runs, only what it saves is used.
+        """
+        return self.training and recomputes(self.config, "mlp_act") and torch._C._current_graph_task_id() == -1
 
     def _activate(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Activate [s, b, f] (or [s, b, 2f] where gated) to [s, b, f]; ``bias`` None: x includes it already."""

@@ -202,7 +202,7 @@ def _add_numerics_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--recompute-modules",
         nargs="*",
-        help="what selective recomputes: core_attn, mlp_act (the MLP's activation), or both (default: core_attn)",
+        help="what selective recomputes: core_attn, mlp_act (the MLP's activation), mlp, moe, or several of them (default: core_attn)",
     )
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from tests.support.tiny_gpt import build_gpt, random_tokens
 
@@ -19,6 +20,7 @@ METHODS: list[dict[str, Any]] = [
     {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp_act"]},
     {"recompute_granularity": "selective", "recompute_modules": ["mlp"]},
     {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]},
+    {"recompute_granularity": "selective", "recompute_modules": ["mlp", "mlp_act"]},
 ]
 ARGUMENTS = {"position_embedding_type": "rope"}
 FIELDS: dict[str, Any] = {
@@ -108,6 +110,16 @@ def test_what_is_activated_is_released_until_backward(fields: dict[str, Any]) ->
         assert seen[0].untyped_storage().nbytes() > 0 and attended == [1]
         results.append([p.grad for p in model.parameters()])
     assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+
+
+def test_nothing_is_released_where_the_whole_mlp_is_being_recomputed() -> None:
+    """That forward has no backward which would compute it again; recomputations that stop early hide this."""
+    fields: dict[str, Any] = {"recompute_granularity": "selective", "recompute_modules": ["mlp", "mlp_act"]}
+    losses, gradients, _ = _train_step(False)
+    with set_checkpoint_early_stop(False):
+        again, again_gradients, _ = _train_step(False, **fields)
+    assert torch.equal(losses, again)
+    assert all(torch.equal(gradient, again_gradients[name]) for name, gradient in gradients.items())
 
 
 def test_evaluation_recomputes_nothing() -> None:
