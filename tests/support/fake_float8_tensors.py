@@ -128,6 +128,8 @@ class QuantizedTensor(DequantizedWeight):
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.Tensor.isnan:  # the engine asks whether a weight has values
+            return args[0].dequantize().isnan()
         return torch.Tensor.__torch_function__.__func__(cls, function, types, args, kwargs or {})  # type: ignore[attr-defined]
 
 
@@ -160,9 +162,9 @@ class Float8Tensor(QuantizedTensor):
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        own = args[0]
         if function not in (torch.ops.aten.detach.default, torch.ops.aten.view.default):
             raise NotImplementedError(f"nothing but a GEMM may read these bytes, got {function}")
-        own = args[0]
         return cls(
             shape=own.shape,
             dtype=own.dtype,

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
-from types import ModuleType, SimpleNamespace
+from types import MethodType, ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -86,6 +86,8 @@ class FP8GlobalStateManager:
     recipe: Any = None
     group: Any = None
     is_first_module = False
+    fp8_parameters = False
+    high_precision_init_val = False
     seen: ClassVar[dict[bool, dict[int, tuple[Any, Any, Any]]]] = {True: {}, False: {}}
     """Scalings of forward (True) and backward whose histories are to be rolled."""
     num_rolls = 0
@@ -106,7 +108,16 @@ class FP8GlobalStateManager:
         return cls.group
 
     @classmethod
+    def with_fp8_parameters(cls) -> bool:
+        return cls.fp8_parameters
+
+    @classmethod
+    def with_high_precision_init_val(cls) -> bool:
+        return cls.high_precision_init_val
+
+    @classmethod
     def reset(cls) -> None:
+        cls.fp8_parameters = cls.high_precision_init_val = False
         cls.enabled, cls.depth, cls.recipe, cls.group, cls.num_rolls = False, 0, None, None, 0
         for seen in cls.seen.values():
             seen.clear()
@@ -149,6 +160,20 @@ class autocast:
         state.enabled, state.recipe, state.group = self._before
 
 
+@contextmanager
+def quantized_model_init(
+    enabled: bool = True, recipe: Any = None, preserve_high_precision_init_val: bool = False
+) -> Iterator[None]:
+    state = FP8GlobalStateManager
+    before = (state.fp8_parameters, state.recipe, state.high_precision_init_val)
+    state.fp8_parameters, state.recipe = enabled, recipe or DelayedScaling()
+    state.high_precision_init_val = preserve_high_precision_init_val
+    try:
+        yield
+    finally:
+        state.fp8_parameters, state.recipe, state.high_precision_init_val = before
+
+
 class DelayedScalingRecipeState:
     """Histories [length, tensors] and scales [tensors] of one direction; row 0 collects what is seen now."""
 
@@ -178,6 +203,36 @@ def _rounded(x: torch.Tensor, scale: torch.Tensor | None, largest: float, dtype:
     return ((wide * scale).clamp(-largest, largest).to(dtype).float() * scale.reciprocal()).to(x.dtype)
 
 
+def _quantized(values: torch.Tensor, recipe: Any) -> torch.Tensor:
+    """Make a weight of ``quantized_model_init``: with a scale of 1 under delayed scaling, as there."""
+    quantizer: Any
+    if isinstance(recipe, DelayedScaling):
+        scale = torch.ones(1)
+        quantizer = fake_float8_tensors.Float8Quantizer(scale, torch.zeros(1), torch.float8_e4m3fn)
+    else:
+        scale = torch.full((1,), 448.0).div(values.abs().max().float())
+        quantizer = fake_float8_tensors.Float8CurrentScalingQuantizer(torch.float8_e4m3fn, values.device)
+    return fake_float8_tensors.Float8Tensor(
+        shape=values.shape,
+        dtype=values.dtype,
+        data=(values.float() * scale).clamp(-448.0, 448.0).to(torch.float8_e4m3fn).view(torch.uint8),
+        fp8_scale_inv=scale.reciprocal(),
+        fp8_dtype=torch.float8_e4m3fn,
+        requires_grad=False,
+        data_transpose=None,
+        quantizer=quantizer,
+        device=values.device,
+    )
+
+
+def _kept(parameter: Any) -> torch.Tensor | None:
+    return getattr(parameter, "_high_precision_init_val", None)
+
+
+def _forget_kept(parameter: Any) -> None:
+    parameter.__dict__.pop("_high_precision_init_val", None)
+
+
 # ---- transformer_engine.pytorch.module ------------------------------------------------------------------------------
 
 
@@ -192,6 +247,10 @@ class TransformerEngineBaseModule(torch.nn.Module):
         self.tp_size = 1
         self.sequence_parallel = False
         self.param_init_meta: dict[str, Any] = {}
+        self.primary_weights_in_fp8 = FP8GlobalStateManager.with_fp8_parameters()
+        self.preserve_high_precision_init_val = FP8GlobalStateManager.with_high_precision_init_val()
+        if self.primary_weights_in_fp8:
+            self.fp8_meta["recipe"] = FP8GlobalStateManager.get_fp8_recipe()
         self._fp8_workspaces: dict[str, Any] = {}
 
     def fast_setattr(self, name: str, value: Any) -> None:
@@ -205,9 +264,22 @@ class TransformerEngineBaseModule(torch.nn.Module):
     def reset_parameters(self, defer_init: bool | None = False) -> None:
         if defer_init:
             return
-        for name, param in self.named_parameters(recurse=False):
+        found: list[tuple[str, Any]] = list(self.named_parameters(recurse=False))
+        for name, param in found:
+            if param.is_meta:
+                param = torch.empty_like(param, device="cpu")
             with torch.no_grad():
                 self.param_init_meta[name]["init_fn"](param)
+            if not self.primary_weights_in_fp8:
+                continue
+            # As there, every parameter is another one now, without the attributes of the former.
+            quantizes = self.param_init_meta[name].get("fp8_meta_index") is not None
+            fresh: Any = torch.nn.Parameter(_quantized(param.detach(), self.fp8_meta["recipe"]) if quantizes else param)
+            if quantizes and self.preserve_high_precision_init_val:
+                fresh._high_precision_init_val = param.detach().clone()
+                fresh.get_high_precision_init_val = MethodType(_kept, fresh)
+                fresh.clear_high_precision_init_val = MethodType(_forget_kept, fresh)
+            super().__setattr__(name, fresh)
 
     @property
     def is_fsdp2(self) -> bool:
@@ -407,7 +479,7 @@ class Linear(TransformerEngineBaseModule):
     def _add_parameters(self, init_method: Any, dtype: torch.dtype | None, device: Any, number: str = "") -> None:
         fill = init_method or (lambda weight: torch.nn.init.normal_(weight, std=0.023))
         weight = torch.empty(self.out_features, self.in_features, dtype=dtype, device=device)
-        self.register_parameter(f"weight{number}", torch.nn.Parameter(weight), init_fn=fill)
+        self.register_parameter(f"weight{number}", torch.nn.Parameter(weight), init_fn=fill, fp8_meta_index=1)
         if self.use_bias:
             bias = torch.nn.Parameter(torch.empty(self.out_features, dtype=dtype, device=device))
             self.register_parameter(f"bias{number}", bias, init_fn=torch.nn.init.zeros_)
@@ -749,7 +821,11 @@ def _modules() -> Mapping[str, ModuleType]:
         *fake_float8_tensors.CLASSES,
     )
     pytorch = module(
-        "transformer_engine.pytorch", fp8=fp8, autocast=autocast, **{kind.__name__: kind for kind in classes}
+        "transformer_engine.pytorch",
+        fp8=fp8,
+        autocast=autocast,
+        quantized_model_init=quantized_model_init,
+        **{kind.__name__: kind for kind in classes},
     )
     common = module("transformer_engine.common", recipe=recipe)
     top = module("transformer_engine", pytorch=pytorch, common=common, __version__="2.20.2")

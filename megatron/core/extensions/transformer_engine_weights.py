@@ -39,28 +39,50 @@ _RECIPES = {
 }
 
 
-def codec_of_quantized(tensor: Any) -> Fp8Codec:
-    """Return the codec of a weight that ``quantized_model_init`` made.
+def codec_of_quantized(tensor: Any, module: Any) -> Fp8Codec:
+    """Return the codec of a weight of ``module`` that ``quantized_model_init`` made.
 
     Raises:
         NotImplementedError: its quantiser is none of those for E4M3 with one scale, or with one for each 128 x 128 elements.
     """
+    from megatron.core.extensions.transformer_engine import te
+
     quantizer = tensor._quantizer
     recipe = _RECIPES.get(type(quantizer).__name__)
-    if recipe is None or (recipe == "blockwise" and not tensor._is_2D_scaled):
+    if (
+        recipe is None
+        or tensor._fp8_dtype != te.DType.kFloat8E4M3
+        or (recipe == "blockwise" and not tensor._is_2D_scaled)
+    ):
         raise NotImplementedError(
-            f"weights must be quantised with one of {', '.join(_RECIPES)} (in two dimensions) to be sharded in FP8, got a "
-            f"{type(quantizer).__name__}; use another recipe, or make the module outside of quantized_model_init"
+            f"weights must be quantised to E4M3 with one of {', '.join(_RECIPES)} (in two dimensions) to be sharded in FP8, got a "
+            f"{type(quantizer).__name__} for {tensor._fp8_dtype!r}; use another recipe, or make the module outside of quantized_model_init"
         )
-    powers = None if recipe == "delayed" else quantizer.force_pow_2_scales
-    return te_weight_codec(recipe, power_of_two=powers)
+    if recipe != "delayed":
+        return te_weight_codec(recipe, power_of_two=quantizer.force_pow_2_scales)
+    used = getattr(module, "fp8_meta", {}).get("recipe")
+    names = ("margin", "amax_history_len", "amax_compute_algo")
+    return te_weight_codec(recipe, **{name: getattr(used, name) for name in names if hasattr(used, name)})
 
 
 def values_of_quantized(tensor: Any) -> torch.Tensor:
-    """Return the values of a weight that ``quantized_model_init`` made, unrounded where it has kept them."""
-    kept = getattr(tensor, "get_high_precision_init_val", lambda: None)()
+    """Return the values of a weight that ``quantized_model_init`` made: of a frozen one those of its bytes.
+
+    Of others those from before they were quantised, where they were kept.
+    """
+    kept = getattr(tensor, "get_high_precision_init_val", lambda: None)() if tensor.requires_grad else None
     values: torch.Tensor = tensor.dequantize() if kept is None else kept
     return values.detach()
+
+
+def inverse_of_quantized(tensor: Any) -> torch.Tensor:
+    """Return the reciprocals of the scales of a weight that ``quantized_model_init`` made."""
+    inverse: torch.Tensor = tensor._rowwise_scale_inv if hasattr(tensor, "_rowwise_scale_inv") else tensor._scale_inv
+    return inverse.detach()
+
+
+# Attributes that ``quantized_model_init`` gives a weight, for values that are of no use once it is sharded.
+OF_INITIAL_VALUES = ("get_high_precision_init_val", "clear_high_precision_init_val")
 
 
 @dataclass(frozen=True)

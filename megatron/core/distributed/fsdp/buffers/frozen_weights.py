@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch.distributed.tensor import Replicate
@@ -47,16 +48,32 @@ class FrozenWeights(ScaledWeights):
     follows_main = False
     main: _ValuesOfBytes
 
+    def __init__(self, originals: Sequence[torch.Tensor], **settings: Any) -> None:
+        self._given_inverse = [vars(original).pop("fsdp_inverse", None) for original in originals]
+        super().__init__(originals, **settings)
+
     def _follow_main(self) -> None:
         super()._follow_main()
         piece = self.encoded_piece
         assert piece is not None
+        self._take_inverse()
         self._encode_weights(range(len(self.layout.slots)))
         pieces = pieces_of(self.layout, self.main.begin, self.main.end)
         self._resting = RestingBytes(self.codec, pieces, piece, self.dtypes.main_params)
         self._resting.inverse = self._inverse
         self.main = _ValuesOfBytes(self.main, self._resting)
         self._parts = []
+
+    def _take_inverse(self) -> None:
+        """Take the scales of weights that came as bytes, the first rank's. Ranks: all of the mesh."""
+        given, self._given_inverse = self._given_inverse, []
+        for index, inverse in enumerate(given):
+            if inverse is not None and inverse.shape == self._inverse[index].shape:
+                self._inverse[index].copy_(inverse)
+                for axis in self.group_mesh.axes:
+                    axis.broadcast(self._inverse[index])
+                self._scale[index].copy_(self._inverse[index].reciprocal())
+                self._to_restore.discard(index)
 
     def take_scales(self, scales: Scales) -> None:
         super().take_scales(scales)
@@ -79,7 +96,7 @@ class FrozenWeights(ScaledWeights):
                 if codec.has_history:
                     scales.history[:, index] = 0.0
                     scales.history[0, index] = self._amax[index][0]
-        torch.reciprocal(scales.scale, out=scales.inverse)
+                torch.reciprocal(self._scale[index], out=self._inverse[index])
         for piece, values, target in parts:
             codec.write(target, values, self._scale[piece.weight], piece, nominal=self.dtypes.compute)
         scales.amax.zero_()
@@ -123,13 +140,14 @@ class FrozenWeights(ScaledWeights):
         is_part = self.codec.scales_blocks and (self.group_mesh.tensor_size or 1) > 1
         if is_part or (index in self._resting.exposed and self._resting.is_written):
             return None
-        return {"scale_of_bytes": self._scale[index]}
+        return {"scale_of_bytes": self._scale[index], "inverse_of_bytes": self._inverse[index]}
 
     def restore_scales(self, index: int, state: Mapping[str, torch.Tensor] | None) -> None:
-        scale, own = (state or {}).get("scale_of_bytes"), self._scale[index]
-        if scale is not None and scale.shape == own.shape:
-            own.copy_(scale)
-            self._to_restore.discard(index)
+        if state is None or "scale_of_bytes" not in state or state["scale_of_bytes"].shape != self._scale[index].shape:
+            return
+        self._scale[index].copy_(state["scale_of_bytes"])
+        self._inverse[index].copy_(state["inverse_of_bytes"])
+        self._to_restore.discard(index)
 
     # ---- once they are trained ----------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import nn
 
 from megatron.core.distributed.fsdp.buffers.retired_parameter import RetiredParameter
 from megatron.core.distributed.fsdp.codec.hooked_tensor import leaves_of
-from megatron.core.distributed.fsdp.codec.quantized_parameters import plain_of
+from megatron.core.distributed.fsdp.codec.quantized_parameters import keeping_initial_values, plain_of
 
 logger = logging.getLogger(__name__)
 
@@ -86,10 +86,12 @@ def materialize(
     for module in _children_first(root, dict.fromkeys(module for _, module in modules)):
         is_meta = _is_meta(module)
         filled = _make_empty(module, found.made, starts, device) if is_meta else {}
+        given = dict(module._parameters) if is_meta else {}
         if init_fn is not None:
             init_fn(module)
         elif is_meta or _is_composite(module):
             _reset(module)
+        _follow_replaced(module, given, found.made, starts)
         module._parameters.update(filled)
     for name, module in metas:
         unfilled = [
@@ -101,7 +103,7 @@ def materialize(
         found.unfilled += unfilled
     if init_fn is None:
         waiting = {id(held[key]) for _, held, key in found.unfilled}
-        filled_now = {meta: fresh for meta, fresh in found.made.items() if id(fresh) not in waiting}
+        filled_now = {meta: fresh for meta, fresh in found.made.items() if id(fresh) not in waiting and meta in starts}
         _compare_writes(metas, filled_now, starts, label)
     return found
 
@@ -152,7 +154,7 @@ def _is_composite(module: nn.Module) -> bool:
 def _reset(module: nn.Module) -> None:
     reset = _reset_of(module)
     if reset is not None:
-        with torch.no_grad():
+        with torch.no_grad(), keeping_initial_values(module):
             reset()
 
 
@@ -268,6 +270,30 @@ def _make_empty(
         if buffer is not None and buffer.is_meta:
             module._buffers[key] = _unfilled(buffer, device)
     return filled
+
+
+def _follow_replaced(
+    module: nn.Module,
+    given: Mapping[str, nn.Parameter | None],
+    made: dict[nn.Parameter, nn.Parameter],
+    starts: dict[nn.Parameter, int],
+) -> None:
+    """Take over parameters that the module's ``reset_parameters`` has made in place of those that it was given.
+
+    Layers of transformer-engine do; attributes of the former, and whether it is trained, would be lost. How often they were
+    written is not known.
+    """
+    meta_of = {id(fresh): meta for meta, fresh in made.items()}
+    for key, former in given.items():
+        parameter = module._parameters.get(key)
+        if parameter is None or former is None or parameter is former:
+            continue
+        parameter.requires_grad_(former.requires_grad)
+        vars(parameter).update(vars(former))
+        if id(former) in meta_of:
+            meta = meta_of[id(former)]
+            made[meta] = parameter
+            starts.pop(meta)
 
 
 def _unfilled(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

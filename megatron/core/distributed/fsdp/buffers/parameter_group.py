@@ -28,6 +28,7 @@ from megatron.core.distributed.fsdp.buffers.scaled_weights import ScaledWeights
 from megatron.core.distributed.fsdp.buffers.weights import GroupWeights
 from megatron.core.distributed.fsdp.codec.fp8_codec import Fp8Codec
 from megatron.core.distributed.fsdp.codec.hooked_tensor import HookCodec
+from megatron.core.distributed.fsdp.codec.quantized_parameters import forget_initial_values
 from megatron.core.distributed.fsdp.codec.weight_codec import WeightCodec, codec_of
 from megatron.core.distributed.fsdp.config.mixed_precision import GroupDtypes
 from megatron.core.distributed.fsdp.config.placement import Placements
@@ -208,6 +209,7 @@ class FsdpParameterGroup:
                 if original is not None:
                     original._fsdp_group = weakref.ref(self)  # type: ignore[attr-defined]
                     parameter.original_ids += (id(original),)
+                    forget_initial_values(original)
                     retire(original)
             parameter.original = parameter.made_from = None  # type: ignore[assignment]
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -12,8 +16,9 @@ def plain_of(parameter: nn.Parameter, name: str, module: nn.Module) -> nn.Parame
     """Return the parameter; in place of a tensor subclass a plain one that says what its model weight is made by.
 
     A quantised tensor of transformer-engine (``quantized_model_init``) becomes its values, those before they were quantised
-    where they were kept (``preserve_high_precision_init_val``), with an attribute ``fsdp_codec``. A tensor with
-    ``fsdp_pre_all_gather`` becomes what it wraps, with an attribute ``fsdp_shell``.
+    where they were kept (``preserve_high_precision_init_val``), with an attribute ``fsdp_codec``. A frozen one becomes those
+    that its bytes stand for, with the reciprocals of their scales as ``fsdp_inverse``. A tensor with ``fsdp_pre_all_gather``
+    becomes what it wraps, with an attribute ``fsdp_shell``.
 
     Args:
         name: of the parameter, for errors.
@@ -22,17 +27,57 @@ def plain_of(parameter: nn.Parameter, name: str, module: nn.Module) -> nn.Parame
     Raises:
         NotImplementedError: no codec serves this kind of tensor.
     """
-    if type(parameter).__module__.startswith("transformer_engine."):
-        from megatron.core.extensions.transformer_engine_weights import codec_of_quantized, values_of_quantized
+    if is_quantized(parameter):
+        from megatron.core.extensions import transformer_engine_weights as te_weights
 
-        values = values_of_quantized(parameter).to(parameter.device, parameter.dtype)
-        # What begins with an underscore is the tensor's own.
-        own = {key: value for key, value in vars(parameter).items() if not key.startswith("_")}
-        return _plain(parameter, values, {**own, "fsdp_codec": own.get("fsdp_codec") or codec_of_quantized(parameter)})
+        values = te_weights.values_of_quantized(parameter).to(parameter.device, parameter.dtype)
+        own = attributes_of(parameter)
+        own.setdefault("fsdp_codec", te_weights.codec_of_quantized(parameter, module))
+        if not parameter.requires_grad:
+            own["fsdp_inverse"] = te_weights.inverse_of_quantized(parameter)
+        return _plain(parameter, values, own)
     if has_hooks(parameter):
         shell = Shell(parameter, name, module)
         return _plain(parameter, shell.memory_of(parameter), {**shell.own_attributes(parameter), "fsdp_shell": shell})
     return parameter
+
+
+def is_quantized(parameter: torch.Tensor) -> bool:
+    """Return whether the parameter is a quantised tensor of transformer-engine."""
+    return type(parameter).__module__.startswith("transformer_engine.")
+
+
+def attributes_of(parameter: torch.Tensor) -> dict[str, Any]:
+    """Return the attributes that a parameter's owner has set, without those that its class or maker gave it."""
+    if not is_quantized(parameter):
+        return dict(vars(parameter))
+    from megatron.core.extensions.transformer_engine_weights import OF_INITIAL_VALUES
+
+    return {key: value for key, value in vars(parameter).items() if key[0] != "_" and key not in OF_INITIAL_VALUES}
+
+
+def forget_initial_values(parameter: torch.Tensor) -> None:
+    """Free what transformer-engine keeps beside a quantised parameter, and the methods by which it refers to itself."""
+    if is_quantized(parameter):
+        from megatron.core.extensions.transformer_engine_weights import OF_INITIAL_VALUES
+
+        for name in ("_high_precision_init_val", *OF_INITIAL_VALUES):
+            vars(parameter).pop(name, None)
+
+
+@contextmanager
+def keeping_initial_values(module: nn.Module) -> Iterator[None]:
+    """Within it a module of ``quantized_model_init`` keeps the values that its weights have before they are quantised."""
+    name = "preserve_high_precision_init_val"
+    before = vars(module).get(name)
+    if before is None:
+        yield
+        return
+    vars(module)[name] = True
+    try:
+        yield
+    finally:
+        vars(module)[name] = before
 
 
 def _plain(parameter: nn.Parameter, values: torch.Tensor, attributes: dict[str, object]) -> nn.Parameter:
