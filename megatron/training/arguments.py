@@ -450,6 +450,7 @@ def _logging(args: Namespace) -> LoggingConfig:
         log_throughput=args.log_throughput,
         log_params_norm=args.log_params_norm,
         log_progress=args.log_progress,
+        log_memory_interval=args.log_memory_interval,
         timing_log_level=args.timing_log_level,
         timing_log_option=args.timing_log_option,
         logging_level=args.logging_level,

@@ -51,6 +51,7 @@ def add_logging_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--log-progress", action="store_true", help="write when jobs start and save to progress.txt, in --save"
     )
+    group.add_argument("--log-memory-interval", type=int, help="iterations between lines about a GPU's memory")
     group.add_argument(
         "--timing-log-level",
         type=int,

@@ -169,7 +169,6 @@ REFUSED: dict[str, str] = {
     "--use-kitchen-attention": "Kitchen's kernels are not served; use --attention-backend",
     "--lion-beta1": "optimizers are adam and sgd",
     "--lion-beta2": "optimizers are adam and sgd",
-    "--log-memory-interval": "memory is in the log line; use --log-interval",
     "--mla-down-proj-fusion": _MLA,
     "--disable-mamba-mem-eff-path": "state-space layers are not served yet",
     "--otel-enabled": "nothing is reported to a tracing service",

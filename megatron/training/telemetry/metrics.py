@@ -44,6 +44,9 @@ class LoggingConfig:
     timing_log_option: str = "minmax"
     """What a line of times shows of the ranks: "max", "minmax" or "all"."""
 
+    log_memory_interval: int | None = None
+    """Iterations between lines about memory, beside those of the first log lines; they follow log lines. CUDA alone."""
+
     logging_level: int | None = None
     """Level of Python's root logger; None: leave it."""
 
@@ -66,8 +69,10 @@ class LoggingConfig:
     def __post_init__(self) -> None:
         if self.log_interval < 1:
             raise ValueError(f"--log-interval must be at least 1, got {self.log_interval}")
-        if self.tensorboard_log_interval < 1:
-            raise ValueError(f"--tensorboard-log-interval must be at least 1, got {self.tensorboard_log_interval}")
+        for name in ("tensorboard_log_interval", "log_memory_interval"):
+            interval = getattr(self, name)
+            if interval is not None and interval < 1:
+                raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {interval}")
         if self.wandb_project and not self.wandb_exp_name:
             raise ValueError("--wandb-project needs --wandb-exp-name, got none")
 
@@ -356,7 +361,9 @@ class MetricLog:
         if dist.get_rank() != 0:
             return
         print(format_log_line(record), flush=True)
-        if self._num_lines <= _NUM_MEMORY_LINES and self.device.type == "cuda":
+        interval = self.config.log_memory_interval
+        is_due = self._num_lines <= _NUM_MEMORY_LINES or bool(interval and record.iteration % interval == 0)
+        if is_due and self.device.type == "cuda":
             print(memory_line(record.iteration, record.memory), flush=True)
         scalars = record.time_scalars() if self.config.timers_to_tensorboard else {}
         if not record.is_due:

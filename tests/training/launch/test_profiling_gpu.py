@@ -42,7 +42,8 @@ def _train(folder: str) -> dict[str, Run]:
 def test_a_profile_and_a_snapshot_can_be_read_without_a_browser(tmp_path: Path) -> None:
     runs: dict[str, Run] = run_ranks(1, _train, str(tmp_path), backend="nccl")[0]
     assert {name: run.error for name, run in runs.items() if run.error} == {}
-    assert runs["torch"].losses == runs["nsys"].losses == runs["none"].losses
+    for name in ("torch", "nsys"):
+        assert runs[name].losses == pytest.approx(runs["none"].losses, rel=1e-3), name  # backward adds in any order
     summary = (tmp_path / "torch_profile/rank-0.txt").read_text()
     assert summary.startswith("Sums over 2 steps; a step is ")
     for words in (" kernels of compute, ", "Device: span ", " idle ", "Kernels by time (ms, runs, name):", " aten::"):

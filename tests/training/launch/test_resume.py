@@ -87,6 +87,10 @@ def _learning_rates(run: Run) -> list[str]:
 def test_a_checkpoint_has_its_folder_and_the_tracker_names_it(runs: dict[str, Run], root: Path) -> None:
     assert runs["halfway"].error is None
     assert "--exit-interval 2 divides iteration 2" in runs["halfway"].output
+    line = (
+        r"  \[[\d-]+ [\d:.]+\] successfully saved checkpoint from iteration       2 to \S+/halfway \[ t 1/1, p 1/1 \]\n"
+    )
+    assert re.search(line, runs["halfway"].output), "as Megatron-LM says it"
     assert (root / "halfway" / TRACKER).read_text() == "2"
     assert sorted(entry.name for entry in (root / "halfway").iterdir()) == ["iter_0000002", TRACKER]
 

@@ -183,7 +183,10 @@ def test_wandb_gets_scalars_and_settings(monkeypatch: pytest.MonkeyPatch) -> Non
     assert calls == [*points, ("finish", None)]
 
 
-@pytest.mark.parametrize("settings", [{"log_interval": 0}, {"tensorboard_log_interval": 0}, {"wandb_project": "p"}])
+@pytest.mark.parametrize(
+    "settings",
+    [{"log_interval": 0}, {"tensorboard_log_interval": 0}, {"log_memory_interval": 0}, {"wandb_project": "p"}],
+)
 def test_settings_that_cannot_be_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"(at least 1|needs --wandb-exp-name)"):
         LoggingConfig(**settings)
