@@ -193,7 +193,7 @@ class OptimizerParamScheduler:
             for group in self.optimizer.param_groups:
                 for name in {"max_lr", "min_lr"} & differing.keys():
                     if name in group and not group.get("is_decoupled_lr", False):
-                        group[name] = differing[name]
+                        group[name] = differing[name] * group.get("lr_mult", 1.0)
         self.num_steps = 0
         self.step(state_dict["num_steps"])
 

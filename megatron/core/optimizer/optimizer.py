@@ -123,7 +123,9 @@ def get_megatron_optimizer(config: OptimizerConfig, model_chunks: Sequence[torch
     if config.lr is None:
         raise ValueError("OptimizerConfig.lr must be set, got None; pass the largest learning rate of the schedule")
     named = [item for chunk in model_chunks for item in chunk.named_parameters()]
-    groups = get_param_groups(named, config)
+    of_model: Any = getattr(model_chunks[0], "config", None)
+    width_mult: float = of_model.mup_width_mult if getattr(of_model, "use_mup", False) else 1.0
+    groups = get_param_groups(named, config, width_mult=width_mult)
     params = [param for group in groups for param in group["params"]]
     if config.optimizer == "adam" and FlatAdamW.serves(params):
         return MegatronOptimizer(_flat_adamw(config, groups), config)

@@ -26,7 +26,6 @@ NOT_SERVED: Served = {
     "use_distributed_optimizer": (ANY, "DistributedDataParallelConfig says what is sharded"),
     "overlap_param_gather": (ANY, "DistributedDataParallelConfig says what overlaps"),
     "decoupled_weight_decay": ((True,), "adam is AdamW; sgd's decay is torch's"),
-    "apply_wd_to_qk_layernorm": ((False,), "weight decay is of matrices alone"),
     "barrier_with_L1_time": (ANY, "timing adds no barrier"),
     "config_logger_dir": (ANY, "a caller's log_config_to_disk writes there"),
     "optimizer_cuda_graph": (ANY, "FullCudaGraph captures the whole step, the optimizer with it"),
@@ -84,6 +83,9 @@ class OptimizerConfig(CheckedConfig):
 
     weight_decay: float = 0.01
     """Decay of matrices; vectors (biases, norm weights) are never decayed."""
+
+    apply_wd_to_qk_layernorm: bool = False
+    """Decay the weights of queries' and keys' norms too."""
 
     adam_beta1: float = 0.9
     adam_beta2: float = 0.999

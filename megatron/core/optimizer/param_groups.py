@@ -11,43 +11,71 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig
 
 
 def get_param_groups(
-    named_parameters: Iterable[tuple[str, torch.nn.Parameter]], config: OptimizerConfig
+    named_parameters: Iterable[tuple[str, torch.nn.Parameter]], config: OptimizerConfig, *, width_mult: float = 1.0
 ) -> list[dict[str, Any]]:
     """Split the trainable parameters into parameter groups, in a fixed order and without empty ones.
 
     A group has ``wd_mult`` (0 for biases and for parameters of one dimension, else 1), ``is_decoupled_lr`` (embedding and
-    output layer, where ``config.decoupled_lr`` is set), and ``max_lr`` and ``min_lr`` for the scheduler.
+    output layer, where ``config.decoupled_lr`` is set), and ``max_lr`` and ``min_lr`` for the scheduler. Where rates scale
+    with the width, it has ``lr_mult`` and, with adam, ``eps`` too.
 
     Args:
         named_parameters: names of the unwrapped model with its (sharded) parameters; a parameter with two names counts
             once.
+        width_mult: width of a model with maximal update parametrisation, in multiples of the base width: with adam, hidden
+            matrices have rate and eps divided by it, with sgd all others have the rate multiplied by it.
 
     Raises:
         ValueError: no parameter is trainable.
 
     Ranks: each alone; a pipeline stage may lack a group that others have, such as that of decoupled rates.
-    Source: Megatron-LM's rule for weight decay.
+    Source: Megatron-LM's rules for weight decay and widths; arXiv:2203.03466 table 8.
     """
-    groups: dict[tuple[float, bool], dict[str, Any]] = {}
+    groups: dict[tuple[float, bool, float, float], dict[str, Any]] = {}
     seen: set[int] = set()
     for name, parameter in named_parameters:
         if not parameter.requires_grad or id(parameter) in seen:
             continue
         seen.add(id(parameter))
-        wd_mult = 0.0 if name.endswith(".bias") or parameter.dim() <= 1 else 1.0
+        decays = not (name.endswith(".bias") or parameter.dim() <= 1)
+        if config.apply_wd_to_qk_layernorm and ("q_layernorm." in name or "k_layernorm." in name):
+            decays = True
         decoupled = config.decoupled_lr is not None and getattr(parameter, "is_embedding_or_output_parameter", False)
-        group = groups.setdefault((wd_mult, decoupled), _new_group(config, wd_mult, decoupled))
+        is_hidden = not (
+            parameter.dim() <= 1
+            or "embedding" in name.lower()
+            or getattr(parameter, "is_embedding_or_output_parameter", False)
+        )
+        lr_mult, eps_mult = _of_width(config, width_mult, is_hidden=is_hidden)
+        key = (1.0 if decays else 0.0, decoupled, 1.0 if decoupled else lr_mult, eps_mult)
+        group = groups.setdefault(key, _new_group(config, *key))
         group["params"].append(parameter)
     if not groups:
         raise ValueError("the model must have a trainable parameter, got none; check requires_grad of its parameters")
     return [groups[key] for key in sorted(groups)]
 
 
-def _new_group(config: OptimizerConfig, wd_mult: float, decoupled: bool) -> dict[str, Any]:
+def _of_width(config: OptimizerConfig, width_mult: float, *, is_hidden: bool) -> tuple[float, float]:
+    """Return the factors of learning rate and eps."""
+    if config.optimizer == "sgd":
+        return (1.0 if is_hidden else width_mult), 1.0
+    return (1.0 / width_mult, 1.0 / width_mult) if is_hidden else (1.0, 1.0)
+
+
+def _new_group(
+    config: OptimizerConfig, wd_mult: float, decoupled: bool, lr_mult: float, eps_mult: float
+) -> dict[str, Any]:
     max_lr, min_lr = config.lr, config.min_lr
     if decoupled:
         max_lr = config.decoupled_lr
         min_lr = min_lr if config.decoupled_min_lr is None else config.decoupled_min_lr
+    scaled: dict[str, Any] = {}
+    if lr_mult != 1.0:
+        assert max_lr is not None and min_lr is not None, "checked before"
+        max_lr, min_lr = max_lr * lr_mult, min_lr * lr_mult
+        scaled["lr_mult"] = lr_mult
+    if eps_mult != 1.0:
+        scaled["eps"] = config.adam_eps * eps_mult
     return {
         "params": [],
         "wd_mult": wd_mult,
@@ -56,4 +84,5 @@ def _new_group(config: OptimizerConfig, wd_mult: float, decoupled: bool) -> dict
         "max_lr": max_lr,
         "min_lr": min_lr,
         "weight_decay": config.weight_decay * wd_mult,
+        **scaled,
     }

@@ -100,7 +100,6 @@ NOT_SERVED: Served = {
         ),
         (ANY, "a hint about kernels: what runs here gives the same"),
     ),
-    "use_mup": ((False,), "maximal update parametrisation is not served"),
     "memory_efficient_layer_norm": (
         (False,),
         "norms keep their input for an exact backward, not their output; use recompute_granularity",
@@ -156,6 +155,15 @@ FAMILIES: tuple[tuple[str, str], ...] = (
     ("hetere", "all layers have one configuration"),
 )
 """(Start of a field's name, why other values than its default are not served)."""
+
+_OF_MUP = {
+    "mup_base_hidden_size": None,
+    "mup_embedding_mult": 1.0,
+    "mup_output_mult": 1.0,
+    "mup_base_head_dim": None,
+    "mup_attn_scale_power": 1.0,
+}
+"""Fields without meaning unless ``use_mup`` is on, with their defaults."""
 
 CONTRADICTIONS: list[tuple[Condition, str]] = [
     (lambda c: c.num_layers < 1, "num_layers must be at least 1, got {num_layers}"),
@@ -221,9 +229,19 @@ CONTRADICTIONS: list[tuple[Condition, str]] = [
         "cp_comm_type must be one for all layers or one for each of num_layers ({num_layers}), got {cp_comm_type!r}",
     ),
     (
-        lambda c: c.context_parallel_size > 1 and c.attention_dropout > 0.0,
-        "attention_dropout must be 0 with context_parallel_size > 1, got {attention_dropout}: the dropped"
-        " probabilities would depend on the number of ranks; pass --attention-dropout 0",
+        lambda c: (
+            c.context_parallel_size > 1 and c.attention_dropout > 0.0 and set(comm_types(c.cp_comm_type)) != {"a2a"}
+        ),
+        "attention_dropout must be 0 with context_parallel_size > 1, got {attention_dropout}: only cp_comm_type='a2a' has whole"
+        " sequences on a rank, of which it can drop probabilities",
+    ),
+    (
+        lambda c: c.use_mup and min(c.mup_base_hidden_size or 1, c.mup_base_head_dim or 1) <= 0,
+        "mup_base_hidden_size and mup_base_head_dim must be positive, got {mup_base_hidden_size} and {mup_base_head_dim}",
+    ),
+    (
+        lambda c: not c.use_mup and any(getattr(c, name) != value for name, value in _OF_MUP.items()),
+        "use_mup must be on where another setting of it is given (" + ", ".join(_OF_MUP) + "), got False",
     ),
     (
         lambda c: c.recompute_granularity not in (None, "full", "selective"),

@@ -31,7 +31,7 @@ class ContextParallelAttention(DotProductAttention):
         kwargs: further arguments of ``DotProductAttention``.
 
     Raises:
-        NotImplementedError: attention dropout is on.
+        NotImplementedError: attention dropout is on, and the kind of communication is not "a2a".
         ValueError: ``config.context_parallel_size`` is not the size of the process group.
 
     Ranks: all of ``pg_collection.cp`` call forward and backward in the same order.
@@ -56,10 +56,10 @@ class ContextParallelAttention(DotProductAttention):
                 "context_parallel_size must be the number of ranks of pg_collection.cp, got"
                 f" {config.context_parallel_size} and {self.cp_group.size()}; build both from the same degrees"
             )
-        if self.attention_dropout > 0.0:
+        if self.attention_dropout > 0.0 and self.comm_type != "a2a":
             raise NotImplementedError(
-                f"attention_dropout must be 0 with context parallelism, got {self.attention_dropout}: the dropped"
-                " probabilities would depend on the number of ranks; pass --attention-dropout 0"
+                f"attention_dropout must be 0 with cp_comm_type {self.comm_type!r}, got {self.attention_dropout}: blocks of keys"
+                " come one after the other; use 'a2a', which has whole sequences, or no dropout"
             )
 
     def forward(

@@ -74,6 +74,22 @@ class TransformerConfig(ModelParallelConfig):
     softmax_scale: float | None = None
     """Factor on query-key products; None: 1 / sqrt(kv_channels)."""
 
+    use_mup: bool = False
+    """Maximal update parametrisation: initial weights, attention, logits and the rates of hidden matrices scale with the
+    width, so that a learning rate holds for all widths (arXiv:2203.03466)."""
+    mup_width_mult: float = 1.0
+    """Derived with ``use_mup``: hidden_size / mup_base_hidden_size."""
+    mup_base_hidden_size: int | None = None
+    """Width at which rates were found; None: hidden_size."""
+    mup_embedding_mult: float = 1.0
+    """Factor on embeddings."""
+    mup_output_mult: float = 1.0
+    """Factor on logits; 1: 1 / mup_width_mult."""
+    mup_base_head_dim: float | None = None
+    """Head width at which scores have their usual scale; None: 1."""
+    mup_attn_scale_power: float = 1.0
+    """Query-key products are divided by kv_channels to this power."""
+
     init_method: InitMethod | None = None
     """Initialises embedding, output, query-key-value and first MLP weights; None: normal(0, init_method_std)."""
     output_layer_init_method: InitMethod | None = None
@@ -217,12 +233,27 @@ class TransformerConfig(ModelParallelConfig):
             self._derive("attention_backend", AttnBackend[self.attention_backend])
         if isinstance(self.activation_func, str):
             self._derive("activation_func", ACTIVATIONS[self.activation_func])
-        self._derive_init_method("init_method", self.init_method_std)
-        self._derive_init_method("output_layer_init_method", self.init_method_std / math.sqrt(2.0 * self.num_layers))
-        if self.embedding_init_method is None or isinstance(self.embedding_init_method, InheritedInit):
+        if self.use_mup:
+            self._derive_mup()
+        hidden_std = self.init_method_std / math.sqrt(self.mup_width_mult)
+        self._derive_init_method("init_method", hidden_std)
+        self._derive_init_method("output_layer_init_method", hidden_std / math.sqrt(2.0 * self.num_layers))
+        if self.use_mup:
+            self._derive_init_method("embedding_init_method", self.init_method_std)
+        elif self.embedding_init_method is None or isinstance(self.embedding_init_method, InheritedInit):
             assert self.init_method is not None, "derived above"
             self._derive("embedding_init_method", InheritedInit(self.init_method))
         self.finish()
+
+    def _derive_mup(self) -> None:
+        """Derive widths and scales of the maximal update parametrisation, as Megatron-Core does."""
+        assert self.kv_channels, "derived above"
+        self._derive("mup_width_mult", self.hidden_size / (self.mup_base_hidden_size or self.hidden_size))
+        if self.softmax_scale is None:
+            base = 1.0 if self.mup_base_head_dim is None else math.sqrt(self.mup_base_head_dim)
+            self._derive("softmax_scale", base / self.kv_channels**self.mup_attn_scale_power)
+        if self.mup_output_mult == 1.0:
+            self._derive("mup_output_mult", 1.0 / self.mup_width_mult)
 
     def _derive(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)

@@ -27,6 +27,7 @@ def add_batch_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--step-batch-size-schedule",
+        nargs="+",
         type=unquoted,
         help="global batch sizes by the tokens that are consumed, as in '0:384 200B:768 400B:1152' (K, M, B and T are factors)",
     )
@@ -85,7 +86,7 @@ def eval_batch_config(args: Namespace, batch: BatchConfig) -> BatchConfig:
 def _schedule(args: Namespace) -> tuple[tuple[int, int], ...]:
     """Return (consumed samples, global batch size), ascending; empty if the size is constant."""
     if args.step_batch_size_schedule is not None:
-        return _of_steps(args.step_batch_size_schedule, args.seq_length, args.global_batch_size)
+        return _of_steps(" ".join(args.step_batch_size_schedule), args.seq_length, args.global_batch_size)
     return () if args.rampup_batch_size is None else _of_ramp(args.rampup_batch_size, args.global_batch_size)
 
 

@@ -23,6 +23,7 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``GPTConfig`` and ``TransformerConfig``, except those of experts and parallelism."""
     _add_shape_flags(parser.add_argument_group("model"))
     _add_block_flags(parser.add_argument_group("layers of the model"))
+    _add_mup_flags(parser.add_argument_group("maximal update parametrisation"))
     _add_numerics_flags(parser.add_argument_group("numerics of the model"))
 
 
@@ -119,6 +120,28 @@ def _add_block_flags(group: argparse._ArgumentGroup) -> None:
         dest="perform_initialization",
         action="store_false",
         help="do not write random initial weights, for a model that is loaded",
+    )
+
+
+def _add_mup_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--use-mup",
+        action="store_true",
+        help="initial weights, attention, logits and rates of hidden matrices scale with the width",
+    )
+    group.add_argument(
+        "--mup-base-hidden-size", type=int, help="width at which rates were found (default: --hidden-size)"
+    )
+    group.add_argument("--mup-embedding-mult", type=float, default=1.0, help="factor on embeddings (default: 1.0)")
+    group.add_argument(
+        "--mup-output-mult", type=float, default=1.0, help="factor on logits (default: base width / width)"
+    )
+    group.add_argument("--mup-base-head-dim", type=float, help="head width with the usual scale (default: 1)")
+    group.add_argument(
+        "--mup-attn-scale-power",
+        type=float,
+        default=1.0,
+        help="divide scores by the head width to this power (default: 1.0)",
     )
 
 

@@ -66,6 +66,9 @@ def _add_schedule_flags(group: argparse._ArgumentGroup) -> None:
         "--lr-warmup-init", type=float, default=0.0, help="learning rate where warm-up starts (default: 0)"
     )
     group.add_argument("--weight-decay", type=float, default=0.01, help="weight decay of matrices (default: 0.01)")
+    group.add_argument(
+        "--apply-wd-to-qk-layernorm", action="store_true", help="decay the weights of queries' and keys' norms too"
+    )
     group.add_argument("--start-weight-decay", type=float, help="weight decay at the start, if it grows")
     group.add_argument("--end-weight-decay", type=float, help="weight decay at the end, if it grows")
     group.add_argument(

@@ -338,9 +338,9 @@ REFUSALS: tuple[Refusal, ...] = (
         "in a CUDA graph the learning rate of --optimizer sgd could not change, got sgd; use adam, or --cuda-graph-impl none",
     ),
     _not_served(
-        "attention dropout with `--context-parallel-size` above 1",
-        lambda a: a.context_parallel_size > 1 and a.attention_dropout > 0.0,
-        "the dropped probabilities would depend on the number of ranks",
+        "attention dropout with `--context-parallel-size` above 1, unless ranks can divide the heads (`--cp-comm-type a2a`)",
+        lambda a: a.context_parallel_size > 1 and a.attention_dropout > 0.0 and a.cp_comm_type != ["a2a"],
+        "blocks of keys come one after the other",
         "give `--attention-dropout 0`",
     ),
     _not_served(
@@ -404,7 +404,6 @@ NOT_SERVED = tuple(row for row in REFUSALS if row.reason)
 """The lawful combinations that are not served, which the documentation lists."""
 
 SAID_BEFORE: tuple[tuple[str, str], ...] = (
-    ("--fp16 is refused", "--fp8-format must go with --bf16"),
     ("attention dropout with", "--attention-dropout must be 0 with --context-parallel-size"),
     ("query groups that", "--num-query-groups must be a multiple of --tensor-model-parallel-size"),
     ("pipeline stages with", "--num-layers must be a multiple of --pipeline-model-parallel-size"),

@@ -76,6 +76,11 @@ def _renamed(names: Sequence[str], others: Mapping[str, str]) -> list[str]:
     return [name for name in dict.fromkeys(others.get(name, name) for name in names) if name]
 
 
+def _num_groups(args: Namespace) -> int:
+    """Return the number of key and value heads; 1 where it is not given."""
+    return int(args.num_query_groups if args.group_query_attention else args.num_attention_heads or 1)
+
+
 def _layer_graphs(args: Namespace) -> bool:
     given = args.cuda_graph_impl != "none" or args.cuda_graph_scope is not None
     return given and args.cuda_graph_impl != "full_iteration" and not captures_iterations(args)
@@ -126,6 +131,11 @@ SUBSTITUTIONS: tuple[Substitution, ...] = (
         {"moe_token_dispatcher_type": "alltoall"},
     ),
     Substitution(
+        lambda a: a.fp8_format is not None and not a.bf16,
+        "--fp8-format {fp8_format} is taken with --bf16: what is not multiplied in FP8 is in bf16, and main weights are in fp32",
+        {"bf16": True},
+    ),
+    Substitution(
         lambda a: a.moe_router_pre_softmax and a.moe_router_score_function == "sigmoid",
         "--moe-router-pre-softmax has no effect with --moe-router-score-function sigmoid: scores are made before the choice",
         {"moe_router_pre_softmax": False},
@@ -135,6 +145,16 @@ SUBSTITUTIONS: tuple[Substitution, ...] = (
         lambda a: a.cp_comm_type == ["a2a+p2p"],
         "--cp-comm-type a2a+p2p is taken as p2p: keys and values go round one ring, and the numbers are the same",
         {"cp_comm_type": ["p2p"]},
+    ),
+    Substitution(
+        lambda a: (
+            a.context_parallel_size > 1
+            and a.attention_dropout > 0.0
+            and a.cp_comm_type != ["a2a"]
+            and _num_groups(a) % (a.context_parallel_size * a.tensor_model_parallel_size) == 0
+        ),
+        "--cp-comm-type {cp_comm_type} is taken as a2a: with --attention-dropout, attention is over whole sequences, of some heads",
+        {"cp_comm_type": ["a2a"]},
     ),
     Substitution(
         _layer_graphs,
@@ -184,6 +204,17 @@ SUBSTITUTIONS: tuple[Substitution, ...] = (
         "--recompute-modules {recompute_modules}: outputs of norms are kept, and there is no mla_up_proj without "
         "--multi-latent-attention",
         lambda a: {"recompute_modules": _renamed(a.recompute_modules, {"layernorm": "", "mla_up_proj": ""})},
+    ),
+    *_useless(
+        {
+            "mup_base_hidden_size": None,
+            "mup_embedding_mult": 1.0,
+            "mup_output_mult": 1.0,
+            "mup_base_head_dim": None,
+            "mup_attn_scale_power": 1.0,
+        },
+        lambda a: a.use_mup,
+        "--use-mup",
     ),
     *_useless({"num_query_groups": 1}, lambda a: a.group_query_attention, "--group-query-attention"),
     *_useless(

@@ -109,6 +109,9 @@ class GPTConfig:
         names = _ARCHITECTURE if self.transformer.num_moe_experts is None else _ARCHITECTURE + _ARCHITECTURE_OF_EXPERTS
         values: dict[str, Any] = {name: getattr(self.transformer, name) for name in names}
         values |= {name: getattr(self, name) for name in own}
+        if self.transformer.use_mup:
+            names = (*names, "mup_embedding_mult", "mup_output_mult", "softmax_scale")
+            values |= {name: getattr(self.transformer, name) for name in names[-3:]}
         activation = self.transformer.activation_func
         values["activation_func"] = activation if isinstance(activation, str) else activation.__name__
         values["padded_vocab_size"] = self.padded_vocab_size(vocab_size)

@@ -390,5 +390,7 @@ def _mean_loss(means: Sequence[float]) -> tuple[float, int]:
 
 def _learning_rates(optimizer: MegatronOptimizer) -> dict[bool, float]:
     """Return the learning rates; the key says whether it is the decoupled one."""
-    rates: dict[bool, Any] = {bool(group["is_decoupled_lr"]): group["lr"] for group in optimizer.param_groups}
+    # Those of groups that scale with the width first: others replace them.
+    groups = sorted(optimizer.param_groups, key=lambda group: group.get("lr_mult", 1.0) == 1.0)
+    rates: dict[bool, Any] = {bool(group["is_decoupled_lr"]): group["lr"] for group in groups}
     return {kind: float(rate) for kind, rate in rates.items()} | ({} if False in rates else {False: float(rates[True])})

@@ -43,6 +43,14 @@ def test_embedding_and_output_layer_may_have_their_own_rate() -> None:
     assert [(g["is_decoupled_lr"], g["max_lr"], g["min_lr"]) for g in groups] == [(False, 0.1, 0.01), (True, 0.5, 0.05)]
 
 
+def test_norms_of_queries_and_keys_may_be_decayed() -> None:
+    model = torch.nn.ModuleDict({"q_layernorm": torch.nn.LayerNorm(4), "input_layernorm": torch.nn.LayerNorm(4)})
+    config = OptimizerConfig(lr=0.1, weight_decay=0.3, apply_wd_to_qk_layernorm=True)
+    undecayed, decayed = get_megatron_optimizer(config, [model]).param_groups
+    assert {id(p) for p in decayed["params"]} == {id(p) for p in model["q_layernorm"].parameters()}
+    assert (undecayed["weight_decay"], decayed["weight_decay"]) == (0.0, 0.3)
+
+
 @pytest.mark.parametrize("kind", ["adam", "sgd"])
 @pytest.mark.parametrize("clip", [0.0, 0.1])
 def test_a_step_equals_torch(kind: str, clip: float) -> None:

@@ -168,13 +168,38 @@ class _Recorded:
         return self.kernel.backward(*args, **kwargs)
 
 
+def _dropped(train: bool) -> list[float]:
+    """Return the largest differences [4] from whole sequences, whose heads are divided and drop what each rank draws."""
+    group, size, rank = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
+    config = _config(size, cp_comm_type="a2a", attention_dropout=0.4)
+    inputs = _inputs(config, 2 * size * CHUNK, "cpu", torch.float32)
+    own = positions_on_this_cp_rank(2 * size * CHUNK, group, torch.device("cpu"))
+    split = ContextParallelAttention(config, 2, pg_collection=ProcessGroupCollection(cp=group)).train(train)
+    torch.manual_seed(rank)
+    ours = _attend(split, [x[own] for x in inputs])
+    whole = DotProductAttention(config, 2).train(train)
+    parts = []
+    for part in range(size):
+        torch.manual_seed(part)
+        heads = [x.chunk(size, dim=2)[part] for x in inputs[:3]]
+        parts.append(_attend(whole, [*heads, inputs[3].chunk(size, dim=2)[part]]))
+    theirs = [torch.cat(of_parts, dim=2)[own] for of_parts in zip(*parts, strict=True)]
+    return [float((a - b).abs().max() / b.abs().max()) for a, b in zip(ours, theirs, strict=True)]
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_each_rank_drops_probabilities_of_its_heads(train: bool) -> None:
+    for differences in run_ranks(2, _dropped, train):
+        assert max(differences) < 1e-5
+
+
 def test_what_is_not_served_is_refused_by_name() -> None:
     for messages in run_ranks(2, _refusals):
         masked, odd, heads, dropout, degree, mask_in_batch, uneven = messages
         assert "attention_mask must be None (causal) with context parallelism" in masked
         assert "two chunks of equal length" in odd and "got 3 tokens" in odd
         assert "must be a multiple of context_parallel_size, got 1 heads and 2 ranks" in heads
-        assert "attention_dropout must be 0 with context parallelism, got 0.1" in dropout
+        assert "attention_dropout must be 0 with cp_comm_type 'p2p', got 0.1" in dropout
         assert "context_parallel_size must be the number of ranks of pg_collection.cp, got 4 and 2" in degree
         assert "must have no attention_mask" in mask_in_batch
         assert "must be a multiple of 2 * context_parallel_size (4), got 6" in uneven

@@ -40,6 +40,11 @@ CONTRADICTORY: list[tuple[dict[str, Any], str]] = [
     ({"cp_comm_type": "a2a+p2p"}, r"cp_comm_type must be of p2p, all_gather and a2a, got 'a2a\+p2p'"),
     ({"cp_comm_type": ["p2p"] * 3}, r"cp_comm_type must be one for all layers or one for each of num_layers \(2\)"),
     ({"context_parallel_size": 2}, "attention_dropout must be 0 with context_parallel_size > 1, got 0.1"),
+    (
+        {"use_mup": True, "mup_base_hidden_size": -1},
+        "mup_base_hidden_size and mup_base_head_dim must be positive, got -1",
+    ),
+    ({"mup_output_mult": 2.0}, "use_mup must be on where another setting of it is given"),
     ({"recompute_granularity": "all"}, "recompute_granularity must be 'full', 'selective' or None, got 'all'"),
     ({"recompute_granularity": "full"}, "recompute_method 'uniform' or 'block', got None"),
     ({"recompute_granularity": "full", "recompute_method": "block"}, "recompute_num_layers from 1 to num_layers"),

@@ -76,7 +76,7 @@ CONTRADICTIONS: dict[str, tuple[str, str]] = {
 
 # in the order of the table: (flags that the row refuses, flags that are served instead)
 COMBINATIONS: list[tuple[str, str]] = [
-    ("--context-parallel-size 2", "--context-parallel-size 2 --attention-dropout 0"),
+    ("--context-parallel-size 4 --num-attention-heads 2", "--context-parallel-size 4 --num-attention-heads 4"),
     (
         "--tensor-model-parallel-size 4 --group-query-attention --num-query-groups 2",
         "--tensor-model-parallel-size 2 --group-query-attention --num-query-groups 2",

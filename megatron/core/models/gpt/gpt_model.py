@@ -156,7 +156,7 @@ class GPTModel(MegatronModule):
                 config.hidden_size,
                 self.vocab_size,
                 config=config,
-                init_method=config.embedding_init_method if is_shared else config.init_method,
+                init_method=config.embedding_init_method if is_shared or config.use_mup else config.init_method,
                 bias=False,
                 skip_bias_add=False,
                 gather_output=not self.parallel_output,
@@ -278,6 +278,8 @@ class GPTModel(MegatronModule):
         if runtime_gather_output is None and labels is not None:
             runtime_gather_output = False  # the loss is computed from each rank's part of the logits
         logits, _ = self.output_layer(hidden_states, weight=weight, runtime_gather_output=runtime_gather_output)
+        if self.config.use_mup:
+            logits = logits * self.config.mup_output_mult
         if labels is None:
             return logits.transpose(0, 1).contiguous()
         if self.config.cross_entropy_loss_fusion:

@@ -86,6 +86,8 @@ class LanguageModelEmbedding(MegatronModule):
             if position_ids is None:
                 position_ids = positions_on_this_cp_rank(length, self.cp_group, input_ids.device).unsqueeze(0)
             embeddings = embeddings + self.position_embeddings(self._own_part(position_ids.t()))
+        if self.config.use_mup:
+            embeddings = embeddings * self.config.mup_embedding_mult
         if self.config.fp32_residual_connection:
             embeddings = embeddings.float()
         draws = self.training and self.config.hidden_dropout > 0.0

@@ -1,0 +1,89 @@
+"""Real launch lines of Megatron-LM start unedited, or are refused for parts of a model or a schedule alone."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron.training.arguments import CheckedLine, check_command_line
+from tests.support.megatron_lines import LaunchLine, launch_lines
+
+PARTS = {
+    "multi-latent attention": "--multi-latent-attention --q-lora-rank --kv-lora-rank --qk-head-dim --qk-pos-emb-head-dim "
+    "--v-head-dim --rotary-scaling-factor --mscale --mscale-all-dim",
+    "experts as in DeepSeek-V3": "--moe-router-enable-expert-bias --moe-router-num-groups --moe-router-group-topk "
+    "--overlap-moe-expert-parallel-comm",
+    "multi-token prediction": "--mtp-num-layers",
+    "interleaved and uneven stages": "--num-layers-per-virtual-pipeline-stage --num-virtual-stages-per-pipeline-rank "
+    "--pipeline-model-parallel-layout --decoder-first-pipeline-num-layers --decoder-last-pipeline-num-layers "
+    "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split "
+    "--microbatch-group-size-per-virtual-pipeline-stage --overlap-p2p-communication-warmup-flush",
+    "fp16": "--fp16",
+    "Muon": "--optimizer --muon-momentum --muon-extra-scale-factor --muon-scale-mode",
+    "offload": "--fine-grained-activation-offloading --offload-modules",
+    "attention and activations of gpt-oss": "--window-size --window-attn-skip-freq --softmax-type --quick-geglu "
+    "--glu-linear-offset --activation-func-clamp-value --enable-gpt-oss",
+    "linear attention": "--experimental-attention-variant --attention-output-gate --linear-attention-freq "
+    "--linear-conv-kernel-dim --linear-key-head-dim --linear-num-key-heads --linear-num-value-heads --linear-value-head-dim",
+}
+"""Parts of a model or a schedule that are not served yet, with the flags that ask for them."""
+
+_OF_PARTS = {flag for flags in PARTS.values() for flag in flags.split()}
+
+REFUSED = {
+    "gpt/gpt3_mcore_reruns_resume_check_grads": "--seed: invalid int value: 'PATH'",
+    "gpt/gpt3_mcore_te_tp1_pp1_dist_optimizer_fim_dataset": "--fim-data is refused",
+    "gpt/gpt3_mcore_te_tp1_pp1_dist_optimizer_fim_dataset_1node": "--fim-data is refused",
+    "gpt/gpt3_mcore_te_tp2_pp1_modelopt_distill_resume": "--export-te-mcore-model is refused",
+    "gpt/gpt3_mcore_te_tp2_pp1_modelopt_distill_resume_1node": "--export-te-mcore-model is refused",
+}
+"""Lines without any such part that are refused, and the opening of the first reason."""
+
+
+def check(line: LaunchLine) -> CheckedLine:
+    """Check a line for the ranks that it needs, or the number among some that it fits best."""
+    choices = [line.ranks] if line.ranks else [8, 16, 64, 256]
+    for ranks in choices:
+        checked = check_command_line(line.argv, world_size=ranks)
+        if not any("ranks" in fault for fault in checked.faults):
+            break
+    return checked
+
+
+@pytest.fixture(scope="module")
+def checked() -> dict[str, tuple[LaunchLine, CheckedLine]]:
+    return {line.name: (line, check(line)) for line in launch_lines()}
+
+
+def test_lines_start_unedited_where_all_parts_of_the_model_are_served(
+    checked: dict[str, tuple[LaunchLine, CheckedLine]],
+) -> None:
+    needs_none = {name: result for name, (line, result) in checked.items() if not line.flags & _needed()}
+    refused = {name: result.faults[0] for name, result in needs_none.items() if result.faults}
+    assert len(checked) == 174 and len(needs_none) == 120
+    assert refused.keys() == REFUSED.keys()
+    assert all(refused[name].startswith(opening) for name, opening in REFUSED.items()), refused
+    assert len(needs_none) - len(refused) >= 115
+
+
+def _needed() -> set[str]:
+    """Flags that by themselves ask for a part; ``--optimizer`` may ask for one that is served."""
+    return _OF_PARTS - {"--optimizer"}
+
+
+def test_other_lines_are_refused_for_these_parts_alone(checked: dict[str, tuple[LaunchLine, CheckedLine]]) -> None:
+    others = {name: result for name, (line, result) in checked.items() if line.flags & _needed()}
+    for name, result in others.items():
+        assert result.faults, name
+        wrong = [
+            fault for fault in result.faults if fault.split()[0].strip(":") not in _OF_PARTS and not _is_uneven(fault)
+        ]
+        assert wrong == [], name
+
+
+def _is_uneven(fault: str) -> bool:
+    return "pipeline" in fault and "all stages are built alike" in fault
+
+
+def test_reasons_are_short(checked: dict[str, tuple[LaunchLine, CheckedLine]]) -> None:
+    for _, result in checked.values():
+        assert all(len(fault.splitlines()) == 1 and len(fault) < 330 for fault in result.faults)
