@@ -261,8 +261,7 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "two data sources",
         lambda a: _data_sources(a) > 1,
-        "--data-path, --train-data-path (with --valid-data-path and --test-data-path) and --mock-data exclude each other; "
-        "give one",
+        "--data-path and --train-data-path (with --valid-data-path and --test-data-path) exclude each other; give one",
     ),
     Refusal(
         "split with data paths of each split",

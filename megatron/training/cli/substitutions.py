@@ -216,6 +216,11 @@ SUBSTITUTIONS: tuple[Substitution, ...] = (
         lambda a: a.use_mup,
         "--use-mup",
     ),
+    Substitution(
+        lambda a: a.mock_data and bool(a.data_path or a.train_data_path or a.valid_data_path or a.test_data_path),
+        "data paths have no effect with --mock-data",
+        {"data_path": None, "train_data_path": None, "valid_data_path": None, "test_data_path": None},
+    ),
     *_useless({"num_query_groups": 1}, lambda a: a.group_query_attention, "--group-query-attention"),
     *_useless(
         {

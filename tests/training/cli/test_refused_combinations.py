@@ -58,7 +58,7 @@ CONTRADICTIONS: dict[str, tuple[str, str]] = {
     "grad-reduce-in-bf16 without bf16": ("--grad-reduce-in-bf16", ""),
     "two gradient dtypes": ("--bf16 --grad-reduce-in-bf16 --accumulate-allreduce-grads-in-fp32", ""),
     "no data": ("", "--mock-data"),
-    "two data sources": ("--data-path x", ""),
+    "two data sources": ("--data-path x --train-data-path y", "--mock-data"),
     "split with data paths of each split": ("--train-data-path x --split 9,1,0", "--mock-data"),
     "tokenizer without its model": ("--tokenizer-type HuggingFaceTokenizer", ""),
     "GPT2BPETokenizer without its files": ("--vocab-file x", ""),
