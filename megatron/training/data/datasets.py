@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from megatron.core.datasets.blend import get_blend_from_list
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.datasets.split import parse_and_normalize_split
 from megatron.core.tokenizers import MegatronTokenizerBase
 
 DEFAULT_SPLIT = "969,30,1"
@@ -54,6 +55,13 @@ class DataConfig:
     """Leave padding out of the loss also where its id is that of another special token."""
 
     def __post_init__(self) -> None:
+        if self.split is not None:
+            try:
+                parse_and_normalize_split(self.split)
+            except ValueError as error:
+                raise ValueError(
+                    f"--split must be parts of the data, such as 969,30,1, got {self.split}: {error}"
+                ) from error
         for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
             try:
                 get_blend_from_list(getattr(self, name))

@@ -279,6 +279,24 @@ def test_faults_of_all_kinds_come_at_once() -> None:
     assert [fault.split()[0] for fault in two.faults] == ["--hidden-size", "--hidden-dropout"]
 
 
+@pytest.mark.parametrize(
+    ("flags", "opening"),
+    [
+        ("--num-attention-heads 5", "--hidden-size must be a multiple of --num-attention-heads, got 16 and 5"),
+        ("--tensor-model-parallel-size 3", "the number of ranks must be a multiple of --tensor-model-parallel-size *"),
+        ("--split 0,0,0", "--split must be parts of the data, such as 969,30,1, got 0,0,0"),
+        ("--split a", "--split must be parts of the data, such as 969,30,1, got a"),
+        ("--expert-model-parallel-size 2", "--expert-model-parallel-size must be 1 without --num-experts, got 2"),
+        ("--fp8-format hybrid --bf16 --num-experts 4", "--fp8-format must go with --moe-grouped-gemm"),
+    ],
+)
+def test_mistakes_are_named_in_the_words_of_the_command_line(flags: str, opening: str) -> None:
+    """In one line each, by flags, and without names of fields or classes."""
+    faults = check_command_line([*MINIMAL, *flags.split()], world_size=2).faults
+    assert any(fault.startswith(opening) for fault in faults), faults
+    assert not any(re.search(r"Config|\b[a-z]+_[a-z_]+\b", fault) for fault in faults), faults
+
+
 class _RecordingNamespace(Namespace):
     """A namespace that records which flags were read."""
 

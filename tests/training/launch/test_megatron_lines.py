@@ -48,13 +48,20 @@ _DEGREES = (
 )
 
 
-def _shrink(argv: Sequence[str], folder: Path) -> list[str]:
+def shrink(argv: Sequence[str], folder: Path, added_first: str = SHRUNK) -> list[str]:
     """Append flags until the line fits on two ranks: of the degrees of parallelism the first one stays."""
 
     def value(flag: str) -> int:
         return int(argv[argv.index(flag) + 1]) if flag in argv else 1
 
-    added = SHRUNK.split() + ["--save", str(folder), "--load", str(folder), "--tensorboard-dir", str(folder / "log")]
+    added = added_first.split() + [
+        "--save",
+        str(folder),
+        "--load",
+        str(folder),
+        "--tensorboard-dir",
+        str(folder / "log"),
+    ]
     added += ["--data-cache-path", str(folder / "cache")]
     split = [flag for flag in _DEGREES if value(flag) > 1]
     for place, flag in enumerate(split):
@@ -77,7 +84,7 @@ def _shrink(argv: Sequence[str], folder: Path) -> list[str]:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
     lines = {line.name: line.argv for line in launch_lines()}
-    flags = {name: " ".join(_shrink(lines[name], tmp_path_factory.mktemp("line"))) for name in LINES}
+    flags = {name: " ".join(shrink(lines[name], tmp_path_factory.mktemp("line"))) for name in LINES}
     return train_all(2, flags, base="")
 
 
