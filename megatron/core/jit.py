@@ -114,3 +114,21 @@ def _is_compilers(error: Exception) -> bool:
     from torch._dynamo.exc import TorchDynamoException
 
     return isinstance(error, TorchDynamoException)
+
+
+def _plain(function: Callable[..., Any]) -> Callable[..., Any]:
+    return function
+
+
+jit_fuser: Callable[..., Any] = torch.compile
+"""Megatron-Core's decorator of callers' functions: ``torch.compile``, until ``disable_jit_fuser``."""
+
+
+def enable_jit_fuser() -> None:
+    """Let ``jit_fuser``, where it is read from here on, be ``torch.compile``."""
+    globals()["jit_fuser"] = torch.compile
+
+
+def disable_jit_fuser() -> None:
+    """Let ``jit_fuser``, where it is read from here on, leave functions as they are."""
+    globals()["jit_fuser"] = _plain

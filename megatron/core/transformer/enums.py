@@ -6,7 +6,7 @@ import enum
 
 from megatron.core.enums import ModelType
 
-__all__ = ["AttnBackend", "AttnMaskType", "AttnType", "LayerType", "ModelType"]
+__all__ = ["AttnBackend", "AttnMaskType", "AttnType", "CudaGraphModule", "CudaGraphScope", "LayerType", "ModelType"]
 
 
 class AttnMaskType(enum.Enum):
@@ -44,3 +44,27 @@ class AttnBackend(enum.Enum):
     unfused = 3
     local = 4
     auto = 5
+
+
+class CudaGraphModule(enum.Enum):
+    """Parts of a layer that a CUDA graph of its own may hold; none is served, a graph holds a whole step."""
+
+    attn = 1
+    mlp = 2
+    moe = 3
+    moe_router = 4
+    moe_preprocess = 5
+    mamba = 6
+
+
+class CudaGraphScope(enum.Enum):
+    """The older name of ``CudaGraphModule``, which checkpoints hold."""
+
+    full_iteration = 1
+    attn = 2
+    mlp = 3
+    moe = 4
+    moe_router = 5
+    moe_preprocess = 6
+    mamba = 7
+    full_iteration_inference = 8

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,10 +24,33 @@ class ModuleSpec:
 def get_module(spec_or_module: ModuleSpec | type, **_: Any) -> Any:
     """Return the class or function that a spec names."""
     module = spec_or_module.module if isinstance(spec_or_module, ModuleSpec) else spec_or_module
-    if isinstance(module, tuple):
-        path, name = module
-        return getattr(importlib.import_module(path), name)
-    return module
+    return import_module(module) if isinstance(module, tuple) else module
+
+
+def import_module(module_path: tuple[str, str]) -> Any:
+    """Return what (import path, name) names.
+
+    Raises:
+        ImportError: it does not exist.
+    """
+    path, name = module_path
+    module = importlib.import_module(path)
+    if not hasattr(module, name):
+        raise ImportError(f"a spec names {name!r} of {path!r}, which has no such name")
+    return getattr(module, name)
+
+
+def get_submodules(spec: Any) -> Any:
+    """Return the specs of the submodules of a spec, or of a ``functools.partial`` that has them as an argument.
+
+    Raises:
+        ValueError: it has none.
+    """
+    if isinstance(spec, functools.partial) and "submodules" in spec.keywords:
+        return spec.keywords["submodules"]
+    if not hasattr(spec, "submodules"):
+        raise ValueError(f"a spec with submodules is needed, got {spec!r}")
+    return spec.submodules
 
 
 def build_module(spec_or_module: ModuleSpec | type, *args: Any, **kwargs: Any) -> Any:

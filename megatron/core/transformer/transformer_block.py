@@ -18,6 +18,8 @@ from megatron.core.fp8_utils import Quantization, quantize_weights, recomputatio
 from megatron.core.process_groups_config import group_of, group_rank, group_size
 from megatron.core.transformer.global_module_list import GlobalModuleList
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.pipeline_layers import get_num_layers_to_build as get_num_layers_to_build
+from megatron.core.transformer.pipeline_layers import layers_of_stage
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module, get_module
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -158,23 +160,6 @@ class TransformerBlock(MegatronModule):
         if config.recompute_method == "block":
             return [([layer], True) for layer in layers[:size]] + [(layers[size:], False)]
         return [(layers[start : start + size], True) for start in range(0, len(layers), size)]
-
-
-def layers_of_stage(num_layers: int, *, num_stages: int, stage: int) -> range:
-    """Return the indices, in the whole model, of the layers of a pipeline stage; all stages have the same number.
-
-    Raises:
-        ValueError: ``num_layers`` is not a multiple of ``num_stages``.
-
-    Ranks: pure.
-    """
-    if num_layers % num_stages != 0:
-        raise ValueError(
-            f"num_layers must be a multiple of the pipeline stages (pipeline_model_parallel_size), got {num_layers} layers "
-            f"and {num_stages} stages"
-        )
-    per_stage = num_layers // num_stages
-    return range(stage * per_stage, (stage + 1) * per_stage)
 
 
 class _Layers:

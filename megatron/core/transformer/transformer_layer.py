@@ -18,6 +18,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_layer import MoELayer, has_experts
+from megatron.core.transformer.pipeline_layers import get_transformer_layer_offset
 from megatron.core.transformer.recomputation import recomputes
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.torch_norm import Norm
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.transformer_config import TransformerConfig
+
+__all__ = ["TransformerLayer", "TransformerLayerSubmodules", "get_transformer_layer_offset"]
 
 
 @dataclass

@@ -202,20 +202,28 @@ def _mlp_spec(modules: _Modules, num_experts: int | None, moe_grouped_gemm: bool
 
 
 def get_gpt_decoder_block_spec(
-    config: TransformerConfig, use_transformer_engine: bool = False, normalization: str | None = None
+    config: TransformerConfig,
+    use_transformer_engine: bool = False,
+    normalization: str | None = None,
+    qk_l2_norm: bool = False,
+    vp_stage: int | None = None,
+    pp_rank: int | None = None,
 ) -> TransformerBlockSubmodules:
     """Return the specs of all layers of a model, with experts where ``moe_layer_freq`` says so, and of the final norm.
 
-    A pipeline stage builds its own layers of them.
+    A pipeline stage builds its own layers of them, so ``pp_rank`` has no effect.
 
     Args:
         use_transformer_engine: layers are those of ``get_gpt_layer_with_transformer_engine_spec``.
         normalization: as for ``get_gpt_layer_local_spec``; without effect on layers of transformer-engine, which have that
             of the configuration.
+        qk_l2_norm, vp_stage: must be False and None.
 
     Raises:
         ImportError: transformer-engine cannot be used; gives the reason.
+        NotImplementedError: ``qk_l2_norm`` or ``vp_stage`` is given.
     """
+    _refuse("get_gpt_decoder_block_spec", qk_l2_norm=qk_l2_norm or None, vp_stage=vp_stage)
     spec: Callable[..., ModuleSpec]
     settings: dict[str, Any] = {"qk_layernorm": config.qk_layernorm}
     if use_transformer_engine:
@@ -229,6 +237,29 @@ def get_gpt_decoder_block_spec(
     )
     specs = [with_experts if has_experts(config, number) else dense for number in range(1, config.num_layers + 1)]
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=_final_norm(use_transformer_engine))
+
+
+def get_gpt_decoder_layer_specs(
+    config: TransformerConfig,
+    use_transformer_engine: bool,
+    normalization: str | None = None,
+    qk_l2_norm: bool = False,
+    vp_stage: int | None = None,
+    pp_rank: int | None = None,
+) -> list[ModuleSpec]:
+    """Return the specs of all layers of a model; arguments are those of ``get_gpt_decoder_block_spec``."""
+    block = get_gpt_decoder_block_spec(config, use_transformer_engine, normalization, qk_l2_norm, vp_stage, pp_rank)
+    return list(block.layer_specs or ())
+
+
+def get_gpt_mtp_block_spec(
+    config: TransformerConfig,
+    spec: TransformerBlockSubmodules | ModuleSpec,
+    use_transformer_engine: bool,
+    vp_stage: int | None = None,
+    pp_rank: int | None = None,
+) -> None:
+    """Return None: the configuration accepts no layers of multi-token prediction (``mtp_num_layers``)."""
 
 
 def _final_norm(use_transformer_engine: bool) -> Any:

@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.parallel_state import default_rng_tracker, take_default_degrees
 from megatron.core.process_groups_config import group_of, group_rank, group_size
 from megatron.core.served_arguments import Served, check_arguments
-from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.tensor_parallel.mappings import scatter_to_sequence_parallel_region
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
@@ -34,7 +33,7 @@ _SHARED_WEIGHT = "embedding.word_embeddings.weight"
 _POSITION_EMBEDDINGS = ("learned_absolute", "rope", "none")
 
 
-class GPTModel(MegatronModule):
+class GPTModel(LanguageModule):
     """A decoder-only transformer whose parameters have Megatron-Core's names and layouts.
 
     It is built on torch's default device (``with torch.device(...):`` chooses another). Initial weights are a function of
@@ -89,7 +88,7 @@ class GPTModel(MegatronModule):
         pg_collection: ProcessGroupCollection | None = None,
         vp_stage: int | None = None,
     ) -> None:
-        super().__init__(config)
+        super().__init__(config, pg_collection)
         _check_arguments(vocab_size, max_sequence_length, position_embedding_type)
         _check_served(
             fp16_lm_cross_entropy=fp16_lm_cross_entropy,
@@ -109,9 +108,6 @@ class GPTModel(MegatronModule):
         self.share_embeddings_and_output_weights = share_embeddings_and_output_weights
         self.position_embedding_type = position_embedding_type
         self.model_type = ModelType.encoder_or_decoder
-        self.pg_collection = pg_collection
-        self._tp_group = group_of(pg_collection, "tp")
-        self._cp_group = group_of(pg_collection, "cp")
         self.rotary_pos_emb: RotaryEmbedding | None = None
         if position_embedding_type == "rope":
             self.rotary_pos_emb = RotaryEmbedding(
@@ -199,12 +195,6 @@ class GPTModel(MegatronModule):
             input_tensor = input_tensor[0]
         self.decoder.set_input_tensor(input_tensor)
 
-    def shared_embedding_or_output_weight(self) -> torch.Tensor | None:
-        """Return the word embedding's weight; on a last stage without embedding the output layer's; otherwise None."""
-        if self.pre_process:
-            return self.embedding.word_embeddings.weight
-        return self.output_layer.weight if self.post_process else None
-
     def forward(
         self,
         input_ids: torch.Tensor | None,
@@ -285,25 +275,6 @@ class GPTModel(MegatronModule):
         if self.config.cross_entropy_loss_fusion:
             return self.compute_language_model_loss(labels, logits, overwrite_logits=True)
         return self.compute_language_model_loss(labels, logits)
-
-    def compute_language_model_loss(
-        self, labels: torch.Tensor, logits: torch.Tensor, *, overwrite_logits: bool = False
-    ) -> torch.Tensor:
-        """Compute the loss of each token [b, s] from labels [b, s] and logits [s, b, v], all or this rank's part of them.
-
-        Args:
-            overwrite_logits: with ``config.cross_entropy_loss_fusion``, backward may overwrite the logits.
-
-        Ranks: all tensor-parallel ranks where the logits are parts.
-        """
-        tp_group = None if logits.shape[-1] == self.vocab_size else self._tp_group
-        if not self.config.cross_entropy_loss_fusion:
-            return vocab_parallel_cross_entropy(logits, labels.t(), tp_group=tp_group).t().contiguous()
-        compiled = not self.config.disable_jit_fuser
-        losses = fused_vocab_parallel_cross_entropy(
-            logits, labels.t(), tp_group, overwrite_logits=overwrite_logits, compiled=compiled
-        )
-        return losses.t().contiguous()
 
     def _rotary_tables(self, decoder_input: torch.Tensor | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         if self.rotary_pos_emb is None:

@@ -11,8 +11,22 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 
+from megatron.core.models.common.embeddings.rope_utils import (
+    _apply_rotary_pos_emb_bshd,
+    apply_rotary_pos_emb,
+    get_pos_emb_on_this_cp_rank,
+)
 from megatron.core.process_groups_config import group_size
 from megatron.core.transformer.context_parallel import positions_on_this_cp_rank
+
+__all__ = [
+    "RotaryEmbedding",
+    "_apply_rotary_pos_emb_bshd",
+    "apply_rotary",
+    "apply_rotary_pos_emb",
+    "get_pos_emb_on_this_cp_rank",
+    "scale_frequencies",
+]
 
 
 class RotaryEmbedding(torch.nn.Module):

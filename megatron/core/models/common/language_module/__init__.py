@@ -1,0 +1,1 @@
+"""Megatron-Core's import path of the base class of language models."""

@@ -1,0 +1,185 @@
+"""Small functions under Megatron-Core's names."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megatron.core import _rank_utils, jit, typed_torch
+from megatron.core.fusions.fused_bias_geglu import bias_geglu_impl, quick_gelu
+from megatron.core.fusions.fused_bias_gelu import bias_gelu, bias_gelu_impl
+from megatron.core.fusions.fused_bias_swiglu import bias_swiglu, bias_swiglu_impl, swiglu
+from megatron.core.fusions.fused_layer_norm import FusedLayerNorm
+from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb, get_pos_emb_on_this_cp_rank
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding, apply_rotary
+from megatron.core.models.common.language_module.language_module import LanguageModule
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_layer_specs, get_gpt_mtp_block_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.msc_utils import MultiStorageClientFeature
+from megatron.core.transformer import TransformerLayer
+from megatron.core.transformer.identity_op import IdentityFuncOp
+from megatron.core.transformer.spec_utils import ModuleSpec, get_submodules, import_module
+from megatron.core.transformer.torch_layer_norm import WrappedTorchLayerNorm
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from tests.support.tiny_gpt import build_gpt
+
+
+def _config(**fields: Any) -> TransformerConfig:
+    return TransformerConfig(**{"num_layers": 4, "hidden_size": 16, "num_attention_heads": 2, **fields})
+
+
+def _random(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_heads_are_rotated_as_the_model_rotates_them(interleaved: bool) -> None:
+    embedding = RotaryEmbedding(8, 0.5, rotary_interleaved=interleaved)
+    heads = _random(6, 2, 3, 8)
+    angles = embedding(6)
+    config = _config(rotary_interleaved=interleaved)
+    rotated = apply_rotary_pos_emb(heads, angles, config)
+    cos, sin = embedding.get_cos_sin(6, torch.device("cpu"))
+    torch.testing.assert_close(rotated, apply_rotary(heads, cos, sin, interleaved=interleaved))
+    torch.testing.assert_close(apply_rotary_pos_emb(rotated, angles, config, inverse=True), heads)
+
+
+def test_packed_heads_are_rotated_from_the_beginning_of_each_sample() -> None:
+    angles, config, heads = RotaryEmbedding(8, 1.0)(6), _config(), _random(6, 3, 8)
+    packed = apply_rotary_pos_emb(heads, angles, config, cu_seqlens=torch.tensor([0, 2, 6]))
+    alone = [apply_rotary_pos_emb(part[:, None], angles[: len(part)], config)[:, 0] for part in (heads[:2], heads[2:])]
+    torch.testing.assert_close(packed, torch.cat(alone))
+
+
+def test_positions_of_a_context_parallel_rank_need_its_group() -> None:
+    with pytest.raises(ValueError, match="group"):
+        get_pos_emb_on_this_cp_rank(torch.zeros(8, 1, 1, 4), 0, None)
+
+
+def test_activations_with_a_bias() -> None:
+    x, bias = _random(3, 8), _random(8)
+    gate, up = (x + bias).chunk(2, dim=-1)
+    torch.testing.assert_close(bias_swiglu_impl(x, bias), F.silu(gate) * up)
+    torch.testing.assert_close(bias_swiglu(x, bias), swiglu(x + bias))
+    torch.testing.assert_close(bias_geglu_impl(x, bias), F.gelu(gate, approximate="tanh") * up)
+    torch.testing.assert_close(bias_gelu_impl(x, bias), F.gelu(x + bias, approximate="tanh"))
+    torch.testing.assert_close(bias_gelu(bias, x), bias_gelu_impl(x, bias))
+    torch.testing.assert_close(quick_gelu(x), x * torch.sigmoid(1.702 * x))
+    with pytest.raises(NotImplementedError, match="clamp_value"):
+        bias_swiglu_impl(x, bias, clamp_value=7.0)
+
+
+@pytest.mark.parametrize("centered", [False, True])
+def test_a_fused_layer_norm_is_torchs(centered: bool) -> None:
+    config, x = _config(normalization="LayerNorm", layernorm_zero_centered_gamma=centered), _random(3, 16)
+    norm = FusedLayerNorm(config, 16, 1e-5)
+    torch.testing.assert_close(norm(x), F.layer_norm(x, (16,)))
+    torch.testing.assert_close(WrappedTorchLayerNorm(config, 16)(x), norm(x))
+    with pytest.raises(ValueError, match="RMSNorm"):
+        FusedLayerNorm(_config(normalization="RMSNorm"), 16)
+
+
+def test_layers_of_pipeline_stages() -> None:
+    config = _config(num_layers=8)
+    assert (get_num_layers_to_build(config), get_transformer_layer_offset(config)) == (8, 0)
+    config.pipeline_model_parallel_size, config.pipeline_dtype = 4, torch.float32
+    assert [get_transformer_layer_offset(config, pp_rank=stage) for stage in range(4)] == [0, 2, 4, 6]
+    assert get_num_layers_to_build(config, None, 3) == 2
+    with pytest.raises(NotImplementedError, match="vp_stage"):
+        get_transformer_layer_offset(config, 1)
+
+
+def test_specs_of_layers() -> None:
+    config = _config()
+    specs = get_gpt_decoder_layer_specs(config, use_transformer_engine=False)
+    assert len(specs) == 4 and all(spec.module is TransformerLayer for spec in specs)
+    assert get_gpt_mtp_block_spec(config, specs[0], False) is None
+    assert get_submodules(specs[0]) is specs[0].submodules
+    assert get_submodules(functools.partial(TransformerLayer, submodules="theirs")) == "theirs"
+    with pytest.raises(ValueError, match="submodules"):
+        get_submodules(TransformerLayer.forward)
+    assert import_module(("megatron.core.transformer.spec_utils", "ModuleSpec")) is ModuleSpec
+    with pytest.raises(ImportError, match="Nothing"):
+        import_module(("megatron.core.transformer.spec_utils", "Nothing"))
+
+
+def test_a_callers_language_model_has_the_loss_of_ours() -> None:
+    gpt = build_gpt({"share_embeddings_and_output_weights": False})
+    assert isinstance(gpt, GPTModel) and isinstance(gpt, LanguageModule)
+
+    class Bigram(LanguageModule):
+        pre_process = post_process = True
+
+        def __init__(self) -> None:
+            super().__init__(gpt.config)
+            self.embedding, self.output_layer = gpt.embedding, gpt.output_layer
+            self.setup_embeddings_and_output_layer()
+
+        def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            logits, _ = self.output_layer(self.embedding(tokens, None))
+            return self.compute_language_model_loss(labels, logits)
+
+    model, tokens = Bigram(), torch.tensor([[3, 1, 2], [0, 5, 4]])
+    logits = model.output_layer(model.embedding(tokens, None))[0].transpose(0, 1)
+    expected = F.cross_entropy(logits.flatten(0, 1), tokens.flatten(), reduction="none").view(2, 3)
+    torch.testing.assert_close(model(tokens, tokens), expected)
+    assert model.output_layer.weight.is_embedding_or_output_parameter
+    assert model.shared_embedding_or_output_weight() is gpt.embedding.word_embeddings.weight
+
+
+def test_functions_are_compiled_until_that_is_disabled() -> None:
+    assert jit.jit_fuser is torch.compile
+    jit.disable_jit_fuser()
+    try:
+        assert jit.jit_fuser(len) is len
+    finally:
+        jit.enable_jit_fuser()
+    assert jit.jit_fuser is torch.compile
+
+
+def test_ranks_before_process_groups_are_the_launchers(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS"):
+        monkeypatch.delenv(name, raising=False)
+    assert (_rank_utils.safe_get_rank(), _rank_utils.safe_get_world_size()) == (0, 1)
+    monkeypatch.setenv("SLURM_PROCID", "3")
+    monkeypatch.setenv("SLURM_NTASKS", "8")
+    assert (_rank_utils.safe_get_rank(), _rank_utils.safe_get_world_size()) == (3, 8)
+    monkeypatch.setenv("RANK", "2")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert (_rank_utils.safe_get_rank(), _rank_utils.safe_get_world_size()) == (2, 4)
+
+
+def test_types_and_signatures() -> None:
+    layer = torch.nn.Linear(1, 1)
+    assert typed_torch.apply_module(layer) is layer and typed_torch.not_none(0) == 0
+    with pytest.raises(TypeError, match="int"):
+        typed_torch.apply_module(3)
+    with pytest.raises(ValueError, match="None"):
+        typed_torch.not_none(None)
+
+    def source(self: object, size: int, *, name: str = "x") -> int:
+        return size
+
+    @typed_torch.copy_signature(source, handle_first_src_param="skip", handle_first_dst_param="preserve")
+    def wrapped(first: object, *args: Any, **kwargs: Any) -> str:
+        return str(source(first, *args, **kwargs))
+
+    assert list(inspect.signature(wrapped).parameters) == ["first", "size", "name"] and wrapped(None, 3) == "3"
+
+
+def test_a_module_that_returns_a_function() -> None:
+    assert IdentityFuncOp(1, a=2)(training=True, fused=False)("first", "second") == "first"
+
+
+def test_another_storage_of_files_is_refused() -> None:
+    assert not MultiStorageClientFeature.is_enabled()
+    MultiStorageClientFeature.disable()
+    with pytest.raises(NotImplementedError, match="MultiStorageClientFeature"):
+        MultiStorageClientFeature.enable()
