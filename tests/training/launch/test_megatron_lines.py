@@ -54,7 +54,8 @@ def shrink(argv: Sequence[str], folder: Path, added_first: str = SHRUNK) -> list
     def value(flag: str) -> int:
         return int(argv[argv.index(flag) + 1]) if flag in argv else 1
 
-    added = added_first.split() + [
+    added = [
+        *added_first.split(),
         "--save",
         str(folder),
         "--load",
