@@ -245,8 +245,8 @@ def tables_of_flags() -> str:
     lines += [f"| `{flag}` | {once.instead} |" for flag, once in parser.said_once.items()]
     lines += ["", "## Refused", "", "These are refused, except at Megatron-LM's default, which asks for nothing:", ""]
     lines += ["| flags | reason |", "|---|---|"]
-    for reason, flags in parser.refused_by_reason().items():
-        lines.append(f"| {' '.join(f'`{flag}`' for flag in flags)} | {reason} |")
+    for reason, refused in parser.refused_by_reason().items():
+        lines.append(f"| {' '.join(f'`{flag}`' for flag in refused)} | {reason} |")
     return "\n".join(lines)
 
 

@@ -192,7 +192,7 @@ def _add_numerics_flags(group: argparse._ArgumentGroup) -> None:
         "--cross-entropy-fusion-impl",
         choices=["native", "te"],
         default="native",
-        help="implementation of the fused cross entropy (default: native; te is refused)",
+        help="implementation of the fused cross entropy (default: native, as which te is taken)",
     )
     group.add_argument(
         "--disable-jit-fuser", action="store_true", help="run fused functions as plain PyTorch, not compiled"

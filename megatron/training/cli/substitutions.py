@@ -221,6 +221,11 @@ SUBSTITUTIONS: tuple[Substitution, ...] = (
         "data paths have no effect with --mock-data",
         {"data_path": None, "train_data_path": None, "valid_data_path": None, "test_data_path": None},
     ),
+    Substitution(
+        lambda a: a.cross_entropy_fusion_impl == "te",
+        "--cross-entropy-fusion-impl te is taken as native, the fused cross entropy that is here",
+        {"cross_entropy_fusion_impl": "native"},
+    ),
     *_useless({"num_query_groups": 1}, lambda a: a.group_query_attention, "--group-query-attention"),
     *_useless(
         {

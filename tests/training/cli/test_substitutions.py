@@ -84,6 +84,7 @@ CASES: list[tuple[str, str]] = [
     ("--mup-base-head-dim 8", ""),
     ("--mup-attn-scale-power 0.5", ""),
     ("--data-path x", ""),
+    ("--cross-entropy-fusion-impl te", ""),
     ("--num-query-groups 2", ""),
     ("--rotary-base 500", ""),
     ("--rotary-percent 0.5", ""),
