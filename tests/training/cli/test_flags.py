@@ -26,6 +26,7 @@ from tests.support.launch_lines import (
     MIXTRAL_8X7B,
     QWEN3_30B_A3B_AS_SERVED,
 )
+from tools.upstream_flags import TABLE, table_of
 
 MINIMAL = [
     "--num-layers",
@@ -548,3 +549,18 @@ def test_batch_sizes_that_grow(flags: str, schedule: tuple[tuple[int, int], ...]
 def test_batch_sizes_that_cannot_grow_so_are_refused(flags: str) -> None:
     with pytest.raises(FlagError, match=rf"{'--global-batch-size' if '1K' in flags else flags.split()[0]} must be"):
         parse_settings([*MINIMAL, *flags.split()], world_size=1)
+
+
+def test_the_table_of_megatron_lms_flags_is_what_the_script_writes() -> None:
+    """From what Python knows of the table itself: types, defaults, choices, and settings named by their spelling."""
+    flags = {
+        flag: {
+            "dest": row.dest or flag.lstrip("-").replace("-", "_"),
+            "default": repr(row.default),
+            "type": row.kind or "None",
+            "choices": list(row.choices) or None,
+            "nargs": repr(row.nargs) if row.nargs is None or isinstance(row.nargs, int) else row.nargs,
+        }
+        for flag, row in UPSTREAM_FLAGS.items()
+    }
+    assert table_of(flags) == TABLE.read_text(encoding="utf-8")
