@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from megatron.core.distributed.fsdp.checkpoint import EXTRA_STATE, CheckpointReader, is_complete
 from megatron.training.formats.foreign import ForeignCheckpoint
 from megatron.training.formats.huggingface import CONFIG, open_huggingface
+from megatron.training.formats.legacy import RANK_FOLDER, open_legacy
+from megatron.training.formats.megatron_lm import open_distributed
+
+TRACKER, RELEASE = "latest_checkpointed_iteration.txt", "release"
 
 
 def find_foreign(folder: Path, step: int | None = None) -> ForeignCheckpoint | None:
     """Return another program's checkpoint in a folder; None where there is none, or one of ours.
 
     Args:
+        folder: of a model, of a run with its tracker, or of one iteration.
         step: the iteration to load; None: the latest.
 
     Raises:
@@ -20,4 +26,24 @@ def find_foreign(folder: Path, step: int | None = None) -> ForeignCheckpoint | N
     """
     if (folder / CONFIG).is_file():
         return open_huggingface(folder)
+    path = _of_iteration(folder, step)
+    if any(path.glob(RANK_FOLDER)):
+        return open_legacy(path)
+    if is_complete(path) and not _is_ours(path):
+        return open_distributed(path)
     return None
+
+
+def _of_iteration(folder: Path, step: int | None) -> Path:
+    """Return the folder of an iteration by Megatron-LM's rules, or the folder itself where it has no tracker."""
+    if step is not None:
+        return folder / f"iter_{step:07d}"
+    tracker = folder / TRACKER
+    text = tracker.read_bytes()[:40].strip() if tracker.is_file() else b""
+    if text == RELEASE.encode():
+        return folder / RELEASE
+    return folder / f"iter_{int(text):07d}" if text.isdigit() else folder
+
+
+def _is_ours(path: Path) -> bool:
+    return f"{EXTRA_STATE}architecture" in CheckpointReader(path, verify=False).entries

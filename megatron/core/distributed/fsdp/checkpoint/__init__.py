@@ -17,6 +17,7 @@ says the same to DCP, and ``.saved-by-megatron-fsdp``, by which a later save kno
 """
 
 from megatron.core.distributed.fsdp.checkpoint.agreement import agree, raised_on_all_ranks
+from megatron.core.distributed.fsdp.checkpoint.archive import ArchivedTensor, read_archive
 from megatron.core.distributed.fsdp.checkpoint.chunks import Chunk, chunks_to_write, local_chunks
 from megatron.core.distributed.fsdp.checkpoint.description import Entries, Place, StoredChunk, StoredTensor, StoredValue
 from megatron.core.distributed.fsdp.checkpoint.folder import check_replaceable, is_complete
@@ -30,6 +31,7 @@ from megatron.core.distributed.fsdp.checkpoint.views import Part, View, ViewRead
 __all__ = [
     "EXTRA_STATE",
     "OPTIMIZER",
+    "ArchivedTensor",
     "AsyncSave",
     "CheckpointReader",
     "Chunk",
@@ -53,6 +55,7 @@ __all__ = [
     "local_chunks",
     "planned_nbytes",
     "raised_on_all_ranks",
+    "read_archive",
     "save_checkpoint",
     "stored_sizes",
     "write_alone",

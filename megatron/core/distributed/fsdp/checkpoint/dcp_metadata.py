@@ -51,6 +51,8 @@ _RECORDS = {
     f"{_DCP}.metadata.TensorStorageMetadata",
     f"{_DCP}.metadata.BytesStorageMetadata",
     f"{_DCP}.filesystem._StorageInfo",
+    # Megatron-Core's subclass of Metadata, until 0.15.
+    "megatron.core.dist_checkpointing.strategies.torch.MCoreMetadata",
 }
 # What these do cannot be changed by a pickle, and does nothing but make plain values.
 _BUILT_IN: dict[str, Any] = {
@@ -91,7 +93,7 @@ def decode_metadata(text: bytes, path: Path) -> Description:
         FileNotFoundError: the metadata are ours, so a description with checksums must be there.
     """
     try:
-        _check_announced(text)
+        check_announced(text)
         metadata = _Unpickler(io.BytesIO(text)).load()
         notes = _fields(getattr(metadata, "storage_meta", None)).get("modules") or []
         if DESCRIPTION in notes:
@@ -108,7 +110,7 @@ def decode_metadata(text: bytes, path: Path) -> Description:
         ) from error
 
 
-def _check_announced(text: bytes) -> None:
+def check_announced(text: bytes) -> None:
     """Check that what a pickle announces, lengths and places in its memo, is not more than it holds.
 
     Raises:

@@ -1,0 +1,191 @@
+"""Megatron-LM's folders of ``--ckpt-format torch``: one archive of ``torch.save`` for each tensor- and pipeline-parallel rank.
+
+Each archive has the rank's part of the model under ``model``, with layers counted within the stage. Matrices are cut by rows or by
+columns; the rows of a gated one are the gate and what it gates of this rank.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.core.distributed.fsdp.checkpoint import (
+    ArchivedTensor,
+    CheckpointReader,
+    Part,
+    StoredChunk,
+    StoredTensor,
+    View,
+    ViewReader,
+    read_archive,
+)
+from megatron.training.formats.architecture import Architecture, tensor_sizes
+from megatron.training.formats.foreign import ForeignCheckpoint
+from megatron.training.formats.megatron_lm import EMBEDDING, OUTPUT, is_gated, places_of
+from megatron.training.formats.rules import check_stored
+
+RANK_FOLDER = "mp_rank_[0-9]*"
+_FILE = "model_optim_rng.pt"
+_NAME = re.compile(r"mp_rank_(?P<tp>[0-9]{2})(_(?P<pp>[0-9]{3}))?(?P<ep>_[0-9]{3})?")
+_LAYER = re.compile(r"decoder\.layers\.([0-9]+)\.")
+_BY_COLUMNS = ("linear_proj.weight", "linear_fc2.weight")
+_BY_ROWS = ("linear_qkv.weight", "linear_qkv.bias", "linear_fc1.weight", "linear_fc1.bias")
+
+_Stages = list[list[dict[str, ArchivedTensor]]]  # by pipeline stage and tensor-parallel rank: tensors by name
+
+
+def open_legacy(folder: Path) -> ForeignCheckpoint:
+    """Open such a folder.
+
+    Raises:
+        NotImplementedError: it is split in a way that is not served.
+        ValueError, FileNotFoundError: a file is damaged or missing.
+    """
+    stages = _read(folder)
+    entries = {
+        f"stage {stage}, rank {rank}: {name}": StoredTensor(
+            tensor.dtype, tensor.size, [StoredChunk((0,) * len(tensor.size), tuple(tensor.size), tensor.place)]
+        )
+        for stage, ranks in enumerate(stages)
+        for rank, tensors in enumerate(ranks)
+        for name, tensor in tensors.items()
+    }
+    stored = CheckpointReader.of_files(folder, entries)
+
+    def views(architecture: Architecture) -> ViewReader:
+        found = {
+            name: View(size, _parts(stages, name, size, is_gated(name, architecture)))
+            for name, size in tensor_sizes(architecture).items()
+        }
+        ties = architecture["share_embeddings_and_output_weights"]
+        read = {part.source for view in found.values() for part in view.parts}
+
+        def is_copy(name: str) -> bool:
+            """Return whether another rank's copy is read, or a copy of the embedding."""
+            own = name.partition(": ")[2]
+            return any(
+                source.endswith(f": {own}") for source in read if source.split(",")[0] == name.split(",")[0]
+            ) or (bool(ties) and own in (EMBEDDING, OUTPUT))
+
+        check_stored(
+            found, entries, folder, unused=is_copy, may_be_longer=lambda name: name.endswith((EMBEDDING, OUTPUT))
+        )
+        return ViewReader(stored, found)
+
+    return ForeignCheckpoint(path=folder, kind="Megatron-LM, torch", architecture={}, views=views)
+
+
+def _read(folder: Path) -> _Stages:
+    found: dict[tuple[int, int], dict[str, ArchivedTensor]] = {}
+    for path in sorted(folder.glob(RANK_FOLDER)):
+        match = _NAME.fullmatch(path.name)
+        if match is None or match["ep"] is not None:
+            raise NotImplementedError(
+                f"{path} must be of a model without expert parallelism (mp_rank_XX or mp_rank_XX_YYY), got another name: save it "
+                "with --ckpt-format torch_dist, which any split loads"
+            )
+        found[int(match["pp"] or 0), int(match["tp"])] = _tensors(path / _FILE, f"{path.name}/{_FILE}")
+    num_stages, num_ranks = (max(key[axis] for key in found) + 1 for axis in (0, 1))
+    missing = [
+        f"stage {stage}, tensor rank {rank}"
+        for stage in range(num_stages)
+        for rank in range(num_ranks)
+        if (stage, rank) not in found
+    ]
+    if missing:
+        raise FileNotFoundError(f"{folder} must have a folder for each rank, got none of {', '.join(missing[:8])}")
+    stages, first_layer = [], 0
+    for stage in range(num_stages):
+        ranks = [
+            {_with_layer(name, first_layer): tensor for name, tensor in found[stage, rank].items()}
+            for rank in range(num_ranks)
+        ]
+        stages.append(ranks)
+        first_layer = max((int(layer) + 1 for name in ranks[0] for layer in _LAYER.findall(name)), default=first_layer)
+    return stages
+
+
+def _with_layer(name: str, first: int) -> str:
+    return _LAYER.sub(lambda match: f"decoder.layers.{int(match[1]) + first}.", name)
+
+
+def _tensors(path: Path, file: str) -> dict[str, ArchivedTensor]:
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} must be there, got no such file; restore it")
+    content = read_archive(path, file=file)
+    model = content.get("model") if isinstance(content, Mapping) else None
+    if not isinstance(model, Mapping):
+        chunks = "model0" in content if isinstance(content, Mapping) else False
+        what = "several model chunks (a virtual pipeline)" if chunks else "none"
+        raise NotImplementedError(f"{path} must hold one model under the key model, got {what}")
+    tensors = {name: value for name, value in _flat(model).items() if isinstance(value, ArchivedTensor)}
+    for name, tensor in tensors.items():
+        if not tensor.is_contiguous:
+            raise NotImplementedError(
+                f"{path}: {name} must be stored in the order of its elements, got a view of others"
+            )
+    return tensors
+
+
+def _flat(model: Mapping[str, Any]) -> dict[str, Any]:
+    """Return tensors by name, without a prefix of wrappers and without states of transformer-engine."""
+    return {
+        re.sub(r"^(module\.)+", "", name): value
+        for name, value in model.items()
+        if isinstance(name, str) and not name.endswith("_extra_state")
+    }
+
+
+def _parts(stages: _Stages, name: str, size: torch.Size, gated: bool) -> list[Part]:
+    """Return the parts of a tensor of ours, of all tensor-parallel ranks of the stage that has it."""
+    spellings = [place.source for place in places_of(name) if not place.index]
+    for number, ranks in enumerate(stages):
+        spelling = next((own for own in spellings if own in ranks[0]), None)
+        if spelling is not None:
+            tensors = [rank.get(spelling, ranks[0][spelling]) for rank in ranks]
+            sources = [f"stage {number}, rank {rank}: {spelling}" for rank in range(len(ranks))]
+            return _joined(name, size, sources, [tensor.size for tensor in tensors], gated)
+    start = (0,) * len(size)
+    return [Part(start, tuple(size), f"stage 0, rank 0: {name}", start)]
+
+
+def _joined(name: str, size: torch.Size, sources: list[str], sizes: list[torch.Size], gated: bool) -> list[Part]:
+    start = (0,) * len(size)
+    if name in (EMBEDDING, OUTPUT):
+        return _vocabulary(size, sources, sizes)
+    if name.endswith(_BY_COLUMNS) and len(size) == 2:
+        width = size[1] // len(sources)
+        return [Part((0, rank * width), (size[0], width), source, (0, 0)) for rank, source in enumerate(sources)]
+    if not name.endswith(_BY_ROWS):
+        return [Part(start, tuple(size), sources[0], start)]
+    blocks = 2 if gated else 1
+    rows, rest = size[0] // blocks // len(sources), tuple(size[1:])
+    return [
+        Part(
+            (block * (size[0] // blocks) + rank * rows, *start[1:]),
+            (rows, *rest),
+            source,
+            (block * rows, *start[1:]),
+        )
+        for rank, source in enumerate(sources)
+        for block in range(blocks)
+    ]
+
+
+def _vocabulary(size: torch.Size, sources: list[str], sizes: list[torch.Size]) -> list[Part]:
+    """Join the ranks' rows. Those beyond ours pad the vocabulary there; where ours has more, the last one is repeated."""
+    parts, row, rest = [], 0, tuple(size[1:])
+    zeros = (0,) * len(rest)
+    for source, own in zip(sources, sizes, strict=True):
+        rows = min(own[0] if own else 0, size[0] - row)
+        if rows > 0:
+            parts.append(Part((row, *zeros), (rows, *rest), source, (0, *zeros)))
+            row += rows
+            last = (source, rows - 1)
+    return parts + [
+        Part((extra, *zeros), (1, *rest), last[0], (last[1], *zeros), is_copy=True) for extra in range(row, size[0])
+    ]

@@ -1,0 +1,150 @@
+"""Megatron-LM's checkpoints are read as they lie on disk: the losses are those that it computed with these weights."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.training.formats.foreign import ForeignCheckpoint
+from megatron.training.formats.recognise import find_foreign
+from tests.support.megatron_lm_folders import (
+    losses_of,
+    save_alone,
+    weights_and_architecture,
+    write_fsdp_dtensor,
+    write_legacy,
+    write_torch_dist,
+)
+
+DENSE, EXPERTS = ("gpt2_like", "llama_like", "qwen_like"), ("moe_top2",)
+
+
+def _found(folder: Path) -> ForeignCheckpoint:
+    found = find_foreign(folder)
+    assert found is not None
+    return found
+
+
+def _check(name: str, found: ForeignCheckpoint, weights: dict[str, torch.Tensor], architecture: dict[str, Any]) -> None:
+    reader = found.reader(architecture)
+    assert set(reader.entries) == set(weights)
+    assert all(torch.equal(reader.tensor(key), value) for key, value in weights.items())
+    losses, expected = losses_of(name, reader, architecture)
+    torch.testing.assert_close(losses, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("norms_in_linears", [True, False], ids=["norms in linears", "norms"])
+@pytest.mark.parametrize("name", [*DENSE, *EXPERTS])
+def test_torch_dist(name: str, norms_in_linears: bool, tmp_path: Path) -> None:
+    weights, architecture = weights_and_architecture(name)
+    found = _found(write_torch_dist(tmp_path, weights, norms_in_linears=norms_in_linears))
+    assert found.kind == "Megatron-LM, torch_dist" and found.path == tmp_path / "iter_0000007"
+    _check(name, found, weights, architecture)
+
+
+@pytest.mark.parametrize("name", [*DENSE, *EXPERTS])
+def test_fsdp_dtensor(name: str, tmp_path: Path) -> None:
+    weights, architecture = weights_and_architecture(name)
+    gated, tied = architecture["gated_linear_unit"], architecture["share_embeddings_and_output_weights"]
+    found = _found(write_fsdp_dtensor(tmp_path, weights, gated=gated, tied=tied))
+    assert found.kind == "Megatron-LM, fsdp_dtensor"
+    _check(name, found, weights, architecture)
+
+
+@pytest.mark.parametrize(("num_ranks", "num_stages"), [(1, 1), (2, 1), (2, 2)])
+@pytest.mark.parametrize("name", DENSE)
+def test_legacy_folders_by_tensor_and_pipeline_rank(name: str, num_ranks: int, num_stages: int, tmp_path: Path) -> None:
+    weights, architecture = weights_and_architecture(name)
+    gated = architecture["gated_linear_unit"]
+    folder = write_legacy(tmp_path, weights, gated=gated, num_ranks=num_ranks, num_stages=num_stages)
+    found = _found(folder)
+    assert found.kind == "Megatron-LM, torch"
+    _check(name, found, weights, architecture)
+
+
+def test_a_release_and_a_step_are_found(tmp_path: Path) -> None:
+    weights, _ = weights_and_architecture("gpt2_like")
+    write_torch_dist(tmp_path, weights)
+    assert find_foreign(tmp_path, 7) is not None and find_foreign(tmp_path, 8) is None
+    os.rename(tmp_path / "iter_0000007", tmp_path / "release")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("release")
+    assert _found(tmp_path).path == tmp_path / "release"
+    assert _found(tmp_path / "release").path == tmp_path / "release"
+
+
+def test_a_vocabulary_that_was_padded_for_more_ranks_is_cut_and_one_for_fewer_is_padded(tmp_path: Path) -> None:
+    """Megatron-LM pads to a multiple of the tensor-parallel ranks, so the rows depend on the split there."""
+    weights, architecture = weights_and_architecture("llama_like")
+    reader = _found(write_torch_dist(tmp_path, weights)).reader({**architecture, "padded_vocab_size": 64})
+    assert torch.equal(reader.tensor("output_layer.weight"), weights["output_layer.weight"][:64])
+    reader = _found(tmp_path).reader({**architecture, "padded_vocab_size": 128})
+    padded = reader.tensor("embedding.word_embeddings.weight")
+    own = weights["embedding.word_embeddings.weight"]
+    assert torch.equal(padded[: len(own)], own) and torch.equal(padded[len(own) :], own[-1:].expand(128 - len(own), -1))
+
+
+@pytest.mark.parametrize("kind", ["torch_dist", "fsdp_dtensor", "torch"])
+def test_another_model_is_refused_by_the_names_of_its_tensors(kind: str, tmp_path: Path) -> None:
+    weights, architecture = weights_and_architecture("llama_like")
+    if kind == "torch_dist":
+        write_torch_dist(tmp_path, weights)
+    elif kind == "torch":
+        write_legacy(tmp_path, weights, gated=True, num_ranks=2, num_stages=1)
+    else:
+        write_fsdp_dtensor(tmp_path, weights, gated=True, tied=False)
+    with pytest.raises(ValueError, match=r"missing: .*linear_qkv\.bias"):
+        _found(tmp_path).reader({**architecture, "add_qkv_bias": True})
+    with pytest.raises(ValueError, match=r"of another shape: .*linear_fc2\.weight"):
+        _found(tmp_path).reader({**architecture, "ffn_hidden_size": 64})
+    with pytest.raises(ValueError, match="Nothing was changed"):
+        _found(tmp_path).reader({**architecture, "num_layers": 1})
+
+
+def test_what_an_archive_names_is_not_run(tmp_path: Path) -> None:
+    """A legacy file is a pickle; what it would call comes as an inert record."""
+
+    class Attack:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return os.system, (f"touch {tmp_path}/ran",)
+
+    weights, architecture = weights_and_architecture("gpt2_like")
+    write_legacy(tmp_path, weights, gated=False, num_ranks=1, num_stages=1)
+    path = tmp_path / "iter_0000007" / "mp_rank_00" / "model_optim_rng.pt"
+    content = torch.load(path, weights_only=False)
+    torch.save({**content, "rng_state": Attack()}, path)
+    _check("gpt2_like", _found(tmp_path), weights, architecture)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_damaged_and_missing_legacy_files_are_named(tmp_path: Path) -> None:
+    weights, _ = weights_and_architecture("gpt2_like")
+    write_legacy(tmp_path, weights, gated=False, num_ranks=2, num_stages=1)
+    path = tmp_path / "iter_0000007" / "mp_rank_01" / "model_optim_rng.pt"
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
+    with pytest.raises(ValueError, match=r"mp_rank_01/model_optim_rng.pt must be an archive of torch.save"):
+        find_foreign(tmp_path)
+    path.unlink()
+    with pytest.raises(FileNotFoundError, match=r"mp_rank_01/model_optim_rng.pt must be there"):
+        find_foreign(tmp_path)
+
+
+def test_what_is_not_served_is_refused_by_name(tmp_path: Path) -> None:
+    weights, _ = weights_and_architecture("gpt2_like")
+    write_torch_dist(tmp_path / "zarr", weights)
+    (tmp_path / "zarr" / "iter_0000007" / "metadata.json").write_text('{"sharded_backend": "zarr"}')
+    with pytest.raises(NotImplementedError, match="must name the backend torch_dist, got 'zarr'"):
+        find_foreign(tmp_path / "zarr")
+    write_legacy(tmp_path / "split", weights, gated=False, num_ranks=1, num_stages=1)
+    os.rename(tmp_path / "split/iter_0000007/mp_rank_00", tmp_path / "split/iter_0000007/mp_rank_00_000_001")
+    with pytest.raises(NotImplementedError, match="without expert parallelism"):
+        find_foreign(tmp_path / "split")
+
+
+def test_a_folder_of_another_dcp_program_is_left_to_the_loader(tmp_path: Path) -> None:
+    save_alone({"weight": torch.zeros(2)}, tmp_path / "iter_0000001")
+    assert find_foreign(tmp_path, 1) is None
