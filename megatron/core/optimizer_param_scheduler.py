@@ -58,7 +58,6 @@ class OptimizerParamScheduler:
     def __init__(
         self,
         optimizer: HasParamGroups,
-        *,
         init_lr: float,
         max_lr: float,
         min_lr: float,
@@ -69,7 +68,7 @@ class OptimizerParamScheduler:
         end_wd: float,
         wd_incr_steps: int,
         wd_incr_style: str,
-        use_checkpoint_opt_param_scheduler: bool = False,
+        use_checkpoint_opt_param_scheduler: bool = True,
         override_opt_param_scheduler: bool = False,
         wsd_decay_steps: int | None = None,
         lr_wsd_decay_style: str | None = None,

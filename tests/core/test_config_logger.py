@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import OrderedDict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 def _config(folder: str) -> TransformerConfig:
-    return TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, config_logger_dir=folder)
+    fields: dict[str, Any] = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "config_logger_dir": folder}
+    return TransformerConfig(**fields)
 
 
 def test_a_component_writes_its_arguments(tmp_path: Path) -> None:

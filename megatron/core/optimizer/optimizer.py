@@ -19,6 +19,7 @@ from megatron.core.optimizer.clip_grads import (
 )
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.param_groups import get_param_groups
+from megatron.core.process_groups_config import ProcessGroupCollection
 
 
 class StepResult(NamedTuple):
@@ -105,7 +106,14 @@ class MegatronOptimizer:
         self.optimizer.load_state_dict(state_dict)
 
 
-def get_megatron_optimizer(config: OptimizerConfig, model_chunks: Sequence[torch.nn.Module]) -> MegatronOptimizer:
+def get_megatron_optimizer(
+    config: OptimizerConfig,
+    model_chunks: Sequence[torch.nn.Module],
+    config_overrides: None = None,
+    use_gloo_process_groups: bool = True,
+    pg_collection: ProcessGroupCollection | None = None,
+    dump_param_to_param_group_map: None = None,
+) -> MegatronOptimizer:
     """Build the optimizer over all trainable parameters of the model.
 
     Adam over a model that is sharded as a whole is ``FlatAdamW``; other optimizers are torch's.
@@ -113,13 +121,20 @@ def get_megatron_optimizer(config: OptimizerConfig, model_chunks: Sequence[torch
     Args:
         config: ``lr`` must be set.
         model_chunks: the parts of the model, wrapped by ``FullyShardedDataParallel`` or plain modules.
+        config_overrides, dump_param_to_param_group_map: must be None.
+        use_gloo_process_groups, pg_collection: without effect: parameters know the ranks that share them.
 
     Raises:
+        NotImplementedError: other settings for some parameters, or a dump of the groups, are asked for.
         ValueError: ``config.lr`` is None, nothing is trainable, or ``store_param_remainders`` is set for a model that is not
             sharded as a whole.
 
     Ranks: local.
     """
+    asked = {"config_overrides": config_overrides, "dump_param_to_param_group_map": dump_param_to_param_group_map}
+    for name, value in asked.items():
+        if value:
+            raise NotImplementedError(f"get_megatron_optimizer({name}=...) is not served, got {value!r}")
     if config.lr is None:
         raise ValueError("OptimizerConfig.lr must be set, got None; pass the largest learning rate of the schedule")
     named = [item for chunk in model_chunks for item in chunk.named_parameters()]

@@ -24,6 +24,7 @@ from megatron.core.tensor_parallel.partition import part_extent
 from megatron.core.transformer.context_parallel_attention import core_attention_for
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.layer_arguments import check_cp_comm_type, check_layer_arguments
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.parameter_init import SeededParameters
 from megatron.core.transformer.recomputation import recomputes
@@ -63,9 +64,14 @@ class SelfAttention(MegatronModule):
         submodules: SelfAttentionSubmodules,
         layer_number: int,
         attn_mask_type: AttnMaskType = AttnMaskType.causal,
+        cp_comm_type: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
+        pp_layer_offset: int | None = None,
+        name: str | None = None,
     ) -> None:
         super().__init__(config)
+        check_cp_comm_type(config, cp_comm_type)
+        check_layer_arguments("SelfAttention", pp_layer_offset=pp_layer_offset, name=name)
         self.layer_number = layer_number
         num_heads, num_groups = config.num_attention_heads, config.num_query_groups or 1
         self.head_width = config.kv_channels or 1

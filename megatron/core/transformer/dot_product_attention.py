@@ -16,6 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from megatron.core.fusions.fused_softmax import MASKED, scaled_masked_softmax
 from megatron.core.packed_seq_params import PackedSeqParams, check_pack
 from megatron.core.transformer.enums import AttnBackend, AttnMaskType
+from megatron.core.transformer.layer_arguments import check_cp_comm_type
 from megatron.core.transformer.module import MegatronModule
 
 if TYPE_CHECKING:
@@ -42,9 +43,11 @@ class DotProductAttention(MegatronModule):
         attention_type: str = "self",
         attention_dropout: float | None = None,
         softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
         super().__init__(config)
+        check_cp_comm_type(config, cp_comm_type)
         if attn_mask_type is not AttnMaskType.causal:
             raise NotImplementedError(f"attn_mask_type must be causal, got {attn_mask_type}: others are not served")
         if attention_type != "self":

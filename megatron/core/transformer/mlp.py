@@ -18,6 +18,8 @@ from megatron.core.transformer.recomputation import call_before_backward_of, rec
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -36,6 +38,8 @@ class MLP(MegatronModule):
     Args:
         is_expert: whether the MLP is an expert. It is then split over ``pg_collection.expt_tp`` instead of ``tp``, and
             neither gathers its input nor sums its output.
+        tp_group: the ranks over which it is split; None: as ``pg_collection`` says.
+        name: without effect.
     """
 
     activates_with_bias: ClassVar[bool] = True
@@ -48,13 +52,16 @@ class MLP(MegatronModule):
         is_expert: bool = False,
         input_size: int | None = None,
         ffn_hidden_size: int | None = None,
+        tp_group: ProcessGroup | None = None,
+        name: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
         super().__init__(config)
         self.input_size = config.hidden_size if input_size is None else input_size
         width = ffn_hidden_size or config.ffn_hidden_size or 4 * config.hidden_size
         self.activation_func = config.activation_func
-        tp_group = group_of(pg_collection, "expt_tp" if is_expert else "tp")
+        if tp_group is None:
+            tp_group = group_of(pg_collection, "expt_tp" if is_expert else "tp")
         self.linear_fc1 = build_module(
             submodules.linear_fc1,
             self.input_size,

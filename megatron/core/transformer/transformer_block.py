@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 from megatron.core.fp8_utils import Quantization, quantize_weights, recomputation_in_fp8
 from megatron.core.process_groups_config import group_of, group_rank, group_size
 from megatron.core.transformer.global_module_list import GlobalModuleList
+from megatron.core.transformer.layer_arguments import check_layer_arguments
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.pipeline_layers import get_num_layers_to_build as get_num_layers_to_build
 from megatron.core.transformer.pipeline_layers import layers_of_stage
@@ -61,8 +62,10 @@ class TransformerBlock(MegatronModule):
         pre_process: bool = True,
         post_process: bool = True,
         pg_collection: ProcessGroupCollection | None = None,
+        vp_stage: int | None = None,
     ) -> None:
         super().__init__(config)
+        check_layer_arguments("TransformerBlock", vp_stage=vp_stage)
         self.pre_process, self.post_process = pre_process, post_process
         self.input_tensor: torch.Tensor | None = None
         submodules = _block_submodules(config, spec)

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 from megatron.core.fp8_utils import recomputation_in_fp8
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.layer_arguments import check_layer_arguments
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_layer import MoELayer, has_experts
@@ -46,6 +47,11 @@ class TransformerLayerSubmodules:
 class TransformerLayer(MegatronModule):
     """A transformer layer: x + dropout(attention(norm(x))), then the same with the MLP.
 
+    Args:
+        layer_number: the layer's number in the whole model, from 1.
+        hidden_dropout: None: that of the configuration.
+        vp_stage, is_mtp_layer, add_layer_offset, pp_layer_offset, name: see ``layer_arguments``.
+
     Attributes:
         names_in_checkpoint: names of parameters, relative to the layer, and those that they have in checkpoints: norms that
             are part of a linear layer are stored as the modules that they are otherwise.
@@ -64,8 +70,21 @@ class TransformerLayer(MegatronModule):
         layer_number: int = 1,
         hidden_dropout: float | None = None,
         pg_collection: ProcessGroupCollection | None = None,
+        vp_stage: int | None = None,
+        is_mtp_layer: bool = False,
+        add_layer_offset: bool = True,
+        pp_layer_offset: int | None = None,
+        name: str | None = None,
     ) -> None:
         super().__init__(config)
+        check_layer_arguments(
+            "TransformerLayer",
+            vp_stage=vp_stage,
+            is_mtp_layer=is_mtp_layer,
+            add_layer_offset=add_layer_offset,
+            pp_layer_offset=pp_layer_offset,
+            name=name,
+        )
         self.layer_number = layer_number
         self.hidden_dropout = config.hidden_dropout if hidden_dropout is None else hidden_dropout
         norm = {"config": config, "hidden_size": config.hidden_size, "eps": config.layernorm_epsilon}

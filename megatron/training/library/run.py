@@ -16,6 +16,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, FullyShardedDataParallel
 from megatron.core.enums import ModelType
 from megatron.core.process_groups_config import ProcessGroupCollection, group_of, group_rank, group_size
+from megatron.core.served_arguments import Served, check_arguments
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
 from megatron.training.arguments import Settings
@@ -28,6 +29,10 @@ from megatron.training.library.flags import PretrainConfigContainer, parse_and_v
 from megatron.training.library.state import get_args
 from megatron.training.loop.stage_forward import Batch, has_output_layer
 from megatron.training.loop.train_state import TrainState
+
+_SEED_GROUPS: Served = {
+    f"seed_{name}_group": ((None,), "seeds are those of the default groups") for name in ("pp", "dp", "tp", "ep", "etp")
+}
 
 
 def initialize_megatron(
@@ -42,6 +47,7 @@ def initialize_megatron(
     extra_args_provider: Any = None,
     args_defaults: Any = None,
     ignore_unknown_args: bool = False,
+    **groups_of_seeds: None,
 ) -> None:
     """Initialise torch.distributed, the default process groups and the random generators as the arguments of the run say.
 
@@ -52,12 +58,14 @@ def initialize_megatron(
         skip_mpu_initialization: do nothing but parse.
         store: must be None: the ranks of torchrun meet.
         skip_model_parallel_init: build no process groups.
+        groups_of_seeds: ``seed_pp_group`` and others must be None: seeds are those of the default groups.
 
     Raises:
-        NotImplementedError: ``store`` is given.
+        NotImplementedError: ``store``, or a group of seeds, is given.
 
     Ranks: all; blocks until all have joined.
     """
+    check_arguments("initialize_megatron", groups_of_seeds, _SEED_GROUPS)
     if store is not None:
         raise NotImplementedError("store must be None, got one: the ranks that torchrun started meet by themselves")
     try:

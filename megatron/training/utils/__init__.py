@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 
 from megatron.core import parallel_state
+from megatron.core._rank_utils import safe_get_rank
 from megatron.core.datasets.blend import get_blend_from_list
 from megatron.core.model_wrappers import unwrap_model
 from megatron.core.process_groups_config import group_of, group_rank, group_size
-from megatron.training.checkpointing import print_rank_0
 
 __all__ = [
     "average_losses_across_data_parallel_group",
@@ -31,6 +31,12 @@ __all__ = [
 def is_last_rank() -> bool:
     """Return whether this is the last rank of the run."""
     return not dist.is_initialized() or dist.get_rank() == dist.get_world_size() - 1
+
+
+def print_rank_0(message: object, rank: int | None = None) -> None:
+    """Print on rank 0, before process groups exist too; ``rank`` None: this process's."""
+    if (safe_get_rank() if rank is None else rank) == 0:
+        print(message, flush=True)
 
 
 def print_rank_last(message: object) -> None:

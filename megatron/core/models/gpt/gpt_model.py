@@ -135,8 +135,7 @@ class GPTModel(LanguageModule):
                 self.max_sequence_length,
                 self.position_embedding_type,
                 scatter_to_sequence_parallel=self.scatter_embedding_sequence_parallel,
-                tp_group=self._tp_group,
-                cp_group=self._cp_group,
+                pg_collection=self.pg_collection,
             )
             self._mark_shared(self.embedding.word_embeddings)
         self.decoder = TransformerBlock(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatron.core.process_groups_config import group_of, group_size
+from megatron.core.transformer.layer_arguments import check_layer_arguments
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.token_dispatcher import build_dispatcher
@@ -62,9 +63,13 @@ class MoELayer(MegatronModule):
         submodules: MoESubmodules,
         layer_number: int | None = None,
         pg_collection: ProcessGroupCollection | None = None,
+        is_mtp_layer: bool = False,
+        name: str | None = None,
+        *,
         num_experts: int | None = None,
     ) -> None:
         super().__init__(config)
+        check_layer_arguments("MoELayer", is_mtp_layer=is_mtp_layer, name=name)
         self.layer_number = layer_number
         if config.num_moe_experts is None or num_experts not in (None, config.num_moe_experts):
             raise ValueError(

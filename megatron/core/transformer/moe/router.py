@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatron.core.process_groups_config import group_of, group_size
+from megatron.core.transformer.layer_arguments import check_layer_arguments
 from megatron.core.transformer.moe.auxiliary_losses import AuxiliaryLosses, RunningCounts
 from megatron.core.transformer.moe.loss_record import AuxiliaryLossRecord, auxiliary_loss_names, balancing_loss_name
 from megatron.core.transformer.moe.routing import Routing, route
@@ -35,8 +36,14 @@ class TopKRouter(InitializedParameters):
 
     weight: torch.Tensor
 
-    def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None) -> None:
+    def __init__(
+        self,
+        config: TransformerConfig,
+        pg_collection: ProcessGroupCollection | None = None,
+        is_mtp_layer: bool = False,
+    ) -> None:
         super().__init__(config)
+        check_layer_arguments("TopKRouter", is_mtp_layer=is_mtp_layer)
         assert config.num_moe_experts and config.init_method, "routers are built with experts; init_method is derived"
         marks: dict[str, Any] = {"sequence_parallel": True} if config.sequence_parallel else {}
         self.add_parameter("weight", (config.num_moe_experts, config.hidden_size), config.init_method, **marks)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 import torch.nn.functional as F
 
-from megatron.core.process_groups_config import group_rank, group_size
+from megatron.core.process_groups_config import group_of, group_rank, group_size
 from megatron.core.tensor_parallel.layers import Embedding, VocabParallelEmbedding
 from megatron.core.transformer.context_parallel import positions_on_this_cp_rank
 from megatron.core.transformer.module import MegatronModule
@@ -18,6 +18,7 @@ from megatron.core.transformer.module import MegatronModule
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -27,7 +28,9 @@ class LanguageModelEmbedding(MegatronModule):
     Args:
         scatter_to_sequence_parallel: with sequence parallelism return this rank's part of the sequence; False: all of it.
         tp_group: the ranks over which the rows of the word embedding are split.
+        pg_collection: groups of which ``tp`` and ``cp`` are used where these are None; None: those of ``parallel_state``.
         cp_group: the ranks that split each sequence.
+        num_tokentypes: must be 0.
     """
 
     def __init__(
@@ -36,11 +39,20 @@ class LanguageModelEmbedding(MegatronModule):
         vocab_size: int,
         max_sequence_length: int,
         position_embedding_type: Literal["learned_absolute", "rope", "none"] = "learned_absolute",
+        num_tokentypes: int = 0,
         scatter_to_sequence_parallel: bool = True,
         tp_group: ProcessGroup | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        *,
         cp_group: ProcessGroup | None = None,
     ) -> None:
         super().__init__(config)
+        if num_tokentypes > 0:
+            raise NotImplementedError(f"LanguageModelEmbedding(num_tokentypes={num_tokentypes}) is not served")
+        if tp_group is None:
+            tp_group = group_of(pg_collection, "tp")
+        if cp_group is None:
+            cp_group = group_of(pg_collection, "cp")
         self.tp_group, self.cp_group = tp_group, cp_group
         self.scatters = config.sequence_parallel and scatter_to_sequence_parallel and group_size(tp_group) > 1
         self.vocab_size, self.max_sequence_length = vocab_size, max_sequence_length

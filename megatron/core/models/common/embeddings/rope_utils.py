@@ -26,6 +26,8 @@ def apply_rotary_pos_emb(
     cp_group: ProcessGroup | None = None,
     mla_rotary_interleaved: bool = False,
     inverse: bool = False,
+    mla_output_remove_interleaving: bool = False,
+    max_seqlen: int | None = None,
 ) -> torch.Tensor:
     """Rotate the first r channels of heads by angles, in the dtype of the heads.
 
@@ -36,12 +38,13 @@ def apply_rotary_pos_emb(
         mscale: factor of cosines and sines.
         cp_group: with ``cu_seqlens`` the ranks that split samples, which must be one; None: that of ``parallel_state``.
         inverse: rotate back.
+        max_seqlen: without effect.
 
     Raises:
         NotImplementedError: packed samples are split over ranks, or multi-latent attention's order of channels is asked for.
     """
-    if mla_rotary_interleaved:
-        raise NotImplementedError("apply_rotary_pos_emb(mla_rotary_interleaved=True) is not served")
+    if mla_rotary_interleaved or mla_output_remove_interleaving:
+        raise NotImplementedError("apply_rotary_pos_emb: the channel order of multi-latent attention is not served")
     if cu_seqlens is not None:
         if group_size(group_of(None, "cp") if cp_group is None else cp_group) > 1:
             raise NotImplementedError(

@@ -39,6 +39,7 @@ class RotaryEmbedding(torch.nn.Module):
         kv_channels: width of one head.
         rotary_percent: fraction of the head, from the front, that is rotated.
         seq_len_interpolation_factor: divides positions.
+        use_cpu_initialization: without effect: tables are made where they are used.
         cp_group: the ranks that split a sequence; each gets the tables of its own positions.
         rope_scaling: divide low frequencies by ``rope_scaling_factor`` as Llama 3.1 does.
 
@@ -57,6 +58,7 @@ class RotaryEmbedding(torch.nn.Module):
         rotary_base: float = 10000,
         rope_scaling: bool = False,
         rope_scaling_factor: float = 8.0,
+        use_cpu_initialization: bool = False,
         cp_group: ProcessGroup | None = None,
     ) -> None:
         super().__init__()
