@@ -172,7 +172,7 @@ def test_groups_that_contradict_each_other_are_refused() -> None:
         TopKRouter(_config(), ProcessGroupCollection(cp=TwoRanks()))  # type: ignore[arg-type]
 
 
-def _global_gradients(tokens: int) -> tuple[list[float], torch.Tensor, torch.Tensor]:
+def _global_gradients(tokens: int) -> tuple[list[float], list[list[float]], list[list[float]]]:
     """Return the recorded losses [M], the gradient of two microbatches on this rank, and the expected one of all ranks."""
     size, rank = dist.get_world_size(), dist.get_rank()
     config = _config(moe_router_load_balancing_type="global_aux_loss", moe_z_loss_coeff=None)
@@ -191,7 +191,7 @@ def _global_gradients(tokens: int) -> tuple[list[float], torch.Tensor, torch.Ten
             (router(hidden).probs.sum() * 0.0).backward()
             losses.append(float(record._parts["global_load_balancing_loss"][-1]))
     assert router.weight.grad is not None
-    return losses, router.weight.grad, _expected_global_gradient(router, data, config)
+    return losses, router.weight.grad.tolist(), _expected_global_gradient(router, data, config).tolist()
 
 
 def _expected_global_gradient(router: TopKRouter, data: torch.Tensor, config: TransformerConfig) -> torch.Tensor:
@@ -213,6 +213,6 @@ def _expected_global_gradient(router: TopKRouter, data: torch.Tensor, config: Tr
 def test_the_global_loss_takes_shares_from_all_ranks_and_the_step_so_far() -> None:
     """Ranks' gradients add up to that of one loss, and recorded parts, meant over ranks, to the loss itself."""
     results = run_ranks(2, _global_gradients, 6)
-    summed = results[0][1] + results[1][1]
-    torch.testing.assert_close(summed, results[0][2], rtol=1e-5, atol=1e-8)
+    summed = torch.tensor(results[0][1]) + torch.tensor(results[1][1])
+    torch.testing.assert_close(summed, torch.tensor(results[0][2]), rtol=1e-5, atol=1e-8)
     assert all(0.5 < (a + b) / 2 < 4 for a, b in zip(results[0][0], results[1][0], strict=True))
