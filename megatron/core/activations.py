@@ -13,9 +13,9 @@ def squared_relu(x: torch.Tensor) -> torch.Tensor:
     return torch.square(F.relu(x))
 
 
-def quick_gelu(x: torch.Tensor) -> torch.Tensor:
-    """Compute x * sigmoid(1.702 x), elementwise. Source: arXiv:1606.08415 section 2."""
-    return x * torch.sigmoid(1.702 * x)
+def quick_gelu(y: torch.Tensor) -> torch.Tensor:
+    """Compute y * sigmoid(1.702 y), elementwise. Source: arXiv:1606.08415 section 2."""
+    return y * torch.sigmoid(1.702 * y)
 
 
 def fast_gelu(x: torch.Tensor) -> torch.Tensor:

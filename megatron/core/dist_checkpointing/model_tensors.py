@@ -118,7 +118,6 @@ def make_sharded_tensors_for_checkpoint(
     tensor_parallel_layers_axis_map: Mapping[str, int] | None = None,
     sharded_offsets: Offsets = (),
     extra_state_suffix: str = "_extra_state",
-    *,
     tp_group: ProcessGroup | None = DEFAULT_GROUP,
     dp_cp_group: ProcessGroup | None = DEFAULT_GROUP,
 ) -> ShardedStateDict:

@@ -56,10 +56,12 @@ def is_hybrid_model(args: Namespace) -> bool:
     return False
 
 
-def average_losses_across_data_parallel_group(losses: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the means [n] of losses over the data-parallel ranks. Ranks: all of the group."""
+def average_losses_across_data_parallel_group(
+    losses: Sequence[torch.Tensor], group: dist.ProcessGroup | None = None
+) -> torch.Tensor:
+    """Return the means [n] of losses over a group; None: the data-parallel ranks. Ranks: all of the group."""
     averaged = torch.stack([loss.detach().view([]) for loss in losses])
-    group = parallel_state.get_data_parallel_group()
+    group = parallel_state.get_data_parallel_group() if group is None else group
     dist.all_reduce(averaged, group=group)
     return averaged / group.size()
 
@@ -79,14 +81,23 @@ def get_ltor_masks_and_position_ids(
     reset_attention_mask: bool,
     eod_mask_loss: bool,
     pad_mask_loss: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    create_attention_mask: bool = True,
+) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
     """Return the attention mask [b or 1, 1, s, s], True where a key is hidden, the loss mask and the positions, both [b, s].
 
     Args:
         data: [b, s] tokens.
         reset_position_ids, reset_attention_mask: positions and attention begin anew after an end of document.
         eod_mask_loss, pad_mask_loss: leave what follows these tokens out of the loss.
+        create_attention_mask: False returns None in place of the mask.
+
+    Raises:
+        ValueError: attention is to begin anew, and no mask is to be made.
     """
+    if reset_attention_mask and not create_attention_mask:
+        raise ValueError(
+            "reset_attention_mask needs create_attention_mask=True: the mask says where attention begins anew"
+        )
     rows, length = data.shape
     mask = torch.ones((1, length, length), dtype=torch.bool, device=data.device).triu(diagonal=1)
     loss_mask = torch.ones((rows, length), device=data.device)
@@ -104,4 +115,4 @@ def get_ltor_masks_and_position_ids(
         begins = torch.zeros_like(data)
         begins[:, 1:] = torch.where(ends[:, :-1], positions[:, 1:], 0)
         positions = positions - begins.cummax(dim=1).values
-    return mask[:, None], loss_mask, positions.contiguous()
+    return mask[:, None] if create_attention_mask else None, loss_mask, positions.contiguous()

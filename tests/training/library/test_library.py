@@ -173,6 +173,9 @@ def test_a_configuration_of_the_caller_gets_its_further_fields() -> None:
 def test_masks_and_positions_begin_anew_after_an_end_of_document() -> None:
     data = torch.tensor([[5, 0, 6, 7, 0, 8]])
     mask, loss_mask, positions = get_ltor_masks_and_position_ids(data, 0, 8, True, True, True, True)
+    assert mask is not None and get_ltor_masks_and_position_ids(data, 0, 8, True, False, True, True, False)[0] is None
+    with pytest.raises(ValueError, match="create_attention_mask"):
+        get_ltor_masks_and_position_ids(data, 0, 8, True, True, True, True, create_attention_mask=False)
     assert positions.tolist() == [[0, 1, 0, 1, 2, 0]]
     assert loss_mask.tolist() == [[1, 0, 1, 1, 0, 0]]
     seen = (~mask[0, 0]).int().tolist()

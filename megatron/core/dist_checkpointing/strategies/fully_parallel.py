@@ -17,7 +17,15 @@ class FullyParallelSaveStrategyWrapper:
     """Save by ``strategy``; the other arguments are accepted."""
 
     def __init__(
-        self, strategy: Any, parallelization_group: ProcessGroup | None = None, do_cache_distribution: bool = False
+        self,
+        strategy: Any,
+        parallelization_group: ProcessGroup | None = None,
+        do_cache_distribution: bool = False,
+        backend: str = "torch_dist",
+        version: int = 1,
+        validate_access_integrity: bool = True,
+        pg_cache_path: str | None = None,
+        pg_cache_create: bool = False,
     ) -> None:
         self.base_strategy, self.parallelization_group = strategy, parallelization_group
 
@@ -35,6 +43,9 @@ class FullyParallelLoadStrategyWrapper:
         parallelization_group: ProcessGroup | None = None,
         do_cache_distribution: bool = False,
         exchange_algo: str = "broadcast",
+        per_rank_object_load: bool = False,
+        pg_cache_path: str | None = None,
+        pg_cache_create: bool = False,
     ) -> None:
         self.base_strategy, self.parallelization_group = strategy, parallelization_group
 

@@ -62,10 +62,13 @@ def _apply_rotary_pos_emb_bshd(
     mla_rotary_interleaved: bool = False,
     mscale: float = 1.0,
     inverse: bool = False,
+    mla_output_remove_interleaving: bool = False,
 ) -> torch.Tensor:
     """Rotate the first r channels of t [s, ..., d] by angles [s, ..., r]."""
-    if mla_rotary_interleaved:
-        raise NotImplementedError("_apply_rotary_pos_emb_bshd(mla_rotary_interleaved=True) is not served")
+    if mla_rotary_interleaved or mla_output_remove_interleaving:
+        raise NotImplementedError(
+            "_apply_rotary_pos_emb_bshd: the channel order of multi-latent attention is not served"
+        )
     turned, rest = t[..., : freqs.shape[-1]], t[..., freqs.shape[-1] :]
     cos, sin = (freqs.cos() * mscale).to(t.dtype), (freqs.sin() * mscale).to(t.dtype)
     if inverse:
