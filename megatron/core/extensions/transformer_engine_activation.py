@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from megatron.core.activations import squared_relu
 from megatron.core.extensions.transformer_engine import te, tex
-from megatron.core.fusions.float8_launch import gated_backward_in_fp8, gated_in_fp8, kept_values
+from megatron.core.fusions.float8_launch import gated_backward_in_fp8, gated_in_fp8, kept_values, kernels_work
 from megatron.core.jit import is_compiled
 
 _DTYPES = {te.DType.kFloat8E4M3: torch.float8_e4m3fn, te.DType.kFloat8E5M2: torch.float8_e5m2}
@@ -67,7 +67,10 @@ class Fp8Activation:
 
     def writes_either(self, x: torch.Tensor, quantizer: Any) -> bool:
         """Return whether transposed bytes can be written alone."""
-        return self._kernels.ours is not None and isinstance(quantizer, te.Float8Quantizer) and is_compiled(True, x)
+        ours = self._kernels.ours
+        if ours is None or not isinstance(quantizer, te.Float8Quantizer) or not is_compiled(True, x):
+            return False
+        return kernels_work(ours, x.device)
 
     def write(self, x: torch.Tensor, quantizer: Any) -> Any:
         """Return an object with the bytes and scales of the activated x."""

@@ -7,11 +7,13 @@ import os
 import subprocess
 import sys
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from megatron.core.fusions import float8_launch
 from megatron.core.fusions.float8_launch import gated_backward_in_fp8, gated_in_fp8, kept_values
 
 # The last tiles of rows and columns are not full; three dims, since transposed bytes are of the last one.
@@ -101,9 +103,29 @@ def _compare_kept(device: str = "cpu") -> None:
         assert 0.0 < noise < 0.1, noise
 
 
+def _compare_as_a_process_does() -> None:
+    """What a process finds before it relies on the kernels: that they work, and that transposed bytes are not written."""
+    cpu = torch.device("cpu")
+    for activation in ("silu", "gelu"):
+        assert float8_launch.kernels_work(activation, cpu)
+        for name in ("gated_in_fp8", "gated_backward_in_fp8"):
+            function = getattr(float8_launch, name)
+
+            def without_transposed(*args: Any, made_by: Any = function, **settings: Any) -> float8_launch.Written:
+                written: float8_launch.Written = made_by(*args, **settings)
+                if written.transposed is not None:
+                    written.transposed.copy_(torch.randint_like(written.transposed, 120))
+                return written
+
+            with patch.object(float8_launch, name, without_transposed):
+                assert not float8_launch.kernels_work.__wrapped__(activation, cpu)
+
+
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 def test_interpreted_kernels_agree_with_torch() -> None:
-    command = [sys.executable, "-c", f"from {__name__} import _compare, _compare_kept; _compare(); _compare_kept()"]
+    checks = ("_compare", "_compare_kept", "_compare_as_a_process_does")
+    program = f"from {__name__} import {', '.join(checks)}; {'; '.join(f'{check}()' for check in checks)}"
+    command = [sys.executable, "-c", program]
     done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
@@ -112,3 +134,4 @@ def test_interpreted_kernels_agree_with_torch() -> None:
 def test_kernels_on_a_device_agree_with_torch() -> None:
     _compare("cuda")
     _compare_kept("cuda")
+    assert all(float8_launch.kernels_work(name, torch.device("cuda", 0)) for name in ("silu", "gelu"))

@@ -195,7 +195,8 @@ def _bytes_by_the_kernel() -> None:
                         optimizer.step(grad_factor=clip_factor(optimizer.grad_norm(), 0.5))
                         optimizer.zero_grad()
                         losses.append(loss.detach())
-                    net(features.cuda())
+                    for _ in range(2):  # at the second version the histories have what the update measured
+                        net(features.cuda())
                 optimizer.synchronize()
                 scaled = [group.weights for group in groups_of(net) if isinstance(group.weights, ScaledWeights)]
                 assert all(weights.was_updated is False and weights.has_following for weights in scaled)
