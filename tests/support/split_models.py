@@ -311,7 +311,7 @@ def wrap(layout: Layout, groups: ProcessGroupCollection | None = None, **setting
 
 def backward(model: FullyShardedDataParallel, microbatch: int) -> None:
     """Forward and backward of a microbatch."""
-    model.module.microbatch = microbatch  # type: ignore[assignment]
+    model.module.microbatch = microbatch
     model(torch.zeros((), requires_grad=True)).backward()
 
 
