@@ -441,6 +441,7 @@ def _checkpoint(args: Namespace) -> CheckpointConfig:
         save_optim=not args.no_save_optim,
         save_rng=not args.no_save_rng,
         async_save=args.async_save,
+        ckpt_format=args.ckpt_format,
         load=args.load,
         load_step=args.ckpt_step,
         exit_on_missing=args.exit_on_missing_checkpoint,

@@ -25,6 +25,7 @@ from megatron.core.distributed.fsdp import load_checkpoint, save_checkpoint
 from megatron.core.distributed.fsdp.checkpoint import (
     EXTRA_STATE,
     CheckpointReader,
+    ForeignLayout,
     TensorReader,
     agree,
     planned_nbytes,
@@ -34,6 +35,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.process_groups_config import ProcessGroupCollection, group_size
 from megatron.training.folder_lock import FolderLock
 from megatron.training.formats.foreign import ForeignCheckpoint
+from megatron.training.formats.megatron_lm import in_our_names, layout_of
 from megatron.training.formats.recognise import find_foreign
 from megatron.training.loop.dropout_seed import check_rng_state, rng_state, set_rng_state
 from megatron.training.loop.train_state import TrainState
@@ -61,6 +63,10 @@ class CheckpointConfig:
 
     async_save: bool = False
     """Write while training goes on; costs a copy of the state in host memory."""
+
+    ckpt_format: str | None = None
+    """Weights are saved under Megatron-LM's names and layouts: "torch_dist" or "fsdp_dtensor"; None: under ours. Either loads
+    under any split."""
 
     load: str | None = None
     """Folder whose latest checkpoint is loaded; None starts from scratch."""
@@ -182,6 +188,7 @@ class Checkpointer:
                 path,
                 extra_state=extra,
                 async_save=self.config.async_save,
+                layout=self._layout(state.iteration),
             )
         self.last_saved_iteration = state.iteration
         if self.progress is not None:
@@ -192,6 +199,11 @@ class Checkpointer:
                 agree(lambda: None, lambda _: self._announce(state.iteration))
         else:
             self._pending = (handle, state.iteration)
+
+    def _layout(self, iteration: int) -> ForeignLayout | None:
+        if self.config.ckpt_format is None:
+            return None
+        return layout_of(self.config.ckpt_format, self.architecture, iteration=iteration)
 
     def poll(self) -> None:
         """Name the pending asynchronous save in the tracker if it is written. Ranks: each alone; does not block."""
@@ -246,7 +258,14 @@ class Checkpointer:
         agree(lambda: found.append(self._check_extra(path, iteration)), lambda _: None)
         (saved,) = found
         weights_alone = self.config.finetune or _CONVERTED_FROM in saved
-        self._load_into_model(path, with_optimizer=self.config.load_optim and not weights_alone)
+        readers: list[TensorReader] = []
+
+        def open_own() -> None:
+            stored = CheckpointReader(path, verify=self.config.verify)
+            readers.append(in_our_names(stored, self.architecture))
+
+        agree(open_own, lambda _: None)
+        self._load_into_model(path, with_optimizer=self.config.load_optim and not weights_alone, reader=readers[0])
         if weights_alone:
             print_rank_0(f" loaded the weights of {path}; training starts at iteration 0")
             return TrainState()

@@ -40,6 +40,7 @@ from megatron.training.formats.copying import (
     write_own,
 )
 from megatron.training.formats.flags import flags_of
+from megatron.training.formats.megatron_lm import in_our_names, layout_of
 from megatron.training.formats.recognise import find_foreign
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -64,6 +65,11 @@ def open_source(folder: Path, *, step: int | None, padded_vocab_size: int | None
         FileNotFoundError, ValueError, NotImplementedError: it cannot be read; says why.
     """
     found = find_foreign(folder, step)
+    if found is not None and not found.architecture:
+        raise ValueError(
+            f"{found.path} ({found.kind}) does not say what model it is of: load it with pretrain_gpt.py --load and the model's "
+            "flags, --train-iters 0 and --save, and convert what that saves"
+        )
     if found is not None:
         changed = {} if padded_vocab_size is None else {"padded_vocab_size": padded_vocab_size}
         architecture = found.settings(**changed)
@@ -74,10 +80,11 @@ def open_source(folder: Path, *, step: int | None, padded_vocab_size: int | None
     if (folder / TRACKER).is_file() or step is not None:
         iteration = step if step is not None else read_tracker(folder / TRACKER) or 0
         path = checkpoint_path(folder, iteration)
-    reader = CheckpointReader(path)
-    if _ARCHITECTURE not in reader.entries:
+    stored = CheckpointReader(path)
+    if _ARCHITECTURE not in stored.entries:
         raise ValueError(f"{path} must be a checkpoint of a training run, which says what model it is of, got none")
-    architecture = reader.values([_ARCHITECTURE])[_ARCHITECTURE]
+    architecture = stored.values([_ARCHITECTURE])[_ARCHITECTURE]
+    reader = in_our_names(stored, architecture)
     return Source(reader=reader, kind="own", path=path, architecture=architecture, iteration=iteration)
 
 
@@ -101,7 +108,8 @@ def convert(source: Source, args: argparse.Namespace) -> str:
         raise FileExistsError(f"{args.target} must be a new run's folder, got one with {TRACKER}; give another one")
     path = checkpoint_path(args.target, source.iteration)
     values = {_ARCHITECTURE: source.architecture, CONVERTED_FROM: f"{source.path} ({source.kind})"}
-    write_own(source.reader, path, values, names=list(weights), buffer_nbytes=buffer_nbytes, dtype=dtype)
+    layout = None if args.to == "own" else layout_of(args.to, source.architecture, iteration=source.iteration)
+    write_own(source.reader, path, values, names=list(weights), buffer_nbytes=buffer_nbytes, dtype=dtype, layout=layout)
     write_tracker(args.target, source.iteration)
     return str(path)
 
@@ -114,7 +122,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("source", type=Path, help="folder of a Hugging Face model or of a run")
     parser.add_argument("target", type=Path, nargs="?", help="folder to write, which is not there yet")
-    parser.add_argument("--to", choices=("own", "huggingface"), default="own", help="format to write (default: own)")
+    parser.add_argument(
+        "--to",
+        choices=("own", "huggingface", "torch_dist", "fsdp_dtensor"),
+        default="own",
+        help="format to write (default: own)",
+    )
     parser.add_argument("--print-flags", action="store_true", help="print the launch flags of the model alone")
     parser.add_argument("--ckpt-step", type=int, help="iteration of the run (default: the latest)")
     parser.add_argument("--padded-vocab-size", type=int, help="ids of the model to write, with padding (to own)")

@@ -10,7 +10,7 @@ from megatron.training.cli.upstream_flags import UpstreamFlag
 DEFAULTS_THAT_DIFFER: dict[str, str] = {
     "--distributed-backend": "`nccl` where there is a GPU, `gloo` elsewhere",
     "--verify-integrity": "always so: files are compared with their checksums when they are loaded",
-    "--ckpt-format": "`fsdp_dtensor`",
+    "--ckpt-format": "ours: PyTorch DCP directories, which any number of ranks can load",
     "--dist-ckpt-strictness": "`raise_all`: missing, extra and mis-shaped keys are errors",
     "--rerun-mode": "`disabled`: no step is run twice",
 }

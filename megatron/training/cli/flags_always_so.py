@@ -16,11 +16,7 @@ ALWAYS_SO: dict[str, AlwaysSo] = {
         fact="with symmetric memory, a buffer is registered once, when it is allocated",
         needs=("--use-megatron-fsdp", "--use-nccl-ub"),
     ),
-    "--ckpt-format": AlwaysSo(
-        fact="PyTorch DCP directories of DTensors, the default here",
-        values=("fsdp_dtensor",),
-    ),
-    "--auto-detect-ckpt-format": AlwaysSo(fact="there is one format, and loading any other is refused"),
+    "--auto-detect-ckpt-format": AlwaysSo(fact="what lies in a folder says its format"),
     "--dist-ckpt-strictness": AlwaysSo(
         fact="missing, extra and mis-shaped keys are errors",
         values=("raise_all",),

@@ -20,6 +20,11 @@ def add_checkpoint_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--no-save-optim", action="store_true", help="save without optimizer state")
     group.add_argument("--no-save-rng", action="store_true", help="save without the state of the random generators")
     group.add_argument("--async-save", action="store_true", help="write while training goes on")
+    group.add_argument(
+        "--ckpt-format",
+        choices=("torch", "torch_dist", "torch_dcp", "fsdp_dtensor"),
+        help="save weights under Megatron-LM's names: torch_dist or fsdp_dtensor (default: under ours, like the other two)",
+    )
     group.add_argument("--load", help="folder to load from; without a checkpoint in it, training starts from scratch")
     group.add_argument("--ckpt-step", type=int, help="iteration to load (default: the latest)")
     group.add_argument("--exit-on-missing-checkpoint", action="store_true", help="no checkpoint in --load is an error")

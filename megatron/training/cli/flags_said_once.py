@@ -13,9 +13,6 @@ _DISPATCH = "tokens go to their experts by one all-to-all; the numbers are the s
 _BUCKETS = "there are no buckets: gradients are reduced unit by unit, on their own stream"
 _FLIGHT = "after a time-out each rank says what it waits for; NCCL's recorder is set by its environment variables"
 _INDEX = "the data's index is built once, by one process, and mapped by the others"
-_FORMAT = (
-    "checkpoints are saved as PyTorch DCP directories of DTensors (fsdp_dtensor), which any number of ranks can load"
-)
 _SHARED = "shared experts run before the routed ones; the numbers are the same"
 _TWIN = "the layers' own function is used; the numbers are the same up to rounding"
 
@@ -45,7 +42,6 @@ SAID_ONCE: dict[str, SaidOnce] = {
             "--ckpt-fully-parallel-save-process-group",
             "--dist-ckpt-workers",
         ),
-        _FORMAT: ("--ckpt-format",),
         "missing, extra and mis-shaped keys are errors (raise_all), which is stricter": (
             "--dist-ckpt-strictness",
             "--no-strict-fsdp-dtensor-load",

@@ -88,6 +88,11 @@ def _layer_graphs(args: Namespace) -> bool:
 
 SUBSTITUTIONS: tuple[Substitution, ...] = (
     Substitution(
+        lambda a: a.ckpt_format in ("torch", "torch_dcp"),
+        "--ckpt-format {ckpt_format}: checkpoints are saved as PyTorch DCP directories, which any number of ranks can load",
+        {"ckpt_format": None},
+    ),
+    Substitution(
         lambda a: a.use_torch_fsdp2 and not a.torch_fsdp2_reshard_after_forward,
         "--use-torch-fsdp2 --torch-fsdp2-no-reshard-after-forward is taken as --use-megatron-fsdp "
         "--data-parallel-sharding-strategy optim_grads",

@@ -16,6 +16,7 @@ import torch
 from megatron.core.distributed.fsdp.checkpoint import (
     EXTRA_STATE,
     Chunk,
+    ForeignLayout,
     StoredTensor,
     TensorReader,
     ViewReader,
@@ -98,6 +99,7 @@ def write_own(
     names: Sequence[str],
     buffer_nbytes: int,
     dtype: torch.dtype | None = None,
+    layout: ForeignLayout | None = None,
 ) -> None:
     """Write tensors of a reader as a checkpoint of ours, which ``--load`` and ``load_checkpoint`` read.
 
@@ -105,8 +107,14 @@ def write_own(
         values: plain values by name.
         names: of the tensors to write.
         dtype: None: as they are.
+        layout: names and layouts of another program in place of ours.
     """
-    write_alone(path, chunks_of(reader, names, buffer_nbytes=buffer_nbytes, dtype=dtype), values)
+    chunks = chunks_of(reader, names, buffer_nbytes=buffer_nbytes, dtype=dtype)
+    if layout is None:
+        write_alone(path, chunks, values)
+        return
+    moved = (part for chunk in chunks for part in layout.chunks(chunk))
+    write_alone(path, moved, {**layout.named(values), **layout.values}, files=layout.files)
 
 
 def write_huggingface(

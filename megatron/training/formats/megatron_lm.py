@@ -17,13 +17,24 @@ from pathlib import Path
 
 import torch
 
-from megatron.core.distributed.fsdp.checkpoint import CheckpointReader, Entries, Part, StoredTensor, View, ViewReader
-from megatron.training.formats.architecture import Architecture, tensor_sizes
+from megatron.core.distributed.fsdp.checkpoint import (
+    OBJECT,
+    CheckpointReader,
+    Entries,
+    ForeignLayout,
+    Part,
+    StoredTensor,
+    TensorReader,
+    View,
+    ViewReader,
+)
+from megatron.training.formats.architecture import Architecture, layers_with_experts, tensor_sizes
 from megatron.training.formats.foreign import ForeignCheckpoint
 from megatron.training.formats.rules import check_stored
 
 CONFIG = "metadata.json"
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
+_OURS = ("optimizer.", "extra_state.", "optional_state.")
 _PREFIXES = ("", "model.module.", "model.module.module.", "model.")
 _LAYER = re.compile(r"decoder\.layers\.(?P<layer>[0-9]+)\.(?P<rest>.+)")
 _EXPERT = re.compile(
@@ -152,6 +163,81 @@ def open_distributed(folder: Path) -> ForeignCheckpoint | None:
 
     kind = "torch_dist" if is_torch_dist else "fsdp_dtensor"
     return ForeignCheckpoint(path=folder, kind=f"Megatron-LM, {kind}", architecture={}, views=views)
+
+
+def layout_of(ckpt_format: str, architecture: Architecture, *, iteration: int) -> ForeignLayout:
+    """Return how weights are written so that Megatron-LM reads them.
+
+    Args:
+        ckpt_format: ``torch_dist`` or ``fsdp_dtensor``.
+        iteration: that of the checkpoint.
+
+    Ranks: pure.
+    """
+    counters = {"iteration": iteration, "checkpoint_version": 3.0}
+    sizes = tensor_sizes(architecture)
+    if ckpt_format == "fsdp_dtensor":
+        views = {name: View(size, _parts_of_fsdp_dtensor(name, size, architecture)) for name, size in sizes.items()}
+        return ForeignLayout(views, {**counters, "args": None})
+    has_experts = layers_with_experts(architecture) if architecture.get("num_moe_experts") else [0]
+    is_mixed = len(set(has_experts)) > 1
+    views = {name: View(size, _parts_of_torch_dist(name, size, architecture, is_mixed)) for name, size in sizes.items()}
+    content = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+    if is_mixed:
+        content["non_homogeneous_layers"] = True
+    values = {"common_state/shard_0_1": [{**counters, "content_metadata": content}]}
+    backend = json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1})
+    return ForeignLayout(views, values, {CONFIG: backend.encode()}, OBJECT)
+
+
+def _parts_of_torch_dist(name: str, size: torch.Size, architecture: Architecture, is_mixed: bool) -> list[Part]:
+    """Return where a tensor lies in ``torch_dist``: stacked, but by layer if some layers have experts and others not."""
+    start, found = (0,) * len(size), _LAYER.fullmatch(name)
+    if found is None:
+        return [Part(start, tuple(size), name, start)]
+    layer, rest = int(found["layer"]), _norm_in_linear(name, found["rest"], architecture)
+    index: tuple[int, ...] = ()
+    expert = _EXPERT.fullmatch(rest)
+    if expert is not None:
+        rest, index = f"mlp.experts.experts.{expert['linear']}.{expert['kind']}", (int(expert["expert"]),)
+    if is_mixed:
+        return [Part(start, tuple(size), f"decoder.layers.{layer}.{rest}", (*index, *start))]
+    return [Part(start, tuple(size), f"decoder.layers.{rest}", (layer, *index, *start))]
+
+
+def _parts_of_fsdp_dtensor(name: str, size: torch.Size, architecture: Architecture) -> list[Part]:
+    start, found = (0,) * len(size), _LAYER.fullmatch(name)
+    rest = name if found is None else _norm_in_linear(name, found["rest"], architecture)
+    expert = _EXPERT.fullmatch(rest)
+    if expert is not None:
+        rest = f"mlp.experts.{expert['linear']}.{expert['kind']}{expert['expert']}"
+    source = f"model.module.{rest}" if found is None else f"model.module.decoder.layers.{found['layer']}.{rest}"
+    if not is_gated(name, architecture):
+        return [Part(start, tuple(size), source, start)]
+    half = (size[0] // 2, *size[1:])
+    return [
+        Part((number * half[0], *start[1:]), half, f"{source}{end}", start) for number, end in enumerate(("_w", "_v"))
+    ]
+
+
+def _norm_in_linear(name: str, rest: str, architecture: Architecture) -> str:
+    """Return the name that a norm has with transformer-engine, where it is part of the linear layer behind it."""
+    norm, _, kind = rest.partition(".")
+    layer = int(name.split(".")[2])
+    has_experts = bool(architecture.get("num_moe_experts")) and layers_with_experts(architecture)[layer]
+    if norm not in _FUSED_NORMS or (norm == "pre_mlp_layernorm" and has_experts):
+        return rest
+    return f"{_FUSED_NORMS[norm]}.layer_norm_{kind}"
+
+
+def in_our_names(stored: CheckpointReader, architecture: Architecture) -> TensorReader:
+    """Return a reader of a checkpoint that this framework wrote in one of these formats, or in its own."""
+    prefix = prefix_of(stored.entries)
+    sizes = tensor_sizes(architecture) if prefix is not None else {}
+    if prefix is None or all(name in stored.entries for name in sizes):
+        return stored
+    kept = [name for name in stored.entries if name.startswith(_OURS)]
+    return ViewReader(stored, views_in(stored.entries, sizes, architecture, prefix), keeps=kept)
 
 
 def _check_backend(path: Path) -> None:

@@ -25,17 +25,27 @@ from megatron.core.distributed.fsdp.checkpoint.load import load_checkpoint
 from megatron.core.distributed.fsdp.checkpoint.parts import write_alone, write_parts
 from megatron.core.distributed.fsdp.checkpoint.reader import CheckpointReader, TensorReader
 from megatron.core.distributed.fsdp.checkpoint.save import AsyncSave, planned_nbytes, save_checkpoint
-from megatron.core.distributed.fsdp.checkpoint.state import EXTRA_STATE, OPTIMIZER, NamedTensor
-from megatron.core.distributed.fsdp.checkpoint.views import Part, View, ViewReader, Views, inverse, stored_sizes
+from megatron.core.distributed.fsdp.checkpoint.state import EXTRA_STATE, OBJECT, OPTIMIZER, NamedTensor
+from megatron.core.distributed.fsdp.checkpoint.views import (
+    ForeignLayout,
+    Part,
+    View,
+    ViewReader,
+    Views,
+    inverse,
+    stored_sizes,
+)
 
 __all__ = [
     "EXTRA_STATE",
+    "OBJECT",
     "OPTIMIZER",
     "ArchivedTensor",
     "AsyncSave",
     "CheckpointReader",
     "Chunk",
     "Entries",
+    "ForeignLayout",
     "NamedTensor",
     "Part",
     "Place",

@@ -24,7 +24,8 @@ from megatron.core.distributed.fsdp.checkpoint.description import DESCRIPTION
 MARKER = ".metadata"
 DATA_SUFFIX = ".distcp"
 OWNER = ".saved-by-megatron-fsdp"
-_OWN_NAMES = (MARKER, f"{MARKER}.tmp", DESCRIPTION, OWNER)
+# The last one is Megatron-LM's, in whose format a save can write.
+_OWN_NAMES = (MARKER, f"{MARKER}.tmp", DESCRIPTION, OWNER, "metadata.json")
 _BESIDE = re.compile(r"(?P<name>.+)\.(?P<kind>tmp|old)-(?P<token>[0-9a-f]{12})")
 
 

@@ -36,7 +36,7 @@ from megatron.core.distributed.fsdp.checkpoint.description import (
     decode,
 )
 from megatron.core.distributed.fsdp.checkpoint.folder import DATA_SUFFIX, MARKER, find_folder
-from megatron.core.distributed.fsdp.checkpoint.state import NamedTensor
+from megatron.core.distributed.fsdp.checkpoint.state import EXTRA_STATE, OBJECT, OPTIMIZER, OPTIONAL_STATE, NamedTensor
 
 _NamedChunk = tuple[str, torch.dtype, StoredChunk]  # of the tensor with this name and dtype
 _VERIFY_THREADS = 4  # zlib computes without Python's lock
@@ -154,7 +154,7 @@ class CheckpointReader(TensorReader):
         self.folder = find_folder(path)
         self._verify = verify
         description = _read_description(self.folder)
-        self.entries: Entries = description.entries
+        self.entries: Entries = {_without_suffix(name): entry for name, entry in description.entries.items()}
         self.has_checksums = description.has_checksums
         self._sizes = description.files
         if self.has_checksums:
@@ -341,6 +341,10 @@ def _read_description(folder: Path) -> Description:
             "another save; load another checkpoint"
         )
     return description
+
+
+def _without_suffix(name: str) -> str:
+    return name.removesuffix(OBJECT) if name.startswith((OPTIMIZER, EXTRA_STATE, OPTIONAL_STATE)) else name
 
 
 def _pieces(name: str, stored: StoredTensor, chunk: Chunk) -> Iterator[_Piece]:

@@ -15,7 +15,7 @@ from torch import nn
 
 from megatron.core.distributed.fsdp.checkpoint.agreement import agree, check_initialized, digest_of, firsts
 from megatron.core.distributed.fsdp.checkpoint.chunks import Chunk, chunks_to_write, copied_to_host, plain_chunks
-from megatron.core.distributed.fsdp.checkpoint.files import Written, packed, write_data, write_metadata
+from megatron.core.distributed.fsdp.checkpoint.files import Written, packed, write_data, write_file, write_metadata
 from megatron.core.distributed.fsdp.checkpoint.folder import FolderInProgress, begin_folder
 from megatron.core.distributed.fsdp.checkpoint.optimizer import (
     KIND,
@@ -33,6 +33,7 @@ from megatron.core.distributed.fsdp.checkpoint.state import (
     optional_states,
     plain_copy,
 )
+from megatron.core.distributed.fsdp.checkpoint.views import ForeignLayout
 
 
 def save_checkpoint(
@@ -42,6 +43,7 @@ def save_checkpoint(
     *,
     extra_state: Mapping[str, Any] | None = None,
     async_save: bool = False,
+    layout: ForeignLayout | None = None,
 ) -> AsyncSave | None:
     """Save model, optimizer and extra state to the folder ``path``, which any number of ranks can load.
 
@@ -59,6 +61,7 @@ def save_checkpoint(
             gets it back from ``load_checkpoint`` as the same rank.
         async_save: copy the state to host memory and return; a thread writes the copy while training goes on, and
             communicates over a gloo process group of its own. ``wait()`` for it before another save to the same path.
+        layout: names and layouts of another program in place of ours, the same on all ranks. None: ours.
 
     Returns:
         The save that is running, with ``async_save``; else None.
@@ -79,7 +82,7 @@ def save_checkpoint(
     """
     check_initialized("save_checkpoint")
     group = dist.new_group(backend="gloo") if async_save else None
-    save = Save(path, group=group)
+    save = Save(path, group=group, layout=layout)
 
     def collect() -> LocalState:
         state = local_state(model, optimizer, extra_state or {}, rank=dist.get_rank())
@@ -219,9 +222,17 @@ class Save:
     Args:
         path: the folder's final name.
         group: process group of all ranks; None: the default process group.
+        layout: as in ``save_checkpoint``.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        group: dist.ProcessGroup | None = None,
+        layout: ForeignLayout | None = None,
+    ) -> None:
+        self._layout = layout
         self._path = Path(os.path.abspath(path))
         self._group = group
         self._rank = dist.get_rank()
@@ -303,14 +314,25 @@ class Save:
         chunks = [*state.chunks, *(chunk for name, chunk in state.once.items() if writers.get(name, 0) == rank)]
         values = {name: value for name, value in state.values.items() if writers.get(name, 0) == rank}
         values.update({name: packed(value) for name, value in self._merged.items()})
-        written = write_data(self._beside, chunks, {**values, **state.own_values}, rank=rank)
+        own_values = state.own_values
+        if self._layout is not None:
+            values, own_values = self._layout.named(values), self._layout.named(own_values)
+            chunks = [moved for chunk in chunks for moved in self._layout.chunks(chunk)]
+            if rank == 0:
+                values.update({name: packed(value) for name, value in self._layout.values.items()})
+        written = write_data(self._beside, chunks, {**values, **own_values}, rank=rank)
         # Free copies in host memory.
         self._state = replace(state, chunks=[], once={}, values={}, own_values={})
         return written
 
     def _publish(self, written: list[Written]) -> None:
         assert self._folder is not None and self._state is not None
-        write_metadata(self._beside, written, self._sizes)
+        sizes = self._sizes
+        if self._layout is not None:
+            sizes = self._layout.sizes(sizes)
+            for name, content in self._layout.files.items():
+                write_file(self._beside / name, content)
+        write_metadata(self._beside, written, sizes)
         self._folder.publish()
 
 

@@ -15,6 +15,7 @@ from megatron.core.distributed.fsdp.buffers.scaled_weights import ScaledWeights
 
 OPTIMIZER, EXTRA_STATE, OPTIONAL_STATE = "optimizer.", "extra_state.", "optional_state."
 PER_RANK = "per_rank"
+OBJECT = "/shard_0_1"  # at the end of the names of plain values in Megatron-LM's torch_dist, whose readers expect it
 _MODULE_STATE = "_extra_state"  # what nn.Module.state_dict calls the result of get_extra_state
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 

@@ -94,15 +94,28 @@ class ViewReader(TensorReader):
         source: reads the stored tensors.
         views: by name; all that they name must be in ``source``.
         plain: plain values by name.
+        keeps: names of tensors and plain values of ``source`` that are read as they are.
     """
 
-    def __init__(self, source: TensorReader, views: Views, plain: Mapping[str, Any] | None = None) -> None:
-        self.source, self.views, self.plain = source, views, dict(plain or {})
+    def __init__(
+        self,
+        source: TensorReader,
+        views: Views,
+        plain: Mapping[str, Any] | None = None,
+        *,
+        keeps: Sequence[str] = (),
+    ) -> None:
+        kept = {name: source.entries[name] for name in keeps}
+        same = {name: _identity(name, entry) for name, entry in kept.items() if isinstance(entry, StoredTensor)}
+        self.source, self.views, self.plain = source, {**views, **same}, dict(plain or {})
+        views = self.views
         self.entries = {name: StoredTensor(self._dtype(view), view.size, []) for name, view in views.items()}
         self.entries |= {name: StoredValue(Place("", 0, 0)) for name in self.plain}
+        self.entries |= {name: entry for name, entry in kept.items() if isinstance(entry, StoredValue)}
 
     def values(self, names: Sequence[str]) -> dict[str, Any]:
-        return {name: self.plain[name] for name in names}
+        kept = self.source.values([name for name in names if name not in self.plain])
+        return {name: self.plain[name] if name in self.plain else kept[name] for name in names}
 
     def whole_nbytes(self, names: Sequence[str]) -> int:
         parts = [part for name in names for part in self.views[name].parts]
@@ -159,29 +172,48 @@ def inverse(views: Views) -> dict[str, View]:
 
 
 @dataclass(frozen=True)
-class Renaming:
-    """Turns chunks of tensors under our names into chunks of the tensors that another program expects.
+class ForeignLayout:
+    """How a checkpoint is written for another program: its names and layouts in place of ours, and what it expects beside.
 
     Args:
-        views: how that program's tensors are read as ours.
+        views: our tensors as views of that program's. Tensors without a view keep their names.
+        values: further plain values by name.
+        files: further files of the folder by name.
+        value_suffix: of the names of plain values; "" or ``OBJECT``, which readers take off again.
     """
 
     views: Views
+    values: Mapping[str, Any] = field(default_factory=dict)
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    value_suffix: str = ""
     _sizes: dict[str, torch.Size] = field(init=False)
 
     def __post_init__(self) -> None:
         own = {name: replace(view, parts=_own(view.parts)) for name, view in self.views.items()}
         object.__setattr__(self, "_sizes", stored_sizes(own))
 
-    def sizes(self, names: Sequence[str]) -> dict[str, torch.Size]:
-        """Return the shapes of all tensors into which tensors of these names turn."""
-        parts = (part for name in names for part in _own(self.views[name].parts))
-        return {part.source: self._sizes[part.source] for part in parts}
+    def sizes(self, sizes: Mapping[str, torch.Size]) -> dict[str, torch.Size]:
+        """Return the shapes of all tensors into which tensors of these names and shapes turn."""
+        found = {name: size for name, size in sizes.items() if name not in self.views}
+        parts = (part for name in sizes if name in self.views for part in _own(self.views[name].parts))
+        return found | {part.source: self._sizes[part.source] for part in parts}
+
+    def named(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return plain values under the names that they get."""
+        return {name + self.value_suffix: value for name, value in values.items()}
 
     def chunks(self, chunk: Chunk) -> Iterator[Chunk]:
         """Yield what a chunk turns into. The memory is the same."""
+        if chunk.name not in self.views:
+            yield chunk
+            return
         for part, target in _cut(_own(self.views[chunk.name].parts), chunk):
             yield Chunk(part.source, self._sizes[part.source], torch.Size(part.begin), part.of_view(target))
+
+
+def _identity(name: str, entry: StoredTensor) -> View:
+    start = (0,) * len(entry.size)
+    return View(entry.size, [Part(start, tuple(entry.size), name, start)])
 
 
 def _own(parts: Sequence[Part]) -> list[Part]:
