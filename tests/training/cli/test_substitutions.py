@@ -12,6 +12,7 @@ EXPERTS = "--num-experts 4"
 
 # in the order of the table: (flags that the row takes as others, the others)
 CASES: list[tuple[str, str]] = [
+    ("--ckpt-format torch_dcp", ""),
     (
         "--use-torch-fsdp2 --torch-fsdp2-no-reshard-after-forward",
         "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads",
