@@ -25,6 +25,7 @@ EXTRAS = {
         "pytest-xdist>=3.6",
         "hypothesis>=6.100",
         "safetensors>=0.4",
+        "torchao>=0.15",
         "triton>=3.3",
         "ruff>=0.6",
         "mypy>=1.11",
@@ -45,7 +46,7 @@ setup(
     # PEP 561: in a namespace package, each of its packages says that it is typed.
     package_data={"megatron.core": ["py.typed"], "megatron.training": ["py.typed"]},
     # Above, too: DTensor's placements of uneven rows rest on what these versions of torch do inside.
-    install_requires=["torch>=2.11,<2.14", "numpy>=1.26"],
+    install_requires=["torch>=2.11,<2.14", "numpy>=1.26", "packaging>=23"],
     extras_require=EXTRAS,
     classifiers=["Programming Language :: Python :: 3", "Typing :: Typed"],
 )

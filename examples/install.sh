@@ -28,9 +28,9 @@ lacks() {
 import importlib.util
 import sys
 
-modules = ["torch", "numpy", "tensorboard", "matplotlib"]
+modules = ["torch", "numpy", "packaging", "tensorboard", "matplotlib"]
 if sys.argv[1] == "all":
-    modules += ["tokenizers", "sentencepiece", "tiktoken", "rich", "safetensors", "triton", "pytest", "pytest_timeout", "xdist", "hypothesis", "ruff", "mypy", "importlinter"]
+    modules += ["tokenizers", "sentencepiece", "tiktoken", "rich", "safetensors", "torchao", "triton", "pytest", "pytest_timeout", "xdist", "hypothesis", "ruff", "mypy", "importlinter"]
 named = {"pytest_timeout": "pytest-timeout", "xdist": "pytest-xdist", "importlinter": "import-linter"}
 print(*(named.get(module, module) for module in modules if importlib.util.find_spec(module) is None))
 EOF

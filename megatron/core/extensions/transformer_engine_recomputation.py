@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
 
+from megatron.core.extensions.transformer_engine import FP8GlobalStateManager
 from megatron.core.extensions.transformer_engine_recipes import autocast, no_autocast
 
 if TYPE_CHECKING:
