@@ -5,9 +5,11 @@ Example::
     python tools/checkpoint/convert.py models/Qwen3-8B runs/qwen                      # Hugging Face -> this framework
     python tools/checkpoint/convert.py runs/qwen models/tuned --to huggingface --dtype bfloat16
     python tools/checkpoint/convert.py models/Qwen3-8B --print-flags                  # the launch flags of the model
+    python tools/checkpoint/convert.py megatron_lm/run runs/own -- --num-layers 32 --hidden-size 4096 ...
 
 The source is recognised by what lies in it: a folder with ``config.json`` and safetensors files is a Hugging Face model, a
-folder with ``latest_checkpointed_iteration.txt`` a run. Tensors are copied a few rows at a time. The target
+folder with ``latest_checkpointed_iteration.txt`` a run, ours or Megatron-LM's. Of Megatron-LM's the flags of the model are given after ``--``:
+a launch line, or the part of it that says what the model is. Tensors are copied a few rows at a time. The target
 appears when it is complete. ``pretrain_gpt.py --load`` reads the same folders without a conversion.
 """
 
@@ -30,6 +32,7 @@ from typing import Any
 import torch
 
 from megatron.core.distributed.fsdp.checkpoint import EXTRA_STATE, CheckpointReader, TensorReader
+from megatron.training.arguments import parse_settings
 from megatron.training.checkpointing import TRACKER, checkpoint_path, read_tracker, write_tracker
 from megatron.training.formats.copying import (
     CONVERTED_FROM,
@@ -44,6 +47,16 @@ from megatron.training.formats.megatron_lm import in_our_names, layout_of
 from megatron.training.formats.recognise import find_foreign
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# A launch line needs them.
+_NOT_OF_THE_MODEL = (
+    ("--micro-batch-size", "1"),
+    ("--train-iters", "1"),
+    ("--lr", "1"),
+    ("--seq-length", "1"),
+    ("--tokenizer-type", "NullTokenizer"),
+    ("--vocab-size", "1"),
+    ("--mock-data",),
+)
 _ARCHITECTURE = f"{EXTRA_STATE}architecture"
 
 
@@ -58,21 +71,24 @@ class Source:
     iteration: int
 
 
-def open_source(folder: Path, *, step: int | None, padded_vocab_size: int | None) -> Source:
+def open_source(folder: Path, *, step: int | None, padded_vocab_size: int | None, flags: Sequence[str] = ()) -> Source:
     """Open a checkpoint of any program.
+
+    Args:
+        flags: of the model, where the checkpoint does not say what it is.
 
     Raises:
         FileNotFoundError, ValueError, NotImplementedError: it cannot be read; says why.
     """
     found = find_foreign(folder, step)
-    if found is not None and not found.architecture:
-        raise ValueError(
-            f"{found.path} ({found.kind}) does not say what model it is of: load it with pretrain_gpt.py --load and the model's "
-            "flags, --train-iters 0 and --save, and convert what that saves"
-        )
     if found is not None:
+        if not found.architecture and not flags:
+            raise ValueError(
+                f"{found.path} ({found.kind}) does not say what model it is of: give the model's flags after --, such as those of "
+                "the launch line that trained it"
+            )
         changed = {} if padded_vocab_size is None else {"padded_vocab_size": padded_vocab_size}
-        architecture = found.settings(**changed)
+        architecture = {**(found.architecture or _architecture_of(flags, found.num_ids)), **changed}
         return Source(
             reader=found.reader(architecture), kind=found.kind, path=found.path, architecture=architecture, iteration=0
         )
@@ -86,6 +102,14 @@ def open_source(folder: Path, *, step: int | None, padded_vocab_size: int | None
     architecture = stored.values([_ARCHITECTURE])[_ARCHITECTURE]
     reader = in_our_names(stored, architecture)
     return Source(reader=reader, kind="own", path=path, architecture=architecture, iteration=iteration)
+
+
+def _architecture_of(flags: Sequence[str], num_ids: int) -> dict[str, Any]:
+    """Return our settings of the model of a launch line; what is not the model's is not looked at."""
+    given = {*flags, *(flag.split("=")[0] for flag in flags)}
+    defaults = (words for words in _NOT_OF_THE_MODEL if words[0] not in given)
+    settings = parse_settings([*flags, *(word for words in defaults for word in words)])
+    return settings.model.architecture(num_ids)
 
 
 def convert(source: Source, args: argparse.Namespace) -> str:
@@ -135,9 +159,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--dtype", choices=sorted(_DTYPES), help="dtype of the weights to write (default: as they are)")
     parser.add_argument("--max-shard-gb", type=float, default=5.0, help="size of a safetensors file (default: 5)")
     parser.add_argument("--buffer-mib", type=int, default=256, help="rows that are copied at once (default: 256 MiB)")
-    args = parser.parse_args(arguments)
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    own, given = (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, [])
+    args = parser.parse_args(own)
     try:
-        source = open_source(args.source, step=args.ckpt_step, padded_vocab_size=args.padded_vocab_size)
+        source = open_source(args.source, step=args.ckpt_step, padded_vocab_size=args.padded_vocab_size, flags=given)
         flags = shlex.join(flags_of(source.architecture))
         if args.print_flags:
             print(flags)

@@ -21,6 +21,7 @@ class ForeignCheckpoint:
         architecture: our settings of its model; {} where it does not say.
         views: returns a reader of our tensors of a model with these settings; raises ValueError where the checkpoint is not
             of such a model.
+        num_ids: rows of its embedding, with padding.
         vocab_rows: ids that its embedding has; None: as many as ours or more, of which those beyond ours pad it.
     """
 
@@ -29,6 +30,7 @@ class ForeignCheckpoint:
     architecture: Architecture
     views: Callable[[Architecture], ViewReader] = field(repr=False)
     vocab_rows: int | None = None
+    num_ids: int = 0
 
     def reader(self, architecture: Architecture) -> ViewReader:
         """Return a reader of our tensors of a model with these settings.

@@ -452,4 +452,5 @@ def open_huggingface(folder: Path) -> ForeignCheckpoint:
         architecture=settings,
         views=views,
         vocab_rows=settings["padded_vocab_size"],
+        num_ids=settings["padded_vocab_size"],
     )

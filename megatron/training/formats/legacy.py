@@ -76,7 +76,8 @@ def open_legacy(folder: Path) -> ForeignCheckpoint:
         )
         return ViewReader(stored, found)
 
-    return ForeignCheckpoint(path=folder, kind="Megatron-LM, torch", architecture={}, views=views)
+    num_ids = sum(rank[EMBEDDING].size[0] for rank in stages[0] if EMBEDDING in rank and rank[EMBEDDING].size)
+    return ForeignCheckpoint(path=folder, kind="Megatron-LM, torch", architecture={}, views=views, num_ids=num_ids)
 
 
 def _read(folder: Path) -> _Stages:

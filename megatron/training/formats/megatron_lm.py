@@ -162,7 +162,9 @@ def open_distributed(folder: Path) -> ForeignCheckpoint | None:
         return ViewReader(stored, found)
 
     kind = "torch_dist" if is_torch_dist else "fsdp_dtensor"
-    return ForeignCheckpoint(path=folder, kind=f"Megatron-LM, {kind}", architecture={}, views=views)
+    embedding = stored.entries[prefix + EMBEDDING]
+    num_ids = embedding.size[0] if isinstance(embedding, StoredTensor) and embedding.size else 0
+    return ForeignCheckpoint(path=folder, kind=f"Megatron-LM, {kind}", architecture={}, views=views, num_ids=num_ids)
 
 
 def layout_of(ckpt_format: str, architecture: Architecture, *, iteration: int) -> ForeignLayout:

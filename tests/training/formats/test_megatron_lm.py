@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.core.distributed.fsdp.checkpoint import CheckpointReader
+from megatron.training.formats.flags import flags_of
 from megatron.training.formats.foreign import ForeignCheckpoint
 from megatron.training.formats.recognise import find_foreign
 from tests.support.megatron_lm_folders import (
@@ -19,6 +21,7 @@ from tests.support.megatron_lm_folders import (
     write_legacy,
     write_torch_dist,
 )
+from tools.checkpoint import convert
 
 DENSE, EXPERTS = ("gpt2_like", "llama_like", "qwen_like"), ("moe_top2",)
 
@@ -148,3 +151,25 @@ def test_what_is_not_served_is_refused_by_name(tmp_path: Path) -> None:
 def test_a_folder_of_another_dcp_program_is_left_to_the_loader(tmp_path: Path) -> None:
     save_alone({"weight": torch.zeros(2)}, tmp_path / "iter_0000001")
     assert find_foreign(tmp_path, 1) is None
+
+
+@pytest.mark.parametrize("kind", ["torch_dist", "fsdp_dtensor", "torch"])
+def test_a_conversion_is_told_the_model_by_its_launch_line(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights, architecture = weights_and_architecture("llama_like")
+    if kind == "torch_dist":
+        write_torch_dist(tmp_path, weights)
+    elif kind == "torch":
+        write_legacy(tmp_path, weights, gated=True, num_ranks=2, num_stages=2)
+    else:
+        write_fsdp_dtensor(tmp_path, weights, gated=True, tied=False)
+    assert convert.main([str(tmp_path), str(tmp_path / "own")]) == 2
+    assert "give the model's flags after --" in capsys.readouterr().err
+    line = ["--", *flags_of(architecture), "--lr", "1e-3", "--make-vocab-size-divisible-by", "1"]
+    assert convert.main([str(tmp_path), str(tmp_path / "own"), *line]) == 0
+    reader = CheckpointReader(tmp_path / "own" / "iter_0000000")
+    losses, expected = losses_of("llama_like", reader, architecture)
+    torch.testing.assert_close(losses, expected, atol=1e-5, rtol=1e-5)
+    assert convert.main([str(tmp_path / "own"), str(tmp_path / "model"), "--to", "huggingface"]) == 0
+    assert _found(tmp_path / "model").kind == "Hugging Face, llama"
