@@ -169,9 +169,8 @@ def train(name: str, settings: Settings, device: torch.device) -> Outcome:
             datasets_provider=pretrain_gpt.datasets_provider,
             forward_step=watch.forward_step,
         )
-    peak = (0.0, 0.0)
-    if device.type == "cuda":
-        peak = (torch.cuda.max_memory_allocated() / _GIB, torch.cuda.max_memory_reserved() / _GIB)
+    memory = records[-1].memory  # in MiB, with what other ranks read
+    peak = memory.get("max memory allocated", 0.0) / 1024, memory.get("max memory reserved", 0.0) / 1024
     return Outcome(
         name=name, records=records, peak_gib=peak, num_parameters=watch.num_parameters, step_wire=watch.step_wire()
     )

@@ -24,6 +24,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import pretrain_gpt
 from benchmarks.reports.page import facts_of_run
 from benchmarks.reports.page import page as markdown_page
+from megatron.core.distributed.fsdp import peer_memory_nbytes
 from megatron.core.optimizer.param_groups import get_param_groups
 from megatron.core.tokenizers import build_tokenizer
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -61,10 +62,12 @@ class Recorder:
         self.sums: list[Tensor] = []
         self.starts: list[float] = []
         self.num_parameters = 0
+        self.peer_nbytes = 0  # which PyTorch's allocator does not count
 
     def forward_step(self, batch: Batch, model: torch.nn.Module) -> tuple[Tensor, Tensor]:
         if len(self.sums) % self.microbatches == 0:
             self.starts.append(time.perf_counter())
+            self.peer_nbytes = max(self.peer_nbytes, peer_memory_nbytes(batch["tokens"].device))
         if not self.num_parameters:
             self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
         output = pretrain_gpt.forward_step(batch, model)
@@ -81,7 +84,9 @@ class Recorder:
         ms = [1e3 * (b - a) for a, b in zip(self.starts, self.starts[1:], strict=False)]
         peak = (0.0, 0.0)
         if device.type == "cuda":
-            peak = (torch.cuda.max_memory_allocated() / 2**30, torch.cuda.max_memory_reserved() / 2**30)
+            counts = (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())
+            allocated, reserved = ((count + self.peer_nbytes) / 2**30 for count in counts)
+            peak = allocated, reserved
         return Run((sums[:, 0] / sums[:, 1]).tolist(), ms, peak, self.num_parameters)
 
 
