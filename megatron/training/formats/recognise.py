@@ -34,6 +34,16 @@ def find_foreign(folder: Path, step: int | None = None) -> ForeignCheckpoint | N
     return None
 
 
+def is_foreign(folder: Path) -> bool:
+    """Return whether the latest checkpoint in a folder is another program's; False for a damaged one of ours."""
+    try:
+        return find_foreign(folder) is not None
+    except NotImplementedError:
+        return True
+    except (ValueError, OSError):
+        return False
+
+
 def _of_iteration(folder: Path, step: int | None) -> Path:
     """Return the folder of an iteration by Megatron-LM's rules, or the folder itself where it has no tracker."""
     if step is not None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from megatron.core.distributed.fsdp.checkpoint import agree, check_replaceable, is_complete
 from megatron.training.checkpointing import TRACKER, CheckpointConfig, make_folder, read_tracker
 from megatron.training.folder_lock import FolderLock
+from megatron.training.formats.recognise import is_foreign
 from megatron.training.launch.rendezvous import Rendezvous
 from megatron.training.launch.restart import EarlierStarts, continues
 
@@ -73,6 +74,11 @@ def _claim(folder: Path, config: CheckpointConfig, rendezvous: Rendezvous, start
 
 def _check_contents(folder: Path, config: CheckpointConfig, *, is_own: bool) -> None:
     """Check that the run continues what is in the folder, and can save beside it."""
+    if is_foreign(folder):
+        raise ValueError(
+            f"--save {folder} must be a folder of this framework's runs, got one with a checkpoint of another program, which --load "
+            "would read again in place of what this run saves; give --save another folder"
+        )
     saved = {int(match[1]): entry for entry in folder.iterdir() if (match := _ITERATION.fullmatch(entry.name))}
     latest = read_tracker(folder / TRACKER)
     for iteration, path in sorted(saved.items()):

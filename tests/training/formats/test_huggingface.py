@@ -94,6 +94,10 @@ def _train_from_each(root: str) -> dict[str, Run]:
     runs["another model"] = train_one(
         [*_TRAINING.split(), *flags, *f"{SHARDED} --train-iters 1 --load {FOLDER}/llama".split()]
     )
+    shutil.copytree(FOLDER / "llama", f"{root}/model", dirs_exist_ok=True)
+    runs["into itself"] = train_one(
+        [*_TRAINING.split(), *flags, *f"{SHARDED} --train-iters 1 --load {root}/model --save {root}/model".split()]
+    )
     converted = f"{SHARDED} --train-iters 1 --load {root}/converted"
     if dist.get_rank() == 0:
         assert convert.main([str(FOLDER / "qwen2"), f"{root}/converted", "--padded-vocab-size", "64"]) == 0
@@ -135,6 +139,13 @@ def test_another_model_is_refused_by_its_settings(trained: tuple[Path, dict[str,
     assert "StartRefusedError" in error or "ValueError" in error
     assert "add_qkv_bias: now True, saved False" in error
     assert "share_embeddings_and_output_weights: now True, saved False" in error
+
+
+def test_a_run_does_not_save_into_the_folder_of_another_program(trained: tuple[Path, dict[str, Run]]) -> None:
+    """``--load`` of that folder would read the other program's weights again, in place of what the run saved."""
+    root, runs = trained
+    assert "got one with a checkpoint of another program" in (runs["into itself"].error or "")
+    assert not list((root / "model").glob("iter_*"))
 
 
 def _copy(name: str, target: Path, change: Callable[[dict[str, Any]], None]) -> Path:
