@@ -281,7 +281,9 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--workers", type=int, default=1, help="processes that tokenize")
     parser.add_argument("--log-interval", type=int, default=1000, help="documents between lines of progress")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing output")
-    parser.add_argument("--partitions", type=int, default=1, help="always 1: one run uses all --workers")
+    parser.add_argument(
+        "--partitions", type=int, default=1, help="accepted and without effect: one pass uses all --workers"
+    )
     parser.add_argument("--keep-sequential-samples", action="store_true", help="always so")
     for flag, reason in NOT_SERVED.items():
         parser.add_argument(flag, nargs="*", action=_Refuse, help=argparse.SUPPRESS, const=reason)
@@ -289,8 +291,10 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     for name in ("workers", "log_interval"):
         if getattr(parsed, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be positive, got {getattr(parsed, name)}")
-    if parsed.partitions != 1:
-        parser.error(f"--partitions must be 1, got {parsed.partitions}: one run uses all --workers")
+    if parsed.partitions < 1:
+        parser.error(f"--partitions must be at least 1, got {parsed.partitions}")
+    if parsed.partitions > 1:
+        print("--partitions changes nothing here: one pass uses all --workers and writes one file", file=sys.stderr)
     if len(set(parsed.json_keys)) < len(parsed.json_keys):
         parser.error(f"--json-keys must differ from each other, got {' '.join(parsed.json_keys)}")
     return parsed

@@ -409,10 +409,13 @@ def _optimizer(args: Namespace) -> OptimizerConfig:
 
 
 def _schedule(args: Namespace, batch: BatchConfig) -> ScheduleConfig:
+    # As in Megatron-LM an iteration counts as one of the full batch, also where batches grow, and schedules run late.
     def samples(iterations: int | None, given: int | None) -> int | None:
-        return given if iterations is None else batch.consumed_after(iterations)
+        return given if iterations is None else iterations * batch.global_batch_size
 
-    decay = samples(args.lr_decay_iters, args.lr_decay_samples) or _train_samples(args, batch)
+    length = samples(args.train_iters, args.train_samples)
+    assert length is not None, "one of them is given"
+    decay = samples(args.lr_decay_iters, args.lr_decay_samples) or length
     warmup: float = samples(args.lr_warmup_iters or None, args.lr_warmup_samples) or 0
     if args.lr_warmup_fraction is not None:
         warmup = args.lr_warmup_fraction * decay
@@ -426,7 +429,7 @@ def _schedule(args: Namespace, batch: BatchConfig) -> ScheduleConfig:
         wsd_decay_style=args.lr_wsd_decay_style,
         start_weight_decay=args.weight_decay if constant_decay else args.start_weight_decay,
         end_weight_decay=args.weight_decay if constant_decay else args.end_weight_decay,
-        weight_decay_incr_samples=_train_samples(args, batch),
+        weight_decay_incr_samples=length,
         weight_decay_incr_style=args.weight_decay_incr_style,
         override_checkpoint=args.override_opt_param_scheduler,
         use_checkpoint=args.use_checkpoint_opt_param_scheduler,

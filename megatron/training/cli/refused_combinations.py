@@ -6,6 +6,7 @@ documentation lists the second kind, ``NOT_SERVED``; a test compares.
 
 from __future__ import annotations
 
+import math
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -173,6 +174,20 @@ REFUSALS: tuple[Refusal, ...] = (
         "warm-up fraction out of range",
         lambda a: a.lr_warmup_fraction is not None and not 0 <= a.lr_warmup_fraction < 1,
         "--lr-warmup-fraction must be at least 0 and below 1, got {lr_warmup_fraction}",
+    ),
+    Refusal(
+        "warm-up as long as the decay",
+        lambda a: bool(a.lr_warmup_iters) and a.lr_warmup_iters >= (a.lr_decay_iters or a.train_iters or math.inf),
+        "--lr-warmup-iters must be below --lr-decay-iters, which is --train-iters where it is left out, got "
+        "{lr_warmup_iters}, {lr_decay_iters} and {train_iters}",
+    ),
+    Refusal(
+        "warm-up as long as the decay, in samples",
+        lambda a: (
+            bool(a.lr_warmup_samples) and a.lr_warmup_samples >= (a.lr_decay_samples or a.train_samples or math.inf)
+        ),
+        "--lr-warmup-samples must be below --lr-decay-samples, which is --train-samples where it is left out, got "
+        "{lr_warmup_samples}, {lr_decay_samples} and {train_samples}",
     ),
     Refusal(
         "WSD without a decay length",

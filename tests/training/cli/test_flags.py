@@ -531,7 +531,10 @@ def test_the_parser_is_no_place_for_defaults_of_dataclasses_to_hide() -> None:
 def test_batch_sizes_that_grow(flags: str, schedule: tuple[tuple[int, int], ...]) -> None:
     settings = parse_settings([*MINIMAL, *shlex.split(flags)], world_size=1)
     assert settings.batch.schedule == schedule
-    assert settings.loop.train_iters == 4 and settings.schedule.decay_samples == settings.batch.consumed_after(4)
+    assert settings.loop.train_iters == 4
+    # Schedules count an iteration as one of the full batch, as in Megatron-LM.
+    lengths = (settings.schedule.decay_samples, settings.schedule.weight_decay_incr_samples)
+    assert lengths == (4 * settings.batch.global_batch_size,) * 2
 
 
 @pytest.mark.parametrize(

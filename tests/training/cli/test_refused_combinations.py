@@ -40,6 +40,8 @@ CONTRADICTIONS: dict[str, tuple[str, str]] = {
     "schedule in iterations with train-samples": ("--train-samples 8 --lr-warmup-iters 1", "--train-iters"),
     "two warm-up lengths": ("--lr-warmup-fraction 0.1 --lr-warmup-iters 1", ""),
     "warm-up fraction out of range": ("--lr-warmup-fraction 1.0", ""),
+    "warm-up as long as the decay": ("--lr-warmup-iters 20 --lr-decay-iters 20", ""),
+    "warm-up as long as the decay, in samples": ("--train-samples 8 --lr-warmup-samples 8", "--train-iters"),
     "WSD without a decay length": ("--lr-decay-style WSD", ""),
     "decoupled-min-lr without decoupled-lr": ("--decoupled-min-lr 1e-5", ""),
     "growing weight decay without start or end": ("--weight-decay-incr-style cosine", ""),
