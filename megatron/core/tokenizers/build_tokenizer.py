@@ -12,12 +12,16 @@ from megatron.core.tokenizers.sentencepiece_tokenizer import SentencePieceTokeni
 from megatron.core.tokenizers.tiktoken_tokenizer import TikTokenizer
 from megatron.core.tokenizers.tokenizer_config import TOKENIZER_TYPES, TokenizerConfig, flag_of
 
+# Megatron-LM gives the number of ids to no other tokenizer: they have their own, and the flag has no effect.
+_TAKE_VOCAB_SIZE = ("NullTokenizer", "TikTokenizer", "ByteLevelTokenizer")
+
 
 def build_tokenizer(config: TokenizerConfig) -> MegatronTokenizerBase:
     """Build the tokenizer of these settings.
 
     Raises:
-        ValueError: there is no such type, a setting is missing, or the number of ids is not the tokenizer's.
+        ValueError: there is no such type, a setting is missing, or the number of ids is not the tokenizer's, of those types
+            that take one.
         FileNotFoundError, ImportError: the tokenizer's file or library is missing.
     """
     kind = config.kind
@@ -29,7 +33,7 @@ def build_tokenizer(config: TokenizerConfig) -> MegatronTokenizerBase:
     if missing := config.missing():
         raise ValueError(f"{kind} needs {' and '.join(map(flag_of, missing))}, got none")
     tokenizer = _build(kind, config)
-    if config.vocab_size not in (None, tokenizer.vocab_size):
+    if kind in _TAKE_VOCAB_SIZE and config.vocab_size not in (None, tokenizer.vocab_size):
         raise ValueError(
             f"--vocab-size must be left out or be the {tokenizer.vocab_size} ids of the {kind}, got {config.vocab_size}; "
             "to try out another size without text use NullTokenizer"

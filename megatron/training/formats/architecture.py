@@ -48,8 +48,12 @@ def build_model(architecture: Architecture, **fields_of_config: Any) -> GPTModel
 
 def tensor_sizes(architecture: Architecture) -> dict[str, torch.Size]:
     """Return the shapes of the whole model's tensors by their names in checkpoints; nothing is allocated."""
+    # What scales numbers or chooses experts shapes nothing, and may need settings that no architecture names.
+    shaping = {name: value for name, value in architecture.items() if not name.startswith("mup_")}
+    if shaping.get("moe_router_topk") == 1:
+        shaping["moe_router_pre_softmax"] = True
     with torch.device("meta"):
-        model = build_model(architecture)
+        model = build_model(shaping)
     return {name: parameter.shape for name, parameter in model.named_parameters()}
 
 

@@ -131,6 +131,11 @@ def set_up(
     tokenizers: list[MegatronTokenizerBase] = []
     agree(lambda: tokenizers.append(build_tokenizer(settings.tokenizer)), lambda _: None)
     (tokenizer,) = tokenizers
+    if settings.tokenizer.vocab_size not in (None, tokenizer.vocab_size):
+        print_rank_0(
+            f" --vocab-size {settings.tokenizer.vocab_size} has no effect: {settings.tokenizer.kind} has "
+            f"{tokenizer.vocab_size} ids"
+        )
     datasets = datasets_provider(settings, tokenizer, num_samples(settings))
     groups = process_groups(settings.distributed, settings.grid)
     module = model_provider(settings, tokenizer.vocab_size, device, groups)

@@ -96,6 +96,7 @@ def test_huggingface_tokenizer_of_a_file_or_folder(as_folder: bool, tmp_path: Pa
     assert tokenizer.tokenize("a<end>")[-1] == tokenizer.eod == 2
     assert (tokenizer.pad, tokenizer.bos) == (0, 1)
     assert max(ids) < tokenizer.vocab_size == 300
+    assert build_tokenizer("HuggingFaceTokenizer", str(path), vocab_size=512).vocab_size == 300, "as in Megatron-LM"
     assert tokenizer.unique_identifiers["path"] == str(path)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib.util
 import tempfile
+import warnings
 import weakref
 from typing import Any
 from unittest.mock import patch
@@ -315,11 +316,13 @@ def test_torchao_trains_as_under_fsdp2(precomputes: bool) -> None:
 
 
 def _train_torchao(precomputes: bool) -> None:
-    from torchao.float8 import (
-        Float8LinearConfig,
-        convert_to_float8_training,
-        precompute_float8_dynamic_scale_for_fsdp,
-    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of its own escapes and deprecations, when it is compiled first
+        from torchao.float8 import (
+            Float8LinearConfig,
+            convert_to_float8_training,
+            precompute_float8_dynamic_scale_for_fsdp,
+        )
 
     for param_dtype in (None, torch.bfloat16):
         trained = []
