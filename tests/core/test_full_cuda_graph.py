@@ -160,13 +160,18 @@ class _Fp8Training(_Training):
             return super().train(iteration, num_microbatches)
 
 
-def _train_in_fp8(recipe: str, strategy: str, warmup_steps: int) -> list[list[float]]:
+# Evaluations after each step; the second one without a step between measures anew. In the first order the last step before the
+# capture is followed by two, in the second by none, so that what replays find is left to what ran between them.
+_EVALUATIONS = ((0, 1, 2, 3, 0, 2), (0, 0, 0, 3, 0, 2))
+
+
+def _train_in_fp8(recipe: str, strategy: str, order: int, warmup_steps: int) -> list[list[float]]:
     """Losses of steps and evaluations, and the scales after each."""
     training = _Fp8Training(recipe, strategy, warmup_steps=warmup_steps)
     found = []
     for iteration in range(_STEPS):
         found.append([training.train(iteration, 2).item()])
-        for _ in range((0, 1, 2, 3, 0, 2)[iteration % 6]):  # evaluations; the second one measures anew
+        for _ in range(_EVALUATIONS[order][iteration % 6]):
             with torch.no_grad():
                 found[-1].append(training.model(torch.ones(2, FP8_WIDTH).bfloat16()).sum().item())
         for weights in training.weights():
@@ -177,13 +182,14 @@ def _train_in_fp8(recipe: str, strategy: str, warmup_steps: int) -> list[list[fl
     return found
 
 
-def _train_in_fp8_in_each_way() -> dict[tuple[str, str, int], list[list[float]]]:
+def _train_in_fp8_in_each_way() -> dict[tuple[str, str, int, int], list[list[float]]]:
     return {
-        (recipe, strategy, warmup): _train_in_fp8(recipe, strategy, warmup)
-        for recipe, strategy in (
-            ("delayed", "optim_grads_params"),
-            ("delayed", "optim"),
-            ("tensorwise", "optim_grads_params"),
+        (recipe, strategy, order, warmup): _train_in_fp8(recipe, strategy, order, warmup)
+        for recipe, strategy, order in (
+            ("delayed", "optim_grads_params", 0),
+            ("delayed", "optim_grads_params", 1),
+            ("delayed", "optim", 1),
+            ("tensorwise", "optim_grads_params", 0),
         )
         for warmup in (3, _STEPS)
     }
@@ -192,8 +198,9 @@ def _train_in_fp8_in_each_way() -> dict[tuple[str, str, int], list[list[float]]]
 def test_replays_scale_weights_in_bytes_as_eager_steps_do() -> None:
     """To the last bit, also where eager updates write bytes themselves, and evaluations come between replays."""
     for found in run_ranks(2, _train_in_fp8_in_each_way):
-        for (recipe, strategy, warmup), losses in found.items():
-            assert losses == found[recipe, strategy, _STEPS], (recipe, strategy, warmup)
+        for (*way, warmup), losses in found.items():
+            recipe, strategy, order = way
+            assert losses == found[recipe, strategy, order, _STEPS], (way, warmup)
 
 
 @pytest.fixture

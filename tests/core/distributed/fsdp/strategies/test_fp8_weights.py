@@ -280,7 +280,10 @@ def _compare_updates(recipe: str, strategy: str, expected: set[str]) -> None:
 
 @CHECKS.on(2)
 def a_forward_waits_for_the_update_of_the_unit_at_hand() -> None:
-    """Where updates write bytes: their maxima are reduced by the next update, which alone needs them."""
+    """Where updates write bytes: their maxima are reduced by the next update, which alone needs them.
+
+    Weights that are written after their update are read before the first forward, so their update is waited for too.
+    """
     net = shard(make_fp8_net(make_codec("delayed"), num_blocks=4), "optim_grads_params")
     optimizer = FlatAdamW(net.parameters(), lr=0.01, overlaps_forward=True)
     groups = scaled_groups(net)
@@ -288,10 +291,13 @@ def a_forward_waits_for_the_update_of_the_unit_at_hand() -> None:
     at_first_block: list[int] = []
     net.blocks[0].register_forward_pre_hook(lambda *_: at_first_block.append(len(waited)))
     num_scales = sum(group.weights.scales.amax.numel() for group in groups)
-    for step in range(4):
+    for step in range(5):
         if step > 1:
             for group in groups:  # as on a device, where an event says that the update is done
                 group.weights.updated = object()
+        if step == 4:
+            with torch.no_grad():
+                net.blocks[3].up.weight.mul_(0.5)  # type: ignore[operator]
         with (
             _counted_maxima() as in_forward,
             patch.object(Streams, "wait", lambda _, edge, event: waited.append(event) if event else None),
@@ -302,7 +308,8 @@ def a_forward_waits_for_the_update_of_the_unit_at_hand() -> None:
             optimizer.step()
         optimizer.zero_grad()
         assert (in_forward, in_step) == (([num_scales], []) if step == 0 else ([], [num_scales])), step
-    assert len(groups) == 4 and at_first_block == [0, 0, 2, 4 + 2], "the first block's, and the next one's"
+    # Of four groups the first block's, and the next one's.
+    assert len(groups) == 4 and at_first_block == [0, 0, 2, 4 + 2, 8 + 2 + 1], at_first_block
 
 
 def _train_adamw(net: Fp8Net, optimizer: torch.optim.Optimizer, steps: range) -> list[torch.Tensor]:
