@@ -221,23 +221,7 @@ def why_not(variant: str, precision: str) -> str | None:
 def build_layers(variant: str, precision: str, shape: Shape, num_layers: int, device: torch.device) -> TransformerBlock:
     """Build the layers, each a unit of the engine on this rank alone."""
     layers = layers_of(variant)
-    config = TransformerConfig(
-        num_layers=num_layers,
-        hidden_size=shape.hidden_size,
-        ffn_hidden_size=shape.ffn_hidden_size,
-        num_attention_heads=shape.num_heads,
-        num_query_groups=shape.num_groups,
-        gated_linear_unit=True,
-        activation_func="silu",
-        normalization="RMSNorm",
-        add_bias_linear=False,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        bf16=True,
-        params_dtype=torch.bfloat16,
-        **layers.fields,
-        **PRECISIONS[precision],
-    )
+    config = model_speed.layers_config(shape, num_layers, **layers.fields, **PRECISIONS[precision])
     with device:
         block = TransformerBlock(config, layers.spec, post_layer_norm=False)
     rotary = RotaryEmbedding(shape.hidden_size // shape.num_heads, 1.0, rotary_base=_ROTARY_BASE)

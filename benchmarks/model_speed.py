@@ -101,9 +101,9 @@ HEAD = (
 )
 
 
-def build_model(shape: Shape, num_layers: int, device: torch.device, **fields: Any) -> GPTModel:
-    """Build a bf16 GPT of the shape whose linear layers write weight gradients into buffers of their own."""
-    config = TransformerConfig(
+def layers_config(shape: Shape, num_layers: int, **fields: Any) -> TransformerConfig:
+    """Return the configuration of bf16 layers of the shape, as in Llama-3, with these fields too."""
+    return TransformerConfig(
         num_layers=num_layers,
         hidden_size=shape.hidden_size,
         ffn_hidden_size=shape.ffn_hidden_size,
@@ -119,6 +119,11 @@ def build_model(shape: Shape, num_layers: int, device: torch.device, **fields: A
         params_dtype=torch.bfloat16,
         **fields,
     )
+
+
+def build_model(shape: Shape, num_layers: int, device: torch.device, **fields: Any) -> GPTModel:
+    """Build a bf16 GPT of the shape whose linear layers write weight gradients into buffers of their own."""
+    config = layers_config(shape, num_layers, **fields)
     with device:
         model = GPTModel(
             config,

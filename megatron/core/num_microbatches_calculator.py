@@ -6,6 +6,7 @@ given its ``BatchConfig``.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -162,41 +163,6 @@ def _calculator() -> NumMicroBatchesCalculator:
     return _default.calculator
 
 
-def init_num_microbatches_calculator(
-    rank: int,
-    rampup_batch_size: Sequence[int] | None = None,
-    global_batch_size: int | None = None,
-    micro_batch_size: int | None = None,
-    data_parallel_size: int | None = None,
-    decrease_batch_size_if_needed: bool = False,
-    step_batch_size_schedule: str | None = None,
-    seq_length: int | None = None,
-) -> None:
-    """Remember the batch sizes of a run.
-
-    Args:
-        rank: accepted; nothing is printed.
-        rampup_batch_size: (first size, increment, samples over which it grows).
-        step_batch_size_schedule, seq_length: see ``parse_schedule``; instead of ``global_batch_size``.
-
-    Raises:
-        AssertionError: they are known already.
-        ValueError: a size is missing or no multiple of a microbatch of all ranks.
-    """
-    if _default.calculator is not None:
-        raise AssertionError("the batch sizes must be set once; call reconfigure_num_microbatches_calculator")
-    reconfigure_num_microbatches_calculator(
-        rank,
-        rampup_batch_size,
-        global_batch_size,
-        micro_batch_size,
-        data_parallel_size,
-        decrease_batch_size_if_needed,
-        step_batch_size_schedule,
-        seq_length,
-    )
-
-
 def reconfigure_num_microbatches_calculator(
     rank: int,
     rampup_batch_size: Sequence[int] | None = None,
@@ -207,7 +173,16 @@ def reconfigure_num_microbatches_calculator(
     step_batch_size_schedule: str | None = None,
     seq_length: int | None = None,
 ) -> None:
-    """Remember the batch sizes of a run, in place of those that are known; arguments as for ``init_...``."""
+    """Remember the batch sizes of a run, in place of those that are known.
+
+    Args:
+        rank: accepted; nothing is printed.
+        rampup_batch_size: (first size, increment, samples over which it grows).
+        step_batch_size_schedule, seq_length: see ``parse_schedule``; instead of ``global_batch_size``.
+
+    Raises:
+        ValueError: a size is missing or no multiple of a microbatch of all ranks.
+    """
     if micro_batch_size is None or data_parallel_size is None:
         raise ValueError(
             f"micro_batch_size and data_parallel_size must be given, got {micro_batch_size} and {data_parallel_size}"
@@ -231,6 +206,18 @@ def reconfigure_num_microbatches_calculator(
     _default.calculator = NumMicroBatchesCalculator(
         schedule, micro_batch_size, data_parallel_size, decrease_batch_size_if_needed
     )
+
+
+@functools.wraps(reconfigure_num_microbatches_calculator, assigned=())  # its parameters
+def init_num_microbatches_calculator(*args: Any, **kwargs: Any) -> None:
+    """Remember the batch sizes of a run; arguments and errors as for ``reconfigure_...``.
+
+    Raises:
+        AssertionError: they are known already.
+    """
+    if _default.calculator is not None:
+        raise AssertionError("the batch sizes must be set once; call reconfigure_num_microbatches_calculator")
+    reconfigure_num_microbatches_calculator(*args, **kwargs)
 
 
 def destroy_num_microbatches_calculator() -> None:

@@ -165,16 +165,20 @@ class Float8Tensor(QuantizedTensor):
         own = args[0]
         if function not in (torch.ops.aten.detach.default, torch.ops.aten.view.default):
             raise NotImplementedError(f"nothing but a GEMM may read these bytes, got {function}")
-        return cls(
-            shape=own.shape,
-            dtype=own.dtype,
-            data=own._data,
-            fp8_scale_inv=own._scale_inv,
-            fp8_dtype=own._fp8_dtype,
+        return own._of(own._data, own.shape)
+
+    def _of(self, data: Any, shape: torch.Size) -> Float8Tensor:
+        """Return a tensor of these bytes with this one's scale, without transposed bytes."""
+        return Float8Tensor(
+            shape=shape,
+            dtype=self.dtype,
+            data=data,
+            fp8_scale_inv=self._scale_inv,
+            fp8_dtype=self._fp8_dtype,
             requires_grad=False,
             data_transpose=None,
-            quantizer=own._quantizer,
-            device=own.device,
+            quantizer=self._quantizer,
+            device=self.device,
         )
 
     @property
@@ -184,16 +188,7 @@ class Float8Tensor(QuantizedTensor):
     def reshape(self, *shape: Any) -> Any:
         """Drop the transposed bytes, as the real class does with more than two dims."""
         data = self._data.reshape(*shape)
-        fields = {"fp8_scale_inv": self._scale_inv, "fp8_dtype": self._fp8_dtype, "quantizer": self._quantizer}
-        return Float8Tensor(
-            shape=data.shape,
-            dtype=self.dtype,
-            data=data,
-            data_transpose=None,
-            requires_grad=False,
-            device=data.device,
-            **fields,
-        )
+        return self._of(data, data.shape)
 
     def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
         if columnwise_usage and self._transpose_invalid:

@@ -113,6 +113,18 @@ def train_pair(
     return net
 
 
+def train_own_batches(net: Any, optimizer: torch.optim.Optimizer, steps: range) -> list[torch.Tensor]:
+    """Train on these steps' batches, this rank on its own, and return its losses. Ranks: two."""
+    losses = []
+    for step in steps:
+        loss = fp8_loss(net, fp8_batch(step, 2)[dist.get_rank()])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses
+
+
 def mean_in_order(grads: list[list[torch.Tensor]], *, first_over_microbatches: bool, hybrid: bool) -> torch.Tensor:
     """The mean over ranks of [microbatches][ranks] gradients, summed as the engine sums; 2 or 4 ranks scale exactly."""
     world = len(grads[0])

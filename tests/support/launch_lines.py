@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+SMALLEST = """
+--num-layers 2 --hidden-size 16 --num-attention-heads 4 --seq-length 8 --max-position-embeddings 8
+--micro-batch-size 2 --train-iters 4 --lr 1e-3 --mock-data
+"""
+
 LLAMA3_8B = """
 --use-mcore-models --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32
 --group-query-attention --num-query-groups 8 --kv-channels 128 --seq-length 8192 --max-position-embeddings 8192

@@ -8,58 +8,22 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.launch_lines import SMALLEST
 from tools.check_launch import main
 
 TOOL = Path(__file__).parents[2] / "tools" / "check_launch.py"
-LINE = [
-    "--num-layers",
-    "4",
-    "--hidden-size",
-    "16",
-    "--num-attention-heads",
-    "4",
-    "--seq-length",
-    "8",
-    "--max-position-embeddings",
-    "8",
-    "--micro-batch-size",
-    "2",
-    "--global-batch-size",
-    "16",
-    "--train-iters",
-    "4",
-    "--lr",
-    "1e-3",
-    "--mock-data",
-    "--tokenizer-type",
-    "NullTokenizer",
-    "--vocab-size",
-    "100",
-    "--tensor-model-parallel-size",
-    "2",
-    "--pipeline-model-parallel-size",
-    "2",
-    "--use-megatron-fsdp",
-    "--tp-comm-overlap",
-    "--bf16",
-    "--use-mcore-models",
-    "true",
-    "--data-cache-path",
-    "no/such/path",
-    "--wandb-project",
-    "p",
-    "--wandb-exp-name",
-    "e",
-    "--fp8-format",
-    "hybrid",
-]
+LINE = f"""{SMALLEST}
+--global-batch-size 16 --tokenizer-type NullTokenizer --vocab-size 100 --tensor-model-parallel-size 2
+--pipeline-model-parallel-size 2 --use-megatron-fsdp --tp-comm-overlap --bf16 --use-mcore-models true
+--data-cache-path no/such/path --wandb-project p --wandb-exp-name e --fp8-format hybrid
+""".split()
 
 
 def test_what_would_happen_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--ranks", "8", "--", *LINE]) == 0
     printed = capsys.readouterr().out
     for words in (
-        "in effect:  --num-layers 4",
+        "in effect:  --num-layers 2",
         "always so:  --use-mcore-models (models have",
         "said once:  --tp-comm-overlap",
         "ranks: 8 = tensor 2 * context 1 * pipeline 2 * data 2",
@@ -67,8 +31,8 @@ def test_what_would_happen_is_printed(capsys: pytest.CaptureFixture[str]) -> Non
         "sharding: optim_grads_params, over 2 ranks",
         "global batch: 16 samples = 4 microbatches * 2 ranks * 2; 128 tokens",
         "length: 4 iterations, 64 samples",
-        # 4 layers of 12 * 16 * 16 + 13 * 16, embeddings of 128 ids and 8 positions, the last norm
-        f"model: {4 * (12 * 256 + 13 * 16) + 136 * 16 + 2 * 16:,} parameters with 128 ids",
+        # 2 layers of 12 * 16 * 16 + 13 * 16, embeddings of 128 ids and 8 positions, the last norm
+        f"model: {2 * (12 * 256 + 13 * 16) + 136 * 16 + 2 * 16:,} parameters with 128 ids",
         "needs wandb, which is not usable here",
         "needs transformer-engine, which is not usable here",
         "--tp-comm-overlap: tensor-parallel communication is not overlapped",

@@ -5,23 +5,19 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-import os
-import traceback
-import warnings
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from megatron.core.distributed.fsdp import fully_shard, fully_shard_optimizer
 from megatron.core.distributed.fsdp.buffers.frozen_weights import FrozenWeights
 from tests.support.launch import run_ranks
 from tests.support.models import full
+from tests.support.te_gpu_training import HIDDEN, RECIPES, WIDTH, failures_by_recipe, loss_of, make_recipe, reset_fp8
 
-WIDTH, HIDDEN, ROWS, NUM_STEPS = 256, 512, 128, 3
-RECIPES = ("delayed", "tensorwise", "blockwise")
+NUM_STEPS = 3
 
 pytestmark = [
     pytest.mark.gpu(2),
@@ -32,11 +28,7 @@ pytestmark = [
 
 
 def _recipe(name: str) -> Any:
-    from megatron.core.extensions.transformer_engine import recipes
-
-    if name == "delayed":
-        return recipes.DelayedScaling(amax_history_len=4, amax_compute_algo="max", margin=1)
-    return recipes.Float8CurrentScaling() if name == "tensorwise" else recipes.Float8BlockScaling()
+    return make_recipe(name, amax_history_len=4)
 
 
 class _Block(nn.Module):
@@ -76,20 +68,12 @@ def _shard(net: Any) -> Any:
     return fully_shard(net)
 
 
-def _loss(net: nn.Module, name: str, step: int) -> torch.Tensor:
-    te: Any = importlib.import_module("transformer_engine.pytorch")
-    generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
-    x = torch.randn(ROWS, WIDTH, generator=generator).to("cuda", torch.bfloat16).requires_grad_()
-    with te.autocast(enabled=True, recipe=_recipe(name), amax_reduction_group=dist.group.WORLD):
-        return net(x).float().pow(2).mean()
-
-
 def _train(net: Any, name: str) -> tuple[list[float], list[torch.Tensor]]:
-    importlib.import_module("transformer_engine.pytorch.fp8").FP8GlobalStateManager.reset()
+    reset_fp8()
     optimizer = fully_shard_optimizer(torch.optim.SGD(net.parameters(), lr=2.0**-4))
     losses = []
     for step in range(NUM_STEPS):
-        loss = _loss(net, name, step)
+        loss = loss_of(net, _recipe(name), step)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -130,13 +114,13 @@ def _check_frozen(name: str) -> None:
     net = _make(name, born=True, keeps=True)
     for weight in _weights(net):
         weight.requires_grad_(False)
-    whole = _loss(net, name, 0).item()
+    whole = loss_of(net, _recipe(name), 0).item()
     _shard(net)
     groups = [group for block in net for group in block.parameter_groups]
     assert sum(isinstance(group.weights, FrozenWeights) for group in groups) >= 2
-    importlib.import_module("transformer_engine.pytorch.fp8").FP8GlobalStateManager.reset()
+    reset_fp8()
     for step in range(2):
-        loss = _loss(net, name, 0)
+        loss = loss_of(net, _recipe(name), 0)
         # The second forward of delayed scaling has other scales of activations.
         assert step or name == "delayed" or loss.item() == whole, (loss.item(), whole)
         loss.backward()
@@ -144,18 +128,7 @@ def _check_frozen(name: str) -> None:
 
 
 def _check_all() -> dict[str, str]:
-    os.environ["NVTE_FRAMEWORK"] = "pytorch"
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of transformer-engine, about its other extensions
-        importlib.import_module("transformer_engine.pytorch")
-        found = {}
-        for name in RECIPES:
-            for kind, check in (("trained", _check_trained), ("frozen", _check_frozen)):
-                try:
-                    check(name)
-                except Exception:
-                    found[f"{name}-{kind}"] = traceback.format_exc()
-        return found
+    return failures_by_recipe({"trained": _check_trained, "frozen": _check_frozen})
 
 
 @functools.cache

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import importlib.util
-import os
-import traceback
-import warnings
 from typing import Any
 
 import pytest
@@ -18,10 +14,10 @@ from torch import nn
 from megatron.core.distributed.fsdp import MixedPrecisionPolicy, fully_shard, fully_shard_optimizer
 from tests.support.launch import run_ranks
 from tests.support.models import context_of, full
+from tests.support.te_gpu_training import HIDDEN, RECIPES, WIDTH, failures_by_recipe, loss_of, make_recipe, reset_fp8
 
-WIDTH, HIDDEN, ROWS, NUM_STEPS = 256, 512, 128, 5
+NUM_STEPS = 5
 LEARNING_RATE = 2.0**-4
-RECIPES = ("delayed", "tensorwise", "blockwise")
 
 pytestmark = [
     pytest.mark.gpu(2),
@@ -32,11 +28,7 @@ pytestmark = [
 
 
 def _recipe(name: str) -> Any:
-    from megatron.core.extensions.transformer_engine import recipes
-
-    if name == "delayed":
-        return recipes.DelayedScaling(amax_history_len=3, amax_compute_algo="max", margin=1)
-    return recipes.Float8CurrentScaling() if name == "tensorwise" else recipes.Float8BlockScaling()
+    return make_recipe(name, amax_history_len=3)
 
 
 class _Layer(nn.Module):
@@ -71,23 +63,9 @@ def _make_net() -> _Net:
     return net
 
 
-def _loss(net: nn.Module, recipe: Any, step: int) -> torch.Tensor:
-    from megatron.core.extensions.transformer_engine import te
-
-    generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
-    x = torch.randn(ROWS, WIDTH, generator=generator).to("cuda", torch.bfloat16).requires_grad_()
-    with te.autocast(enabled=True, recipe=recipe, amax_reduction_group=dist.group.WORLD):
-        return net(x).float().pow(2).mean()
-
-
-def _reset() -> None:
-    manager = importlib.import_module("transformer_engine.pytorch.fp8").FP8GlobalStateManager
-    manager.reset()
-
-
 def _train_whole(name: str, first_scales: list[torch.Tensor]) -> tuple[list[float], list[torch.Tensor]]:
     """Each rank holds the whole model; gradients are averaged in the wire's dtype."""
-    _reset()
+    reset_fp8()
     net, recipe = _make_net(), _recipe(name)
     main = [p.detach().float() for p in net.parameters()]
     losses = []
@@ -97,7 +75,7 @@ def _train_whole(name: str, first_scales: list[torch.Tensor]) -> tuple[list[floa
                 parameter.copy_(own)
         if step == 0 and name == "delayed":
             _start_scales(net, recipe, first_scales)
-        loss = _loss(net, recipe, step)
+        loss = loss_of(net, recipe, step)
         loss.backward()
         losses.append(loss.item())
         for at, parameter in enumerate(net.parameters()):
@@ -124,7 +102,7 @@ def _start_scales(net: nn.Module, recipe: Any, scales: list[torch.Tensor]) -> No
 def _train_sharded(name: str) -> tuple[list[float], list[torch.Tensor], list[torch.Tensor]]:
     from megatron.core.extensions.transformer_engine_weights import te_weight_codec
 
-    _reset()
+    reset_fp8()
     net, recipe = _make_net(), _recipe(name)
     settings = {"amax_history_len": 3, "margin": 1} if name == "delayed" else {}
     for parameter in net.parameters():
@@ -136,7 +114,7 @@ def _train_sharded(name: str) -> tuple[list[float], list[torch.Tensor], list[tor
     losses: list[float] = []
     first: list[torch.Tensor] = []
     for step in range(NUM_STEPS):
-        loss = _loss(net, recipe, step)
+        loss = loss_of(net, recipe, step)
         if step == 0:
             for group in context_of(net).groups:
                 weights: Any = group.weights
@@ -164,29 +142,18 @@ def _has_only_bytes(net: nn.Module) -> bool:
     )
 
 
-def _compare(name: str) -> str:
+def _compare(name: str) -> None:
     losses, weights, first = _train_sharded(name)
     expected_losses, expected = _train_whole(name, first)
-    if _train_whole(name, first)[0] != expected_losses:
-        return "two runs without the engine differ: the comparison needs another tolerance"
-    if losses != expected_losses:
-        return f"losses {losses}, expected {expected_losses}"
+    again = _train_whole(name, first)[0]
+    assert again == expected_losses, "two runs without the engine differ: the comparison needs another tolerance"
+    assert losses == expected_losses, (losses, expected_losses)
     different = [at for at, pair in enumerate(zip(weights, expected, strict=True)) if not torch.equal(*pair)]
-    return f"weights {different} differ" if different else ""
+    assert not different, f"weights {different} differ"
 
 
 def _compare_all() -> dict[str, str]:
-    os.environ["NVTE_FRAMEWORK"] = "pytorch"
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of transformer-engine, about its other extensions
-        importlib.import_module("transformer_engine.pytorch")
-        found = {}
-        for name in RECIPES:
-            try:
-                found[name] = _compare(name)
-            except Exception:
-                found[name] = traceback.format_exc()
-        return found
+    return failures_by_recipe({"trained": _compare})
 
 
 @functools.cache
@@ -194,11 +161,11 @@ def _failures() -> dict[str, str]:
     """Of all recipes, in one launch."""
     found: dict[str, str] = {}
     for failures in run_ranks(2, _compare_all, backend="nccl"):
-        found.update({name: failure for name, failure in failures.items() if failure})
+        found.update(failures)
     return found
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_sharded_bytes_train_as_whole_weights(name: str) -> None:
-    failure = _failures().get(name, "")
+    failure = _failures().get(f"{name}-trained", "")
     assert not failure, failure

@@ -25,28 +25,11 @@ from tests.support.launch_lines import (
     LLAMA3_8B_AS_SERVED,
     MIXTRAL_8X7B,
     QWEN3_30B_A3B_AS_SERVED,
+    SMALLEST,
 )
 from tools.upstream_flags import TABLE, table_of
 
-MINIMAL = [
-    "--num-layers",
-    "2",
-    "--hidden-size",
-    "16",
-    "--num-attention-heads",
-    "4",
-    "--seq-length",
-    "8",
-    "--max-position-embeddings",
-    "8",
-    "--micro-batch-size",
-    "2",
-    "--train-iters",
-    "4",
-    "--lr",
-    "1e-3",
-    "--mock-data",
-]
+MINIMAL = SMALLEST.split()
 
 
 def _fates(line: str) -> dict[str, set[str]]:

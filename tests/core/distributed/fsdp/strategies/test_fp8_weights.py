@@ -42,6 +42,7 @@ from tests.support.fp8_training import (
     NUM_STEPS,
     scaled_groups,
     shard,
+    train_own_batches,
     train_pair,
 )
 from tests.support.models import STRATEGY_NAMES, context_of, full, local_of
@@ -312,17 +313,6 @@ def a_forward_waits_for_the_update_of_the_unit_at_hand() -> None:
     assert len(groups) == 4 and at_first_block == [0, 0, 2, 4 + 2, 8 + 2 + 1], at_first_block
 
 
-def _train_adamw(net: Fp8Net, optimizer: torch.optim.Optimizer, steps: range) -> list[torch.Tensor]:
-    losses = []
-    for step in steps:
-        loss = fp8_loss(net, fp8_batch(step, 2)[dist.get_rank()])
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
-    return losses
-
-
 def _scale_vectors(net: Fp8Net) -> list[torch.Tensor]:
     scales = [group.weights.scales for group in scaled_groups(net)]
     return [tensor.clone() for own in scales for tensor in (own.scale, own.inverse, own.history)]
@@ -347,17 +337,17 @@ def a_resumed_run_goes_on_to_the_last_bit() -> None:
         codec = None if recipe is None else make_codec(recipe, **settings)
         net = shard(make_fp8_net(codec), "optim_grads_params")
         optimizer = FlatAdamW(net.parameters(), lr=0.02)
-        _train_adamw(net, optimizer, range(2))
+        train_own_batches(net, optimizer, range(2))
         optimizer.param_groups[0]["lr"] = 0.0  # bytes get the next step's scale, though no maximum changes
-        _train_adamw(net, optimizer, range(2, 3))
+        train_own_batches(net, optimizer, range(2, 3))
         optimizer.param_groups[0]["lr"] = 0.02
         save_checkpoint(net, optimizer, path)
-        expected = _train_adamw(net, optimizer, range(3, 6))
+        expected = train_own_batches(net, optimizer, range(3, 6))
         again = shard(make_fp8_net(codec), other)
         other_optimizer = FlatAdamW(again.parameters(), lr=0.02)
-        _train_adamw(again, other_optimizer, range(7, 9))  # scales and histories of another run
+        train_own_batches(again, other_optimizer, range(7, 9))  # scales and histories of another run
         load_checkpoint(again, other_optimizer, path)
-        losses = _train_adamw(again, other_optimizer, range(3, 6))
+        losses = train_own_batches(again, other_optimizer, range(3, 6))
         assert all(map(torch.equal, losses, expected)), (recipe, other, losses, expected)
         assert all(map(torch.equal, _scale_vectors(again), _scale_vectors(net)))
 
@@ -370,7 +360,7 @@ def bf16_and_fp8_runs_load_each_other() -> None:
         nets = {"fp8": shard(make_fp8_net(make_codec(recipe)), "optim"), "bf16": shard(make_fp8_net(None), "optim")}
         for name, net in nets.items():
             optimizer = FlatAdamW(net.parameters(), lr=0.02)
-            _train_adamw(net, optimizer, range(2 if name == "fp8" else 3))
+            train_own_batches(net, optimizer, range(2 if name == "fp8" else 3))
             save_checkpoint(net, optimizer, f"{folder}/{name}")
         for source, codec in (("fp8", None), ("bf16", make_codec(recipe))):
             net = shard(make_fp8_net(codec), "optim_grads_params")
@@ -378,7 +368,7 @@ def bf16_and_fp8_runs_load_each_other() -> None:
                 for parameter in net.parameters():
                     parameter.mul_(100.0)
             optimizer = FlatAdamW(net.parameters(), lr=0.02)
-            _train_adamw(net, optimizer, range(1))
+            train_own_batches(net, optimizer, range(1))
             load_checkpoint(net, optimizer, f"{folder}/{source}")
             for own, saved in zip(net.parameters(), nets[source].parameters(), strict=True):
                 assert torch.equal(full(own), full(saved))

@@ -27,7 +27,7 @@ from megatron.core.distributed.fsdp import (
 )
 from megatron.core.distributed.fsdp.comm.process_group import ProcessGroupTransport
 from tests.support.float8_weights import Fp8Net, fp8_batch, fp8_loss, make_fp8_net
-from tests.support.fp8_training import NUM_STEPS, scaled_groups, shard, train_pair
+from tests.support.fp8_training import NUM_STEPS, scaled_groups, shard, train_own_batches, train_pair
 from tests.support.hooked_tensors import (
     Float8OfPolicy,
     Float8Parameter,
@@ -82,17 +82,6 @@ def ranks_without_rows_take_part_in_reductions() -> None:
     assert 0 in held and sum(held) == 3
 
 
-def _train(net: Any, optimizer: torch.optim.Optimizer, steps: range) -> list[torch.Tensor]:
-    losses = []
-    for step in steps:
-        loss = fp8_loss(net, fp8_batch(step, 2)[dist.get_rank()])
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
-    return losses
-
-
 @CHECKS.on(2)
 def numbers_are_those_of_fsdp2() -> None:
     """With fp32 parameters that compute in bf16, resharded after forward or not."""
@@ -108,7 +97,7 @@ def numbers_are_those_of_fsdp2() -> None:
             if shard_one is fully_shard:
                 fully_shard_optimizer(optimizer)
                 assert all(group.weights.main.local.dtype == torch.float32 for group in scaled_groups(net))
-            losses = _train(net, optimizer, range(4))
+            losses = train_own_batches(net, optimizer, range(4))
             trained.append((losses, [full(parameter) for parameter in net.parameters()]))
         for theirs, ours in zip(*trained, strict=True):
             assert all(map(torch.equal, theirs, ours)), (reshards, theirs, ours)
@@ -131,7 +120,7 @@ def weights_travel_as_bytes_and_originals_are_freed() -> None:
         shard(net, "optim_grads_params")
         gc.collect()
         assert memory() is None, "the values from before sharding are kept"
-        _train(net, FlatAdamW(net.parameters(), lr=0.01), range(3))
+        train_own_batches(net, FlatAdamW(net.parameters(), lr=0.01), range(3))
     numels = {group.layout.total_numel for group in scaled_groups(net)}
     assert len(numels) == 1 and {dtype for dtype, numel in moved if numel in numels} == {torch.uint8}
     assert block.up.weight.note == "mine" and isinstance(block.up.weight, DTensor)
@@ -149,12 +138,12 @@ def a_resumed_run_goes_on_to_the_last_bit() -> None:
     dist.broadcast_object_list(folders)
     net = shard(hooked_nets()[0], "optim_grads_params")
     optimizer = FlatAdamW(net.parameters(), lr=0.02)
-    _train(net, optimizer, range(2))
+    train_own_batches(net, optimizer, range(2))
     save_checkpoint(net, optimizer, f"{folders[0]}/checkpoint")
     state = net.state_dict()
     assert all(type(value._local_tensor) is torch.Tensor for value in state.values())
     state = {name: value.clone() for name, value in state.items()}
-    expected = _train(net, optimizer, range(2, 4))
+    expected = train_own_batches(net, optimizer, range(2, 4))
     plain = shard(make_fp8_net(None), "optim")
     load_checkpoint(plain, None, f"{folders[0]}/checkpoint")
     for name, parameter in plain.named_parameters():
@@ -162,9 +151,9 @@ def a_resumed_run_goes_on_to_the_last_bit() -> None:
     for strategy in ("optim", "optim_grads_params"):
         again = shard(hooked_nets()[0], strategy)
         other = FlatAdamW(again.parameters(), lr=0.02)
-        _train(again, other, range(7, 8))
+        train_own_batches(again, other, range(7, 8))
         load_checkpoint(again, other, f"{folders[0]}/checkpoint")
-        losses = _train(again, other, range(2, 4))
+        losses = train_own_batches(again, other, range(2, 4))
         assert all(map(torch.equal, losses, expected)), (strategy, losses, expected)
     loaded = shard(hooked_nets()[0], "optim_grads_params")
     loaded.load_state_dict(state)
@@ -244,7 +233,7 @@ def frozen_weights_can_be_trained_later() -> None:
     results = []
     for net in nets:
         policy = torch.optim.SGD(net.parameters(), lr=0.5)
-        results.append(_train(net, fully_shard_optimizer(policy), range(NUM_STEPS)))
+        results.append(train_own_batches(net, fully_shard_optimizer(policy), range(NUM_STEPS)))
         assert all(isinstance(g.sharded[0]._local_tensor, Float8Parameter) for g in scaled_groups(net))
         assert all(group.weights.main.local.dtype == torch.float32 for group in scaled_groups(net))
     assert all(map(torch.equal, *results)), results
