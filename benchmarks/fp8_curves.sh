@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Loss curves in bf16 and in FP8: a GPT of 350 million parameters (24 layers of 1,024) on text, 500 steps of 32 sequences of 1,024
+# Loss curves in bf16 and in FP8: a GPT of 310 million parameters (24 layers of 1,024) on text, 500 steps of 32 sequences of 1,024
 # tokens, the same data and seed in each precision, with the flags of pretrain_gpt.py.
 #
 #   bash benchmarks/fp8_curves.sh FOLDER [PREFIX]

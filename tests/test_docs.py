@@ -240,7 +240,7 @@ def tables_of_flags() -> str:
     for flag, so in parser.always_so.items():
         lines.append(f"| `{' '.join((flag, *so.values[:1]))}` | {so.fact} |")
     lines += ["", "## Said once", ""]
-    lines += ["These are accepted, with what is done instead, which rank 0 says once; the results are the same:", ""]
+    lines += ["These are accepted. Rank 0 prints once what is done instead; the results of training are the same:", ""]
     lines += ["| flag | what is done |", "|---|---|"]
     lines += [f"| `{flag}` | {once.instead} |" for flag, once in parser.said_once.items()]
     lines += ["", "## Refused", "", "These are refused, except at Megatron-LM's default, which asks for nothing:", ""]

@@ -1,4 +1,4 @@
-"""Timers of phases by name, under Megatron-Core's names; the training loop of this framework times steps as a whole."""
+"""Timers of phases by name, under Megatron-Core's names; the training loop of this framework has timers of its own."""
 
 from __future__ import annotations
 

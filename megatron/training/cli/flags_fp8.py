@@ -81,7 +81,8 @@ def add_fp8_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--use-transformer-engine-op-fuser",
         action="store_true",
-        help="in FP8, write the MLP's activation and its gradient in FP8, without a copy in bf16; needs transformer-engine",
+        help="in FP8, write the MLP's activation in FP8, without a copy in bf16, and with delayed and tensorwise the gradient of "
+        "its input too; dense models; needs transformer-engine",
     )
     group.add_argument(
         "--activation-func-fp8-input-store",

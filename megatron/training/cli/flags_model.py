@@ -225,7 +225,8 @@ def _add_numerics_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--recompute-modules",
         nargs="*",
-        help="what selective recomputes: core_attn, mlp_act (the MLP's activation), mlp, moe, or several of them (default: core_attn)",
+        help="what selective recomputes: core_attn, mlp_act (the MLP's activation; in FP8 with "
+        "--use-transformer-engine-op-fuser alone), mlp, moe, or several of them (default: core_attn)",
     )
 
 

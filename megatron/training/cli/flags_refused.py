@@ -55,7 +55,7 @@ REFUSED: dict[str, str] = {
     "--exp-avg-sq-dtype": "optimizer state is kept in fp32; leave the flag out",
     "--enable-full-sharding-in-hsdp": "use --outer-dp-sharding-strategy optim, which shards optimizer state over all ranks",
     "--use-custom-fsdp": "it is Megatron-LM's old name; use --use-megatron-fsdp",
-    "--decrease-batch-size-if-needed": "the global batch size is constant; give one that fits the number of ranks",
+    "--decrease-batch-size-if-needed": "the global batch size does not follow the number of ranks; give one that fits it",
     "--batch-size": "it is Megatron-LM's old name; use --micro-batch-size",
     "--warmup": "it is Megatron-LM's old name; use --lr-warmup-fraction, --lr-warmup-iters or --lr-warmup-samples",
     "--model-parallel-size": "it is Megatron-LM's old name; use --tensor-model-parallel-size",

@@ -49,7 +49,7 @@ SAID_ONCE: dict[str, SaidOnce] = {
             "--no-ckpt-load-validate-sharding-integrity",
             "--disable-ckpt-load-validate-sharding-integrity",
         ),
-        "checkpoints hold no state of FP8 recipes that could be dropped or gathered": (
+        "checkpoints keep the histories and scales of --fp8-recipe delayed, and hold no other extra state": (
             "--ckpt-drop-redundant-extra-state",
         ),
         "a checkpoint names the tokenizer, and does not copy its files": (
@@ -110,7 +110,7 @@ SAID_ONCE: dict[str, SaidOnce] = {
             "--megatron-fsdp-max-pool-double-buffer",
         ),
         "NCCL's symmetric memory is used without reductions in switches": ("--use-sharp", "--sharp-enabled-group"),
-        "gradients of the output layer are computed in its backward, not later; the numbers are the same": (
+        "weight gradients are computed in their layer's backward, not later; the numbers are the same": (
             "--defer-embedding-wgrad-compute",
             "--wgrad-deferral-limit",
             "--delay-wgrad-compute",
@@ -118,6 +118,8 @@ SAID_ONCE: dict[str, SaidOnce] = {
         "stages communicate by batches of sends and receives": (
             "--use-ring-exchange-p2p",
             "--pipeline-model-parallel-comm-backend",
+        ),
+        "embeddings that are scattered over the sequence are computed by a reduce-scatter, with nothing to clone": (
             "--no-clone-scatter-output-in-embedding",
             "--disable-clone-scatter-output-in-embedding",
         ),
@@ -142,7 +144,7 @@ SAID_ONCE: dict[str, SaidOnce] = {
         ),
         _SHARED: ("--moe-shared-expert-overlap",),
         "parameters lie by rows, layer by layer": ("--no-use-layer-wise-param-layout",),
-        "it is printed at the start": ("--config-logger-dir",),
+        "the configuration is printed at the start": ("--config-logger-dir",),
         "the log line has the memory that torch allocated": ("--log-device-memory-used",),
         "replicated weights are compared by --check-weight-hash-across-dp-replicas-interval": ("--test-mode",),
         "auxiliary losses are logged as means over layers": ("--moe-per-layer-logging",),

@@ -34,7 +34,8 @@ def add_tokenizer_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--vocab-size",
         type=int,
-        help="number of ids of NullTokenizer and TikTokenizer; others have their own, whatever it says",
+        help="number of ids of NullTokenizer and TikTokenizer; ByteLevelTokenizer refuses another number than its own, and others "
+        "have the number of their files, whatever is given",
     )
     group.add_argument("--vocab-file", help="JSON of GPT2BPETokenizer's tokens and ids")
     group.add_argument("--merge-file", help="merges of GPT2BPETokenizer")

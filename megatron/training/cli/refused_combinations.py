@@ -354,7 +354,7 @@ REFUSALS: tuple[Refusal, ...] = (
     _not_served(
         "attention dropout with `--context-parallel-size` above 1, unless ranks can divide the heads (`--cp-comm-type a2a`)",
         lambda a: a.context_parallel_size > 1 and a.attention_dropout > 0.0 and a.cp_comm_type != ["a2a"],
-        "blocks of keys come one after the other",
+        "with other exchanges attention takes blocks of keys one after the other, without dropout",
         "give `--attention-dropout 0`",
     ),
     _not_served(
