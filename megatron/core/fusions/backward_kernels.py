@@ -1,6 +1,6 @@
-"""Backward passes whose result is joined from parts, as Triton kernels that read and write each element once.
+"""Backward passes whose result is a concatenation, as Triton kernels that read and write each element once.
 
-torch.compile joins by computing every part at every element of the result: on an H200 SwiGLU's backward of [8192, 28672]
+torch.compile concatenates by computing every part at every element of the result: on an H200 SwiGLU's backward of [8192, 28672]
 takes 0.70 ms that way and the query-key-value projection's of [8192, 6144] 0.22 ms, where memory allows 0.3 and 0.05 ms.
 """
 

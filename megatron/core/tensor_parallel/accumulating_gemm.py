@@ -1,4 +1,4 @@
-"""Weight gradients that a GEMM writes into fp32 memory, or adds to it, where a device has such a GEMM.
+"""Weight gradients that a GEMM writes into fp32 memory, or adds to what is there, on devices that have such a GEMM.
 
 Measured on an H200 for 8,192 tokens and a weight of 4,096 x 14,336, adding takes apex's GEMM 1.22 ms, torch's 1.34, a product
 and an addition 1.37, and these keep an fp32 matrix besides.

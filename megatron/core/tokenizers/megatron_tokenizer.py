@@ -1,4 +1,4 @@
-"""Megatron-Core's door to tokenizers: the library that reads the files, named in a dict or in a file beside them."""
+"""Megatron-Core's entry point to tokenizers: a dict, or a file beside the tokenizer's, names the library that reads them."""
 
 from __future__ import annotations
 

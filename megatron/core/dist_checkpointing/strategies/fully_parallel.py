@@ -1,6 +1,6 @@
 """Wrappers of strategies that divide the work among data-parallel ranks, under Megatron-Core's names.
 
-Replicas of sharded parameters always share what is written, and each rank reads what it needs, so they only hand on.
+Replicas of sharded parameters always share what is written, and each rank reads what it needs, so these wrappers only pass calls on.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Weights of a group whose parameters make themselves what is gathered and what is multiplied (``codec/hooked_tensor.py``)."""
+"""Weights of a group whose parameters have hooks that make what is gathered and what is multiplied (``codec/hooked_tensor.py``)."""
 
 from __future__ import annotations
 

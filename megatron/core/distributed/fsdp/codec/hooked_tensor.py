@@ -1,4 +1,4 @@
-"""Parameters that say themselves how they travel, by PyTorch's protocol for tensors in FSDP2.
+"""Parameters whose class defines how they are gathered, by FSDP2's protocol for tensor subclasses.
 
 A tensor subclass with ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``, such as the weights of torchao's float8 linears,
 makes what is gathered of its shard, and what is multiplied of what was gathered. Its sharded parameter is a DTensor whose
