@@ -49,6 +49,7 @@ _FAMILIES = (
     ("expert_tensor_parallel_num", _WEIGHTS_AT_REST),
     ("gtp_", _WEIGHTS_AT_REST),
     ("expert_gtp_", _WEIGHTS_AT_REST),
+    ("moe_grad_scale_func", "auxiliary losses are scaled as the main loss is; set grad_scale_func"),
     ("mtp_", "multi-token prediction is not served"),
     ("hybrid_context", "all sequences are split over all context-parallel ranks"),
     ("max_seqlen_per", "all sequences are split over all context-parallel ranks"),
@@ -121,8 +122,6 @@ class ModelParallelConfig(CheckedConfig):
     """Called by the forward-backward function after the last backward, with [model], tokens or None, and the groups."""
     grad_scale_func: Callable[[torch.Tensor], torch.Tensor] | None = None
     """Scales each loss before its backward."""
-    moe_grad_scale_func: None = None
-    """Refused when set: auxiliary losses are scaled as the main loss is."""
     no_sync_func: Callable[..., Any] | None = None
     """Makes the context of all microbatches but the last."""
     grad_sync_func: Callable[..., Any] | None = None

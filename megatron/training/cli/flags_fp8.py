@@ -13,10 +13,8 @@ _FP8_SETTINGS = (
     "fp8_margin",
     "fp8_amax_history_len",
     "fp8_amax_compute_algo",
-    "fp8_wgrad",
     "fp8_dot_product_attention",
     "fp8_multi_head_attention",
-    "fp8_output_proj",
     "tp_only_amax_red",
     "use_transformer_engine_op_fuser",
     "activation_func_fp8_input_store",
@@ -64,13 +62,6 @@ def add_fp8_flags(parser: argparse.ArgumentParser) -> None:
         help="with delayed, the value that scales are made for: the last one, or the largest of all kept (default: most_recent)",
     )
     group.add_argument(
-        "--no-fp8-wgrad",
-        "--disable-fp8-wgrad",
-        dest="fp8_wgrad",
-        action="store_false",
-        help="weight gradients not in FP8 (refused: transformer-engine has no such setting any more)",
-    )
-    group.add_argument(
         "--fp8-param-gather", action="store_true", help="weights rest and travel in FP8, beside their main weights"
     )
     group.add_argument(
@@ -96,7 +87,6 @@ def add_fp8_flags(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="with --fp8-dot-product-attention, the attention's output stays in FP8 for the projection behind it",
     )
-    group.add_argument("--fp8-output-proj", action="store_true", help="the output layer in mxfp8 (refused)")
     group.add_argument(
         "--tp-only-amax-red",
         action="store_true",

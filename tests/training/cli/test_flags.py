@@ -171,6 +171,23 @@ def test_unknown_flags_are_refused_with_the_nearest_name_and_abbreviations_are_u
 
 
 @pytest.mark.parametrize(
+    ("line", "remedy"),
+    [
+        ("--DDP-impl local", "old name; leave it out, or use --use-megatron-fsdp"),
+        (
+            "--activations-checkpoint-method uniform",
+            "old name; use --recompute-granularity full and --recompute-method",
+        ),
+        ("--activations-checkpoint-num-layers 1", "old name; use --recompute-num-layers"),
+        ("--activation-func gelu", "the activation is GELU by default"),
+    ],
+)
+def test_names_of_old_launch_scripts_are_refused_with_what_to_use(line: str, remedy: str) -> None:
+    (fault,) = build_parser().read(line.split()).faults
+    assert remedy in fault and "did you mean" not in fault
+
+
+@pytest.mark.parametrize(
     "extra", [["--num-layers", "two"], ["--optimizer", "muon"], ["stray"], ["--use-mcore-models", "1"]]
 )
 def test_malformed_command_lines_are_refused(extra: list[str]) -> None:
