@@ -10,39 +10,31 @@ experts, l experts of a rank.
 
 from __future__ import annotations
 
-import importlib.util
-import os
+import importlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 import transformer_engine.pytorch as te
 import transformer_engine_torch as tex
 from transformer_engine.common import recipe as recipes
 from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
 
-from megatron.core.packed_seq_params import check_pack
-from megatron.core.process_groups_config import group_of, group_size
+from megatron.core.process_groups_config import group_size
 from megatron.core.tensor_parallel.partition import part_extent
-from megatron.core.transformer.context_parallel import comm_types
-from megatron.core.transformer.dot_product_attention import check_core_attention
-from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 from megatron.core.transformer.init_methods import ConstantInit, InitMethod
 from megatron.core.transformer.parameter_init import SeededParameters
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from megatron.core.packed_seq_params import PackedSeqParams
-    from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.transformer_config import TransformerConfig
 
 __all__ = [
     "FP8GlobalStateManager",
+    "QuantizationState",
     "TEColumnParallelGroupedLinear",
     "TEColumnParallelLinear",
-    "TEDotProductAttention",
     "TEGroupedLinear",
     "TELayerNorm",
     "TELayerNormColumnParallelLinear",
@@ -56,18 +48,16 @@ __all__ = [
     "tex",
 ]
 
+_ELSEWHERE = {
+    "TEDotProductAttention": "megatron.core.extensions.transformer_engine_attention",
+    "TEFusedMLP": "megatron.core.extensions.transformer_engine_mlp",
+}
 _SCALES = {"scale_fwd": "scaling_fwd", "scale_bwd": "scaling_bwd"}
 _WEIGHT = 1
 """The place of a linear layer's weight among the quantisers of forward (``FP8FwdTensorIdx.GEMM1_WEIGHT``)."""
-_BACKENDS = {
-    AttnBackend.flash: "NVTE_FLASH_ATTN",
-    AttnBackend.fused: "NVTE_FUSED_ATTN",
-    AttnBackend.unfused: "NVTE_UNFUSED_ATTN",
-    AttnBackend.local: "NVTE_UNFUSED_ATTN",
-}
 
 
-class _QuantizationState:
+class QuantizationState:
     """What a module keeps between steps beside its weights: amax histories and scales of delayed scaling.
 
     It is the module's optional state in checkpoints: a run that does not need it ignores it, a run that lacks it starts
@@ -105,7 +95,7 @@ class _QuantizationState:
             own[:kept].copy_(saved[:kept])
 
 
-class _Layer(_QuantizationState, SeededParameters):
+class _Layer(QuantizationState, SeededParameters):
     """Base class of the layers with parameters; transformer-engine's class comes after it."""
 
     quantized_weights: tuple[str, ...] = ("weight",)
@@ -403,121 +393,6 @@ class TENorm:
         return (TERMSNorm if config.normalization == "RMSNorm" else TELayerNorm)(config, hidden_size, eps)
 
 
-class TEDotProductAttention(_QuantizationState, te.DotProductAttention):
-    """Causal core attention, without parameters; in FP8 with ``config.fp8_dot_product_attention``.
-
-    Args:
-        pg_collection: heads are split over its ``tp``, sequences over its ``cp``.
-        cp_comm_type: None: the configured one.
-
-    Raises:
-        NotImplementedError: another mask or kind of attention, or ``apply_query_key_layer_scaling``.
-        RuntimeError: ``config.deterministic_mode`` without torch's deterministic algorithms; ``attention_backend='flash'``
-            without the package flash-attn.
-
-    Source: Megatron-Core's class of this name.
-    """
-
-    def __init__(
-        self,
-        config: TransformerConfig,
-        layer_number: int,
-        attn_mask_type: AttnMaskType = AttnMaskType.causal,
-        attention_type: str = "self",
-        attention_dropout: float | None = None,
-        softmax_scale: float | None = None,
-        cp_comm_type: str | None = None,
-        pg_collection: ProcessGroupCollection | None = None,
-    ) -> None:
-        _check_attention(config, attn_mask_type, attention_type)
-        tp_group, cp_group = group_of(pg_collection, "tp"), group_of(pg_collection, "cp")
-        init: dict[str, Any] = {}
-        if cp_group is not None and cp_group.size() > 1:
-            types = comm_types(config.cp_comm_type)
-            configured = types[layer_number - 1] if len(types) > 1 else types[0]
-            init = {"cp_group": cp_group, "cp_global_ranks": dist.get_process_group_ranks(cp_group)}
-            init |= {"cp_stream": torch.cuda.Stream(), "cp_comm_type": cp_comm_type or configured}
-        super().__init__(
-            num_attention_heads=config.num_attention_heads,
-            kv_channels=config.kv_channels,
-            num_gqa_groups=config.num_query_groups,
-            attention_dropout=config.attention_dropout if attention_dropout is None else attention_dropout,
-            attn_mask_type=attn_mask_type.name,
-            # The caller draws each tensor-parallel rank's own dropout: MegatronModule.drawing_apart.
-            sequence_parallel=config.sequence_parallel,
-            tp_size=group_size(tp_group),
-            tp_group=tp_group,
-            layer_number=layer_number,
-            attention_type=attention_type,
-            softmax_scale=config.softmax_scale if softmax_scale is None else softmax_scale,
-            **init,
-        )
-        self.config = config
-        self._choose_kernels(config.attention_backend)
-
-    def _choose_kernels(self, backend: object) -> None:
-        """Have transformer-engine use the configured kernels: it is told by the process's environment."""
-        if backend in _BACKENDS:
-            for name in _BACKENDS.values():
-                os.environ[name] = str(int(name == _BACKENDS[backend]))
-
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        attn_mask_type: AttnMaskType | None = None,
-        attention_bias: None = None,
-        packed_seq_params: PackedSeqParams | None = None,
-    ) -> torch.Tensor:
-        """Compute the context [s, b, n * d] of query [s, b, n, d], key and value [s, b, g, d]; see ``DotProductAttention``.
-
-        Raises:
-            TypeError: the mask is not of dtype bool.
-        """
-        check_core_attention(attn_mask_type, attention_bias)
-        if packed_seq_params is not None and packed_seq_params.is_packed:
-            return self._within_samples(query, key, value, packed_seq_params)
-        if attention_mask is not None and attention_mask.dtype is not torch.bool:
-            raise TypeError(
-                f"attention_mask must be of dtype bool with True where a key is hidden, got {attention_mask.dtype};"
-                " pass e.g. mask < 0.5"
-            )
-        in_fp8 = self.config.fp8_multi_head_attention and FP8GlobalStateManager.is_fp8_enabled()
-        context: torch.Tensor = super().forward(
-            query,
-            key,
-            value,
-            attention_mask=attention_mask,
-            attn_mask_type="causal" if attention_mask is None else "arbitrary",
-            fp8_output=in_fp8,
-        )
-        return context
-
-    def _within_samples(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedSeqParams
-    ) -> torch.Tensor:
-        """Compute the context [t, 1, n * d] of a pack. Samples are those of its padded starts, where it has them."""
-        check_pack(packed, query.shape[1], cp_size=self.config.context_parallel_size)
-        starts = packed.starts_or_none()
-        assert starts is not None
-        starts = starts.to(torch.int32)
-        longest = query.shape[0] if packed.max_seqlen_q is None else int(packed.max_seqlen_q)
-        context: torch.Tensor = super().forward(
-            query.squeeze(1),
-            key.squeeze(1),
-            value.squeeze(1),
-            qkv_format="thd",
-            cu_seqlens_q=starts,
-            cu_seqlens_kv=starts,
-            max_seqlen_q=longest,
-            max_seqlen_kv=longest,
-            attn_mask_type="padding_causal",
-        )
-        return context.unsqueeze(1)
-
-
 class TEGroupedLinear(_Layer, te.GroupedLinear):
     """A linear layer of each of ``num_gemms`` experts, as one grouped GEMM; it does not communicate.
 
@@ -592,12 +467,10 @@ class TERowParallelGroupedLinear(TEGroupedLinear):
 
 
 def __getattr__(name: str) -> Any:
-    """Give ``TEFusedMLP`` under Megatron-Core's path; its file imports this one."""
-    if name != "TEFusedMLP":
+    """Give what Megatron-Core has under this path and what lies in files here that import this one."""
+    if name not in _ELSEWHERE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from megatron.core.extensions.transformer_engine_mlp import TEFusedMLP
-
-    return TEFusedMLP
+    return getattr(importlib.import_module(_ELSEWHERE[name]), name)
 
 
 def _check_weight(name: str, skip_weight_param_allocation: bool) -> None:
@@ -610,26 +483,3 @@ def _check_weight(name: str, skip_weight_param_allocation: bool) -> None:
 def _check_gather(name: str, gather_output: bool) -> None:
     if gather_output:
         raise ValueError(f"{name} must leave its output split, got gather_output=True; use ColumnParallelLinear")
-
-
-def _check_attention(config: TransformerConfig, attn_mask_type: AttnMaskType, attention_type: str) -> None:
-    if attn_mask_type is not AttnMaskType.causal or attention_type != "self":
-        raise NotImplementedError(
-            f"attention must be causal self-attention, got {attn_mask_type} and {attention_type!r}: others are not served"
-        )
-    if config.apply_query_key_layer_scaling:
-        raise NotImplementedError(
-            "apply_query_key_layer_scaling must be False with transformer-engine's attention, got True: it computes scores in"
-            " fp32, which need no scaling; leave the flag out, or use --transformer-impl local"
-        )
-    if config.deterministic_mode and not torch.are_deterministic_algorithms_enabled():
-        raise RuntimeError(
-            "deterministic_mode must go with torch's deterministic algorithms, got them off; call"
-            " torch.use_deterministic_algorithms(True) before the model is built"
-        )
-    packages = ("flash_attn", "flash_attn_interface", "flash_attn_3")
-    if config.attention_backend is AttnBackend.flash and not any(map(importlib.util.find_spec, packages)):
-        raise RuntimeError(
-            "attention_backend='flash' needs the package flash-attn for transformer-engine's attention, got none; install"
-            " it, or use --attention-backend fused, or --transformer-impl local, whose flash kernel is PyTorch's"
-        )
