@@ -60,10 +60,11 @@ OPTIONS: dict[str, list[str]] = {
     "recompute": [
         *("--use-transformer-engine-op-fuser", "--recompute-granularity", "selective", "--recompute-modules", "mlp_act")
     ],
+    "store": ["--use-transformer-engine-op-fuser", "--activation-func-fp8-input-store"],
     "wide": [],
 }
 """Steps in a CUDA graph; transposed bytes kept from forward to backward; attention in FP8; the MLP's activation and its gradient
-written in FP8; and this activation computed again in backward; weights on the wire in bf16."""
+written in FP8; and this activation computed again in backward, or its input kept in FP8 for it; weights on the wire in bf16."""
 
 _GIB = 2**30
 
