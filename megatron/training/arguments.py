@@ -31,6 +31,7 @@ from megatron.training.cli.flags_experts import add_expert_flags, expert_setting
 from megatron.training.cli.flags_fp8 import add_fp8_flags, fp8_settings
 from megatron.training.cli.flags_graphs import add_graph_flags, captures_iterations, full_cuda_graph_config
 from megatron.training.cli.flags_model import add_model_flags, ffn_hidden_size, position_embedding_type
+from megatron.training.cli.flags_of_before import ALWAYS_SO_BEFORE, REFUSED_BEFORE, SAID_ONCE_BEFORE
 from megatron.training.cli.flags_parallel import add_parallel_flags, parallel_settings, rank_grid
 from megatron.training.cli.flags_profiling import add_profiling_flags
 from megatron.training.cli.flags_refused import REFUSED, REFUSED_FAMILIES
@@ -92,9 +93,9 @@ def build_parser() -> FlagParser:
     parser = FlagParser(
         prog="pretrain_gpt.py",
         description="Trains a GPT model: torchrun --nproc-per-node N pretrain_gpt.py <flags of Megatron-LM>",
-        always_so=ALWAYS_SO,
-        said_once=SAID_ONCE,
-        refused=REFUSED,
+        always_so=ALWAYS_SO | ALWAYS_SO_BEFORE,
+        said_once=SAID_ONCE | SAID_ONCE_BEFORE,
+        refused=REFUSED | REFUSED_BEFORE,
         refused_families=REFUSED_FAMILIES,
     )
     for add_flags in (

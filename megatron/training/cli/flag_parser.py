@@ -59,6 +59,7 @@ FATES = ("in effect", "always so", "said once", "no effect", "refused", "unknown
 """``no effect``: the flag is given at the value that it has anyway, or as ``false``."""
 
 _FAULTS = ("refused", "unknown", "malformed")
+_SWITCH = UpstreamFlag(False, nargs=0)
 
 
 @dataclass
@@ -157,6 +158,8 @@ class FlagParser(argparse.ArgumentParser):
             return Fate(flag, tuple(values), kind, words)
 
         own, upstream = self._option_string_actions.get(flag), UPSTREAM_FLAGS.get(flag)
+        if upstream is None and flag in self.said_once:
+            upstream = _SWITCH  # of an earlier version
         is_switch = own.nargs == 0 if own is not None else upstream is not None and upstream.nargs == 0
         if is_switch and [value.lower() for value in values] in (["true"], ["false"]):
             if values[0].lower() == "false":
@@ -190,8 +193,8 @@ class FlagParser(argparse.ArgumentParser):
                 return fate("refused", fault) if fault else fate("always so", so.fact)
         if flag in self.said_once:
             words_of = [word for value in values for word in value.split()] if upstream and upstream.nargs else values
-            fault = "" if upstream is None else _fault_of_value(flag, words_of, upstream)
-            if fault:
+            assert upstream is not None, "an unknown flag that is said once is a switch"
+            if fault := _fault_of_value(flag, words_of, upstream):
                 return fate("malformed", fault)
             return fate("said once", f"{' '.join((flag, *values))}: {self.said_once[flag].instead}")
         if (reason := self.reason_against(flag)) is not None:

@@ -418,6 +418,7 @@ NOT_SERVED = tuple(row for row in REFUSALS if row.reason)
 """The lawful combinations that are not served, which the documentation lists."""
 
 SAID_BEFORE: tuple[tuple[str, str], ...] = (
+    ("--recompute-granularity full needs", "--recompute-granularity full must go with"),
     ("attention dropout with", "--attention-dropout must be 0 with --context-parallel-size"),
     ("query groups that", "--num-query-groups must be a multiple of --tensor-model-parallel-size"),
     ("pipeline stages with", "--num-layers must be a multiple of --pipeline-model-parallel-size"),

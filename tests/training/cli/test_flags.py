@@ -17,6 +17,7 @@ from megatron.training.arguments import build_parser, check_command_line, parse_
 from megatron.training.cli.defaults import DEFAULTS_THAT_DIFFER, default_differs
 from megatron.training.cli.flag_parser import FlagError
 from megatron.training.cli.flags_experts import layer_pattern
+from megatron.training.cli.flags_of_before import REFUSED_BEFORE
 from megatron.training.cli.substitutions import substitute
 from megatron.training.cli.upstream_flags import UPSTREAM_FLAGS
 from tests.support.launch_lines import (
@@ -173,18 +174,37 @@ def test_unknown_flags_are_refused_with_the_nearest_name_and_abbreviations_are_u
 @pytest.mark.parametrize(
     ("line", "remedy"),
     [
-        ("--DDP-impl local", "old name; leave it out, or use --use-megatron-fsdp"),
+        ("--DDP-impl FSDP", "must be local or torch, got FSDP: use --use-megatron-fsdp, which shards"),
         (
             "--activations-checkpoint-method uniform",
             "old name; use --recompute-granularity full and --recompute-method",
         ),
         ("--activations-checkpoint-num-layers 1", "old name; use --recompute-num-layers"),
+        ("--layernorm-epsilon 1e-6", "old name; use --norm-epsilon"),
+        ("--fp8-hybrid", "old name; use --fp8-format hybrid"),
+        ("--mmap-warmup 4", "--mmap-warmup takes no value, got 4"),
         ("--activation-func gelu", "the activation is GELU by default"),
     ],
 )
 def test_names_of_old_launch_scripts_are_refused_with_what_to_use(line: str, remedy: str) -> None:
     (fault,) = build_parser().read(line.split()).faults
     assert remedy in fault and "did you mean" not in fault
+
+
+def test_old_flags_that_change_no_numbers_are_accepted() -> None:
+    flags = "--DDP-impl local --data-impl mmap --mmap-warmup --use-contiguous-buffers-in-local-ddp true --use-dist-ckpt"
+    line = check_command_line([*MINIMAL, *flags.split()], world_size=1)
+    assert line.faults == [] and len(line.said_once) == 3
+    assert _outcome(flags.split()) == _outcome([])
+
+
+def test_old_names_lead_to_flags_that_are_known() -> None:
+    """What is recommended is in effect or has at least a fate."""
+    parser = build_parser()
+    for flag, reason in REFUSED_BEFORE.items():
+        for other in re.findall(r"--[a-z][a-z0-9-]*[a-z0-9](?![\w.-]*\.)", reason):
+            known = other in parser._option_string_actions or other in UPSTREAM_FLAGS or other == "--no"
+            assert known and other not in REFUSED_BEFORE, (flag, other)
 
 
 @pytest.mark.parametrize(
@@ -365,7 +385,7 @@ def test_defaults_are_those_of_megatron_lm_or_in_the_table() -> None:
     differing |= {
         flag
         for flag, so in parser.always_so.items()
-        if so.values and str(UPSTREAM_FLAGS[flag].default) not in (*so.values, "None")
+        if so.values and flag in UPSTREAM_FLAGS and str(UPSTREAM_FLAGS[flag].default) not in (*so.values, "None")
     }
     assert differing == set(DEFAULTS_THAT_DIFFER)
 

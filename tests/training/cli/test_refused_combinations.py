@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.training.arguments import parse_settings
+from megatron.training.arguments import check_command_line, parse_settings
 from megatron.training.cli.flag_parser import FlagError
 from megatron.training.cli.refused_combinations import NOT_SERVED, REFUSALS, Refusal
 from tests.training.cli.test_flags import MINIMAL
@@ -132,3 +132,12 @@ def test_a_combination_is_refused_and_its_alternative_is_served(row: Refusal, ca
         parse_settings(MINIMAL + refused.split(), world_size=4)
     assert row.message in str(caught.value)
     parse_settings(MINIMAL + served.split(), world_size=4)
+
+
+def test_full_recomputation_alone_is_one_fault() -> None:
+    """The components would say the same of method and layers once more each."""
+    for flags in ("", "--recompute-method block", "--recompute-num-layers 1"):
+        (fault,) = check_command_line(
+            [*MINIMAL, "--recompute-granularity", "full", *flags.split()], world_size=1
+        ).faults
+        assert fault.startswith("--recompute-granularity full needs --recompute-method and --recompute-num-layers")

@@ -87,7 +87,7 @@ def _reads() -> dict[str, set[tuple[str, Path]]]:
     """Return who reads an attribute of which receiver: by the attribute's name, (receiver, file)."""
     reads: dict[str, set[tuple[str, Path]]] = {}
     for path in PACKAGE.rglob("*.py"):
-        if "cli" in path.parts or path.stem.endswith("_checks") or path.name == "arguments.py":
+        if "cli" in path.relative_to(PACKAGE).parts or path.stem.endswith("_checks") or path.name == "arguments.py":
             continue
         nodes: list[ast.AST] = [ast.parse(path.read_text())]
         while nodes:

@@ -1,0 +1,191 @@
+"""Flags of earlier versions of Megatron-LM that its parser no longer has, or no longer heeds: scripts still contain them."""
+
+from __future__ import annotations
+
+from megatron.training.cli.flag_parser import AlwaysSo, SaidOnce
+
+_FILES = "data are given as .bin and .idx, by --data-path; tools/preprocess_data.py writes them from text"
+_GENERATION = "text is not generated here"
+_TASKS = "evaluation is the loss on --data-path's validation and test parts"
+
+ALWAYS_SO_BEFORE: dict[str, AlwaysSo] = {
+    "--DDP-impl": AlwaysSo(
+        fact="gradients are reduced unit by unit, with the same sums",
+        values=("local", "torch"),
+        otherwise="use --use-megatron-fsdp, which shards",
+    ),
+    "--data-impl": AlwaysSo(
+        fact="corpora are pairs of .bin and .idx files, which are mapped",
+        values=("mmap", "infer"),
+        otherwise="other kinds of files are not read; prepare the corpus again with tools/preprocess_data.py",
+    ),
+    "--use-gpu-initialization": AlwaysSo(fact="weights are drawn on the device, unless --use-cpu-initialization"),
+    "--no-query-key-layer-scaling": AlwaysSo(
+        fact="scores are divided by the layer's number with --apply-query-key-layer-scaling alone"
+    ),
+    **{
+        flag: AlwaysSo(fact="functions are fused, unless a --no-...-fusion is given")
+        for flag in ("--bias-gelu-fusion", "--bias-dropout-fusion", "--scaled-masked-softmax-fusion")
+    },
+    **{
+        flag: AlwaysSo(fact="so it is, unless the flag with --no- is given")
+        for flag in ("--save-optim", "--save-rng", "--load-optim", "--load-rng", "--save-all-rng", "--load-all-rng")
+    },
+    **{
+        flag: AlwaysSo(fact="TensorBoard has the batch size and the learning rate of each step")
+        for flag in ("--log-batch-size-to-tensorboard", "--log-learning-rate-to-tensorboard")
+    },
+    "--resume-dataloader": AlwaysSo(fact="a resumed run goes on with the next sample"),
+}
+
+SAID_ONCE_BEFORE: dict[str, SaidOnce] = {
+    flag: SaidOnce(instead)
+    for instead, flags in {
+        "there are no buffers of all gradients: they are reduced unit by unit": (
+            "--use-contiguous-buffers-in-local-ddp",
+            "--no-contiguous-buffers-in-local-ddp",
+            "--use-contiguous-buffers-in-ddp",
+        ),
+        "files are mapped, and read when a sample needs them": ("--mmap-warmup", "--skip-mmap-warmup"),
+        "stages gather and reduce each by its own plan, and pass on activations as the schedule has it": (
+            "--align-param-gather",
+            "--delay-param-gather",
+            "--no-delay-grad-reduce",
+            "--deallocate-pipeline-outputs",
+            "--overlap-p2p-communication",
+            "--scatter-gather-tensors-in-pipeline",
+        ),
+        "the reduction of the input gradient overlaps the weight gradient": (
+            "--async-tensor-model-parallel-allreduce",
+            "--no-async-tensor-model-parallel-allreduce",
+        ),
+        "the learning rate is among the curves of TensorBoard": (
+            "--no-log-learnig-rate-to-tensorboard",
+            "--no-log-learning-rate-to-tensorboard",
+        ),
+        "recomputed layers keep their whole input; --sequence-parallel divides it": (
+            "--distribute-checkpointed-activations",
+        ),
+        "nothing is reported to one_logger": ("--enable-one-logger",),
+        "--ckpt-format says how checkpoints are written": ("--use-dist-ckpt", "--dist-ckpt-format"),
+    }.items()
+    for flag in flags
+}
+"""They change no numbers; those that Megatron-LM's parser no longer has are switches."""
+
+_OTHER_NAMES = {
+    "--use-custom-fsdp": "--use-megatron-fsdp",
+    "--keep-fp8-transpose-cache-when-using-custom-fsdp": "--keep-fp8-transpose-cache",
+    "--batch-size": "--micro-batch-size",
+    "--eval-batch-size": "--eval-global-batch-size",
+    "--warmup": "--lr-warmup-fraction, --lr-warmup-iters or --lr-warmup-samples",
+    "--epochs": "--train-iters or --train-samples",
+    "--model-parallel-size": "--tensor-model-parallel-size",
+    "--intra-layer-model-parallel-size": "--tensor-model-parallel-size",
+    "--inter-layer-model-parallel-size": "--pipeline-model-parallel-size",
+    "--expert-parallel": "--expert-model-parallel-size",
+    "--moe-extended-tp": "--expert-tensor-parallel-size",
+    "--moe-token-dropping": "--moe-expert-capacity-factor",
+    "--moe-router-topk-limited-devices": "--moe-router-num-groups and --moe-router-group-topk",
+    "--checkpoint-activations": "--recompute-granularity",
+    "--checkpoint-num-layers": "--recompute-num-layers",
+    "--activations-checkpoint-granularity": "--recompute-granularity",
+    "--activations-checkpoint-method": "--recompute-granularity full and --recompute-method",
+    "--activations-checkpoint-num-layers": "--recompute-num-layers",
+    "--layernorm-epsilon": "--norm-epsilon",
+    "--intermediate-size": "--ffn-hidden-size",
+    "--fp8-e4m3": "--fp8-format e4m3",
+    "--fp8-hybrid": "--fp8-format hybrid",
+    "--fp32-allreduce": "--accumulate-allreduce-grads-in-fp32",
+    "--min-scale": "--min-loss-scale",
+    "--no-scaled-masked-softmax-fusion": "--no-masked-softmax-fusion",
+    "--scaled-upper-triang-masked-softmax-fusion": "--no-masked-softmax-fusion to turn it off",
+    "--override-lr-scheduler": "--override-opt-param-scheduler",
+    "--use-checkpoint-lr-scheduler": "--use-checkpoint-opt-param-scheduler",
+    "--save-iters": "--save-interval",
+    "--vocab": "--vocab-file",
+    "--tiktoken-special-tokens": "--tokenizer-special-tokens",
+    "--tokenizer-hf-include-special-tokens": "nothing: it is the default",
+    "--tokenizer-hf-use-fast": "nothing: it is the default",
+    "--train-data": "--train-data-path",
+    "--valid-data": "--valid-data-path",
+    "--val-data-path": "--valid-data-path",
+    "--test-data": "--test-data-path",
+    "--model-spec": "flags, which choose the layers",
+    "--standalone-embedding-stage": "--account-for-embedding-in-pipeline-split",
+    "--kitchen-config-file": "--fp8-format and --fp8-recipe",
+    "--kitchen-recipe-number": "--fp8-format and --fp8-recipe",
+}
+"""Flags that have another name now: what to use instead."""
+
+REFUSED_BEFORE: dict[str, str] = {
+    **{flag: f"it is Megatron-LM's old name; use {other}" for flag, other in _OTHER_NAMES.items()},
+    **{
+        flag: reason
+        for reason, flags in {
+            _FILES: (
+                "--data-loader",
+                "--lazy-loader",
+                "--use-npy-data-loader",
+                "--use-tfrecords",
+                "--input-data-sizes-file",
+                "--loose-json",
+                "--presplit-sentences",
+                "--text-key",
+                "--eval-text-key",
+                "--delim",
+            ),
+            _GENERATION: (
+                "--disable-chunked-prefill",
+                "--initialize-socket-comms",
+                "--genfile",
+                "--greedy",
+                "--temperature",
+                "--top_k",
+                "--top_p",
+                "--out-seq-length",
+                "--num-samples",
+                "--sample-input-file",
+                "--sample-output-file",
+                "--recompute",
+            ),
+            "models of sentence pairs are not served": (
+                "--cache-dir",
+                "--data-epochs",
+                "--max-num-samples",
+                "--pretrained-bert",
+                "--faiss-use-gpu",
+                "--report-topk-accuracies",
+            ),
+            "reinforcement learning is not served": (
+                "--langrl-external-server",
+                "--langrl-inference-server-conversation-template",
+                "--langrl-inference-server-type",
+            ),
+            "weights of other programs are converted by tools/checkpoint/convert.py": ("--load-openai",),
+            _TASKS: (
+                "--cloze-eval",
+                "--strict-lambada",
+                "--overlapping-eval",
+                "--eval-hf",
+                "--eval-seq-length",
+                "--eval-max-preds-per-seq",
+                "--max-preds-per-seq",
+            ),
+            "its samples are shuffled by --seed, always": ("--shuffle",),
+            "a weighted blend draws by the weights that are given": ("--renormalize-blend-weights",),
+            "layers do not share weights": ("--num-unique-layers", "--param-sharing-style"),
+            "weights are initialised as in GPT-2, always": ("--deep-init",),
+            "with --bf16, main weights are in fp32, and so are sums": (
+                "--fp32-embedding",
+                "--fp32-layernorm",
+                "--fp32-tokentypes",
+                "--embedding-weights-in-fp32",
+            ),
+            "data are read from local files only": ("--s3-cache-path",),
+            "optimizer state stays on the device; shard more": ("--offload-optimizer-states",),
+            "samples are packed without masks between documents": ("--max-seqlen-per-cp-rank",),
+        }.items()
+        for flag in flags
+    },
+}
