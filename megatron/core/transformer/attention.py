@@ -47,7 +47,52 @@ class SelfAttentionSubmodules:
     k_layernorm: ModuleSpec | type | None = None
 
 
-class SelfAttention(MegatronModule):
+class Attention(MegatronModule):
+    """What attentions have in common: the call of core attention, with its dropout and its recomputation."""
+
+    core_attention: Any
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> torch.Tensor:
+        """Compute the context [s, b, n * d] of the values.
+
+        Args:
+            packed_seq_params: given where there are samples within which tokens attend.
+        """
+        draws = self.training and self.config.attention_dropout > 0
+        core_attention: Callable[..., torch.Tensor] = self.core_attention
+        if packed_seq_params is not None:
+            core_attention = partial(core_attention, packed_seq_params=packed_seq_params)
+        # Each tensor-parallel rank has its own heads, so it draws its own dropout.
+        with self.drawing_apart(query, draws):
+            if recomputes(self.config, "core_attn") and self.training:
+                context: torch.Tensor = checkpoint(
+                    core_attention,
+                    query,
+                    key,
+                    value,
+                    attention_mask,
+                    use_reentrant=False,
+                    preserve_rng_state=draws,  # a CUDA graph could not restore it
+                    context_fn=self._recomputation,
+                )
+                return context
+            return core_attention(query, key, value, attention_mask)
+
+    def _recomputation(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        """Return the contexts of core attention and of its recomputation."""
+        if self.config.fp8_dot_product_attention:
+            return recomputation_in_fp8([self.core_attention])
+        return nullcontext(), nullcontext()
+
+
+class SelfAttention(Attention):
     """Self-attention: project to queries, keys and values, normalise and rotate them where configured, attend, project back.
 
     Args:
@@ -162,33 +207,9 @@ class SelfAttention(MegatronModule):
         else:
             query, key, value = self.get_query_key_value_tensors(hidden_states)
             query = query.flatten(2, 3)  # a view after a norm, otherwise a copy
-        draws = self.training and self.config.attention_dropout > 0
-        core_attention: Callable[..., torch.Tensor] = self.core_attention
-        if is_packed:
-            core_attention = partial(core_attention, packed_seq_params=packed_seq_params)
-        # Each tensor-parallel rank has its own heads, so it draws its own dropout.
-        with self.drawing_apart(query, draws):
-            if recomputes(self.config, "core_attn") and self.training:
-                context = checkpoint(
-                    core_attention,
-                    query,
-                    key,
-                    value,
-                    attention_mask,
-                    use_reentrant=False,
-                    preserve_rng_state=draws,  # a CUDA graph could not restore it
-                    context_fn=self._recomputation,
-                )
-            else:
-                context = core_attention(query, key, value, attention_mask)
+        context = self.attend(query, key, value, attention_mask, packed_seq_params if is_packed else None)
         output, bias = self.linear_proj(context)
         return output, bias
-
-    def _recomputation(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """Return the contexts of core attention and of its recomputation."""
-        if self.config.fp8_dot_product_attention:
-            return recomputation_in_fp8([self.core_attention])
-        return nullcontext(), nullcontext()
 
     def _rotated(
         self, hidden_states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
