@@ -4,6 +4,9 @@ The scale is given, as with delayed scaling: where it follows from the result it
 
 [Note: kept input] What backward needs of the input may be kept in E4M3, each ``COLUMNS`` numbers of a row with their own
 scale. Its rounding (2^-4 at most) is small beside that of the gradient, which is rounded to E5M2 (2^-3) afterwards.
+
+[Note: tiles are transposed in fp32] Triton 3.6 transposes a tile of bytes with an instruction that moves pairs of them (stmatrix,
+on an H200), so that half of the result is of other elements. Numbers are turned before they are rounded.
 """
 
 from __future__ import annotations
@@ -59,12 +62,14 @@ def gated_kernel(  # type: ignore[no-untyped-def]
     activated, _ = activate(gate, IS_SILU)
     y = activated * up
     tl.atomic_max(amax, tl.max(tl.abs(y)))
-    byte = _scaled(y, tl.load(scale), LARGEST).to(out.dtype.element_ty, fp_downcast_rounding=ROUNDING)
+    y = _scaled(y, tl.load(scale), LARGEST)
     if WRITES_ROWS:
+        byte = y.to(out.dtype.element_ty, fp_downcast_rounding=ROUNDING)
         tl.store(out + row[:, None] * width + column[None, :], byte, mask=inside)
     if WRITES_COLUMNS:
         at = column.to(tl.int64)[:, None] * num_rows + row[None, :]
-        tl.store(transposed + at, tl.trans(byte), mask=tl.trans(inside))
+        byte = tl.trans(y).to(out.dtype.element_ty, fp_downcast_rounding=ROUNDING)
+        tl.store(transposed + at, byte, mask=tl.trans(inside))
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
@@ -106,15 +111,17 @@ def gated_backward_kernel(  # type: ignore[no-untyped-def]
     grad_up = wide * activated
     tl.atomic_max(amax, tl.maximum(tl.max(tl.abs(grad_gate)), tl.max(tl.abs(grad_up))))
     factor = tl.load(scale)
-    of_gate = _scaled(grad_gate, factor, LARGEST).to(out.dtype.element_ty, fp_downcast_rounding=ROUNDING)
-    of_up = _scaled(grad_up, factor, LARGEST).to(out.dtype.element_ty, fp_downcast_rounding=ROUNDING)
-    tl.store(out + at, of_gate, mask=inside)
-    tl.store(out + at + width, of_up, mask=inside)
+    grad_gate = _scaled(grad_gate, factor, LARGEST)
+    grad_up = _scaled(grad_up, factor, LARGEST)
+    tl.store(out + at, grad_gate.to(out.dtype.element_ty, fp_downcast_rounding=ROUNDING), mask=inside)
+    tl.store(out + at + width, grad_up.to(out.dtype.element_ty, fp_downcast_rounding=ROUNDING), mask=inside)
     if WRITES_COLUMNS:
         column = column.to(tl.int64)[:, None]
         inside = tl.trans(inside)
-        tl.store(transposed + column * num_rows + row[None, :], tl.trans(of_gate), mask=inside)
-        tl.store(transposed + (column + width) * num_rows + row[None, :], tl.trans(of_up), mask=inside)
+        of_gate = tl.trans(grad_gate).to(out.dtype.element_ty, fp_downcast_rounding=ROUNDING)
+        of_up = tl.trans(grad_up).to(out.dtype.element_ty, fp_downcast_rounding=ROUNDING)
+        tl.store(transposed + column * num_rows + row[None, :], of_gate, mask=inside)
+        tl.store(transposed + (column + width) * num_rows + row[None, :], of_up, mask=inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
