@@ -5,8 +5,10 @@ The scale is given, as with delayed scaling: where it follows from the result it
 [Note: kept input] What backward needs of the input may be kept in E4M3, each ``COLUMNS`` numbers of a row with their own
 scale. Its rounding (2^-4 at most) is small beside that of the gradient, which is rounded to E5M2 (2^-3) afterwards.
 
-[Note: tiles are transposed in fp32] Triton 3.6 transposes a tile of bytes with an instruction that moves pairs of them (stmatrix,
-on an H200), so that half of the result is of other elements. Numbers are turned before they are rounded.
+[Note: rounded twice] Where a number's byte goes both into words of the rows and into words of the columns, the assembler that comes
+with Triton 3.6 (ptxas for sm_90) overwrites the register of one before it is read for the other: half of the transposed bytes were
+of other elements on an H200. So numbers are rounded again for the columns, from products with a scale that is loaded again;
+the compiler would make one of two equal products.
 """
 
 from __future__ import annotations
@@ -62,13 +64,12 @@ def gated_kernel(  # type: ignore[no-untyped-def]
     activated, _ = activate(gate, IS_SILU)
     y = activated * up
     tl.atomic_max(amax, tl.max(tl.abs(y)))
-    y = _scaled(y, tl.load(scale), LARGEST)
     if WRITES_ROWS:
-        byte = y.to(out.dtype.element_ty, fp_downcast_rounding=ROUNDING)
+        byte = _rounded(y, scale, LARGEST, out)
         tl.store(out + row[:, None] * width + column[None, :], byte, mask=inside)
     if WRITES_COLUMNS:
         at = column.to(tl.int64)[:, None] * num_rows + row[None, :]
-        byte = tl.trans(y).to(out.dtype.element_ty, fp_downcast_rounding=ROUNDING)
+        byte = _rounded(tl.trans(y), scale, LARGEST, out)  # [Note: rounded twice]
         tl.store(transposed + at, byte, mask=tl.trans(inside))
 
 
@@ -110,26 +111,24 @@ def gated_backward_kernel(  # type: ignore[no-untyped-def]
     grad_gate = wide * up * slope
     grad_up = wide * activated
     tl.atomic_max(amax, tl.maximum(tl.max(tl.abs(grad_gate)), tl.max(tl.abs(grad_up))))
-    factor = tl.load(scale)
-    grad_gate = _scaled(grad_gate, factor, LARGEST)
-    grad_up = _scaled(grad_up, factor, LARGEST)
-    tl.store(out + at, grad_gate.to(out.dtype.element_ty, fp_downcast_rounding=ROUNDING), mask=inside)
-    tl.store(out + at + width, grad_up.to(out.dtype.element_ty, fp_downcast_rounding=ROUNDING), mask=inside)
+    tl.store(out + at, _rounded(grad_gate, scale, LARGEST, out), mask=inside)
+    tl.store(out + at + width, _rounded(grad_up, scale, LARGEST, out), mask=inside)
     if WRITES_COLUMNS:
         column = column.to(tl.int64)[:, None]
         inside = tl.trans(inside)
-        of_gate = tl.trans(grad_gate).to(out.dtype.element_ty, fp_downcast_rounding=ROUNDING)
-        of_up = tl.trans(grad_up).to(out.dtype.element_ty, fp_downcast_rounding=ROUNDING)
+        of_gate = _rounded(tl.trans(grad_gate), scale, LARGEST, out)  # [Note: rounded twice]
+        of_up = _rounded(tl.trans(grad_up), scale, LARGEST, out)
         tl.store(transposed + column * num_rows + row[None, :], of_gate, mask=inside)
         tl.store(transposed + (column + width) * num_rows + row[None, :], of_up, mask=inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def _scaled(y, factor, LARGEST: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Scale, and take the largest number of the format for what is beyond it; NaN stays."""
-    y = y * factor
+def _rounded(y, scale, LARGEST: tl.constexpr, out):  # type: ignore[no-untyped-def]
+    """Scale and round to the format of ``out``, to its largest number what is beyond that; NaN stays."""
+    y *= tl.load(scale, volatile=True)
     y = tl.where(y > LARGEST, LARGEST, y)
-    return tl.where(y < -LARGEST, -LARGEST, y)
+    y = tl.where(y < -LARGEST, -LARGEST, y)
+    return y.to(out.dtype.element_ty, fp_downcast_rounding=ROUNDING)
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]

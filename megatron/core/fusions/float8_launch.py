@@ -27,9 +27,9 @@ class Written(NamedTuple):
 def kernels_work(activation: str, device: torch.device) -> bool:
     """Return whether the kernels write on this device what torch computes; if not, one log line says so.
 
-    [Note: kernels that are compared] A version of Triton may compile them to something else, as happened once ([Note: tiles are
-    transposed in fp32] in ``float8_kernels``), and gradients would be wrong without a word. So each process compares them once,
-    for every way in which they are compiled, before it relies on them. Blocks the host.
+    [Note: kernels that are compared] A version of Triton may compile them to something else, as happened once ([Note: rounded
+    twice] in ``float8_kernels``), and gradients would be wrong without a word. So each process compares them once, for every
+    way in which they are compiled, before it relies on them. Blocks the host.
     """
     with torch.no_grad():
         failed = [shape for shape in ((160, 208), (90, 208)) if not _agree(activation, shape, device)]
