@@ -5,10 +5,10 @@ The scale is given, as with delayed scaling: where it follows from the result it
 [Note: kept input] What backward needs of the input may be kept in E4M3, each ``COLUMNS`` numbers of a row with their own
 scale. Its rounding (2^-4 at most) is small beside that of the gradient, which is rounded to E5M2 (2^-3) afterwards.
 
-[Note: rounded twice] Where a number's byte goes both into words of the rows and into words of the columns, the assembler that comes
-with Triton 3.6 (ptxas for sm_90) overwrites the register of one before it is read for the other: half of the transposed bytes were
-of other elements on an H200. So numbers are rounded again for the columns, from products with a scale that is loaded again;
-the compiler would make one of two equal products.
+[Note: rounded twice] Where two bytes that were rounded together go into words of the rows and into words of the columns, the
+assembler of Triton 3.6 (ptxas for sm_90) reads the register for the columns before it is written: on an H200 half of the
+transposed bytes were of no element. So numbers are rounded again for the columns, from products with a scale that is
+loaded again; the compiler would make one of two equal products.
 """
 
 from __future__ import annotations
