@@ -25,6 +25,14 @@ NOT_SERVED: Served = {
     "hierarchical_context_parallel_sizes": (ANY, "sequences are split over one axis, which gives the same"),
     "use_ring_exchange_p2p": (ANY, "stages communicate by batches of sends and receives"),
     "delay_wgrad_compute": (ANY, "weight gradients are computed in backward"),
+    **dict.fromkeys(
+        (
+            "overlap_moe_expert_parallel_comm",
+            "overlap_dispatch_backward_with_experts_wgrad",
+            "ep_overlap_early_attn_memory_release",
+        ),
+        (ANY, "a schedule: tokens are exchanged within their own microbatch, which gives the same"),
+    ),
     "defer_embedding_wgrad_compute": (ANY, "weight gradients are computed in backward"),
     "wgrad_deferral_limit": (ANY, "weight gradients are computed in backward"),
     "use_te_rng_tracker": (ANY, "a CUDA graph draws the same random numbers as eager steps"),
@@ -55,8 +63,6 @@ _FAMILIES = (
     ("max_seqlen_per", "all sequences are split over all context-parallel ranks"),
     ("microbatch_group", _STAGES),
     ("overlap_p2p_comm_warmup", _STAGES),
-    ("overlap_", "exchanges of experts overlap nothing"),
-    ("ep_overlap_", "exchanges of experts overlap nothing"),
     ("num_microbatches_with", "all microbatches are recomputed alike"),
 )
 

@@ -35,10 +35,12 @@ MODELS = {
     "llama": f"{_COMMON} {_LLAMA}",
     "moe": f"{_COMMON} {_EXPERTS} --normalization RMSNorm --moe-aux-loss-coeff 0.05 --moe-z-loss-coeff 0.01 "
     "--moe-shared-expert-intermediate-size 16",
-    "moe_plain": f"{_COMMON} {_EXPERTS} --untie-embeddings-and-output-weights --position-embedding-type rope "
-    "--moe-layer-freq 2",  # no auxiliary loss, and every other layer dense
+    "moe_biased": f"{_COMMON} {_EXPERTS} --untie-embeddings-and-output-weights --position-embedding-type rope "
+    "--moe-layer-freq 2 --moe-router-score-function sigmoid --moe-router-num-groups 2 --moe-router-group-topk 1 "
+    "--moe-router-topk-scaling-factor 1.5 --moe-router-enable-expert-bias --moe-router-bias-update-rate 0.05",
+    # balanced by a bias, without an auxiliary loss; groups of experts; and every other layer dense
 }
-_FAMILIES = {"gpt": ("gpt", "llama"), "moe": ("moe", "moe_plain")}
+_FAMILIES = {"gpt": ("gpt", "llama"), "moe": ("moe", "moe_biased")}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,6 +33,7 @@ PROBES = {
     "ep": "moe-ep2-optim_grads_params-m4-mean",
     "moe sp": "moe-tp2+sp-optim_grads_params-m1-token",
     "moe cp": "moe-cp2-hfsdp-m1-token",
+    "moe bias": "moe-ep2-optim-m1-mean",
 }
 """Cells that faults are tried on, by a short name."""
 
@@ -220,6 +221,12 @@ def _routers_know_no_microbatches(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(train_step, "set_num_microbatches", lambda model, num_microbatches: None)
 
 
+def _expert_biases_follow_a_ranks_own_tokens(patch: pytest.MonkeyPatch) -> None:
+    from megatron.core.transformer.moe import expert_bias
+
+    patch.setattr(expert_bias, "_groups_of_tokens", lambda groups: [])
+
+
 def _parts_of_a_sequence_begin_at_its_start(patch: pytest.MonkeyPatch) -> None:
     from megatron.core.models.common.embeddings import rotary_pos_embedding
 
@@ -262,6 +269,7 @@ MUTATIONS = {
         _experts_are_balanced_over_a_ranks_own_tokens, "moe sp, moe cp"
     ),
     "routers know no microbatches": Mutation(_routers_know_no_microbatches, "ep"),
+    "expert biases follow a rank's own tokens": Mutation(_expert_biases_follow_a_ranks_own_tokens, "moe bias"),
     "parts of a sequence begin at its start": Mutation(_parts_of_a_sequence_begin_at_its_start, "cp"),
     "split columns keep their inputs' gradients": Mutation(_split_columns_keep_their_inputs_gradients, "tp"),
 }

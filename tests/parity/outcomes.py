@@ -68,4 +68,8 @@ def _whole_weights(module: torch.nn.Module) -> dict[str, npt.NDArray[np.float32]
         name = getattr(parameter, "canonical_name", own_name)
         assert name not in whole or np.array_equal(whole[name], full), f"two copies of {name} differ"
         whole[name] = full
+    for prefix, child in module.named_modules():
+        bias = getattr(child, "expert_bias", None)  # a buffer, which steps change too
+        if bias is not None:
+            whole[f"{prefix}.expert_bias"] = bias.numpy().copy()
     return whole

@@ -12,6 +12,7 @@ _QUICK = {
     "no outer reduction": "hfsdp",
     "the norm counts every replica": "tp",
     "experts are balanced over a rank's own tokens": "moe cp",
+    "expert biases follow a rank's own tokens": "moe bias",
     "a mean is over a context-parallel rank's own tokens": "cp",
 }
 """Cells of one microbatch and four ranks, which share a launch."""

@@ -14,26 +14,57 @@ def scores_of_all(logits: torch.Tensor, score_function: str) -> torch.Tensor:
     """[t, e] of [t, e]: scores that add up to 1 over the experts, which the load-balancing loss weighs."""
     if score_function == "softmax":
         return torch.softmax(logits, dim=-1)
-    scores = torch.sigmoid(logits)
+    scores = _score_of_each(logits, score_function)
     return scores / (scores.sum(dim=-1, keepdim=True) + 1e-20)
 
 
-def routed(logits: torch.Tensor, config: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _score_of_each(logits: torch.Tensor, score_function: str) -> torch.Tensor:
+    return torch.sigmoid(logits) if score_function == "sigmoid" else torch.log1p(logits.exp()).sqrt()
+
+
+def routed(
+    logits: torch.Tensor, config: Any, expert_bias: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Probabilities and experts, [t, k], of [t, e] logits."""
     topk = config.moe_router_topk
     if config.moe_router_load_balancing_type == "sinkhorn":
         experts = torch.topk(balanced_by_turns(logits.detach()), topk, dim=1)[1]
         scores = torch.sigmoid(logits) if topk == 1 else torch.softmax(logits, dim=-1)
         return scores.gather(1, experts), experts
-    if config.moe_router_score_function == "sigmoid":
-        best, experts = torch.topk(torch.sigmoid(logits), topk, dim=1)
-        probs = best / (best.sum(dim=-1, keepdim=True) + 1e-20) if topk > 1 else best
-    elif config.moe_router_pre_softmax:
-        probs, experts = torch.topk(torch.softmax(logits, dim=-1), topk, dim=1)
+    if config.moe_router_score_function != "softmax":
+        scores = _score_of_each(logits, config.moe_router_score_function)
     else:
-        best, experts = torch.topk(logits, topk, dim=1)
-        probs = torch.softmax(best, dim=-1)
+        scores = torch.softmax(logits, dim=-1) if config.moe_router_pre_softmax else logits
+    preferred = scores.detach() if expert_bias is None else scores.detach() + expert_bias
+    if config.moe_router_num_groups is not None:
+        preferred = _best_groups_alone(preferred, config.moe_router_num_groups, config.moe_router_group_topk, topk)
+    experts = torch.topk(preferred, topk, dim=1)[1]
+    probs = scores.gather(1, experts)
+    if config.moe_router_score_function == "softmax" and not config.moe_router_pre_softmax:
+        probs = torch.softmax(probs, dim=-1)
+    elif config.moe_router_score_function != "softmax" and topk > 1:
+        probs = probs / (probs.sum(dim=-1, keepdim=True) + 1e-20)
     return probs * (config.moe_router_topk_scaling_factor or 1.0), experts
+
+
+def _best_groups_alone(preferred: torch.Tensor, num_groups: int, group_topk: int, topk: int) -> torch.Tensor:
+    """[t, e] of [t, e]: token by token, minus infinity outside of the groups with the best experts."""
+    size, kept = preferred.shape[1] // num_groups, torch.full_like(preferred, -torch.inf)
+    for token, own in enumerate(preferred.tolist()):
+        groups = [own[start : start + size] for start in range(0, len(own), size)]
+        totals = [sum(sorted(group, reverse=True)[: topk // group_topk]) for group in groups]
+        for group in sorted(range(num_groups), key=totals.__getitem__, reverse=True)[:group_topk]:
+            members = slice(group * size, (group + 1) * size)
+            kept[token, members] = preferred[token, members]
+    return kept
+
+
+def updated_bias(bias: torch.Tensor, experts: torch.Tensor, rate: float) -> torch.Tensor:
+    """[e] of [e] and of all experts [...] that a step's tokens went to."""
+    counts = torch.bincount(experts.flatten(), minlength=len(bias))
+    return bias + rate * torch.tensor(
+        [float(mine < experts.numel() / len(bias)) - float(mine > experts.numel() / len(bias)) for mine in counts]
+    )
 
 
 def load_balancing_loss(scores: torch.Tensor, experts: torch.Tensor, num_sequences: int = 1) -> torch.Tensor:

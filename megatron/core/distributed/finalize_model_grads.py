@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from megatron.core.model_wrappers import get_model_config
 from megatron.core.process_groups_config import ProcessGroupCollection, group_of, group_size
+from megatron.core.transformer.moe.expert_bias import routers_with_bias, update_expert_biases
 
 
 def finalize_model_grads(
@@ -19,6 +20,8 @@ def finalize_model_grads(
     force_all_reduce: bool | None = False,
 ) -> None:
     """Complete the gradients of a step: after it they are those of the global batch, on all ranks that hold a weight.
+
+    It also updates the routers' expert biases, where the model has them.
 
     The engine sums gradients over data-parallel ranks, those of replicated weights over tensor-parallel ranks, and those of
     tied embeddings over the first and the last stage.
@@ -33,16 +36,20 @@ def finalize_model_grads(
     Ranks: all of the model's groups; does not block the host on CUDA.
     Source: Megatron-Core's function of this name.
     """
-    timers = get_model_config(model[0]).timers
+    config = get_model_config(model[0])
+    timers = config.timers
     if timers is not None:
         timers("all-grads-sync", log_level=1).start()
     for chunk in model:
         chunk.finish_grad_sync(force_all_reduce=bool(force_all_reduce))  # type: ignore[operator]
     if timers is not None:
         timers("all-grads-sync").stop()
+    groups: Any = pg_collection or getattr(model[0], "pg_collection", None)
+    if config.moe_router_enable_expert_bias:
+        routers = [router for chunk in model for router in routers_with_bias(chunk)]
+        update_expert_biases(routers, config.moe_router_bias_update_rate, groups)
     if num_tokens is None:
         return
-    groups: Any = pg_collection or getattr(model[0], "pg_collection", None)
     stages, data = group_of(groups, "pp"), group_of(groups, "dp_cp") or group_of(groups, "dp")
     total = num_tokens.clone()
     if group_size(stages) > 1:

@@ -19,8 +19,6 @@ from megatron.core.transformer.recomputation import recomputes
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-_ROUTER_GROUPS = "a token's experts are the best of all, not the best of some groups"
-
 MLA_REASON = "only multi-head and grouped-query attention are served"
 
 NOT_SERVED: Served = {
@@ -37,9 +35,6 @@ NOT_SERVED: Served = {
         "it would also exempt embeddings from weight decay, which is not served; use embedding_init_method",
     ),
     "moe_input_jitter_eps": ((None,), "routers add no noise to their input"),
-    "moe_router_enable_expert_bias": ((False,), "experts are balanced by auxiliary losses; use moe_aux_loss_coeff"),
-    "moe_router_num_groups": ((None,), _ROUTER_GROUPS),
-    "moe_router_group_topk": ((None,), _ROUTER_GROUPS),
     "multi_latent_attention": ((False,), MLA_REASON),
     "mtp_num_layers": ((None,), "multi-token prediction is not served"),
     "window_size": ((None,), "sliding-window attention is not served"),

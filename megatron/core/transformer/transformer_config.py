@@ -188,9 +188,20 @@ class TransformerConfig(ModelParallelConfig):
     moe_router_pre_softmax: bool = False
     """The softmax is over all experts, before the top-k choice; off, over the chosen ones."""
     moe_router_score_function: str = "softmax"
-    """Turns logits into scores: "softmax", or "sigmoid" (of each logit, normalised over the chosen experts)."""
+    """Turns logits into scores: "softmax", or a function of each logit, whose values are normalised over the chosen experts:
+    "sigmoid", or "sqrtsoftplus" (the square root of softplus)."""
     moe_router_topk_scaling_factor: float | None = None
     """Factor on the probabilities of the chosen experts."""
+    moe_router_num_groups: int | None = None
+    """Groups of neighbouring experts, of which each token uses the best ``moe_router_group_topk`` only; None: all experts are
+    one group."""
+    moe_router_group_topk: int | None = None
+    """Groups of each token: those with the largest sums of their moe_router_topk / moe_router_group_topk best scores."""
+    moe_router_enable_expert_bias: bool = False
+    """Experts are chosen by score + bias and weighed by the score; after each step the bias of an expert with fewer
+    assignments than the mean grows, and that of one with more shrinks (DeepSeek-V3's balance without an auxiliary loss)."""
+    moe_router_bias_update_rate: float = 1e-3
+    """What the expert bias changes by in a step; the default is Megatron-Core's."""
     moe_router_dtype: str | None = None
     """Dtype of the router's logits: "fp32" or "fp64"; None: that of the input."""
     moe_router_load_balancing_type: str = "aux_loss"

@@ -47,7 +47,7 @@ def _add_router_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--moe-router-topk", type=int, default=2, help="experts of each token (default: 2)")
     group.add_argument(
         "--moe-router-score-function",
-        choices=["softmax", "sigmoid"],
+        choices=["softmax", "sigmoid", "sqrtsoftplus"],
         default="softmax",
         help="turns logits into scores (default: softmax)",
     )
@@ -56,6 +56,22 @@ def _add_router_flags(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--moe-router-topk-scaling-factor", type=float, help="factor on the probabilities of a token's experts"
+    )
+    group.add_argument(
+        "--moe-router-num-groups", type=int, help="groups of experts, of which a token uses some (default: one group)"
+    )
+    group.add_argument("--moe-router-group-topk", type=int, help="groups whose experts a token may use")
+    group.add_argument(
+        "--moe-router-enable-expert-bias",
+        action="store_true",
+        help="choose experts by score + a bias that follows their load, without an auxiliary loss; with --moe-router-score-function "
+        "sigmoid or sqrtsoftplus",
+    )
+    group.add_argument(
+        "--moe-router-bias-update-rate",
+        type=float,
+        default=1e-3,
+        help="change of the expert bias in a step (default: 1e-3)",
     )
     group.add_argument("--moe-router-dtype", choices=["fp32", "fp64"], help="dtype of logits (default: the model's)")
     group.add_argument(
@@ -101,6 +117,10 @@ DEFAULTS_OF_EXPERTS: dict[str, object] = {
     "moe_router_score_function": "softmax",
     "moe_router_pre_softmax": False,
     "moe_router_topk_scaling_factor": None,
+    "moe_router_num_groups": None,
+    "moe_router_group_topk": None,
+    "moe_router_enable_expert_bias": False,
+    "moe_router_bias_update_rate": 1e-3,
     "moe_router_dtype": None,
     "moe_router_load_balancing_type": "aux_loss",
     "moe_router_force_load_balancing": False,
@@ -123,6 +143,10 @@ _SAME_NAME_IN_TRANSFORMER_CONFIG = (
     "moe_router_score_function",
     "moe_router_pre_softmax",
     "moe_router_topk_scaling_factor",
+    "moe_router_num_groups",
+    "moe_router_group_topk",
+    "moe_router_enable_expert_bias",
+    "moe_router_bias_update_rate",
     "moe_router_dtype",
     "moe_router_load_balancing_type",
     "moe_router_force_load_balancing",

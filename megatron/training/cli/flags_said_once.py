@@ -142,6 +142,11 @@ SAID_ONCE: dict[str, SaidOnce] = {
             "--moe-router-padding-for-quantization",
             "--reuse-grad-buf-for-mxfp8-param-ag",
         ),
+        "tokens are exchanged beside the computation of their own microbatch; the numbers are the same": (
+            "--overlap-moe-expert-parallel-comm",
+            "--overlap-dispatch-backward-with-experts-wgrad",
+            "--ep-overlap-early-attn-memory-release",
+        ),
         _SHARED: ("--moe-shared-expert-overlap",),
         "parameters lie by rows, layer by layer": ("--no-use-layer-wise-param-layout",),
         "the configuration is printed at the start": ("--config-logger-dir",),

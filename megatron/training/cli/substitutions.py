@@ -141,9 +141,20 @@ SUBSTITUTIONS: tuple[Substitution, ...] = (
         {"bf16": True},
     ),
     Substitution(
-        lambda a: a.moe_router_pre_softmax and a.moe_router_score_function == "sigmoid",
-        "--moe-router-pre-softmax has no effect with --moe-router-score-function sigmoid: scores are made before the choice",
+        lambda a: a.moe_router_pre_softmax and a.moe_router_score_function != "softmax",
+        "--moe-router-pre-softmax has no effect with --moe-router-score-function {moe_router_score_function}: scores are made "
+        "before the choice",
         {"moe_router_pre_softmax": False},
+    ),
+    Substitution(
+        lambda a: not a.moe_router_enable_expert_bias and a.moe_router_bias_update_rate != 1e-3,
+        "--moe-router-bias-update-rate has no effect without --moe-router-enable-expert-bias",
+        {"moe_router_bias_update_rate": 1e-3},
+    ),
+    Substitution(
+        lambda a: a.moe_router_num_groups is not None and a.moe_router_group_topk is None,
+        "--moe-router-num-groups has no effect without --moe-router-group-topk",
+        {"moe_router_num_groups": None},
     ),
     *_useless(DEFAULTS_OF_EXPERTS, lambda a: a.num_experts is not None, "--num-experts"),
     Substitution(

@@ -54,7 +54,12 @@ def tensor_sizes(architecture: Architecture) -> dict[str, torch.Size]:
         shaping["moe_router_pre_softmax"] = True
     with torch.device("meta"):
         model = build_model(shaping)
-    return {name: parameter.shape for name, parameter in model.named_parameters()}
+    sizes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    for prefix, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                sizes[f"{prefix}.{name}"] = buffer.shape
+    return sizes
 
 
 def comparable(architecture: Architecture) -> dict[str, Any]:
@@ -78,6 +83,9 @@ def comparable(architecture: Architecture) -> dict[str, Any]:
             settings.pop("moe_shared_expert_intermediate_size", None)
             settings.pop("moe_shared_expert_gate", None)
         settings["moe_router_topk_scaling_factor"] = settings.get("moe_router_topk_scaling_factor") or 1.0
+        for name in ("moe_router_num_groups", "moe_router_group_topk", "moe_router_enable_expert_bias"):
+            if not settings.get(name):
+                settings.pop(name, None)
         if all(settings["moe_layer_freq"]):
             settings.pop("ffn_hidden_size", None)
     return settings

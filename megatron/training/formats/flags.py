@@ -30,6 +30,8 @@ _OF_EXPERTS = {
     "moe_router_topk": "--moe-router-topk",
     "moe_router_score_function": "--moe-router-score-function",
     "moe_router_topk_scaling_factor": "--moe-router-topk-scaling-factor",
+    "moe_router_num_groups": "--moe-router-num-groups",
+    "moe_router_group_topk": "--moe-router-group-topk",
 }
 _SWITCHES = {
     "layernorm_zero_centered_gamma": "--apply-layernorm-1p",
@@ -38,6 +40,7 @@ _SWITCHES = {
     "rotary_interleaved": "--rotary-interleaved",
     "moe_shared_expert_gate": "--moe-shared-expert-gate",
     "moe_router_pre_softmax": "--moe-router-pre-softmax",
+    "moe_router_enable_expert_bias": "--moe-router-enable-expert-bias",
 }
 
 

@@ -17,6 +17,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import Pipeline, PipelineStage
 from megatron.core.process_groups_config import group_rank, group_size
 from megatron.core.tensor_parallel.random import rng_tracker_of, seed_streams
+from megatron.core.transformer.moe.expert_bias import routers_with_bias, update_expert_biases
 from megatron.core.transformer.moe.moe_layer import num_expert_layers
 from megatron.core.transformer.moe.router import record_auxiliary_losses, set_num_microbatches
 from megatron.training.data.batches import BatchConfig
@@ -84,6 +85,7 @@ class StepComputation:
         self.pipeline = Pipeline(self.stage)
         self.set_num_microbatches(num_microbatches)
         self.auxiliary_losses = record_auxiliary_losses(model, model.config)
+        self.biased_routers = routers_with_bias(model)
         self.timer: PartTimer | None = None
         self.microbatch = 0  # whose forward or backward has begun last
 
@@ -114,6 +116,9 @@ class StepComputation:
             groups = self.model.pg_collection
             dist.all_reduce(tokens, group=groups.dp_cp or groups.dp)
             self.model.scale_gradients((1.0 / tokens.clamp(min=1.0)).float())
+        update_expert_biases(
+            self.biased_routers, self.model.config.moe_router_bias_update_rate, self.model.pg_collection
+        )
         if timer is not None:
             timer.stop("forward-backward")
             timer.start("optimizer")

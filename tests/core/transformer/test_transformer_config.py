@@ -61,7 +61,7 @@ CONTRADICTORY: list[tuple[dict[str, Any], str]] = [
     ),
     ({"num_moe_experts": 0}, "num_moe_experts must be at least 1"),
     ({"moe_grouped_gemm": True}, "num_moe_experts must be set where a mixture-of-experts field is"),
-    ({"moe_router_score_function": "tanh"}, "moe_router_score_function must be 'softmax' or 'sigmoid', got 'tanh'"),
+    ({"moe_router_score_function": "tanh"}, "moe_router_score_function must be .* got 'tanh'"),
     ({"moe_router_load_balancing_type": "expert"}, "moe_router_load_balancing_type must be .* got 'expert'"),
     ({"moe_router_dtype": "bf16"}, "moe_router_dtype must be None, 'fp32' or 'fp64', got 'bf16'"),
     ({"moe_token_drop_policy": "random"}, "moe_token_drop_policy must be .* got 'random'"),
@@ -99,6 +99,40 @@ CONTRADICTORY: list[tuple[dict[str, Any], str]] = [
     (
         {"num_moe_experts": 2, "moe_router_pre_softmax": True, "moe_router_score_function": "sigmoid"},
         "moe_router_pre_softmax must go with moe_router_score_function='softmax', got 'sigmoid'",
+    ),
+    (
+        {"num_moe_experts": 2, "moe_router_num_groups": 2},
+        "moe_router_num_groups and moe_router_group_topk must go together, got 2 and None",
+    ),
+    (
+        {"num_moe_experts": 6, "moe_router_num_groups": 3, "moe_router_group_topk": 1, "moe_router_topk": 3},
+        "got 6 experts in 3 groups, of which 1 give 3 experts",
+    ),
+    (
+        {
+            "num_moe_experts": 4,
+            "moe_router_num_groups": 2,
+            "moe_router_group_topk": 1,
+            "moe_router_load_balancing_type": "sinkhorn",
+        },
+        "moe_router_num_groups must be None with moe_router_load_balancing_type='sinkhorn', got 2",
+    ),
+    (
+        {"num_moe_experts": 2, "moe_router_enable_expert_bias": True},
+        "moe_router_enable_expert_bias must go with moe_router_score_function 'sigmoid' or 'sqrtsoftplus'.* got 'softmax'",
+    ),
+    (
+        {
+            "num_moe_experts": 2,
+            "moe_router_enable_expert_bias": True,
+            "moe_router_score_function": "sigmoid",
+            "moe_router_bias_update_rate": -1.0,
+        },
+        "moe_router_bias_update_rate must be a number that is not negative, got -1.0",
+    ),
+    (
+        {"num_moe_experts": 2, "moe_router_bias_update_rate": 0.1},
+        "moe_router_bias_update_rate must go with moe_router_enable_expert_bias, got 0.1 without",
     ),
     ({"moe_shared_expert_gate": True}, "moe_shared_expert_gate must go with moe_shared_expert_intermediate_size"),
     (

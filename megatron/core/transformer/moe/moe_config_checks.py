@@ -16,9 +16,12 @@ _NEEDS_EXPERTS = (
     "moe_grouped_gemm",
     "moe_expert_capacity_factor",
     "moe_router_force_load_balancing",
+    "moe_router_num_groups",
+    "moe_router_group_topk",
+    "moe_router_enable_expert_bias",
 )
 _CHOICES: dict[str, tuple[str | None, ...]] = {
-    "moe_router_score_function": ("softmax", "sigmoid"),
+    "moe_router_score_function": ("softmax", "sigmoid", "sqrtsoftplus"),
     "moe_router_load_balancing_type": ("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"),
     "moe_router_dtype": (None, "fp32", "fp64"),
     "moe_token_drop_policy": ("probs", "position"),
@@ -36,6 +39,22 @@ def _one_of(field: str) -> tuple[Callable[[TransformerConfig], bool], str]:
 
 def _negative(number: object) -> bool:
     return not isinstance(number, int | float) or number < 0.0
+
+
+def _has_groups(config: TransformerConfig) -> bool:
+    return config.moe_router_num_groups is not None and config.moe_router_group_topk is not None
+
+
+def _are_uneven(config: TransformerConfig) -> bool:
+    """Return whether experts, or a token's choices, cannot be divided over groups as the router needs it."""
+    if not _has_groups(config) or config.num_moe_experts is None:
+        return False
+    groups, chosen, topk = config.moe_router_num_groups, config.moe_router_group_topk, config.moe_router_topk
+    if not (groups >= 1 and 1 <= chosen <= groups and config.num_moe_experts % groups == 0):  # type: ignore[operator]
+        return True
+    # Enough experts in the chosen groups, and at least one counts for the score of a group.
+    size = config.num_moe_experts // groups  # type: ignore[operator]
+    return not 1 <= topk // chosen <= size or chosen * size < topk  # type: ignore[operator]
 
 
 MOE_CONTRADICTIONS: list[tuple[Callable[[TransformerConfig], bool], str]] = [
@@ -106,6 +125,37 @@ MOE_CONTRADICTIONS: list[tuple[Callable[[TransformerConfig], bool], str]] = [
     (
         lambda c: c.moe_router_pre_softmax and c.moe_router_score_function != "softmax",
         "moe_router_pre_softmax must go with moe_router_score_function='softmax', got {moe_router_score_function!r}",
+    ),
+    (
+        lambda c: (c.moe_router_num_groups is None) != (c.moe_router_group_topk is None),
+        "moe_router_num_groups and moe_router_group_topk must go together, got {moe_router_num_groups} and"
+        " {moe_router_group_topk}",
+    ),
+    (
+        _are_uneven,
+        "num_moe_experts must be a multiple of moe_router_num_groups, moe_router_group_topk at most these groups and at most"
+        " moe_router_topk, and the chosen groups must have moe_router_topk experts, got {num_moe_experts} experts in"
+        " {moe_router_num_groups} groups, of which {moe_router_group_topk} give {moe_router_topk} experts",
+    ),
+    (
+        lambda c: _has_groups(c) and c.moe_router_load_balancing_type == "sinkhorn",
+        "moe_router_num_groups must be None with moe_router_load_balancing_type='sinkhorn', got {moe_router_num_groups}",
+    ),
+    (
+        lambda c: (
+            c.moe_router_enable_expert_bias
+            and (c.moe_router_score_function == "softmax" or c.moe_router_load_balancing_type == "sinkhorn")
+        ),
+        "moe_router_enable_expert_bias must go with moe_router_score_function 'sigmoid' or 'sqrtsoftplus' and without sinkhorn,"
+        " got {moe_router_score_function!r} and {moe_router_load_balancing_type!r}",
+    ),
+    (
+        lambda c: _negative(c.moe_router_bias_update_rate),
+        "moe_router_bias_update_rate must be a number that is not negative, got {moe_router_bias_update_rate!r}",
+    ),
+    (
+        lambda c: not c.moe_router_enable_expert_bias and c.moe_router_bias_update_rate != 1e-3,
+        "moe_router_bias_update_rate must go with moe_router_enable_expert_bias, got {moe_router_bias_update_rate} without",
     ),
     (
         lambda c: c.moe_shared_expert_gate and c.moe_shared_expert_intermediate_size is None,

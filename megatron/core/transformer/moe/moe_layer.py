@@ -105,6 +105,8 @@ class MoELayer(MegatronModule):
         """
         routing = self.router(hidden_states)
         plan = self.token_dispatcher.plan(routing)
+        if self.router.expert_bias is not None:
+            self.router.count(plan.assignments_of_experts())
         # Queued before dispatch makes the host wait for the counts, so that the device has work meanwhile.
         shared = None if self.shared_experts is None else self.shared_experts(hidden_states)
         rows = plan.dispatch(hidden_states, routing.probs)

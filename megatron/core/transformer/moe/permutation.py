@@ -68,6 +68,7 @@ class ExpertOrder:
         counts: [e] rows of each expert, int64.
         ends: [e] index after each expert's last row, int32; None: not computed.
         rows_of_each: number of rows of each expert, where all have the same and the host knows it.
+        bounds: [e + 1] bounds of each expert's assignments, dropped ones among them, where ``counts`` includes padding.
     """
 
     assignments: RowMap
@@ -75,6 +76,13 @@ class ExpertOrder:
     counts: torch.Tensor
     ends: torch.Tensor | None = None
     rows_of_each: int | None = None
+    bounds: torch.Tensor | None = None
+
+    def num_kept(self) -> torch.Tensor:
+        """Return the [e] assignments of each expert that are not dropped, int64. The host does not wait."""
+        if self.bounds is None:
+            return self.counts
+        return (self.bounds[1:] - self.bounds[:-1]).clamp(max=self.rows_of_each)
 
 
 def _of_tokens(assignments: RowMap, topk: int) -> RowMap:
@@ -134,7 +142,8 @@ def expert_order_up_to(
     padded[places] = sources
     rows = RowMap(sources=padded[:-1], places=_inverse(sources, places, flat.shape[0]), has_gaps=True)
     counts = torch.full((num_experts,), capacity, device=flat.device)
-    return ExpertOrder(assignments=rows, tokens=_of_tokens(rows, topk), counts=counts, rows_of_each=capacity)
+    tokens = _of_tokens(rows, topk)
+    return ExpertOrder(assignments=rows, tokens=tokens, counts=counts, rows_of_each=capacity, bounds=bounds)
 
 
 def with_copies(order: ExpertOrder, num_copies: int, num_owners: int) -> ExpertOrder:

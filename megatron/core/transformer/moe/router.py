@@ -5,6 +5,7 @@ Shapes: s sequence, b batch, h hidden size, t tokens (s * b), e experts, k exper
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
 class TopKRouter(InitializedParameters):
     """A router that chooses the top-k experts of each token; in training its backward adds the auxiliary losses' gradients.
 
+    With ``moe_router_enable_expert_bias`` it has two buffers, see [Note: expert bias] in ``expert_bias.py``: the bias, which is in
+    checkpoints and stays in fp32 whatever the model is converted to, and this rank's counts of assignments in a step.
+
     Args:
         pg_collection: ``tp_cp`` are the ranks that share a microbatch's tokens, ``cp`` those of them whose gradients are
             averaged.
@@ -35,6 +39,8 @@ class TopKRouter(InitializedParameters):
     """
 
     weight: torch.Tensor
+    expert_bias: torch.Tensor | None
+    local_tokens_per_expert: torch.Tensor
 
     def __init__(
         self,
@@ -58,8 +64,36 @@ class TopKRouter(InitializedParameters):
         is_global = config.moe_router_load_balancing_type == "global_aux_loss"
         self.running_counts = RunningCounts() if is_global else None
         self.loss_record: AuxiliaryLossRecord | None = None
+        self.frozen_expert_bias = False
+        if config.moe_router_enable_expert_bias:
+            self.register_buffer("expert_bias", torch.empty(config.num_moe_experts, dtype=torch.float32))
+            # Not in fp32, in which sums of ones end at 2**24.
+            counts = torch.empty(config.num_moe_experts, dtype=torch.int64)
+            self.register_buffer("local_tokens_per_expert", counts, persistent=False)
+        else:
+            self.expert_bias = None
         self.set_num_microbatches(1)
         self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Fill the parameters and buffers with their initial values. Ranks: each alone, no communication."""
+        super().reset_parameters()
+        if self.expert_bias is not None:
+            self.expert_bias.zero_()
+            self.local_tokens_per_expert.zero_()
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> TopKRouter:
+        """Apply a conversion as ``torch.nn.Module`` does, but keep the expert bias in fp32."""
+        bias = self.expert_bias
+        super()._apply(fn, recurse)
+        if bias is not None and self.expert_bias is not None and self.expert_bias.dtype is not torch.float32:
+            self.expert_bias = bias.to(self.expert_bias.device)
+        return self
+
+    def count(self, assignments: torch.Tensor) -> None:
+        """Add the [e] assignments of a microbatch to those of the step, in training and where backward does not recompute it."""
+        if self.training and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+            self.local_tokens_per_expert += assignments
 
     def set_num_microbatches(self, num_microbatches: int) -> None:
         """Scale auxiliary losses for steps of this many microbatches (1 at first).
@@ -74,7 +108,14 @@ class TopKRouter(InitializedParameters):
         Ranks: all of ``tp_cp``, in training with a load-balancing loss; all of ``dp`` too, if it is the global one.
         """
         losses = self._losses(hidden_states) if self.training and torch.is_grad_enabled() else None
-        routing, balancing_loss, z_loss = route(hidden_states, self.weight, self.config, losses, training=self.training)
+        routing, balancing_loss, z_loss = route(
+            hidden_states,
+            self.weight,
+            self.config,
+            losses,
+            expert_bias=self.expert_bias,
+            training=self.training,
+        )
         if self.loss_record is not None:
             if balancing_loss is not None:
                 self.loss_record.add(balancing_loss_name(self.config), balancing_loss)

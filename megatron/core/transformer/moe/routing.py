@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
 _DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
-# Keeps a sum of sigmoids above zero; the value is Megatron-Core's.
+# Scores of each expert by itself, which are normalised over the chosen ones.
+_NORMALISED_LATER = ("sigmoid", "sqrtsoftplus")
+# Keeps a sum of these above zero; the value is Megatron-Core's.
 _TINY = 1e-20
 _SMALL = 1e-8
 
@@ -51,11 +53,15 @@ def route(
     config: TransformerConfig,
     losses: AuxiliaryLosses | None = None,
     *,
+    expert_bias: torch.Tensor | None = None,
     training: bool = False,
 ) -> RoutingWithLosses:
     """Choose the ``moe_router_topk`` best experts of each of [..., h] tokens by the logits of an [e, h] weight.
 
     In ``training`` with "sinkhorn", the best are those of the matrix that ``sinkhorn`` balances.
+
+    Args:
+        expert_bias: [e] added to the scores where experts are chosen, and nowhere else; None: none.
 
     Logits are in ``moe_router_dtype``, and so are ``probs``; scores are computed in fp32 at least. Backward adds the
     gradients of the losses to whatever reaches ``probs``.
@@ -63,7 +69,7 @@ def route(
     Ranks: all of ``losses.group``, which sums one small tensor of counts, where experts are balanced.
     Source: Megatron-Core's topk_routing_with_score_function (what is computed, and in which dtype).
     """
-    probs, experts, balancing_loss, z_loss = _Route.apply(hidden_states, weight, config, losses, training)  # type: ignore[no-untyped-call, unused-ignore]
+    probs, experts, balancing_loss, z_loss = _Route.apply(hidden_states, weight, config, losses, expert_bias, training)  # type: ignore[no-untyped-call, unused-ignore]
     return RoutingWithLosses(Routing(probs, experts), balancing_loss, z_loss)
 
 
@@ -88,6 +94,7 @@ class _Route(torch.autograd.Function):
         weight: torch.Tensor,
         config: TransformerConfig,
         losses: AuxiliaryLosses | None,
+        expert_bias: torch.Tensor | None,
         training: bool,
     ) -> tuple[torch.Tensor | None, ...]:
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
@@ -97,13 +104,15 @@ class _Route(torch.autograd.Function):
             logits = torch.randn_like(logits)  # backward treats them as the logits
         ctx.scores, ctx.scaling = _scores(config), config.moe_router_topk_scaling_factor or 1.0
         ctx.compiled = not config.disable_jit_fuser
-        best, experts = _choose(logits, ctx.scores, config, balances=training)
+        scored = _score(logits, ctx.scores)
+        best, experts = _choose(logits, scored, config, expert_bias, balances=training)
         if losses is None:
             probs = _weigh(ctx.compiled, logits, best, ctx.scores, ctx.scaling)
             grad_sums = grad_log_sums = balancing_loss = z_loss = None
         else:
+            preferred = experts if losses.balancing == 0.0 else _preferred(scored, experts, config)
             probs, summed, counts, log_sums, z_loss = _weigh_with_losses(
-                ctx.compiled, logits, best, experts, ctx.scores, ctx.scaling, losses.num_sequences
+                ctx.compiled, logits, best, preferred, ctx.scores, ctx.scaling, losses.num_sequences
             )
             balancing_loss, grad_sums = losses.balance(summed, counts, config.moe_router_topk, logits.shape[0])
             z_loss, grad_log_sums = losses.restrain(z_loss, log_sums)
@@ -123,19 +132,54 @@ class _Route(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
             grad_weight = (grad.t() @ tokens.to(grad.dtype)).to(weight.dtype)
-        return grad_hidden, grad_weight, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None
 
 
 def _choose(
-    logits: torch.Tensor, scores: str, config: TransformerConfig, *, balances: bool
+    logits: torch.Tensor,
+    scored: torch.Tensor,
+    config: TransformerConfig,
+    expert_bias: torch.Tensor | None,
+    *,
+    balances: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the scores [t, k] of the experts that tokens go to, and their indices [t, k]."""
-    scored = _score(logits, scores)
-    if config.moe_router_load_balancing_type != "sinkhorn" or not balances:
-        best, experts = torch.topk(scored, config.moe_router_topk, dim=1)
-        return best, experts
-    experts = torch.topk(sinkhorn(_wide(logits)), config.moe_router_topk, dim=1).indices
-    return scored.gather(1, experts), experts
+    topk, preferred = config.moe_router_topk, scored
+    if balances and config.moe_router_load_balancing_type == "sinkhorn":
+        preferred = sinkhorn(_wide(logits))
+    if expert_bias is not None:
+        preferred = preferred + expert_bias
+    if config.moe_router_num_groups is not None and config.moe_router_group_topk is not None:
+        preferred = of_best_groups(preferred, config.moe_router_num_groups, config.moe_router_group_topk, topk)
+    best, experts = torch.topk(preferred, topk, dim=1)
+    return best if preferred is scored else scored.gather(1, experts), experts
+
+
+def _preferred(scored: torch.Tensor, experts: torch.Tensor, config: TransformerConfig) -> torch.Tensor:
+    """Return the experts [t, k] with the best scores, which the load-balancing loss counts.
+
+    They differ from those that the tokens go to where a bias or the limit to some groups has a say in these.
+
+    Source: DeepSeek-V3 (arXiv:2412.19437) equation 18, Megatron-Core's compute_routing_scores_for_aux_loss.
+    """
+    if not config.moe_router_enable_expert_bias and config.moe_router_group_topk is None:
+        return experts
+    return torch.topk(scored, config.moe_router_topk, dim=1).indices
+
+
+def of_best_groups(scored: torch.Tensor, num_groups: int, group_topk: int, topk: int) -> torch.Tensor:
+    """Replace the scores [t, e] of experts outside of a token's ``group_topk`` best groups by minus infinity.
+
+    A group is e / ``num_groups`` neighbouring experts. The best groups have the largest sums of their topk / group_topk best
+    scores.
+
+    Source: DeepSeek-V3 (arXiv:2412.19437) section 2.1.2 (node-limited routing); Megatron-Core's group_limited_topk.
+    """
+    grouped = scored.view(scored.shape[0], num_groups, -1)
+    group_scores = grouped.topk(topk // group_topk, dim=-1).values.sum(dim=-1)
+    best = group_scores.topk(group_topk, dim=-1, sorted=False).indices
+    is_out = torch.ones_like(group_scores, dtype=torch.bool).scatter_(1, best, False)
+    return grouped.masked_fill(is_out.unsqueeze(-1), float("-inf")).view_as(scored)
 
 
 def sinkhorn(logits: torch.Tensor, tolerance: float = 1e-4) -> torch.Tensor:
@@ -158,17 +202,17 @@ def sinkhorn(logits: torch.Tensor, tolerance: float = 1e-4) -> torch.Tensor:
 
 
 def _scores(config: TransformerConfig) -> str:
-    """Name the scores that choose experts: logits (then a softmax over the chosen), softmax over all, or sigmoids."""
+    """Name the scores that choose experts: logits (then a softmax over the chosen), softmax over all, or what normalises later."""
     if config.moe_router_load_balancing_type == "sinkhorn":
         return "sigmoid" if config.moe_router_topk == 1 else "softmax"
-    if config.moe_router_score_function == "sigmoid":
-        return "sigmoid"
+    if config.moe_router_score_function in _NORMALISED_LATER:
+        return config.moe_router_score_function
     return "softmax" if config.moe_router_pre_softmax else "logits"
 
 
 def _score(logits: torch.Tensor, scores: str) -> torch.Tensor:
-    if scores == "sigmoid":
-        return torch.sigmoid(_wide(logits))
+    if scores in _NORMALISED_LATER:
+        return _unnormalised(_wide(logits), scores)
     return torch.softmax(_wide(logits), dim=-1) if scores == "softmax" else _wide(logits)
 
 
@@ -176,7 +220,7 @@ def _probs_of(best: torch.Tensor, scores: str) -> torch.Tensor:
     """Compute the [t, k] factors, before scaling, from the best scores [t, k]."""
     if scores == "logits":
         return torch.softmax(best, dim=-1)
-    return _normalised(best) if scores == "sigmoid" and best.shape[1] > 1 else best
+    return _normalised(best) if scores in _NORMALISED_LATER and best.shape[1] > 1 else best
 
 
 @Fusible
@@ -225,19 +269,19 @@ def _gradient(
     grad_best = grad_probs.to(wide.dtype) * scaling
     if scores == "logits":
         grad_best = _softmax_gradient(grad_best, torch.softmax(best, dim=-1))
-    elif scores == "sigmoid" and best.shape[1] > 1:
+    elif scores in _NORMALISED_LATER and best.shape[1] > 1:
         grad_best = _normalised_gradient(grad_best, best)
     grad = torch.where(_is_taken(experts, num_experts), grad_best.unsqueeze(2), 0.0).sum(dim=1)
     if scores == "softmax":
         grad = _softmax_gradient(grad, torch.softmax(wide, dim=-1))
-    elif scores == "sigmoid":
-        grad = _sigmoid_gradient(grad, torch.sigmoid(wide))
+    elif scores in _NORMALISED_LATER:
+        grad = _unnormalised_gradient(grad, wide, scores)
     if grad_sums is not None:
         sequences = grad_sums.view(1, -1, num_experts)
         expanded = sequences.expand(num_tokens // sequences.shape[1], -1, -1).reshape(num_tokens, num_experts)
-        if scores == "sigmoid":
-            sigmoid = torch.sigmoid(wide)
-            grad = grad + _sigmoid_gradient(_normalised_gradient(expanded, sigmoid), sigmoid)
+        if scores in _NORMALISED_LATER:
+            grad_scores = _normalised_gradient(expanded, _unnormalised(wide, scores))
+            grad = grad + _unnormalised_gradient(grad_scores, wide, scores)
         else:
             grad = grad + _softmax_gradient(expanded, torch.softmax(wide, dim=-1))
     if grad_log_sums is not None:
@@ -247,7 +291,9 @@ def _gradient(
 
 def _balanced(wide: torch.Tensor, scores: str) -> torch.Tensor:
     """Turn [t, e] logits into the scores that the load-balancing loss uses; they add up to 1 over the experts."""
-    return _normalised(torch.sigmoid(wide)) if scores == "sigmoid" else torch.softmax(wide, dim=-1)
+    if scores in _NORMALISED_LATER:
+        return _normalised(_unnormalised(wide, scores))
+    return torch.softmax(wide, dim=-1)
 
 
 def _is_taken(experts: torch.Tensor, num_experts: int) -> torch.Tensor:
@@ -260,8 +306,16 @@ def _softmax_gradient(grad: torch.Tensor, softmax: torch.Tensor) -> torch.Tensor
     return product - softmax * product.sum(dim=-1, keepdim=True)
 
 
-def _sigmoid_gradient(grad: torch.Tensor, sigmoid: torch.Tensor) -> torch.Tensor:
-    return grad * sigmoid * (1 - sigmoid)
+def _unnormalised(wide: torch.Tensor, scores: str) -> torch.Tensor:
+    return torch.sigmoid(wide) if scores == "sigmoid" else F.softplus(wide).sqrt()
+
+
+def _unnormalised_gradient(grad: torch.Tensor, wide: torch.Tensor, scores: str) -> torch.Tensor:
+    sigmoid = torch.sigmoid(wide)
+    if scores == "sigmoid":
+        return grad * sigmoid * (1 - sigmoid)
+    # Where softplus is zero in this dtype, its root's slope is too.
+    return grad * sigmoid / (2 * F.softplus(wide).sqrt()).clamp(min=_TINY)
 
 
 def _normalised(scores: torch.Tensor) -> torch.Tensor:

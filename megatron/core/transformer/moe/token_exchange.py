@@ -112,6 +112,10 @@ class DispatchPlan:
         self._order = order
         self._find_exchange = find_exchange
 
+    def assignments_of_experts(self) -> torch.Tensor:
+        """Count the [e] assignments of this rank's tokens to each expert that are not dropped, int64."""
+        return self._order.num_kept()
+
     @functools.cached_property
     def _exchange(self) -> TokenExchange | None:
         """The exchange between ranks; its first use makes the host wait for the counts."""

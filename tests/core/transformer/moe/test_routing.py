@@ -58,12 +58,23 @@ def test_bf16_logits_are_scored_in_fp32_and_rounded_once() -> None:
     assert torch.equal(routing.probs, wide.probs.bfloat16())
 
 
+_GROUPS = {"num_moe_experts": 8, "moe_router_num_groups": 4, "moe_router_group_topk": 2}
 KINDS: dict[str, dict[str, Any]] = {
     "softmax_of_chosen": {},
     "softmax_of_all": {"moe_router_pre_softmax": True, "moe_router_topk_scaling_factor": 2.5},
     "softmax_of_all_top1": {"moe_router_pre_softmax": True, "moe_router_topk": 1},
     "sigmoid": {"moe_router_score_function": "sigmoid", "moe_router_topk": 3},
     "sigmoid_top1": {"moe_router_score_function": "sigmoid", "moe_router_topk": 1},
+    "square_roots": {"moe_router_score_function": "sqrtsoftplus", "moe_router_topk": 3},
+    "groups": {"moe_router_num_groups": 2, "moe_router_group_topk": 1},
+    "groups_of_two": {**_GROUPS, "moe_router_topk": 4, "moe_router_score_function": "sigmoid"},
+    "bias": {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True},
+    "bias_and_groups": {
+        **_GROUPS,
+        "moe_router_score_function": "sqrtsoftplus",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_topk_scaling_factor": 2.5,
+    },
     "sinkhorn": {"moe_router_load_balancing_type": "sinkhorn", "moe_router_topk": 2, "moe_aux_loss_coeff": 0.0},
     "sinkhorn_top1": {"moe_router_load_balancing_type": "sinkhorn", "moe_router_topk": 1, "moe_aux_loss_coeff": 0.0},
 }
@@ -82,10 +93,12 @@ def test_results_and_gradients_are_those_that_autograd_finds(kind: str, balanced
     config, losses = _config(**KINDS[kind], moe_router_dtype="fp64"), BALANCED[balanced]
     generator = torch.Generator().manual_seed(2)
     hidden = torch.randn(4, 3, 16, dtype=torch.float64, generator=generator, requires_grad=True)
-    weight = torch.randn(4, 16, dtype=torch.float64, generator=generator, requires_grad=True)
-    routing, *ours = route(hidden, weight, config, losses, training=True)
+    num_experts = config.num_moe_experts or 0
+    weight = torch.randn(num_experts, 16, dtype=torch.float64, generator=generator, requires_grad=True)
+    bias = torch.randn(num_experts, generator=generator) if config.moe_router_enable_expert_bias else None
+    routing, *ours = route(hidden, weight, config, losses, expert_bias=bias, training=True)
     logits = hidden.view(-1, 16) @ weight.t()
-    probs, experts = plain_router.routed(logits, config)
+    probs, experts = plain_router.routed(logits, config, bias)
     torch.testing.assert_close(routing.probs, probs)
     assert torch.equal(routing.experts, experts)
     total = (probs.sin() * torch.arange(1.0, probs.numel() + 1).view_as(probs)).sum()
@@ -95,9 +108,11 @@ def test_results_and_gradients_are_those_that_autograd_finds(kind: str, balanced
     balancing: torch.Tensor | None = None
     z: torch.Tensor | None = None
     if losses is not None and losses.balancing:
-        is_sigmoid = kind == "sinkhorn_top1" or config.moe_router_score_function == "sigmoid"
-        scores = plain_router.scores_of_all(logits, "sigmoid" if is_sigmoid else "softmax")
-        balancing = plain_router.load_balancing_loss(scores, experts, losses.num_sequences)
+        function = "sigmoid" if kind == "sinkhorn_top1" else config.moe_router_score_function
+        scores = plain_router.scores_of_all(logits, function)
+        # The loss counts the best by score alone, wherever tokens go.
+        counted = experts if "sinkhorn" in kind else torch.topk(scores, config.moe_router_topk)[1]
+        balancing = plain_router.load_balancing_loss(scores, counted, losses.num_sequences)
         total = total + losses.scale * losses.balancing * balancing
     if losses is not None and losses.z:
         z = plain_router.z_loss(logits)
@@ -148,7 +163,8 @@ def test_forced_balance_routes_by_random_numbers_and_backward_goes_on() -> None:
 def test_what_is_compiled_computes_the_same_on_a_device(kind: str, balanced: str) -> None:
     """For two numbers of tokens; the second uses code for any number."""
     generator = torch.Generator(device="cuda").manual_seed(2)
-    weight = torch.randn(4, 16, device="cuda", generator=generator, requires_grad=True)
+    num_experts = KINDS[kind].get("num_moe_experts", 4)
+    weight = torch.randn(num_experts, 16, device="cuda", generator=generator, requires_grad=True)
     for length in (64, 128):
         hidden = torch.randn(length, 3, 16, device="cuda", generator=generator, requires_grad=True)
         results = []
