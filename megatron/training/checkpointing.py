@@ -37,6 +37,7 @@ from megatron.training.folder_lock import FolderLock
 from megatron.training.formats.foreign import ForeignCheckpoint
 from megatron.training.formats.megatron_lm import in_our_names, layout_of
 from megatron.training.formats.recognise import find_foreign
+from megatron.training.formats.resume import ResumedRun, goes_on, resumed_run, state_keys
 from megatron.training.loop.dropout_seed import check_rng_state, rng_state, set_rng_state
 from megatron.training.loop.train_state import TrainState
 from megatron.training.telemetry.progress_log import ProgressLog
@@ -269,7 +270,12 @@ class Checkpointer:
         if weights_alone:
             print_rank_0(f" loaded the weights of {path}; training starts at iteration 0")
             return TrainState()
-        self.scheduler.load_state_dict(saved["scheduler"])
+        if self.config.load_optim:
+            self.scheduler.load_state_dict(saved["scheduler"])
+        else:
+            print_rank_0(
+                " --no-load-optim: the optimizer and the schedule of its rates start afresh, as in Megatron-LM"
+            )
         if self.config.load_rng:
             self.seed = set_rng_state(saved["rng"])
         print_rank_0(f" loaded {path}; training continues after iteration {iteration}")
@@ -293,14 +299,33 @@ class Checkpointer:
             group.update(hyperparameters)
 
     def _load_foreign(self, found: ForeignCheckpoint) -> TrainState:
-        """Load what another program saved; what it does not hold starts afresh, and a line says so."""
-        readers: list[TensorReader] = []
-        agree(lambda: readers.append(found.reader(self.architecture)), lambda _: None)
-        self._load_into_model(found.path, with_optimizer=False, reader=readers[0])
-        print_rank_0(
-            f" loaded the weights of {found.path} ({found.kind}); the optimizer starts afresh, and training at iteration 0"
-        )
-        return TrainState()
+        """Load what another program saved, and continue its run where it has saved all that this needs; say what was taken."""
+        prepared: list[tuple[ResumedRun | None, TensorReader]] = []
+
+        def prepare() -> None:
+            resumed = None
+            if goes_on(found, finetune=self.config.finetune):
+                resumed = resumed_run(found.run, self.scheduler, seed=self.seed if self.config.load_rng else None)
+            with_optimizer = resumed is not None and self.config.load_optim
+            keys = state_keys(self.optimizer.config, found.path) if with_optimizer else None
+            if resumed is not None and with_optimizer:
+                self.scheduler.check_state_dict(resumed.schedule)
+            prepared.append((resumed, found.reader(self.architecture, state_keys=keys)))
+
+        agree(prepare, lambda _: None)
+        ((resumed, reader),) = prepared
+        with_optimizer = resumed is not None and self.config.load_optim
+        self._load_into_model(found.path, with_optimizer=with_optimizer, reader=reader)
+        if resumed is None:
+            print_rank_0(
+                f" loaded the weights of {found.path} ({found.kind}); the optimizer starts afresh, and training at iteration 0"
+            )
+            return TrainState()
+        if with_optimizer:
+            self.scheduler.load_state_dict(resumed.schedule)
+        print_rank_0(resumed.described(found.kind, with_optimizer=with_optimizer))
+        self._say_other_samples(resumed.samples)
+        return resumed.state
 
     def _say_other_samples(self, saved: Mapping[str, Any]) -> None:
         """Say what changes the samples, of which the counters count on; a longer context in mid-training is lawful."""

@@ -10,10 +10,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 import torch.distributed.checkpoint as dcp
 
-from megatron.core.distributed.fsdp.checkpoint import TensorReader
+from megatron.core.distributed.fsdp.checkpoint import CheckpointReader, TensorReader
 from megatron.training.formats.architecture import build_model
 from megatron.training.launch.gpt_config import GPTConfig
 from tests.support.tiny_gpt import load_fixture
@@ -27,11 +28,12 @@ class Backend(enum.Enum):
     auto = 1
 
 
-def save_alone(state: dict[str, Any], folder: Path) -> None:
-    """Save with PyTorch's DCP from one process."""
+def save_alone(state: dict[str, Any], folder: Path, *, flattens: bool = True) -> None:
+    """Save with PyTorch's DCP from one process; nests become entries of their own if it ``flattens``."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it says that it is one process
-        dcp.save(state, checkpoint_id=folder, no_dist=True)
+        planner = dcp.DefaultSavePlanner(flatten_state_dict=flattens)
+        dcp.save(state, checkpoint_id=folder, planner=planner, no_dist=True)
 
 
 def weights_and_architecture(name: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -61,12 +63,33 @@ def losses_of(name: str, reader: TensorReader, architecture: Mapping[str, Any]) 
 
 def write_torch_dist(folder: Path, weights: Tensors, *, norms_in_linears: bool = True) -> Path:
     """Layers and experts stacked, states of transformer-engine and the common state as objects."""
-    by_layer: dict[str, dict[tuple[int, ...], torch.Tensor]] = {}
     state: dict[str, Any] = {"common_state/shard_0_1": [{"iteration": 7, "args": argparse.Namespace(a=Backend.auto)}]}
+    for name, stacked in stacked_tensors(weights, norms_in_linears=norms_in_linears).items():
+        state[name] = stacked
+        if name.startswith("decoder.layers."):
+            for layer in range(len(stacked)):
+                state[f"{name.rpartition('.')[0]}._extra_state/shard_{layer}_2"] = [b"fp8"]
+            state[f"optimizer.state.exp_avg.{name}"] = torch.zeros_like(stacked)
+    _save_iteration(state, folder)
+    return folder
+
+
+def _save_iteration(state: dict[str, Any], folder: Path, *, iteration: int = 7, backend: str = "torch_dist") -> None:
+    path = folder / f"iter_{iteration:07d}"
+    save_alone(state, path, flattens=not backend)
+    if backend:
+        (path / "metadata.json").write_text(json.dumps({"sharded_backend": backend, "sharded_backend_version": 1}))
+    (folder / "latest_checkpointed_iteration.txt").write_text(str(iteration))
+
+
+def stacked_tensors(weights: Tensors, *, norms_in_linears: bool = True) -> dict[str, torch.Tensor]:
+    """The tensors of all layers and experts stacked, under their names in ``torch_dist``."""
+    by_layer: dict[str, dict[tuple[int, ...], torch.Tensor]] = {}
+    found: dict[str, torch.Tensor] = {}
     for name, tensor in weights.items():
         words = name.split(".")
         if words[0] != "decoder" or words[1] != "layers":
-            state[name] = tensor
+            found[name] = tensor
             continue
         index: tuple[int, ...] = (int(words[2]),)
         rest = ".".join(words[3:])
@@ -76,38 +99,111 @@ def write_torch_dist(folder: Path, weights: Tensors, *, norms_in_linears: bool =
             index, rest = (*index, int(number)), f"{before}experts.{after}"
         if norms_in_linears:
             rest = rest.replace("input_layernorm.", "self_attention.linear_qkv.layer_norm_")
-            rest = rest.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
+            if "mlp.experts." not in "".join(weights):
+                rest = rest.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
         by_layer.setdefault(f"decoder.layers.{rest}", {})[index] = tensor
-        state[f"decoder.layers.{rest}._extra_state/shard_{index[0]}_2"] = [b"fp8"]
     for name, parts in by_layer.items():
         shape = [max(index[axis] for index in parts) + 1 for axis in range(len(next(iter(parts))))]
-        stacked = torch.empty(*shape, *next(iter(parts.values())).shape)
+        whole = next(iter(parts.values()))
+        found[name] = torch.empty(*shape, *whole.shape, dtype=whole.dtype)
         for index, tensor in parts.items():
-            stacked[index] = tensor
-        state[name] = stacked
-        state[f"optimizer.state.exp_avg.{name}"] = torch.zeros_like(stacked)
-    save_alone(state, folder / "iter_0000007")
-    (folder / "iter_0000007" / "metadata.json").write_text(
-        json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1})
-    )
-    (folder / "latest_checkpointed_iteration.txt").write_text("7")
+            found[name][index] = tensor
+    return found
+
+
+def write_run(
+    folder: Path, native: Path, kind: str, args: argparse.Namespace, *, gated: bool, dtype: torch.dtype
+) -> Path:
+    """Write a checkpoint of ours as a run of Megatron-LM saves it, with the optimizer's state.
+
+    Args:
+        kind: ``fully_reshardable``, ``fully_sharded_model_space`` (of an older version, by two tensor-parallel ranks) or
+            ``fsdp_dtensor``.
+        dtype: of the model weights; the main weights are fp32.
+    """
+    reader = CheckpointReader(native)
+    extra = reader.values(["extra_state.scheduler", "extra_state.state"])
+    schedule = dict(extra["extra_state.scheduler"])
+    for name in ("init_lr", "wsd_decay_steps", "lr_wsd_decay_style"):
+        del schedule[name]
+    iteration = extra["extra_state.state"]["iteration"]
+    weights = [
+        name for name in reader.entries if not name.startswith(("optimizer.", "extra_state.", "optional_state."))
+    ]
+    main = {name: reader.tensor(name) for name in weights}
+    moments = {
+        key: {name: reader.tensor(f"optimizer.state.{name}.{key}") for name in weights}
+        for key in ("exp_avg", "exp_avg_sq")
+    }
+    groups = [{"lr": 0.5, "betas": (0.9, 0.999), "eps": 1e-8, "wd_mult": 1.0, "step": iteration}]
+    common = {"iteration": iteration, "args": args, "checkpoint_version": 3.0, "opt_param_scheduler": schedule}
+    if kind == "fsdp_dtensor":
+        model = {f"module.{name}": tensor for name, tensor in _split_by_name(main, gated).items()}
+        of_optimizer: dict[str, Any] = {"state": {}, "param_to_group_meta": {}}
+        for name in main:
+            whole = "module.module.module." + next(iter(_split_by_name({name: main[name]}, gated))).removesuffix("_w")
+            of_optimizer["param_to_group_meta"][whole] = groups[0]
+        for key, tensors in moments.items():
+            for name, tensor in _split_by_name(tensors, gated).items():
+                of_optimizer["state"].setdefault(f"module.module.module.{name}", {})[key] = tensor
+        rng = {
+            "(0, 0)": [{"random_rng_state": (3, (1, 2), None), "torch_rng_state": torch.zeros(8, dtype=torch.uint8)}]
+        }
+        state = {**common, "model": model, "optimizer": of_optimizer, "rng_state": rng}
+        _save_iteration(state, folder, iteration=iteration, backend="")
+        return folder
+    state = {name: tensor.to(dtype) for name, tensor in stacked_tensors(main).items()}
+    common["optimizer"] = {"optimizer": {"param_groups": groups}, "param_state_sharding_type": kind}
+    state["rng_state/shard_0.0_1.1"] = [[{"np_rng_state": numpy.random.get_state()}]]
+    is_flat = kind == "fully_sharded_model_space"
+    for key, tensors in {**moments, "fp32_param" if is_flat else "param": main}.items():
+        for name, tensor in stacked_tensors(tensors).items():
+            prefix = "chained_0." if is_flat and "experts" in name else ""
+            state[f"{prefix}optimizer.state.{key}.{name}"] = _flattened(name, tensor, gated) if is_flat else tensor
+    if is_flat:
+        path = folder / f"iter_{iteration:07d}"
+        path.mkdir(parents=True)
+        torch.save(common, path / "common.pt")
+    else:
+        state["common_state/shard_0_1"] = [common]
+    _save_iteration(state, folder, iteration=iteration)
     return folder
 
 
-def write_fsdp_dtensor(folder: Path, weights: Tensors, *, gated: bool, tied: bool) -> Path:
-    """A name for each layer and expert under ``module``, and the halves of gated matrices."""
-    model: dict[str, Any] = {}
-    for name, tensor in weights.items():
+def _flattened(name: str, tensor: torch.Tensor, gated: bool) -> torch.Tensor:
+    """The parts of two tensor-parallel ranks, each with its elements in one dim."""
+    num_dims = 1 if name.endswith(("bias", "norm_weight", "layernorm.weight")) else 2
+    stack = tensor.shape[:-num_dims]
+    if name.endswith(("linear_proj.weight", "linear_fc2.weight")):
+        rows, width = tensor.shape[-2:]
+        return tensor.reshape(*stack, rows, 2, width // 2).transpose(-3, -2).reshape(*stack, 1, 2, rows * width // 2)
+    splits = 1
+    if name.endswith(("linear_qkv.weight", "linear_fc1.weight", "word_embeddings.weight", "output_layer.weight")):
+        splits = 4 if gated and "linear_fc1" in name else 2
+    grid = (splits, 1) if num_dims == 2 else (splits,)
+    return tensor.reshape(*stack, *grid, tensor[(0,) * len(stack)].numel() // splits)
+
+
+def _split_by_name(tensors: Tensors, gated: bool) -> dict[str, torch.Tensor]:
+    """The tensors under their names in ``fsdp_dtensor``, with the halves of gated matrices."""
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
         own = name.replace("input_layernorm.", "self_attention.linear_qkv.layer_norm_")
         if ".local_experts." in own:
             before, after = own.split("local_experts.")
             number, _, after = after.partition(".")
             own = f"{before}{after}{number}"
         if gated and ".linear_fc1.weight" in own:
-            model[f"module.{own}_w"], model[f"module.{own}_v"] = (half.clone() for half in tensor.chunk(2))
+            found[f"{own}_w"], found[f"{own}_v"] = (half.clone() for half in tensor.chunk(2))
         else:
-            model[f"module.{own}"] = tensor
-        model["module.decoder.layers.0.mlp.linear_fc1._extra_state"] = None
+            found[own] = tensor
+    return found
+
+
+def write_fsdp_dtensor(folder: Path, weights: Tensors, *, gated: bool, tied: bool) -> Path:
+    """A name for each layer and expert under ``module``, and the halves of gated matrices."""
+    model: dict[str, Any] = {f"module.{name}": tensor for name, tensor in _split_by_name(weights, gated).items()}
+    model["module.decoder.layers.0.mlp.linear_fc1._extra_state"] = None
     if tied:
         model["module.output_layer.weight"] = weights["embedding.word_embeddings.weight"]
     state = {"model": model, "iteration": 7, "args": argparse.Namespace(a=Backend.auto), "checkpoint_version": 3.0}

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megatron.core.distributed.fsdp.checkpoint import ViewReader
 from megatron.training.formats.architecture import Architecture, difference
+from megatron.training.formats.foreign_run import ForeignRun
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,21 +20,26 @@ class ForeignCheckpoint:
         path: its folder.
         kind: its format, for users.
         architecture: our settings of its model; {} where it does not say.
-        views: returns a reader of our tensors of a model with these settings; raises ValueError where the checkpoint is not
-            of such a model.
+        views: returns a reader of our tensors of a model with these settings, and of the optimizer's state under these
+            keys, unless None; raises ValueError where the checkpoint is not of such a model, or has no such state.
         num_ids: rows of its embedding, with padding.
+        run: where the run stood that saved it; None: it holds weights alone.
         vocab_rows: ids that its embedding has; None: as many as ours or more, of which those beyond ours pad it.
     """
 
     path: Path
     kind: str
     architecture: Architecture
-    views: Callable[[Architecture], ViewReader] = field(repr=False)
+    views: Callable[[Architecture, Sequence[str] | None], ViewReader] = field(repr=False)
+    run: ForeignRun | None = field(default=None, repr=False)
     vocab_rows: int | None = None
     num_ids: int = 0
 
-    def reader(self, architecture: Architecture) -> ViewReader:
+    def reader(self, architecture: Architecture, *, state_keys: Sequence[str] | None = None) -> ViewReader:
         """Return a reader of our tensors of a model with these settings.
+
+        Args:
+            state_keys: keys of the optimizer's state that is read too, with main weights; None: weights alone.
 
         Raises:
             ValueError: the checkpoint is of another model; names what differs.
@@ -49,7 +55,7 @@ class ForeignCheckpoint:
                 f"the model must be that of the checkpoint {self.path} ({self.kind}), got {', '.join(differing)}; give the "
                 "flags of that model, which tools/checkpoint/convert.py prints, or another --load"
             )
-        return self.views(architecture)
+        return self.views(architecture, state_keys)
 
     def settings(self, **changed: Any) -> dict[str, Any]:
         """Return our settings of its model, with some changed."""

@@ -5,7 +5,7 @@ Each family of models has a table of names, and a function for each direction be
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -433,7 +433,7 @@ def open_huggingface(folder: Path) -> ForeignCheckpoint:
     family, settings = family_of(config, folder / CONFIG), settings_of(config, folder / CONFIG)
     stored = open_folder(folder)
 
-    def views(architecture: Architecture) -> ViewReader:
+    def views(architecture: Architecture, state_keys: Sequence[str] | None) -> ViewReader:
         found = views_of(
             family.table, tensor_sizes(architecture), architecture, vocab_rows=settings["padded_vocab_size"]
         )

@@ -17,7 +17,7 @@ says the same to DCP, and ``.saved-by-megatron-fsdp``, by which a later save kno
 """
 
 from megatron.core.distributed.fsdp.checkpoint.agreement import agree, raised_on_all_ranks
-from megatron.core.distributed.fsdp.checkpoint.archive import ArchivedTensor, read_archive
+from megatron.core.distributed.fsdp.checkpoint.archive import ArchivedTensor, Record, read_archive, read_inert
 from megatron.core.distributed.fsdp.checkpoint.chunks import Chunk, chunks_to_write, local_chunks
 from megatron.core.distributed.fsdp.checkpoint.description import Entries, Place, StoredChunk, StoredTensor, StoredValue
 from megatron.core.distributed.fsdp.checkpoint.folder import check_replaceable, is_complete
@@ -49,6 +49,7 @@ __all__ = [
     "NamedTensor",
     "Part",
     "Place",
+    "Record",
     "StoredChunk",
     "StoredTensor",
     "StoredValue",
@@ -66,6 +67,7 @@ __all__ = [
     "planned_nbytes",
     "raised_on_all_ranks",
     "read_archive",
+    "read_inert",
     "save_checkpoint",
     "stored_sizes",
     "write_alone",

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import pickle
 import zipfile
-from collections.abc import Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
@@ -21,6 +20,7 @@ from megatron.core.distributed.fsdp.checkpoint.dcp_metadata import check_announc
 from megatron.core.distributed.fsdp.checkpoint.description import DTYPES, Place, checked_count
 
 _LOCAL_HEADER = 30
+_SMALL_NUMEL = 4096  # of tensors that read_inert reads; others stay places
 _STORAGES = {
     f"{name}Storage": dtype
     for name, dtype in {
@@ -52,8 +52,9 @@ class ArchivedTensor:
 class Record:
     """In place of an instance of a class that is not plain: its name, what it was made of and its attributes."""
 
-    def __init__(self, name: str, arguments: Sequence[Any]) -> None:
-        self.name, self.arguments, self.state = name, tuple(arguments), None
+    name = ""
+    arguments: tuple[Any, ...] = ()
+    state: Any = None
 
     def __repr__(self) -> str:
         return f"<{self.name}>"
@@ -69,27 +70,54 @@ def read_archive(path: Path, *, file: str) -> Any:
         ValueError: the file is no such archive, or damaged. Nothing in it has run.
     """
     try:
-        with zipfile.ZipFile(path) as archive, open(path, "rb") as raw:
-            names = [name for name in archive.namelist() if name.endswith("/data.pkl")]
-            if len(names) != 1:
-                raise ValueError("no single data.pkl in it")
-            folder = names[0].removesuffix("data.pkl")
-            if f"{folder}byteorder" in archive.namelist() and archive.read(f"{folder}byteorder") != b"little":
-                raise ValueError("elements that are not little-endian")
-            text = archive.read(names[0])
-            check_announced(text)
-            places = {
-                info.filename.removeprefix(f"{folder}data/"): (_start(raw, info), info.file_size)
-                for info in archive.infolist()
-                if info.filename.startswith(f"{folder}data/")
-            }
-        return _Unpickler(BytesIO(text), file, places).load()
+        with open(path, "rb") as raw:
+            return _read(raw, file)
     except Exception as error:  # whatever a damaged archive leads to; it cannot have run anything
         old = " (it may be of the format that torch.save wrote before 1.6: load it with torch.load and save it again)"
         raise ValueError(
             f"{path} must be an archive of torch.save, got {type(error).__name__}: {str(error)[:300]}"
             f"{old if isinstance(error, zipfile.BadZipFile) else ''}"
         ) from error
+
+
+def read_inert(content: bytes) -> Any:
+    """Return what ``torch.save`` wrote, with small tensors as they are and ``Record`` in place of what is not plain.
+
+    Raises:
+        ValueError: it is no such archive, or damaged. Nothing in it has run.
+    """
+    try:
+        return _with_tensors(_read(BytesIO(content), ""), content)
+    except Exception as error:  # as above
+        raise ValueError(f"an archive of torch.save, got {type(error).__name__}: {str(error)[:300]}") from error
+
+
+def _with_tensors(value: Any, content: bytes) -> Any:
+    if isinstance(value, ArchivedTensor) and value.is_contiguous and value.size.numel() <= _SMALL_NUMEL:
+        return torch.frombuffer(
+            bytearray(content[value.place.offset : value.place.offset + value.place.nbytes]), dtype=value.dtype
+        ).reshape(value.size)
+    if isinstance(value, dict):
+        return {key: _with_tensors(item, content) for key, item in value.items()}
+    return type(value)(_with_tensors(item, content) for item in value) if type(value) in (list, tuple) else value
+
+
+def _read(raw: Any, file: str) -> Any:
+    with zipfile.ZipFile(raw) as archive:
+        names = [name for name in archive.namelist() if name.endswith("/data.pkl")]
+        if len(names) != 1:
+            raise ValueError("no single data.pkl in it")
+        folder = names[0].removesuffix("data.pkl")
+        if f"{folder}byteorder" in archive.namelist() and archive.read(f"{folder}byteorder") != b"little":
+            raise ValueError("elements that are not little-endian")
+        text = archive.read(names[0])
+        check_announced(text)
+        places = {
+            info.filename.removeprefix(f"{folder}data/"): (_start(raw, info), info.file_size)
+            for info in archive.infolist()
+            if info.filename.startswith(f"{folder}data/")
+        }
+    return _Unpickler(BytesIO(text), file, places).load()
 
 
 def _start(raw: Any, info: zipfile.ZipInfo) -> int:
@@ -160,8 +188,10 @@ class _Dict(dict[Any, Any]):
 
 def _stand_in(full: str) -> Any:
     class StandIn(Record):
+        name = full
+
         def __init__(self, *arguments: Any) -> None:
-            super().__init__(full, arguments)
+            self.arguments = arguments
 
         def __setstate__(self, state: Any) -> None:
             self.state = state

@@ -236,6 +236,8 @@ def _match_parameters(
             parameters[found] = parameter
     problems.extra += [name for name in in_checkpoint if name not in parameters]
     own, saved = _default_names(optimizer), values[KIND]["hyperparameters"]
+    if saved is None:  # of another program, whose reader has compared them
+        return parameters
     problems.missing += [f"hyperparameter {key}" for key in own if key not in saved]
     problems.extra += [f"hyperparameter {key}" for key in saved if key not in own]
     return parameters

@@ -22,6 +22,7 @@ from typing import Any, BinaryIO
 
 import torch
 
+from megatron.core.distributed.fsdp.checkpoint.archive import read_inert
 from megatron.core.distributed.fsdp.checkpoint.chunks import Chunk, local_chunks
 from megatron.core.distributed.fsdp.checkpoint.dcp_metadata import decode_metadata
 from megatron.core.distributed.fsdp.checkpoint.description import (
@@ -176,6 +177,29 @@ class CheckpointReader(TensorReader):
         places = {name: self._entry(name, StoredValue).place for name in names}
         self._check_files(places.values())
         return {name: self._value(name, place) for name, place in places.items()}
+
+    def inert_values(self, names: Sequence[str]) -> dict[str, Any]:
+        """Read plain values of another program: what is not plain comes as a ``Record``, and nothing is run.
+
+        Raises:
+            FileNotFoundError, ValueError: as ``values``.
+        """
+        places = {name: self._entry(name, StoredValue).place for name in names}
+        self._check_files(places.values())
+        found = {}
+        for name, place in places.items():
+            path = self.folder / place.file
+            with open(path, "rb", buffering=0) as file:
+                content = bytes(_read_bytes(file, place))
+            if self._verify and place.crc32 is not None:
+                self._compare(name, place, zlib.crc32(content))
+            try:
+                found[name] = read_inert(content)
+            except ValueError as error:
+                raise ValueError(
+                    f"{path}: {name} must be {error}; the checkpoint is damaged, load another one"
+                ) from error
+        return found
 
     def plan_parts(self, chunks: Sequence[Chunk]) -> ReadPlan:
         pieces: list[_Piece] = []

@@ -7,7 +7,7 @@ columns; the rows of a gated one are the gate and what it gates of this rank.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,8 @@ from megatron.core.distributed.fsdp.checkpoint import (
 )
 from megatron.training.formats.architecture import Architecture, tensor_sizes
 from megatron.training.formats.foreign import ForeignCheckpoint
-from megatron.training.formats.megatron_lm import EMBEDDING, OUTPUT, is_gated, places_of
+from megatron.training.formats.megatron_lm.names import EMBEDDING, OUTPUT, is_gated, places_of
+from megatron.training.formats.megatron_lm.run import run_of_archive
 from megatron.training.formats.rules import check_stored
 
 RANK_FOLDER = "mp_rank_[0-9]*"
@@ -46,6 +47,7 @@ def open_legacy(folder: Path) -> ForeignCheckpoint:
         ValueError, FileNotFoundError: a file is damaged or missing.
     """
     stages = _read(folder)
+    run = run_of_archive(folder, read_archive(next(iter(sorted(folder.glob(RANK_FOLDER)))) / _FILE, file=_FILE))
     entries = {
         f"stage {stage}, rank {rank}: {name}": StoredTensor(
             tensor.dtype, tensor.size, [StoredChunk((0,) * len(tensor.size), tuple(tensor.size), tensor.place)]
@@ -56,7 +58,13 @@ def open_legacy(folder: Path) -> ForeignCheckpoint:
     }
     stored = CheckpointReader.of_files(folder, entries)
 
-    def views(architecture: Architecture) -> ViewReader:
+    def views(architecture: Architecture, state_keys: Sequence[str] | None) -> ViewReader:
+        if state_keys is not None:
+            raise ValueError(
+                f"{folder} must hold optimizer state by the names of weights, got the archives of --ckpt-format torch, which have it "
+                "by rank: save it with --ckpt-format torch_dist and --dist-ckpt-optim-fully-reshardable, or load it with "
+                "--no-load-optim, or --finetune to begin at iteration 0"
+            )
         found = {
             name: View(size, _parts(stages, name, size, is_gated(name, architecture)))
             for name, size in tensor_sizes(architecture).items()
@@ -77,7 +85,9 @@ def open_legacy(folder: Path) -> ForeignCheckpoint:
         return ViewReader(stored, found)
 
     num_ids = sum(rank[EMBEDDING].size[0] for rank in stages[0] if EMBEDDING in rank and rank[EMBEDDING].size)
-    return ForeignCheckpoint(path=folder, kind="Megatron-LM, torch", architecture={}, views=views, num_ids=num_ids)
+    return ForeignCheckpoint(
+        path=folder, kind="Megatron-LM, torch", architecture={}, views=views, num_ids=num_ids, run=run
+    )
 
 
 def _read(folder: Path) -> _Stages:

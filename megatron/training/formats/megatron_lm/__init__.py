@@ -1,0 +1,7 @@
+"""Checkpoints of Megatron-LM: ``torch_dist``, ``fsdp_dtensor``, and the older ``torch``."""
+
+from megatron.training.formats.megatron_lm.distributed import in_our_names, open_distributed
+from megatron.training.formats.megatron_lm.legacy import RANK_FOLDER, open_legacy
+from megatron.training.formats.megatron_lm.writing import layout_of
+
+__all__ = ["RANK_FOLDER", "in_our_names", "layout_of", "open_distributed", "open_legacy"]
