@@ -88,9 +88,9 @@ def test_each_field_that_is_not_served_is_refused_by_name_with_the_reason(
         assert reason in message and len(reason) > 10, message
 
 
-def test_multi_latent_attention_is_refused_by_name() -> None:
-    assert set(MLA_TRANSFORMER_CONFIG) <= {field.name for field in fields(MLATransformerConfig)}
-    with pytest.raises(
-        NotImplementedError, match=r"MLATransformerConfig\.multi_latent_attention must be False, got True"
-    ):
-        MLATransformerConfig(**SHAPE)
+def test_the_configuration_of_multi_latent_attention_has_megatron_cores_fields_and_defaults() -> None:
+    config = MLATransformerConfig(**SHAPE)
+    assert {name: getattr(config, name) for name in MLA_TRANSFORMER_CONFIG} == MLA_TRANSFORMER_CONFIG
+    names = [field.name for field in fields(MLATransformerConfig)]
+    own = [name for name in MLA_TRANSFORMER_CONFIG if name not in ("multi_latent_attention", "normalization")]
+    assert [name for name in names if name in own] == own

@@ -672,7 +672,7 @@ class DotProductAttention(TransformerEngineBaseModule):
     def __init__(
         self,
         num_attention_heads: int,
-        kv_channels: int,
+        kv_channels: int | tuple[int, int],
         num_gqa_groups: int | None = None,
         attention_dropout: float = 0.0,
         qkv_format: str = "sbhd",
@@ -699,7 +699,9 @@ class DotProductAttention(TransformerEngineBaseModule):
         assert cp_group is None, "the stand-in attends to whole sequences"
         self.attention_dropout = attention_dropout
         self.num_heads = num_attention_heads // tp_size
-        self.softmax_scale = 1.0 / math.sqrt(kv_channels) if softmax_scale is None else softmax_scale
+        widths = (kv_channels, kv_channels) if isinstance(kv_channels, int) else kv_channels
+        self.hidden_size_per_attention_head_k, self.hidden_size_per_attention_head_v = widths
+        self.softmax_scale = 1.0 / math.sqrt(widths[0]) if softmax_scale is None else softmax_scale
 
     def forward(
         self,
@@ -712,6 +714,8 @@ class DotProductAttention(TransformerEngineBaseModule):
         fp8_output: bool | None = False,
     ) -> torch.Tensor:
         assert query_layer.shape[2] == self.num_heads
+        assert query_layer.shape[-1] == key_layer.shape[-1] == self.hidden_size_per_attention_head_k
+        assert value_layer.shape[-1] == self.hidden_size_per_attention_head_v
         if FP8GlobalStateManager.is_fp8_enabled() and FP8GlobalStateManager.get_fp8_recipe().fp8_dpa:
             rounding: Any = self._quantizers(3)
             query_layer, key_layer, value_layer = (

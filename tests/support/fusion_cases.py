@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from megatron.core.fusions.bias_activation import bias_geglu, bias_gelu, bias_swiglu
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
+from megatron.core.fusions.fused_mla_rope import fused_rotate_and_join
 from megatron.core.fusions.fused_norm import fused_norm
 from megatron.core.fusions.fused_rope import fused_rotate, fused_split_and_rotate
 from megatron.core.fusions.fused_softmax import scaled_masked_softmax
@@ -58,6 +59,18 @@ def _fused_split(mixed: torch.Tensor, *, interleaved: bool = False, rotated: int
     return fused_split_and_rotate(mixed, *tables, num_groups=2, head_width=8, interleaved=interleaved)
 
 
+def _join(query: torch.Tensor, key_value: torch.Tensor, shared: torch.Tensor) -> Outputs:
+    """Heads of 3 channels that are not turned and 4 that are; values of 5."""
+    cos, sin = _tables(query.device, 4)
+    turned = apply_rotary(shared, cos, sin, interleaved=True)
+    query = torch.cat((query[..., :3], apply_rotary(query[..., 3:], cos, sin, interleaved=True)), dim=-1)
+    return query, torch.cat((key_value[..., :3], turned[:, :, None].expand(-1, -1, 2, -1)), dim=-1), key_value[..., 3:]
+
+
+def _fused_join(query: torch.Tensor, key_value: torch.Tensor, shared: torch.Tensor) -> Outputs:
+    return fused_rotate_and_join(query, key_value, shared, *_tables(query.device, 4), content_width=3)
+
+
 def _rotate(function: Callable[..., torch.Tensor], x: torch.Tensor) -> torch.Tensor:
     return function(x, *_tables(x.device, 4), interleaved=False)
 
@@ -98,6 +111,7 @@ _tanh_gelu = partial(F.gelu, approximate="tanh")
 CASES: dict[str, Case] = {
     "swiglu": Case(fused=bias_swiglu, plain=partial(_gated, function=F.silu), shapes=((6, 2, 32), None)),
     "wide swiglu": Case(fused=bias_swiglu, plain=partial(_gated, function=F.silu), shapes=((3, 2, 2 * 1050), None)),
+    "heads of latent vectors": Case(fused=_fused_join, plain=_join, shapes=((6, 2, 2, 7), (6, 2, 2, 8), (6, 2, 4))),
     "bias swiglu": Case(fused=bias_swiglu, plain=partial(_gated, function=F.silu), shapes=((6, 2, 32), (32,))),
     "bias geglu": Case(fused=bias_geglu, plain=partial(_gated, function=_tanh_gelu), shapes=((6, 2, 32), (32,))),
     "bias gelu": Case(fused=bias_gelu, plain=lambda x, bias: _tanh_gelu(x + bias), shapes=((6, 2, 16), (16,))),

@@ -38,6 +38,7 @@ class TEDotProductAttention(QuantizationState, te.DotProductAttention):  # type:
     Args:
         pg_collection: heads are split over its ``tp``, sequences over its ``cp``.
         cp_comm_type: None: the configured one.
+        k_channels, v_channels: widths of a query or key and of a value, where they are not ``config.kv_channels``.
 
     Raises:
         NotImplementedError: another mask or kind of attention, or ``apply_query_key_layer_scaling``.
@@ -57,6 +58,8 @@ class TEDotProductAttention(QuantizationState, te.DotProductAttention):  # type:
         softmax_scale: float | None = None,
         cp_comm_type: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
     ) -> None:
         _check_attention(config, attn_mask_type, attention_type)
         tp_group, cp_group = group_of(pg_collection, "tp"), group_of(pg_collection, "cp")
@@ -68,7 +71,7 @@ class TEDotProductAttention(QuantizationState, te.DotProductAttention):  # type:
             init |= {"cp_stream": torch.cuda.Stream(), "cp_comm_type": cp_comm_type or configured}
         super().__init__(
             num_attention_heads=config.num_attention_heads,
-            kv_channels=config.kv_channels,
+            kv_channels=config.kv_channels if k_channels is None or v_channels is None else (k_channels, v_channels),
             num_gqa_groups=config.num_query_groups,
             attention_dropout=config.attention_dropout if attention_dropout is None else attention_dropout,
             attn_mask_type=attn_mask_type.name,

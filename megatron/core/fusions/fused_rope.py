@@ -49,7 +49,7 @@ def fused_rotate(
     return rotated
 
 
-def _turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
+def turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
     """Rotate [s, b, ..., d] by tables, in fp32; return the dtype of x.
 
     Written elementwise as x * cos + swapped * (-sin, sin): two halves that are computed separately and concatenated would
@@ -68,12 +68,12 @@ def _turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bo
 
 @Fusible
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
-    return _turn(x, cos, sin, interleaved).contiguous()
+    return turn(x, cos, sin, interleaved).contiguous()
 
 
 @Fusible
 def _rotate_back(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
-    return _turn(x, cos, -sin, interleaved).contiguous()
+    return turn(x, cos, -sin, interleaved).contiguous()
 
 
 @Fusible
@@ -81,8 +81,8 @@ def _split_and_rotate(
     mixed: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, num_groups: int, head_width: int, interleaved: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     heads = mixed.view(*mixed.shape[:2], num_groups, -1, head_width)
-    query = _turn(heads[:, :, :, :-2].flatten(2, 3), cos, sin, interleaved)
-    key = _turn(heads[:, :, :, -2], cos, sin, interleaved)
+    query = turn(heads[:, :, :, :-2].flatten(2, 3), cos, sin, interleaved)
+    key = turn(heads[:, :, :, -2], cos, sin, interleaved)
     # A view would keep the whole query-key-value projection in memory until backward.
     return query.contiguous(), key.contiguous(), heads[:, :, :, -1].clone(memory_format=torch.contiguous_format)
 
@@ -97,8 +97,8 @@ def _join_and_rotate_back(
     interleaved: bool,
 ) -> torch.Tensor:
     sequence, batch, num_groups, head_width = grad_key.shape
-    query = _turn(grad_query, cos, -sin, interleaved).view(sequence, batch, num_groups, -1, head_width)
-    key = _turn(grad_key, cos, -sin, interleaved)
+    query = turn(grad_query, cos, -sin, interleaved).view(sequence, batch, num_groups, -1, head_width)
+    key = turn(grad_key, cos, -sin, interleaved)
     return torch.cat((query, key.unsqueeze(3), grad_value.unsqueeze(3)), dim=3).flatten(2)
 
 

@@ -250,6 +250,30 @@ class RowParallelLinear(_Linear):
         return output, self.bias if self.skip_bias_add else None
 
 
+class WholeLinear(_Linear):
+    """A linear layer without bias that each tensor-parallel rank has whole and applies to what it has of the sequence.
+
+    Source: ours; in Megatron-Core it is transformer-engine's layer with parallel_mode "duplicated".
+    """
+
+    def __init__(self, input_size: int, output_size: int, *, bias: bool = False, **kwargs: Any) -> None:
+        if bias:
+            raise ValueError("WholeLinear must have bias=False, got True: no layer that uses it has one")
+        super().__init__(input_size, output_size, **kwargs | {"tp_group": None})
+        self.register_parameter("bias", None)
+        self.reset_parameters()
+
+    def _add_weight(self, init_method: InitMethod, stride: int) -> None:
+        # With sequence parallelism each rank has a part of the sequence, so gradients are partial sums.
+        marks: dict[str, Any] = {"sequence_parallel": True} if self.config.sequence_parallel else {}
+        self.add_parameter("weight", (self.output_size, self.input_size), init_method, **marks)
+
+    def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """Compute [s, ..., i] -> [s, ..., o]; return it and None. Ranks: each alone."""
+        fused = self.config.gradient_accumulation_fusion
+        return linear_with_main_grad(input_, self._weight(None), None, write_main_grad=fused), None
+
+
 class Embedding(InitializedParameters):
     """An embedding table [num_embeddings, embedding_dim], whole on each rank.
 

@@ -117,6 +117,11 @@ class SelfAttention(Attention):
         super().__init__(config)
         check_cp_comm_type(config, cp_comm_type)
         check_layer_arguments("SelfAttention", pp_layer_offset=pp_layer_offset, name=name)
+        if config.multi_latent_attention:
+            raise ValueError(
+                "an MLATransformerConfig must come with a layer spec of multi-latent attention, got one with SelfAttention; pass"
+                " multi_latent_attention=True to the function that makes the spec, or use get_gpt_decoder_block_spec(config)"
+            )
         self.layer_number = layer_number
         num_heads, num_groups = config.num_attention_heads, config.num_query_groups or 1
         self.head_width = config.kv_channels or 1

@@ -3,7 +3,7 @@
 A block is either square and causal (the keys are those of the queries' own tokens), or all its queries see all its keys. So
 it does not matter how a kernel aligns a causal mask that is not square.
 
-Shapes: b batch, n query heads, g key and value heads, q queries, k keys, d head width.
+Shapes: b batch, n query heads, g key and value heads, q queries, k keys, d head width; that of values and outputs may be another.
 Source: the merge is arXiv:2112.05682's; backward from output and log-sum-exp is FlashAttention's (arXiv:2205.14135).
 """
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
+from megatron.core.transformer.dot_product_attention import pad_heads
 from megatron.core.transformer.enums import AttnBackend
 
 aten = torch.ops.aten
@@ -126,6 +127,29 @@ class CudnnKernel:
         return result
 
 
+class PaddedKernel:
+    """A kernel that takes heads of one width alone, for values of another: [Note: widths of values]."""
+
+    def __init__(self, kernel: BlockKernel) -> None:
+        self.kernel = kernel
+
+    def forward(self, block: Block) -> Attended:
+        wide = self.kernel.forward(_padded(block))
+        return Attended(wide.output[..., : block.value.shape[-1]], wide.logsumexp, wide.state)
+
+    def backward(self, block: Block, rows: Attended, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        wide = _padded(block)
+        _, output, grad = pad_heads(wide.query, rows.output, grad)
+        grads = self.kernel.backward(wide, Attended(output, rows.logsumexp, rows.state), grad)
+        grad_query, grad_key, grad_value = (x[..., : y.shape[-1]] for x, y in zip(grads, block[:3], strict=True))
+        return grad_query, grad_key, grad_value
+
+
+def _padded(block: Block) -> Block:
+    query, key, value = pad_heads(*block[:3])
+    return block._replace(query=query, key=key, value=value)
+
+
 _DEMANDED: dict[Any, type[FlashKernel | CudnnKernel]] = {AttnBackend.flash: FlashKernel, AttnBackend.fused: CudnnKernel}
 
 
@@ -143,20 +167,29 @@ def choose_kernel(query: Tensor, key: Tensor, value: Tensor, *, scale: float, fu
         return ExplicitKernel()
     demanded = _DEMANDED.get(backend)
     # scaled_dot_product_attention pads other widths before it calls a kernel; the kernels called here do not.
-    if query.dtype not in (torch.bfloat16, torch.float16) or query.shape[-1] % 8 != 0:
+    if query.dtype not in (torch.bfloat16, torch.float16) or query.shape[-1] % 8 or value.shape[-1] % 8:
         if demanded is not None:
             raise NotImplementedError(
                 f"with context parallelism attention_backend {backend.name} needs bf16 or fp16 heads of a width that is a"
                 f" multiple of 8, got {query.dtype} and {query.shape[-1]}; use attention_backend auto, or --bf16"
             )
         return ExplicitKernel()
-    if demanded is not None:
-        return demanded()
+    differ = value.shape[-1] != query.shape[-1]
+    kernel = demanded or _chosen(query, key, value, scale=scale)
+    if kernel is not CudnnKernel and differ and demanded is None:
+        kernel = _chosen(query, key, key, scale=scale)
+    return PaddedKernel(kernel()) if differ and kernel is FlashKernel else kernel()
+
+
+def _chosen(
+    query: Tensor, key: Tensor, value: Tensor, *, scale: float
+) -> type[ExplicitKernel | FlashKernel | CudnnKernel]:
+    """Return the kernel that torch would choose."""
     grouped = key.shape[1] != query.shape[1]
     choice = torch._fused_sdp_choice(query, key, value, is_causal=True, scale=scale, enable_gqa=grouped)
     if choice == SDPBackend.CUDNN_ATTENTION.value:
-        return CudnnKernel()
-    return FlashKernel() if choice == SDPBackend.FLASH_ATTENTION.value else ExplicitKernel()
+        return CudnnKernel
+    return FlashKernel if choice == SDPBackend.FLASH_ATTENTION.value else ExplicitKernel
 
 
 def merge_block(output: Tensor, logsumexp: Tensor, block_output: Tensor, block_logsumexp: Tensor) -> None:

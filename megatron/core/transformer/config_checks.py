@@ -19,8 +19,6 @@ from megatron.core.transformer.recomputation import recomputes
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-MLA_REASON = "only multi-head and grouped-query attention are served"
-
 NOT_SERVED: Served = {
     "apply_residual_connection_post_layernorm": ((False,), "only pre-norm layers are served"),
     "fp4": ((None,), "FP4 needs Blackwell, and no recipe for it is served; use fp8"),
@@ -35,7 +33,7 @@ NOT_SERVED: Served = {
         "it would also exempt embeddings from weight decay, which is not served; use embedding_init_method",
     ),
     "moe_input_jitter_eps": ((None,), "routers add no noise to their input"),
-    "multi_latent_attention": ((False,), MLA_REASON),
+    "multi_latent_attention": ((False,), "its settings are those of MLATransformerConfig; use that class"),
     "mtp_num_layers": ((None,), "multi-token prediction is not served"),
     "window_size": ((None,), "sliding-window attention is not served"),
     "softmax_type": (("vanilla",), "only the plain softmax is served"),
@@ -267,8 +265,12 @@ CONTRADICTIONS: list[tuple[Condition, str]] = [
     ),
     (
         lambda c: c.recompute_modules is not None and not _recomputable(c.recompute_modules),
-        "recompute_modules must be of 'core_attn', 'mlp_act', 'mlp' and 'moe', at least one, got {recompute_modules!r};"
+        "recompute_modules must be of 'core_attn', 'mla_up_proj', 'mlp_act', 'mlp' and 'moe', at least one, got {recompute_modules!r};"
         " use recompute_granularity='full' for more",
+    ),
+    (
+        lambda c: recomputes(c, "mla_up_proj") and not c.multi_latent_attention,
+        "recompute_modules must not have 'mla_up_proj' without multi_latent_attention, got {recompute_modules!r}; leave it out",
     ),
     (
         lambda c: recomputes(c, "mlp_act") and c.num_moe_experts is not None,
@@ -298,7 +300,7 @@ def contradictions(config: TransformerConfig, *, has_faults: bool) -> list[str]:
 
 
 def _recomputable(modules: Sequence[str]) -> bool:
-    return bool(modules) and set(modules) <= {"core_attn", "mlp_act", "mlp", "moe"}
+    return bool(modules) and set(modules) <= {"core_attn", "mla_up_proj", "mlp_act", "mlp", "moe"}
 
 
 def _fusible_activation(config: TransformerConfig) -> bool:

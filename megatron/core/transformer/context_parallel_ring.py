@@ -9,7 +9,7 @@ Four ranks hold chunks (0 7) (1 6) (2 5) (3 4). In step i, rank r has the keys o
 So after step 0 each rank computes half a square in every step. In backward the gradients of keys and values are passed
 round one step behind them; each rank adds its part, and the last step returns them to the rank of the keys.
 
-Shapes: l tokens of this rank, c = l / 2, b batch, n query heads, g key and value heads, d head width.
+Shapes: l tokens of this rank, c = l / 2, b batch, n query heads, g key and value heads, d head width; that of values may be another.
 Source: Ring Attention (arXiv:2310.01889), with Megatron-LM's balanced order of chunks.
 """
 
@@ -42,14 +42,15 @@ class _RingAttention(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, cp_group: ProcessGroup, kernel: BlockKernel, scale: float
     ) -> Tensor:
-        own = torch.stack((key, value))
+        pair = _Pair(key.shape, value.shape)
+        own = pair.join(key, value)
         query = query.permute(1, 2, 0, 3)
         size, rank = cp_group.size(), cp_group.rank()
         held, attention = own, None
         for step in range(size):
             # Started before the block's kernels: the next block arrives while this one is computed.
             arriving = _Hop(held, cp_group) if step < size - 1 else None
-            keys, values = _heads_first(held)
+            keys, values = pair.heads_first(held)
             if attention is None:
                 attention = BlockAttention(kernel, query, keys, values, scale=scale)
             elif step <= rank:
@@ -61,7 +62,7 @@ class _RingAttention(torch.autograd.Function):
         assert attention is not None
         output, logsumexp, state = attention.result()
         ctx.save_for_backward(query, own, output, logsumexp, *state)
-        ctx.cp_group, ctx.kernel, ctx.scale = cp_group, kernel, scale
+        ctx.cp_group, ctx.kernel, ctx.scale, ctx.pair = cp_group, kernel, scale, pair
         return output.permute(2, 0, 1, 3)
 
     @staticmethod
@@ -73,7 +74,7 @@ class _RingAttention(torch.autograd.Function):
         held, following = own, None
         for step in range(size):
             arriving = _Hop(held, ctx.cp_group) if step < size - 1 else None
-            part = _block_gradients(gradients, held, own=step == 0, earlier=step <= rank)
+            part = _block_gradients(gradients, ctx.pair, held, own=step == 0, earlier=step <= rank)
             if following is not None:
                 part += following.wait()
             # Waited for after the next block's kernels; the last one brings the gradients to the keys' own rank.
@@ -81,13 +82,34 @@ class _RingAttention(torch.autograd.Function):
             if arriving is not None:
                 held = arriving.wait()
         assert following is not None
-        grad_key, grad_value = following.wait().to(own.dtype)
+        grad_key, grad_value = ctx.pair.split(following.wait().to(own.dtype))
         return gradients.grad_query.permute(2, 0, 1, 3).to(query.dtype), grad_key, grad_value, None, None, None
 
 
-def _block_gradients(gradients: BlockGradients, held: Tensor, *, own: bool, earlier: bool) -> Tensor:
-    """Compute this rank's part [2, l, b, g, d], in fp32, of the gradients of the keys and values that it holds."""
-    keys, values = _heads_first(held)
+class _Pair:
+    """Keys [l, b, g, d] and values of another width, one behind the other in one tensor, which one hop moves."""
+
+    def __init__(self, keys: torch.Size, values: torch.Size) -> None:
+        self._shapes = keys, values
+        self._numels = [keys.numel(), values.numel()]
+
+    def join(self, keys: Tensor, values: Tensor) -> Tensor:
+        """Copy both into one tensor of one dim."""
+        return torch.cat((keys.flatten(), values.flatten()))
+
+    def split(self, held: Tensor) -> list[Tensor]:
+        """Return keys and values [l, b, g, d], views."""
+        return [part.view(shape) for part, shape in zip(held.split(self._numels), self._shapes, strict=True)]
+
+    def heads_first(self, held: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys and values [b, g, l, d], views."""
+        keys, values = (x.permute(1, 2, 0, 3) for x in self.split(held))
+        return keys, values
+
+
+def _block_gradients(gradients: BlockGradients, pair: _Pair, held: Tensor, *, own: bool, earlier: bool) -> Tensor:
+    """Compute this rank's part, in fp32, of the gradients of the keys and values that it holds, joined as they are."""
+    keys, values = pair.heads_first(held)
     if own:
         parts = gradients.add(keys, values, causal=True)
     elif earlier:
@@ -95,7 +117,7 @@ def _block_gradients(gradients: BlockGradients, held: Tensor, *, own: bool, earl
     else:
         parts = gradients.add(keys, values, late_only=True)
     block = torch.zeros(held.shape, dtype=torch.float32, device=held.device)
-    for into, part in zip(block, parts, strict=True):
+    for into, part in zip(pair.split(block), parts, strict=True):
         into[: part.shape[2]].copy_(part.permute(2, 0, 1, 3))
     return block
 
@@ -118,12 +140,6 @@ class _Hop:
         for work in self._works:
             work.wait()
         return self._received
-
-
-def _heads_first(held: Tensor) -> tuple[Tensor, Tensor]:
-    """Split [2, l, b, g, d] into keys and values [b, g, l, d], views."""
-    keys, values = held.permute(0, 2, 3, 1, 4)
-    return keys, values
 
 
 def _early(x: Tensor) -> Tensor:

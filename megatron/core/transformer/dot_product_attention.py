@@ -1,6 +1,11 @@
 """Core attention, softmax(q k^T) v, by fused kernels where no mask is given.
 
-Shapes: s sequence, b batch, n query heads, g key and value heads, d head width.
+Shapes: s sequence, b batch, n query heads, g key and value heads, d head width. Values may have another width than queries and
+keys ([Note: widths of values]).
+
+[Note: widths of values] Kernels differ in what they take: cuDNN's and the one that keeps all scores take values of any width,
+FlashAttention those of the queries' width alone. There, what is narrower is padded with zeros, and the context is cut: two widths
+of 192 and 128 then cost as two of 192.
 """
 
 from __future__ import annotations
@@ -32,6 +37,10 @@ _KERNELS: dict[object, SDPBackend] = {
 class DotProductAttention(MegatronModule):
     """Causal core attention, without parameters; selective recomputation recomputes this module.
 
+    Args:
+        k_channels: width of a query and a key, where it is not ``config.kv_channels``.
+        v_channels: width of a value; it is that of the values of each call.
+
     Source: arXiv:1706.03762, grouped as in arXiv:2305.13245; the layer scaling is Megatron-Core's.
     """
 
@@ -45,6 +54,8 @@ class DotProductAttention(MegatronModule):
         softmax_scale: float | None = None,
         cp_comm_type: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
     ) -> None:
         super().__init__(config)
         check_cp_comm_type(config, cp_comm_type)
@@ -60,7 +71,7 @@ class DotProductAttention(MegatronModule):
         self.fused = self.layer_scale == 1.0 and backend not in (AttnBackend.unfused, AttnBackend.local)
         self.only_kernel = _KERNELS.get(backend)
         scale = softmax_scale if softmax_scale is not None else config.softmax_scale
-        self.softmax_scale = 1.0 / math.sqrt(config.kv_channels or 1) if scale is None else scale
+        self.softmax_scale = 1.0 / math.sqrt(k_channels or config.kv_channels or 1) if scale is None else scale
 
     def forward(
         self,
@@ -147,7 +158,14 @@ class DotProductAttention(MegatronModule):
 def fused_causal_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, scale: float, dropout: float
 ) -> torch.Tensor:
-    """Compute causal attention of [b, n, s, d] over [b, g, s, d] by torch's fused kernels, without making a mask."""
+    """Compute causal attention of [b, n, s, d] over [b, g, s, d] by torch's fused kernels, without making a mask.
+
+    Values may have another width than queries and keys: [Note: widths of values].
+    """
+    width = value.shape[-1]
+    if width != query.shape[-1] and not _takes_two_widths(query, key, value, scale=scale, dropout=dropout):
+        query, key, value = pad_heads(query, key, value)
+        return fused_causal_attention(query, key, value, scale=scale, dropout=dropout)[..., :width]
     grouped = key.shape[1] != query.shape[1]
     # Only the half-precision CUDA kernels support grouped heads; elsewhere torch would fall back to the unfused path.
     if grouped and not (query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)):
@@ -156,6 +174,25 @@ def fused_causal_attention(
     return F.scaled_dot_product_attention(
         query, key, value, dropout_p=dropout, is_causal=True, scale=scale, enable_gqa=grouped
     )
+
+
+def _takes_two_widths(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, scale: float, dropout: float
+) -> bool:
+    """Return whether torch would compute these widths by cuDNN's kernel: others are slower than with padded heads."""
+    if not query.is_cuda:
+        return False
+    grouped = key.shape[1] != query.shape[1]
+    choice = torch._fused_sdp_choice(
+        query, key, value, dropout_p=dropout, is_causal=True, scale=scale, enable_gqa=grouped
+    )
+    return bool(choice == SDPBackend.CUDNN_ATTENTION.value)
+
+
+def pad_heads(*heads: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Pad tensors [..., d] of different widths with zeros to the largest width."""
+    widest = max(x.shape[-1] for x in heads)
+    return tuple(F.pad(x, (0, widest - x.shape[-1])) for x in heads)
 
 
 def check_core_attention(attn_mask_type: AttnMaskType | None, attention_bias: object) -> None:
@@ -184,6 +221,9 @@ def fused_packed_attention(
         torch.int32
     )  # what lies behind the samples
     longest = query.shape[0]  # a bound that needs no read from the device
+    width = value.shape[-1]
+    if width != query.shape[-1]:
+        query, key, value = pad_heads(query, key, value)
     results = torch.ops.aten._flash_attention_forward(
         query.squeeze(1),
         key.squeeze(1),
@@ -197,7 +237,7 @@ def fused_packed_attention(
         False,
         scale=scale,
     )
-    context: torch.Tensor = results[0]
+    context: torch.Tensor = results[0][..., :width]
     return context.flatten(1).unsqueeze(1)
 
 

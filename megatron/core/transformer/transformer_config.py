@@ -12,9 +12,11 @@ import torch.nn.functional as F
 from megatron.core.activations import ACTIVATIONS
 from megatron.core.checked_config import megatron_dataclass
 from megatron.core.model_parallel_config import ModelParallelConfig
-from megatron.core.transformer.config_checks import FAMILIES, MLA_REASON, NOT_SERVED, contradictions
+from megatron.core.served_arguments import ANY
+from megatron.core.transformer.config_checks import FAMILIES, NOT_SERVED, contradictions
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.init_methods import ConfigInit, InheritedInit, InitMethod
+from megatron.core.transformer.mla_checks import MLA_CONTRADICTIONS
 from megatron.core.upstream_fields import MLA_TRANSFORMER_CONFIG, TRANSFORMER_CONFIG
 
 
@@ -69,6 +71,8 @@ class TransformerConfig(ModelParallelConfig):
     """The norm of every normalisation layer."""
     qk_layernorm: bool = False
     """Queries and keys are normalised per head; the layer spec must be asked for it too."""
+    multi_latent_attention: bool = False
+    """Queries, keys and values are made from latent vectors: use ``MLATransformerConfig``, where it is True."""
     rotary_interleaved: bool = False
     """Rotary embedding rotates pairs (0, 1), (2, 3), ... instead of pairs of the first and the second half."""
     softmax_scale: float | None = None
@@ -276,10 +280,56 @@ class TransformerConfig(ModelParallelConfig):
 
 
 @megatron_dataclass(
-    MLA_TRANSFORMER_CONFIG, special={"multi_latent_attention": ((False,), MLA_REASON)}, families=(("", MLA_REASON),)
+    MLA_TRANSFORMER_CONFIG,
+    special={
+        "multi_latent_attention": ((True,), "without it, use TransformerConfig"),
+        "cache_mla_latents": ((False,), "the model keeps nothing between the tokens that it generates"),
+        "mla_down_proj_fusion": (ANY, "a hint about kernels: what runs here gives the same"),
+    },
 )
 class MLATransformerConfig(TransformerConfig):
-    """The settings of a transformer with multi-latent attention, which is not served: making one is refused."""
+    """The settings of a transformer with multi-latent attention: those of ``TransformerConfig`` and of its projections.
+
+    Queries, keys and values are made from narrow latent vectors. A head's query and key have a part that positions do not
+    turn (``qk_head_dim``) and one that they turn (``qk_pos_emb_head_dim``), which all heads' keys share.
+
+    Source: DeepSeek-V2 (arXiv:2405.04434) section 2.1; names and defaults are Megatron-Core's.
+    """
 
     multi_latent_attention: bool = True
+    """Always so."""
+    q_lora_rank: int | None = 512
+    """Width of the latent vector of queries; None: queries are projected from the hidden states."""
+    kv_lora_rank: int = 512
+    """Width of the latent vector of keys and values."""
+    qk_head_dim: int = 128
+    """Width of the part of a head's query and key that positions do not turn."""
+    qk_pos_emb_head_dim: int = 64
+    """Width of the part that they turn."""
+    v_head_dim: int = 128
+    """Width of a head's value."""
     normalization: Literal["LayerNorm", "RMSNorm"] = "RMSNorm"
+    rope_type: str = "yarn"
+    """Rotary frequencies: those of ``rotary_base`` ("rope"), or for longer contexts ("yarn")."""
+    rotary_base: float = 10000
+    """Base of the rotary frequencies."""
+    rotary_percent: float = 1.0
+    """With "rope", fraction of ``qk_pos_emb_head_dim`` that is turned."""
+    rotary_scaling_factor: float = 40
+    """How many times longer contexts are than in the first training. With ``mscale_all_dim`` it scales the scores, too."""
+    original_max_position_embeddings: int = 4096
+    """With "yarn", the longest context of the first training."""
+    beta_fast: float = 32
+    """With "yarn", turns within that context from which on a channel's frequency stays."""
+    beta_slow: float = 1
+    """With "yarn", turns within that context up to which a channel's frequency is divided by ``rotary_scaling_factor``."""
+    mscale: float = 1.0
+    """With "yarn", cosines and sines are multiplied by yarn_mscale(mscale) / yarn_mscale(mscale_all_dim), where
+    yarn_mscale(m) is 0.1 * m * log(rotary_scaling_factor) + 1."""
+    mscale_all_dim: float = 0.0
+    """See ``mscale``; scores are multiplied by yarn_mscale(mscale_all_dim) squared."""
+
+    def contradictions(self, *, has_faults: bool) -> list[str]:
+        found = super().contradictions(has_faults=has_faults)
+        own = (message for holds, message in MLA_CONTRADICTIONS if holds(self))
+        return [*found, *("TransformerConfig." + message.format_map(vars(self)) for message in own)]

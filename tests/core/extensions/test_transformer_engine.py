@@ -17,7 +17,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from tests.support.fake_transformer_engine import fake_transformer_engine  # noqa: F401
 from tests.support.tiny_gpt import random_tokens
 from tests.support.tiny_moe import FIELDS as MOE_FIELDS
@@ -27,6 +27,15 @@ pytestmark = pytest.mark.usefixtures("fake_transformer_engine")
 DENSE: dict[str, Any] = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4}
 NO_DROPOUT: dict[str, Any] = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
 LLAMA = {"normalization": "RMSNorm", "gated_linear_unit": True, "activation_func": "silu", "add_bias_linear": False}
+LATENT = LLAMA | {
+    "multi_latent_attention": True,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 10,
+    "qk_head_dim": 6,
+    "qk_pos_emb_head_dim": 8,
+    "v_head_dim": 5,
+    "qk_layernorm": True,
+}
 CONFIGS: dict[str, dict[str, Any]] = {
     "gpt2": {},
     "llama": LLAMA | {"num_query_groups": 2, "layernorm_zero_centered_gamma": True, "qk_layernorm": True},
@@ -35,12 +44,16 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "experts": MOE_FIELDS | {"moe_grouped_gemm": True, "moe_layer_freq": [0, 1]},
     "experts with bias": MOE_FIELDS
     | {"moe_grouped_gemm": True, "add_bias_linear": True, "moe_shared_expert_intermediate_size": None},
+    "latent attention": LATENT,
+    "latent attention without norms": LATENT | {"qk_layernorm": False, "q_lora_rank": None, "apply_rope_fusion": True},
+    "latent attention, again": LATENT | {"recompute_granularity": "selective", "recompute_modules": ["mla_up_proj"]},
     "experts one by one": MOE_FIELDS | {"moe_shared_expert_gate": True},
 }
 
 
 def _gpt(name: str, *, te: bool, device: str = "cpu", **fields: Any) -> GPTModel:
-    config = TransformerConfig(**(DENSE | NO_DROPOUT | CONFIGS[name] | fields))
+    settings = DENSE | NO_DROPOUT | CONFIGS[name] | fields
+    config = (MLATransformerConfig if "multi_latent_attention" in settings else TransformerConfig)(**settings)
     with torch.device(device):
         return GPTModel(
             config, get_gpt_decoder_block_spec(config, use_transformer_engine=te), 40, 16, pg_collection=None
@@ -101,12 +114,10 @@ def test_norms_are_parts_of_the_linear_layers_behind_them() -> None:
 @pytest.mark.parametrize(
     "argument",
     [
-        "multi_latent_attention",
         "qk_l2_norm",
         "use_kitchen",
         "use_te_activation_func",
         "use_kitchen_attention",
-        "mla_down_proj_fusion",
         "use_grouped_gemm_for_dense_mlp",
     ],
 )

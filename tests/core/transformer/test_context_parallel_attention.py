@@ -26,6 +26,7 @@ CASES: list[dict[str, Any]] = [
     {},
     {"num_query_groups": 8, "softmax_scale": 0.7},
     {"attention_backend": "unfused", "apply_query_key_layer_scaling": True},
+    {"num_query_groups": 8, "value_width": 5},
 ]
 
 
@@ -41,11 +42,15 @@ def _config(num_ranks: int = 2, **fields: Any) -> TransformerConfig:
     return TransformerConfig(**{**base, **fields})
 
 
-def _inputs(config: TransformerConfig, length: int, device: str, dtype: torch.dtype) -> list[torch.Tensor]:
+def _inputs(
+    config: TransformerConfig, length: int, device: str, dtype: torch.dtype, value_width: int | None = None
+) -> list[torch.Tensor]:
     """Query, key, value and the gradient of the context, of the whole sequence."""
     generator = torch.Generator().manual_seed(length)
     heads, groups, width = config.num_attention_heads, config.num_query_groups or 1, config.kv_channels or 1
-    shapes = [(length, BATCH, n, width) for n in (heads, groups, groups)] + [(length, BATCH, heads * width)]
+    value_width = value_width or width
+    shapes: list[tuple[int, ...]] = [(length, BATCH, heads, width), (length, BATCH, groups, width)]
+    shapes += [(length, BATCH, groups, value_width), (length, BATCH, heads * value_width)]
     return [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
 
 
@@ -63,9 +68,11 @@ def _largest_differences(
 ) -> list[float]:
     """Return the differences [4] of context and gradients from one rank's, relative to the largest value."""
     group = dist.group.WORLD
+    value_width = fields.get("value_width")
+    fields = {name: value for name, value in fields.items() if name != "value_width"}
     config = _config(dist.get_world_size(), cp_comm_type=comm_type, **fields)
     length = 2 * dist.get_world_size() * chunk
-    inputs = _inputs(config, length, device, dtype)
+    inputs = _inputs(config, length, device, dtype, value_width)
     own = positions_on_this_cp_rank(length, group, torch.device(device))
     split = ContextParallelAttention(config, 2, pg_collection=ProcessGroupCollection(cp=group))
     ours = _attend(split, [x[own] for x in inputs])
@@ -101,6 +108,23 @@ def test_fused_kernels_on_cuda_agree_with_fp32(comm_type: str, backend: str) -> 
         assert max(differences) < 0.02, differences
 
 
+@pytest.mark.gpu(2)
+def test_values_narrower_than_keys_agree_with_fp32_on_cuda() -> None:
+    """The widths of DeepSeek-V3's heads, with all kernels and communication types."""
+    for of_cases in run_ranks(2, _cuda_cases_of_two_widths, backend="nccl"):
+        for case, differences in of_cases.items():
+            assert max(differences) < 0.02, (case, differences)
+
+
+def _cuda_cases_of_two_widths() -> dict[str, list[float]]:
+    fields = {"kv_channels": 192, "value_width": 128, "num_query_groups": 8}
+    return {
+        f"{comm_type} {backend}": _cuda_case(comm_type, {**fields, "attention_backend": backend})
+        for comm_type in COMM_TYPES
+        for backend in ("auto", "flash", "fused")
+    }
+
+
 def _cuda_case(comm_type: str, fields: dict[str, Any]) -> list[float]:
     return _largest_differences(comm_type, fields, 64, "cuda", torch.bfloat16)
 
@@ -120,6 +144,29 @@ def test_a_kernel_that_was_demanded_is_taken_or_refused() -> None:
     for dtype, width in ((torch.float32, 64), (torch.bfloat16, 12)):
         with pytest.raises(NotImplementedError, match=rf"attention_backend flash needs .* got {dtype} and {width}"):
             choose(AttnBackend.flash, dtype, width)
+
+
+def test_kernels_of_one_width_get_padded_heads() -> None:
+    """FlashAttention takes values of the queries' width alone."""
+    from megatron.core.transformer.attention_kernels import Attended, Block, ExplicitKernel, PaddedKernel
+
+    class OfOneWidth(ExplicitKernel):
+        def forward(self, block: Block) -> Attended:
+            assert block.query.shape[-1] == block.key.shape[-1] == block.value.shape[-1] == 8
+            return super().forward(block)
+
+        def backward(self, block: Block, rows: Attended, grad: torch.Tensor) -> Any:
+            assert {x.shape[-1] for x in (*block[:3], rows.output, grad)} == {8}
+            return super().backward(block, rows, grad)
+
+    for width, value_width in ((8, 3), (3, 8)):
+        query, key = torch.randn(2, 1, 2, 4, width)
+        value, grad = torch.randn(2, 1, 2, 4, value_width)
+        block = Block(query, key, value, 0.5, True)
+        rows, padded = ExplicitKernel().forward(block), PaddedKernel(OfOneWidth()).forward(block)
+        torch.testing.assert_close(padded, rows)
+        expected = ExplicitKernel().backward(block, rows, grad)
+        torch.testing.assert_close(PaddedKernel(OfOneWidth()).backward(block, rows, grad), expected)
 
 
 def test_the_ring_sends_before_it_computes() -> None:

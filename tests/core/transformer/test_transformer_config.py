@@ -53,7 +53,11 @@ CONTRADICTORY: list[tuple[dict[str, Any], str]] = [
     ({"recompute_modules": ["core_attn"]}, "recompute_modules must go with recompute_granularity='selective'"),
     (
         {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]},
-        r"recompute_modules must be of 'core_attn', 'mlp_act', 'mlp' and 'moe', at least one, got \['layernorm'\]",
+        r"recompute_modules must be of 'core_attn', 'mla_up_proj', 'mlp_act', 'mlp' and 'moe', at least one, got \['layernorm'\]",
+    ),
+    (
+        {"recompute_granularity": "selective", "recompute_modules": ["mla_up_proj"]},
+        "recompute_modules must not have 'mla_up_proj' without multi_latent_attention",
     ),
     (
         {"recompute_granularity": "selective", "recompute_modules": ["mlp_act"], "num_moe_experts": 4},

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.core.extensions import why_missing
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, WholeLinear
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
@@ -17,6 +17,7 @@ from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.experts import GroupedMLP, SequentialMLP, TEGroupedMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules, has_experts
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -37,6 +38,8 @@ class _Modules:
     experts: ModuleSpec | type
     """Experts with one grouped kernel for each layer."""
     experts_one_by_one: ModuleSpec | type
+    whole: type
+    """A linear layer that is whole on each tensor-parallel rank."""
     mlp: type = MLP
     norm_and_column: type | None = None
     """The norm and the column-parallel layer behind it in one module; None: two modules."""
@@ -57,7 +60,9 @@ def get_gpt_layer_local_spec(
     Args:
         num_experts: number of experts of the layer, which must equal ``TransformerConfig.num_moe_experts``; None: dense.
         moe_grouped_gemm: as ``TransformerConfig.moe_grouped_gemm``.
-        qk_layernorm: normalise queries and keys; must equal ``TransformerConfig.qk_layernorm``.
+        qk_layernorm: normalise queries and keys (with multi-latent attention, the latent vectors); must equal
+            ``TransformerConfig.qk_layernorm``.
+        multi_latent_attention: attention is ``MLASelfAttention``, which needs an ``MLATransformerConfig``.
         normalization: must equal ``TransformerConfig.normalization``; None: that of the configuration.
 
     Raises:
@@ -66,7 +71,6 @@ def get_gpt_layer_local_spec(
     """
     _refuse(
         "get_gpt_layer_local_spec",
-        multi_latent_attention=multi_latent_attention,
         fp8=fp8,
         qk_l2_norm=qk_l2_norm,
         use_kitchen=use_kitchen,
@@ -78,11 +82,13 @@ def get_gpt_layer_local_spec(
         norm=ModuleSpec(module=WrappedTorchNorm, params={"normalization": normalization}),
         column=ColumnParallelLinear,
         row=RowParallelLinear,
+        whole=WholeLinear,
         core_attention=DotProductAttention,
         experts=ModuleSpec(module=GroupedMLP, submodules=linears),
         experts_one_by_one=ModuleSpec(module=SequentialMLP, submodules=linears),
     )
-    return _layer_spec(modules, num_experts, bool(moe_grouped_gemm), bool(qk_layernorm))
+    attention = (_latent_attention if multi_latent_attention else _attention)(modules, bool(qk_layernorm))
+    return _layer_spec(modules, attention, num_experts, bool(moe_grouped_gemm))
 
 
 def get_gpt_layer_with_transformer_engine_spec(
@@ -106,7 +112,8 @@ def get_gpt_layer_with_transformer_engine_spec(
     parts of the linear layers behind them (``linear_qkv.layer_norm_weight``).
 
     Args:
-        num_experts, moe_grouped_gemm, qk_layernorm: as for ``get_gpt_layer_local_spec``.
+        num_experts, moe_grouped_gemm, qk_layernorm, multi_latent_attention: as for ``get_gpt_layer_local_spec``.
+        mla_down_proj_fusion: accepted for Megatron-Core's callers: the down-projections are two products, which give the same.
         fp8: accepted for Megatron-Core's callers; ``TransformerConfig.fp8`` is what counts.
         use_te_op_fuser: the MLP of a dense layer is ``TEFusedMLP``; must equal
             ``TransformerConfig.use_transformer_engine_op_fuser``.
@@ -120,13 +127,11 @@ def get_gpt_layer_with_transformer_engine_spec(
     """
     _refuse(
         "get_gpt_layer_with_transformer_engine_spec",
-        multi_latent_attention=multi_latent_attention,
         qk_l2_norm=qk_l2_norm,
         use_te_op_fuser=use_te_op_fuser and num_experts is not None,
         use_kitchen=use_kitchen,
         use_te_activation_func=use_te_activation_func,
         use_kitchen_attention=use_kitchen_attention,
-        mla_down_proj_fusion=mla_down_proj_fusion,
         use_grouped_gemm_for_dense_mlp=use_grouped_gemm_for_dense_mlp,
     )
     reason = why_missing("transformer_engine")
@@ -144,13 +149,15 @@ def get_gpt_layer_with_transformer_engine_spec(
         norm=te.TENorm,
         column=te.TEColumnParallelLinear,
         row=te.TERowParallelLinear,
+        whole=te.TELinear,
         core_attention=te.TEDotProductAttention,
         experts=ModuleSpec(module=TEGroupedMLP, submodules=grouped),
         experts_one_by_one=ModuleSpec(module=SequentialMLP, submodules=linears),
         mlp=TEFusedMLP if use_te_op_fuser else MLP,
         norm_and_column=te.TELayerNormColumnParallelLinear,
     )
-    return _layer_spec(modules, num_experts, bool(moe_grouped_gemm), bool(qk_layernorm))
+    attention = (_latent_attention if multi_latent_attention else _attention)(modules, bool(qk_layernorm))
+    return _layer_spec(modules, attention, num_experts, bool(moe_grouped_gemm))
 
 
 def _refuse(function: str, **not_served: object) -> None:
@@ -159,25 +166,49 @@ def _refuse(function: str, **not_served: object) -> None:
             raise NotImplementedError(f"{function}({name}=...) is not served, got {value!r}; leave it out")
 
 
-def _layer_spec(modules: _Modules, num_experts: int | None, moe_grouped_gemm: bool, qk_layernorm: bool) -> ModuleSpec:
-    fused, has_experts = modules.norm_and_column, num_experts is not None
-    attention = SelfAttentionSubmodules(
-        linear_qkv=fused or modules.column,
+def _attention(modules: _Modules, qk_layernorm: bool) -> ModuleSpec:
+    norm = modules.norm if qk_layernorm else IdentityOp
+    submodules = SelfAttentionSubmodules(
+        linear_qkv=modules.norm_and_column or modules.column,
         core_attention=modules.core_attention,
         linear_proj=modules.row,
-        q_layernorm=modules.norm if qk_layernorm else IdentityOp,
-        k_layernorm=modules.norm if qk_layernorm else IdentityOp,
+        q_layernorm=norm,
+        k_layernorm=norm,
     )
+    return ModuleSpec(module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=submodules)
+
+
+def _latent_attention(modules: _Modules, qk_layernorm: bool) -> ModuleSpec:
+    fuses = qk_layernorm and modules.norm_and_column is not None
+    norm = modules.norm if qk_layernorm and not fuses else IdentityOp
+    up = modules.norm_and_column if fuses else modules.column
+    submodules = MLASelfAttentionSubmodules(
+        linear_q_proj=modules.column,
+        linear_q_down_proj=modules.whole,
+        linear_q_up_proj=up,
+        linear_kv_down_proj=modules.whole,
+        linear_kv_up_proj=up,
+        core_attention=modules.core_attention,
+        linear_proj=modules.row,
+        q_layernorm=norm,
+        kv_layernorm=norm,
+    )
+    return ModuleSpec(module=MLASelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=submodules)
+
+
+def _layer_spec(
+    modules: _Modules, attention: ModuleSpec, num_experts: int | None, moe_grouped_gemm: bool
+) -> ModuleSpec:
+    # Latent vectors are projected by two layers, so the norm before them is a module of its own.
+    fuses_norm = modules.norm_and_column is not None and attention.module is SelfAttention
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
-            input_layernorm=IdentityOp if fused else modules.norm,
-            self_attention=ModuleSpec(
-                module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention
-            ),
+            input_layernorm=IdentityOp if fuses_norm else modules.norm,
+            self_attention=attention,
             self_attn_bda=get_bias_dropout_add,
             # The router and the shared expert read what is normalised, too.
-            pre_mlp_layernorm=IdentityOp if fused and not has_experts else modules.norm,
+            pre_mlp_layernorm=IdentityOp if modules.norm_and_column and num_experts is None else modules.norm,
             mlp=_mlp_spec(modules, num_experts, moe_grouped_gemm),
             mlp_bda=get_bias_dropout_add,
         ),
@@ -225,7 +256,10 @@ def get_gpt_decoder_block_spec(
     """
     _refuse("get_gpt_decoder_block_spec", qk_l2_norm=qk_l2_norm or None, vp_stage=vp_stage)
     spec: Callable[..., ModuleSpec]
-    settings: dict[str, Any] = {"qk_layernorm": config.qk_layernorm}
+    settings: dict[str, Any] = {
+        "qk_layernorm": config.qk_layernorm,
+        "multi_latent_attention": config.multi_latent_attention,
+    }
     if use_transformer_engine:
         spec = get_gpt_layer_with_transformer_engine_spec
         settings["use_te_op_fuser"] = config.use_transformer_engine_op_fuser

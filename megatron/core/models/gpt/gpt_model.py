@@ -20,9 +20,11 @@ from megatron.core.tensor_parallel.mappings import scatter_to_sequence_parallel_
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 from megatron.core.transformer.enums import ModelType
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.multi_latent_attention import mla_rotary_embedding
 from megatron.core.transformer.parameter_init import initialize_model
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams
@@ -50,7 +52,8 @@ class GPTModel(LanguageModule):
         share_embeddings_and_output_weights: the output layer uses the word embedding's weight. A last stage without
             embedding has a copy of it, which starts with the same values (see ``canonical_name``).
         rotary_percent, rotary_base, rope_scaling, rope_scaling_factor, seq_len_interpolation_factor: see
-            ``RotaryEmbedding``; used only with position_embedding_type="rope".
+            ``RotaryEmbedding``; used only with position_embedding_type="rope". With an ``MLATransformerConfig`` rotary positions
+            are those of its own fields, whatever the type is, and only learned ones are added; the last three must be left out.
         scatter_embedding_sequence_parallel: with sequence parallelism the embedding's output is this rank's part of the
             sequence; False: the whole sequence, for callers that add to it and scatter it themselves (``decoder_input``).
         pg_collection: the process groups over which the model is split; each rank builds its part. None: those of
@@ -109,7 +112,10 @@ class GPTModel(LanguageModule):
         self.position_embedding_type = position_embedding_type
         self.model_type = ModelType.encoder_or_decoder
         self.rotary_pos_emb: RotaryEmbedding | None = None
-        if position_embedding_type == "rope":
+        if isinstance(config, MLATransformerConfig):
+            _check_rope_of_mla(rope_scaling=rope_scaling, seq_len_interpolation_factor=seq_len_interpolation_factor)
+            self.rotary_pos_emb = mla_rotary_embedding(config, cp_group=self._cp_group)
+        elif position_embedding_type == "rope":
             self.rotary_pos_emb = RotaryEmbedding(
                 config.kv_channels or 1,
                 rotary_percent,
@@ -315,6 +321,14 @@ _NOT_SERVED: Served = {
 
 def _check_served(**given: object) -> None:
     check_arguments("GPTModel", given, _NOT_SERVED)
+
+
+def _check_rope_of_mla(*, rope_scaling: bool, seq_len_interpolation_factor: float | None) -> None:
+    if rope_scaling or seq_len_interpolation_factor is not None:
+        raise NotImplementedError(
+            f"GPTModel(rope_scaling={rope_scaling}, seq_len_interpolation_factor={seq_len_interpolation_factor}) is not served with"
+            " multi-latent attention; use rope_type and rotary_scaling_factor of MLATransformerConfig"
+        )
 
 
 def _check_stage(pre_process: bool, post_process: bool, pg_collection: ProcessGroupCollection | None) -> None:

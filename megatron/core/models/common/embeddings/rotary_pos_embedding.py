@@ -46,8 +46,13 @@ class RotaryEmbedding(torch.nn.Module):
     Raises:
         ValueError: the rotated width is not even and positive.
 
+    Attributes:
+        concentration: factor of cosines and sines.
+
     Source: RoFormer (arXiv:2104.09864); Llama 3.1's scaling with an original length of 8,192.
     """
+
+    concentration: float = 1.0
 
     def __init__(
         self,
@@ -101,7 +106,7 @@ class RotaryEmbedding(torch.nn.Module):
             # for backward later.
             with torch.inference_mode(False), torch.no_grad():
                 angles = self._angles(max(max_seq_len, 2 * known), device)
-                self._tables[device] = (angles.cos(), angles.sin())
+                self._tables[device] = (angles.cos() * self.concentration, angles.sin() * self.concentration)
         cos, sin = self._tables[device]
         return cos[:max_seq_len], sin[:max_seq_len]
 

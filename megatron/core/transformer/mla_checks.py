@@ -1,0 +1,63 @@
+"""Checks of an MLATransformerConfig: a table of (condition, message), one test for each row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+_SIZES = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+
+MLACondition = Callable[["MLATransformerConfig"], bool]
+
+
+def _at_least_one(field: str) -> tuple[MLACondition, str]:
+    return (
+        lambda c: getattr(c, field) is not None and getattr(c, field) < 1,
+        f"{field} must be at least 1, got {{{field}}}",
+    )
+
+
+MLA_CONTRADICTIONS: list[tuple[MLACondition, str]] = [
+    *map(_at_least_one, _SIZES),
+    (
+        lambda c: c.qk_pos_emb_head_dim % 2 != 0,
+        "qk_pos_emb_head_dim must be even, since its channels turn in pairs, got {qk_pos_emb_head_dim}",
+    ),
+    (lambda c: c.rope_type not in ("rope", "yarn"), "rope_type must be 'rope' or 'yarn', got {rope_type!r}"),
+    (
+        lambda c: c.rope_type == "yarn" and c.rotary_percent != 1.0,
+        "rotary_percent must be 1 with rope_type='yarn', got {rotary_percent}; use rope_type='rope'",
+    ),
+    (
+        lambda c: c.rotary_scaling_factor <= 0.0 or c.original_max_position_embeddings < 1,
+        "rotary_scaling_factor and original_max_position_embeddings must be positive, got {rotary_scaling_factor} and"
+        " {original_max_position_embeddings}",
+    ),
+    (
+        lambda c: not 0.0 < c.beta_slow <= c.beta_fast,
+        "beta_slow must be positive and at most beta_fast, got {beta_slow} and {beta_fast}",
+    ),
+    (
+        lambda c: c.rotary_interleaved,
+        "rotary_interleaved must be False with multi_latent_attention, got True: neighbouring channels always turn together;"
+        " leave it out",
+    ),
+    (
+        lambda c: c.num_query_groups not in (None, c.num_attention_heads),
+        "num_query_groups must be None with multi_latent_attention, got {num_query_groups}: each head has its own keys and"
+        " values; leave it out",
+    ),
+    (
+        lambda c: c.add_qkv_bias,
+        "add_qkv_bias must be False with multi_latent_attention, got True: its projections have no bias; leave it out",
+    ),
+    (
+        lambda c: c.softmax_scale is not None or c.use_mup,
+        "softmax_scale must be None and use_mup False with multi_latent_attention, got {softmax_scale} and {use_mup}: the scale"
+        " follows from qk_head_dim, qk_pos_emb_head_dim and mscale_all_dim; leave them out",
+    ),
+]
+"""Rows like those of ``config_checks.CONTRADICTIONS``."""
