@@ -33,7 +33,7 @@ def model_provider(
     return build_gpt_model(settings.model, vocab_size=vocab_size, device=device, pg_collection=pg_collection)
 
 
-def datasets_provider(settings: Settings, tokenizer: MegatronTokenizerBase, sizes: Sequence[int]) -> Datasets:
+def datasets_provider(settings: Settings, tokenizer: MegatronTokenizerBase, sizes: Sequence[int | None]) -> Datasets:
     """Build the GPT datasets of training, validation and test."""
     return build_gpt_datasets(settings.data, tokenizer, sizes)
 

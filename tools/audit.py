@@ -50,10 +50,11 @@ from megatron.training.data.batches import SequentialBatchSampler
 from megatron.training.data.data_loader import iterate_batches
 from megatron.training.launch.distributed_init import initialize_distributed
 from megatron.training.launch.failures import ending_together, refuse, run_script
-from megatron.training.launch.pretrain import TrainingSetup, batches_of, data_rank, set_up
+from megatron.training.launch.pretrain import TrainingSetup, set_up
 from megatron.training.launch.refusals import StartRefusedError, refusing_together
 from megatron.training.launch.rendezvous import meet, world_size_of_environment
 from megatron.training.launch.same_settings import compare_settings, values_to_compare
+from megatron.training.launch.samples import data_rank, train_batches
 from megatron.training.loop.dropout_seed import microbatch_seed, seed_everything
 from megatron.training.loop.lr_schedule import build_scheduler
 from megatron.training.loop.train_step import Batch, StepComputation, TrainStep
@@ -297,7 +298,7 @@ def _train_sharded(script: Any, setup: TrainingSetup, folder: Path, steps: int, 
         comparison.gradients({name: grad if grad is None else grad * factor for name, grad in gradients.items()})
 
     inner.register_step_pre_hook(before_update)
-    batches = batches_of(setup, setup.datasets.train, 0)
+    batches = train_batches(setup, 0)
     assert batches is not None
     model.train()
     while not found and comparison.step < steps:

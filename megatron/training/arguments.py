@@ -46,6 +46,7 @@ from megatron.training.data.datasets import DataConfig
 from megatron.training.launch.distributed_init import DistributedConfig
 from megatron.training.launch.gpt_config import GPTConfig
 from megatron.training.launch.rendezvous import world_size_of_environment
+from megatron.training.loop.evaluation import ValidationConfig
 from megatron.training.loop.garbage import GarbageConfig
 from megatron.training.loop.lr_schedule import ScheduleConfig
 from megatron.training.loop.training_loop import LoopConfig
@@ -78,6 +79,7 @@ class Settings:
     optimizer: OptimizerConfig
     schedule: ScheduleConfig
     loop: LoopConfig
+    validation: ValidationConfig
     garbage: GarbageConfig
     checkpoint: CheckpointConfig
     logging: LoggingConfig
@@ -220,6 +222,7 @@ def settings_from_args(
         "tokenizer": tokenizer_config,
         "optimizer": _optimizer,
         "garbage": _garbage,
+        "validation": _validation,
         "checkpoint": _checkpoint,
         "logging": _logging,
         "profiling": partial(_profiling, world_size=world_size),
@@ -363,9 +366,13 @@ def _loop(args: Namespace, batch: BatchConfig) -> LoopConfig:
     )
 
 
-def _train_samples(args: Namespace, batch: BatchConfig) -> int:
-    samples: int = args.train_samples
-    return batch.consumed_after(args.train_iters) if samples is None else samples
+def _validation(args: Namespace) -> ValidationConfig:
+    return ValidationConfig(
+        skip_train=args.skip_train,
+        full=args.full_validation,
+        separate_sets=args.multiple_validation_sets,
+        set_names=tuple(args.validation_set_names or ()),
+    )
 
 
 def _data(args: Namespace) -> DataConfig:
@@ -387,6 +394,7 @@ def _data(args: Namespace) -> DataConfig:
         allow_gaps=args.allow_gaps_in_corpora,
         eod_mask_loss=args.eod_mask_loss,
         allow_ambiguous_pad_tokens=args.allow_ambiguous_pad_tokens,
+        separate_validation_sets=args.multiple_validation_sets,
     )
 
 

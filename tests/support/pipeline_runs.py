@@ -157,7 +157,14 @@ def train(case: Case) -> Outcome:
         if case.evaluates:
             held_out = (_to(batch, device) for batch in batches_of(case, replica=replica))
             outcome.evaluations.append(
-                evaluate(model, forward_step, held_out, shape, eval_iters=2, device=device, stage=stage)
+                evaluate(
+                    model,
+                    forward_step,
+                    held_out,
+                    num_microbatches=2 * shape.num_microbatches,
+                    device=device,
+                    stage=stage,
+                )
             )
     outcome.num_groups = {"all": len(context.groups)}
     for unit in context.units:

@@ -48,17 +48,24 @@ class BlendedMegatronDatasetBuilder:
         self.sizes = list(sizes)
         self.is_built_on_rank = is_built_on_rank
         self.config = config
+        if config.full_validation and self.sizes[Split.valid.value] is not None:
+            raise ValueError(
+                f"the size of the validation data must be None with full_validation, got {self.sizes[Split.valid.value]}"
+            )
         if len(self.sizes) != len(Split) or any(size is not None and size < 0 for size in self.sizes):
             raise ValueError(f"sizes must be {len(Split)} numbers (train, valid, test) or None, got {self.sizes}")
         for split, size, blend in zip(Split, self.sizes, self._blends(), strict=True):
-            if size is None and blend is not None and blend[1] is not None:
+            by_weight = blend is not None and blend[1] is not None and (self.config.blend or len(blend[0]) > 1)
+            if size is None and by_weight:
                 raise ValueError(
                     f"the {split.name} blend has weights and must have a size, got None; "
                     "give a number of samples, or weights of None"
                 )
 
-    def build(self) -> list[TopLevelDataset | None]:
+    def build(self) -> list[TopLevelDataset | list[TopLevelDataset | None] | None]:
         """Build the datasets [3] of train, valid and test; None where a part has no documents.
+
+        With ``multiple_validation_sets`` valid is a list if its blend names several corpora: a dataset for each of them.
 
         A part of one corpus without a weight is a ``cls``. Otherwise it is a ``BlendedDataset``, in proportion to the
         weights, or without weights to the sizes of the corpora (capped at their sum).
@@ -70,22 +77,27 @@ class BlendedMegatronDatasetBuilder:
         """
         return build_once_per_node(self._build)
 
-    def _build(self) -> list[TopLevelDataset | None]:
+    def _build(self) -> list[TopLevelDataset | list[TopLevelDataset | None] | None]:
         if torch.distributed.is_initialized() and not self.is_built_on_rank():
             return [None] * len(Split)
         if self.config.mock:
             return list(self._build_corpus(None, self._split_matrix(), self.sizes))
         if self.config.blend is not None:
-            return self._build_blend(self.config.blend, self._split_matrix(), self.sizes)
-        datasets: list[TopLevelDataset | None] = []
+            return list(self._build_blend(self.config.blend, self._split_matrix(), self.sizes))
+        datasets: list[TopLevelDataset | list[TopLevelDataset | None] | None] = []
         for split, blend in zip(Split, self._blends(), strict=True):
             whole = [(0.0, 1.0) if part is split else None for part in Split]
             if blend is not None and len(blend[0]) == 1:  # one corpus needs no blending, whatever its weight
                 blend = (blend[0], None)
+            elif blend is not None and split is Split.valid and self.config.multiple_validation_sets:
+                sets = [self._build_blend(([prefix], None), whole, self.sizes) for prefix in blend[0]]
+                datasets.append([parts[split.value] for parts in sets])
+                continue
             datasets.append(None if blend is None else self._build_blend(blend, whole, self.sizes)[split.value])
         return datasets
 
     def _blends(self) -> list[Blend | None]:
+        """Return the blend of each part."""
         per_split = self.config.blend_per_split
         if per_split is None or not any(per_split):
             return [self.config.blend] * len(Split)

@@ -60,10 +60,10 @@ class BlendedMegatronDatasetConfig:
     padding: it would take real ends of documents out of the loss."""
 
     multiple_validation_sets: bool | None = None
-    """Not served."""
+    """Each corpus of the validation blend of ``blend_per_split`` is a dataset of its own; they are not blended."""
 
     full_validation: bool | None = None
-    """Not served."""
+    """The validation data are all their samples, once: their size must be None."""
 
     fast_cache_load: bool = False
     """Not served."""
@@ -96,14 +96,6 @@ class BlendedMegatronDatasetConfig:
     def _refusals(self) -> list[tuple[bool, str]]:
         """List (condition, message) of settings that are not served."""
         return [
-            (
-                bool(self.multiple_validation_sets),
-                "multiple_validation_sets is not served: one is built; blend the sets in blend_per_split",
-            ),
-            (
-                bool(self.full_validation),
-                "full_validation is not served: ask for the samples of one epoch with a size of None",
-            ),
             (
                 self.fast_cache_load,
                 "fast_cache_load is not served: cached indices are always verified",

@@ -34,6 +34,11 @@ def add_batch_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--eval-global-batch-size", type=int, help="samples of a batch of an evaluation (default: --global-batch-size)"
     )
+    group.add_argument(
+        "--eval-micro-batch-size",
+        type=int,
+        help="samples of a rank in one microbatch of an evaluation (default: --micro-batch-size)",
+    )
     group.add_argument("--train-iters", type=int, help="iterations to train, over all runs")
     group.add_argument(
         "--train-samples",
@@ -73,14 +78,14 @@ def eval_batch_config(args: Namespace, batch: BatchConfig) -> BatchConfig:
         ValueError: the size does not fit the ranks.
     """
     size = batch.global_batch_size if args.eval_global_batch_size is None else args.eval_global_batch_size
-    if size % batch.samples_per_microbatch != 0:
+    micro = batch.micro_batch_size if args.eval_micro_batch_size is None else args.eval_micro_batch_size
+    ranks = batch.data_parallel_size
+    if min(size, micro) < 1 or size % (micro * ranks) != 0:
         raise ValueError(
-            "--eval-global-batch-size must be a multiple of --micro-batch-size times the data-parallel ranks, got "
-            f"{size} and {batch.micro_batch_size} * {batch.data_parallel_size} = {batch.samples_per_microbatch}"
+            "--eval-global-batch-size must be a multiple of --eval-micro-batch-size times the data-parallel ranks, got "
+            f"{size} and {micro} * {ranks} = {micro * ranks}; what is left out is as in training"
         )
-    return BatchConfig(
-        micro_batch_size=batch.micro_batch_size, global_batch_size=size, data_parallel_size=batch.data_parallel_size
-    )
+    return BatchConfig(micro_batch_size=micro, global_batch_size=size, data_parallel_size=ranks)
 
 
 def _schedule(args: Namespace) -> tuple[tuple[int, int], ...]:

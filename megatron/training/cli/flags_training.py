@@ -96,6 +96,26 @@ def _add_loop_flags(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--eval-iters", type=int, default=100, help="global batches of an evaluation (default: 100)")
     group.add_argument("--start-eval-at-iter", type=int, help="no evaluation before this iteration (default: none)")
+    group.add_argument(
+        "--full-validation",
+        action="store_true",
+        help="a validation reads each sample of its data once, instead of --eval-iters batches",
+    )
+    group.add_argument(
+        "--multiple-validation-sets",
+        action="store_true",
+        help="each corpus of --valid-data-path is a validation set with a loss of its own; they are not blended",
+    )
+    group.add_argument(
+        "--validation-set-names",
+        nargs="+",
+        help="names in the log for --multiple-validation-sets (default: 0, 1 and so on)",
+    )
+    group.add_argument(
+        "--skip-train",
+        action="store_true",
+        help="evaluate the model of --load on validation and test data, and end: nothing is trained or saved",
+    )
     group.add_argument("--exit-interval", type=int, help="save and end after an iteration that is a multiple of this")
     group.add_argument("--exit-duration-in-mins", type=int, help="save and end after this many whole minutes")
     group.add_argument("--exit-signal-handler", action="store_true", help="save and end on SIGTERM")

@@ -11,6 +11,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from megatron.core.datasets.blend import get_blend_from_list
 from megatron.training.cli.flags_distributed import STRATEGIES
 from megatron.training.cli.flags_graphs import captures_iterations
 from megatron.training.cli.flags_model import vocab_size_multiple
@@ -79,6 +80,23 @@ def _by_iterations(args: Namespace) -> bool:
 
 def _has_explicit_dtype(args: Namespace, dtype: str) -> bool:
     return dtype in (args.megatron_fsdp_main_grads_dtype, args.megatron_fsdp_grad_comm_dtype)
+
+
+def _has_weights(paths: list[str] | None, *, beyond: int = 0) -> bool:
+    """Whether paths are a blend of more than ``beyond`` corpora by weights; False if they are malformed."""
+    try:
+        blend = get_blend_from_list(paths or None)
+    except ValueError:
+        return False
+    return blend is not None and blend[1] is not None and len(blend[0]) > beyond
+
+
+def _fit_validation_sets(names: list[str], paths: list[str] | None) -> bool:
+    try:
+        blend = get_blend_from_list(paths or None)
+    except ValueError:
+        return True
+    return len(set(names)) == len(names) == (1 if blend is None else len(blend[0]))
 
 
 def _divides(parts: int, number: int | None) -> bool:
@@ -282,6 +300,31 @@ REFUSALS: tuple[Refusal, ...] = (
         "split with data paths of each split",
         lambda a: a.split is not None and not a.data_path and not a.mock_data,
         "--split {split} belongs to --data-path; --train-data-path, --valid-data-path and --test-data-path are not split",
+    ),
+    Refusal(
+        "full validation of a blend by weights",
+        lambda a: a.full_validation and (_has_weights(a.data_path) or _has_weights(a.valid_data_path, beyond=1)),
+        "--full-validation reads each sample once, while a blend by weights repeats some; leave out the weights of the "
+        "validation data, or give corpora of their own with --valid-data-path",
+    ),
+    Refusal(
+        "validation sets with weights",
+        lambda a: a.multiple_validation_sets and not a.full_validation and _has_weights(a.valid_data_path, beyond=1),
+        "--multiple-validation-sets keeps the corpora of --valid-data-path apart; leave out their weights",
+    ),
+    Refusal(
+        "names of validation sets that are not kept apart",
+        lambda a: a.validation_set_names is not None and not a.multiple_validation_sets,
+        "--validation-set-names needs --multiple-validation-sets, got none",
+    ),
+    Refusal(
+        "another number of names than of validation sets",
+        lambda a: (
+            a.validation_set_names is not None
+            and a.multiple_validation_sets
+            and not _fit_validation_sets(a.validation_set_names, a.valid_data_path)
+        ),
+        "--validation-set-names must have as many names as --valid-data-path has corpora, all different, got {validation_set_names}",
     ),
     Refusal(
         "tokenizer without its model",

@@ -81,12 +81,35 @@ def _num_groups(args: Namespace) -> int:
     return int(args.num_query_groups if args.group_query_attention else args.num_attention_heads or 1)
 
 
+def _without_training(args: Namespace) -> dict[str, Any]:
+    """Return the settings of a run that only evaluates; a length and a rate need not be given."""
+    settings: dict[str, Any] = {
+        "save": None,
+        "no_load_optim": True,
+        "no_load_rng": True,
+        "override_opt_param_scheduler": True,
+        "use_checkpoint_opt_param_scheduler": False,
+    }
+    if getattr(args, "lr", 0.0) is None:
+        settings["lr"] = 0.0
+    if getattr(args, "train_iters", 0) is None and getattr(args, "train_samples", 0) is None:
+        settings["train_iters"] = 1
+    return settings
+
+
 def _layer_graphs(args: Namespace) -> bool:
     given = args.cuda_graph_impl != "none" or args.cuda_graph_scope is not None
     return given and args.cuda_graph_impl != "full_iteration" and not captures_iterations(args)
 
 
 SUBSTITUTIONS: tuple[Substitution, ...] = (
+    Substitution(
+        lambda a: (
+            a.skip_train and any(getattr(a, name, value) != value for name, value in _without_training(a).items())
+        ),
+        "--skip-train: nothing is trained or saved; of a checkpoint the weights and the counters are loaded",
+        lambda a: _without_training(a),
+    ),
     Substitution(
         lambda a: a.ckpt_format in ("torch", "torch_dcp"),
         "--ckpt-format {ckpt_format}: checkpoints are saved as PyTorch DCP directories, which any number of ranks can load",

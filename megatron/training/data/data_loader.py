@@ -15,6 +15,27 @@ from megatron.core.transformer.context_parallel import get_batch_on_this_cp_rank
 from megatron.training.data.batches import SequentialBatchSampler
 
 
+class PaddedToBatches(Dataset[dict[str, Tensor]]):
+    """A dataset that is padded to a multiple of some number with samples that count nothing: their loss mask is zero.
+
+    Args:
+        dataset: of dicts of tensors, with a ``loss_mask``; not empty.
+    """
+
+    def __init__(self, dataset: Any, multiple: int) -> None:
+        self.dataset, self._length = dataset, -(-len(dataset) // multiple) * multiple
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, idx: int) -> dict[str, Tensor]:
+        if idx < len(self.dataset):
+            sample: dict[str, Tensor] = self.dataset[idx]
+            return sample
+        sample = self.dataset[0]
+        return {**sample, "loss_mask": torch.zeros_like(sample["loss_mask"])}
+
+
 def iterate_batches(
     dataset: Dataset[Any],
     sampler: SequentialBatchSampler,

@@ -54,6 +54,9 @@ class DataConfig:
     allow_ambiguous_pad_tokens: bool = False
     """Leave padding out of the loss also where its id is that of another special token."""
 
+    separate_validation_sets: bool = False
+    """Each corpus of ``valid_data_path`` is a validation set of its own."""
+
     def __post_init__(self) -> None:
         if self.split is not None:
             try:
@@ -74,14 +77,15 @@ class Datasets(NamedTuple):
 
     train: Any
     valid: Any
+    """One dataset, or a list of several sets."""
     test: Any
 
 
-def build_gpt_datasets(config: DataConfig, tokenizer: MegatronTokenizerBase, sizes: Sequence[int]) -> Datasets:
+def build_gpt_datasets(config: DataConfig, tokenizer: MegatronTokenizerBase, sizes: Sequence[int | None]) -> Datasets:
     """Build GPT datasets of at least ``sizes`` samples.
 
     Args:
-        sizes: [3] samples of training, validation and test; 0: no dataset is needed.
+        sizes: [3] samples of training, validation and test; 0: no dataset is needed; None: all samples, once.
 
     Raises:
         ValueError: the data have fewer samples.
@@ -104,14 +108,18 @@ def build_gpt_datasets(config: DataConfig, tokenizer: MegatronTokenizerBase, siz
         eod_mask_loss=config.eod_mask_loss,
         allow_ambiguous_pad_tokens=config.allow_ambiguous_pad_tokens,
         create_attention_mask=False,
+        multiple_validation_sets=config.separate_validation_sets,
+        full_validation=sizes[1] is None,
     )
     kind = MockGPTDataset if config.mock_data else GPTDataset
     built = BlendedMegatronDatasetBuilder(kind, list(sizes), lambda: True, dataset_config).build()
     for name, dataset, size in zip(("training", "validation", "test"), built, sizes, strict=True):
-        held = 0 if dataset is None else len(dataset)
+        if size is None:
+            continue
+        held = min((0 if part is None else len(part)) for part in (dataset if isinstance(dataset, list) else [dataset]))
         if held < size and (name == "training" or held > 0):
             raise ValueError(
                 f"the data must have {size} samples for {name}, got {held}; give weights with --data-path (which "
                 "repeats the data), shorten the run or its evaluations, or change --split"
             )
-    return Datasets(*(dataset if size > 0 else None for dataset, size in zip(built, sizes, strict=True)))
+    return Datasets(*(None if size == 0 else dataset for dataset, size in zip(built, sizes, strict=True)))

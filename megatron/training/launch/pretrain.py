@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,15 +19,14 @@ from megatron.core.full_cuda_graph import CudaStepGraph, FullCudaGraph
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import PipelineStage, hidden_shape
-from megatron.core.process_groups_config import ProcessGroupCollection, group_rank
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import rng_tracker_of
 from megatron.core.tokenizers import MegatronTokenizerBase, build_tokenizer
 from megatron.core.transformer.moe.loss_record import auxiliary_loss_names
 from megatron.training.arguments import Settings
 from megatron.training.checkpointing import CheckpointConfig, Checkpointer, print_rank_0
 from megatron.training.cli.configuration_report import report_configuration
-from megatron.training.data.batches import BatchConfig, SequentialBatchSampler
-from megatron.training.data.data_loader import iterate_batches
+from megatron.training.data.batches import BatchConfig
 from megatron.training.data.datasets import Datasets
 from megatron.training.folder_lock import FolderLock
 from megatron.training.launch.distributed_init import initialize_distributed, process_groups, set_deterministic
@@ -36,6 +35,7 @@ from megatron.training.launch.refusals import refusing_together
 from megatron.training.launch.rendezvous import meet
 from megatron.training.launch.restart import EarlierStarts, after_restart
 from megatron.training.launch.same_settings import compare_settings, values_to_compare
+from megatron.training.launch.samples import data_rank, num_samples, test_batches, train_batches, validation_sets
 from megatron.training.launch.save_folder import claimed_save
 from megatron.training.loop.dropout_seed import seed_everything
 from megatron.training.loop.evaluation import evaluate
@@ -43,7 +43,7 @@ from megatron.training.loop.garbage import GarbageCollector
 from megatron.training.loop.lr_schedule import build_scheduler
 from megatron.training.loop.step_agreement import StepAgreement, TerminationSignal
 from megatron.training.loop.train_state import TrainState
-from megatron.training.loop.train_step import Batch, ForwardStep, StepComputation, TrainStep
+from megatron.training.loop.train_step import ForwardStep, StepComputation, TrainStep
 from megatron.training.loop.training_loop import TrainingLoop
 from megatron.training.telemetry.flops import flops_per_sample
 from megatron.training.telemetry.life_signs import Progress
@@ -55,8 +55,9 @@ ModelProvider = Callable[[Settings, int, torch.device, ProcessGroupCollection], 
 """(settings, size of the vocabulary, device, process groups) -> this rank's part of the model, unwrapped; on the meta
 device if the settings say so."""
 
-DatasetProvider = Callable[[Settings, Any, Sequence[int]], Datasets]
-"""(settings, tokenizer, [3] numbers of samples of training, validation and test) -> datasets of dicts of tensors."""
+DatasetProvider = Callable[[Settings, Any, Sequence[int | None]], Datasets]
+"""(settings, tokenizer, [3] numbers of samples of training, validation and test) -> datasets of dicts of tensors. None stands for
+all samples, once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +70,8 @@ class TrainingSetup:
     model: FullyShardedDataParallel
     stage: PipelineStage
     """The pipeline stage of this rank."""
+    eval_stage: PipelineStage
+    """The same for evaluations, whose microbatches may have another size."""
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
     vocab_size: int
@@ -153,7 +156,8 @@ def set_up(
         device=device,
         datasets=datasets,
         model=model,
-        stage=_pipeline_stage(settings, groups, device),
+        stage=_pipeline_stage(settings, groups, device, settings.batch.micro_batch_size),
+        eval_stage=_pipeline_stage(settings, groups, device, settings.eval_batch.micro_batch_size),
         optimizer=optimizer,
         scheduler=build_scheduler(settings.schedule, settings.optimizer, optimizer),
         vocab_size=tokenizer.vocab_size,
@@ -166,12 +170,14 @@ def set_up(
     )
 
 
-def _pipeline_stage(settings: Settings, groups: ProcessGroupCollection, device: torch.device) -> PipelineStage:
+def _pipeline_stage(
+    settings: Settings, groups: ProcessGroupCollection, device: torch.device, micro_batch_size: int
+) -> PipelineStage:
     transformer = settings.model.transformer
     dtype = torch.float32 if transformer.fp32_residual_connection else transformer.params_dtype
     shape = hidden_shape(
         seq_length=settings.data.seq_length,
-        micro_batch_size=settings.batch.micro_batch_size,
+        micro_batch_size=micro_batch_size,
         hidden_size=transformer.hidden_size,
         context_parallel_size=transformer.context_parallel_size,
         tensor_model_parallel_size=transformer.tensor_model_parallel_size,
@@ -220,7 +226,8 @@ def _begin(
     agree(lambda: None, lambda _: _begin_progress_log(setup, checkpointer, state))
     agree(lambda: _check_data_left(setup, state), lambda _: None)
     writers: list[ScalarWriter] = []
-    agree(lambda: writers.extend(build_writers(settings.logging, setup.architecture)), lambda _: None)
+    if not settings.validation.skip_train:  # its losses belong to no point of a curve, as in Megatron-LM
+        agree(lambda: writers.extend(build_writers(settings.logging, setup.architecture)), lambda _: None)
     return _Start(checkpointer=checkpointer, state=state, writers=writers)
 
 
@@ -246,6 +253,8 @@ def _check_data_left(setup: TrainingSetup, state: TrainState) -> None:
     Ranks: each on its own.
     """
     loop, batch = setup.settings.loop, setup.settings.batch
+    if setup.settings.validation.skip_train:
+        return
     iterations = loop.last_iteration(state, batch) - state.iteration
     needed = batch.consumed_after(iterations, state.consumed_train_samples)
     held = 0 if setup.datasets.train is None else len(setup.datasets.train)
@@ -280,17 +289,16 @@ def _train(
     termination = TerminationSignal() if settings.loop.exit_signal_handler else None
     garbage = GarbageCollector(settings.garbage)
     step = _step(setup, forward_step, settings.batch.at(state.consumed_train_samples), checkpointer.seed)
-    train_batches = batches_of(setup, setup.datasets.train, state.consumed_train_samples)
-    valid_batches = batches_of(setup, setup.datasets.valid, state.consumed_valid_samples, repeats=True)
+    batches = None if settings.validation.skip_train else train_batches(setup, state.consumed_train_samples)
+    held_out = validation_sets(setup, state.consumed_valid_samples)
     loop = TrainingLoop(
         settings.loop,
         settings.batch,
-        settings.eval_batch,
         step=step,
         forward_step=forward_step,
         state=state,
-        train_batches=train_batches,
-        valid_batches=valid_batches,
+        train_batches=batches,
+        validation_sets=held_out,
         checkpointer=checkpointer,
         agreement=StepAgreement(
             device,
@@ -302,20 +310,23 @@ def _train(
         log=log,
         garbage=garbage,
         device=device,
-        stage=setup.stage,
+        eval_stage=setup.eval_stage,
         profiler=profiler,
     )
     watch(loop.progress)
     try:
-        reason = loop.run()
-        if state.iteration >= loop.last_iteration:
+        reason = "" if settings.validation.skip_train else loop.run()
+        if settings.validation.skip_train or state.iteration >= loop.last_iteration:
             loop.evaluate(f"iteration {state.iteration} on validation set")
             _test(setup, forward_step, state, log)
-        print_rank_0(f" training ended after iteration {state.iteration}: {reason}")
+        if settings.validation.skip_train:
+            print_rank_0(f" nothing was trained after iteration {state.iteration}: --skip-train")
+        else:
+            print_rank_0(f" training ended after iteration {state.iteration}: {reason}")
     finally:
-        for batches in (train_batches, valid_batches):
-            if batches is not None:
-                batches.close()
+        for drawn in (batches, *(one.batches for one in held_out)):
+            if drawn is not None:
+                drawn.close()
         step.close()
         garbage.close()
         log.close()
@@ -358,63 +369,19 @@ def _step(setup: TrainingSetup, forward_step: ForwardStep, batch: BatchConfig, s
     return TrainStep(computation, setup.scheduler, batch, seed=seed, rank=data_rank(setup), graph=graph)
 
 
-def data_rank(setup: TrainingSetup) -> int:
-    """Return this rank's index among the ranks that compute different samples."""
-    return group_rank(setup.model.pg_collection.dp)
-
-
-def num_samples(settings: Settings) -> tuple[int, int, int]:
-    """Compute the numbers of samples of training, validation and test that the whole run draws, as Megatron-LM does."""
-    loop, batch = settings.loop, settings.batch
-    evaluations = 1 + (loop.train_iters // loop.eval_interval if loop.eval_interval else 0)
-    per_evaluation = loop.eval_iters * settings.eval_batch.global_batch_size
-    train_samples = loop.train_samples or batch.consumed_after(loop.train_iters)
-    return train_samples, evaluations * per_evaluation, per_evaluation
-
-
-def batches_of(
-    setup: TrainingSetup, dataset: Any, consumed_samples: int, *, repeats: bool = False
-) -> Generator[Batch] | None:
-    """Iterate over this rank's microbatches; ``repeats``: start over after the last sample.
-
-    A resumed run may evaluate more often than planned, hence ``repeats``. Ranks over which the model is split draw the same
-    samples.
-    """
-    return None if dataset is None else _draw(setup, dataset, consumed_samples, repeats=repeats)
-
-
-def _draw(setup: TrainingSetup, dataset: Any, consumed_samples: int, *, repeats: bool) -> Generator[Batch]:
-    while True:
-        sampler = SequentialBatchSampler(
-            setup.settings.batch, rank=data_rank(setup), total_samples=len(dataset), consumed_samples=consumed_samples
-        )
-        yield from iterate_batches(
-            dataset,
-            sampler,
-            num_workers=setup.settings.data.num_workers,
-            device=setup.device,
-            cp_group=setup.model.pg_collection.cp,
-        )
-        if not repeats:
-            return
-        consumed_samples = 0
-
-
 def _test(setup: TrainingSetup, forward_step: ForwardStep, state: TrainState, log: MetricLog) -> None:
     """Log the loss on the test data, if there are any."""
-    batches = batches_of(setup, setup.datasets.test, 0)
+    batches, batch = test_batches(setup), setup.settings.eval_batch
     if batches is None:
         return
-    loop = setup.settings.loop
     with closing(batches):
         loss = evaluate(
             setup.model,
             forward_step,
             batches,
-            setup.settings.eval_batch,
-            eval_iters=loop.eval_iters,
+            num_microbatches=setup.settings.loop.eval_iters * batch.num_microbatches,
             device=setup.device,
-            stage=setup.stage,
+            stage=setup.eval_stage,
         )
     log.write_evaluation(
         f"iteration {state.iteration} on test set",

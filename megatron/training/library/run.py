@@ -236,9 +236,9 @@ def _forward(
     return loss, tokens.float()
 
 
-def get_train_valid_test_num_samples() -> tuple[int, int, int]:
+def get_train_valid_test_num_samples() -> tuple[int, int | None, int]:
     """Return the numbers of samples of training, validation and test that the run of the arguments draws."""
-    from megatron.training.launch.pretrain import num_samples
+    from megatron.training.launch.samples import num_samples
 
     return num_samples(settings_of(get_args()))
 

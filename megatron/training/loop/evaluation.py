@@ -2,15 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core.pipeline_parallel import Pipeline, PipelineStage
-from megatron.training.data.batches import BatchConfig
 from megatron.training.loop.stage_forward import Batch, ForwardStep, StageForward
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValidationConfig:
+    """Settings of the validation data and of evaluations without training."""
+
+    skip_train: bool = False
+    """Evaluate on validation and test data what was loaded, and end."""
+
+    full: bool = False
+    """A validation reads each sample of its set once, instead of a number of global batches."""
+
+    separate_sets: bool = False
+    """Each corpus of the validation data is a set with a loss of its own; otherwise they are blended."""
+
+    set_names: tuple[str, ...] = ()
+    """Names of the sets in the log; empty: their numbers from 0 on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValidationSet:
+    """Held-out data, as this rank reads them."""
+
+    suffix: str
+    """What follows "validation" in log lines and curves: "-name", or nothing where there is one set."""
+
+    batches: Generator[Batch]
+    """This rank's microbatches, without an end."""
+
+    num_microbatches: int
+    """Microbatches of one evaluation."""
+
+    num_consumed: int
+    """Samples of all ranks after which the next evaluation goes on; 0: it begins with the first."""
 
 
 @torch.no_grad()
@@ -18,15 +52,15 @@ def evaluate(
     model: torch.nn.Module,
     forward_step: ForwardStep,
     batches: Iterator[Batch],
-    batch: BatchConfig,
     *,
-    eval_iters: int,
+    num_microbatches: int,
     device: torch.device,
     stage: PipelineStage | None = None,
 ) -> float:
-    """Compute the mean loss over all tokens of ``eval_iters`` global batches; leave the model in training mode.
+    """Compute the mean loss over all tokens of some microbatches of all ranks; leave the model in training mode.
 
     Args:
+        num_microbatches: those of one rank.
         stage: this rank's pipeline stage; None: the model is not split into stages.
 
     Ranks: all of the run, which all get the same loss; blocks until it is known.
@@ -34,8 +68,8 @@ def evaluate(
     stage = stage or PipelineStage()
     microbatches = _Microbatches(StageForward(model, forward_step, stage), batches, device)
     model.eval()
-    if eval_iters > 0:
-        Pipeline(stage).forward_only(microbatches, eval_iters * batch.num_microbatches)
+    if num_microbatches > 0:
+        Pipeline(stage).forward_only(microbatches, num_microbatches)
     model.train()
     sums = microbatches.sums
     # Ranks that share samples add the same to both sums, and stages without losses add zeros, so the mean is right.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +13,7 @@ from megatron.core.distributed.fsdp import contexts_of
 from megatron.core.pipeline_parallel import PipelineStage
 from megatron.training.checkpointing import Checkpointer
 from megatron.training.data.batches import BatchConfig
-from megatron.training.loop.evaluation import evaluate
+from megatron.training.loop.evaluation import ValidationSet, evaluate
 from megatron.training.loop.garbage import GarbageCollector
 from megatron.training.loop.replica_check import check_replicas
 from megatron.training.loop.step_agreement import StepAgreement
@@ -90,8 +90,8 @@ class TrainingLoop:
 
     Args:
         train_batches: iterator over this rank's microbatches, from the current sample on.
-        valid_batches: the same for evaluations; None: there are no validation data.
-        stage: the pipeline stage of this rank.
+        validation_sets: the held-out data; empty: nothing is evaluated.
+        eval_stage: the pipeline stage of this rank in evaluations.
         profiler: of this rank's steps; None: none are profiled.
 
     Ranks: all of the run.
@@ -101,26 +101,24 @@ class TrainingLoop:
         self,
         config: LoopConfig,
         batch: BatchConfig,
-        eval_batch: BatchConfig,
         *,
         step: TrainStep,
         forward_step: ForwardStep,
         state: TrainState,
         train_batches: Iterator[Batch] | None,
-        valid_batches: Iterator[Batch] | None,
+        validation_sets: Sequence[ValidationSet],
         checkpointer: Checkpointer,
         agreement: StepAgreement,
         log: MetricLog,
         garbage: GarbageCollector,
         device: torch.device,
-        stage: PipelineStage,
+        eval_stage: PipelineStage,
         profiler: StepProfiler | None = None,
     ) -> None:
         self.config, self.batch, self.step, self.forward_step, self.state = config, batch, step, forward_step, state
-        self.eval_batch = eval_batch
-        self.train_batches, self.valid_batches = train_batches, valid_batches
+        self.train_batches, self.validation_sets = train_batches, validation_sets
         self.checkpointer, self.agreement, self.log, self.garbage = checkpointer, agreement, log, garbage
-        self.device, self.stage, self.profiler = device, stage, profiler
+        self.device, self.eval_stage, self.profiler = device, eval_stage, profiler
         self.last_iteration = config.last_iteration(state, batch)
         self._contexts = contexts_of(step.model)
         step.computation.timer = log.timers
@@ -237,7 +235,7 @@ class TrainingLoop:
 
     def _evaluation_is_due(self, iteration: int) -> bool:
         config = self.config
-        if config.eval_iters == 0 or config.eval_interval is None or iteration % config.eval_interval != 0:
+        if not self.validation_sets or config.eval_interval is None or iteration % config.eval_interval != 0:
             return False
         return config.start_eval_at_iter is None or iteration >= config.start_eval_at_iter
 
@@ -250,34 +248,37 @@ class TrainingLoop:
         self.log.write_times({"save-checkpoint": time.perf_counter() - began})
         self.log.start_clock()
 
-    def evaluate(self, where: str) -> float | None:
-        """Compute, log and return the validation loss; None where there are no validation data."""
-        if self.valid_batches is None or self.config.eval_iters == 0:
-            return None
+    def evaluate(self, where: str) -> None:
+        """Compute and log the loss of each validation set."""
+        if not self.validation_sets:
+            return
         self.log.stop_clock()
         self.garbage.around_evaluation()
         began = time.perf_counter()
-        loss = evaluate(
-            self.step.model,
-            self.forward_step,
-            self.valid_batches,
-            self.eval_batch,
-            eval_iters=self.config.eval_iters,
-            device=self.device,
-            stage=self.stage,
-        )
+        losses = [self._loss_of(held_out) for held_out in self.validation_sets]
         self.log.write_times({"evaluate": time.perf_counter() - began})
-        self.state.consumed_valid_samples += self.config.eval_iters * self.eval_batch.global_batch_size
-        self.log.write_evaluation(
-            where,
-            "validation",
-            loss,
-            iteration=self.state.iteration,
-            consumed_samples=self.state.consumed_train_samples,
-        )
+        for held_out, loss in zip(self.validation_sets, losses, strict=True):
+            self.log.write_evaluation(
+                where,
+                "validation",
+                loss,
+                iteration=self.state.iteration,
+                consumed_samples=self.state.consumed_train_samples,
+                suffix=held_out.suffix,
+            )
+        self.state.consumed_valid_samples += self.validation_sets[0].num_consumed
         self.garbage.around_evaluation()
         self.log.start_clock()
-        return loss
+
+    def _loss_of(self, held_out: ValidationSet) -> float:
+        return evaluate(
+            self.step.model,
+            self.forward_step,
+            held_out.batches,
+            num_microbatches=held_out.num_microbatches,
+            device=self.device,
+            stage=self.eval_stage,
+        )
 
 
 def _return_memory(device: torch.device) -> None:

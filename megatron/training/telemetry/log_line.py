@@ -89,14 +89,15 @@ def _own_fields(record: LogRecord) -> list[str]:
     return fields + [f"{kind} (MiB): {mebibytes:.1f}" for kind, mebibytes in record.memory.items()]
 
 
-def format_evaluation(where: str, loss: float) -> str:
+def format_evaluation(where: str, loss: float, *, suffix: str = "") -> str:
     """Format the three lines of an evaluation.
 
     Args:
         where: "iteration 10" or "iteration 10 on validation set".
         loss: mean over all tokens.
+        suffix: "-name" of one of several validation sets.
     """
     perplexity = math.exp(min(20.0, loss))
-    line = f" validation loss at {where} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity:.6E} | "
+    line = f" validation{suffix} loss at {where} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity:.6E} | "
     bar = "-" * (len(line) + 1)
     return f"{bar}\n{line}\n{bar}"

@@ -336,13 +336,15 @@ class MetricLog:
             writer.add_scalars(known, step.iteration, samples=step.consumed_samples)
             writer.add_scalars(auxiliary_losses | step.memory, step.iteration)
 
-    def write_evaluation(self, where: str, name: str, loss: float, *, iteration: int, consumed_samples: int) -> None:
-        """Write the lines and scalars of an evaluation. Ranks: any; rank 0 writes."""
+    def write_evaluation(
+        self, where: str, name: str, loss: float, *, iteration: int, consumed_samples: int, suffix: str = ""
+    ) -> None:
+        """Write the lines and scalars of an evaluation; ``suffix``: of one of several sets. Ranks: any; rank 0 writes."""
         if dist.get_rank() == 0:
-            print(format_evaluation(where, loss), flush=True)
-        scalars = {f"lm loss {name}": loss}
+            print(format_evaluation(where, loss, suffix=suffix), flush=True)
+        scalars = {f"lm loss {name}{suffix}": loss}
         if self.config.validation_ppl_to_tensorboard:
-            scalars[f"lm loss {name} ppl"] = float(torch.tensor(min(20.0, loss)).exp())
+            scalars[f"lm loss {name}{suffix} ppl"] = float(torch.tensor(min(20.0, loss)).exp())
         for writer in self.writers:
             writer.add_scalars(scalars, iteration, samples=consumed_samples)
             writer.flush()

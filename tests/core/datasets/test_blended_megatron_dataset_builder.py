@@ -159,3 +159,21 @@ def _build_on_rank_0_only(prefix: str, cache: str) -> list[bool]:
 
 def test_ranks_that_want_no_datasets_get_none(prefixes: list[str], tmp_path: Path) -> None:
     assert run_ranks(2, _build_on_rank_0_only, prefixes[0], str(tmp_path / "cache")) == [[True] * 3, [False] * 3]
+
+
+def test_validation_sets_are_kept_apart_and_whole(tmp_path: Path) -> None:
+    """As in Megatron-Core: a list for validation, of one epoch each; the other parts are blended."""
+    prefixes = [write_corpus(tmp_path / name, [list(range(1, length))]) for name, length in (("a", 70), ("b", 50))]
+    apart = config(
+        blend_per_split=[(prefixes, None), (prefixes, None), None],
+        multiple_validation_sets=True,
+        full_validation=True,
+    )
+    train, valid, test = build([4, None, 0], apart)
+    assert [len(dataset) for dataset in valid] == [4, 3] and len(train) == 4 and test is None
+    with pytest.raises(ValueError, match="size of the validation data must be None with full_validation, got 8"):
+        build([4, 8, 0], apart)
+    (alone,) = [
+        part for part in build([0, None, 0], config(blend_per_split=[None, ([prefixes[0]], [0.3]), None])) if part
+    ]
+    assert len(alone) == 4, "one corpus needs no weight"

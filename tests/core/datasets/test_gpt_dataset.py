@@ -190,8 +190,6 @@ def test_settings_that_contradict_are_refused(settings: dict[str, Any], message:
 
 
 NOT_SERVED: list[dict[str, Any]] = [
-    {"multiple_validation_sets": True},
-    {"full_validation": True},
     {"fast_cache_load": True},
     {"defer_npy_index_mmap": True},
     {"object_storage_cache_path": "s3"},

@@ -12,6 +12,10 @@ EXPERTS = "--num-experts 4"
 
 # in the order of the table: (flags that the row takes as others, the others)
 CASES: list[tuple[str, str]] = [
+    (
+        "--skip-train --load x --save y",
+        "--skip-train --load x --no-load-optim --no-load-rng --override-opt-param-scheduler",
+    ),
     ("--ckpt-format torch_dcp", ""),
     (
         "--use-torch-fsdp2 --torch-fsdp2-no-reshard-after-forward",
@@ -142,3 +146,9 @@ def test_values_are_taken_as_others(index: int, case: tuple[str, str]) -> None:
 
 def test_every_row_has_a_case() -> None:
     assert len(CASES) == len(SUBSTITUTIONS)
+
+
+def test_a_run_that_only_evaluates_needs_no_length_and_no_rate() -> None:
+    line = " ".join(MINIMAL).replace("--train-iters 4 ", "").replace("--lr 1e-3 ", "")
+    assert check_command_line([*line.split(), "--skip-train", "--load", "x"], world_size=1).faults == []
+    assert len(check_command_line(line.split(), world_size=1).faults) == 2
