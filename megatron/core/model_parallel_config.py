@@ -16,7 +16,6 @@ _OFFLOAD = "activations are not offloaded; use recompute_granularity"
 _WEIGHTS_AT_REST = "weights at rest are sharded by the engine, over the data-parallel ranks"
 
 NOT_SERVED: Served = {
-    "fp16": ((False,), "fp16 needs loss scaling, which is not served; use bf16"),
     "enable_autocast": ((False,), "layers compute in params_dtype; set that instead"),
     "autocast_dtype": (ANY, "only enable_autocast reads it"),
     "virtual_pipeline_model_parallel_size": ((None,), _STAGES),
@@ -90,7 +89,7 @@ class ModelParallelConfig(CheckedConfig):
     bf16: bool = False
     """``Float16Module`` converts the model to bf16. Without it, ``params_dtype`` alone says in which dtype it trains."""
     fp16: bool = False
-    """Refused when set."""
+    """As ``bf16``, with fp16; losses must be scaled (``grad_scale_func``, ``OptimizerConfig.fp16``)."""
     params_dtype: torch.dtype = torch.float32
     """Dtype in which parameters are created and layers compute."""
     deterministic_mode: bool = False
@@ -127,7 +126,7 @@ class ModelParallelConfig(CheckedConfig):
     finalize_model_grads_func: Callable[..., Any] | None = None
     """Called by the forward-backward function after the last backward, with [model], tokens or None, and the groups."""
     grad_scale_func: Callable[[torch.Tensor], torch.Tensor] | None = None
-    """Scales each loss before its backward."""
+    """Scales each loss before its backward, auxiliary losses too; ``MegatronOptimizer.scale_loss``."""
     no_sync_func: Callable[..., Any] | None = None
     """Makes the context of all microbatches but the last."""
     grad_sync_func: Callable[..., Any] | None = None
@@ -138,6 +137,8 @@ class ModelParallelConfig(CheckedConfig):
     """Microbatches may differ in length; refused with several pipeline stages, whose messages have one shape."""
 
     def contradictions(self, *, has_faults: bool) -> list[str]:
+        if self.fp16 and self.bf16:
+            return ["fp16 and bf16 exclude each other, got both; set one"]
         if self.variable_seq_lengths and self.pipeline_model_parallel_size > 1:
             return [
                 "variable_seq_lengths must be False with several pipeline stages, got True: messages have one shape"

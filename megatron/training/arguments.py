@@ -30,6 +30,7 @@ from megatron.training.cli.flags_distributed import add_distributed_flags
 from megatron.training.cli.flags_experts import add_expert_flags, expert_settings
 from megatron.training.cli.flags_fp8 import add_fp8_flags, fp8_settings
 from megatron.training.cli.flags_graphs import add_graph_flags, captures_iterations, full_cuda_graph_config
+from megatron.training.cli.flags_loss_scale import add_loss_scale_flags, loss_scale_settings
 from megatron.training.cli.flags_model import add_model_flags, ffn_hidden_size, position_embedding_type
 from megatron.training.cli.flags_of_before import ALWAYS_SO_BEFORE, REFUSED_BEFORE, SAID_ONCE_BEFORE
 from megatron.training.cli.flags_parallel import add_parallel_flags, parallel_settings, rank_grid
@@ -106,6 +107,7 @@ def build_parser() -> FlagParser:
         add_parallel_flags,
         add_batch_flags,
         add_training_flags,
+        add_loss_scale_flags,
         add_data_flags,
         add_tokenizer_flags,
         add_checkpoint_flags,
@@ -295,6 +297,7 @@ _SAME_NAME_IN_TRANSFORMER_CONFIG = (
     "mup_base_head_dim",
     "mup_attn_scale_power",
     "bf16",
+    "fp16",
     "fp32_residual_connection",
     "apply_query_key_layer_scaling",
     "bias_dropout_fusion",
@@ -339,7 +342,7 @@ def _transformer(args: Namespace) -> TransformerConfig:
 
 
 def _compute_dtype(args: Namespace) -> torch.dtype:
-    return torch.bfloat16 if args.bf16 else torch.float32
+    return torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
 
 
 def _loop(args: Namespace, batch: BatchConfig) -> LoopConfig:
@@ -414,6 +417,7 @@ def _optimizer(args: Namespace) -> OptimizerConfig:
         sgd_momentum=args.sgd_momentum,
         clip_grad=args.clip_grad,
         log_num_zeros_in_grad=args.log_num_zeros_in_grad,
+        **loss_scale_settings(args),
     )
 
 
@@ -555,13 +559,15 @@ def _ddp(args: Namespace) -> DistributedDataParallelConfig:
 def _gradient_dtypes(args: Namespace) -> tuple[torch.dtype, torch.dtype]:
     """Return the dtypes of main gradients and of gradient communication.
 
-    As in Megatron-LM, both are fp32 in bf16 training unless ``--grad-reduce-in-bf16`` is given. Unlike there, a dtype that is
-    given by its own flag is always in effect.
+    As in Megatron-LM, both are fp32 in bf16 training unless ``--grad-reduce-in-bf16`` is given, and in fp16 training gradients
+    travel in fp16 unless ``--accumulate-allreduce-grads-in-fp32`` is. Unlike there, main gradients are fp32 in fp16 training
+    too, and a dtype that is given by its own flag is always in effect.
     """
     in_fp32 = args.accumulate_allreduce_grads_in_fp32 or not args.grad_reduce_in_bf16
     default = torch.float32 if in_fp32 else _compute_dtype(args)
     main_grads = _DTYPES.get(args.megatron_fsdp_main_grads_dtype, default)
-    return main_grads, _DTYPES.get(args.megatron_fsdp_grad_comm_dtype, main_grads)
+    on_wire = torch.float16 if args.fp16 and not args.accumulate_allreduce_grads_in_fp32 else main_grads
+    return main_grads, _DTYPES.get(args.megatron_fsdp_grad_comm_dtype, on_wire)
 
 
 _OF_MEGATRON_LM = ("core_transformer_config_from_args", "parse_and_validate_args", "parse_args", "validate_args")

@@ -31,6 +31,7 @@ from megatron.core.distributed.fsdp.checkpoint import (
     planned_nbytes,
 )
 from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.grad_scaler import check_scale_state
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.process_groups_config import ProcessGroupCollection, group_size
 from megatron.training.folder_lock import FolderLock
@@ -181,6 +182,8 @@ class Checkpointer:
         }
         if self.config.save_rng:
             extra["rng"] = rng_state(self.seed)
+        if self.config.save_optim and self.optimizer.grad_scaler is not None:
+            extra["grad_scaler"] = self.optimizer.grad_scaler.state_dict()
         with _naming_iteration(state.iteration):
             agree(lambda: None, lambda _: self._check_lock())
             handle = save_checkpoint(
@@ -272,6 +275,7 @@ class Checkpointer:
             return TrainState()
         if self.config.load_optim:
             self.scheduler.load_state_dict(saved["scheduler"])
+            self._load_loss_scale(saved.get("grad_scaler"), path)
         else:
             print_rank_0(
                 " --no-load-optim: the optimizer and the schedule of its rates start afresh, as in Megatron-LM"
@@ -283,6 +287,15 @@ class Checkpointer:
         if self.config.save is not None and os.path.realpath(self.config.save) == os.path.realpath(self.config.load):
             self.last_saved_iteration = iteration
         return TrainState(**saved["state"])
+
+    def _load_loss_scale(self, saved: Mapping[str, Any] | None, path: Path) -> None:
+        scaler = self.optimizer.grad_scaler
+        if scaler is None or not scaler.state_dict():
+            return
+        if saved:
+            scaler.load_state_dict(saved)
+        else:
+            print_rank_0(f" {path} holds no loss scale: it starts at {float(scaler.scale):.1f}")
 
     def _load_into_model(self, path: Path, *, with_optimizer: bool, reader: TensorReader | None = None) -> None:
         # Loading replaces hyperparameters by the saved ones, but those of the command line must stay in effect.
@@ -345,7 +358,7 @@ class Checkpointer:
         reader = CheckpointReader(path, verify=self.config.verify)
         names = [
             name
-            for name in ("architecture", "samples", "state", "scheduler", "rng", _CONVERTED_FROM)
+            for name in ("architecture", "samples", "state", "scheduler", "rng", "grad_scaler", _CONVERTED_FROM)
             if EXTRA_STATE + name in reader.entries
         ]
         values = reader.values([EXTRA_STATE + name for name in names])
@@ -360,6 +373,7 @@ class Checkpointer:
             self.scheduler.check_state_dict(_dict_of(saved, "scheduler", path))
             if self.config.load_rng and "rng" in saved:
                 check_rng_state(saved["rng"])
+            check_scale_state(saved.get("grad_scaler", {}))
             if not isinstance(saved.get("samples", {}), dict):
                 raise ValueError(f"what samples depend on must be a dict, got {saved['samples']!r}")
         except (TypeError, ValueError) as error:

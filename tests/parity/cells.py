@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from itertools import product
 
 MICRO_BATCH = 2
+LOSS_SCALE = 4096
+"""Of cells whose loss is per token."""
 STEPS = 5
 STRATEGIES: dict[str, tuple[str, str | None]] = {
     "no_shard": ("no_shard", None),
@@ -164,7 +166,8 @@ class Cell:
             flags += f" --num-distributed-optimizer-instances 2 --outer-dp-sharding-strategy {outer}"
         if self.microbatches > 1:
             flags += " --overlap-grad-reduce --overlap-param-gather"
-        return flags
+        # A power of two rounds nothing, so numbers are those of the one process, which scales no loss.
+        return f"{flags} --loss-scale {LOSS_SCALE}" if self.per_token else flags
 
     @property
     def argv(self) -> list[str]:

@@ -243,7 +243,32 @@ def _split_columns_keep_their_inputs_gradients(patch: pytest.MonkeyPatch) -> Non
     patch.setattr(column_function, "begin_sum", lambda tensor, group: SimpleNamespace(wait=lambda: tensor))
 
 
+def _auxiliary_losses_are_not_scaled(patch: pytest.MonkeyPatch) -> None:
+    from megatron.training.loop import train_step
+
+    patch.setattr(train_step, "set_loss_scale", lambda model, scale: None)
+
+
+def _the_loss_scale_is_undone_after_clipping(patch: pytest.MonkeyPatch) -> None:
+    """The norm is that of scaled gradients."""
+    from megatron.core.optimizer import MegatronOptimizer
+
+    unscaled: Any = MegatronOptimizer._unscaled
+    patch.setattr(MegatronOptimizer, "_unscaled", lambda self, norm: (norm, *unscaled(self, norm)[1:]))
+
+
+def _the_loss_scale_is_never_undone(patch: pytest.MonkeyPatch) -> None:
+    from megatron.core.optimizer.grad_scaler import MegatronGradScaler
+
+    patch.setattr(MegatronGradScaler, "inv_scale", property(lambda self: torch.ones_like(self.scale)))
+
+
 MUTATIONS = {
+    "auxiliary losses are not scaled": Mutation(_auxiliary_losses_are_not_scaled, "moe sp, moe cp"),
+    "the loss scale is undone after clipping": Mutation(
+        _the_loss_scale_is_undone_after_clipping, "fsdp, hfsdp, moe sp, moe cp"
+    ),
+    "the loss scale is never undone": Mutation(_the_loss_scale_is_never_undone, "fsdp, hfsdp, moe sp, moe cp"),
     "experts are averaged over their own ranks": Mutation(_experts_are_averaged_over_their_own_ranks, "ep"),
     "gradients are averaged also per token": Mutation(_gradients_are_always_averaged, "fsdp, hfsdp, moe sp, moe cp"),
     "means are over the inner axis alone": Mutation(_means_are_over_the_inner_axis, "hsdp, hfsdp, moe cp"),

@@ -53,9 +53,13 @@ def clip_grad_by_total_norm(params: Iterable[Tensor], max_norm: float, total_nor
 
     Ranks: local.
     """
-    scale = clip_factor(total_norm, max_norm)
+    scale_gradients(params, clip_factor(total_norm, max_norm))
+
+
+def scale_gradients(params: Iterable[Tensor], factor: Tensor) -> None:
+    """Multiply gradients in place by ``factor``, one element on the device. Ranks: local."""
     for tensors in _by_dtype([_local(gradient) for gradient in _gradients(params)]):
-        torch._foreach_mul_(tensors, scale.to(tensors[0].device))
+        torch._foreach_mul_(tensors, factor.view(()).to(tensors[0].device))
 
 
 def _gradients(params: Iterable[Tensor]) -> list[Tensor]:

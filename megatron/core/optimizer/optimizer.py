@@ -16,7 +16,9 @@ from megatron.core.optimizer.clip_grads import (
     count_zeros,
     get_grad_norm,
     get_params_norm,
+    scale_gradients,
 )
+from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler, MegatronGradScaler
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.param_groups import get_param_groups
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -26,18 +28,37 @@ class StepResult(NamedTuple):
     """The result of a step; tensors stay on the device until they are read."""
 
     update_successful: bool
-    grad_norm: Tensor
-    """Gradient norm before clipping, []."""
+    """False: gradients overflowed under the loss scale, and the step was skipped."""
+    grad_norm: Tensor | None
+    """Gradient norm before clipping, []; None of a step that was skipped."""
     num_zeros_in_grad: Tensor | None
     """Number of zeros in the gradient, []; None where they are not counted."""
 
 
-class MegatronOptimizer:
-    """A ``torch.optim`` optimizer over main weights whose step also computes the gradient norm and clips."""
+class LaunchedStep(NamedTuple):
+    """The results of a step that the host has not waited for; all are on the device."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, config: OptimizerConfig) -> None:
+    found_inf: Tensor | None
+    """[1] fp32: not 0 if the step was skipped, the same on all ranks; None: there is no loss scale, and no step is skipped."""
+    grad_norm: Tensor
+    """Gradient norm before clipping, without the loss scale, []; not finite of a step that was skipped."""
+    num_zeros_in_grad: Tensor | None
+
+
+class MegatronOptimizer:
+    """A ``torch.optim`` optimizer over main weights whose step also computes the gradient norm and clips.
+
+    Args:
+        grad_scaler: the scale of the losses that gradients come from. A step undoes it, is skipped where a gradient is not
+            finite, and updates the scale. None: losses are not scaled.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, config: OptimizerConfig, grad_scaler: MegatronGradScaler | None = None
+    ) -> None:
         self.optimizer = optimizer
         self.config = config
+        self.grad_scaler = grad_scaler
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -47,30 +68,96 @@ class MegatronOptimizer:
         """Return all parameters, in the order of the parameter groups."""
         return [param for group in self.param_groups for param in group["params"]]
 
-    @torch.no_grad()
+    def get_loss_scale(self) -> Tensor:
+        """Return the loss scale [1] fp32 on the device; with a scaler always the same tensor."""
+        if self.grad_scaler is not None:
+            return self.grad_scaler.scale
+        return torch.ones(1, dtype=torch.float32, device=_local_device(self.get_parameters()))
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """Return the loss times the scale: what backward must start from."""
+        return loss if self.grad_scaler is None else self.grad_scaler.scale.view(()) * loss
+
     def step(self) -> StepResult:
-        """Update the main weights from the clipped gradients.
+        """Update the main weights from the clipped gradients, or skip the step where they overflowed under the loss scale.
 
-        ``FlatAdamW`` clips gradients as it reads them and leaves ``param.grad`` unchanged; other optimizers clip in place.
+        ``FlatAdamW`` scales and clips gradients as it reads them and leaves ``param.grad`` unchanged; other optimizers do so
+        in place.
 
-        Ranks: all ranks of the gradients' meshes; does not block the host.
+        Ranks: all ranks of the gradients' meshes; without a loss scale does not block the host.
+        """
+        found_inf, grad_norm, num_zeros = self.launch_step()
+        if found_inf is not None and bool(found_inf):
+            return StepResult(False, None, None)
+        return StepResult(True, grad_norm, num_zeros)
+
+    @torch.no_grad()
+    def prepare_grads(self) -> bool:
+        """Undo the loss scale in the gradients in place, and update it; return whether a gradient is not finite.
+
+        With ``step_with_ready_grads`` it is Megatron-Core's ``step`` in parts, without clipping. Ranks: as ``step``; with a
+        loss scale blocks the host.
+        """
+        if self.grad_scaler is None:
+            return False
+        params = self.get_parameters()
+        _, found_inf, inverse = self._unscaled(get_grad_norm(params))
+        assert found_inf is not None and inverse is not None
+        scale_gradients(params, inverse)
+        self.grad_scaler.update(found_inf)
+        return bool(found_inf)
+
+    def step_with_ready_grads(self) -> bool:
+        """Update the main weights from the gradients as they are; return True. Ranks: all ranks of the gradients' meshes."""
+        self.optimizer.step()
+        return True
+
+    @torch.no_grad()
+    def launch_step(self) -> LaunchedStep:
+        """Do what ``step`` does; what became of it stays on the device.
+
+        Ranks: as ``step``; with ``FlatAdamW`` does not block the host, other optimizers do with a loss scale.
         """
         if isinstance(self.optimizer, FlatAdamW):
-            return self._flat_step(self.optimizer)
+            return self._launch_flat_step(self.optimizer)
         params = self.get_parameters()
-        grad_norm = get_grad_norm(params)
-        if self.config.clip_grad > 0:
-            clip_grad_by_total_norm(params, self.config.clip_grad, grad_norm)
+        grad_norm, found_inf, inverse = self._unscaled(get_grad_norm(params))
+        if found_inf is None or not bool(found_inf):
+            if inverse is not None:
+                scale_gradients(params, inverse)
+            if self.config.clip_grad > 0:
+                clip_grad_by_total_norm(params, self.config.clip_grad, grad_norm)
         num_zeros = count_zeros(params) if self.config.log_num_zeros_in_grad else None
-        self.optimizer.step()
-        return StepResult(True, grad_norm, num_zeros)
+        if found_inf is None or not bool(found_inf):
+            self.optimizer.step()
+        self._end_of_scale(found_inf)
+        return LaunchedStep(found_inf, grad_norm, num_zeros)
 
-    def _flat_step(self, optimizer: FlatAdamW) -> StepResult:
-        grad_norm = optimizer.grad_norm()
-        factor = clip_factor(grad_norm, self.config.clip_grad) if self.config.clip_grad > 0 else None
+    def _launch_flat_step(self, optimizer: FlatAdamW) -> LaunchedStep:
+        grad_norm, found_inf, factor = self._unscaled(optimizer.grad_norm())
+        if self.config.clip_grad > 0:
+            clip = clip_factor(grad_norm, self.config.clip_grad)
+            factor = clip if factor is None else factor * clip
         num_zeros = count_zeros(self.get_parameters()) if self.config.log_num_zeros_in_grad else None
-        optimizer.step(grad_factor=factor)
-        return StepResult(True, grad_norm, num_zeros)
+        optimizer.step(grad_factor=factor, found_inf=found_inf)
+        self._end_of_scale(found_inf)
+        return LaunchedStep(found_inf, grad_norm, num_zeros)
+
+    def _unscaled(self, grad_norm: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Return the norm without the loss scale, whether a gradient is not finite, and the factor that undoes the scale.
+
+        The norm is over the whole model and the same on all ranks. So is what follows from it, without a reduction of its
+        own. It is taken of the scaled gradients: their squares overflow only where gradients are far out of range.
+        """
+        if self.grad_scaler is None:
+            return grad_norm, None, None
+        inverse = self.grad_scaler.inv_scale
+        return grad_norm * inverse.view(()), (~torch.isfinite(grad_norm)).float().view(1), inverse
+
+    def _end_of_scale(self, found_inf: Tensor | None) -> None:
+        if self.grad_scaler is not None:
+            assert found_inf is not None
+            self.grad_scaler.update(found_inf)
 
     def update_hyperparameters(self) -> None:
         """Copy the current rates of ``param_groups`` to the device, before a captured step; ``step`` does it itself.
@@ -100,10 +187,16 @@ class MegatronOptimizer:
         self.optimizer.zero_grad(set_to_none=set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        return self.optimizer.state_dict()
+        """Return the optimizer's state, with that of the loss scale as ``grad_scaler`` if there is one."""
+        state = self.optimizer.state_dict()
+        return state if self.grad_scaler is None else {**state, "grad_scaler": self.grad_scaler.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.optimizer.load_state_dict(state_dict)
+        """Load what ``state_dict`` returned; a loss scale that is not in it stays."""
+        scale = state_dict.get("grad_scaler")
+        self.optimizer.load_state_dict({key: value for key, value in state_dict.items() if key != "grad_scaler"})
+        if self.grad_scaler is not None and scale is not None:
+            self.grad_scaler.load_state_dict(scale)
 
 
 def get_megatron_optimizer(
@@ -143,7 +236,7 @@ def get_megatron_optimizer(
     groups = get_param_groups(named, config, width_mult=width_mult)
     params = [param for group in groups for param in group["params"]]
     if config.optimizer == "adam" and FlatAdamW.serves(params):
-        return MegatronOptimizer(_flat_adamw(config, groups), config)
+        return MegatronOptimizer(_flat_adamw(config, groups), config, _grad_scaler(config, params))
     if config.store_param_remainders:
         raise ValueError(
             "store_param_remainders needs a model whose parameters are all sharded by the engine, got others; wrap it with "
@@ -153,7 +246,28 @@ def get_megatron_optimizer(
     if any(isinstance(param, DTensor) for param in params):
         # Without it the next forward would read the model weights of before the step.
         optimizer = fully_shard_optimizer(optimizer)
-    return MegatronOptimizer(optimizer, config)
+    return MegatronOptimizer(optimizer, config, _grad_scaler(config, params))
+
+
+def _grad_scaler(config: OptimizerConfig, params: Sequence[Tensor]) -> MegatronGradScaler | None:
+    device = _local_device(params)
+    if config.loss_scale is not None:
+        return ConstantGradScaler(config.loss_scale, device=device)
+    if not config.fp16:
+        return None
+    return DynamicGradScaler(
+        initial_scale=config.initial_loss_scale,
+        min_scale=config.min_loss_scale,
+        growth_factor=2.0,
+        backoff_factor=0.5,
+        growth_interval=int(config.loss_scale_window),
+        hysteresis=config.hysteresis,
+        device=device,
+    )
+
+
+def _local_device(params: Sequence[Tensor]) -> torch.device:
+    return params[0].device
 
 
 def _can_fuse(params: Sequence[Tensor]) -> bool:

@@ -11,13 +11,11 @@ from megatron.core.checked_config import CheckedConfig, megatron_dataclass
 from megatron.core.served_arguments import ANY, Served
 from megatron.core.upstream_fields import OPTIMIZER_CONFIG
 
-_SCALE = "it is of fp16's loss scaling, which is not served; use bf16"
 _FP32 = "optimizer state is kept in fp32"
 _DEVICE = "optimizer state stays on the device; shard more"
 _LATER = "it is of an optimizer that is not served yet"
 
 NOT_SERVED: Served = {
-    "fp16": ((False,), _SCALE),
     "bf16": (ANY, "the model says its dtype"),
     "params_dtype": (ANY, "the model says its dtype"),
     "fp8_recipe": (ANY, "the model says its recipe"),
@@ -35,10 +33,6 @@ NOT_SERVED: Served = {
 """Maps a field to (values that are served, why others are not)."""
 
 _FAMILIES = (
-    ("loss_scale", _SCALE),
-    ("initial_loss_scale", _SCALE),
-    ("min_loss_scale", _SCALE),
-    ("hysteresis", _SCALE),
     ("exp_avg", _FP32),
     ("optimizer_cpu", _DEVICE),
     ("optimizer_offload", _DEVICE),
@@ -80,6 +74,21 @@ class OptimizerConfig(CheckedConfig):
 
     decoupled_min_lr: float | None = None
     """Smallest learning rate of embedding and output layer; None: ``min_lr``."""
+
+    fp16: bool = False
+    """The model computes in fp16: losses are scaled by a scale that follows overflows, unless ``loss_scale`` is set."""
+
+    loss_scale: float | None = None
+    """Constant loss scale; None: none, or with ``fp16`` the one that follows overflows. Unlike in Megatron-Core it is in effect
+    in any dtype."""
+
+    initial_loss_scale: float = 2.0**32
+    min_loss_scale: float = 1.0
+    loss_scale_window: float = 1000
+    """Steps without overflow after which the scale is doubled; a whole number."""
+
+    hysteresis: int = 2
+    """Overflows since the scale was last doubled from which on each one halves it."""
 
     weight_decay: float = 0.01
     """Decay of matrices; vectors (biases, norm weights) are never decayed."""
@@ -125,6 +134,22 @@ class OptimizerConfig(CheckedConfig):
             raise ValueError(f"0 <= min_lr <= lr must hold, got min_lr={self.min_lr} and lr={self.lr}")
         if self.store_param_remainders and self.optimizer != "adam":
             raise ValueError(f"store_param_remainders must go with optimizer adam, got {self.optimizer}")
+        for scale in (self.loss_scale, self.min_loss_scale, self.loss_scale_window):
+            if scale is not None and scale <= 0:
+                raise ValueError(
+                    "loss_scale, min_loss_scale and loss_scale_window must be positive, got "
+                    f"{self.loss_scale}, {self.min_loss_scale} and {self.loss_scale_window}"
+                )
+        if self.min_loss_scale > self.initial_loss_scale:
+            raise ValueError(
+                "min_loss_scale must be at most initial_loss_scale, got "
+                f"{self.min_loss_scale} and {self.initial_loss_scale}"
+            )
+        if self.hysteresis < 1 or self.loss_scale_window != int(self.loss_scale_window):
+            raise ValueError(
+                "hysteresis must be at least 1 and loss_scale_window a whole number, got "
+                f"{self.hysteresis} and {self.loss_scale_window}"
+            )
         if self.clip_grad < 0:
             raise ValueError(f"clip_grad must be 0 (off) or positive, got {self.clip_grad}")
         for name in ("adam_beta1", "adam_beta2", "sgd_momentum"):

@@ -15,7 +15,7 @@ from megatron.core.model_wrappers import chunks_of, get_attr_wrapped_model, get_
 from megatron.core.pipeline_parallel.p2p_communication import PipelineStage, hidden_shape
 from megatron.core.pipeline_parallel.pipeline import Pipeline
 from megatron.core.process_groups_config import ProcessGroupCollection, group_of, group_size
-from megatron.core.transformer.moe.router import set_num_microbatches
+from megatron.core.transformer.moe.router import set_loss_scale, set_num_microbatches
 
 LossFunction = Callable[..., Any]
 """model's output -> (loss, values to report), or (sum of losses, tokens, values to report)."""
@@ -153,7 +153,7 @@ def _stage(
         cp_group=group_of(groups, "cp"),
     )
     # Float16Module leaves params_dtype of the configuration as it is.
-    computes_in = torch.bfloat16 if config.bf16 else config.params_dtype
+    computes_in = torch.bfloat16 if config.bf16 else torch.float16 if config.fp16 else config.params_dtype
     dtype = torch.float32 if config.fp32_residual_connection else computes_in
     return PipelineStage(
         group=group,
@@ -196,6 +196,9 @@ class _Microbatches:
         self.reports: list[Any] = []
         self.num_tokens = torch.zeros([], dtype=torch.int, device=stage.device)
         set_num_microbatches(model, num_microbatches)
+        scale = self.config.grad_scale_func
+        # What layers add to gradients by themselves, such as routers' losses, is scaled like the loss.
+        set_loss_scale(model, None if scale is None else scale(torch.ones(1, device=stage.device)))
 
     def forward(self, microbatch: int, hidden_states: Tensor | None) -> Tensor:
         """Run the forward step of a microbatch; return what backward starts from."""

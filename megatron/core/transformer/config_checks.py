@@ -205,8 +205,8 @@ CONTRADICTIONS: list[tuple[Condition, str]] = [
         " {activation_func!r}; turn the fusion off",
     ),
     (
-        lambda c: c.params_dtype not in (torch.float32, torch.bfloat16),
-        "params_dtype must be torch.float32 or torch.bfloat16, got {params_dtype}",
+        lambda c: c.params_dtype not in (torch.float32, torch.bfloat16, torch.float16),
+        "params_dtype must be torch.float32, torch.bfloat16 or torch.float16, got {params_dtype}",
     ),
     (
         lambda c: c.apply_query_key_layer_scaling and not c.attention_softmax_in_fp32,

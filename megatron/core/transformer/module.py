@@ -72,21 +72,24 @@ class MegatronModule(torch.nn.Module):
 
 
 class Float16Module(MegatronModule):
-    """A model in bf16.
+    """A model in bf16 or fp16.
 
     Parameters are converted, the first stage's floating-point inputs too, and the last stage's outputs are in fp32. Parameters with the attribute ``keep_in_fp32`` (``mark_keep_in_fp32``) stay as they are.
 
     Raises:
-        ValueError: ``config.bf16`` is not set.
+        ValueError: neither ``config.bf16`` nor ``config.fp16`` is set.
     """
 
     def __init__(self, config: TransformerConfig, module: torch.nn.Module) -> None:
         super().__init__(config)
-        if not config.bf16:
-            raise ValueError("Float16Module must come with TransformerConfig(bf16=True), got False; leave it out")
-        self.fp16, self.bf16 = False, True
+        if not (config.bf16 or config.fp16):
+            raise ValueError(
+                "Float16Module must come with TransformerConfig(bf16=True) or fp16=True, got neither; leave it out"
+            )
+        self.fp16, self.bf16 = config.fp16, config.bf16
+        self.dtype = torch.float16 if config.fp16 else torch.bfloat16
         self.pg_collection: ProcessGroupCollection | None = getattr(module, "pg_collection", None)
-        self.module = convert_module_to_dtype_except_fp32_marked(module, torch.bfloat16)
+        self.module = convert_module_to_dtype_except_fp32_marked(module, self.dtype)
 
     def set_input_tensor(self, input_tensor: Any) -> None:
         """Set the input of the next forward, where the stage has no embedding."""
@@ -96,11 +99,11 @@ class Float16Module(MegatronModule):
         """Run the model's forward.
 
         Args:
-            fp32_output: False: the last stage's outputs stay in bf16.
+            fp32_output: False: the last stage's outputs stay as they are.
         """
         group = group_of(self.pg_collection, "pp")
         if group_rank(group) == 0:
-            inputs = fp32_to_float16(inputs, lambda x: x.to(torch.bfloat16))
+            inputs = fp32_to_float16(inputs, lambda x: x.to(self.dtype))
         outputs = self.module(*inputs, **kwargs)
         is_last = group_rank(group) == group_size(group) - 1
         return float16_to_fp32(outputs) if is_last and fp32_output else outputs

@@ -84,7 +84,7 @@ def add_logging_flags(parser: argparse.ArgumentParser) -> None:
         "--disable-log-loss-scale-to-tensorboard",
         dest="log_loss_scale_to_tensorboard",
         action="store_false",
-        help="leave out the loss scale, which is always 1",
+        help="leave out the loss scale",
     )
     group.add_argument("--log-world-size-to-tensorboard", action="store_true", help="write the number of ranks too")
     group.add_argument("--log-timers-to-tensorboard", action="store_true", help="write time and throughput too")

@@ -103,7 +103,7 @@ def _add_sharding_flags(group: argparse._ArgumentGroup) -> None:
         "--megatron-fsdp-grad-comm-dtype",
         choices=DTYPES,
         default="auto",
-        help="dtype in which gradients are communicated; auto: that of main gradients (default: auto)",
+        help="dtype in which gradients are communicated; auto: that of main gradients, or fp16 with --fp16 (default: auto)",
     )
     group.add_argument(
         "--grad-reduce-in-bf16", action="store_true", help="keep and reduce gradients in the compute dtype"

@@ -6,7 +6,6 @@ _MOE = "this setting of experts is not served"
 _MLA = "multi-latent attention is not served yet"
 _FP8 = "this setting of FP8 is not served; use --fp8-format and --fp8-recipe delayed, tensorwise or blockwise"
 _FP4 = "FP4 needs Blackwell, and no recipe for it is served; use --fp8-format"
-_FP16 = "fp16 and its loss scaling are not served; use --bf16, which needs none"
 _SHARP = "reductions in network switches are not served; --use-nccl-ub is NCCL's symmetric memory over NVLink"
 _TP_OVERLAP = "tensor-parallel communication is not overlapped with the matrix products around it"
 _OFFLOAD = "optimizer state and activations stay on the device; shard more, or use --recompute-granularity"
@@ -31,13 +30,6 @@ _DOCUMENT_MASKS = "samples are packed without masks between documents"
 _LAYERS_ALIKE = "all layers with the same place in the pattern are alike"
 
 REFUSED: dict[str, str] = {
-    "--fp16": _FP16,
-    "--loss-scale": _FP16,
-    "--initial-loss-scale": _FP16,
-    "--min-loss-scale": _FP16,
-    "--loss-scale-window": _FP16,
-    "--hysteresis": _FP16,
-    "--fp16-lm-cross-entropy": _FP16,
     "--multi-latent-attention": _MLA,
     "--q-lora-rank": _MLA,
     "--kv-lora-rank": _MLA,

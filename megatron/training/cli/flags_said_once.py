@@ -133,6 +133,7 @@ SAID_ONCE: dict[str, SaidOnce] = {
             "--moe-use-grouped-tensor",
             "--flash-attention-version",
         ),
+        "the cross entropy is computed in fp32, as in Megatron-Core": ("--fp16-lm-cross-entropy",),
         "how bf16 products are summed is torch's choice": ("--disable-bf16-reduced-precision-matmul",),
         "a ring over all context-parallel ranks (--cp-comm-type p2p) exchanges keys and values": (
             "--hierarchical-context-parallel-sizes",

@@ -258,6 +258,16 @@ REFUSALS: tuple[Refusal, ...] = (
         "--use-nccl-ub and --fsdp-transport symm need NCCL, got --distributed-backend {distributed_backend}",
     ),
     Refusal(
+        "fp16 with bf16",
+        lambda a: a.fp16 and a.bf16,
+        "--fp16 and --bf16 exclude each other; give one",
+    ),
+    Refusal(
+        "fp16 with FP8",
+        lambda a: a.fp16 and not a.bf16 and a.fp8_format is not None,
+        "--fp8-format {fp8_format} goes with --bf16, got --fp16: what is not multiplied in FP8 is in bf16; leave out --fp16",
+    ),
+    Refusal(
         "precision-aware optimizer without bf16",
         lambda a: a.use_precision_aware_optimizer and not a.bf16,
         "--use-precision-aware-optimizer keeps main weights as bf16 and 16 bits more, so it needs --bf16",

@@ -12,6 +12,7 @@ from typing import Any
 
 from megatron.training.cli.flags_experts import DEFAULTS_OF_EXPERTS
 from megatron.training.cli.flags_graphs import captures_iterations
+from megatron.training.cli.flags_loss_scale import LOSS_SCALING, scales_dynamically
 from megatron.training.cli.flags_model import position_embedding_type
 
 
@@ -159,7 +160,7 @@ SUBSTITUTIONS: tuple[Substitution, ...] = (
         {"moe_token_dispatcher_type": "alltoall"},
     ),
     Substitution(
-        lambda a: a.fp8_format is not None and not a.bf16,
+        lambda a: a.fp8_format is not None and not a.bf16 and not a.fp16,
         "--fp8-format {fp8_format} is taken with --bf16: what is not multiplied in FP8 is in bf16, and main weights are in fp32",
         {"bf16": True},
     ),
@@ -265,6 +266,12 @@ SUBSTITUTIONS: tuple[Substitution, ...] = (
         "--cross-entropy-fusion-impl te is taken as native, the fused cross entropy that is here",
         {"cross_entropy_fusion_impl": "native"},
     ),
+    Substitution(
+        lambda a: scales_dynamically(a) and a.check_for_nan_in_loss_and_grad,
+        "--fp16 is taken with --no-check-for-nan-in-loss-and-grad: the loss scale follows overflows of gradients",
+        {"check_for_nan_in_loss_and_grad": False},
+    ),
+    *_useless(LOSS_SCALING, scales_dynamically, "--fp16, or with --loss-scale, which is constant"),
     *_useless({"num_query_groups": 1}, lambda a: a.group_query_attention, "--group-query-attention"),
     *_useless(
         {

@@ -126,7 +126,8 @@ def get_model(
     if not settings.model.init_on_meta_device:
         model = model.to(device)
     dtypes = {parameter.dtype for parameter in model.parameters()}
-    if transformer.bf16 and torch.float32 in dtypes and torch.bfloat16 not in dtypes:
+    half = torch.bfloat16 if transformer.bf16 else torch.float16
+    if (transformer.bf16 or transformer.fp16) and torch.float32 in dtypes and half not in dtypes:
         model = Float16Module(transformer, model)
     if not wrap_with_ddp:
         return [model]

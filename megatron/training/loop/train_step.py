@@ -19,7 +19,7 @@ from megatron.core.process_groups_config import group_rank, group_size
 from megatron.core.tensor_parallel.random import rng_tracker_of, seed_streams
 from megatron.core.transformer.moe.expert_bias import routers_with_bias, update_expert_biases
 from megatron.core.transformer.moe.moe_layer import num_expert_layers
-from megatron.core.transformer.moe.router import record_auxiliary_losses, set_num_microbatches
+from megatron.core.transformer.moe.router import record_auxiliary_losses, set_loss_scale, set_num_microbatches
 from megatron.training.data.batches import BatchConfig
 from megatron.training.loop.dropout_seed import microbatch_seed
 from megatron.training.loop.stage_forward import Batch, ForwardStep, StageForward
@@ -34,12 +34,15 @@ class StepRecord(NamedTuple):
     """[2] this rank's sums of losses and of tokens over its microbatches, in fp64, so that counts are exact. All stages of a
     pipeline have those of the last one."""
     grad_norm: Tensor
-    """[] gradient norm of the whole model, before clipping."""
+    """[] gradient norm of the whole model, before clipping and without the loss scale; not finite of a step that was skipped."""
     num_zeros_in_grad: Tensor | None
     update_successful: bool
+    """False: gradients overflowed under the loss scale, and the step was skipped."""
     auxiliary_losses: Tensor | None = None
     """[A] auxiliary losses in the order of ``auxiliary_loss_names``, fp64. Their sum over all ranks is the mean over layers
     with experts, microbatches and data-parallel ranks. None: the model has none."""
+    loss_scale: Tensor | None = None
+    """[1] the loss scale after the step; None: losses are not scaled."""
 
 
 class PartTimer(Protocol):
@@ -86,6 +89,8 @@ class StepComputation:
         self.set_num_microbatches(num_microbatches)
         self.auxiliary_losses = record_auxiliary_losses(model, model.config)
         self.biased_routers = routers_with_bias(model)
+        if optimizer.grad_scaler is not None:
+            set_loss_scale(model, optimizer.grad_scaler.scale)
         self.timer: PartTimer | None = None
         self.microbatch = 0  # whose forward or backward has begun last
 
@@ -122,11 +127,13 @@ class StepComputation:
         if timer is not None:
             timer.stop("forward-backward")
             timer.start("optimizer")
-        result = self.optimizer.step()
+        result = self.optimizer.launch_step()
         self.optimizer.zero_grad(set_to_none=True)
         if timer is not None:
             timer.stop("optimizer")
         results = {"loss_and_tokens": sums, "grad_norm": result.grad_norm}
+        if result.found_inf is not None:
+            results["found_inf"], results["loss_scale"] = result.found_inf, self.optimizer.get_loss_scale().clone()
         if result.num_zeros_in_grad is not None:
             results["num_zeros_in_grad"] = result.num_zeros_in_grad
         if self.auxiliary_losses is not None:
@@ -137,6 +144,9 @@ class StepComputation:
 
     def scaled(self, loss: Tensor, tokens: Tensor) -> Tensor:
         """Scale a microbatch's sum of losses to the loss that backward starts from. Ranks: all that share its sequences."""
+        return self.optimizer.scale_loss(self._weighted(loss, tokens))
+
+    def _weighted(self, loss: Tensor, tokens: Tensor) -> Tensor:
         if self.per_token_loss:
             return loss
         cp_group = self.model.pg_collection.cp
@@ -225,7 +235,7 @@ class TrainStep:
             _check_capturable(self.model)
 
     def __call__(self, batches: Iterator[Batch], iteration: int) -> StepRecord:
-        """Train on one global batch; does not block the host.
+        """Train on one global batch; does not block the host, unless losses are scaled.
 
         Args:
             batches: iterator over this rank's microbatches.
@@ -244,13 +254,17 @@ class TrainStep:
             self.optimizer.update_hyperparameters()
             results = self.graph([next(batches) for _ in range(count)], seeds)
         self.model.start_param_sync()
-        self.scheduler.step(self.batch.global_batch_size)
-        # Always successful: there is no loss scaling that could skip an update.
+        found_inf = results.get("found_inf")
+        # With a loss scale the host waits here, when all work of the step is launched: the schedule needs to know.
+        is_skipped = found_inf is not None and bool(found_inf)
+        if not is_skipped:
+            self.scheduler.step(self.batch.global_batch_size)
         return StepRecord(
             results["loss_and_tokens"],
             results["grad_norm"],
             results.get("num_zeros_in_grad"),
-            update_successful=True,
+            update_successful=not is_skipped,
+            loss_scale=results.get("loss_scale"),
             auxiliary_losses=results.get("auxiliary_losses"),
         )
 

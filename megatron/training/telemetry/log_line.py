@@ -19,10 +19,13 @@ class LogRecord:
     decoupled_learning_rate: float | None
     global_batch_size: int
     loss: float
-    """Mean over the iterations of the mean over each global batch."""
+    """Mean over the iterations that were not skipped of the mean over each global batch."""
     auxiliary_losses: dict[str, float] = field(default_factory=dict)
     """Losses of experts' routers by name, without coefficients: means over iterations, layers and microbatches."""
-    grad_norm: float
+    loss_scale: float = 1.0
+    """After the last iteration."""
+    grad_norm: float | None
+    """None: the last iteration was skipped."""
     num_zeros: float | None
     params_norm: float | None
     skipped_iterations: int
@@ -46,10 +49,7 @@ class LogRecord:
 
 
 def format_log_line(record: LogRecord, *, now: datetime | None = None) -> str:
-    """Format the line of a record: Megatron-LM's fields with its digits in its order, then ours.
-
-    Loss scale is always 1: bf16 and fp32 need none.
-    """
+    """Format the line of a record: Megatron-LM's fields with its digits in its order, then ours."""
     time = (now or datetime.now()).strftime("%Y-%m-%d %H:%M:%S.%f")
     parts = [
         f" [{time}] iteration {record.iteration:8d}/{record.train_iters:8d}",
@@ -63,9 +63,10 @@ def format_log_line(record: LogRecord, *, now: datetime | None = None) -> str:
         f"global batch size: {record.global_batch_size:5d}",
         f"lm loss: {record.loss:.6E}",
         *(f"{name}: {loss:.2f}" for name, loss in record.auxiliary_losses.items()),
-        "loss scale: 1.0",
-        f"grad norm: {record.grad_norm:.3f}",
+        f"loss scale: {record.loss_scale:.1f}",
     ]
+    if record.grad_norm is not None:
+        parts.append(f"grad norm: {record.grad_norm:.3f}")
     if record.num_zeros is not None:
         parts.append(f"num zeros: {record.num_zeros:.1f}")
     if record.params_norm is not None:
@@ -85,7 +86,7 @@ def _own_fields(record: LogRecord) -> list[str]:
     if record.tokens_per_second_per_device is not None:
         fields.append(f"tokens per second per GPU (tokens/s/GPU): {record.tokens_per_second_per_device:.1f}")
     exact = {"loss": record.loss, "norm": record.grad_norm, **record.auxiliary_losses}
-    fields += [f"exact {name}: {value:.9E}" for name, value in exact.items()]
+    fields += [f"exact {name}: {value:.9E}" for name, value in exact.items() if value is not None]
     return fields + [f"{kind} (MiB): {mebibytes:.1f}" for kind, mebibytes in record.memory.items()]
 
 

@@ -128,11 +128,13 @@ class _PendingLine:
     """A log line whose values are being copied to the host."""
 
     values: DelayedRead
-    """Norms of all steps, zeros of all steps if counted, the weights' norm if asked for, sums of all steps."""
+    """Norms of all steps, zeros of all steps if counted, the loss scales after all steps if there is one, the weights' norm if
+    asked for, sums of all steps."""
     steps: list[_Step]
     num_written: int
     """Steps at the front that the writers have already."""
     counts_zeros: bool
+    has_scale: bool
     has_params_norm: bool
     end: Any
     """Time at which its last step is done."""
@@ -230,13 +232,15 @@ class MetricLog:
         dist.all_reduce(sums)
         scalars = [record.grad_norm for record in records]
         zeros = [record.num_zeros_in_grad for record in records if record.num_zeros_in_grad is not None]
+        scales = [record.loss_scale.view(()) for record in records if record.loss_scale is not None]
         params_norm = [optimizer.params_norm()] if self.config.log_params_norm else []
-        on_device = torch.stack([value.double() for value in (*scalars, *zeros, *params_norm)])
+        on_device = torch.stack([value.double() for value in (*scalars, *zeros, *scales, *params_norm)])
         self._pending = _PendingLine(
             values=DelayedRead(torch.cat((on_device, sums.flatten()))),
             steps=self._steps,
             num_written=self._num_written,
             counts_zeros=bool(zeros),
+            has_scale=bool(scales),
             has_params_norm=bool(params_norm),
             end=self._clock.now(),
             learning_rates=_learning_rates(optimizer),
@@ -259,22 +263,25 @@ class MetricLog:
             self._elapsed = 0.0
         norms, rest = values[:count], values[count:]
         zeros, rest = (rest[:count], rest[count:]) if line.counts_zeros else (None, rest)
+        scales, rest = (rest[:count], rest[count:]) if line.has_scale else ([1.0] * count, rest)
         params_norm, rest = (rest[0], rest[1:]) if line.has_params_norm else (None, rest)
         width = 2 + len(self.auxiliary_losses)
         losses, tokens, *auxiliary = (rest[column::width] for column in range(width))
         means = [loss / max(number, 1.0) for loss, number in zip(losses, tokens, strict=True)]
+        updated = [step.record.update_successful for step in line.steps]
         for index in range(line.num_written, count):
             self._add_points(
                 line.steps[index],
                 {
                     "lm loss": means[index],
-                    "grad-norm": norms[index],
+                    "loss-scale": scales[index] if self.config.loss_scale_to_tensorboard else None,
+                    "grad-norm": norms[index] if updated[index] else None,
                     "num-zeros": zeros[index] if zeros else None,
                     "params-norm": params_norm if index == count - 1 else None,
                 },
                 {name: of_steps[index] for name, of_steps in zip(self.auxiliary_losses, auxiliary, strict=True)},
             )
-        loss, nan_iterations = _mean_loss(means)
+        loss, nan_iterations = _mean_loss(means, updated)
         last = line.steps[-1]
         samples = sum(step.num_samples for step in line.steps) / count
         self._write_record(
@@ -291,10 +298,11 @@ class MetricLog:
                     name: sum(of_steps) / len(of_steps)
                     for name, of_steps in zip(self.auxiliary_losses, auxiliary, strict=True)
                 },
-                grad_norm=norms[-1],
+                loss_scale=scales[-1],
+                grad_norm=norms[-1] if updated[-1] else None,
                 num_zeros=zeros[-1] if zeros else None,
                 params_norm=params_norm,
-                skipped_iterations=sum(not step.record.update_successful for step in line.steps),
+                skipped_iterations=updated.count(False),
                 nan_iterations=nan_iterations,
                 tflops_per_device=self._per_device(self.flops_per_sample * samples, seconds, 1e12),
                 tokens_per_second_per_device=self._per_device(self.tokens_per_sample * samples, seconds, 1.0),
@@ -326,7 +334,6 @@ class MetricLog:
         curves = {
             "learning-rate": step.learning_rates[False],
             "batch-size": float(step.num_samples),
-            "loss-scale": 1.0 if self.config.loss_scale_to_tensorboard else None,
             "world-size": float(dist.get_world_size()) if self.config.world_size_to_tensorboard else None,
             "decoupled-learning-rate": step.learning_rates.get(True),
             **values,
@@ -384,10 +391,14 @@ def _summands(step: StepRecord) -> torch.Tensor:
     return torch.cat((step.loss_and_tokens, step.auxiliary_losses))
 
 
-def _mean_loss(means: Sequence[float]) -> tuple[float, int]:
-    """Return the mean loss of the iterations with a finite one (if none, the last loss), and the number of the others."""
-    finite = [mean for mean in means if abs(mean) < float("inf")]
-    return (sum(finite) / len(finite) if finite else means[-1]), len(means) - len(finite)
+def _mean_loss(means: Sequence[float], updated: Sequence[bool]) -> tuple[float, int]:
+    """Return the mean loss of the iterations, and the number of those with a loss that is not finite.
+
+    Those and skipped ones do not count in the mean; the last loss stands if no others are left.
+    """
+    finite = [abs(mean) < float("inf") for mean in means]
+    counted = [mean for mean, *good in zip(means, finite, updated, strict=True) if all(good)]
+    return (sum(counted) / len(counted) if counted else means[-1]), finite.count(False)
 
 
 def _learning_rates(optimizer: MegatronOptimizer) -> dict[bool, float]:

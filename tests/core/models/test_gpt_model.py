@@ -193,7 +193,6 @@ REFUSED_ARGUMENTS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"vocab_size": 0}, ValueError, "vocab_size"),
     ({"max_sequence_length": 0}, ValueError, "max_sequence_length"),
     ({"position_embedding_type": "yarn"}, NotImplementedError, "position_embedding_type .* 'yarn'"),
-    ({"fp16_lm_cross_entropy": True}, NotImplementedError, "fp16_lm_cross_entropy"),
     ({"mtp_block_spec": ModuleSpec(module=GPTModel)}, NotImplementedError, "mtp_block_spec"),
     ({"position_embedding_type": "rope", "rotary_percent": 0.25}, ValueError, "rotary_percent .* 4 . 0.25"),
     *(

@@ -34,7 +34,7 @@ CONTRADICTORY: list[tuple[dict[str, Any], str]] = [
     ({"activation_func": "tanh"}, "activation_func must be .* got 'tanh'"),
     ({"attention_backend": "best"}, "attention_backend must be one of .* got 'best'"),
     ({"activation_func": "relu", "bias_activation_fusion": True}, "bias_activation_fusion must go with .* got 'relu'"),
-    ({"params_dtype": torch.float16}, "params_dtype must be .* got torch.float16"),
+    ({"params_dtype": torch.float64}, "params_dtype must be .* got torch.float64"),
     ({"apply_query_key_layer_scaling": True, "attention_softmax_in_fp32": False}, "attention_softmax_in_fp32"),
     ({"context_parallel_size": 0}, "context_parallel_size must be at least 1, got 0"),
     ({"cp_comm_type": "a2a+p2p"}, r"cp_comm_type must be of p2p, all_gather and a2a, got 'a2a\+p2p'"),
@@ -175,7 +175,8 @@ def test_what_is_set_after_the_checks_is_checked() -> None:
     config = TransformerConfig(**BASE)
     with pytest.raises(ValueError, match="num_attention_heads must be a multiple of num_query_groups, got 3 and 4"):
         config.num_attention_heads = 3
-    with pytest.raises(NotImplementedError, match=r"TransformerConfig\.fp16 must be False, got True"):
+    config.bf16 = True
+    with pytest.raises(ValueError, match="fp16 and bf16 exclude each other"):
         config.fp16 = True
     assert config.num_attention_heads == 4 and config.fp16 is False, "what is refused is not set"
     config.tensor_model_parallel_size = 2

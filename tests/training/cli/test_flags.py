@@ -165,9 +165,9 @@ def test_every_refusal_has_a_reason_and_is_not_served_elsewhere() -> None:
 
 def test_unknown_flags_are_refused_with_the_nearest_name_and_abbreviations_are_unknown() -> None:
     with pytest.raises(FlagError) as caught:
-        parse_settings([*MINIMAL, "--num-layer", "3", "--fp16", "--no-such-thing"], world_size=1)
+        parse_settings([*MINIMAL, "--num-layer", "3", "--log-energy", "--no-such-thing"], world_size=1)
     assert "--num-layer is unknown; did you mean --num-layers?" in str(caught.value)
-    assert "--fp16 is refused: " in str(caught.value)
+    assert "--log-energy is refused: " in str(caught.value)
     assert "--no-such-thing is unknown; see --help" in str(caught.value), "no far-fetched name"
 
 
@@ -285,12 +285,22 @@ def test_both_versions_of_the_engine_are_the_one_that_is_here(version: str) -> N
 
 def test_faults_of_all_kinds_come_at_once() -> None:
     """Malformed, unknown, refused, contradicting flags, and what two components refuse."""
-    argv = [*MINIMAL, "--lr", "fast", "--no-such-thing", "--fp16", "--lr-warmup-fraction", "2", "--hidden-size", "18"]
+    argv = [
+        *MINIMAL,
+        "--lr",
+        "fast",
+        "--no-such-thing",
+        "--log-energy",
+        "--lr-warmup-fraction",
+        "2",
+        "--hidden-size",
+        "18",
+    ]
     line = check_command_line([*argv, "--global-batch-size", "3", "--normalization", "None"], world_size=2)
     openings: tuple[str, ...] = (
         "--lr: invalid",
         "--no-such-thing is unknown",
-        "--fp16 is refused",
+        "--log-energy is refused",
         "--normalization: invalid",
     )
     openings += ("--lr-warmup-fraction must be", "--global-batch-size must be", "--save-interval must be")

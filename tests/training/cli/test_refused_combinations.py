@@ -51,6 +51,8 @@ CONTRADICTIONS: dict[str, tuple[str, str]] = {
     "overlap-param-gather without sharding": ("--overlap-param-gather", ""),
     "use-nccl-ub with another transport": ("--use-nccl-ub --fsdp-transport nccl", ""),
     "symmetric memory with gloo": ("--fsdp-transport symm --distributed-backend gloo", ""),
+    "fp16 with bf16": ("--fp16 --bf16", ""),
+    "fp16 with FP8": ("--fp16 --fp8-format e4m3", ""),
     "precision-aware optimizer without bf16": ("--use-precision-aware-optimizer", ""),
     "precision-aware optimizer with sgd": ("--bf16 --use-precision-aware-optimizer --optimizer sgd", ""),
     "precision-aware optimizer without fp32 main weights": (

@@ -150,10 +150,10 @@ def test_arguments_must_be_there_and_are_set_once() -> None:
 
 
 def test_all_faults_of_a_command_line_are_told() -> None:
-    with _command_line(f"{TINY} --fp16 --no-such-flag 3"):
+    with _command_line(f"{TINY} --log-energy --no-such-flag 3"):
         with pytest.raises(FlagError) as caught:
             parse_and_validate_args()
-        assert "--fp16" in str(caught.value) and "--no-such-flag" in str(caught.value)
+        assert "--log-energy" in str(caught.value) and "--no-such-flag" in str(caught.value)
     with _command_line(f"{TINY} --no-such-flag 3"):
         assert parse_and_validate_args(ignore_unknown_args=True).num_layers == 2
 

@@ -14,7 +14,7 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.parallel_state import default_rng_tracker, take_default_degrees
 from megatron.core.process_groups_config import group_of, group_rank, group_size
-from megatron.core.served_arguments import Served, check_arguments
+from megatron.core.served_arguments import ANY, Served, check_arguments
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.tensor_parallel.mappings import scatter_to_sequence_parallel_region
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
@@ -308,7 +308,7 @@ def _check_arguments(
 
 
 _NOT_SERVED: Served = {
-    "fp16_lm_cross_entropy": ((False,), "the cross entropy is always in fp32"),
+    "fp16_lm_cross_entropy": (ANY, "the cross entropy is always in fp32, as in Megatron-Core"),
     "logit_dtype": ((None,), "logits have the dtype of the output layer"),
     "mtp_block_spec": ((None,), "multi-token prediction is not served"),
     "vp_stage": ((None,), "each stage is one block of layers"),

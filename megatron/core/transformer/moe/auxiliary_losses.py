@@ -64,6 +64,7 @@ class AuxiliaryLosses:
         group: the ranks that hold the rest of these sequences; the loss is the sum of their parts.
         running: counts of the step so far; not None: the load-balancing loss is the global one.
         data_group: the data-parallel ranks, over which the global loss counts.
+        loss_scale: [1] what the main loss is multiplied by too, on the device; None: 1.
     """
 
     balancing: float
@@ -73,6 +74,7 @@ class AuxiliaryLosses:
     group: ProcessGroup | None = None
     running: RunningCounts | None = None
     data_group: ProcessGroup | None = None
+    loss_scale: torch.Tensor | None = None
 
     def balance(
         self, summed: torch.Tensor, counts: torch.Tensor, topk: int, num_tokens: int
@@ -106,7 +108,12 @@ class AuxiliaryLosses:
         num_experts, of_sequence = counts.shape[0] // self.num_sequences, num_tokens // self.num_sequences * size
         factor = num_experts / (topk * of_sequence * of_sequence * self.num_sequences)
         # The record takes means over data-parallel ranks; the global loss is the sum of their parts.
-        return torch.dot(summed, counts).mul_(factor * num_shares), counts.mul_(factor * self.balancing * self.scale)
+        part = torch.dot(summed, counts).mul_(factor * num_shares)
+        return part, self._scaled(counts, factor * self.balancing * self.scale)
+
+    def _scaled(self, gradient: torch.Tensor, factor: float) -> torch.Tensor:
+        gradient.mul_(factor)
+        return gradient if self.loss_scale is None else gradient.mul_(self.loss_scale)
 
     def restrain(
         self, mean_square: torch.Tensor, log_sums: torch.Tensor
@@ -130,4 +137,4 @@ class AuxiliaryLosses:
             return None, None
         size = group_size(self.group)
         part = mean_square if size == 1 else mean_square / size
-        return part, log_sums.mul_(2 * self.z * self.scale / (log_sums.shape[0] * size))
+        return part, self._scaled(log_sums, 2 * self.z * self.scale / (log_sums.shape[0] * size))

@@ -5,7 +5,7 @@ Shapes: s sequence, b batch, h hidden size, t tokens (s * b), e experts, k exper
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -41,6 +41,7 @@ class TopKRouter(InitializedParameters):
     weight: torch.Tensor
     expert_bias: torch.Tensor | None
     local_tokens_per_expert: torch.Tensor
+    loss_scale: torch.Tensor | None = None
 
     def __init__(
         self,
@@ -132,6 +133,7 @@ class TopKRouter(InitializedParameters):
             balancing=config.moe_aux_loss_coeff,
             z=config.moe_z_loss_coeff,
             scale=self.aux_loss_scale * per_token,
+            loss_scale=self.loss_scale,
             num_sequences=batch if config.moe_router_load_balancing_type == "seq_aux_loss" else 1,
             group=self.tp_cp_group,
             running=self.running_counts,
@@ -151,6 +153,18 @@ def set_num_microbatches(model: torch.nn.Module, num_microbatches: int) -> None:
     for module in model.modules():
         if isinstance(module, TopKRouter):
             module.set_num_microbatches(num_microbatches)
+
+
+def set_loss_scale(model: torch.nn.Module, scale: torch.Tensor | None) -> None:
+    """Tell all modules whose backward adds losses of their own by what the main loss is multiplied; None: by nothing.
+
+    Such modules have the attribute ``loss_scale``, None at first. Call it before training with the tensor [1] that always
+    holds the scale; it visits all modules.
+    """
+    modules: Iterable[Any] = model.modules()
+    for module in modules:
+        if hasattr(module, "loss_scale"):
+            module.loss_scale = scale
 
 
 def record_auxiliary_losses(model: torch.nn.Module, config: TransformerConfig) -> AuxiliaryLossRecord | None:

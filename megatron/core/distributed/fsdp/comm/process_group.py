@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from megatron.core.distributed.fsdp.comm.sum_pieces import sum_pieces
-from megatron.core.distributed.fsdp.comm.transport import Transport, scale_and_accumulate
+from megatron.core.distributed.fsdp.comm.transport import Transport, scale_and_accumulate, scaled_in_advance
 from megatron.core.distributed.fsdp.config.mixed_precision import SERVED_DTYPES
 from megatron.core.distributed.fsdp.config.torch_versions import all_gather_flat, reduce_scatter_flat
 
@@ -37,16 +37,18 @@ class ProcessGroupTransport(Transport):
     def reduce_scatter(
         self, out: torch.Tensor, full: torch.Tensor, *, scale: float = 1.0, accumulate: bool = False
     ) -> None:
-        # SUM, not AVG: the scale is applied later, in out's dtype. The sum overwrites this rank's own segment of the
+        # SUM, not AVG: the scale is applied later, in out's dtype, but for fp16. The sum overwrites this rank's own segment of the
         # input, so that it needs no memory of its own.
         direct = out.dtype == full.dtype and not accumulate
         total = out if direct else full.narrow(0, self.rank * out.numel(), out.numel())
+        scale = scaled_in_advance(full, scale)
         reduce_scatter_flat(self.group, total, full)
         sum_pieces(out, (total,), scale=scale, accumulate=accumulate)  # widens, scales and adds in one kernel
 
     def all_reduce(
         self, out: torch.Tensor, full: torch.Tensor, *, scale: float = 1.0, accumulate: bool = False
     ) -> None:
+        scale = scaled_in_advance(full, scale)
         dist.all_reduce(full, op=dist.ReduceOp.SUM, group=self.group)
         sum_pieces(out, (full,), scale=scale, accumulate=accumulate)
 

@@ -21,7 +21,7 @@ from torch.distributed import ProcessGroup
 
 from megatron.core.distributed.fsdp.comm.nvlink import cuda_place, problem_among
 from megatron.core.distributed.fsdp.comm.process_group import ProcessGroupTransport
-from megatron.core.distributed.fsdp.comm.transport import MemoryKind, scale_and_accumulate
+from megatron.core.distributed.fsdp.comm.transport import MemoryKind, scale_and_accumulate, scaled_in_advance
 from megatron.core.distributed.fsdp.config.torch_versions import reduce_scatter_flat
 
 # The first version with symmetric kernels.
@@ -111,6 +111,7 @@ class SymmetricTransport(ProcessGroupTransport):
         # Both sides must lie in windows, and ``out``, a main gradient, does not: the sum overwrites this rank's own
         # segment of the input. SUM, then scale: for AVG there is no symmetric kernel.
         total = full.narrow(0, self.rank * out.numel(), out.numel())
+        scale = scaled_in_advance(full, scale)
         reduce_scatter_flat(self.group, total, full)
         scale_and_accumulate(out, total, scale=scale, accumulate=accumulate)
 

@@ -127,10 +127,26 @@ class Transport(Protocol):
         """Return the ranks' values, which must be picklable, in rank order. Blocks the host."""
 
 
+def scaled_in_advance(full: torch.Tensor, scale: float) -> float:
+    """Multiply fp16 numbers by ``scale`` before a collective adds them in fp16, whose range a sum leaves sooner than a mean.
+
+    Returns:
+        The factor that remains for the sum: 1, or ``scale`` where nothing was multiplied.
+    """
+    if full.dtype is not torch.float16:
+        return scale
+    if scale != 1.0:
+        full.mul_(scale)
+    return 1.0
+
+
 def scale_and_accumulate(out: torch.Tensor, total: torch.Tensor, *, scale: float, accumulate: bool) -> None:
     """Write ``scale`` times ``total`` to ``out``, or add it to ``out``; both may be the same memory."""
     if accumulate:
         out.add_(total, alpha=scale)
+        return
+    if out.dtype is torch.float16 and total.dtype is not torch.float16:
+        out.copy_(total * scale)  # the sum may be out of fp16's range
         return
     if out.data_ptr() != total.data_ptr():
         out.copy_(total)

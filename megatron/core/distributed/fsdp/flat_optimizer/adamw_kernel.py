@@ -13,7 +13,7 @@ from megatron.core.extensions.triton_language import tl, triton
 BLOCK_NUMEL = 1024
 NUM_WARPS = 4
 # Columns of the coefficients, in the order of adamw_update.COLUMNS.
-NUM_COLUMNS = tl.constexpr(8)
+NUM_COLUMNS = tl.constexpr(9)
 # Numbers of an entry of the table of blocks, and of a weight's place in the scales: update_encoding.SCALE_ALIGNMENT.
 ENTRY = tl.constexpr(5)
 SCALE_ALIGNMENT = tl.constexpr(64)
@@ -21,9 +21,20 @@ SCALE_ALIGNMENT = tl.constexpr(64)
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def coefficients_kernel(  # type: ignore[no-untyped-def]
-    hyperparameters, param_group, steps, advances, grad_factor, coefficients, NUM_ROWS: tl.constexpr
+    hyperparameters,
+    param_group,
+    steps,
+    advances,
+    grad_factor,
+    found_inf,
+    coefficients,
+    NUM_ROWS: tl.constexpr,
+    MAY_SKIP: tl.constexpr,
 ):
-    """Compute ``TorchUpdate.write_coefficients`` in one program; ``NUM_ROWS`` is a power of two."""
+    """Compute ``TorchUpdate.write_coefficients`` in one program; ``NUM_ROWS`` is a power of two.
+
+    ``MAY_SKIP``: where ``found_inf`` is not 0, no step is counted, and ``update_kernel`` writes nothing.
+    """
     table_rows = tl.arange(0, NUM_ROWS)
     group = hyperparameters + tl.load(param_group + table_rows) * 5
     lr = tl.load(group)
@@ -31,7 +42,10 @@ def coefficients_kernel(  # type: ignore[no-untyped-def]
     beta1 = tl.load(group + 2)
     beta2 = tl.load(group + 3)
     eps = tl.load(group + 4)
-    step = tl.load(steps + table_rows) + tl.load(advances + table_rows)
+    skips = tl.zeros([NUM_ROWS], dtype=tl.float32)
+    if MAY_SKIP:
+        skips = tl.where(tl.load(found_inf + table_rows * 0) != 0.0, 1.0, 0.0)
+    step = tl.load(steps + table_rows) + tl.load(advances + table_rows) * (1.0 - skips)
     tl.store(steps + table_rows, step)
     # Coefficients of a row that has taken no step are not used; step 1 avoids a division by zero.
     step = tl.maximum(step.to(tl.float64), 1.0)
@@ -46,6 +60,7 @@ def coefficients_kernel(  # type: ignore[no-untyped-def]
     tl.store(out + 5, tl.sqrt(correction2).to(tl.float32))
     tl.store(out + 6, eps.to(tl.float32))
     tl.store(out + 7, tl.load(grad_factor + table_rows * 0))
+    tl.store(out + 8, skips)
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
@@ -78,6 +93,8 @@ def update_kernel(  # type: ignore[no-untyped-def]
     first = tl.load(entry + 1)
     last = tl.load(entry + 2)
     own = coefficients + tl.load(entry + 3) * NUM_COLUMNS
+    # A step that is skipped has no elements.
+    last = tl.where(tl.load(own + 8) != 0.0, first, last)
     weight = tl.load(entry + 4) * SCALE_ALIGNMENT
     inside = tl.arange(0, BLOCK)
     offsets = at + inside

@@ -16,9 +16,19 @@ from megatron.core.distributed.fsdp.codec.float8 import E4M3_MAX
 from megatron.core.distributed.fsdp.codec.update_encoding import UpdateEncoding
 from megatron.core.distributed.fsdp.flat_optimizer.flat_runs import Run, block_table
 
-# Columns of the hyperparameters [P, 5] fp64, and of the coefficients [R, 8] fp32 that a step computes from them.
+# Columns of the hyperparameters [P, 5] fp64, and of the coefficients [R, 9] fp32 that a step computes from them.
 HYPERPARAMETERS = ("lr", "weight_decay", "beta1", "beta2", "eps")
-COLUMNS = ("decay", "1 - beta1", "beta2", "1 - beta2", "-step size", "sqrt(1 - beta2^t)", "eps", "gradient factor")
+COLUMNS = (
+    "decay",
+    "1 - beta1",
+    "beta2",
+    "1 - beta2",
+    "-step size",
+    "sqrt(1 - beta2^t)",
+    "eps",
+    "gradient factor",
+    "skips",
+)
 
 
 @dataclass(frozen=True)
@@ -30,7 +40,7 @@ class HyperparameterColumns:
         param_group: [R] int32 param group of each row.
         steps: [R] fp32 steps taken, as torch counts them.
         advances: [R] fp32 1 for rows that take part in the next step, else 0.
-        coefficients: [R, 8] fp32 coefficients of the next step, in the columns of ``COLUMNS``.
+        coefficients: [R, 9] fp32 coefficients of the next step, in the columns of ``COLUMNS``.
     """
 
     hyperparameters: torch.Tensor
@@ -62,13 +72,24 @@ class FlatShard:
 
 
 class TorchUpdate:
-    """The update as torch operations, without a host synchronisation on any device."""
+    """The update as torch operations, without a host synchronisation on any device, but for steps that may be skipped."""
 
-    def write_coefficients(self, table: HyperparameterColumns, grad_factor: torch.Tensor) -> None:
+    def __init__(self) -> None:
+        self._skips = False
+
+    def write_coefficients(
+        self, table: HyperparameterColumns, grad_factor: torch.Tensor, found_inf: torch.Tensor | None = None
+    ) -> None:
         """Count a step in the rows that advance, and compute the coefficients of that step.
 
         Powers are computed in fp64, as torch computes them on the host.
+
+        Args:
+            found_inf: [1] fp32; where it is not 0, no step is counted and updates do nothing. None: they do.
         """
+        self._skips = found_inf is not None and bool(found_inf)
+        if self._skips:
+            return
         table.steps.add_(table.advances)
         lr, weight_decay, beta1, beta2, eps = table.hyperparameters[table.param_group].unbind(1)
         step = table.steps.double().clamp_(min=1.0)  # coefficients of a row without steps are not used
@@ -81,6 +102,7 @@ class TorchUpdate:
             (1 - beta2**step).sqrt(),
             eps,
             grad_factor.double().expand_as(eps),
+            torch.zeros_like(eps),
         )
         table.coefficients.copy_(torch.stack(columns, dim=1))
 
@@ -95,9 +117,11 @@ class TorchUpdate:
         coefficients: torch.Tensor,
         encoding: UpdateEncoding | None = None,
     ) -> None:
-        """Update the shard by one step, and encode it where asked. ``grad`` [N], in fp32 or bf16, is only read."""
-        for begin, end, table_row, _ in shard.runs:
-            decay, one_minus_beta1, beta2, one_minus_beta2, step, root, eps, factor = coefficients[table_row].unbind()
+        """Update the shard by one step, and encode it where asked. ``grad`` [N], in fp32 or in half precision, is only read."""
+        for begin, end, table_row, _ in () if self._skips else shard.runs:
+            decay, one_minus_beta1, beta2, one_minus_beta2, step, root, eps, factor, _ = coefficients[
+                table_row
+            ].unbind()
             main, m, v = (flat[begin:end] for flat in (shard.main, shard.exp_avg, shard.exp_avg_sq))
             remainder = None if shard.remainder is None else shard.remainder[begin:end]
             if remainder is not None:
@@ -130,14 +154,19 @@ class KernelUpdate(TorchUpdate):
     def __init__(self) -> None:
         from megatron.core.distributed.fsdp.flat_optimizer import adamw_kernel
 
+        super().__init__()
         self._kernels = adamw_kernel
         # Each product and sum is rounded by itself, so that all compiled variants compute the same.
         self._options = {"num_warps": adamw_kernel.NUM_WARPS, "enable_fp_fusion": False}
 
-    def write_coefficients(self, table: HyperparameterColumns, grad_factor: torch.Tensor) -> None:
+    def write_coefficients(
+        self, table: HyperparameterColumns, grad_factor: torch.Tensor, found_inf: torch.Tensor | None = None
+    ) -> None:
         t = table
-        tensors = (t.hyperparameters, t.param_group, t.steps, t.advances, grad_factor, t.coefficients)
-        self._kernels.coefficients_kernel[(1,)](*tensors, t.steps.numel(), num_warps=1, enable_fp_fusion=False)
+        skips = grad_factor if found_inf is None else found_inf  # what is not read may have any address
+        tensors = (t.hyperparameters, t.param_group, t.steps, t.advances, grad_factor, skips, t.coefficients)
+        constants = {"MAY_SKIP": found_inf is not None, "num_warps": 1, "enable_fp_fusion": False}
+        self._kernels.coefficients_kernel[(1,)](*tensors, t.steps.numel(), **constants)
 
     def blocks(self, runs: Sequence[Run], device: torch.device) -> torch.Tensor:
         return block_table(runs, self._kernels.BLOCK_NUMEL).to(device)

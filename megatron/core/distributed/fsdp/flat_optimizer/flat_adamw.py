@@ -109,13 +109,20 @@ class FlatAdamW(torch.optim.Optimizer):
     # ---- the step -----------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None, *, grad_factor: torch.Tensor | None = None) -> Any:
+    def step(
+        self,
+        closure: Callable[[], Any] | None = None,
+        *,
+        grad_factor: torch.Tensor | None = None,
+        found_inf: torch.Tensor | None = None,
+    ) -> Any:
         """Update main and model weights; with ``overlaps_forward``, updates may still run when this returns.
 
         Args:
             closure: runs forward and backward; its result is returned.
             grad_factor: [] or [1] fp32 on the device, by which the update multiplies gradients. ``param.grad`` is not
                 changed.
+            found_inf: [1] fp32 on the device; where it is not 0, nothing is updated and no step is counted. None: all is.
 
         Raises:
             RuntimeError: a forward or backward is running, or has failed, or was not that of the step's last
@@ -136,7 +143,7 @@ class FlatAdamW(torch.optim.Optimizer):
         self._table.set_active({index for index, is_active in enumerate(active) if is_active})
         self.refresh_hyperparameters()
         factor = self._no_factor if grad_factor is None else grad_factor
-        self._update.write_coefficients(self._table.columns, factor)
+        self._update.write_coefficients(self._table.columns, factor, found_inf)
         for group in stepping:
             self._state_of[id(group)].drop_stale_remainder(group)
         for context in contexts_of_groups(groups):

@@ -62,6 +62,18 @@ def each_collective_does_what_it_says() -> None:
 
 
 @CHECKS.on(2, 4)
+def means_of_fp16_do_not_leave_its_range_where_sums_would() -> None:
+    world = dist.get_world_size()
+    for transport in _transports():
+        for move, numel in ((transport.reduce_scatter, world), (transport.all_reduce, 3)):
+            mine = torch.full((numel,), 60000.0, dtype=torch.float16)
+            for dtype in (torch.float32, torch.float16):
+                out = torch.empty(1 if move == transport.reduce_scatter else 3, dtype=dtype)
+                move(out, mine.clone(), scale=1 / world)
+                assert (out == 60000.0).all(), (type(transport), out)
+
+
+@CHECKS.on(2, 4)
 def sums_go_in_rank_order_in_fp32() -> None:
     """Not in bf16, where 256 + 1 is 256; and not in the ring's order, which strategies would not share."""
     world, rank = dist.get_world_size(), dist.get_rank()
