@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import tempfile
@@ -104,6 +105,7 @@ def _rank_main(
     # What torch.compile itself imports.
     warnings.filterwarnings("ignore", message=".*torch.jit.script_method.* is deprecated", category=DeprecationWarning)
     torch.set_num_threads(1)
+    faulthandler.dump_traceback_later(max(0.9 * timeout_s, timeout_s - 5.0))  # where it stands when the limit is near
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(num_ranks), LOCAL_RANK=str(rank))
     try:
         if backend == "nccl":
@@ -124,4 +126,5 @@ def _rank_main(
     except BaseException:
         sender.send((False, traceback.format_exc()))
     finally:
+        faulthandler.cancel_dump_traceback_later()
         sender.close()

@@ -6,6 +6,7 @@ import functools
 import importlib
 import importlib.util
 import traceback
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -117,6 +118,7 @@ def _check(name: str) -> dict[str, float]:
 
 
 def _on_ranks(names: list[str]) -> dict[str, dict[str, float] | str]:
+    warnings.simplefilter("ignore")  # of the packages; raised on one rank alone, the other would wait for it
     found: dict[str, dict[str, float] | str] = {}
     for name in names:
         try:
