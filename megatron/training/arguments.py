@@ -23,6 +23,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.checkpointing import CheckpointConfig
 from megatron.training.cli.flag_parser import Fate, FlagError, FlagParser
 from megatron.training.cli.flags_always_so import ALWAYS_SO
+from megatron.training.cli.flags_attention import add_attention_flags
 from megatron.training.cli.flags_batch import add_batch_flags, batch_config, eval_batch_config
 from megatron.training.cli.flags_checkpoint import add_checkpoint_flags, add_logging_flags
 from megatron.training.cli.flags_data import add_data_flags
@@ -103,6 +104,7 @@ def build_parser() -> FlagParser:
     )
     for add_flags in (
         add_model_flags,
+        add_attention_flags,
         add_expert_flags,
         add_parallel_flags,
         add_batch_flags,
@@ -281,6 +283,12 @@ _SAME_NAME_IN_TRANSFORMER_CONFIG = (
     "rotary_interleaved",
     "normalization",
     "qk_layernorm",
+    "qk_l2_norm",
+    "softmax_type",
+    "window_size",
+    "window_attn_skip_freq",
+    "no_rope_freq",
+    "attention_output_gate",
     "add_bias_linear",
     "add_qkv_bias",
     "attention_backend",

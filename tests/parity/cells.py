@@ -41,8 +41,10 @@ MODELS = {
     "--moe-layer-freq 2 --moe-router-score-function sigmoid --moe-router-num-groups 2 --moe-router-group-topk 1 "
     "--moe-router-topk-scaling-factor 1.5 --moe-router-enable-expert-bias --moe-router-bias-update-rate 0.05",
     # balanced by a bias, without an auxiliary loss; groups of experts; and every other layer dense
+    "windows": f"{_COMMON} {_LLAMA} --window-size 3,0 --window-attn-skip-freq 2 --softmax-type learnable --no-rope-freq 2 "
+    "--qk-l2-norm --attention-output-gate",  # the second layer sees all, and does not rotate
 }
-_FAMILIES = {"gpt": ("gpt", "llama"), "moe": ("moe", "moe_biased")}
+_FAMILIES = {"gpt": ("gpt", "llama"), "moe": ("moe", "moe_biased"), "attention": ("windows",)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,13 +130,14 @@ class Cell:
 
     @property
     def layout(self) -> Layout:
-        return (GPT_LAYOUTS if self.family == "gpt" else MOE_LAYOUTS)[self.layout_name]
+        return (MOE_LAYOUTS if self.family == "moe" else GPT_LAYOUTS)[self.layout_name]
 
     @property
     def model(self) -> str:
-        """One of the family's two, in turn: each layout and each strategy meets both."""
+        """One of the family's models, in turn: where it has two, each layout and each strategy meets both."""
         turn = list(STRATEGIES).index(self.strategy) + self.per_token + (self.microbatches > 1)
-        return _FAMILIES[self.family][turn % 2]
+        models = _FAMILIES[self.family]
+        return models[turn % len(models)]
 
     @property
     def is_hybrid(self) -> bool:
@@ -182,8 +185,9 @@ def _argv(run: Reference | Cell, flags: str, microbatches: int) -> list[str]:
 
 CELLS = {
     cell.name: cell
-    for family, layouts in (("gpt", GPT_LAYOUTS), ("moe", MOE_LAYOUTS))
+    for family, layouts in (("gpt", GPT_LAYOUTS), ("moe", MOE_LAYOUTS), ("attention", GPT_LAYOUTS))
     for layout, strategy, microbatches, per_token in product(layouts, STRATEGIES, (1, 4), (False, True))
+    if family != "attention" or per_token == (microbatches == 4)
     for cell in [
         Cell(family=family, layout_name=layout, strategy=strategy, microbatches=microbatches, per_token=per_token)
     ]
@@ -208,5 +212,8 @@ IN_CI = (
     "moe-pp2-optim_grads-m4-token",
     "moe-tp2+sp+pp2-optim_grads_params-m1-token",
     "moe-ep2+tp2+sp-hsdp-m1-mean",
+    "attention-tp2+sp-optim_grads_params-m4-token",
+    "attention-cp2-optim_grads_params-m1-mean",
+    "attention-pp2-optim-m1-mean",
 )
 """The cells that every run of the tests computes: each layout, each strategy, each setting of the others."""

@@ -34,6 +34,8 @@ PROBES = {
     "moe sp": "moe-tp2+sp-optim_grads_params-m1-token",
     "moe cp": "moe-cp2-hfsdp-m1-token",
     "moe bias": "moe-ep2-optim-m1-mean",
+    "windows tp": "attention-tp2-optim-m1-mean",
+    "windows cp": "attention-cp2-optim_grads_params-m1-mean",
 }
 """Cells that faults are tried on, by a short name."""
 
@@ -263,6 +265,35 @@ def _the_loss_scale_is_never_undone(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(MegatronGradScaler, "inv_scale", property(lambda self: torch.ones_like(self.scale)))
 
 
+def _each_rank_has_the_first_ones_sinks(patch: pytest.MonkeyPatch) -> None:
+    from megatron.core.transformer import attention_sinks
+
+    patch.setattr(attention_sinks, "group_of", lambda groups, name: None)
+    describe = attention_sinks.AttentionSinks.describe_parameter
+
+    def first_part(self: Any, name: str, shape: Any, init_method: Any, **options: Any) -> Any:
+        return describe(self, name, (shape[0] // self.config.tensor_model_parallel_size,), init_method, **options)
+
+    patch.setattr(attention_sinks.AttentionSinks, "describe_parameter", first_part)
+
+
+def _windows_end_at_chunks(patch: pytest.MonkeyPatch) -> None:
+    from megatron.core.transformer import context_parallel_window
+
+    tails = context_parallel_window._tails
+    patch.setattr(
+        context_parallel_window,
+        "_tails",
+        lambda *args: {chunk: tail[:0] for chunk, tail in tails(*args).items()},
+    )
+
+
+def _tails_are_of_neighbours_ranks(patch: pytest.MonkeyPatch) -> None:
+    from megatron.core.transformer import context_parallel_window
+
+    patch.setattr(context_parallel_window, "chunk_order", lambda size: list(range(2 * size)))
+
+
 MUTATIONS = {
     "auxiliary losses are not scaled": Mutation(_auxiliary_losses_are_not_scaled, "moe sp, moe cp"),
     "the loss scale is undone after clipping": Mutation(
@@ -297,6 +328,9 @@ MUTATIONS = {
     "expert biases follow a rank's own tokens": Mutation(_expert_biases_follow_a_ranks_own_tokens, "moe bias"),
     "parts of a sequence begin at its start": Mutation(_parts_of_a_sequence_begin_at_its_start, "cp"),
     "split columns keep their inputs' gradients": Mutation(_split_columns_keep_their_inputs_gradients, "tp"),
+    "each rank has the first one's sinks": Mutation(_each_rank_has_the_first_ones_sinks, "windows tp"),
+    "windows end at chunks": Mutation(_windows_end_at_chunks, "windows cp"),
+    "windows reach into chunks of neighbouring ranks": Mutation(_tails_are_of_neighbours_ranks, "windows cp"),
 }
 
 

@@ -702,6 +702,11 @@ class DotProductAttention(TransformerEngineBaseModule):
         widths = (kv_channels, kv_channels) if isinstance(kv_channels, int) else kv_channels
         self.hidden_size_per_attention_head_k, self.hidden_size_per_attention_head_v = widths
         self.softmax_scale = 1.0 / math.sqrt(widths[0]) if softmax_scale is None else softmax_scale
+        self.window_size, self.softmax_type, self.softmax_offset = window_size, softmax_type, None
+        if softmax_type == "off-by-one":
+            self.softmax_offset = torch.zeros(self.num_heads, device="cpu")
+        if softmax_type == "learnable":
+            self.softmax_offset = torch.nn.Parameter(torch.zeros(self.num_heads, device="cpu"))
 
     def forward(
         self,
@@ -723,6 +728,8 @@ class DotProductAttention(TransformerEngineBaseModule):
             )
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query_layer, key_layer, value_layer))
         assert (attention_mask is None) == (attn_mask_type == "causal"), attn_mask_type
+        if self.window_size is not None or self.softmax_offset is not None:
+            return self._with_offset(query, key, value, attention_mask)
         context = F.scaled_dot_product_attention(
             query,
             key,
@@ -734,6 +741,24 @@ class DotProductAttention(TransformerEngineBaseModule):
             enable_gqa=True,
         )
         return context.permute(2, 0, 1, 3).flatten(2)
+
+    def _with_offset(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, hidden: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Attend [b, n, s, d] in a window, with one more score a head, written out row by row."""
+        repeats = self.num_heads // key.shape[1]
+        key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+        length = query.shape[2]
+        behind = torch.arange(length)[:, None] - torch.arange(length)[None, :]
+        own_mask = behind < 0 if hidden is None else hidden
+        if self.window_size is not None:
+            assert self.window_size[1] == 0
+            own_mask = own_mask | (behind > self.window_size[0])
+        exponentials = (query @ key.mT * self.softmax_scale).masked_fill(own_mask, float("-inf")).exp()
+        total = exponentials.sum(-1, keepdim=True)
+        if self.softmax_offset is not None:
+            total = total + self.softmax_offset.exp().view(1, -1, 1, 1)
+        return (exponentials / total @ value).permute(2, 0, 1, 3).flatten(2)
 
 
 class Fp8Padding(torch.nn.Module):

@@ -15,9 +15,12 @@ import torch.distributed as dist
 from megatron.core.extensions.transformer_engine import FP8GlobalStateManager, QuantizationState, te
 from megatron.core.packed_seq_params import check_pack
 from megatron.core.process_groups_config import group_of, group_size
+from megatron.core.transformer.attention_patterns import window_of_layer
+from megatron.core.transformer.attention_sinks import AttentionSinks
 from megatron.core.transformer.context_parallel import comm_types
 from megatron.core.transformer.dot_product_attention import check_core_attention
 from megatron.core.transformer.enums import AttnBackend, AttnMaskType
+from megatron.core.transformer.parameter_init import SeededParameters
 
 if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams
@@ -32,8 +35,8 @@ _BACKENDS = {
 }
 
 
-class TEDotProductAttention(QuantizationState, te.DotProductAttention):  # type: ignore[misc, unused-ignore]
-    """Causal core attention, without parameters; in FP8 with ``config.fp8_dot_product_attention``.
+class TEDotProductAttention(QuantizationState, AttentionSinks, te.DotProductAttention):  # type: ignore[misc, unused-ignore]
+    """Causal core attention; in FP8 with ``config.fp8_dot_product_attention``. Only learned sinks are a parameter.
 
     Args:
         pg_collection: heads are split over its ``tp``, sequences over its ``cp``.
@@ -41,7 +44,8 @@ class TEDotProductAttention(QuantizationState, te.DotProductAttention):  # type:
         k_channels, v_channels: widths of a query or key and of a value, where they are not ``config.kv_channels``.
 
     Raises:
-        NotImplementedError: another mask or kind of attention, or ``apply_query_key_layer_scaling``.
+        NotImplementedError: another mask or kind of attention, ``apply_query_key_layer_scaling``, or a window or sinks with
+            a way to exchange keys that transformer-engine does not serve.
         RuntimeError: ``config.deterministic_mode`` without torch's deterministic algorithms; ``attention_backend='flash'``
             without the package flash-attn.
 
@@ -69,7 +73,13 @@ class TEDotProductAttention(QuantizationState, te.DotProductAttention):  # type:
             configured = types[layer_number - 1] if len(types) > 1 else types[0]
             init = {"cp_group": cp_group, "cp_global_ranks": dist.get_process_group_ranks(cp_group)}
             init |= {"cp_stream": torch.cuda.Stream(), "cp_comm_type": cp_comm_type or configured}
-        super().__init__(
+            _check_exchange(config, layer_number, cp_comm_type or configured)
+        window = window_of_layer(config, layer_number)
+        if window is not None:
+            init["window_size"] = (window, 0)
+        if config.softmax_type != "vanilla":
+            init["softmax_type"] = config.softmax_type
+        super(SeededParameters, self).__init__(
             num_attention_heads=config.num_attention_heads,
             kv_channels=config.kv_channels if k_channels is None or v_channels is None else (k_channels, v_channels),
             num_gqa_groups=config.num_query_groups,
@@ -85,6 +95,9 @@ class TEDotProductAttention(QuantizationState, te.DotProductAttention):  # type:
             **init,
         )
         self.config = config
+        if config.softmax_type == "learnable":
+            del self.softmax_offset  # ours starts as that of local layers
+        self.add_sinks(config, pg_collection)
         self._choose_kernels(config.attention_backend)
 
     def _choose_kernels(self, backend: object) -> None:
@@ -92,6 +105,11 @@ class TEDotProductAttention(QuantizationState, te.DotProductAttention):  # type:
         if backend in _BACKENDS:
             for name in _BACKENDS.values():
                 os.environ[name] = str(int(name == _BACKENDS[backend]))
+
+    def reset_parameters(self, defer_init: bool | None = None) -> None:
+        """Fill the sinks; transformer-engine's constructor, which may call this too, leaves them alone."""
+        if "_parts" in self.__dict__:
+            AttentionSinks.reset_parameters(self)
 
     def forward(
         self,
@@ -148,6 +166,21 @@ class TEDotProductAttention(QuantizationState, te.DotProductAttention):  # type:
             attn_mask_type="padding_causal",
         )
         return context.unsqueeze(1)
+
+
+def _check_exchange(config: TransformerConfig, layer_number: int, comm_type: str) -> None:
+    """Raise where transformer-engine has no kernel for a window or sinks with this exchange between context-parallel ranks."""
+    served = {"window_size": ("a2a", "all_gather"), "softmax_type": ("a2a",)}
+    used = {
+        "window_size": window_of_layer(config, layer_number) is not None,
+        "softmax_type": config.softmax_type != "vanilla",
+    }
+    for field, comm_types_served in served.items():
+        if used[field] and comm_type not in comm_types_served:
+            raise NotImplementedError(
+                f"with {field} and transformer-engine's attention cp_comm_type must be {' or '.join(comm_types_served)}, got"
+                f" {comm_type!r}: it has no other exchange for them; change it, or use --transformer-impl local"
+            )
 
 
 def _check_attention(config: TransformerConfig, attn_mask_type: AttnMaskType, attention_type: str) -> None:

@@ -1,8 +1,8 @@
 """Self-attention with a fused query-key-value projection.
 
 Shapes: s sequence, b batch, h hidden size, n query heads, g key and value heads (groups), d head width; n and g count
-this tensor-parallel rank's heads. The projection's output holds, group after group, the group's n/g query heads, then its
-key head, then its value head, so a rank's rows of it are whole groups.
+this tensor-parallel rank's heads. The projection's output holds, group after group, the group's n/g query heads (then as many
+of their gates, with ``attention_output_gate``), then its key head, then its value head, so a rank's rows of it are whole groups.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from megatron.core.fusions.fused_rope import fused_rotate, fused_split_and_rotat
 from megatron.core.models.common.embeddings.rotary_pos_embedding import apply_rotary
 from megatron.core.process_groups_config import group_of, group_size
 from megatron.core.tensor_parallel.partition import part_extent
+from megatron.core.transformer.attention_patterns import rotates
 from megatron.core.transformer.context_parallel_attention import core_attention_for
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
@@ -29,6 +30,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.parameter_init import SeededParameters
 from megatron.core.transformer.recomputation import recomputes
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.torch_norm import L2Norm
 
 if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams
@@ -99,8 +101,8 @@ class SelfAttention(Attention):
         pg_collection: heads are split over its ``tp``, sequences over its ``cp``.
 
     Raises:
-        ValueError: the spec and ``config.qk_layernorm`` disagree about the norms of queries and keys, or the number of
-            heads or key-value heads is not a multiple of the ranks.
+        ValueError: the spec and ``config.qk_layernorm`` or ``qk_l2_norm`` disagree about the norms of queries and keys, or
+            the number of heads or key-value heads is not a multiple of the ranks.
     """
 
     def __init__(
@@ -129,11 +131,12 @@ class SelfAttention(Attention):
         self.is_split = group_size(tp_group) > 1
         self.num_heads = part_extent(num_heads, 1, group_size(tp_group))
         self.num_groups = part_extent(num_groups, 1, group_size(tp_group))
+        self.is_gated, self.rotates = config.attention_output_gate, rotates(config, layer_number)
         linear: dict[str, Any] = {"config": config, "init_method": config.init_method, "tp_group": tp_group}
         self.linear_qkv = build_module(
             submodules.linear_qkv,
             config.hidden_size,
-            (num_heads + 2 * num_groups) * self.head_width,
+            (num_heads * (2 if self.is_gated else 1) + 2 * num_groups) * self.head_width,
             gather_output=False,
             bias=config.add_bias_linear or config.add_qkv_bias,
             skip_bias_add=False,
@@ -163,12 +166,16 @@ class SelfAttention(Attention):
 
     def _check_norms(self, submodules: SelfAttentionSubmodules) -> None:
         for name in ("q_layernorm", "k_layernorm"):
-            in_spec = getattr(submodules, name) not in (None, IdentityOp)
-            if in_spec != self.config.qk_layernorm:
-                raise ValueError(
-                    f"the layer spec and TransformerConfig must agree on qk_layernorm, got {in_spec} in the spec"
-                    f" ({name}) and {self.config.qk_layernorm} in the config; pass the same value to both"
-                )
+            norm = getattr(submodules, name)
+            for field, in_spec in (
+                ("qk_layernorm", norm not in (None, IdentityOp, L2Norm)),
+                ("qk_l2_norm", norm is L2Norm),
+            ):
+                if in_spec != getattr(self.config, field):
+                    raise ValueError(
+                        f"the layer spec and TransformerConfig must agree on {field}, got {in_spec} in the spec"
+                        f" ({name}) and {getattr(self.config, field)} in the config; pass the same value to both"
+                    )
 
     def _build_norm(self, spec: ModuleSpec | type | None) -> torch.nn.Module | None:
         if spec is None or spec is IdentityOp:
@@ -205,26 +212,30 @@ class SelfAttention(Attention):
         if rotary_pos_emb is not None:
             rotary_pos_cos, rotary_pos_sin = self._tables(rotary_pos_emb)
         is_packed = packed_seq_params is not None and packed_seq_params.is_packed
+        if not self.rotates:
+            rotary_pos_cos = rotary_pos_sin = None
         if rotary_pos_cos is not None and rotary_pos_sin is not None:
             if is_packed:
                 rotary_pos_cos, rotary_pos_sin = tables_of_samples(packed_seq_params, rotary_pos_cos, rotary_pos_sin)
-            query, key, value = self._rotated(hidden_states, rotary_pos_cos, rotary_pos_sin)
+            query, key, value, gate = self._rotated(hidden_states, rotary_pos_cos, rotary_pos_sin)
         else:
-            query, key, value = self.get_query_key_value_tensors(hidden_states)
+            query, key, value, gate = self._projected(hidden_states)
             query = query.flatten(2, 3)  # a view after a norm, otherwise a copy
         context = self.attend(query, key, value, attention_mask, packed_seq_params if is_packed else None)
+        if gate is not None:
+            context = (context * torch.sigmoid(gate.float())).to(context.dtype)
         output, bias = self.linear_proj(context)
         return output, bias
 
     def _rotated(
         self, hidden_states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Project [s, b, h] to rotated queries [s, b, n, d] and keys [s, b, g, d], and to values [s, b, g, d]."""
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Project [s, b, h] to rotated queries [s, b, n, d] and keys [s, b, g, d], values [s, b, g, d] and gates or None."""
         config = self.config
         interleaved, compiled = config.rotary_interleaved, not config.disable_jit_fuser
-        if config.apply_rope_fusion and self.q_layernorm is None and self.k_layernorm is None:
+        if config.apply_rope_fusion and self.q_layernorm is None and self.k_layernorm is None and not self.is_gated:
             mixed, _ = self.linear_qkv(hidden_states)
-            return fused_split_and_rotate(
+            query, key, value = fused_split_and_rotate(
                 mixed,
                 cos,
                 sin,
@@ -233,7 +244,8 @@ class SelfAttention(Attention):
                 interleaved=interleaved,
                 compiled=compiled,
             )
-        query, key, value = self.get_query_key_value_tensors(hidden_states)
+            return query, key, value, None
+        query, key, value, gate = self._projected(hidden_states)
         if config.apply_rope_fusion:
             query = fused_rotate(query, cos, sin, interleaved=interleaved, compiled=compiled)
             key = fused_rotate(key, cos, sin, interleaved=interleaved, compiled=compiled)
@@ -244,21 +256,32 @@ class SelfAttention(Attention):
             # A view would keep the whole query-key-value projection in memory until backward.
             value = value.contiguous()
         # A view of what the rotation wrote.
-        return query.flatten(2, 3), key, value
+        return query.flatten(2, 3), key, value, gate
 
     def get_query_key_value_tensors(
         self, hidden_states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Project [s, b, h] to queries [s, b, g, n/g, d], keys [s, b, g, d] and values [s, b, g, d]."""
+        return self._projected(hidden_states)[:3]
+
+    def _projected(
+        self, hidden_states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """As ``get_query_key_value_tensors``, and the gates [s, b, n * d] of the context; None where it has none."""
         mixed, _ = self.linear_qkv(hidden_states)
         mixed = mixed.unflatten(-1, (self.num_groups, -1, self.head_width))
-        query, key, value = mixed.split([self.num_heads // self.num_groups, 1, 1], dim=3)
+        heads, gate = self.num_heads // self.num_groups, None
+        if self.is_gated:
+            query, gate, key, value = mixed.split([heads, heads, 1, 1], dim=3)
+            gate = gate.flatten(2)
+        else:
+            query, key, value = mixed.split([heads, 1, 1], dim=3)
         key, value = key.squeeze(3), value.squeeze(3)
         if self.q_layernorm is not None:
             query = self.q_layernorm(query)
         if self.k_layernorm is not None:
             key = self.k_layernorm(key)
-        return query, key, value
+        return query, key, value, gate
 
     def _tables(self, angles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute the [s, r/2] cosines and sines of [s, 1, 1, r] angles, which hold each angle twice."""

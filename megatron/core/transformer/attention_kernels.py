@@ -1,7 +1,8 @@
 """Kernels of attention over one block of keys; their log-sum-exps serve to merge the results of several blocks.
 
 A block is either square and causal (the keys are those of the queries' own tokens), or all its queries see all its keys. So
-it does not matter how a kernel aligns a causal mask that is not square.
+it does not matter how a kernel aligns a causal mask that is not square. Within a window a block is causal, and may have further
+keys before those of the queries' own tokens.
 
 Shapes: b batch, n query heads, g key and value heads, q queries, k keys, d head width; that of values and outputs may be another.
 Source: the merge is arXiv:2112.05682's; backward from output and log-sum-exp is FlashAttention's (arXiv:2205.14135).
@@ -12,10 +13,10 @@ from __future__ import annotations
 from typing import Any, NamedTuple, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from megatron.core.transformer.dot_product_attention import pad_heads
 from megatron.core.transformer.enums import AttnBackend
 
 aten = torch.ops.aten
@@ -33,7 +34,9 @@ class Block(NamedTuple):
     scale: float
     """Factor on query-key products."""
     causal: bool
-    """The keys are those of the queries' own tokens, under a causal mask; False: all queries see all keys."""
+    """The last keys are those of the queries' own tokens, under a causal mask; False: all queries see all keys."""
+    window: int | None = None
+    """Positions before its own that a query of a causal block sees; None: all."""
 
 
 class Attended(NamedTuple):
@@ -93,12 +96,12 @@ class FlashKernel:
     """PyTorch's flash attention on CUDA, for bf16 and fp16."""
 
     def forward(self, block: Block) -> Attended:
-        query, key, value, scale, causal = block
+        query, key, value, scale, causal, _ = block
         results = aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, False, scale=scale)
         return Attended(results[0], results[1], [results[6], results[7]])
 
     def backward(self, block: Block, rows: Attended, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        query, key, value, scale, causal = block
+        query, key, value, scale, causal, _ = block
         output, logsumexp, state = rows
         lengths = (query.shape[2], key.shape[2])
         result: tuple[Tensor, Tensor, Tensor] = aten._scaled_dot_product_flash_attention_backward(
@@ -107,18 +110,65 @@ class FlashKernel:
         return result
 
 
+class WindowFlashKernel:
+    """PyTorch's flash attention on CUDA within windows and packs, where it skips the blocks of keys that no query sees.
+
+    Args:
+        starts: [m + 1] int32, where the samples of a pack begin, and where the last ends; None: rows are samples.
+    """
+
+    def __init__(self, starts: Tensor | None = None) -> None:
+        self.starts = starts
+
+    def forward(self, block: Block) -> Attended:
+        query, key, value, lengths = self._arguments(block)
+        output, logsumexp, *state, _ = aten._flash_attention_forward(
+            query, key, value, *lengths, 0.0, block.causal, False, **self._options(block)
+        )
+        if self.starts is not None:
+            output, logsumexp = output.unsqueeze(0), logsumexp.unsqueeze(0)
+        return Attended(output.transpose(1, 2), logsumexp, state)
+
+    def backward(self, block: Block, rows: Attended, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        query, key, value, lengths = self._arguments(block)
+        output, grad = rows.output.transpose(1, 2), grad.transpose(1, 2)
+        logsumexp = rows.logsumexp
+        if self.starts is not None:
+            output, grad, logsumexp = output.squeeze(0), grad.squeeze(0), logsumexp.squeeze(0)
+        grads = aten._flash_attention_backward(
+            grad, query, key, value, output, logsumexp, *lengths, 0.0, block.causal, *rows.state, **self._options(block)
+        )
+        if self.starts is not None:
+            grads = [x.unsqueeze(0) for x in grads]
+        grad_query, grad_key, grad_value = (x.transpose(1, 2) for x in grads)
+        return grad_query, grad_key, grad_value
+
+    def _arguments(self, block: Block) -> tuple[Tensor, Tensor, Tensor, tuple[Any, ...]]:
+        """Return queries, keys and values [b, s, n, d] ([t, n, d] of a pack), and what says how long samples are."""
+        query, key, value = (x.transpose(1, 2) for x in block[:3])
+        lengths = (self.starts, self.starts, block.query.shape[2], block.key.shape[2])
+        if self.starts is not None:
+            query, key, value = query.squeeze(0), key.squeeze(0), value.squeeze(0)
+        return query, key, value, lengths
+
+    def _options(self, block: Block) -> dict[str, Any]:
+        if block.window is None:
+            return {"scale": block.scale}
+        return {"scale": block.scale, "window_size_left": block.window, "window_size_right": 0}
+
+
 class CudnnKernel:
     """cuDNN's attention, which PyTorch prefers on some devices."""
 
     def forward(self, block: Block) -> Attended:
-        query, key, value, scale, causal = block
+        query, key, value, scale, causal, _ = block
         results = aten._scaled_dot_product_cudnn_attention(
             query, key, value, None, True, 0.0, causal, False, scale=scale
         )
         return Attended(results[0], results[1].reshape(query.shape[:3]), [results[6], results[7]])
 
     def backward(self, block: Block, rows: Attended, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        query, key, value, scale, causal = block
+        query, key, value, scale, causal, _ = block
         output, logsumexp, state = rows[0], rows[1].unsqueeze(-1), rows[2]
         nothing, lengths = (None, None, None), (query.shape[2], key.shape[2])  # no bias, and no packed samples
         result: tuple[Tensor, Tensor, Tensor] = aten._scaled_dot_product_cudnn_attention_backward(
@@ -145,6 +195,12 @@ class PaddedKernel:
         return grad_query, grad_key, grad_value
 
 
+def pad_heads(*heads: Tensor) -> tuple[Tensor, ...]:
+    """Pad tensors [..., d] of different widths with zeros to the largest width."""
+    widest = max(x.shape[-1] for x in heads)
+    return tuple(F.pad(x, (0, widest - x.shape[-1])) for x in heads)
+
+
 def _padded(block: Block) -> Block:
     query, key, value = pad_heads(*block[:3])
     return block._replace(query=query, key=key, value=value)
@@ -153,12 +209,22 @@ def _padded(block: Block) -> Block:
 _DEMANDED: dict[Any, type[FlashKernel | CudnnKernel]] = {AttnBackend.flash: FlashKernel, AttnBackend.fused: CudnnKernel}
 
 
-def choose_kernel(query: Tensor, key: Tensor, value: Tensor, *, scale: float, fused: bool, backend: Any) -> BlockKernel:
+def choose_kernel(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scale: float,
+    fused: bool,
+    backend: Any,
+    window: int | None = None,
+) -> BlockKernel:
     """Choose the kernel that attention on one rank would run for [b, n, q, d] with [b, g, q, d].
 
     Args:
         fused: False: keep all scores in memory.
         backend: ``config.attention_backend``.
+        window: positions before its own that a query sees; None: all.
 
     Raises:
         NotImplementedError: ``backend`` demands a kernel that does not support these tensors.
@@ -170,11 +236,19 @@ def choose_kernel(query: Tensor, key: Tensor, value: Tensor, *, scale: float, fu
     if query.dtype not in (torch.bfloat16, torch.float16) or query.shape[-1] % 8 or value.shape[-1] % 8:
         if demanded is not None:
             raise NotImplementedError(
-                f"with context parallelism attention_backend {backend.name} needs bf16 or fp16 heads of a width that is a"
-                f" multiple of 8, got {query.dtype} and {query.shape[-1]}; use attention_backend auto, or --bf16"
+                f"with context parallelism, windows or sinks attention_backend {backend.name} needs bf16 or fp16 heads of a"
+                f" width that is a multiple of 8, got {query.dtype} and {query.shape[-1]}; use attention_backend auto, or"
+                " --bf16"
             )
         return ExplicitKernel()
     differ = value.shape[-1] != query.shape[-1]
+    if window is not None:
+        if demanded is CudnnKernel:
+            raise NotImplementedError(
+                "attention_backend fused has no kernel for windows that PyTorch could call, got a layer with a window of"
+                f" {window}; use attention_backend auto or flash, or layers of transformer-engine"
+            )
+        return PaddedKernel(WindowFlashKernel()) if differ else WindowFlashKernel()
     kernel = demanded or _chosen(query, key, value, scale=scale)
     if kernel is not CudnnKernel and differ and demanded is None:
         kernel = _chosen(query, key, key, scale=scale)
@@ -204,6 +278,19 @@ def _scores(block: Block) -> Tensor:
     grouped = torch.unflatten(block.query.float(), 1, (block.key.shape[1], -1))
     scores = (grouped * block.scale) @ block.key.float().unsqueeze(2).transpose(-1, -2)
     if block.causal:
-        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(diagonal=1)
+        hidden = causal_mask(scores.shape[-2], scores.shape[-1], scores.device, block.window)
         scores = scores.masked_fill(hidden, float("-inf"))
     return scores
+
+
+def causal_mask(num_queries: int, num_keys: int, device: torch.device, window: int | None = None) -> Tensor:
+    """Make the mask [q, k], bool, True where a key comes after its query, or too far before it.
+
+    Args:
+        num_keys: of them the last ``num_queries`` are those of the queries' own tokens.
+        window: positions before its own that a query sees; None: all.
+    """
+    before = num_keys - num_queries
+    hidden = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device)
+    after = hidden.triu(diagonal=before + 1)
+    return after if window is None else after.logical_or_(hidden.tril(diagonal=before - window - 1))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.transformer.attention_kernels import Attended, Block, BlockKernel, merge_block
+from megatron.core.transformer.attention_sinks import gradient_of_sinks, with_sinks
 
 
 def late_chunk(x: Tensor) -> Tensor:
@@ -39,9 +40,12 @@ class BlockAttention:
         block = self.kernel.forward(Block(query, key, value, self.scale, False))
         merge_block(output, logsumexp, block.output, block.logsumexp)
 
-    def result(self) -> Attended:
-        """Return the result over all blocks; the output [b, n, l, d] is in the queries' dtype."""
-        return Attended(self._output.to(self.query.dtype), self._logsumexp, self._state)
+    def result(self, sinks: Tensor | None = None) -> Attended:
+        """Return the result over all blocks, with sinks [n]; the output [b, n, l, d] is in the queries' dtype."""
+        rows = Attended(self._output, self._logsumexp, self._state)
+        if sinks is not None:
+            rows = with_sinks(rows, sinks)
+        return Attended(rows.output.to(self.query.dtype), rows.logsumexp, rows.state)
 
 
 class BlockGradients:
@@ -69,3 +73,7 @@ class BlockGradients:
         grad_query, grad_key, grad_value = self.kernel.backward(block, rows, grad)
         into.add_(grad_query)
         return grad_key, grad_value
+
+    def of_sinks(self, sinks: Tensor | None) -> Tensor | None:
+        """Return the gradient [n] of the sinks that ``BlockAttention.result`` was given; None where there are none."""
+        return None if sinks is None else gradient_of_sinks(self.attended, self.grad, sinks)

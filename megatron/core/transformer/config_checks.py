@@ -9,6 +9,7 @@ import torch
 
 from megatron.core.activations import ACTIVATIONS
 from megatron.core.served_arguments import ANY, Served
+from megatron.core.transformer.attention_checks import ATTENTION_CONTRADICTIONS
 from megatron.core.transformer.context_parallel import COMM_TYPES, comm_types
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.fp8_checks import FP8_CONTRADICTIONS
@@ -35,9 +36,6 @@ NOT_SERVED: Served = {
     "moe_input_jitter_eps": ((None,), "routers add no noise to their input"),
     "multi_latent_attention": ((False,), "its settings are those of MLATransformerConfig; use that class"),
     "mtp_num_layers": ((None,), "multi-token prediction is not served"),
-    "window_size": ((None,), "sliding-window attention is not served"),
-    "softmax_type": (("vanilla",), "only the plain softmax is served"),
-    "qk_l2_norm": ((False,), "queries and keys can have the configured normalization only (qk_layernorm)"),
     "moe_permute_fusion": (ANY, "tokens are permuted by one gather, in backward as well"),
     "moe_router_fusion": (ANY, "routing after the choice of experts is one compiled function"),
     "clone_scatter_output_in_embedding": (ANY, "parts of the sequence are always copied"),
@@ -115,9 +113,6 @@ FAMILIES: tuple[tuple[str, str], ...] = (
     ("linear_", _VARIANT),
     ("experimental_attention", _VARIANT),
     ("qk_clip", _VARIANT),
-    ("attention_output_gate", _VARIANT),
-    ("window_", _VARIANT),
-    ("no_rope_freq", _VARIANT),
     ("mrope_", _VARIANT),
     ("mup_", "maximal update parametrisation is not served"),
     ("mamba_", _STATE_SPACE),
@@ -279,7 +274,12 @@ CONTRADICTIONS: list[tuple[Condition, str]] = [
     ),
 ]
 
-CONTRADICTIONS += [*MOE_CONTRADICTIONS, *PARALLEL_CONTRADICTIONS, *FP8_CONTRADICTIONS]
+CONTRADICTIONS += [
+    *MOE_CONTRADICTIONS,
+    *PARALLEL_CONTRADICTIONS,
+    *FP8_CONTRADICTIONS,
+    *ATTENTION_CONTRADICTIONS,
+]
 
 
 def contradictions(config: TransformerConfig, *, has_faults: bool) -> list[str]:

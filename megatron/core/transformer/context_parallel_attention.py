@@ -11,11 +11,11 @@ import torch
 
 from megatron.core.packed_seq_params import PackedSeqParams, check_pack
 from megatron.core.process_groups_config import ProcessGroupCollection, group_of, group_size
-from megatron.core.transformer.attention_kernels import choose_kernel
 from megatron.core.transformer.context_parallel import comm_types
 from megatron.core.transformer.context_parallel_gather import gathered_attention
 from megatron.core.transformer.context_parallel_heads import gather_heads, scatter_heads
 from megatron.core.transformer.context_parallel_ring import ring_attention
+from megatron.core.transformer.context_parallel_window import windowed_attention
 from megatron.core.transformer.dot_product_attention import DotProductAttention, check_core_attention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -94,11 +94,20 @@ class ContextParallelAttention(DotProductAttention):
             )
         if self.comm_type == "a2a":
             return self._over_heads(query, key, value)
-        scale = self.softmax_scale
-        heads_first = [x.permute(1, 2, 0, 3) for x in (query, key, value)]
-        kernel = choose_kernel(*heads_first, scale=scale, fused=self.fused, backend=self.config.attention_backend)
+        options: dict[str, Any] = {"cp_group": self.cp_group, "scale": self.softmax_scale}
+        options["kernel"] = self.kernel(*(x.permute(1, 2, 0, 3) for x in (query, key, value)))
+        sinks = self.sinks(query)
+        if self.window is not None:
+            return windowed_attention(query, key, value, sinks, window=self.window, **options).flatten(2)
         attention = ring_attention if self.comm_type == "p2p" else gathered_attention
-        return attention(query, key, value, cp_group=self.cp_group, kernel=kernel, scale=scale).flatten(2)
+        return attention(query, key, value, sinks, **options).flatten(2)
+
+    def sinks(self, query: torch.Tensor) -> torch.Tensor | None:
+        """Return the sinks of the heads of query [s, b, n, d]: with "a2a" a rank attends with a part of them."""
+        sinks = super().sinks(query)
+        if sinks is None or len(sinks) == query.shape[2]:
+            return sinks
+        return sinks.chunk(self.cp_group.size())[self.cp_group.rank()]
 
     def _over_heads(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         size = self.cp_group.size()

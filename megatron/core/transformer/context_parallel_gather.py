@@ -22,20 +22,37 @@ from megatron.core.transformer.block_attention import BlockAttention, BlockGradi
 
 
 def gathered_attention(
-    query: Tensor, key: Tensor, value: Tensor, *, cp_group: ProcessGroup, kernel: BlockKernel, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None = None,
+    *,
+    cp_group: ProcessGroup,
+    kernel: BlockKernel,
+    scale: float,
 ) -> Tensor:
     """Compute causal attention [l, b, n, d] of query [l, b, n, d] over the key and value [l, b, g, d] of all ranks.
 
+    Args:
+        sinks: [n] (see ``attention_sinks.py``), or None.
+
     Ranks: all of ``cp_group``, in forward and backward; on CUDA it does not block the host.
     """
-    context: Tensor = _GatheredAttention.apply(query, key, value, cp_group, kernel, scale)  # type: ignore[no-untyped-call, unused-ignore]
+    context: Tensor = _GatheredAttention.apply(query, key, value, sinks, cp_group, kernel, scale)  # type: ignore[no-untyped-call, unused-ignore]
     return context
 
 
 class _GatheredAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, cp_group: ProcessGroup, kernel: BlockKernel, scale: float
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None,
+        cp_group: ProcessGroup,
+        kernel: BlockKernel,
+        scale: float,
     ) -> Tensor:
         key, value, query = key.contiguous(), value.contiguous(), query.permute(1, 2, 0, 3)
         gathers = [begin_gather(x, cp_group) for x in (key, value)]
@@ -49,15 +66,15 @@ class _GatheredAttention(torch.autograd.Function):
             attention.add(
                 _heads_first(_behind(keys, size, rank)), _heads_first(_behind(values, size, rank)), late_only=True
             )
-        output, logsumexp, state = attention.result()
-        ctx.save_for_backward(query, key, value, output, logsumexp, *state)
+        output, logsumexp, state = attention.result(sinks)
+        ctx.save_for_backward(query, key, value, output, logsumexp, sinks, *state)
         ctx.cp_group, ctx.kernel, ctx.scale = cp_group, kernel, scale
         return output.permute(2, 0, 1, 3)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, output, logsumexp, *state = ctx.saved_tensors
+        query, key, value, output, logsumexp, sinks, *state = ctx.saved_tensors
         grad, size, rank = grad_outputs[0].permute(1, 2, 0, 3), ctx.cp_group.size(), ctx.cp_group.rank()
         gathers = [begin_gather(x, ctx.cp_group) for x in (key, value)]
         gradients = BlockGradients(ctx.kernel, query, Attended(output, logsumexp, state), grad, scale=ctx.scale)
@@ -79,7 +96,8 @@ class _GatheredAttention(torch.autograd.Function):
                 total.copy_(x.permute(2, 0, 1, 3).view(total.shape))
         scatters = [begin_sum_and_scatter(x, ctx.cp_group) for x in sums]
         grad_key, grad_value = (scatter.wait().to(key.dtype) for scatter in scatters)
-        return gradients.grad_query.permute(2, 0, 1, 3).to(query.dtype), grad_key, grad_value, None, None, None
+        grad_query = gradients.grad_query.permute(2, 0, 1, 3).to(query.dtype)
+        return grad_query, grad_key, grad_value, gradients.of_sinks(sinks), None, None, None
 
 
 def _early_chunks(gathered: Tensor, size: int, rank: int) -> Tensor:

@@ -27,20 +27,37 @@ from megatron.core.transformer.block_attention import BlockAttention, BlockGradi
 
 
 def ring_attention(
-    query: Tensor, key: Tensor, value: Tensor, *, cp_group: ProcessGroup, kernel: BlockKernel, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None = None,
+    *,
+    cp_group: ProcessGroup,
+    kernel: BlockKernel,
+    scale: float,
 ) -> Tensor:
     """Compute causal attention [l, b, n, d] of query [l, b, n, d] over the key and value [l, b, g, d] of all ranks.
 
+    Args:
+        sinks: [n] (see ``attention_sinks.py``), or None.
+
     Ranks: all of ``cp_group``, in forward and backward; on CUDA it does not block the host.
     """
-    context: Tensor = _RingAttention.apply(query, key, value, cp_group, kernel, scale)  # type: ignore[no-untyped-call, unused-ignore]
+    context: Tensor = _RingAttention.apply(query, key, value, sinks, cp_group, kernel, scale)  # type: ignore[no-untyped-call, unused-ignore]
     return context
 
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, cp_group: ProcessGroup, kernel: BlockKernel, scale: float
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None,
+        cp_group: ProcessGroup,
+        kernel: BlockKernel,
+        scale: float,
     ) -> Tensor:
         pair = _Pair(key.shape, value.shape)
         own = pair.join(key, value)
@@ -60,15 +77,15 @@ class _RingAttention(torch.autograd.Function):
             if arriving is not None:
                 held = arriving.wait()
         assert attention is not None
-        output, logsumexp, state = attention.result()
-        ctx.save_for_backward(query, own, output, logsumexp, *state)
+        output, logsumexp, state = attention.result(sinks)
+        ctx.save_for_backward(query, own, output, logsumexp, sinks, *state)
         ctx.cp_group, ctx.kernel, ctx.scale, ctx.pair = cp_group, kernel, scale, pair
         return output.permute(2, 0, 1, 3)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        query, own, output, logsumexp, *state = ctx.saved_tensors
+        query, own, output, logsumexp, sinks, *state = ctx.saved_tensors
         grad, size, rank = grad_outputs[0].permute(1, 2, 0, 3), ctx.cp_group.size(), ctx.cp_group.rank()
         gradients = BlockGradients(ctx.kernel, query, Attended(output, logsumexp, state), grad, scale=ctx.scale)
         held, following = own, None
@@ -83,7 +100,8 @@ class _RingAttention(torch.autograd.Function):
                 held = arriving.wait()
         assert following is not None
         grad_key, grad_value = ctx.pair.split(following.wait().to(own.dtype))
-        return gradients.grad_query.permute(2, 0, 1, 3).to(query.dtype), grad_key, grad_value, None, None, None
+        grad_query = gradients.grad_query.permute(2, 0, 1, 3).to(query.dtype)
+        return grad_query, grad_key, grad_value, gradients.of_sinks(sinks), None, None, None
 
 
 class _Pair:

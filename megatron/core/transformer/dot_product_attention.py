@@ -20,12 +20,23 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron.core.fusions.fused_softmax import MASKED, scaled_masked_softmax
 from megatron.core.packed_seq_params import PackedSeqParams, check_pack
+from megatron.core.transformer.attention_kernels import (
+    PaddedKernel,
+    WindowFlashKernel,
+    causal_mask,
+    choose_kernel,
+    pad_heads,
+)
+from megatron.core.transformer.attention_patterns import window_of_layer
+from megatron.core.transformer.attention_sinks import AttentionSinks
 from megatron.core.transformer.enums import AttnBackend, AttnMaskType
+from megatron.core.transformer.kernel_attention import kernel_attention
 from megatron.core.transformer.layer_arguments import check_cp_comm_type
 from megatron.core.transformer.module import MegatronModule
 
 if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer.attention_kernels import BlockKernel
     from megatron.core.transformer.transformer_config import TransformerConfig
 
 _KERNELS: dict[object, SDPBackend] = {
@@ -34,8 +45,11 @@ _KERNELS: dict[object, SDPBackend] = {
 }
 
 
-class DotProductAttention(MegatronModule):
-    """Causal core attention, without parameters; selective recomputation recomputes this module.
+class DotProductAttention(AttentionSinks, MegatronModule):
+    """Causal core attention; selective recomputation recomputes this module.
+
+    It attends within a window where ``config.window_size`` and ``window_attn_skip_freq`` say so, and has sinks by
+    ``config.softmax_type``; only learned ones are a parameter.
 
     Args:
         k_channels: width of a query and a key, where it is not ``config.kv_channels``.
@@ -57,7 +71,7 @@ class DotProductAttention(MegatronModule):
         k_channels: int | None = None,
         v_channels: int | None = None,
     ) -> None:
-        super().__init__(config)
+        MegatronModule.__init__(self, config)
         check_cp_comm_type(config, cp_comm_type)
         if attn_mask_type is not AttnMaskType.causal:
             raise NotImplementedError(f"attn_mask_type must be causal, got {attn_mask_type}: others are not served")
@@ -72,6 +86,8 @@ class DotProductAttention(MegatronModule):
         self.only_kernel = _KERNELS.get(backend)
         scale = softmax_scale if softmax_scale is not None else config.softmax_scale
         self.softmax_scale = 1.0 / math.sqrt(k_channels or config.kv_channels or 1) if scale is None else scale
+        self.window = window_of_layer(config, layer_number)
+        self.add_sinks(config, pg_collection)
 
     def forward(
         self,
@@ -87,7 +103,7 @@ class DotProductAttention(MegatronModule):
 
         Args:
             attention_mask: bool, broadcastable to [b, n, s, s], True where a key is hidden; as in Megatron-Core it replaces
-                the causal mask. None: causal.
+                the causal mask; a window hides further keys. None: causal.
             attn_mask_type: must be causal, or None.
             attention_bias: must be None.
             packed_seq_params: samples within which queries see keys; b is 1 then, and it replaces the mask.
@@ -98,35 +114,66 @@ class DotProductAttention(MegatronModule):
         """
         self._check(query, attention_mask)
         check_core_attention(attn_mask_type, attention_bias)
+        sinks = self.sinks(query)
+        is_plain = self.window is None and sinks is None
+        dropout = self.attention_dropout if self.training else 0.0
+        starts = None
         if packed_seq_params is not None and packed_seq_params.is_packed:
             check_pack(packed_seq_params, query.shape[1])
-            dropout = self.attention_dropout if self.training else 0.0
             if can_attend_packed(query, packed_seq_params, dropout=dropout) and self.fused:
-                return fused_packed_attention(query, key, value, packed_seq_params, scale=self.softmax_scale)
-            attention_mask = packed_seq_params.causal_mask(query.shape[0])
+                if is_plain:
+                    return fused_packed_attention(query, key, value, packed_seq_params, scale=self.softmax_scale)
+                starts = starts_of_samples(packed_seq_params, query.shape[0])
+            else:
+                attention_mask = packed_seq_params.causal_mask(query.shape[0])
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        dropout = self.attention_dropout if self.training else 0.0
-        if attention_mask is None and self.fused:
+        if attention_mask is not None or not self.fused or (dropout > 0.0 and not is_plain):
+            context = self._explicit(query, key, value, sinks, attention_mask, dropout)
+        elif is_plain:
             with self._kernels(query):
                 context = fused_causal_attention(query, key, value, scale=self.softmax_scale, dropout=dropout)
         else:
-            context = self._explicit(query, key, value, attention_mask, dropout)
+            context = self._by_kernel(query, key, value, sinks, starts)
         return context.permute(2, 0, 1, 3).flatten(2)
+
+    def _by_kernel(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        sinks: torch.Tensor | None,
+        starts: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Compute attention [b, n, s, d] within the window and with sinks; key and value are [b, g, s, d]."""
+        scale, window = self.softmax_scale, self.window
+        kernel: BlockKernel = WindowFlashKernel(starts)
+        if starts is None:
+            kernel = self.kernel(query, key, value)
+        elif value.shape[-1] != query.shape[-1]:
+            kernel = PaddedKernel(kernel)
+        return kernel_attention(query, key, value, sinks, kernel=kernel, scale=scale, window=window)
+
+    def kernel(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> BlockKernel:
+        """Choose the kernel of attention [b, n, q, d] over [b, g, k, d] that gives its log-sum-exp."""
+        backend, scale, window = self.config.attention_backend, self.softmax_scale, self.window
+        return choose_kernel(query, key, value, scale=scale, fused=self.fused, backend=backend, window=window)
 
     def _explicit(
         self,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
+        sinks: torch.Tensor | None,
         attention_mask: torch.Tensor | None,
         dropout: float,
     ) -> torch.Tensor:
-        """Compute attention [b, n, s, d] with all scores in memory; key and value are [b, g, s, d]."""
+        """Compute attention [b, n, s, d] with all scores in memory; key and value are [b, g, s, d], sinks [n]."""
         key, value = _expand_heads(key, value, query.shape[1])
         scores = (query * (self.softmax_scale / self.layer_scale)) @ key.transpose(-1, -2)
-        if attention_mask is None:
-            attention_mask = causal_mask(scores.shape[-2], scores.shape[-1], scores.device)
-        if self.config.masked_softmax_fusion:
+        if attention_mask is None or self.window is not None:
+            hidden = causal_mask(scores.shape[-2], scores.shape[-1], scores.device, self.window)
+            attention_mask = hidden if attention_mask is None else attention_mask | hidden
+        if self.config.masked_softmax_fusion and sinks is None:
             compiled = not self.config.disable_jit_fuser
             probs = scaled_masked_softmax(scores, attention_mask, self.layer_scale, compiled=compiled)
         else:
@@ -134,7 +181,8 @@ class DotProductAttention(MegatronModule):
                 scores = scores.float()
             if self.layer_scale != 1.0:
                 scores = scores * self.layer_scale
-            probs = scores.masked_fill(attention_mask, MASKED).softmax(dim=-1).to(query.dtype)
+            scores = scores.masked_fill(attention_mask, MASKED)
+            probs = (scores.softmax(dim=-1) if sinks is None else _softmax_with(scores, sinks)).to(query.dtype)
         return F.dropout(probs, p=dropout, training=dropout > 0.0) @ value
 
     def _kernels(self, query: torch.Tensor) -> AbstractContextManager[None]:
@@ -189,12 +237,6 @@ def _takes_two_widths(
     return bool(choice == SDPBackend.CUDNN_ATTENTION.value)
 
 
-def pad_heads(*heads: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Pad tensors [..., d] of different widths with zeros to the largest width."""
-    widest = max(x.shape[-1] for x in heads)
-    return tuple(F.pad(x, (0, widest - x.shape[-1])) for x in heads)
-
-
 def check_core_attention(attn_mask_type: AttnMaskType | None, attention_bias: object) -> None:
     """Raise NotImplementedError for arguments of Megatron-Core's core attention that are not served."""
     if attn_mask_type not in (None, AttnMaskType.causal, AttnMaskType.padding_causal):
@@ -215,11 +257,7 @@ def fused_packed_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedSeqParams, *, scale: float
 ) -> torch.Tensor:
     """Compute causal attention within each sample, [t, 1, n, d] over [t, 1, g, d] to [t, 1, n * d], by the flash kernel."""
-    starts = packed.starts_or_none()
-    assert starts is not None and packed.max_seqlen_q is not None
-    starts = torch.nn.functional.pad(starts, (0, 1), value=query.shape[0]).to(
-        torch.int32
-    )  # what lies behind the samples
+    starts = starts_of_samples(packed, query.shape[0])
     longest = query.shape[0]  # a bound that needs no read from the device
     width = value.shape[-1]
     if width != query.shape[-1]:
@@ -241,9 +279,17 @@ def fused_packed_attention(
     return context.flatten(1).unsqueeze(1)
 
 
-def causal_mask(num_queries: int, num_keys: int, device: torch.device) -> torch.Tensor:
-    """Make the causal mask [s, s], bool, True where a key comes after its query."""
-    return torch.ones(num_queries, num_keys, dtype=torch.bool, device=device).triu(diagonal=1)
+def starts_of_samples(packed: PackedSeqParams, num_tokens: int) -> torch.Tensor:
+    """Return where samples begin, int32; what lies behind them is one more."""
+    starts = packed.starts_or_none()
+    assert starts is not None and packed.max_seqlen_q is not None
+    return F.pad(starts, (0, 1), value=num_tokens).to(torch.int32)
+
+
+def _softmax_with(scores: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    """Compute the softmax of scores [b, n, s, s] beside one more of each head, [n], whose probability is left out."""
+    column = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(scores.shape[0], -1, scores.shape[2], 1)
+    return torch.cat((scores, column), dim=-1).softmax(dim=-1)[..., :-1]
 
 
 def _expand_heads(key: torch.Tensor, value: torch.Tensor, num_heads: int) -> tuple[torch.Tensor, torch.Tensor]:

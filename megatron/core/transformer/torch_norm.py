@@ -104,6 +104,24 @@ class LayerNorm(Norm):
         return normed.to(scale.dtype)
 
 
+class L2Norm(torch.nn.Module):
+    """RMSNorm without a weight: x / sqrt(mean(x^2) + eps), in fp32 and back to the dtype of x.
+
+    Args:
+        kwargs: what the constructors of the other norms get; without effect.
+
+    Source: Megatron-Core's class of this name, for the queries and keys of Llama 4.
+    """
+
+    def __init__(self, hidden_size: int, eps: float = 1e-6, **kwargs: Any) -> None:
+        super().__init__()
+        self.hidden_size, self.eps = hidden_size, eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Normalise [..., h]."""
+        return F.rms_norm(x.float(), (self.hidden_size,), None, self.eps).to(x.dtype)
+
+
 class WrappedTorchNorm:
     """A constructor of the norm that ``config.normalization`` names; Megatron-Core's layer specs use this name."""
 

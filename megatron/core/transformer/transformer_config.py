@@ -77,6 +77,22 @@ class TransformerConfig(ModelParallelConfig):
     """Rotary embedding rotates pairs (0, 1), (2, 3), ... instead of pairs of the first and the second half."""
     softmax_scale: float | None = None
     """Factor on query-key products; None: 1 / sqrt(kv_channels)."""
+    softmax_type: Literal["vanilla", "off-by-one", "learnable"] = "vanilla"
+    """The softmax of scores has no further term ("vanilla"), or one more score in each row that gives no value (a sink): 0
+    ("off-by-one"), or one learned by each head ("learnable")."""
+    window_size: tuple[int, int] | list[int] | None = None
+    """A query sees so many positions before its own (-1: all), and so many behind it, which must be 0 (or -1, which means
+    the same under the causal mask). None: all before."""
+    window_attn_skip_freq: int | list[int] | None = None
+    """Layers without a window: every n-th, or [num_layers] of 1 (window) and 0 (none). None: no layer."""
+    qk_l2_norm: bool = False
+    """Queries and keys are divided by their root mean square, without weights (Llama 4); the layer spec must be asked for it
+    too."""
+    no_rope_freq: int | list[int] | None = None
+    """Layers without rotary positions: every n-th, or [num_layers] of 1 (none) and 0 (rotated). None: no layer."""
+    attention_output_gate: bool = False
+    """What attention gives is multiplied by the sigmoid of a gate for each channel, which the query-key-value projection
+    computes too."""
 
     use_mup: bool = False
     """Maximal update parametrisation: initial weights, attention, logits and the rates of hidden matrices scale with the

@@ -31,6 +31,15 @@ _ARCHITECTURE = (
     "qk_layernorm",
     "rotary_interleaved",
 )
+_VARIANTS = (
+    "window_size",
+    "window_attn_skip_freq",
+    "softmax_type",
+    "qk_l2_norm",
+    "no_rope_freq",
+    "attention_output_gate",
+)
+"""Settings that are named where they are not at their defaults."""
 _ARCHITECTURE_OF_EXPERTS = (
     "num_moe_experts",
     "moe_layer_freq",
@@ -112,6 +121,7 @@ class GPTConfig:
         names = _ARCHITECTURE if self.transformer.num_moe_experts is None else _ARCHITECTURE + _ARCHITECTURE_OF_EXPERTS
         values: dict[str, Any] = {name: getattr(self.transformer, name) for name in names}
         values |= {name: getattr(self, name) for name in own}
+        values |= _variants(self.transformer)
         if self.transformer.use_mup:
             names = (*names, "mup_embedding_mult", "mup_output_mult", "softmax_scale")
             values |= {name: getattr(self.transformer, name) for name in names[-3:]}
@@ -119,6 +129,13 @@ class GPTConfig:
         values["activation_func"] = activation if isinstance(activation, str) else activation.__name__
         values["padded_vocab_size"] = self.padded_vocab_size(vocab_size)
         return values
+
+
+def _variants(config: TransformerConfig) -> dict[str, Any]:
+    """Return the settings of ``_VARIANTS`` that are not at their defaults, as they are read back from JSON."""
+    values = {name: getattr(config, name) for name in _VARIANTS}
+    values = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+    return {name: value for name, value in values.items() if value != getattr(TransformerConfig, name)}
 
 
 def build_gpt_model(

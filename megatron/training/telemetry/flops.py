@@ -8,7 +8,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 FLOP_CONVENTION = (
     "TFLOP/s count the model's matrix multiplications: 6 per weight and token (2 in forward, 4 in backward; with the "
     "output layer and the experts of a token, without the embedding lookup) and the causal half of attention "
-    "scores; recomputation is not counted"
+    "scores, also where a layer attends within a window; recomputation is not counted"
 )
 
 
@@ -22,7 +22,8 @@ def flops_per_sample(config: TransformerConfig, *, seq_length: int, vocab_size: 
     """
     assert config.kv_channels and config.num_query_groups
     hidden, query = config.hidden_size, config.num_attention_heads * config.kv_channels
-    attention_weights = hidden * (query + 2 * config.num_query_groups * config.kv_channels) + query * hidden
+    gate = query if config.attention_output_gate else 0
+    attention_weights = hidden * (query + gate + 2 * config.num_query_groups * config.kv_channels) + query * hidden
     layers = range(1, config.num_layers + 1)
     mlp_weights = sum(_expert_weights(config) if has_experts(config, n) else _dense_weights(config) for n in layers)
     weights = config.num_layers * attention_weights + mlp_weights + hidden * vocab_size

@@ -39,6 +39,9 @@ LATENT = LLAMA | {
 CONFIGS: dict[str, dict[str, Any]] = {
     "gpt2": {},
     "llama": LLAMA | {"num_query_groups": 2, "layernorm_zero_centered_gamma": True, "qk_layernorm": True},
+    "windows and sinks": LLAMA
+    | {"num_query_groups": 2, "window_size": (2, 0), "window_attn_skip_freq": 2, "softmax_type": "learnable"},
+    "gates and norms": LLAMA | {"softmax_type": "off-by-one", "attention_output_gate": True, "qk_l2_norm": True},
     "bias fused": {"bias_activation_fusion": True, "bias_dropout_fusion": True},
     "fp32 residual": {"fp32_residual_connection": True, "params_dtype": torch.bfloat16, "bf16": True} | LLAMA,
     "experts": MOE_FIELDS | {"moe_grouped_gemm": True, "moe_layer_freq": [0, 1]},
@@ -114,7 +117,6 @@ def test_norms_are_parts_of_the_linear_layers_behind_them() -> None:
 @pytest.mark.parametrize(
     "argument",
     [
-        "qk_l2_norm",
         "use_kitchen",
         "use_te_activation_func",
         "use_kitchen_attention",

@@ -231,7 +231,6 @@ def test_a_mask_that_is_not_boolean_is_refused() -> None:
     "arguments",
     [
         {"fp8": "hybrid"},
-        {"qk_l2_norm": True},
         {"use_kitchen": True},
     ],
 )

@@ -12,12 +12,13 @@ import torch.distributed as dist
 
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import context_parallel_ring
+from megatron.core.transformer.attention_kernels import causal_mask
 from megatron.core.transformer.context_parallel import COMM_TYPES, get_batch_on_this_cp_rank, positions_on_this_cp_rank
 from megatron.core.transformer.context_parallel_attention import (
     ContextParallelAttention,
     core_attention_for,
 )
-from megatron.core.transformer.dot_product_attention import DotProductAttention, causal_mask
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
 from tests.support.launch import run_ranks
 
@@ -27,6 +28,10 @@ CASES: list[dict[str, Any]] = [
     {"num_query_groups": 8, "softmax_scale": 0.7},
     {"attention_backend": "unfused", "apply_query_key_layer_scaling": True},
     {"num_query_groups": 8, "value_width": 5},
+    {"softmax_type": "learnable"},
+    {"window_size": (0, 0), "softmax_type": "off-by-one"},
+    {"window_size": (2, 0)},
+    {"window_size": (2 * CHUNK + 1, 0), "softmax_type": "learnable"},
 ]
 
 
@@ -38,6 +43,7 @@ def _config(num_ranks: int = 2, **fields: Any) -> TransformerConfig:
         "num_query_groups": 4,
         "attention_dropout": 0.0,
         "context_parallel_size": num_ranks,
+        "init_method_std": 1.0,
     }
     return TransformerConfig(**{**base, **fields})
 
@@ -66,7 +72,7 @@ def _attend(attention: torch.nn.Module, inputs: list[torch.Tensor]) -> list[torc
 def _largest_differences(
     comm_type: str, fields: dict[str, Any], chunk: int, device: str, dtype: torch.dtype
 ) -> list[float]:
-    """Return the differences [4] of context and gradients from one rank's, relative to the largest value."""
+    """Return the differences of context and gradients (of learned sinks too) from one rank's, relative to the largest value."""
     group = dist.group.WORLD
     value_width = fields.get("value_width")
     fields = {name: value for name, value in fields.items() if name != "value_width"}
@@ -74,11 +80,18 @@ def _largest_differences(
     length = 2 * dist.get_world_size() * chunk
     inputs = _inputs(config, length, device, dtype, value_width)
     own = positions_on_this_cp_rank(length, group, torch.device(device))
-    split = ContextParallelAttention(config, 2, pg_collection=ProcessGroupCollection(cp=group))
+    with torch.device(device):
+        split = ContextParallelAttention(config, 2, pg_collection=ProcessGroupCollection(cp=group))
     ours = _attend(split, [x[own] for x in inputs])
     # Kernels of one precision round at other places; in fp32 there is one truth for both, which no fused kernel serves.
-    whole = DotProductAttention(config if device == "cpu" else replace(config, attention_backend="unfused"), 2)
+    with torch.device(device):
+        whole = DotProductAttention(config if device == "cpu" else replace(config, attention_backend="unfused"), 2)
     theirs = [x[own] for x in _attend(whole, [x.float() for x in inputs])]
+    if config.softmax_type == "learnable":
+        assert torch.equal(split.softmax_offset, whole.softmax_offset)
+        assert split.softmax_offset.grad is not None and whole.softmax_offset.grad is not None
+        dist.all_reduce(split.softmax_offset.grad)  # each rank has the part of its tokens, or heads
+        ours, theirs = [*ours, split.softmax_offset.grad], [*theirs, whole.softmax_offset.grad]
     return [float((a.float() - b).abs().max() / b.abs().max()) for a, b in zip(ours, theirs, strict=True)]
 
 
@@ -92,7 +105,7 @@ def _all_cases() -> dict[str, list[float]]:
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_context_and_gradients_are_those_of_one_rank(num_ranks: int) -> None:
-    """All communication types, grouped heads or not, scaled scores. Sums have another order: fp32 to 1e-5."""
+    """Sums have another order: fp32 to 1e-5."""
     for rank, differences in enumerate(run_ranks(num_ranks, _all_cases)):
         for case, values in differences.items():
             assert max(values) < 1e-5, (rank, case, values)
@@ -103,9 +116,13 @@ def test_context_and_gradients_are_those_of_one_rank(num_ranks: int) -> None:
 @pytest.mark.parametrize("comm_type", COMM_TYPES)
 def test_fused_kernels_on_cuda_agree_with_fp32(comm_type: str, backend: str) -> None:
     """bf16 holds 8 bits: outputs and gradients within a few roundings of the largest value."""
-    fields = {"attention_backend": backend, "hidden_size": 512}
-    for differences in run_ranks(2, _cuda_case, comm_type, fields, backend="nccl"):
-        assert max(differences) < 0.02, differences
+    cases: list[dict[str, Any]] = [{}, {"softmax_type": "learnable"}]
+    if backend != "fused":
+        cases += [{"window_size": (40, 0), "softmax_type": "learnable"}, {"window_size": (100, 0)}]
+    cases = [{"attention_backend": backend, "hidden_size": 512, **fields} for fields in cases]
+    for of_rank in run_ranks(2, _cuda_cases, comm_type, cases, backend="nccl"):
+        for differences in of_rank:
+            assert max(differences) < 0.02, differences
 
 
 @pytest.mark.gpu(2)
@@ -127,6 +144,10 @@ def _cuda_cases_of_two_widths() -> dict[str, list[float]]:
 
 def _cuda_case(comm_type: str, fields: dict[str, Any]) -> list[float]:
     return _largest_differences(comm_type, fields, 64, "cuda", torch.bfloat16)
+
+
+def _cuda_cases(comm_type: str, cases: list[dict[str, Any]]) -> list[list[float]]:
+    return [_largest_differences(comm_type, fields, 64, "cuda", torch.bfloat16) for fields in cases]
 
 
 def test_a_kernel_that_was_demanded_is_taken_or_refused() -> None:

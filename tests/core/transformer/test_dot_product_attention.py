@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megatron.core.transformer.dot_product_attention import DotProductAttention, causal_mask
+from megatron.core.transformer.attention_kernels import causal_mask
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 

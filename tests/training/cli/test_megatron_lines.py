@@ -17,9 +17,9 @@ PARTS = {
     "--microbatch-group-size-per-virtual-pipeline-stage --overlap-p2p-communication-warmup-flush",
     "Muon": "--optimizer --muon-momentum --muon-extra-scale-factor --muon-scale-mode",
     "offload": "--fine-grained-activation-offloading --offload-modules",
-    "attention and activations of gpt-oss": "--window-size --window-attn-skip-freq --softmax-type --quick-geglu "
+    "attention and activations of gpt-oss": "--quick-geglu "
     "--glu-linear-offset --activation-func-clamp-value --enable-gpt-oss",
-    "linear attention": "--experimental-attention-variant --attention-output-gate --linear-attention-freq "
+    "linear attention": "--experimental-attention-variant --linear-attention-freq "
     "--linear-conv-kernel-dim --linear-key-head-dim --linear-num-key-heads --linear-num-value-heads --linear-value-head-dim",
 }
 """Parts of a model or a schedule that are not served yet, with the flags that ask for them."""

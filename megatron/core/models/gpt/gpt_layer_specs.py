@@ -19,7 +19,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules, has
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.torch_norm import L2Norm, WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
@@ -62,6 +62,7 @@ def get_gpt_layer_local_spec(
         moe_grouped_gemm: as ``TransformerConfig.moe_grouped_gemm``.
         qk_layernorm: normalise queries and keys (with multi-latent attention, the latent vectors); must equal
             ``TransformerConfig.qk_layernorm``.
+        qk_l2_norm: normalise queries and keys without weights; must equal ``TransformerConfig.qk_l2_norm``.
         multi_latent_attention: attention is ``MLASelfAttention``, which needs an ``MLATransformerConfig``.
         normalization: must equal ``TransformerConfig.normalization``; None: that of the configuration.
 
@@ -72,7 +73,6 @@ def get_gpt_layer_local_spec(
     _refuse(
         "get_gpt_layer_local_spec",
         fp8=fp8,
-        qk_l2_norm=qk_l2_norm,
         use_kitchen=use_kitchen,
     )
     if normalization not in (None, "LayerNorm", "RMSNorm"):
@@ -87,7 +87,8 @@ def get_gpt_layer_local_spec(
         experts=ModuleSpec(module=GroupedMLP, submodules=linears),
         experts_one_by_one=ModuleSpec(module=SequentialMLP, submodules=linears),
     )
-    attention = (_latent_attention if multi_latent_attention else _attention)(modules, bool(qk_layernorm))
+    norm = _norm_of_heads(modules.norm, bool(qk_layernorm), bool(qk_l2_norm))
+    attention = _latent_attention(modules, bool(qk_layernorm)) if multi_latent_attention else _attention(modules, norm)
     return _layer_spec(modules, attention, num_experts, bool(moe_grouped_gemm))
 
 
@@ -112,7 +113,7 @@ def get_gpt_layer_with_transformer_engine_spec(
     parts of the linear layers behind them (``linear_qkv.layer_norm_weight``).
 
     Args:
-        num_experts, moe_grouped_gemm, qk_layernorm, multi_latent_attention: as for ``get_gpt_layer_local_spec``.
+        num_experts, moe_grouped_gemm, qk_layernorm, qk_l2_norm, multi_latent_attention: as for ``get_gpt_layer_local_spec``.
         mla_down_proj_fusion: accepted for Megatron-Core's callers: the down-projections are two products, which give the same.
         fp8: accepted for Megatron-Core's callers; ``TransformerConfig.fp8`` is what counts.
         use_te_op_fuser: the MLP of a dense layer is ``TEFusedMLP``; must equal
@@ -127,7 +128,6 @@ def get_gpt_layer_with_transformer_engine_spec(
     """
     _refuse(
         "get_gpt_layer_with_transformer_engine_spec",
-        qk_l2_norm=qk_l2_norm,
         use_te_op_fuser=use_te_op_fuser and num_experts is not None,
         use_kitchen=use_kitchen,
         use_te_activation_func=use_te_activation_func,
@@ -156,7 +156,8 @@ def get_gpt_layer_with_transformer_engine_spec(
         mlp=TEFusedMLP if use_te_op_fuser else MLP,
         norm_and_column=te.TELayerNormColumnParallelLinear,
     )
-    attention = (_latent_attention if multi_latent_attention else _attention)(modules, bool(qk_layernorm))
+    norm = _norm_of_heads(modules.norm, bool(qk_layernorm), bool(qk_l2_norm))
+    attention = _latent_attention(modules, bool(qk_layernorm)) if multi_latent_attention else _attention(modules, norm)
     return _layer_spec(modules, attention, num_experts, bool(moe_grouped_gemm))
 
 
@@ -166,8 +167,13 @@ def _refuse(function: str, **not_served: object) -> None:
             raise NotImplementedError(f"{function}({name}=...) is not served, got {value!r}; leave it out")
 
 
-def _attention(modules: _Modules, qk_layernorm: bool) -> ModuleSpec:
-    norm = modules.norm if qk_layernorm else IdentityOp
+def _norm_of_heads(norm: ModuleSpec | type, qk_layernorm: bool, qk_l2_norm: bool) -> ModuleSpec | type:
+    if qk_l2_norm:
+        return L2Norm
+    return norm if qk_layernorm else IdentityOp
+
+
+def _attention(modules: _Modules, norm: ModuleSpec | type) -> ModuleSpec:
     submodules = SelfAttentionSubmodules(
         linear_qkv=modules.norm_and_column or modules.column,
         core_attention=modules.core_attention,
@@ -248,16 +254,18 @@ def get_gpt_decoder_block_spec(
         use_transformer_engine: layers are those of ``get_gpt_layer_with_transformer_engine_spec``.
         normalization: as for ``get_gpt_layer_local_spec``; without effect on layers of transformer-engine, which have that
             of the configuration.
-        qk_l2_norm, vp_stage: must be False and None.
+        qk_l2_norm: as for ``get_gpt_layer_local_spec``; also on where the configuration has it.
+        vp_stage: must be None.
 
     Raises:
         ImportError: transformer-engine cannot be used; gives the reason.
-        NotImplementedError: ``qk_l2_norm`` or ``vp_stage`` is given.
+        NotImplementedError: ``vp_stage`` is given.
     """
-    _refuse("get_gpt_decoder_block_spec", qk_l2_norm=qk_l2_norm or None, vp_stage=vp_stage)
+    _refuse("get_gpt_decoder_block_spec", vp_stage=vp_stage)
     spec: Callable[..., ModuleSpec]
     settings: dict[str, Any] = {
         "qk_layernorm": config.qk_layernorm,
+        "qk_l2_norm": qk_l2_norm or config.qk_l2_norm,
         "multi_latent_attention": config.multi_latent_attention,
     }
     if use_transformer_engine:
