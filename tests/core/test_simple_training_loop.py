@@ -257,8 +257,11 @@ def a_half_precision_model_computes_in_bf16_and_returns_fp32() -> None:
     assert losses.dtype is torch.float32 and unwrap_model(half) is half.module
     assert half(batch["tokens"], batch["position_ids"], None, fp32_output=False).dtype is torch.bfloat16
     assert half.state_dict().keys() == half.module.state_dict().keys() == half.sharded_state_dict().keys()
-    with pytest.raises(ValueError, match="must come with TransformerConfig\\(bf16=True\\), got False"):
+    with pytest.raises(ValueError, match="must come with TransformerConfig\\(bf16=True\\) or fp16=True, got neither"):
         Float16Module(_model().config, _model())
+    narrow: Any = Float16Module(_model(fp16=True).config, _model(fp16=True))
+    assert {parameter.dtype for parameter in narrow.parameters()} == {torch.float16}
+    assert narrow(batch["tokens"], batch["position_ids"], None, labels=batch["labels"]).dtype is torch.float32
     wrapped = _ddp(half)
     _train(wrapped, _batches())
     assert wrapped.module.module.embedding.word_embeddings.weight.grad is not None

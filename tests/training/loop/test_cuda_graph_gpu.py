@@ -35,6 +35,10 @@ _VARIANTS = {
     "sharded optimizer": (
         "--attention-backend unfused --global-batch-size 12 --bf16 --data-parallel-sharding-strategy optim"
     ),
+    "fp16": (
+        "--attention-backend unfused --global-batch-size 12 --fp16 --initial-loss-scale 4194304 --loss-scale-window 2 "
+        "--hysteresis 1"
+    ),
     "two halves": "--attention-backend unfused --global-batch-size 12 --bf16 --use-precision-aware-optimizer",
     "kept weights": "--attention-backend unfused --global-batch-size 12 --fsdp-memory-budget 300000",
     "recomputed": (
@@ -117,7 +121,7 @@ def _train(argv: list[str]) -> _Trace:
             datasets_provider=datasets_provider,
             forward_step=forward_step,
         )
-    steps = [(*record.loss_and_tokens.tolist(), record.grad_norm.item()) for record in records]
+    steps = [(*record.loss_and_tokens.tolist(), record.grad_norm.nan_to_num(-1.0).item()) for record in records]
     return _Trace(Run(printed.getvalue()), steps, len(replays))
 
 

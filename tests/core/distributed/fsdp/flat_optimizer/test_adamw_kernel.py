@@ -25,6 +25,7 @@ KINDS = [
     (BF16, BF16, None, True),
     (BF16, FP32, BF16, True),
     (BF16, BF16, None, False),
+    (FP32, torch.float16, torch.float16, False),
 ]
 NUMEL = 3000
 # A block of three runs, whole blocks, a gap, and an end inside of a block.
@@ -76,6 +77,23 @@ def _compare() -> None:
             update.update(shard, grads, tables[1].coefficients)
             results.append(shard)
         _assert_close(results[0], results[1], keeps_remainder)
+    _skip_a_step((kernels, operations))
+
+
+def _skip_a_step(updates: tuple[adamw_update.TorchUpdate, ...]) -> None:
+    """A step that found an infinity changes no bit of weights and state, and no count; the next one does."""
+    for update in updates:
+        table, tensors = _table(), [torch.randn(NUMEL) for _ in range(3)]
+        model = torch.zeros(NUMEL, dtype=torch.float16)
+        before = [tensor.clone() for tensor in (*tensors, table.steps)]
+        blocks = update.blocks(RUNS, torch.device("cpu"))
+        shard = FlatShard(*tensors, remainder=None, model=model, runs=RUNS, blocks=blocks)
+        grads = torch.full((NUMEL,), float("inf"))
+        for found in (1.0, 0.0):
+            update.write_coefficients(table, torch.tensor(float("nan") if found else 0.0), torch.tensor([found]))
+            update.update(shard, grads if found else grads.zero_(), table.coefficients)
+            unchanged = [torch.equal(*pair) for pair in zip((*tensors, table.steps), before, strict=True)]
+            assert unchanged == [bool(found)] * 4 and bool(model.any()) != bool(found), (type(update), found, unchanged)
 
 
 def _compare_encodings(

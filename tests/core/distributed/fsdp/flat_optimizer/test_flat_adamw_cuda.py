@@ -92,6 +92,32 @@ def test_it_agrees_with_torch_fused_adamw() -> None:
     run_ranks(2, _agree_with_torch, backend="nccl")
 
 
+def _skipped_and_counted() -> None:
+    """A step that found an infinity writes nothing and counts no step; the others are as if it had not been."""
+    for dtype in (torch.float32, BF16, torch.float16):
+        results = []
+        for skips in (False, True):
+            net = _net(dtype, "optim_grads_params")
+            optimizer = _flat(net)
+            for step in range(3):
+                for found in (1.0, 0.0) if skips else (0.0,):
+                    net(_features(net, step)).float().square().mean().backward()
+                    found_inf = torch.full((1,), found, device="cuda")
+                    optimizer.step(grad_factor=1.0 / (1.0 - found_inf), found_inf=found_inf)
+                    optimizer.zero_grad()
+            results.append(
+                [full(p) for p in net.parameters()]
+                + [x for s in optimizer.state.values() for x in map(full, s.values())]
+            )
+        for plain, skipped in zip(*results, strict=True):
+            assert torch.equal(plain, skipped)
+
+
+@pytest.mark.gpu(1)
+def test_a_step_that_overflowed_writes_nothing() -> None:
+    run_ranks(1, _skipped_and_counted, backend="nccl")
+
+
 def _kernels_against_operations() -> None:
     """Compare a step of the kernels with one of the torch operations, for fp32, bf16 and split main weights."""
     from megatron.core.distributed.fsdp.flat_optimizer.adamw_update import KernelUpdate, TorchUpdate
