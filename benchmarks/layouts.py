@@ -111,6 +111,17 @@ LAYOUTS = {
         f"{_NCCL} --expert-model-parallel-size 2",
         is_moe=True,
     ),
+    "moe-ep2-bounded": Layout(
+        "the same, with room for all rows, so that the host does not wait",
+        f"{_NCCL} --expert-model-parallel-size 2 --moe-expert-rank-capacity-factor 2",
+        is_moe=True,
+    ),
+    "moe-ep2-graph": Layout(
+        "the same as one CUDA graph",
+        f"{_NCCL} --expert-model-parallel-size 2 --moe-expert-rank-capacity-factor 2 --cuda-graph-impl full_iteration "
+        "--no-check-for-nan-in-loss-and-grad",
+        is_moe=True,
+    ),
 }
 DEFAULT = ("fsdp", "tp2", "hsdp", "moe", "moe-ep2")
 

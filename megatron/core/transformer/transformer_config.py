@@ -248,6 +248,10 @@ class TransformerConfig(ModelParallelConfig):
     dropped."""
     moe_pad_expert_input_to_capacity: bool = False
     """Each expert computes exactly its capacity, padded with unused rows, so that shapes are constant."""
+    moe_expert_rank_capacity_factor: float | None = None
+    """Where experts are divided over ranks, each of these takes from each rank up to this factor times tokens * topk / ranks of
+    its assignments, and drops what is over; shapes are constant, and the host never waits. From the number of ranks on nothing is
+    dropped. None: no bound; the host waits for the counts of rows in each layer."""
     moe_token_drop_policy: str = "probs"
     """Assignments that an expert keeps when it is over capacity: the most probable ("probs") or the first ("position")."""
 

@@ -96,6 +96,12 @@ def _add_router_flags(group: argparse._ArgumentGroup) -> None:
         help="capacity of an expert, in multiples of the mean; assignments above it are dropped (default: none)",
     )
     group.add_argument(
+        "--moe-expert-rank-capacity-factor",
+        type=float,
+        help="with experts on several ranks: what each rank takes from each, in multiples of the mean; more is dropped. Shapes are "
+        "constant, and the host does not wait for counts of tokens (default: no bound)",
+    )
+    group.add_argument(
         "--moe-pad-expert-input-to-capacity", action="store_true", help="pad the rows of every expert to its capacity"
     )
     group.add_argument(
@@ -127,6 +133,7 @@ DEFAULTS_OF_EXPERTS: dict[str, object] = {
     "moe_aux_loss_coeff": 0.0,
     "moe_z_loss_coeff": None,
     "moe_expert_capacity_factor": None,
+    "moe_expert_rank_capacity_factor": None,
     "moe_pad_expert_input_to_capacity": False,
     "moe_token_drop_policy": "probs",
 }
@@ -153,6 +160,7 @@ _SAME_NAME_IN_TRANSFORMER_CONFIG = (
     "moe_aux_loss_coeff",
     "moe_z_loss_coeff",
     "moe_expert_capacity_factor",
+    "moe_expert_rank_capacity_factor",
     "moe_pad_expert_input_to_capacity",
     "moe_token_drop_policy",
 )

@@ -40,6 +40,13 @@ class Refusal:
     """Settings without which components cannot be checked."""
 
 
+def _waits_for_experts(args: Namespace) -> bool:
+    if args.moe_router_load_balancing_type == "sinkhorn":
+        return True
+    is_bounded = args.moe_expert_rank_capacity_factor is not None and args.moe_grouped_gemm and args.bf16
+    return not (args.moe_pad_expert_input_to_capacity or (is_bounded and args.fp8_format is None))
+
+
 def refusals_of(args: Namespace, malformed: frozenset[str] = frozenset()) -> tuple[list[str], frozenset[str]]:
     """Return the messages of all rows that hold for these flags, and the names of settings that must not be read on.
 
@@ -454,10 +461,11 @@ REFUSALS: tuple[Refusal, ...] = (
         "use `--profile`",
     ),
     _not_served(
-        "a CUDA graph with experts",
-        lambda a: captures_iterations(a) and a.num_experts is not None,
-        "the host must know in each step how many tokens an expert gets",
-        _GRAPH_REMEDY,
+        "a CUDA graph with experts whose numbers of rows the host must know",
+        lambda a: captures_iterations(a) and a.num_experts is not None and _waits_for_experts(a),
+        "the host waits in each step until it knows how many tokens an expert gets",
+        "use `--moe-expert-rank-capacity-factor` with `--moe-grouped-gemm` and `--bf16`, or `--moe-pad-expert-input-to-capacity`; "
+        "not with sinkhorn",
     ),
     _not_served(
         "a CUDA graph with several pipeline stages or `--context-parallel-size` above 1",

@@ -89,6 +89,10 @@ CONTRADICTORY: list[tuple[dict[str, Any], str]] = [
     ({"num_moe_experts": 2, "moe_ffn_hidden_size": 0}, "moe_ffn_hidden_size must be at least 1"),
     ({"num_moe_experts": 2, "moe_expert_capacity_factor": -1.0}, "moe_expert_capacity_factor must be positive"),
     (
+        {"num_moe_experts": 2, "moe_expert_rank_capacity_factor": 2.0, "moe_expert_capacity_factor": 1.0},
+        "moe_expert_rank_capacity_factor must be positive and without moe_expert_capacity_factor .* got 2.0 and 1.0",
+    ),
+    (
         {"num_moe_experts": 2, "moe_pad_expert_input_to_capacity": True},
         "moe_pad_expert_input_to_capacity must go with moe_expert_capacity_factor, got None",
     ),

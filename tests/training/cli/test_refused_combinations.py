@@ -103,7 +103,10 @@ COMBINATIONS: list[tuple[str, str]] = [
         f"{GRAPH} --global-batch-size 16",
     ),
     (f"{GRAPH} --timing-log-level 1", GRAPH),
-    (f"{GRAPH} {EXPERTS}", f"--cuda-graph-impl none {EXPERTS}"),
+    (
+        f"{GRAPH} {EXPERTS} --moe-grouped-gemm --bf16",
+        f"{GRAPH} {EXPERTS} --moe-grouped-gemm --bf16 --moe-expert-rank-capacity-factor 2",
+    ),
     (f"{GRAPH} --pipeline-model-parallel-size 2", f"{GRAPH} --tensor-model-parallel-size 2"),
 ]
 

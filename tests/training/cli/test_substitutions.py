@@ -58,6 +58,7 @@ CASES: list[tuple[str, str]] = [
     ("--moe-aux-loss-coeff 1", ""),
     ("--moe-z-loss-coeff 1", ""),
     ("--moe-expert-capacity-factor 1", ""),
+    ("--moe-expert-rank-capacity-factor 2", ""),
     ("--moe-pad-expert-input-to-capacity", ""),
     ("--moe-token-drop-policy position", ""),
     ("--cp-comm-type a2a+p2p", "--cp-comm-type p2p"),

@@ -277,8 +277,18 @@ def get_gpt_decoder_block_spec(
     with_experts = (
         spec(config.num_moe_experts, config.moe_grouped_gemm, **settings) if config.num_moe_experts else dense
     )
+    if use_transformer_engine and config.moe_expert_rank_capacity_factor is not None and config.fp8 is None:
+        _compute_without_counts_on_host(with_experts)
     specs = [with_experts if has_experts(config, number) else dense for number in range(1, config.num_layers + 1)]
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=_final_norm(use_transformer_engine))
+
+
+def _compute_without_counts_on_host(layer: ModuleSpec) -> None:
+    """Give a layer ``GroupedMLP``, since transformer-engine's grouped layers must be told how many rows each expert has."""
+    submodules: MoESubmodules = layer.submodules.mlp.submodules
+    if isinstance(submodules.experts, ModuleSpec) and submodules.experts.module is TEGroupedMLP:
+        linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+        submodules.experts = ModuleSpec(module=GroupedMLP, submodules=linears)
 
 
 def get_gpt_decoder_layer_specs(

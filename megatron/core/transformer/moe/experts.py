@@ -103,11 +103,13 @@ class SequentialMLP(MegatronModule):
     def forward(self, rows: ExpertRows) -> torch.Tensor:
         """Return the [r, h] scaled results. On CUDA the host waits for the counts unless it knows them."""
         counts = rows.counts_on_host()
-        if len(counts) == 1:
+        if len(counts) == 1 and not rows.has_padding:
             output: torch.Tensor = self.local_experts[0](rows.hidden_states, rows.probs)[0]
             return output
-        pieces = zip(torch.split(rows.hidden_states, counts), torch.split(rows.probs, counts), strict=True)
-        return torch.cat([expert(*piece)[0] for expert, piece in zip(self.local_experts, pieces, strict=True)])
+        x, probs, padding = rows.without_padding(counts)
+        pieces = zip(torch.split(x, counts), torch.split(probs, counts), strict=True)
+        results = [expert(*piece)[0] for expert, piece in zip(self.local_experts, pieces, strict=True)]
+        return torch.cat(results if padding is None else [*results, padding])
 
 
 class GroupedMLP(SequentialMLP):
@@ -140,8 +142,12 @@ def _bias_of_rows(biases: list[torch.Tensor | None], rows: ExpertRows) -> torch.
     """Repeat each expert's bias for its rows to [r, f]; None where experts have no bias."""
     if biases[0] is None:
         return None
-    num_rows = rows.hidden_states.shape[0]
-    return torch.stack(biases).repeat_interleave(rows.counts, dim=0, output_size=num_rows)  # type: ignore[arg-type]
+    num_rows, counts = rows.hidden_states.shape[0], rows.counts
+    stack: torch.Tensor = torch.stack(biases)  # type: ignore[arg-type]
+    if rows.has_padding:  # as if it were of one expert more
+        stack = torch.cat((stack, torch.zeros_like(stack[:1])))
+        counts = torch.cat((counts, (num_rows - counts.sum()).unsqueeze(0)))
+    return stack.repeat_interleave(counts, dim=0, output_size=num_rows)
 
 
 class TEGroupedMLP(ExpertMLP):
@@ -207,8 +213,8 @@ class TEGroupedMLP(ExpertMLP):
 
     def forward(self, rows: ExpertRows) -> torch.Tensor:  # type: ignore[override]
         """Return the [r, h] scaled results. On CUDA the host waits for the counts unless it knows them."""
-        x, probs, counts = rows.hidden_states, rows.probs, rows.counts_on_host()
-        own_counts = counts
+        own_counts = counts = rows.counts_on_host()
+        x, probs, padding = rows.without_padding(counts)
         if self._padding is not None:
             x, counts = self._padding[0](x, own_counts)
             probs = self._padding[0](probs.unsqueeze(1), own_counts)[0].squeeze(1)
@@ -220,7 +226,7 @@ class TEGroupedMLP(ExpertMLP):
             output = output + scaled(_repeated(biases, counts), probs)
         if self._padding is not None:
             output = self._padding[1](output, own_counts)
-        return output  # type: ignore[no-any-return]
+        return output if padding is None else torch.cat((output, padding))
 
 
 def _repeated(biases: list[torch.Tensor], counts: list[int]) -> torch.Tensor:

@@ -15,6 +15,7 @@ _NEEDS_EXPERTS = (
     "moe_shared_expert_intermediate_size",
     "moe_grouped_gemm",
     "moe_expert_capacity_factor",
+    "moe_expert_rank_capacity_factor",
     "moe_router_force_load_balancing",
     "moe_router_num_groups",
     "moe_router_group_topk",
@@ -104,6 +105,14 @@ MOE_CONTRADICTIONS: list[tuple[Callable[[TransformerConfig], bool], str]] = [
     (
         lambda c: c.moe_expert_capacity_factor is not None and c.moe_expert_capacity_factor <= 0.0,
         "moe_expert_capacity_factor must be positive (or None to drop nothing), got {moe_expert_capacity_factor}",
+    ),
+    (
+        lambda c: (
+            c.moe_expert_rank_capacity_factor is not None
+            and (c.moe_expert_rank_capacity_factor <= 0.0 or c.moe_expert_capacity_factor is not None)
+        ),
+        "moe_expert_rank_capacity_factor must be positive and without moe_expert_capacity_factor (or None), got"
+        " {moe_expert_rank_capacity_factor} and {moe_expert_capacity_factor}",
     ),
     (
         lambda c: c.moe_pad_expert_input_to_capacity and c.moe_expert_capacity_factor is None,

@@ -51,11 +51,16 @@ def _take(x: torch.Tensor, indices: torch.Tensor, has_gaps: bool) -> torch.Tenso
     """Gather rows of x at ``indices``; an index equal to the number of rows gives zeros."""
     if not has_gaps:
         return x.index_select(0, indices)
+    kernels = _kernels_on(x.device)
+    if kernels is not None and x.dim() <= 2:
+        # A sum of one row, in one pass; from fp32 on it is exact, and so is the row's own dtype.
+        taken: torch.Tensor = kernels.sum_rows(x.view(x.shape[0], -1), indices.unsqueeze(1), has_gaps=True)
+        return taken.view(-1, *x.shape[1:])
     if x.shape[0] == 0:
         return x.new_zeros(indices.shape[0], *x.shape[1:])
-    taken = x.index_select(0, indices.clamp(max=x.shape[0] - 1))
+    rows = x.index_select(0, indices.clamp(max=x.shape[0] - 1))
     is_gap = indices == x.shape[0]
-    return taken.masked_fill_(is_gap if x.dim() == 1 else is_gap.unsqueeze(1), 0)
+    return rows.masked_fill_(is_gap if x.dim() == 1 else is_gap.unsqueeze(1), 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +90,7 @@ class ExpertOrder:
         return (self.bounds[1:] - self.bounds[:-1]).clamp(max=self.rows_of_each)
 
 
-def _of_tokens(assignments: RowMap, topk: int) -> RowMap:
+def of_tokens(assignments: RowMap, topk: int) -> RowMap:
     """Make the map of tokens, each of which is the source of ``topk`` assignments, from the map of assignments."""
     # The mark for no source, a, becomes a // topk, the number of tokens: again the mark for none.
     places = assignments.places.view(assignments.places.shape[0] // topk, -1)
@@ -107,7 +112,7 @@ def expert_order(experts: torch.Tensor, num_experts: int) -> ExpertOrder:
     bounds = _bounds(by_expert, num_experts)
     places = _inverse(sources, torch.arange(sources.shape[0], device=sources.device), sources.shape[0])
     assignments = RowMap(sources=sources, places=places)
-    tokens = _of_tokens(assignments, experts.shape[1])
+    tokens = of_tokens(assignments, experts.shape[1])
     return ExpertOrder(assignments=assignments, tokens=tokens, counts=bounds[1:] - bounds[:-1])
 
 
@@ -135,14 +140,14 @@ def expert_order_up_to(
         kept = sources[is_kept]
         places = torch.where(is_kept, is_kept.cumsum(0) - 1, kept.shape[0])
         rows = RowMap(sources=kept, places=_inverse(sources, places, flat.shape[0]), has_gaps=True)
-        return ExpertOrder(assignments=rows, tokens=_of_tokens(rows, topk), counts=counts)
+        return ExpertOrder(assignments=rows, tokens=of_tokens(rows, topk), counts=counts)
     num_rows = num_experts * capacity
     places = torch.where(is_kept, by_expert * capacity + rank_in_expert, num_rows)
     padded = torch.full((num_rows + 1,), flat.shape[0], device=flat.device)
     padded[places] = sources
     rows = RowMap(sources=padded[:-1], places=_inverse(sources, places, flat.shape[0]), has_gaps=True)
     counts = torch.full((num_experts,), capacity, device=flat.device)
-    tokens = _of_tokens(rows, topk)
+    tokens = of_tokens(rows, topk)
     return ExpertOrder(assignments=rows, tokens=tokens, counts=counts, rows_of_each=capacity, bounds=bounds)
 
 
@@ -161,7 +166,7 @@ def with_copies(order: ExpertOrder, num_copies: int, num_owners: int) -> ExpertO
     places = torch.cat((places, places.new_full((1, num_copies), sources.shape[0])))
     copied = replace(rows, sources=sources, places=places[rows.places.squeeze(1)])
     topk = rows.places.shape[0] // order.tokens.places.shape[0]
-    return replace(order, assignments=copied, tokens=_of_tokens(copied, topk), ends=None)
+    return replace(order, assignments=copied, tokens=of_tokens(copied, topk), ends=None)
 
 
 class Arrivals(NamedTuple):
@@ -220,6 +225,11 @@ def _inverse(sources: torch.Tensor, places: torch.Tensor, num_sources: int) -> t
     inverse = torch.empty(num_sources, dtype=places.dtype, device=places.device)
     inverse[sources] = places
     return inverse.unsqueeze(1)
+
+
+def has_kernels(device: torch.device) -> bool:
+    """Return whether Triton's kernels compute permutations on this device."""
+    return _kernels_on(device) is not None
 
 
 def _kernels_on(device: torch.device) -> ModuleType | None:

@@ -19,13 +19,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import torch
 import torch.distributed as dist
 
 from megatron.core.delayed_read import DelayedRead
 from megatron.core.process_groups_config import group_of, group_size
+from megatron.core.transformer.moe.bounded_rows import bounded_order, rank_capacity
 from megatron.core.transformer.moe.permutation import ExpertOrder, expert_order, expert_order_up_to, with_copies
 from megatron.core.transformer.moe.routing import Routing, capacity
-from megatron.core.transformer.moe.token_exchange import DispatchPlan, TokenExchange
+from megatron.core.transformer.moe.token_exchange import BoundedExchange, DispatchPlan, TokenExchange
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -80,11 +82,29 @@ class AllToAllDispatcher(LocalDispatcher):
 
         Starts the copy of the counts to the host, which waits for it once, when the rows are sent.
         """
+        bound = rank_capacity(routing.experts.numel(), self.num_owners, self.config)
+        if bound is not None:
+            return self._bounded_plan(routing, bound)
         order = self._order(routing)
         find_exchange = self._find_exchange(order)
         if self.num_copies > 1:
             order = with_copies(order, self.num_copies, self.num_owners)
         return DispatchPlan(order, find_exchange)
+
+    def _bounded_plan(self, routing: Routing, capacity: int) -> DispatchPlan:
+        """Plan an exchange of constant size; the host never waits. Ranks: all of the group. See [Note: bounded rows]."""
+        order = bounded_order(
+            routing.experts,
+            self.num_experts,
+            num_owners=self.num_owners,
+            num_copies=self.num_copies,
+            capacity=capacity,
+        )
+        sent = order.counts.view(self.num_owners, 1, -1).expand(-1, self.num_copies, -1).contiguous()
+        received = torch.empty_like(sent).view(self.group.size(), -1)
+        dist.all_to_all_single(received, sent.view_as(received), group=self.group)
+        exchange = BoundedExchange(self.group, capacity=capacity, received=received)
+        return DispatchPlan(order, lambda: exchange)
 
     def _find_exchange(self, order: ExpertOrder) -> Callable[[], TokenExchange]:
         """Exchange the counts of rows and return a function that waits for them and builds the exchange. Ranks: all.

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from megatron.core.transformer.moe.bounded_rows import bounded_arrivals
 from megatron.core.transformer.moe.permutation import Arrivals, ExpertOrder, arrivals
 
 if TYPE_CHECKING:
@@ -72,6 +73,49 @@ class TokenExchange:
         return rows
 
 
+class BoundedExchange:
+    """All-to-all of as many rows with each rank of a group, some of them padding. See [Note: bounded rows].
+
+    Args:
+        capacity: rows that each rank sends to each.
+        received: [g, l] rows that this rank's experts receive from each rank, without padding, on the device, int64.
+    """
+
+    known_counts = None
+
+    def __init__(self, group: ProcessGroup, *, capacity: int, received: torch.Tensor) -> None:
+        self._group, self._capacity, self._received = group, capacity, received
+
+    @functools.cached_property
+    def arrivals(self) -> Arrivals:
+        """The permutation of received rows into expert order, computed at first use, when the rows are on their way."""
+        return bounded_arrivals(self._received, self._capacity)
+
+    def dispatch(self, x: torch.Tensor) -> torch.Tensor:
+        """Send rows to the ranks of their experts and permute what arrives into expert order, padding last.
+
+        Args:
+            x: [g * capacity, ...] rows and padding, rank by rank.
+
+        Ranks: all of the group.
+        """
+        rows = self._exchange(x)
+        by_expert = self.arrivals.rows
+        assert by_expert is not None, "padding is permuted always"
+        return by_expert.take(rows)
+
+    def combine(self, y: torch.Tensor) -> torch.Tensor:
+        """Send rows back to where they came from, the adjoint of ``dispatch``; padding is zeros. Ranks: all of the group."""
+        by_expert = self.arrivals.rows
+        assert by_expert is not None, "padding is permuted always"
+        return self._exchange(by_expert.sum(y))
+
+    def _exchange(self, x: torch.Tensor) -> torch.Tensor:
+        rows = torch.empty_like(x)
+        dist.all_to_all_single(rows, x, group=self._group)
+        return rows
+
+
 @dataclass(frozen=True)
 class ExpertRows:
     """The rows that a rank's experts compute.
@@ -82,6 +126,7 @@ class ExpertRows:
         counts: [l] rows of each expert, on the device, int64.
         known_counts: the same on the host; None: not known there yet.
         known_ends: [l] index after each expert's last row, on the device, int32; None: not computed yet.
+        has_padding: whether rows follow the last expert's; their results are never used.
     """
 
     hidden_states: torch.Tensor
@@ -89,11 +134,32 @@ class ExpertRows:
     counts: torch.Tensor
     known_counts: list[int] | None = None
     known_ends: torch.Tensor | None = None
+    has_padding: bool = False
 
     def counts_on_host(self) -> list[int]:
-        """Return the [l] rows of each expert; the host waits for the device unless it knows them already."""
-        counts: list[int] = self.counts.tolist() if self.known_counts is None else self.known_counts
+        """Return the [l] rows of each expert; the host waits for the device unless it knows them already.
+
+        Raises:
+            RuntimeError: it does not know them, and the step is being captured.
+        """
+        if self.known_counts is not None:
+            return self.known_counts
+        if self.counts.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "the host must know the rows of each expert where a step is captured, and cannot wait for them: use"
+                " moe_expert_rank_capacity_factor with moe_grouped_gemm on Hopper in bf16, with widths that are multiples of 8, or"
+                " moe_pad_expert_input_to_capacity"
+            )
+        counts: list[int] = self.counts.tolist()
         return counts
+
+    def without_padding(self, counts: list[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Return the rows and factors of experts with these ``counts`` alone, and zeros in the place of the padding, if there is some."""
+        if not self.has_padding:
+            return self.hidden_states, self.probs, None
+        num_rows = sum(counts)
+        padding = torch.zeros_like(self.hidden_states[num_rows:])
+        return self.hidden_states[:num_rows], self.probs[:num_rows], padding
 
     def ends(self) -> torch.Tensor:
         """Return the [l] index after each expert's last row, on the device, int32. The host does not wait."""
@@ -105,10 +171,13 @@ class DispatchPlan:
 
     Args:
         order: the rows, sorted by expert of all ranks.
-        find_exchange: makes the host wait for the counts and returns the exchange; None: all experts are on this rank.
+        find_exchange: makes the host wait for the counts, where it needs them, and returns the exchange; None: all experts are
+            on this rank.
     """
 
-    def __init__(self, order: ExpertOrder, find_exchange: Callable[[], TokenExchange] | None = None) -> None:
+    def __init__(
+        self, order: ExpertOrder, find_exchange: Callable[[], TokenExchange | BoundedExchange] | None = None
+    ) -> None:
         self._order = order
         self._find_exchange = find_exchange
 
@@ -117,7 +186,7 @@ class DispatchPlan:
         return self._order.num_kept()
 
     @functools.cached_property
-    def _exchange(self) -> TokenExchange | None:
+    def _exchange(self) -> TokenExchange | BoundedExchange | None:
         """The exchange between ranks; its first use makes the host wait for the counts."""
         find_exchange, self._find_exchange = self._find_exchange, None
         return None if find_exchange is None else find_exchange()
@@ -138,7 +207,8 @@ class DispatchPlan:
         exchange, order = self._exchange, self._order
         if exchange is not None:
             counts, ends, known_counts = exchange.arrivals.counts, exchange.arrivals.ends, exchange.known_counts
-            return ExpertRows(rows, factors, counts=counts, known_counts=known_counts, known_ends=ends)
+            padded = isinstance(exchange, BoundedExchange)
+            return ExpertRows(rows, factors, counts, known_counts, known_ends=ends, has_padding=padded)
         known = None if order.rows_of_each is None else [order.rows_of_each] * order.counts.shape[0]
         return ExpertRows(rows, factors, counts=order.counts, known_counts=known, known_ends=order.ends)
 

@@ -32,17 +32,23 @@ MODELS: dict[str, dict[str, Any]] = {
     # Capacity is counted on each rank alone: the same only where ranks have whole sequences.
     "dropped": {"moe_expert_capacity_factor": 0.75},
     "padded": {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True},
+    # Room for all rows, so nothing is dropped.
+    "bounded": {"moe_expert_rank_capacity_factor": 8.0, "moe_grouped_gemm": True},
 }
 
 CELLS: dict[int, dict[str, tuple[str, ...]]] = {
     2: {
         "ep2": tuple(MODELS),
         "tp2": ("dropless",),
-        "tp2_ep2": ("dropless", "by_sequence", "gate_and_gelu"),
+        "tp2_ep2": ("dropless", "by_sequence", "gate_and_gelu", "bounded"),
         "cp2": ("by_sequence",),
         "cp2_ep2": ("dropless",),
     },
-    4: {"ep4": ("dropless", "padded"), "tp2_ep2_etp2": ("dropless", "recomputed"), "tp2_cp2_ep2": ("by_sequence",)},
+    4: {
+        "ep4": ("dropless", "padded"),
+        "tp2_ep2_etp2": ("dropless", "recomputed", "bounded"),
+        "tp2_cp2_ep2": ("by_sequence",),
+    },
 }
 """Ranks, layouts and models: each model divided, each layout with one model at least."""
 

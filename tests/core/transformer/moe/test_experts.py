@@ -170,6 +170,24 @@ def test_one_kernel_gives_what_a_loop_gives(name: str, counts: tuple[int, ...]) 
     assert _AlwaysGrouped.calls == 2
 
 
+@pytest.mark.parametrize("grouped", [pytest.param(True, marks=on_cpu), False], ids=["grouped", "loop"])
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_padding_after_the_rows_changes_nothing(name: str, grouped: bool) -> None:
+    """Not even where it is not finite: a kernel leaves its results unwritten."""
+    experts = (_AlwaysGrouped if grouped else GroupedMLP)(4, _config(**ACTIVATIONS[name]), SUBMODULES)
+    _fill_biases(experts)
+    expected = _results(experts, _rows(16))
+    own = _rows(16)
+    num_rows = own.hidden_states.shape[0]
+    x = torch.cat((own.hidden_states.detach(), torch.full((5, 16), torch.nan))).requires_grad_()
+    probs = torch.cat((own.probs.detach(), torch.full((5,), torch.nan))).requires_grad_()
+    output = experts(ExpertRows(x, probs, own.counts, has_padding=True))
+    assert output.shape == (num_rows + 5, 16)
+    grads = torch.autograd.grad(output[:num_rows].sin().sum(), [x, probs, *experts.parameters()])
+    torch.testing.assert_close(output[:num_rows], expected[0])
+    torch.testing.assert_close((grads[0][:num_rows], grads[1][:num_rows], *grads[2:]), tuple(expected[1:]))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_swiglu_with_factors_is_swiglu_times_factors(dtype: torch.dtype) -> None:
     """In bf16 the product is rounded once, not twice, so it is nearer to what fp32 gives."""

@@ -51,10 +51,12 @@ BOUNDS = {
     ("not_balanced", 1): Work(30, 23, 0, 8),
     ("not_balanced", 2): Work(54, 34, 7, 8),
     ("padded", 2): Work(77, 45, 6, 8),
+    ("bounded", 2): Work(138, 56, 7, 8),
 }
 FIELDS: dict[str, dict[str, Any]] = {
     "dropless": {},
     "not_balanced": {"moe_aux_loss_coeff": 0.0},
+    "bounded": {"moe_expert_rank_capacity_factor": 2.0},
     "padded": {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True},
 }
 
@@ -141,21 +143,33 @@ def test_a_layer_costs_the_host_no_more_than_it_did(num_ranks: int) -> None:
             assert all(a <= b for a, b in zip(astuple(work), astuple(bound), strict=True)), (kind, work, bound)
 
 
-def _acts_of_a_layer() -> list[str]:
+def _acts_of_layers(kinds: list[dict[str, Any]]) -> list[list[str]]:
+    return [_acts_of_a_layer(**fields) for fields in kinds]
+
+
+def _acts_of_a_layer(**fields: Any) -> list[str]:
     """List the acts of a layer with a shared expert, in order."""
     groups = ProcessGroupCollection(ep=dist.group.WORLD)
-    model = build_moe_gpt(groups, expert_model_parallel_size=dist.get_world_size())
+    model = build_moe_gpt(groups, expert_model_parallel_size=dist.get_world_size(), **fields)
     layer: Any = model.decoder.layers[0].mlp
+    if fields:
+        layer.experts = _Factors()
     acts: list[str] = []
     exchange, read = dist.all_to_all_single, DelayedRead.tensor
     layer.shared_experts.register_forward_hook(lambda *_: acts.append("shared expert"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "all_to_all_single", lambda *args, **kw: acts.append("exchange") or exchange(*args, **kw))
         patch.setattr(DelayedRead, "tensor", lambda self: acts.append("wait") or read(self))
-        layer(torch.randn(8, 2, 16))
+        # What reads a value of the device makes the host wait for it.
+        with _Operations() as operations:
+            output = layer(torch.randn(8, 2, 16, requires_grad=True))[0]
+            output.sum().backward()
+    acts += ["read"] * sum(n for name, n in operations.counts.items() if "_local_scalar_dense" in name)
     return acts
 
 
 def test_the_shared_expert_is_queued_before_the_host_waits_and_rows_leave_at_once_after_it() -> None:
-    for acts in run_ranks(2, _acts_of_a_layer):
-        assert acts == ["exchange", "shared expert", "wait", "exchange", "exchange", "exchange"]
+    for unbounded, bounded in run_ranks(2, _acts_of_layers, [{}, {"moe_expert_rank_capacity_factor": 2.0}]):
+        forward = ["exchange", "shared expert", "wait", "exchange", "exchange", "exchange"]
+        assert unbounded[: len(forward)] == forward and "wait" not in unbounded[len(forward) :]
+        assert bounded == ["exchange", "shared expert"] + ["exchange"] * 6, "nothing waits, nothing is read"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -33,6 +34,12 @@ DROPS: dict[str, dict[str, Any]] = {
 }
 
 
+BOUNDED: dict[str, dict[str, Any]] = {
+    "bounded": {"moe_expert_rank_capacity_factor": 8.0},
+    "bounded_drops": {"moe_expert_rank_capacity_factor": 0.8},
+}
+
+
 def _config(**fields: Any) -> TransformerConfig:
     return TransformerConfig(**{**FIELDS, **fields})
 
@@ -48,8 +55,19 @@ def _tokens(rank: int, idle: int | None = None) -> tuple[torch.Tensor, Routing]:
     return hidden, Routing(probs.detach().requires_grad_(), experts)
 
 
-def _kept(routing: Routing, config: TransformerConfig) -> torch.Tensor:
+def _kept(routing: Routing, config: TransformerConfig, num_owners: int = 1) -> torch.Tensor:
     """Return which assignments are kept, [t, k]."""
+    if config.moe_expert_rank_capacity_factor is not None:
+        room = [
+            math.ceil(0.8 * NUM_TOKENS * TOPK / num_owners) if config.moe_expert_rank_capacity_factor < 1 else 99
+        ] * num_owners
+        kept = torch.zeros(NUM_TOKENS, TOPK, dtype=torch.bool)
+        for expert in range(NUM_EXPERTS):
+            owner = expert // (NUM_EXPERTS // num_owners)
+            for place in (routing.experts == expert).nonzero().tolist():
+                kept[tuple(place)] = room[owner] > 0
+                room[owner] -= 1
+        return kept
     limit = capacity(NUM_TOKENS, config)
     if limit is None:
         return torch.ones_like(routing.experts, dtype=torch.bool)
@@ -71,8 +89,13 @@ def _compute(rows: ExpertRows, factors: torch.Tensor, share: float = 1.0) -> tor
     """Compute the rows of experts with these factors; ``share`` is a tensor-parallel rank's part of the sum."""
     counts = torch.tensor(rows.counts_on_host())
     assert counts.tolist() == rows.counts.tolist()
-    assert counts.sum() == rows.hidden_states.shape[0]
-    return (rows.probs * share * factors.repeat_interleave(counts)).unsqueeze(1) * rows.hidden_states**2
+    num_padded = rows.hidden_states.shape[0] - int(counts.sum())
+    assert num_padded >= 0 and (rows.has_padding or num_padded == 0)
+    assert rows.ends().tolist() == counts.cumsum(0).tolist()
+    # What experts compute of padding is never used.
+    of_padding = factors.new_full((num_padded,), torch.nan)
+    scale = torch.cat((factors.repeat_interleave(counts), of_padding))
+    return (rows.probs * share * scale).unsqueeze(1) * rows.hidden_states**2
 
 
 @pytest.mark.parametrize("drop", DROPS)
@@ -103,7 +126,7 @@ def _round_trips(degrees: dict[str, Any], idle: int | None) -> dict[str, float]:
     factors = torch.arange(1.0, NUM_EXPERTS + 1, dtype=torch.float64, requires_grad=True)
     mine = slice(group_rank(groups.ep) * local, (group_rank(groups.ep) + 1) * local)
     differences = {}
-    for drop, fields in DROPS.items():
+    for drop, fields in (DROPS | BOUNDED if num_owners > 1 else DROPS).items():
         config = _config(**fields)
         dispatcher = build_dispatcher(config, groups)
         assert isinstance(dispatcher, AllToAllDispatcher)
@@ -113,7 +136,10 @@ def _round_trips(degrees: dict[str, Any], idle: int | None) -> dict[str, float]:
         # Tensor-parallel ranks of an expert give summands that differ.
         share = (1 + group_rank(groups.expt_tp)) / sum(range(1, num_parts + 1))
         output = plan.combine(_compute(rows, factors[mine], share))
-        expected = _directly(hidden, routing, _kept(routing, config), factors)
+        kept = _kept(routing, config, num_owners)
+        assert drop != "bounded" or kept.all()
+        assert drop != "bounded_drops" or plan.assignments_of_experts().sum() == kept.sum()
+        expected = _directly(hidden, routing, kept, factors)
         differences[drop] = float((output - expected).detach().abs().max())
         inputs = (hidden, routing.probs, factors)
         ours = list(torch.autograd.grad(output.sin().sum(), inputs))
