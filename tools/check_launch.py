@@ -20,11 +20,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
+from megatron.core.datasets.blend import get_blend_from_list
+from megatron.core.datasets.index_size import BLEND_NBYTES, DOCUMENT_NBYTES, MOCK_TOKENS, in_gib, index_nbytes
 from megatron.core.rank_grid import RankGrid
 from megatron.training.arguments import CheckedLine, Settings, check_command_line
 from megatron.training.cli.flag_parser import FATES
 from megatron.training.launch.gpt_config import build_gpt_model
 from megatron.training.launch.packages import missing_packages
+from megatron.training.launch.samples import num_samples
 
 _GROUPS = {
     "tensor": "tp",
@@ -86,9 +89,26 @@ def _computed(settings: Settings) -> str:
     rows.append(f"length: {loop.train_iters} iterations, {batch.consumed_after(loop.train_iters):,} samples")
     rows.append(f"model: {_parameters(settings)}")
     rows.append(f"dtype: {str(settings.model.transformer.params_dtype).removeprefix('torch.')}")
+    rows.append(f"index of the training data: {_index(settings)}")
     needed = missing_packages(settings, "cuda" if settings.distributed.backend != "gloo" else "cpu")
     rows += [f"needs {package}, which is not usable here: {reason}" for package, reason in needed.items()]
     return _section("computed", rows)
+
+
+def _index(settings: Settings) -> str:
+    """Describe the memory and the disk that the order of the training samples takes."""
+    data, count = settings.data, num_samples(settings)[0]
+    blend = get_blend_from_list(data.data_path or data.train_data_path)
+    documents = count * data.seq_length // MOCK_TOKENS if data.mock_data else 0
+    nbytes = index_nbytes(count, documents)
+    if blend is not None and (len(blend[0]) > 1 or blend[1] is not None):
+        nbytes += count * BLEND_NBYTES
+    size = f"about {in_gib(nbytes)}" if data.mock_data else f"at least {in_gib(nbytes)}"
+    if data.mock_data and data.cache_path is None:
+        return f"{size} of memory for each rank; with --data-cache-path one of a host builds it for all"
+    more = "" if data.mock_data else f", and {DOCUMENT_NBYTES} bytes for each document of each epoch,"
+    where = f"in {data.cache_path}" if data.cache_path else "beside the corpora"
+    return f"{size}{more} of memory for one rank of each host while it is built, and of disk {where}"
 
 
 def _first(grid: RankGrid, name: str) -> str:

@@ -33,6 +33,7 @@ def test_what_would_happen_is_printed(capsys: pytest.CaptureFixture[str]) -> Non
         "length: 4 iterations, 64 samples",
         # 2 layers of 12 * 16 * 16 + 13 * 16, embeddings of 128 ids and 8 positions, the last norm
         f"model: {2 * (12 * 256 + 13 * 16) + 136 * 16 + 2 * 16:,} parameters with 128 ids",
+        "index of the training data: about 0.0 GiB of memory for one rank of each host while it is built, and of disk in no/such",
         "needs wandb, which is not usable here",
         "needs transformer-engine, which is not usable here",
         "--tp-comm-overlap: tensor-parallel communication is not overlapped",

@@ -13,6 +13,7 @@ from megatron.core.datasets.blend import check_weights
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
 from megatron.core.datasets.blending import MAX_DATASETS, build_blending_indices, build_exhaustive_blending_indices
 from megatron.core.datasets.index_cache import Arrays, IndexCache
+from megatron.core.datasets.index_size import BLEND_NBYTES, check_index_fits
 from megatron.core.datasets.megatron_dataset import MegatronDataset, describe, hash_of
 from megatron.core.datasets.split import normalize
 
@@ -66,11 +67,14 @@ class BlendedDataset(torch.utils.data.Dataset[dict[str, Any]]):
 
     def _load_or_build_indices(self) -> Arrays:
         if self.config.path_to_cache is None:
-            return self._build_indices()
+            return self._build_indices(is_shared=False)
         stem = f"{self.unique_description_hash}-{type(self).__name__}-{self.split.name}"
         return IndexCache(self.config.path_to_cache, stem, self.unique_description).load_or_build(self._build_indices)
 
-    def _build_indices(self) -> Arrays:
+    def _build_indices(self, *, is_shared: bool = True) -> Arrays:
+        size = int(sum(self.weights)) if self.size is None else self.size
+        what = f"the index of a {self.split.name} blend of {size:,} samples"
+        check_index_fits(what, size * BLEND_NBYTES, is_shared=is_shared)
         if self.size is None:
             datasets, samples = build_exhaustive_blending_indices([int(weight) for weight in self.weights])
         else:

@@ -20,6 +20,10 @@ MAX_DATASETS = 32767
 """Largest number of corpora in a blend; ``dataset_index`` is int16 as in Megatron."""
 
 
+_PIECE = 2**18
+"""Samples whose places are found together, with little memory beside the indices."""
+
+
 def build_blending_indices(weights: Sequence[float], size: int) -> tuple[numpy.ndarray, numpy.ndarray]:
     """Blend ``size`` samples by weight.
 
@@ -47,11 +51,17 @@ def build_exhaustive_blending_indices(sizes: Sequence[int]) -> tuple[numpy.ndarr
 
 def _blend(weights: numpy.ndarray, limits: numpy.ndarray, size: int) -> tuple[numpy.ndarray, numpy.ndarray]:
     dataset_index = _run_lanes(weights, limits, size)
-    order = numpy.argsort(dataset_index, kind="stable")
-    counts = numpy.bincount(dataset_index, minlength=weights.size)
-    firsts = numpy.cumsum(counts) - counts
     sample_index = numpy.empty(size, dtype=numpy.int64)
-    sample_index[order] = numpy.arange(size, dtype=numpy.int64) - numpy.repeat(firsts, counts)
+    given = numpy.zeros(weights.size, dtype=numpy.int64)
+    for first in range(0, size, _PIECE):
+        piece = dataset_index[first : first + _PIECE]
+        order = numpy.argsort(piece, kind="stable")
+        counts = numpy.bincount(piece, minlength=weights.size)
+        places = numpy.arange(piece.size, dtype=numpy.int64) + numpy.repeat(
+            given - numpy.cumsum(counts) + counts, counts
+        )
+        sample_index[first : first + _PIECE][order] = places
+        given += counts
     return dataset_index, sample_index
 
 

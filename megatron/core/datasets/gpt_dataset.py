@@ -13,11 +13,12 @@ import torch
 
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
 from megatron.core.datasets.index_cache import Arrays, IndexCache
+from megatron.core.datasets.index_size import check_index_fits, index_nbytes
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.megatron_dataset import MegatronDataset
 from megatron.core.datasets.mock_corpus import MockGPTLowLevelDataset
 from megatron.core.datasets.rank_logging import warn_on_rank_0
-from megatron.core.datasets.sample_indices import build_sample_indices
+from megatron.core.datasets.sample_indices import build_sample_indices, plan_epochs
 from megatron.core.datasets.sample_masks import attention_mask_of, loss_mask_of, position_ids_of
 from megatron.core.datasets.split import Split
 
@@ -245,7 +246,7 @@ class GPTDataset(MegatronDataset):
         warn_on_rank_0(logger, "%s %s: a sample takes %d tokens, it has %d", part, effect, needed, num_tokens)
 
     def _part(self) -> str:
-        return f"the {self.index_split.name} part of {self.dataset_path}"
+        return f"the {self.index_split.name} part of {self.dataset_path or 'the mock data'}"
 
     def _keeps_partial_sample(self) -> bool:
         return self.index_split is Split.valid and not self.config.drop_last_partial_validation_sequence
@@ -255,13 +256,28 @@ class GPTDataset(MegatronDataset):
         if folder is None and not self.config.mock:
             folder = os.path.join(self.dataset.path_prefix, "cache", f"{type(self).__name__}_indices")
         if folder is None:
-            return self._build_indices()
+            return self._build_indices(is_shared=False)
         stem = f"{self.unique_description_hash}-{type(self).__name__}-{self.index_split.name}"
         must_write = self.config.path_to_cache is not None
         cache = IndexCache(folder, stem, self.unique_description, must_write=must_write)
         return cache.load_or_build(self._build_indices)
 
-    def _build_indices(self) -> Arrays:
+    def _check_memory(self, *, is_shared: bool) -> None:
+        """Check that the host can hold the indices while they are built."""
+        length, extra = self.config.sequence_length, int(self.config.add_extra_token_to_sequence)
+        tokens = int(self.dataset.sequence_lengths[self.indices].sum(dtype=numpy.int64))
+        plan = plan_epochs(
+            tokens_per_epoch=tokens, num_samples=self.num_samples, sequence_length=length, extra_tokens=extra
+        )
+        num_samples = plan.num_epochs * tokens // length
+        check_index_fits(
+            f"the index of {num_samples:,} samples of {length} tokens, {plan.num_epochs:,} epochs of {self._part()}",
+            index_nbytes(num_samples, plan.num_epochs * len(self.indices)),
+            is_shared=is_shared,
+        )
+
+    def _build_indices(self, *, is_shared: bool = True) -> Arrays:
+        self._check_memory(is_shared=is_shared)
         indices = build_sample_indices(
             documents=self.indices,
             lengths=self.dataset.sequence_lengths,

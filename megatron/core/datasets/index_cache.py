@@ -13,7 +13,7 @@ import logging
 import os
 import tempfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import IO
 
 import numpy
@@ -60,7 +60,8 @@ class IndexCache:
             if self.must_write:
                 raise OSError(f"the index cache {self.folder} must be writable, got: {error}; {remedy}") from error
             logger.warning("indices are not cached, %s cannot be written (%s); %s", self.folder, error, remedy)
-        return built
+            return built
+        return self._mapped(built)  # so that this process gives the memory of what it built back
 
     def _path(self, name: str) -> str:
         return os.path.join(self.folder, f"{self.stem}-{name}")
@@ -73,15 +74,18 @@ class IndexCache:
             content = json.load(stream)
         if not isinstance(content, dict) or content.get("description") != self.description:
             raise ValueError("the description is that of other arrays")
-        arrays = {}
+        arrays: dict[str, numpy.ndarray] = {}
         for name, (num_bytes, checksum) in content["files"].items():
             if name != os.path.basename(name):
                 raise ValueError(f"{name!r} is not the name of an array")
             path = self._path(f"{name}.npy")
             if os.path.getsize(path) != num_bytes or _checksum(path) != checksum:
                 raise ValueError(f"{name}.npy has another size or checksum than was written")
-            arrays[name] = numpy.load(path, mmap_mode="r", allow_pickle=False)
+            arrays.update(self._mapped([name]))
         return arrays
+
+    def _mapped(self, names: Iterable[str]) -> Arrays:
+        return {name: numpy.load(self._path(f"{name}.npy"), mmap_mode="r", allow_pickle=False) for name in names}
 
     def _save(self, arrays: Arrays) -> None:
         os.makedirs(self.folder, exist_ok=True)

@@ -4,7 +4,8 @@ The documents of all epochs are shuffled and concatenated. Samples are cut from 
 and shuffled in turn. Where only a small part of the last epoch is needed, it is shuffled separately and comes last, so that
 its few samples are not spread among those of full epochs.
 
-Everything is vectorised numpy: there is no loop over documents or samples.
+Everything is vectorised numpy: there is no loop over documents or samples, but over large pieces of them, so that building takes
+little more memory than the indices (``index_size.py``).
 
 Source: Megatron-Core's GPT dataset; the order in which the random state is used decides which samples are drawn.
 """
@@ -18,6 +19,10 @@ import numpy
 
 SEPARATE_LAST_EPOCH_THRESHOLD = 0.80
 """The last epoch is separate if it has fewer samples than this share of a full epoch's (Megatron's value)."""
+
+
+_PIECE = 2**18
+"""Documents, or samples, that are looked at together: little memory beside the indices themselves."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,18 +142,27 @@ def build_sample_index(
     With an extra token a start is in the document that contains the token there (never an empty one). Without, it is in
     the document where the previous sample ends, after its last token where the two ends coincide.
     """
-    ends = numpy.cumsum(lengths[document_index], dtype=numpy.int64)
-    total = int(ends[-1])
-    starts = numpy.arange(num_samples + 1, dtype=numpy.int64) * sequence_length
-    in_document = numpy.searchsorted(ends, starts, side="right" if extra_tokens else "left")
-    in_document[0] = 0
-    if num_samples and int(starts[-1]) > total - extra_tokens:  # a last sample that is not full
-        in_document[-1] = document_index.size - 1
-        starts[-1] = total - extra_tokens
-    offsets = starts - (ends[in_document] - lengths[document_index[in_document]])
     widest = max(document_index.size, int(lengths.max()))
-    dtype = numpy.int32 if widest <= numpy.iinfo(numpy.int32).max else numpy.int64
-    return numpy.stack([in_document, offsets], axis=1).astype(dtype)
+    sample_index = numpy.empty(
+        (num_samples + 1, 2), dtype=numpy.int32 if widest <= numpy.iinfo(numpy.int32).max else numpy.int64
+    )
+    sample_index[0] = 0
+    filled, total = 1, 0
+    for first in range(0, document_index.size, _PIECE):
+        ends = total + numpy.cumsum(lengths[document_index[first : first + _PIECE]], dtype=numpy.int64)
+        # The token at the end of a document is the next one's first, or with no extra token this one's end.
+        covered = (int(ends[-1]) - 1 if extra_tokens else int(ends[-1])) // sequence_length
+        last = min(num_samples, max(covered, filled - 1))
+        for begin in range(filled, last + 1, _PIECE):
+            starts = numpy.arange(begin, min(begin + _PIECE, last + 1), dtype=numpy.int64) * sequence_length
+            in_piece = numpy.searchsorted(ends, starts, side="right" if extra_tokens else "left")
+            before = numpy.concatenate(([total], ends))[in_piece]
+            sample_index[begin : begin + starts.size, 0] = first + in_piece
+            sample_index[begin : begin + starts.size, 1] = starts - before
+        filled, total = last + 1, int(ends[-1])
+    if num_samples and num_samples * sequence_length > total - extra_tokens:  # a last sample that is not full
+        sample_index[-1] = (document_index.size - 1, lengths[document_index[-1]] - extra_tokens)
+    return sample_index
 
 
 def build_shuffle_index(num_first: int, num_samples: int, random_state: numpy.random.RandomState) -> numpy.ndarray:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import platform
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -103,7 +104,19 @@ def report_configuration(
     }
     width = max(map(len, rows))
     lines = [f"  {name} {'.' * (width + 3 - len(name))} {value}" for name, value in rows.items()]
-    return "\n".join(("effective configuration:", *lines, *_all_settings(settings), *_said_once(settings)))
+    return "\n".join(("effective configuration:", *lines))
+
+
+def report_settings(settings: Settings) -> str:
+    """Format what was asked for, before data are read or anything is allocated."""
+    return "\n".join((*_all_settings(settings), *_said_once(settings)))
+
+
+def report_sizes(sizes: Sequence[int | None]) -> str:
+    """Format the numbers of samples [3] for which datasets are built."""
+    rows = zip(("train", "validation", "test"), sizes, strict=True)
+    named = [f"    {name + ':':<12}{'all, once' if size is None else f'{size:,}'}" for name, size in rows]
+    return "\n".join((" > datasets target sizes (minimum size):", *named))
 
 
 def _said_once(settings: Settings) -> list[str]:

@@ -25,7 +25,7 @@ from megatron.core.tokenizers import MegatronTokenizerBase, build_tokenizer
 from megatron.core.transformer.moe.loss_record import auxiliary_loss_names
 from megatron.training.arguments import Settings
 from megatron.training.checkpointing import CheckpointConfig, Checkpointer, print_rank_0
-from megatron.training.cli.configuration_report import report_configuration
+from megatron.training.cli.configuration_report import report_configuration, report_settings, report_sizes
 from megatron.training.data.batches import BatchConfig
 from megatron.training.data.datasets import Datasets
 from megatron.training.folder_lock import FolderLock
@@ -117,6 +117,7 @@ def pretrain(
                 if settings.loop.deterministic:
                     set_deterministic()
                 seed_everything(settings.loop.seed)
+                print_rank_0(report_settings(settings))
                 setup = set_up(settings, device, model_provider, datasets_provider)
                 print_rank_0(_report(setup))
                 start = _begin(setup, checkpoint, lock, starts)
@@ -139,7 +140,9 @@ def set_up(
             f" --vocab-size {settings.tokenizer.vocab_size} has no effect: {settings.tokenizer.kind} has "
             f"{tokenizer.vocab_size} ids"
         )
-    datasets = datasets_provider(settings, tokenizer, num_samples(settings))
+    sizes = num_samples(settings)
+    print_rank_0(report_sizes(sizes))  # an index of many samples takes minutes
+    datasets = datasets_provider(settings, tokenizer, sizes)
     groups = process_groups(settings.distributed, settings.grid)
     module = model_provider(settings, tokenizer.vocab_size, device, groups)
     model = FullyShardedDataParallel(

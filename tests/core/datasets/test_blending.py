@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from unittest import mock
 
 import numpy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron.core.datasets import blending
 from megatron.core.datasets.blending import build_blending_indices, build_exhaustive_blending_indices
 from megatron.core.datasets.split import normalize
 from tests.support import naive_samples as naive
@@ -16,11 +18,12 @@ WEIGHTS = st.lists(st.floats(1e-4, 1.0) | st.integers(1, 9).map(float), min_size
 
 
 @settings(max_examples=60, deadline=None)
-@given(weights=WEIGHTS, size=st.integers(0, 2000))
-def test_weighted_blend_equals_the_loop(weights: list[float], size: int) -> None:
+@given(weights=WEIGHTS, size=st.integers(0, 2000), piece=st.sampled_from((100, 2**18)))
+def test_weighted_blend_equals_the_loop(weights: list[float], size: int, piece: int) -> None:
     """Sizes of many lanes; of corpora with equal weights the first one wins ties."""
     shares = normalize(weights)
-    datasets, samples = build_blending_indices(shares, size)
+    with mock.patch.object(blending, "_PIECE", piece):
+        datasets, samples = build_blending_indices(shares, size)
     assert list(zip(datasets.tolist(), samples.tolist(), strict=True)) == naive.blend(shares, size)
     assert datasets.dtype == numpy.int16 and samples.dtype == numpy.int64
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from unittest import mock
 
 import numpy
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron.core.datasets import sample_indices
 from megatron.core.datasets.sample_indices import build_sample_index, build_sample_indices, plan_epochs
 from tests.support import naive_samples as naive
 
@@ -23,21 +25,23 @@ LENGTHS = st.lists(st.integers(0, 40), min_size=1, max_size=30).filter(lambda le
     extra=st.integers(0, 1),
     drop=st.booleans(),
     seed=st.integers(0, 1000),
+    piece=st.sampled_from((1, 3, 2**18)),
 )
 def test_indices_equal_the_loops(
-    lengths: list[int], num_samples: int | None, length: int, extra: int, drop: bool, seed: int
+    lengths: list[int], num_samples: int | None, length: int, extra: int, drop: bool, seed: int, piece: int
 ) -> None:
-    """Empty documents, samples longer than documents, many epochs, separate last epochs and partial last samples."""
+    """Empty documents, samples longer than documents, many epochs, separate last epochs, partial last samples, any pieces."""
     documents = numpy.arange(len(lengths), dtype=numpy.int32)
-    built = build_sample_indices(
-        documents=documents,
-        lengths=numpy.array(lengths, dtype=numpy.int32),
-        num_samples=num_samples,
-        sequence_length=length,
-        extra_tokens=extra,
-        drop_last_partial=drop,
-        seed=seed,
-    )
+    with mock.patch.object(sample_indices, "_PIECE", piece):
+        built = build_sample_indices(
+            documents=documents,
+            lengths=numpy.array(lengths, dtype=numpy.int32),
+            num_samples=num_samples,
+            sequence_length=length,
+            extra_tokens=extra,
+            drop_last_partial=drop,
+            seed=seed,
+        )
     num_epochs, separate, before = naive.epochs(sum(lengths), num_samples, length, extra)
     random = numpy.random.RandomState(seed)
     order = naive.document_order(documents.tolist(), num_epochs, separate, random)

@@ -166,5 +166,18 @@ def test_a_folder_of_logs_that_cannot_be_written_is_named(on_two: dict[str, Run]
 
 
 def test_a_missing_file_is_named(on_two: dict[str, Run]) -> None:
+    """After what was asked for is printed, so that it can be looked at."""
     error = on_two["missing tokenizer"].error
     assert error is not None and "/nowhere/at-all" in error
+    assert "tokenizer_type=HuggingFaceTokenizer" in on_two["missing tokenizer"].output
+
+
+def test_settings_and_sizes_are_printed_before_data_are_read(on_two: dict[str, Run]) -> None:
+    lines = (
+        "settings that differ from their defaults:",
+        " > datasets target sizes",
+        "    train:      32\n",
+        "effective configuration:",
+    )
+    places = [on_two["plain"].output.index(line) for line in lines]
+    assert places == sorted(places)
