@@ -19,7 +19,7 @@ from megatron.core.full_cuda_graph import FullCudaGraphConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.rank_grid import RankGrid
 from megatron.core.tokenizers import TokenizerConfig
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.training.checkpointing import CheckpointConfig
 from megatron.training.cli.flag_parser import Fate, FlagError, FlagParser
 from megatron.training.cli.flags_always_so import ALWAYS_SO
@@ -32,6 +32,7 @@ from megatron.training.cli.flags_experts import add_expert_flags, expert_setting
 from megatron.training.cli.flags_fp8 import add_fp8_flags, fp8_settings
 from megatron.training.cli.flags_graphs import add_graph_flags, captures_iterations, full_cuda_graph_config
 from megatron.training.cli.flags_loss_scale import add_loss_scale_flags, loss_scale_settings
+from megatron.training.cli.flags_mla import add_mla_flags, mla_settings
 from megatron.training.cli.flags_model import add_model_flags, ffn_hidden_size, position_embedding_type
 from megatron.training.cli.flags_of_before import ALWAYS_SO_BEFORE, REFUSED_BEFORE, SAID_ONCE_BEFORE
 from megatron.training.cli.flags_parallel import add_parallel_flags, parallel_settings, rank_grid
@@ -105,6 +106,7 @@ def build_parser() -> FlagParser:
     for add_flags in (
         add_model_flags,
         add_attention_flags,
+        add_mla_flags,
         add_expert_flags,
         add_parallel_flags,
         add_batch_flags,
@@ -336,7 +338,10 @@ def _transformer(args: Namespace) -> TransformerConfig:
     else:
         # Without a bias there is nothing to fuse with GELU, and Megatron-LM uses the exact GELU then.
         settings["bias_activation_fusion"] = args.bias_gelu_fusion and args.add_bias_linear
-    return TransformerConfig(
+    kind: type[TransformerConfig] = TransformerConfig
+    if args.multi_latent_attention:
+        kind, settings = MLATransformerConfig, settings | mla_settings(args)
+    return kind(
         **settings,
         ffn_hidden_size=ffn_hidden_size(args),
         num_query_groups=args.num_query_groups if args.group_query_attention else None,

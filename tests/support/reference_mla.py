@@ -32,6 +32,8 @@ def reference_mla(weights: Mapping[str, torch.Tensor], config: Any, x: torch.Ten
     angles, concentration = _angles(config, length)
     shared = _turned(shared, angles) * concentration
     hidden = torch.ones(length, length, dtype=torch.bool).triu(1)
+    if config.window_size is not None:
+        hidden |= torch.ones(length, length, dtype=torch.bool).tril(-config.window_size[0] - 1)
     scale = 1 / math.sqrt(content + position)
     scale *= _mscale(config.rotary_scaling_factor, config.mscale_all_dim) ** 2
     contexts = []

@@ -166,7 +166,7 @@ CONTRADICTIONS: list[tuple[Condition, str]] = [
         "kv_channels must be at least 1 (or None for hidden_size // num_attention_heads), got {kv_channels}",
     ),
     (
-        lambda c: c.kv_channels is None and c.hidden_size % c.num_attention_heads != 0,
+        lambda c: c.kv_channels is None and not c.multi_latent_attention and c.hidden_size % c.num_attention_heads != 0,
         "hidden_size must be a multiple of num_attention_heads, got {hidden_size} and {num_attention_heads}; change"
         " one of them or set kv_channels",
     ),

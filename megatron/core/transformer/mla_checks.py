@@ -55,6 +55,11 @@ MLA_CONTRADICTIONS: list[tuple[MLACondition, str]] = [
         "add_qkv_bias must be False with multi_latent_attention, got True: its projections have no bias; leave it out",
     ),
     (
+        lambda c: c.attention_output_gate or c.qk_l2_norm or c.no_rope_freq is not None,
+        "attention_output_gate, qk_l2_norm and no_rope_freq must be off with multi_latent_attention, got"
+        " {attention_output_gate}, {qk_l2_norm} and {no_rope_freq}: they are of other attentions; leave them out",
+    ),
+    (
         lambda c: c.softmax_scale is not None or c.use_mup,
         "softmax_scale must be None and use_mup False with multi_latent_attention, got {softmax_scale} and {use_mup}: the scale"
         " follows from qk_head_dim, qk_pos_emb_head_dim and mscale_all_dim; leave them out",

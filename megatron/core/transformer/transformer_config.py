@@ -135,7 +135,8 @@ class TransformerConfig(ModelParallelConfig):
     recompute_num_layers: int | None = None
     """Layers of a chunk ("uniform"), or number of layers that are recomputed ("block")."""
     recompute_modules: tuple[str, ...] | list[str] | None = None
-    """What "selective" recomputes: the core of attention ("core_attn"), the MLP's activation ("mlp_act", ours), dense MLPs
+    """What "selective" recomputes: the core of attention ("core_attn"), the up-projections of
+    multi-latent attention ("mla_up_proj"), the MLP's activation ("mlp_act", ours), dense MLPs
     ("mlp"), mixtures of experts ("moe"), or several of them; None: ["core_attn"]."""
 
     bias_activation_fusion: bool = False
@@ -263,7 +264,7 @@ class TransformerConfig(ModelParallelConfig):
         self.check()
         self._derive("num_query_groups", self.num_query_groups or self.num_attention_heads)
         self._derive("ffn_hidden_size", self.ffn_hidden_size or 4 * self.hidden_size)
-        self._derive("kv_channels", self.kv_channels or self.hidden_size // self.num_attention_heads)
+        self._derive("kv_channels", self.kv_channels or max(1, self.hidden_size // self.num_attention_heads))
         if isinstance(self.attention_backend, str):
             self._derive("attention_backend", AttnBackend[self.attention_backend])
         if isinstance(self.activation_func, str):

@@ -53,10 +53,5 @@ ALWAYS_SO: dict[str, AlwaysSo] = {
     "--enable-experimental": AlwaysSo(fact="no feature depends on this switch"),
     "--te-rng-tracker": AlwaysSo(fact="a CUDA graph draws the same random numbers as eager steps"),
     "--rerun-mode": AlwaysSo(fact="no step is run twice", values=("disabled",)),
-    "--rope-type": AlwaysSo(
-        fact="rotary frequencies are those of --rotary-base",
-        values=("rope",),
-        otherwise="YaRN's rotary frequencies are not served yet",
-    ),
     "--no-one-logger": AlwaysSo(fact="nothing is reported to one_logger"),
 }

@@ -98,7 +98,9 @@ def _add_block_flags(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--norm-epsilon", type=float, default=1e-5, help="epsilon of the norms (default: 1e-5)")
     group.add_argument("--apply-layernorm-1p", action="store_true", help="store norm weights as weight - 1")
-    group.add_argument("--qk-layernorm", action="store_true", help="normalise queries and keys per head")
+    group.add_argument(
+        "--qk-layernorm", action="store_true", help="normalise queries and keys per head, or the latent vectors"
+    )
     group.add_argument(
         "--disable-bias-linear", dest="add_bias_linear", action="store_false", help="linear layers have no bias"
     )
@@ -225,7 +227,7 @@ def _add_numerics_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--recompute-modules",
         nargs="*",
-        help="what selective recomputes: core_attn, mlp_act (the MLP's activation; in FP8 with "
+        help="what selective recomputes: core_attn, mla_up_proj, mlp_act (the MLP's activation; in FP8 with "
         "--use-transformer-engine-op-fuser alone), mlp, moe, or several of them (default: core_attn)",
     )
 

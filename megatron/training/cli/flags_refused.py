@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 _MOE = "this setting of experts is not served"
-_MLA = "multi-latent attention is not served yet"
 _FP8 = "this setting of FP8 is not served; use --fp8-format and --fp8-recipe delayed, tensorwise or blockwise"
 _FP4 = "FP4 needs Blackwell, and no recipe for it is served; use --fp8-format"
 _SHARP = "reductions in network switches are not served; --use-nccl-ub is NCCL's symmetric memory over NVLink"
@@ -30,15 +29,6 @@ _DOCUMENT_MASKS = "samples are packed without masks between documents"
 _LAYERS_ALIKE = "all layers with the same place in the pattern are alike"
 
 REFUSED: dict[str, str] = {
-    "--multi-latent-attention": _MLA,
-    "--q-lora-rank": _MLA,
-    "--kv-lora-rank": _MLA,
-    "--qk-head-dim": _MLA,
-    "--qk-pos-emb-head-dim": _MLA,
-    "--v-head-dim": _MLA,
-    "--rotary-scaling-factor": _MLA,
-    "--mscale": _MLA,
-    "--mscale-all-dim": _MLA,
     "--disable-symmetric-registration": "registered buffers are symmetric; use --fsdp-transport nccl to register none",
     "--nccl-communicator-config-path": "not served; use NCCL's environment variables",
     "--main-grads-dtype": "use --megatron-fsdp-main-grads-dtype",
@@ -119,7 +109,7 @@ REFUSED: dict[str, str] = {
     "--activation-offload-fraction": _OFFLOAD,
     "--batch-invariant-backend": _BITWISE,
     "--batch-invariant-mode": _BITWISE,
-    "--cache-mla-latents": _MLA,
+    "--cache-mla-latents": "it is for inference, which keeps nothing between tokens",
     "--chat-template": "training on conversations is not served yet",
     "--sft-tokenizer-prompt-format": "training on conversations is not served yet",
     "--dataloader-inter-document-masking": _DOCUMENT_MASKS,
@@ -143,7 +133,6 @@ REFUSED: dict[str, str] = {
     "--use-kitchen-attention": "Kitchen's kernels are not served; use --attention-backend",
     "--lion-beta1": "optimizers are adam and sgd",
     "--lion-beta2": "optimizers are adam and sgd",
-    "--mla-down-proj-fusion": _MLA,
     "--disable-mamba-mem-eff-path": "state-space layers are not served yet",
     "--otel-enabled": "nothing is reported to a tracing service",
     "--output-logit-dtype": "logits have the model's dtype",

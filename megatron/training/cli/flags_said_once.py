@@ -149,6 +149,9 @@ SAID_ONCE: dict[str, SaidOnce] = {
             "--ep-overlap-early-attn-memory-release",
         ),
         _SHARED: ("--moe-shared-expert-overlap",),
+        "the two down-projections of latent attention are two products; the numbers are the same": (
+            "--mla-down-proj-fusion",
+        ),
         "parameters lie by rows, layer by layer": ("--no-use-layer-wise-param-layout",),
         "the configuration is printed at the start": ("--config-logger-dir",),
         "the log line has the memory that torch allocated": ("--log-device-memory-used",),

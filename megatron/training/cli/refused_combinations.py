@@ -449,6 +449,12 @@ REFUSALS: tuple[Refusal, ...] = (
         "add `--disable-bias-linear`",
     ),
     _not_served(
+        "`--rope-type yarn` without `--multi-latent-attention`",
+        lambda a: a.rope_type == "yarn" and not a.multi_latent_attention,
+        "other attentions have the frequencies of `--rotary-base` or `--use-rope-scaling`",
+        "leave it out",
+    ),
+    _not_served(
         "a CUDA graph with `--rampup-batch-size` or `--step-batch-size-schedule`",
         lambda a: captures_iterations(a) and bool(a.rampup_batch_size or a.step_batch_size_schedule),
         "a graph has one number of microbatches",

@@ -13,6 +13,7 @@ from typing import Any
 from megatron.training.cli.flags_experts import DEFAULTS_OF_EXPERTS
 from megatron.training.cli.flags_graphs import captures_iterations
 from megatron.training.cli.flags_loss_scale import LOSS_SCALING, scales_dynamically
+from megatron.training.cli.flags_mla import DEFAULTS_OF_MLA
 from megatron.training.cli.flags_model import position_embedding_type
 
 
@@ -96,6 +97,11 @@ def _without_training(args: Namespace) -> dict[str, Any]:
     if getattr(args, "train_iters", 0) is None and getattr(args, "train_samples", 0) is None:
         settings["train_iters"] = 1
     return settings
+
+
+def _not_recomputed(args: Namespace) -> set[str]:
+    """Return modules of Megatron-LM that selective recomputation leaves alone."""
+    return {"layernorm"} if args.multi_latent_attention else {"layernorm", "mla_up_proj"}
 
 
 def _layer_graphs(args: Namespace) -> bool:
@@ -240,10 +246,10 @@ SUBSTITUTIONS: tuple[Substitution, ...] = (
         lambda a: {"recompute_modules": _renamed(a.recompute_modules, {"moe_act": "moe", "shared_experts": "moe"})},
     ),
     Substitution(
-        lambda a: a.recompute_modules is not None and bool({"layernorm", "mla_up_proj"} & set(a.recompute_modules)),
+        lambda a: a.recompute_modules is not None and bool(_not_recomputed(a) & set(a.recompute_modules)),
         "--recompute-modules {recompute_modules}: outputs of norms are kept, and there is no mla_up_proj without "
         "--multi-latent-attention",
-        lambda a: {"recompute_modules": _renamed(a.recompute_modules, {"layernorm": "", "mla_up_proj": ""})},
+        lambda a: {"recompute_modules": _renamed(a.recompute_modules, dict.fromkeys(_not_recomputed(a), ""))},
     ),
     *_useless(
         {
@@ -281,9 +287,15 @@ SUBSTITUTIONS: tuple[Substitution, ...] = (
             "use_rope_scaling": False,
             "rotary_seq_len_interpolation_factor": None,
         },
-        lambda a: position_embedding_type(a) == "rope",
+        lambda a: position_embedding_type(a) == "rope" or a.multi_latent_attention,
         "--position-embedding-type rope",
     ),
+    *_useless(
+        {"kv_channels": None, "use_rope_scaling": False, "rotary_seq_len_interpolation_factor": None},
+        lambda a: not a.multi_latent_attention,
+        "heads of one width: --multi-latent-attention has widths and rotary frequencies of its own",
+    ),
+    *_useless(DEFAULTS_OF_MLA, lambda a: a.multi_latent_attention, "--multi-latent-attention"),
     *_useless({"rope_scaling_factor": 8.0}, lambda a: a.use_rope_scaling, "--use-rope-scaling"),
     *_useless(
         {"lr_wsd_decay_iters": None, "lr_wsd_decay_samples": None, "lr_wsd_decay_style": "exponential"},

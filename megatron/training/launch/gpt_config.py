@@ -54,6 +54,21 @@ _ARCHITECTURE_OF_EXPERTS = (
     "moe_router_group_topk",
     "moe_router_enable_expert_bias",
 )
+_ARCHITECTURE_OF_MLA = (
+    "multi_latent_attention",
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_head_dim",
+    "qk_pos_emb_head_dim",
+    "v_head_dim",
+    "rope_type",
+    "rotary_scaling_factor",
+    "original_max_position_embeddings",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +133,11 @@ class GPTConfig:
             "rotary_seq_len_interpolation_factor",
             "share_embeddings_and_output_weights",
         )
-        names = _ARCHITECTURE if self.transformer.num_moe_experts is None else _ARCHITECTURE + _ARCHITECTURE_OF_EXPERTS
+        names: tuple[str, ...] = (
+            _ARCHITECTURE if self.transformer.num_moe_experts is None else _ARCHITECTURE + _ARCHITECTURE_OF_EXPERTS
+        )
+        if self.transformer.multi_latent_attention:
+            names += _ARCHITECTURE_OF_MLA
         values: dict[str, Any] = {name: getattr(self.transformer, name) for name in names}
         values |= {name: getattr(self, name) for name in own}
         values |= _variants(self.transformer)

@@ -102,8 +102,9 @@ def core_transformer_config_from_args(args: Namespace, config_class: type[Any] |
     config = settings_of(args).model.transformer
     if config_class is None or config_class is TransformerConfig:
         return config
-    known = {field.name: getattr(config, field.name) for field in fields(config)}
-    others = [field.name for field in fields(config_class) if field.init and field.name not in known]
+    wanted = [field.name for field in fields(config_class) if field.init]
+    known = {name: getattr(config, name) for name in wanted if hasattr(config, name)}
+    others = [name for name in wanted if name not in known]
     return config_class(**known, **{name: getattr(args, name) for name in others if hasattr(args, name)})
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron.core.transformer.moe.moe_layer import has_experts
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 FLOP_CONVENTION = (
     "TFLOP/s count the model's matrix multiplications: 6 per weight and token (2 in forward, 4 in backward; with the "
@@ -20,16 +20,28 @@ def flops_per_sample(config: TransformerConfig, *, seq_length: int, vocab_size: 
 
     Source: Megatron-LM counts the same (its num_floating_point_operations halves attention for causal masks).
     """
-    assert config.kv_channels and config.num_query_groups
-    hidden, query = config.hidden_size, config.num_attention_heads * config.kv_channels
-    gate = query if config.attention_output_gate else 0
-    attention_weights = hidden * (query + gate + 2 * config.num_query_groups * config.kv_channels) + query * hidden
+    attention_weights, widths = _attention(config)
     layers = range(1, config.num_layers + 1)
     mlp_weights = sum(_expert_weights(config) if has_experts(config, n) else _dense_weights(config) for n in layers)
-    weights = config.num_layers * attention_weights + mlp_weights + hidden * vocab_size
+    weights = config.num_layers * attention_weights + mlp_weights + config.hidden_size * vocab_size
     # scores and their product with values: 2 matrices of [s, s] per head, half of them masked, 3 x 2 operations each
-    scores = config.num_layers * 6 * seq_length * seq_length * query
+    scores = config.num_layers * 3 * seq_length * seq_length * widths
     return 6 * weights * seq_length + scores
+
+
+def _attention(config: TransformerConfig) -> tuple[int, int]:
+    """Count the weights of an attention, and the widths of all heads' queries and values together."""
+    hidden, heads = config.hidden_size, config.num_attention_heads
+    if isinstance(config, MLATransformerConfig):
+        query, value = config.qk_head_dim + config.qk_pos_emb_head_dim, config.v_head_dim
+        rank = config.q_lora_rank
+        queries = hidden * heads * query if rank is None else rank * (hidden + heads * query)
+        latent = config.kv_lora_rank * (hidden + heads * (config.qk_head_dim + value))
+        return queries + latent + hidden * config.qk_pos_emb_head_dim + heads * value * hidden, heads * (query + value)
+    assert config.kv_channels and config.num_query_groups
+    query = heads * config.kv_channels
+    gate = query if config.attention_output_gate else 0
+    return hidden * (query + gate + 2 * config.num_query_groups * config.kv_channels) + query * hidden, 2 * query
 
 
 def _mlp_weights(config: TransformerConfig, width: int) -> int:

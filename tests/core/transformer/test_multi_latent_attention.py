@@ -49,6 +49,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "fused": {"apply_rope_fusion": True, "mscale": 0.7, "mscale_all_dim": 1.3, "persist_layer_norm": True},
     "all scores in memory": {"attention_backend": "unfused"},
     "all scores in memory, scaled by layer": {"apply_query_key_layer_scaling": True},
+    "a window": {"window_size": (3, 0)},
+    "a window, all scores in memory": {"window_size": (3, 0), "attention_backend": "unfused"},
     "values as wide as keys": {"v_head_dim": 14},
     "values wider than keys": {"v_head_dim": 16},
     "up-projections again": {"recompute_granularity": "selective", "recompute_modules": ["mla_up_proj"]},
@@ -160,6 +162,9 @@ CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
     ({"rotary_interleaved": True}, "rotary_interleaved must be False with multi_latent_attention"),
     ({"num_query_groups": 2}, "num_query_groups must be None with multi_latent_attention, got 2"),
     ({"add_qkv_bias": True}, "add_qkv_bias must be False with multi_latent_attention"),
+    ({"attention_output_gate": True}, "attention_output_gate, qk_l2_norm and no_rope_freq must be off"),
+    ({"qk_l2_norm": True, "qk_layernorm": False}, "attention_output_gate, qk_l2_norm and no_rope_freq must be off"),
+    ({"no_rope_freq": 2}, "attention_output_gate, qk_l2_norm and no_rope_freq must be off"),
     ({"softmax_scale": 0.5}, "softmax_scale must be None and use_mup False with multi_latent_attention, got 0.5"),
     ({"use_mup": True}, "softmax_scale must be None and use_mup False with multi_latent_attention"),
 ]
@@ -188,6 +193,8 @@ def test_what_is_not_served_is_refused_by_name() -> None:
         )
     with pytest.raises(NotImplementedError, match=r"rope_scaling=True.* is not served with multi-latent attention"):
         _model(_config(), rope_scaling=True)
+    with pytest.raises(NotImplementedError, match=r"qk_l2_norm=...\) is not served"):
+        get_gpt_layer_local_spec(multi_latent_attention=True, qk_l2_norm=True)
     with pytest.raises(ValueError, match=r"rotary_pos_emb must be None"):
         _attention(_config())(torch.randn(9, 2, 24), None, torch.randn(9, 1, 1, 8))
 

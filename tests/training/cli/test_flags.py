@@ -350,7 +350,7 @@ def _read_flags(argv: list[str]) -> set[str]:
 
 def test_every_flag_is_read_into_the_settings() -> None:
     everything = _read_flags(MINIMAL) | _read_flags([*MINIMAL, "--swiglu", "--group-query-attention"])
-    everything |= _read_flags([*MINIMAL, "--use-torch-fsdp2"])
+    everything |= _read_flags([*MINIMAL, "--use-torch-fsdp2"]) | _read_flags([*MINIMAL, "--multi-latent-attention"])
     everything |= _read_flags(
         [*MINIMAL, "--weight-decay-incr-style", "linear", "--start-weight-decay", "0", "--end-weight-decay", "1"]
     )

@@ -19,6 +19,7 @@ RUN = "--micro-batch-size 1 --train-iters 4 --lr 1e-3 --mock-data --tokenizer-ty
 LINES = (
     "",
     "--swiglu --num-experts 4 --group-query-attention --num-query-groups 2 --use-megatron-fsdp",
+    "--multi-latent-attention",
     "--squared-relu --tensorboard-dir board --weight-decay-incr-style linear --start-weight-decay 0 --end-weight-decay 1",
 )
 

@@ -8,7 +8,7 @@ from megatron.training.arguments import build_parser, check_command_line
 from megatron.training.cli.substitutions import SUBSTITUTIONS, substitute
 from tests.training.cli.test_flags import MINIMAL
 
-EXPERTS = "--num-experts 4"
+EXPERTS, MLA = "--num-experts 4", "--multi-latent-attention"
 
 # in the order of the table: (flags that the row takes as others, the others)
 CASES: list[tuple[str, str]] = [
@@ -108,6 +108,20 @@ CASES: list[tuple[str, str]] = [
     ("--rotary-interleaved", ""),
     ("--use-rope-scaling", ""),
     ("--rotary-seq-len-interpolation-factor 2", ""),
+    (f"{MLA} --kv-channels 8", MLA),
+    (f"{MLA} --use-rope-scaling", MLA),
+    (f"{MLA} --rotary-seq-len-interpolation-factor 2", MLA),
+    ("--q-lora-rank 8", ""),
+    ("--kv-lora-rank 8", ""),
+    ("--qk-head-dim 8", ""),
+    ("--qk-pos-emb-head-dim 8", ""),
+    ("--v-head-dim 8", ""),
+    ("--rotary-scaling-factor 40", ""),
+    ("--mscale 0.7", ""),
+    ("--mscale-all-dim 1.0", ""),
+    ("--original-max-position-embeddings 8", ""),
+    ("--beta-fast 8", ""),
+    ("--beta-slow 2", ""),
     ("--rope-scaling-factor 4", ""),
     ("--lr-wsd-decay-iters 2", ""),
     ("--lr-wsd-decay-samples 2", ""),

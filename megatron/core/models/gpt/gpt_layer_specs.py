@@ -72,6 +72,7 @@ def get_gpt_layer_local_spec(
     """
     _refuse(
         "get_gpt_layer_local_spec",
+        qk_l2_norm=qk_l2_norm and multi_latent_attention,
         fp8=fp8,
         use_kitchen=use_kitchen,
     )
@@ -128,6 +129,7 @@ def get_gpt_layer_with_transformer_engine_spec(
     """
     _refuse(
         "get_gpt_layer_with_transformer_engine_spec",
+        qk_l2_norm=qk_l2_norm and multi_latent_attention,
         use_te_op_fuser=use_te_op_fuser and num_experts is not None,
         use_kitchen=use_kitchen,
         use_te_activation_func=use_te_activation_func,
