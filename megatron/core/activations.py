@@ -13,9 +13,12 @@ def squared_relu(x: torch.Tensor) -> torch.Tensor:
     return torch.square(F.relu(x))
 
 
+QUICK_SLOPE = 1.702
+
+
 def quick_gelu(y: torch.Tensor) -> torch.Tensor:
     """Compute y * sigmoid(1.702 y), elementwise. Source: arXiv:1606.08415 section 2."""
-    return y * torch.sigmoid(1.702 * y)
+    return y * torch.sigmoid(QUICK_SLOPE * y)
 
 
 def fast_gelu(x: torch.Tensor) -> torch.Tensor:
@@ -29,4 +32,5 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "swish": F.silu,
     "relu": F.relu,
     "squared_relu": squared_relu,
+    "quick_gelu": quick_gelu,
 }

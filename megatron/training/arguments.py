@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 import torch.nn.functional as F
 
-from megatron.core.activations import squared_relu
+from megatron.core.activations import quick_gelu, squared_relu
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.full_cuda_graph import FullCudaGraphConfig
 from megatron.core.optimizer import OptimizerConfig
@@ -291,6 +291,8 @@ _SAME_NAME_IN_TRANSFORMER_CONFIG = (
     "window_attn_skip_freq",
     "no_rope_freq",
     "attention_output_gate",
+    "glu_linear_offset",
+    "activation_func_clamp_value",
     "add_bias_linear",
     "add_qkv_bias",
     "attention_backend",
@@ -335,6 +337,9 @@ def _transformer(args: Namespace) -> TransformerConfig:
         settings["bias_activation_fusion"] = args.bias_swiglu_fusion
     elif args.squared_relu:
         settings["activation_func"] = squared_relu
+    elif args.quick_geglu:
+        settings |= {"gated_linear_unit": True, "activation_func": quick_gelu}
+        settings["bias_activation_fusion"] = args.bias_gelu_fusion
     else:
         # Without a bias there is nothing to fuse with GELU, and Megatron-LM uses the exact GELU then.
         settings["bias_activation_fusion"] = args.bias_gelu_fusion and args.add_bias_linear

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron.core.fusions.bias_activation import bias_geglu, bias_gelu, bias_swiglu
+from megatron.core.fusions.clamped_glu import clamped_glu
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
 from megatron.core.fusions.fused_mla_rope import fused_rotate_and_join
@@ -101,6 +102,18 @@ def _softmax(scores: torch.Tensor) -> torch.Tensor:
     return (scores.float() * 3.0).masked_fill(_mask(scores), -10000.0).softmax(-1).to(scores.dtype)
 
 
+def _clamped(
+    x: torch.Tensor, bias: torch.Tensor | None, probs: torch.Tensor | None, *, slope: float, limit: float, offset: float
+) -> torch.Tensor:
+    gate, up = (x if bias is None else x + bias).chunk(2, dim=-1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    activated = gate * torch.sigmoid(slope * gate) * (up + offset)
+    return activated if probs is None else (activated * probs.unsqueeze(1)).to(x.dtype)
+
+
+_OF_GPT_OSS: dict[str, Any] = {"slope": 1.702, "limit": 0.7, "offset": 1.0}
+
+
 def _gated(x: torch.Tensor, bias: torch.Tensor | None, *, function: Callable[..., torch.Tensor]) -> torch.Tensor:
     gate, up = (x if bias is None else x + bias).chunk(2, dim=-1)
     return function(gate) * up
@@ -114,6 +127,16 @@ CASES: dict[str, Case] = {
     "heads of latent vectors": Case(fused=_fused_join, plain=_join, shapes=((6, 2, 2, 7), (6, 2, 2, 8), (6, 2, 4))),
     "bias swiglu": Case(fused=bias_swiglu, plain=partial(_gated, function=F.silu), shapes=((6, 2, 32), (32,))),
     "bias geglu": Case(fused=bias_geglu, plain=partial(_gated, function=_tanh_gelu), shapes=((6, 2, 32), (32,))),
+    "clamped glu": Case(
+        fused=partial(clamped_glu, **_OF_GPT_OSS),
+        plain=partial(_clamped, **_OF_GPT_OSS),
+        shapes=((6, 2, 32), (32,), None),
+    ),
+    "weighted clamped glu": Case(
+        fused=partial(clamped_glu, **_OF_GPT_OSS),
+        plain=partial(_clamped, **_OF_GPT_OSS),
+        shapes=((12, 32), None, (12,)),
+    ),
     "bias gelu": Case(fused=bias_gelu, plain=lambda x, bias: _tanh_gelu(x + bias), shapes=((6, 2, 16), (16,))),
     "rms norm": Case(
         fused=lambda x, r, w: fused_norm(x, r, w, None, eps=1e-3, centered=False),

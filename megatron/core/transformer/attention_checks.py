@@ -1,7 +1,8 @@
-"""Checks of a TransformerConfig's variants of attention: a table of (condition, message), one test for each row."""
+"""Checks of a TransformerConfig's variants of attention and MLP: a table of (condition, message), one test for each row."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -62,6 +63,15 @@ ATTENTION_CONTRADICTIONS: list[tuple[Condition, str]] = [
     (
         lambda c: c.qk_l2_norm and c.qk_layernorm,
         "qk_l2_norm must be off with qk_layernorm, got both: they are two norms of queries and keys; turn one off",
+    ),
+    (
+        lambda c: not c.gated_linear_unit and (c.glu_linear_offset != 0.0 or c.activation_func_clamp_value is not None),
+        "glu_linear_offset and activation_func_clamp_value must go with gated_linear_unit, got {glu_linear_offset} and"
+        " {activation_func_clamp_value} without it",
+    ),
+    (
+        lambda c: c.activation_func_clamp_value is not None and not 0.0 < c.activation_func_clamp_value < math.inf,
+        "activation_func_clamp_value must be positive and finite, got {activation_func_clamp_value}",
     ),
 ]
 """Rows like those of ``config_checks.CONTRADICTIONS``."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megatron.core.activations import ACTIVATIONS
+from megatron.core.activations import ACTIVATIONS, quick_gelu
 from megatron.core.served_arguments import ANY, Served
 from megatron.core.transformer.attention_checks import ATTENTION_CONTRADICTIONS
 from megatron.core.transformer.context_parallel import COMM_TYPES, comm_types
@@ -188,7 +188,7 @@ CONTRADICTIONS: list[tuple[Condition, str]] = [
     ),
     (
         lambda c: isinstance(c.activation_func, str) and c.activation_func not in ACTIVATIONS,
-        "activation_func must be a function or one of gelu, silu, swish, relu, squared_relu, got {activation_func!r}",
+        "activation_func must be a function or one of gelu, silu, swish, relu, squared_relu, quick_gelu, got {activation_func!r}",
     ),
     (
         lambda c: isinstance(c.attention_backend, str) and c.attention_backend not in AttnBackend.__members__,
@@ -196,8 +196,8 @@ CONTRADICTIONS: list[tuple[Condition, str]] = [
     ),
     (
         lambda c: c.bias_activation_fusion and not _fusible_activation(c),
-        "bias_activation_fusion must go with GELU or gated SiLU (and GELU without a gate with add_bias_linear), got"
-        " {activation_func!r}; turn the fusion off",
+        "bias_activation_fusion must go with GELU (without a gate with add_bias_linear; with one without clamps and offset)"
+        " or gated SiLU or quick GELU, got {activation_func!r}; turn the fusion off",
     ),
     (
         lambda c: c.params_dtype not in (torch.float32, torch.bfloat16, torch.float16),
@@ -306,5 +306,7 @@ def _recomputable(modules: Sequence[str]) -> bool:
 def _fusible_activation(config: TransformerConfig) -> bool:
     function = config.activation_func
     if function in ("gelu", torch.nn.functional.gelu):
-        return config.gated_linear_unit or config.add_bias_linear
-    return function in ("silu", "swish", torch.nn.functional.silu) and config.gated_linear_unit
+        is_plain = config.glu_linear_offset == 0.0 and config.activation_func_clamp_value is None
+        return is_plain if config.gated_linear_unit else config.add_bias_linear
+    gated = ("silu", "swish", torch.nn.functional.silu, "quick_gelu", quick_gelu)
+    return function in gated and config.gated_linear_unit

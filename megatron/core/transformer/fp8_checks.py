@@ -48,7 +48,8 @@ def _of_delayed(field: str) -> tuple[Condition, str]:
 
 
 def _in_fp8(activation: object) -> bool:
-    return activation in ACTIVATIONS or activation in ACTIVATIONS.values()
+    served = {name: function for name, function in ACTIVATIONS.items() if name != "quick_gelu"}
+    return activation in served or activation in served.values()
 
 
 def _num_bf16_layers(config: TransformerConfig) -> int:
@@ -109,8 +110,16 @@ FP8_CONTRADICTIONS: list[tuple[Condition, str]] = [
         " transformer-engine computes the tanh form alone, which that setting asks for; turn it on, or leave the fuser out",
     ),
     (
-        lambda c: c.use_transformer_engine_op_fuser and not _in_fp8(c.activation_func),
-        "use_transformer_engine_op_fuser must go with GELU, SiLU, ReLU or squared ReLU, got {activation_func!r}; leave it out",
+        lambda c: (
+            c.use_transformer_engine_op_fuser
+            and (
+                not _in_fp8(c.activation_func)
+                or c.glu_linear_offset != 0.0
+                or c.activation_func_clamp_value is not None
+            )
+        ),
+        "use_transformer_engine_op_fuser must go with GELU, SiLU, ReLU or squared ReLU, without clamps and offset, got"
+        " {activation_func!r}, {activation_func_clamp_value} and {glu_linear_offset}; leave it out",
     ),
     (
         lambda c: c.first_last_layers_bf16 and c.fp8_recipe == "delayed",

@@ -6,12 +6,14 @@ Shapes: s sequence, b batch, h hidden size, f MLP width.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 
+from megatron.core.activations import QUICK_SLOPE, quick_gelu
 from megatron.core.fusions.bias_activation import bias_geglu, bias_gelu, bias_swiglu, swiglu
+from megatron.core.fusions.clamped_glu import clamped_glu
 from megatron.core.process_groups_config import group_of
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.recomputation import call_before_backward_of, recomputes
@@ -24,6 +26,10 @@ if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
 
+_SLOPES: dict[Any, float] = {F.silu: 1.0, quick_gelu: QUICK_SLOPE}
+"""The slope of an activation that is gate * sigmoid(slope * gate)."""
+
+
 @dataclass
 class MLPSubmodules:
     """The specs of the modules of an MLP."""
@@ -34,6 +40,8 @@ class MLPSubmodules:
 
 class MLP(MegatronModule):
     """An MLP, fc2(activation(fc1(x))); gated, fc1 has 2f outputs: all gates, then all ups of this rank's part of the width.
+
+    Gated, activation(x) is function(gate) * (up + ``glu_linear_offset``), both clamped by ``activation_func_clamp_value``.
 
     Args:
         is_expert: whether the MLP is an expert. It is then split over ``pg_collection.expt_tp`` instead of ``tp``, and
@@ -120,15 +128,37 @@ class MLP(MegatronModule):
 
     def _activate(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Activate [s, b, f] (or [s, b, 2f] where gated) to [s, b, f]; ``bias`` None: x includes it already."""
-        gated, function = self.config.gated_linear_unit, self.activation_func
-        if self.config.bias_activation_fusion:
-            compiled = not self.config.disable_jit_fuser
-            if gated and function is F.silu:
+        config, gated, function = self.config, self.config.gated_linear_unit, self.activation_func
+        if config.bias_activation_fusion:
+            compiled = not config.disable_jit_fuser
+            if self.is_swiglu:
                 return bias_swiglu(x, bias, compiled=compiled)
+            if gated and function in _SLOPES:
+                return clamped_glu(x, bias, **self.glu_settings())
             return (bias_geglu if gated else bias_gelu)(x, bias, compiled=compiled)
-        if gated and function is F.silu:
+        if self.is_swiglu:
             return swiglu(x)
         if gated:
             gate, up = x.chunk(2, dim=-1)
-            return function(gate) * up  # type: ignore[operator]
+            limit = config.activation_func_clamp_value
+            if limit is not None:
+                gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+            return function(gate) * (up + config.glu_linear_offset)  # type: ignore[operator]
         return function(x)  # type: ignore[operator]
+
+    @property
+    def is_swiglu(self) -> bool:
+        """Whether the MLP is silu(gate) * up, without clamps and offset."""
+        config = self.config
+        is_plain = config.glu_linear_offset == 0.0 and config.activation_func_clamp_value is None
+        return config.gated_linear_unit and self.activation_func is F.silu and is_plain
+
+    def glu_settings(self) -> dict[str, Any]:
+        """Return the keyword arguments of ``clamped_glu``."""
+        config = self.config
+        return {
+            "slope": _SLOPES[self.activation_func],
+            "limit": config.activation_func_clamp_value,
+            "offset": config.glu_linear_offset,
+            "compiled": not config.disable_jit_fuser,
+        }

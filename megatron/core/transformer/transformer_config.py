@@ -67,6 +67,10 @@ class TransformerConfig(ModelParallelConfig):
     """The MLP is activation(gate) * up, with gate and up fused in ``linear_fc1`` in this order."""
     activation_func: Callable[[torch.Tensor], torch.Tensor] | str = F.gelu
     """The MLP's activation: a function, or one of the names in ``ACTIVATIONS``. F.gelu is the exact (erf) form."""
+    glu_linear_offset: float = 0.0
+    """With ``gated_linear_unit``, what is gated is (up + this)."""
+    activation_func_clamp_value: float | None = None
+    """With ``gated_linear_unit``, gates are at most this before the activation, and ups between this and its negative."""
     normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
     """The norm of every normalisation layer."""
     qk_layernorm: bool = False

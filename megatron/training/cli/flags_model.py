@@ -93,6 +93,15 @@ def _add_shape_flags(group: argparse._ArgumentGroup) -> None:
 def _add_block_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--swiglu", action="store_true", help="gated SiLU instead of GELU")
     group.add_argument("--squared-relu", action="store_true", help="squared ReLU instead of GELU")
+    group.add_argument("--quick-geglu", action="store_true", help="x * sigmoid(1.702 x), gated, instead of GELU")
+    group.add_argument(
+        "--glu-linear-offset", type=float, default=0.0, help="added to what a gate multiplies (default: 0.0)"
+    )
+    group.add_argument(
+        "--activation-func-clamp-value",
+        type=float,
+        help="bound of gates from above, and of what they multiply on both sides (default: none)",
+    )
     group.add_argument(
         "--normalization", choices=["LayerNorm", "RMSNorm"], default="LayerNorm", help="norm of the layers"
     )

@@ -38,6 +38,8 @@ _VARIANTS = (
     "qk_l2_norm",
     "no_rope_freq",
     "attention_output_gate",
+    "glu_linear_offset",
+    "activation_func_clamp_value",
 )
 """Settings that are named where they are not at their defaults."""
 _ARCHITECTURE_OF_EXPERTS = (

@@ -200,6 +200,14 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "softmax_type must be 'vanilla' with fp8_dot_product_attention, got 'learnable'",
     ),
     ({"qk_l2_norm": True, "qk_layernorm": True}, "qk_l2_norm must be off with qk_layernorm, got both"),
+    (
+        {"glu_linear_offset": 1.0},
+        "glu_linear_offset and .* must go with gated_linear_unit, got 1.0 and None without it",
+    ),
+    (
+        {"gated_linear_unit": True, "activation_func_clamp_value": -7.0},
+        "activation_func_clamp_value must be positive and finite, got -7.0",
+    ),
 ]
 
 

@@ -78,7 +78,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"use_transformer_engine_op_fuser": True, "activation_func": torch.tanh},
-        "use_transformer_engine_op_fuser must go with GELU, SiLU, ReLU or squared ReLU, got .*tanh",
+        "use_transformer_engine_op_fuser must go with GELU, SiLU, ReLU or squared ReLU, without .*tanh",
     ),
     (
         {**FP8, "first_last_layers_bf16": True},

@@ -15,8 +15,7 @@ PARTS = {
     "--microbatch-group-size-per-virtual-pipeline-stage --overlap-p2p-communication-warmup-flush",
     "Muon": "--optimizer --muon-momentum --muon-extra-scale-factor --muon-scale-mode",
     "offload": "--fine-grained-activation-offloading --offload-modules",
-    "attention and activations of gpt-oss": "--quick-geglu "
-    "--glu-linear-offset --activation-func-clamp-value --enable-gpt-oss",
+    "YaRN of gpt-oss": "--enable-gpt-oss",
     "linear attention": "--experimental-attention-variant --linear-attention-freq "
     "--linear-conv-kernel-dim --linear-key-head-dim --linear-num-key-heads --linear-num-value-heads --linear-value-head-dim",
 }

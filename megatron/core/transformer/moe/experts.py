@@ -8,8 +8,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 
+from megatron.core.activations import quick_gelu
+from megatron.core.fusions.clamped_glu import clamped_glu
 from megatron.core.process_groups_config import group_of, group_rank, group_size
 from megatron.core.transformer.global_module_list import GlobalModuleList
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
@@ -40,9 +41,11 @@ class ExpertMLP(MLP):
 
     def activate_scaled(self, x: torch.Tensor, bias: torch.Tensor | None, probs: torch.Tensor) -> torch.Tensor:
         """Activate [r, f] (or [r, 2f] where gated) and scale by [r] to [r, f]; ``bias`` None: x includes it already."""
-        config, is_swiglu = self.config, self.config.gated_linear_unit and self.activation_func is F.silu
-        if config.bias_activation_fusion and is_swiglu and bias is None:
+        config = self.config
+        if config.bias_activation_fusion and self.is_swiglu and bias is None:
             return weighted_swiglu(x, probs, compiled=not config.disable_jit_fuser)
+        if config.bias_activation_fusion and config.gated_linear_unit and self.activation_func is quick_gelu:
+            return clamped_glu(x, bias, probs, **self.glu_settings())
         return scaled(self._activate(x, bias), probs)
 
 

@@ -25,6 +25,13 @@ SUBMODULES = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParall
 ACTIVATIONS: dict[str, dict[str, Any]] = {
     "swiglu": {},
     "swiglu_fused": {"bias_activation_fusion": True},
+    "gpt_oss": {
+        "activation_func": "quick_gelu",
+        "activation_func_clamp_value": 0.5,
+        "glu_linear_offset": 1.0,
+        "add_bias_linear": True,
+        "moe_shared_expert_intermediate_size": None,
+    },
     "gelu_with_bias": {
         "gated_linear_unit": False,
         "activation_func": "gelu",
@@ -79,7 +86,11 @@ def test_experts_in_turn_are_their_mlps_times_the_probabilities(name: str) -> No
         activated = F.linear(x, fc1.weight, fc1.bias)  # type: ignore[arg-type]
         if config.gated_linear_unit:
             gate, up = activated.chunk(2, -1)
-            activated = F.silu(gate) * up
+            if name == "gpt_oss":
+                gate, up = gate.clamp(max=0.5), up.clamp(-0.5, 0.5)
+                activated = gate * torch.sigmoid(1.702 * gate) * (up + 1.0)
+            else:
+                activated = F.silu(gate) * up
         else:
             activated = F.gelu(activated)
         pieces.append(probs[:, None] * F.linear(activated, fc2.weight, fc2.bias))  # type: ignore[arg-type]
