@@ -1,14 +1,16 @@
 """Train one model split in several ways: ``torchrun ... benchmarks/layouts.py OUTPUT.md [LAYOUT...]``.
 
-Each layout trains 20 steps with flags of pretrain_gpt.py, one after the other in the same processes. The page has times
-on the device, memory of the fullest rank, losses, and how much communication one profiled step hides behind compute.
-Without GPUs a tiny model runs with the same flags on gloo. A layout that fails on all ranks stops no other.
+Each layout trains 20 steps (STEPS in the environment: another number, at least 12) with flags of pretrain_gpt.py, one after the
+other in the same processes. The page has times on the device, memory of the fullest rank (with what other ranks read),
+losses, and how much communication one profiled step hides behind compute. Without GPUs a tiny model runs with the same
+flags on gloo. A layout that fails on all ranks stops no other.
 """
 
 from __future__ import annotations
 
 import gc
 import json
+import os
 import re
 import statistics
 import sys
@@ -27,18 +29,20 @@ import pretrain_gpt
 from benchmarks.measure.steps import GIB
 from benchmarks.reports.page import facts_of_run
 from benchmarks.reports.page import page as markdown_page
+from megatron.core.distributed.fsdp import peer_memory_nbytes
 from megatron.training.arguments import parse_settings
 from megatron.training.launch.distributed_init import initialize_distributed
 from megatron.training.launch.pretrain import pretrain
 from megatron.training.loop.train_step import StepRecord, TrainStep
 from megatron.training.telemetry.kernel_times import Interval, length, overlap
 
-NUM_STEPS, WARM_UP, PROFILED = 20, 6, 18
+NUM_STEPS = int(os.environ.get("STEPS", "20"))
+WARM_UP, PROFILED = 6, NUM_STEPS - 2
 _NUM_OTHERS = 10  # the other kernels that a profile lists, those that take most time
 _GEMM = re.compile(r"gemm|nvjet|cutlass|xmma|wgmma|flash|sdpa", re.IGNORECASE)
 
 _COMMON = (
-    "--swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope --group-query-attention "
+    "--swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope "
     "--untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 --micro-batch-size 1 "
     f"--train-iters {NUM_STEPS} --lr 1e-5 --lr-warmup-iters 10 --lr-decay-style constant --clip-grad 1.0 --bf16 --use-megatron-fsdp "
     "--data-parallel-sharding-strategy optim_grads_params --use-distributed-optimizer --overlap-grad-reduce "
@@ -46,20 +50,44 @@ _COMMON = (
     "--use-precision-aware-optimizer --cross-entropy-loss-fusion --mock-data --tokenizer-type NullTokenizer "
     "--split 100,0,0 --eval-iters 0 --log-interval 1 --manual-gc"
 )
-_DENSE = "--num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --num-query-groups 8 --vocab-size 32000"
+_GROUPED = "--group-query-attention --num-query-groups 8"
+_DENSE = (
+    f"--num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 {_GROUPED} --vocab-size 32000"
+)
 _MOE = (
-    "--num-layers 16 --hidden-size 2048 --ffn-hidden-size 5632 --num-attention-heads 16 --num-query-groups 8 --vocab-size 32000 "
+    f"--num-layers 16 --hidden-size 2048 --ffn-hidden-size 5632 --num-attention-heads 16 {_GROUPED} --vocab-size 32000 "
     "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 5632 --moe-aux-loss-coeff 0.01 --moe-grouped-gemm "
     "--moe-token-dispatcher-type alltoall"
 )
-_TINY = "--num-layers 2 --hidden-size 64 --ffn-hidden-size 160 --num-attention-heads 4 --num-query-groups 2 --vocab-size 256"
+_EXPERTS_OF_DEEPSEEK = (
+    "--normalization RMSNorm --multi-latent-attention --qk-layernorm --rotary-scaling-factor 40 --mscale 1.0 --mscale-all-dim 1.0 "
+    "--num-experts 32 --moe-layer-freq [0]+[1]*{moe_layers} --moe-router-topk 4 --moe-router-score-function sigmoid "
+    "--moe-router-enable-expert-bias --moe-router-bias-update-rate 1e-3 --moe-router-num-groups 4 --moe-router-group-topk 2 "
+    "--moe-router-topk-scaling-factor 2.5 --moe-router-dtype fp32 --moe-router-load-balancing-type seq_aux_loss "
+    "--moe-aux-loss-coeff 1e-4 --moe-grouped-gemm --moe-token-dispatcher-type alltoall"
+)
+_DEEPSEEK = (
+    "--num-layers 12 --hidden-size 2048 --ffn-hidden-size 8192 --num-attention-heads 16 --vocab-size 32000 --q-lora-rank 768 "
+    "--kv-lora-rank 512 --qk-head-dim 128 --qk-pos-emb-head-dim 64 --v-head-dim 128 --moe-ffn-hidden-size 1408 "
+    f"--moe-shared-expert-intermediate-size 1408 {_EXPERTS_OF_DEEPSEEK.format(moe_layers=11)}"
+)
+_SMALLEST = "--num-layers 2 --hidden-size 64 --ffn-hidden-size 160 --num-attention-heads 4 --vocab-size 256"
+_TINY = f"{_SMALLEST} --group-query-attention --num-query-groups 2"
 _TINY_MOE = (
     f"{_TINY} --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 96 --moe-aux-loss-coeff 0.01 --moe-grouped-gemm "
     "--moe-token-dispatcher-type alltoall"
 )
+_TINY_DEEPSEEK = (
+    f"{_SMALLEST} --q-lora-rank 32 --kv-lora-rank 32 --qk-head-dim 16 --qk-pos-emb-head-dim 8 --v-head-dim 16 "
+    f"--moe-ffn-hidden-size 96 --moe-shared-expert-intermediate-size 96 {_EXPERTS_OF_DEEPSEEK.format(moe_layers=1)}"
+)
+# On GPUs, and the rehearsal.
+MODELS = {"dense": (_DENSE, _TINY), "moe": (_MOE, _TINY_MOE), "deepseek": (_DEEPSEEK, _TINY_DEEPSEEK)}
 
 
 _NCCL = "--fsdp-transport nccl --create-all-gather-group"
+_EP2 = f"{_NCCL} --expert-model-parallel-size 2"
+_FP8 = "--transformer-impl transformer_engine --fp8-format hybrid --fp8-recipe delayed --fp8-param-gather"
 
 
 @dataclass(frozen=True)
@@ -69,13 +97,13 @@ class Layout:
     Attributes:
         what: in words.
         flags: those that not all layouts have.
-        is_moe: the model with experts.
+        model: of ``MODELS``.
         length: tokens of a sequence; a step has one for each rank.
     """
 
     what: str
     flags: str = _NCCL
-    is_moe: bool = False
+    model: str = "dense"
     length: int = 4096
 
 
@@ -105,23 +133,31 @@ LAYOUTS = {
         f"{_NCCL} {_LONG}",
         length=32768,
     ),
-    "moe": Layout("8 experts, top 2, pure FSDP", is_moe=True),
+    "moe": Layout("8 experts, top 2, pure FSDP", model="moe"),
     "moe-ep2": Layout(
         "8 experts, top 2, expert parallelism 2",
-        f"{_NCCL} --expert-model-parallel-size 2",
-        is_moe=True,
+        _EP2,
+        model="moe",
     ),
     "moe-ep2-bounded": Layout(
         "the same, with room for all rows, so that the host does not wait",
-        f"{_NCCL} --expert-model-parallel-size 2 --moe-expert-rank-capacity-factor 2",
-        is_moe=True,
+        f"{_EP2} --moe-expert-rank-capacity-factor 2",
+        model="moe",
     ),
     "moe-ep2-graph": Layout(
         "the same as one CUDA graph",
-        f"{_NCCL} --expert-model-parallel-size 2 --moe-expert-rank-capacity-factor 2 --cuda-graph-impl full_iteration "
+        f"{_EP2} --moe-expert-rank-capacity-factor 2 --cuda-graph-impl full_iteration "
         "--no-check-for-nan-in-loss-and-grad",
-        is_moe=True,
+        model="moe",
     ),
+    "deepseek": Layout(
+        "as DeepSeek-V3, 32 experts, pure FSDP", "--transformer-impl transformer_engine", model="deepseek"
+    ),
+    "deepseek-ep2": Layout(
+        "the same, expert parallelism 2", f"{_EP2} --transformer-impl transformer_engine", model="deepseek"
+    ),
+    "deepseek-fp8": Layout("the same in FP8, pure FSDP", _FP8, model="deepseek"),
+    "deepseek-fp8-ep2": Layout("the same in FP8, expert parallelism 2", f"{_EP2} {_FP8}", model="deepseek"),
 }
 DEFAULT = ("fsdp", "tp2", "hsdp", "moe", "moe-ep2")
 
@@ -191,6 +227,7 @@ class _Recorder:
             torch.cuda.synchronize()
             run.ms = [a.elapsed_time(b) for a, b in zip(self.events, self.events[1:], strict=False)]
             peaks = torch.tensor([torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()], device="cuda")
+            peaks += peer_memory_nbytes(torch.device("cuda", torch.cuda.current_device()))
             dist.all_reduce(peaks, op=dist.ReduceOp.MAX)
             run.peak_gib, run.reserved_gib = (peak / GIB for peak in peaks.tolist())
         sums = torch.stack([record.loss_and_tokens for record in self.records])
@@ -240,10 +277,7 @@ def summarize(events: list[dict[str, Any]]) -> str:
 def train(layout: Layout, device: torch.device) -> Run:
     """Train with the layout. Ranks: all."""
     is_cuda = device.type == "cuda"
-    if is_cuda:
-        model, tokens = (_MOE if layout.is_moe else _DENSE), layout.length
-    else:
-        model, tokens = (_TINY_MOE if layout.is_moe else _TINY), 64
+    model, tokens = (MODELS[layout.model][0], layout.length) if is_cuda else (MODELS[layout.model][1], 64)
     flags = (
         f"{_COMMON} {model} {layout.flags} --seq-length {tokens} --max-position-embeddings {tokens} "
         f"--global-batch-size {dist.get_world_size()} --distributed-backend {'nccl' if is_cuda else 'gloo'}"
@@ -287,7 +321,11 @@ def report(runs: dict[str, Run], failed: dict[str, str], device: torch.device) -
         cells = (f"{run.losses[step]:.5f}, {run.norms[step]:.4f}" for run in runs.values())
         steps.append(f"| {step + 1} | " + " | ".join(cells) + " |")
     sections.append("## Losses and gradient norms\n\n" + "\n".join(steps))
-    parameters = "7.2B dense, and 16 layers of 8 experts" if device.type == "cuda" else "tiny ones, a rehearsal"
+    parameters = (
+        "7.2B dense, 16 layers of 8 experts, and 12 layers of 32 experts as in DeepSeek-V3"
+        if device.type == "cuda"
+        else "tiny ones, a rehearsal"
+    )
     facts = facts_of_run(
         device, 0, [("models", parameters), ("steps", f"{NUM_STEPS}, timed without the first {WARM_UP}")]
     )
