@@ -22,6 +22,7 @@ from megatron.core.distributed.fsdp.comm.registry import TRANSPORT_KINDS, Transp
 from megatron.core.distributed.fsdp.config.mixed_precision import MixedPrecisionPolicy
 from megatron.core.distributed.fsdp.config.placement import Placements, hybrid_placements
 from megatron.core.distributed.fsdp.flat_optimizer.flat_adamw import FlatAdamW
+from megatron.core.distributed.fsdp.flat_optimizer.flat_muon import FlatMuon
 from megatron.core.distributed.fsdp.layout.granule import Granule
 from megatron.core.distributed.fsdp.mesh.distributed_index import FSDPDistributedIndex
 from megatron.core.distributed.fsdp.mesh.model_parallel import ModelParallel
@@ -37,6 +38,7 @@ __all__ = [
     "DBuffer",
     "FSDPDistributedIndex",
     "FlatAdamW",
+    "FlatMuon",
     "Fp8Codec",
     "Fp8Wrapper",
     "FsdpContext",

@@ -194,6 +194,37 @@ FAULTS = {
         "weights.synced_weight_version < self.weight_version - 1",
         "api.test_optimizer:bf16_model_weights_follow_their_fp32_main_weights",
     ),
+    # whole matrices
+    "a matrix is put together in another order of ranks": Fault(
+        "matrices.orthogonalizer:_by_position",
+        "key=lambda rank: matrix.ranges[rank]",
+        "key=lambda rank: -rank",
+        "flat_optimizer.test_flat_muon:gradients_are_clipped_and_products_are_as_precise_as_asked",
+    ),
+    "blocks of rows all have the first one's scale": Fault(
+        "matrices.shared_matrix:SharedMatrix.pieces_by_block",
+        "len(set(values)) == 1",
+        "len(set(values)) > 0",
+        "flat_optimizer.test_flat_muon:blocks_of_rows_are_matrices_of_their_own",
+    ),
+    "parameters without a gradient keep their place among the matrices": Fault(
+        "flat_optimizer.flat_muon:FlatMuon._begin_updates",
+        "and p not in self._idle",
+        "and p is not None",
+        "flat_optimizer.test_flat_muon:units_and_parameters_without_gradients_are_left_alone",
+    ),
+    "the next round is sent before its gradients are in the momentum": Fault(
+        "flat_optimizer.flat_muon:FlatMuon._pieces_of",
+        "if number not in self._pieces",
+        "if not self._pieces",
+        "flat_optimizer.test_flat_muon:many_rounds_are_as_one",
+    ),
+    "a matrix of tensor-parallel parts is divided by the norm of a part": Fault(
+        "matrices.newton_schulz:NewtonSchulz._norm",
+        "if split_over is None",
+        "if True",
+        "matrices.test_tensor_parallel_matrices:parts_that_work_together_are_as_the_whole",
+    ),
 }
 
 

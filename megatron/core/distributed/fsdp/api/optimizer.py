@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from megatron.core.distributed.fsdp.api.fused_adam import prepare_fused_adam
+from megatron.core.distributed.fsdp.api.sharded_muon import prepare_muon
 from megatron.core.distributed.fsdp.buffers.grad_sums import sum_grads
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup, group_of
 from megatron.core.distributed.fsdp.runtime.context import FsdpContext
@@ -23,7 +24,6 @@ OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 _NEEDS_WHOLE = {
     "Adafactor": "rows and columns",
     "LBFGS": "all parameters in one vector",
-    "Muon": "matrices",
     "Rprop": "tensors that can be indexed by a mask",
 }
 
@@ -31,8 +31,9 @@ _NEEDS_WHOLE = {
 def fully_shard_optimizer(optimizer: OptimizerT) -> OptimizerT:
     """Make an optimizer check gradients before its step, and free them when they are cleared.
 
-    ``torch.optim`` optimizers that work element by element run on sharded parameters, with their state sharded like them (Muon,
-    LBFGS, Adafactor and Rprop do not). This adds:
+    ``torch.optim`` optimizers that work element by element run on sharded parameters, with their state sharded like them (LBFGS,
+    Adafactor and Rprop do not). So does ``torch.optim.Muon``: its step brings each matrix to one of the ranks that share it,
+    and the result back. This adds:
 
     - ``step`` raises a RuntimeError in the middle of a forward or backward, after a backward that failed, and after one
       that was not that of the step's last microbatch.
@@ -41,6 +42,7 @@ def fully_shard_optimizer(optimizer: OptimizerT) -> OptimizerT:
     - Weights that were gathered before the step are gathered again.
     - ``load_state_dict`` logs a warning if it restored no state.
     - ``FusedAdam`` of apex and of transformer-engine step on what this rank holds; apex's needs this call.
+    - ``torch.optim.Muon`` steps as on whole matrices, bit for bit where these are multiplied one by one; it needs this call.
 
     Other libraries may have wrapped ``step`` and ``zero_grad`` before. Call it again after ``add_param_group``.
 
@@ -54,7 +56,7 @@ def fully_shard_optimizer(optimizer: OptimizerT) -> OptimizerT:
     Raises:
         ValueError: it holds a parameter from before ``fully_shard``, whose updates no forward would see.
         TypeError: it is no ``torch.optim.Optimizer``.
-        NotImplementedError: it is one of those four, and parameters are sharded for it; or a ``FusedAdam`` with settings that
+        NotImplementedError: it is one of those three, and parameters are sharded for it; or a ``FusedAdam`` with settings that
             would do nothing or harm here, or another optimizer of apex.
 
     Ranks: all that hold the parameters. ``step`` may communicate then: it completes gradients that are summed over
@@ -70,6 +72,8 @@ def fully_shard_optimizer(optimizer: OptimizerT) -> OptimizerT:
     groups = groups_of(optimizer)
     _check_works_on_rows(optimizer, groups)
     prepare_fused_adam(optimizer, groups)
+    if groups:
+        prepare_muon(optimizer)
     watch = optimizer.__dict__.get(_WATCH)
     if watch is None:
         watch = optimizer.__dict__[_WATCH] = _StepWatch()

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
 
 from megatron.core.distributed.fsdp.buffers.dbuffer import DBuffer
 from megatron.core.distributed.fsdp.buffers.frozen_weights import FrozenWeights
@@ -235,6 +236,10 @@ class FsdpParameterGroup:
             setattr(parameter, "__fsdp_param__", True)  # noqa: B010
 
     # ---- names and places ---------------------------------------------------------------------------------------
+
+    def tensor_placements(self, index: int) -> tuple[Placement, ...]:
+        """Return how tensor-parallel ranks share parameter ``index``: [1], or [] where there is no such axis."""
+        return self._parts[index].placements
 
     def add_slot(self, original: nn.Parameter, module_parameters: ModuleParameters, key: str) -> None:
         """Put the sharded parameter into another module too, whose parameter is tied to one of these."""

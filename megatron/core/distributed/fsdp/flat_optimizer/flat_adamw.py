@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from typing import Any
@@ -60,6 +60,7 @@ class FlatAdamW(torch.optim.Optimizer):
     """
 
     checks_its_steps = True  # fully_shard_optimizer has nothing to add
+    _more_defaults: Mapping[str, Any] = {}  # hyperparameters besides AdamW's, of an optimizer that extends this one
 
     def __init__(
         self,
@@ -75,14 +76,14 @@ class FlatAdamW(torch.optim.Optimizer):
         _check_rates(lr, betas, eps, weight_decay)
         rates = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
         self._is_built = False
-        super().__init__(params, {**rates, **_TORCH_DEFAULTS})
+        super().__init__(params, {**rates, **_TORCH_DEFAULTS, **self._more_defaults})
         self.overlaps_forward = overlaps_forward
         groups = [group for group in groups_of(self) if group.trainable]
         _check_parameters(self.param_groups, groups)
         device = groups[0].device
         self._update = make_update(device)
         self._states = [
-            FlatState(group, keeps_remainder=_keeps_remainder(group, store_param_remainders)) for group in groups
+            self._make_state(group, keeps_remainder=_keeps_remainder(group, store_param_remainders)) for group in groups
         ]
         self._state_of = {id(group): state for group, state in zip(groups, self._states, strict=True)}
         self._parameters = [parameter for group in groups for parameter in group.sharded]
@@ -93,6 +94,9 @@ class FlatAdamW(torch.optim.Optimizer):
         self._lay_out()
         self.refresh_hyperparameters()
         self._is_built = True
+
+    def _make_state(self, group: FsdpParameterGroup, *, keeps_remainder: bool) -> FlatState:
+        return FlatState(group, keeps_remainder=keeps_remainder)
 
     @staticmethod
     def serves(parameters: Iterable[torch.Tensor]) -> bool:
@@ -146,10 +150,14 @@ class FlatAdamW(torch.optim.Optimizer):
         self._update.write_coefficients(self._table.columns, factor, found_inf)
         for group in stepping:
             self._state_of[id(group)].drop_stale_remainder(group)
+        self._begin_updates(stepping, factor)
         for context in contexts_of_groups(groups):
             mine = [group for group in stepping if group.context is not None and group.context() is context]
             context.update_weights(mine, self._update_group, overlaps=self.overlaps_forward)
         return loss
+
+    def _begin_updates(self, groups: Sequence[FsdpParameterGroup], factor: torch.Tensor) -> None:
+        """Prepare the updates of these groups, before the first of them."""
 
     def _find_idle(self, groups: Sequence[FsdpParameterGroup], active: Sequence[bool]) -> None:
         """Leave parameters out of the update that have no gradient where others of their group have one."""

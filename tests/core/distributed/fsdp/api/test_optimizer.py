@@ -140,7 +140,6 @@ def an_optimizer_from_before_is_refused() -> None:
 WHOLE: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "Adafactor": torch.optim.Adafactor,
     "LBFGS": lambda parameters: torch.optim.LBFGS(parameters, lr=0.1, max_iter=1),
-    "Muon": lambda parameters: torch.optim.Muon([p for p in parameters if p.dim() == 2]),
     "Rprop": torch.optim.Rprop,
 }
 

@@ -1,0 +1,216 @@
+"""Muon on this rank's shards of matrices, and AdamW on all other parameters, as one optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+
+from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
+from megatron.core.distributed.fsdp.flat_optimizer.flat_adamw import FlatAdamW
+from megatron.core.distributed.fsdp.flat_optimizer.flat_state import STEP, FlatState
+from megatron.core.distributed.fsdp.flat_optimizer.muon_state import MuonState, Rates
+from megatron.core.distributed.fsdp.matrices.newton_schulz import NewtonSchulz, coefficients_of
+from megatron.core.distributed.fsdp.matrices.orthogonalizer import OrthogonalizedMatrices, Orthogonalizer
+from megatron.core.distributed.fsdp.matrices.shared_matrix import (
+    TENSOR_PARALLEL_MODES,
+    SharedMatrix,
+    TensorParallelMode,
+    shared_matrix_of,
+)
+
+ScaleMode = Literal["spectral", "unit_rms_norm", "shape_scaling"]
+RowBlocks = Callable[[torch.Tensor], Sequence[int] | None]
+
+_SCALES: dict[str, Callable[[int, int], float]] = {
+    # J. Liu et al. (arXiv:2502.16982), T. Pethick et al. (arXiv:2502.07529), K. Jordan et al. (2024).
+    "spectral": lambda rows, columns: max(rows, columns) ** 0.5,
+    "unit_rms_norm": lambda rows, columns: (rows / columns) ** 0.5,
+    "shape_scaling": lambda rows, columns: max(1.0, rows / columns) ** 0.5,
+}
+# Names of precision of products in fp32, and whether these are bf16 products in fact.
+_PRECISIONS = ("medium", "high", "highest")
+_EPS = 1e-15
+
+
+class FlatMuon(FlatAdamW):
+    """Muon for matrices, and ``FlatAdamW`` for all other parameters, of a model after ``fully_shard``.
+
+    Momentum and main weights stay sharded. In a step each matrix's elements are brought to one rank, which orthogonalizes
+    it by Newton-Schulz iterations and returns to each rank its elements of the result. Work is divided over the ranks that
+    share main weights by its arithmetic; exchanges overlap it. Replicas (``no_shard``, the outer axis of HSDP) repeat it.
+
+    A step is: momentum.lerp_(gradient, 1 - ``momentum``); with ``nesterov`` gradient.lerp(momentum, ``momentum``), else the
+    momentum, is orthogonalized, scaled and subtracted ``lr`` times from the weight, which was decayed by
+    ``lr * weight_decay`` before. Matrices of equal shape are multiplied in batches of a fixed size, so that results do not
+    depend on the number of ranks.
+
+    Args:
+        params: as ``FlatAdamW``. Param groups with ``use_muon=True`` must hold matrices alone; all others are AdamW's.
+        momentum, nesterov: of Muon; also in param groups.
+        coefficient_type, num_ns_steps: Newton-Schulz iterations: ``coefficients_of``.
+        scale_mode: factor of an orthogonalized [R, C] matrix: ``spectral`` sqrt(max(R, C)), ``unit_rms_norm`` sqrt(R / C),
+            ``shape_scaling`` sqrt(max(1, R / C)).
+        extra_scale_factor: another factor; 0.2 makes updates about as large as AdamW's.
+        fp32_matmul_prec: ``medium`` iterates in bf16, ``high`` and ``highest`` in fp32 as
+            ``torch.set_float32_matmul_precision`` has it.
+        tp_mode: matrices that tensor parallelism splits: ``duplicated`` and ``distributed`` orthogonalize the whole (each
+            rank the whole, or its part with products summed over the ranks), ``blockwise`` each rank's part by itself.
+        row_blocks_of: returns heights of blocks of rows that follow each other again and again in a parameter; all blocks
+            of one place are orthogonalized as a matrix of their own. None: the parameter is one matrix.
+        overlaps_forward: as ``FlatAdamW``.
+
+    Raises:
+        ValueError: as ``FlatAdamW``; a parameter for Muon is no matrix; a setting is unknown.
+
+    State of a matrix is ``momentum_buffer``, in fp32 and placed like it.
+
+    Ranks: all that hold the parameters build it, with the same parameters in the same order.
+    Source: K. Jordan et al., Muon (2024); order of operations, defaults and names as in Megatron-Core's.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 3e-4,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        momentum: float = 0.95,
+        nesterov: bool = False,
+        coefficient_type: str = "quintic",
+        num_ns_steps: int = 5,
+        scale_mode: ScaleMode = "spectral",
+        extra_scale_factor: float = 1.0,
+        fp32_matmul_prec: str = "medium",
+        tp_mode: TensorParallelMode = "duplicated",
+        row_blocks_of: RowBlocks | None = None,
+        overlaps_forward: bool = False,
+    ) -> None:
+        _check_choices(("scale_mode", scale_mode, tuple(_SCALES)), ("tp_mode", tp_mode, TENSOR_PARALLEL_MODES))
+        _check_choices(("fp32_matmul_prec", fp32_matmul_prec, _PRECISIONS))
+        if not 0 <= momentum < 1:
+            raise ValueError(f"momentum must be in [0, 1), got {momentum}")
+        in_bf16 = fp32_matmul_prec == "medium"
+        self._iterate = NewtonSchulz(
+            coefficients=coefficients_of(coefficient_type, num_ns_steps),
+            eps=_EPS,
+            dtype=torch.bfloat16 if in_bf16 else torch.float32,
+            fp32_precision=None if in_bf16 else fp32_matmul_prec,
+        )
+        self._scale, self._extra_scale = _SCALES[scale_mode], extra_scale_factor
+        self._tp_mode, self._row_blocks_of = tp_mode, row_blocks_of
+        self._more_defaults = {"use_muon": False, "momentum": momentum, "nesterov": nesterov}
+        self._matrices: dict[torch.Tensor, SharedMatrix] = {}
+        self._orthogonalizer: Orthogonalizer | None = None
+        self._numbered: list[torch.Tensor] = []
+        super().__init__(params, lr, betas, eps, weight_decay, overlaps_forward=overlaps_forward)
+
+    def _make_state(self, group: FsdpParameterGroup, *, keeps_remainder: bool) -> FlatState:
+        param_group_of = {
+            parameter: number
+            for number, param_group in enumerate(self.param_groups)
+            if param_group["use_muon"]
+            for parameter in param_group["params"]
+        }
+        param_groups = [param_group_of.get(parameter) for parameter in group.sharded]
+        if all(number is None for number in param_groups):
+            return FlatState(group, keeps_remainder=keeps_remainder)
+        for parameter in (p for p, number in zip(group.sharded, param_groups, strict=True) if number is not None):
+            blocks = None if self._row_blocks_of is None else self._row_blocks_of(parameter)
+            self._matrices[parameter] = shared_matrix_of(parameter, row_blocks=blocks, tensor_mode=self._tp_mode)
+        return MuonState(group, param_groups)
+
+    def _lay_out(self) -> None:
+        super()._lay_out()
+        self._numbered = []  # numbers are given anew at the next step
+
+    def _show_state(self) -> None:
+        super()._show_state()
+        for parameter in self._matrices:
+            self.state[parameter].pop(STEP, None)
+
+    # ---- the step -----------------------------------------------------------------------------------------------
+
+    def _begin_updates(self, groups: Sequence[FsdpParameterGroup], factor: torch.Tensor) -> None:
+        self._factor = factor
+        self._rates = [_rates_of(group) if group["use_muon"] else None for group in self.param_groups]
+        self._number([p for group in groups for p in group.sharded if p in self._matrices and p not in self._idle])
+        self._pieces: dict[int, torch.Tensor] = {}
+        self._run = None if self._orthogonalizer is None else self._orthogonalizer.begin(self._pieces_of)
+
+    def _number(self, parameters: list[torch.Tensor]) -> None:
+        """Give the matrices of this step numbers, unless they are those of the step before."""
+        if len(parameters) == len(self._numbered) and all(
+            a is b for a, b in zip(parameters, self._numbered, strict=True)
+        ):
+            return
+        self._numbered = parameters
+        number_of = {parameter: number for number, parameter in enumerate(parameters)}
+        self._orthogonalizer = None
+        if parameters:
+            matrices = [self._matrices[parameter] for parameter in parameters]
+            self._orthogonalizer = Orthogonalizer(matrices, self._iterate, parameters[0].device)
+        self._state_at: dict[int, MuonState] = {}
+        self._last_round: dict[int, int] = {}
+        for group, state in self._living():
+            if isinstance(state, MuonState):
+                numbers = [number_of.get(parameter) for parameter in group.sharded]
+                shared = [self._matrices.get(parameter) for parameter in group.sharded]
+                scaled = [[] if matrix is None else matrix.pieces_by_block(self._scale) for matrix in shared]
+                state.lay_out_matrices(numbers, scaled)
+                held = [number for number in numbers if number is not None]
+                self._state_at.update(dict.fromkeys(held, state))
+                if held and self._orthogonalizer is not None:
+                    self._last_round[id(group)] = max(self._orthogonalizer.round_of[number] for number in held)
+
+    def _pieces_of(self, numbers: Sequence[int]) -> list[torch.Tensor]:
+        """Return what this rank has of the matrices, once the gradients of their groups are in the momentum."""
+        for number in numbers:
+            if number not in self._pieces:
+                state = self._state_at[number]
+                group = state.group()
+                assert group is not None, "it is being updated"
+                for part in state.parts:
+                    rates = self._rates[part.param_group]
+                    assert rates is not None
+                    grad = group.grads.main_storage.flat
+                    self._pieces.update(state.accumulate(part, rates, grad, self._factor))
+        return [self._pieces[number] for number in numbers]
+
+    def _update_group(self, group: FsdpParameterGroup) -> None:
+        state = self._state_of[id(group)]
+        if not isinstance(state, MuonState):
+            super()._update_group(group)
+            return
+        group.weights.begin_update(is_whole=False)
+        state.update_vectors(group, group.grads.main_storage.flat, self._table.columns.coefficients, self._update)
+        if state.parts:
+            run = self._run
+            assert isinstance(run, OrthogonalizedMatrices), "there are matrices"
+            run.finish(self._last_round[id(group)])
+            for part in state.parts:
+                rates = self._rates[part.param_group]
+                assert rates is not None
+                results = [run.results.pop(number) for number in part.numbers]
+                state.apply(group, part, rates, results, self._extra_scale)
+                for number in part.numbers:
+                    self._pieces.pop(number, None)
+        group.weights.end_partial_update()
+
+
+def _rates_of(param_group: dict[str, Any]) -> Rates:
+    lr = param_group["lr"]
+    if isinstance(lr, torch.Tensor) and lr.device.type != "cpu":
+        raise NotImplementedError(
+            f"FlatMuon needs learning rates as numbers, got a tensor on {lr.device}; set param_group['lr'] to a float"
+        )
+    return Rates(float(lr), float(param_group["weight_decay"]), param_group["momentum"], param_group["nesterov"])
+
+
+def _check_choices(*settings: tuple[str, str, tuple[str, ...]]) -> None:
+    for name, value, choices in settings:
+        if value not in choices:
+            raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")

@@ -1,0 +1,1 @@
+"""Work on whole matrices whose elements ranks share: orthogonalization for Muon."""

@@ -1,0 +1,279 @@
+"""Orthogonalization of matrices whose elements ranks share: each is brought to one rank, and the result back.
+
+A step's work is a list of rounds, the same on all ranks. In each round an owner receives some whole matrices, iterates on them
+in batches of equal shapes, and returns to each rank its elements of the results. What is sent for the next round travels while
+this one computes, and so does what the round before returns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed import ProcessGroup
+
+from megatron.core.distributed.fsdp.comm.exchange_pieces import begin_exchange, gather_parts
+from megatron.core.distributed.fsdp.layout.matrix_rounds import ROUND_NUMEL, owners_of, rounds_of
+from megatron.core.distributed.fsdp.matrices.newton_schulz import NewtonSchulz, batch_size
+from megatron.core.distributed.fsdp.matrices.shared_matrix import SharedMatrix
+
+PiecesOf = Callable[[Sequence[int]], Sequence[torch.Tensor]]
+"""Returns this rank's elements, flat, of the matrices of these numbers."""
+
+
+class _Block(NamedTuple):
+    """A matrix among the whole ones of a round: blocks of ``height`` rows from row ``first`` of each ``period`` rows."""
+
+    offset: int
+    num_repeats: int
+    period: int
+    first: int
+    height: int
+    columns: int
+
+    def view(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return the matrix [repeats, height, C] in the round's flat buffer."""
+        numel = self.num_repeats * self.period * self.columns
+        whole = flat[self.offset : self.offset + numel].view(self.num_repeats, self.period, self.columns)
+        return whole[:, self.first : self.first + self.height]
+
+
+@dataclass
+class _Batch:
+    """Matrices of one shape that are multiplied in one call; ``size`` is at least their number."""
+
+    size: int
+    rows: int
+    columns: int
+    tensor_group: ProcessGroup | None
+    split_dim: int
+    is_distributed: bool
+    blocks: list[_Block] = field(default_factory=list)
+
+    def run(self, iterate: NewtonSchulz, whole: torch.Tensor, out: torch.Tensor) -> None:
+        """Orthogonalize the matrices that lie in ``whole`` to the same places of ``out``."""
+        views = [block.view(whole) for block in self.blocks]
+        if self.size == 1:
+            (block,) = self.blocks
+            block.view(out).copy_(
+                self._orthogonalized(iterate, views[0].reshape(self.rows, self.columns)).view(views[0].shape)
+            )
+            return
+        stacked = whole.new_empty(self.size, self.rows, self.columns)
+        stacked[len(views) :].zero_()
+        torch._foreach_copy_([m.view(v.shape) for m, v in zip(stacked.unbind(), views, strict=False)], views)
+        results = self._orthogonalized(iterate, stacked).unbind()[: len(views)]
+        torch._foreach_copy_(
+            [block.view(out) for block in self.blocks],
+            [r.reshape(v.shape) for r, v in zip(results, views, strict=True)],
+        )
+
+    def _orthogonalized(self, iterate: NewtonSchulz, x: torch.Tensor) -> torch.Tensor:
+        """Orthogonalize [(size,) R, C], this rank's parts, to the same shape, contiguous."""
+        group = self.tensor_group
+        if group is None:
+            return iterate(x).contiguous()
+        if self.is_distributed:
+            return iterate(x, split_over=group, split_dim=self.split_dim).contiguous()
+        dim = self.split_dim - 2
+        whole = torch.cat(gather_parts(x, group).unbind(), dim=dim)
+        return iterate(whole).chunk(group.size(), dim=dim)[group.rank()].contiguous()
+
+
+class _Round:
+    """The matrices of one round, where they come from and what is done with them.
+
+    Args:
+        matrices: all matrices, of which ``numbers`` are in this round, all of one process group.
+        owners: [numbers] rank of each.
+    """
+
+    def __init__(
+        self,
+        matrices: Sequence[SharedMatrix],
+        numbers: Sequence[int],
+        owners: Sequence[int],
+        iterate: NewtonSchulz,
+        device: torch.device,
+    ) -> None:
+        first = matrices[numbers[0]]
+        self.ranks, self._rank = first.ranks, first.rank
+        self._iterate, self._device = iterate, device
+        num_ranks = len(first.ranges)
+        # Equal shapes side by side, so that they are batched.
+        in_order = sorted(
+            zip(numbers, owners, strict=True), key=lambda item: (item[1], matrices[item[0]].shape, item[0])
+        )
+        by_owner = [[number for number, owner in in_order if owner == rank] for rank in range(num_ranks)]
+        mine = by_owner[self._rank]
+        own = {number: _numel(matrices[number].own_range) for number in numbers}
+        self.numbers = [number for of_rank in by_owner for number in of_rank]
+        self.sent_numels = [own[number] for number in self.numbers]
+        self._sent_by_rank = [sum(own[number] for number in of_rank) for of_rank in by_owner]
+        # Received: for each rank, its elements of my matrices. Wanted: for each matrix, the elements of all ranks.
+        held = [[_numel(matrices[number].ranges[rank]) for number in mine] for rank in range(num_ranks)]
+        self._received_numels = [numel for of_rank in held for numel in of_rank]
+        self._received_by_rank = list(map(sum, held))
+        places = [(rank, at) for at, number in enumerate(mine) for rank in _by_position(matrices[number])]
+        self._whole_numels = [held[rank][at] for rank, at in places]
+        self._to_whole = [rank * len(mine) + at for rank, at in places]
+        self._from_whole = [place for _, place in sorted((to, at) for at, to in enumerate(self._to_whole))]
+        self._batches = _batches_of([matrices[number] for number in mine], device.type)
+        self._handle: Any = None
+        self._tensors: tuple[torch.Tensor, torch.Tensor] = (torch.empty(0), torch.empty(0))
+
+    def send(self, pieces_of: PiecesOf) -> None:
+        """Begin to bring this rank's elements to the owners."""
+        sent = torch.empty(sum(self.sent_numels), dtype=self._iterate.norm_dtype, device=self._device)
+        _copy_pieces(sent.split(self.sent_numels), pieces_of(self.numbers))
+        self._exchange(sent, self._sent_by_rank, self._received_by_rank)
+
+    def compute(self) -> None:
+        """Orthogonalize this rank's matrices, and begin to return the results."""
+        received = self._received()
+        pieces = received.split(self._received_numels)
+        whole = received if self.ranks is None else _joined([pieces[at] for at in self._to_whole], received)
+        results = torch.empty_like(whole, dtype=self._iterate.dtype)
+        for batch in self._batches:
+            batch.run(self._iterate, whole, results)
+        parts = results.split(self._whole_numels)
+        returned = results if self.ranks is None else _joined([parts[at] for at in self._from_whole], results)
+        self._exchange(returned, self._received_by_rank, self._sent_by_rank)
+
+    def receive(self) -> tuple[torch.Tensor, ...]:
+        """Return this rank's elements of the results, flat, of the matrices ``numbers``."""
+        return self._received().split(self.sent_numels)
+
+    def _exchange(self, sent: torch.Tensor, sent_numels: list[int], received_numels: list[int]) -> None:
+        if self.ranks is None:
+            self._tensors = sent, sent
+            return
+        received = sent.new_empty(sum(received_numels))
+        self._tensors = sent, received  # what travels must stay
+        self._handle = begin_exchange(
+            self.ranks, received, sent, received_numels=received_numels, sent_numels=sent_numels
+        )
+
+    def _received(self) -> torch.Tensor:
+        if self._handle is not None:
+            self._handle.wait()
+        received = self._tensors[1]
+        self._handle, self._tensors = None, (torch.empty(0), torch.empty(0))
+        return received
+
+
+class Orthogonalizer:
+    """Orthogonalizes matrices that ranks share, in the same rounds on all ranks.
+
+    Args:
+        matrices: what ranks hold of them; numbers below are places in this list.
+        iterate: the iterations.
+        device: of the elements.
+        round_numel: elements that an owner takes in a round.
+
+    Ranks: all that hold the matrices build it over the same ones, in the same order.
+    """
+
+    def __init__(
+        self,
+        matrices: Sequence[SharedMatrix],
+        iterate: NewtonSchulz,
+        device: torch.device,
+        *,
+        round_numel: int = ROUND_NUMEL,
+    ) -> None:
+        self.round_of = [0] * len(matrices)
+        self._rounds: list[_Round] = []
+        found: list[tuple[int, list[int], list[int]]] = []
+        of_ranks: dict[ProcessGroup | None, list[int]] = {}
+        for number, matrix in enumerate(matrices):
+            of_ranks.setdefault(matrix.ranks, []).append(number)
+        for ranks, numbers in of_ranks.items():
+            costs = [sum(iterate.flops(*shape) for shape in matrices[number].matrices()) for number in numbers]
+            owners = owners_of(costs, 1 if ranks is None else ranks.size())
+            rounds = rounds_of(owners, [matrices[number].numel for number in numbers], round_numel=round_numel)
+            for at in range(max(rounds) + 1):
+                members = [place for place, own in enumerate(rounds) if own == at]
+                of_round = [numbers[place] for place in members]
+                found.append((min(of_round), of_round, [owners[place] for place in members]))
+        for at, (_, numbers, owners) in enumerate(sorted(found)):
+            self._rounds.append(_Round(matrices, numbers, owners, iterate, device))
+            for number in numbers:
+                self.round_of[number] = at
+
+    @property
+    def num_rounds(self) -> int:
+        return len(self._rounds)
+
+    def begin(self, pieces_of: PiecesOf) -> OrthogonalizedMatrices:
+        """Begin a step; ``pieces_of`` gives this rank's elements when they are sent. Ranks: all."""
+        return OrthogonalizedMatrices(self._rounds, pieces_of)
+
+
+class OrthogonalizedMatrices:
+    """The results of one step, which come in rounds. Ranks: all finish the rounds in their order."""
+
+    def __init__(self, rounds: Sequence[_Round], pieces_of: PiecesOf) -> None:
+        self._rounds, self._pieces_of = rounds, pieces_of
+        self._num_sent = self._num_computed = self._num_received = 0
+        self.results: dict[int, torch.Tensor] = {}
+
+    def finish(self, round_number: int) -> None:
+        """Put this rank's elements of the results of all rounds up to this one into ``results``, by number."""
+        while self._num_received <= round_number:
+            # The next round computes while this one's results travel.
+            self._compute(self._num_received + 1)
+            done = self._rounds[self._num_received]
+            self.results.update(zip(done.numbers, done.receive(), strict=True))
+            self._num_received += 1
+
+    def _compute(self, last: int) -> None:
+        while self._num_computed <= min(last, len(self._rounds) - 1):
+            # The next round's elements travel while this one computes.
+            while self._num_sent <= min(self._num_computed + 1, len(self._rounds) - 1):
+                self._rounds[self._num_sent].send(self._pieces_of)
+                self._num_sent += 1
+            self._rounds[self._num_computed].compute()
+            self._num_computed += 1
+
+
+def _batches_of(matrices: Sequence[SharedMatrix], device_type: str) -> list[_Batch]:
+    """Group the matrices, which lie one behind the other, in batches of one shape and one split."""
+    batches: list[_Batch] = []
+    unfilled: dict[tuple[Any, ...], _Batch] = {}
+    offsets = [0, *accumulate(matrix.numel for matrix in matrices)]
+    for matrix, offset in zip(matrices, offsets, strict=False):
+        first, period = 0, sum(matrix.row_blocks)
+        for height, (rows, columns) in zip(matrix.row_blocks, matrix.matrices(), strict=True):
+            own_rows, is_distributed = height * matrix.num_repeats, matrix.tensor_mode == "distributed"
+            key = (own_rows, matrix.shape[1], matrix.tensor_group, matrix.split_dim, is_distributed)
+            batch = unfilled.get(key)
+            if batch is None:
+                batch = unfilled[key] = _Batch(batch_size(rows, columns, device_type), *key)
+                batches.append(batch)
+            batch.blocks.append(_Block(offset, matrix.num_repeats, period, first, height, matrix.shape[1]))
+            if len(batch.blocks) == batch.size:
+                del unfilled[key]
+            first += height
+    return batches
+
+
+def _by_position(matrix: SharedMatrix) -> list[int]:
+    """Return the ranks in the order of their elements."""
+    return sorted(range(len(matrix.ranges)), key=lambda rank: matrix.ranges[rank])
+
+
+def _numel(bounds: tuple[int, int]) -> int:
+    return bounds[1] - bounds[0]
+
+
+def _copy_pieces(targets: Sequence[torch.Tensor], pieces: Sequence[torch.Tensor]) -> None:
+    if targets:
+        torch._foreach_copy_(list(targets), list(pieces))
+
+
+def _joined(pieces: list[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+    return torch.cat(pieces) if pieces else like.new_empty(0)
