@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from megatron.core.distributed.fsdp.config.torch_versions import all_gather_flat
+
 
 def begin_exchange(
     group: ProcessGroup,
@@ -33,7 +35,7 @@ def begin_exchange(
 def gather_parts(part: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
     """Return all ranks' ``part`` [...] as [ranks, ...], in rank order. Ranks: all of the group."""
     parts = torch.empty((group.size(), *part.shape), dtype=part.dtype, device=part.device)
-    dist.all_gather_into_tensor(parts, part.contiguous(), group=group)
+    all_gather_flat(group, parts.view(-1), part.reshape(-1))
     return parts
 
 

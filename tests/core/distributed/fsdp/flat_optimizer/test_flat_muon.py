@@ -159,7 +159,7 @@ def many_rounds_are_as_one() -> None:
 @CHECKS.on(2)
 def blocks_of_rows_are_matrices_of_their_own() -> None:
     """Queries, keys and values of each group of heads follow each other; each kind is orthogonalized by itself."""
-    for scale_mode in ("spectral", "shape_scaling"):
+    for scale_mode in ("spectral", "unit_rms_norm"):
         net = shard_net(make_cut_net())
         net.order = [0, 1]
 
