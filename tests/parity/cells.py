@@ -32,6 +32,7 @@ _LLAMA = (
     "--disable-bias-linear --group-query-attention --num-query-groups 2"
 )
 _EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 24 --disable-bias-linear --swiglu"
+_LATENT = "--multi-latent-attention --kv-lora-rank 10 --qk-head-dim 6 --qk-pos-emb-head-dim 8 --v-head-dim 5 --rotary-base 100"
 MODELS = {
     "gpt": f"{_COMMON} --group-query-attention --num-query-groups 2",  # tied, learned positions, LayerNorm, biases
     "llama": f"{_COMMON} {_LLAMA}",
@@ -43,8 +44,21 @@ MODELS = {
     # balanced by a bias, without an auxiliary loss; groups of experts; and every other layer dense
     "windows": f"{_COMMON} {_LLAMA} --window-size 3,0 --window-attn-skip-freq 2 --softmax-type learnable --no-rope-freq 2 "
     "--qk-l2-norm --attention-output-gate",  # the second layer sees all, and does not rotate
+    "latent": f"{_COMMON} {_LATENT} --q-lora-rank 12 --qk-layernorm --untie-embeddings-and-output-weights "
+    "--normalization RMSNorm --swiglu --disable-bias-linear --rotary-scaling-factor 4 --mscale 0.7 --mscale-all-dim 1.3 "
+    "--original-max-position-embeddings 32 --beta-fast 8 "
+    "--recompute-granularity selective --recompute-modules mla_up_proj core_attn",
+    # tied, learned positions too, LayerNorm, biases; queries straight from the hidden states; nothing fused
+    "latent_plain": f"{_COMMON} {_LATENT} --rope-type rope --no-rope-fusion",
 }
-_FAMILIES = {"gpt": ("gpt", "llama"), "moe": ("moe", "moe_biased"), "attention": ("windows",)}
+_FAMILIES = {
+    "gpt": ("gpt", "llama"),
+    "moe": ("moe", "moe_biased"),
+    "attention": ("windows",),
+    "latent": ("latent", "latent_plain"),
+}
+_HALVED = ("attention", "latent")
+"""Families whose loss is per token with four microbatches and per microbatch with one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +149,8 @@ class Cell:
     @property
     def model(self) -> str:
         """One of the family's models, in turn: where it has two, each layout and each strategy meets both."""
-        turn = list(STRATEGIES).index(self.strategy) + self.per_token + (self.microbatches > 1)
+        counts = self.per_token and self.family not in _HALVED
+        turn = list(STRATEGIES).index(self.strategy) + counts + (self.microbatches > 1)
         models = _FAMILIES[self.family]
         return models[turn % len(models)]
 
@@ -185,9 +200,14 @@ def _argv(run: Reference | Cell, flags: str, microbatches: int) -> list[str]:
 
 CELLS = {
     cell.name: cell
-    for family, layouts in (("gpt", GPT_LAYOUTS), ("moe", MOE_LAYOUTS), ("attention", GPT_LAYOUTS))
+    for family, layouts in (
+        ("gpt", GPT_LAYOUTS),
+        ("moe", MOE_LAYOUTS),
+        ("attention", GPT_LAYOUTS),
+        ("latent", GPT_LAYOUTS),
+    )
     for layout, strategy, microbatches, per_token in product(layouts, STRATEGIES, (1, 4), (False, True))
-    if family != "attention" or per_token == (microbatches == 4)
+    if family not in _HALVED or per_token == (microbatches == 4)
     for cell in [
         Cell(family=family, layout_name=layout, strategy=strategy, microbatches=microbatches, per_token=per_token)
     ]
@@ -215,5 +235,9 @@ IN_CI = (
     "attention-tp2+sp-optim_grads_params-m4-token",
     "attention-cp2-optim_grads_params-m1-mean",
     "attention-pp2-optim-m1-mean",
+    "latent-tp2-optim_grads-m1-mean",
+    "latent-tp2+sp-optim_grads_params-m4-token",
+    "latent-cp2-optim_grads-m1-mean",
+    "latent-pp2-optim-m4-token",
 )
 """The cells that every run of the tests computes: each layout, each strategy, each setting of the others."""

@@ -34,6 +34,9 @@ PROBES = {
     "moe sp": "moe-tp2+sp-optim_grads_params-m1-token",
     "moe cp": "moe-cp2-hfsdp-m1-token",
     "moe bias": "moe-ep2-optim-m1-mean",
+    "latent tp": "latent-tp2-optim_grads-m1-mean",
+    "latent sp": "latent-tp2+sp-optim_grads_params-m4-token",
+    "latent cp": "latent-cp2-optim_grads-m1-mean",
     "windows tp": "attention-tp2-optim-m1-mean",
     "windows cp": "attention-cp2-optim_grads_params-m1-mean",
 }
@@ -294,6 +297,39 @@ def _tails_are_of_neighbours_ranks(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(context_parallel_window, "chunk_order", lambda size: list(range(2 * size)))
 
 
+def _shared_keys_keep_a_part_of_their_gradient(patch: pytest.MonkeyPatch) -> None:
+    from megatron.core.transformer import multi_latent_attention
+
+    gather = multi_latent_attention.gather_from_sequence_parallel_region
+    patch.setattr(multi_latent_attention, "copy_to_tensor_model_parallel_region", lambda x, group: x)
+    patch.setattr(
+        multi_latent_attention, "gather_from_sequence_parallel_region", lambda x, group: gather(x, False, group)
+    )
+
+
+def _down_projections_keep_a_part_of_their_gradients(patch: pytest.MonkeyPatch) -> None:
+    from megatron.core.tensor_parallel.layers import WholeLinear
+
+    patch.setattr(
+        WholeLinear,
+        "_add_weight",
+        lambda self, init, stride: self.add_parameter("weight", (self.output_size, self.input_size), init),
+    )
+
+
+def _the_norm_counts_each_copy_of_the_down_projections(patch: pytest.MonkeyPatch) -> None:
+    """As where they were built as column-parallel layers without a group."""
+    from megatron.core.tensor_parallel.layers import WholeLinear
+
+    add = WholeLinear._add_weight
+
+    def marked(self: Any, init: Any, stride: int) -> None:
+        add(self, init, stride)
+        self.set_parameter_attribute("weight", "tensor_model_parallel", True)
+
+    patch.setattr(WholeLinear, "_add_weight", marked)
+
+
 MUTATIONS = {
     "auxiliary losses are not scaled": Mutation(_auxiliary_losses_are_not_scaled, "moe sp, moe cp"),
     "the loss scale is undone after clipping": Mutation(
@@ -326,11 +362,20 @@ MUTATIONS = {
     ),
     "routers know no microbatches": Mutation(_routers_know_no_microbatches, "ep"),
     "expert biases follow a rank's own tokens": Mutation(_expert_biases_follow_a_ranks_own_tokens, "moe bias"),
-    "parts of a sequence begin at its start": Mutation(_parts_of_a_sequence_begin_at_its_start, "cp"),
+    "parts of a sequence begin at its start": Mutation(_parts_of_a_sequence_begin_at_its_start, "cp, latent cp"),
     "split columns keep their inputs' gradients": Mutation(_split_columns_keep_their_inputs_gradients, "tp"),
     "each rank has the first one's sinks": Mutation(_each_rank_has_the_first_ones_sinks, "windows tp"),
     "windows end at chunks": Mutation(_windows_end_at_chunks, "windows cp"),
     "windows reach into chunks of neighbouring ranks": Mutation(_tails_are_of_neighbours_ranks, "windows cp"),
+    "shared keys keep a rank's part of their gradient": Mutation(
+        _shared_keys_keep_a_part_of_their_gradient, "latent tp, latent sp"
+    ),
+    "down-projections keep a rank's part of their gradients": Mutation(
+        _down_projections_keep_a_part_of_their_gradients, "latent sp"
+    ),
+    "the norm counts each rank's copy of the down-projections": Mutation(
+        _the_norm_counts_each_copy_of_the_down_projections, "latent tp, latent sp"
+    ),
 }
 
 
