@@ -238,6 +238,6 @@ IN_CI = (
     "latent-tp2-optim_grads-m1-mean",
     "latent-tp2+sp-optim_grads_params-m4-token",
     "latent-cp2-optim_grads-m1-mean",
-    "latent-pp2-optim-m4-token",
+    "latent-pp2-optim-m1-mean",
 )
 """The cells that every run of the tests computes: each layout, each strategy, each setting of the others."""

@@ -300,7 +300,7 @@ def _tails_are_of_neighbours_ranks(patch: pytest.MonkeyPatch) -> None:
 def _shared_keys_keep_a_part_of_their_gradient(patch: pytest.MonkeyPatch) -> None:
     from megatron.core.transformer import multi_latent_attention
 
-    gather = multi_latent_attention.gather_from_sequence_parallel_region
+    gather: Any = multi_latent_attention.gather_from_sequence_parallel_region  # type: ignore[attr-defined]
     patch.setattr(multi_latent_attention, "copy_to_tensor_model_parallel_region", lambda x, group: x)
     patch.setattr(
         multi_latent_attention, "gather_from_sequence_parallel_region", lambda x, group: gather(x, False, group)
