@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from argparse import Namespace
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -41,6 +41,7 @@ from megatron.training.cli.flags_refused import REFUSED, REFUSED_FAMILIES
 from megatron.training.cli.flags_said_once import SAID_ONCE
 from megatron.training.cli.flags_tokenizer import add_tokenizer_flags, tokenizer_config
 from megatron.training.cli.flags_training import add_training_flags
+from megatron.training.cli.megatron_lm_args import MegatronLmArgs, megatron_lm_args
 from megatron.training.cli.refused_combinations import SAID_BEFORE, refusals_of
 from megatron.training.cli.substitutions import substitute
 from megatron.training.cli.words_of_flags import in_words_of_flags
@@ -91,6 +92,7 @@ class Settings:
     ddp: DistributedDataParallelConfig
     cuda_graph: FullCudaGraphConfig
     said_once: SaidAtStart
+    megatron_lm: MegatronLmArgs = field(default_factory=MegatronLmArgs)
 
 
 def build_parser() -> FlagParser:
@@ -162,6 +164,7 @@ def check_command_line(argv: Sequence[str], *, world_size: int | None = None) ->
     parser = build_parser()
     line = parser.read(argv)
     args = line.args
+    as_megatron_lm = megatron_lm_args(parser, vars(args), line.fates)
     said_once = (*line.said_once, *substitute(args, malformed=line.malformed))
     rows, unreadable = refusals_of(args, malformed=line.malformed)
     faults, settings = line.faults + rows, None
@@ -177,7 +180,9 @@ def check_command_line(argv: Sequence[str], *, world_size: int | None = None) ->
     except FlagError as error:
         words = in_words_of_flags(str(error), parser)
         faults += [fault for fault in words.splitlines() if not _is_said(fault, faults)]
-    return CheckedLine(line.fates, faults, said_once, None if faults else settings)
+    if faults or settings is None:
+        return CheckedLine(line.fates, faults, said_once, None)
+    return CheckedLine(line.fates, faults, said_once, replace(settings, megatron_lm=as_megatron_lm))
 
 
 def _is_said(fault: str, before: list[str]) -> bool:

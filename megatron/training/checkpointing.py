@@ -36,7 +36,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.process_groups_config import ProcessGroupCollection, group_size
 from megatron.training.folder_lock import FolderLock
 from megatron.training.formats.foreign import ForeignCheckpoint
-from megatron.training.formats.megatron_lm import in_our_names, layout_of
+from megatron.training.formats.megatron_lm import SavedRun, args_to_save, in_our_names, layout_of, optimizer_steps
 from megatron.training.formats.recognise import find_foreign
 from megatron.training.formats.resume import ResumedRun, goes_on, resumed_run, state_keys
 from megatron.training.loop.dropout_seed import check_rng_state, rng_state, set_rng_state
@@ -67,8 +67,8 @@ class CheckpointConfig:
     """Write while training goes on; costs a copy of the state in host memory."""
 
     ckpt_format: str | None = None
-    """Weights are saved under Megatron-LM's names and layouts: "torch_dist" or "fsdp_dtensor"; None: under ours. Either loads
-    under any split."""
+    """Checkpoints have Megatron-LM's names and layouts: "torch_dist" or "fsdp_dtensor"; None: ours. Either loads under any
+    split."""
 
     load: str | None = None
     """Folder whose latest checkpoint is loaded; None starts from scratch."""
@@ -105,6 +105,7 @@ class Checkpointer:
             model.
         seed: seed of dropout and of the order of samples, saved with the state of random numbers.
         samples: plain values, under names that a user knows, on which it depends which data a sample holds.
+        megatron_lm_args: plain values, the run's arguments by Megatron-LM's names, which checkpoints hold too.
         lock: the lock on ``save``, on the rank that has it.
         before_announcing: is called on rank 0 with an iteration that is written, before the tracker names it.
 
@@ -121,11 +122,13 @@ class Checkpointer:
         architecture: Mapping[str, Any],
         seed: int,
         samples: Mapping[str, Any] | None = None,
+        megatron_lm_args: Mapping[str, Any] | None = None,
         lock: FolderLock | None = None,
         before_announcing: Callable[[int], None] = lambda iteration: None,
     ) -> None:
         self.config, self.model, self.optimizer, self.scheduler = config, model, optimizer, scheduler
         self.architecture, self.seed, self.samples = dict(architecture), seed, dict(samples or {})
+        self.megatron_lm_args = dict(megatron_lm_args or {})
         self.lock, self.before_announcing = lock, before_announcing
         self.progress: ProgressLog | None = None
         self.last_saved_iteration: int | None = None
@@ -179,6 +182,7 @@ class Checkpointer:
             "samples": self.samples,
             "state": state.as_dict(),
             "scheduler": self.scheduler.state_dict(),
+            "args": self.megatron_lm_args,
         }
         if self.config.save_rng:
             extra["rng"] = rng_state(self.seed)
@@ -192,7 +196,7 @@ class Checkpointer:
                 path,
                 extra_state=extra,
                 async_save=self.config.async_save,
-                layout=self._layout(state.iteration),
+                layout=self._layout(state),
             )
         self.last_saved_iteration = state.iteration
         if self.progress is not None:
@@ -204,10 +208,17 @@ class Checkpointer:
         else:
             self._pending = (handle, state.iteration)
 
-    def _layout(self, iteration: int) -> ForeignLayout | None:
+    def _layout(self, state: TrainState) -> ForeignLayout | None:
         if self.config.ckpt_format is None:
             return None
-        return layout_of(self.config.ckpt_format, self.architecture, iteration=iteration)
+        run = SavedRun(
+            args=args_to_save(
+                self.megatron_lm_args, self.architecture, state.as_dict(), save_optim=self.config.save_optim
+            ),
+            schedule=self.scheduler.state_dict(),
+            steps=optimizer_steps(self.optimizer.optimizer) if self.config.save_optim else (),
+        )
+        return layout_of(self.config.ckpt_format, self.architecture, iteration=state.iteration, run=run)
 
     def poll(self) -> None:
         """Name the pending asynchronous save in the tracker if it is written. Ranks: each alone; does not block."""
@@ -318,7 +329,9 @@ class Checkpointer:
         def prepare() -> None:
             resumed = None
             if goes_on(found, finetune=self.config.finetune):
-                resumed = resumed_run(found.run, self.scheduler, seed=self.seed if self.config.load_rng else None)
+                resumed = resumed_run(
+                    found.run, self.scheduler.state_dict(), seed=self.seed if self.config.load_rng else None
+                )
             with_optimizer = resumed is not None and self.config.load_optim
             keys = state_keys(self.optimizer.config, found.path) if with_optimizer else None
             if resumed is not None and with_optimizer:

@@ -36,6 +36,13 @@ def save_alone(state: dict[str, Any], folder: Path, *, flattens: bool = True) ->
         dcp.save(state, checkpoint_id=folder, planner=planner, no_dist=True)
 
 
+def load_alone(state: dict[str, Any], folder: Path) -> None:
+    """Load with PyTorch's DCP, as Megatron-LM does, in place and in one process."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load(state, checkpoint_id=folder, no_dist=True)
+
+
 def weights_and_architecture(name: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """The weights of a fixture under Megatron-Core's names, and our settings of its model."""
     model, tensors, settings = load_fixture(name)

@@ -25,13 +25,13 @@ if __name__ == "__main__":
 import argparse
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megatron.core.distributed.fsdp.checkpoint import EXTRA_STATE, CheckpointReader, TensorReader
+from megatron.core.distributed.fsdp.checkpoint import EXTRA_STATE, CheckpointReader, ForeignLayout, TensorReader
 from megatron.training.arguments import parse_settings
 from megatron.training.checkpointing import TRACKER, checkpoint_path, read_tracker, write_tracker
 from megatron.training.formats.copying import (
@@ -43,8 +43,9 @@ from megatron.training.formats.copying import (
     write_own,
 )
 from megatron.training.formats.flags import flags_of
-from megatron.training.formats.megatron_lm import in_our_names, layout_of
+from megatron.training.formats.megatron_lm import SavedRun, args_to_save, in_our_names, layout_of
 from megatron.training.formats.recognise import find_foreign
+from megatron.training.formats.resume import converted_run, goes_on
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # A launch line needs them.
@@ -57,24 +58,41 @@ _NOT_OF_THE_MODEL = (
     ("--vocab-size", "1"),
     ("--mock-data",),
 )
+_OF_A_RUN = ("state", "scheduler", "samples", "rng", "args")
 _ARCHITECTURE = f"{EXTRA_STATE}architecture"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """What is converted: our weights of a model, and what is known of it."""
+    """What is converted: our weights of a model, and what is known of it.
+
+    Args:
+        reader: of weights, and of the optimizer's state if ``run`` is not {}.
+        run: what a run goes on from, by our names; {} where there are weights alone.
+        without: why there are weights alone.
+    """
 
     reader: TensorReader
     kind: str
     path: Path
     architecture: dict[str, Any]
     iteration: int
+    run: dict[str, Any] = field(default_factory=dict)
+    without: str = ""
 
 
-def open_source(folder: Path, *, step: int | None, padded_vocab_size: int | None, flags: Sequence[str] = ()) -> Source:
+def open_source(
+    folder: Path,
+    *,
+    step: int | None,
+    padded_vocab_size: int | None,
+    flags: Sequence[str] = (),
+    weights_alone: bool = True,
+) -> Source:
     """Open a checkpoint of any program.
 
     Args:
+        weights_alone: leave out what a run goes on from.
         flags: of the model, where the checkpoint does not say what it is.
 
     Raises:
@@ -89,9 +107,16 @@ def open_source(folder: Path, *, step: int | None, padded_vocab_size: int | None
             )
         changed = {} if padded_vocab_size is None else {"padded_vocab_size": padded_vocab_size}
         architecture = {**(found.architecture or _architecture_of(flags, found.num_ids)), **changed}
-        return Source(
-            reader=found.reader(architecture), kind=found.kind, path=found.path, architecture=architecture, iteration=0
-        )
+        known: dict[str, Any] = {"kind": found.kind, "path": found.path, "architecture": architecture}
+        without = "as asked for" if weights_alone else "it is no run that goes on"
+        if not weights_alone and goes_on(found, finetune=False):
+            assert found.run is not None
+            try:
+                state, whole = converted_run(found), found.reader(architecture, state_keys=("exp_avg", "exp_avg_sq"))
+                return Source(**known, reader=whole, iteration=found.run.iteration or 0, run=state)
+            except ValueError as error:
+                without = str(error)
+        return Source(**known, reader=found.reader(architecture), iteration=0, without=without)
     path, iteration = folder, 0
     if (folder / TRACKER).is_file() or step is not None:
         iteration = step if step is not None else read_tracker(folder / TRACKER) or 0
@@ -100,8 +125,20 @@ def open_source(folder: Path, *, step: int | None, padded_vocab_size: int | None
     if _ARCHITECTURE not in stored.entries:
         raise ValueError(f"{path} must be a checkpoint of a training run, which says what model it is of, got none")
     architecture = stored.values([_ARCHITECTURE])[_ARCHITECTURE]
-    reader = in_our_names(stored, architecture)
-    return Source(reader=reader, kind="own", path=path, architecture=architecture, iteration=iteration)
+    reader: TensorReader = in_our_names(stored, architecture)
+    run: dict[str, Any] = {}
+    saved = [name for name in _OF_A_RUN if f"{EXTRA_STATE}{name}" in stored.entries]
+    if not weights_alone and "scheduler" in saved and "optimizer.param_groups" in stored.entries:
+        run = {name: stored.values([f"{EXTRA_STATE}{name}"])[f"{EXTRA_STATE}{name}"] for name in saved}
+    return Source(
+        reader=reader,
+        kind="own",
+        path=path,
+        architecture=architecture,
+        iteration=iteration,
+        run=run,
+        without="as asked for" if weights_alone else "it holds no optimizer",
+    )
 
 
 def _architecture_of(flags: Sequence[str], num_ids: int) -> dict[str, Any]:
@@ -127,15 +164,42 @@ def convert(source: Source, args: argparse.Namespace) -> str:
             dtype=dtype,
         )
         return f"{args.target} (Hugging Face, {kind})"
-    weights = {name: entry for name, entry in source.reader.entries.items() if is_weight(name)}
     if (args.target / TRACKER).exists():
         raise FileExistsError(f"{args.target} must be a new run's folder, got one with {TRACKER}; give another one")
     path = checkpoint_path(args.target, source.iteration)
-    values = {_ARCHITECTURE: source.architecture, CONVERTED_FROM: f"{source.path} ({source.kind})"}
-    layout = None if args.to == "own" else layout_of(args.to, source.architecture, iteration=source.iteration)
-    write_own(source.reader, path, values, names=list(weights), buffer_nbytes=buffer_nbytes, dtype=dtype, layout=layout)
+    values: dict[str, Any] = {_ARCHITECTURE: source.architecture}
+    values |= {f"{EXTRA_STATE}{name}": value for name, value in source.run.items()}
+    plain = [name for name in ("optimizer.param_groups", "optimizer.kind") if source.run]
+    values |= source.reader.values(plain)
+    if not source.run:
+        values[CONVERTED_FROM] = f"{source.path} ({source.kind})"
+    write_own(
+        source.reader,
+        path,
+        values,
+        names=_names(source),
+        buffer_nbytes=buffer_nbytes,
+        dtype=dtype,
+        layout=None if args.to == "own" else _layout(source, args.to),
+    )
     write_tracker(args.target, source.iteration)
     return str(path)
+
+
+def _names(source: Source) -> list[str]:
+    """Return the tensors to write: weights, and with a run the optimizer's state."""
+    return [
+        name for name in tensors_of(source.reader) if is_weight(name) or (source.run and name.startswith("optimizer."))
+    ]
+
+
+def _layout(source: Source, kind: str) -> ForeignLayout:
+    if not source.run:
+        return layout_of(kind, source.architecture, iteration=source.iteration)
+    steps = {int(source.reader.tensor(name)) for name in _names(source) if name.endswith(".step")}
+    args = args_to_save(source.run.get("args", {}), source.architecture, source.run["state"], save_optim=True)
+    run = SavedRun(args=args, schedule=source.run["scheduler"], steps=sorted(steps))
+    return layout_of(kind, source.architecture, iteration=source.iteration, run=run)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -157,25 +221,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--padded-vocab-size", type=int, help="ids of the model to write, with padding (to own)")
     parser.add_argument("--vocab-size", type=int, help="ids to write, without padding (to huggingface; default: all)")
     parser.add_argument("--dtype", choices=sorted(_DTYPES), help="dtype of the weights to write (default: as they are)")
+    parser.add_argument("--weights-only", action="store_true", help="leave out what a run goes on from")
     parser.add_argument("--max-shard-gb", type=float, default=5.0, help="size of a safetensors file (default: 5)")
     parser.add_argument("--buffer-mib", type=int, default=256, help="rows that are copied at once (default: 256 MiB)")
     words = list(sys.argv[1:] if arguments is None else arguments)
     own, given = (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, [])
     args = parser.parse_args(own)
     try:
-        source = open_source(args.source, step=args.ckpt_step, padded_vocab_size=args.padded_vocab_size, flags=given)
+        source = open_source(
+            args.source,
+            step=args.ckpt_step,
+            padded_vocab_size=args.padded_vocab_size,
+            flags=given,
+            weights_alone=args.to == "huggingface" or args.dtype is not None or args.weights_only,
+        )
         flags = shlex.join(flags_of(source.architecture))
         if args.print_flags:
             print(flags)
             return 0
         if args.target is None:
             raise ValueError("a target must be given; give the folder to write, or --print-flags")
-        tensors = {name: entry for name, entry in tensors_of(source.reader).items() if is_weight(name)}
+        found = tensors_of(source.reader)
+        tensors = {name: found[name] for name in _names(source)}
         nbytes = sum(entry.numel * entry.dtype.itemsize for entry in tensors.values())
         bound = memory_nbytes(source.reader, list(tensors), buffer_nbytes=args.buffer_mib << 20)
         print(f"{source.path} ({source.kind}): {len(tensors)} tensors of {nbytes:,} bytes")
         print(f"at most {bound:,} bytes of tensors are in memory at once")
         print(f"wrote {convert(source, args)}")
+        if source.run:
+            print(f"with the optimizer's state: a run goes on after iteration {source.iteration}")
+        elif args.to != "huggingface":
+            print(f"weights alone: {source.without}; training begins at iteration 0")
         print(f"flags of the model: {flags}")
         return 0
     except (OSError, ValueError, NotImplementedError) as error:

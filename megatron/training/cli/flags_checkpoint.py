@@ -23,7 +23,7 @@ def add_checkpoint_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--ckpt-format",
         choices=("torch", "torch_dist", "torch_dcp", "fsdp_dtensor"),
-        help="save weights under Megatron-LM's names: torch_dist or fsdp_dtensor (default: under ours, like the other two)",
+        help="save under Megatron-LM's names: torch_dist or fsdp_dtensor (default: under ours, like the other two)",
     )
     group.add_argument("--load", help="folder to load from; without a checkpoint in it, training starts from scratch")
     group.add_argument("--ckpt-step", type=int, help="iteration to load (default: the latest)")

@@ -48,18 +48,24 @@ def build_model(architecture: Architecture, **fields_of_config: Any) -> GPTModel
 
 def tensor_sizes(architecture: Architecture) -> dict[str, torch.Size]:
     """Return the shapes of the whole model's tensors by their names in checkpoints; nothing is allocated."""
+    parameters, buffers = sizes_of(architecture)
+    return {**parameters, **buffers}
+
+
+def sizes_of(architecture: Architecture) -> tuple[dict[str, torch.Size], dict[str, torch.Size]]:
+    """Return the shapes of the whole model's parameters, and those of its buffers, by their names in checkpoints."""
     # What scales numbers or chooses experts shapes nothing, and may need settings that no architecture names.
     shaping = {name: value for name, value in architecture.items() if not name.startswith("mup_")}
     if shaping.get("moe_router_topk") == 1:
         shaping["moe_router_pre_softmax"] = True
     with torch.device("meta"):
         model = build_model(shaping)
-    sizes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    buffers = {}
     for prefix, module in model.named_modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
-                sizes[f"{prefix}.{name}"] = buffer.shape
-    return sizes
+                buffers[f"{prefix}.{name}"] = buffer.shape
+    return {name: parameter.shape for name, parameter in model.named_parameters()}, buffers
 
 
 def comparable(architecture: Architecture) -> dict[str, Any]:

@@ -114,7 +114,9 @@ def write_own(
         write_alone(path, chunks, values)
         return
     moved = (part for chunk in chunks for part in layout.chunks(chunk))
-    write_alone(path, moved, {**layout.named(values), **layout.values}, files=layout.files)
+    of_optimizer = {name: values[name] for name in ("optimizer.param_groups", "optimizer.kind") if name in values}
+    written = {**layout.named(values), **layout.values(of_optimizer)}
+    write_alone(path, moved, written, files=layout.files, aliases=layout.aliases)
 
 
 def write_huggingface(

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.optimizer import OptimizerConfig
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.training.formats.foreign import ForeignCheckpoint
 from megatron.training.formats.foreign_run import ForeignRun
+from megatron.training.loop.dropout_seed import fresh_rng_state
 from megatron.training.loop.train_state import TrainState
 
 _FRESH = "load it with --finetune to begin at iteration 0"
@@ -69,10 +69,35 @@ def state_keys(config: OptimizerConfig, where: Path) -> tuple[str, ...]:
     )
 
 
-def resumed_run(run: ForeignRun | None, scheduler: OptimizerParamScheduler, *, seed: int | None) -> ResumedRun:
+def converted_run(found: ForeignCheckpoint) -> dict[str, Any]:
+    """Return what a checkpoint of ours says of another program's run, beside tensors: values by name.
+
+    Raises:
+        ValueError: the run did not save what going on needs.
+    """
+    run = found.run
+    assert run is not None, "see goes_on"
+    args = run.args
+    wsd = args.get("lr_wsd_decay_samples") or (args.get("lr_wsd_decay_iters") or 0) * (
+        args.get("global_batch_size") or 0
+    )
+    not_saved = {
+        "init_lr": args.get("lr_warmup_init") or 0.0,
+        "wsd_decay_steps": wsd or None,
+        "lr_wsd_decay_style": args.get("lr_wsd_decay_style", "exponential"),
+    }
+    resumed = resumed_run(run, not_saved, seed=None)
+    values = {"state": resumed.state.as_dict(), "scheduler": resumed.schedule, "samples": resumed.samples, "args": args}
+    if args.get("seed") is not None:
+        values["rng"] = fresh_rng_state(args["seed"])
+    return values
+
+
+def resumed_run(run: ForeignRun | None, own: Mapping[str, Any], *, seed: int | None) -> ResumedRun:
     """Return what goes on of a run of Megatron-LM.
 
     Args:
+        own: state of our scheduler, for what Megatron-LM does not save.
         seed: of dropout and of the order of samples, which must be the saved one; None: it need not.
 
     Raises:
@@ -99,7 +124,6 @@ def resumed_run(run: ForeignRun | None, scheduler: OptimizerParamScheduler, *, s
         consumed_train_samples=args["consumed_train_samples"],
         consumed_valid_samples=valid or 0,
     )
-    own = scheduler.state_dict()
-    schedule = {**{name: own[name] for name in _NOT_IN_SCHEDULE}, **{n: v for n, v in run.schedule.items() if n in own}}
+    schedule = {**{name: own[name] for name in _NOT_IN_SCHEDULE}, **{n: v for n, v in run.schedule.items()}}
     samples = {"seq_length": args["seq_length"]} if "seq_length" in args else {}
     return ResumedRun(run=run, state=state, schedule=schedule, samples=samples)

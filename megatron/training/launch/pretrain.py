@@ -221,6 +221,12 @@ def _begin(
         architecture=setup.architecture,
         seed=settings.loop.seed,
         samples={"seq_length": settings.data.seq_length},
+        megatron_lm_args={
+            **settings.megatron_lm.values,
+            "world_size": settings.grid.world_size,
+            "data_parallel_size": settings.grid.size("dp"),
+            "padded_vocab_size": setup.architecture["padded_vocab_size"],
+        },
         lock=lock,
         before_announcing=starts.remember_save,
     )

@@ -31,6 +31,7 @@ MAY_DIFFER = {
     "tokenizer.tokenizer_model": "a local file or folder: its content is compared",
     "tokenizer.vocab_file": "a local file: its content is compared",
     "tokenizer.merge_file": "a local file: its content is compared",
+    "megatron_lm.values": "saved for another program; what is in effect is compared where it is read",
     "profiling.trace_folder": "a local folder",
     "profiling.chakra_folder": "a local folder",
     "profiling.memory_snapshot_path": "a local file",

@@ -45,6 +45,20 @@ def rng_state(seed: int) -> dict[str, Any]:
     }
 
 
+def fresh_rng_state(seed: int) -> dict[str, Any]:
+    """Return the state that the generators have after ``seed_everything``; changes none in use."""
+    version, internal, gauss = random.Random(seed).getstate()
+    kind, keys, position, has_gauss, cached = cast(
+        tuple[str, np.ndarray, int, int, float], np.random.RandomState(seed % 2**32).get_state()
+    )
+    return {
+        "seed": seed,
+        "python": [version, list(internal), gauss],
+        "numpy": [kind, keys.tolist(), int(position), int(has_gauss), float(cached)],
+        "torch": torch.Generator().manual_seed(seed).get_state().numpy().tobytes(),
+    }
+
+
 def check_rng_state(state: Any) -> None:
     """Raise a ValueError unless ``set_rng_state`` takes the state; changes no generator in use."""
     try:

@@ -12,8 +12,10 @@ import torch.distributed as dist
 from tests.support.launch import run_ranks
 from tests.support.megatron_lm_folders import Backend, write_run
 from tests.support.tiny_run import SHARDED, TINY, Run, train_one
+from tools.checkpoint import convert
 
 KINDS = ("fully_reshardable", "fully_sharded_model_space", "fsdp_dtensor")
+CONVERTED = ("converted", "back", "twice")
 _RUN = (
     f"{TINY} {SHARDED} --bf16 --swiglu --num-experts 2 --moe-router-topk 2 --moe-ffn-hidden-size 16 --disable-bias-linear "
     "--normalization RMSNorm --untie-embeddings-and-output-weights --seed 7 --lr-warmup-iters 1 --min-lr 1e-4"
@@ -34,8 +36,13 @@ def _train(root: str) -> dict[str, Run]:
     if dist.get_rank() == 0:
         for kind in KINDS:
             write_run(folder / kind, Path(native), kind, ARGS, gated=True, dtype=torch.bfloat16)
+        flags = [*_RUN.split(), "--padded-vocab-size", "128"]
+        assert convert.main([f"{root}/{KINDS[0]}", f"{root}/converted", "--", *flags]) == 0
+        assert convert.main([f"{root}/native", f"{root}/back", "--to", "fsdp_dtensor"]) == 0
+        assert convert.main([f"{root}/back", f"{root}/twice", "--to", "torch_dist"]) == 0
+        assert convert.main([f"{root}/native", f"{root}/weights", "--weights-only"]) == 0
     dist.barrier()
-    for kind in KINDS:
+    for kind in (*KINDS, *CONVERTED, "weights"):
         runs[kind] = train_one(f"{_RUN} --load {root}/{kind}".split())
     load = f"{_RUN} --load {root}/fully_reshardable"
     runs |= {
@@ -70,6 +77,18 @@ def test_a_run_goes_on_with_the_same_losses(runs: dict[str, Run], kind: str) -> 
     assert rates[2:] == [
         line.split("learning rate: ")[1][:12] for line in resumed.output.splitlines() if "lm loss:" in line
     ]
+
+
+@pytest.mark.parametrize("kind", CONVERTED)
+def test_a_run_goes_on_from_a_conversion(runs: dict[str, Run], kind: str) -> None:
+    whole, resumed = runs["whole"], runs[kind]
+    assert resumed.error is None, resumed.error
+    assert resumed.losses == {i: whole.losses[i] for i in (3, 4)}
+    assert "training continues after iteration 2" in resumed.output
+
+
+def test_a_conversion_of_weights_alone_begins_anew(runs: dict[str, Run]) -> None:
+    assert runs["weights"].error is None and list(runs["weights"].losses) == [1, 2, 3, 4]
 
 
 def test_what_does_not_fit_is_refused_by_name(runs: dict[str, Run]) -> None:

@@ -19,12 +19,19 @@ from megatron.core.distributed.fsdp.checkpoint import (
     TensorReader,
     View,
     ViewReader,
+    hyperparameter_names,
 )
-from megatron.training.formats.architecture import Architecture, tensor_sizes
+from megatron.training.formats.architecture import Architecture, sizes_of
 from megatron.training.formats.foreign import ForeignCheckpoint
 from megatron.training.formats.foreign_run import ForeignRun
 from megatron.training.formats.megatron_lm.names import EMBEDDING, OUTPUT, views_in
-from megatron.training.formats.megatron_lm.optimizer import MAIN_WEIGHT, main_weight_views, state_names, state_views
+from megatron.training.formats.megatron_lm.optimizer import (
+    MAIN_WEIGHT,
+    STATE_KEYS,
+    main_weight_views,
+    state_names,
+    state_views,
+)
 from megatron.training.formats.megatron_lm.run import read_run
 from megatron.training.formats.rules import check_stored
 
@@ -56,8 +63,8 @@ def open_distributed(folder: Path) -> ForeignCheckpoint | None:
     run = read_run(stored)
 
     def views(architecture: Architecture, state_keys: Sequence[str] | None) -> ViewReader:
-        sizes = tensor_sizes(architecture)
-        found = views_in(stored.entries, sizes, architecture, prefix)
+        parameters, buffers = sizes_of(architecture)
+        found = views_in(stored.entries, {**parameters, **buffers}, architecture, prefix)
         check_stored(
             found,
             stored.entries,
@@ -67,7 +74,7 @@ def open_distributed(folder: Path) -> ForeignCheckpoint | None:
         )
         if state_keys is None:
             return ViewReader(stored, found)
-        state, plain = _optimizer(stored.entries, run, sizes, architecture, state_keys)
+        state, plain = _optimizer(stored.entries, run, parameters, architecture, state_keys)
         return ViewReader(stored, {**found, **state}, plain)
 
     kind = "torch_dist" if is_torch_dist else "fsdp_dtensor"
@@ -113,18 +120,35 @@ def _optimizer(
         step = View(torch.Size(()), fill=float(run.step), dtype=torch.float32)
         found |= {f"optimizer.state.{name}.step": step for name in sizes}
     found |= main_weight_views(names, entries, sizes, architecture, where)
-    kind = {"class": "of Megatron-LM", "hyperparameters": None, "scalar_state": ["step"]}
+    own: torch.optim.Optimizer
+    if "exp_avg_sq" in keys:
+        own = torch.optim.AdamW([torch.zeros(())])
+    else:
+        own = torch.optim.SGD([torch.zeros(())])
+    kind = {"class": type(own).__name__, "hyperparameters": hyperparameter_names(own), "scalar_state": ["step"]}
     return found, {"optimizer.param_groups": [{"params": list(sizes)}], "optimizer.kind": kind}
 
 
 def in_our_names(stored: CheckpointReader, architecture: Architecture) -> TensorReader:
     """Return a reader of a checkpoint that this framework wrote in one of these formats, or in its own."""
     prefix = prefix_of(stored.entries)
-    sizes = tensor_sizes(architecture) if prefix is not None else {}
+    parameters, buffers = sizes_of(architecture) if prefix is not None else ({}, {})
+    sizes = {**parameters, **buffers}
     if prefix is None or all(name in stored.entries for name in sizes):
         return stored
-    kept = [name for name in stored.entries if name.startswith(_OURS)]
-    return ViewReader(stored, views_in(stored.entries, sizes, architecture, prefix), keeps=kept)
+    views, names = views_in(stored.entries, sizes, architecture, prefix), state_names(stored.entries)
+    for key in STATE_KEYS:
+        # A checkpoint of before 2026-11-22 has it under our names.
+        if names.get(key) and not any(f"optimizer.state.{name}.{key}" in stored.entries for name in parameters):
+            found = state_views(key, names, stored.entries, parameters, architecture, stored.folder)
+            views |= {f"optimizer.state.{name}.{key}": view for name, view in found.items()}
+    theirs = {full for by_name in names.values() for full in by_name.values()}
+    kept = [name for name in stored.entries if name.startswith(_OURS) and not (name in theirs or _is_group_meta(name))]
+    return ViewReader(stored, views, keeps=kept)
+
+
+def _is_group_meta(name: str) -> bool:
+    return name.startswith("optimizer.param_to_group_meta.")
 
 
 def _check_backend(path: Path) -> None:

@@ -30,6 +30,9 @@ _OF_TORCH_DIST = re.compile(
 )
 _OF_FSDP_DTENSOR = re.compile(r"optimizer\.state\.(?:module\.)+(?P<name>.+)\.(?P<key>[a-z0-9_]+)")
 
+STATE_KEYS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
+"""Keys of state that has a number for each element of a weight, the same in both programs."""
+
 StateNames = Mapping[str, Mapping[str, str]]
 
 

@@ -22,6 +22,7 @@ from megatron.core.distributed.fsdp.checkpoint.chunks import Chunk, chunks_to_wr
 from megatron.core.distributed.fsdp.checkpoint.description import Entries, Place, StoredChunk, StoredTensor, StoredValue
 from megatron.core.distributed.fsdp.checkpoint.folder import check_replaceable, is_complete
 from megatron.core.distributed.fsdp.checkpoint.load import load_checkpoint
+from megatron.core.distributed.fsdp.checkpoint.optimizer import hyperparameter_names
 from megatron.core.distributed.fsdp.checkpoint.parts import write_alone, write_parts
 from megatron.core.distributed.fsdp.checkpoint.reader import CheckpointReader, TensorReader
 from megatron.core.distributed.fsdp.checkpoint.save import AsyncSave, planned_nbytes, save_checkpoint
@@ -60,6 +61,7 @@ __all__ = [
     "agree",
     "check_replaceable",
     "chunks_to_write",
+    "hyperparameter_names",
     "inverse",
     "is_complete",
     "load_checkpoint",

@@ -86,12 +86,18 @@ def write_data(folder: Path, chunks: Iterable[Chunk], values: Mapping[str, bytes
     return written
 
 
-def write_metadata(folder: Path, written: Sequence[Written], sizes: Mapping[str, torch.Size]) -> None:
+def write_metadata(
+    folder: Path,
+    written: Sequence[Written],
+    sizes: Mapping[str, torch.Size],
+    aliases: Mapping[str, str] | None = None,
+) -> None:
     """Write the folder's description and, last, DCP's metadata, which make it a complete checkpoint.
 
     Args:
         written: [R] what each rank wrote.
         sizes: shapes of all tensors that the checkpoint must have.
+        aliases: further names of tensors, whose elements are not written twice, by their own; those of others are left out.
 
     Raises:
         RuntimeError: the ranks together did not write each element of a tensor exactly once.
@@ -115,7 +121,10 @@ def write_metadata(folder: Path, written: Sequence[Written], sizes: Mapping[str,
                 f"all ranks together must write the {math.prod(size)} elements of {name} once, got {numel}; its mesh must "
                 "lie within the ranks that save, and hold it once"
             )
-    metadata = encode_metadata(entries)
+    # Only DCP's readers, which other programs use, know aliases: in our description each byte is of one entry.
+    metadata = encode_metadata(
+        {**entries, **{new: entries[own] for new, own in (aliases or {}).items() if own in entries}}
+    )
     files = {name: nbytes for rank in written for name, nbytes in rank.files.items()}
     write_file(folder / DESCRIPTION, encode(Description(entries, files, zlib.crc32(metadata))))
     write_file(folder / f"{MARKER}.tmp", metadata)

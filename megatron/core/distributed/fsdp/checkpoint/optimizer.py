@@ -6,7 +6,7 @@ Nothing is stored by position, so param groups may have another order when it is
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -86,10 +86,22 @@ def optimizer_entries(
     ]
     values[KIND] = {
         "class": type(optimizer).__name__,
-        "hyperparameters": _default_names(optimizer),
+        "hyperparameters": hyperparameter_names(optimizer),
         "scalar_state": list(scalars),
     }
     return tensors, values
+
+
+def with_whole_weights(optimizer: torch.optim.Optimizer, tensors: Sequence[NamedTensor]) -> list[NamedTensor]:
+    """Return entries with main weights in fp32, in new memory, where the optimizer keeps them in two halves."""
+    if not isinstance(optimizer, FlatAdamW):
+        return list(tensors)
+    halved = {id(p): p for p, state in optimizer.state.items() if REMAINDER in state}
+    return [
+        replace(entry, tensor=optimizer.main_weights(halved[id(entry.tensor)])) if id(entry.tensor) in halved else entry
+        for entry in tensors
+        if not entry.name.endswith(f".{REMAINDER}")
+    ]
 
 
 def merged_values(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -235,9 +247,7 @@ def _match_parameters(
         else:
             parameters[found] = parameter
     problems.extra += [name for name in in_checkpoint if name not in parameters]
-    own, saved = _default_names(optimizer), values[KIND]["hyperparameters"]
-    if saved is None:  # of another program, whose reader has compared them
-        return parameters
+    own, saved = hyperparameter_names(optimizer), values[KIND]["hyperparameters"]
     problems.missing += [f"hyperparameter {key}" for key in own if key not in saved]
     problems.extra += [f"hyperparameter {key}" for key in saved if key not in own]
     return parameters
@@ -361,7 +371,8 @@ def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: plain_copy(value, f"{PARAM_GROUPS}.{key}") for key, value in group.items() if key not in skipped}
 
 
-def _default_names(optimizer: torch.optim.Optimizer) -> list[str]:
+def hyperparameter_names(optimizer: torch.optim.Optimizer) -> list[str]:
+    """Return the names by which a checkpoint tells kinds of optimizers apart: those of the hyperparameters it saves."""
     return [key for key in optimizer.defaults if key not in _EXECUTION]
 
 

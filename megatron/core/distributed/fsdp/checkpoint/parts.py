@@ -48,7 +48,12 @@ def write_parts(
 
 
 def write_alone(
-    path: Path, chunks: Iterable[Chunk], values: Mapping[str, Any], *, files: Mapping[str, bytes] | None = None
+    path: Path,
+    chunks: Iterable[Chunk],
+    values: Mapping[str, Any],
+    *,
+    files: Mapping[str, bytes] | None = None,
+    aliases: Mapping[str, str] | None = None,
 ) -> None:
     """Write a checkpoint from one process, without torch.distributed; a folder that is there is replaced when it is complete.
 
@@ -56,6 +61,7 @@ def write_alone(
         chunks: parts of tensors, which are asked for and written one after the other.
         values: plain values by name.
         files: further files by name, which another program expects.
+        aliases: further names of tensors by their own.
 
     Raises:
         FileExistsError: something that is not a checkpoint is at ``path``.
@@ -68,7 +74,7 @@ def write_alone(
         written = write_data(folder.beside, _noting_sizes(chunks, sizes), packed_values, rank=0)
         for name, content in (files or {}).items():
             write_file(folder.beside / name, content)
-        write_metadata(folder.beside, [written], sizes)
+        write_metadata(folder.beside, [written], sizes, aliases)
         folder.publish()
     except BaseException:
         folder.discard()

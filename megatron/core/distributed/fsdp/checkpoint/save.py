@@ -23,6 +23,7 @@ from megatron.core.distributed.fsdp.checkpoint.optimizer import (
     merged_values,
     optimizer_entries,
     torch_optimizer,
+    with_whole_weights,
 )
 from megatron.core.distributed.fsdp.checkpoint.state import (
     EXTRA_STATE,
@@ -85,7 +86,7 @@ def save_checkpoint(
     save = Save(path, group=group, layout=layout)
 
     def collect() -> LocalState:
-        state = local_state(model, optimizer, extra_state or {}, rank=dist.get_rank())
+        state = local_state(model, optimizer, extra_state or {}, rank=dist.get_rank(), whole=layout is not None)
         return host_copy(state) if async_save else state
 
     try:
@@ -165,8 +166,13 @@ class LocalState:
     is_split: bool
 
 
-def local_state(model: nn.Module, optimizer: Any, extra_state: Mapping[str, Any], *, rank: int) -> LocalState:
+def local_state(
+    model: nn.Module, optimizer: Any, extra_state: Mapping[str, Any], *, rank: int, whole: bool = False
+) -> LocalState:
     """Collect this rank's share of the state. Plain values are copied, tensors are not.
+
+    Args:
+        whole: main weights that are kept in two halves are put together, in new memory.
 
     Raises:
         TypeError, ValueError: a checkpoint cannot hold some state; gives its name.
@@ -179,6 +185,8 @@ def local_state(model: nn.Module, optimizer: Any, extra_state: Mapping[str, Any]
     if optimizer is not None:
         state, own_values = optimizer_entries(torch_optimizer(optimizer), tensors)
         tensors = [*tensors, *state]
+        if whole:
+            tensors = with_whole_weights(torch_optimizer(optimizer), tensors)
         values.update(own_values)
         of_optimizer = {key: values[key] for key in (PARAM_GROUPS, KIND)}
     extra, own = _extra_values(extra_state, rank)
@@ -319,7 +327,8 @@ class Save:
             values, own_values = self._layout.named(values), self._layout.named(own_values)
             chunks = [moved for chunk in chunks for moved in self._layout.chunks(chunk)]
             if rank == 0:
-                values.update({name: packed(value) for name, value in self._layout.values.items()})
+                of_optimizer = self._merged or state.description.optimizer
+                values.update({name: packed(value) for name, value in self._layout.values(of_optimizer).items()})
         written = write_data(self._beside, chunks, {**values, **own_values}, rank=rank)
         # Free copies in host memory.
         self._state = replace(state, chunks=[], once={}, values={}, own_values={})
@@ -327,12 +336,12 @@ class Save:
 
     def _publish(self, written: list[Written]) -> None:
         assert self._folder is not None and self._state is not None
-        sizes = self._sizes
+        sizes, aliases = self._sizes, {}
         if self._layout is not None:
-            sizes = self._layout.sizes(sizes)
+            sizes, aliases = self._layout.sizes(sizes), dict(self._layout.aliases)
             for name, content in self._layout.files.items():
                 write_file(self._beside / name, content)
-        write_metadata(self._beside, written, sizes)
+        write_metadata(self._beside, written, sizes, aliases)
         self._folder.publish()
 
 

@@ -7,7 +7,7 @@ is asked for, and the inverse of a table of views writes what the table reads.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -177,13 +177,15 @@ class ForeignLayout:
 
     Args:
         views: our tensors as views of that program's. Tensors without a view keep their names.
-        values: further plain values by name.
+        values: returns further plain values by name, of the optimizer's plain values; {} where none is saved.
+        aliases: further names of tensors that are written, by their own names, of those that are.
         files: further files of the folder by name.
         value_suffix: of the names of plain values; "" or ``OBJECT``, which readers take off again.
     """
 
     views: Views
-    values: Mapping[str, Any] = field(default_factory=dict)
+    values: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda optimizer: {}
+    aliases: Mapping[str, str] = field(default_factory=dict)
     files: Mapping[str, bytes] = field(default_factory=dict)
     value_suffix: str = ""
     _sizes: dict[str, torch.Size] = field(init=False)
