@@ -23,14 +23,20 @@ from megatron.training.loop.stage_forward import Batch, has_output_layer
 
 
 def model_provider(
-    settings: Settings, vocab_size: int, device: torch.device, pg_collection: ProcessGroupCollection
+    settings: Settings,
+    vocab_size: int,
+    device: torch.device,
+    pg_collection: ProcessGroupCollection,
+    vp_stage: int | None = None,
 ) -> torch.nn.Module:
     """Build this rank's part of the GPT model, not yet sharded; say where it has other layers than were asked for."""
-    if (reason := why_local_layers(settings.model, device.type)) is not None:
+    if not vp_stage and (reason := why_local_layers(settings.model, device.type)) is not None:
         print_rank_0(
             f" transformer-engine is not used ({reason}): layers are the local ones (--transformer-impl local)"
         )
-    return build_gpt_model(settings.model, vocab_size=vocab_size, device=device, pg_collection=pg_collection)
+    return build_gpt_model(
+        settings.model, vocab_size=vocab_size, device=device, pg_collection=pg_collection, vp_stage=vp_stage
+    )
 
 
 def datasets_provider(settings: Settings, tokenizer: MegatronTokenizerBase, sizes: Sequence[int | None]) -> Datasets:

@@ -11,14 +11,12 @@ from megatron.core.checked_config import CheckedConfig, megatron_dataclass
 from megatron.core.served_arguments import ANY, Served
 from megatron.core.upstream_fields import MODEL_PARALLEL_CONFIG
 
-_STAGES = "each stage is one block of layers; interleaved stages are not served"
 _OFFLOAD = "activations are not offloaded; use recompute_granularity"
 _WEIGHTS_AT_REST = "weights at rest are sharded by the engine, over the data-parallel ranks"
 
 NOT_SERVED: Served = {
     "enable_autocast": ((False,), "layers compute in params_dtype; set that instead"),
     "autocast_dtype": (ANY, "only enable_autocast reads it"),
-    "virtual_pipeline_model_parallel_size": ((None,), _STAGES),
     "cross_entropy_fusion_impl": (("native",), "transformer-engine's cross entropy is not served"),
     "pipeline_model_parallel_comm_backend": (ANY, "stages communicate by the default backend"),
     "hierarchical_context_parallel_sizes": (ANY, "sequences are split over one axis, which gives the same"),
@@ -37,7 +35,7 @@ NOT_SERVED: Served = {
     "use_te_rng_tracker": (ANY, "a CUDA graph draws the same random numbers as eager steps"),
     "batch_p2p_comm": (ANY, "messages between stages are always batched"),
     "batch_p2p_sync": (ANY, "no message makes the host wait on CUDA"),
-    "overlap_p2p_comm": (ANY, "stages are not interleaved: there is nothing to overlap with"),
+    "overlap_p2p_comm_warmup_flush": (ANY, "with overlap_p2p_comm messages overlap in all phases of a step"),
     "deallocate_pipeline_outputs": (ANY, "outputs that were sent are always freed"),
     "barrier_with_L1_time": (ANY, "timing adds no barrier"),
     "tp_comm_overlap": (ANY, "a hint: the numbers are the same"),
@@ -60,8 +58,6 @@ _FAMILIES = (
     ("mtp_", "multi-token prediction is not served"),
     ("hybrid_context", "all sequences are split over all context-parallel ranks"),
     ("max_seqlen_per", "all sequences are split over all context-parallel ranks"),
-    ("microbatch_group", _STAGES),
-    ("overlap_p2p_comm_warmup", _STAGES),
     ("num_microbatches_with", "all microbatches are recomputed alike"),
 )
 
@@ -109,11 +105,15 @@ class ModelParallelConfig(CheckedConfig):
     context_parallel_size: int = 1
     """Ranks that split each sequence, attention included."""
     pipeline_model_parallel_size: int = 1
-    """Stages of consecutive layers, all with the same number of layers."""
+    """Ranks between which the layers are divided; ``TransformerConfig`` has how."""
     pipeline_dtype: torch.dtype | None = None
     """Dtype of the tensors between pipeline stages; None: that of the residual stream."""
     virtual_pipeline_model_parallel_size: int | None = None
-    """Refused when set."""
+    """Stages of each pipeline rank, which take turns (interleaved 1F1B, arXiv:2104.04473 section 2.2.2); None: one."""
+    microbatch_group_size_per_vp_stage: int | None = None
+    """Microbatches that a virtual stage runs one after the other; None: as many as there are pipeline ranks."""
+    overlap_p2p_comm: bool = False
+    """Messages of interleaved stages travel beside the forward or backward that does not need them."""
     expert_model_parallel_size: int = 1
     """Ranks among which a layer's experts are divided."""
     expert_tensor_parallel_size: int | None = None
@@ -127,8 +127,8 @@ class ModelParallelConfig(CheckedConfig):
     """Called by the forward-backward function after the last backward, with [model], tokens or None, and the groups."""
     grad_scale_func: Callable[[torch.Tensor], torch.Tensor] | None = None
     """Scales each loss before its backward, auxiliary losses too; ``MegatronOptimizer.scale_loss``."""
-    no_sync_func: Callable[..., Any] | None = None
-    """Makes the context of all microbatches but the last."""
+    no_sync_func: Callable[..., Any] | list[Callable[..., Any]] | None = None
+    """Makes the context of all microbatches but the last; or a list of such functions, one for each chunk of the model."""
     grad_sync_func: Callable[..., Any] | None = None
     """Accepted: gradients are reduced as their unit's backward ends."""
     param_sync_func: Callable[..., Any] | None = None

@@ -36,6 +36,7 @@ class _Default:
     Attributes:
         further: groups that are not in the collection that the engine takes: those of one rank, and gloo's.
         overrides: ranks and sizes that the ``set_...`` functions set, by (group, "rank" or "size").
+        virtual_size, virtual_rank: the stages of each pipeline rank, and the one that is at work; None: one.
     """
 
     def __init__(self) -> None:
@@ -52,6 +53,8 @@ class _Default:
         self.groups, self.grid, self.further = groups, grid, further
         self.world = None if groups is None else dist.group.WORLD
         self.overrides: dict[tuple[str, str], int | None] = {}
+        self.virtual_size: int | None = None
+        self.virtual_rank: int | None = None
 
 
 _default = _Default()
@@ -134,6 +137,11 @@ def initialize_model_parallel(
             raise NotImplementedError(
                 f"initialize_model_parallel: {name} must be {served[0]!r}, got {given[name]!r}: {reason}"
             )
+    if (virtual_pipeline_model_parallel_size or 1) > 1 and pipeline_model_parallel_size == 1:
+        raise ValueError(
+            "virtual_pipeline_model_parallel_size must go with pipeline_model_parallel_size above 1, got "
+            f"{virtual_pipeline_model_parallel_size} and 1: stages of one rank have nobody to take turns with"
+        )
     grid = RankGrid(
         world_size=dist.get_world_size(),
         tensor_model_parallel_size=tensor_model_parallel_size,
@@ -151,13 +159,14 @@ def initialize_model_parallel(
     timeout = timedelta(minutes=distributed_timeout_minutes)
     groups = build_process_groups(grid, timeout=timeout, create_all_gather_group=create_all_gather_group)
     _default.set(groups, grid, _further_groups(groups, grid, timeout, with_gloo=create_gloo_process_groups))
+    set_virtual_pipeline_model_parallel_world_size(virtual_pipeline_model_parallel_size)
+    set_virtual_pipeline_model_parallel_rank(None if virtual_pipeline_model_parallel_size is None else 0)
     if _default.memory_buffer is None:
         _set_global_memory_buffer()
     return groups
 
 
 _NOT_SERVED: dict[str, tuple[tuple[object, ...], str]] = {
-    "virtual_pipeline_model_parallel_size": ((None, 1), "each stage is one block of layers"),
     "pipeline_model_parallel_comm_backend": ((None, "nccl"), "stages communicate by the default backend"),
     "use_sharp": ((False,), "reductions in switches are not served"),
     "hierarchical_context_parallel_sizes": ((None, []), "sequences are split over one axis"),
@@ -485,42 +494,50 @@ def get_expert_data_parallel_rank(with_gtp_remat: bool = True, partial_expert_da
 
 
 def get_virtual_pipeline_model_parallel_world_size() -> int | None:
-    """Return None: each stage is one block of layers."""
-    return None
+    """Return the stages of each pipeline rank, which take turns; None: one."""
+    return _default.virtual_size
 
 
 def get_virtual_pipeline_model_parallel_rank() -> int | None:
-    """Return None: each stage is one block of layers."""
-    return None
+    """Return what was set last; nothing here reads it: stages know their own ``vp_stage``."""
+    return _default.virtual_rank
 
 
 def set_virtual_pipeline_model_parallel_world_size(world_size: int | None) -> None:
-    """Accept None and 1; refuse interleaved stages."""
-    if world_size not in (None, 1):
-        raise NotImplementedError(
-            f"virtual pipeline stages must be None, got {world_size}: stages are one block of layers"
-        )
+    """Let the getter return another number of stages of each rank."""
+    _default.virtual_size = world_size
 
 
 def set_virtual_pipeline_model_parallel_rank(rank: int | None) -> None:
-    """Accept None and 0; refuse interleaved stages."""
-    if rank not in (None, 0):
-        raise NotImplementedError(f"virtual pipeline ranks must be None, got {rank}: stages are one block of layers")
+    """Let the getter return another stage of this rank."""
+    _default.virtual_rank = rank
 
 
 def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-    """Return whether this rank is on the first pipeline stage."""
+    """Return whether this rank is the first of its pipeline; with ``ignore_virtual=False``, whether its stage is the first."""
+    if not ignore_virtual and _virtual_stage(vp_stage) != 0:
+        return False
     return get_pipeline_model_parallel_rank() == 0
 
 
 def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-    """Return whether this rank is on the last pipeline stage."""
+    """Return whether this rank is the last of its pipeline; with ``ignore_virtual=False``, whether its stage is the last."""
+    if not ignore_virtual and _virtual_stage(vp_stage) != (_default.virtual_size or 1) - 1:
+        return False
     return get_pipeline_model_parallel_rank() == get_pipeline_model_parallel_world_size() - 1
 
 
+def _virtual_stage(vp_stage: int | None) -> int:
+    if _default.virtual_size is not None and vp_stage is None:
+        raise AssertionError(f"vp_stage must say which of the {_default.virtual_size} stages of this rank, got None")
+    return vp_stage or 0
+
+
 def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-    """Return whether this rank's stage has the word embedding or its copy."""
-    return is_initialized() and group_named("embd") is not None
+    """Return whether this rank has the word embedding or its copy; with ``ignore_virtual=False``, whether its stage has."""
+    if not is_initialized() or group_named("embd") is None:
+        return False
+    return ignore_virtual or is_pipeline_first_stage(False, vp_stage) or is_pipeline_last_stage(False, vp_stage)
 
 
 def is_rank_in_position_embedding_group() -> bool:
@@ -667,6 +684,8 @@ def take_default_degrees(config: Any) -> None:
         degree = group_size(getattr(groups, name))
         if degree > 1 and getattr(config, field) == 1:
             setattr(config, field, degree)
+    if (_default.virtual_size or 1) > 1 and config.virtual_pipeline_model_parallel_size is None:
+        config.virtual_pipeline_model_parallel_size = _default.virtual_size
 
 
 def default_rng_tracker() -> CudaRNGStatesTracker:

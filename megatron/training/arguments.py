@@ -35,7 +35,12 @@ from megatron.training.cli.flags_loss_scale import add_loss_scale_flags, loss_sc
 from megatron.training.cli.flags_mla import add_mla_flags, mla_settings
 from megatron.training.cli.flags_model import add_model_flags, ffn_hidden_size, position_embedding_type
 from megatron.training.cli.flags_of_before import ALWAYS_SO_BEFORE, REFUSED_BEFORE, SAID_ONCE_BEFORE
-from megatron.training.cli.flags_parallel import add_parallel_flags, parallel_settings, rank_grid
+from megatron.training.cli.flags_parallel import (
+    add_parallel_flags,
+    check_stages_are_busy,
+    parallel_settings,
+    rank_grid,
+)
 from megatron.training.cli.flags_profiling import add_profiling_flags
 from megatron.training.cli.flags_refused import REFUSED, REFUSED_FAMILIES
 from megatron.training.cli.flags_said_once import SAID_ONCE
@@ -245,6 +250,8 @@ def settings_from_args(
         made[name] = parts.build(partial(build, args))
     if batch is not None:
         made["eval_batch"] = parts.build(lambda: eval_batch_config(args, batch))
+        if made["model"] is not None:
+            parts.build(partial(check_stages_are_busy, made["model"].transformer, batch))
         made["schedule"] = parts.build(lambda: _schedule(args, batch))
         made["loop"] = parts.build(lambda: _loop(args, batch))
     if parts.faults or None in made.values():

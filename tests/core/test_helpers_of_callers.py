@@ -92,8 +92,12 @@ def test_layers_of_pipeline_stages() -> None:
     config.pipeline_model_parallel_size, config.pipeline_dtype = 4, torch.float32
     assert [get_transformer_layer_offset(config, pp_rank=stage) for stage in range(4)] == [0, 2, 4, 6]
     assert get_num_layers_to_build(config, None, 3) == 2
-    with pytest.raises(NotImplementedError, match="vp_stage"):
-        get_transformer_layer_offset(config, 1)
+    with pytest.raises(ValueError, match="vp_stage must be from 0 to 0"):
+        get_transformer_layer_offset(config, 1, 0)
+    config.virtual_pipeline_model_parallel_size = 2
+    assert [get_transformer_layer_offset(config, chunk, 1) for chunk in range(2)] == [1, 5]
+    with pytest.raises(ValueError, match="vp_stage must be from 0 to 1"):
+        get_num_layers_to_build(config, None, 0)
 
 
 def test_specs_of_layers() -> None:

@@ -77,6 +77,27 @@ def stages_know_their_neighbours_and_embeddings() -> None:
     assert mpu.is_rank_in_position_embedding_group() is (rank == 0)
     assert (mpu.get_position_embedding_group(check_initialized=False) is None) is (rank == 1)
     assert mpu.get_tensor_model_parallel_src_rank() == rank and mpu.get_model_parallel_src_rank() == 0
+    assert mpu.get_virtual_pipeline_model_parallel_world_size() is None
+
+
+@CHECKS.on(2)
+def stages_that_take_turns_know_which_one_is_first_and_last() -> None:
+    rank = dist.get_rank()
+    parallel_state.initialize_model_parallel(1, 2, 3)
+    assert (mpu.get_virtual_pipeline_model_parallel_world_size(), mpu.get_virtual_pipeline_model_parallel_rank()) == (
+        3,
+        0,
+    )
+    assert mpu.is_pipeline_first_stage() is (rank == 0), "of the ranks"
+    first = [mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage) for stage in range(3)]
+    last = [mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage) for stage in range(3)]
+    embedding = [mpu.is_rank_in_embedding_group(ignore_virtual=False, vp_stage=stage) for stage in range(3)]
+    assert (first, last) == ([rank == 0, False, False], [False, False, rank == 1])
+    assert embedding == [rank == 0, False, rank == 1]
+    with pytest.raises(AssertionError, match="vp_stage"):
+        mpu.is_pipeline_first_stage(ignore_virtual=False)
+    mpu.set_virtual_pipeline_model_parallel_rank(2)
+    assert mpu.get_virtual_pipeline_model_parallel_rank() == 2
 
 
 @CHECKS.on(2)

@@ -70,6 +70,15 @@ class Layout:
     ep: int = 1
     pp: int = 1
     sp: bool = False
+    layers: int = 2
+    """Of the model: some stages need more than two."""
+    stages: str = ""
+    """Flags that say how pipeline ranks divide the layers."""
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether ranks have several stages, which need as many microbatches as there are pipeline ranks."""
+        return bool(self.stages) and "first" not in self.stages
 
     @property
     def model_ranks(self) -> int:
@@ -86,7 +95,7 @@ class Layout:
             "pipeline-model": self.pp,
         }
         flags = [f"--{name}-parallel-size {degree}" for name, degree in degrees.items() if degree > 1]
-        return " ".join([*flags, "--sequence-parallel"] if self.sp else flags)
+        return " ".join([*flags, *["--sequence-parallel"] * self.sp, *[self.stages] * bool(self.stages)])
 
 
 GPT_LAYOUTS = {
@@ -108,6 +117,17 @@ MOE_LAYOUTS = {
     "ep2+tp2+sp": Layout(ep=2, tp=2, sp=True),
     "cp2+pp2": Layout(cp=2, pp=2),
 }
+_ACCOUNTED = "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split"
+STAGES_OF_GPT = {
+    "pp2+vp2": Layout(pp=2, layers=4, stages="--num-layers-per-virtual-pipeline-stage 1"),
+    "pp2+uneven": Layout(pp=2, layers=4, stages="--decoder-first-pipeline-num-layers 1"),
+    "tp2+pp2+layout": Layout(tp=2, pp=2, stages="--pipeline-model-parallel-layout Et||t|L"),  # a stage without layers
+}
+STAGES_OF_MOE = {
+    "pp2+vp2": Layout(pp=2, layers=4, stages="--num-virtual-stages-per-pipeline-rank 2 --no-overlap-p2p-communication"),
+    "cp2+pp2+vp2": Layout(cp=2, pp=2, stages=f"--num-virtual-stages-per-pipeline-rank 2 {_ACCOUNTED}"),
+}
+"""Pipelines whose ranks have several stages, or uneven ones."""
 _MAX_RANKS = 8
 
 
@@ -118,11 +138,12 @@ class Reference:
     model: str
     microbatches: int
     per_token: bool
+    layers: int = 2
 
     @property
     def argv(self) -> list[str]:
         """The command line, on one rank."""
-        return _argv(self, "", self.microbatches)
+        return _argv(self, f"--num-layers {self.layers}", self.microbatches)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,7 +165,7 @@ class Cell:
 
     @property
     def layout(self) -> Layout:
-        return (MOE_LAYOUTS if self.family == "moe" else GPT_LAYOUTS)[self.layout_name]
+        return _ALL_LAYOUTS[self.family][self.layout_name]
 
     @property
     def model(self) -> str:
@@ -173,13 +194,15 @@ class Cell:
     def reference(self) -> Reference:
         """One process whose microbatches are those of all data-parallel ranks: [Note: auxiliary losses] in README.md."""
         microbatches = self.microbatches * self.data_parallel_size
-        return Reference(model=self.model, microbatches=microbatches, per_token=self.per_token)
+        return Reference(
+            model=self.model, microbatches=microbatches, per_token=self.per_token, layers=self.layout.layers
+        )
 
     @property
     def flags(self) -> str:
         """The layout and the strategy on the command line."""
         inner, outer = STRATEGIES[self.strategy]
-        flags = f"{self.layout.flags} --data-parallel-sharding-strategy {inner}"
+        flags = f"--num-layers {self.layout.layers} {self.layout.flags} --data-parallel-sharding-strategy {inner}"
         if outer is not None:
             flags += f" --num-distributed-optimizer-instances 2 --outer-dp-sharding-strategy {outer}"
         if self.microbatches > 1:
@@ -198,16 +221,19 @@ def _argv(run: Reference | Cell, flags: str, microbatches: int) -> list[str]:
     return f"{MODELS[run.model]} --global-batch-size {microbatches * MICRO_BATCH} {flags} {per_token}".split()
 
 
+_ALL_LAYOUTS = {
+    "gpt": {**GPT_LAYOUTS, **STAGES_OF_GPT},
+    "moe": {**MOE_LAYOUTS, **STAGES_OF_MOE},
+    "attention": GPT_LAYOUTS,
+    "latent": GPT_LAYOUTS,
+}
+
 CELLS = {
     cell.name: cell
-    for family, layouts in (
-        ("gpt", GPT_LAYOUTS),
-        ("moe", MOE_LAYOUTS),
-        ("attention", GPT_LAYOUTS),
-        ("latent", GPT_LAYOUTS),
-    )
+    for family, layouts in _ALL_LAYOUTS.items()
     for layout, strategy, microbatches, per_token in product(layouts, STRATEGIES, (1, 4), (False, True))
     if family not in _HALVED or per_token == (microbatches == 4)
+    if microbatches > 1 or not layouts[layout].takes_turns
     for cell in [
         Cell(family=family, layout_name=layout, strategy=strategy, microbatches=microbatches, per_token=per_token)
     ]
@@ -223,6 +249,11 @@ IN_CI = (
     "gpt-pp2-optim_grads_params-m4-mean",
     "gpt-tp2+pp2-hsdp-m4-token",
     "gpt-cp2+pp2-optim_grads_params-m1-mean",
+    "gpt-pp2+vp2-optim_grads_params-m4-token",
+    "gpt-pp2+uneven-optim-m1-mean",
+    "gpt-tp2+pp2+layout-hsdp-m4-mean",
+    "moe-pp2+vp2-optim_grads_params-m4-mean",
+    "moe-cp2+pp2+vp2-optim-m4-token",
     "moe-none-no_shard-m1-token",
     "moe-none-hsdp-m4-mean",
     "moe-tp2+sp-optim_grads_params-m4-mean",

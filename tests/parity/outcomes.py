@@ -57,7 +57,7 @@ def train(argv: list[str]) -> Outcome:
     sums = torch.stack([record.loss_and_tokens for record in records])
     dist.all_reduce(sums)  # ranks that share samples add the same to both
     losses = (sums[:, 0] / sums[:, 1]).tolist()
-    return Outcome(losses, [record.grad_norm.item() for record in records], _whole_weights(models[-1].module))
+    return Outcome(losses, [record.grad_norm.item() for record in records], _whole_weights(models[-1]))
 
 
 @torch.no_grad()
@@ -65,7 +65,7 @@ def _whole_weights(module: torch.nn.Module) -> dict[str, npt.NDArray[np.float32]
     whole: dict[str, npt.NDArray[np.float32]] = {}
     for own_name, parameter in module.named_parameters():
         full = (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).numpy().copy()
-        name = getattr(parameter, "canonical_name", own_name)
+        name = getattr(parameter, "canonical_name", own_name.removeprefix("module."))
         assert name not in whole or np.array_equal(whole[name], full), f"two copies of {name} differ"
         whole[name] = full
     for prefix, child in module.named_modules():

@@ -55,7 +55,18 @@ def _pairs(number: int) -> list[Pair]:
     return made
 
 
-PAIRS = {pair.name: pair for pair in _pairs(10)}
+def _cell(family: str, layout: str, strategy: str) -> Cell:
+    return Cell(family=family, layout_name=layout, strategy=strategy, microbatches=1, per_token=False)
+
+
+_OF_STAGES = [
+    Pair("llama", _cell("gpt", "tp2+pp2+layout", "optim_grads_params"), _cell("gpt", "cp2", "hsdp")),
+    Pair("moe", _cell("moe", "ep2", "optim"), _cell("moe", "cp2+pp2+vp2", "optim_grads_params")),
+]
+"""Ranks with several stages, of which one has no layers, before and after others."""
+
+RANDOM, OF_STAGES = _pairs(10), [pair.name for pair in _OF_STAGES]
+PAIRS = {pair.name: pair for pair in (*RANDOM, *_OF_STAGES)}
 IN_CI = [name for name, pair in PAIRS.items() if pair.first.ranks == pair.second.ranks == 4][:2]
 
 
@@ -108,5 +119,11 @@ def test_a_run_goes_on_under_another_layout(tmp_path: Path) -> None:
 @pytest.mark.timeout(3600)
 def test_ten_random_pairs_of_layouts(tmp_path: Path) -> None:
     """Losses and norms of the three steps after a load are those of a run in one process that was never saved."""
-    assert len(PAIRS) == 10
-    _check(list(PAIRS), tmp_path)
+    assert len(RANDOM) == 10
+    _check([pair.name for pair in RANDOM], tmp_path)
+
+
+@pytest.mark.matrix
+@pytest.mark.slow
+def test_a_run_goes_on_with_other_stages(tmp_path: Path) -> None:
+    _check(OF_STAGES, tmp_path)

@@ -41,6 +41,12 @@ class Case:
     evaluates: bool = False
     recompute: str | None = None
     """The method of recomputation; None: nothing is recomputed."""
+    virtual: int = 1
+    """Stages of each rank."""
+    group: int | None = None
+    """Microbatches that a virtual stage runs in a row; None: as many as ranks."""
+    overlaps: bool = False
+    """Messages of virtual stages travel beside the computation."""
 
     @property
     def num_ranks(self) -> int:
@@ -102,7 +108,7 @@ def batches_of(case: Case, *, replica: int) -> Iterator[dict[str, Tensor]]:
 def train(case: Case) -> Outcome:
     """The run on this rank's stage. Ranks: all."""
     from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
-    from megatron.core.distributed.fsdp import FullyShardedDataParallel
+    from megatron.core.distributed.fsdp import FullyShardedDataParallel, ModelChunks
     from megatron.core.distributed.fsdp.api.fully_shard import contexts_of
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.pipeline_parallel import PipelineStage
@@ -115,9 +121,18 @@ def train(case: Case) -> Outcome:
 
     groups = build_process_groups(RankGrid(world_size=dist.get_world_size(), pipeline_model_parallel_size=case.stages))
     device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
-    stage = PipelineStage(group=groups.pp, hidden_shape=(LENGTH, SIZE, HIDDEN), device=device)
+    stage = PipelineStage(group=groups.pp, hidden_shape=(LENGTH, SIZE, HIDDEN), device=device, num_chunks=case.virtual)
     with device:
-        module = _model(case, pre_process=stage.is_first, post_process=stage.is_last, pg_collection=groups)
+        modules = [
+            _model(
+                case,
+                pre_process=own.is_first,
+                post_process=own.is_last,
+                pg_collection=groups,
+                vp_stage=own.chunk if case.virtual > 1 else None,
+            )
+            for own in stage.of_chunks
+        ]
     settings: dict[str, Any] = {
         "data_parallel_sharding_strategy": case.strategy,
         "fsdp_memory_budget": case.budget,
@@ -125,10 +140,13 @@ def train(case: Case) -> Outcome:
         "suggested_communication_unit_size": case.ahead,
     }
     ddp = DistributedDataParallelConfig(use_megatron_fsdp=True, **settings)
-    model = FullyShardedDataParallel(module.config, ddp, module, pg_collection=groups)
-    (context,) = contexts_of(module)
-    context.poisons = True
-    optimizer = get_megatron_optimizer(OptimizerConfig(**{**OPTIMIZER, "clip_grad": case.clip}), [model])
+    chunks = [FullyShardedDataParallel(module.config, ddp, module, pg_collection=groups) for module in modules]
+    model = chunks[0] if case.virtual == 1 else ModelChunks(chunks)
+    contexts = contexts_of(model)
+    assert len(contexts) == case.virtual
+    for context in contexts:
+        context.poisons = True
+    optimizer = get_megatron_optimizer(OptimizerConfig(**{**OPTIMIZER, "clip_grad": case.clip}), chunks)
     step = StepComputation(
         model,
         optimizer,
@@ -139,21 +157,22 @@ def train(case: Case) -> Outcome:
         stage=stage,
     )
     outcome = Outcome()
-    step.stage_forward.forward_step = _counting(step.stage_forward.forward_step, context, outcome)
+    for _, stage_forward in step.stages:
+        stage_forward.forward_step = _counting(stage_forward.forward_step, contexts, outcome)
     replica = dist.get_rank() % case.replicas
     batches = (_to(batch, device) for batch in batches_of(case, replica=replica))
     shape = BatchConfig(micro_batch_size=SIZE, global_batch_size=case.global_batch, data_parallel_size=case.replicas)
     for _ in range(case.steps):
-        gathers, reductions = context.planner.order.num_gathers, context.planner.order.num_reductions
-        results = step((next(batches) for _ in range(case.microbatches)), lambda index: None)
-        outcome.gathers.append(context.planner.order.num_gathers - gathers)
-        outcome.reductions.append(context.planner.order.num_reductions - reductions)
-        outcome.in_plan.append(context.in_plan)
+        gathers, reductions = _collectives(contexts)
+        results = step((next(batches) for _ in range(case.microbatches)), lambda index, chunk=0: None)
+        outcome.gathers.append(_collectives(contexts)[0] - gathers)
+        outcome.reductions.append(_collectives(contexts)[1] - reductions)
+        outcome.in_plan.append(all(context.in_plan for context in contexts))
         sums = results["loss_and_tokens"].clone()
         dist.all_reduce(sums)
         outcome.losses.append(float(sums[0] / sums[1]))
         outcome.norms.append(float(results["grad_norm"]))
-        assert not context.unsharder.live, "nothing stays gathered after a step"
+        assert not any(context.unsharder.live for context in contexts), "nothing stays gathered after a step"
         if case.evaluates:
             held_out = (_to(batch, device) for batch in batches_of(case, replica=replica))
             outcome.evaluations.append(
@@ -166,17 +185,23 @@ def train(case: Case) -> Outcome:
                     stage=stage,
                 )
             )
-    outcome.num_groups = {"all": len(context.groups)}
-    for unit in context.units:
+    outcome.num_groups = {"all": sum(len(context.groups) for context in contexts)}
+    for unit in (unit for context in contexts for unit in context.units):
         last = unit.prefix.rstrip(".").rpartition(".")[2] or "root"
         outcome.num_groups["layer" if last.isdigit() else last] = len(unit.own_groups)
-    for name, parameter in module.named_parameters():
+    for name, parameter in (named for module in modules for named in module.named_parameters()):
         assert isinstance(parameter, DTensor)
         outcome.weights[name] = parameter.full_tensor().detach().cpu().numpy()
     return outcome
 
 
-def _counting(forward_step: Any, context: Any, outcome: Outcome) -> Any:
+def _collectives(contexts: Any) -> tuple[int, int]:
+    """All-gathers and reductions that this rank has issued."""
+    orders = [context.planner.order for context in contexts]
+    return sum(order.num_gathers for order in orders), sum(order.num_reductions for order in orders)
+
+
+def _counting(forward_step: Any, contexts: Any, outcome: Outcome) -> Any:
     """``forward_step``, which also counts the graphs that wait for their backward, its own included, and old outputs."""
     outputs: list[weakref.ref[Tensor]] = []
 
@@ -185,7 +210,7 @@ def _counting(forward_step: Any, context: Any, outcome: Outcome) -> Any:
         output = forward_step(batch, model)
         if isinstance(output, Tensor):
             outputs.append(weakref.ref(output))
-        tokens = [ref() for ref in context.graphs._tokens]
+        tokens = [ref() for context in contexts for ref in context.graphs._tokens]
         num_waiting = sum(token is not None and not token.is_done for token in tokens)
         outcome.most_in_flight = max(outcome.most_in_flight, num_waiting)
         return output
@@ -229,6 +254,13 @@ def _model(case: Case, **arguments: Any) -> Any:
     arguments["share_embeddings_and_output_weights"] = case.tied
     # A device would draw other weights than the CPU does.
     fields: dict[str, Any] = {"calculate_per_token_loss": case.per_token, "use_cpu_initialization": True}
+    if case.virtual > 1 and arguments.get("pg_collection") is not None:
+        fields |= {
+            "pipeline_model_parallel_size": case.stages,
+            "virtual_pipeline_model_parallel_size": case.virtual,
+            "microbatch_group_size_per_vp_stage": case.group,
+            "overlap_p2p_comm": case.overlaps,
+        }
     if case.recompute is not None:
         fields |= {"recompute_granularity": "full", "recompute_method": case.recompute, "recompute_num_layers": 1}
     return build_gpt(arguments, num_layers=LAYERS, hidden_size=HIDDEN, **fields)

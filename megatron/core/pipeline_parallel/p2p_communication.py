@@ -5,8 +5,9 @@ Shapes: s sequence (this rank's part of it), b micro batch, h hidden size.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from collections import deque
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -35,6 +36,12 @@ class PipelineStage:
 
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
+    num_chunks: int = 1
+    """Stages of each rank, which take turns (virtual stages)."""
+
+    chunk: int = 0
+    """Which of the rank's stages this is."""
+
     def __post_init__(self) -> None:
         if self.num_stages > 1 and self.hidden_shape is None:
             raise ValueError(
@@ -44,22 +51,28 @@ class PipelineStage:
 
     @property
     def index(self) -> int:
-        """Index of this stage in the pipeline."""
+        """Index of this rank in the pipeline."""
         return group_rank(self.group)
 
     @property
     def num_stages(self) -> int:
+        """Ranks of the pipeline."""
         return group_size(self.group)
 
     @property
     def is_first(self) -> bool:
         """True if the stage has the embedding."""
-        return self.index == 0
+        return self.index == 0 and self.chunk == 0
 
     @property
     def is_last(self) -> bool:
         """True if the stage has the output layer, and computes the loss."""
-        return self.index == self.num_stages - 1
+        return self.index == self.num_stages - 1 and self.chunk == self.num_chunks - 1
+
+    @property
+    def of_chunks(self) -> list[PipelineStage]:
+        """All stages of the rank, in the order of the layers."""
+        return [replace(self, chunk=chunk) for chunk in range(self.num_chunks)]
 
 
 def hidden_shape(
@@ -115,6 +128,8 @@ class PipelineCommunicator:
         stage = self.stage
         element = torch.zeros(1, device=stage.device)
         neighbours = [index for index in (stage.index - 1, stage.index + 1) if 0 <= index < stage.num_stages]
+        if stage.num_chunks > 1:  # the last rank's outputs go to the first one
+            neighbours = sorted({index % stage.num_stages for index in (stage.index - 1, stage.index + 1)})
         operations = []
         for peer in neighbours:
             operations.append(dist.P2POp(dist.isend, element, group=stage.group, group_peer=peer))
@@ -133,6 +148,20 @@ class PipelineCommunicator:
         """
         if exchange.send is None and exchange.receive is None:
             return None
+        works, sent, received = self._post(exchange, made)
+        self.finish()
+        if received is None:
+            assert sent is not None
+            self._sending = [(work, sent) for work in works]
+        else:
+            for work in works:
+                work.wait()
+        return received
+
+    def _post(
+        self, exchange: Exchange, made: torch.Tensor | None
+    ) -> tuple[list[Any], torch.Tensor | None, torch.Tensor | None]:
+        """Begin a batch; return its works, the tensor that is sent and the one that is received."""
         operations = []
         sent = received = None
         if exchange.send is not None:
@@ -144,15 +173,7 @@ class PipelineCommunicator:
             received = torch.empty(self.stage.hidden_shape, dtype=self.stage.dtype, device=self.stage.device)
             peer = self._from(exchange.receive)
             operations.append(dist.P2POp(dist.irecv, received, group=self.stage.group, group_peer=peer))
-        works = dist.batch_isend_irecv(operations)
-        self.finish()
-        if received is None:
-            assert sent is not None
-            self._sending = [(work, sent) for work in works]
-        else:
-            for work in works:
-                work.wait()
-        return received
+        return dist.batch_isend_irecv(operations), sent, received
 
     def finish(self) -> None:
         """Wait, in stream order, until the sent tensors have been read and may be overwritten."""
@@ -171,7 +192,58 @@ class PipelineCommunicator:
         return tensor.contiguous()
 
     def _to(self, message: Message) -> int:
-        return self.stage.index + (1 if message.kind == "output" else -1)
+        return (self.stage.index + (1 if message.kind == "output" else -1)) % self.stage.num_stages
 
     def _from(self, message: Message) -> int:
-        return self.stage.index + (-1 if message.kind == "output" else 1)
+        return (self.stage.index + (-1 if message.kind == "output" else 1)) % self.stage.num_stages
+
+
+class InterleavedCommunicator(PipelineCommunicator):
+    """The sends and receives of a rank with several stages, which are waited for when their message is needed.
+
+    A batch whose message is needed later travels beside what is computed meanwhile. It is waited for when the second batch
+    after it begins at the latest, so that what is sent is not kept longer.
+
+    Args:
+        overlaps: False: wait for each batch at once.
+    """
+
+    def __init__(self, stage: PipelineStage, *, overlaps: bool) -> None:
+        super().__init__(stage)
+        self.overlaps = overlaps
+        self._begun: deque[_Batch] = deque()
+        self._received: dict[Message, torch.Tensor] = {}
+
+    def begin(self, exchange: Exchange, made: torch.Tensor | None) -> None:
+        """Begin to send the last act's result and to receive what the neighbours have made meanwhile."""
+        if exchange.send is None and exchange.receive is None:
+            return
+        works, sent, received = self._post(exchange, made)
+        self._begun.append(_Batch(works, sent, exchange.receive))
+        if received is not None:
+            assert exchange.receive is not None
+            self._received[exchange.receive] = received
+        self._wait(num_left=1 if self.overlaps else 0)
+
+    def take(self, message: Message) -> torch.Tensor:
+        """Return the message [s, b, h], which has arrived or is on its way; blocks as ``exchange``."""
+        while any(batch.receives == message for batch in self._begun):
+            self._wait(num_left=len(self._begun) - 1)
+        return self._received.pop(message)
+
+    def finish(self) -> None:
+        super().finish()
+        self._wait(num_left=0)
+
+    def _wait(self, *, num_left: int) -> None:
+        while len(self._begun) > num_left:
+            for work in self._begun.popleft().works:
+                work.wait()
+
+
+class _Batch(NamedTuple):
+    """Sends and receives that have begun together."""
+
+    works: list[Any]
+    sent: torch.Tensor | None  # the memory that they read
+    receives: Message | None

@@ -68,7 +68,7 @@ class Pipeline:
             else:
                 hidden_states, edge = in_flight.pop(act.microbatch)
                 computation.backward(act.microbatch, edge, arrived)
-                made = None if hidden_states is None else _gradient_of(hidden_states, act.microbatch)
+                made = None if hidden_states is None else gradient_of(hidden_states, act.microbatch)
                 del edge  # frees the graph before the next act
             del hidden_states, arrived
         self._communicator.exchange(schedule.exchanges[-1], made)
@@ -87,7 +87,8 @@ class Pipeline:
         self._communicator.finish()
 
 
-def _gradient_of(hidden_states: Tensor, microbatch: int) -> Tensor:
+def gradient_of(hidden_states: Tensor, microbatch: int) -> Tensor:
+    """Return the gradient of a stage's input after its backward."""
     if hidden_states.grad is None:
         raise RuntimeError(
             f"a stage's output must depend on its input, got no gradient of microbatch {microbatch}'s hidden states; the "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,8 +13,10 @@ from torch.autograd.graph import GradientEdge
 from torch.distributed import ProcessGroup
 
 from megatron.core.model_wrappers import chunks_of, get_attr_wrapped_model, get_model_config
+from megatron.core.parallel_state import get_virtual_pipeline_model_parallel_world_size
+from megatron.core.pipeline_parallel.interleaved_pipeline import StagePipeline
+from megatron.core.pipeline_parallel.interleaved_schedule import get_schedule_table as get_schedule_table
 from megatron.core.pipeline_parallel.p2p_communication import PipelineStage, hidden_shape
-from megatron.core.pipeline_parallel.pipeline import Pipeline
 from megatron.core.process_groups_config import ProcessGroupCollection, group_of, group_size
 from megatron.core.transformer.moe.router import set_loss_scale, set_num_microbatches
 
@@ -29,20 +32,25 @@ def get_forward_backward_func(
     """Return the function that runs forward and backward of all microbatches of a step.
 
     Args:
-        pp_size: number of pipeline stages; None: that of ``parallel_state``.
-        vp_size: must be None or 1.
+        pp_size: ranks of a pipeline; None: that of ``parallel_state``.
+        vp_size: stages of each rank, which take turns; None with ``pp_size`` None: that of ``parallel_state``.
         schedule_pg_collection: must be None; pass ``pg_collection`` to the function.
 
     Raises:
-        NotImplementedError: stages are interleaved, or of several models.
+        NotImplementedError: stages are of several models.
     """
-    if vp_size not in (None, 1) or schedule_pg_collection is not None:
+    if schedule_pg_collection is not None:
         raise NotImplementedError(
-            f"stages must be one block of layers of one model, got vp_size={vp_size} and "
-            f"schedule_pg_collection={schedule_pg_collection}; leave both out"
+            f"stages must be of one model, got schedule_pg_collection={schedule_pg_collection}; leave it out"
         )
-    several = group_size(group_of(None, "pp")) > 1 if pp_size is None else pp_size > 1
-    return forward_backward_pipelining_without_interleaving if several else forward_backward_no_pipelining
+    if pp_size is None:
+        pp_size = group_size(group_of(None, "pp"))
+        vp_size = vp_size or get_virtual_pipeline_model_parallel_world_size()
+    if pp_size == 1:
+        return forward_backward_no_pipelining
+    if vp_size is not None:
+        return forward_backward_pipelining_with_interleaving
+    return forward_backward_pipelining_without_interleaving
 
 
 def forward_backward_no_pipelining(
@@ -62,7 +70,7 @@ def forward_backward_no_pipelining(
     pg_collection: ProcessGroupCollection | None = None,
     force_all_reduce: bool | None = False,
 ) -> list[Any]:
-    """Run forward and backward of all microbatches on a pipeline stage; one stage is a pipeline, too.
+    """Run forward and backward of all microbatches on a rank's pipeline stages; one stage is a pipeline, too.
 
     The loss function returns (loss, report): the loss is multiplied by the context-parallel ranks and divided by the
     microbatches. Or (sum of losses, tokens, report): the sum is divided by the tokens and by the microbatches, unless the
@@ -71,6 +79,8 @@ def forward_backward_no_pipelining(
 
     Args:
         forward_step_func: called with the data iterator and the model.
+        data_iterator: one, or one for each chunk.
+        model: the stage of this rank, or its chunks: several stages, which take turns (interleaved 1F1B).
         seq_length, micro_batch_size: shape of the messages between stages.
         forward_only: no backward, and no autograd.
         collect_non_loss_data: the loss function is called with ``non_loss_data=True``, and what it returns is collected.
@@ -79,10 +89,11 @@ def forward_backward_no_pipelining(
         pg_collection: None: the groups of ``parallel_state``.
 
     Returns:
-        [M] what the loss function reported; [] on all stages but the last.
+        [M] what the loss function reported; [] on all ranks but the last.
 
     Raises:
-        NotImplementedError: there are several chunks of a model, or an argument that is not served.
+        NotImplementedError: an argument is not served.
+        ValueError: there are other numbers of iterators than of chunks, or too few microbatches for stages that take turns.
 
     Ranks: all of the model's groups.
     Source: Megatron-Core's function of this name.
@@ -92,28 +103,34 @@ def forward_backward_no_pipelining(
             "adjust_tensor_shapes_fn and p2p_communicator must be None, got another: messages have the shape of hidden states"
         )
     chunks = chunks_of(model)
-    iterators = list(data_iterator) if isinstance(data_iterator, list | tuple) else [data_iterator]
-    if len(chunks) != 1 or len(iterators) != 1:
-        raise NotImplementedError(
-            f"model and data_iterator must be one, got {len(chunks)} chunks and {len(iterators)} iterators: each stage is one block"
+    iterators = list(data_iterator) if isinstance(data_iterator, list | tuple) else [data_iterator] * len(chunks)
+    if len(chunks) != len(iterators):
+        raise ValueError(
+            f"data_iterator must be one for each of the {len(chunks)} chunks of the model, got {len(iterators)}: each chunk of a "
+            "rank computes the same microbatches"
         )
     stage = _stage(chunks[0], pg_collection, decoder_seq_length or seq_length, micro_batch_size)
-    run = _Microbatches(
-        chunks[0], iterators[0], forward_step_func, stage, num_microbatches, group_of(pg_collection, "cp")
-    )
-    run.collects_other_data = collect_non_loss_data
-    timers = run.config.timers
+    stage = replace(stage, num_chunks=len(chunks))
+    runs = [
+        _Microbatches(chunk, iterator, forward_step_func, own, num_microbatches, group_of(pg_collection, "cp"))
+        for chunk, iterator, own in zip(chunks, iterators, stage.of_chunks, strict=True)
+    ]
+    last = runs[-1]
+    for run in runs:
+        run.collects_other_data = collect_non_loss_data
+    timers, pipeline = last.config.timers, StagePipeline(stage, last.config)
     _timed(timers, "forward-backward", "start")
     if forward_only:
-        Pipeline(stage).forward_only(run, num_microbatches)
+        pipeline.forward_only(runs, num_microbatches)
     else:
-        Pipeline(stage).forward_backward(run, num_microbatches)
-        _finalize(run, pg_collection, force_all_reduce)
+        pipeline.forward_backward(runs, num_microbatches)
+        _finalize(chunks, last, pg_collection, force_all_reduce)
     _timed(timers, "forward-backward", "stop")
-    return run.reports
+    return last.reports
 
 
 forward_backward_pipelining_without_interleaving = forward_backward_no_pipelining
+forward_backward_pipelining_with_interleaving = forward_backward_no_pipelining
 
 
 def get_tensor_shapes(
@@ -163,12 +180,17 @@ def _stage(
     )
 
 
-def _finalize(run: _Microbatches, groups: ProcessGroupCollection | None, force_all_reduce: bool | None) -> None:
-    finalize = run.config.finalize_model_grads_func
+def _finalize(
+    chunks: list[torch.nn.Module],
+    last: _Microbatches,
+    groups: ProcessGroupCollection | None,
+    force_all_reduce: bool | None,
+) -> None:
+    finalize = last.config.finalize_model_grads_func
     if finalize is None:
         return
-    tokens = run.num_tokens if run.config.calculate_per_token_loss else None
-    finalize([run.model], tokens, pg_collection=groups, force_all_reduce=force_all_reduce)
+    tokens = last.num_tokens if last.config.calculate_per_token_loss else None
+    finalize(chunks, tokens, pg_collection=groups, force_all_reduce=force_all_reduce)
 
 
 class _Microbatches:
@@ -222,6 +244,8 @@ class _Microbatches:
     def _synchronising(self, microbatch: int) -> AbstractContextManager[Any]:
         """Return the context in which gradients are not reduced yet, for all microbatches but the last."""
         given = self.config.no_sync_func
+        if isinstance(given, list | tuple):  # of all chunks
+            given = given[self.stage.chunk]
         no_sync = given or getattr(self.model, "no_sync", nullcontext)
         is_last = microbatch == self.num_microbatches - 1
         return nullcontext() if is_last else no_sync()

@@ -26,17 +26,22 @@ from typing import Literal, NamedTuple
 
 
 class Act(NamedTuple):
-    """The forward or the backward of one microbatch on one stage."""
+    """The forward or the backward of one microbatch on one stage; ``chunk`` says on which of the rank's stages."""
 
     is_forward: bool
     microbatch: int
+    chunk: int = 0
 
 
 class Message(NamedTuple):
-    """The hidden states of a microbatch, for the next stage, or their gradient, for the previous one."""
+    """The hidden states of a microbatch, for the next stage, or their gradient, for the previous one.
+
+    ``chunk`` says for which of the receiving rank's stages.
+    """
 
     kind: Literal["output", "gradient"]
     microbatch: int
+    chunk: int = 0
 
 
 class Exchange(NamedTuple):

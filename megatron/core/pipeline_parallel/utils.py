@@ -8,22 +8,22 @@ from megatron.core.process_groups_config import group_rank, group_size
 
 
 def is_pp_first_stage(pp_group: ProcessGroup | None) -> bool:
-    """Return whether this rank's stage has the embedding."""
+    """Return whether the first of this rank's stages has the embedding."""
     return group_rank(pp_group) == 0
 
 
 def is_pp_last_stage(pp_group: ProcessGroup | None) -> bool:
-    """Return whether this rank's stage has the output layer."""
+    """Return whether the last of this rank's stages has the output layer."""
     return group_rank(pp_group) == group_size(pp_group) - 1
 
 
 def is_vp_first_stage(vp_stage: int | None, vp_size: int | None) -> bool:
-    """Return whether a block of layers is the first of its rank; ranks have one."""
+    """Return whether a block of layers is the first of its rank."""
     return _index(vp_stage, vp_size) == 0
 
 
 def is_vp_last_stage(vp_stage: int | None, vp_size: int | None) -> bool:
-    """Return whether a block of layers is the last of its rank; ranks have one."""
+    """Return whether a block of layers is the last of its rank."""
     return _index(vp_stage, vp_size) == (vp_size or 1) - 1
 
 

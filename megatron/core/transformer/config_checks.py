@@ -15,6 +15,7 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.fp8_checks import FP8_CONTRADICTIONS
 from megatron.core.transformer.moe.moe_config_checks import MOE_CONTRADICTIONS
 from megatron.core.transformer.parallel_checks import PARALLEL_CONTRADICTIONS, Condition
+from megatron.core.transformer.pipeline_checks import problems_of_stages
 from megatron.core.transformer.recomputation import recomputes
 
 if TYPE_CHECKING:
@@ -99,16 +100,12 @@ NOT_SERVED: Served = {
 """Maps a field to (values that are served, why others are not)."""
 
 _MTP = "multi-token prediction is not served"
-_UNEVEN = "all stages have the same number of layers"
 _VARIANT = "this variant of attention is not served"
 _STATE_SPACE = "state-space layers are not served"
 _DISPATCH = "tokens are dispatched by one all-to-all"
 
 FAMILIES: tuple[tuple[str, str], ...] = (
     ("mtp_", _MTP),
-    ("num_layers_in_", _UNEVEN),
-    ("pipeline_model_parallel_layout", _UNEVEN),
-    ("account_for_", _UNEVEN),
     ("dsa_", _VARIANT),
     ("linear_", _VARIANT),
     ("experimental_attention", _VARIANT),
@@ -296,6 +293,8 @@ def contradictions(config: TransformerConfig, *, has_faults: bool) -> list[str]:
         except (TypeError, ZeroDivisionError):
             if not (has_faults or found):
                 raise  # rows may rely on those before them
+    if not found:
+        found += [f"TransformerConfig.{problem}" for problem in problems_of_stages(config)]
     return found
 
 

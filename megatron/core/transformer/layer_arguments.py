@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
 _SERVED: Served = {
-    "vp_stage": ((None,), "a rank has one stage of a pipeline"),
+    "vp_stage": (ANY, "layer numbers are those of the whole model"),
     "is_mtp_layer": ((False,), "multi-token prediction is not served"),
     "add_layer_offset": (ANY, "layer numbers are those of the whole model"),
     "pp_layer_offset": ((None, 0), "layer numbers are those of the whole model"),

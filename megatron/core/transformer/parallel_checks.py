@@ -98,11 +98,6 @@ PARALLEL_CONTRADICTIONS: list[tuple[Condition, str]] = [
         " context_parallel_size divides, got {num_query_groups}, {num_attention_heads}, {tensor_model_parallel_size} and"
         " {context_parallel_size}; use 'p2p' or 'all_gather'",
     ),
-    (
-        lambda c: c.num_layers % c.pipeline_model_parallel_size != 0,
-        "num_layers must be a multiple of pipeline_model_parallel_size, got {num_layers} and"
-        " {pipeline_model_parallel_size}",
-    ),
     *map(_of_experts, _OF_EXPERTS),
     (
         lambda c: not _has_experts(c) and c.expert_tensor_parallel_size not in (None, 1, c.tensor_model_parallel_size),

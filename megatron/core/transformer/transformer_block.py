@@ -17,10 +17,9 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 from megatron.core.fp8_utils import Quantization, quantize_weights, recomputation_in_fp8
 from megatron.core.process_groups_config import group_of, group_rank, group_size
 from megatron.core.transformer.global_module_list import GlobalModuleList
-from megatron.core.transformer.layer_arguments import check_layer_arguments
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.pipeline_layers import get_num_layers_to_build as get_num_layers_to_build
-from megatron.core.transformer.pipeline_layers import layers_of_stage
+from megatron.core.transformer.pipeline_layers import stage_of
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module, get_module
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -48,10 +47,11 @@ class TransformerBlock(MegatronModule):
         post_layer_norm: whether a norm follows the last layer (only with ``post_process``).
         pre_process: whether this is the first stage; if not, the input is the last argument of ``set_input_tensor``.
         pg_collection: the stages are the ranks of its ``pp``, in order.
+        vp_stage: which of the rank's virtual stages this is, where it has several.
 
     Raises:
-        ValueError: the submodules hold another number of layer specs than ``config.num_layers``, or ``num_layers`` is no
-            multiple of the stages.
+        ValueError: the submodules hold another number of layer specs than ``config.num_layers``, or there is no such virtual
+            stage.
     """
 
     def __init__(
@@ -65,15 +65,12 @@ class TransformerBlock(MegatronModule):
         vp_stage: int | None = None,
     ) -> None:
         super().__init__(config)
-        check_layer_arguments("TransformerBlock", vp_stage=vp_stage)
         self.pre_process, self.post_process = pre_process, post_process
         self.input_tensor: torch.Tensor | None = None
         submodules = _block_submodules(config, spec)
-        own = layers_of_stage(
-            config.num_layers,
-            num_stages=group_size(group_of(pg_collection, "pp")),
-            stage=group_rank(group_of(pg_collection, "pp")),
-        )
+        ranks = group_of(pg_collection, "pp")
+        stage = stage_of(config, pp_rank=group_rank(ranks), vp_stage=vp_stage, num_ranks=group_size(ranks))
+        own, self.vp_stage = stage.decoder, vp_stage
         specs = submodules.layer_specs or []
         self.layers = GlobalModuleList(
             [

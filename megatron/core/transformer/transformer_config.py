@@ -17,6 +17,7 @@ from megatron.core.transformer.config_checks import FAMILIES, NOT_SERVED, contra
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.init_methods import ConfigInit, InheritedInit, InitMethod
 from megatron.core.transformer.mla_checks import MLA_CONTRADICTIONS
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from megatron.core.upstream_fields import MLA_TRANSFORMER_CONFIG, TRANSFORMER_CONFIG
 
 
@@ -36,6 +37,19 @@ class TransformerConfig(ModelParallelConfig):
 
     num_layers: int = 0
     """Transformer layers."""
+    num_layers_in_first_pipeline_stage: int | None = None
+    """Layers of the first pipeline rank; None: as many as on ranks in the middle."""
+    num_layers_in_last_pipeline_stage: int | None = None
+    """Layers of the last pipeline rank; None: as many as on ranks in the middle."""
+    pipeline_model_parallel_layout: Any = None
+    """The layers of all stages, as a string or lists: see ``PipelineParallelLayerLayout``, which it becomes. None: as the other
+    fields say."""
+    account_for_embedding_in_pipeline_split: bool = False
+    """The embedding counts as a layer: the first stage has one fewer than others."""
+    account_for_loss_in_pipeline_split: bool = False
+    """The output layer counts as a layer: the last stage has one fewer than others."""
+    mtp_num_layers: int | None = None
+    """Layers of multi-token prediction; refused when set."""
     hidden_size: int = 0
     """Width of the residual stream."""
     num_attention_heads: int = 0
@@ -269,6 +283,7 @@ class TransformerConfig(ModelParallelConfig):
         self._derive("num_query_groups", self.num_query_groups or self.num_attention_heads)
         self._derive("ffn_hidden_size", self.ffn_hidden_size or 4 * self.hidden_size)
         self._derive("kv_channels", self.kv_channels or max(1, self.hidden_size // self.num_attention_heads))
+        self._derive_stages()
         if isinstance(self.attention_backend, str):
             self._derive("attention_backend", AttnBackend[self.attention_backend])
         if isinstance(self.activation_func, str):
@@ -284,6 +299,17 @@ class TransformerConfig(ModelParallelConfig):
             assert self.init_method is not None, "derived above"
             self._derive("embedding_init_method", InheritedInit(self.init_method))
         self.finish()
+
+    def _derive_stages(self) -> None:
+        """Derive the number of virtual stages from a layout."""
+        layout = self.pipeline_model_parallel_layout
+        if layout is None:
+            return
+        if not isinstance(layout, PipelineParallelLayerLayout):
+            layout = PipelineParallelLayerLayout(layout, self.pipeline_model_parallel_size)
+        self._derive("pipeline_model_parallel_layout", layout)
+        if layout.virtual_pipeline_model_parallel_size > 1:
+            self._derive("virtual_pipeline_model_parallel_size", layout.virtual_pipeline_model_parallel_size)
 
     def _derive_mup(self) -> None:
         """Derive widths and scales of the maximal update parametrisation, as Megatron-Core does."""

@@ -39,7 +39,9 @@ ALWAYS_SO: dict[str, AlwaysSo] = {
     "--moe-router-fusion": AlwaysSo(
         fact="routing after the choice of experts is one compiled function, forward and backward"
     ),
-    "--no-overlap-p2p-communication": AlwaysSo(fact="stages are not interleaved: there is nothing to overlap with"),
+    "--overlap-p2p-communication-warmup-flush": AlwaysSo(
+        fact="messages of virtual stages travel beside the computation in all phases of a step"
+    ),
     "--no-scatter-gather-tensors-in-pipeline": AlwaysSo(fact="each tensor-parallel rank sends its own tensors"),
     "--no-align-grad-reduce": AlwaysSo(
         fact="each pipeline stage reduces its gradients as soon as its backward has computed them"

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 
+from megatron.core.pipeline_parallel import check_microbatches
 from megatron.core.rank_grid import RankGrid
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.training.data.batches import BatchConfig
 
 
 def add_parallel_flags(parser: argparse.ArgumentParser) -> None:
@@ -32,8 +35,9 @@ def add_parallel_flags(parser: argparse.ArgumentParser) -> None:
         "(a2a; a2a+p2p is taken as p2p); one, or one for each layer (default: p2p)",
     )
     group.add_argument(
-        "--pipeline-model-parallel-size", type=int, default=1, help="stages of consecutive layers (default: 1)"
+        "--pipeline-model-parallel-size", type=int, default=1, help="ranks that divide the layers (default: 1)"
     )
+    _add_stage_flags(group)
     group.add_argument(
         "--expert-model-parallel-size", type=int, default=1, help="ranks that divide a layer's experts (default: 1)"
     )
@@ -50,6 +54,95 @@ def add_parallel_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_stage_flags(group: argparse._ArgumentGroup) -> None:
+    """Add how pipeline ranks divide the layers, and how several stages of a rank take turns."""
+    group.add_argument(
+        "--num-layers-per-virtual-pipeline-stage",
+        type=int,
+        help="each rank has several stages of so many layers, which take turns (interleaved 1F1B)",
+    )
+    group.add_argument(
+        "--num-virtual-stages-per-pipeline-rank",
+        type=int,
+        help="each rank has so many stages, which take turns (interleaved 1F1B)",
+    )
+    group.add_argument(
+        "--microbatch-group-size-per-virtual-pipeline-stage",
+        type=int,
+        dest="microbatch_group_size_per_vp_stage",
+        help="microbatches that a virtual stage runs in a row (default: --pipeline-model-parallel-size)",
+    )
+    group.add_argument(
+        "--no-overlap-p2p-communication",
+        action="store_false",
+        dest="overlap_p2p_comm",
+        help="wait for each message between virtual stages before the computation goes on",
+    )
+    group.add_argument(
+        "--decoder-first-pipeline-num-layers",
+        type=int,
+        help="layers of the first pipeline rank (default: as many as the others)",
+    )
+    group.add_argument(
+        "--decoder-last-pipeline-num-layers",
+        type=int,
+        help="layers of the last pipeline rank (default: as many as the others)",
+    )
+    group.add_argument(
+        "--account-for-embedding-in-pipeline-split",
+        action="store_true",
+        help="the embedding counts as a layer: the first stage has one fewer",
+    )
+    group.add_argument(
+        "--account-for-loss-in-pipeline-split",
+        action="store_true",
+        help="the output layer counts as a layer: the last stage has one fewer",
+    )
+    group.add_argument(
+        "--pipeline-model-parallel-layout",
+        help="the layers of all stages, such as 'Et*3|(tt|)*29,m|L': E embedding, t layer, m multi-token prediction, L loss, | "
+        "between stages, x*n and (...)*n repeated; more stages than ranks are virtual stages",
+    )
+
+
+def num_virtual_stages(args: argparse.Namespace) -> int | None:
+    """Return the stages of each pipeline rank; None: one.
+
+    Raises:
+        ValueError: flags contradict each other, or the layers.
+    """
+    given = {
+        "--num-layers-per-virtual-pipeline-stage": args.num_layers_per_virtual_pipeline_stage,
+        "--num-virtual-stages-per-pipeline-rank": args.num_virtual_stages_per_pipeline_rank,
+        "--pipeline-model-parallel-layout": args.pipeline_model_parallel_layout,
+    }
+    used = [flag for flag, value in given.items() if value is not None]
+    if len(used) > 1:
+        raise ValueError(f"one of {', '.join(given)} must be given, got {' and '.join(used)}")
+    if args.pipeline_model_parallel_layout is not None:
+        return None  # the layout says so itself
+    number = args.num_virtual_stages_per_pipeline_rank
+    if args.num_layers_per_virtual_pipeline_stage is not None:
+        number = _stages_of_so_many_layers(args)
+    return None if number == 1 else number
+
+
+def _stages_of_so_many_layers(args: argparse.Namespace) -> int:
+    per_stage, ranks = args.num_layers_per_virtual_pipeline_stage, args.pipeline_model_parallel_size
+    if args.decoder_first_pipeline_num_layers is not None or args.decoder_last_pipeline_num_layers is not None:
+        raise ValueError(
+            "--num-layers-per-virtual-pipeline-stage must go without --decoder-first-pipeline-num-layers and "
+            f"--decoder-last-pipeline-num-layers, got {per_stage}; use --num-virtual-stages-per-pipeline-rank"
+        )
+    layers = args.num_layers + args.account_for_embedding_in_pipeline_split + args.account_for_loss_in_pipeline_split
+    if per_stage < 1 or layers % (ranks * per_stage) != 0:
+        raise ValueError(
+            "--num-layers (and embedding and loss, where they count) must be a multiple of --pipeline-model-parallel-size times "
+            f"--num-layers-per-virtual-pipeline-stage, got {layers}, {ranks} and {per_stage}"
+        )
+    return int(layers // (ranks * per_stage))
+
+
 def parallel_settings(args: argparse.Namespace) -> dict[str, object]:
     """Return the fields of ``TransformerConfig`` for the split of the model."""
     comm_types = None if args.cp_comm_type == ["p2p"] else args.cp_comm_type
@@ -59,9 +152,35 @@ def parallel_settings(args: argparse.Namespace) -> dict[str, object]:
         "context_parallel_size": args.context_parallel_size,
         "cp_comm_type": comm_types[0] if comm_types and len(comm_types) == 1 else comm_types,
         "pipeline_model_parallel_size": args.pipeline_model_parallel_size,
+        "virtual_pipeline_model_parallel_size": (num_virtual := num_virtual_stages(args)),
+        "microbatch_group_size_per_vp_stage": args.microbatch_group_size_per_vp_stage,
+        "overlap_p2p_comm": args.overlap_p2p_comm
+        and (num_virtual is not None or args.pipeline_model_parallel_layout is not None),
+        "num_layers_in_first_pipeline_stage": args.decoder_first_pipeline_num_layers,
+        "num_layers_in_last_pipeline_stage": args.decoder_last_pipeline_num_layers,
+        "account_for_embedding_in_pipeline_split": args.account_for_embedding_in_pipeline_split,
+        "account_for_loss_in_pipeline_split": args.account_for_loss_in_pipeline_split,
+        "pipeline_model_parallel_layout": args.pipeline_model_parallel_layout,
         "expert_model_parallel_size": args.expert_model_parallel_size,
         "expert_tensor_parallel_size": args.expert_tensor_parallel_size,
     }
+
+
+def check_stages_are_busy(config: TransformerConfig, batch: BatchConfig) -> None:
+    """Check that virtual stages have microbatches enough to take turns, with each global batch size of a run.
+
+    Raises:
+        ValueError: they have not.
+    """
+    ranks = config.pipeline_model_parallel_size
+    if (config.virtual_pipeline_model_parallel_size or 1) == 1:
+        return
+    for batches in (batch, *(batch.at(start) for start, _ in batch.schedule)):
+        check_microbatches(
+            batches.num_microbatches,
+            num_ranks=ranks,
+            group_size=config.microbatch_group_size_per_vp_stage or ranks,
+        )
 
 
 def rank_grid(args: argparse.Namespace, *, world_size: int) -> RankGrid:

@@ -14,7 +14,7 @@ _TOKENIZER = "tokenizers are configured by their file alone; use --tokenizer-typ
 _FAULTS = "no fault-tolerance package is served; use --exit-signal-handler, and restart from the checkpoint"
 _CONSTANT_MIX = "the blend of training data is constant; use --data-path, or --train-data-path"
 _MODEL = "this variant of the model is not served yet"
-_PIPELINE = "all stages have the same number of layers; interleaved and uneven stages are not served"
+_PIPELINE = "this setting of pipeline stages is not served"
 _GRAPHS = "graphs of parts of a step are not served; --cuda-graph-impl full_iteration captures the whole step"
 _CHECKPOINT = "this kind of checkpoint is not served; --save, --save-interval and --load are"
 _MASKS = "attention and positions are not reset at document borders: samples are packed without masks"
@@ -56,14 +56,6 @@ REFUSED: dict[str, str] = {
     "--init-method-xavier-uniform": "weights are drawn from normal distributions; use --init-method-std",
     "--embedding-init-method-std": "embeddings outside of weight decay are not served; use --init-method-std",
     "--data-parallel-random-init": "ranks always start with the same weights",
-    "--num-layers-per-virtual-pipeline-stage": _PIPELINE,
-    "--num-virtual-stages-per-pipeline-rank": _PIPELINE,
-    "--decoder-first-pipeline-num-layers": _PIPELINE,
-    "--decoder-last-pipeline-num-layers": _PIPELINE,
-    "--microbatch-group-size-per-virtual-pipeline-stage": _PIPELINE,
-    "--account-for-embedding-in-pipeline-split": _PIPELINE,
-    "--account-for-loss-in-pipeline-split": _PIPELINE,
-    "--overlap-p2p-communication-warmup-flush": _PIPELINE,
     "--moe-layer-recompute": "use --recompute-granularity full, which recomputes layers with experts as well",
     "--pretrained-checkpoint": _CHECKPOINT,
     "--use-checkpoint-args": "the command line describes the model, and a checkpoint of another model is refused",

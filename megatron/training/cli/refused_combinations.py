@@ -424,12 +424,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "choose a `--tensor-model-parallel-size` that divides `--num-query-groups`",
     ),
     _not_served(
-        "pipeline stages with different numbers of layers",
-        lambda a: not _divides(a.pipeline_model_parallel_size, a.num_layers),
-        "all stages are built alike",
-        "choose a `--pipeline-model-parallel-size` that divides `--num-layers`",
-    ),
-    _not_served(
         "`--num-experts` with `--tensor-model-parallel-size` above 1 and no `--sequence-parallel`",
         lambda a: a.num_experts is not None and a.tensor_model_parallel_size > 1 and not a.sequence_parallel,
         "all tensor-parallel ranks would route the same tokens",
@@ -488,7 +482,6 @@ SAID_BEFORE: tuple[tuple[str, str], ...] = (
     ("--recompute-granularity full needs", "--recompute-granularity full must go with"),
     ("attention dropout with", "--attention-dropout must be 0 with --context-parallel-size"),
     ("query groups that", "--num-query-groups must be a multiple of --tensor-model-parallel-size"),
-    ("pipeline stages with", "--num-layers must be a multiple of --pipeline-model-parallel-size"),
     ("`--num-experts` with", "--sequence-parallel must be on with experts"),
     ("biases of shared experts", "--moe-shared-expert-intermediate-size must go with --disable-bias-linear"),
     ("biases of shared experts", "the bias of linear layers (off: --disable-bias-linear) must be off where experts"),

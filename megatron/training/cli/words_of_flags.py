@@ -16,6 +16,9 @@ _FIELDS = {
     "bias_activation_fusion": "the fusion of bias and activation (off: --no-bias-gelu-fusion, --no-bias-swiglu-fusion)",
     "activation_func": "the activation",
     "params_dtype": "--bf16",
+    "num_layers_in_first_pipeline_stage": "--decoder-first-pipeline-num-layers",
+    "num_layers_in_last_pipeline_stage": "--decoder-last-pipeline-num-layers",
+    "virtual_pipeline_model_parallel_size": "--num-virtual-stages-per-pipeline-rank",
 }
 """Fields of components whose flags have other names."""
 

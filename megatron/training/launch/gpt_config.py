@@ -10,7 +10,13 @@ import torch
 from megatron.core.extensions import why_missing
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size
+from megatron.core.pipeline_parallel.utils import (
+    is_pp_first_stage,
+    is_pp_last_stage,
+    is_vp_first_stage,
+    is_vp_last_stage,
+)
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 DEVICES_OF_TRANSFORMER_ENGINE: tuple[str, ...] = ("cuda",)
@@ -160,13 +166,19 @@ def _variants(config: TransformerConfig) -> dict[str, Any]:
 
 
 def build_gpt_model(
-    config: GPTConfig, *, vocab_size: int, device: torch.device, pg_collection: ProcessGroupCollection | None = None
+    config: GPTConfig,
+    *,
+    vocab_size: int,
+    device: torch.device,
+    pg_collection: ProcessGroupCollection | None = None,
+    vp_stage: int | None = None,
 ) -> GPTModel:
     """Build this rank's part of a GPT model, on ``device`` or, if configured, on the meta device.
 
     Args:
         vocab_size: the tokenizer's, without padding.
         pg_collection: the process groups over which the model is split; None: it is not split.
+        vp_stage: which of the rank's pipeline stages to build, where it has several.
 
     Raises:
         ImportError: ``config`` asks for FP8, and transformer-engine cannot be used; gives the reason.
@@ -174,6 +186,7 @@ def build_gpt_model(
     Ranks: each alone; a part has the same initial values as in the whole model.
     """
     stages = None if pg_collection is None else pg_collection.pp
+    num_chunks = config.transformer.virtual_pipeline_model_parallel_size
     uses_transformer_engine = _uses_transformer_engine(config, device)
     with torch.device("meta" if config.init_on_meta_device else device):
         return GPTModel(
@@ -181,8 +194,8 @@ def build_gpt_model(
             get_gpt_decoder_block_spec(config.transformer, use_transformer_engine=uses_transformer_engine),
             config.padded_vocab_size(vocab_size),
             config.max_position_embeddings,
-            pre_process=group_rank(stages) == 0,
-            post_process=group_rank(stages) == group_size(stages) - 1,
+            pre_process=is_pp_first_stage(stages) and is_vp_first_stage(vp_stage, num_chunks),
+            post_process=is_pp_last_stage(stages) and is_vp_last_stage(vp_stage, num_chunks),
             share_embeddings_and_output_weights=config.share_embeddings_and_output_weights,
             position_embedding_type=config.position_embedding_type,  # type: ignore[arg-type]
             rotary_percent=config.rotary_percent,
@@ -191,6 +204,7 @@ def build_gpt_model(
             rope_scaling_factor=config.rope_scaling_factor,
             seq_len_interpolation_factor=config.rotary_seq_len_interpolation_factor,
             pg_collection=pg_collection,
+            vp_stage=vp_stage,
         )
 
 

@@ -7,13 +7,14 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megatron.core.distributed.fsdp import FullyShardedDataParallel, contexts_of
+from megatron.core.distributed.fsdp import FullyShardedDataParallel, ModelChunks, contexts_of
 from megatron.core.distributed.fsdp.checkpoint import agree
 from megatron.core.full_cuda_graph import CudaStepGraph, FullCudaGraph
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
@@ -51,9 +52,9 @@ from megatron.training.telemetry.metrics import MetricLog, ScalarWriter, build_w
 from megatron.training.telemetry.profiling import StepProfiler, start_profiler
 from megatron.training.telemetry.progress_log import ProgressLog
 
-ModelProvider = Callable[[Settings, int, torch.device, ProcessGroupCollection], torch.nn.Module]
+ModelProvider = Callable[..., torch.nn.Module]
 """(settings, size of the vocabulary, device, process groups) -> this rank's part of the model, unwrapped; on the meta
-device if the settings say so."""
+device if the settings say so. Where a rank has several pipeline stages, it is called for each, with ``vp_stage``."""
 
 DatasetProvider = Callable[[Settings, Any, Sequence[int | None]], Datasets]
 """(settings, tokenizer, [3] numbers of samples of training, validation and test) -> datasets of dicts of tensors. None stands for
@@ -67,7 +68,7 @@ class TrainingSetup:
     settings: Settings
     device: torch.device
     datasets: Datasets
-    model: FullyShardedDataParallel
+    model: FullyShardedDataParallel | ModelChunks
     stage: PipelineStage
     """The pipeline stage of this rank."""
     eval_stage: PipelineStage
@@ -144,15 +145,8 @@ def set_up(
     print_rank_0(report_sizes(sizes))  # an index of many samples takes minutes
     datasets = datasets_provider(settings, tokenizer, sizes)
     groups = process_groups(settings.distributed, settings.grid)
-    module = model_provider(settings, tokenizer.vocab_size, device, groups)
-    model = FullyShardedDataParallel(
-        settings.model.transformer,
-        settings.ddp,
-        module,
-        device=device,
-        pg_collection=groups,
-    )
-    optimizer = get_megatron_optimizer(settings.optimizer, [model])
+    model = _sharded(settings, groups, device, partial(model_provider, settings, tokenizer.vocab_size, device, groups))
+    optimizer = get_megatron_optimizer(settings.optimizer, getattr(model, "model_chunks", [model]))
     architecture = settings.model.architecture(tokenizer.vocab_size)
     return TrainingSetup(
         settings=settings,
@@ -173,6 +167,18 @@ def set_up(
     )
 
 
+def _sharded(
+    settings: Settings, groups: ProcessGroupCollection, device: torch.device, build: Callable[..., torch.nn.Module]
+) -> FullyShardedDataParallel | ModelChunks:
+    """Build and shard this rank's part of the model: one stage, or several that take turns."""
+    transformer = settings.model.transformer
+    shard = partial(FullyShardedDataParallel, transformer, settings.ddp, device=device, pg_collection=groups)
+    num_chunks = transformer.virtual_pipeline_model_parallel_size or 1
+    if num_chunks == 1:
+        return shard(module=build())
+    return ModelChunks([shard(module=build(vp_stage=vp_stage)) for vp_stage in range(num_chunks)])
+
+
 def _pipeline_stage(
     settings: Settings, groups: ProcessGroupCollection, device: torch.device, micro_batch_size: int
 ) -> PipelineStage:
@@ -186,7 +192,13 @@ def _pipeline_stage(
         tensor_model_parallel_size=transformer.tensor_model_parallel_size,
         sequence_parallel=transformer.sequence_parallel,
     )
-    return PipelineStage(group=groups.pp, hidden_shape=shape, dtype=transformer.pipeline_dtype or dtype, device=device)
+    return PipelineStage(
+        group=groups.pp,
+        hidden_shape=shape,
+        dtype=transformer.pipeline_dtype or dtype,
+        device=device,
+        num_chunks=transformer.virtual_pipeline_model_parallel_size or 1,
+    )
 
 
 def _report(setup: TrainingSetup) -> str:

@@ -71,7 +71,7 @@ def validate_args(args: Namespace, defaults: Mapping[str, Any] | None = None) ->
     args.params_dtype = transformer.params_dtype
     args.ffn_hidden_size, args.kv_channels = transformer.ffn_hidden_size, transformer.kv_channels
     args.num_query_groups = transformer.num_query_groups
-    args.virtual_pipeline_model_parallel_size = None
+    args.virtual_pipeline_model_parallel_size = transformer.virtual_pipeline_model_parallel_size
     args.consumed_train_samples = args.consumed_valid_samples = args.iteration = 0
     args.padded_vocab_size = getattr(args, "padded_vocab_size", None)
     return args

@@ -87,6 +87,7 @@ def _build_groups(settings: Settings, timeout: timedelta, *embedding_ranks: Call
     parallel_state.initialize_model_parallel(
         grid.tensor_model_parallel_size,
         grid.pipeline_model_parallel_size,
+        settings.model.transformer.virtual_pipeline_model_parallel_size,
         context_parallel_size=grid.context_parallel_size,
         expert_model_parallel_size=grid.expert_model_parallel_size,
         expert_tensor_parallel_size=grid.expert_tensor_parallel_size,
@@ -108,21 +109,43 @@ def get_model(
     """Build this rank's part of a model, and wrap it for data parallelism as the arguments of the run say.
 
     Args:
-        model_provider_func: called with ``pre_process`` and ``post_process``, and with ``config`` and ``pg_collection`` if it
-            takes them.
+        model_provider_func: called with ``pre_process`` and ``post_process``, and with ``config``, ``pg_collection`` and
+            ``vp_stage`` if it takes them.
         wrap_with_ddp: False: the model as it is, or in ``Float16Module``.
         config: the model's configuration; None: that of the arguments.
 
     Returns:
-        [1] the model.
+        [C] this rank's stages: one, or several that take turns.
 
     Ranks: all; blocks.
     """
     settings = settings_of(get_args())
     group, transformer = group_of(pg_collection, "pp"), config or settings.model.transformer
     given = {"config": transformer, "pg_collection": pg_collection}
-    model = _provided(model_provider_func, group_rank(group), group_size(group), given)
     device = initialize_distributed(settings.distributed)
+    num_chunks = transformer.virtual_pipeline_model_parallel_size or 1
+    return [
+        _wrapped(
+            _provided(model_provider_func, group_rank(group), group_size(group), given, chunk, num_chunks),
+            wrap_with_ddp=wrap_with_ddp,
+            transformer=transformer,
+            device=device,
+            pg_collection=pg_collection,
+        )
+        for chunk in range(num_chunks)
+    ]
+
+
+def _wrapped(
+    model: torch.nn.Module,
+    *,
+    wrap_with_ddp: bool,
+    transformer: Any,
+    device: torch.device,
+    pg_collection: ProcessGroupCollection | None,
+) -> torch.nn.Module:
+    """Put one stage into the wrappers that the arguments of the run ask for."""
+    settings = settings_of(get_args())
     if not settings.model.init_on_meta_device:
         model = model.to(device)
     dtypes = {parameter.dtype for parameter in model.parameters()}
@@ -130,20 +153,28 @@ def get_model(
     if (transformer.bf16 or transformer.fp16) and torch.float32 in dtypes and half not in dtypes:
         model = Float16Module(transformer, model)
     if not wrap_with_ddp:
-        return [model]
+        return model
     if settings.ddp.use_megatron_fsdp:
-        return [FullyShardedDataParallel(transformer, settings.ddp, model, device=device, pg_collection=pg_collection)]
-    return [DistributedDataParallel(transformer, settings.ddp, model, pg_collection=pg_collection)]
+        return FullyShardedDataParallel(transformer, settings.ddp, model, device=device, pg_collection=pg_collection)
+    return DistributedDataParallel(transformer, settings.ddp, model, pg_collection=pg_collection)
 
 
 def _provided(
-    provider: Callable[..., torch.nn.Module], stage: int, num_stages: int, given: dict[str, Any]
+    provider: Callable[..., torch.nn.Module],
+    rank: int,
+    num_ranks: int,
+    given: dict[str, Any],
+    chunk: int = 0,
+    num_chunks: int = 1,
 ) -> torch.nn.Module:
-    """Call a model provider with what it takes."""
+    """Call a model provider with what it takes, for one of the stages of a pipeline rank."""
     taken = inspect.signature(provider).parameters
     takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in taken.values())
     further = {name: value for name, value in given.items() if value is not None and (takes_all or name in taken)}
-    return provider(pre_process=stage == 0, post_process=stage == num_stages - 1, **further)
+    if num_chunks > 1:
+        further["vp_stage"] = chunk  # who does not take it cannot build the stages
+    is_first, is_last = (rank, chunk) == (0, 0), (rank, chunk) == (num_ranks - 1, num_chunks - 1)
+    return provider(pre_process=is_first, post_process=is_last, **further)
 
 
 def pretrain(
@@ -212,13 +243,17 @@ def _model(
     vocab_size: int,
     device: torch.device,
     groups: ProcessGroupCollection,
+    vp_stage: int | None = None,
 ) -> torch.nn.Module:
     args.padded_vocab_size = settings.model.padded_vocab_size(vocab_size)
     if provider is None:
-        return build_gpt_model(settings.model, vocab_size=vocab_size, device=device, pg_collection=groups)
+        return build_gpt_model(
+            settings.model, vocab_size=vocab_size, device=device, pg_collection=groups, vp_stage=vp_stage
+        )
     given = {"config": settings.model.transformer, "pg_collection": groups}
     with torch.device(device):
-        return _provided(provider, group_rank(groups.pp), group_size(groups.pp), given)
+        num_chunks = settings.model.transformer.virtual_pipeline_model_parallel_size or 1
+        return _provided(provider, group_rank(groups.pp), group_size(groups.pp), given, vp_stage or 0, num_chunks)
 
 
 def _forward(

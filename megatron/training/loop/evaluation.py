@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.core.pipeline_parallel import Pipeline, PipelineStage
-from megatron.training.loop.stage_forward import Batch, ForwardStep, StageForward
+from megatron.core.pipeline_parallel import PipelineStage, StagePipeline
+from megatron.training.loop.stage_forward import Batch, ForwardStep, SharedBatches, StageForward, stages_of_rank
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,12 +66,13 @@ def evaluate(
     Ranks: all of the run, which all get the same loss; blocks until it is known.
     """
     stage = stage or PipelineStage()
-    microbatches = _Microbatches(StageForward(model, forward_step, stage), batches, device)
+    shared = SharedBatches(batches, stage.num_chunks)
+    sums = torch.zeros(2, device=device, dtype=torch.float64)
+    stages = [_Microbatches(own, shared, sums) for _, own in stages_of_rank(model, forward_step, stage)]
     model.eval()
     if num_microbatches > 0:
-        Pipeline(stage).forward_only(microbatches, num_microbatches)
+        StagePipeline(stage, getattr(model, "config", None)).forward_only(stages, num_microbatches)
     model.train()
-    sums = microbatches.sums
     # Ranks that share samples add the same to both sums, and stages without losses add zeros, so the mean is right.
     dist.all_reduce(sums)
     loss_sum, num_tokens = sums.tolist()
@@ -79,14 +80,17 @@ def evaluate(
 
 
 class _Microbatches:
-    """The microbatches of an evaluation, as ``Pipeline.forward_only`` runs them."""
+    """The microbatches of an evaluation on one stage, as ``StagePipeline.forward_only`` runs them.
 
-    def __init__(self, stage_forward: StageForward, batches: Iterator[Batch], device: torch.device) -> None:
-        self.stage_forward, self.batches = stage_forward, batches
-        self.sums = torch.zeros(2, device=device, dtype=torch.float64)
+    Args:
+        sums: [2] sums of losses and tokens, to which the last stage adds.
+    """
+
+    def __init__(self, stage_forward: StageForward, batches: SharedBatches, sums: Tensor) -> None:
+        self.stage_forward, self.batches, self.sums = stage_forward, batches, sums
 
     def forward(self, index: int, hidden_states: Tensor | None) -> Tensor:
-        output = self.stage_forward(next(self.batches), hidden_states)
+        output = self.stage_forward(self.batches[index], hidden_states)
         if isinstance(output, Tensor):
             return output
         loss, tokens = output

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -19,6 +19,45 @@ stage without output layer (``has_output_layer``): the model's output, [s, b, h]
 def has_output_layer(model: torch.nn.Module) -> bool:
     """Return whether the model, wrapped or not, computes losses: it is not split into stages, or it is the last one."""
     return bool(getattr(_unwrapped(model), "post_process", True))
+
+
+class SharedBatches:
+    """The microbatches of a step or an evaluation, each of which all stages of this rank compute.
+
+    Args:
+        batches: iterator over the microbatches, in order.
+        num_stages: stages of this rank.
+    """
+
+    def __init__(self, batches: Iterator[Batch], num_stages: int) -> None:
+        self._batches, self._num_stages = batches, num_stages
+        self._held: dict[int, tuple[Batch, int]] = {}  # with the number of stages that have not had it
+
+    def __getitem__(self, index: int) -> Batch:
+        """Return a microbatch; each stage asks for each one once, in order."""
+        if index not in self._held:
+            batch = next(self._batches)
+            if self._num_stages == 1:
+                return batch
+            self._held[index] = batch, self._num_stages
+        batch, missing = self._held.pop(index)
+        if missing > 1:
+            self._held[index] = batch, missing - 1
+        return batch
+
+
+def stages_of_rank(
+    model: torch.nn.Module, forward_step: ForwardStep, stage: PipelineStage
+) -> list[tuple[torch.nn.Module, StageForward]]:
+    """Return the models of this rank's stages, each with the call of ``forward_step`` on it.
+
+    Raises:
+        ValueError: the model has another number of stages.
+    """
+    models = list(getattr(model, "model_chunks", [model]))
+    if len(models) != stage.num_chunks:
+        raise ValueError(f"the model must have the {stage.num_chunks} stages of its rank, got {len(models)}")
+    return [(own, StageForward(own, forward_step, of)) for own, of in zip(models, stage.of_chunks, strict=True)]
 
 
 class StageForward:

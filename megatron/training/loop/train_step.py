@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from megatron.core.distributed.fsdp import FullyShardedDataParallel, microbatch
+from megatron.core.distributed.fsdp import FullyShardedDataParallel, ModelChunks, microbatch
 from megatron.core.full_cuda_graph import FullCudaGraph
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.core.pipeline_parallel import Pipeline, PipelineStage
+from megatron.core.pipeline_parallel import PipelineStage, StagePipeline
 from megatron.core.process_groups_config import group_rank, group_size
 from megatron.core.tensor_parallel.random import rng_tracker_of, seed_streams
 from megatron.core.transformer.moe.expert_bias import routers_with_bias, update_expert_biases
@@ -22,7 +22,10 @@ from megatron.core.transformer.moe.moe_layer import num_expert_layers
 from megatron.core.transformer.moe.router import record_auxiliary_losses, set_loss_scale, set_num_microbatches
 from megatron.training.data.batches import BatchConfig
 from megatron.training.loop.dropout_seed import microbatch_seed
-from megatron.training.loop.stage_forward import Batch, ForwardStep, StageForward
+from megatron.training.loop.stage_forward import Batch, ForwardStep, SharedBatches, stages_of_rank
+
+Draw = Callable[..., None]
+"""``draw(i, c)`` seeds the random generators for microbatch ``i`` on this rank's stage ``c``; ``draw(i)`` on the only one."""
 
 __all__ = ["Batch", "ForwardStep", "StepComputation", "StepRecord", "TrainStep"]
 
@@ -72,7 +75,7 @@ class StepComputation:
 
     def __init__(
         self,
-        model: FullyShardedDataParallel,
+        model: FullyShardedDataParallel | ModelChunks,
         optimizer: MegatronOptimizer,
         forward_step: ForwardStep,
         *,
@@ -84,8 +87,8 @@ class StepComputation:
         self.model, self.optimizer = model, optimizer
         self.per_token_loss, self.device = per_token_loss, device
         self.stage = stage or PipelineStage()
-        self.stage_forward = StageForward(model, forward_step, self.stage)
-        self.pipeline = Pipeline(self.stage)
+        self.stages = stages_of_rank(model, forward_step, self.stage)
+        self.pipeline = StagePipeline(self.stage, model.config)
         self.set_num_microbatches(num_microbatches)
         self.auxiliary_losses = record_auxiliary_losses(model, model.config)
         self.biased_routers = routers_with_bias(model)
@@ -99,21 +102,22 @@ class StepComputation:
         self.num_microbatches = num_microbatches
         set_num_microbatches(self.model, num_microbatches)
 
-    def __call__(self, microbatches: Iterable[Batch], draw: Callable[[int], None]) -> dict[str, Tensor]:
+    def __call__(self, microbatches: Iterable[Batch], draw: Draw) -> dict[str, Tensor]:
         """Run one step; return the tensors of a ``StepRecord`` by name. Does not block the host.
 
         Args:
             microbatches: [M] microbatches of this rank.
-            draw: ``draw(i)`` seeds the random generators for microbatch ``i``.
+            draw: seeds the random generators for each forward.
         """
         if self.auxiliary_losses is not None:
             self.auxiliary_losses.clear()
-        microbatches_of_stage = _Microbatches(self, iter(microbatches), draw)
+        shared = SharedBatches(iter(microbatches), len(self.stages))
+        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
+        stages = [_Microbatches(self, chunk, shared, draw, sums) for chunk in range(len(self.stages))]
         timer = self.timer
         if timer is not None:
             timer.start("forward-backward")
-        self.pipeline.forward_backward(microbatches_of_stage, self.num_microbatches)
-        sums = microbatches_of_stage.sums
+        self.pipeline.forward_backward(stages, self.num_microbatches)
         if self.stage.num_stages > 1:
             dist.all_reduce(sums, group=self.stage.group)  # only those of the last stage are not zero
         if self.per_token_loss:
@@ -160,29 +164,32 @@ class StepComputation:
 
 
 class _Microbatches:
-    """The microbatches of one step, as ``Pipeline.forward_backward`` runs them.
+    """The microbatches of one step on one of this rank's stages, as ``StagePipeline.forward_backward`` runs them.
 
-    Attributes:
-        sums: [2] sums of losses and tokens so far, fp64; zeros on all stages but the last.
+    Args:
+        sums: [2] sums of losses and tokens so far, fp64, to which the last stage adds.
     """
 
-    def __init__(self, step: StepComputation, microbatches: Iterator[Batch], draw: Callable[[int], None]) -> None:
-        self.step, self.microbatches, self.draw = step, microbatches, draw
-        self.sums = torch.zeros(2, dtype=torch.float64, device=step.device)
+    def __init__(self, step: StepComputation, chunk: int, batches: SharedBatches, draw: Draw, sums: Tensor) -> None:
+        self.step, self.chunk, self.batches, self.draw, self.sums = step, chunk, batches, draw, sums
+        self.model, self.stage_forward = step.stages[chunk]
 
     def forward(self, index: int, hidden_states: Tensor | None) -> Tensor:
         self.step.microbatch = index
         timer = self.step.timer
         if timer is not None:
             timer.start("batch-generator")
-        data = next(self.microbatches)
+        data = self.batches[index]
         if timer is not None:
             timer.stop("batch-generator")
             timer.start("forward-compute")
-        # After next(), since loaders may draw random numbers, on which dropout must not depend.
-        self.draw(index)
-        with microbatch(self.step.model, is_first=index == 0, is_last=False):
-            output = self.step.stage_forward(data, hidden_states)
+        # After the batch, since loaders may draw random numbers, on which dropout must not depend.
+        if self.chunk == 0:
+            self.draw(index)
+        else:
+            self.draw(index, self.chunk)
+        with microbatch(self.model, is_first=index == 0, is_last=False):
+            output = self.stage_forward(data, hidden_states)
         if timer is not None:
             timer.stop("forward-compute")
         if isinstance(output, Tensor):
@@ -196,7 +203,7 @@ class _Microbatches:
         timer = self.step.timer
         if timer is not None:
             timer.start("backward-compute")
-        with microbatch(self.step.model, is_first=False, is_last=is_last):
+        with microbatch(self.model, is_first=False, is_last=is_last):
             torch.autograd.backward(output, gradient)
         if timer is not None:
             timer.stop("backward-compute")
@@ -230,7 +237,7 @@ class TrainStep:
         self.computation, self.scheduler, self.batch = computation, scheduler, batch
         self.model, self.optimizer = computation.model, computation.optimizer
         self.seed, self.rank, self.graph = seed, rank, graph
-        self.tracker = rng_tracker_of(self.model)
+        self.trackers = [rng_tracker_of(model) for model, _ in computation.stages]
         if graph is not None:
             _check_capturable(self.model)
 
@@ -245,8 +252,9 @@ class TrainStep:
         seeds = [self._seed(iteration, index) for index in range(count)]
         if self.graph is None:
 
-            def draw(index: int) -> None:
-                seed_streams(seeds[index], self.tracker)
+            def draw(index: int, chunk: int = 0) -> None:
+                seed = self._seed(iteration, index, chunk) if chunk else seeds[index]
+                seed_streams(seed, self.trackers[chunk])
 
             results = self.computation((next(batches) for _ in range(count)), draw)
         else:
@@ -274,9 +282,10 @@ class TrainStep:
         self.batch = batch
         self.computation.set_num_microbatches(batch.num_microbatches)
 
-    def _seed(self, iteration: int, index: int) -> int:
+    def _seed(self, iteration: int, index: int, chunk: int = 0) -> int:
         own = microbatch_seed(self.seed, iteration, index * self.batch.data_parallel_size + self.rank)
-        stage, part = self.computation.stage.index, group_rank(self.model.pg_collection.cp)
+        of_rank = self.computation.stage
+        stage, part = chunk * of_rank.num_stages + of_rank.index, group_rank(self.model.pg_collection.cp)
         # Stages (other layers) and context-parallel ranks (other parts of the sequences) draw different dropout.
         return microbatch_seed(own, stage, part) if stage or part else own
 
@@ -286,7 +295,7 @@ class TrainStep:
             self.graph.close()
 
 
-def _check_capturable(model: FullyShardedDataParallel) -> None:
+def _check_capturable(model: FullyShardedDataParallel | ModelChunks) -> None:
     if model.ddp_config.fsdp_all_gather_in_start_param_sync:
         raise ValueError(
             "fsdp_all_gather_in_start_param_sync must be off where steps are captured, got it on: nothing may be gathered "

@@ -13,7 +13,6 @@ from megatron.core import parallel_state
 from megatron.core._rank_utils import safe_get_rank
 from megatron.core.datasets.blend import get_blend_from_list
 from megatron.core.model_wrappers import unwrap_model
-from megatron.core.process_groups_config import group_of, group_rank, group_size
 
 __all__ = [
     "average_losses_across_data_parallel_group",
@@ -47,8 +46,10 @@ def print_rank_last(message: object) -> None:
 
 def is_first_or_last_pipeline_stage(vp_stage: int | None = None) -> bool:
     """Return whether this rank's stage has the embedding or the output layer."""
-    group = group_of(None, "pp")
-    return group_rank(group) in (0, group_size(group) - 1)
+    if not parallel_state.is_initialized():
+        return True
+    is_first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
+    return is_first or parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
 
 
 def is_hybrid_model(args: Namespace) -> bool:

@@ -91,7 +91,6 @@ def test_layers_of_a_caller_compute_what_ours_do() -> None:
 @pytest.mark.parametrize(
     ("arguments", "name"),
     [
-        ({"vp_stage": 1}, "vp_stage"),
         ({"is_mtp_layer": True}, "is_mtp_layer"),
         ({"pp_layer_offset": 2}, "pp_layer_offset"),
     ],
@@ -102,7 +101,9 @@ def test_what_is_not_served_is_refused_by_name(arguments: dict[str, Any], name: 
 
 
 def test_names_and_numbers_of_the_whole_model_change_nothing() -> None:
-    layer = TransformerLayer(_config(), SPEC.submodules, 2, add_layer_offset=False, pp_layer_offset=0, name="decoder.1")
+    layer = TransformerLayer(
+        _config(), SPEC.submodules, 2, vp_stage=1, add_layer_offset=False, pp_layer_offset=0, name="decoder.1"
+    )
     assert layer.layer_number == 2
 
 

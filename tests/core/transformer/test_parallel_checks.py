@@ -34,7 +34,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {**TP2, "cp_comm_type": "a2a", "context_parallel_size": 4},
         "cp_comm_type='a2a' must go with num_query_groups .*, got None, 4, 2 and 4",
     ),
-    ({"pipeline_model_parallel_size": 3}, "num_layers must be a multiple of .*, got 4 and 3"),
     ({"expert_model_parallel_size": 2}, "expert_model_parallel_size must be 1 without num_moe_experts, got 2"),
     ({"moe_layer_freq": 2}, "moe_layer_freq must be 1 without num_moe_experts, got 2"),
     ({"moe_router_topk": 1}, "moe_router_topk must be 2 without num_moe_experts, got 1"),

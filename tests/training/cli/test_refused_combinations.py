@@ -92,7 +92,6 @@ COMBINATIONS: list[tuple[str, str]] = [
         "--tensor-model-parallel-size 4 --group-query-attention --num-query-groups 2",
         "--tensor-model-parallel-size 2 --group-query-attention --num-query-groups 2",
     ),
-    ("--pipeline-model-parallel-size 4", "--pipeline-model-parallel-size 2"),
     (
         f"{EXPERTS} --tensor-model-parallel-size 2",
         f"{EXPERTS} --tensor-model-parallel-size 2 --sequence-parallel {NO_BIAS}",

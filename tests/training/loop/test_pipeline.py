@@ -48,7 +48,14 @@ AHEAD = [
     Case(ahead=10**5, microbatches=5, steps=4, evaluates=True),
     Case(ahead=3000, replicas=2, microbatches=5, steps=4),
 ]
-ALL = [*TWO_STAGES, *TWO_BY_TWO, *FOUR_STAGES, *PER_TOKEN, *RECOMPUTED, *KEPT, *PEER_COPY, *AHEAD]
+TURNS = [
+    Case(virtual=2, microbatches=4, tied=True, overlaps=True, evaluates=True),
+    Case(virtual=2, microbatches=5, group=3, overlaps=True),
+    Case(virtual=2, microbatches=2, strategy="optim", per_token=True, clip=0.1),
+    Case(virtual=2, microbatches=4, strategy="no_shard", recompute="uniform", tied=True),
+]
+TURNS_KEPT = [Case(virtual=2, budget=1e9, steps=4, evaluates=True, overlaps=True)]
+ALL = [*TURNS, *TURNS_KEPT, *TWO_STAGES, *TWO_BY_TWO, *FOUR_STAGES, *PER_TOKEN, *RECOMPUTED, *KEPT, *PEER_COPY, *AHEAD]
 
 
 @functools.cache
@@ -93,6 +100,7 @@ def label(case: Case) -> str:
     parts = [f"pp{case.stages}", f"dp{case.replicas}", case.strategy, f"M{case.microbatches}"]
     flags = ("tied", "per_token", "budget", "ahead", "recompute", "evaluates")
     parts += [name for name in flags if getattr(case, name)]
+    parts += [f"vp{case.virtual}"] * (case.virtual > 1)
     return "-".join([*parts, *([case.transport] if case.transport != "nccl" else [])])
 
 
@@ -111,7 +119,7 @@ def test_stages_train_as_one_process_does(case: Case) -> None:
         np.testing.assert_allclose(values, own, rtol=1e-5, atol=1e-6, err_msg=name)
 
 
-@pytest.mark.parametrize("case", [*TWO_STAGES, *TWO_BY_TWO, *FOUR_STAGES, *AHEAD, *RECOMPUTED], ids=label)
+@pytest.mark.parametrize("case", [*TURNS, *TWO_STAGES, *TWO_BY_TWO, *FOUR_STAGES, *AHEAD, *RECOMPUTED], ids=label)
 def test_steps_follow_the_plan_from_the_second_on(case: Case) -> None:
     """The order of a 1F1B step is the same every time: nothing is gathered on demand in it."""
     for outcome in outcomes_of(case):
@@ -146,14 +154,14 @@ def _num_gathers(case: Case, stage: int, units: list[str], sizes: dict[str, int]
     return sum(sizes[units[use]] for use in gathered)
 
 
-@pytest.mark.parametrize("case", KEPT, ids=label)
+@pytest.mark.parametrize("case", [*KEPT, *TURNS_KEPT], ids=label)
 def test_a_budget_keeps_weights_for_the_whole_step(case: Case) -> None:
     for outcome in outcomes_of(case):
         expected = outcome.num_groups["all"] if case.is_sharded else 0
         assert outcome.gathers[1:] == [expected] * (case.steps - 1)
 
 
-@pytest.mark.parametrize("case", [*TWO_STAGES, *TWO_BY_TWO, *FOUR_STAGES], ids=label)
+@pytest.mark.parametrize("case", [*TURNS, *TWO_STAGES, *TWO_BY_TWO, *FOUR_STAGES], ids=label)
 def test_gradients_are_reduced_as_placements_say(case: Case) -> None:
     """Sharded gradients with each microbatch, partial sums with the last one alone."""
     passes = case.microbatches if case.strategy in ("optim_grads", "optim_grads_params") else 1
@@ -167,6 +175,15 @@ def test_no_more_graphs_are_alive_than_the_schedule_says(case: Case) -> None:
     for rank, outcome in enumerate(outcomes_of(case)):
         assert outcome.most_outputs == 0
         assert outcome.most_in_flight == min(case.stages - rank // case.replicas, case.microbatches)
+
+
+@pytest.mark.parametrize("case", TURNS, ids=label)
+def test_stages_that_take_turns_keep_the_graphs_of_the_warm_up(case: Case) -> None:
+    """The last virtual stage of the last rank alone begins the backward of a forward at once."""
+    for rank, outcome in enumerate(outcomes_of(case)):
+        warm_up = 2 * (case.stages - rank - 1) + (case.virtual - 1) * (case.group or case.stages)
+        assert outcome.most_outputs == 0
+        assert outcome.most_in_flight == min(warm_up + 1, case.virtual * case.microbatches)
 
 
 @pytest.mark.gpu(2)

@@ -31,6 +31,7 @@ from megatron.core.distributed.fsdp.self_audit import AuditReport, audit
 
 if TYPE_CHECKING:
     from megatron.core.distributed.fsdp.adapter.fully_sharded_data_parallel import FullyShardedDataParallel
+    from megatron.core.distributed.fsdp.adapter.model_chunks import ModelChunks
 
 __all__ = [
     "TRANSPORT_KINDS",
@@ -47,6 +48,7 @@ __all__ = [
     "FullyShardedDataParallel",
     "Granule",
     "MixedPrecisionPolicy",
+    "ModelChunks",
     "ModelParallel",
     "NormScope",
     "Placements",
@@ -74,4 +76,8 @@ def __getattr__(name: str) -> Any:
         from megatron.core.distributed.fsdp.adapter.fully_sharded_data_parallel import FullyShardedDataParallel
 
         return FullyShardedDataParallel
+    if name == "ModelChunks":
+        from megatron.core.distributed.fsdp.adapter.model_chunks import ModelChunks
+
+        return ModelChunks
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

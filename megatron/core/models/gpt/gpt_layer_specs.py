@@ -250,20 +250,17 @@ def get_gpt_decoder_block_spec(
 ) -> TransformerBlockSubmodules:
     """Return the specs of all layers of a model, with experts where ``moe_layer_freq`` says so, and of the final norm.
 
-    A pipeline stage builds its own layers of them, so ``pp_rank`` has no effect.
+    A pipeline stage builds its own layers of them, so ``vp_stage`` and ``pp_rank`` have no effect.
 
     Args:
         use_transformer_engine: layers are those of ``get_gpt_layer_with_transformer_engine_spec``.
         normalization: as for ``get_gpt_layer_local_spec``; without effect on layers of transformer-engine, which have that
             of the configuration.
         qk_l2_norm: as for ``get_gpt_layer_local_spec``; also on where the configuration has it.
-        vp_stage: must be None.
 
     Raises:
         ImportError: transformer-engine cannot be used; gives the reason.
-        NotImplementedError: ``vp_stage`` is given.
     """
-    _refuse("get_gpt_decoder_block_spec", vp_stage=vp_stage)
     spec: Callable[..., ModuleSpec]
     settings: dict[str, Any] = {
         "qk_layernorm": config.qk_layernorm,

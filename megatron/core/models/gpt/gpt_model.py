@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from torch.distributed import ProcessGroup
 
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
@@ -22,6 +23,7 @@ from megatron.core.transformer.enums import ModelType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.multi_latent_attention import mla_rotary_embedding
 from megatron.core.transformer.parameter_init import initialize_model
+from megatron.core.transformer.pipeline_layers import stage_of
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import MLATransformerConfig
@@ -59,7 +61,8 @@ class GPTModel(LanguageModule):
         pg_collection: the process groups over which the model is split; each rank builds its part. None: those of
             ``parallel_state``, and where it has none the model is not split. With the groups of ``parallel_state`` degrees
             that ``config`` leaves at 1 are set to theirs.
-        logit_dtype, mtp_block_spec, vp_stage: must be None.
+        vp_stage: which of the rank's virtual stages this is, where it has several.
+        logit_dtype, mtp_block_spec: must be None.
 
     Raises:
         ValueError: an argument is out of range, or the process groups have other sizes than the configuration says.
@@ -97,12 +100,12 @@ class GPTModel(LanguageModule):
             fp16_lm_cross_entropy=fp16_lm_cross_entropy,
             logit_dtype=logit_dtype,
             mtp_block_spec=mtp_block_spec,
-            vp_stage=vp_stage,
         )
         if pg_collection is None:
             take_default_degrees(config)
-        _check_stage(pre_process, post_process, pg_collection)
         _check_degrees(config, pg_collection)
+        self.vp_stage = vp_stage
+        _check_stage(config, pre_process, post_process, group_of(pg_collection, "pp"), vp_stage)
         self.transformer_layer_spec = transformer_layer_spec
         self.vocab_size, self.max_sequence_length = vocab_size, max_sequence_length
         self.pre_process, self.post_process = pre_process, post_process
@@ -150,6 +153,7 @@ class GPTModel(LanguageModule):
             pre_process=self.pre_process,
             post_process=self.post_process,
             pg_collection=self.pg_collection,
+            vp_stage=self.vp_stage,
         )
         if self.post_process:
             is_shared = self.share_embeddings_and_output_weights
@@ -311,7 +315,6 @@ _NOT_SERVED: Served = {
     "fp16_lm_cross_entropy": (ANY, "the cross entropy is always in fp32, as in Megatron-Core"),
     "logit_dtype": ((None,), "logits have the dtype of the output layer"),
     "mtp_block_spec": ((None,), "multi-token prediction is not served"),
-    "vp_stage": ((None,), "each stage is one block of layers"),
     "inference_context": ((None,), "the model has no cache of keys and values"),
     "inference_params": ((None,), "the model has no cache of keys and values"),
     "output_processor": ((None,), "process what forward returns"),
@@ -331,10 +334,16 @@ def _check_rope_of_mla(*, rope_scaling: bool, seq_len_interpolation_factor: floa
         )
 
 
-def _check_stage(pre_process: bool, post_process: bool, pg_collection: ProcessGroupCollection | None) -> None:
+def _check_stage(
+    config: TransformerConfig,
+    pre_process: bool,
+    post_process: bool,
+    ranks: ProcessGroup | None,
+    vp_stage: int | None,
+) -> None:
     """Raise where another stage than the first has the embedding, or another than the last has the output layer."""
-    group = group_of(pg_collection, "pp")
-    stage, num_stages = group_rank(group), group_size(group)
+    num_stages = group_size(ranks) * (config.virtual_pipeline_model_parallel_size or 1)
+    stage = stage_of(config, pp_rank=group_rank(ranks), vp_stage=vp_stage, num_ranks=group_size(ranks)).index
     if num_stages > 1 and (pre_process, post_process) != (stage == 0, stage == num_stages - 1):
         raise ValueError(
             f"of {num_stages} pipeline stages only the first must have pre_process=True and only the last post_process=True, "

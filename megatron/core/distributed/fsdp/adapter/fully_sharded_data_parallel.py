@@ -112,6 +112,8 @@ class FullyShardedDataParallel(MegatronNames):
         memory_budget_nbytes = _budget_nbytes(
             ddp_config.fsdp_memory_budget, group, device_of(self.dist_index.get_root_mesh())
         )
+        # The virtual stages of a rank, each with a plan of its own, share the budget.
+        memory_budget_nbytes //= getattr(self.config, "virtual_pipeline_model_parallel_size", None) or 1
         for context in self._contexts():
             context.prefetch_scheduler.prefetches = ddp_config.overlap_param_gather
             context.grad_reducer.overlaps = ddp_config.overlap_grad_reduce

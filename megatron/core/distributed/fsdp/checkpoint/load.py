@@ -10,9 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
-from megatron.core.distributed.fsdp.api.module import fsdp_modules
 from megatron.core.distributed.fsdp.checkpoint.agreement import agree, check_initialized, digest_of, firsts
 from megatron.core.distributed.fsdp.checkpoint.description import Entries, StoredTensor
 from megatron.core.distributed.fsdp.checkpoint.optimizer import (
@@ -29,17 +27,19 @@ from megatron.core.distributed.fsdp.checkpoint.state import (
     OPTIMIZER,
     OPTIONAL_STATE,
     PER_RANK,
+    Model,
     NamedTensor,
     is_split,
     model_tensors,
     module_states,
     optional_states,
-    unwrapped,
+    roots_of,
+    units_of,
 )
 
 
 def load_checkpoint(
-    model: nn.Module,
+    model: Model,
     optimizer: Any,
     path: str | os.PathLike[str],
     *,
@@ -120,7 +120,7 @@ class Load:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: Model,
         optimizer: Any,
         path: str | os.PathLike[str],
         *,
@@ -128,8 +128,8 @@ class Load:
         verify: bool = True,
         reader: TensorReader | None = None,
     ) -> None:
-        self._model, self._path, self._rank = unwrapped(model), path, rank
-        for module in fsdp_modules(self._model):
+        self._model, self._path, self._rank = roots_of(model), path, rank
+        for module in units_of(self._model):
             module._fsdp_unit.show_sharded()
         self._reader = CheckpointReader(Path(os.path.abspath(path)), verify=verify) if reader is None else reader
         self._saved: Entries = self._reader.entries
@@ -166,12 +166,12 @@ class Load:
             self._optimizer.install()
         for name, module in module_states(self._model).items():
             module.set_extra_state(self._module_values[name])
-        for group in (group for module in fsdp_modules(self._model) for group in module.parameter_groups):
+        for group in (group for module in units_of(self._model) for group in module.parameter_groups):
             group.weights.note_load()
         for name, module in optional_states(self._model).items():
             if name in self._module_values:
                 module.set_optional_state(self._module_values[name])
-        for unit in (module._fsdp_unit for module in fsdp_modules(self._model)):
+        for unit in (module._fsdp_unit for module in units_of(self._model)):
             if unit.context is not None:
                 unit.context.weights_changed()
 

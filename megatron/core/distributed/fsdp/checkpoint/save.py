@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from megatron.core.distributed.fsdp.checkpoint.agreement import agree, check_initialized, digest_of, firsts
 from megatron.core.distributed.fsdp.checkpoint.chunks import Chunk, chunks_to_write, copied_to_host, plain_chunks
@@ -28,6 +27,7 @@ from megatron.core.distributed.fsdp.checkpoint.optimizer import (
 from megatron.core.distributed.fsdp.checkpoint.state import (
     EXTRA_STATE,
     PER_RANK,
+    Model,
     is_split,
     model_tensors,
     module_states,
@@ -38,7 +38,7 @@ from megatron.core.distributed.fsdp.checkpoint.views import ForeignLayout
 
 
 def save_checkpoint(
-    model: nn.Module,
+    model: Model,
     optimizer: Any,
     path: str | os.PathLike[str],
     *,
@@ -101,7 +101,7 @@ def save_checkpoint(
     return None
 
 
-def planned_nbytes(model: nn.Module, optimizer: Any) -> int:
+def planned_nbytes(model: Model, optimizer: Any) -> int:
     """Compute the bytes of tensors that this rank will write of a checkpoint, before the optimizer has made its state.
 
     Args:
@@ -167,7 +167,7 @@ class LocalState:
 
 
 def local_state(
-    model: nn.Module, optimizer: Any, extra_state: Mapping[str, Any], *, rank: int, whole: bool = False
+    model: Model, optimizer: Any, extra_state: Mapping[str, Any], *, rank: int, whole: bool = False
 ) -> LocalState:
     """Collect this rank's share of the state. Plain values are copied, tensors are not.
 

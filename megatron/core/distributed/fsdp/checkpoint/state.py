@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,8 @@ OPTIMIZER, EXTRA_STATE, OPTIONAL_STATE = "optimizer.", "extra_state.", "optional
 PER_RANK = "per_rank"
 OBJECT = "/shard_0_1"  # at the end of the names of plain values in Megatron-LM's torch_dist, whose readers expect it
 _MODULE_STATE = "_extra_state"  # what nn.Module.state_dict calls the result of get_extra_state
+Model = nn.Module | Sequence[nn.Module]
+"""A model, or the pipeline stages of it that this rank has."""
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 
 
@@ -47,7 +50,8 @@ def unwrapped(model: nn.Module) -> nn.Module:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(
-            f"model must be an nn.Module, got {type(model).__name__}; pass several models each by itself, with a path of its own"
+            f"model must be an nn.Module, or a list of this rank's stages of one, got {type(model).__name__}; pass several "
+            "models each by itself, with a path of its own"
         )
     while not isinstance(model, FsdpModule):
         children = list(model._modules.items())
@@ -58,7 +62,28 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return model
 
 
-def model_tensors(model: nn.Module) -> list[NamedTensor]:
+def roots_of(model: Model) -> list[nn.Module]:
+    """Return the unwrapped models whose state is that of ``model``: several, where a rank has several pipeline stages.
+
+    Raises:
+        TypeError: ``model``, or one of a list, is no module.
+    """
+    chunks: Sequence[nn.Module]
+    chunks = model if isinstance(model, list | tuple) else getattr(model, "model_chunks", None) or [model]
+    return [unwrapped(chunk) for chunk in chunks]
+
+
+def units_of(model: Model) -> list[FsdpModule]:
+    """Return the sharded modules of a model, or of all its stages on this rank."""
+    return [module for root in roots_of(model) for module in fsdp_modules(root)]
+
+
+def _named_modules(model: Model, *, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Module]]:
+    for root in roots_of(model):
+        yield from root.named_modules(remove_duplicate=remove_duplicate)
+
+
+def model_tensors(model: Model) -> list[NamedTensor]:
     """Return main weights, plain parameters and persistent buffers of a model, each once, in the order of its modules.
 
     Makes the current stream wait for updates of weights and optimizer state that still run.
@@ -66,20 +91,22 @@ def model_tensors(model: nn.Module) -> list[NamedTensor]:
     Raises:
         ValueError: a name is reserved for other state; a tensor is on the meta device.
     """
-    root = unwrapped(model)
-    for module in fsdp_modules(root):
-        if module._fsdp_unit.context is not None:
-            module._fsdp_unit.context.finish_updates()
+    units = units_of(model)
+    for unit in units:
+        if unit._fsdp_unit.context is not None:
+            unit._fsdp_unit.context.finish_updates()
     main_weights = {
         id(unsharded): sharded
-        for module in fsdp_modules(root)
-        for group in module.parameter_groups
+        for unit in units
+        for group in unit.parameter_groups
         for sharded, unsharded in zip(group.sharded, group.unsharded, strict=True)
     }
     found: dict[int, tuple[list[str], torch.Tensor]] = {}
-    stored_names = _stored_names(root)
-    for prefix, module in root.named_modules(remove_duplicate=False):
-        own = {key: main_weights.get(id(p), p) for key, p in module._parameters.items() if p is not None}
+    stored_names = _stored_names(model)
+    for prefix, module in _named_modules(model, remove_duplicate=False):
+        own: dict[str, torch.Tensor] = {
+            key: main_weights.get(id(p), p) for key, p in module._parameters.items() if p is not None
+        }
         own.update(
             (key, buffer)
             for key, buffer in module._buffers.items()
@@ -89,10 +116,11 @@ def model_tensors(model: nn.Module) -> list[NamedTensor]:
             name = _checked(f"{prefix}.{key}" if prefix else key, tensor)
             names = found.setdefault(id(tensor), ([], tensor))[0]
             names += [stored_names[name], name] if name in stored_names else [name]
+    _check_apart(model, found.values())
     return [_named(names, tensor) for names, tensor in found.values()]
 
 
-def _stored_names(root: nn.Module) -> dict[str, str]:
+def _stored_names(model: Model) -> dict[str, str]:
     """Return the names in checkpoints of tensors, by name in the model, where the two differ.
 
     A module says so with ``names_in_checkpoint``, a mapping of names relative to it. So checkpoints do not depend on which
@@ -100,9 +128,23 @@ def _stored_names(root: nn.Module) -> dict[str, str]:
     """
     return {
         f"{prefix}.{own}".lstrip("."): f"{prefix}.{stored}".lstrip(".")
-        for prefix, module in root.named_modules()
+        for prefix, module in _named_modules(model)
         for own, stored in getattr(module, "names_in_checkpoint", {}).items()
     }
+
+
+def _check_apart(model: Model, found: Iterable[tuple[list[str], torch.Tensor]]) -> None:
+    """Check that the stages of a model have names of their own: two models in one list do not."""
+    if len(roots_of(model)) == 1:
+        return
+    seen: set[str] = set()
+    for names, _ in found:
+        if same := seen.intersection(names):
+            raise ValueError(
+                f"the modules of a list must be pipeline stages of one model, got {sorted(same)[0]} in two of them; pass several "
+                "models each by itself, with a path of its own"
+            )
+        seen.update(names)
 
 
 def _named(names: list[str], tensor: torch.Tensor) -> NamedTensor:
@@ -111,45 +153,44 @@ def _named(names: list[str], tensor: torch.Tensor) -> NamedTensor:
     return NamedTensor(tuple(names), tensor)
 
 
-def is_split(model: nn.Module) -> bool:
+def is_split(model: Model) -> bool:
     """Return whether ranks hold different parts of the model, under different names."""
-    groups = (group for module in fsdp_modules(unwrapped(model)) for group in module.parameter_groups)
+    groups = (group for module in units_of(model) for group in module.parameter_groups)
     return any(group.group_mesh.model.model_groups for group in groups)
 
 
-def module_states(model: nn.Module) -> dict[str, nn.Module]:
+def module_states(model: Model) -> dict[str, nn.Module]:
     """Return the modules that have a ``get_extra_state``, by the name of that state in ``state_dict``.
 
     A module with optional state says there what it keeps, not here.
     """
     return {
         f"{prefix}.{_MODULE_STATE}" if prefix else _MODULE_STATE: module
-        for prefix, module in unwrapped(model).named_modules()
+        for prefix, module in _named_modules(model)
         if type(module).get_extra_state is not nn.Module.get_extra_state and not hasattr(module, "get_optional_state")
     }
 
 
-def optional_states(model: nn.Module) -> dict[str, Any]:
+def optional_states(model: Model) -> dict[str, Any]:
     """Return the modules that have a ``get_optional_state``, by the name of that state in checkpoints.
 
     It is state that a model may do without: a module whose state is None saves none, a module whose state was not saved
     keeps what it has, and what no module here has is left unread.
     """
-    root = unwrapped(model)
     states: dict[str, Any] = {
         f"{OPTIONAL_STATE}{prefix}": module
-        for prefix, module in root.named_modules()
+        for prefix, module in _named_modules(model)
         if hasattr(module, "get_optional_state")
     }
     scaled = {
         id(weights.sharded[i]): ScaleState(weights, i)
-        for weights in scaled_weights(root)
+        for weights in scaled_weights(model)
         for i in range(len(weights.sharded))
     }
     if scaled:
         states |= {
             f"{OPTIONAL_STATE}{entry.name}": scaled[id(entry.tensor)]
-            for entry in model_tensors(root)
+            for entry in model_tensors(model)
             if id(entry.tensor) in scaled
         }
     return states
@@ -169,9 +210,9 @@ class ScaleState:
         self.weights.restore_scales(self.index, state)
 
 
-def scaled_weights(root: nn.Module) -> list[ScaledWeights]:
+def scaled_weights(model: Model) -> list[ScaledWeights]:
     """Return the weights of all groups that rest in bytes."""
-    groups = (group for module in fsdp_modules(root) for group in module.parameter_groups)
+    groups = (group for module in units_of(model) for group in module.parameter_groups)
     return [group.weights for group in groups if isinstance(group.weights, ScaledWeights)]
 
 

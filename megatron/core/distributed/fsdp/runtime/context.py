@@ -41,6 +41,9 @@ class FsdpContext:
     """
 
     use_symmetric_memory = False  # for units that are made in its scope and name no transport
+    spans_step = (
+        False  # the plan holds a step's microbatches from the first to the last: [Note: several graphs in flight]
+    )
 
     def __init__(self, device: torch.device, streams: Streams | None = None, *, is_shared: bool = False) -> None:
         self.device = device
@@ -173,6 +176,8 @@ class FsdpContext:
         is the first one unless sums of earlier ones wait for the last one.
         """
         previous = self.is_last_microbatch
+        if is_first:
+            self.graphs.is_held = False  # of a step that was given up
         waiting = [group for group in self.groups if group.trainable and group.grads.has_partial]
         self._weight_versions.begin_pass(is_first=not waiting if is_first is None else is_first)
         self.is_last_microbatch = is_last
@@ -368,6 +373,7 @@ class FsdpContext:
         if not self.graphs.are_open:
             self._backward.release_kept()
             self._begin_step()
+            self.graphs.is_held = self.spans_step and self._weight_versions.num_scopes > 0
         self.graphs.begin()
 
     def _notice_capture(self) -> None:
@@ -414,6 +420,8 @@ class FsdpContext:
     def end_backward(self) -> None:
         """Finish the backward: every gradient is in ``param.grad``, and every unit is resharded. Ranks: all."""
         self._backward_end = None
+        if self.is_last_microbatch:
+            self.graphs.is_held = False
         upcoming = self.planner.upcoming  # other graphs wait for their backward, and the plan goes on with these
         self._backward.end(staying=frozenset(use.unit for use in upcoming))
         if self.is_last_microbatch:
@@ -485,6 +493,7 @@ class FsdpContext:
         self.grad_reducer.finish()
         for group in self.groups:
             self.unsharder.reshard(group)
+        self.graphs.is_held = False
         self.graphs.end()
         self.planner.record(None)
         self.planner.order.forget()

@@ -27,10 +27,12 @@ class Graphs:
     Attributes:
         generation: how often gathered weights have moved.
         current: the token of the forward that runs, None outside of one; afterwards its graph alone holds it.
+        is_held: more graphs of the step will come, though none may wait for its backward meanwhile.
     """
 
     def __init__(self) -> None:
         self.generation = 0
+        self.is_held = False
         self.current: GraphToken | None = None
         self._tokens: list[weakref.ref[GraphToken]] = []
 
@@ -45,8 +47,8 @@ class Graphs:
 
     @property
     def are_open(self) -> bool:
-        """True if a graph waits for its backward."""
-        return any((token := ref()) is not None and not token.is_done for ref in self._tokens)
+        """True if a graph waits for its backward, or more of the step will come."""
+        return self.is_held or any((token := ref()) is not None and not token.is_done for ref in self._tokens)
 
     def forget(self) -> None:
         """Forget all graphs that no backward may go through again. None waits for a backward."""

@@ -520,8 +520,10 @@ def test_values_that_could_not_be_loaded_are_refused_when_they_are_saved(
 def test_what_is_no_module_is_refused_and_a_plain_one_is_saved_whole(tmp_path: Path) -> None:
     model = linear()
     for call in (save_checkpoint, load_checkpoint):
-        with pytest.raises(TypeError, match=r"model must be an nn\.Module, got list; .* each by itself"):
-            call([model], None, tmp_path / "a")  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match=r"model must be an nn\.Module, .* got dict; .* each by itself"):
+            call({"a": model}, None, tmp_path / "a")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"stages of one model, got a\.\w+ in two of them; .* each by itself"):
+        save_checkpoint([model, linear()], None, tmp_path / "a")
     save_checkpoint(model, None, tmp_path / "a")
     plain = Plain()
     plain.a = nn.Linear(3, 4)
