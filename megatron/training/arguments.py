@@ -26,7 +26,7 @@ from megatron.training.cli.flags_always_so import ALWAYS_SO
 from megatron.training.cli.flags_attention import add_attention_flags
 from megatron.training.cli.flags_batch import add_batch_flags, batch_config, eval_batch_config
 from megatron.training.cli.flags_checkpoint import add_checkpoint_flags, add_logging_flags
-from megatron.training.cli.flags_data import add_data_flags
+from megatron.training.cli.flags_data import add_data_flags, add_fim_flags, fill_in_the_middle
 from megatron.training.cli.flags_distributed import add_distributed_flags
 from megatron.training.cli.flags_experts import add_expert_flags, expert_settings
 from megatron.training.cli.flags_fp8 import add_fp8_flags, fp8_settings
@@ -120,6 +120,7 @@ def build_parser() -> FlagParser:
         add_training_flags,
         add_loss_scale_flags,
         add_data_flags,
+        add_fim_flags,
         add_tokenizer_flags,
         add_checkpoint_flags,
         add_logging_flags,
@@ -427,6 +428,7 @@ def _data(args: Namespace) -> DataConfig:
         allow_gaps=args.allow_gaps_in_corpora,
         eod_mask_loss=args.eod_mask_loss,
         allow_ambiguous_pad_tokens=args.allow_ambiguous_pad_tokens,
+        fim=fill_in_the_middle(args),
         separate_validation_sets=args.multiple_validation_sets,
     )
 

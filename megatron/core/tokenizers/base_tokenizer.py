@@ -18,6 +18,14 @@ class MegatronTokenizerBase(ABC):
     def tokenize(self, text: str) -> list[int]:
         """Return the ids of ``text``, with the special tokens that the tokenizer itself puts at its ends; most put none."""
 
+    def tokenize_fragment(self, text: str) -> list[int]:
+        """Return the ids of a piece of a text, with no special tokens at its ends."""
+        return self.tokenize(text)
+
+    def token_to_id(self, token: str) -> int | None:
+        """Return the id of a token by its name; None: there is none, or tokens have no names."""
+        return None
+
     @abstractmethod
     def detokenize(self, ids: Sequence[int]) -> str:
         """Return the text of ``ids``."""

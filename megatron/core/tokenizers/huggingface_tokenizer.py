@@ -34,6 +34,15 @@ class FastTokenizer(MegatronTokenizerBase):
         """Return the ids of ``text``."""
         return list(self._tokenizer.encode(text, add_special_tokens=self._with_ends).ids)
 
+    def tokenize_fragment(self, text: str) -> list[int]:
+        """Return the ids of a piece of a text, with no special tokens at its ends."""
+        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def token_to_id(self, token: str) -> int | None:
+        """Return the id of a token by its name; None: there is none."""
+        number = self._tokenizer.token_to_id(token)
+        return None if number is None else int(number)
+
     def detokenize(self, ids: Sequence[int]) -> str:
         """Return the text of ``ids``, special tokens included."""
         return str(self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=False))

@@ -42,6 +42,11 @@ class SentencePieceTokenizer(MegatronTokenizerBase):
         """Return the ids of ``text``, without special tokens at its ends."""
         return list(self._model.EncodeAsIds(text))
 
+    def token_to_id(self, token: str) -> int | None:
+        """Return the id of a piece by its name; None: there is none."""
+        number = int(self._model.PieceToId(token))  # that of unknown pieces where there is none
+        return number if self._model.IdToPiece(number) == token else None
+
     def detokenize(self, ids: Sequence[int]) -> str:
         """Return the text of ``ids``; control tokens are left out."""
         return str(self._model.DecodeIds([int(token) for token in ids]))

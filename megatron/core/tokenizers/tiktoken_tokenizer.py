@@ -83,6 +83,10 @@ class TikTokenizer(MegatronTokenizerBase):
         """Return the ids of ``text``; names of special tokens in it become these."""
         return self._encoding.encode(text, allowed_special="all")
 
+    def token_to_id(self, token: str) -> int | None:
+        """Return the id of a special token by its name; None: there is none."""
+        return self._special.get(token)
+
     def detokenize(self, ids: Sequence[int]) -> str:
         """Return the text of ``ids``, special tokens included; invalid UTF-8 becomes U+FFFD."""
         return self._encoding.decode([int(token) for token in ids])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+from megatron.training.data.datasets import FillInTheMiddle
+
 
 def add_data_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``DataConfig``."""
@@ -36,6 +38,46 @@ def add_data_flags(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="leave padding out of the loss also where its id is that of another special token",
     )
+
+
+def add_fim_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of ``FillInTheMiddle``."""
+    group = parser.add_argument_group("fill-in-the-middle samples")
+    group.add_argument(
+        "--fim-data", action="store_true", help="cut texts in three at random and train on them with the middle last"
+    )
+    group.add_argument("--fim-rate", type=float, default=0.5, help="probability that a text is cut (default: 0.5)")
+    group.add_argument(
+        "--fim-spm-rate", type=float, default=0.5, help="probability that the suffix comes first (default: 0.5)"
+    )
+    group.add_argument("--fim-split-sample", help="token between fragments, such as files, that are cut each by itself")
+    group.add_argument("--fim-fragment-rate", type=float, help="probability that a fragment is cut")
+    group.add_argument("--fim-no-prefix", help="texts that begin so are not cut")
+    for name, token in FIM_TOKENS.items():
+        group.add_argument(f"--fim-{name}-token", default=token, help=f"token for {name} (default: {token})")
+
+
+FIM_TOKENS = {
+    "prefix": "<fim_prefix>",
+    "middle": "<fim_middle>",
+    "suffix": "<fim_suffix>",
+    "pad": "<fim_pad>",
+    "eod": "<|endoftext|>",
+}
+"""Tokens that the tokenizer must have, by their use; Megatron-LM's defaults."""
+
+
+def fill_in_the_middle(args: argparse.Namespace) -> FillInTheMiddle | None:
+    """Map the flags of ``add_fim_flags``; None without ``--fim-data``."""
+    settings = FillInTheMiddle(
+        rate=args.fim_rate,
+        spm_rate=args.fim_spm_rate,
+        split_sample=args.fim_split_sample,
+        fragment_rate=args.fim_fragment_rate,
+        no_prefix=args.fim_no_prefix,
+        tokens={name: getattr(args, f"fim_{name}_token") for name in FIM_TOKENS},
+    )
+    return settings if args.fim_data else None
 
 
 def unquoted(text: str) -> str:

@@ -164,7 +164,6 @@ REFUSED_FAMILIES: tuple[tuple[str, str], ...] = (
     ("--relative-attention-", _MODEL),
     ("--linear-", _MODEL),
     ("--dsa-", _MODEL),
-    ("--fim-", "fill-in-the-middle samples are not served yet"),
     ("--ft-", _FAULTS),
     ("--straggler-", "single ranks are not timed"),
     ("--error-injection-", "no step is run twice"),

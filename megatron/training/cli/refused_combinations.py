@@ -319,6 +319,11 @@ REFUSALS: tuple[Refusal, ...] = (
         "--split {split} belongs to --data-path; --train-data-path, --valid-data-path and --test-data-path are not split",
     ),
     Refusal(
+        "fill-in-the-middle samples of mock data",
+        lambda a: a.fim_data and a.mock_data,
+        "--fim-data cuts texts, got --mock-data, which are none; give --data-path",
+    ),
+    Refusal(
         "full validation of a blend by weights",
         lambda a: a.full_validation and (_has_weights(a.data_path) or _has_weights(a.valid_data_path, beyond=1)),
         "--full-validation reads each sample once, while a blend by weights repeats some; leave out the weights of the "

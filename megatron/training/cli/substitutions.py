@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.training.cli.flags_data import FIM_TOKENS
 from megatron.training.cli.flags_experts import DEFAULTS_OF_EXPERTS
 from megatron.training.cli.flags_graphs import captures_iterations
 from megatron.training.cli.flags_loss_scale import LOSS_SCALING, scales_dynamically
@@ -296,6 +297,18 @@ SUBSTITUTIONS: tuple[Substitution, ...] = (
         "heads of one width: --multi-latent-attention has widths and rotary frequencies of its own",
     ),
     *_useless(DEFAULTS_OF_MLA, lambda a: a.multi_latent_attention, "--multi-latent-attention"),
+    *_useless(
+        {
+            "fim_rate": 0.5,
+            "fim_spm_rate": 0.5,
+            "fim_split_sample": None,
+            "fim_fragment_rate": None,
+            "fim_no_prefix": None,
+            **{f"fim_{name}_token": token for name, token in FIM_TOKENS.items()},
+        },
+        lambda a: a.fim_data,
+        "--fim-data",
+    ),
     *_useless({"rope_scaling_factor": 8.0}, lambda a: a.use_rope_scaling, "--use-rope-scaling"),
     *_useless(
         {"lr_wsd_decay_iters": None, "lr_wsd_decay_samples": None, "lr_wsd_decay_style": "exponential"},

@@ -2,17 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from megatron.core.datasets.blend import get_blend_from_list
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.fim_dataset import GPTFIMDataset, GPTFIMDatasetConfig
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.datasets.split import parse_and_normalize_split
 from megatron.core.tokenizers import MegatronTokenizerBase
 
 DEFAULT_SPLIT = "969,30,1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FillInTheMiddle:
+    """Settings of samples whose middle comes last; see ``GPTFIMDatasetConfig``."""
+
+    rate: float = 0.5
+    spm_rate: float = 0.5
+    split_sample: str | None = None
+    fragment_rate: float | None = None
+    no_prefix: str | None = None
+    tokens: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        rates: dict[str, float | None] = {"--fim-rate": self.rate, "--fim-spm-rate": self.spm_rate}
+        if self.split_sample is not None:
+            rates["--fim-fragment-rate (with --fim-split-sample)"] = self.fragment_rate
+        for flag, rate in rates.items():
+            if rate is None or not 0 <= rate <= 1:
+                raise ValueError(f"{flag} must be from 0 to 1, got {rate}")
+
+    def as_fields(self) -> dict[str, Any]:
+        """Return the fields of ``GPTFIMDatasetConfig``."""
+        names = ("rate", "spm_rate", "split_sample", "fragment_rate", "no_prefix")
+        return {f"fim_{name}": getattr(self, name) for name in names} | {"fim_extra_tokens": self.tokens}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +80,9 @@ class DataConfig:
     allow_ambiguous_pad_tokens: bool = False
     """Leave padding out of the loss also where its id is that of another special token."""
 
+    fim: FillInTheMiddle | None = None
+    """Cut texts and train on them with the middle last; None: texts are as they are."""
+
     separate_validation_sets: bool = False
     """Each corpus of ``valid_data_path`` is a validation set of its own."""
 
@@ -93,7 +122,9 @@ def build_gpt_datasets(config: DataConfig, tokenizer: MegatronTokenizerBase, siz
     Ranks: all; one rank of each node builds the indices, the others wait for it.
     """
     per_split = (config.train_data_path, config.valid_data_path, config.test_data_path)
-    dataset_config = GPTDatasetConfig(
+    kind, config_kind = (GPTDataset, GPTDatasetConfig) if config.fim is None else (GPTFIMDataset, GPTFIMDatasetConfig)
+    dataset_config = config_kind(
+        **({} if config.fim is None else config.fim.as_fields()),
         random_seed=config.seed,
         sequence_length=config.seq_length,
         blend=get_blend_from_list(config.data_path),
@@ -111,7 +142,7 @@ def build_gpt_datasets(config: DataConfig, tokenizer: MegatronTokenizerBase, siz
         multiple_validation_sets=config.separate_validation_sets,
         full_validation=sizes[1] is None,
     )
-    kind = MockGPTDataset if config.mock_data else GPTDataset
+    kind = MockGPTDataset if config.mock_data else kind
     built = BlendedMegatronDatasetBuilder(kind, list(sizes), lambda: True, dataset_config).build()
     for name, dataset, size in zip(("training", "validation", "test"), built, sizes, strict=True):
         if size is None:

@@ -21,8 +21,6 @@ _OF_PARTS = {flag for flags in PARTS.values() for flag in flags.split()}
 
 REFUSED = {
     "gpt/gpt3_mcore_reruns_resume_check_grads": "--seed: invalid int value: 'PATH'",
-    "gpt/gpt3_mcore_te_tp1_pp1_dist_optimizer_fim_dataset": "--fim-data is refused",
-    "gpt/gpt3_mcore_te_tp1_pp1_dist_optimizer_fim_dataset_1node": "--fim-data is refused",
     "gpt/gpt3_mcore_te_tp2_pp1_modelopt_distill_resume": "--export-te-mcore-model is refused",
     "gpt/gpt3_mcore_te_tp2_pp1_modelopt_distill_resume_1node": "--export-te-mcore-model is refused",
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron.training.arguments import build_parser, check_command_line
+from megatron.training.cli.flags_data import FIM_TOKENS
 from megatron.training.cli.substitutions import SUBSTITUTIONS, substitute
 from tests.training.cli.test_flags import MINIMAL
 
@@ -122,6 +123,12 @@ CASES: list[tuple[str, str]] = [
     ("--original-max-position-embeddings 8", ""),
     ("--beta-fast 8", ""),
     ("--beta-slow 2", ""),
+    ("--fim-rate 1", ""),
+    ("--fim-spm-rate 1", ""),
+    ("--fim-split-sample x", ""),
+    ("--fim-fragment-rate 1", ""),
+    ("--fim-no-prefix x", ""),
+    *((f"--fim-{name}-token x", "") for name in FIM_TOKENS),
     ("--rope-scaling-factor 4", ""),
     ("--lr-wsd-decay-iters 2", ""),
     ("--lr-wsd-decay-samples 2", ""),
