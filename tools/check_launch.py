@@ -143,13 +143,16 @@ def _parameters(settings: Settings) -> str:
     )
 
     def count(vocab_size: int) -> int:
-        model = build_gpt_model(config, vocab_size=vocab_size, device=torch.device("meta"))
+        sized = replace(config, model_vocab_size=vocab_size)
+        model = build_gpt_model(sized, vocab_size=vocab_size, device=torch.device("meta"))
         return sum(parameter.numel() for parameter in model.parameters())
 
     vocab_size = config.model_vocab_size or settings.tokenizer.vocab_size
     if vocab_size is not None:
-        return f"{count(vocab_size):,} parameters with {config.padded_vocab_size(vocab_size)} ids, {vocab_size} padded"
-    step = config.make_vocab_size_divisible_by
+        padded, there = settings.model.padded_vocab_size(vocab_size), settings.model.upstream_vocab_size(vocab_size)
+        more = "" if there == padded else f"; Megatron-LM pads to {there}, as --padded-vocab-size {there} does"
+        return f"{count(padded):,} parameters with {padded} ids, {vocab_size} padded{more}"
+    step = 1 if config.make_vocab_size_divisible_by is None else settings.model.padded_vocab_size(1)
     of_one, of_two = count(step), count(2 * step)
     of_id = (of_two - of_one) // step
     return f"{of_one - of_id * step:,} parameters, and {of_id:,} for each id of the tokenizer, padded to a multiple of {step}"

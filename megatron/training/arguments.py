@@ -283,7 +283,7 @@ def _model(args: Namespace) -> GPTConfig:
         rope_scaling_factor=args.rope_scaling_factor,
         rotary_seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
         share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
-        make_vocab_size_divisible_by=args.make_vocab_size_divisible_by if args.pad_vocab_size else 1,
+        make_vocab_size_divisible_by=args.make_vocab_size_divisible_by if args.pad_vocab_size else None,
         model_vocab_size=args.padded_vocab_size,
         init_on_meta_device=args.init_model_with_meta_device,
         transformer_impl=args.transformer_impl,

@@ -46,7 +46,13 @@ def count_parameters(model: torch.nn.Module, groups: ProcessGroupCollection | No
 
 
 def report_configuration(
-    settings: Settings, *, device: torch.device, model: torch.nn.Module, padded_vocab_size: int, flops_per_sample: int
+    settings: Settings,
+    *,
+    device: torch.device,
+    model: torch.nn.Module,
+    padded_vocab_size: int,
+    vocab_size: int,
+    flops_per_sample: int,
 ) -> str:
     """Format the report of the settings in effect.
 
@@ -80,7 +86,7 @@ def report_configuration(
         "gradients on the wire": _name(ddp.megatron_fsdp_grad_comm_dtype),
         "parameters": f"{total:,} in all; {min(held_by_rank):,} to {max(held_by_rank):,} on a rank",
         "tokenizer": settings.tokenizer.kind + _not_read(settings),
-        "vocabulary": f"padded to {padded_vocab_size:,} ids",
+        "vocabulary": f"padded to {padded_vocab_size:,} ids{_upstream_vocabulary(settings, vocab_size)}",
         "global batch": (
             f"{batch.global_batch_size} samples = {batch.num_microbatches} microbatches * "
             f"{batch.data_parallel_size} ranks * {batch.micro_batch_size}; "
@@ -105,6 +111,14 @@ def report_configuration(
     width = max(map(len, rows))
     lines = [f"  {name} {'.' * (width + 3 - len(name))} {value}" for name, value in rows.items()]
     return "\n".join(("effective configuration:", *lines))
+
+
+def _upstream_vocabulary(settings: Settings, vocab_size: int) -> str:
+    """Say where Megatron-LM pads to another number."""
+    there = settings.model.upstream_vocab_size(vocab_size)
+    if there == settings.model.padded_vocab_size(vocab_size):
+        return ""
+    return f" (in Megatron-LM, with these tensor-parallel ranks: {there:,}, as with --padded-vocab-size {there})"
 
 
 def report_settings(settings: Settings) -> str:

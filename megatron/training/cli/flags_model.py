@@ -73,7 +73,7 @@ def _add_shape_flags(group: argparse._ArgumentGroup) -> None:
         "--make-vocab-size-divisible-by",
         type=int,
         default=128,
-        help="pad the vocabulary to a multiple of this (default: 128)",
+        help="pad the vocabulary to a multiple of this, which the tensor-parallel ranks can divide (default: 128)",
     )
     group.add_argument("--padded-vocab-size", type=int, help="ids of the model, with padding (default: computed)")
     group.add_argument(
@@ -239,9 +239,3 @@ def _add_numerics_flags(group: argparse._ArgumentGroup) -> None:
         help="what selective recomputes: core_attn, mla_up_proj, mlp_act (the MLP's activation; in FP8 with "
         "--use-transformer-engine-op-fuser alone), mlp, moe, or several of them (default: core_attn)",
     )
-
-
-def vocab_size_multiple(args: argparse.Namespace) -> int:
-    """Return what the model's number of ids is a multiple of."""
-    multiple: int = args.padded_vocab_size or (args.make_vocab_size_divisible_by if args.pad_vocab_size else 1)
-    return multiple

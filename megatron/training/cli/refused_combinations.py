@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from megatron.core.datasets.blend import get_blend_from_list
 from megatron.training.cli.flags_distributed import STRATEGIES
 from megatron.training.cli.flags_graphs import captures_iterations
-from megatron.training.cli.flags_model import vocab_size_multiple
 from megatron.training.cli.flags_tokenizer import tokenizer_config
 from megatron.training.cli.substitutions import holds
 
@@ -151,11 +150,20 @@ REFUSALS: tuple[Refusal, ...] = (
         "--sequence-parallel, got {seq_length} and {context_parallel_size} * {tensor_model_parallel_size}",
     ),
     Refusal(
-        "vocabulary padding not divisible by tensor-model-parallel-size",
-        lambda a: a.tensor_model_parallel_size > 0 and vocab_size_multiple(a) % a.tensor_model_parallel_size != 0,
-        "--make-vocab-size-divisible-by, or --padded-vocab-size, must be a multiple of --tensor-model-parallel-size, got "
-        "{make_vocab_size_divisible_by}, {padded_vocab_size} and {tensor_model_parallel_size}: the vocabulary is padded to a multiple of the "
-        "first alone, so that the model does not depend on the split",
+        "padded-vocab-size not divisible by tensor-model-parallel-size",
+        lambda a: (
+            a.padded_vocab_size is not None
+            and a.tensor_model_parallel_size > 0
+            and a.padded_vocab_size % a.tensor_model_parallel_size != 0
+        ),
+        "--padded-vocab-size must be a multiple of --tensor-model-parallel-size, got {padded_vocab_size} and "
+        "{tensor_model_parallel_size}",
+    ),
+    Refusal(
+        "vocabulary padding below 1",
+        lambda a: a.make_vocab_size_divisible_by < 1,
+        "--make-vocab-size-divisible-by must be at least 1, got {make_vocab_size_divisible_by}",
+        spoils=("make_vocab_size_divisible_by",),
     ),
     Refusal(
         "two activation functions",

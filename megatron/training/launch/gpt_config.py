@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,9 +99,10 @@ class GPTConfig:
     share_embeddings_and_output_weights: bool = True
     """The output layer uses the word embedding's weight."""
 
-    make_vocab_size_divisible_by: int = 128
-    """The vocabulary is padded to a multiple of it, since matrices of odd sizes are slow. Unlike in Megatron-LM it is not
-    multiplied by the tensor-parallel ranks, so that the model does not depend on the split."""
+    make_vocab_size_divisible_by: int | None = 128
+    """The vocabulary is padded to a multiple of it that the tensor-parallel ranks can divide, since matrices of odd sizes are
+    slow; None: it is not padded. In Megatron-LM it is multiplied by these ranks. Here, where they divide it, the model does not
+    depend on the split."""
 
     model_vocab_size: int | None = None
     """Ids of the model, with padding; None: the tokenizer's, padded."""
@@ -113,18 +115,34 @@ class GPTConfig:
     """The engine creates the weights unit by unit, so that no rank ever has all of them in memory."""
 
     def padded_vocab_size(self, vocab_size: int) -> int:
-        """Return ``model_vocab_size``, or round ``vocab_size`` up to a multiple of ``make_vocab_size_divisible_by``.
+        """Return ``model_vocab_size``, or round ``vocab_size`` up.
 
         Raises:
-            ValueError: ``model_vocab_size`` is smaller.
+            ValueError: ``model_vocab_size`` is smaller, or the tensor-parallel ranks cannot divide what is not to be padded.
         """
+        ranks = self.transformer.tensor_model_parallel_size
         if self.model_vocab_size is not None:
             if self.model_vocab_size < vocab_size:
                 raise ValueError(
                     f"--padded-vocab-size must be at least the {vocab_size} ids of the tokenizer, got {self.model_vocab_size}"
                 )
             return self.model_vocab_size
-        return -(-vocab_size // self.make_vocab_size_divisible_by) * self.make_vocab_size_divisible_by
+        if self.make_vocab_size_divisible_by is None:
+            if vocab_size % ranks != 0:
+                raise ValueError(
+                    f"--no-pad-vocab-size needs ids that --tensor-model-parallel-size ({ranks}) divides, got {vocab_size}; "
+                    "leave it out"
+                )
+            return vocab_size
+        multiple = math.lcm(self.make_vocab_size_divisible_by, ranks)
+        return -(-vocab_size // multiple) * multiple
+
+    def upstream_vocab_size(self, vocab_size: int) -> int:
+        """Return the number of ids that Megatron-LM's model has with the same flags."""
+        if self.model_vocab_size is not None or self.make_vocab_size_divisible_by is None:
+            return self.padded_vocab_size(vocab_size)
+        multiple = self.make_vocab_size_divisible_by * self.transformer.tensor_model_parallel_size
+        return -(-vocab_size // multiple) * multiple
 
     def architecture(self, vocab_size: int) -> dict[str, Any]:
         """Return the settings, by name, that two models must have in common to share weights.

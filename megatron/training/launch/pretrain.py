@@ -207,6 +207,7 @@ def _report(setup: TrainingSetup) -> str:
         device=setup.device,
         model=setup.model,
         padded_vocab_size=setup.architecture["padded_vocab_size"],
+        vocab_size=setup.vocab_size,
         flops_per_sample=setup.flops_per_sample,
     )
     return f"{configuration}\n{setup.model.describe()}"

@@ -444,13 +444,25 @@ def test_another_pattern_of_layers_is_refused(text: str) -> None:
 
 
 def test_the_model_has_the_ids_that_are_asked_for() -> None:
-    def ids(flags: str) -> int:
-        return parse_settings([*MINIMAL, *flags.split()], world_size=1).model.padded_vocab_size(257)
+    def ids(flags: str, *, tensor_ranks: int = 1) -> int:
+        argv = [*MINIMAL, *flags.split(), "--tensor-model-parallel-size", str(tensor_ranks)]
+        return parse_settings(argv, world_size=tensor_ranks).model.padded_vocab_size(257)
 
     assert (ids(""), ids("--make-vocab-size-divisible-by 10"), ids("--no-pad-vocab-size")) == (384, 260, 257)
     assert ids("--padded-vocab-size 300") == ids("--no-pad-vocab-size --padded-vocab-size 300") == 300
     with pytest.raises(ValueError, match="--padded-vocab-size must be at least the 257 ids of the tokenizer, got 256"):
         ids("--padded-vocab-size 256")
+    with pytest.raises(
+        ValueError, match=r"--no-pad-vocab-size needs ids that --tensor-model-parallel-size \(4\) divides, got 257"
+    ):
+        ids("--no-pad-vocab-size", tensor_ranks=4)
+    # The ranks divide the number, and where they divide the multiple, it does not depend on them.
+    assert ids("", tensor_ranks=4) == ids("") == 384
+    assert ids("--make-vocab-size-divisible-by 1", tensor_ranks=4) == 260
+    assert ids("--make-vocab-size-divisible-by 10", tensor_ranks=4) == 260
+    assert ids("--make-vocab-size-divisible-by 6", tensor_ranks=4) == 264
+    argv = [*MINIMAL, "--tensor-model-parallel-size", "4"]
+    assert parse_settings(argv, world_size=4).model.upstream_vocab_size(257) == 512, "in Megatron-LM"
 
 
 def test_a_line_that_names_no_tokenizer_has_gpt2s_where_its_files_are_given() -> None:

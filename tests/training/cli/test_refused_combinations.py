@@ -28,10 +28,11 @@ CONTRADICTIONS: dict[str, tuple[str, str]] = {
         "--context-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel --seq-length 6",
         "",
     ),
-    "vocabulary padding not divisible by tensor-model-parallel-size": (
-        "--tensor-model-parallel-size 4 --make-vocab-size-divisible-by 6",
+    "padded-vocab-size not divisible by tensor-model-parallel-size": (
+        "--tensor-model-parallel-size 4 --padded-vocab-size 6",
         "",
     ),
+    "vocabulary padding below 1": ("--make-vocab-size-divisible-by 0", ""),
     "two activation functions": ("--swiglu --squared-relu", ""),
     "full recomputation without method or layers": ("--recompute-granularity full --recompute-method uniform", ""),
     "neither or both of train-iters and train-samples": ("--train-samples 8", ""),
