@@ -12,7 +12,7 @@ from megatron.core.distributed.fsdp.checkpoint import TensorReader
 from megatron.training.formats.architecture import build_model
 
 FOLDER = Path(__file__).parent / "fixtures" / "huggingface"
-NAMES = ("gpt2", "llama", "llama3", "mixtral", "qwen2", "qwen3", "qwen3_moe")
+NAMES = ("deepseek_v3", "deepseek_v3_dense", "gpt2", "llama", "llama3", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 VOCAB_SIZE = 40
 
 
@@ -27,11 +27,17 @@ def expected(name: str) -> tuple[torch.Tensor, torch.Tensor]:
     return tensors["tokens"], tensors["logits"]
 
 
+def expected_gradients(name: str) -> dict[str, torch.Tensor]:
+    """Gradients of transformers' mean cross entropy of the next token, by the names of its files."""
+    tensors = load_file(FOLDER / f"{name}.safetensors")
+    return {key.removeprefix("grad."): value for key, value in tensors.items() if key.startswith("grad.")}
+
+
 def logits_of(reader: TensorReader, architecture: dict[str, Any], tokens: torch.Tensor) -> torch.Tensor:
     """Our model's logits of the ids that are no padding, with the weights that a reader has."""
     # Megatron-LM's fused GELU is the tanh form, which is GPT-2's.
     model = build_model(architecture, bias_activation_fusion=architecture["activation_func"] == "gelu").eval()
-    weights = {name: reader.tensor(name) for name, _ in model.named_parameters()}
+    weights = {name: reader.tensor(name) for name in model.state_dict()}
     model.load_state_dict(weights, strict=True)
     with torch.no_grad():
         logits: torch.Tensor = model(tokens, torch.arange(tokens.shape[1]).expand_as(tokens), None)

@@ -10,7 +10,7 @@ import torch
 
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 Architecture = Mapping[str, Any]
 _OF_ROPE = (
@@ -28,9 +28,10 @@ def build_model(architecture: Architecture, **fields_of_config: Any) -> GPTModel
     Args:
         fields_of_config: further fields of its TransformerConfig.
     """
-    known = {field.name for field in fields(TransformerConfig)}
+    kind = MLATransformerConfig if architecture.get("multi_latent_attention") else TransformerConfig
+    known = {field.name for field in fields(kind)}
     settings = {name: value for name, value in architecture.items() if name in known}
-    config = TransformerConfig(**settings, hidden_dropout=0.0, attention_dropout=0.0, **fields_of_config)
+    config = kind(**settings, hidden_dropout=0.0, attention_dropout=0.0, **fields_of_config)
     return GPTModel(
         config,
         get_gpt_decoder_block_spec(config),
@@ -77,7 +78,9 @@ def comparable(architecture: Architecture) -> dict[str, Any]:
     settings.pop("padded_vocab_size", None)
     if settings.get("position_embedding_type") != "learned_absolute":
         settings.pop("max_position_embeddings", None)
-    if settings.get("position_embedding_type") != "rope":
+    if settings.get("multi_latent_attention"):
+        settings = _comparable_latent(settings)
+    elif settings.get("position_embedding_type") != "rope":
         for name in _OF_ROPE:
             settings.pop(name, None)
     if not settings.get("rope_scaling"):
@@ -95,6 +98,23 @@ def comparable(architecture: Architecture) -> dict[str, Any]:
         if all(settings["moe_layer_freq"]):
             settings.pop("ffn_hidden_size", None)
     return settings
+
+
+def _comparable_latent(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of a model with multi-latent attention, which rotates whatever the type of positions is."""
+    without = {"kv_channels", "num_query_groups", "rotary_interleaved", "add_qkv_bias", "rope_scaling"}
+    without |= {"rotary_seq_len_interpolation_factor"}
+    if settings["position_embedding_type"] != "learned_absolute":
+        settings["position_embedding_type"] = "rope"
+    if settings["rotary_scaling_factor"] <= 1.0:
+        # YaRN's frequencies are the usual ones, and its factors one.
+        settings["rope_type"] = "rope"
+        without |= {"rotary_scaling_factor", "mscale_all_dim"}
+    if settings["rope_type"] == "rope":
+        without |= {"original_max_position_embeddings", "beta_fast", "beta_slow", "mscale"}
+        if settings["mscale_all_dim"] == 0.0:
+            without |= {"rotary_scaling_factor", "mscale_all_dim"}
+    return {name: value for name, value in settings.items() if name not in without}
 
 
 def layers_with_experts(architecture: Architecture) -> list[int]:

@@ -33,7 +33,26 @@ _OF_EXPERTS = {
     "moe_router_num_groups": "--moe-router-num-groups",
     "moe_router_group_topk": "--moe-router-group-topk",
 }
+_OF_LATENT_ATTENTION = {
+    "q_lora_rank": "--q-lora-rank",
+    "kv_lora_rank": "--kv-lora-rank",
+    "qk_head_dim": "--qk-head-dim",
+    "qk_pos_emb_head_dim": "--qk-pos-emb-head-dim",
+    "v_head_dim": "--v-head-dim",
+    "rope_type": "--rope-type",
+    "rotary_base": "--rotary-base",
+    "rotary_percent": "--rotary-percent",
+    "rotary_scaling_factor": "--rotary-scaling-factor",
+    "mscale_all_dim": "--mscale-all-dim",
+}
+_OF_YARN = {
+    "mscale": "--mscale",
+    "original_max_position_embeddings": "--original-max-position-embeddings",
+    "beta_fast": "--beta-fast",
+    "beta_slow": "--beta-slow",
+}
 _SWITCHES = {
+    "multi_latent_attention": "--multi-latent-attention",
     "layernorm_zero_centered_gamma": "--apply-layernorm-1p",
     "add_qkv_bias": "--add-qkv-bias",
     "qk_layernorm": "--qk-layernorm",
@@ -51,7 +70,10 @@ def flags_of(architecture: Architecture) -> list[str]:
 
 def _words(settings: Architecture) -> Iterator[object]:
     values = dict(_NUMBERS)
-    if settings["position_embedding_type"] == "rope":
+    if settings.get("multi_latent_attention"):
+        values |= _OF_LATENT_ATTENTION | (_OF_YARN if settings["rope_type"] == "yarn" else {})
+        del values["kv_channels"]
+    elif settings["position_embedding_type"] == "rope":
         values |= _OF_ROPE
     if settings.get("num_moe_experts") is not None:
         values |= _OF_EXPERTS

@@ -11,13 +11,24 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.distributed.fsdp.checkpoint import ViewReader
+from megatron.training.formats import huggingface_deepseek as deepseek
 from megatron.training.formats.architecture import Architecture, comparable, layers_with_experts, tensor_sizes
 from megatron.training.formats.foreign import ForeignCheckpoint
+from megatron.training.formats.huggingface_llama import (
+    DENSE,
+    LAYER,
+    OUTSIDE,
+    ROUTER,
+    THERE,
+    attention,
+    llama_config,
+    llama_settings,
+    mlp,
+    require,
+)
 from megatron.training.formats.rules import (
     Table,
     check_stored,
-    halves,
-    queries_keys_values,
     same,
     transposed,
     transposed_queries_keys_values,
@@ -27,8 +38,6 @@ from megatron.training.formats.rules import (
 from megatron.training.formats.safetensors_files import open_folder, read_json
 
 CONFIG = "config.json"
-_ROUTER = "decoder.layers.{layer}.mlp.router.weight"
-_LAYER, _THERE = "decoder.layers.{layer}.", "model.layers.{layer}."
 # Buffers that older versions saved, which models compute.
 _COMPUTED = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 
@@ -43,6 +52,8 @@ class Family:
         settings: our settings of a ``config.json``; raises NotImplementedError for what is not served.
         config: the ``config.json`` of our settings, which may say less than they do.
         table: where our tensors lie there.
+        unused: whether a tensor of a file is of no part that is served, by ``config.json`` and its name.
+        may_be_dense: whether a family with experts has models without any.
     """
 
     model_type: str
@@ -50,61 +61,38 @@ class Family:
     settings: Callable[[Mapping[str, Any]], dict[str, Any]]
     config: Callable[[Architecture], dict[str, Any]]
     table: Table
+    may_be_dense: bool = False
+    unused: Callable[[Mapping[str, Any], str], bool] | None = None
 
-    @property
-    def has_experts(self) -> bool:
-        return _ROUTER in self.table
-
-
-def _attention(kinds: tuple[str, ...]) -> dict[str, Any]:
-    rules: dict[str, Any] = {
-        _LAYER + "self_attention.linear_proj.weight": same(_THERE + "self_attn.o_proj.weight"),
-        _LAYER + "input_layernorm.weight": same(_THERE + "input_layernorm.weight"),
-        _LAYER + "pre_mlp_layernorm.weight": same(_THERE + "post_attention_layernorm.weight"),
-    }
-    for kind in kinds:
-        names = [_THERE + f"self_attn.{letter}_proj.{kind}" for letter in "qkv"]
-        rules[_LAYER + f"self_attention.linear_qkv.{kind}"] = queries_keys_values(*names)
-    return rules
+    def may_have(self, *, experts: bool) -> bool:
+        """Return whether models with experts, or without any, are among it."""
+        return (ROUTER in self.table) == experts or (self.may_be_dense and not experts)
 
 
 def _head_norms() -> dict[str, Any]:
     return {
-        _LAYER + f"self_attention.{letter}_layernorm.weight": same(_THERE + f"self_attn.{letter}_norm.weight")
+        LAYER + f"self_attention.{letter}_layernorm.weight": same(THERE + f"self_attn.{letter}_norm.weight")
         for letter in "qk"
     }
 
 
-def _mlp(ours: str, gate: str, up: str, down: str) -> dict[str, Any]:
-    return {
-        _LAYER + ours + "linear_fc1.weight": halves(_THERE + gate, _THERE + up),
-        _LAYER + ours + "linear_fc2.weight": same(_THERE + down),
-    }
-
-
-_OUTSIDE = {
-    "embedding.word_embeddings.weight": vocabulary("model.embed_tokens.weight"),
-    "output_layer.weight": vocabulary("lm_head.weight"),
-    "decoder.final_layernorm.weight": same("model.norm.weight"),
-}
-_DENSE = _mlp("mlp.", "mlp.gate_proj.weight", "mlp.up_proj.weight", "mlp.down_proj.weight")
 _EXPERT = "mlp.experts.{expert}."
-_LLAMA: Table = {**_OUTSIDE, **_attention(("weight",)), **_DENSE}
-_QWEN2: Table = {**_OUTSIDE, **_attention(("weight", "bias")), **_DENSE}
+_LLAMA: Table = {**OUTSIDE, **attention(("weight",)), **DENSE}
+_QWEN2: Table = {**OUTSIDE, **attention(("weight", "bias")), **DENSE}
 _QWEN3: Table = {**_LLAMA, **_head_norms()}
 _MIXTRAL: Table = {
-    **_OUTSIDE,
-    **_attention(("weight",)),
-    _ROUTER: same(_THERE + "block_sparse_moe.gate.weight"),
-    **_mlp(
+    **OUTSIDE,
+    **attention(("weight",)),
+    ROUTER: same(THERE + "block_sparse_moe.gate.weight"),
+    **mlp(
         "mlp.experts.local_experts.{expert}.",
         *(f"block_sparse_moe.experts.{{expert}}.{name}.weight" for name in ("w1", "w3", "w2")),
     ),
 }
 _QWEN3_MOE: Table = {
     **_QWEN3,
-    _ROUTER: same(_THERE + "mlp.gate.weight"),
-    **_mlp(
+    ROUTER: same(THERE + "mlp.gate.weight"),
+    **mlp(
         "mlp.experts.local_experts.{expert}.",
         *(_EXPERT + f"{name}_proj.weight" for name in ("gate", "up", "down")),
     ),
@@ -120,66 +108,15 @@ def _gpt2_table() -> Table:
     for kind in ("weight", "bias"):
         linear = transposed if kind == "weight" else same
         rules[f"decoder.final_layernorm.{kind}"] = same(f"transformer.ln_f.{kind}")
-        rules[_LAYER + f"input_layernorm.{kind}"] = same(there + f"ln_1.{kind}")
-        rules[_LAYER + f"pre_mlp_layernorm.{kind}"] = same(there + f"ln_2.{kind}")
-        rules[_LAYER + f"self_attention.linear_qkv.{kind}"] = transposed_queries_keys_values(
+        rules[LAYER + f"input_layernorm.{kind}"] = same(there + f"ln_1.{kind}")
+        rules[LAYER + f"pre_mlp_layernorm.{kind}"] = same(there + f"ln_2.{kind}")
+        rules[LAYER + f"self_attention.linear_qkv.{kind}"] = transposed_queries_keys_values(
             there + f"attn.c_attn.{kind}"
         )
-        rules[_LAYER + f"self_attention.linear_proj.{kind}"] = linear(there + f"attn.c_proj.{kind}")
-        rules[_LAYER + f"mlp.linear_fc1.{kind}"] = linear(there + f"mlp.c_fc.{kind}")
-        rules[_LAYER + f"mlp.linear_fc2.{kind}"] = linear(there + f"mlp.c_proj.{kind}")
+        rules[LAYER + f"self_attention.linear_proj.{kind}"] = linear(there + f"attn.c_proj.{kind}")
+        rules[LAYER + f"mlp.linear_fc1.{kind}"] = linear(there + f"mlp.c_fc.{kind}")
+        rules[LAYER + f"mlp.linear_fc2.{kind}"] = linear(there + f"mlp.c_proj.{kind}")
     return rules
-
-
-def _llama_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    _require(config, hidden_act=("silu",), attention_bias=(False, None), mlp_bias=(False, None))
-    _refuse_window(config)
-    heads = config["num_attention_heads"]
-    return {
-        "num_layers": config["num_hidden_layers"],
-        "hidden_size": config["hidden_size"],
-        "ffn_hidden_size": config["intermediate_size"],
-        "num_attention_heads": heads,
-        "num_query_groups": config.get("num_key_value_heads") or heads,
-        "kv_channels": config.get("head_dim") or config["hidden_size"] // heads,
-        "gated_linear_unit": True,
-        "normalization": "RMSNorm",
-        "layernorm_epsilon": config["rms_norm_eps"],
-        "layernorm_zero_centered_gamma": False,
-        "add_bias_linear": False,
-        "add_qkv_bias": False,
-        "qk_layernorm": False,
-        "rotary_interleaved": False,
-        "activation_func": "silu",
-        "max_position_embeddings": config["max_position_embeddings"],
-        "position_embedding_type": "rope",
-        "rotary_percent": 1.0,
-        "share_embeddings_and_output_weights": bool(config.get("tie_word_embeddings", False)),
-        "padded_vocab_size": config["vocab_size"],
-        **_rope_settings(config),
-    }
-
-
-def _rope_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    parameters = config.get("rope_parameters") or {}
-    scaling = parameters or config.get("rope_scaling") or {}
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    found = {
-        "rotary_base": int(parameters.get("rope_theta") or config.get("rope_theta") or 10000),
-        "rope_scaling": kind == "llama3",
-        "rope_scaling_factor": float(scaling["factor"]) if kind == "llama3" else 8.0,
-        "rotary_seq_len_interpolation_factor": scaling["factor"] if kind == "linear" else None,
-    }
-    if kind == "llama3":
-        _require(
-            scaling,
-            low_freq_factor=(1, None),
-            high_freq_factor=(4, None),
-            original_max_position_embeddings=(8192, None),
-        )
-    elif kind not in ("default", "linear"):
-        raise NotImplementedError(f"rope_type must be default, linear or llama3, got {kind!r}, which is not served")
-    return found
 
 
 def _experts(config: Mapping[str, Any], num_experts: int, width: int) -> dict[str, Any]:
@@ -202,7 +139,7 @@ def _experts(config: Mapping[str, Any], num_experts: int, width: int) -> dict[st
 
 def _mixtral_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     experts = _experts(config, config["num_local_experts"], config["intermediate_size"])
-    return _llama_settings(config) | experts
+    return llama_settings(config) | experts
 
 
 def _qwen3_moe_settings(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -210,14 +147,12 @@ def _qwen3_moe_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     # Here what is not said means that the chosen probabilities do not sum to one.
     stated = {"norm_topk_prob": False, **config}
     return (
-        _llama_settings(config)
-        | {"qk_layernorm": True}
-        | _experts(stated, num_experts, config["moe_intermediate_size"])
+        llama_settings(config) | {"qk_layernorm": True} | _experts(stated, num_experts, config["moe_intermediate_size"])
     )
 
 
 def _gpt2_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    _require(
+    require(
         config,
         activation_function=("gelu_new", "gelu_pytorch_tanh"),
         scale_attn_by_inverse_layer_idx=(False, None),
@@ -254,63 +189,14 @@ def _gpt2_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _require(config: Mapping[str, Any], **lawful: tuple[Any, ...]) -> None:
-    for name, values in lawful.items():
-        if config.get(name, values[-1]) not in values:
-            raise NotImplementedError(
-                f"{name} must be {' or '.join(str(value) for value in values if value is not None)}, got {config[name]!r}, "
-                "which is not served"
-            )
-
-
-def _refuse_window(config: Mapping[str, Any]) -> None:
-    window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
-    if window is not None and window < config["max_position_embeddings"]:
-        raise NotImplementedError(f"sliding_window must be null, got {window}: attention within a window is not served")
-
-
-def _llama_config(settings: Architecture) -> dict[str, Any]:
-    rope: dict[str, Any] = {"rope_type": "default"}
-    if settings["rope_scaling"]:
-        rope = {
-            "rope_type": "llama3",
-            "factor": settings["rope_scaling_factor"],
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        }
-    elif settings["rotary_seq_len_interpolation_factor"]:
-        rope = {"rope_type": "linear", "factor": float(settings["rotary_seq_len_interpolation_factor"])}
-    theta = float(settings["rotary_base"])
-    return {
-        "vocab_size": settings["padded_vocab_size"],
-        "hidden_size": settings["hidden_size"],
-        "intermediate_size": settings["ffn_hidden_size"],
-        "num_hidden_layers": settings["num_layers"],
-        "num_attention_heads": settings["num_attention_heads"],
-        "num_key_value_heads": settings["num_query_groups"],
-        "head_dim": settings["kv_channels"],
-        "hidden_act": settings["activation_func"],
-        "max_position_embeddings": settings["max_position_embeddings"],
-        "rms_norm_eps": settings["layernorm_epsilon"],
-        "tie_word_embeddings": settings["share_embeddings_and_output_weights"],
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        # Version 5 reads the first, version 4 the other two.
-        "rope_parameters": {**rope, "rope_theta": theta},
-        "rope_theta": theta,
-        "rope_scaling": None if rope["rope_type"] == "default" else rope,
-    }
-
-
 def _qwen2_config(settings: Architecture) -> dict[str, Any]:
-    config = _llama_config(settings)
+    config = llama_config(settings)
     del config["attention_bias"]  # always so
     return {**config, "use_sliding_window": False, "sliding_window": None}
 
 
 def _mixtral_config(settings: Architecture) -> dict[str, Any]:
-    config = _llama_config(settings)
+    config = llama_config(settings)
     return {
         **config,
         "intermediate_size": settings.get("moe_ffn_hidden_size") or settings["ffn_hidden_size"],
@@ -321,7 +207,7 @@ def _mixtral_config(settings: Architecture) -> dict[str, Any]:
 
 
 def _qwen3_config(settings: Architecture) -> dict[str, Any]:
-    return {**_llama_config(settings), "use_sliding_window": False, "sliding_window": None}
+    return {**llama_config(settings), "use_sliding_window": False, "sliding_window": None}
 
 
 def _qwen3_moe_config(settings: Architecture) -> dict[str, Any]:
@@ -352,16 +238,24 @@ def _gpt2_config(settings: Architecture) -> dict[str, Any]:
 
 
 FAMILIES = (
-    Family("llama", "LlamaForCausalLM", _llama_settings, _llama_config, _LLAMA),
-    Family("qwen2", "Qwen2ForCausalLM", lambda c: _llama_settings(c) | {"add_qkv_bias": True}, _qwen2_config, _QWEN2),
-    Family("qwen3", "Qwen3ForCausalLM", lambda c: _llama_settings(c) | {"qk_layernorm": True}, _qwen3_config, _QWEN3),
+    Family("llama", "LlamaForCausalLM", llama_settings, llama_config, _LLAMA),
+    Family("qwen2", "Qwen2ForCausalLM", lambda c: llama_settings(c) | {"add_qkv_bias": True}, _qwen2_config, _QWEN2),
+    Family("qwen3", "Qwen3ForCausalLM", lambda c: llama_settings(c) | {"qk_layernorm": True}, _qwen3_config, _QWEN3),
     Family("mixtral", "MixtralForCausalLM", _mixtral_settings, _mixtral_config, _MIXTRAL),
     Family("qwen3_moe", "Qwen3MoeForCausalLM", _qwen3_moe_settings, _qwen3_moe_config, _QWEN3_MOE),
+    Family(
+        "deepseek_v3",
+        "DeepseekV3ForCausalLM",
+        deepseek.settings,
+        deepseek.config,
+        deepseek.TABLE,
+        may_be_dense=True,
+        unused=deepseek.is_of_later_tokens,
+    ),
     Family("gpt2", "GPT2LMHeadModel", _gpt2_settings, _gpt2_config, _gpt2_table()),
 )
 _NOT_SERVED = {
-    "deepseek_v3": "DeepSeek-V3's attention keeps one latent vector for all heads (multi-latent attention)",
-    "deepseek_v2": "DeepSeek-V2's attention keeps one latent vector for all heads (multi-latent attention)",
+    "deepseek_v2": "it has multi-latent attention, but scores and groups of experts are others than DeepSeek-V3's",
 }
 
 
@@ -405,9 +299,9 @@ def family_for(settings: Architecture) -> tuple[Family, dict[str, Any]]:
     wanted = comparable(settings)
     reasons = []
     has_experts = settings.get("num_moe_experts") is not None
-    for family in (family for family in FAMILIES if family.has_experts == has_experts):
-        config = family.config(settings)
+    for family in (family for family in FAMILIES if family.may_have(experts=has_experts)):
         try:
+            config = family.config(settings)
             found = comparable(family.settings(config))
         except NotImplementedError as error:
             reasons.append(f"{family.model_type}: {error}")
@@ -442,7 +336,11 @@ def open_huggingface(folder: Path) -> ForeignCheckpoint:
             found,
             stored.entries,
             folder,
-            unused=lambda name: name.endswith(_COMPUTED) or (tied and name == "lm_head.weight"),
+            unused=lambda name: (
+                name.endswith(_COMPUTED)
+                or (tied and name == "lm_head.weight")
+                or (family.unused is not None and family.unused(config, name))
+            ),
         )
         return ViewReader(stored, found)
 

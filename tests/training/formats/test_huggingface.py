@@ -17,13 +17,21 @@ from safetensors.torch import load_file, save_file
 
 from megatron.core.distributed.fsdp.checkpoint import CheckpointReader
 from megatron.training.arguments import parse_settings
-from megatron.training.formats.architecture import comparable
+from megatron.training.formats.architecture import build_model, comparable
 from megatron.training.formats.copying import memory_nbytes, write_huggingface
 from megatron.training.formats.flags import flags_of
 from megatron.training.formats.foreign import ForeignCheckpoint
 from megatron.training.formats.huggingface import family_for
 from megatron.training.formats.recognise import find_foreign
-from tests.support.huggingface_models import FOLDER, NAMES, VOCAB_SIZE, expected, logits_of, stored_tensors
+from tests.support.huggingface_models import (
+    FOLDER,
+    NAMES,
+    VOCAB_SIZE,
+    expected,
+    expected_gradients,
+    logits_of,
+    stored_tensors,
+)
 from tests.support.launch import run_ranks
 from tests.support.tiny_run import SHARDED, Run, train_one
 from tools.checkpoint import convert
@@ -33,6 +41,9 @@ _TRAINING = (
     f"--tokenizer-type NullTokenizer --vocab-size {VOCAB_SIZE - 1} --log-interval 1 --eval-iters 0 "
     "--distributed-backend gloo"
 )
+
+
+YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 64}
 
 
 def _opened(name: str) -> ForeignCheckpoint:
@@ -50,6 +61,25 @@ def test_logits_are_those_of_transformers(name: str) -> None:
     torch.testing.assert_close(
         logits_of(found.reader(architecture), architecture, tokens), logits, atol=1e-5, rtol=1e-5
     )
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("deepseek")])
+def test_gradients_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    """A folder whose weights are the gradients is read in our layout, as the weights are."""
+    found, (tokens, _) = _opened(name), expected(name)
+    model = build_model(found.architecture).eval()
+    reader = found.reader(found.architecture)
+    model.load_state_dict({key: reader.tensor(key) for key in model.state_dict()}, strict=True)
+    positions = torch.arange(15).expand(2, -1)
+    model(tokens[:, :-1], positions, None, labels=tokens[:, 1:]).mean().backward()
+    shutil.copytree(FOLDER / name, tmp_path / "gradients")
+    biases = {key: torch.zeros(8) for key in stored_tensors(FOLDER / name) if key.endswith("e_score_correction_bias")}
+    save_file(expected_gradients(name) | biases, tmp_path / "gradients" / "model.safetensors")
+    gradients = find_foreign(tmp_path / "gradients")
+    assert gradients is not None
+    theirs = gradients.reader(gradients.architecture)
+    for key, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, theirs.tensor(key), atol=1e-6, rtol=1e-4, msg=key)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -86,6 +116,7 @@ def _train_from_each(root: str) -> dict[str, Run]:
         ("qwen3_moe", "--expert-model-parallel-size 2"),
         ("llama", "--tensor-model-parallel-size 2"),
         ("gpt2", ""),
+        ("deepseek_v3", "--tensor-model-parallel-size 2 --sequence-parallel --moe-router-bias-update-rate 0"),
     ):
         flags = flags_of(_opened(name).settings(padded_vocab_size=64))
         saved = f"{SHARDED} --train-iters 1 --load {FOLDER / name} --save {root}/{name} {split}"
@@ -112,7 +143,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, R
     return root, run_ranks(2, _train_from_each, str(root))[0]
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "llama", "gpt2"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "llama", "gpt2", "deepseek_v3"])
 def test_a_run_loads_the_folder_directly(trained: tuple[Path, dict[str, Run]], name: str) -> None:
     """Sharded, with experts or matrices split between two ranks; its learning rate is 0, so it saves what it loaded."""
     root, runs = trained
@@ -159,11 +190,34 @@ def _copy(name: str, target: Path, change: Callable[[dict[str, Any]], None]) -> 
 @pytest.mark.parametrize(
     ("name", "changed", "message"),
     [
-        ("llama", {"model_type": "deepseek_v3"}, "multi-latent attention"),
+        ("llama", {"model_type": "deepseek_v2"}, "multi-latent attention, but scores"),
+        ("deepseek_v3", {"rms_norm_eps": 1e-5}, "rms_norm_eps must be 1e-06, got 1e-05"),
+        ("deepseek_v3", {"rope_interleave": False}, "rope_interleave must be True, got False"),
+        ("deepseek_v3", {"num_key_value_heads": 2}, "num_key_value_heads must be 4, got 2"),
+        ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config must be null, got"),
+        ("deepseek_v3", {"norm_topk_prob": False}, "norm_topk_prob must be True, got False"),
+        ("deepseek_v3", {"topk_group": 1}, "num_experts_per_tok must be 2 times topk_group, got 4 and 1"),
+        ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func must be sigmoid, got 'softmax'"),
+        (
+            "deepseek_v3",
+            {"rope_parameters": {"rope_type": "linear", "factor": 2.0}},
+            "must be default or yarn, got 'lin",
+        ),
+        ("deepseek_v3", {"rope_parameters": YARN | {"truncate": False}}, "truncate must be True, got False"),
+        (
+            "deepseek_v3",
+            {"rope_parameters": YARN | {"attention_factor": 2.0}},
+            "attention_factor must be that of mscale",
+        ),
+        (
+            "deepseek_v3",
+            {"rope_parameters": YARN | {"mscale_all_dim": 1.0}},
+            "mscale must go with mscale_all_dim, got none",
+        ),
         (
             "llama",
             {"model_type": "bert"},
-            "model_type must be one of llama, qwen2, qwen3, mixtral, qwen3_moe, gpt2, got 'bert'",
+            "model_type must be one of llama, qwen2, qwen3, mixtral, qwen3_moe, deepseek_v3, gpt2, got 'bert'",
         ),
         ("llama", {"attention_bias": True}, "attention_bias must be False, got True"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act must be silu, got 'gelu'"),
@@ -187,6 +241,33 @@ def test_versions_before_5_of_transformers_say_rope_elsewhere(tmp_path: Path) ->
 
     found = find_foreign(_copy("llama3", tmp_path / "model", as_before))
     assert found is not None and found.architecture == _opened("llama3").architecture
+
+
+def test_defaults_of_yarn_are_those_of_transformers(tmp_path: Path) -> None:
+    """Without the two factors cosines and sines grow by that of mscale 1; without a factor it follows from the lengths."""
+    given = {**YARN, "factor": None}
+    changed = {"rope_parameters": given, "max_position_embeddings": 256}
+    found = find_foreign(_copy("deepseek_v3", tmp_path / "model", lambda config: config.update(changed)))
+    assert found is not None
+    names = ("rotary_scaling_factor", "mscale", "mscale_all_dim", "beta_fast", "beta_slow", "rotary_base")
+    assert [found.architecture[name] for name in names] == [4.0, 1.0, 0.0, 32.0, 1.0, 100]
+
+
+def test_layers_of_multi_token_prediction_are_left_out(tmp_path: Path) -> None:
+    """As transformers does: they lie behind the last layer. Of other layers nothing may be left over."""
+    folder = _copy("deepseek_v3", tmp_path / "model", lambda config: None)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.2.eh_proj.weight"] = torch.zeros(2)
+    save_file(tensors, folder / "model.safetensors")
+    found = find_foreign(folder)
+    assert found is not None
+    found.reader(found.architecture)
+    tensors["model.layers.1.eh_proj.weight"] = torch.zeros(2)
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(ValueError, match=r"not of this model: model.layers.1.eh_proj.weight"):
+        found = find_foreign(folder)
+        assert found is not None
+        found.reader(found.architecture)
 
 
 def test_missing_and_other_tensors_are_named(tmp_path: Path) -> None:
