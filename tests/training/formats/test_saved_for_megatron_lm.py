@@ -181,3 +181,17 @@ def test_a_model_of_hugging_face_is_converted_for_megatron_lm(name: str, kind: s
     torch.testing.assert_close(
         logits_of(foreign.reader(architecture), architecture, tokens), logits, atol=1e-5, rtol=1e-5
     )
+
+
+def test_norms_of_latent_vectors_lie_where_transformer_engine_has_them(tmp_path: Path) -> None:
+    """In the linear layer behind them; the norm before the projections to latent vectors stands alone."""
+    target = tmp_path / "target"
+    folder = FOLDER / "deepseek_v3_dense"
+    assert convert.main([str(folder), str(target), "--to", "torch_dist", "--padded-vocab-size", "64"]) == 0
+    stored = FileSystemReader(target / "iter_0000000").read_metadata().state_dict_metadata
+    norms = {name.removeprefix("decoder.layers.") for name in stored if "norm" in name and "layers" in name}
+    assert norms == {
+        "input_layernorm.weight",
+        "self_attention.linear_kv_up_proj.layer_norm_weight",
+        "mlp.linear_fc1.layer_norm_weight",
+    }

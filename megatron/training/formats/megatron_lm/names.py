@@ -23,7 +23,12 @@ LAYER = re.compile(r"decoder\.layers\.(?P<layer>[0-9]+)\.(?P<rest>.+)")
 EXPERT = re.compile(
     r"mlp\.experts\.local_experts\.(?P<expert>[0-9]+)\.(?P<linear>linear_fc[12])\.(?P<kind>weight|bias)"
 )
-FUSED_NORMS = {"input_layernorm": "self_attention.linear_qkv", "pre_mlp_layernorm": "mlp.linear_fc1"}
+FUSED_NORMS = {
+    "input_layernorm": "self_attention.linear_qkv",
+    "pre_mlp_layernorm": "mlp.linear_fc1",
+    "self_attention.q_layernorm": "self_attention.linear_q_up_proj",  # latent vectors
+    "self_attention.kv_layernorm": "self_attention.linear_kv_up_proj",
+}
 
 
 @dataclass(frozen=True)
@@ -56,7 +61,7 @@ def _rests(rest: str) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield f"mlp.experts.{linear}.{kind}{number}", ()
         yield rest, ()
         return
-    norm, _, kind = rest.partition(".")
+    norm, _, kind = rest.rpartition(".")
     yield rest, ()
     if norm in FUSED_NORMS:
         yield f"{FUSED_NORMS[norm]}.layer_norm_{kind}", ()

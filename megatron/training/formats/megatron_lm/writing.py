@@ -273,9 +273,14 @@ def _parts_of_fsdp_dtensor(name: str, size: torch.Size, architecture: Architectu
 
 def _norm_in_linear(name: str, rest: str, architecture: Architecture) -> str:
     """Return the name that a norm has with transformer-engine, where it is part of the linear layer behind it."""
-    norm, _, kind = rest.partition(".")
+    norm, _, kind = rest.rpartition(".")
     layer = int(name.split(".")[2])
     has_experts = bool(architecture.get("num_moe_experts")) and layers_with_experts(architecture)[layer]
-    if norm not in FUSED_NORMS or (norm == "pre_mlp_layernorm" and has_experts):
+    # Behind it lie several linear layers: a router, or projections to latent vectors.
+    stands_alone = {
+        "pre_mlp_layernorm": has_experts,
+        "input_layernorm": bool(architecture.get("multi_latent_attention")),
+    }
+    if norm not in FUSED_NORMS or stands_alone.get(norm):
         return rest
     return f"{FUSED_NORMS[norm]}.layer_norm_{kind}"
