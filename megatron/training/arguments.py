@@ -447,10 +447,24 @@ def _optimizer(args: Namespace) -> OptimizerConfig:
         adam_eps=args.adam_eps,
         store_param_remainders=args.use_precision_aware_optimizer,
         sgd_momentum=args.sgd_momentum,
+        **{name: getattr(args, name) for name in _MUON},
         clip_grad=args.clip_grad,
         log_num_zeros_in_grad=args.log_num_zeros_in_grad,
         **loss_scale_settings(args),
     )
+
+
+_MUON = (
+    "muon_momentum",
+    "muon_split_qkv",
+    "muon_nesterov",
+    "muon_scale_mode",
+    "muon_fp32_matmul_prec",
+    "muon_coefficient_type",
+    "muon_num_ns_steps",
+    "muon_tp_mode",
+    "muon_extra_scale_factor",
+)
 
 
 def _schedule(args: Namespace, batch: BatchConfig) -> ScheduleConfig:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from megatron.core.distributed.fsdp import FlatAdamW, fully_shard_optimizer
+from megatron.core.distributed.fsdp import FlatAdamW, FlatMuon, fully_shard_optimizer
 from megatron.core.optimizer.clip_grads import (
     clip_factor,
     clip_grad_by_total_norm,
@@ -19,6 +19,7 @@ from megatron.core.optimizer.clip_grads import (
     scale_gradients,
 )
 from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler, MegatronGradScaler
+from megatron.core.optimizer.muon import flat_muon
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.param_groups import get_param_groups
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -165,7 +166,7 @@ class MegatronOptimizer:
         Raises:
             NotImplementedError: this optimizer passes rates to kernels as numbers, which a CUDA graph would repeat.
         """
-        if not isinstance(self.optimizer, FlatAdamW):
+        if not isinstance(self.optimizer, FlatAdamW) or isinstance(self.optimizer, FlatMuon):
             raise NotImplementedError(
                 f"a captured step needs learning rates on the device, got {type(self.optimizer).__name__} without them; use "
                 "FlatAdamW (--optimizer adam), or train eagerly (--cuda-graph-impl none)"
@@ -209,7 +210,7 @@ def get_megatron_optimizer(
 ) -> MegatronOptimizer:
     """Build the optimizer over all trainable parameters of the model.
 
-    Adam over a model that is sharded as a whole is ``FlatAdamW``; other optimizers are torch's.
+    Adam over a model that is sharded as a whole is ``FlatAdamW``, and Muon ``FlatMuon``; other optimizers are torch's.
 
     Args:
         config: ``lr`` must be set.
@@ -219,8 +220,8 @@ def get_megatron_optimizer(
 
     Raises:
         NotImplementedError: other settings for some parameters, or a dump of the groups, are asked for.
-        ValueError: ``config.lr`` is None, nothing is trainable, or ``store_param_remainders`` is set for a model that is not
-            sharded as a whole.
+        ValueError: ``config.lr`` is None, nothing is trainable, or ``store_param_remainders`` is set, or the optimizer is Muon,
+            for a model that is not sharded as a whole.
 
     Ranks: local.
     """
@@ -237,6 +238,8 @@ def get_megatron_optimizer(
     params = [param for group in groups for param in group["params"]]
     if config.optimizer == "adam" and FlatAdamW.serves(params):
         return MegatronOptimizer(_flat_adamw(config, groups), config, _grad_scaler(config, params))
+    if config.optimizer == "muon":
+        return MegatronOptimizer(flat_muon(config, groups, named, of_model), config, _grad_scaler(config, params))
     if config.store_param_remainders:
         raise ValueError(
             "store_param_remainders needs a model whose parameters are all sharded by the engine, got others; wrap it with "

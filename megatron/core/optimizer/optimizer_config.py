@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 
 from megatron.core.checked_config import CheckedConfig, megatron_dataclass
+from megatron.core.distributed.fsdp import newton_schulz_coefficients
 from megatron.core.served_arguments import ANY, Served
 from megatron.core.upstream_fields import OPTIMIZER_CONFIG
 
@@ -22,6 +23,9 @@ NOT_SERVED: Served = {
     "main_grads_dtype": ((torch.float32,), "use DistributedDataParallelConfig.megatron_fsdp_main_grads_dtype"),
     "main_params_dtype": ((torch.float32,), "use DistributedDataParallelConfig.megatron_fsdp_main_params_dtype"),
     "use_distributed_optimizer": (ANY, "DistributedDataParallelConfig says what is sharded"),
+    "use_layer_wise_distributed_optimizer": (ANY, "ranks that share matrices divide Muon's work in any case"),
+    "muon_use_syrk": ((False,), "products of Muon are whole; leave it out, which changes results by rounding alone"),
+    "muon_scalar_optimizer": (("adam",), "Lion is not served; parameters that are no matrices are AdamW's"),
     "overlap_param_gather": (ANY, "DistributedDataParallelConfig says what overlaps"),
     "decoupled_weight_decay": ((True,), "adam is AdamW; sgd's decay is torch's"),
     "barrier_with_L1_time": (ANY, "timing adds no barrier"),
@@ -40,8 +44,15 @@ _FAMILIES = (
     ("overlap_cpu", _DEVICE),
     ("overlap_param_gather_with", "the optimizer's step ends before weights are gathered"),
     ("pin_cpu", _DEVICE),
-    *((start, _LATER) for start in ("muon_", "lion_", "soap_", "adaptive_muon", "use_layer_wise")),
+    *((start, _LATER) for start in ("lion_", "soap_", "adaptive_muon")),
 )
+
+
+_MUON_CHOICES = {
+    "muon_scale_mode": ("spectral", "unit_rms_norm", "shape_scaling"),
+    "muon_fp32_matmul_prec": ("medium", "high", "highest"),
+    "muon_tp_mode": ("blockwise", "duplicated", "distributed"),
+}
 
 
 @megatron_dataclass(OPTIMIZER_CONFIG, special=NOT_SERVED, families=_FAMILIES)
@@ -61,7 +72,8 @@ class OptimizerConfig(CheckedConfig):
     """Accepted: the training loop times the step as a whole."""
 
     optimizer: str = "adam"
-    """``adam`` is AdamW (decoupled weight decay), ``sgd`` is SGD with momentum."""
+    """``adam`` is AdamW (decoupled weight decay), ``sgd`` is SGD with momentum, ``muon`` (or ``dist_muon``) is Muon for matrices
+    and AdamW for all else."""
 
     lr: float | None = None
     """Largest learning rate; the scheduler scales it from step to step."""
@@ -101,6 +113,35 @@ class OptimizerConfig(CheckedConfig):
     adam_eps: float = 1e-8
     sgd_momentum: float = 0.9
 
+    muon_momentum: float = 0.95
+    """Decay of Muon's average of gradients."""
+
+    muon_split_qkv: bool = True
+    """Muon takes queries, keys and values of all heads for three matrices, not for one."""
+
+    muon_nesterov: bool = False
+    """Muon orthogonalizes the gradient averaged with the momentum, not the momentum."""
+
+    muon_scale_mode: str = "spectral"
+    """Factor of Muon's update of an [R, C] matrix: ``spectral`` sqrt(max(R, C)), ``unit_rms_norm`` sqrt(R / C), ``shape_scaling``
+    sqrt(max(1, R / C))."""
+
+    muon_fp32_matmul_prec: str = "medium"
+    """Products of Muon: ``medium`` in bf16, ``high`` and ``highest`` in fp32 as ``torch.set_float32_matmul_precision`` says."""
+
+    muon_coefficient_type: str = "quintic"
+    """Coefficients of the Newton-Schulz iterations: simple, quintic, polar_express, cans, aol, deepseekv4 or cubic5."""
+
+    muon_num_ns_steps: int = 5
+    """Newton-Schulz iterations."""
+
+    muon_tp_mode: str = "duplicated"
+    """Matrices that tensor parallelism splits: ``duplicated`` and ``distributed`` orthogonalize the whole, ``blockwise`` each
+    rank's part."""
+
+    muon_extra_scale_factor: float = 1.0
+    """Another factor of Muon's update; 0.2 makes it about as large as AdamW's."""
+
     use_precision_aware_optimizer: bool = False
     """The same as ``store_param_remainders``: the model's main weights must be bf16."""
 
@@ -118,6 +159,7 @@ class OptimizerConfig(CheckedConfig):
     """Count the zeros of the gradient in each step, at the cost of a pass over all gradients."""
 
     def __post_init__(self) -> None:
+        self.optimizer = "muon" if self.optimizer == "dist_muon" else self.optimizer
         if self.min_lr is None:
             self.min_lr = 0.0
         if self.use_precision_aware_optimizer:
@@ -126,10 +168,14 @@ class OptimizerConfig(CheckedConfig):
 
     def check(self) -> None:
         super().check()
-        if self.optimizer not in ("adam", "sgd"):
+        if self.optimizer not in ("adam", "sgd", "muon"):
             raise ValueError(
-                f"optimizer must be adam or sgd, got {self.optimizer!r}; other optimizers are not served yet"
+                f"optimizer must be adam, sgd or muon, got {self.optimizer!r}; other optimizers are not served yet"
             )
+        newton_schulz_coefficients(self.muon_coefficient_type, self.muon_num_ns_steps)
+        for name, choices in _MUON_CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
         if self.lr is not None and not 0 <= (self.min_lr or 0.0) <= self.lr:
             raise ValueError(f"0 <= min_lr <= lr must hold, got min_lr={self.min_lr} and lr={self.lr}")
         if self.store_param_remainders and self.optimizer != "adam":
@@ -152,6 +198,6 @@ class OptimizerConfig(CheckedConfig):
             )
         if self.clip_grad < 0:
             raise ValueError(f"clip_grad must be 0 (off) or positive, got {self.clip_grad}")
-        for name in ("adam_beta1", "adam_beta2", "sgd_momentum"):
+        for name in ("adam_beta1", "adam_beta2", "sgd_momentum", "muon_momentum"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"0 <= {name} < 1 must hold, got {getattr(self, name)}")

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from megatron.core.optimizer.muon import uses_muon
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 
 
@@ -17,7 +18,8 @@ def get_param_groups(
 
     A group has ``wd_mult`` (0 for biases and for parameters of one dimension, else 1), ``is_decoupled_lr`` (embedding and
     output layer, where ``config.decoupled_lr`` is set), and ``max_lr`` and ``min_lr`` for the scheduler. Where rates scale
-    with the width, it has ``lr_mult`` and, with adam, ``eps`` too.
+    with the width, it has ``lr_mult`` and, with adam, ``eps`` too. With muon it has ``use_muon``: matrices that Muon updates,
+    whose rates do not scale with the width.
 
     Args:
         named_parameters: names of the unwrapped model with its (sharded) parameters; a parameter with two names counts
@@ -31,7 +33,7 @@ def get_param_groups(
     Ranks: each alone; a pipeline stage may lack a group that others have, such as that of decoupled rates.
     Source: Megatron-LM's rules for weight decay and widths; arXiv:2203.03466 table 8.
     """
-    groups: dict[tuple[float, bool, float, float], dict[str, Any]] = {}
+    groups: dict[tuple[float, bool, float, float, bool], dict[str, Any]] = {}
     seen: set[int] = set()
     for name, parameter in named_parameters:
         if not parameter.requires_grad or id(parameter) in seen:
@@ -46,8 +48,9 @@ def get_param_groups(
             or "embedding" in name.lower()
             or getattr(parameter, "is_embedding_or_output_parameter", False)
         )
-        lr_mult, eps_mult = _of_width(config, width_mult, is_hidden=is_hidden)
-        key = (1.0 if decays else 0.0, decoupled, 1.0 if decoupled else lr_mult, eps_mult)
+        is_muons = config.optimizer == "muon" and uses_muon(parameter)
+        lr_mult, eps_mult = _of_width(config, 1.0 if is_muons else width_mult, is_hidden=is_hidden)
+        key = (1.0 if decays else 0.0, decoupled, 1.0 if decoupled else lr_mult, eps_mult, is_muons)
         group = groups.setdefault(key, _new_group(config, *key))
         group["params"].append(parameter)
     if not groups:
@@ -59,11 +62,12 @@ def _of_width(config: OptimizerConfig, width_mult: float, *, is_hidden: bool) ->
     """Return the factors of learning rate and eps."""
     if config.optimizer == "sgd":
         return (1.0 if is_hidden else width_mult), 1.0
-    return (1.0 / width_mult, 1.0 / width_mult) if is_hidden else (1.0, 1.0)
+    eps_mult = 1.0 if config.optimizer == "muon" else 1.0 / width_mult
+    return (1.0 / width_mult, eps_mult) if is_hidden else (1.0, 1.0)
 
 
 def _new_group(
-    config: OptimizerConfig, wd_mult: float, decoupled: bool, lr_mult: float, eps_mult: float
+    config: OptimizerConfig, wd_mult: float, decoupled: bool, lr_mult: float, eps_mult: float, is_muons: bool
 ) -> dict[str, Any]:
     max_lr, min_lr = config.lr, config.min_lr
     if decoupled:
@@ -76,6 +80,8 @@ def _new_group(
         scaled["lr_mult"] = lr_mult
     if eps_mult != 1.0:
         scaled["eps"] = config.adam_eps * eps_mult
+    if config.optimizer == "muon":
+        scaled["use_muon"] = is_muons
     return {
         "params": [],
         "wd_mult": wd_mult,

@@ -15,7 +15,12 @@ def add_training_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_optimizer_flags(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--optimizer", choices=["adam", "sgd"], default="adam", help="adam is AdamW (default: adam)")
+    group.add_argument(
+        "--optimizer",
+        choices=["adam", "sgd", "muon", "dist_muon"],
+        default="adam",
+        help="adam is AdamW; muon, or dist_muon, is Muon for matrices and AdamW for all else (default: adam)",
+    )
     group.add_argument("--adam-beta1", type=float, default=0.9, help="decay of the first moment (default: 0.9)")
     group.add_argument("--adam-beta2", type=float, default=0.999, help="decay of the second moment (default: 0.999)")
     group.add_argument("--adam-eps", type=float, default=1e-8, help="added to the denominator (default: 1e-8)")
@@ -25,6 +30,7 @@ def _add_optimizer_flags(group: argparse._ArgumentGroup) -> None:
         help="keep fp32 main weights as bf16 weights plus 16 bits, which saves 2 bytes per parameter",
     )
     group.add_argument("--sgd-momentum", type=float, default=0.9, help="momentum of sgd (default: 0.9)")
+    _add_muon_flags(group)
     group.add_argument(
         "--clip-grad", type=float, default=1.0, help="largest gradient norm; 0: no clipping (default: 1.0)"
     )
@@ -38,6 +44,52 @@ def _add_optimizer_flags(group: argparse._ArgumentGroup) -> None:
         dest="check_for_nan_in_loss_and_grad",
         action="store_false",
         help="continue when a loss or gradient is not finite",
+    )
+
+
+def _add_muon_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--muon-momentum", type=float, default=0.9, help="momentum of muon (default: 0.9)")
+    group.add_argument(
+        "--muon-no-split-qkv",
+        dest="muon_split_qkv",
+        action="store_false",
+        help="orthogonalize queries, keys and values as one matrix",
+    )
+    group.add_argument(
+        "--muon-nesterov", action="store_true", help="orthogonalize the gradient averaged with the momentum"
+    )
+    group.add_argument(
+        "--muon-scale-mode",
+        choices=["spectral", "unit_rms_norm", "shape_scaling"],
+        default="spectral",
+        help="factor of the update of an R x C matrix: sqrt(max(R, C)), sqrt(R / C) or sqrt(max(1, R / C)) "
+        "(default: spectral)",
+    )
+    group.add_argument(
+        "--muon-extra-scale-factor",
+        type=float,
+        default=1.0,
+        help="another factor; 0.2 makes updates about as large as AdamW's (default: 1.0)",
+    )
+    group.add_argument(
+        "--muon-fp32-matmul-prec",
+        choices=["medium", "high"],
+        default="medium",
+        help="medium iterates in bf16, high in fp32 of torch's precision high (default: medium)",
+    )
+    group.add_argument(
+        "--muon-coefficient-type",
+        default="quintic",
+        help="coefficients of Newton-Schulz iterations: simple, quintic, polar_express, cans, aol, deepseekv4, cubic5 "
+        "(default: quintic)",
+    )
+    group.add_argument("--muon-num-ns-steps", type=int, default=5, help="Newton-Schulz iterations (default: 5)")
+    group.add_argument(
+        "--muon-tp-mode",
+        choices=["blockwise", "duplicated", "distributed"],
+        default="duplicated",
+        help="orthogonalize what tensor parallelism splits part by part, whole on each rank, or whole by all ranks "
+        "together (default: duplicated)",
     )
 
 

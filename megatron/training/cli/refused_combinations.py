@@ -420,9 +420,9 @@ REFUSALS: tuple[Refusal, ...] = (
         "{recompute_granularity} with dropout; set --attention-dropout and --hidden-dropout to 0, or --cuda-graph-impl none",
     ),
     Refusal(
-        "CUDA graph with sgd",
-        lambda a: captures_iterations(a) and a.optimizer == "sgd",
-        "in a CUDA graph the learning rate of --optimizer sgd could not change, got sgd; use adam, or --cuda-graph-impl none",
+        "CUDA graph with sgd or muon",
+        lambda a: captures_iterations(a) and a.optimizer != "adam",
+        "in a CUDA graph the learning rate of --optimizer {optimizer} could not change; use adam, or --cuda-graph-impl none",
     ),
     _not_served(
         "attention dropout with `--context-parallel-size` above 1, unless ranks can divide the heads (`--cp-comm-type a2a`)",

@@ -94,7 +94,9 @@ def test_state_survives_a_round_trip() -> None:
 @pytest.mark.parametrize(
     "settings",
     [
-        {"optimizer": "muon"},
+        {"optimizer": "lion"},
+        {"optimizer": "muon", "muon_coefficient_type": "mine"},
+        {"optimizer": "muon", "muon_scale_mode": "none"},
         {"lr": 0.1, "min_lr": 0.2},
         {"clip_grad": -1.0},
         {"adam_beta1": 1.0},

@@ -208,7 +208,7 @@ def test_old_names_lead_to_flags_that_are_known() -> None:
 
 
 @pytest.mark.parametrize(
-    "extra", [["--num-layers", "two"], ["--optimizer", "muon"], ["stray"], ["--use-mcore-models", "1"]]
+    "extra", [["--num-layers", "two"], ["--optimizer", "lion"], ["stray"], ["--use-mcore-models", "1"]]
 )
 def test_malformed_command_lines_are_refused(extra: list[str]) -> None:
     with pytest.raises(FlagError):

@@ -9,7 +9,6 @@ from tests.support.megatron_lines import LaunchLine, launch_lines
 
 PARTS = {
     "multi-token prediction": "--mtp-num-layers",
-    "Muon": "--optimizer --muon-momentum --muon-extra-scale-factor --muon-scale-mode",
     "offload": "--fine-grained-activation-offloading --offload-modules",
     "YaRN of gpt-oss": "--enable-gpt-oss",
     "linear attention": "--experimental-attention-variant --linear-attention-freq "
@@ -45,21 +44,16 @@ def checked() -> dict[str, tuple[LaunchLine, CheckedLine]]:
 def test_lines_start_unedited_where_all_parts_of_the_model_are_served(
     checked: dict[str, tuple[LaunchLine, CheckedLine]],
 ) -> None:
-    needs_none = {name: result for name, (line, result) in checked.items() if not line.flags & _needed()}
+    needs_none = {name: result for name, (line, result) in checked.items() if not line.flags & _OF_PARTS}
     refused = {name: result.faults[0] for name, result in needs_none.items() if result.faults}
-    assert len(checked) == 174 and len(needs_none) == 156
+    assert len(checked) == 174 and len(needs_none) == 160
     assert refused.keys() == REFUSED.keys()
     assert all(refused[name].startswith(opening) for name, opening in REFUSED.items()), refused
-    assert len(needs_none) - len(refused) >= 151
-
-
-def _needed() -> set[str]:
-    """Flags that by themselves ask for a part; ``--optimizer`` may ask for one that is served."""
-    return _OF_PARTS - {"--optimizer"}
+    assert len(needs_none) - len(refused) >= 155
 
 
 def test_other_lines_are_refused_for_these_parts_alone(checked: dict[str, tuple[LaunchLine, CheckedLine]]) -> None:
-    others = {name: result for name, (line, result) in checked.items() if line.flags & _needed()}
+    others = {name: result for name, (line, result) in checked.items() if line.flags & _OF_PARTS}
     for name, result in others.items():
         assert result.faults, name
         wrong = [

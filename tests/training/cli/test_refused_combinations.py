@@ -84,7 +84,7 @@ CONTRADICTIONS: dict[str, tuple[str, str]] = {
     "CUDA graph scope below the iteration": ("--cuda-graph-impl full_iteration --cuda-graph-scope attn mlp", ""),
     "CUDA graph with gloo": ("--cuda-graph-impl full_iteration --distributed-backend gloo", ""),
     "CUDA graph with recomputed dropout": ("--cuda-graph-impl full_iteration --recompute-granularity selective", ""),
-    "CUDA graph with sgd": ("--cuda-graph-impl full_iteration --optimizer sgd", ""),
+    "CUDA graph with sgd or muon": ("--cuda-graph-impl full_iteration --optimizer sgd", ""),
 }  # fmt: skip
 
 # in the order of the table: (flags that the row refuses, flags that are served instead)

@@ -24,6 +24,7 @@ from megatron.core.distributed.fsdp.config.placement import Placements, hybrid_p
 from megatron.core.distributed.fsdp.flat_optimizer.flat_adamw import FlatAdamW
 from megatron.core.distributed.fsdp.flat_optimizer.flat_muon import FlatMuon
 from megatron.core.distributed.fsdp.layout.granule import Granule
+from megatron.core.distributed.fsdp.matrices.newton_schulz import newton_schulz_coefficients
 from megatron.core.distributed.fsdp.mesh.distributed_index import FSDPDistributedIndex
 from megatron.core.distributed.fsdp.mesh.model_parallel import ModelParallel
 from megatron.core.distributed.fsdp.runtime.context import FsdpContext
@@ -62,6 +63,7 @@ __all__ = [
     "group_of",
     "hybrid_placements",
     "load_checkpoint",
+    "newton_schulz_coefficients",
     "microbatch",
     "norm_scope_of",
     "peer_memory_nbytes",

@@ -11,7 +11,7 @@ from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameter
 from megatron.core.distributed.fsdp.flat_optimizer.flat_adamw import FlatAdamW
 from megatron.core.distributed.fsdp.flat_optimizer.flat_state import STEP, FlatState
 from megatron.core.distributed.fsdp.flat_optimizer.muon_state import MuonState, Rates
-from megatron.core.distributed.fsdp.matrices.newton_schulz import NewtonSchulz, coefficients_of
+from megatron.core.distributed.fsdp.matrices.newton_schulz import NewtonSchulz, newton_schulz_coefficients
 from megatron.core.distributed.fsdp.matrices.orthogonalizer import OrthogonalizedMatrices, Orthogonalizer
 from megatron.core.distributed.fsdp.matrices.shared_matrix import (
     TENSOR_PARALLEL_MODES,
@@ -49,7 +49,7 @@ class FlatMuon(FlatAdamW):
     Args:
         params: as ``FlatAdamW``. Param groups with ``use_muon=True`` must hold matrices alone; all others are AdamW's.
         momentum, nesterov: of Muon; also in param groups.
-        coefficient_type, num_ns_steps: Newton-Schulz iterations: ``coefficients_of``.
+        coefficient_type, num_ns_steps: Newton-Schulz iterations: ``newton_schulz_coefficients``.
         scale_mode: factor of an orthogonalized [R, C] matrix: ``spectral`` sqrt(max(R, C)), ``unit_rms_norm`` sqrt(R / C),
             ``shape_scaling`` sqrt(max(1, R / C)).
         extra_scale_factor: another factor; 0.2 makes updates about as large as AdamW's.
@@ -95,7 +95,7 @@ class FlatMuon(FlatAdamW):
             raise ValueError(f"momentum must be in [0, 1), got {momentum}")
         in_bf16 = fp32_matmul_prec == "medium"
         self._iterate = NewtonSchulz(
-            coefficients=coefficients_of(coefficient_type, num_ns_steps),
+            coefficients=newton_schulz_coefficients(coefficient_type, num_ns_steps),
             eps=_EPS,
             dtype=torch.bfloat16 if in_bf16 else torch.float32,
             fp32_precision=None if in_bf16 else fp32_matmul_prec,
@@ -133,6 +133,21 @@ class FlatMuon(FlatAdamW):
             self.state[parameter].pop(STEP, None)
 
     # ---- the step -----------------------------------------------------------------------------------------------
+
+    def step(
+        self,
+        closure: Callable[[], Any] | None = None,
+        *,
+        grad_factor: torch.Tensor | None = None,
+        found_inf: torch.Tensor | None = None,
+    ) -> Any:
+        """Update main and model weights, as ``FlatAdamW.step``; with ``found_inf`` the host waits for it.
+
+        Ranks: all that hold the parameters; ``found_inf`` must be the same on all.
+        """
+        if found_inf is None or not bool(found_inf):
+            return super().step(closure, grad_factor=grad_factor)
+        return closure() if closure is not None else None
 
     def _begin_updates(self, groups: Sequence[FsdpParameterGroup], factor: torch.Tensor) -> None:
         self._factor = factor

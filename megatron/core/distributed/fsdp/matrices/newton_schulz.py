@@ -72,7 +72,7 @@ _BATCH_FLOPS = {"cuda": 2**32, "cpu": 2**22}
 _LARGEST_BATCH = 32
 
 
-def coefficients_of(kind: str, num_steps: int) -> tuple[Coefficients, ...]:
+def newton_schulz_coefficients(kind: str, num_steps: int) -> tuple[Coefficients, ...]:
     """Return the coefficients of each step. Of more steps than a kind lists, some kinds repeat the last, others begin anew.
 
     Raises:

@@ -7,9 +7,9 @@ from collections import Counter
 import pytest
 
 from megatron.core.distributed.fsdp.layout.matrix_rounds import owners_of, rounds_of
-from megatron.core.distributed.fsdp.matrices.newton_schulz import NewtonSchulz, batch_size, coefficients_of
+from megatron.core.distributed.fsdp.matrices.newton_schulz import NewtonSchulz, batch_size, newton_schulz_coefficients
 
-ITERATE = NewtonSchulz(coefficients=coefficients_of("quintic", 5), eps=1e-15)
+ITERATE = NewtonSchulz(coefficients=newton_schulz_coefficients("quintic", 5), eps=1e-15)
 # Rows and columns of a layer's matrices: queries, keys and values together as they are, output, gated fc1, fc2.
 LLAMA_1B = [(3072, 2048), (2048, 2048), (11264, 2048), (2048, 5632)]
 LLAMA_70B = [(10240, 8192), (8192, 8192), (57344, 8192), (8192, 28672)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.core.distributed.fsdp.matrices.newton_schulz import COEFFICIENTS, NewtonSchulz, coefficients_of
+from megatron.core.distributed.fsdp.matrices.newton_schulz import COEFFICIENTS, NewtonSchulz, newton_schulz_coefficients
 from tests.support.plain_muon import QUINTIC, orthogonalized
 
 
@@ -19,7 +19,7 @@ def test_singular_values_come_near_1(kind: str) -> None:
     u, _, v = torch.linalg.svd(_matrix(24, 40), full_matrices=False)
     matrix = u @ torch.diag(torch.linspace(0.05, 1.0, 24)) @ v
     iterate = NewtonSchulz(
-        coefficients=coefficients_of(kind, 10 if kind == "deepseekv4" else 5), eps=1e-15, dtype=torch.float32
+        coefficients=newton_schulz_coefficients(kind, 10 if kind == "deepseekv4" else 5), eps=1e-15, dtype=torch.float32
     )
     values = torch.linalg.svdvals(iterate(matrix))
     assert values.min() > 0.5 and values.max() < 1.35, values
@@ -28,7 +28,7 @@ def test_singular_values_come_near_1(kind: str) -> None:
 @pytest.mark.parametrize("shape", [(16, 40), (40, 16), (24, 24)])
 def test_it_computes_what_the_plain_iteration_does(shape: tuple[int, int]) -> None:
     matrix = _matrix(*shape)
-    iterate = NewtonSchulz(coefficients=coefficients_of("quintic", 5), eps=1e-15)
+    iterate = NewtonSchulz(coefficients=newton_schulz_coefficients("quintic", 5), eps=1e-15)
     assert torch.equal(iterate(matrix).float(), orthogonalized(matrix, QUINTIC))
     batch = torch.stack([matrix, torch.zeros(shape), _matrix(*shape, seed=1)])
     together = iterate(batch)
@@ -37,19 +37,19 @@ def test_it_computes_what_the_plain_iteration_does(shape: tuple[int, int]) -> No
 
 
 def test_steps_beyond_the_schedule_repeat_it_or_its_last() -> None:
-    assert coefficients_of("quintic", 7)[5:] == tuple(QUINTIC[:2])
-    assert coefficients_of("polar_express", 10)[7:] == ((1.875, -1.25, 0.375),) * 3
+    assert newton_schulz_coefficients("quintic", 7)[5:] == tuple(QUINTIC[:2])
+    assert newton_schulz_coefficients("polar_express", 10)[7:] == ((1.875, -1.25, 0.375),) * 3
     for kind, steps, message in (
         ("nine", 5, "one of simple"),
         ("simple", 0, "1 step"),
         ("cubic5", 4, "5 steps, got 4"),
     ):
         with pytest.raises(ValueError, match=message):
-            coefficients_of(kind, steps)
+            newton_schulz_coefficients(kind, steps)
 
 
 def test_arithmetic_is_counted() -> None:
     """Two products with the long side and one without it, in each step; tall or wide is the same."""
-    iterate = NewtonSchulz(coefficients=coefficients_of("quintic", 5), eps=0.0)
+    iterate = NewtonSchulz(coefficients=newton_schulz_coefficients("quintic", 5), eps=0.0)
     assert iterate.flops(4, 10) == iterate.flops(10, 4) == 5 * (2 * 2 * 16 * 10 + 2 * 64)
-    assert NewtonSchulz(coefficients=coefficients_of("cubic5", 5), eps=0.0).flops(4, 10) == 5 * 2 * 2 * 160
+    assert NewtonSchulz(coefficients=newton_schulz_coefficients("cubic5", 5), eps=0.0).flops(4, 10) == 5 * 2 * 2 * 160
