@@ -31,6 +31,8 @@ _LLAMA = (
     "--untie-embeddings-and-output-weights --position-embedding-type rope --normalization RMSNorm --swiglu "
     "--disable-bias-linear --group-query-attention --num-query-groups 2"
 )
+# In fp32, since bf16 would make large differences of small ones.
+_MUON = "--optimizer muon --muon-momentum 0.9 --muon-extra-scale-factor 0.2 --muon-fp32-matmul-prec high"
 _EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 24 --disable-bias-linear --swiglu"
 _LATENT = "--multi-latent-attention --kv-lora-rank 10 --qk-head-dim 6 --qk-pos-emb-head-dim 8 --v-head-dim 5 --rotary-base 100"
 MODELS = {
@@ -50,14 +52,19 @@ MODELS = {
     "--recompute-granularity selective --recompute-modules mla_up_proj core_attn",
     # tied, learned positions too, LayerNorm, biases; queries straight from the hidden states; nothing fused
     "latent_plain": f"{_COMMON} {_LATENT} --rope-type rope --no-rope-fusion",
+    "muon": f"{_COMMON} {_MUON} --muon-nesterov --muon-tp-mode duplicated --group-query-attention --num-query-groups 2",
+    "muon_llama": f"{_COMMON} {_LLAMA} {_MUON} --muon-tp-mode distributed --muon-scale-mode unit_rms_norm",
+    "muon_moe": f"{_COMMON} {_EXPERTS} {_MUON} --untie-embeddings-and-output-weights --position-embedding-type rope",
 }
 _FAMILIES = {
     "gpt": ("gpt", "llama"),
     "moe": ("moe", "moe_biased"),
     "attention": ("windows",),
     "latent": ("latent", "latent_plain"),
+    "muon": ("muon", "muon_llama"),
+    "muon_moe": ("muon_moe",),
 }
-_HALVED = ("attention", "latent")
+_HALVED = ("attention", "latent", "muon", "muon_moe")
 """Families whose loss is per token with four microbatches and per microbatch with one."""
 
 
@@ -226,6 +233,8 @@ _ALL_LAYOUTS = {
     "moe": {**MOE_LAYOUTS, **STAGES_OF_MOE},
     "attention": GPT_LAYOUTS,
     "latent": GPT_LAYOUTS,
+    "muon": {name: GPT_LAYOUTS[name] for name in ("none", "tp2", "tp2+sp", "pp2")},
+    "muon_moe": {name: MOE_LAYOUTS[name] for name in ("ep2", "ep2+tp2+sp")},
 }
 
 CELLS = {
@@ -270,5 +279,8 @@ IN_CI = (
     "latent-tp2+sp-optim_grads_params-m4-token",
     "latent-cp2-optim_grads-m1-mean",
     "latent-pp2-optim-m1-mean",
+    "muon-none-hsdp-m1-mean",
+    "muon-tp2+sp-optim_grads_params-m4-token",
+    "muon_moe-ep2-optim-m1-mean",
 )
 """The cells that every run of the tests computes: each layout, each strategy, each setting of the others."""

@@ -39,6 +39,7 @@ PROBES = {
     "latent cp": "latent-cp2-optim_grads-m1-mean",
     "windows tp": "attention-tp2-optim-m1-mean",
     "windows cp": "attention-cp2-optim_grads_params-m1-mean",
+    "muon tp": "muon-tp2+sp-optim_grads_params-m4-token",
 }
 """Cells that faults are tried on, by a short name."""
 
@@ -330,6 +331,19 @@ def _the_norm_counts_each_copy_of_the_down_projections(patch: pytest.MonkeyPatch
     patch.setattr(WholeLinear, "_add_weight", marked)
 
 
+def _rows_of_a_matrix_change_places(patch: pytest.MonkeyPatch) -> None:
+    from megatron.core.distributed.fsdp.matrices import orthogonalizer
+
+    by_position = orthogonalizer._by_position
+    patch.setattr(orthogonalizer, "_by_position", lambda matrix: by_position(matrix)[::-1])
+
+
+def _parts_are_matrices_of_their_own(patch: pytest.MonkeyPatch) -> None:
+    from megatron.core.distributed.fsdp.matrices import shared_matrix
+
+    patch.setattr(shared_matrix, "_tensor_split", lambda group, index: (None, 0))
+
+
 MUTATIONS = {
     "auxiliary losses are not scaled": Mutation(_auxiliary_losses_are_not_scaled, "moe sp, moe cp"),
     "the loss scale is undone after clipping": Mutation(
@@ -376,6 +390,8 @@ MUTATIONS = {
     "the norm counts each rank's copy of the down-projections": Mutation(
         _the_norm_counts_each_copy_of_the_down_projections, "latent tp, latent sp"
     ),
+    "ranks' rows of a matrix change places": Mutation(_rows_of_a_matrix_change_places, "muon tp"),
+    "tensor-parallel parts are matrices of their own": Mutation(_parts_are_matrices_of_their_own, "muon tp"),
 }
 
 
