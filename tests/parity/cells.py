@@ -280,7 +280,7 @@ IN_CI = (
     "latent-cp2-optim_grads-m1-mean",
     "latent-pp2-optim-m1-mean",
     "muon-none-hsdp-m1-mean",
-    "muon-tp2+sp-optim_grads_params-m4-token",
+    "muon-tp2+sp-optim_grads-m4-token",
     "muon_moe-ep2-optim-m1-mean",
 )
 """The cells that every run of the tests computes: each layout, each strategy, each setting of the others."""
