@@ -35,6 +35,7 @@ from megatron.training.cli.flags_loss_scale import add_loss_scale_flags, loss_sc
 from megatron.training.cli.flags_mla import add_mla_flags, mla_settings
 from megatron.training.cli.flags_model import add_model_flags, ffn_hidden_size, position_embedding_type
 from megatron.training.cli.flags_of_before import ALWAYS_SO_BEFORE, REFUSED_BEFORE, SAID_ONCE_BEFORE
+from megatron.training.cli.flags_offload import add_offload_flags, optimizer_offload_settings
 from megatron.training.cli.flags_parallel import (
     add_parallel_flags,
     check_stages_are_busy,
@@ -119,6 +120,7 @@ def build_parser() -> FlagParser:
         add_batch_flags,
         add_training_flags,
         add_loss_scale_flags,
+        add_offload_flags,
         add_data_flags,
         add_fim_flags,
         add_tokenizer_flags,
@@ -451,6 +453,7 @@ def _optimizer(args: Namespace) -> OptimizerConfig:
         clip_grad=args.clip_grad,
         log_num_zeros_in_grad=args.log_num_zeros_in_grad,
         **loss_scale_settings(args),
+        **optimizer_offload_settings(args),
     )
 
 

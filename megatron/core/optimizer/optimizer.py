@@ -240,6 +240,11 @@ def get_megatron_optimizer(
         return MegatronOptimizer(_flat_adamw(config, groups), config, _grad_scaler(config, params))
     if config.optimizer == "muon":
         return MegatronOptimizer(flat_muon(config, groups, named, of_model), config, _grad_scaler(config, params))
+    if config.optimizer_cpu_offload:
+        raise ValueError(
+            "optimizer_cpu_offload needs a model whose parameters are all sharded by the engine, got others; wrap it with "
+            "FullyShardedDataParallel"
+        )
     if config.store_param_remainders:
         raise ValueError(
             "store_param_remainders needs a model whose parameters are all sharded by the engine, got others; wrap it with "
@@ -284,6 +289,10 @@ def _flat_adamw(config: OptimizerConfig, groups: list[dict[str, Any]]) -> FlatAd
         eps=config.adam_eps,
         store_param_remainders=config.store_param_remainders,
         overlaps_forward=config.overlap_update_with_forward,
+        offload_fraction=config.optimizer_offload_fraction if config.optimizer_cpu_offload else 0.0,
+        pins_gradients=config.pin_cpu_grads,
+        pins_weights=config.pin_cpu_params,
+        overlaps_host_updates=config.overlap_cpu_optimizer_d2h_h2d,
     )
 
 

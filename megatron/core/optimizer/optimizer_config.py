@@ -13,7 +13,6 @@ from megatron.core.served_arguments import ANY, Served
 from megatron.core.upstream_fields import OPTIMIZER_CONFIG
 
 _FP32 = "optimizer state is kept in fp32"
-_DEVICE = "optimizer state stays on the device; shard more"
 _LATER = "it is of an optimizer that is not served yet"
 
 NOT_SERVED: Served = {
@@ -32,18 +31,14 @@ NOT_SERVED: Served = {
     "config_logger_dir": (ANY, "a caller's log_config_to_disk writes there"),
     "optimizer_cuda_graph": (ANY, "FullCudaGraph captures the whole step, the optimizer with it"),
     "reuse_grad_buf_for_mxfp8_param_ag": (ANY, "gathers and reductions have memory of their own"),
+    "use_torch_optimizer_for_cpu_offload": (ANY, "torch's fused AdamW updates on the host, FlatAdamW on the device"),
     "grad_norm_skip_threshold": ((float("inf"),), "no step is skipped; check_for_nan_in_grad ends a run"),
 }
 """Maps a field to (values that are served, why others are not)."""
 
 _FAMILIES = (
     ("exp_avg", _FP32),
-    ("optimizer_cpu", _DEVICE),
-    ("optimizer_offload", _DEVICE),
-    ("use_torch_optimizer_for", _DEVICE),
-    ("overlap_cpu", _DEVICE),
     ("overlap_param_gather_with", "the optimizer's step ends before weights are gathered"),
-    ("pin_cpu", _DEVICE),
     *((start, _LATER) for start in ("lion_", "soap_", "adaptive_muon")),
 )
 
@@ -152,6 +147,20 @@ class OptimizerConfig(CheckedConfig):
     overlap_update_with_forward: bool = True
     """Adam's updates of sharded models overlap the next forward; see ``FlatAdamW`` for what must wait for them."""
 
+    optimizer_cpu_offload: bool = False
+    """Adam on a sharded model: state and fp32 main weights of ``optimizer_offload_fraction`` of the parameters are in the host's
+    memory, where torch's fused AdamW updates them; see ``FlatAdamW``."""
+
+    optimizer_offload_fraction: float = 0.0
+    """Fraction of the parameters, by whole units from the last one on."""
+
+    overlap_cpu_optimizer_d2h_h2d: bool = False
+    """With ``overlap_update_with_forward``: updates on the host run beside the next forward."""
+
+    pin_cpu_grads: bool = True
+    pin_cpu_params: bool = True
+    """Gradients are copied to, and main weights from, page-locked memory."""
+
     clip_grad: float = 1.0
     """Largest norm of the whole model's gradient; 0 does not clip."""
 
@@ -196,6 +205,15 @@ class OptimizerConfig(CheckedConfig):
                 "hysteresis must be at least 1 and loss_scale_window a whole number, got "
                 f"{self.hysteresis} and {self.loss_scale_window}"
             )
+        if not 0.0 <= self.optimizer_offload_fraction <= 1.0:
+            raise ValueError(f"optimizer_offload_fraction must be from 0 to 1, got {self.optimizer_offload_fraction}")
+        if self.optimizer == "muon" and (self.fp16 or self.loss_scale is not None):
+            raise ValueError(
+                f"optimizer muon must go without a loss scale, got fp16={self.fp16} and loss_scale={self.loss_scale}: its steps "
+                "cannot be skipped"
+            )
+        if self.optimizer_cpu_offload and self.optimizer != "adam":
+            raise ValueError(f"optimizer_cpu_offload must go with optimizer adam, got {self.optimizer}")
         if self.clip_grad < 0:
             raise ValueError(f"clip_grad must be 0 (off) or positive, got {self.clip_grad}")
         for name in ("adam_beta1", "adam_beta2", "sgd_momentum", "muon_momentum"):

@@ -134,6 +134,9 @@ SAID_ONCE: dict[str, SaidOnce] = {
             "--flash-attention-version",
         ),
         "the cross entropy is computed in fp32, as in Megatron-Core": ("--fp16-lm-cross-entropy",),
+        "torch's fused AdamW updates what is on the host, and the engine's kernel what is on the device": (
+            "--use-torch-optimizer-for-cpu-offload",
+        ),
         "how bf16 products are summed is torch's choice": ("--disable-bf16-reduced-precision-matmul",),
         "a ring over all context-parallel ranks (--cp-comm-type p2p) exchanges keys and values": (
             "--hierarchical-context-parallel-sizes",

@@ -273,6 +273,21 @@ REFUSALS: tuple[Refusal, ...] = (
         "--use-nccl-ub and --fsdp-transport symm need NCCL, got --distributed-backend {distributed_backend}",
     ),
     Refusal(
+        "optimizer on the host without adam",
+        lambda a: a.optimizer_cpu_offload and a.optimizer != "adam",
+        "--optimizer-cpu-offload needs --optimizer adam, got {optimizer}",
+    ),
+    Refusal(
+        "offload fraction out of range",
+        lambda a: not 0.0 <= a.optimizer_offload_fraction <= 1.0,
+        "--optimizer-offload-fraction must be from 0 to 1, got {optimizer_offload_fraction}",
+    ),
+    Refusal(
+        "loss scale with muon",
+        lambda a: a.optimizer == "muon" and (a.fp16 or a.loss_scale is not None),
+        "--optimizer muon cannot skip steps, so it goes without --fp16 and --loss-scale; use --bf16",
+    ),
+    Refusal(
         "fp16 with bf16",
         lambda a: a.fp16 and a.bf16,
         "--fp16 and --bf16 exclude each other; give one",
@@ -465,6 +480,18 @@ REFUSALS: tuple[Refusal, ...] = (
         "a CUDA graph with `--rampup-batch-size` or `--step-batch-size-schedule`",
         lambda a: captures_iterations(a) and bool(a.rampup_batch_size or a.step_batch_size_schedule),
         "a graph has one number of microbatches",
+        _GRAPH_REMEDY,
+    ),
+    _not_served(
+        "`--optimizer-cpu-offload` with `--fp8-param-gather`",
+        lambda a: a.optimizer_cpu_offload and a.fp8_param_gather,
+        "bytes of weights are written by the update on the device",
+        "leave out one of the two",
+    ),
+    _not_served(
+        "a CUDA graph with `--optimizer-cpu-offload`",
+        lambda a: captures_iterations(a) and a.optimizer_cpu_offload,
+        "updates on the host cannot be captured",
         _GRAPH_REMEDY,
     ),
     _not_served(

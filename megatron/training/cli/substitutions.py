@@ -16,6 +16,7 @@ from megatron.training.cli.flags_graphs import captures_iterations
 from megatron.training.cli.flags_loss_scale import LOSS_SCALING, scales_dynamically
 from megatron.training.cli.flags_mla import DEFAULTS_OF_MLA
 from megatron.training.cli.flags_model import position_embedding_type
+from megatron.training.cli.flags_offload import OPTIMIZER_OFFLOAD
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,11 @@ def _flag_of(dest: str) -> str:
     return _OTHER_NAMES.get(dest) or f"--{dest.replace('_', '-')}"
 
 
-_OTHER_NAMES = {"moe_router_load_balancing_type": "--moe-router-load-balancing-type"}
+_OTHER_NAMES = {
+    "pin_cpu_grads": "--no-pin-cpu-grads",
+    "pin_cpu_params": "--no-pin-cpu-params",
+    "moe_router_load_balancing_type": "--moe-router-load-balancing-type",
+}
 
 
 def _renamed(names: Sequence[str], others: Mapping[str, str]) -> list[str]:
@@ -278,6 +283,17 @@ SUBSTITUTIONS: tuple[Substitution, ...] = (
         "--fp16 is taken with --no-check-for-nan-in-loss-and-grad: the loss scale follows overflows of gradients",
         {"check_for_nan_in_loss_and_grad": False},
     ),
+    Substitution(
+        lambda a: (
+            a.optimizer_cpu_offload
+            and a.bf16
+            and not a.use_precision_aware_optimizer
+            and a.megatron_fsdp_main_params_dtype == "fp32"
+        ),
+        "--optimizer-cpu-offload is taken with --use-precision-aware-optimizer: the device has weights in bf16 alone",
+        {"use_precision_aware_optimizer": True},
+    ),
+    *_useless(OPTIMIZER_OFFLOAD, lambda a: a.optimizer_cpu_offload, "--optimizer-cpu-offload"),
     *_useless(LOSS_SCALING, scales_dynamically, "--fp16, or with --loss-scale, which is constant"),
     *_useless({"num_query_groups": 1}, lambda a: a.group_query_attention, "--group-query-attention"),
     *_useless(

@@ -52,6 +52,9 @@ CONTRADICTIONS: dict[str, tuple[str, str]] = {
     "overlap-param-gather without sharding": ("--overlap-param-gather", ""),
     "use-nccl-ub with another transport": ("--use-nccl-ub --fsdp-transport nccl", ""),
     "symmetric memory with gloo": ("--fsdp-transport symm --distributed-backend gloo", ""),
+    "optimizer on the host without adam": ("--optimizer-cpu-offload --optimizer sgd", ""),
+    "offload fraction out of range": ("--optimizer-cpu-offload --optimizer-offload-fraction 2", ""),
+    "loss scale with muon": ("--optimizer muon --loss-scale 8", ""),
     "fp16 with bf16": ("--fp16 --bf16", ""),
     "fp16 with FP8": ("--fp16 --fp8-format e4m3", ""),
     "precision-aware optimizer without bf16": ("--use-precision-aware-optimizer", ""),
@@ -104,6 +107,11 @@ COMBINATIONS: list[tuple[str, str]] = [
         f"{GRAPH} --rampup-batch-size 8 8 16 --global-batch-size 16",
         f"{GRAPH} --global-batch-size 16",
     ),
+    (
+        "--optimizer-cpu-offload --bf16 --fp8-format hybrid --fp8-param-gather --use-megatron-fsdp",
+        "--optimizer-cpu-offload --bf16 --fp8-format hybrid --use-megatron-fsdp",
+    ),
+    (f"{GRAPH} --optimizer-cpu-offload", GRAPH),
     (f"{GRAPH} --timing-log-level 1", GRAPH),
     (
         f"{GRAPH} {EXPERTS} --moe-grouped-gemm --bf16",

@@ -78,7 +78,8 @@ class FsdpParameterGroup:
         grad_hooks: hooks that users put on the sharded parameters; of trainable groups only.
         index: number in the context's registry.
         is_shared: other units use these weights too.
-        optimizer_state_nbytes: bytes of optimizer state on this rank, as far as an optimizer has told.
+        optimizer_state_nbytes, host_state_nbytes: bytes of optimizer state on this rank's device and in the host's memory, as
+            far as an optimizer has told.
         context: the ``FsdpContext`` of the group's unit; None until the unit has one.
 
     Ranks: every rank of the mesh must construct; weights are made equal to the first rank's.
@@ -108,7 +109,7 @@ class FsdpParameterGroup:
         self.trainable = self.trains = self.parameters[0].original.requires_grad
         self.requires_grad = [self.trains] * len(self.parameters)
         self.is_shared = False
-        self.optimizer_state_nbytes = 0
+        self.optimizer_state_nbytes = self.host_state_nbytes = 0
         self.context: weakref.ref[Any] | None = None
         self.set_prefix("")
         self._parts = [part_of(p.original, p.name, group_mesh.tensor_size) for p in self.parameters]

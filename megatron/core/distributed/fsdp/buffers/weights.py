@@ -62,6 +62,7 @@ class GroupWeights:
         synced_write_count, updated_write_count: ``write_count`` at that cast, and as an optimizer left it that wrote the
             model weight too.
         num_updates: how often such an optimizer or a load did, which ``write_count`` does not count.
+        num_loads: how often a load did.
         fence: ``content`` when the full weight was last brought up to date; ``set_fence`` tells autograd.
 
     Ranks: every rank of the mesh must construct.
@@ -98,7 +99,7 @@ class GroupWeights:
         self.updated: Any = None
         self.updated_event: Any = None  # the same, kept to be recorded anew
         self.synced_weight_version = self.synced_write_count = self.updated_write_count = -1
-        self.num_updates = self.fence = 0
+        self.num_updates = self.num_loads = self.fence = 0
 
     # ---- construction -------------------------------------------------------------------------------------------
 
@@ -210,6 +211,7 @@ class GroupWeights:
         """Note that the main weights are others now, also if they were read straight into memory, which no count sees."""
         self.updated_write_count = -1
         self.num_updates += 1
+        self.num_loads += 1
 
     def begin_update(self, *, is_whole: bool) -> UpdateEncoding | None:
         """Return what an update is to do for the codec; None where ``sync`` does it, or ``piece_of_update`` says it.

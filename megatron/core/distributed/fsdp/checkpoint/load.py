@@ -162,12 +162,12 @@ class Load:
     @torch.no_grad()
     def install(self) -> None:
         """Give the optimizer its state, and make the next forward gather the new weights."""
+        for group in (group for module in units_of(self._model) for group in module.parameter_groups):
+            group.weights.note_load()
         if self._optimizer is not None:
             self._optimizer.install()
         for name, module in module_states(self._model).items():
             module.set_extra_state(self._module_values[name])
-        for group in (group for module in units_of(self._model) for group in module.parameter_groups):
-            group.weights.note_load()
         for name, module in optional_states(self._model).items():
             if name in self._module_values:
                 module.set_optional_state(self._module_values[name])

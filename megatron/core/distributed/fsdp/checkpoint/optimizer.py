@@ -61,6 +61,8 @@ def optimizer_entries(
         ValueError: the optimizer holds a parameter that the model does not.
         TypeError: state is neither a tensor nor plain.
     """
+    if isinstance(optimizer, FlatAdamW):
+        optimizer.complete_state()
     names = _names_of_parameters(optimizer, model)
     copies = {id(entry.tensor) for entry in model if entry.is_copy}
     tensors: list[NamedTensor] = []
@@ -209,6 +211,8 @@ def prepare_load(
     Raises:
         ValueError: the optimizer holds a parameter that the model does not.
     """
+    if isinstance(optimizer, FlatAdamW):
+        optimizer.complete_state()
     load = OptimizerLoad(optimizer)
     parameters = _match_parameters(optimizer, model, values, problems)
     if problems:

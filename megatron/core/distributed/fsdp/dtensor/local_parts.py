@@ -17,8 +17,13 @@ def placed_like(parameter: DTensor, local: torch.Tensor) -> DTensor:
     Ranks: each on its own. Autograd does not connect the two.
     """
     local = local.detach()
+    shell = local.as_strided(local.shape, local.stride(), 0)
+    if local.device.type != parameter.device_mesh.device_type:
+        shell = torch.empty_strided(
+            local.shape, local.stride(), dtype=local.dtype, device="meta"
+        )  # else it would be moved
     placed = DTensor.from_local(
-        local.as_strided(local.shape, local.stride(), 0),
+        shell,
         parameter.device_mesh,
         parameter.placements,
         run_check=False,

@@ -227,3 +227,9 @@ def split(whole: torch.Tensor, high: torch.Tensor, remainder: torch.Tensor) -> N
     upper = (bits + 0x8000) >> 16
     high.view(torch.int16).copy_(upper)
     remainder.copy_(bits - (upper << 16))
+
+
+def round_up_half(whole: torch.Tensor, high: torch.Tensor) -> None:
+    """Write to ``high`` (bf16) what ``split`` writes there; ``whole`` (fp32) is overwritten."""
+    bits = whole.view(torch.int32).masked_fill_(whole.isnan(), 0x7FC00000)
+    high.view(torch.int16).copy_(bits.add_(0x8000).bitwise_right_shift_(16))

@@ -15,11 +15,15 @@ from megatron.core.distributed.fsdp.api.optimizer import check_step, contexts_of
 from megatron.core.distributed.fsdp.api.state_dict_hooks import copy_into
 from megatron.core.distributed.fsdp.buffers.param_slots import each
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup, group_of
+from megatron.core.distributed.fsdp.codec.weight_codec import CAST
 from megatron.core.distributed.fsdp.dtensor.local_parts import placed_like
 from megatron.core.distributed.fsdp.flat_optimizer.adamw_update import join, make_update
 from megatron.core.distributed.fsdp.flat_optimizer.flat_norm import FlatGradNorm, has_gradient
 from megatron.core.distributed.fsdp.flat_optimizer.flat_state import REMAINDER, STEP, FlatState
+from megatron.core.distributed.fsdp.flat_optimizer.host_state import HostState
+from megatron.core.distributed.fsdp.flat_optimizer.host_updates import HostUpdates
 from megatron.core.distributed.fsdp.flat_optimizer.hyperparameter_table import HyperparameterTable
+from megatron.core.distributed.fsdp.runtime.host_work import HostWork
 
 _GRAD = operator.attrgetter("grad")
 _MAIN_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -41,6 +45,12 @@ class FlatAdamW(torch.optim.Optimizer):
             with ties away from zero, where a cast rounds ties to even. Needs bf16 parameters and
             ``MixedPrecisionPolicy(main_params_dtype=None)``. A write to weights between steps zeroes the remainders of
             their group (writes through ``.data`` are not noticed), so load weights before the state of this optimizer.
+        offload_fraction: fraction of the parameters, by whole units, whose state and fp32 main weights are in the host's
+            memory, where torch's fused AdamW updates them; the last units are taken first. A write to their weights through
+            ``.data`` is lost.
+        pins_gradients, pins_weights: gradients are copied to the host, and weights from it, through page-locked memory, which
+            runs beside other work.
+        overlaps_host_updates: with ``overlaps_forward``, updates on the host run beside the next forward too.
         overlaps_forward: return from ``step`` while updates still run beside the next forward, whose units each wait
             for their own update. Until that forward, or ``synchronize()``, parameters, state and gradients must not be
             read or written; ``state_dict``, ``load_state_dict`` (also the model's) and checkpoints synchronise
@@ -60,6 +70,7 @@ class FlatAdamW(torch.optim.Optimizer):
     """
 
     checks_its_steps = True  # fully_shard_optimizer has nothing to add
+    may_skip = True  # steps know found_inf
     _more_defaults: Mapping[str, Any] = {}  # hyperparameters besides AdamW's, of an optimizer that extends this one
 
     def __init__(
@@ -72,6 +83,10 @@ class FlatAdamW(torch.optim.Optimizer):
         *,
         store_param_remainders: bool = False,
         overlaps_forward: bool = False,
+        offload_fraction: float = 0.0,
+        pins_gradients: bool = True,
+        pins_weights: bool = True,
+        overlaps_host_updates: bool = False,
     ) -> None:
         _check_rates(lr, betas, eps, weight_decay)
         rates = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
@@ -82,13 +97,25 @@ class FlatAdamW(torch.optim.Optimizer):
         _check_parameters(self.param_groups, groups)
         device = groups[0].device
         self._update = make_update(device)
+        self._offloaded = _offloaded(groups, offload_fraction)
+        self._pins_weights = pins_weights
         self._states = [
             self._make_state(group, keeps_remainder=_keeps_remainder(group, store_param_remainders)) for group in groups
         ]
+        self._overlaps_host = overlaps_host_updates and overlaps_forward
+        self._host: HostUpdates | None = None
+        self._is_complete = False
         self._state_of = {id(group): state for group, state in zip(groups, self._states, strict=True)}
         self._parameters = [parameter for group in groups for parameter in group.sharded]
         self._idle: set[torch.Tensor] = set()
         self._table = HyperparameterTable(self.param_groups, groups, device)
+        if self._offloaded:
+            largest = max(group.weights.main.local.numel() for group in self._offloaded)
+            self._host = HostUpdates(device, pin_memory=pins_gradients, largest_numel=largest)
+            self._offloaded[0].host_state_nbytes += self._host.nbytes
+            # Rows of all groups, so that indices are the same; those of the others are not used.
+            self._host_table = HyperparameterTable(self.param_groups, groups, torch.device("cpu"))
+        self._offloaded = []  # groups are referenced weakly
         self._grad_norm = FlatGradNorm(groups)
         self._no_factor = torch.ones(1, dtype=torch.float32, device=device)
         self._lay_out()
@@ -96,6 +123,8 @@ class FlatAdamW(torch.optim.Optimizer):
         self._is_built = True
 
     def _make_state(self, group: FsdpParameterGroup, *, keeps_remainder: bool) -> FlatState:
+        if group in self._offloaded:
+            return HostState(group, keeps_remainder=keeps_remainder, pin_memory=self._pins_weights)
         return FlatState(group, keeps_remainder=keeps_remainder)
 
     @staticmethod
@@ -134,6 +163,10 @@ class FlatAdamW(torch.optim.Optimizer):
 
         Ranks: all that hold the parameters; does not block the host.
         """
+        if found_inf is not None and not self.may_skip:
+            raise NotImplementedError(
+                f"{type(self).__name__} cannot skip a step, got found_inf; train without a loss scale"
+            )
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -144,16 +177,25 @@ class FlatAdamW(torch.optim.Optimizer):
         active = [has_gradient(group) for group in groups]
         self._find_idle(groups, active)
         stepping = [group for group, is_active in zip(groups, active, strict=True) if is_active]
-        self._table.set_active({index for index, is_active in enumerate(active) if is_active})
+        for table in self._tables:
+            table.set_active({index for index, is_active in enumerate(active) if is_active})
         self.refresh_hyperparameters()
         factor = self._no_factor if grad_factor is None else grad_factor
         self._update.write_coefficients(self._table.columns, factor, found_inf)
+        if self._host is not None:
+            self._host.begin_step(self._host_table.columns, factor, found_inf)
+            if self._is_complete:
+                self._shrink()
         for group in stepping:
             self._state_of[id(group)].drop_stale_remainder(group)
         self._begin_updates(stepping, factor)
         for context in contexts_of_groups(groups):
             mine = [group for group in stepping if group.context is not None and group.context() is context]
             context.update_weights(mine, self._update_group, overlaps=self.overlaps_forward)
+        if self._host is not None:
+            self._host.start()
+            if not self._overlaps_host:
+                self._host.drain()
         return loss
 
     def _begin_updates(self, groups: Sequence[FsdpParameterGroup], factor: torch.Tensor) -> None:
@@ -169,16 +211,32 @@ class FlatAdamW(torch.optim.Optimizer):
         }
         if idle != self._idle:
             self._idle = idle
-            self._table.set_idle(idle)
+            for table in self._tables:
+                table.set_idle(idle)
             self._lay_out()
 
-    def _update_group(self, group: FsdpParameterGroup) -> None:
-        shard, weights = self._state_of[id(group)].shard(group), group.weights
+    def _update_group(self, group: FsdpParameterGroup) -> HostWork | None:
+        state, weights = self._state_of[id(group)], group.weights
+        if isinstance(state, HostState):
+            assert self._host is not None
+            return self._host.add(group, state)
+        shard = state.shard(group)
         leaves_some = bool(self._idle) and not self._idle.isdisjoint(group.sharded)
         encoding = weights.begin_update(is_whole=not leaves_some)
         self._update.update(shard, group.grads.main_storage.flat, self._table.columns.coefficients, encoding)
         if leaves_some:
             weights.end_partial_update()  # the update says that the model weight is up to date
+        return None
+
+    def _shrink(self) -> None:
+        for _, state in self._living():
+            state.shrink()
+        self._show_state()
+        self._is_complete = False
+
+    @property
+    def _tables(self) -> list[HyperparameterTable]:
+        return [self._table] if self._host is None else [self._table, self._host_table]
 
     def refresh_hyperparameters(self) -> None:
         """Copy changed hyperparameters to the device: ``step`` does; before a replay of a captured ``step``, the caller.
@@ -187,7 +245,8 @@ class FlatAdamW(torch.optim.Optimizer):
             NotImplementedError: a param group asks for a variant of AdamW that is not served.
             RuntimeError: a hyperparameter changed while a graph is captured.
         """
-        self._table.refresh(self.param_groups)
+        for table in self._tables:
+            table.refresh(self.param_groups)
 
     def grad_norm(self) -> torch.Tensor:
         """Return the 2-norm of all gradients, [] fp32 on the device.
@@ -208,6 +267,8 @@ class FlatAdamW(torch.optim.Optimizer):
 
     def synchronize(self) -> None:
         """Make the current stream wait for updates that still run. Does not block the host."""
+        if self._host is not None:
+            self._host.drain()
         for context in contexts_of_groups(self.groups):
             context.finish_updates()
 
@@ -228,13 +289,27 @@ class FlatAdamW(torch.optim.Optimizer):
         """Return the parameter's main weights in fp32, as a DTensor placed like it; a copy if they are not fp32."""
         self.synchronize()
         assert isinstance(parameter, DTensor)
+        group = group_of(parameter)
+        assert group is not None, "the constructor has checked it"
+        state = self._state_of[id(group)]
+        if isinstance(state, HostState):
+            return state.main_weights(group, parameter)
         remainder = self.state[parameter].get(REMAINDER)
         if remainder is None:
             return parameter.detach().float()  # type: ignore[return-value]
         return placed_like(parameter, join(parameter._local_tensor.detach(), remainder._local_tensor))
 
-    def state_dict(self) -> dict[str, Any]:
+    def complete_state(self) -> None:
+        """Make ``state`` hold all that a checkpoint needs, until the next step. Blocks the host where state is offloaded."""
         self.synchronize()
+        if self._host is not None:
+            for group, state in self._living():
+                state.complete(group)
+            self._show_state()
+            self._is_complete = True
+
+    def state_dict(self) -> dict[str, Any]:
+        self.complete_state()
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -260,17 +335,19 @@ class FlatAdamW(torch.optim.Optimizer):
         Raises:
             ValueError: state of another optimizer, or of another shape than its parameter.
         """
-        self.synchronize()
+        given_state = {parameter: dict(state) for parameter, state in self.state.items()}
+        self.complete_state()
         steps: dict[torch.Tensor, float] = {}
         for group, state in self._living():
             for parameter, views in zip(group.sharded, state.views, strict=True):
-                given = self.state.get(parameter, {})
+                given = given_state.get(parameter, {})
                 _check_state(given, views, parameter)
                 steps[parameter] = float(given.get(STEP, 0.0))
                 for key, view in views.items():
                     _fill(view, given.get(key), parameter)
-            state.note_version(group)
-        if self._table.set_steps(steps):
+            state.adopt(group)
+        self._is_complete = False
+        if any([table.set_steps(steps) for table in self._tables]):
             self._lay_out()
         self._show_state()
 
@@ -280,14 +357,16 @@ class FlatAdamW(torch.optim.Optimizer):
     def _lay_out(self) -> None:
         """Prepare the updates of all groups after parameters have got other rows in the table."""
         for group, state in self._living():
-            rows, only = [self._table.row_of[p] for p in group.sharded], [p not in self._idle for p in group.sharded]
+            table = self._host_table if isinstance(state, HostState) else self._table
+            rows, only = [table.row_of[p] for p in group.sharded], [p not in self._idle for p in group.sharded]
             state.lay_out(group, rows, only, self._update)
         self._show_state()
 
     def _show_state(self) -> None:
         for group, state in self._living():
             for parameter, views in zip(group.sharded, state.views, strict=True):
-                self.state[parameter] = {STEP: self._table.step_of(parameter), **views}
+                table = self._host_table if isinstance(state, HostState) else self._table
+                self.state[parameter] = {STEP: table.step_of(parameter), **views}
 
 
 # The other defaults of torch.optim.AdamW, so that each loads the other's state_dict.
@@ -347,6 +426,24 @@ def _keeps_remainder(group: FsdpParameterGroup, asked: bool) -> bool:
             f"{group.dtypes.compute} for {group}; use MixedPrecisionPolicy(main_params_dtype=None)"
         )
     return True
+
+
+def _offloaded(groups: Sequence[FsdpParameterGroup], fraction: float) -> list[FsdpParameterGroup]:
+    """Choose the groups whose state is in the host's memory: the last ones, which are updated last and needed last."""
+    if not 0.0 <= fraction <= 1.0:
+        raise ValueError(f"offload_fraction must be from 0 to 1, got {fraction}")
+    wanted = fraction * sum(group.layout.used_numel for group in groups)
+    chosen: list[FsdpParameterGroup] = []
+    for group in reversed(groups):
+        if sum(one.layout.used_numel for one in chosen) >= wanted:
+            break
+        chosen.append(group)
+    for group in chosen:
+        if group.weights.codec is not CAST:
+            raise NotImplementedError(
+                f"offload_fraction needs weights that are cast from the main weights, got others for {group}; leave it at 0"
+            )
+    return chosen
 
 
 def _check_state(given: dict[str, Any], views: dict[str, DTensor], parameter: torch.Tensor) -> None:

@@ -29,23 +29,29 @@ class FlatState:
     def __init__(self, group: FsdpParameterGroup, *, keeps_remainder: bool) -> None:
         self.group = weakref.ref(group)
         main = group.weights.main.local
-        self._flat = {
-            EXP_AVG: torch.zeros_like(main, dtype=torch.float32, memory_format=torch.contiguous_format),
-            EXP_AVG_SQ: torch.zeros_like(main, dtype=torch.float32, memory_format=torch.contiguous_format),
-        }
+        self._flat: dict[str, torch.Tensor] = {}
+        self.views: list[dict[str, DTensor]] = [{} for _ in group.sharded]
+        for key in (EXP_AVG, EXP_AVG_SQ):
+            self._show(group, key, self._zeros(main, torch.float32))
         self.remainder: torch.Tensor | None = None
         if keeps_remainder:
-            self.remainder = self._flat[REMAINDER] = torch.zeros_like(main, dtype=torch.int16)
-        self.views = [
-            {key: _view_like(parameter, flat, group, index) for key, flat in self._flat.items()}
-            for index, parameter in enumerate(group.sharded)
-        ]
+            self.remainder = self._zeros(main, torch.int16)
+            self._show(group, REMAINDER, self.remainder)
         group.optimizer_state_nbytes = sum(flat.numel() * flat.element_size() for flat in self._flat.values())
         self._runs: tuple[Run, ...] = ()
         self._blocks: torch.Tensor | None = None
         self._addresses = (0, 0)
         self._seen_version = 0
         self.note_version(group)
+
+    def _zeros(self, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros_like(like, dtype=dtype, memory_format=torch.contiguous_format)
+
+    def _show(self, group: FsdpParameterGroup, key: str, flat: torch.Tensor) -> None:
+        """Make ``flat`` state under ``key``, with views by parameter."""
+        self._flat[key] = flat
+        for index, (parameter, views) in enumerate(zip(group.sharded, self.views, strict=True)):
+            views[key] = view_like(parameter, flat, group, index)
 
     def lay_out(
         self, group: FsdpParameterGroup, table_rows: Sequence[int], only: Sequence[bool], update: TorchUpdate
@@ -75,6 +81,18 @@ class FlatState:
             self._make_shard(group)
         return self._shard
 
+    # ---- checkpoints --------------------------------------------------------------------------------------------
+
+    def complete(self, group: FsdpParameterGroup) -> None:
+        """Make the state that is made only when it is asked for; here there is none."""
+
+    def shrink(self) -> None:
+        """Give back the memory of what ``complete`` has made."""
+
+    def adopt(self, group: FsdpParameterGroup) -> None:
+        """Go on from what was read into the views and the main weights."""
+        self.note_version(group)
+
     # ---- writes from outside ------------------------------------------------------------------------------------
 
     def note_version(self, group: FsdpParameterGroup) -> None:
@@ -89,7 +107,7 @@ class FlatState:
             self.note_version(group)
 
 
-def _view_like(parameter: torch.Tensor, flat: torch.Tensor, group: FsdpParameterGroup, index: int) -> DTensor:
+def view_like(parameter: torch.Tensor, flat: torch.Tensor, group: FsdpParameterGroup, index: int) -> DTensor:
     assert isinstance(parameter, DTensor)
     own = group.weights.main.view(index)
     begin = own.storage_offset() - group.weights.main.local.storage_offset()

@@ -21,6 +21,7 @@ class MemoryReport:
         main_weights: what the optimizer updates.
         model_weights: shards (or replicas) of the weights in the compute dtype, as far as they are not the main weights.
         optimizer_state: of an optimizer that told its groups (``FlatAdamW``); 0 until it has.
+        host_state: the part of optimizer state, and of fp32 main weights, that is in the host's memory; in no sum.
         unsharded: the arena of unsharded weights.
         reduce_scatter_inputs: the arena of whole gradients that wait for their reduction.
         main_gradients: from a unit's reduction to ``zero_grad``.
@@ -34,6 +35,7 @@ class MemoryReport:
     main_weights: int
     model_weights: int
     optimizer_state: int
+    host_state: int
     unsharded: int
     reduce_scatter_inputs: int
     main_gradients: int
@@ -70,15 +72,20 @@ class MemoryReport:
             ("persistent", self.persistent, ""),
             ("  main weights", self.main_weights, ""),
             ("  model weights", self.model_weights, ""),
-            ("  optimizer state", self.optimizer_state, "" if self.optimizer_state else "not known yet"),
+            (
+                "  optimizer state",
+                self.optimizer_state,
+                "" if self.optimizer_state or self.host_state else "not known yet",
+            ),
             ("arenas", self.arena, "planned" if self.is_planned else "expected from the order of registration"),
             ("  unsharded weights", self.unsharded, note),
             ("  reduce-scatter inputs", self.reduce_scatter_inputs, ""),
             ("main gradients", self.main_gradients, "from reduction to zero_grad"),
             ("partial gradients", self.partial_gradients, "between microbatches"),
             ("peak, without activations", self.peak, ""),
+            ("host: optimizer state", self.host_state, "with main weights in fp32"),
         ]
-        shown = [row for row in rows if row[1] or not row[0].startswith(("partial", "  model"))]
+        shown = [row for row in rows if row[1] or not row[0].startswith(("partial", "  model", "host"))]
         lines = [f"  {name:<28}{nbytes / _GIB:>9.3f} GiB  {note}".rstrip() for name, nbytes, note in shown]
         causes = ", ".join(f"{granule} {share:.2%}" for granule, share in self.padding.items() if share)
         padding = f"  {'padding in these':<28}{sum(self.padding.values()):>9.2%}      {causes}".rstrip()
@@ -93,6 +100,7 @@ def report_memory(groups: Sequence[FsdpParameterGroup], plan: Plan, *, is_planne
         main_weights=sum(group.weights.main.local_nbytes for group in groups),
         model_weights=sum(_model_nbytes(group) for group in groups),
         optimizer_state=sum(group.optimizer_state_nbytes for group in groups),
+        host_state=sum(group.host_state_nbytes for group in groups),
         unsharded=plan.weights.nbytes,
         reduce_scatter_inputs=plan.inputs.nbytes,
         main_gradients=sum(group.grads.main_storage.nbytes for group in trainable),

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from megatron.core.distributed.fsdp.runtime.host_work import HostWork
+
 
 class Role(Enum):
     """Who runs on a stream."""
@@ -58,7 +60,9 @@ class Streams:
         return None
 
     def wait(self, edge: Edge, event: Any) -> None:
-        """Make work issued on the edge's consumer run after ``event``; the host does not wait."""
+        """Make work issued on the edge's consumer run after ``event``; the host waits for the record of a ``HostWork`` alone."""
+        if event is not None:
+            event.event()
 
 
 class _OnStream:
@@ -118,9 +122,10 @@ class CudaStreams(Streams):
         self._record(event, self._streams[role])
         return event
 
-    def wait(self, edge: Edge, event: torch.cuda.Event | None) -> None:
-        if event is not None:
-            self._wait(event, self._streams[edge.consumer])
+    def wait(self, edge: Edge, event: torch.cuda.Event | HostWork | None) -> None:
+        recorded = event.event() if isinstance(event, HostWork) else event
+        if recorded is not None:
+            self._wait(recorded, self._streams[edge.consumer])
 
 
 def make_streams(device: torch.device, *, one_for_communication: bool = False) -> Streams:

@@ -7,10 +7,12 @@ from typing import Any
 
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
 from megatron.core.distributed.fsdp.runtime import nvtx
+from megatron.core.distributed.fsdp.runtime.host_work import HostWork
 from megatron.core.distributed.fsdp.runtime.streams import Edge, Role, Streams
 from megatron.core.distributed.fsdp.runtime.unsharder import Unsharder
 
-Update = Callable[[FsdpParameterGroup], None]
+Update = Callable[[FsdpParameterGroup], HostWork | None]
+"""Updates a group, on the current stream, or by a thread of the host, whose work it returns."""
 
 
 class Updater:
@@ -19,6 +21,7 @@ class Updater:
     def __init__(self, streams: Streams, unsharder: Unsharder) -> None:
         self.streams, self.unsharder = streams, unsharder
         self._beside: list[FsdpParameterGroup] = []  # groups whose updates compute has not waited for as a whole
+        self._of_host: list[HostWork] = []
         self._last: Any = None
 
     def run(
@@ -28,17 +31,19 @@ class Updater:
         self.finish()
         if not overlaps:
             first()
-            for group in groups:
-                _run(group, update)
+            for work in [_run(group, update) for group in groups]:
+                self.streams.wait(Edge.UPDATES_DONE, work)
             return
         self.streams.wait(Edge.GRADS_FINAL, self.streams.record(Role.COMPUTE))
         with self.streams.on(Role.UPDATE):
             first()
             for group in groups:
-                _run(group, update)
-                weights = group.weights
-                weights.updated = weights.updated_event = self.streams.record(Role.UPDATE, weights.updated_event)
-                self._last = weights.updated
+                work, weights = _run(group, update), group.weights
+                if work is None:
+                    self._last = weights.updated_event = self.streams.record(Role.UPDATE, weights.updated_event)
+                else:
+                    self._of_host.append(work)
+                weights.updated = work or self._last
                 group.grads.read_by_update = True
         self._beside = list(groups)
 
@@ -47,6 +52,8 @@ class Updater:
         if not self._beside:
             return
         self.streams.wait(Edge.UPDATES_DONE, self._last)
+        for work in self._of_host:
+            self.streams.wait(Edge.UPDATES_DONE, work)
         self.unsharder.note_update()  # all-gathers need wait for compute alone now
         for group in self._beside:
             group.weights.updated = None
@@ -56,12 +63,13 @@ class Updater:
 
     def forget_events(self) -> None:
         """As ``Unsharder.forget_events``."""
-        self._beside, self._last = [], None
+        self._beside, self._of_host, self._last = [], [], None
 
 
-def _run(group: FsdpParameterGroup, update: Update) -> None:
+def _run(group: FsdpParameterGroup, update: Update) -> HostWork | None:
     nvtx.push(group.update_range)
-    update(group)
+    work = update(group)
     nvtx.pop()
     group.weights.updated_write_count = group.weights.write_count
     group.weights.num_updates += 1
+    return work
