@@ -21,6 +21,7 @@ from megatron.core.rank_grid import RankGrid
 from megatron.core.tokenizers import TokenizerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.training.checkpointing import CheckpointConfig
+from megatron.training.cli.checkpoint_args import with_checkpoint_args
 from megatron.training.cli.flag_parser import Fate, FlagError, FlagParser
 from megatron.training.cli.flags_always_so import ALWAYS_SO
 from megatron.training.cli.flags_attention import add_attention_flags
@@ -170,12 +171,13 @@ def parse_settings(argv: Sequence[str], *, world_size: int | None = None) -> Set
 def check_command_line(argv: Sequence[str], *, world_size: int | None = None) -> CheckedLine:
     """Check a command line as far as that needs neither ranks nor data, and collect all its faults."""
     parser = build_parser()
-    line = parser.read(argv)
+    completed = with_checkpoint_args(argv, parser)
+    line = parser.read(completed.argv)
     args = line.args
     as_megatron_lm = megatron_lm_args(parser, vars(args), line.fates)
-    said_once = (*line.said_once, *substitute(args, malformed=line.malformed))
+    said_once = (*completed.said, *line.said_once, *substitute(args, malformed=line.malformed))
     rows, unreadable = refusals_of(args, malformed=line.malformed)
-    faults, settings = line.faults + rows, None
+    faults, settings = [*completed.faults, *line.faults, *rows], None
     for dest in unreadable:
         delattr(args, dest)
     try:

@@ -132,7 +132,7 @@ class FlagParser(argparse.ArgumentParser):
         """Read a command line; faults are in the result."""
         line = CommandLine(self.parse_args([]))
         malformed: set[str] = set()
-        for flag, values in _split_by_flag(argv):
+        for flag, values in split_by_flag(argv):
             if flag is None:
                 words = f"{' '.join(values)} is no flag; flags start with --"
                 line.fates += [Fate("", tuple(values), "malformed", words)] if values else []
@@ -248,7 +248,7 @@ def _help_section(title: str, entries: Iterable[str]) -> list[str]:
     return [f"{title}:", *wrapped, ""]
 
 
-def _split_by_flag(argv: Sequence[str]) -> list[tuple[str | None, list[str]]]:
+def split_by_flag(argv: Sequence[str]) -> list[tuple[str | None, list[str]]]:
     """Split into [(flag, its values)], also ``--flag=value``; the flag of values before the first one is None."""
     parts: list[tuple[str | None, list[str]]] = [(None, [])]
     for token in argv:

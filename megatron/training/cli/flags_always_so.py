@@ -25,8 +25,6 @@ ALWAYS_SO: dict[str, AlwaysSo] = {
     "--ckpt-fully-parallel-load": AlwaysSo(fact="each rank reads the rows that it owns"),
     "--dist-ckpt-optim-fully-reshardable": AlwaysSo(fact="optimizer state is loaded under any split"),
     "--load-main-params-from-ckpt": AlwaysSo(fact="checkpoints hold the main weights, and these are loaded"),
-    "--no-use-tokenizer-model-from-checkpoint-args": AlwaysSo(fact="the command line names the tokenizer"),
-    "--disable-use-tokenizer-model-from-checkpoint-args": AlwaysSo(fact="the command line names the tokenizer"),
     "--trust-remote-code": AlwaysSo(fact="code beside a tokenizer is never run, and none is needed"),
     "--use-gigatoken": AlwaysSo(fact="tokenizers are compiled, and give the same ids"),
     "--dataloader-type": AlwaysSo(

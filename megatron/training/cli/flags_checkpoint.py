@@ -27,6 +27,23 @@ def add_checkpoint_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--load", help="folder to load from; without a checkpoint in it, training starts from scratch")
     group.add_argument("--ckpt-step", type=int, help="iteration to load (default: the latest)")
+    group.add_argument(
+        "--use-checkpoint-args",
+        action="store_true",
+        help="take the model's settings from the checkpoint of --load (Megatron-LM's list of them)",
+    )
+    group.add_argument(
+        "--use-mp-args-from-checkpoint-args",
+        action="store_true",
+        help="with --use-checkpoint-args: take the tensor-, pipeline- and expert-parallel sizes too",
+    )
+    group.add_argument(
+        "--no-use-tokenizer-model-from-checkpoint-args",
+        "--disable-use-tokenizer-model-from-checkpoint-args",
+        dest="use_tokenizer_model_from_checkpoint_args",
+        action="store_false",
+        help="with --use-checkpoint-args: the command line names the tokenizer",
+    )
     group.add_argument("--exit-on-missing-checkpoint", action="store_true", help="no checkpoint in --load is an error")
     group.add_argument("--no-load-optim", action="store_true", help="load without optimizer state")
     group.add_argument(

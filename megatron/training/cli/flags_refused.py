@@ -58,8 +58,6 @@ REFUSED: dict[str, str] = {
     "--data-parallel-random-init": "ranks always start with the same weights",
     "--moe-layer-recompute": "use --recompute-granularity full, which recomputes layers with experts as well",
     "--pretrained-checkpoint": _CHECKPOINT,
-    "--use-checkpoint-args": "the command line describes the model, and a checkpoint of another model is refused",
-    "--use-mp-args-from-checkpoint-args": _CHECKPOINT,
     "--load-model-opt-format": _CHECKPOINT,
     "--check-for-spiky-loss": _CHECKS,
     "--check-for-large-grads": _CHECKS,

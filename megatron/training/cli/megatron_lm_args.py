@@ -32,30 +32,32 @@ def megatron_lm_args(parser: FlagParser, settings: Mapping[str, Any], fates: Ite
         settings: theirs, by name, without those that are malformed.
         fates: what became of each flag; those that change nothing here say what they say there.
     """
-    values = {_name(flag, upstream): upstream.default for flag, upstream in UPSTREAM_FLAGS.items()}
+    values = {name_of(flag): upstream.default for flag, upstream in UPSTREAM_FLAGS.items()}
     for fate in fates:
         upstream = UPSTREAM_FLAGS.get(fate.flag)
         if upstream is not None and fate.kind in ("always so", "said once"):
-            values[_name(fate.flag, upstream)] = _value(upstream, fate.values)
+            values[name_of(fate.flag)] = _value(upstream, fate.values)
     for action in parser._actions:
         for flag in action.option_strings:
             upstream = UPSTREAM_FLAGS.get(flag)
             if upstream is not None and action.dest in settings:
-                values[_name(flag, upstream)] = _own_value(flag, upstream, action, settings[action.dest])
+                values[name_of(flag)] = _own_value(flag, upstream, action, settings[action.dest])
     values["apply_layernorm_1p"] = values["layernorm_zero_centered_gamma"]  # as older versions call it
     return MegatronLmArgs(values={name: _plain(value) for name, value in values.items()})
 
 
 def _own_value(flag: str, upstream: UpstreamFlag, action: argparse.Action, value: Any) -> Any:
     """Return a setting in Megatron-LM's sense: a switch may have a name here that says the opposite."""
-    if action.nargs != 0 or action.dest == _name(flag, upstream):
+    if action.nargs != 0 or action.dest == name_of(flag):
         return value
     is_given = value == action.const and action.const != action.default
     return not upstream.default if is_given else upstream.default
 
 
-def _name(flag: str, upstream: UpstreamFlag) -> str:
-    return upstream.dest or flag.lstrip("-").replace("-", "_")
+def name_of(flag: str) -> str:
+    """Return the name of the setting that a flag gives in Megatron-LM, or would."""
+    upstream = UPSTREAM_FLAGS.get(flag)
+    return (upstream.dest if upstream is not None else "") or flag.lstrip("-").replace("-", "_")
 
 
 def _value(upstream: UpstreamFlag, words: tuple[str, ...]) -> Any:

@@ -25,7 +25,7 @@ def find_foreign(folder: Path, step: int | None = None) -> ForeignCheckpoint | N
     """
     if (folder / CONFIG).is_file():
         return open_huggingface(folder)
-    path = _of_iteration(folder, step)
+    path = folder_of_iteration(folder, step)
     if any(path.glob(RANK_FOLDER)):
         return open_legacy(path)
     if is_complete(path) and not _is_ours(path):
@@ -43,7 +43,7 @@ def is_foreign(folder: Path) -> bool:
         return False
 
 
-def _of_iteration(folder: Path, step: int | None) -> Path:
+def folder_of_iteration(folder: Path, step: int | None) -> Path:
     """Return the folder of an iteration by Megatron-LM's rules, or the folder itself where it has no tracker."""
     if step is not None:
         return folder / f"iter_{step:07d}"

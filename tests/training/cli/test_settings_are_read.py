@@ -25,7 +25,13 @@ LINES = (
 )
 
 # Flags that others take the place of, before settings are made.
-SUBSTITUTED = {"use_torch_fsdp2", "torch_fsdp2_reshard_after_forward"}
+SUBSTITUTED = {
+    "use_torch_fsdp2",
+    "torch_fsdp2_reshard_after_forward",
+    "use_checkpoint_args",
+    "use_mp_args_from_checkpoint_args",
+    "use_tokenizer_model_from_checkpoint_args",
+}
 
 # Fields that nothing needs to read, and why.
 NOT_READ = {

@@ -1,0 +1,120 @@
+"""``--use-checkpoint-args`` takes Megatron-LM's list of arguments from the checkpoint of ``--load``, and says what it took."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.core.distributed.fsdp.checkpoint import write_alone
+from megatron.training.arguments import CheckedLine, check_command_line, parse_settings
+from tests.support.huggingface_models import FOLDER
+from tests.support.megatron_lm_folders import Backend, save_alone
+
+MODEL = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 --swiglu "
+    "--group-query-attention --num-query-groups 2 --untie-embeddings-and-output-weights --normalization RMSNorm "
+    "--disable-bias-linear --position-embedding-type rope --rotary-base 500000 --padded-vocab-size 128"
+)
+REST = "--micro-batch-size 1 --train-iters 4 --lr 1e-3 --mock-data"
+TOKENIZER = "--tokenizer-type NullTokenizer --vocab-size 99"
+
+
+def _save(folder: Path, args: dict[str, Any], *, kind: str) -> str:
+    """A checkpoint of a run with these arguments, of Megatron-LM or of ours, in which nothing else matters."""
+    weights = {"embedding.word_embeddings.weight": torch.zeros(128, 4)}
+    path = folder / "iter_0000003"
+    if kind == "own":
+        write_alone(path, [], {"extra_state.args": args, "extra_state.architecture": {}})
+    elif kind == "torch_dist":
+        common = {"iteration": 3, "args": argparse.Namespace(**{**args, "attention_backend": Backend.auto})}
+        save_alone({**weights, "common_state/shard_0_1": [common]}, path, flattens=False)
+        (path / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+    else:
+        model = {f"module.{name}": tensor for name, tensor in weights.items()}
+        save_alone({"model": model, "args": argparse.Namespace(**args), "iteration": 3}, path)
+    (folder / "latest_checkpointed_iteration.txt").write_text("3")
+    return str(folder)
+
+
+def _args(line: str) -> dict[str, Any]:
+    """The arguments that a run with this command line saves."""
+    return dict(parse_settings(line.split()).megatron_lm.values)
+
+
+def _check(line: str) -> CheckedLine:
+    return check_command_line(line.split(), world_size=8)
+
+
+@pytest.mark.parametrize("kind", ["own", "torch_dist", "fsdp_dtensor"])
+def test_the_models_settings_come_from_the_checkpoint(kind: str, tmp_path: Path) -> None:
+    folder = _save(tmp_path, _args(f"{MODEL} {REST} {TOKENIZER}"), kind=kind)
+    whole = parse_settings(f"{MODEL} {REST} {TOKENIZER} --load {folder}".split())
+    short = parse_settings(f"{REST} --vocab-size 99 --load {folder} --use-checkpoint-args".split())
+    assert short.model.architecture(99) == whole.model.architecture(99)
+    assert short.data == whole.data and short.tokenizer == whole.tokenizer
+    assert "num_layers is 4, from the checkpoint" in short.said_once.lines
+    assert "rotary_base is 500000, from the checkpoint" in short.said_once.lines
+    assert not any("normalization is LayerNorm" in line or "num_experts" in line for line in short.said_once.lines)
+
+
+def test_what_the_command_line_gives_stays_or_is_replaced_as_in_megatron_lm_and_that_is_said(tmp_path: Path) -> None:
+    folder = _save(tmp_path, _args(f"{MODEL} {REST} {TOKENIZER}"), kind="own")
+    typed = "--num-layers 2 --add-qkv-bias --rotary-base 7 --lr 1e-3"
+    line = _check(f"{REST} {TOKENIZER} {typed} --load {folder} --use-checkpoint-args")
+    assert not line.faults and line.settings is not None
+    transformer = line.settings.model.transformer
+    assert transformer.num_layers == 2 and not transformer.add_qkv_bias and line.settings.model.rotary_base == 500000
+    assert "--num-layers 2 stays; the checkpoint has num_layers 4" in line.said_once
+    assert "add_qkv_bias is False, from the checkpoint in place of --add-qkv-bias" in line.said_once
+    assert "rotary_base is 500000, from the checkpoint in place of --rotary-base 7" in line.said_once
+
+
+def test_the_tokenizer_and_the_split_have_flags_of_their_own(tmp_path: Path) -> None:
+    saved = _args(f"{MODEL} {REST} {TOKENIZER}") | {"tensor_model_parallel_size": 2, "tokenizer_model": "of/the/run"}
+    load = f"{REST} --vocab-size 99 --load {_save(tmp_path, saved, kind='torch_dist')} --use-checkpoint-args"
+    line = _check(load)
+    assert line.settings is not None and line.settings.grid.size("tp") == 1
+    assert "tokenizer_model is of/the/run, from the checkpoint" in line.said_once
+    line = _check(f"{load} --use-mp-args-from-checkpoint-args")
+    assert line.settings is not None and line.settings.grid.size("tp") == 2
+    line = _check(f"{load} --no-use-tokenizer-model-from-checkpoint-args --tokenizer-type NullTokenizer")
+    assert not line.faults and not any("tokenizer" in said for said in line.said_once)
+
+
+def test_a_setting_that_is_not_served_is_refused_with_its_reason(tmp_path: Path) -> None:
+    saved = _args(f"{MODEL} {REST} {TOKENIZER}") | {"hybrid_layer_pattern": "M-M-"}
+    line = _check(f"{REST} {TOKENIZER} --load {_save(tmp_path, saved, kind='own')} --use-checkpoint-args")
+    assert any(fault.startswith("--hybrid-layer-pattern is refused: ") for fault in line.faults)
+
+
+def test_without_a_checkpoint_the_command_lines_settings_are_used_and_that_is_said(tmp_path: Path) -> None:
+    line = _check(f"{MODEL} {REST} {TOKENIZER} --load {tmp_path}/none --use-checkpoint-args")
+    assert not line.faults and f"--use-checkpoint-args: no checkpoint in {tmp_path}/none" in "\n".join(line.said_once)
+    line = _check(f"{MODEL} {REST} {TOKENIZER} --use-checkpoint-args")
+    assert line.faults == ["--use-checkpoint-args needs --load, got none"]
+    line = _check(f"{MODEL} {REST} {TOKENIZER} --load {_save(tmp_path, {}, kind='own')} --use-checkpoint-args")
+    assert not line.faults and "a checkpoint without arguments" in "\n".join(line.said_once)
+
+
+def test_a_hugging_face_model_says_its_settings(tmp_path: Path) -> None:
+    line = _check(f"{REST} {TOKENIZER} --seq-length 16 --load {FOLDER}/qwen3 --use-checkpoint-args")
+    assert not line.faults and line.settings is not None
+    assert line.settings.model.transformer.qk_layernorm and line.settings.model.transformer.gated_linear_unit
+
+
+def test_what_saved_arguments_name_is_not_run(tmp_path: Path) -> None:
+    class Attack:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return os.system, (f"touch {tmp_path}/ran",)
+
+    saved = _args(f"{MODEL} {REST} {TOKENIZER}") | {"rank": Attack()}
+    for kind in ("torch_dist", "fsdp_dtensor"):
+        folder = _save(tmp_path / kind, saved, kind=kind)
+        line = _check(f"{REST} --vocab-size 99 --load {folder} --use-checkpoint-args")
+        assert not line.faults and line.settings is not None and line.settings.model.transformer.num_layers == 4
+    assert not (tmp_path / "ran").exists()
