@@ -24,7 +24,7 @@ from megatron.training.checkpointing import CheckpointConfig
 from megatron.training.cli.checkpoint_args import with_checkpoint_args
 from megatron.training.cli.flag_parser import Fate, FlagError, FlagParser
 from megatron.training.cli.flags_always_so import ALWAYS_SO
-from megatron.training.cli.flags_attention import add_attention_flags
+from megatron.training.cli.flags_attention import add_attention_flags, yarn_settings
 from megatron.training.cli.flags_batch import add_batch_flags, batch_config, eval_batch_config
 from megatron.training.cli.flags_checkpoint import add_checkpoint_flags, add_logging_flags
 from megatron.training.cli.flags_data import add_data_flags, add_fim_flags, fill_in_the_middle
@@ -348,7 +348,7 @@ _SAME_NAME_IN_TRANSFORMER_CONFIG = (
 
 def _transformer(args: Namespace) -> TransformerConfig:
     settings: dict[str, Any] = {name: getattr(args, name) for name in _SAME_NAME_IN_TRANSFORMER_CONFIG}
-    settings |= parallel_settings(args) | expert_settings(args) | fp8_settings(args)
+    settings |= parallel_settings(args) | expert_settings(args) | fp8_settings(args) | yarn_settings(args)
     if args.swiglu:
         settings |= {"gated_linear_unit": True, "activation_func": F.silu}
         settings["bias_activation_fusion"] = args.bias_swiglu_fusion

@@ -46,6 +46,10 @@ MODELS = {
     # balanced by a bias, without an auxiliary loss; groups of experts; and every other layer dense
     "windows": f"{_COMMON} {_LLAMA} --window-size 3,0 --window-attn-skip-freq 2 --softmax-type learnable --no-rope-freq 2 "
     "--qk-l2-norm --attention-output-gate",  # the second layer sees all, and does not rotate
+    "gpt_oss": f"{_COMMON} --enable-gpt-oss --window-size 3,0 --window-attn-skip-freq 2 --softmax-type learnable "
+    "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 24 --expert-tensor-parallel-size 1 --quick-geglu "
+    "--glu-linear-offset 1 --activation-func-clamp-value 0.5 --normalization RMSNorm "
+    "--untie-embeddings-and-output-weights --group-query-attention --num-query-groups 2",  # biases everywhere
     "latent": f"{_COMMON} {_LATENT} --q-lora-rank 12 --qk-layernorm --untie-embeddings-and-output-weights "
     "--normalization RMSNorm --swiglu --disable-bias-linear --rotary-scaling-factor 4 --mscale 0.7 --mscale-all-dim 1.3 "
     "--original-max-position-embeddings 32 --beta-fast 8 "
@@ -60,11 +64,12 @@ _FAMILIES = {
     "gpt": ("gpt", "llama"),
     "moe": ("moe", "moe_biased"),
     "attention": ("windows",),
+    "gpt_oss": ("gpt_oss",),
     "latent": ("latent", "latent_plain"),
     "muon": ("muon", "muon_llama"),
     "muon_moe": ("muon_moe",),
 }
-_HALVED = ("attention", "latent", "muon", "muon_moe")
+_HALVED = ("attention", "latent", "gpt_oss", "muon", "muon_moe")
 """Families whose loss is per token with four microbatches and per microbatch with one."""
 
 
@@ -233,6 +238,7 @@ _ALL_LAYOUTS = {
     "moe": {**MOE_LAYOUTS, **STAGES_OF_MOE},
     "attention": GPT_LAYOUTS,
     "latent": GPT_LAYOUTS,
+    "gpt_oss": MOE_LAYOUTS,
     "muon": {name: GPT_LAYOUTS[name] for name in ("none", "tp2", "tp2+sp", "pp2")},
     "muon_moe": {name: MOE_LAYOUTS[name] for name in ("ep2", "ep2+tp2+sp")},
 }
@@ -275,6 +281,7 @@ IN_CI = (
     "attention-tp2+sp-optim_grads_params-m4-token",
     "attention-cp2-optim_grads_params-m1-mean",
     "attention-pp2-optim-m1-mean",
+    "gpt_oss-tp2+sp-optim_grads_params-m4-token",
     "latent-tp2-optim_grads-m1-mean",
     "latent-tp2+sp-optim_grads_params-m4-token",
     "latent-cp2-optim_grads-m1-mean",

@@ -108,6 +108,21 @@ class TransformerConfig(ModelParallelConfig):
     too."""
     no_rope_freq: int | list[int] | None = None
     """Layers without rotary positions: every n-th, or [num_layers] of 1 (none) and 0 (rotated). None: no layer."""
+    yarn_rotary_scaling_factor: float = 1.0
+    """Ours, as those below: Megatron-Core sets them on the object. With ``position_embedding_type="yarn"`` of GPTModel, how
+    many times longer contexts are than in the first training."""
+    yarn_original_max_position_embeddings: int = 4096
+    """With "yarn", the longest context of the first training."""
+    yarn_beta_fast: float = 32.0
+    """With "yarn", turns within that context from which on a channel's frequency stays."""
+    yarn_beta_slow: float = 1.0
+    """With "yarn", turns within that context up to which a channel's frequency is divided by the scaling factor."""
+    yarn_mscale: float | None = 1.0
+    """With "yarn", see ``YarnRotaryEmbedding``."""
+    yarn_mscale_all_dim: float | None = 0.0
+    """With "yarn", see ``YarnRotaryEmbedding``."""
+    yarn_correction_range_round_to_int: bool = True
+    """With "yarn", the bounds between which channels are blended are whole channels."""
     attention_output_gate: bool = False
     """What attention gives is multiplied by the sigmoid of a gate for each channel, which the query-key-value projection
     computes too."""

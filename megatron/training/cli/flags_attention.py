@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 from megatron.training.cli.flags_experts import layer_pattern
+from megatron.training.cli.flags_model import position_embedding_type
 
 
 def add_attention_flags(parser: argparse.ArgumentParser) -> None:
@@ -36,6 +38,70 @@ def add_attention_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--attention-output-gate", action="store_true", help="multiply what attention gives by the sigmoid of a gate"
     )
+    _add_yarn_flags(group)
+
+
+_OF_YARN: dict[str, tuple[type, float]] = {
+    "yarn_original_max_position_embeddings": (int, 4096),
+    "yarn_beta_fast": (float, 32.0),
+    "yarn_beta_slow": (float, 1.0),
+}
+_FACTOR_OF_GPT_OSS = 32.0
+YARN: dict[str, Any] = {
+    **dict.fromkeys(_OF_YARN),
+    "yarn_correction_range_round_to_int": None,
+}
+"""Flags without effect unless positions are YaRN's, with their defaults."""
+
+
+def _add_yarn_flags(group: argparse._ArgumentGroup) -> None:
+    for (name, (kind, default)), what in zip(
+        _OF_YARN.items(),
+        (
+            "the longest context of the first training",
+            "turns within that context from which on a frequency stays",
+            "turns within that context up to which a frequency is divided by --rotary-scaling-factor",
+        ),
+        strict=True,
+    ):
+        group.add_argument(f"--{name.replace('_', '-')}", type=kind, help=f"YaRN: {what} (default: {default})")
+    group.add_argument(
+        "--yarn-correction-range-round-to-int",
+        action="store_true",
+        default=None,
+        help="YaRN: the bounds between which frequencies are blended are whole channels (default: they are)",
+    )
+    group.add_argument(
+        "--no-yarn-correction-range-round-to-int",
+        dest="yarn_correction_range_round_to_int",
+        action="store_false",
+        default=None,
+        help="YaRN: these bounds are not rounded",
+    )
+    group.add_argument(
+        "--enable-gpt-oss",
+        action="store_true",
+        help="positions are YaRN's with the values of gpt-oss: contexts 32 times longer than 4,096, and bounds that are not "
+        "rounded, where no flag gives another",
+    )
+
+
+def yarn_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the fields of ``TransformerConfig`` for YaRN; {} where positions are others."""
+    if position_embedding_type(args) != "yarn" or args.multi_latent_attention:
+        return {}
+    given = {name: getattr(args, name) for name in _OF_YARN}
+    settings: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    factor, rounds = args.rotary_scaling_factor, args.yarn_correction_range_round_to_int
+    if args.enable_gpt_oss and factor == 1.0:
+        factor = _FACTOR_OF_GPT_OSS
+    return {
+        **settings,
+        "yarn_rotary_scaling_factor": factor,
+        "yarn_mscale": args.mscale,
+        "yarn_mscale_all_dim": args.mscale_all_dim,
+        "yarn_correction_range_round_to_int": not args.enable_gpt_oss if rounds is None else rounds,
+    }
 
 
 def window(text: str) -> tuple[int, ...]:

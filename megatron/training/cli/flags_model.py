@@ -7,6 +7,8 @@ import argparse
 
 def position_embedding_type(args: argparse.Namespace) -> str:
     """Return how positions are encoded, from any of Megatron-LM's flags for it."""
+    if args.enable_gpt_oss:
+        return "yarn"
     given: str = "rope" if args.use_rotary_position_embeddings else args.position_embedding_type
     return "none" if given == "learned_absolute" and not args.add_position_embedding else given
 
@@ -44,7 +46,7 @@ def _add_shape_flags(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--position-embedding-type",
-        choices=["learned_absolute", "rope", "none"],
+        choices=["learned_absolute", "rope", "yarn", "none"],
         default="learned_absolute",
         help="how positions are encoded (default: learned_absolute)",
     )

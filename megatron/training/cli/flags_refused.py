@@ -138,7 +138,6 @@ REFUSED: dict[str, str] = {
     "--te-precision-config-file": "all layers multiply as --fp8-format and --fp8-recipe say",
     "--tensor-parallel-num-weight-shards": _WEIGHT_SHARDS,
     "--expert-tensor-parallel-num-weight-shards": _WEIGHT_SHARDS,
-    "--enable-gpt-oss": "learnable sinks, sliding windows and clamped activations of gpt-oss are not served yet",
     "--export-te-mcore-model": "post-training is not served: there is no export of quantized or pruned models",
 }
 
@@ -185,8 +184,6 @@ REFUSED_FAMILIES: tuple[tuple[str, str], ...] = (
     ("--logits-save-", _DISTILL),
     ("--export-", "post-training is not served: neither distillation nor quantized or pruned models"),
     ("--fault-injector-", "faults are not injected; benchmarks and tests of this repository do that by themselves"),
-    ("--yarn-", "YaRN's rotary frequencies are not served yet"),
-    ("--no-yarn-", "YaRN's rotary frequencies are not served yet"),
     ("--disable-dsa-", _MODEL),
     ("--no-dsa-", _MODEL),
     ("--gdp-", _MODEL),

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.training.cli.flags_attention import YARN
 from megatron.training.cli.flags_data import FIM_TOKENS
 from megatron.training.cli.flags_experts import DEFAULTS_OF_EXPERTS
 from megatron.training.cli.flags_graphs import captures_iterations
@@ -29,6 +30,10 @@ class Substitution:
 
     takes: Mapping[str, Any] | Callable[[Namespace], Mapping[str, Any]]
     """The values that are taken, by setting."""
+
+
+_OF_ANY_YARN = ("rotary_scaling_factor", "mscale", "mscale_all_dim")
+"""Flags of YaRN in multi-latent and in other attention."""
 
 
 def substitute(args: Namespace, malformed: frozenset[str] = frozenset()) -> list[str]:
@@ -301,18 +306,35 @@ SUBSTITUTIONS: tuple[Substitution, ...] = (
             "rotary_base": 10000,
             "rotary_percent": 1.0,
             "rotary_interleaved": False,
-            "use_rope_scaling": False,
-            "rotary_seq_len_interpolation_factor": None,
         },
+        lambda a: position_embedding_type(a) in ("rope", "yarn") or a.multi_latent_attention,
+        "--position-embedding-type rope or yarn",
+    ),
+    *_useless(
+        {"use_rope_scaling": False, "rotary_seq_len_interpolation_factor": None},
         lambda a: position_embedding_type(a) == "rope" or a.multi_latent_attention,
         "--position-embedding-type rope",
+    ),
+    *_useless(
+        YARN,
+        lambda a: position_embedding_type(a) == "yarn" and not a.multi_latent_attention,
+        "--position-embedding-type yarn",
     ),
     *_useless(
         {"kv_channels": None, "use_rope_scaling": False, "rotary_seq_len_interpolation_factor": None},
         lambda a: not a.multi_latent_attention,
         "heads of one width: --multi-latent-attention has widths and rotary frequencies of its own",
     ),
-    *_useless(DEFAULTS_OF_MLA, lambda a: a.multi_latent_attention, "--multi-latent-attention"),
+    *_useless(
+        {name: default for name, default in DEFAULTS_OF_MLA.items() if name not in _OF_ANY_YARN},
+        lambda a: a.multi_latent_attention,
+        "--multi-latent-attention",
+    ),
+    *_useless(
+        {name: DEFAULTS_OF_MLA[name] for name in _OF_ANY_YARN},
+        lambda a: a.multi_latent_attention or position_embedding_type(a) == "yarn",
+        "--multi-latent-attention or --position-embedding-type yarn",
+    ),
     *_useless(
         {
             "fim_rate": 0.5,

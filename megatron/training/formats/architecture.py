@@ -78,9 +78,11 @@ def comparable(architecture: Architecture) -> dict[str, Any]:
     settings.pop("padded_vocab_size", None)
     if settings.get("position_embedding_type") != "learned_absolute":
         settings.pop("max_position_embeddings", None)
+    size, windows = windows_of_layers(settings)
+    settings |= {"window_size": None if size is None else [size, 0], "window_attn_skip_freq": windows}
     if settings.get("multi_latent_attention"):
         settings = _comparable_latent(settings)
-    elif settings.get("position_embedding_type") != "rope":
+    elif settings.get("position_embedding_type") not in ("rope", "yarn"):
         for name in _OF_ROPE:
             settings.pop(name, None)
     if not settings.get("rope_scaling"):
@@ -115,6 +117,19 @@ def _comparable_latent(settings: dict[str, Any]) -> dict[str, Any]:
         if settings["mscale_all_dim"] == 0.0:
             without |= {"rotary_scaling_factor", "mscale_all_dim"}
     return {name: value for name, value in settings.items() if name not in without}
+
+
+def windows_of_layers(settings: Architecture) -> tuple[int | None, list[int]]:
+    """Return how many earlier positions a window has (None: no layer has one), and 1 for each layer with a window."""
+    size, layers = settings.get("window_size"), range(settings["num_layers"])
+    skips = settings.get("window_attn_skip_freq")
+    if size is None or size[0] < 0:
+        return None, [0 for _ in layers]
+    if skips is None:
+        skips = [1 for _ in layers]
+    elif isinstance(skips, int):
+        skips = [int((layer + 1) % skips != 0) for layer in layers]
+    return (size[0] if any(skips) else None), list(skips)
 
 
 def layers_with_experts(architecture: Architecture) -> list[int]:

@@ -25,6 +25,7 @@ from megatron.core.distributed.fsdp.checkpoint import (
 )
 from megatron.training.formats.architecture import Architecture, tensor_sizes
 from megatron.training.formats.huggingface import CONFIG, family_for
+from megatron.training.formats.interleaved import TogetherReader
 from megatron.training.formats.rules import views_of
 from megatron.training.formats.safetensors_files import INDEX, SINGLE, SafetensorsWriter
 
@@ -147,7 +148,9 @@ def write_huggingface(
         raise ValueError(f"--vocab-size must be from 1 to {architecture['padded_vocab_size']}, got {rows}")
     family, config = family_for({**architecture, "padded_vocab_size": rows})
     views = inverse(views_of(family.table, tensor_sizes(architecture), architecture, vocab_rows=rows))
-    theirs = ViewReader(reader, views)
+    theirs: TensorReader = ViewReader(reader, views)
+    if family.interleaved:
+        theirs = TogetherReader(theirs, family.interleaved)
     beside = folder.with_name(f"{folder.name}.tmp-{secrets.token_hex(6)}")
     beside.mkdir(parents=True)
     try:

@@ -51,7 +51,26 @@ _OF_YARN = {
     "beta_fast": "--beta-fast",
     "beta_slow": "--beta-slow",
 }
+_OF_OTHER_YARN = {
+    "rotary_base": "--rotary-base",
+    "yarn_rotary_scaling_factor": "--rotary-scaling-factor",
+    "yarn_original_max_position_embeddings": "--yarn-original-max-position-embeddings",
+    "yarn_beta_fast": "--yarn-beta-fast",
+    "yarn_beta_slow": "--yarn-beta-slow",
+    "yarn_mscale": "--mscale",
+    "yarn_mscale_all_dim": "--mscale-all-dim",
+}
+_VARIANTS = {
+    "window_size": "--window-size",
+    "window_attn_skip_freq": "--window-attn-skip-freq",
+    "softmax_type": "--softmax-type",
+    "no_rope_freq": "--no-rope-freq",
+    "glu_linear_offset": "--glu-linear-offset",
+    "activation_func_clamp_value": "--activation-func-clamp-value",
+}
 _SWITCHES = {
+    "qk_l2_norm": "--qk-l2-norm",
+    "attention_output_gate": "--attention-output-gate",
     "multi_latent_attention": "--multi-latent-attention",
     "layernorm_zero_centered_gamma": "--apply-layernorm-1p",
     "add_qkv_bias": "--add-qkv-bias",
@@ -69,24 +88,30 @@ def flags_of(architecture: Architecture) -> list[str]:
 
 
 def _words(settings: Architecture) -> Iterator[object]:
-    values = dict(_NUMBERS)
+    values = _NUMBERS | _VARIANTS
     if settings.get("multi_latent_attention"):
         values |= _OF_LATENT_ATTENTION | (_OF_YARN if settings["rope_type"] == "yarn" else {})
         del values["kv_channels"]
     elif settings["position_embedding_type"] == "rope":
         values |= _OF_ROPE
+    elif settings["position_embedding_type"] == "yarn":
+        values |= _OF_OTHER_YARN
+        rounds = settings["yarn_correction_range_round_to_int"]
+        yield f"--{'' if rounds else 'no-'}yarn-correction-range-round-to-int"
     if settings.get("num_moe_experts") is not None:
         values |= _OF_EXPERTS
         yield from ("--moe-layer-freq", f"[{','.join(map(str, layers_with_experts(settings)))}]")
     for name, flag in values.items():
         if settings.get(name) is not None:
-            yield from (flag, settings[name])
+            yield from (flag, _value(name, settings[name]))
     for name, flag in _SWITCHES.items():
         if settings.get(name):
             yield flag
     if settings["num_query_groups"] != settings["num_attention_heads"]:
         yield from ("--group-query-attention", "--num-query-groups", settings["num_query_groups"])
-    if settings["gated_linear_unit"]:
+    if settings["activation_func"] == "quick_gelu":
+        yield "--quick-geglu"
+    elif settings["gated_linear_unit"]:
         yield "--swiglu"
     elif settings["activation_func"] == "squared_relu":
         yield "--squared-relu"
@@ -96,3 +121,11 @@ def _words(settings: Architecture) -> Iterator[object]:
         yield "--untie-embeddings-and-output-weights"
     if settings["rope_scaling"]:
         yield from ("--use-rope-scaling", "--rope-scaling-factor", settings["rope_scaling_factor"])
+
+
+def _value(name: str, value: object) -> object:
+    """Return a value as a word of a command line."""
+    if not isinstance(value, list):
+        return value
+    numbers = ",".join(map(str, value))
+    return numbers if name == "window_size" else f"[{numbers}]"

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.core.distributed.fsdp.checkpoint import ViewReader
+from megatron.core.distributed.fsdp.checkpoint import TensorReader, ViewReader
 from megatron.training.formats import huggingface_deepseek as deepseek
+from megatron.training.formats import huggingface_gpt_oss as gpt_oss
 from megatron.training.formats.architecture import Architecture, comparable, layers_with_experts, tensor_sizes
 from megatron.training.formats.foreign import ForeignCheckpoint
 from megatron.training.formats.huggingface_llama import (
@@ -25,7 +26,9 @@ from megatron.training.formats.huggingface_llama import (
     llama_settings,
     mlp,
     require,
+    window_config,
 )
+from megatron.training.formats.interleaved import ApartReader, Suffixes
 from megatron.training.formats.rules import (
     Table,
     check_stored,
@@ -54,6 +57,7 @@ class Family:
         table: where our tensors lie there.
         unused: whether a tensor of a file is of no part that is served, by ``config.json`` and its name.
         may_be_dense: whether a family with experts has models without any.
+        interleaved: see ``interleaved.py``; the table has such tensors' halves.
     """
 
     model_type: str
@@ -63,6 +67,7 @@ class Family:
     table: Table
     may_be_dense: bool = False
     unused: Callable[[Mapping[str, Any], str], bool] | None = None
+    interleaved: Suffixes = ()
 
     def may_have(self, *, experts: bool) -> bool:
         """Return whether models with experts, or without any, are among it."""
@@ -192,7 +197,14 @@ def _gpt2_settings(config: Mapping[str, Any]) -> dict[str, Any]:
 def _qwen2_config(settings: Architecture) -> dict[str, Any]:
     config = llama_config(settings)
     del config["attention_bias"]  # always so
-    return {**config, "use_sliding_window": False, "sliding_window": None}
+    return {**config, **_some_windows(settings)}
+
+
+def _some_windows(settings: Architecture) -> dict[str, Any]:
+    windows = window_config(settings)
+    kinds, sliding = windows["layer_types"], "sliding_attention"
+    first = kinds.index(sliding) if sliding in kinds else len(kinds)
+    return {**windows, "use_sliding_window": sliding in kinds, "max_window_layers": first}
 
 
 def _mixtral_config(settings: Architecture) -> dict[str, Any]:
@@ -202,12 +214,12 @@ def _mixtral_config(settings: Architecture) -> dict[str, Any]:
         "intermediate_size": settings.get("moe_ffn_hidden_size") or settings["ffn_hidden_size"],
         "num_local_experts": settings.get("num_moe_experts"),
         "num_experts_per_tok": settings.get("moe_router_topk"),
-        "sliding_window": None,
+        "sliding_window": window_config(settings)["sliding_window"],
     }
 
 
 def _qwen3_config(settings: Architecture) -> dict[str, Any]:
-    return {**llama_config(settings), "use_sliding_window": False, "sliding_window": None}
+    return {**llama_config(settings), **_some_windows(settings)}
 
 
 def _qwen3_moe_config(settings: Architecture) -> dict[str, Any]:
@@ -251,6 +263,14 @@ FAMILIES = (
         deepseek.TABLE,
         may_be_dense=True,
         unused=deepseek.is_of_later_tokens,
+    ),
+    Family(
+        "gpt_oss",
+        "GptOssForCausalLM",
+        gpt_oss.settings,
+        gpt_oss.config,
+        gpt_oss.TABLE,
+        interleaved=gpt_oss.INTERLEAVED,
     ),
     Family("gpt2", "GPT2LMHeadModel", _gpt2_settings, _gpt2_config, _gpt2_table()),
 )
@@ -325,7 +345,8 @@ def open_huggingface(folder: Path) -> ForeignCheckpoint:
     """
     config = read_json(folder / CONFIG)
     family, settings = family_of(config, folder / CONFIG), settings_of(config, folder / CONFIG)
-    stored = open_folder(folder)
+    opened = open_folder(folder)
+    stored: TensorReader = ApartReader(opened, family.interleaved) if family.interleaved else opened
 
     def views(architecture: Architecture, state_keys: Sequence[str] | None) -> ViewReader:
         found = views_of(

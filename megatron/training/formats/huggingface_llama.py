@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron.training.formats.architecture import Architecture
+from megatron.training.formats.architecture import Architecture, windows_of_layers
 from megatron.training.formats.rules import halves, queries_keys_values, same, vocabulary
 
 ROUTER = "decoder.layers.{layer}.mlp.router.weight"
@@ -44,7 +44,11 @@ DENSE = mlp("mlp.", "mlp.gate_proj.weight", "mlp.up_proj.weight", "mlp.down_proj
 def llama_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return our settings of a model with Llama's entries."""
     require(config, hidden_act=("silu",), attention_bias=(False, None), mlp_bias=(False, None))
-    refuse_window(config)
+    return plain_settings(config)
+
+
+def plain_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return Llama's settings of a model that may have another activation and other biases."""
     heads = config["num_attention_heads"]
     return {
         "num_layers": config["num_hidden_layers"],
@@ -68,6 +72,7 @@ def llama_settings(config: Mapping[str, Any]) -> dict[str, Any]:
         "share_embeddings_and_output_weights": bool(config.get("tie_word_embeddings", False)),
         "padded_vocab_size": config["vocab_size"],
         **rope_settings(config),
+        **window_settings(config),
     }
 
 
@@ -82,6 +87,8 @@ def rope_settings(config: Mapping[str, Any]) -> dict[str, Any]:
         "rope_scaling_factor": float(scaling["factor"]) if kind == "llama3" else 8.0,
         "rotary_seq_len_interpolation_factor": scaling["factor"] if kind == "linear" else None,
     }
+    if kind == "yarn":
+        return {**found, "position_embedding_type": "yarn", **_yarn_settings(scaling)}
     if kind == "llama3":
         require(
             scaling,
@@ -90,7 +97,9 @@ def rope_settings(config: Mapping[str, Any]) -> dict[str, Any]:
             original_max_position_embeddings=(8192, None),
         )
     elif kind not in ("default", "linear"):
-        raise NotImplementedError(f"rope_type must be default, linear or llama3, got {kind!r}, which is not served")
+        raise NotImplementedError(
+            f"rope_type must be default, linear, llama3 or yarn, got {kind!r}, which is not served"
+        )
     return found
 
 
@@ -104,17 +113,59 @@ def require(config: Mapping[str, Any], **lawful: tuple[Any, ...]) -> None:
             )
 
 
-def refuse_window(config: Mapping[str, Any]) -> None:
-    """Raise NotImplementedError where layers attend within a window."""
-    window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
-    if window is not None and window < config["max_position_embeddings"]:
-        raise NotImplementedError(f"sliding_window must be null, got {window}: attention within a window is not served")
+def window_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return our settings of windows; {} where no layer has one that is shorter than the contexts."""
+    window, layers = config.get("sliding_window"), config["num_hidden_layers"]
+    if window is None or not config.get("use_sliding_window", True) or window >= config["max_position_embeddings"]:
+        return {}
+    kinds = config.get("layer_types")
+    if kinds is not None:
+        windows = [int(kind == "sliding_attention") for kind in kinds]
+    else:
+        first = config.get("max_window_layers") or 0
+        windows = [int(layer >= first) for layer in range(layers)]
+    return {"window_size": [window - 1, 0], "window_attn_skip_freq": windows} if any(windows) else {}
+
+
+def window_config(settings: Architecture) -> dict[str, Any]:
+    """Return the entries of windows in some layers."""
+    size, windows = windows_of_layers(settings)
+    return {
+        "sliding_window": None if size is None else size + 1,
+        "layer_types": ["sliding_attention" if has else "full_attention" for has in windows],
+    }
+
+
+def _yarn_settings(scaling: Mapping[str, Any]) -> dict[str, Any]:
+    require(scaling, attention_factor=(None,), mscale=(None, 1.0), mscale_all_dim=(None, 0.0))
+    return {
+        "yarn_rotary_scaling_factor": float(scaling["factor"]),
+        "yarn_original_max_position_embeddings": scaling["original_max_position_embeddings"],
+        "yarn_beta_fast": float(scaling.get("beta_fast") or 32.0),
+        "yarn_beta_slow": float(scaling.get("beta_slow") or 1.0),
+        "yarn_mscale": 1.0,
+        "yarn_mscale_all_dim": 0.0,
+        "yarn_correction_range_round_to_int": bool(scaling.get("truncate", True)),
+    }
+
+
+def _yarn_config(settings: Architecture) -> dict[str, Any]:
+    return {
+        "rope_type": "yarn",
+        "factor": settings["yarn_rotary_scaling_factor"],
+        "original_max_position_embeddings": settings["yarn_original_max_position_embeddings"],
+        "beta_fast": settings["yarn_beta_fast"],
+        "beta_slow": settings["yarn_beta_slow"],
+        "truncate": settings["yarn_correction_range_round_to_int"],
+    }
 
 
 def llama_config(settings: Architecture) -> dict[str, Any]:
     """Return Llama's entries of our settings."""
     rope: dict[str, Any] = {"rope_type": "default"}
-    if settings["rope_scaling"]:
+    if settings["position_embedding_type"] == "yarn":
+        rope = _yarn_config(settings)
+    elif settings["rope_scaling"]:
         rope = {
             "rope_type": "llama3",
             "factor": settings["rope_scaling_factor"],

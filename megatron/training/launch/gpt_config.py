@@ -49,6 +49,15 @@ _VARIANTS = (
     "activation_func_clamp_value",
 )
 """Settings that are named where they are not at their defaults."""
+_ARCHITECTURE_OF_YARN = (
+    "yarn_rotary_scaling_factor",
+    "yarn_original_max_position_embeddings",
+    "yarn_beta_fast",
+    "yarn_beta_slow",
+    "yarn_mscale",
+    "yarn_mscale_all_dim",
+    "yarn_correction_range_round_to_int",
+)
 _ARCHITECTURE_OF_EXPERTS = (
     "num_moe_experts",
     "moe_layer_freq",
@@ -167,6 +176,8 @@ class GPTConfig:
         values: dict[str, Any] = {name: getattr(self.transformer, name) for name in names}
         values |= {name: getattr(self, name) for name in own}
         values |= _variants(self.transformer)
+        if self.position_embedding_type == "yarn":
+            values |= {name: getattr(self.transformer, name) for name in _ARCHITECTURE_OF_YARN}
         if self.transformer.use_mup:
             names = (*names, "mup_embedding_mult", "mup_output_mult", "softmax_scale")
             values |= {name: getattr(self.transformer, name) for name in names[-3:]}

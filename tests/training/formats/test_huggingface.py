@@ -27,6 +27,7 @@ from tests.support.huggingface_models import (
     FOLDER,
     NAMES,
     VOCAB_SIZE,
+    WITH_GRADIENTS,
     expected,
     expected_gradients,
     logits_of,
@@ -63,7 +64,7 @@ def test_logits_are_those_of_transformers(name: str) -> None:
     )
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("deepseek")])
+@pytest.mark.parametrize("name", WITH_GRADIENTS)
 def test_gradients_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     """A folder whose weights are the gradients is read in our layout, as the weights are."""
     found, (tokens, _) = _opened(name), expected(name)
@@ -217,12 +218,17 @@ def _copy(name: str, target: Path, change: Callable[[dict[str, Any]], None]) -> 
         (
             "llama",
             {"model_type": "bert"},
-            "model_type must be one of llama, qwen2, qwen3, mixtral, qwen3_moe, deepseek_v3, gpt2, got 'bert'",
+            "model_type must be one of llama, qwen2, qwen3, mixtral, qwen3_moe, deepseek_v3, gpt_oss, gpt2, got 'bert'",
         ),
         ("llama", {"attention_bias": True}, "attention_bias must be False, got True"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act must be silu, got 'gelu'"),
-        ("llama", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "got 'yarn'"),
-        ("mixtral", {"sliding_window": 8}, "sliding_window must be null, got 8"),
+        ("llama", {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "got 'longrope'"),
+        (
+            "gpt_oss",
+            {"quantization_config": {"quant_method": "mxfp4"}},
+            "got weights in mxfp4; save the model dequantised",
+        ),
+        ("gpt_oss", {"swiglu_alpha": 1.0}, "swiglu_alpha must be 1.702, got 1.0"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx must be False, got True"),
     ],
 )

@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.parallel_state import default_rng_tracker, take_default_degrees
 from megatron.core.process_groups_config import group_of, group_rank, group_size
@@ -29,12 +30,14 @@ from megatron.core.transformer.transformer_block import TransformerBlock, Transf
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.transformer_config import TransformerConfig
 
 _SHARED_WEIGHT = "embedding.word_embeddings.weight"
-_POSITION_EMBEDDINGS = ("learned_absolute", "rope", "none")
+_POSITION_EMBEDDINGS = ("learned_absolute", "rope", "yarn", "none")
 
 
 class GPTModel(LanguageModule):
@@ -83,7 +86,7 @@ class GPTModel(LanguageModule):
         logit_dtype: torch.dtype | None = None,
         parallel_output: bool = True,
         share_embeddings_and_output_weights: bool = False,
-        position_embedding_type: Literal["learned_absolute", "rope", "none"] = "learned_absolute",
+        position_embedding_type: Literal["learned_absolute", "rope", "yarn", "none"] = "learned_absolute",
         rotary_percent: float = 1.0,
         rotary_base: float = 10000,
         rope_scaling: bool = False,
@@ -129,6 +132,8 @@ class GPTModel(LanguageModule):
                 rope_scaling_factor,
                 cp_group=self._cp_group,
             )
+        elif position_embedding_type == "yarn":
+            self.rotary_pos_emb = _yarn(config, rotary_percent, rotary_base, cp_group=self._cp_group)
         device = torch.get_default_device()
         with torch.device("meta"):
             self._build_modules()
@@ -294,6 +299,25 @@ class GPTModel(LanguageModule):
         parts = group_size(self._tp_group) if self.config.sequence_parallel else 1
         parts *= group_size(self._cp_group)
         return self.rotary_pos_emb.get_cos_sin(hidden_states.shape[0] * parts, hidden_states.device)
+
+
+def _yarn(
+    config: TransformerConfig, rotary_percent: float, rotary_base: float, *, cp_group: ProcessGroup | None
+) -> YarnRotaryEmbedding:
+    return YarnRotaryEmbedding(
+        config.kv_channels or 1,
+        rotary_percent,
+        config.rotary_interleaved,
+        rotary_base=rotary_base,
+        scaling_factor=config.yarn_rotary_scaling_factor,
+        original_max_position_embeddings=config.yarn_original_max_position_embeddings,
+        beta_fast=config.yarn_beta_fast,
+        beta_slow=config.yarn_beta_slow,
+        mscale=config.yarn_mscale,
+        mscale_all_dim=config.yarn_mscale_all_dim,
+        correction_range_round_to_int=config.yarn_correction_range_round_to_int,
+        cp_group=cp_group,
+    )
 
 
 def _check_arguments(

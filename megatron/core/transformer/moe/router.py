@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 class TopKRouter(InitializedParameters):
     """A router that chooses the top-k experts of each token; in training its backward adds the auxiliary losses' gradients.
 
+    With ``add_bias_linear`` its logits have a learned bias.
+
     With ``moe_router_enable_expert_bias`` it has two buffers, see [Note: expert bias] in ``expert_bias.py``: the bias, which is in
     checkpoints and stays in fp32 whatever the model is converted to, and this rank's counts of assignments in a step.
 
@@ -39,6 +41,7 @@ class TopKRouter(InitializedParameters):
     """
 
     weight: torch.Tensor
+    bias: torch.Tensor | None
     expert_bias: torch.Tensor | None
     local_tokens_per_expert: torch.Tensor
     loss_scale: torch.Tensor | None = None
@@ -54,6 +57,10 @@ class TopKRouter(InitializedParameters):
         assert config.num_moe_experts and config.init_method, "routers are built with experts; init_method is derived"
         marks: dict[str, Any] = {"sequence_parallel": True} if config.sequence_parallel else {}
         self.add_parameter("weight", (config.num_moe_experts, config.hidden_size), config.init_method, **marks)
+        if config.add_bias_linear:
+            self.add_parameter("bias", (config.num_moe_experts,), config.init_method, **marks)
+        else:
+            self.register_parameter("bias", None)
         self.tp_cp_group = group_of(pg_collection, "tp_cp")
         self.cp_size = group_size(group_of(pg_collection, "cp"))
         expected = self.cp_size * group_size(group_of(pg_collection, "tp"))
@@ -114,6 +121,7 @@ class TopKRouter(InitializedParameters):
             self.weight,
             self.config,
             losses,
+            bias=self.bias,
             expert_bias=self.expert_bias,
             training=self.training,
         )

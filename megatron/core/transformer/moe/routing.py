@@ -53,6 +53,7 @@ def route(
     config: TransformerConfig,
     losses: AuxiliaryLosses | None = None,
     *,
+    bias: torch.Tensor | None = None,
     expert_bias: torch.Tensor | None = None,
     training: bool = False,
 ) -> RoutingWithLosses:
@@ -61,6 +62,7 @@ def route(
     In ``training`` with "sinkhorn", the best are those of the matrix that ``sinkhorn`` balances.
 
     Args:
+        bias: [e] of the logits, learned; None: none.
         expert_bias: [e] added to the scores where experts are chosen, and nowhere else; None: none.
 
     Logits are in ``moe_router_dtype``, and so are ``probs``; scores are computed in fp32 at least. Backward adds the
@@ -69,7 +71,8 @@ def route(
     Ranks: all of ``losses.group``, which sums one small tensor of counts, where experts are balanced.
     Source: Megatron-Core's topk_routing_with_score_function (what is computed, and in which dtype).
     """
-    probs, experts, balancing_loss, z_loss = _Route.apply(hidden_states, weight, config, losses, expert_bias, training)  # type: ignore[no-untyped-call, unused-ignore]
+    arguments = (hidden_states, weight, bias, config, losses, expert_bias, training)
+    probs, experts, balancing_loss, z_loss = _Route.apply(*arguments)  # type: ignore[no-untyped-call, unused-ignore]
     return RoutingWithLosses(Routing(probs, experts), balancing_loss, z_loss)
 
 
@@ -92,6 +95,7 @@ class _Route(torch.autograd.Function):
         ctx: Any,
         hidden_states: torch.Tensor,
         weight: torch.Tensor,
+        bias: torch.Tensor | None,
         config: TransformerConfig,
         losses: AuxiliaryLosses | None,
         expert_bias: torch.Tensor | None,
@@ -99,7 +103,7 @@ class _Route(torch.autograd.Function):
     ) -> tuple[torch.Tensor | None, ...]:
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
         dtype = _DTYPES.get(config.moe_router_dtype or "", tokens.dtype)
-        logits = F.linear(tokens.to(dtype), weight.to(dtype))
+        logits = F.linear(tokens.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
         if config.moe_router_force_load_balancing:
             logits = torch.randn_like(logits)  # backward treats them as the logits
         ctx.scores, ctx.scaling = _scores(config), config.moe_router_topk_scaling_factor or 1.0
@@ -126,13 +130,15 @@ class _Route(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden_states, weight, logits, *rest = ctx.saved_tensors
         grad = _gradient(ctx.compiled, logits, grads[0], *rest, ctx.scores, ctx.scaling)
-        grad_hidden = grad_weight = None
+        grad_hidden = grad_weight = grad_bias = None
         if ctx.needs_input_grad[0]:
             grad_hidden = (grad @ weight.to(grad.dtype)).to(hidden_states.dtype).view(hidden_states.shape)
         if ctx.needs_input_grad[1]:
             tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
             grad_weight = (grad.t() @ tokens.to(grad.dtype)).to(weight.dtype)
-        return grad_hidden, grad_weight, None, None, None, None
+        if ctx.needs_input_grad[2]:
+            grad_bias = grad.sum(0).to(weight.dtype)
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None
 
 
 def _choose(

@@ -38,7 +38,7 @@ class LanguageModelEmbedding(MegatronModule):
         config: TransformerConfig,
         vocab_size: int,
         max_sequence_length: int,
-        position_embedding_type: Literal["learned_absolute", "rope", "none"] = "learned_absolute",
+        position_embedding_type: Literal["learned_absolute", "rope", "yarn", "none"] = "learned_absolute",
         num_tokentypes: int = 0,
         scatter_to_sequence_parallel: bool = True,
         tp_group: ProcessGroup | None = None,
