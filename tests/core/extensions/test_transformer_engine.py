@@ -93,6 +93,33 @@ def test_layers_start_and_compute_as_the_local_ones(name: str) -> None:
             torch.testing.assert_close(got[key].grad, tensor.grad, rtol=1e-4, atol=1e-6, msg=key)
 
 
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
+def test_heads_of_latent_vectors_are_computed_again_with_the_scales_of_forward(recipe: str) -> None:
+    """Bit for bit, though the scales of delayed scaling have moved; and histories are those without recomputation."""
+    fields: dict[str, Any] = {"fp8": "hybrid", "fp8_recipe": recipe, "params_dtype": torch.bfloat16, "bf16": True}
+    fields |= {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_head_dim": 16, "qk_pos_emb_head_dim": 16, "v_head_dim": 16}
+    again: dict[str, Any] = {"recompute_granularity": "selective", "recompute_modules": ["mla_up_proj"]}
+    found: list[dict[str, Any]] = []
+    for more in ({}, again):
+        model = _gpt("latent attention", te=True, **fields, **more)
+        inputs, positions, labels = random_tokens(length=8)
+        for step in range(3):
+            model.zero_grad()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(0.5 if step else 1.0)
+            model(inputs, positions, None, labels=labels).mean().backward()
+        found.append({key: p.grad for key, p in model.named_parameters()})
+        for key, module in model.named_modules():
+            state = getattr(module, "fp8_meta", {}).get("scaling_fwd")
+            if hasattr(state, "amax_history"):
+                found[-1] |= {f"{key} scale": state.scale.clone(), f"{key} history": state.amax_history.clone()}
+    expected, ours = found
+    assert ours.keys() == expected.keys() and any(key.endswith("scale") for key in ours) == (recipe == "delayed")
+    for key, tensor in expected.items():
+        assert torch.equal(ours[key], tensor), key
+
+
 def test_meta_initialisation_gives_the_same_bits() -> None:
     for name in ("llama", "experts with bias"):
         direct, late = _stored(_gpt(name, te=True)), _gpt(name, te=True, device="meta")

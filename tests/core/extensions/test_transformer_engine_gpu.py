@@ -19,7 +19,7 @@ from megatron.core.process_group_builder import build_process_groups
 from megatron.core.process_groups_config import ProcessGroupCollection, group_size
 from megatron.core.rank_grid import RankGrid
 from megatron.core.transformer.context_parallel import get_batch_on_this_cp_rank
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from tests.support.launch import run_ranks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
@@ -48,6 +48,15 @@ EXPERTS: dict[str, Any] = {
     "moe_grouped_gemm": True,
     "moe_router_dtype": "fp32",
 }
+LATENT: dict[str, Any] = LLAMA | {
+    "multi_latent_attention": True,
+    "num_query_groups": None,
+    "q_lora_rank": 96,
+    "kv_lora_rank": 64,
+    "qk_layernorm": True,
+    "apply_rope_fusion": True,
+}
+UP_PROJECTIONS: dict[str, Any] = {"recompute_granularity": "selective", "recompute_modules": ["mla_up_proj"]}
 CONFIGS: dict[str, dict[str, Any]] = {
     "gpt2": {},
     "llama": LLAMA | {"layernorm_zero_centered_gamma": True, "qk_layernorm": True},
@@ -55,6 +64,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "bias fused": {"bias_activation_fusion": True},
     "experts": LLAMA | EXPERTS | {"moe_shared_expert_intermediate_size": 256},
     "experts with bias": EXPERTS,
+    "latent attention": LATENT | UP_PROJECTIONS,
 }
 # Heads as wide as cuDNN's FP8 attention takes them.
 ATTENTION: dict[str, Any] = {"fp8_recipe": "delayed", "fp8_dot_product_attention": True, "kv_channels": 128}
@@ -64,6 +74,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     "blockwise": {"fp8_recipe": "blockwise"},
     "attention": ATTENTION,
     "attention kept": ATTENTION | {"fp8_multi_head_attention": True},
+    "latent attention": LATENT | {"fp8_recipe": "delayed"},
 }
 
 
@@ -76,7 +87,8 @@ def needs_the_package() -> Iterator[None]:
 
 
 def _gpt(*, te: bool, groups: ProcessGroupCollection | None = None, **fields: Any) -> GPTModel:
-    config = TransformerConfig(**(BASE | fields))
+    fields = BASE | fields
+    config = (MLATransformerConfig if "multi_latent_attention" in fields else TransformerConfig)(**fields)
     with torch.device("cuda"):
         spec = get_gpt_decoder_block_spec(config, use_transformer_engine=te)
         return GPTModel(config, spec, VOCAB_SIZE, LENGTH, position_embedding_type="rope", pg_collection=groups)
@@ -125,8 +137,9 @@ def test_layers_are_the_local_ones_within_the_noise_of_bf16(name: str) -> None:
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_each_recipe_multiplies_in_fp8_and_stays_close(name: str) -> None:
-    shape = {key: value for key, value in RECIPES[name].items() if key == "kv_channels"}
-    bf16, fp8 = _gpt(te=True, **LLAMA, **shape), _gpt(te=True, **LLAMA, fp8="hybrid", **RECIPES[name])
+    fields = LLAMA | RECIPES[name]
+    shape = {key: value for key, value in fields.items() if not key.startswith("fp8")}
+    bf16, fp8 = _gpt(te=True, **shape), _gpt(te=True, fp8="hybrid", **fields)
     for model in (bf16, fp8):
         for step in range(3):
             model.zero_grad()
@@ -147,6 +160,7 @@ RECOMPUTED: dict[str, tuple[str, dict[str, Any]]] = {
     "attention": ("attention", FULL),
     "attention alone": ("attention", {"recompute_granularity": "selective"}),
     "attention kept": ("attention kept", FULL),
+    "latent attention": ("latent attention", UP_PROJECTIONS),
 }
 
 

@@ -25,7 +25,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_group_builder import build_process_groups
 from megatron.core.process_groups_config import group_rank, group_size
 from megatron.core.rank_grid import RankGrid
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from tests.support import fake_float8_tensors, fake_transformer_engine
 from tests.support.rank_checks import RankChecks
 from tests.support.tiny_moe import FIELDS as MOE_FIELDS
@@ -49,6 +49,8 @@ LLAMA: dict[str, Any] = {
     "init_method_std": 0.3,
 }
 GPT2: dict[str, Any] = {**LLAMA, "normalization": "LayerNorm", "add_bias_linear": True, "qk_layernorm": False}
+LATENT: dict[str, Any] = {**LLAMA, "num_query_groups": None, "multi_latent_attention": True, "q_lora_rank": 12}
+LATENT |= {"kv_lora_rank": 10, "qk_head_dim": 6, "qk_pos_emb_head_dim": 8, "v_head_dim": 5}
 EXPERTS: dict[str, Any] = {**MOE_FIELDS, "moe_grouped_gemm": True}
 FP8: dict[str, Any] = {**LLAMA, "params_dtype": torch.bfloat16, "bf16": True, "fp8": "hybrid"}
 TENSORWISE = {**FP8, "fp8_recipe": "tensorwise"}
@@ -60,7 +62,8 @@ def _built(
 ) -> tuple[FullyShardedDataParallel, FlatAdamW]:
     fake_transformer_engine.install()
     groups = build_process_groups(RankGrid(world_size=dist.get_world_size(), **degrees))
-    config = TransformerConfig(**fields, **degrees, sequence_parallel=group_size(groups.tp) > 1)
+    kind = MLATransformerConfig if "multi_latent_attention" in fields else TransformerConfig
+    config = kind(**fields, **degrees, sequence_parallel=group_size(groups.tp) > 1)
     block = get_gpt_decoder_block_spec(config, use_transformer_engine=te)
     model = GPTModel(config, block, VOCAB_SIZE, LENGTH, position_embedding_type="rope", pg_collection=groups)
     ddp = DistributedDataParallelConfig(
@@ -126,6 +129,7 @@ def they_train_as_the_local_layers() -> None:
     _assert_train_alike(GPT2, strategy="optim_grads")
     _assert_train_alike(LLAMA, tensor_model_parallel_size=2)
     _assert_train_alike(GPT2, tensor_model_parallel_size=2)
+    _assert_train_alike(LATENT, tensor_model_parallel_size=2)
     _assert_train_alike(EXPERTS, expert_model_parallel_size=2)
 
 
