@@ -27,6 +27,7 @@ from megatron.core.distributed import (
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.timers import Timers
@@ -245,6 +246,47 @@ def _checkpoints_of_splits(path: Path, **fields: Any) -> None:
         again = dist_checkpointing.load_plain_tensors(path.with_name("again"))
         assert again.keys() == whole.keys()
         assert all(torch.equal(again[name], value) for name, value in whole.items())
+
+
+@CHECKS.on(2)
+def an_optimizer_is_saved_with_the_model_and_goes_on_under_another_split() -> None:
+    with tempfile.TemporaryDirectory() as own:
+        folders: list[str] = [own]
+        dist.broadcast_object_list(folders)
+        path = Path(folders[0]) / "checkpoint"
+        _initialize(tensor=2)
+        before = _with_optimizer(init_seed=1)
+        _update(*before)
+        described = before[0].module.sharded_state_dict(prefix="")
+        state = {"model": described, "optimizer": before[1].sharded_state_dict(described)}
+        dist_checkpointing.save(state, path)
+        assert "optimizer.state.exp_avg.embedding.word_embeddings.weight" in dist_checkpointing.load_plain_tensors(path)
+        expected = [_update(*before) for _ in range(2)]
+        for degrees in ({"tensor": 2}, {}):
+            _initialize(**degrees)
+            after = _with_optimizer(init_seed=2)
+            described = after[0].module.sharded_state_dict(prefix="")
+            state = {"model": described, "optimizer": after[1].sharded_state_dict(described, is_loading=True)}
+            loaded = dist_checkpointing.load(state, path)
+            after[0].module.load_state_dict(loaded["model"])
+            after[1].load_state_dict(loaded["optimizer"])
+            torch.testing.assert_close([_update(*after) for _ in range(2)], expected, rtol=1e-5, atol=1e-6)
+        dist.barrier()
+
+
+def _with_optimizer(**fields: Any) -> tuple[Any, Any]:
+    model = _ddp(_model(**fields))
+    return model, get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=1e-2, weight_decay=0.1), [model])
+
+
+def _update(model: Any, optimizer: Any) -> Any:
+    batch = next(_batches())
+    optimizer.zero_grad()
+    loss = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"]).mean()
+    loss.backward()
+    finalize_model_grads([model])
+    optimizer.step()
+    return loss.item()
 
 
 @CHECKS.on(2)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +22,7 @@ from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradS
 from megatron.core.optimizer.muon import flat_muon
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.param_groups import get_param_groups
+from megatron.core.optimizer.sharded_state import sharded_optimizer_state, with_steps_of_parameters
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 
@@ -192,10 +193,33 @@ class MegatronOptimizer:
         state = self.optimizer.state_dict()
         return state if self.grad_scaler is None else {**state, "grad_scaler": self.grad_scaler.state_dict()}
 
+    def sharded_state_dict(
+        self,
+        model_sharded_state_dict: dict[str, Any] | None = None,
+        is_loading: bool = False,
+        metadata: Mapping[str, Any] | None = None,
+        **_: Any,
+    ) -> dict[str, Any]:
+        """Return the state for ``dist_checkpointing.save`` and ``load``; ``load_state_dict`` takes what is loaded.
+
+        Args:
+            model_sharded_state_dict: ``sharded_state_dict`` of the model.
+            is_loading: make state that is not there yet.
+            metadata: accepted; each tensor lies as its weight does, whatever kind of sharding it names.
+
+        Raises:
+            ValueError: a parameter is not in ``model_sharded_state_dict``; there is no state to load into.
+
+        Ranks: each alone.
+        """
+        found = sharded_optimizer_state(self.optimizer, model_sharded_state_dict or {}, is_loading=is_loading)
+        return found if self.grad_scaler is None else {**found, "grad_scaler": self.grad_scaler.state_dict()}
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what ``state_dict`` returned; a loss scale that is not in it stays."""
         scale = state_dict.get("grad_scaler")
-        self.optimizer.load_state_dict({key: value for key, value in state_dict.items() if key != "grad_scaler"})
+        own = {key: value for key, value in state_dict.items() if key != "grad_scaler"}
+        self.optimizer.load_state_dict(with_steps_of_parameters(own))
         if self.grad_scaler is not None and scale is not None:
             self.grad_scaler.load_state_dict(scale)
 

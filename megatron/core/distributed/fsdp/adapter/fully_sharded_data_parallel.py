@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields
@@ -331,8 +332,9 @@ def _units(model: nn.Module, classes: Sequence[type[nn.Module] | str] | None, *,
             m for m in model.modules() if isinstance(m, TransformerLayer | LanguageModelEmbedding) or m is output_layer
         ]
     else:
-        names = {c for c in classes if isinstance(c, str)}
-        types = tuple(c for c in classes if not isinstance(c, str))
+        given = [(_class_at(c) or c) if isinstance(c, str) and "." in c else c for c in classes]
+        names = {c for c in given if isinstance(c, str)}
+        types = tuple(c for c in given if not isinstance(c, str))
         found = [m for m in model.modules() if isinstance(m, types) or type(m).__name__ in names]
         absent = names - {type(m).__name__ for m in found}
         absent |= {c.__name__ for c in types if not any(isinstance(m, c) for m in found)}
@@ -341,6 +343,16 @@ def _units(model: nn.Module, classes: Sequence[type[nn.Module] | str] | None, *,
                 f"fsdp_unit_modules must be classes of modules in the model, got {sorted(absent)}, which it lacks"
             )
     return [module for module in reversed(found) if module is not model]
+
+
+def _class_at(path: str) -> type[nn.Module] | None:
+    """Return the class at an import path such as ``torch.nn.Linear``; None if there is none."""
+    module, _, name = path.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module), name, None)
+    except ImportError:
+        return None
+    return found if isinstance(found, type) and issubclass(found, nn.Module) else None
 
 
 def _sizes_nbytes(units: Sequence[nn.Module], *, experts: bool) -> list[int]:

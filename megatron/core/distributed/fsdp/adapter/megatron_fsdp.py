@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from enum import IntEnum
 from typing import Any
@@ -14,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.fsdp.adapter.fully_sharded_data_parallel import FullyShardedDataParallel
 from megatron.core.distributed.fsdp.adapter.model_groups import model_parallel
+from megatron.core.distributed.fsdp.api.initial_state import make_initial_state
 from megatron.core.distributed.fsdp.api.optimizer import fully_shard_optimizer as shard_optimizer
 from megatron.core.distributed.fsdp.config.mixed_precision import MixedPrecisionPolicy
 from megatron.core.distributed.fsdp.mesh.distributed_index import FSDPDistributedIndex
@@ -230,13 +232,53 @@ def fully_shard_optimizer(
 ) -> torch.optim.Optimizer:
     """Return the optimizer, which refuses steps that would train on wrong gradients from now on.
 
+    It gets the state of before its first step, so that ``torch.distributed.checkpoint.load`` of its ``state_dict`` fills that. Its
+    ``step`` and ``zero_grad`` take Megatron-FSDP's arguments.
+
     Args:
         preproc_state_dict_for_dcp_ckpt: accepted; placements always say what DCP needs.
         precision_aware: must be False; ``FlatAdamW(store_param_remainders=True)`` keeps bf16 main weights.
     """
     if precision_aware:
         raise NotImplementedError("precision_aware must be False, got True; use FlatAdamW(store_param_remainders=True)")
-    return shard_optimizer(optimizer)
+    sharded = shard_optimizer(optimizer)
+    make_initial_state(sharded)
+    _take_arguments(sharded)
+    return sharded
+
+
+def _take_arguments(optimizer: torch.optim.Optimizer) -> None:
+    """Let ``step`` and ``zero_grad`` take Megatron-FSDP's arguments; what would leave something undone is refused."""
+    if optimizer.__dict__.get(_TAKES_ARGUMENTS):
+        return
+    optimizer.__dict__[_TAKES_ARGUMENTS] = True
+    optimizer.register_step_pre_hook(_without_arguments)
+    zero_grad: Any = optimizer.__dict__.get("zero_grad")
+    # A strong reference to the method would be a cycle.
+    method = weakref.WeakMethod(optimizer.zero_grad) if zero_grad is None else lambda: zero_grad
+
+    def zero_grad_with_buffer(*args: Any, zero_grad_buffer: bool = True, **kwargs: Any) -> None:
+        _check_true("zero_grad", "zero_grad_buffer", zero_grad_buffer)
+        own = method()
+        assert own is not None
+        own(*args, **kwargs)
+
+    optimizer.zero_grad = zero_grad_with_buffer  # type: ignore[method-assign]
+
+
+_TAKES_ARGUMENTS = "_fsdp_takes_arguments"
+
+
+def _without_arguments(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    # Gradients that are not reduced make the step raise, so nothing is left to do at either value.
+    rest = {name: value for name, value in kwargs.items() if name != "sync_grad_before_optimizer_step"}
+    _check_true("step", "install_optimized_model_weights", rest.pop("install_optimized_model_weights", True))
+    return args, rest
+
+
+def _check_true(method: str, name: str, value: bool) -> None:
+    if not value:
+        raise NotImplementedError(f"{method}({name}=...) must be True, got {value}: it is always done; leave it out")
 
 
 def fully_shard(

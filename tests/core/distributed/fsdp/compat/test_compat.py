@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import tempfile
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard
@@ -131,6 +134,60 @@ def the_wrapper_has_megatron_cores_methods() -> None:
             fully_shard_model(_model(), **arguments)
     with pytest.raises(NotImplementedError, match="cuda_graph_mode must be False, got True"):
         fully_shard_model(_model(), cuda_graph_mode=True)
+
+
+@CHECKS.on(2)
+def a_new_model_and_optimizer_go_on_from_what_dcp_saved() -> None:
+    """The recipe of Megatron-FSDP's README: DCP fills what ``state_dict`` has, so a new optimizer must have state."""
+    with tempfile.TemporaryDirectory() as own:
+        folders: list[str] = [own]
+        dist.broadcast_object_list(folders)
+        for kind in (torch.optim.Adam, partial(torch.optim.SGD, momentum=0.9)):
+            path = f"{folders[0]}/{kind}"
+            module = _model()
+            model, optimizer = fully_shard(
+                module, kind(module.parameters(), lr=0.05), fsdp_unit_modules=["torch.nn.Linear"]
+            )
+            _train(model, optimizer, range(2))
+            dcp.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint_id=path)
+            expected = _train(model, optimizer, range(2, 5))
+            module = nn.Sequential(
+                *(type(m)(m.in_features, m.out_features) if hasattr(m, "bias") else m for m in _model())
+            )
+            model, optimizer = fully_shard(module, kind(module.parameters(), lr=0.01), fsdp_unit_modules=[nn.Linear])
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            dcp.load(state_dict=state, checkpoint_id=path)
+            model.load_state_dict(state["model"])
+            optimizer.load_state_dict(state["optimizer"])
+            assert _train(model, optimizer, range(2, 5)) == expected
+        dist.barrier()
+
+
+def _train(model: Any, optimizer: Any, steps: range) -> list[float]:
+    losses = []
+    for step in steps:
+        loss = model(_own_part(step)).pow(2).mean()
+        loss.backward()
+        optimizer.step(sync_grad_before_optimizer_step=True, install_optimized_model_weights=True)
+        optimizer.zero_grad(zero_grad_buffer=True)
+        losses.append(loss.item())
+    return losses
+
+
+@CHECKS.on(2)
+def what_would_leave_a_step_half_done_is_refused() -> None:
+    module = _model()
+    model, optimizer = fully_shard(module, _adam(module), fsdp_unit_modules=[nn.Linear])
+    model(_own_part(0)).sum().backward()
+    step: Any = optimizer.step
+    with pytest.raises(NotImplementedError, match=r"install_optimized_model_weights=\.\.\.\) must be True, got"):
+        step(install_optimized_model_weights=False)
+    with pytest.raises(NotImplementedError, match=r"zero_grad_buffer=\.\.\.\) must be True, got False"):
+        optimizer.zero_grad(zero_grad_buffer=False)  # type: ignore[call-arg]
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    step(sync_grad_before_optimizer_step=False)
+    with pytest.raises(ValueError, match=r"got \['Conv2d'\], which it lacks"):
+        fully_shard_model(_model(), fsdp_unit_modules=["torch.nn.Conv2d"])
 
 
 @CHECKS.on(2)
