@@ -10,7 +10,7 @@ import torch
 
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedTensor, ShardedTensorFactory
-from megatron.core.distributed.fsdp.api.initial_state import make_initial_state
+from megatron.core.distributed.fsdp import make_initial_state
 
 _COMMON_STEP = "common_step"
 

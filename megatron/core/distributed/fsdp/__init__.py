@@ -9,6 +9,7 @@ from megatron.core.distributed.fsdp.config import torch_versions as _torch_versi
 
 # isort: split
 from megatron.core.distributed.fsdp.api.fully_shard import contexts_of, fully_shard, fully_shard_context, microbatch
+from megatron.core.distributed.fsdp.api.initial_state import make_initial_state
 from megatron.core.distributed.fsdp.api.module import FsdpModule
 from megatron.core.distributed.fsdp.api.optimizer import fully_shard_optimizer
 from megatron.core.distributed.fsdp.buffers.dbuffer import DBuffer
@@ -63,6 +64,7 @@ __all__ = [
     "group_of",
     "hybrid_placements",
     "load_checkpoint",
+    "make_initial_state",
     "microbatch",
     "newton_schulz_coefficients",
     "norm_scope_of",
