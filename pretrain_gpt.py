@@ -46,10 +46,10 @@ def datasets_provider(settings: Settings, tokenizer: MegatronTokenizerBase, size
 
 def forward_step(batch: Batch, model: torch.nn.Module) -> tuple[Tensor, Tensor] | Tensor:
     """Return the sum [] of the losses of the unmasked tokens and their number []; on earlier pipeline stages hidden states."""
-    losses: Tensor = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+    mask = batch["loss_mask"]
+    losses: Tensor = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], loss_mask=mask)
     if not has_output_layer(model):
         return losses
-    mask = batch["loss_mask"]
     return (losses.float() * mask).sum(), mask.sum()
 
 

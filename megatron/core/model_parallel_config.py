@@ -55,7 +55,7 @@ _FAMILIES = (
     ("gtp_", _WEIGHTS_AT_REST),
     ("expert_gtp_", _WEIGHTS_AT_REST),
     ("moe_grad_scale_func", "auxiliary losses are scaled as the main loss is; set grad_scale_func"),
-    ("mtp_", "multi-token prediction is not served"),
+    ("mtp_grad_scale_func", "losses of multi-token prediction are scaled as the main loss is; set grad_scale_func"),
     ("hybrid_context", "all sequences are split over all context-parallel ranks"),
     ("max_seqlen_per", "all sequences are split over all context-parallel ranks"),
     ("num_microbatches_with", "all microbatches are recomputed alike"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -152,10 +153,9 @@ def initialize_model_parallel(
         num_distributed_optimizer_instances=num_distributed_optimizer_instances,
         order=order,
     )
-    _check_embedding_ranks(grid, get_embedding_ranks, default_embedding_ranks, "get_embedding_ranks")
-    _check_embedding_ranks(
-        grid, get_position_embedding_ranks, default_position_embedding_ranks, "get_position_embedding_ranks"
-    )
+    if get_embedding_ranks is not None:
+        grid = replace(grid, embedding_stages=_embedding_stages(grid, get_embedding_ranks))
+    _check_position_embedding_ranks(grid, get_position_embedding_ranks)
     timeout = timedelta(minutes=distributed_timeout_minutes)
     groups = build_process_groups(grid, timeout=timeout, create_all_gather_group=create_all_gather_group)
     _default.set(groups, grid, _further_groups(groups, grid, timeout, with_gloo=create_gloo_process_groups))
@@ -209,14 +209,25 @@ def _gloo(grid: RankGrid, name: str, timeout: timedelta) -> ProcessGroup:
     return own
 
 
-def _check_embedding_ranks(
-    grid: RankGrid, given: Callable[[list[int]], list[int]] | None, default: Callable[[list[int]], list[int]], name: str
-) -> None:
+def _embedding_stages(grid: RankGrid, given: Callable[[list[int]], list[int]]) -> tuple[int, ...]:
+    """Return which ranks of a pipeline hold the embedding, by a function of the ranks of one."""
+    pipelines = grid.groups("pp").tolist()
+    found = [[stages.index(rank) if rank in stages else -1 for rank in given(stages)] for stages in pipelines]
+    if any(own != found[0] or own[:1] != [0] or -1 in own for own in found):
+        raise NotImplementedError(
+            "initialize_model_parallel: get_embedding_ranks must return the first rank of a pipeline, and the same further ones of "
+            f"each, got {[given(stages) for stages in pipelines]} for {pipelines}"
+        )
+    return tuple(found[0])
+
+
+def _check_position_embedding_ranks(grid: RankGrid, given: Callable[[list[int]], list[int]] | None) -> None:
     for stages in grid.groups("pp").tolist():
-        if given is not None and list(given(stages)) != default(stages):
+        if given is not None and list(given(stages)) != default_position_embedding_ranks(stages):
             raise NotImplementedError(
-                f"initialize_model_parallel: {name} must return {default(stages)} for the stages {stages}, got "
-                f"{given(stages)}: the first and the last stage have the word embedding"
+                "initialize_model_parallel: get_position_embedding_ranks must return "
+                f"{default_position_embedding_ranks(stages)} for the stages {stages}, got {given(stages)}: the first stage has "
+                "the learned positions"
             )
 
 

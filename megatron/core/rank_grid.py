@@ -74,6 +74,9 @@ class RankGrid:
     order: str = "tp-cp-ep-dp-pp"
     """The axes, neighbouring ranks first."""
 
+    embedding_stages: tuple[int, ...] = (0, -1)
+    """Ranks of a pipeline that hold the word embedding or a copy of it; negative ones count from the end."""
+
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             if isinstance(value, int) and value < 1:
@@ -142,7 +145,7 @@ class RankGrid:
     def groups(self, name: str) -> Groups:
         """Return the ranks [G, N] of all groups of this name, in ascending order of their first ranks.
 
-        Each rank is in exactly one group, except that middle stages are in no "embd" group.
+        Each rank is in exactly one group, except that stages without embedding are in no "embd" group.
 
         Raises:
             ValueError: the name is not in ``GROUP_NAMES``.
@@ -156,7 +159,7 @@ class RankGrid:
             return self._hybrid_groups(_HYBRID[name], inner=name.startswith("intra"))
         if name == "embd":
             stages = self._dense_groups(("pp",))
-            return stages if stages.shape[1] == 1 else stages[:, [0, -1]]
+            return stages if stages.shape[1] == 1 else stages[:, list(self.embedding_stages)]
         raise ValueError(f"a group must be one of {', '.join(GROUP_NAMES)}, got {name!r}")
 
     def ranks(self, name: str, rank: int) -> list[int] | None:

@@ -19,6 +19,7 @@ from megatron.core.full_cuda_graph import FullCudaGraphConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.rank_grid import RankGrid
 from megatron.core.tokenizers import TokenizerConfig
+from megatron.core.transformer.pipeline_layers import embedding_ranks
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.training.checkpointing import CheckpointConfig
 from megatron.training.cli.checkpoint_args import with_checkpoint_args
@@ -259,6 +260,10 @@ def settings_from_args(
             parts.build(partial(check_stages_are_busy, made["model"].transformer, batch))
         made["schedule"] = parts.build(lambda: _schedule(args, batch))
         made["loop"] = parts.build(lambda: _loop(args, batch))
+    if grid is not None and made["model"] is not None:
+        model: GPTConfig = made["model"]
+        ranks = embedding_ranks(model.transformer, ties=model.share_embeddings_and_output_weights)
+        made["grid"] = replace(grid, embedding_stages=ranks)
     if parts.faults or None in made.values():
         raise FlagError("\n".join(parts.faults))
     return Settings(**made)
@@ -296,6 +301,9 @@ def _model(args: Namespace) -> GPTConfig:
 
 _SAME_NAME_IN_TRANSFORMER_CONFIG = (
     "num_layers",
+    "mtp_num_layers",
+    "mtp_loss_scaling_factor",
+    "mtp_use_repeated_layer",
     "hidden_size",
     "num_attention_heads",
     "kv_channels",

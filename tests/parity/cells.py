@@ -35,6 +35,7 @@ _LLAMA = (
 _MUON = "--optimizer muon --muon-momentum 0.9 --muon-extra-scale-factor 0.2 --muon-fp32-matmul-prec high"
 _EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 24 --disable-bias-linear --swiglu"
 _LATENT = "--multi-latent-attention --kv-lora-rank 10 --qk-head-dim 6 --qk-pos-emb-head-dim 8 --v-head-dim 5 --rotary-base 100"
+_MTP = "--mtp-num-layers 2 --mtp-loss-scaling-factor 0.5"
 MODELS = {
     "gpt": f"{_COMMON} --group-query-attention --num-query-groups 2",  # tied, learned positions, LayerNorm, biases
     "llama": f"{_COMMON} {_LLAMA}",
@@ -60,6 +61,11 @@ MODELS = {
     "muon_llama": f"{_COMMON} {_LLAMA} {_MUON} --muon-tp-mode distributed --muon-scale-mode unit_rms_norm",
     "muon_moe": f"{_COMMON} {_EXPERTS} {_MUON} --untie-embeddings-and-output-weights --position-embedding-type rope",
 }
+MODELS |= {
+    "mtp": f"{MODELS['gpt']} {_MTP}",
+    "mtp_repeated": f"{MODELS['llama']} {_MTP} --mtp-use-repeated-layer --recompute-granularity full --recompute-method uniform "
+    "--recompute-num-layers 1",
+}
 _FAMILIES = {
     "gpt": ("gpt", "llama"),
     "moe": ("moe", "moe_biased"),
@@ -68,8 +74,9 @@ _FAMILIES = {
     "latent": ("latent", "latent_plain"),
     "muon": ("muon", "muon_llama"),
     "muon_moe": ("muon_moe",),
+    "mtp": ("mtp", "mtp_repeated"),
 }
-_HALVED = ("attention", "latent", "gpt_oss", "muon", "muon_moe")
+_HALVED = ("attention", "latent", "gpt_oss", "muon", "muon_moe", "mtp")
 """Families whose loss is per token with four microbatches and per microbatch with one."""
 
 
@@ -138,6 +145,9 @@ STAGES_OF_GPT = {
 STAGES_OF_MOE = {
     "pp2+vp2": Layout(pp=2, layers=4, stages="--num-virtual-stages-per-pipeline-rank 2 --no-overlap-p2p-communication"),
     "cp2+pp2+vp2": Layout(cp=2, pp=2, stages=f"--num-virtual-stages-per-pipeline-rank 2 {_ACCOUNTED}"),
+}
+STAGES_OF_MTP = {
+    "pp2+vp2": Layout(pp=2, stages=f"--num-virtual-stages-per-pipeline-rank 2 {_ACCOUNTED}"),
 }
 """Pipelines whose ranks have several stages, or uneven ones."""
 _MAX_RANKS = 8
@@ -241,6 +251,7 @@ _ALL_LAYOUTS = {
     "gpt_oss": MOE_LAYOUTS,
     "muon": {name: GPT_LAYOUTS[name] for name in ("none", "tp2", "tp2+sp", "pp2")},
     "muon_moe": {name: MOE_LAYOUTS[name] for name in ("ep2", "ep2+tp2+sp")},
+    "mtp": {**GPT_LAYOUTS, **STAGES_OF_MTP},
 }
 
 CELLS = {
@@ -266,9 +277,9 @@ IN_CI = (
     "gpt-cp2+pp2-optim_grads_params-m1-mean",
     "gpt-pp2+vp2-optim_grads_params-m4-token",
     "gpt-pp2+uneven-optim-m1-mean",
-    "gpt-tp2+pp2+layout-hsdp-m4-mean",
     "moe-pp2+vp2-optim_grads_params-m4-mean",
-    "moe-cp2+pp2+vp2-optim-m4-token",
+    "mtp-cp2-optim_grads_params-m4-token",
+    "mtp-pp2-optim-m1-mean",
     "moe-none-no_shard-m1-token",
     "moe-none-hsdp-m4-mean",
     "moe-tp2+sp-optim_grads_params-m4-mean",

@@ -42,6 +42,12 @@ class PipelineStage:
     chunk: int = 0
     """Which of the rank's stages this is."""
 
+    wide_from: int | None = None
+    """The first stage, of all in the order of the layers, that gets several hidden states one behind the other; None: none does."""
+
+    width: int = 1
+    """How many these are."""
+
     def __post_init__(self) -> None:
         if self.num_stages > 1 and self.hidden_shape is None:
             raise ValueError(
@@ -68,6 +74,15 @@ class PipelineStage:
     def is_last(self) -> bool:
         """True if the stage has the output layer, and computes the loss."""
         return self.index == self.num_stages - 1 and self.chunk == self.num_chunks - 1
+
+    def shape_of(self, message: Message, receiver: int) -> tuple[int, int, int]:
+        """Return the shape of a message to a rank of the pipeline."""
+        assert self.hidden_shape is not None, "given where there are several stages"
+        # Hidden states are the input of the receiving stage, a gradient is that of the next one's.
+        stage = message.chunk * self.num_stages + receiver + (message.kind == "gradient")
+        length, *rest = self.hidden_shape
+        width = self.width if self.wide_from is not None and stage >= self.wide_from else 1
+        return (length * width, rest[0], rest[1])
 
     @property
     def of_chunks(self) -> list[PipelineStage]:
@@ -169,8 +184,8 @@ class PipelineCommunicator:
             sent = self._outgoing(exchange.send, made)
             operations.append(dist.P2POp(dist.isend, sent, group=self.stage.group, group_peer=self._to(exchange.send)))
         if exchange.receive is not None:
-            assert self.stage.hidden_shape is not None
-            received = torch.empty(self.stage.hidden_shape, dtype=self.stage.dtype, device=self.stage.device)
+            shape = self.stage.shape_of(exchange.receive, self.stage.index)
+            received = torch.empty(shape, dtype=self.stage.dtype, device=self.stage.device)
             peer = self._from(exchange.receive)
             operations.append(dist.P2POp(dist.irecv, received, group=self.stage.group, group_peer=peer))
         return dist.batch_isend_irecv(operations), sent, received
@@ -183,9 +198,10 @@ class PipelineCommunicator:
 
     def _outgoing(self, message: Message, tensor: torch.Tensor) -> torch.Tensor:
         stage = self.stage
-        if tuple(tensor.shape) != stage.hidden_shape or tensor.dtype != stage.dtype:
+        shape = stage.shape_of(message, self._to(message))
+        if tuple(tensor.shape) != shape or tensor.dtype != stage.dtype:
             raise ValueError(
-                f"messages between stages must have shape {stage.hidden_shape} and dtype {stage.dtype}, got "
+                f"messages between stages must have shape {shape} and dtype {stage.dtype}, got "
                 f"{tuple(tensor.shape)} and {tensor.dtype} in the {message.kind} of microbatch {message.microbatch} on stage "
                 f"{stage.index}; make hidden_shape that of the stage's batches"
             )

@@ -19,6 +19,7 @@ from megatron.core.pipeline_parallel.interleaved_schedule import get_schedule_ta
 from megatron.core.pipeline_parallel.p2p_communication import PipelineStage, hidden_shape
 from megatron.core.process_groups_config import ProcessGroupCollection, group_of, group_size
 from megatron.core.transformer.moe.router import set_loss_scale, set_num_microbatches
+from megatron.core.transformer.pipeline_layers import wide_messages
 
 LossFunction = Callable[..., Any]
 """model's output -> (loss, values to report), or (sum of losses, tokens, values to report)."""
@@ -177,6 +178,7 @@ def _stage(
         hidden_shape=(shape[0], shape[1], shape[2]),
         dtype=config.pipeline_dtype or dtype,
         device=parameter.device,
+        **(wide_messages(config) if getattr(config, "mtp_num_layers", None) else {}),
     )
 
 

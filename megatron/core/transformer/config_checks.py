@@ -36,7 +36,6 @@ NOT_SERVED: Served = {
     ),
     "moe_input_jitter_eps": ((None,), "routers add no noise to their input"),
     "multi_latent_attention": ((False,), "its settings are those of MLATransformerConfig; use that class"),
-    "mtp_num_layers": ((None,), "multi-token prediction is not served"),
     "moe_permute_fusion": (ANY, "tokens are permuted by one gather, in backward as well"),
     "moe_router_fusion": (ANY, "routing after the choice of experts is one compiled function"),
     "clone_scatter_output_in_embedding": (ANY, "parts of the sequence are always copied"),
@@ -99,7 +98,7 @@ NOT_SERVED: Served = {
 }
 """Maps a field to (values that are served, why others are not)."""
 
-_MTP = "multi-token prediction is not served"
+_MTP = "gradients of multi-token prediction go through the whole model, from the layers' own hidden states"
 _VARIANT = "this variant of attention is not served"
 _STATE_SPACE = "state-space layers are not served"
 _DISPATCH = "tokens are dispatched by one all-to-all"

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 _SERVED: Served = {
     "vp_stage": (ANY, "layer numbers are those of the whole model"),
-    "is_mtp_layer": ((False,), "multi-token prediction is not served"),
+    "is_mtp_layer": (ANY, "such layers compute as others do"),
     "add_layer_offset": (ANY, "layer numbers are those of the whole model"),
     "pp_layer_offset": ((None, 0), "layer numbers are those of the whole model"),
     "name": (ANY, "a name of a layer chooses nothing"),

@@ -69,6 +69,30 @@ def stages_of(config: TransformerConfig, *, num_ranks: int | None = None) -> tup
     )
 
 
+def wide_messages(config: TransformerConfig) -> dict[str, int]:
+    """Return ``wide_from`` and ``width`` of ``PipelineStage``, if multi-token prediction is apart from the loss; else {}.
+
+    Its stage then sends the hidden states of the model and of its own layers to the stages behind it.
+    """
+    stages = stages_of(config)
+    of_mtp = next((stage for stage in stages[:-1] if stage.mtp), None)
+    return {} if of_mtp is None else {"wide_from": of_mtp.index + 1, "width": 1 + (config.mtp_num_layers or 0)}
+
+
+def embedding_ranks(config: TransformerConfig, *, ties: bool) -> tuple[int, ...]:
+    """Return the ranks of a pipeline that hold the word embedding or a copy of it; negative ones count from the end.
+
+    Args:
+        ties: the output layer uses the embedding's weight.
+    """
+    of_mtp = next((stage.index for stage in stages_of(config)[:-1] if stage.mtp), None)
+    apart = None if of_mtp is None else of_mtp % config.pipeline_model_parallel_size
+    if apart in (None, config.pipeline_model_parallel_size - 1):
+        return 0, -1
+    assert apart is not None
+    return (0, apart, -1) if ties else (0, apart)
+
+
 def stage_of(
     config: TransformerConfig, *, pp_rank: int, vp_stage: int | None, num_ranks: int | None = None
 ) -> StageLayers:

@@ -84,10 +84,10 @@ class PipelineParallelLayerLayout:
             "have its layers m in one stage": sum(LayerType.mtp in stage for stage in stages) <= 1,
             "have its layers m behind all t": LayerType.mtp not in layers
             or LayerType.decoder not in layers[layers.index(LayerType.mtp) :],
-            "have its layers m in the last virtual stage of a rank, and not in the first stage": not any(
-                LayerType.mtp in stage for stage in [stages[0], *stages[: -self.pipeline_model_parallel_size]]
-            )
-            or len(stages) == 1,
+            "have its layers m in the last virtual stage of a rank, and not on the first rank": len(stages) == 1
+            or not any(
+                LayerType.mtp in stage for stage in (*self.layout[0], *stages[: -self.pipeline_model_parallel_size])
+            ),
         }
         if wrong := [must for must, holds in problems.items() if not holds]:
             raise ValueError(f"pipeline_model_parallel_layout must {'; '.join(wrong)}, got {self}")

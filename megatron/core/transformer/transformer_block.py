@@ -85,7 +85,8 @@ class TransformerBlock(MegatronModule):
         if config.fp8_param:
             quantize_weights(config, self.layers)
         self.final_layernorm: torch.nn.Module | None = None
-        if post_process and post_layer_norm and submodules.layer_norm is not None:
+        normed = stage.has_final_norm if config.mtp_num_layers else post_process
+        if normed and post_layer_norm and submodules.layer_norm is not None:
             self.final_layernorm = build_module(
                 submodules.layer_norm, config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon
             )

@@ -49,7 +49,11 @@ class TransformerConfig(ModelParallelConfig):
     account_for_loss_in_pipeline_split: bool = False
     """The output layer counts as a layer: the last stage has one fewer than others."""
     mtp_num_layers: int | None = None
-    """Layers of multi-token prediction; refused when set."""
+    """Layers of multi-token prediction, each of which predicts a token further on; None: there are none."""
+    mtp_loss_scaling_factor: float = 0.1
+    """Weight of the mean of their losses, beside the main loss."""
+    mtp_use_repeated_layer: bool = False
+    """One layer is applied ``mtp_num_layers`` times, instead of as many layers."""
     hidden_size: int = 0
     """Width of the residual stream."""
     num_attention_heads: int = 0

@@ -96,7 +96,8 @@ class TransformerLayer(MegatronModule):
         self.pre_mlp_layernorm = build_module(submodules.pre_mlp_layernorm, **norm)
         self.mlp = build_module(submodules.mlp, config=config, pg_collection=pg_collection)
         self.mlp_bda = build_module(submodules.mlp_bda)
-        self._check_experts()
+        if not is_mtp_layer:  # which is as the last layer
+            self._check_experts()
         self.recomputes_mlp = recomputes(config, "moe" if isinstance(self.mlp, MoELayer) else "mlp")
 
     def _check_experts(self) -> None:

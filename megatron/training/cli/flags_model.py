@@ -25,8 +25,24 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``GPTConfig`` and ``TransformerConfig``, except those of experts and parallelism."""
     _add_shape_flags(parser.add_argument_group("model"))
     _add_block_flags(parser.add_argument_group("layers of the model"))
+    _add_mtp_flags(parser.add_argument_group("multi-token prediction"))
     _add_mup_flags(parser.add_argument_group("maximal update parametrisation"))
     _add_numerics_flags(parser.add_argument_group("numerics of the model"))
+
+
+def _add_mtp_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--mtp-num-layers", type=int, help="layers that each predict a token further on (default: none)")
+    group.add_argument(
+        "--mtp-loss-scaling-factor",
+        type=float,
+        default=0.1,
+        help="weight of the mean of their losses beside the main loss (default: 0.1)",
+    )
+    group.add_argument(
+        "--mtp-use-repeated-layer",
+        action="store_true",
+        help="one layer is applied --mtp-num-layers times, instead of as many layers",
+    )
 
 
 def _add_shape_flags(group: argparse._ArgumentGroup) -> None:

@@ -100,8 +100,8 @@ def _add_stage_flags(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--pipeline-model-parallel-layout",
-        help="the layers of all stages, such as 'Et*3|(tt|)*29,m|L': E embedding, t layer, m multi-token prediction, L loss, | "
-        "between stages, x*n and (...)*n repeated; more stages than ranks are virtual stages",
+        help="the layers of all stages, as a string (docs/splitting_the_model.md has its grammar); more stages than ranks are "
+        "virtual stages",
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from megatron.core.extensions import why_missing
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel.utils import (
     is_pp_first_stage,
@@ -17,7 +17,7 @@ from megatron.core.pipeline_parallel.utils import (
     is_vp_first_stage,
     is_vp_last_stage,
 )
-from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.process_groups_config import ProcessGroupCollection, group_rank
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 DEVICES_OF_TRANSFORMER_ENGINE: tuple[str, ...] = ("cuda",)
@@ -173,6 +173,8 @@ class GPTConfig:
         )
         if self.transformer.multi_latent_attention:
             names += _ARCHITECTURE_OF_MLA
+        if self.transformer.mtp_num_layers:
+            names += ("mtp_num_layers", "mtp_use_repeated_layer")
         values: dict[str, Any] = {name: getattr(self.transformer, name) for name in names}
         values |= {name: getattr(self, name) for name in own}
         values |= _variants(self.transformer)
@@ -217,10 +219,12 @@ def build_gpt_model(
     stages = None if pg_collection is None else pg_collection.pp
     num_chunks = config.transformer.virtual_pipeline_model_parallel_size
     uses_transformer_engine = _uses_transformer_engine(config, device)
+    layers = get_gpt_decoder_block_spec(config.transformer, use_transformer_engine=uses_transformer_engine)
+    mtp = get_gpt_mtp_block_spec(config.transformer, layers, uses_transformer_engine, vp_stage, group_rank(stages))
     with torch.device("meta" if config.init_on_meta_device else device):
         return GPTModel(
             config.transformer,
-            get_gpt_decoder_block_spec(config.transformer, use_transformer_engine=uses_transformer_engine),
+            layers,
             config.padded_vocab_size(vocab_size),
             config.max_position_embeddings,
             pre_process=is_pp_first_stage(stages) and is_vp_first_stage(vp_stage, num_chunks),
@@ -232,6 +236,7 @@ def build_gpt_model(
             rope_scaling=config.rope_scaling,
             rope_scaling_factor=config.rope_scaling_factor,
             seq_len_interpolation_factor=config.rotary_seq_len_interpolation_factor,
+            mtp_block_spec=mtp,
             pg_collection=pg_collection,
             vp_stage=vp_stage,
         )

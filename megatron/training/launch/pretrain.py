@@ -24,6 +24,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import rng_tracker_of
 from megatron.core.tokenizers import MegatronTokenizerBase, build_tokenizer
 from megatron.core.transformer.moe.loss_record import auxiliary_loss_names
+from megatron.core.transformer.pipeline_layers import wide_messages
 from megatron.training.arguments import Settings
 from megatron.training.checkpointing import CheckpointConfig, Checkpointer, print_rank_0
 from megatron.training.cli.configuration_report import report_configuration, report_settings, report_sizes
@@ -198,6 +199,7 @@ def _pipeline_stage(
         dtype=transformer.pipeline_dtype or dtype,
         device=device,
         num_chunks=transformer.virtual_pipeline_model_parallel_size or 1,
+        **wide_messages(transformer),
     )
 
 

@@ -141,9 +141,12 @@ class StepComputation:
         if result.num_zeros_in_grad is not None:
             results["num_zeros_in_grad"] = result.num_zeros_in_grad
         if self.auxiliary_losses is not None:
-            num_addends = num_expert_layers(self.model.config) * self.num_microbatches
-            num_addends *= group_size(self.model.pg_collection.dp)
-            results["auxiliary_losses"] = self.auxiliary_losses.take(self.device) / num_addends
+            sums_of_losses = self.auxiliary_losses.take(self.device)
+            sums_of_losses /= self.num_microbatches * group_size(self.model.pg_collection.dp)
+            of_layers = len(sums_of_losses) - (self.model.config.mtp_num_layers or 0)  # each of a router
+            if of_layers:
+                sums_of_losses[:of_layers] /= num_expert_layers(self.model.config)
+            results["auxiliary_losses"] = sums_of_losses
         return results
 
     def scaled(self, loss: Tensor, tokens: Tensor) -> Tensor:

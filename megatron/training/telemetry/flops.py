@@ -21,11 +21,15 @@ def flops_per_sample(config: TransformerConfig, *, seq_length: int, vocab_size: 
     Source: Megatron-LM counts the same (its num_floating_point_operations halves attention for causal masks).
     """
     attention_weights, widths = _attention(config)
-    layers = range(1, config.num_layers + 1)
+    further = (
+        config.mtp_num_layers or 0
+    )  # layers of multi-token prediction are as the last one, with a projection before
+    layers = [*range(1, config.num_layers + 1), *[config.num_layers] * further]
     mlp_weights = sum(_expert_weights(config) if has_experts(config, n) else _dense_weights(config) for n in layers)
-    weights = config.num_layers * attention_weights + mlp_weights + config.hidden_size * vocab_size
+    weights = len(layers) * attention_weights + mlp_weights
+    weights += (1 + further) * config.hidden_size * vocab_size + further * 2 * config.hidden_size**2
     # scores and their product with values: 2 matrices of [s, s] per head, half of them masked, 3 x 2 operations each
-    scores = config.num_layers * 3 * seq_length * seq_length * widths
+    scores = len(layers) * 3 * seq_length * seq_length * widths
     return 6 * weights * seq_length + scores
 
 

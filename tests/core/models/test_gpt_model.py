@@ -193,7 +193,11 @@ REFUSED_ARGUMENTS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"vocab_size": 0}, ValueError, "vocab_size"),
     ({"max_sequence_length": 0}, ValueError, "max_sequence_length"),
     ({"position_embedding_type": "yarn"}, NotImplementedError, "position_embedding_type .* 'yarn'"),
-    ({"mtp_block_spec": ModuleSpec(module=GPTModel)}, NotImplementedError, "mtp_block_spec"),
+    (
+        {"mtp_block_spec": ModuleSpec(module=GPTModel)},
+        ValueError,
+        "mtp_block_spec must .* be None where a model has none",
+    ),
     ({"position_embedding_type": "rope", "rotary_percent": 0.25}, ValueError, "rotary_percent .* 4 . 0.25"),
     *(
         (

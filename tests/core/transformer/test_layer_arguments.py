@@ -91,7 +91,6 @@ def test_layers_of_a_caller_compute_what_ours_do() -> None:
 @pytest.mark.parametrize(
     ("arguments", "name"),
     [
-        ({"is_mtp_layer": True}, "is_mtp_layer"),
         ({"pp_layer_offset": 2}, "pp_layer_offset"),
     ],
 )
@@ -121,8 +120,7 @@ def test_further_arguments_of_embeddings_routers_and_optimizers() -> None:
     with pytest.raises(NotImplementedError, match="num_tokentypes"):
         LanguageModelEmbedding(config, 8, 4, num_tokentypes=2)
     assert RotaryEmbedding(8, 1.0, False, None, 10000, False, 8.0, True, None).cp_group is None
-    with pytest.raises(NotImplementedError, match="is_mtp_layer"):
-        TopKRouter(_config(num_moe_experts=2), is_mtp_layer=True)
+    assert TopKRouter(_config(num_moe_experts=2), is_mtp_layer=True).weight.shape == (2, config.hidden_size)
     settings = OptimizerConfig(optimizer="adam", lr=0.1)
     get_megatron_optimizer(settings, [embedding], use_gloo_process_groups=False, pg_collection=None)
     with pytest.raises(NotImplementedError, match="config_overrides"):

@@ -60,14 +60,15 @@ def test_each_flag_of_the_published_launch_lines_has_one_fate(line: str) -> None
 
 
 def test_a_launch_line_is_refused_with_every_reason_at_once() -> None:
-    line = check_command_line(DEEPSEEK_V3.split(), world_size=8)
+    line = check_command_line([*DEEPSEEK_V3.split(), "--fim-data", "--mtp-detach-heads"], world_size=8)
     refused = {fate.flag for fate in line.fates if fate.kind == "refused"}
     assert refused and {text.split()[0] for text in line.faults} >= refused
     assert all(" is refused: " in text or " must be " in text for text in line.faults)
 
 
-def test_the_published_line_of_llama_starts_as_it_is() -> None:
-    assert check_command_line(LLAMA3_8B.split(), world_size=8).faults == []
+@pytest.mark.parametrize("line", [LLAMA3_8B, DEEPSEEK_V3], ids=["llama3_8b", "deepseek_v3"])
+def test_a_published_line_starts_as_it_is(line: str) -> None:
+    assert check_command_line(line.split(), world_size=8).faults == []
 
 
 def test_the_launch_line_without_what_is_refused_is_in_effect() -> None:

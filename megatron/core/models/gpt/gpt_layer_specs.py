@@ -18,6 +18,8 @@ from megatron.core.transformer.moe.experts import GroupedMLP, SequentialMLP, TEG
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules, has_experts
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules, get_mtp_layer_spec
+from megatron.core.transformer.pipeline_layers import get_mtp_num_layers_to_build
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import L2Norm, WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -309,8 +311,18 @@ def get_gpt_mtp_block_spec(
     use_transformer_engine: bool,
     vp_stage: int | None = None,
     pp_rank: int | None = None,
-) -> None:
-    """Return None: the configuration accepts no layers of multi-token prediction (``mtp_num_layers``)."""
+) -> MultiTokenPredictionBlockSubmodules | None:
+    """Return the specs of the layers of multi-token prediction; None where a stage has none.
+
+    Args:
+        spec: of the model's layers, whose last one is that of these, or of one layer.
+        vp_stage, pp_rank: the stage; None: of all of a model, and this rank's.
+    """
+    if not get_mtp_num_layers_to_build(config, vp_stage, pp_rank):
+        return None
+    layer = (spec.layer_specs or [])[-1] if isinstance(spec, TransformerBlockSubmodules) else spec
+    number = 1 if config.mtp_use_repeated_layer else config.mtp_num_layers or 0
+    return MultiTokenPredictionBlockSubmodules([get_mtp_layer_spec(layer, use_transformer_engine)] * number)
 
 
 def _final_norm(use_transformer_engine: bool) -> Any:

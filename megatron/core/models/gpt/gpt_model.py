@@ -5,6 +5,7 @@ Shapes: b batch, s sequence, h hidden size, v vocabulary. Activations are [s, b,
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -20,11 +21,17 @@ from megatron.core.served_arguments import ANY, Served, check_arguments
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.tensor_parallel.mappings import scatter_to_sequence_parallel_region
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+from megatron.core.transformer.context_parallel import positions_on_this_cp_rank
 from megatron.core.transformer.enums import ModelType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.multi_latent_attention import mla_rotary_embedding
+from megatron.core.transformer.multi_token_prediction import (
+    MultiTokenPredictionBlock,
+    MultiTokenPredictionBlockSubmodules,
+    MultiTokenPredictionLosses,
+)
 from megatron.core.transformer.parameter_init import initialize_model
-from megatron.core.transformer.pipeline_layers import stage_of
+from megatron.core.transformer.pipeline_layers import stage_of, wide_messages
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import MLATransformerConfig
@@ -65,7 +72,9 @@ class GPTModel(LanguageModule):
             ``parallel_state``, and where it has none the model is not split. With the groups of ``parallel_state`` degrees
             that ``config`` leaves at 1 are set to theirs.
         vp_stage: which of the rank's virtual stages this is, where it has several.
-        logit_dtype, mtp_block_spec: must be None.
+        mtp_block_spec: of ``get_gpt_mtp_block_spec``, where the configuration has layers of multi-token prediction. Their stage has
+            a copy of the embedding, if it is not the first.
+        logit_dtype: must be None.
 
     Raises:
         ValueError: an argument is out of range, or the process groups have other sizes than the configuration says.
@@ -93,7 +102,7 @@ class GPTModel(LanguageModule):
         rope_scaling_factor: float = 8.0,
         scatter_embedding_sequence_parallel: bool = True,
         seq_len_interpolation_factor: float | None = None,
-        mtp_block_spec: ModuleSpec | None = None,
+        mtp_block_spec: MultiTokenPredictionBlockSubmodules | ModuleSpec | None = None,
         pg_collection: ProcessGroupCollection | None = None,
         vp_stage: int | None = None,
     ) -> None:
@@ -102,16 +111,22 @@ class GPTModel(LanguageModule):
         _check_served(
             fp16_lm_cross_entropy=fp16_lm_cross_entropy,
             logit_dtype=logit_dtype,
-            mtp_block_spec=mtp_block_spec,
         )
         if pg_collection is None:
             take_default_degrees(config)
         _check_degrees(config, pg_collection)
         self.vp_stage = vp_stage
         _check_stage(config, pre_process, post_process, group_of(pg_collection, "pp"), vp_stage)
+        _check_copies(
+            config,
+            ties=share_embeddings_and_output_weights,
+            learns_positions=position_embedding_type == "learned_absolute",
+        )
         self.transformer_layer_spec = transformer_layer_spec
         self.vocab_size, self.max_sequence_length = vocab_size, max_sequence_length
         self.pre_process, self.post_process = pre_process, post_process
+        self.mtp_block_spec = mtp_block_spec
+        self.mtp_process = _has_mtp(config, mtp_block_spec, group_of(pg_collection, "pp"), vp_stage)
         self.parallel_output = parallel_output
         self.scatter_embedding_sequence_parallel = scatter_embedding_sequence_parallel
         self.share_embeddings_and_output_weights = share_embeddings_and_output_weights
@@ -142,7 +157,7 @@ class GPTModel(LanguageModule):
 
     def _build_modules(self) -> None:
         config = self.config
-        if self.pre_process:
+        if self.pre_process or self.mtp_process:
             self.embedding = LanguageModelEmbedding(
                 config,
                 self.vocab_size,
@@ -151,7 +166,7 @@ class GPTModel(LanguageModule):
                 scatter_to_sequence_parallel=self.scatter_embedding_sequence_parallel,
                 pg_collection=self.pg_collection,
             )
-            self._mark_shared(self.embedding.word_embeddings)
+            self._mark_embedding()
         self.decoder = TransformerBlock(
             config,
             self.transformer_layer_spec,
@@ -160,6 +175,13 @@ class GPTModel(LanguageModule):
             pg_collection=self.pg_collection,
             vp_stage=self.vp_stage,
         )
+        if self.mtp_process:
+            assert self.mtp_block_spec is not None
+            self.mtp = MultiTokenPredictionBlock(
+                config, self.mtp_block_spec, vp_stage=self.vp_stage, pg_collection=self.pg_collection
+            )
+        if self.post_process and config.mtp_num_layers:
+            self.mtp_losses = MultiTokenPredictionLosses(config, self.pg_collection)
         if self.post_process:
             is_shared = self.share_embeddings_and_output_weights
             self.output_layer = ColumnParallelLinear(
@@ -171,7 +193,7 @@ class GPTModel(LanguageModule):
                 skip_bias_add=False,
                 gather_output=not self.parallel_output,
                 tp_group=self._tp_group,
-                skip_weight_param_allocation=self.pre_process and is_shared,
+                skip_weight_param_allocation=self._has_embedding and is_shared,
             )
             if self.output_layer.weight is not None:
                 self._mark_shared(self.output_layer)
@@ -190,6 +212,20 @@ class GPTModel(LanguageModule):
         for module in self.modules():
             if isinstance(module, MegatronModule):
                 module.rng_tracker = tracker
+
+    @property
+    def _has_embedding(self) -> bool:
+        return self.pre_process or self.mtp_process
+
+    def _mark_embedding(self) -> None:
+        """Mark the embedding, which another stage may have a copy of, or which is a copy itself."""
+        self._mark_shared(self.embedding.word_embeddings)
+        if not self.config.mtp_num_layers or group_size(group_of(self.pg_collection, "pp")) == 1:
+            return
+        for name, module in self.embedding.named_children():
+            module.set_parameter_attribute("weight", "shared_embedding", True)
+            if not self.pre_process:
+                module.set_parameter_attribute("weight", "canonical_name", f"embedding.{name}.weight")
 
     def _mark_shared(self, module: Any) -> None:
         """Set the attributes by which optimizers and engines recognise embedding and output weights."""
@@ -238,7 +274,8 @@ class GPTModel(LanguageModule):
             packed_seq_params: samples that are packed into one row (b is 1): tokens attend within their own sample, and rotary
                 positions begin anew in each; learned ones are those of ``position_ids``.
             extra_block_kwargs: further arguments of the decoder's forward.
-            loss_mask: ignored; the caller masks the losses of the tokens.
+            loss_mask: [b, s] which tokens count in the losses of multi-token prediction; None: all. The caller masks the losses
+                that are returned.
             padding_mask: in Megatron-Core it takes tokens out of the routers' auxiliary losses; must be None for a model
                 with experts, and is ignored for a dense one.
 
@@ -261,9 +298,7 @@ class GPTModel(LanguageModule):
                 "GPTModel.forward(padding_mask=...) is not served, got Tensor: routers would count the padding"
             )
         if decoder_input is None and self.pre_process:
-            decoder_input = self.embedding(input_ids=input_ids, position_ids=position_ids)
-            if self.config.sequence_parallel and not self.scatter_embedding_sequence_parallel:
-                decoder_input = scatter_to_sequence_parallel_region(decoder_input, self._tp_group)
+            decoder_input = self._embed(input_ids, position_ids)
         cos, sin = self._rotary_tables(decoder_input)
         hidden_states: torch.Tensor = self.decoder(
             decoder_input,
@@ -273,25 +308,61 @@ class GPTModel(LanguageModule):
             **({} if packed_seq_params is None else {"packed_seq_params": packed_seq_params}),
             **(extra_block_kwargs or {}),
         )
+        if self.mtp_process and labels is not None:
+            assert input_ids is not None, "a stage with multi-token prediction gets tokens"
+            if position_ids is None and self.embedding.add_position_embedding:
+                length = input_ids.shape[1] * group_size(self._cp_group)
+                position_ids = positions_on_this_cp_rank(length, self._cp_group, input_ids.device).expand_as(input_ids)
+            hidden_states = self.mtp(
+                input_ids,
+                position_ids,
+                hidden_states,
+                (attention_mask, None, cos, sin, *([] if packed_seq_params is None else [packed_seq_params])),
+                embedding=self._embed,
+                packed_seq_params=packed_seq_params,
+            )
         if not self.post_process:
             return hidden_states
-        # A last stage without embedding has its own copy in the output layer.
-        uses_embedding = self.share_embeddings_and_output_weights and self.pre_process
-        weight = self.shared_embedding_or_output_weight() if uses_embedding else None
-        logits: torch.Tensor
-        if runtime_gather_output is None and labels is not None:
-            runtime_gather_output = False  # the loss is computed from each rank's part of the logits
-        logits, _ = self.output_layer(hidden_states, weight=weight, runtime_gather_output=runtime_gather_output)
-        if self.config.use_mup:
-            logits = logits * self.config.mup_output_mult
         if labels is None:
-            return logits.transpose(0, 1).contiguous()
+            return self._logits(hidden_states, runtime_gather_output).transpose(0, 1).contiguous()
+        # The loss is computed from each rank's part of the logits.
+        gathers = False if runtime_gather_output is None else runtime_gather_output
+        if self.config.mtp_num_layers:
+            hidden_states = self.mtp_losses(
+                hidden_states,
+                labels,
+                loss_mask,
+                partial(self._token_losses, gathers),
+                packed_seq_params=packed_seq_params,
+            )
+        return self._token_losses(gathers, hidden_states, labels)
+
+    def _embed(self, input_ids: torch.Tensor | None, position_ids: torch.Tensor | None) -> torch.Tensor:
+        embedded: torch.Tensor = self.embedding(input_ids=input_ids, position_ids=position_ids)
+        if self.config.sequence_parallel and not self.scatter_embedding_sequence_parallel:
+            embedded = scatter_to_sequence_parallel_region(embedded, self._tp_group)
+        return embedded
+
+    def _logits(self, hidden_states: torch.Tensor, gathers: bool | None) -> torch.Tensor:
+        """Compute logits [s, b, v] from hidden states [s, b, h]."""
+        # A last stage without embedding has its own copy in the output layer.
+        uses_embedding = self.share_embeddings_and_output_weights and self._has_embedding
+        weight = self.embedding.word_embeddings.weight if uses_embedding else None
+        logits: torch.Tensor
+        logits, _ = self.output_layer(hidden_states, weight=weight, runtime_gather_output=gathers)
+        return logits * self.config.mup_output_mult if self.config.use_mup else logits
+
+    def _token_losses(self, gathers: bool, hidden_states: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Compute the losses [b, s] of tokens from hidden states [s, b, h]."""
+        logits = self._logits(hidden_states, gathers)
         if self.config.cross_entropy_loss_fusion:
             return self.compute_language_model_loss(labels, logits, overwrite_logits=True)
         return self.compute_language_model_loss(labels, logits)
 
     def _rotary_tables(self, decoder_input: torch.Tensor | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         if self.rotary_pos_emb is None:
+            return None, None
+        if not len(self.decoder.layers) and not self.mtp_process:
             return None, None
         hidden_states = decoder_input if self.pre_process else self.decoder.input_tensor
         assert hidden_states is not None, "a first stage has an embedding; the decoder of a later one raises before"
@@ -338,7 +409,6 @@ def _check_arguments(
 _NOT_SERVED: Served = {
     "fp16_lm_cross_entropy": (ANY, "the cross entropy is always in fp32, as in Megatron-Core"),
     "logit_dtype": ((None,), "logits have the dtype of the output layer"),
-    "mtp_block_spec": ((None,), "multi-token prediction is not served"),
     "inference_context": ((None,), "the model has no cache of keys and values"),
     "inference_params": ((None,), "the model has no cache of keys and values"),
     "output_processor": ((None,), "process what forward returns"),
@@ -355,6 +425,31 @@ def _check_rope_of_mla(*, rope_scaling: bool, seq_len_interpolation_factor: floa
         raise NotImplementedError(
             f"GPTModel(rope_scaling={rope_scaling}, seq_len_interpolation_factor={seq_len_interpolation_factor}) is not served with"
             " multi-latent attention; use rope_type and rotary_scaling_factor of MLATransformerConfig"
+        )
+
+
+def _has_mtp(config: TransformerConfig, spec: object, ranks: ProcessGroup | None, vp_stage: int | None) -> bool:
+    """Return whether the stage has the layers of multi-token prediction.
+
+    Raises:
+        ValueError: it has, and there is no spec of them; or there is one, and the configuration has no such layers.
+    """
+    stage = stage_of(config, pp_rank=group_rank(ranks), vp_stage=vp_stage, num_ranks=group_size(ranks))
+    if (spec is None and stage.mtp > 0) or (spec is not None and not config.mtp_num_layers):
+        raise ValueError(
+            "mtp_block_spec must be given where a stage has layers of multi-token prediction, and be None where a model has none, "
+            f"got {spec} and {stage.mtp} layers; use get_gpt_mtp_block_spec(config, ...) and mtp_num_layers"
+        )
+    return stage.mtp > 0
+
+
+def _check_copies(config: TransformerConfig, *, ties: bool, learns_positions: bool) -> None:
+    """Raise where stages would share other parameters of the embedding with one stage than with another."""
+    if config.mtp_num_layers and ties and learns_positions and wide_messages(config):
+        raise NotImplementedError(
+            "share_embeddings_and_output_weights with learned positions is not served where pipeline_model_parallel_layout puts "
+            f"multi-token prediction apart from the loss, got {config.pipeline_model_parallel_layout}; put m and L into one stage, "
+            "untie the weights, or use rotary positions"
         )
 
 

@@ -12,14 +12,20 @@ if TYPE_CHECKING:
 
 
 def auxiliary_loss_names(config: TransformerConfig) -> tuple[str, ...]:
-    """List the auxiliary losses of a model's routers by their names in Megatron-LM's log.
+    """List the losses that a model's modules add to the main one, by their names in Megatron-LM's log.
 
-    Ranks: pure; the same also on pipeline stages without experts.
+    Ranks: pure; the same also on pipeline stages without such modules.
     """
-    if config.num_moe_experts is None:
-        return ()
-    balancing = () if config.moe_aux_loss_coeff == 0.0 else (balancing_loss_name(config),)
-    return balancing if config.moe_z_loss_coeff is None else (*balancing, "z_loss")
+    names: tuple[str, ...] = ()
+    if config.num_moe_experts is not None:
+        names += () if config.moe_aux_loss_coeff == 0.0 else (balancing_loss_name(config),)
+        names += () if config.moe_z_loss_coeff is None else ("z_loss",)
+    return names + tuple(mtp_loss_name(number) for number in range(1, 1 + (config.mtp_num_layers or 0)))
+
+
+def mtp_loss_name(number: int) -> str:
+    """Return the log's name of the loss of a layer of multi-token prediction, from 1."""
+    return f"mtp_{number} loss"
 
 
 def balancing_loss_name(config: TransformerConfig) -> str:

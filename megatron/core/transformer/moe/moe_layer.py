@@ -40,8 +40,9 @@ def has_experts(config: TransformerConfig, layer_number: int) -> bool:
 
 
 def num_expert_layers(config: TransformerConfig) -> int:
-    """Count the layers of the whole model that are mixtures of experts."""
-    return sum(has_experts(config, number) for number in range(1, config.num_layers + 1))
+    """Count the layers of the whole model that are mixtures of experts, those of multi-token prediction included."""
+    number = sum(has_experts(config, number) for number in range(1, config.num_layers + 1))
+    return number + (config.mtp_num_layers or 0) * has_experts(config, config.num_layers)
 
 
 class MoELayer(MegatronModule):

@@ -153,13 +153,14 @@ class TopKRouter(InitializedParameters):
 
 
 def set_num_microbatches(model: torch.nn.Module, num_microbatches: int) -> None:
-    """Tell all routers of the model how many microbatches a step has, by which they scale auxiliary losses.
+    """Tell all modules whose backward adds losses of their own how many microbatches a step has, by which they scale these.
 
-    Call it before training and whenever the number changes; it visits all modules. It does nothing to a model without
-    experts.
+    Such modules have a method ``set_num_microbatches``. Call it before training and whenever the number changes; it visits all
+    modules.
     """
-    for module in model.modules():
-        if isinstance(module, TopKRouter):
+    modules: Iterable[Any] = model.modules()
+    for module in modules:
+        if hasattr(module, "set_num_microbatches"):
             module.set_num_microbatches(num_microbatches)
 
 
@@ -176,20 +177,21 @@ def set_loss_scale(model: torch.nn.Module, scale: torch.Tensor | None) -> None:
 
 
 def record_auxiliary_losses(model: torch.nn.Module, config: TransformerConfig) -> AuxiliaryLossRecord | None:
-    """Attach a record to the model's routers, to which they add their losses; None where the configuration has none.
+    """Attach a record to the modules that have losses of their own, such as routers; None where the configuration has none.
 
     The caller must call ``clear`` before and ``take`` after every step: until then it keeps one tensor for each loss and
     forward, and the global load-balancing loss counts on.
 
-    Ranks: each alone. A pipeline stage without routers gets a record of zeros.
+    Ranks: each alone. A pipeline stage without such modules gets a record of zeros.
     """
     names = auxiliary_loss_names(config)
     if not names:
         return None
     record = AuxiliaryLossRecord(names)
-    for module in model.modules():
-        if isinstance(module, TopKRouter):
+    modules: Iterable[Any] = model.modules()
+    for module in modules:
+        if hasattr(module, "loss_record"):
             module.loss_record = record
-            if module.running_counts is not None:
-                record.running_counts.append(module.running_counts)
+        if getattr(module, "running_counts", None) is not None:
+            record.running_counts.append(module.running_counts)
     return record

@@ -40,6 +40,7 @@ from megatron.core.distributed.fsdp.runtime.context import FsdpContext
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.parallel_state import initialized_process_groups
 from megatron.core.process_groups_config import ProcessGroupCollection, group_size
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
@@ -328,9 +329,16 @@ def _units(model: nn.Module, classes: Sequence[type[nn.Module] | str] | None, *,
     """
     if classes is None:
         output_layer = getattr(model, "output_layer", None)
-        found = [
-            m for m in model.modules() if isinstance(m, TransformerLayer | LanguageModelEmbedding) or m is output_layer
-        ]
+        # What such a layer holds belongs to its unit.
+        inside = {
+            id(inner)
+            for layer in model.modules()
+            if isinstance(layer, MultiTokenPredictionLayer)
+            for inner in layer.modules()
+            if inner is not layer
+        }
+        kinds = TransformerLayer | LanguageModelEmbedding | MultiTokenPredictionLayer
+        found = [m for m in model.modules() if (isinstance(m, kinds) and id(m) not in inside) or m is output_layer]
     else:
         given = [(_class_at(c) or c) if isinstance(c, str) and "." in c else c for c in classes]
         names = {c for c in given if isinstance(c, str)}
@@ -389,7 +397,7 @@ def _tie_output_layer(model: nn.Module) -> None:
     the model's own unit borrows the group, and the weight stays unsharded while the model runs.
     """
     output_layer = getattr(model, "output_layer", None)
-    shares = getattr(model, "share_embeddings_and_output_weights", False) and getattr(model, "pre_process", False)
+    shares = getattr(model, "share_embeddings_and_output_weights", False) and hasattr(model, "embedding")
     if not shares or output_layer is None:
         return
     embedding = model.embedding.word_embeddings  # type: ignore[union-attr]
