@@ -30,6 +30,8 @@ class OursOptions:
     """Class of the linear layers; ``MainGradLinear`` writes weight gradients in place."""
     flat_optimizer: bool = True
     """``FlatAdamW`` over flat shards, not PyTorch's AdamW over the parameters."""
+    muon: bool = False
+    """``FlatMuon`` for the layers' matrices, with queries, keys and values apart, and AdamW for all else."""
     remainders: bool = True
     """Main weights are stored as the bf16 model weight and the 16 bits that it lacks, not as fp32 beside it."""
     overlaps_forward: bool = True
@@ -58,6 +60,7 @@ VARIATIONS: dict[str, tuple[dict[str, Any], str]] = {
         {"flat_optimizer": False, "remainders": False, "overlaps_forward": False},
         "PyTorch's fused AdamW on fp32 main weights",
     ),
+    "muon": ({"muon": True, "remainders": False}, "Muon on fp32 main weights, queries, keys and values apart"),
     "nooverlap": ({"overlaps_forward": False}, "the whole update before the next forward"),
     "fp32grads": ({"wide_grads": True}, "fp32 main gradients, also of one microbatch"),
     "fine": ({"fine_units": True}, "each matrix of a layer a unit"),
@@ -114,6 +117,8 @@ def describe_ours(name: str) -> str:
 
 def why_not_ours(options: OursOptions, settings: EngineSettings) -> str | None:
     """Return why an engine with these options cannot run here, None if it can. Ranks: all, with the same answer."""
+    if options.graph and options.muon:
+        return "steps with Muon cannot be captured"
     if options.graph and settings.device.type != "cuda":
         return "CUDA graphs need CUDA devices"
     kind = TRANSPORTS[options.transport]
@@ -154,6 +159,8 @@ class Ours(Engine):
         options, parameters = self.options, self.model.parameters()
         if not options.flat_optimizer:
             return fsdp.fully_shard_optimizer(adamw(parameters, settings, capturable=options.graph))
+        if options.muon:
+            return self._make_muon(settings)
         return fsdp.FlatAdamW(
             parameters,
             lr=settings.learning_rate,
@@ -161,6 +168,23 @@ class Ours(Engine):
             weight_decay=WEIGHT_DECAY,
             store_param_remainders=options.remainders,
             overlaps_forward=options.overlaps_forward,
+        )
+
+    def _make_muon(self, settings: EngineSettings) -> fsdp.FlatMuon:
+        matrices = [parameter for parameter in self.model.layers.parameters() if parameter.dim() == 2]
+        of_muon = set(matrices)
+        others = [parameter for parameter in self.model.parameters() if parameter not in of_muon]
+        queries = {layer.qkv.weight for layer in self.model.layers}  # type: ignore[union-attr]
+        shape = settings.shape
+        kv = shape.num_kv_heads * shape.head_dim
+        return fsdp.FlatMuon(
+            [{"params": matrices, "use_muon": True}, {"params": others}],
+            lr=settings.learning_rate,
+            betas=BETAS,
+            weight_decay=WEIGHT_DECAY,
+            extra_scale_factor=0.2,
+            row_blocks_of=lambda parameter: (shape.hidden_size, kv, kv) if parameter in queries else None,
+            overlaps_forward=self.options.overlaps_forward,
         )
 
     def scope(self, *, is_first: bool, is_last: bool) -> AbstractContextManager[Any]:
