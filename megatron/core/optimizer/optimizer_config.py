@@ -207,11 +207,6 @@ class OptimizerConfig(CheckedConfig):
             )
         if not 0.0 <= self.optimizer_offload_fraction <= 1.0:
             raise ValueError(f"optimizer_offload_fraction must be from 0 to 1, got {self.optimizer_offload_fraction}")
-        if self.optimizer == "muon" and (self.fp16 or self.loss_scale is not None):
-            raise ValueError(
-                f"optimizer muon must go without a loss scale, got fp16={self.fp16} and loss_scale={self.loss_scale}: its steps "
-                "cannot be skipped"
-            )
         if self.optimizer_cpu_offload and self.optimizer != "adam":
             raise ValueError(f"optimizer_cpu_offload must go with optimizer adam, got {self.optimizer}")
         if self.clip_grad < 0:

@@ -283,11 +283,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "--optimizer-offload-fraction must be from 0 to 1, got {optimizer_offload_fraction}",
     ),
     Refusal(
-        "loss scale with muon",
-        lambda a: a.optimizer == "muon" and (a.fp16 or a.loss_scale is not None),
-        "--optimizer muon cannot skip steps, so it goes without --fp16 and --loss-scale; use --bf16",
-    ),
-    Refusal(
         "fp16 with bf16",
         lambda a: a.fp16 and a.bf16,
         "--fp16 and --bf16 exclude each other; give one",

@@ -27,7 +27,7 @@ def _sharded(strategy: str = "optim_grads_params", **fields: Any) -> Any:
         {"position_embedding_type": "rope", "share_embeddings_and_output_weights": False}, **MODEL, **fields
     )
     for layer in model.decoder.layers:
-        fully_shard(layer, placements=strategy_placements(strategy))  # type: ignore[arg-type]
+        fully_shard(layer, placements=strategy_placements(strategy))
     return fully_shard(model, placements=strategy_placements(strategy))
 
 
@@ -157,9 +157,9 @@ def test_widths_scale_no_rate_of_muons_matrices() -> None:
     """With maximal update parametrisation, Muon's own scale is that of widths; other hidden matrices follow Adam's rule."""
     from megatron.core.optimizer.param_groups import get_param_groups
 
-    layer, other = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
-    other.weight.use_muon = False  # type: ignore[assignment]
-    named = [("layer.weight", layer.weight), ("other.weight", other.weight)]
+    weight, other = (nn.Parameter(torch.zeros(4, 4)) for _ in range(2))
+    other.use_muon = False  # type: ignore[attr-defined]
+    named = [("layer.weight", weight), ("other.weight", other)]
     groups = get_param_groups(named, OptimizerConfig(optimizer="dist_muon", lr=0.1), width_mult=4.0)
     found = {group["use_muon"]: (group["lr"], group.get("eps")) for group in groups}
     assert found == {True: (0.1, None), False: (0.025, None)}
@@ -168,10 +168,11 @@ def test_widths_scale_no_rate_of_muons_matrices() -> None:
 def test_what_muon_cannot_do_is_refused() -> None:
     with pytest.raises(ValueError, match="optimizer muon needs a model whose parameters are all sharded by the engine"):
         _optimizer(nn.Linear(4, 4))
-    for setting, match in (
+    refused: list[tuple[dict[str, Any], str]] = [
         ({"muon_use_syrk": True}, "muon_use_syrk"),
         ({"muon_scalar_optimizer": "lion"}, "Lion is not served"),
         ({"optimizer": "adaptive_muon"}, "must be adam, sgd or muon"),
-    ):
+    ]
+    for setting, match in refused:
         with pytest.raises((ValueError, NotImplementedError), match=match):
             OptimizerConfig(**{"optimizer": "muon", "lr": 0.1, **setting})

@@ -54,7 +54,6 @@ CONTRADICTIONS: dict[str, tuple[str, str]] = {
     "symmetric memory with gloo": ("--fsdp-transport symm --distributed-backend gloo", ""),
     "optimizer on the host without adam": ("--optimizer-cpu-offload --optimizer sgd", ""),
     "offload fraction out of range": ("--optimizer-cpu-offload --optimizer-offload-fraction 2", ""),
-    "loss scale with muon": ("--optimizer muon --loss-scale 8", ""),
     "fp16 with bf16": ("--fp16 --bf16", ""),
     "fp16 with FP8": ("--fp16 --fp8-format e4m3", ""),
     "precision-aware optimizer without bf16": ("--use-precision-aware-optimizer", ""),

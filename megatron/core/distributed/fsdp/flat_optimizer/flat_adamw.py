@@ -70,7 +70,6 @@ class FlatAdamW(torch.optim.Optimizer):
     """
 
     checks_its_steps = True  # fully_shard_optimizer has nothing to add
-    may_skip = True  # steps know found_inf
     _more_defaults: Mapping[str, Any] = {}  # hyperparameters besides AdamW's, of an optimizer that extends this one
 
     def __init__(
@@ -163,10 +162,6 @@ class FlatAdamW(torch.optim.Optimizer):
 
         Ranks: all that hold the parameters; does not block the host.
         """
-        if found_inf is not None and not self.may_skip:
-            raise NotImplementedError(
-                f"{type(self).__name__} cannot skip a step, got found_inf; train without a loss scale"
-            )
         loss = None
         if closure is not None:
             with torch.enable_grad():

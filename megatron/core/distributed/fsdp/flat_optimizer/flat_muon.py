@@ -70,8 +70,6 @@ class FlatMuon(FlatAdamW):
     Source: K. Jordan et al., Muon (2024); order of operations, defaults and names as in Megatron-Core's.
     """
 
-    may_skip = False
-
     def __init__(
         self,
         params: Any,
