@@ -198,7 +198,8 @@ class PaddedKernel:
 def pad_heads(*heads: Tensor) -> tuple[Tensor, ...]:
     """Pad tensors [..., d] of different widths with zeros to the largest width."""
     widest = max(x.shape[-1] for x in heads)
-    return tuple(F.pad(x, (0, widest - x.shape[-1])) for x in heads)
+    # Padding by nothing would be a copy.
+    return tuple(x if x.shape[-1] == widest else F.pad(x, (0, widest - x.shape[-1])) for x in heads)
 
 
 def _padded(block: Block) -> Block:

@@ -54,6 +54,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "values as wide as keys": {"v_head_dim": 14},
     "values wider than keys": {"v_head_dim": 16},
     "up-projections again": {"recompute_granularity": "selective", "recompute_modules": ["mla_up_proj"]},
+    "heads of one width again": {
+        "v_head_dim": 14,
+        "recompute_granularity": "selective",
+        "recompute_modules": ["mla_up_proj"],
+    },
     "all of it again": {"recompute_granularity": "selective", "recompute_modules": ["mla_up_proj", "core_attn"]},
     "fused, up-projections again": {
         "apply_rope_fusion": True,
