@@ -64,7 +64,7 @@ _EXPERTS_OF_DEEPSEEK = (
     "--num-experts 32 --moe-layer-freq [0]+[1]*{moe_layers} --moe-router-topk 4 --moe-router-score-function sigmoid "
     "--moe-router-enable-expert-bias --moe-router-bias-update-rate 1e-3 --moe-router-num-groups 4 --moe-router-group-topk 2 "
     "--moe-router-topk-scaling-factor 2.5 --moe-router-dtype fp32 --moe-router-load-balancing-type seq_aux_loss "
-    "--moe-aux-loss-coeff 1e-4 --moe-grouped-gemm --moe-token-dispatcher-type alltoall"
+    "--moe-aux-loss-coeff 1e-4 --moe-grouped-gemm --moe-token-dispatcher-type alltoall --mtp-num-layers 1 --mtp-loss-scaling-factor 0.1"
 )
 _DEEPSEEK = (
     "--num-layers 12 --hidden-size 2048 --ffn-hidden-size 8192 --num-attention-heads 16 --vocab-size 32000 --q-lora-rank 768 "
