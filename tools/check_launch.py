@@ -11,21 +11,18 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 # Works without an installed package too.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-import torch
 
 from megatron.core.datasets.blend import get_blend_from_list
 from megatron.core.datasets.index_size import BLEND_NBYTES, DOCUMENT_NBYTES, MOCK_TOKENS, in_gib, index_nbytes
 from megatron.core.rank_grid import RankGrid
 from megatron.training.arguments import CheckedLine, Settings, check_command_line
 from megatron.training.cli.flag_parser import FATES
-from megatron.training.launch.gpt_config import build_gpt_model
+from megatron.training.formats.architecture import sizes_of
 from megatron.training.launch.packages import missing_packages
 from megatron.training.launch.samples import num_samples
 
@@ -116,43 +113,21 @@ def _first(grid: RankGrid, name: str) -> str:
     return " ".join(map(str, ranks)) if len(ranks) <= 8 else f"{ranks[0]} {ranks[1]} .. {ranks[-1]}"
 
 
-_OF_SPLIT_AND_FP8 = (
-    "tensor_",
-    "context_",
-    "cp_",
-    "pipeline_",
-    "expert_",
-    "sequence_",
-    "fp8",
-    "tp_only_",
-    "first_last_",
-)
-
-
 def _parameters(settings: Settings) -> str:
     """Count the parameters of the whole model; an id of a tokenizer that is not read costs so many of them."""
-    transformer = settings.model.transformer
-    whole: dict[str, Any] = {
-        field.name: field.default for field in fields(transformer) if field.name.startswith(_OF_SPLIT_AND_FP8)
-    }
-    config = replace(
-        settings.model,
-        transformer=replace(transformer, **whole),
-        transformer_impl="local",
-        init_on_meta_device=True,
-    )
+    config = settings.model
 
-    def count(vocab_size: int) -> int:
-        sized = replace(config, model_vocab_size=vocab_size)
-        model = build_gpt_model(sized, vocab_size=vocab_size, device=torch.device("meta"))
-        return sum(parameter.numel() for parameter in model.parameters())
+    def count(padded: int) -> int:
+        parameters, _ = sizes_of(replace(config, model_vocab_size=padded).architecture(padded))
+        return sum(size.numel() for size in parameters.values())
 
     vocab_size = config.model_vocab_size or settings.tokenizer.vocab_size
     if vocab_size is not None:
-        padded, there = settings.model.padded_vocab_size(vocab_size), settings.model.upstream_vocab_size(vocab_size)
+        padded, there = config.padded_vocab_size(vocab_size), config.upstream_vocab_size(vocab_size)
         more = "" if there == padded else f"; Megatron-LM pads to {there}, as --padded-vocab-size {there} does"
         return f"{count(padded):,} parameters with {padded} ids, {vocab_size} padded{more}"
-    step = 1 if config.make_vocab_size_divisible_by is None else settings.model.padded_vocab_size(1)
+    ranks = config.transformer.tensor_model_parallel_size
+    step = ranks if config.make_vocab_size_divisible_by is None else config.padded_vocab_size(1)
     of_one, of_two = count(step), count(2 * step)
     of_id = (of_two - of_one) // step
     return f"{of_one - of_id * step:,} parameters, and {of_id:,} for each id of the tokenizer, padded to a multiple of {step}"

@@ -36,7 +36,13 @@ from megatron.training.cli.flags_graphs import add_graph_flags, captures_iterati
 from megatron.training.cli.flags_loss_scale import add_loss_scale_flags, loss_scale_settings
 from megatron.training.cli.flags_mla import add_mla_flags, mla_settings
 from megatron.training.cli.flags_model import add_model_flags, ffn_hidden_size, position_embedding_type
-from megatron.training.cli.flags_of_before import ALWAYS_SO_BEFORE, REFUSED_BEFORE, SAID_ONCE_BEFORE
+from megatron.training.cli.flags_of_before import (
+    ALWAYS_SO_BEFORE,
+    FAMILIES_ELSEWHERE,
+    REFUSED_BEFORE,
+    RENAMED,
+    SAID_ONCE_BEFORE,
+)
 from megatron.training.cli.flags_offload import add_offload_flags, optimizer_offload_settings
 from megatron.training.cli.flags_parallel import (
     add_parallel_flags,
@@ -111,7 +117,8 @@ def build_parser() -> FlagParser:
         always_so=ALWAYS_SO | ALWAYS_SO_BEFORE,
         said_once=SAID_ONCE | SAID_ONCE_BEFORE,
         refused=REFUSED | REFUSED_BEFORE,
-        refused_families=REFUSED_FAMILIES,
+        refused_families=REFUSED_FAMILIES + FAMILIES_ELSEWHERE,
+        renamed=RENAMED,
     )
     for add_flags in (
         add_model_flags,
@@ -401,9 +408,9 @@ def _loop(args: Namespace, batch: BatchConfig) -> LoopConfig:
         eval_interval=args.eval_interval,
         eval_iters=args.eval_iters,
         start_eval_at_iter=args.start_eval_at_iter,
-        exit_interval=args.exit_interval,
-        check_weight_hash_interval=args.check_weight_hash_across_dp_replicas_interval,
-        exit_duration_mins=args.exit_duration_in_mins,
+        exit_interval=args.exit_interval or None,
+        check_weight_hash_interval=args.check_weight_hash_across_dp_replicas_interval or None,
+        exit_duration_mins=args.exit_duration_in_mins or None,
         exit_signal_handler=args.exit_signal_handler,
         check_finite=args.check_for_nan_in_loss_and_grad,
         empty_unused_memory_level=args.empty_unused_memory_level,
@@ -453,7 +460,7 @@ def _optimizer(args: Namespace) -> OptimizerConfig:
         decoupled_lr=args.decoupled_lr,
         decoupled_min_lr=args.decoupled_min_lr,
         weight_decay=args.weight_decay,
-        apply_wd_to_qk_layernorm=args.apply_wd_to_qk_layernorm,
+        apply_wd_to_qk_layernorm=args.apply_wd_to_qk_layernorm or args.no_weight_decay_cond_type is not None,
         adam_beta1=args.adam_beta1,
         adam_beta2=args.adam_beta2,
         adam_eps=args.adam_eps,

@@ -70,3 +70,14 @@ def test_the_script_runs_from_anywhere(tmp_path: Path) -> None:
     command = [sys.executable, str(TOOL), "--ranks", "1", "--", "--num-layers"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 1 and "--num-layers: expected one argument" in done.stdout and done.stderr == ""
+
+
+def test_parameters_of_interleaved_stages_are_those_of_the_whole_model(capsys: pytest.CaptureFixture[str]) -> None:
+    """How stages and ranks divide it shapes nothing."""
+    words = f"{SMALLEST} --num-layers 4 --global-batch-size 16 --tokenizer-type NullTokenizer --vocab-size 100"
+    split = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 --tensor-model-parallel-size 2"
+    counts = []
+    for flags in ("", split):
+        assert main(["--ranks", "4", "--", *words.split(), *flags.split()]) == 0
+        counts += [line for line in capsys.readouterr().out.splitlines() if line.startswith("  model:")]
+    assert counts[1].startswith(counts[0]) and " parameters with 128 ids" in counts[0]

@@ -26,6 +26,7 @@ NOT_SERVED: Served = {
     "muon_use_syrk": ((False,), "products of Muon are whole; leave it out, which changes results by rounding alone"),
     "muon_scalar_optimizer": (("adam",), "Lion is not served; parameters that are no matrices are AdamW's"),
     "overlap_param_gather": (ANY, "DistributedDataParallelConfig says what overlaps"),
+    "overlap_param_gather_with_optimizer_step": (ANY, "weights are gathered when the next forward needs them"),
     "decoupled_weight_decay": ((True,), "adam is AdamW; sgd's decay is torch's"),
     "barrier_with_L1_time": (ANY, "timing adds no barrier"),
     "config_logger_dir": (ANY, "a caller's log_config_to_disk writes there"),
@@ -38,7 +39,6 @@ NOT_SERVED: Served = {
 
 _FAMILIES = (
     ("exp_avg", _FP32),
-    ("overlap_param_gather_with", "the optimizer's step ends before weights are gathered"),
     *((start, _LATER) for start in ("lion_", "soap_", "adaptive_muon")),
 )
 

@@ -6,7 +6,7 @@ import argparse
 import difflib
 import textwrap
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,6 +58,9 @@ class Fate:
 FATES = ("in effect", "always so", "said once", "no effect", "refused", "unknown", "malformed")
 """``no effect``: the flag is given at the value that it has anyway, or as ``false``."""
 
+_Part = tuple[str | None, list[str]]
+"""A flag and its values."""
+
 _FAULTS = ("refused", "unknown", "malformed")
 _SWITCH = UpstreamFlag(False, nargs=0)
 
@@ -92,6 +95,7 @@ class FlagParser(argparse.ArgumentParser):
         said_once: flags that are accepted, since what is done instead gives the same results.
         refused: flags of Megatron-LM that are refused, with the reason.
         refused_families: (prefix, reason) of flags that are refused together.
+        renamed: old flags, with what is read in their place.
     """
 
     def __init__(
@@ -101,6 +105,7 @@ class FlagParser(argparse.ArgumentParser):
         said_once: Mapping[str, SaidOnce],
         refused: Mapping[str, str],
         refused_families: Sequence[tuple[str, str]],
+        renamed: Mapping[str, Sequence[str]],
         description: str,
         prog: str | None = None,
     ) -> None:
@@ -112,7 +117,7 @@ class FlagParser(argparse.ArgumentParser):
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         self.always_so, self.said_once = always_so, said_once
-        self.refused, self.refused_families = refused, refused_families
+        self.refused, self.refused_families, self.renamed = refused, refused_families, renamed
 
     def error(self, message: str) -> None:  # type: ignore[override]
         raise FlagError(message)
@@ -132,7 +137,7 @@ class FlagParser(argparse.ArgumentParser):
         """Read a command line; faults are in the result."""
         line = CommandLine(self.parse_args([]))
         malformed: set[str] = set()
-        for flag, values in split_by_flag(argv):
+        for flag, values in self._in_names_of_today(split_by_flag(argv), line):
             if flag is None:
                 words = f"{' '.join(values)} is no flag; flags start with --"
                 line.fates += [Fate("", tuple(values), "malformed", words)] if values else []
@@ -143,6 +148,18 @@ class FlagParser(argparse.ArgumentParser):
             delattr(line.args, dest)
         line.malformed = frozenset(malformed)
         return line
+
+    def _in_names_of_today(self, parts: Iterable[_Part], line: CommandLine) -> Iterator[_Part]:
+        """Put flags in the place of their old names, and note that."""
+        for flag, values in parts:
+            if flag is None or flag not in self.renamed:
+                yield flag, values
+                continue
+            names = self.renamed[flag]
+            line.fates.append(
+                Fate(flag, tuple(values), "said once", f"{flag} is taken as {' '.join(names)}, its name now")
+            )
+            yield from split_by_flag([*names, *values])[1:]
 
     def _without_companions(self, given: set[str]) -> list[Fate]:
         """Return a fault for each flag that is given without one that it needs."""
@@ -220,6 +237,7 @@ class FlagParser(argparse.ArgumentParser):
 
     def format_help(self) -> str:
         """Format what ``--help`` prints: groups of flags in effect, what always holds, what is said once, what is refused."""
+        renamed = [f"{flag}: {' '.join(names)}" for flag, names in sorted(self.renamed.items())]
         facts = [f"{' '.join((flag, *so.values[:1]))}: {so.fact}" for flag, so in sorted(self.always_so.items())]
         said = [f"{flag}: {once.instead}" for flag, once in sorted(self.said_once.items())]
         refused = [f"{', '.join(flags)}: {reason}" for reason, flags in self.refused_by_reason().items()]
@@ -228,13 +246,15 @@ class FlagParser(argparse.ArgumentParser):
                 super().format_help(),
                 *_help_section("accepted because they ask for what always holds here", facts),
                 *_help_section("accepted, with what is done instead, which is said once", said),
+                *_help_section("old names, which are taken as those of today", renamed),
                 *_help_section("refused, except at Megatron-LM's default", refused),
             )
         )
 
     def _nearest(self, flag: str) -> str:
         known = [name for name in self._option_string_actions if name.startswith("--")]
-        close = difflib.get_close_matches(flag, [*known, *UPSTREAM_FLAGS, *self.always_so, *self.refused], 1, 0.75)
+        served = (name for name in (*UPSTREAM_FLAGS, *self.always_so) if self.reason_against(name) is None)
+        close = difflib.get_close_matches(flag, [*known, *served], 1, 0.75)
         return f"; did you mean {close[0]}?" if close else "; see --help for the flags that are known"
 
 
@@ -248,9 +268,9 @@ def _help_section(title: str, entries: Iterable[str]) -> list[str]:
     return [f"{title}:", *wrapped, ""]
 
 
-def split_by_flag(argv: Sequence[str]) -> list[tuple[str | None, list[str]]]:
+def split_by_flag(argv: Sequence[str]) -> list[_Part]:
     """Split into [(flag, its values)], also ``--flag=value``; the flag of values before the first one is None."""
-    parts: list[tuple[str | None, list[str]]] = [(None, [])]
+    parts: list[_Part] = [(None, [])]
     for token in argv:
         if token == "-h" or (token.startswith("--") and len(token) > 2):
             flag, equals, value = token.partition("=")

@@ -32,6 +32,7 @@ ALWAYS_SO: dict[str, AlwaysSo] = {
         values=("single",),
         otherwise="other orders of samples are not served",
     ),
+    "--no-data-sharding": AlwaysSo(fact="ranks draw from all data in one order, whatever their number"),
     "--no-create-attention-mask-in-dataloader": AlwaysSo(fact="the attention kernel applies the causal mask itself"),
     "--moe-permute-fusion": AlwaysSo(fact="tokens are permuted by one gather, in backward as well"),
     "--moe-router-fusion": AlwaysSo(

@@ -68,58 +68,94 @@ SAID_ONCE_BEFORE: dict[str, SaidOnce] = {
         ),
         "nothing is reported to one_logger": ("--enable-one-logger",),
         "--ckpt-format says how checkpoints are written": ("--use-dist-ckpt", "--dist-ckpt-format"),
+        "models have Megatron-Core's structure, which computes the same": ("--use-legacy-models",),
+        "tokenizers give the same ids as both of Megatron-LM's": ("--legacy-tokenizer",),
     }.items()
     for flag in flags
 }
 """They change no numbers; those that Megatron-LM's parser no longer has are switches."""
 
-_OTHER_NAMES = {
-    "--use-custom-fsdp": "--use-megatron-fsdp",
-    "--keep-fp8-transpose-cache-when-using-custom-fsdp": "--keep-fp8-transpose-cache",
+RENAMED: dict[str, tuple[str, ...]] = {
+    "--use-custom-fsdp": ("--use-megatron-fsdp",),
+    "--keep-fp8-transpose-cache-when-using-custom-fsdp": ("--keep-fp8-transpose-cache",),
+    "--intra-layer-model-parallel-size": ("--tensor-model-parallel-size",),
+    "--inter-layer-model-parallel-size": ("--pipeline-model-parallel-size",),
+    "--activations-checkpoint-granularity": ("--recompute-granularity",),
+    "--activations-checkpoint-method": ("--recompute-granularity", "full", "--recompute-method"),
+    "--activations-checkpoint-num-layers": ("--recompute-num-layers",),
+    "--checkpoint-num-layers": ("--recompute-num-layers",),
+    "--layernorm-epsilon": ("--norm-epsilon",),
+    "--intermediate-size": ("--ffn-hidden-size",),
+    "--fp8-e4m3": ("--fp8-format", "e4m3"),
+    "--fp8-hybrid": ("--fp8-format", "hybrid"),
+    "--fp32-allreduce": ("--accumulate-allreduce-grads-in-fp32",),
+    "--min-scale": ("--min-loss-scale",),
+    "--no-scaled-masked-softmax-fusion": ("--no-masked-softmax-fusion",),
+    "--override-lr-scheduler": ("--override-opt-param-scheduler",),
+    "--use-checkpoint-lr-scheduler": ("--use-checkpoint-opt-param-scheduler",),
+    "--save-iters": ("--save-interval",),
+    "--tiktoken-special-tokens": ("--tokenizer-special-tokens",),
+    "--train-data": ("--train-data-path",),
+    "--valid-data": ("--valid-data-path",),
+    "--val-data-path": ("--valid-data-path",),
+    "--test-data": ("--test-data-path",),
+}
+"""Flags that have other names now, for the same: what is read in their place, before their values."""
+
+_REPLACED = {
     "--batch-size": "--micro-batch-size",
     "--eval-batch-size": "--eval-global-batch-size",
     "--warmup": "--lr-warmup-fraction, --lr-warmup-iters or --lr-warmup-samples",
     "--epochs": "--train-iters or --train-samples",
     "--model-parallel-size": "--tensor-model-parallel-size",
-    "--intra-layer-model-parallel-size": "--tensor-model-parallel-size",
-    "--inter-layer-model-parallel-size": "--pipeline-model-parallel-size",
     "--expert-parallel": "--expert-model-parallel-size",
     "--moe-extended-tp": "--expert-tensor-parallel-size",
     "--moe-token-dropping": "--moe-expert-capacity-factor",
     "--moe-router-topk-limited-devices": "--moe-router-num-groups and --moe-router-group-topk",
-    "--checkpoint-activations": "--recompute-granularity",
-    "--checkpoint-num-layers": "--recompute-num-layers",
-    "--activations-checkpoint-granularity": "--recompute-granularity",
-    "--activations-checkpoint-method": "--recompute-granularity full and --recompute-method",
-    "--activations-checkpoint-num-layers": "--recompute-num-layers",
-    "--layernorm-epsilon": "--norm-epsilon",
-    "--intermediate-size": "--ffn-hidden-size",
-    "--fp8-e4m3": "--fp8-format e4m3",
-    "--fp8-hybrid": "--fp8-format hybrid",
-    "--fp32-allreduce": "--accumulate-allreduce-grads-in-fp32",
-    "--min-scale": "--min-loss-scale",
-    "--no-scaled-masked-softmax-fusion": "--no-masked-softmax-fusion",
+    "--checkpoint-activations": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
     "--scaled-upper-triang-masked-softmax-fusion": "--no-masked-softmax-fusion to turn it off",
-    "--override-lr-scheduler": "--override-opt-param-scheduler",
-    "--use-checkpoint-lr-scheduler": "--use-checkpoint-opt-param-scheduler",
-    "--save-iters": "--save-interval",
     "--vocab": "--vocab-file",
-    "--tiktoken-special-tokens": "--tokenizer-special-tokens",
     "--tokenizer-hf-include-special-tokens": "nothing: it is the default",
     "--tokenizer-hf-use-fast": "nothing: it is the default",
-    "--train-data": "--train-data-path",
-    "--valid-data": "--valid-data-path",
-    "--val-data-path": "--valid-data-path",
-    "--test-data": "--test-data-path",
     "--model-spec": "flags, which choose the layers",
     "--standalone-embedding-stage": "--account-for-embedding-in-pipeline-split",
     "--kitchen-config-file": "--fp8-format and --fp8-recipe",
     "--kitchen-recipe-number": "--fp8-format and --fp8-recipe",
 }
-"""Flags that have another name now: what to use instead."""
+"""Flags in whose place there is another one, with another meaning: what to use instead."""
+
+_ELSEWHERE = {
+    "--num-key-value-heads": "--group-query-attention --num-query-groups",
+    "--rope-theta": "--rotary-base",
+    "--rotary-theta": "--rotary-base",
+    "--rotary-position-embeddings-theta": "--rotary-base",
+    "--pad-vocab-size-to": "--padded-vocab-size",
+    "--wandb-entity-name": "--wandb-entity",
+    "--wandb-project-name": "--wandb-project",
+    "--train-tokens": "--train-samples: the tokens divided by --seq-length",
+    "--lr-decay-tokens": "--lr-decay-samples: the tokens divided by --seq-length",
+    "--lr-warmup-tokens": "--lr-warmup-samples: the tokens divided by --seq-length",
+    "--train-weighted-split-paths": "--train-data-path",
+    "--valid-weighted-split-paths": "--valid-data-path",
+    "--test-weighted-split-paths": "--test-data-path",
+    "--train-weighted-split-paths-path": "--train-data-path",
+    "--valid-weighted-split-paths-path": "--valid-data-path",
+    "--use-llama2-rotary-position-embeddings": "--position-embedding-type rope",
+}
+"""Flags of programs that were made from Megatron-LM: what to use instead."""
+
+_DEEPSPEED = (
+    "DeepSpeed is not used; --use-megatron-fsdp --data-parallel-sharding-strategy optim, optim_grads or optim_grads_params shards as its "
+    "stages 1, 2 and 3"
+)
+FAMILIES_ELSEWHERE: tuple[tuple[str, str], ...] = tuple(
+    (start, _DEEPSPEED) for start in ("--deepspeed", "--zero-", "--ds-", "--deepscale")
+)
+"""(prefix, reason) of flags of such programs."""
 
 REFUSED_BEFORE: dict[str, str] = {
-    **{flag: f"it is Megatron-LM's old name; use {other}" for flag, other in _OTHER_NAMES.items()},
+    **{flag: f"it is Megatron-LM's old name; use {other}" for flag, other in _REPLACED.items()},
+    **{flag: f"it is no flag of Megatron-LM; use {other}" for flag, other in _ELSEWHERE.items()},
     **{
         flag: reason
         for reason, flags in {

@@ -104,6 +104,7 @@ SAID_ONCE: dict[str, SaidOnce] = {
             "--no-gradient-reduce-div-fusion",
             "--high-priority-stream-groups",
         ),
+        "weights are gathered when the next forward needs them": ("--overlap-param-gather-with-optimizer-step",),
         "weights are gathered unit by unit": ("--megatron-fsdp-enable-fine-grained-param-gather",),
         "buffers are planned from the recorded order of units, before the second step": (
             "--fsdp-db-use-persist-buf-on-alloc-fail",

@@ -121,6 +121,11 @@ def _add_schedule_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--apply-wd-to-qk-layernorm", action="store_true", help="decay the weights of queries' and keys' norms too"
     )
+    group.add_argument(
+        "--no-weight-decay-cond-type",
+        choices=("apply_wd_to_qk_layernorm",),
+        help="the older spelling of --apply-wd-to-qk-layernorm",
+    )
     group.add_argument("--start-weight-decay", type=float, help="weight decay at the start, if it grows")
     group.add_argument("--end-weight-decay", type=float, help="weight decay at the end, if it grows")
     group.add_argument(

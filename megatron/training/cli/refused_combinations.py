@@ -333,7 +333,7 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "split with data paths of each split",
-        lambda a: a.split is not None and not a.data_path and not a.mock_data,
+        lambda a: a.split is not None and not a.data_path and _data_sources(a) > 0 and not a.mock_data,
         "--split {split} belongs to --data-path; --train-data-path, --valid-data-path and --test-data-path are not split",
     ),
     Refusal(

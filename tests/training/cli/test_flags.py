@@ -17,7 +17,7 @@ from megatron.training.arguments import build_parser, check_command_line, parse_
 from megatron.training.cli.defaults import DEFAULTS_THAT_DIFFER, default_differs
 from megatron.training.cli.flag_parser import FlagError
 from megatron.training.cli.flags_experts import layer_pattern
-from megatron.training.cli.flags_of_before import REFUSED_BEFORE
+from megatron.training.cli.flags_of_before import FAMILIES_ELSEWHERE, REFUSED_BEFORE, RENAMED
 from megatron.training.cli.substitutions import substitute
 from megatron.training.cli.upstream_flags import UPSTREAM_FLAGS
 from tests.support.launch_lines import (
@@ -176,20 +176,42 @@ def test_unknown_flags_are_refused_with_the_nearest_name_and_abbreviations_are_u
     ("line", "remedy"),
     [
         ("--DDP-impl FSDP", "must be local or torch, got FSDP: use --use-megatron-fsdp, which shards"),
-        (
-            "--activations-checkpoint-method uniform",
-            "old name; use --recompute-granularity full and --recompute-method",
-        ),
-        ("--activations-checkpoint-num-layers 1", "old name; use --recompute-num-layers"),
-        ("--layernorm-epsilon 1e-6", "old name; use --norm-epsilon"),
-        ("--fp8-hybrid", "old name; use --fp8-format hybrid"),
+        ("--checkpoint-activations", "old name; use --recompute-granularity full --recompute-method uniform"),
         ("--mmap-warmup 4", "--mmap-warmup takes no value, got 4"),
         ("--activation-func gelu", "the activation is GELU by default"),
+        ("--num-key-value-heads 8", "no flag of Megatron-LM; use --group-query-attention --num-query-groups"),
+        ("--zero-stage 3", "DeepSpeed is not used; --use-megatron-fsdp --data-parallel-sharding-strategy"),
+        ("--deepspeed_config ds.json", "DeepSpeed is not used"),
     ],
 )
-def test_names_of_old_launch_scripts_are_refused_with_what_to_use(line: str, remedy: str) -> None:
+def test_names_of_old_and_other_launch_scripts_are_refused_with_what_to_use(line: str, remedy: str) -> None:
     (fault,) = build_parser().read(line.split()).faults
     assert remedy in fault and "did you mean" not in fault
+
+
+@pytest.mark.parametrize(
+    ("old", "now"),
+    [
+        ("--layernorm-epsilon 1e-6", "--norm-epsilon 1e-6"),
+        ("--fp8-hybrid --bf16", "--fp8-format hybrid --bf16"),
+        (
+            "--activations-checkpoint-method block --activations-checkpoint-num-layers 1",
+            "--recompute-granularity full --recompute-method block --recompute-num-layers 1",
+        ),
+        ("--use-custom-fsdp true", "--use-megatron-fsdp"),
+        ("--train-data=a", "--train-data-path a"),
+    ],
+)
+def test_old_names_of_the_same_are_taken_as_those_of_today(old: str, now: str) -> None:
+    assert _outcome(old.split()) == _outcome(now.split()) != _outcome([])
+    found = check_command_line([*MINIMAL, *old.split()], world_size=1)
+    assert {fate.words for fate in found.fates if fate.flag in RENAMED} <= set(found.said_once)
+    assert found.faults == [] and "is taken as --" in found.said_once[0]
+
+
+def test_the_older_flag_of_decay_of_norms_is_in_effect() -> None:
+    flags = ["--no-weight-decay-cond-type", "apply_wd_to_qk_layernorm"]
+    assert parse_settings([*MINIMAL, *flags], world_size=1).optimizer.apply_wd_to_qk_layernorm
 
 
 def test_old_flags_that_change_no_numbers_are_accepted() -> None:
@@ -200,12 +222,26 @@ def test_old_flags_that_change_no_numbers_are_accepted() -> None:
 
 
 def test_old_names_lead_to_flags_that_are_known() -> None:
-    """What is recommended is in effect or has at least a fate."""
+    """Each is one of Megatron-LM's own or ours, and no old name again; nobody is sent to a flag that is refused for good."""
     parser = build_parser()
-    for flag, reason in REFUSED_BEFORE.items():
-        for other in re.findall(r"--[a-z][a-z0-9-]*[a-z0-9](?![\w.-]*\.)", reason):
+    texts = {**REFUSED_BEFORE, **dict(FAMILIES_ELSEWHERE), **{flag: " ".join(names) for flag, names in RENAMED.items()}}
+    for flag, text in texts.items():
+        for other in re.findall(r"--[a-z][a-z0-9-]*[a-z0-9](?![\w.-]*\.)", text):
             known = other in parser._option_string_actions or other in UPSTREAM_FLAGS or other == "--no"
-            assert known and other not in REFUSED_BEFORE, (flag, other)
+            assert known and other not in REFUSED_BEFORE and other not in RENAMED, (flag, other)
+
+
+def test_zero_intervals_ask_for_nothing() -> None:
+    """As in Megatron-LM, whose launch scripts pass them on."""
+    flags = "--exit-interval 0 --exit-duration-in-mins 0 --check-weight-hash-across-dp-replicas-interval 0"
+    loop = parse_settings([*MINIMAL, *flags.split()], world_size=1).loop
+    assert (loop.exit_interval, loop.exit_duration_mins, loop.check_weight_hash_interval) == (None, None, None)
+
+
+def test_missing_data_are_one_fault() -> None:
+    argv = [word for word in MINIMAL if word != "--mock-data"]
+    (fault,) = check_command_line([*argv, "--split", "99,1,0", "--data-path"], world_size=1).faults
+    assert fault.startswith("data must be given by --data-path")
 
 
 @pytest.mark.parametrize(
