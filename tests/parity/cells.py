@@ -33,18 +33,19 @@ _LLAMA = (
 )
 # In fp32, since bf16 would make large differences of small ones.
 _MUON = "--optimizer muon --muon-momentum 0.9 --muon-extra-scale-factor 0.2 --muon-fp32-matmul-prec high"
-_EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 24 --disable-bias-linear --swiglu"
+_EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 24 --swiglu"
 _LATENT = "--multi-latent-attention --kv-lora-rank 10 --qk-head-dim 6 --qk-pos-emb-head-dim 8 --v-head-dim 5 --rotary-base 100"
 _MTP = "--mtp-num-layers 2 --mtp-loss-scaling-factor 0.5"
 MODELS = {
     "gpt": f"{_COMMON} --group-query-attention --num-query-groups 2",  # tied, learned positions, LayerNorm, biases
     "llama": f"{_COMMON} {_LLAMA}",
-    "moe": f"{_COMMON} {_EXPERTS} --normalization RMSNorm --moe-aux-loss-coeff 0.05 --moe-z-loss-coeff 0.01 "
+    "moe": f"{_COMMON} {_EXPERTS} --disable-bias-linear --normalization RMSNorm --moe-aux-loss-coeff 0.05 --moe-z-loss-coeff 0.01 "
     "--moe-shared-expert-intermediate-size 16",
     "moe_biased": f"{_COMMON} {_EXPERTS} --untie-embeddings-and-output-weights --position-embedding-type rope "
     "--moe-layer-freq 2 --moe-router-score-function sigmoid --moe-router-num-groups 2 --moe-router-group-topk 1 "
     "--moe-router-topk-scaling-factor 1.5 --moe-router-enable-expert-bias --moe-router-bias-update-rate 0.05",
-    # balanced by a bias, without an auxiliary loss; groups of experts; and every other layer dense
+    # biases of linear layers and of routers; balanced by a bias, without an auxiliary loss; groups of experts; and every other layer
+    # dense
     "windows": f"{_COMMON} {_LLAMA} --window-size 3,0 --window-attn-skip-freq 2 --softmax-type learnable --no-rope-freq 2 "
     "--qk-l2-norm --attention-output-gate",  # the second layer sees all, and does not rotate
     "gpt_oss": f"{_COMMON} --enable-gpt-oss --window-size 3,0 --window-attn-skip-freq 2 --softmax-type learnable "
@@ -59,7 +60,7 @@ MODELS = {
     "latent_plain": f"{_COMMON} {_LATENT} --rope-type rope --no-rope-fusion",
     "muon": f"{_COMMON} {_MUON} --muon-nesterov --muon-tp-mode duplicated --group-query-attention --num-query-groups 2",
     "muon_llama": f"{_COMMON} {_LLAMA} {_MUON} --muon-tp-mode distributed --muon-scale-mode unit_rms_norm",
-    "muon_moe": f"{_COMMON} {_EXPERTS} {_MUON} --untie-embeddings-and-output-weights --position-embedding-type rope",
+    "muon_moe": f"{_COMMON} {_EXPERTS} --disable-bias-linear {_MUON} --untie-embeddings-and-output-weights --position-embedding-type rope",
 }
 MODELS |= {
     "mtp": f"{MODELS['gpt']} {_MTP}",
@@ -288,7 +289,7 @@ IN_CI = (
     "moe-ep2-optim_grads_params-m4-token",
     "moe-pp2-optim_grads-m4-token",
     "moe-tp2+sp+pp2-optim_grads_params-m1-token",
-    "moe-ep2+tp2+sp-hsdp-m1-mean",
+    "moe-ep2+tp2+sp-hsdp-m1-token",
     "attention-tp2+sp-optim_grads_params-m4-token",
     "attention-cp2-optim_grads_params-m1-mean",
     "attention-pp2-optim-m1-mean",

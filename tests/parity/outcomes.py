@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,5 +72,6 @@ def _whole_weights(module: torch.nn.Module) -> dict[str, npt.NDArray[np.float32]
     for prefix, child in module.named_modules():
         bias = getattr(child, "expert_bias", None)  # a buffer, which steps change too
         if bias is not None:
-            whole[f"{prefix}.expert_bias"] = bias.numpy().copy()
+            name = re.sub(r"^(stages\.[0-9]+\.)?(module\.)*", "", prefix)
+            whole[f"{name}.expert_bias"] = bias.numpy().copy()
     return whole

@@ -262,13 +262,14 @@ class TransformerConfig(ModelParallelConfig):
     """What the expert bias changes by in a step; the default is Megatron-Core's."""
     moe_router_dtype: str | None = None
     """Dtype of the router's logits: "fp32" or "fp64"; None: that of the input."""
-    moe_router_load_balancing_type: str = "aux_loss"
+    moe_router_load_balancing_type: str | list[str] = "aux_loss"
     """Tokens over which a loss balances the load: a microbatch ("aux_loss"), each sequence ("seq_aux_loss"), the step so far on
-    all ranks ("global_aux_loss"), none ("none"); or "sinkhorn": in training, experts are chosen by a balanced matrix."""
+    all ranks ("global_aux_loss"), none ("none"); or "sinkhorn": in training, experts are chosen by a balanced matrix. A list: several
+    of these losses, with as many coefficients."""
     moe_router_force_load_balancing: bool = False
     """Logits are random, so that all experts get as many tokens; to measure speed."""
-    moe_aux_loss_coeff: float = 0.0
-    """Coefficient of the load-balancing loss; 0: there is none."""
+    moe_aux_loss_coeff: float | list[float] = 0.0
+    """Coefficient of the load-balancing loss; 0: there is none. A list: one for each loss."""
     moe_z_loss_coeff: float | None = None
     """Coefficient of the z-loss, the mean squared log-sum-exp of the router's logits; None: there is none."""
     moe_shared_expert_intermediate_size: int | None = None

@@ -4,6 +4,20 @@ from __future__ import annotations
 
 import argparse
 import ast
+from typing import Any
+
+
+class _OneOrSeveral(argparse.Action):
+    """Keeps one value as it is, and several as a list."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        setattr(namespace, self.dest, values[0] if len(values) == 1 else values)
 
 
 def add_expert_flags(parser: argparse.ArgumentParser) -> None:
@@ -77,9 +91,11 @@ def _add_router_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--moe-router-load-balancing-type",
         choices=["aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"],
+        nargs="+",
+        action=_OneOrSeveral,
         default="aux_loss",
         help="tokens over which a loss balances the load: a microbatch, each sequence, the step so far on all ranks, or none; or "
-        "a balanced choice of experts, sinkhorn (default: aux_loss)",
+        "a balanced choice of experts, sinkhorn (default: aux_loss). Several losses go with as many coefficients",
     )
     group.add_argument(
         "--moe-router-force-load-balancing",
@@ -87,7 +103,12 @@ def _add_router_flags(group: argparse._ArgumentGroup) -> None:
         help="random logits, so that all experts get as many tokens; to measure speed",
     )
     group.add_argument(
-        "--moe-aux-loss-coeff", type=float, default=0.0, help="coefficient of the load-balancing loss (default: 0)"
+        "--moe-aux-loss-coeff",
+        type=float,
+        nargs="+",
+        action=_OneOrSeveral,
+        default=0.0,
+        help="coefficient of the load-balancing loss, or of each (default: 0)",
     )
     group.add_argument("--moe-z-loss-coeff", type=float, help="coefficient of the z-loss (default: none)")
     group.add_argument(

@@ -453,16 +453,9 @@ REFUSALS: tuple[Refusal, ...] = (
         "add `--sequence-parallel`",
     ),
     _not_served(
-        "biases of shared experts, or of experts that tensor parallelism splits",
-        lambda a: (
-            a.num_experts is not None
-            and a.add_bias_linear
-            and (
-                a.moe_shared_expert_intermediate_size is not None
-                or (a.expert_tensor_parallel_size or a.tensor_model_parallel_size) > 1
-            )
-        ),
-        "their outputs are summed over ranks, which would add the bias more than once",
+        "biases of shared experts",
+        lambda a: a.num_experts is not None and a.add_bias_linear and a.moe_shared_expert_intermediate_size is not None,
+        "shared experts have none in Megatron-Core either",
         "add `--disable-bias-linear`",
     ),
     _not_served(
@@ -519,6 +512,5 @@ SAID_BEFORE: tuple[tuple[str, str], ...] = (
     ("query groups that", "--num-query-groups must be a multiple of --tensor-model-parallel-size"),
     ("`--num-experts` with", "--sequence-parallel must be on with experts"),
     ("biases of shared experts", "--moe-shared-expert-intermediate-size must go with --disable-bias-linear"),
-    ("biases of shared experts", "the bias of linear layers (off: --disable-bias-linear) must be off where experts"),
 )
 """(opening of a fault of flags or of a row, opening of a component's message about the same or about what follows from it)."""

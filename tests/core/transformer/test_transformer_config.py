@@ -67,10 +67,18 @@ CONTRADICTORY: list[tuple[dict[str, Any], str]] = [
     ({"num_moe_experts": 0}, "num_moe_experts must be at least 1"),
     ({"moe_grouped_gemm": True}, "num_moe_experts must be set where a mixture-of-experts field is"),
     ({"moe_router_score_function": "tanh"}, "moe_router_score_function must be .* got 'tanh'"),
-    ({"moe_router_load_balancing_type": "expert"}, "moe_router_load_balancing_type must be .* got 'expert'"),
     ({"moe_router_dtype": "bf16"}, "moe_router_dtype must be None, 'fp32' or 'fp64', got 'bf16'"),
     ({"moe_token_drop_policy": "random"}, "moe_token_drop_policy must be .* got 'random'"),
     ({"moe_token_dispatcher_type": "flex"}, "moe_token_dispatcher_type must be .* got 'flex'"),
+    ({"moe_router_load_balancing_type": "expert"}, "moe_router_load_balancing_type must be .* got 'expert'"),
+    (
+        {
+            "num_moe_experts": 2,
+            "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"],
+            "moe_aux_loss_coeff": [0.1],
+        },
+        r"moe_aux_loss_coeff must be a number, or one for each .* got \[0.1\] and \['aux_loss', 'seq_aux_loss'\]",
+    ),
     ({"num_moe_experts": 2, "moe_router_topk": 3}, r"moe_router_topk must be from 1 to num_moe_experts \(2\), got 3"),
     ({"num_moe_experts": 2, "moe_router_topk": 1}, "moe_router_topk=1 must go with moe_router_pre_softmax"),
     (
@@ -147,10 +155,6 @@ CONTRADICTORY: list[tuple[dict[str, Any], str]] = [
     (
         {"num_moe_experts": 2, "moe_shared_expert_intermediate_size": 8},
         "moe_shared_expert_intermediate_size must go with add_bias_linear=False",
-    ),
-    (
-        {"num_moe_experts": 2, "expert_tensor_parallel_size": 2},
-        "add_bias_linear must be off where experts are split over tensor-parallel ranks",
     ),
 ]
 

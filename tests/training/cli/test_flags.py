@@ -461,6 +461,10 @@ def test_experts_and_their_router_reach_the_model() -> None:
     transformer = settings.model.transformer
     assert (transformer.num_moe_experts, transformer.moe_layer_freq, transformer.moe_router_topk) == (4, [0, 1], 3)
     assert transformer.moe_aux_loss_coeff == 0.1 and settings.grid.size("expt_dp") == 2
+    flags = "--num-experts 4 --moe-router-load-balancing-type aux_loss seq_aux_loss --moe-aux-loss-coeff 0.1 1e-2"
+    transformer = parse_settings([*MINIMAL, *flags.split()], world_size=1).model.transformer
+    assert transformer.moe_router_load_balancing_type == ["aux_loss", "seq_aux_loss"]
+    assert transformer.moe_aux_loss_coeff == [0.1, 0.01]
 
 
 def test_hybrid_sharding_reaches_the_engine() -> None:

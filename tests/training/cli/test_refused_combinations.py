@@ -100,7 +100,10 @@ COMBINATIONS: list[tuple[str, str]] = [
         f"{EXPERTS} --tensor-model-parallel-size 2",
         f"{EXPERTS} --tensor-model-parallel-size 2 --sequence-parallel {NO_BIAS}",
     ),
-    (f"{EXPERTS} --expert-tensor-parallel-size 2", f"{EXPERTS} --expert-tensor-parallel-size 2 {NO_BIAS}"),
+    (
+        f"{EXPERTS} --moe-shared-expert-intermediate-size 8",
+        f"{EXPERTS} --moe-shared-expert-intermediate-size 8 {NO_BIAS}",
+    ),
     ("--rope-type yarn", "--rope-type yarn --multi-latent-attention"),
     (
         f"{GRAPH} --rampup-batch-size 8 8 16 --global-batch-size 16",

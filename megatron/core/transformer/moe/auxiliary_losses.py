@@ -21,6 +21,7 @@ Shapes: t tokens of this rank, e experts, k experts of a token, q sequences.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -31,6 +32,21 @@ from megatron.core.process_groups_config import group_size
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+BALANCING_LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss")
+"""Load-balancing losses by the tokens over which they balance: a microbatch's, a sequence's, those of the step so far on all ranks."""
+
+
+def balancing_losses(config: TransformerConfig) -> dict[str, float]:
+    """Return the coefficients of the load-balancing losses that a configuration asks for, by kind, without those of 0."""
+    kinds, coefficients = config.moe_router_load_balancing_type, config.moe_aux_loss_coeff
+    if isinstance(kinds, str):
+        kinds, coefficients = [kinds], [coefficients]  # type: ignore[list-item]
+    assert isinstance(coefficients, list | tuple), "checked by the configuration"
+    pairs = zip(kinds, coefficients, strict=True)
+    return {kind: coefficient for kind, coefficient in pairs if kind in BALANCING_LOSSES and coefficient != 0.0}
 
 
 class RunningCounts:
@@ -57,17 +73,17 @@ class AuxiliaryLosses:
     """Auxiliary losses of one forward of a router, and their gradients, which its backward adds.
 
     Attributes:
-        balancing: coefficient of the load-balancing loss; 0: there is none.
+        balancing: coefficients of the load-balancing losses, by kind, none of them 0.
         z: coefficient of the z-loss; None: there is none.
         scale: factor with which backward starts; see [Note: scale of auxiliary losses].
-        num_sequences: q; with more than one, the loss is the mean over sequences of each one's loss.
-        group: the ranks that hold the rest of these sequences; the loss is the sum of their parts.
-        running: counts of the step so far; not None: the load-balancing loss is the global one.
+        num_sequences: q; with "seq_aux_loss" the sequences of a microbatch, whose loss is the mean of each one's; 1 without it.
+        group: the ranks that hold the rest of these sequences; losses are the sums of their parts.
+        running: counts of the step so far, for "global_aux_loss".
         data_group: the data-parallel ranks, over which the global loss counts.
         loss_scale: [1] what the main loss is multiplied by too, on the device; None: 1.
     """
 
-    balancing: float
+    balancing: Mapping[str, float]
     z: float | None
     scale: float
     num_sequences: int = 1
@@ -78,38 +94,61 @@ class AuxiliaryLosses:
 
     def balance(
         self, summed: torch.Tensor, counts: torch.Tensor, topk: int, num_tokens: int
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Compute this rank's part of the load-balancing loss, and its gradient.
+    ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
+        """Compute this rank's parts of the load-balancing losses, and their gradient.
 
-        The loss is e x sum over experts of (share of assignments) x (mean score): 1 where all are balanced.
+        A loss is e x sum over experts of (share of assignments) x (mean score): 1 where all are balanced.
 
         Args:
             summed: [q * e] sums of scores over each sequence's tokens.
             counts: [q * e] assignments of each sequence, constant for autograd; overwritten.
 
         Returns:
-            The part [] without coefficient, and the gradient [q * e] of a token's scores, the same for all tokens of a
-            sequence, times coefficient and scale; (None, None) where there is no such loss.
+            The parts [] without coefficients, in the order of ``balancing``, and the gradient [q * e] of a token's scores, the same
+            for all tokens of a sequence, times coefficients and scale; ((), None) where there is no such loss.
 
         Ranks: all of ``group``, which sums the counts, and for the global loss all of ``data_group``.
         Source: Switch Transformer (arXiv:2101.03961) equations 4 to 6, with k choices of each token.
         """
-        if self.balancing == 0.0:
-            return None, None
-        size, num_shares = group_size(self.group), 1
-        if size > 1:
+        if not self.balancing:
+            return (), None
+        if group_size(self.group) > 1:
             dist.all_reduce(counts, group=self.group)
-        if self.running is not None:
+        parts, grads = [], []
+        for kind, coefficient in self.balancing.items():
+            of_sequences = kind == "seq_aux_loss"
+            own_summed, own_counts = (summed, counts) if of_sequences else (self._of_all(summed), self._of_all(counts))
+            if len(self.balancing) > 1:
+                own_counts = own_counts.clone()  # which the loss overwrites
+            part, grad = self._loss(kind, coefficient, own_summed, own_counts, topk, num_tokens)
+            parts.append(part)
+            grads.append(grad if of_sequences or self.num_sequences == 1 else grad.repeat(self.num_sequences))
+        total = grads[0]
+        for grad in grads[1:]:
+            total += grad
+        return tuple(parts), total
+
+    def _of_all(self, of_sequences: torch.Tensor) -> torch.Tensor:
+        """Sum [q * e] over the sequences to [e]."""
+        return of_sequences if self.num_sequences == 1 else of_sequences.view(self.num_sequences, -1).sum(dim=0)
+
+    def _loss(
+        self, kind: str, coefficient: float, summed: torch.Tensor, counts: torch.Tensor, topk: int, num_tokens: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        num_sequences = self.num_sequences if kind == "seq_aux_loss" else 1
+        size, num_shares = group_size(self.group), 1
+        if kind == "global_aux_loss":
+            assert self.running is not None, "made by the router"
             num_shares = group_size(self.data_group)
             if num_shares > 1:
                 dist.all_reduce(counts, group=self.data_group)
             size *= num_shares
             counts = self.running.mean_with(counts)
-        num_experts, of_sequence = counts.shape[0] // self.num_sequences, num_tokens // self.num_sequences * size
-        factor = num_experts / (topk * of_sequence * of_sequence * self.num_sequences)
+        num_experts, of_sequence = counts.shape[0] // num_sequences, num_tokens // num_sequences * size
+        factor = num_experts / (topk * of_sequence * of_sequence * num_sequences)
         # The record takes means over data-parallel ranks; the global loss is the sum of their parts.
         part = torch.dot(summed, counts).mul_(factor * num_shares)
-        return part, self._scaled(counts, factor * self.balancing * self.scale)
+        return part, self._scaled(counts, factor * coefficient * self.scale)
 
     def _scaled(self, gradient: torch.Tensor, factor: float) -> torch.Tensor:
         gradient.mul_(factor)

@@ -5,7 +5,7 @@ Shapes: r rows of this rank's experts, l experts of this rank, h hidden size, f 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -29,7 +29,19 @@ class ExpertMLP(MLP):
     """An MLP whose result is scaled row by row: probs * (fc2(activation(fc1(x))) + bias).
 
     The factor is applied before fc2, so that autograd need not keep fc2's result for the router's gradient.
+
+    Where matrices are split over ``pg_collection.expt_tp``, the results of these ranks are summands of the expert's, and the first of
+    them alone adds the bias.
     """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.adds_bias = group_rank(group_of(kwargs.get("pg_collection"), "expt_tp")) == 0
+
+    def own_bias(self, bias: torch.Tensor) -> torch.Tensor:
+        """Return what this rank adds of fc2's bias; its gradient is that of the whole bias on all ranks, since all have the rows."""
+        own: torch.Tensor = bias if self.adds_bias else _Zeros.apply(bias)  # type: ignore[no-untyped-call, unused-ignore]
+        return own
 
     def forward(  # type: ignore[override]
         self, hidden_states: torch.Tensor, probs: torch.Tensor
@@ -37,7 +49,7 @@ class ExpertMLP(MLP):
         """Compute [r, h] rows of this expert, scaled by their factors [r]; the second item, a bias, is always None."""
         intermediate, bias = self.linear_fc1(hidden_states)
         output, bias = self.linear_fc2(self.activate_scaled(intermediate, bias, probs))
-        return output if bias is None else output + scaled(bias, probs), None
+        return output if bias is None else output + scaled(self.own_bias(bias), probs), None
 
     def activate_scaled(self, x: torch.Tensor, bias: torch.Tensor | None, probs: torch.Tensor) -> torch.Tensor:
         """Activate [r, f] (or [r, 2f] where gated) and scale by [r] to [r, f]; ``bias`` None: x includes it already."""
@@ -47,6 +59,18 @@ class ExpertMLP(MLP):
         if config.bias_activation_fusion and config.gated_linear_unit and self.activation_func is quick_gelu:
             return clamped_glu(x, bias, probs, **self.glu_settings())
         return scaled(self._activate(x, bias), probs)
+
+
+class _Zeros(torch.autograd.Function):
+    """Zeros in the place of a tensor, which gets their gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        return grads[0]
 
 
 def scaled(x: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
@@ -134,7 +158,7 @@ class GroupedMLP(SequentialMLP):
         if bias is not None:
             intermediate = intermediate + bias
         output = grouped_linear(experts[0].activate_scaled(intermediate, None, rows.probs), weights2, ends)
-        bias = _bias_of_rows([layer.bias for layer in fc2], rows)
+        bias = _bias_of_rows([None if layer.bias is None else experts[0].own_bias(layer.bias) for layer in fc2], rows)
         return output if bias is None else output + scaled(bias, rows.probs)
 
     def _can_group(self, x: torch.Tensor, weights: list[torch.Tensor]) -> bool:
@@ -177,6 +201,7 @@ class TEGroupedMLP(ExpertMLP):
         MegatronModule.__init__(self, config)
         self.first_expert = _first_expert(num_local_experts, config, pg_collection)
         self.num_local_experts, self.activation_func = num_local_experts, config.activation_func
+        self.adds_bias = group_rank(group_of(pg_collection, "expt_tp")) == 0
         width = config.moe_ffn_hidden_size or config.ffn_hidden_size or 4 * config.hidden_size
         gated = config.gated_linear_unit
         shared = {"config": config, "bias": config.add_bias_linear, "skip_bias_add": True, "is_expert": True}
@@ -226,7 +251,7 @@ class TEGroupedMLP(ExpertMLP):
             intermediate = intermediate + _repeated(biases, counts)
         output, biases = self.linear_fc2(self.activate_scaled(intermediate, None, probs), counts)
         if biases is not None:
-            output = output + scaled(_repeated(biases, counts), probs)
+            output = output + scaled(_repeated([self.own_bias(bias) for bias in biases], counts), probs)
         if self._padding is not None:
             output = self._padding[1](output, own_counts)
         return output if padding is None else torch.cat((output, padding))

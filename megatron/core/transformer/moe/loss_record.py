@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from megatron.core.transformer.moe.auxiliary_losses import RunningCounts, balancing_losses
+
 if TYPE_CHECKING:
-    from megatron.core.transformer.moe.auxiliary_losses import RunningCounts
     from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -18,7 +19,7 @@ def auxiliary_loss_names(config: TransformerConfig) -> tuple[str, ...]:
     """
     names: tuple[str, ...] = ()
     if config.num_moe_experts is not None:
-        names += () if config.moe_aux_loss_coeff == 0.0 else (balancing_loss_name(config),)
+        names += tuple(map(balancing_loss_name, balancing_losses(config)))
         names += () if config.moe_z_loss_coeff is None else ("z_loss",)
     return names + tuple(mtp_loss_name(number) for number in range(1, 1 + (config.mtp_num_layers or 0)))
 
@@ -28,10 +29,9 @@ def mtp_loss_name(number: int) -> str:
     return f"mtp_{number} loss"
 
 
-def balancing_loss_name(config: TransformerConfig) -> str:
-    """Return the log's name of the load-balancing loss."""
-    prefix = {"seq_aux_loss": "seq_", "global_aux_loss": "global_"}.get(config.moe_router_load_balancing_type, "")
-    return f"{prefix}load_balancing_loss"
+def balancing_loss_name(kind: str) -> str:
+    """Return the log's name of a load-balancing loss."""
+    return f"{kind.removesuffix('aux_loss')}load_balancing_loss"
 
 
 class AuxiliaryLossRecord:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from megatron.core.transformer.moe.auxiliary_losses import BALANCING_LOSSES
+
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -23,7 +25,6 @@ _NEEDS_EXPERTS = (
 )
 _CHOICES: dict[str, tuple[str | None, ...]] = {
     "moe_router_score_function": ("softmax", "sigmoid", "sqrtsoftplus"),
-    "moe_router_load_balancing_type": ("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"),
     "moe_router_dtype": (None, "fp32", "fp64"),
     "moe_token_drop_policy": ("probs", "position"),
     "moe_token_dispatcher_type": ("alltoall", "allgather"),
@@ -40,6 +41,21 @@ def _one_of(field: str) -> tuple[Callable[[TransformerConfig], bool], str]:
 
 def _negative(number: object) -> bool:
     return not isinstance(number, int | float) or number < 0.0
+
+
+def _listed(value: object) -> list[object]:
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def _num_losses(value: object) -> int:
+    """Return the length of a list; 0 for one value that is in no list."""
+    return len(value) if isinstance(value, list | tuple) else 0
+
+
+def _is_kind_of_balance(kinds: object) -> bool:
+    if isinstance(kinds, list | tuple):
+        return bool(kinds) and len(set(kinds)) == len(kinds) and set(kinds) <= set(BALANCING_LOSSES)
+    return kinds in (*BALANCING_LOSSES, "sinkhorn", "none")
 
 
 def _has_groups(config: TransformerConfig) -> bool:
@@ -69,6 +85,16 @@ MOE_CONTRADICTIONS: list[tuple[Callable[[TransformerConfig], bool], str]] = [
     ),
     *map(_one_of, _CHOICES),
     (
+        lambda c: not _is_kind_of_balance(c.moe_router_load_balancing_type),
+        "moe_router_load_balancing_type must be 'aux_loss', 'seq_aux_loss', 'global_aux_loss', 'sinkhorn' or 'none', or a list of"
+        " different ones of the first three, got {moe_router_load_balancing_type!r}",
+    ),
+    (
+        lambda c: _num_losses(c.moe_aux_loss_coeff) != _num_losses(c.moe_router_load_balancing_type),
+        "moe_aux_loss_coeff must be a number, or one for each of moe_router_load_balancing_type where that is a list, got"
+        " {moe_aux_loss_coeff} and {moe_router_load_balancing_type!r}",
+    ),
+    (
         lambda c: c.num_moe_experts is not None and not 1 <= c.moe_router_topk <= c.num_moe_experts,
         "moe_router_topk must be from 1 to num_moe_experts ({num_moe_experts}), got {moe_router_topk}",
     ),
@@ -94,7 +120,10 @@ MOE_CONTRADICTIONS: list[tuple[Callable[[TransformerConfig], bool], str]] = [
         " {moe_router_topk_scaling_factor}: its probabilities are the scores themselves",
     ),
     (
-        lambda c: _negative(c.moe_aux_loss_coeff) or (c.moe_z_loss_coeff is not None and _negative(c.moe_z_loss_coeff)),
+        lambda c: (
+            any(map(_negative, _listed(c.moe_aux_loss_coeff)))
+            or (c.moe_z_loss_coeff is not None and _negative(c.moe_z_loss_coeff))
+        ),
         "moe_aux_loss_coeff and moe_z_loss_coeff must be numbers that are not negative, got {moe_aux_loss_coeff} and"
         " {moe_z_loss_coeff}",
     ),
@@ -173,15 +202,6 @@ MOE_CONTRADICTIONS: list[tuple[Callable[[TransformerConfig], bool], str]] = [
     (
         lambda c: c.moe_shared_expert_intermediate_size is not None and c.add_bias_linear,
         "moe_shared_expert_intermediate_size must go with add_bias_linear=False, got True: shared experts have no bias",
-    ),
-    (
-        lambda c: (
-            c.num_moe_experts is not None
-            and c.add_bias_linear
-            and (c.expert_tensor_parallel_size or c.tensor_model_parallel_size) > 1
-        ),
-        "add_bias_linear must be off where experts are split over tensor-parallel ranks, got True: each rank would add"
-        " the bias of the second layer; turn it off or set expert_tensor_parallel_size=1",
     ),
 ]
 """Rows like those of ``config_checks.CONTRADICTIONS``."""

@@ -12,7 +12,7 @@ import torch
 
 from megatron.core.process_groups_config import group_of, group_size
 from megatron.core.transformer.layer_arguments import check_layer_arguments
-from megatron.core.transformer.moe.auxiliary_losses import AuxiliaryLosses, RunningCounts
+from megatron.core.transformer.moe.auxiliary_losses import AuxiliaryLosses, RunningCounts, balancing_losses
 from megatron.core.transformer.moe.loss_record import AuxiliaryLossRecord, auxiliary_loss_names, balancing_loss_name
 from megatron.core.transformer.moe.routing import Routing, route
 from megatron.core.transformer.parameter_init import InitializedParameters
@@ -69,8 +69,8 @@ class TopKRouter(InitializedParameters):
                 f"pg_collection.tp_cp must hold the ranks of tp and cp ({expected}), got {group_size(self.tp_cp_group)}"
             )
         self.dp_group = group_of(pg_collection, "dp")
-        is_global = config.moe_router_load_balancing_type == "global_aux_loss"
-        self.running_counts = RunningCounts() if is_global else None
+        self.balancing = balancing_losses(config)
+        self.running_counts = RunningCounts() if "global_aux_loss" in self.balancing else None
         self.loss_record: AuxiliaryLossRecord | None = None
         self.frozen_expert_bias = False
         if config.moe_router_enable_expert_bias:
@@ -116,7 +116,7 @@ class TopKRouter(InitializedParameters):
         Ranks: all of ``tp_cp``, in training with a load-balancing loss; all of ``dp`` too, if it is the global one.
         """
         losses = self._losses(hidden_states) if self.training and torch.is_grad_enabled() else None
-        routing, balancing_loss, z_loss = route(
+        routing, balancing, z_loss = route(
             hidden_states,
             self.weight,
             self.config,
@@ -126,23 +126,23 @@ class TopKRouter(InitializedParameters):
             training=self.training,
         )
         if self.loss_record is not None:
-            if balancing_loss is not None:
-                self.loss_record.add(balancing_loss_name(self.config), balancing_loss)
+            for kind, loss in zip(self.balancing, balancing, strict=False):
+                self.loss_record.add(balancing_loss_name(kind), loss)
             if z_loss is not None:
                 self.loss_record.add("z_loss", z_loss)
         return routing
 
     def _losses(self, hidden_states: torch.Tensor) -> AuxiliaryLosses | None:
         config, (sequence, batch) = self.config, hidden_states.shape[:2]
-        if config.moe_aux_loss_coeff == 0.0 and config.moe_z_loss_coeff is None:
+        if not self.balancing and config.moe_z_loss_coeff is None:
             return None
         per_token = sequence * batch * group_size(self.tp_cp_group) if config.calculate_per_token_loss else 1
         return AuxiliaryLosses(
-            balancing=config.moe_aux_loss_coeff,
+            balancing=self.balancing,
             z=config.moe_z_loss_coeff,
             scale=self.aux_loss_scale * per_token,
             loss_scale=self.loss_scale,
-            num_sequences=batch if config.moe_router_load_balancing_type == "seq_aux_loss" else 1,
+            num_sequences=batch if "seq_aux_loss" in self.balancing else 1,
             group=self.tp_cp_group,
             running=self.running_counts,
             data_group=self.dp_group,

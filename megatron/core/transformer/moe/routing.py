@@ -40,11 +40,13 @@ class Routing(NamedTuple):
 
 
 class RoutingWithLosses(NamedTuple):
-    """A routing with this rank's parts of the auxiliary losses [], without coefficients; None where a loss is off."""
+    """A routing with this rank's parts of the auxiliary losses [], without coefficients."""
 
     routing: Routing
-    balancing_loss: torch.Tensor | None
+    balancing: tuple[torch.Tensor, ...]
+    """Of the load-balancing losses, in the order of ``AuxiliaryLosses.balancing``."""
     z_loss: torch.Tensor | None
+    """None: there is none."""
 
 
 def route(
@@ -72,8 +74,8 @@ def route(
     Source: Megatron-Core's topk_routing_with_score_function (what is computed, and in which dtype).
     """
     arguments = (hidden_states, weight, bias, config, losses, expert_bias, training)
-    probs, experts, balancing_loss, z_loss = _Route.apply(*arguments)  # type: ignore[no-untyped-call, unused-ignore]
-    return RoutingWithLosses(Routing(probs, experts), balancing_loss, z_loss)
+    probs, experts, z_loss, *balancing = _Route.apply(*arguments)  # type: ignore[no-untyped-call, unused-ignore]
+    return RoutingWithLosses(Routing(probs, experts), tuple(balancing), z_loss)
 
 
 def capacity(num_tokens: int, config: TransformerConfig) -> int | None:
@@ -112,18 +114,19 @@ class _Route(torch.autograd.Function):
         best, experts = _choose(logits, scored, config, expert_bias, balances=training)
         if losses is None:
             probs = _weigh(ctx.compiled, logits, best, ctx.scores, ctx.scaling)
-            grad_sums = grad_log_sums = balancing_loss = z_loss = None
+            balancing: tuple[torch.Tensor, ...] = ()
+            grad_sums = grad_log_sums = z_loss = None
         else:
-            preferred = experts if losses.balancing == 0.0 else _preferred(scored, experts, config)
+            preferred = _preferred(scored, experts, config) if losses.balancing else experts
             probs, summed, counts, log_sums, z_loss = _weigh_with_losses(
                 ctx.compiled, logits, best, preferred, ctx.scores, ctx.scaling, losses.num_sequences
             )
-            balancing_loss, grad_sums = losses.balance(summed, counts, config.moe_router_topk, logits.shape[0])
+            balancing, grad_sums = losses.balance(summed, counts, config.moe_router_topk, logits.shape[0])
             z_loss, grad_log_sums = losses.restrain(z_loss, log_sums)
         ctx.save_for_backward(hidden_states, weight, logits, best, experts, grad_sums, grad_log_sums)
-        ctx.mark_non_differentiable(*(x for x in (experts, balancing_loss, z_loss) if x is not None))
+        ctx.mark_non_differentiable(*(x for x in (experts, z_loss, *balancing) if x is not None))
         ctx.set_materialize_grads(False)  # only probs has a gradient; zeros for the other outputs would go unused
-        return probs, experts, balancing_loss, z_loss
+        return probs, experts, z_loss, *balancing
 
     @staticmethod
     @torch.autograd.function.once_differentiable

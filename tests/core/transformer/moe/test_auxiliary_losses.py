@@ -60,6 +60,7 @@ def _expected_gradient(router: TopKRouter, hidden: torch.Tensor, config: Transfo
     balance = load_balancing_loss(
         scores_of_all(logits, "softmax"), experts, num_sequences=hidden.shape[1] if by_sequence else 1
     )
+    assert isinstance(config.moe_aux_loss_coeff, float)
     (config.moe_aux_loss_coeff * balance + (config.moe_z_loss_coeff or 0.0) * z_loss(logits)).backward()
     assert weight.grad is not None
     return weight.grad
@@ -153,6 +154,13 @@ def test_losses_are_recorded_without_coefficients_and_summed_until_they_are_take
         ({"moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": None}, ()),
         ({"moe_router_load_balancing_type": "seq_aux_loss"}, ("seq_load_balancing_loss", "z_loss")),
         ({"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0}, ("z_loss",)),
+        (
+            {
+                "moe_router_load_balancing_type": ["global_aux_loss", "seq_aux_loss", "aux_loss"],
+                "moe_aux_loss_coeff": [0.1, 0.0, 0.2],
+            },
+            ("global_load_balancing_loss", "load_balancing_loss", "z_loss"),
+        ),
     ],
 )
 def test_what_is_recorded_has_megatrons_names(fields: dict[str, Any], names: tuple[str, ...]) -> None:
@@ -204,6 +212,7 @@ def _expected_global_gradient(router: TopKRouter, data: torch.Tensor, config: Tr
         taken = torch.topk(logits, config.moe_router_topk)[1].flatten()
         shares = shares + torch.bincount(taken, minlength=len(shares)) / taken.numel()
         loss = len(shares) * (shares / (index + 1) * scores_of_all(logits, "softmax").mean(dim=0)).sum()
+        assert isinstance(config.moe_aux_loss_coeff, float)
         total = total + config.moe_aux_loss_coeff * loss / len(data)
     total.backward()
     assert weight.grad is not None

@@ -32,6 +32,12 @@ MODELS: dict[str, dict[str, Any]] = {
     # Capacity is counted on each rank alone: the same only where ranks have whole sequences.
     "dropped": {"moe_expert_capacity_factor": 0.75},
     "padded": {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True},
+    "biases": {
+        "add_bias_linear": True,
+        "moe_shared_expert_intermediate_size": None,
+        "gated_linear_unit": False,
+        "activation_func": "gelu",
+    },
     # Room for all rows, so nothing is dropped.
     "bounded": {"moe_expert_rank_capacity_factor": 8.0, "moe_grouped_gemm": True},
 }
@@ -39,14 +45,14 @@ MODELS: dict[str, dict[str, Any]] = {
 CELLS: dict[int, dict[str, tuple[str, ...]]] = {
     2: {
         "ep2": tuple(MODELS),
-        "tp2": ("dropless",),
+        "tp2": ("dropless", "biases"),
         "tp2_ep2": ("dropless", "by_sequence", "gate_and_gelu", "bounded"),
         "cp2": ("by_sequence",),
         "cp2_ep2": ("dropless",),
     },
     4: {
         "ep4": ("dropless", "padded"),
-        "tp2_ep2_etp2": ("dropless", "recomputed", "bounded"),
+        "tp2_ep2_etp2": ("dropless", "recomputed", "bounded", "biases"),
         "tp2_cp2_ep2": ("by_sequence",),
     },
 }

@@ -80,9 +80,10 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 BALANCED: dict[str, AuxiliaryLosses | None] = {
     "not_at_all": None,
-    "all_tokens": AuxiliaryLosses(balancing=0.3, z=None, scale=2.0),
-    "sequences": AuxiliaryLosses(balancing=0.3, z=0.2, scale=0.5, num_sequences=3),
-    "z_alone": AuxiliaryLosses(balancing=0.0, z=0.2, scale=3.0),
+    "all_tokens": AuxiliaryLosses(balancing={"aux_loss": 0.3}, z=None, scale=2.0),
+    "sequences": AuxiliaryLosses(balancing={"seq_aux_loss": 0.3}, z=0.2, scale=0.5, num_sequences=3),
+    "both": AuxiliaryLosses(balancing={"seq_aux_loss": 0.3, "aux_loss": 0.4}, z=0.2, scale=0.5, num_sequences=3),
+    "z_alone": AuxiliaryLosses(balancing={}, z=0.2, scale=3.0),
 }
 
 
@@ -96,7 +97,7 @@ def test_results_and_gradients_are_those_that_autograd_finds(kind: str, balanced
     num_experts = config.num_moe_experts or 0
     weight = torch.randn(num_experts, 16, dtype=torch.float64, generator=generator, requires_grad=True)
     bias = torch.randn(num_experts, generator=generator) if config.moe_router_enable_expert_bias else None
-    routing, *ours = route(hidden, weight, config, losses, expert_bias=bias, training=True)
+    routing, balancing, z = route(hidden, weight, config, losses, expert_bias=bias, training=True)
     logits = hidden.view(-1, 16) @ weight.t()
     probs, experts = plain_router.routed(logits, config, bias)
     torch.testing.assert_close(routing.probs, probs)
@@ -105,24 +106,40 @@ def test_results_and_gradients_are_those_that_autograd_finds(kind: str, balanced
     grads = torch.autograd.grad(
         (routing.probs.sin() * torch.arange(1.0, probs.numel() + 1).view_as(probs)).sum(), (hidden, weight)
     )
-    balancing: torch.Tensor | None = None
-    z: torch.Tensor | None = None
-    if losses is not None and losses.balancing:
+    expected: list[torch.Tensor] = []
+    expected_z: torch.Tensor | None = None
+    for loss, coefficient in (losses.balancing if losses is not None else {}).items():
+        assert losses is not None
         function = "sigmoid" if kind == "sinkhorn_top1" else config.moe_router_score_function
         scores = plain_router.scores_of_all(logits, function)
         # The loss counts the best by score alone, wherever tokens go.
         counted = experts if "sinkhorn" in kind else torch.topk(scores, config.moe_router_topk)[1]
-        balancing = plain_router.load_balancing_loss(scores, counted, losses.num_sequences)
-        total = total + losses.scale * losses.balancing * balancing
+        num_sequences = 3 if loss == "seq_aux_loss" else 1
+        expected.append(plain_router.load_balancing_loss(scores, counted, num_sequences))
+        total = total + losses.scale * coefficient * expected[-1]
     if losses is not None and losses.z:
-        z = plain_router.z_loss(logits)
-        total = total + losses.scale * losses.z * z
-    for mine, other in zip(ours, (balancing, z), strict=True):
+        expected_z = plain_router.z_loss(logits)
+        total = total + losses.scale * losses.z * expected_z
+    for mine, other in zip((*balancing, z), (*expected, expected_z), strict=True):
         assert (mine is None) == (other is None)
         assert mine is None or not mine.requires_grad
         torch.testing.assert_close(mine, None if other is None else other.detach())
     for mine, other in zip(grads, torch.autograd.grad(total, (hidden, weight)), strict=True):
         torch.testing.assert_close(mine, other)
+
+
+def test_a_routers_bias_is_added_to_its_logits() -> None:
+    generator = torch.Generator().manual_seed(3)
+    hidden, weight, bias = (
+        torch.randn(*shape, dtype=torch.float64, generator=generator, requires_grad=True)
+        for shape in ((5, 2, 16), (4, 16), (4,))
+    )
+    config = _config(moe_router_dtype="fp64", moe_router_score_function="sigmoid")
+    probs, experts = plain_router.routed(hidden.view(-1, 16) @ weight.t() + bias, config)
+    routing = route(hidden, weight, config, bias=bias).routing
+    assert torch.equal(routing.experts, experts)
+    ours = torch.autograd.grad(routing.probs.sin().sum(), (hidden, weight, bias))
+    torch.testing.assert_close(ours, torch.autograd.grad(probs.sin().sum(), (hidden, weight, bias)))
 
 
 def test_sinkhorn_balances_what_it_is_given_and_is_off_in_evaluation() -> None:
@@ -170,9 +187,9 @@ def test_what_is_compiled_computes_the_same_on_a_device(kind: str, balanced: str
         results = []
         for compiled in (True, False):
             config = _config(**KINDS[kind], disable_jit_fuser=not compiled)
-            routing, *losses = route(hidden, weight, config, BALANCED[balanced], training=True)
+            routing, losses, z = route(hidden, weight, config, BALANCED[balanced], training=True)
             grads = torch.autograd.grad(routing.probs.sin().sum(), (hidden, weight))
-            results.append((*routing, *losses, *grads))
+            results.append((*routing, *losses, z, *grads))
         # Sums over tokens are in another order.
         torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
 
