@@ -63,6 +63,10 @@ MODELS = {
     "muon_moe": f"{_COMMON} {_EXPERTS} --disable-bias-linear {_MUON} --untie-embeddings-and-output-weights --position-embedding-type rope",
 }
 MODELS |= {
+    "deepseek": f"{MODELS['latent']} --num-experts 8 --moe-layer-freq [0,1] --moe-ffn-hidden-size 16 --moe-router-topk 4 "
+    "--moe-router-num-groups 4 --moe-router-group-topk 2 --moe-router-score-function sigmoid --moe-router-enable-expert-bias "
+    "--moe-router-bias-update-rate 0.05 --moe-router-topk-scaling-factor 2.5 --moe-shared-expert-intermediate-size 16 "
+    "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.05 --moe-router-dtype fp32 --mtp-num-layers 1",
     "mtp": f"{MODELS['gpt']} {_MTP}",
     "mtp_repeated": f"{MODELS['llama']} {_MTP} --mtp-use-repeated-layer --recompute-granularity full --recompute-method uniform "
     "--recompute-num-layers 1",
@@ -73,11 +77,12 @@ _FAMILIES = {
     "attention": ("windows",),
     "gpt_oss": ("gpt_oss",),
     "latent": ("latent", "latent_plain"),
+    "deepseek": ("deepseek",),
     "muon": ("muon", "muon_llama"),
     "muon_moe": ("muon_moe",),
     "mtp": ("mtp", "mtp_repeated"),
 }
-_HALVED = ("attention", "latent", "gpt_oss", "muon", "muon_moe", "mtp")
+_HALVED = ("attention", "latent", "deepseek", "gpt_oss", "muon", "muon_moe", "mtp")
 """Families whose loss is per token with four microbatches and per microbatch with one."""
 
 
@@ -249,6 +254,7 @@ _ALL_LAYOUTS = {
     "moe": {**MOE_LAYOUTS, **STAGES_OF_MOE},
     "attention": GPT_LAYOUTS,
     "latent": GPT_LAYOUTS,
+    "deepseek": {name: MOE_LAYOUTS[name] for name in ("ep2", "tp2+sp", "cp2", "pp2", "ep2+tp2+sp")},
     "gpt_oss": MOE_LAYOUTS,
     "muon": {name: GPT_LAYOUTS[name] for name in ("none", "tp2", "tp2+sp", "pp2")},
     "muon_moe": {name: MOE_LAYOUTS[name] for name in ("ep2", "ep2+tp2+sp")},
@@ -298,6 +304,7 @@ IN_CI = (
     "latent-tp2+sp-optim_grads_params-m4-token",
     "latent-cp2-optim_grads-m1-mean",
     "latent-pp2-optim-m1-mean",
+    "deepseek-ep2-optim_grads_params-m4-token",
     "muon-none-hsdp-m1-mean",
     "muon-tp2+sp-optim_grads-m4-token",
     "muon_moe-ep2-optim-m1-mean",
