@@ -5,6 +5,7 @@ Shapes: t tokens of the pack, n samples, b rows of a batch, s tokens of a row.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -50,6 +51,7 @@ class PackedSeqParams:
 
     def __post_init__(self) -> None:
         self._masks: dict[tuple[int, torch.device], Tensor] = {}
+        self._covering: dict[tuple[int, torch.device], tuple[Tensor, int]] = {}
         if self.total_tokens is not None and self.starts_or_none() is not None and self.seq_idx is None:
             self.seq_idx = self.samples(self.total_tokens)[None].to(torch.int32)
 
@@ -97,6 +99,30 @@ class PackedSeqParams:
         starts = self.starts_or_none()
         assert starts is not None
         return torch.arange(num_tokens, device=starts.device) - starts.to(torch.int64)[self.samples(num_tokens)]
+
+    def covering(self, num_tokens: int, device: torch.device) -> tuple[Tensor, int]:
+        """Return where samples begin and the last ends, int32 on a device, such that they cover all tokens, and the longest's length.
+
+        Kernels leave memory as it was where no sample is, forward and backward; so what lies behind the last is one more. The
+        first call for a pack waits for the device, to which later ones need not come.
+
+        Raises:
+            ValueError: the numbers do not grow from 0 to at most ``num_tokens``.
+        """
+        key = (num_tokens, device)
+        if key not in self._covering:
+            given = self.starts_or_none()
+            assert given is not None
+            starts = given.tolist()
+            if not starts or starts[0] != 0 or starts != sorted(starts) or starts[-1] > num_tokens:
+                raise ValueError(
+                    f"cu_seqlens must grow from 0 to at most the {num_tokens} tokens of the pack, got {starts[:8]}"
+                    f"{' ...' if len(starts) > 8 else ''}"
+                )
+            starts += [num_tokens] if starts[-1] < num_tokens else []
+            longest = max((end - begin for begin, end in itertools.pairwise(starts)), default=0)
+            self._covering[key] = torch.tensor(starts, dtype=torch.int32, device=device), longest
+        return self._covering[key]
 
     def causal_mask(self, num_tokens: int) -> Tensor:
         """Return the mask [1, 1, t, t], bool, True where a key is of another sample or comes after its query; made once."""

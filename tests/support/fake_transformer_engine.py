@@ -9,6 +9,7 @@ float8 dtypes. It shows that calls fit together, not how fast or exact the real 
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
 import weakref
@@ -717,7 +718,16 @@ class DotProductAttention(TransformerEngineBaseModule):
         qkv_format: str | None = None,
         attn_mask_type: str | None = None,
         fp8_output: bool | None = False,
+        cu_seqlens_q: torch.Tensor | None = None,
+        cu_seqlens_kv: torch.Tensor | None = None,
+        max_seqlen_q: int | None = None,
+        max_seqlen_kv: int | None = None,
     ) -> torch.Tensor:
+        if qkv_format == "thd":
+            assert attn_mask_type == "padding_causal" and cu_seqlens_q is not None and cu_seqlens_kv is not None
+            assert cu_seqlens_q.dtype == cu_seqlens_kv.dtype == torch.int32 and max_seqlen_q == max_seqlen_kv
+            assert torch.equal(cu_seqlens_q, cu_seqlens_kv)
+            return self._thd(query_layer, key_layer, value_layer, cu_seqlens_q.tolist(), max_seqlen_q or 0)
         assert query_layer.shape[2] == self.num_heads
         assert query_layer.shape[-1] == key_layer.shape[-1] == self.hidden_size_per_attention_head_k
         assert value_layer.shape[-1] == self.hidden_size_per_attention_head_v
@@ -741,6 +751,18 @@ class DotProductAttention(TransformerEngineBaseModule):
             enable_gqa=True,
         )
         return context.permute(2, 0, 1, 3).flatten(2)
+
+    def _thd(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts: list[int], longest: int
+    ) -> torch.Tensor:
+        """Attend [t, n, d] within each sample; what no sample has stays as it was in memory, as kernels leave it."""
+        parts = []
+        for begin, end in itertools.pairwise(starts):
+            assert end - begin <= longest, "kernels compute max_seqlen rows of a sample"
+            own, keys, values = (x[begin:end].unsqueeze(1) for x in (query, key, value))
+            parts.append(DotProductAttention.forward(self, own, keys, values, attn_mask_type="causal").squeeze(1))
+        left = torch.full_like(parts[0], float("nan"))[:1].expand(query.shape[0] - starts[-1], -1)
+        return torch.cat([*parts, left])
 
     def _with_offset(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, hidden: torch.Tensor | None

@@ -150,10 +150,8 @@ class TEDotProductAttention(QuantizationState, AttentionSinks, te.DotProductAtte
     ) -> torch.Tensor:
         """Compute the context [t, 1, n * d] of a pack. Samples are those of its padded starts, where it has them."""
         check_pack(packed, query.shape[1], cp_size=self.config.context_parallel_size)
-        starts = packed.starts_or_none()
-        assert starts is not None
-        starts = starts.to(torch.int32)
-        longest = query.shape[0] if packed.max_seqlen_q is None else int(packed.max_seqlen_q)
+        # The longest sample with its padding, and what lies behind all of them: max_seqlen_q may be without.
+        starts, longest = packed.covering(query.shape[0], query.device)
         context: torch.Tensor = super().forward(
             query.squeeze(1),
             key.squeeze(1),
