@@ -14,6 +14,7 @@ from megatron.training.arguments import Settings, parse_settings
 from megatron.training.checkpointing import print_rank_0
 from megatron.training.cli.flag_parser import FlagError
 from megatron.training.data.datasets import Datasets, build_gpt_datasets
+from megatron.training.data.documents import documents_of
 from megatron.training.launch.failures import refuse, run_script
 from megatron.training.launch.gpt_config import build_gpt_model, why_local_layers
 from megatron.training.launch.packages import missing_packages
@@ -46,8 +47,9 @@ def datasets_provider(settings: Settings, tokenizer: MegatronTokenizerBase, size
 
 def forward_step(batch: Batch, model: torch.nn.Module) -> tuple[Tensor, Tensor] | Tensor:
     """Return the sum [] of the losses of the unmasked tokens and their number []; on earlier pipeline stages hidden states."""
-    mask = batch["loss_mask"]
-    losses: Tensor = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], loss_mask=mask)
+    mask, documents = batch["loss_mask"], documents_of(batch)
+    more = {} if documents is None else {"packed_seq_params": documents}
+    losses: Tensor = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], loss_mask=mask, **more)
     if not has_output_layer(model):
         return losses
     return (losses.float() * mask).sum(), mask.sum()

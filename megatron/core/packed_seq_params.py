@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -48,6 +48,8 @@ class PackedSeqParams:
     tokens_per_sample: int | None = None
     pad_between_seqs: bool | None = None
     cp_scatter_cache: object = None
+    resets_positions: ClassVar[bool] = True
+    """Whether rotary positions begin anew in each sample."""
 
     def __post_init__(self) -> None:
         self._masks: dict[tuple[int, torch.device], Tensor] = {}
@@ -134,6 +136,54 @@ class PackedSeqParams:
             others = samples[:, None] != samples[None, :]
             self._masks[key] = others.logical_or_(torch.ones_like(others).triu_(diagonal=1))[None, None]
         return self._masks[key]
+
+
+class DocumentsOfRows(PackedSeqParams):
+    """Documents within the rows of a batch [b, s]: tokens attend within their own, and positions go on.
+
+    Rotary positions say how far tokens are apart, so within a document it does not matter where they begin.
+
+    Attributes:
+        documents: [b, s] index of each token's document in its row.
+        cu_seqlens_q: [m + 1] where documents begin, counted over the rows one after the other, and the number of all tokens.
+    """
+
+    documents: Tensor
+    resets_positions = False
+
+    @classmethod
+    def of(cls, documents: Tensor, starts: Tensor) -> DocumentsOfRows:
+        """Describe a batch; ``starts`` are int32, and no read of the device is needed."""
+        length = documents.shape[1]
+        made = cls("thd", starts, starts, max_seqlen_q=length, max_seqlen_kv=length)
+        made.documents = documents
+        return made
+
+    def as_pack(self) -> PackedSeqParams:
+        """Return the same for all rows one after the other, [1, b * s]."""
+        starts, length = self.cu_seqlens_q, self.max_seqlen_q
+        return PackedSeqParams("thd", starts, starts, max_seqlen_q=length, max_seqlen_kv=length)
+
+    def mask(self) -> Tensor:
+        """Return the mask [b, 1, s, s], bool, True where a key is of another document or comes after its query; made once."""
+        key = (self.documents.shape[1], self.documents.device)
+        if key not in self._masks:
+            others = self.documents[:, :, None] != self.documents[:, None, :]
+            self._masks[key] = others.logical_or_(torch.ones_like(others).triu_(diagonal=1))[:, None]
+        return self._masks[key]
+
+    def ends(self) -> Tensor:
+        """Return whether tokens [b, s - 1], all but the last of each row, end their document."""
+        return self.documents[:, 1:] != self.documents[:, :-1]
+
+    @staticmethod
+    def packed(x: Tensor) -> Tensor:
+        """Put the rows of heads one after the other: [s, b, n, d] -> [b * s, 1, n, d]."""
+        return x.transpose(0, 1).flatten(0, 1).unsqueeze(1)
+
+    def unpacked(self, context: Tensor) -> Tensor:
+        """Undo ``packed`` for the context: [b * s, 1, n * d] -> [s, b, n * d]."""
+        return torch.unflatten(context.squeeze(1), 0, self.documents.shape).transpose(0, 1)
 
 
 def check_pack(packed: PackedSeqParams, num_rows: int, *, cp_size: int = 1) -> None:

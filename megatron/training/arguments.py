@@ -445,6 +445,8 @@ def _data(args: Namespace) -> DataConfig:
         num_workers=args.num_workers,
         mmap_bin_files=args.mmap_bin_files,
         allow_gaps=args.allow_gaps_in_corpora,
+        reset_position_ids=args.reset_position_ids,
+        reset_attention_mask=args.reset_attention_mask or args.dataloader_inter_document_masking,
         eod_mask_loss=args.eod_mask_loss,
         allow_ambiguous_pad_tokens=args.allow_ambiguous_pad_tokens,
         fim=fill_in_the_middle(args),

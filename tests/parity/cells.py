@@ -48,6 +48,7 @@ MODELS = {
     # dense
     "windows": f"{_COMMON} {_LLAMA} --window-size 3,0 --window-attn-skip-freq 2 --softmax-type learnable --no-rope-freq 2 "
     "--qk-l2-norm --attention-output-gate",  # the second layer sees all, and does not rotate
+    "documents": f"{_COMMON} --group-query-attention --num-query-groups 2 --reset-position-ids --reset-attention-mask",
     "gpt_oss": f"{_COMMON} --enable-gpt-oss --window-size 3,0 --window-attn-skip-freq 2 --softmax-type learnable "
     "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 24 --expert-tensor-parallel-size 1 --quick-geglu "
     "--glu-linear-offset 1 --activation-func-clamp-value 0.5 --normalization RMSNorm "
@@ -76,13 +77,14 @@ _FAMILIES = {
     "moe": ("moe", "moe_biased"),
     "attention": ("windows",),
     "gpt_oss": ("gpt_oss",),
+    "documents": ("documents",),
     "latent": ("latent", "latent_plain"),
     "deepseek": ("deepseek",),
     "muon": ("muon", "muon_llama"),
     "muon_moe": ("muon_moe",),
     "mtp": ("mtp", "mtp_repeated"),
 }
-_HALVED = ("attention", "latent", "deepseek", "gpt_oss", "muon", "muon_moe", "mtp")
+_HALVED = ("attention", "latent", "deepseek", "gpt_oss", "documents", "muon", "muon_moe", "mtp")
 """Families whose loss is per token with four microbatches and per microbatch with one."""
 
 
@@ -256,6 +258,7 @@ _ALL_LAYOUTS = {
     "latent": GPT_LAYOUTS,
     "deepseek": {name: MOE_LAYOUTS[name] for name in ("ep2", "tp2+sp", "cp2", "pp2", "ep2+tp2+sp")},
     "gpt_oss": MOE_LAYOUTS,
+    "documents": {name: GPT_LAYOUTS[name] for name in ("tp2+sp", "pp2")},
     "muon": {name: GPT_LAYOUTS[name] for name in ("none", "tp2", "tp2+sp", "pp2")},
     "muon_moe": {name: MOE_LAYOUTS[name] for name in ("ep2", "ep2+tp2+sp")},
     "mtp": {**GPT_LAYOUTS, **STAGES_OF_MTP},
@@ -300,6 +303,7 @@ IN_CI = (
     "attention-cp2-optim_grads_params-m1-mean",
     "attention-pp2-optim-m1-mean",
     "gpt_oss-tp2+sp-optim_grads_params-m4-token",
+    "documents-pp2-optim_grads_params-m4-token",
     "latent-tp2-optim_grads-m1-mean",
     "latent-tp2+sp-optim_grads_params-m4-token",
     "latent-cp2-optim_grads-m1-mean",

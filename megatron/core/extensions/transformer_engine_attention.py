@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.extensions.transformer_engine import FP8GlobalStateManager, QuantizationState, te
-from megatron.core.packed_seq_params import check_pack
+from megatron.core.packed_seq_params import DocumentsOfRows, check_pack
 from megatron.core.process_groups_config import group_of, group_size
 from megatron.core.transformer.attention_patterns import window_of_layer
 from megatron.core.transformer.attention_sinks import AttentionSinks
@@ -127,6 +127,9 @@ class TEDotProductAttention(QuantizationState, AttentionSinks, te.DotProductAtte
             TypeError: the mask is not of dtype bool.
         """
         check_core_attention(attn_mask_type, attention_bias)
+        if isinstance(packed_seq_params, DocumentsOfRows):
+            query, key, value = (packed_seq_params.packed(x) for x in (query, key, value))
+            return packed_seq_params.unpacked(self._within_samples(query, key, value, packed_seq_params.as_pack()))
         if packed_seq_params is not None and packed_seq_params.is_packed:
             return self._within_samples(query, key, value, packed_seq_params)
         if attention_mask is not None and attention_mask.dtype is not torch.bool:

@@ -295,5 +295,7 @@ def tables_of_samples(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Take rows of the tables [s, r/2] such that positions begin anew in each sample of a pack."""
     assert packed is not None
+    if not packed.resets_positions:
+        return cos, sin
     positions = packed.positions(cos.shape[0]).to(cos.device)
     return cos[positions], sin[positions]

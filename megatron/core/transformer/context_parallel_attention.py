@@ -80,7 +80,7 @@ class ContextParallelAttention(DotProductAttention):
         """
         check_core_attention(attn_mask_type, attention_bias)
         if packed_seq_params is not None and packed_seq_params.is_packed:
-            check_pack(packed_seq_params, query.shape[1], cp_size=self.cp_group.size())
+            check_pack(packed_seq_params, 1, cp_size=self.cp_group.size())
         if attention_mask is not None:
             raise NotImplementedError(
                 "attention_mask must be None (causal) with context parallelism, got a mask: each rank sees only a part of"

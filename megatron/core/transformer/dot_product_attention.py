@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron.core.fusions.fused_softmax import MASKED, scaled_masked_softmax
-from megatron.core.packed_seq_params import PackedSeqParams, check_pack
+from megatron.core.packed_seq_params import DocumentsOfRows, PackedSeqParams, check_pack
 from megatron.core.transformer.attention_kernels import (
     PaddedKernel,
     WindowFlashKernel,
@@ -112,6 +112,8 @@ class DotProductAttention(AttentionSinks, MegatronModule):
             TypeError: the mask is not of dtype bool.
             RuntimeError: ``config.deterministic_mode`` on CUDA without torch's deterministic algorithms.
         """
+        if isinstance(packed_seq_params, DocumentsOfRows):
+            return self._within_documents(query, key, value, packed_seq_params)
         self._check(query, attention_mask)
         check_core_attention(attn_mask_type, attention_bias)
         sinks = self.sinks(query)
@@ -135,6 +137,16 @@ class DotProductAttention(AttentionSinks, MegatronModule):
         else:
             context = self._by_kernel(query, key, value, sinks, starts)
         return context.permute(2, 0, 1, 3).flatten(2)
+
+    def _within_documents(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, documents: DocumentsOfRows
+    ) -> torch.Tensor:
+        """Compute the context [s, b, n * d] of queries that see the keys of their own document."""
+        dropout = self.attention_dropout if self.training else 0.0
+        if not (self.fused and can_attend_packed(query, documents, dropout=dropout)):
+            return self.forward(query, key, value, documents.mask())
+        query, key, value = (documents.packed(x) for x in (query, key, value))
+        return documents.unpacked(self.forward(query, key, value, None, packed_seq_params=documents.as_pack()))
 
     def _by_kernel(
         self,

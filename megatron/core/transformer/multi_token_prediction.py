@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from megatron.core.fp8_utils import Quantization, quantize_weights, recomputation_in_fp8
+from megatron.core.packed_seq_params import DocumentsOfRows
 from megatron.core.process_groups_config import group_of, group_rank, group_size
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.tensor_parallel.mappings import (
@@ -323,7 +324,9 @@ def roll_tensor(
     if ranks == 1:
         last = rolled.select(dims, -1)
         last.zero_()
-        if packed_seq_params is not None:
+        if isinstance(packed_seq_params, DocumentsOfRows):
+            rolled[..., :-1].masked_fill_(packed_seq_params.ends(), 0)
+        elif packed_seq_params is not None:
             ends = packed_seq_params.cu_seqlens_q
             assert ends is not None, "packed sequences have lengths"
             rolled.index_fill_(dims, ends[1:].long() - 1, 0)

@@ -31,6 +31,17 @@ def add_data_flags(parser: argparse.ArgumentParser) -> None:
         help="accept .idx files whose sequences do not follow each other in the .bin, such as selections (ours)",
     )
     group.add_argument(
+        "--reset-position-ids", action="store_true", help="learned positions begin anew after an end of document"
+    )
+    group.add_argument(
+        "--reset-attention-mask", action="store_true", help="tokens attend within their own document alone"
+    )
+    group.add_argument(
+        "--dataloader-inter-document-masking",
+        action="store_true",
+        help="the same as --reset-attention-mask, which makes no masks of pairs of tokens either",
+    )
+    group.add_argument(
         "--eod-mask-loss", action="store_true", help="leave the prediction after an end of document out of the loss"
     )
     group.add_argument(

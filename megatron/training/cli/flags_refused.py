@@ -17,7 +17,6 @@ _MODEL = "this variant of the model is not served yet"
 _PIPELINE = "this setting of pipeline stages is not served"
 _GRAPHS = "graphs of parts of a step are not served; --cuda-graph-impl full_iteration captures the whole step"
 _CHECKPOINT = "this kind of checkpoint is not served; --save, --save-interval and --load are"
-_MASKS = "attention and positions are not reset at document borders: samples are packed without masks"
 _CHECKS = "this check is not served; non-finite losses and gradients are checked by default"
 _PAIRS = "models of sentence pairs and of images are not served; only GPT models are"
 _DISTILL = "logits are not saved, and there is no distillation from a teacher's"
@@ -25,7 +24,7 @@ _BITWISE = "kernels are not bitwise the same for all batch sizes; --deterministi
 _RESIDUALS = "there is one residual stream"
 _SAVED_VALUES = "intermediate values are not saved; library code can hook any module"
 _WEIGHT_SHARDS = "weights are sharded by --use-megatron-fsdp and --expert-tensor-parallel-size"
-_DOCUMENT_MASKS = "samples are packed without masks between documents"
+_DOCUMENT_MASKS = "a sample has --seq-length tokens; use --reset-attention-mask to keep documents apart"
 _LAYERS_ALIKE = "all layers with the same place in the pattern are alike"
 
 REFUSED: dict[str, str] = {
@@ -43,8 +42,6 @@ REFUSED: dict[str, str] = {
     "--fp8-output-proj": "in Megatron-Core it goes with mxfp8 alone, which needs Blackwell",
     "--local-rank": "start ranks with torchrun, which gives it as LOCAL_RANK",
     "--local_rank": "start ranks with torchrun, which gives it as LOCAL_RANK",
-    "--reset-position-ids": _MASKS,
-    "--reset-attention-mask": _MASKS,
     "--openai-gelu": _MODEL,
     "--qk-clip": _MODEL,
     "--mrope-section": _MODEL,
@@ -94,7 +91,6 @@ REFUSED: dict[str, str] = {
     "--cache-mla-latents": "it is for inference, which keeps nothing between tokens",
     "--chat-template": "training on conversations is not served yet",
     "--sft-tokenizer-prompt-format": "training on conversations is not served yet",
-    "--dataloader-inter-document-masking": _DOCUMENT_MASKS,
     "--max-seqlen-per-dp-cp-rank": _DOCUMENT_MASKS,
     "--use-same-sampling-seed-across-dp-ranks": "ranks that share a sequence alone draw the same random numbers",
     "--delay-offload-until-cuda-graph": _OFFLOAD,

@@ -109,6 +109,10 @@ def _divides(parts: int, number: int | None) -> bool:
     return number is None or parts < 1 or number % parts == 0
 
 
+def _keeps_documents_apart(args: Namespace) -> bool:
+    return bool(args.reset_attention_mask or args.dataloader_inter_document_masking)
+
+
 _GRAPH_REMEDY = "use `--cuda-graph-impl none`"
 
 REFUSALS: tuple[Refusal, ...] = (
@@ -499,6 +503,23 @@ REFUSALS: tuple[Refusal, ...] = (
         "a CUDA graph with several pipeline stages or `--context-parallel-size` above 1",
         lambda a: captures_iterations(a) and (a.pipeline_model_parallel_size > 1 or a.context_parallel_size > 1),
         "sends and receives between two ranks cannot be captured yet",
+        _GRAPH_REMEDY,
+    ),
+)
+
+_DOCUMENTS = "`--reset-attention-mask` or `--dataloader-inter-document-masking`"
+
+REFUSALS += (
+    _not_served(
+        f"{_DOCUMENTS} with `--context-parallel-size` above 1",
+        lambda a: a.context_parallel_size > 1 and _keeps_documents_apart(a),
+        "blocks of keys have no borders of documents",
+        "leave it out, or use `--context-parallel-size 1`",
+    ),
+    _not_served(
+        f"a CUDA graph with {_DOCUMENTS}",
+        lambda a: captures_iterations(a) and _keeps_documents_apart(a),
+        "microbatches have different numbers of documents",
         _GRAPH_REMEDY,
     ),
 )

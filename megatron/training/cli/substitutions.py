@@ -316,6 +316,11 @@ SUBSTITUTIONS: tuple[Substitution, ...] = (
         "--position-embedding-type rope",
     ),
     *_useless(
+        {"reset_position_ids": False},
+        lambda a: position_embedding_type(a) == "learned_absolute",
+        "learned positions: rotary ones say how far tokens are apart",
+    ),
+    *_useless(
         YARN,
         lambda a: position_embedding_type(a) == "yarn" and not a.multi_latent_attention,
         "--position-embedding-type yarn",

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from megatron.core.transformer.context_parallel import get_batch_on_this_cp_rank
 from megatron.training.data.batches import SequentialBatchSampler
+from megatron.training.data.documents import collate
 
 
 class PaddedToBatches(Dataset[dict[str, Tensor]]):
@@ -58,6 +59,7 @@ def iterate_batches(
         dataset,
         batch_sampler=sampler,
         num_workers=num_workers,
+        collate_fn=collate,
         pin_memory=device.type == "cuda",
         generator=torch.Generator(),
         worker_init_fn=_ignore_termination if num_workers > 0 else None,

@@ -12,6 +12,7 @@ from megatron.core.datasets.fim_dataset import GPTFIMDataset, GPTFIMDatasetConfi
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.datasets.split import parse_and_normalize_split
 from megatron.core.tokenizers import MegatronTokenizerBase
+from megatron.training.data.documents import WithDocuments
 
 DEFAULT_SPLIT = "969,30,1"
 
@@ -74,6 +75,12 @@ class DataConfig:
     allow_gaps: bool = False
     """Accept ``.idx`` files that are a selection of the sequences of their ``.bin``."""
 
+    reset_position_ids: bool = False
+    """Learned positions begin anew in each document."""
+
+    reset_attention_mask: bool = False
+    """Tokens attend within their own document."""
+
     eod_mask_loss: bool = False
     """Leave the prediction after an end of document out of the loss."""
 
@@ -110,6 +117,14 @@ class Datasets(NamedTuple):
     test: Any
 
 
+def _with_documents(dataset: Any, eod: int) -> Any:
+    if dataset is None:
+        return None
+    if isinstance(dataset, list):
+        return [_with_documents(one, eod) for one in dataset]
+    return WithDocuments(dataset, eod)
+
+
 def build_gpt_datasets(config: DataConfig, tokenizer: MegatronTokenizerBase, sizes: Sequence[int | None]) -> Datasets:
     """Build GPT datasets of at least ``sizes`` samples.
 
@@ -134,8 +149,8 @@ def build_gpt_datasets(config: DataConfig, tokenizer: MegatronTokenizerBase, siz
         mmap_bin_files=config.mmap_bin_files,
         allow_gaps_in_corpora=config.allow_gaps,
         tokenizer=tokenizer,
-        reset_position_ids=False,
-        reset_attention_mask=False,
+        reset_position_ids=config.reset_position_ids,
+        reset_attention_mask=False,  # no mask of each pair of tokens: batches say where documents begin
         eod_mask_loss=config.eod_mask_loss,
         allow_ambiguous_pad_tokens=config.allow_ambiguous_pad_tokens,
         create_attention_mask=False,
@@ -144,6 +159,8 @@ def build_gpt_datasets(config: DataConfig, tokenizer: MegatronTokenizerBase, siz
     )
     kind = MockGPTDataset if config.mock_data else kind
     built = BlendedMegatronDatasetBuilder(kind, list(sizes), lambda: True, dataset_config).build()
+    if config.reset_attention_mask:
+        built = [_with_documents(dataset, tokenizer.eod) for dataset in built]
     for name, dataset, size in zip(("training", "validation", "test"), built, sizes, strict=True):
         if size is None:
             continue

@@ -120,6 +120,11 @@ COMBINATIONS: list[tuple[str, str]] = [
         f"{GRAPH} {EXPERTS} --moe-grouped-gemm --bf16 --moe-expert-rank-capacity-factor 2",
     ),
     (f"{GRAPH} --pipeline-model-parallel-size 2", f"{GRAPH} --tensor-model-parallel-size 2"),
+    (
+        "--context-parallel-size 2 --attention-dropout 0 --reset-attention-mask",
+        "--context-parallel-size 2 --attention-dropout 0 --reset-position-ids",
+    ),
+    (f"{GRAPH} --dataloader-inter-document-masking", GRAPH),
 ]
 
 

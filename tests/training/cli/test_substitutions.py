@@ -114,6 +114,7 @@ CASES: list[tuple[str, str]] = [
     ("--rotary-interleaved", ""),
     ("--use-rope-scaling", ""),
     ("--rotary-seq-len-interpolation-factor 2", ""),
+    ("--position-embedding-type rope --reset-position-ids", "--position-embedding-type rope"),
     ("--yarn-original-max-position-embeddings 8", ""),
     ("--yarn-beta-fast 8", ""),
     ("--yarn-beta-slow 2", ""),
