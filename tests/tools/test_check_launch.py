@@ -43,14 +43,12 @@ def test_what_would_happen_is_printed(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_all_reasons_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert (
-        main(["--ranks", "6", "--", *LINE, "--mtp-num-layers", "1", "--num-attention-heads", "5", "--lr", "fast"]) == 1
-    )
+    assert main(["--ranks", "6", "--", *LINE, "--enable-msc", "--num-attention-heads", "5", "--lr", "fast"]) == 1
     printed = capsys.readouterr().out
     reasons = printed.split("the run would not start, for ")[1].splitlines()
     assert reasons[0] == "5 reasons:"
     assert [reason.split()[0] for reason in reasons[1:]] == [
-        "--mtp-num-layers",
+        "--enable-msc",
         "--lr:",
         "the",  # number of ranks
         "--hidden-size",
@@ -77,7 +75,9 @@ def test_parameters_of_interleaved_stages_are_those_of_the_whole_model(capsys: p
     words = f"{SMALLEST} --num-layers 4 --global-batch-size 16 --tokenizer-type NullTokenizer --vocab-size 100"
     split = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 --tensor-model-parallel-size 2"
     counts = []
-    for flags in ("", split):
+    for flags in ("", split, "--mtp-num-layers 1"):
         assert main(["--ranks", "4", "--", *words.split(), *flags.split()]) == 0
         counts += [line for line in capsys.readouterr().out.splitlines() if line.startswith("  model:")]
     assert counts[1].startswith(counts[0]) and " parameters with 128 ids" in counts[0]
+    number, with_more = (int(count.split()[1].replace(",", "")) for count in (counts[0], counts[2]))
+    assert with_more > number, "with a layer of multi-token prediction"

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
@@ -32,9 +32,10 @@ def build_model(architecture: Architecture, **fields_of_config: Any) -> GPTModel
     known = {field.name for field in fields(kind)}
     settings = {name: value for name, value in architecture.items() if name in known}
     config = kind(**settings, hidden_dropout=0.0, attention_dropout=0.0, **fields_of_config)
+    layers = get_gpt_decoder_block_spec(config)
     return GPTModel(
         config,
-        get_gpt_decoder_block_spec(config),
+        layers,
         architecture["padded_vocab_size"],
         architecture["max_position_embeddings"],
         share_embeddings_and_output_weights=architecture["share_embeddings_and_output_weights"],
@@ -44,6 +45,7 @@ def build_model(architecture: Architecture, **fields_of_config: Any) -> GPTModel
         rope_scaling=architecture["rope_scaling"],
         rope_scaling_factor=architecture["rope_scaling_factor"],
         seq_len_interpolation_factor=architecture["rotary_seq_len_interpolation_factor"],
+        mtp_block_spec=get_gpt_mtp_block_spec(config, layers, use_transformer_engine=False),
     )
 
 
