@@ -11,7 +11,6 @@ from megatron.core.checked_config import CheckedConfig, megatron_dataclass
 from megatron.core.served_arguments import ANY, Served
 from megatron.core.upstream_fields import MODEL_PARALLEL_CONFIG
 
-_OFFLOAD = "activations are not offloaded; use recompute_granularity"
 _WEIGHTS_AT_REST = "weights at rest are sharded by the engine, over the data-parallel ranks"
 
 NOT_SERVED: Served = {
@@ -44,12 +43,14 @@ NOT_SERVED: Served = {
         for name in MODEL_PARALLEL_CONFIG
         if name.startswith("tp_comm_") and name != "tp_comm_overlap"
     },
-    "_cpu_offloading_context": (ANY, "only cpu_offloading reads it"),
+    "_cpu_offloading_context": (ANY, "modules are told themselves what they offload"),
+    "cpu_offloading_weights": ((False,), "weights are sharded by the engine; the optimizer's can be offloaded"),
+    "cpu_offloading_double_buffering": (ANY, "what comes back has memory of its own"),
+    "cpu_offloading_retain_pinned_cpu_buffers": (ANY, "buffers of the host are always used again"),
 }
 """Maps a field to (values that are served, why others are not)."""
 
 _FAMILIES = (
-    ("cpu_offloading", _OFFLOAD),
     ("tensor_parallel_num", _WEIGHTS_AT_REST),
     ("expert_tensor_parallel_num", _WEIGHTS_AT_REST),
     ("gtp_", _WEIGHTS_AT_REST),
@@ -133,6 +134,11 @@ class ModelParallelConfig(CheckedConfig):
     """Accepted: gradients are reduced as their unit's backward ends."""
     param_sync_func: Callable[..., Any] | None = None
     """Accepted: weights are gathered as the plan says."""
+    cpu_offloading: bool = False
+    """What the first ``cpu_offloading_num_layers`` layers save for backward rests in the host's memory."""
+    cpu_offloading_num_layers: int = 0
+    cpu_offloading_activations: bool = True
+    """Off: ``cpu_offloading`` does nothing."""
     variable_seq_lengths: bool = False
     """Microbatches may differ in length; refused with several pipeline stages, whose messages have one shape."""
 

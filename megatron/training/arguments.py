@@ -43,7 +43,11 @@ from megatron.training.cli.flags_of_before import (
     RENAMED,
     SAID_ONCE_BEFORE,
 )
-from megatron.training.cli.flags_offload import add_offload_flags, optimizer_offload_settings
+from megatron.training.cli.flags_offload import (
+    activation_offload_settings,
+    add_offload_flags,
+    optimizer_offload_settings,
+)
 from megatron.training.cli.flags_parallel import (
     add_parallel_flags,
     check_stages_are_busy,
@@ -364,6 +368,7 @@ _SAME_NAME_IN_TRANSFORMER_CONFIG = (
 def _transformer(args: Namespace) -> TransformerConfig:
     settings: dict[str, Any] = {name: getattr(args, name) for name in _SAME_NAME_IN_TRANSFORMER_CONFIG}
     settings |= parallel_settings(args) | expert_settings(args) | fp8_settings(args) | yarn_settings(args)
+    settings |= activation_offload_settings(args)
     if args.swiglu:
         settings |= {"gated_linear_unit": True, "activation_func": F.silu}
         settings["bias_activation_fusion"] = args.bias_swiglu_fusion

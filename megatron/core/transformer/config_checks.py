@@ -14,6 +14,7 @@ from megatron.core.transformer.context_parallel import COMM_TYPES, comm_types
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.fp8_checks import FP8_CONTRADICTIONS
 from megatron.core.transformer.moe.moe_config_checks import MOE_CONTRADICTIONS
+from megatron.core.transformer.offload.offload_checks import OFFLOAD_CONTRADICTIONS
 from megatron.core.transformer.parallel_checks import PARALLEL_CONTRADICTIONS, Condition
 from megatron.core.transformer.pipeline_checks import problems_of_stages
 from megatron.core.transformer.recomputation import recomputes
@@ -132,9 +133,8 @@ FAMILIES: tuple[tuple[str, str], ...] = (
     ("fp8_", "this setting of FP8 is not served"),
     ("use_kitchen", "the kitchen package is not served"),
     ("kitchen_", "the kitchen package is not served"),
-    ("offload_", "activations are not offloaded; use recompute_granularity"),
-    ("fine_grained_", "activations are not offloaded; use recompute_granularity"),
-    ("activation_offload", "activations are not offloaded; use recompute_granularity"),
+    ("delay_offload", "copies to the host are not delayed; graphs of parts of a step are not served"),
+    ("delta_offload", "all pipeline ranks offload alike"),
     ("heter", "all layers have one configuration"),
     ("hetere", "all layers have one configuration"),
 )
@@ -275,6 +275,7 @@ CONTRADICTIONS += [
     *PARALLEL_CONTRADICTIONS,
     *FP8_CONTRADICTIONS,
     *ATTENTION_CONTRADICTIONS,
+    *OFFLOAD_CONTRADICTIONS,
 ]
 
 

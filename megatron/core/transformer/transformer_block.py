@@ -18,6 +18,7 @@ from megatron.core.fp8_utils import Quantization, quantize_weights, recomputatio
 from megatron.core.process_groups_config import group_of, group_rank, group_size
 from megatron.core.transformer.global_module_list import GlobalModuleList
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.offload.offloaded_modules import offload_activations
 from megatron.core.transformer.pipeline_layers import get_num_layers_to_build as get_num_layers_to_build
 from megatron.core.transformer.pipeline_layers import stage_of
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module, get_module
@@ -80,6 +81,7 @@ class TransformerBlock(MegatronModule):
             first_index=own.start,
         )
         self.num_layers_per_pipeline_rank = len(self.layers)
+        self.offload = offload_activations(config, list(self.layers))
         self._quantization = None if config.fp8 is None else Quantization(config, pg_collection)
         _check_quantized(config, self.layers)
         if config.fp8_param:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -293,6 +293,17 @@ class TransformerConfig(ModelParallelConfig):
     dropped. None: no bound; the host waits for the counts of rows in each layer."""
     moe_token_drop_policy: str = "probs"
     """Assignments that an expert keeps when it is over capacity: the most probable ("probs") or the first ("position")."""
+
+    fine_grained_activation_offloading: bool = False
+    """What ``offload_modules`` of each layer save for backward rests in the host's memory."""
+    offload_modules: Sequence[str] = ()
+    """Of attn_norm, qkv_linear, core_attn, attn_proj, mlp_norm, expert_fc1 and moe_act; the last two mean all that experts save."""
+    min_offloaded_tensor_size: int = 1024 * 1024
+    """Elements; smaller tensors stay on the device."""
+    activation_offload_fraction: float = 1.0
+    """Fraction of these modules that offload, from the first layer on."""
+    fine_grained_offloading_max_inflight_offloads: int | None = None
+    """Layers whose tensors may be on the device while they are copied to the host; None: one."""
 
     def contradictions(self, *, has_faults: bool) -> list[str]:
         own = contradictions(self, has_faults=has_faults)

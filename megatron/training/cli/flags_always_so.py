@@ -54,5 +54,6 @@ ALWAYS_SO: dict[str, AlwaysSo] = {
     "--enable-experimental": AlwaysSo(fact="no feature depends on this switch"),
     "--te-rng-tracker": AlwaysSo(fact="a CUDA graph draws the same random numbers as eager steps"),
     "--rerun-mode": AlwaysSo(fact="no step is run twice", values=("disabled",)),
+    "--cpu-offloading-retain-pinned-cpu-buffers": AlwaysSo(fact="page-locked buffers of the host are used again"),
     "--no-one-logger": AlwaysSo(fact="nothing is reported to one_logger"),
 }

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from megatron.core.transformer.offload.offloaded_modules import OFFLOAD_MODULES
+
 OPTIMIZER_OFFLOAD = {
     "optimizer_offload_fraction": 1.0,
     "overlap_cpu_optimizer_d2h_h2d": False,
@@ -40,6 +42,65 @@ def add_offload_flags(parser: argparse.ArgumentParser) -> None:
             action="store_false",
             help=f"{place} pageable memory of the host, which takes the host's time",
         )
+
+    _add_activation_flags(group)
+
+
+def _add_activation_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--cpu-offloading-num-layers",
+        type=int,
+        default=0,
+        help="layers, from the first one on, whose activations rest in the host's memory (default: 0)",
+    )
+    group.add_argument(
+        "--fine-grained-activation-offloading",
+        action="store_true",
+        help="what --offload-modules save for backward rests in the host's memory",
+    )
+    group.add_argument(
+        "--offload-modules",
+        nargs="+",
+        default=[],
+        help=f"modules of each layer: {', '.join(OFFLOAD_MODULES)} (the last two are all of the experts)",
+    )
+    group.add_argument(
+        "--min-offloaded-tensor-size",
+        type=int,
+        default=1024 * 1024,
+        help="elements; smaller activations stay on the device (default: 1048576)",
+    )
+    group.add_argument(
+        "--activation-offload-fraction",
+        type=float,
+        default=1.0,
+        help="fraction of these modules that offload, from the first layer on (default: 1)",
+    )
+    group.add_argument(
+        "--fine-grained-offloading-max-inflight-offloads",
+        type=int,
+        help="layers whose activations may be on the device while they are copied (default: 1)",
+    )
+
+
+ACTIVATION_OFFLOAD = {
+    "offload_modules": [],
+    "min_offloaded_tensor_size": 1024 * 1024,
+    "activation_offload_fraction": 1.0,
+    "fine_grained_offloading_max_inflight_offloads": None,
+}
+"""Settings of ``--fine-grained-activation-offloading``, with their defaults."""
+
+
+def activation_offload_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the settings for a ``TransformerConfig``."""
+    num_layers = args.cpu_offloading_num_layers
+    return {
+        "cpu_offloading": num_layers > 0,
+        "cpu_offloading_num_layers": num_layers,
+        "fine_grained_activation_offloading": args.fine_grained_activation_offloading,
+        **{name: getattr(args, name) for name in ACTIVATION_OFFLOAD},
+    }
 
 
 def optimizer_offload_settings(args: argparse.Namespace) -> dict[str, Any]:

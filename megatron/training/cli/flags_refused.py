@@ -7,7 +7,6 @@ _FP8 = "this setting of FP8 is not served; use --fp8-format and --fp8-recipe del
 _FP4 = "FP4 needs Blackwell, and no recipe for it is served; use --fp8-format"
 _SHARP = "reductions in network switches are not served; --use-nccl-ub is NCCL's symmetric memory over NVLink"
 _TP_OVERLAP = "tensor-parallel communication is not overlapped with the matrix products around it"
-_OFFLOAD = "optimizer state and activations stay on the device; shard more, or use --recompute-granularity"
 _DISPATCH = "tokens are dispatched by one all-to-all; use --moe-token-dispatcher-type alltoall"
 _DECODER = "only decoder models are served; use --num-layers and --seq-length"
 _TOKENIZER = "tokenizers are configured by their file alone; use --tokenizer-type and --tokenizer-model"
@@ -79,13 +78,10 @@ REFUSED: dict[str, str] = {
     "--log-energy": "energy is not measured",
     "--log-max-attention-logit": "logits of attention are not kept",
     "--run-workload-inspector-server": "there is no server beside training",
-    "--fine-grained-activation-offloading": _OFFLOAD,
-    "--offload-modules": _OFFLOAD,
     "--exit-signal": "use --exit-signal-handler, which saves and ends on SIGTERM",
     "--enable-ft-package": _FAULTS,
     "--calc-ft-timeouts": _FAULTS,
     "--yaml-cfg": "settings are given as flags",
-    "--activation-offload-fraction": _OFFLOAD,
     "--batch-invariant-backend": _BITWISE,
     "--batch-invariant-mode": _BITWISE,
     "--cache-mla-latents": "it is for inference, which keeps nothing between tokens",
@@ -93,10 +89,8 @@ REFUSED: dict[str, str] = {
     "--sft-tokenizer-prompt-format": "training on conversations is not served yet",
     "--max-seqlen-per-dp-cp-rank": _DOCUMENT_MASKS,
     "--use-same-sampling-seed-across-dp-ranks": "ranks that share a sequence alone draw the same random numbers",
-    "--delay-offload-until-cuda-graph": _OFFLOAD,
-    "--delta-offload-bytes-across-pp-ranks": _OFFLOAD,
-    "--fine-grained-offloading-max-inflight-offloads": _OFFLOAD,
-    "--min-offloaded-tensor-size": _OFFLOAD,
+    "--delay-offload-until-cuda-graph": _GRAPHS,
+    "--delta-offload-bytes-across-pp-ranks": "all pipeline ranks offload alike; leave the flag out",
     "--distributed-timeout-seconds-after-init": "one time-out holds throughout; use --distributed-timeout-minutes",
     "--dump-param-to-param-group-map": "rank 0 prints the units and their parameters at the start; leave the flag out",
     "--enable-mhc-connections": _RESIDUALS,
@@ -141,7 +135,6 @@ REFUSED_FAMILIES: tuple[tuple[str, str], ...] = (
     ("--mtp-", "gradients of multi-token prediction go through the whole model, from the layers' own hidden states"),
     ("--tp-comm-", _TP_OVERLAP),
     ("--disable-tp-comm-", _TP_OVERLAP),
-    ("--cpu-offloading", _OFFLOAD),
     ("--adlr-autoresume", "use --exit-signal-handler, which saves and ends on SIGTERM"),
     ("--app-tag-", "nothing is reported to one_logger"),
     ("--dist-ckpt-", _CHECKPOINT),

@@ -481,9 +481,12 @@ REFUSALS: tuple[Refusal, ...] = (
         "leave out one of the two",
     ),
     _not_served(
-        "a CUDA graph with `--optimizer-cpu-offload`",
-        lambda a: captures_iterations(a) and a.optimizer_cpu_offload,
-        "updates on the host cannot be captured",
+        "a CUDA graph with offloaded optimizer state or activations",
+        lambda a: (
+            captures_iterations(a)
+            and bool(a.optimizer_cpu_offload or a.cpu_offloading_num_layers or a.fine_grained_activation_offloading)
+        ),
+        "updates on the host cannot be captured, nor buffers of the host that change hands",
         _GRAPH_REMEDY,
     ),
     _not_served(

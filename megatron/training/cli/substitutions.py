@@ -17,7 +17,7 @@ from megatron.training.cli.flags_graphs import captures_iterations
 from megatron.training.cli.flags_loss_scale import LOSS_SCALING, scales_dynamically
 from megatron.training.cli.flags_mla import DEFAULTS_OF_MLA
 from megatron.training.cli.flags_model import position_embedding_type
-from megatron.training.cli.flags_offload import OPTIMIZER_OFFLOAD
+from megatron.training.cli.flags_offload import ACTIVATION_OFFLOAD, OPTIMIZER_OFFLOAD
 
 
 @dataclass(frozen=True)
@@ -299,6 +299,9 @@ SUBSTITUTIONS: tuple[Substitution, ...] = (
         {"use_precision_aware_optimizer": True},
     ),
     *_useless(OPTIMIZER_OFFLOAD, lambda a: a.optimizer_cpu_offload, "--optimizer-cpu-offload"),
+    *_useless(
+        ACTIVATION_OFFLOAD, lambda a: a.fine_grained_activation_offloading, "--fine-grained-activation-offloading"
+    ),
     *_useless(LOSS_SCALING, scales_dynamically, "--fp16, or with --loss-scale, which is constant"),
     *_useless({"num_query_groups": 1}, lambda a: a.group_query_attention, "--group-query-attention"),
     *_useless(

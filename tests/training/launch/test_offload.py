@@ -10,7 +10,14 @@ import pytest
 from tests.support.tiny_run import SHARDED, TINY, Run, train_all
 
 _BF16 = f"{SHARDED} --bf16 --use-precision-aware-optimizer --attention-dropout 0 --hidden-dropout 0"
+_FP32 = f"{SHARDED} --attention-dropout 0 --hidden-dropout 0"
 _HOST = "--optimizer-cpu-offload"
+_MODULES = (
+    "--fine-grained-activation-offloading --min-offloaded-tensor-size 0 --offload-modules attn_norm qkv_linear core_attn "
+    "attn_proj mlp_norm expert_fc1 moe_act"
+)
+_EXPERTS = "--num-experts 4 --moe-ffn-hidden-size 16 --swiglu --disable-bias-linear --expert-model-parallel-size 2 --moe-aux-loss-coeff 0.1"
+_SPLIT = "--pipeline-model-parallel-size 2 --global-batch-size 8"
 
 
 @pytest.fixture(scope="module")
@@ -21,8 +28,14 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
         "on the device": _BF16,
         "on the host": f"{_BF16} {_HOST}",
         "half, overlapping": f"{_BF16} {half} --overlap-cpu-optimizer-d2h-h2d --no-pin-cpu-grads",
-        "fp32": f"{SHARDED} {_HOST} --attention-dropout 0 --hidden-dropout 0",
-        "fp32 on the device": f"{SHARDED} --attention-dropout 0 --hidden-dropout 0",
+        "fp32": f"{_FP32} {_HOST}",
+        "fp32 on the device": _FP32,
+        "a layer's activations": f"{_FP32} --cpu-offloading-num-layers 1",
+        "modules' activations": f"{_FP32} {_MODULES}",
+        "experts": f"{_FP32} {_EXPERTS}",
+        "experts' activations": f"{_FP32} {_EXPERTS} {_MODULES}",
+        "stages on the device": f"{_FP32} {_SPLIT}",
+        "stages' activations": f"{_FP32} {_SPLIT} {_MODULES}",
         "stages": f"{_BF16} {_HOST} --pipeline-model-parallel-size 2",
         "fp16": f"--fp16 {_HOST} --initial-loss-scale 1048576 --hysteresis 1",
         "host, halfway": f"{_BF16} {_HOST} --exit-interval 2 --save {root}/host",
@@ -58,6 +71,21 @@ def test_a_run_goes_on_from_either_memory(runs: dict[str, Run]) -> None:
         run = runs[name]
         assert run.error is None, run.error
         assert run.losses == pytest.approx({3: whole.losses[3], 4: whole.losses[4]}, rel=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [
+        ("a layer's activations", "fp32 on the device"),
+        ("modules' activations", "fp32 on the device"),
+        ("experts' activations", "experts"),
+        ("stages' activations", "stages on the device"),
+    ],
+)
+def test_offloaded_activations_change_no_bit(runs: dict[str, Run], name: str, wanted: str) -> None:
+    assert runs[name].error is None, runs[name].error
+    assert runs[name].losses == runs[wanted].losses and len(runs[name].losses) == 4
+    assert runs[name].grad_norms == runs[wanted].grad_norms
 
 
 def test_the_report_has_the_hosts_memory(runs: dict[str, Run]) -> None:

@@ -1,0 +1,1 @@
+"""Activations in the host's memory."""

@@ -1,0 +1,1 @@
+"""Tests of activations in the host's memory."""
