@@ -19,8 +19,8 @@ _DELAY_CYCLES = 2_000_000
 class DelayedStreams(CudaStreams):
     """Sleeps before and after gathers, reductions and updates, and before whatever compute tells others of."""
 
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
+    def __init__(self, device: torch.device, *, one_for_communication: bool = False) -> None:
+        super().__init__(device, one_for_communication=one_for_communication)
         self._random = random.Random(dist.get_rank())
 
     def _delay(self) -> None:

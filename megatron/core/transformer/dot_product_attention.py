@@ -240,12 +240,15 @@ def _takes_two_widths(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, scale: float, dropout: float
 ) -> bool:
     """Return whether torch would compute these widths by cuDNN's kernel: others are slower than with padded heads."""
-    if not query.is_cuda:
+    if not query.is_cuda or not torch.backends.cuda.cudnn_sdp_enabled():
         return False
     grouped = key.shape[1] != query.shape[1]
-    choice = torch._fused_sdp_choice(
-        query, key, value, dropout_p=dropout, is_causal=True, scale=scale, enable_gqa=grouped
-    )
+    try:
+        choice = torch._fused_sdp_choice(
+            query, key, value, dropout_p=dropout, is_causal=True, scale=scale, enable_gqa=grouped
+        )
+    except RuntimeError:  # of the kernels that are allowed none takes them as they are
+        return False
     return bool(choice == SDPBackend.CUDNN_ATTENTION.value)
 
 

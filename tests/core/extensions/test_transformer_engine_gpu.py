@@ -132,7 +132,9 @@ def test_layers_are_the_local_ones_within_the_noise_of_bf16(name: str) -> None:
     for key, exact in weights["fp32"].items():
         assert torch.equal(weights["te"][key], weights["local"][key]), key
         noise = _difference(weights["local"][key].grad, exact.grad)
-        assert _difference(weights["te"][key].grad, exact.grad) < 2 * noise + 0.01, (key, noise)
+        # Rounding may send a token to another expert.
+        least = 0.03 if "experts" in name else 0.01
+        assert _difference(weights["te"][key].grad, exact.grad) < 2 * noise + least, (key, noise)
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -149,7 +151,8 @@ def test_each_recipe_multiplies_in_fp8_and_stays_close(name: str) -> None:
     for key, tensor in _stored(bf16).items():
         assert torch.isfinite(found[key].grad).all(), key
         difference = _difference(found[key].grad, tensor.grad)
-        assert difference < 0.25, (key, difference)
+        # Latent vectors pass one more product.
+        assert difference < (0.35 if name == "latent attention" else 0.25), (key, difference)
         if key.endswith("linear_fc2.weight"):
             assert difference > 0.005, f"{key} was not multiplied in FP8"
 

@@ -251,4 +251,5 @@ def test_kernels_on_cuda_agree_with_all_scores_in_memory(fields: dict[str, Any],
         learned = [attention.softmax_offset.grad] if config.softmax_type == "learnable" else []
         results.append([context, *(x.grad for x in heads), *learned])
     for got, true in zip(*results, strict=True):
-        assert (got.float() - true).abs().max() < 0.02 * true.abs().max()
+        # Where a token sees itself alone, queries and keys have no gradient but rounding.
+        assert (got.float() - true).abs().max() < 0.02 * true.abs().max() + 1e-5

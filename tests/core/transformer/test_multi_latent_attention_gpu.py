@@ -14,7 +14,8 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-pytestmark = pytest.mark.gpu
+# Where backward's thread has called nothing of CUDA before, cuBLAS says that it sets its context.
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")]
 
 SIZES: dict[str, Any] = {
     "num_layers": 1,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import importlib
 from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
@@ -23,7 +24,6 @@ from megatron.core.distributed.fsdp import (
     microbatch,
 )
 from megatron.core.distributed.fsdp.config.placement import STRATEGIES, strategy_placements
-from megatron.core.distributed.fsdp.runtime import context as context_module
 from megatron.core.distributed.fsdp.runtime.streams import CudaStreams
 from tests.support.delayed_streams import DelayedStreams
 from tests.support.launch import run_ranks
@@ -150,7 +150,8 @@ def _trace(
 ) -> tuple[list[float], torch.Tensor]:
     """Losses and final weights of a short training on these streams."""
     _, net = make_nets(torch.bfloat16)
-    with patch.object(context_module, "make_streams", streams), fully_shard_context() as context:
+    fully_shard_module = importlib.import_module("megatron.core.distributed.fsdp.api.fully_shard")
+    with patch.object(fully_shard_module, "make_streams", streams), fully_shard_context() as context:
         shard(net, strategy, **options)
     assert type(context.streams) is streams
     context.poisons = True
