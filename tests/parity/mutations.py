@@ -30,6 +30,9 @@ PROBES = {
     "sp": "gpt-tp2+sp-optim_grads-m4-mean",
     "cp": "gpt-cp2-optim_grads_params-m1-mean",
     "pp": "gpt-pp2-optim_grads_params-m4-mean",
+    "vp": "gpt-pp2+vp2-optim_grads_params-m4-token",
+    "mtp": "mtp-pp2-optim-m1-mean",
+    "mtp cp": "mtp-cp2-optim_grads_params-m4-token",
     "ep": "moe-ep2-optim_grads_params-m4-mean",
     "moe sp": "moe-tp2+sp-optim_grads_params-m1-token",
     "moe cp": "moe-cp2-hfsdp-m1-token",
@@ -344,7 +347,88 @@ def _parts_are_matrices_of_their_own(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(shared_matrix, "_tensor_split", lambda group, index: (None, 0))
 
 
+def _stages_of_a_rank_follow_each_other(patch: pytest.MonkeyPatch) -> None:
+    from megatron.core.transformer import transformer_block
+
+    stage_of = transformer_block.stage_of
+
+    def consecutive(config: Any, *, pp_rank: int, vp_stage: int | None, num_ranks: int) -> Any:
+        stages = config.virtual_pipeline_model_parallel_size or 1
+        index = pp_rank * stages + (vp_stage or 0)
+        return stage_of(config, pp_rank=index % num_ranks, vp_stage=None if stages == 1 else index // num_ranks)
+
+    patch.setattr(transformer_block, "stage_of", consecutive)
+
+
+def _stages_have_the_first_microbatch_alone(patch: pytest.MonkeyPatch) -> None:
+    from megatron.training.loop.stage_forward import SharedBatches
+
+    get: Any = SharedBatches.__getitem__
+    first: dict[int, Any] = {}
+
+    def mixed_up(self: Any, index: int) -> Any:
+        batch = get(self, index)
+        return first.setdefault(id(self), batch)
+
+    patch.setattr(SharedBatches, "__getitem__", mixed_up)
+
+
+def _the_norm_is_of_the_last_stage_of_a_rank(patch: pytest.MonkeyPatch) -> None:
+    from megatron.core.distributed.fsdp.flat_optimizer.flat_norm import FlatGradNorm
+
+    init = FlatGradNorm.__init__
+
+    def of_one(self: Any, groups: Any) -> None:
+        contexts = [group.context() for group in groups]
+        init(self, [group for group, own in zip(groups, contexts, strict=True) if own is contexts[-1]])
+
+    patch.setattr(FlatGradNorm, "__init__", of_one)
+
+
+def _tokens_are_not_rolled(patch: pytest.MonkeyPatch) -> None:
+    from megatron.core.transformer import multi_token_prediction
+
+    patch.setattr(multi_token_prediction, "roll_tensor", lambda tensor, **_: (tensor, None))
+
+
+def _parts_of_a_sequence_are_rolled_by_themselves(patch: pytest.MonkeyPatch) -> None:
+    from megatron.core.transformer import multi_token_prediction
+
+    roll = multi_token_prediction.roll_tensor
+    patch.setattr(
+        multi_token_prediction, "roll_tensor", lambda tensor, cp_group=None, **settings: roll(tensor, **settings)
+    )
+
+
+def _losses_of_later_tokens_know_no_microbatches(patch: pytest.MonkeyPatch) -> None:
+    from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLosses
+
+    patch.setattr(MultiTokenPredictionLosses, "set_num_microbatches", lambda self, _: setattr(self, "scale", 0.25))
+
+
+def _the_embeddings_of_later_tokens_keep_their_gradients(patch: pytest.MonkeyPatch) -> None:
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    mark: Any = GPTModel._mark_embedding
+
+    def unmarked(self: Any) -> None:
+        mark(self)
+        for module in self.embedding.children():
+            module.set_parameter_attribute("weight", "shared_embedding", False)
+
+    patch.setattr(GPTModel, "_mark_embedding", unmarked)
+
+
 MUTATIONS = {
+    "stages of a rank follow each other": Mutation(_stages_of_a_rank_follow_each_other, "vp"),
+    "stages of a rank have the first microbatch alone": Mutation(_stages_have_the_first_microbatch_alone, "vp"),
+    "the norm is of the last stage of a rank": Mutation(_the_norm_is_of_the_last_stage_of_a_rank, "vp"),
+    "tokens are not rolled": Mutation(_tokens_are_not_rolled, "mtp cp"),
+    "parts of a sequence are rolled by themselves": Mutation(_parts_of_a_sequence_are_rolled_by_themselves, "mtp cp"),
+    "losses of later tokens know no microbatches": Mutation(_losses_of_later_tokens_know_no_microbatches, "mtp"),
+    "the embeddings of later tokens keep their gradients": Mutation(
+        _the_embeddings_of_later_tokens_keep_their_gradients, "mtp"
+    ),
     "auxiliary losses are not scaled": Mutation(_auxiliary_losses_are_not_scaled, "moe sp, moe cp"),
     "the loss scale is undone after clipping": Mutation(
         _the_loss_scale_is_undone_after_clipping, "fsdp, hfsdp, moe sp, moe cp"

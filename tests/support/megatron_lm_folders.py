@@ -219,6 +219,25 @@ def write_fsdp_dtensor(folder: Path, weights: Tensors, *, gated: bool, tied: boo
     return folder
 
 
+def write_legacy_chunks(folder: Path, weights: Tensors, *, gated: bool, num_ranks: int) -> Path:
+    """Archives of a model of two layers on two pipeline ranks with two stages each: embedding, a layer, a layer, output."""
+    whole = write_legacy(folder / "whole", weights, gated=gated, num_ranks=num_ranks, num_stages=1)
+    for rank in range(num_ranks):
+        content = torch.load(whole / "iter_0000007" / f"mp_rank_{rank:02d}" / "model_optim_rng.pt", weights_only=False)
+        model = content.pop("model")
+        parts: list[dict[str, Any]] = [{}, {}, {}, {}]
+        for name, tensor in model.items():
+            layer = name.startswith("decoder.layers.")
+            stage = 1 + int(name.split(".")[2]) if layer else 0 if name.startswith("embedding.") else 3
+            parts[stage][name.replace("layers.1.", "layers.0.") if layer else name] = tensor
+        for stage in range(2):
+            path = folder / "iter_0000007" / f"mp_rank_{rank:02d}_{stage:03d}"
+            path.mkdir(parents=True)
+            torch.save({**content, "model0": parts[stage], "model1": parts[2 + stage]}, path / "model_optim_rng.pt")
+    (folder / "latest_checkpointed_iteration.txt").write_text("7")
+    return folder
+
+
 def write_legacy(folder: Path, weights: Tensors, *, gated: bool, num_ranks: int, num_stages: int) -> Path:
     """One archive for each tensor- and pipeline-parallel rank."""
     num_layers = 1 + max(int(name.split(".")[2]) for name in weights if name.startswith("decoder.layers."))

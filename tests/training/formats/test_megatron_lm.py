@@ -19,6 +19,7 @@ from tests.support.megatron_lm_folders import (
     weights_and_architecture,
     write_fsdp_dtensor,
     write_legacy,
+    write_legacy_chunks,
     write_torch_dist,
 )
 from tools.checkpoint import convert
@@ -66,6 +67,13 @@ def test_legacy_folders_by_tensor_and_pipeline_rank(name: str, num_ranks: int, n
     folder = write_legacy(tmp_path, weights, gated=gated, num_ranks=num_ranks, num_stages=num_stages)
     found = _found(folder)
     assert found.kind == "Megatron-LM, torch"
+    _check(name, found, weights, architecture)
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_legacy_folders_of_ranks_with_several_stages(name: str, tmp_path: Path) -> None:
+    weights, architecture = weights_and_architecture(name)
+    found = _found(write_legacy_chunks(tmp_path, weights, gated=architecture["gated_linear_unit"], num_ranks=2))
     _check(name, found, weights, architecture)
 
 

@@ -190,6 +190,7 @@ def test_stages_that_take_turns_keep_the_graphs_of_the_warm_up(case: Case) -> No
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_two_stages_over_nccl_train_as_one_process_does() -> None:
     cases = [Case(microbatches=m, tied=tied, evaluates=True) for m, tied in product((1, 4), (False, True))]
+    cases += [Case(virtual=2, microbatches=m, tied=True, evaluates=True, overlaps=m > 2) for m in (2, 6)]
     ranks = run_ranks(2, _train_cases, cases, backend="nccl")
     for index, case in enumerate(cases):
         expected = plain_outcome_of(case)

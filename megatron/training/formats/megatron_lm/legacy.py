@@ -1,6 +1,7 @@
 """Megatron-LM's folders of ``--ckpt-format torch``: one archive of ``torch.save`` for each tensor- and pipeline-parallel rank.
 
-Each archive has the rank's part of the model under ``model``, with layers counted within the stage. Matrices are cut by rows or by
+Each archive has the rank's part of the model under ``model``, with layers counted within the stage; where a rank has several
+stages, they are under ``model0``, ``model1`` and so on. Matrices are cut by rows or by
 columns; the rows of a gated one are the gate and what it gates of this rank.
 """
 
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -71,13 +73,19 @@ def open_legacy(folder: Path) -> ForeignCheckpoint:
         }
         ties = architecture["share_embeddings_and_output_weights"]
         read = {part.source for view in found.values() for part in view.parts}
+        # The stage of multi-token prediction has a copy of the embedding.
+        shared = (
+            {name for name in found if name.startswith("embedding.")} if architecture.get("mtp_num_layers") else set()
+        )
 
         def is_copy(name: str) -> bool:
             """Return whether another rank's copy is read, or a copy of the embedding."""
             own = name.partition(": ")[2]
-            return any(
-                source.endswith(f": {own}") for source in read if source.split(",")[0] == name.split(",")[0]
-            ) or (bool(ties) and own in (EMBEDDING, OUTPUT))
+            return (
+                any(source.endswith(f": {own}") for source in read if source.split(",")[0] == name.split(",")[0])
+                or (bool(ties) and own in (EMBEDDING, OUTPUT))
+                or own in shared
+            )
 
         check_stored(
             found, entries, folder, unused=is_copy, may_be_longer=lambda name: name.endswith((EMBEDDING, OUTPUT))
@@ -91,7 +99,7 @@ def open_legacy(folder: Path) -> ForeignCheckpoint:
 
 
 def _read(folder: Path) -> _Stages:
-    found: dict[tuple[int, int], dict[str, ArchivedTensor]] = {}
+    found: dict[tuple[int, int], list[dict[str, ArchivedTensor]]] = {}
     for path in sorted(folder.glob(RANK_FOLDER)):
         match = _NAME.fullmatch(path.name)
         if match is None or match["ep"] is not None:
@@ -109,10 +117,15 @@ def _read(folder: Path) -> _Stages:
     ]
     if missing:
         raise FileNotFoundError(f"{folder} must have a folder for each rank, got none of {', '.join(missing[:8])}")
+    if len(numbers := {len(chunks) for chunks in found.values()}) > 1:
+        raise ValueError(
+            f"{folder} must have as many stages on each rank, got {' and '.join(map(str, sorted(numbers)))}"
+        )
     stages, first_layer = [], 0
-    for stage in range(num_stages):
+    # Ranks with several stages take turns: all their first ones come before all their second ones.
+    for chunk, stage in product(range(numbers.pop()), range(num_stages)):
         ranks = [
-            {_with_layer(name, first_layer): tensor for name, tensor in found[stage, rank].items()}
+            {_with_layer(name, first_layer): tensor for name, tensor in found[stage, rank][chunk].items()}
             for rank in range(num_ranks)
         ]
         stages.append(ranks)
@@ -124,22 +137,31 @@ def _with_layer(name: str, first: int) -> str:
     return _LAYER.sub(lambda match: f"decoder.layers.{int(match[1]) + first}.", name)
 
 
-def _tensors(path: Path, file: str) -> dict[str, ArchivedTensor]:
+def _tensors(path: Path, file: str) -> list[dict[str, ArchivedTensor]]:
+    """Return the tensors of each pipeline stage of a rank: of one, or of several that take turns (virtual stages)."""
     if not path.is_file():
         raise FileNotFoundError(f"{path} must be there, got no such file; restore it")
     content = read_archive(path, file=file)
-    model = content.get("model") if isinstance(content, Mapping) else None
-    if not isinstance(model, Mapping):
-        chunks = "model0" in content if isinstance(content, Mapping) else False
-        what = "several model chunks (a virtual pipeline)" if chunks else "none"
-        raise NotImplementedError(f"{path} must hold one model under the key model, got {what}")
-    tensors = {name: value for name, value in _flat(model).items() if isinstance(value, ArchivedTensor)}
-    for name, tensor in tensors.items():
-        if not tensor.is_contiguous:
-            raise NotImplementedError(
-                f"{path}: {name} must be stored in the order of its elements, got a view of others"
-            )
-    return tensors
+    held = content if isinstance(content, Mapping) else {}
+    models = (
+        [held["model"]]
+        if "model" in held
+        else [held[key] for key in map("model{}".format, range(len(held))) if key in held]
+    )
+    if not models or not all(isinstance(model, Mapping) for model in models):
+        raise NotImplementedError(
+            f"{path} must hold a model under the key model, or its stages under model0, model1, ..., got none"
+        )
+    stages = []
+    for model in models:
+        tensors = {name: value for name, value in _flat(model).items() if isinstance(value, ArchivedTensor)}
+        for name, tensor in tensors.items():
+            if not tensor.is_contiguous:
+                raise NotImplementedError(
+                    f"{path}: {name} must be stored in the order of its elements, got a view of others"
+                )
+        stages.append(tensors)
+    return stages
 
 
 def _flat(model: Mapping[str, Any]) -> dict[str, Any]:
