@@ -78,6 +78,9 @@ def comparable(architecture: Architecture) -> dict[str, Any]:
     """
     settings = dict(architecture)
     settings.pop("padded_vocab_size", None)
+    # Layers of multi-token prediction may be left out, and which a checkpoint has, its tensors say.
+    settings.pop("mtp_num_layers", None)
+    settings.pop("mtp_use_repeated_layer", None)
     if settings.get("position_embedding_type") != "learned_absolute":
         settings.pop("max_position_embeddings", None)
     size, windows = windows_of_layers(settings)

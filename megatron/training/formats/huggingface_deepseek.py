@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
+from megatron.core.distributed.fsdp.checkpoint import Part
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import yarn_mscale
 from megatron.training.formats.architecture import Architecture, comparable, layers_with_experts
 from megatron.training.formats.huggingface_llama import (
@@ -18,7 +20,7 @@ from megatron.training.formats.huggingface_llama import (
     mlp,
     require,
 )
-from megatron.training.formats.rules import Table, same
+from megatron.training.formats.rules import Rule, Subject, Table, same
 
 _NAMES = ("gate_proj.weight", "up_proj.weight", "down_proj.weight")
 _SCORED_EXPERTS = 2
@@ -41,8 +43,7 @@ def _attention() -> dict[str, Any]:
     }
 
 
-TABLE: Table = {
-    **OUTSIDE,
+_LAYERS: Table = {
     **_attention(),
     LAYER + "input_layernorm.weight": same(THERE + "input_layernorm.weight"),
     LAYER + "pre_mlp_layernorm.weight": same(THERE + "post_attention_layernorm.weight"),
@@ -51,6 +52,33 @@ TABLE: Table = {
     LAYER + "mlp.router.expert_bias": same(THERE + "mlp.gate.e_score_correction_bias"),
     **mlp("mlp.shared_experts.", *(f"mlp.shared_experts.{name}" for name in _NAMES)),
     **mlp("mlp.experts.local_experts.{expert}.", *(f"mlp.experts.{{expert}}.{name}" for name in _NAMES)),
+}
+
+
+def _behind(rule: Rule) -> Rule:
+    """Read from a layer of multi-token prediction, which are counted on behind the model's there."""
+
+    def parts(own: Subject) -> list[Part]:
+        layer = own.architecture["num_layers"] + int(own.numbers["layer"])
+        return rule(replace(own, numbers={**own.numbers, "layer": str(layer)}))
+
+    return parts
+
+
+_MTP = "mtp.layers.{layer}."
+TABLE: Table = {
+    **OUTSIDE,
+    **_LAYERS,
+    **{f"{_MTP}mtp_model_layer.{ours.removeprefix(LAYER)}": _behind(rule) for ours, rule in _LAYERS.items()},
+    **{
+        f"{_MTP}{ours}.weight": _behind(same(f"{THERE}{theirs}.weight"))
+        for ours, theirs in (
+            ("enorm", "enorm"),
+            ("hnorm", "hnorm"),
+            ("eh_proj", "eh_proj"),
+            ("final_layernorm", "shared_head.norm"),
+        )
+    },
 }
 
 
@@ -84,7 +112,10 @@ def settings(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_of_later_tokens(config: Mapping[str, Any], name: str) -> bool:
-    """Return whether a tensor is of a layer behind the last: multi-token prediction, which transformers leaves out, too."""
+    """Return whether a tensor is of a layer behind the last: multi-token prediction, which transformers leaves out, too.
+
+    A run may have such layers; then these tensors are read, but for copies of embedding and output layer.
+    """
     layer = name.removeprefix("model.layers.").partition(".")[0]
     return layer.isdigit() and int(layer) >= int(config["num_hidden_layers"])
 
@@ -164,6 +195,8 @@ def config(settings: Architecture) -> dict[str, Any]:
     """Return the ``config.json`` of our settings, which may say less than they do."""
     if not settings.get("multi_latent_attention"):
         raise NotImplementedError("its attention is multi-latent")
+    if settings.get("mtp_use_repeated_layer"):
+        raise NotImplementedError("each of its layers of multi-token prediction has weights of its own")
     plain = {"rope_scaling": False, "rotary_seq_len_interpolation_factor": None, "rotary_percent": 1.0}
     base = llama_config({**settings, **plain})
     rope: dict[str, Any] = {"rope_type": "default"}
@@ -196,12 +229,12 @@ def config(settings: Architecture) -> dict[str, Any]:
 def _expert_config(settings: Architecture) -> dict[str, Any]:
     layers = settings["num_layers"]
     if settings.get("num_moe_experts") is None:
-        return {"first_k_dense_replace": layers, "num_nextn_predict_layers": 0}
+        return {"first_k_dense_replace": layers, "num_nextn_predict_layers": settings.get("mtp_num_layers") or 0}
     width = settings.get("moe_ffn_hidden_size") or settings["ffn_hidden_size"]
     has_experts = layers_with_experts(settings)
     return {
         "first_k_dense_replace": has_experts.index(1) if 1 in has_experts else layers,
-        "num_nextn_predict_layers": 0,
+        "num_nextn_predict_layers": settings.get("mtp_num_layers") or 0,
         "moe_intermediate_size": width,
         "n_routed_experts": settings["num_moe_experts"],
         "n_shared_experts": (settings.get("moe_shared_expert_intermediate_size") or 0) // width,

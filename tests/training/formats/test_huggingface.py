@@ -276,6 +276,42 @@ def test_layers_of_multi_token_prediction_are_left_out(tmp_path: Path) -> None:
         found.reader(found.architecture)
 
 
+def test_a_model_with_multi_token_prediction_reads_its_layers(tmp_path: Path) -> None:
+    """They lie behind the last layer, with copies of embedding and output layer, which are not read."""
+    folder = _copy("deepseek_v3", tmp_path / "model", lambda config: None)
+    tensors = load_file(folder / "model.safetensors")
+    further = {name.replace("layers.1.", "layers.2."): t.clone() for name, t in tensors.items() if "layers.1." in name}
+    width = tensors["model.norm.weight"].shape[0]
+    for name, shape in {
+        "enorm": (width,), "hnorm": (width,), "shared_head.norm": (width,), "eh_proj": (width, 2 * width),
+        "embed_tokens": tensors["lm_head.weight"].shape, "shared_head.head": tensors["lm_head.weight"].shape,
+    }.items():  # fmt: skip
+        further[f"model.layers.2.{name}.weight"] = torch.rand(shape)
+    save_file(tensors | further, folder / "model.safetensors")
+    found = find_foreign(folder)
+    assert found is not None
+    architecture = found.architecture | {"mtp_num_layers": 1, "mtp_use_repeated_layer": False}
+    reader, model = found.reader(architecture), build_model(architecture)
+    weights = {key: reader.tensor(key) for key in model.state_dict()}
+    model.load_state_dict(weights, strict=True)
+    assert torch.equal(weights["mtp.layers.0.eh_proj.weight"], further["model.layers.2.eh_proj.weight"])
+    assert torch.equal(
+        weights["mtp.layers.0.final_layernorm.weight"], further["model.layers.2.shared_head.norm.weight"]
+    )
+    of_last = {key: weight for key, weight in weights.items() if key.startswith("decoder.layers.1.")}
+    assert of_last
+    for key, weight in of_last.items():
+        assert torch.equal(weights[key.replace("decoder.layers.1.", "mtp.layers.0.mtp_model_layer.")], weight)
+    family, config = family_for(architecture)
+    assert family.model_type == "deepseek_v3" and config["num_nextn_predict_layers"] == 1
+    del further["model.layers.2.hnorm.weight"]
+    save_file(tensors | further, folder / "model.safetensors")
+    with pytest.raises(ValueError, match=r"missing: model\.layers\.2\.hnorm\.weight"):
+        found = find_foreign(folder)
+        assert found is not None
+        found.reader(architecture)
+
+
 def test_missing_and_other_tensors_are_named(tmp_path: Path) -> None:
     folder = _copy("gpt2", tmp_path / "model", lambda config: None)
     tensors = load_file(folder / "model.safetensors")
