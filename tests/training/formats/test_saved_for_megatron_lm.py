@@ -37,6 +37,12 @@ def _train(root: str) -> dict[str, Run]:
         runs[f"{kind} resumes"] = train_one(
             f"{saved} --load {root}/{kind} --expert-model-parallel-size 2 --async-save".split()
         )
+    muon = f"{_RUN} --optimizer muon --muon-fp32-matmul-prec high"
+    runs["muon"] = train_one(muon.split())
+    saved = f"{muon} --save {root}/muon --ckpt-format torch_dist"
+    runs["muon begins"] = train_one(f"{saved} --exit-interval 2".split())
+    dist.barrier()
+    runs["muon resumes"] = train_one(f"{saved} --load {root}/muon".split())
     halves = f"{TINY} {SHARDED} --bf16 --use-precision-aware-optimizer"
     runs["halves"] = train_one(halves.split())
     runs["halves begin"] = train_one(
@@ -62,6 +68,13 @@ def test_a_run_resumes_under_another_split(trained: tuple[Path, dict[str, Run]],
     assert list(begins.losses) == [1, 2] and list(resumes.losses) == [3, 4]
     for iteration, loss in {**begins.losses, **resumes.losses}.items():
         assert loss == pytest.approx(whole.losses[iteration], abs=2e-5)
+
+
+def test_a_run_with_muon_resumes(trained: tuple[Path, dict[str, Run]]) -> None:
+    """Matrices have momentum, all else AdamW's state: neither is of all weights."""
+    whole, begins, resumes = (trained[1][name] for name in ("muon", "muon begins", "muon resumes"))
+    assert begins.error is None and resumes.error is None, (begins.error, resumes.error)
+    assert {**begins.losses, **resumes.losses} == whole.losses and list(resumes.losses) == [3, 4]
 
 
 @pytest.mark.parametrize("kind", FORMATS)

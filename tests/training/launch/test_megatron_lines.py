@@ -30,6 +30,7 @@ LINES = (
     "moe/gpt3_mcore_cp2_pp2_ep2_te_4experts2parallel_nondeterministic",
     "moe/gpt3_mcore_te_tp2_pp1_te_8experts2parallel_dist_optimizer",
     "moe/gpt3_mcore_te_tp2_zp_z3_resume_torch_dist_te_8experts2parallel_top2router",
+    "moe/gpt3_moe_mcore_te_ep8_resume_torch_dist_dist_muon_param_layout",
     "moe/gpt3_moe_mcore_te_ep8_resume_torch_dist_dist_optimizer",
     "mixtral/mixtral_8x7b_alltoall_tp2pp4ep4_release_sm",
 )

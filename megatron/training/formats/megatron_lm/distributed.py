@@ -140,7 +140,7 @@ def in_our_names(stored: CheckpointReader, architecture: Architecture) -> Tensor
     for key in STATE_KEYS:
         # A checkpoint of before 2026-11-22 has it under our names.
         if names.get(key) and not any(f"optimizer.state.{name}.{key}" in stored.entries for name in parameters):
-            found = state_views(key, names, stored.entries, parameters, architecture, stored.folder)
+            found = state_views(key, names, stored.entries, parameters, architecture, stored.folder, of_all=False)
             views |= {f"optimizer.state.{name}.{key}": view for name, view in found.items()}
     theirs = {full for by_name in names.values() for full in by_name.values()}
     kept = [name for name in stored.entries if name.startswith(_OURS) and not (name in theirs or _is_group_meta(name))]

@@ -70,14 +70,21 @@ def state_views(
     sizes: Mapping[str, torch.Size],
     architecture: Architecture,
     where: Path,
+    *,
+    of_all: bool = True,
 ) -> dict[str, View]:
     """Return the state ``key`` of all weights as views, by the weights' names.
+
+    Args:
+        of_all: all weights have it; else those that have it there, as with Muon, which leaves some to AdamW.
 
     Raises:
         ValueError: some weight has none there, or of another shape; names it.
     """
     stored = names.get(key, {})
     found = views_in(_whole(stored, entries, sizes), sizes, architecture, "")
+    if not of_all:
+        found = {name: view for name, view in found.items() if all(part.source in stored for part in view.parts)}
     return _checked(found, stored, entries, f"{where} (optimizer state {key})")
 
 
