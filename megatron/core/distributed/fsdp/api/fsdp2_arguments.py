@@ -29,7 +29,8 @@ def check_unserved(arguments: Mapping[str, Any]) -> None:
     offload = arguments["offload_policy"]
     if offload is not None and type(offload) is not OffloadPolicy:
         raise NotImplementedError(
-            f"offload_policy must be left out, got {offload}: shards stay on the mesh's device; shard over more ranks instead"
+            f"offload_policy must be left out, got {offload}: shards stay on the mesh's device; FlatAdamW(..., offload_fraction=1.0) "
+            "keeps optimizer state and fp32 weights in the host's memory"
         )
     if arguments["shard_placement_fn"] is not None:
         raise NotImplementedError(

@@ -22,16 +22,16 @@ class HostState(FlatState):
     Args:
         keeps_remainder: the engine's main weights are the upper halves of the fp32 ones; the lower halves are then state for
             checkpoints, made when it is asked for.
-        pin_memory: state is in page-locked memory, from which the device copies by itself.
+        pin_memory: main weights are in page-locked memory, from which the device copies by itself.
 
     Attributes:
         whole: [N] fp32 main weights.
     """
 
     def __init__(self, group: FsdpParameterGroup, *, keeps_remainder: bool, pin_memory: bool) -> None:
-        self._pins = pin_memory and group.device.type == "cuda"
+        pins = pin_memory and group.device.type == "cuda"
         self._splits = keeps_remainder
-        self.whole = self._zeros(group.weights.main.local, torch.float32)
+        self.whole = torch.zeros(group.weights.main.local.shape, dtype=torch.float32, device="cpu", pin_memory=pins)
         super().__init__(group, keeps_remainder=False)
         group.optimizer_state_nbytes = 0
         group.host_state_nbytes = sum(flat.nbytes for flat in (*self._flat.values(), self.whole))
@@ -39,7 +39,7 @@ class HostState(FlatState):
         self.drop_stale_remainder(group)
 
     def _zeros(self, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        return torch.zeros(like.shape, dtype=dtype, device="cpu", pin_memory=self._pins)
+        return torch.zeros(like.shape, dtype=dtype, device="cpu")
 
     def _make_shard(self, group: FsdpParameterGroup) -> None:
         self._addresses = (group.weights.main.local.data_ptr(), group.weights.model.local.data_ptr())

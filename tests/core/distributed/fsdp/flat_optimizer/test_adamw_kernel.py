@@ -87,7 +87,8 @@ def _skip_a_step(updates: tuple[adamw_update.TorchUpdate, ...]) -> None:
         model = torch.zeros(NUMEL, dtype=torch.float16)
         before = [tensor.clone() for tensor in (*tensors, table.steps)]
         blocks = update.blocks(RUNS, torch.device("cpu"))
-        shard = FlatShard(*tensors, remainder=None, model=model, runs=RUNS, blocks=blocks)
+        main, exp_avg, exp_avg_sq = tensors
+        shard = FlatShard(main, exp_avg, exp_avg_sq, remainder=None, model=model, runs=RUNS, blocks=blocks)
         grads = torch.full((NUMEL,), float("inf"))
         for found in (1.0, 0.0):
             update.write_coefficients(table, torch.tensor(float("nan") if found else 0.0), torch.tensor([found]))
