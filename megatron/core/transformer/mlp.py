@@ -87,7 +87,7 @@ class MLP(MegatronModule):
         self.linear_fc2 = build_module(
             submodules.linear_fc2,
             width,
-            config.hidden_size,
+            self.input_size if is_expert else config.hidden_size,
             config=config,
             init_method=config.output_layer_init_method,
             input_is_parallel=True,

@@ -272,6 +272,11 @@ class TransformerConfig(ModelParallelConfig):
     """Coefficient of the load-balancing loss; 0: there is none. A list: one for each loss."""
     moe_z_loss_coeff: float | None = None
     """Coefficient of the z-loss, the mean squared log-sum-exp of the router's logits; None: there is none."""
+    moe_latent_size: int | None = None
+    """Width of the routed experts' input and output, between two projections of the layer; None: hidden_size. Router and shared
+    experts see the hidden states themselves."""
+    moe_apply_probs_on_input: bool = False
+    """The probability multiplies an expert's input, not its result; with ``moe_router_topk=1`` alone."""
     moe_shared_expert_intermediate_size: int | None = None
     """Total width of the shared experts, which compute all tokens; None: there are none."""
     moe_shared_expert_gate: bool = False

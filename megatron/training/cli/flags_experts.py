@@ -38,6 +38,16 @@ def _add_shape_flags(group: argparse._ArgumentGroup) -> None:
         "--moe-ffn-hidden-size", type=int, help="width inside an expert (default: that of the dense MLP)"
     )
     group.add_argument(
+        "--moe-latent-size",
+        type=int,
+        help="width of the routed experts' input, between two projections (default: --hidden-size)",
+    )
+    group.add_argument(
+        "--moe-apply-probs-on-input",
+        action="store_true",
+        help="the probability multiplies an expert's input, not its result; with --moe-router-topk 1",
+    )
+    group.add_argument(
         "--moe-shared-expert-intermediate-size",
         type=int,
         help="width of a shared expert, which computes all tokens (default: none)",
@@ -137,6 +147,8 @@ DEFAULTS_OF_EXPERTS: dict[str, object] = {
     "expert_tensor_parallel_size": None,
     "moe_layer_freq": 1,
     "moe_ffn_hidden_size": None,
+    "moe_latent_size": None,
+    "moe_apply_probs_on_input": False,
     "moe_shared_expert_intermediate_size": None,
     "moe_shared_expert_gate": False,
     "moe_grouped_gemm": False,
@@ -163,6 +175,8 @@ DEFAULTS_OF_EXPERTS: dict[str, object] = {
 _SAME_NAME_IN_TRANSFORMER_CONFIG = (
     "moe_layer_freq",
     "moe_ffn_hidden_size",
+    "moe_latent_size",
+    "moe_apply_probs_on_input",
     "moe_shared_expert_intermediate_size",
     "moe_shared_expert_gate",
     "moe_grouped_gemm",

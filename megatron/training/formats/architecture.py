@@ -99,7 +99,13 @@ def comparable(architecture: Architecture) -> dict[str, Any]:
             settings.pop("moe_shared_expert_intermediate_size", None)
             settings.pop("moe_shared_expert_gate", None)
         settings["moe_router_topk_scaling_factor"] = settings.get("moe_router_topk_scaling_factor") or 1.0
-        for name in ("moe_router_num_groups", "moe_router_group_topk", "moe_router_enable_expert_bias"):
+        for name in (
+            "moe_router_num_groups",
+            "moe_router_group_topk",
+            "moe_router_enable_expert_bias",
+            "moe_latent_size",
+            "moe_apply_probs_on_input",
+        ):
             if not settings.get(name):
                 settings.pop(name, None)
         if all(settings["moe_layer_freq"]):

@@ -26,6 +26,7 @@ _OF_ROPE = {
 _OF_EXPERTS = {
     "num_moe_experts": "--num-experts",
     "moe_ffn_hidden_size": "--moe-ffn-hidden-size",
+    "moe_latent_size": "--moe-latent-size",
     "moe_shared_expert_intermediate_size": "--moe-shared-expert-intermediate-size",
     "moe_router_topk": "--moe-router-topk",
     "moe_router_score_function": "--moe-router-score-function",
@@ -78,6 +79,7 @@ _SWITCHES = {
     "rotary_interleaved": "--rotary-interleaved",
     "moe_shared_expert_gate": "--moe-shared-expert-gate",
     "moe_router_pre_softmax": "--moe-router-pre-softmax",
+    "moe_apply_probs_on_input": "--moe-apply-probs-on-input",
     "moe_router_enable_expert_bias": "--moe-router-enable-expert-bias",
 }
 

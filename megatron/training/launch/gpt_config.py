@@ -62,6 +62,8 @@ _ARCHITECTURE_OF_EXPERTS = (
     "num_moe_experts",
     "moe_layer_freq",
     "moe_ffn_hidden_size",
+    "moe_latent_size",
+    "moe_apply_probs_on_input",
     "moe_shared_expert_intermediate_size",
     "moe_shared_expert_gate",
     "moe_router_topk",

@@ -62,5 +62,8 @@ def _expert_weights(config: TransformerConfig) -> int:
     width = config.moe_ffn_hidden_size or config.ffn_hidden_size
     assert width and config.num_moe_experts
     router = config.hidden_size * config.num_moe_experts
-    widths = config.moe_router_topk * width + (config.moe_shared_expert_intermediate_size or 0)
-    return router + _mlp_weights(config, widths)
+    shared = _mlp_weights(config, config.moe_shared_expert_intermediate_size or 0)
+    routed = _mlp_weights(config, config.moe_router_topk * width)
+    if config.moe_latent_size is not None:
+        routed = routed * config.moe_latent_size // config.hidden_size + 2 * config.hidden_size * config.moe_latent_size
+    return router + shared + routed

@@ -152,6 +152,11 @@ CONTRADICTORY: list[tuple[dict[str, Any], str]] = [
         {"num_moe_experts": 2, "moe_router_bias_update_rate": 0.1},
         "moe_router_bias_update_rate must go with moe_router_enable_expert_bias, got 0.1 without",
     ),
+    ({"num_moe_experts": 2, "moe_latent_size": 4}, "moe_latent_size must be at least 1 and go with .* got 4 and True"),
+    (
+        {"num_moe_experts": 2, "moe_apply_probs_on_input": True},
+        "moe_apply_probs_on_input must go with moe_router_topk=1, got 2",
+    ),
     ({"moe_shared_expert_gate": True}, "moe_shared_expert_gate must go with moe_shared_expert_intermediate_size"),
     (
         {"num_moe_experts": 2, "moe_shared_expert_intermediate_size": 8},

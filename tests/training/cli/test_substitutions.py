@@ -42,6 +42,8 @@ CASES: list[tuple[str, str]] = [
     ("--expert-tensor-parallel-size 2", ""),
     ("--moe-layer-freq 2", ""),
     ("--moe-ffn-hidden-size 8", ""),
+    ("--moe-latent-size 8", ""),
+    ("--moe-apply-probs-on-input", ""),
     ("--moe-shared-expert-intermediate-size 8", ""),
     ("--moe-shared-expert-gate", ""),
     ("--moe-grouped-gemm", ""),

@@ -238,6 +238,7 @@ def _mlp_spec(modules: _Modules, num_experts: int | None, moe_grouped_gemm: bool
         submodules=MoESubmodules(
             experts=modules.experts if moe_grouped_gemm else modules.experts_one_by_one,
             shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=shared),
+            latent_projection=modules.whole,
         ),
     )
 

@@ -120,6 +120,7 @@ class SequentialMLP(MegatronModule):
                 config,
                 submodules,
                 is_expert=True,
+                input_size=config.moe_latent_size or config.hidden_size,
                 ffn_hidden_size=config.moe_ffn_hidden_size or config.ffn_hidden_size,
                 pg_collection=pg_collection,
             )
@@ -203,13 +204,13 @@ class TEGroupedMLP(ExpertMLP):
         self.num_local_experts, self.activation_func = num_local_experts, config.activation_func
         self.adds_bias = group_rank(group_of(pg_collection, "expt_tp")) == 0
         width = config.moe_ffn_hidden_size or config.ffn_hidden_size or 4 * config.hidden_size
-        gated = config.gated_linear_unit
+        gated, hidden = config.gated_linear_unit, config.moe_latent_size or config.hidden_size
         shared = {"config": config, "bias": config.add_bias_linear, "skip_bias_add": True, "is_expert": True}
         shared["tp_group"] = group_of(pg_collection, "expt_tp")
         self.linear_fc1 = build_module(
             submodules.linear_fc1,
             num_local_experts,
-            config.hidden_size,
+            hidden,
             2 * width if gated else width,
             init_method=config.init_method,
             stride=2 if gated else 1,
@@ -219,7 +220,7 @@ class TEGroupedMLP(ExpertMLP):
             submodules.linear_fc2,
             num_local_experts,
             width,
-            config.hidden_size,
+            hidden,
             init_method=config.output_layer_init_method,
             **shared,
         )

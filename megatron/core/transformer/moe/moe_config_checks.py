@@ -15,6 +15,8 @@ _NEEDS_EXPERTS = (
     "moe_aux_loss_coeff",
     "moe_z_loss_coeff",
     "moe_shared_expert_intermediate_size",
+    "moe_latent_size",
+    "moe_apply_probs_on_input",
     "moe_grouped_gemm",
     "moe_expert_capacity_factor",
     "moe_expert_rank_capacity_factor",
@@ -194,6 +196,15 @@ MOE_CONTRADICTIONS: list[tuple[Callable[[TransformerConfig], bool], str]] = [
     (
         lambda c: not c.moe_router_enable_expert_bias and c.moe_router_bias_update_rate != 1e-3,
         "moe_router_bias_update_rate must go with moe_router_enable_expert_bias, got {moe_router_bias_update_rate} without",
+    ),
+    (
+        lambda c: c.moe_latent_size is not None and (c.moe_latent_size < 1 or c.add_bias_linear),
+        "moe_latent_size must be at least 1 and go with add_bias_linear=False (or None for hidden_size), got {moe_latent_size} and"
+        " {add_bias_linear}",
+    ),
+    (
+        lambda c: c.moe_apply_probs_on_input and c.moe_router_topk != 1,
+        "moe_apply_probs_on_input must go with moe_router_topk=1, got {moe_router_topk}: each token has one input",
     ),
     (
         lambda c: c.moe_shared_expert_gate and c.moe_shared_expert_intermediate_size is None,

@@ -6,11 +6,12 @@ Shapes: s sequence, b batch, h hidden size.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from megatron.core.process_groups_config import group_of, group_size
+from megatron.core.tensor_parallel.layers import WholeLinear
 from megatron.core.transformer.layer_arguments import check_layer_arguments
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.router import TopKRouter
@@ -28,6 +29,8 @@ class MoESubmodules:
 
     experts: ModuleSpec | type
     shared_experts: ModuleSpec | type | None = None
+    latent_projection: ModuleSpec | type = WholeLinear
+    """The layers before and after the routed experts, where these have a width of their own (``moe_latent_size``)."""
 
 
 def has_experts(config: TransformerConfig, layer_number: int) -> bool:
@@ -86,6 +89,11 @@ class MoELayer(MegatronModule):
             config,
             pg_collection=pg_collection,
         )
+        self.has_latent = config.moe_latent_size is not None
+        if config.moe_latent_size is not None:
+            sizes, latent = (config.hidden_size, config.moe_latent_size), submodules.latent_projection
+            self.fc1_latent_proj = _projection(latent, *sizes, config, config.init_method)
+            self.fc2_latent_proj = _projection(latent, *sizes[::-1], config, config.output_layer_init_method)
         self.shared_experts: torch.nn.Module | None = None
         if config.moe_shared_expert_intermediate_size is not None:
             if submodules.shared_experts is None:
@@ -110,11 +118,27 @@ class MoELayer(MegatronModule):
             self.router.count(plan.assignments_of_experts())
         # Queued before dispatch makes the host wait for the counts, so that the device has work meanwhile.
         shared = None if self.shared_experts is None else self.shared_experts(hidden_states)
-        rows = plan.dispatch(hidden_states, routing.probs)
-        output = plan.combine(self.experts(rows)).view_as(hidden_states)
+        x, probs = hidden_states, routing.probs
+        if self.has_latent:
+            x = self.fc1_latent_proj(x)[0]
+        if self.config.moe_apply_probs_on_input:
+            x, probs = (x * probs.view(*x.shape[:-1], 1)).to(x.dtype), torch.ones_like(probs)
+        rows = plan.dispatch(x, probs)
+        output = plan.combine(self.experts(rows)).view_as(x)
+        if self.has_latent:
+            output = self.fc2_latent_proj(output)[0]
         if shared is not None:
             output = output + shared
         return output, None
+
+
+def _projection(
+    spec: ModuleSpec | type, input_size: int, output_size: int, config: TransformerConfig, init: Any
+) -> Any:
+    further = {"skip_bias_add": False, "bias": False, "parallel_mode": "duplicated"}
+    if spec is WholeLinear:
+        further.pop("parallel_mode")
+    return build_module(spec, input_size, output_size, config=config, init_method=init, **further)
 
 
 def _check_degrees(config: TransformerConfig, pg_collection: ProcessGroupCollection | None) -> None:

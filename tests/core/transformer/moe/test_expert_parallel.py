@@ -32,6 +32,7 @@ MODELS: dict[str, dict[str, Any]] = {
     # Capacity is counted on each rank alone: the same only where ranks have whole sequences.
     "dropped": {"moe_expert_capacity_factor": 0.75},
     "padded": {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True},
+    "latent": {"moe_latent_size": 8},
     "biases": {
         "add_bias_linear": True,
         "moe_shared_expert_intermediate_size": None,
@@ -46,7 +47,7 @@ CELLS: dict[int, dict[str, tuple[str, ...]]] = {
     2: {
         "ep2": tuple(MODELS),
         "tp2": ("dropless", "biases"),
-        "tp2_ep2": ("dropless", "by_sequence", "gate_and_gelu", "bounded"),
+        "tp2_ep2": ("dropless", "by_sequence", "gate_and_gelu", "bounded", "latent"),
         "cp2": ("by_sequence",),
         "cp2_ep2": ("dropless",),
     },

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -167,3 +169,63 @@ def test_groups_that_the_configuration_does_not_know_are_refused(name: str) -> N
     groups = ProcessGroupCollection(**{name: TwoRanks()})  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=rf"pg_collection.{name} must have as many ranks .*\(1:.*got 2"):
         MoELayer(config, spec.submodules, pg_collection=groups)
+
+
+def _by_hand(
+    layer: Any, hidden: torch.Tensor, apply: Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """Sum over each token's experts of ``apply(expert, token [h], probability)``, one after the other."""
+    tokens = hidden.reshape(-1, hidden.shape[-1])
+    routing = layer.router(hidden)
+    rows = []
+    for token, probs, experts in zip(tokens, routing.probs, routing.experts, strict=True):
+        results = [
+            apply(layer.experts.local_experts[int(expert)], token.unsqueeze(0), prob)
+            for prob, expert in zip(probs, experts, strict=True)
+        ]
+        rows.append(torch.stack(results).sum(dim=0))
+    return torch.cat(rows).view(*hidden.shape[:-1], -1)
+
+
+def _mlp(expert: Any, x: torch.Tensor) -> torch.Tensor:
+    gate, up = F.linear(x, expert.linear_fc1.weight).chunk(2, dim=-1)
+    return F.linear(F.silu(gate) * up, expert.linear_fc2.weight)
+
+
+def test_latent_experts_compute_between_two_projections() -> None:
+    """Router and shared expert see the hidden states themselves."""
+    layer: Any = build_moe_gpt(moe_latent_size=8).decoder.layers[0].mlp
+    first, second = layer.fc1_latent_proj.weight, layer.fc2_latent_proj.weight
+    assert (first.shape, second.shape) == ((8, 16), (16, 8))
+    hidden = torch.randn(5, 2, 16, generator=torch.Generator().manual_seed(1), requires_grad=True)
+    latent = _by_hand(layer, hidden, lambda expert, x, prob: prob * _mlp(expert, F.linear(x, first)))
+    expected = F.linear(latent, second) + layer.shared_experts(hidden)
+    output = layer(hidden)[0]
+    torch.testing.assert_close(output, expected)
+    weights = [hidden, first, second, layer.experts.local_experts[0].linear_fc1.weight]
+    ours = torch.autograd.grad(output.sin().sum(), weights)
+    # The router's own backward adds its losses to the first one's gradients alone.
+    layer.eval()
+    output = layer(hidden)[0]
+    expected = F.linear(_by_hand(layer, hidden, lambda e, x, p: p * _mlp(e, F.linear(x, first))), second)
+    expected = expected + layer.shared_experts(hidden)
+    evaluated, theirs = (torch.autograd.grad(y.sin().sum(), weights) for y in (output, expected))
+    torch.testing.assert_close(evaluated, theirs)
+    torch.testing.assert_close(ours[1:], theirs[1:])
+
+
+def test_probabilities_on_the_input_scale_what_experts_read() -> None:
+    fields: dict[str, Any] = {
+        "moe_router_topk": 1,
+        "moe_router_score_function": "sigmoid",
+        "moe_shared_expert_intermediate_size": None,
+    }
+    layer: Any = build_moe_gpt(**fields, moe_apply_probs_on_input=True).decoder.layers[0].mlp
+    hidden = torch.randn(5, 2, 16, generator=torch.Generator().manual_seed(1), requires_grad=True)
+    layer.eval()
+    expected = _by_hand(layer, hidden, lambda expert, x, prob: _mlp(expert, prob * x))
+    output = layer(hidden)[0]
+    torch.testing.assert_close(output, expected)
+    weights = [hidden, layer.router.weight, layer.experts.local_experts[0].linear_fc1.weight]
+    grads = (torch.autograd.grad(y.sin().sum(), weights) for y in (output, expected))
+    torch.testing.assert_close(*grads)
