@@ -203,7 +203,7 @@ def check_command_line(argv: Sequence[str], *, world_size: int | None = None) ->
         words = in_words_of_flags(str(error), parser)
         faults += [fault for fault in words.splitlines() if not _is_said(fault, faults)]
     if faults or settings is None:
-        return CheckedLine(line.fates, faults, said_once, None)
+        return CheckedLine(line.fates, list(dict.fromkeys(faults)), said_once, None)
     return CheckedLine(line.fates, faults, said_once, replace(settings, megatron_lm=as_megatron_lm))
 
 

@@ -186,7 +186,9 @@ class OptimizerConfig(CheckedConfig):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
         if self.lr is not None and not 0 <= (self.min_lr or 0.0) <= self.lr:
-            raise ValueError(f"0 <= min_lr <= lr must hold, got min_lr={self.min_lr} and lr={self.lr}")
+            raise ValueError(f"min_lr must be from 0 to the learning rate, got {self.min_lr} and {self.lr}")
+        if not self.weight_decay >= 0:
+            raise ValueError(f"weight_decay must not be negative, got {self.weight_decay}")
         if self.store_param_remainders and self.optimizer != "adam":
             raise ValueError(f"store_param_remainders must go with optimizer adam, got {self.optimizer}")
         for scale in (self.loss_scale, self.min_loss_scale, self.loss_scale_window):

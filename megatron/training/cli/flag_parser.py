@@ -62,6 +62,9 @@ _Part = tuple[str | None, list[str]]
 """A flag and its values."""
 
 _FAULTS = ("refused", "unknown", "malformed")
+_DASHES = "-\u2010\u2011\u2012\u2013\u2014\u2015"
+"""What flags begin with, and what word processors make of it."""
+
 _SWITCH = UpstreamFlag(False, nargs=0)
 
 
@@ -184,11 +187,7 @@ class FlagParser(argparse.ArgumentParser):
             values = []
         if own is not None:
             try:
-                # A list in quotes is one word of the shell.
-                split = own.nargs in ("+", "*") or isinstance(own.nargs, int)
-                self.parse_args(
-                    [flag, *(word for value in values for word in (value.split() if split else [value]))], args
-                )
+                self.parse_args(_as_argparse_reads(flag, values, own), args)
             except FlagError as error:
                 malformed.add(own.dest)
                 if (
@@ -200,7 +199,8 @@ class FlagParser(argparse.ArgumentParser):
                     served = ", ".join(map(str, own.choices))
                     return fate("refused", f"{flag} {values[0]} is refused: it is not served; use one of {served}")
                 extra = str(error).startswith("unrecognized arguments")
-                words = f"{flag} takes fewer values, got {' '.join(values)}" if extra else str(error)
+                takes = "no value" if is_switch else "fewer values"
+                words = f"{flag} takes {takes}, got {' '.join(values)}" if extra else str(error)
                 return fate("malformed", words.removeprefix("argument "))
             return fate("in effect", str(own.help))
         if flag in self.always_so:
@@ -254,7 +254,7 @@ class FlagParser(argparse.ArgumentParser):
     def _nearest(self, flag: str) -> str:
         known = [name for name in self._option_string_actions if name.startswith("--")]
         served = (name for name in (*UPSTREAM_FLAGS, *self.always_so) if self.reason_against(name) is None)
-        close = difflib.get_close_matches(flag, [*known, *served], 1, 0.75)
+        close = difflib.get_close_matches("--" + flag.lstrip(_DASHES), [*known, *served], 1, 0.75)
         return f"; did you mean {close[0]}?" if close else "; see --help for the flags that are known"
 
 
@@ -272,12 +272,22 @@ def split_by_flag(argv: Sequence[str]) -> list[_Part]:
     """Split into [(flag, its values)], also ``--flag=value``; the flag of values before the first one is None."""
     parts: list[_Part] = [(None, [])]
     for token in argv:
-        if token == "-h" or (token.startswith("--") and len(token) > 2):
+        if (token.startswith("--") and len(token) > 2) or (
+            token[:1] in _DASHES and token.lstrip(_DASHES)[:1].isalpha()
+        ):
             flag, equals, value = token.partition("=")
             parts.append((flag, [value] if equals else []))
         else:
             parts[-1][1].append(token)
     return parts
+
+
+def _as_argparse_reads(flag: str, values: list[str], action: argparse.Action) -> list[str]:
+    """Return the words of a flag in effect: a list in quotes is one word of the shell; one value may begin with a minus."""
+    if action.nargs is None and len(values) == 1:
+        return [f"{flag}={values[0]}"]
+    splits = action.nargs in ("+", "*") or isinstance(action.nargs, int)
+    return [flag, *(word for value in values for word in (value.split() if splits else [value]))]
 
 
 def _fault_of_fact(flag: str, values: list[str], so: AlwaysSo) -> str:

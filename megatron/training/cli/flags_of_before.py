@@ -208,6 +208,11 @@ REFUSED_BEFORE: dict[str, str] = {
                 "--eval-max-preds-per-seq",
                 "--max-preds-per-seq",
             ),
+            "torchrun takes it: give it before the name of the script": tuple(
+                f"--{name}"
+                for names in ("nproc-per-node", "nnodes", "node-rank", "master-addr", "master-port", "rdzv-backend")
+                for name in dict.fromkeys((names, names.replace("-", "_")))
+            ),
             "its samples are shuffled by --seed, always": ("--shuffle",),
             "a weighted blend draws by the weights that are given": ("--renormalize-blend-weights",),
             "layers do not share weights": ("--num-unique-layers", "--param-sharing-style"),

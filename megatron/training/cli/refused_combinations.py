@@ -170,6 +170,11 @@ REFUSALS: tuple[Refusal, ...] = (
         spoils=("make_vocab_size_divisible_by",),
     ),
     Refusal(
+        "rotary base below 1",
+        lambda a: a.rotary_base < 1,
+        "--rotary-base must be at least 1, got {rotary_base}",
+    ),
+    Refusal(
         "two activation functions",
         lambda a: a.swiglu + a.squared_relu + a.quick_geglu > 1,
         "--swiglu, --squared-relu and --quick-geglu are different activations; give one",
@@ -531,6 +536,7 @@ NOT_SERVED = tuple(row for row in REFUSALS if row.reason)
 """The lawful combinations that are not served, which the documentation lists."""
 
 SAID_BEFORE: tuple[tuple[str, str], ...] = (
+    ("--fp16 and --bf16 exclude each other", "fp16 and bf16 exclude each other"),
     ("--recompute-granularity full needs", "--recompute-granularity full must go with"),
     ("attention dropout with", "--attention-dropout must be 0 with --context-parallel-size"),
     ("query groups that", "--num-query-groups must be a multiple of --tensor-model-parallel-size"),

@@ -654,3 +654,23 @@ def test_the_table_of_megatron_lms_flags_is_what_the_script_writes() -> None:
         for flag, row in UPSTREAM_FLAGS.items()
     }
     assert table_of(flags) == TABLE.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("flags", "faults"),
+    [
+        ("-num-layers 3", ["-num-layers is unknown; did you mean --num-layers?"]),
+        ("\N{EM DASH}num-layers=3", ["\N{EM DASH}num-layers is unknown; did you mean --num-layers?"]),
+        ("--bf16 # comment", ["--bf16 takes no value, got # comment"]),
+        ("--lr -1e-4", ["--min-lr must be from 0 to the learning rate, got 0.0 and -0.0001"]),
+        ("--weight-decay -0.1", ["--weight-decay must not be negative, got -0.1"]),
+        ("--tensor-model-parallel-size 0", ["--tensor-model-parallel-size must be at least 1, got 0"]),
+        ("--fp16 --bf16", ["--fp16 and --bf16 exclude each other; give one"]),
+        (
+            "--nproc_per_node 8",
+            ["--nproc_per_node is refused: torchrun takes it: give it before the name of the script"],
+        ),
+    ],
+)
+def test_slips_are_one_fault_in_plain_words(flags: str, faults: list[str]) -> None:
+    assert check_command_line([*MINIMAL, *flags.split()], world_size=1).faults == faults

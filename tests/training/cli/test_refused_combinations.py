@@ -33,6 +33,7 @@ CONTRADICTIONS: dict[str, tuple[str, str]] = {
         "",
     ),
     "vocabulary padding below 1": ("--make-vocab-size-divisible-by 0", ""),
+    "rotary base below 1": ("--position-embedding-type rope --rotary-base 0", ""),
     "two activation functions": ("--swiglu --squared-relu", ""),
     "full recomputation without method or layers": ("--recompute-granularity full --recompute-method uniform", ""),
     "neither or both of train-iters and train-samples": ("--train-samples 8", ""),
