@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import enum
 import json
+import re
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -124,8 +125,8 @@ def write_run(
     """Write a checkpoint of ours as a run of Megatron-LM saves it, with the optimizer's state.
 
     Args:
-        kind: ``fully_reshardable``, ``fully_sharded_model_space`` (of an older version, by two tensor-parallel ranks) or
-            ``fsdp_dtensor``.
+        kind: ``fully_reshardable``, ``fully_sharded_model_space`` (of an older version, by two tensor-parallel ranks),
+            ``dp_reshardable`` (by two times two tensor- and pipeline-parallel ranks) or ``fsdp_dtensor``.
         dtype: of the model weights; the main weights are fp32.
     """
     reader = CheckpointReader(native)
@@ -162,6 +163,17 @@ def write_run(
     state = {name: tensor.to(dtype) for name, tensor in stacked_tensors(main).items()}
     common["optimizer"] = {"optimizer": {"param_groups": groups}, "param_state_sharding_type": kind}
     state["rng_state/shard_0.0_1.1"] = [[{"np_rng_state": numpy.random.get_state()}]]
+    if kind == "dp_reshardable":
+        buckets = _buckets({**moments, "param": main}, gated=gated, num_ranks=2, num_stages=2, bucket_numel=3000)
+        objects = {
+            f"optimizer.distributed.dp_group_idx_{i}.optimizer/shard_0_1": [{"param_groups": groups}] for i in range(4)
+        }
+        del common["optimizer"]
+        split = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "moe_grouped_gemm": True}
+        common["args"] = argparse.Namespace(**vars(args), **split)
+        state |= {**buckets, **objects, "common_state/shard_0_1": [common]}
+        _save_iteration(state, folder, iteration=iteration)
+        return folder
     is_flat = kind == "fully_sharded_model_space"
     for key, tensors in {**moments, "fp32_param" if is_flat else "param": main}.items():
         for name, tensor in stacked_tensors(tensors).items():
@@ -175,6 +187,57 @@ def write_run(
         state["common_state/shard_0_1"] = [common]
     _save_iteration(state, folder, iteration=iteration)
     return folder
+
+
+_IN_LAYERS_OF_TRANSFORMER_ENGINE = (
+    r"self_attention\.linear_proj\.weight",
+    r"input_layernorm\.weight",
+    r"self_attention\.linear_qkv\.weight",
+    r"pre_mlp_layernorm\.weight",
+    r"mlp\.linear_fc[12]\.weight",
+    r"mlp\.router\.weight",
+    r"mlp\.experts\..*linear_fc1\.weight",
+    r"mlp\.experts\..*linear_fc2\.weight",
+)
+
+
+def _buckets(
+    tensors: Mapping[str, Tensors], *, gated: bool, num_ranks: int, num_stages: int, bucket_numel: int
+) -> dict[str, Any]:
+    """The tensors of each key in the buckets of each model-parallel rank, with NaN where no weight lies."""
+    names = list(next(iter(tensors.values())))
+    layers = sorted({int(name.split(".")[2]) for name in names if name.startswith("decoder.layers.")})
+    per_stage = len(layers) // num_stages
+    state: dict[str, Any] = {}
+    for stage in range(num_stages):
+        own = [name for name in names if name.startswith("embedding.")] if stage == 0 else []
+        for layer in layers[stage * per_stage : (stage + 1) * per_stage]:
+            prefix = f"decoder.layers.{layer}."
+            for pattern in _IN_LAYERS_OF_TRANSFORMER_ENGINE:
+                own += [name for name in names if re.fullmatch(re.escape(prefix) + pattern, name)]
+        if stage == num_stages - 1:
+            own += ["decoder.final_layernorm.weight", "output_layer.weight"]
+        for rank in range(num_ranks):
+            group = f"optimizer.distributed.dp_group_idx_{rank + num_ranks * stage}"
+            for key, values in tensors.items():
+                for index, bucket in enumerate(
+                    _cut_buckets([_cut(name, values[name], rank, num_ranks, gated) for name in own], bucket_numel)
+                ):
+                    name = f"{group}.gbuf_idx_0.dtype_(torch.bfloat16, torch.float32).bucket_idx_{index}.{key}"
+                    state[name] = bucket
+    return state
+
+
+def _cut_buckets(tensors: list[torch.Tensor], bucket_numel: int) -> list[torch.Tensor]:
+    """Lay tensors out from the last to the first, each at a multiple of 64, and cut after those that fill a bucket."""
+    buckets, current = [], torch.empty(0)
+    for tensor in reversed(tensors):
+        padding = torch.full((-current.numel() % 64,), float("nan"))
+        current = torch.cat([current, padding, tensor.flatten()])
+        if current.numel() >= bucket_numel:
+            buckets.append(current)
+            current = torch.empty(0)
+    return [*buckets, current] if current.numel() else buckets
 
 
 def _flattened(name: str, tensor: torch.Tensor, gated: bool) -> torch.Tensor:

@@ -14,7 +14,7 @@ from tests.support.megatron_lm_folders import Backend, write_run
 from tests.support.tiny_run import SHARDED, TINY, Run, train_one
 from tools.checkpoint import convert
 
-KINDS = ("fully_reshardable", "fully_sharded_model_space", "fsdp_dtensor")
+KINDS = ("fully_reshardable", "fully_sharded_model_space", "fsdp_dtensor", "dp_reshardable")
 CONVERTED = ("converted", "back", "twice")
 _RUN = (
     f"{TINY} {SHARDED} --bf16 --swiglu --num-experts 2 --moe-router-topk 2 --moe-ffn-hidden-size 16 --disable-bias-linear "
@@ -36,14 +36,18 @@ def _train(root: str) -> dict[str, Run]:
     if dist.get_rank() == 0:
         for kind in KINDS:
             write_run(folder / kind, Path(native), kind, ARGS, gated=True, dtype=torch.bfloat16)
+        local = argparse.Namespace(**vars(ARGS), transformer_impl="local")
+        write_run(folder / "other order", Path(native), "dp_reshardable", local, gated=True, dtype=torch.bfloat16)
+        several = argparse.Namespace(**vars(ARGS), expert_model_parallel_size=2)
+        write_run(folder / "experts", Path(native), "dp_reshardable", several, gated=True, dtype=torch.bfloat16)
         flags = [*_RUN.split(), "--padded-vocab-size", "128"]
         assert convert.main([f"{root}/{KINDS[0]}", f"{root}/converted", "--", *flags]) == 0
         assert convert.main([f"{root}/native", f"{root}/back", "--to", "fsdp_dtensor"]) == 0
         assert convert.main([f"{root}/back", f"{root}/twice", "--to", "torch_dist"]) == 0
         assert convert.main([f"{root}/native", f"{root}/weights", "--weights-only"]) == 0
     dist.barrier()
-    for kind in (*KINDS, *CONVERTED, "weights"):
-        runs[kind] = train_one(f"{_RUN} --load {root}/{kind}".split())
+    for kind in (*KINDS, *CONVERTED, "weights", "other order", "experts"):
+        runs[kind] = train_one([*_RUN.split(), "--load", f"{root}/{kind}"])
     load = f"{_RUN} --load {root}/fully_reshardable"
     runs |= {
         name: train_one(f"{load} {flags}".split())
@@ -95,6 +99,11 @@ def test_what_does_not_fit_is_refused_by_name(runs: dict[str, Run]) -> None:
     assert "seed: now 8, saved 7" in str(runs["other seed"].error or runs["other seed"].output)
     assert "min_lr: now 0.001, saved 0.0001" in str(runs["other schedule"].error or runs["other schedule"].output)
     assert "must hold optimizer state momentum_buffer" in str(runs["sgd"].error or runs["sgd"].output)
+
+
+def test_buckets_of_another_order_or_split_are_refused(runs: dict[str, Run]) -> None:
+    assert "other main weights where those of decoder.layers.0." in str(runs["other order"].error)
+    assert "alone divide evenly, got expert_model_parallel_size 2" in str(runs["experts"].error)
 
 
 def test_a_schedule_is_chosen_by_its_flags(runs: dict[str, Run]) -> None:

@@ -24,6 +24,7 @@ from megatron.core.distributed.fsdp.checkpoint import (
 from megatron.training.formats.architecture import Architecture, sizes_of
 from megatron.training.formats.foreign import ForeignCheckpoint
 from megatron.training.formats.foreign_run import ForeignRun
+from megatron.training.formats.megatron_lm.buffers import bucket_views, has_buckets
 from megatron.training.formats.megatron_lm.names import EMBEDDING, OUTPUT, views_in
 from megatron.training.formats.megatron_lm.optimizer import (
     MAIN_WEIGHT,
@@ -74,8 +75,16 @@ def open_distributed(folder: Path) -> ForeignCheckpoint | None:
         )
         if state_keys is None:
             return ViewReader(stored, found)
-        state, plain = _optimizer(stored.entries, run, parameters, architecture, state_keys)
-        return ViewReader(stored, {**found, **state}, plain)
+        if has_buckets(stored.entries):
+            main, by_key = bucket_views(stored, found, parameters, architecture, run.args, state_keys)
+            of_weights = {
+                f"optimizer.state.{n}.{key}": view for key, views in by_key.items() for n, view in views.items()
+            }
+            state = {**of_weights, **main}
+        else:
+            state = _state_by_name(stored.entries, run, parameters, architecture, state_keys)
+        more, plain = _steps_and_groups(run, parameters, state_keys)
+        return ViewReader(stored, {**found, **state, **more}, plain)
 
     kind = "torch_dist" if is_torch_dist else "fsdp_dtensor"
     embedding = stored.entries[prefix + EMBEDDING]
@@ -85,41 +94,46 @@ def open_distributed(folder: Path) -> ForeignCheckpoint | None:
     )
 
 
-def _optimizer(
+_WITHOUT = "load it with --no-load-optim, or --finetune to begin at iteration 0"
+
+
+def _state_by_name(
     entries: Entries,
     run: ForeignRun,
     sizes: dict[str, torch.Size],
     architecture: Architecture,
     keys: Sequence[str],
-) -> tuple[dict[str, View], dict[str, Any]]:
-    """Return the optimizer's state, and the main weights in place of the weights, as views; and its plain values.
+) -> dict[str, View]:
+    """Return the optimizer's state, and the main weights in place of the weights, as views.
 
     Raises:
         ValueError: it is not there, or not of this optimizer and model; says what.
     """
     names, where = state_names(entries), run.path
-    without = "load it with --no-load-optim, or --finetune to begin at iteration 0"
-    if not names and any(".gbuf_idx_" in name for name in entries):
-        raise ValueError(
-            f"{where} must hold optimizer state by the names of weights, got its buffers ({run.sharding or 'dp_reshardable'}), of "
-            "which no name says where a weight lies: save it with Megatron-LM's --dist-ckpt-optim-fully-reshardable, or "
-            f"{without}"
-        )
     if not names:
-        raise ValueError(f"{where} must hold the optimizer's state, got none: {without}")
+        raise ValueError(f"{where} must hold the optimizer's state, got none: {_WITHOUT}")
     others = sorted(names.keys() - {*keys, *MAIN_WEIGHT, "step"})
     if others:
-        raise ValueError(f"{where} must hold optimizer state {', '.join(keys)}, got {', '.join(others)} too: {without}")
+        raise ValueError(
+            f"{where} must hold optimizer state {', '.join(keys)}, got {', '.join(others)} too: {_WITHOUT}"
+        )
     found: dict[str, View] = {}
     for key in keys:
         views = state_views(key, names, entries, sizes, architecture, where)
         found |= {f"optimizer.state.{name}.{key}": view for name, view in views.items()}
+    return found | main_weight_views(names, entries, sizes, architecture, where)
+
+
+def _steps_and_groups(
+    run: ForeignRun, sizes: dict[str, torch.Size], keys: Sequence[str]
+) -> tuple[dict[str, View], dict[str, Any]]:
+    """Return the steps of all weights as views, and the optimizer's plain values."""
+    found = {}
     if "exp_avg_sq" in keys:
         if run.step is None:
-            raise ValueError(f"{where} must say how many steps the optimizer made, got nothing: {without}")
+            raise ValueError(f"{run.path} must say how many steps the optimizer made, got nothing: {_WITHOUT}")
         step = View(torch.Size(()), fill=float(run.step), dtype=torch.float32)
-        found |= {f"optimizer.state.{name}.step": step for name in sizes}
-    found |= main_weight_views(names, entries, sizes, architecture, where)
+        found = {f"optimizer.state.{name}.step": step for name in sizes}
     own: torch.optim.Optimizer
     if "exp_avg_sq" in keys:
         own = torch.optim.AdamW([torch.zeros(())])

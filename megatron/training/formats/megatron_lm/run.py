@@ -5,6 +5,7 @@ They are read as inert values: see [Note: pickles as data] in the engine's ``dcp
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -43,9 +44,7 @@ def read_run(stored: CheckpointReader) -> ForeignRun:
     state = _common_state(stored)
     if state is None:
         state = _nested_state(stored)
-    objects = [
-        name for name in stored.entries if name.startswith("optimizer.distributed.") and name.endswith(".optimizer")
-    ]
+    objects = [name for name in stored.entries if _OPTIMIZER_OBJECT.fullmatch(name)]
     parts = stored.inert_values(objects[:_MAX_OBJECTS])
     there = {name.partition("/")[0].partition(".")[0] for name in stored.entries}
     return _run_of(stored.folder, {**state, "optimizer": [state.get("optimizer"), list(parts.values())]}, there)
@@ -78,6 +77,9 @@ def _run_of(folder: Path, state: Mapping[str, Any], names: set[str]) -> ForeignR
     )
 
 
+_OPTIMIZER_OBJECT = re.compile(
+    r"(?:chained_[0-9]+\.)?optimizer\.distributed\.dp_group_idx_[0-9]+\.optimizer(?:/shard_0_1)?"
+)
 _MAX_OBJECTS = 64  # all model-parallel ranks' param groups say the same
 
 
