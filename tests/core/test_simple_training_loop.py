@@ -42,13 +42,13 @@ SEQUENCE_LENGTH, STEPS = 16, 3
 LossFunction = Callable[[torch.Tensor], Any]
 
 
-def _initialize(tensor: int = 1, pipeline: int = 1) -> None:
+def _initialize(tensor: int = 1, pipeline: int = 1, virtual: int | None = None) -> None:
     parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(tensor, pipeline)
+    parallel_state.initialize_model_parallel(tensor, pipeline, virtual)
     model_parallel_cuda_manual_seed(123)
 
 
-def _model(**fields: Any) -> GPTModel:
+def _model(vp_stage: int | None = None, **fields: Any) -> GPTModel:
     """The configuration says nothing of the split; as in Megatron-Core the groups do."""
     config = TransformerConfig(
         num_layers=2,
@@ -65,8 +65,9 @@ def _model(**fields: Any) -> GPTModel:
         transformer_layer_spec=get_gpt_layer_local_spec(),
         vocab_size=100,
         max_sequence_length=SEQUENCE_LENGTH,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+        vp_stage=vp_stage,
     )
 
 
@@ -113,21 +114,22 @@ def _forward_step(
 
 def _train(model: Any, batches: Iterator[Any], *, microbatches: int = 1, sums: bool = False) -> list[float]:
     """Train some steps; return the losses that the last stage reported."""
-    optimizer, losses = Adam(model.parameters(), lr=1e-2), []
+    chunks = model if isinstance(model, list) else [model]
+    optimizer, losses = Adam([weight for chunk in chunks for weight in chunk.parameters()], lr=1e-2), []
     for _ in range(STEPS):
         optimizer.zero_grad()
         reports = get_forward_backward_func()(
             forward_step_func=partial(_forward_step, sums=sums),
             data_iterator=batches,
-            model=[model],
+            model=chunks,
             num_microbatches=microbatches,
             seq_length=SEQUENCE_LENGTH,
             micro_batch_size=4,
             decoder_seq_length=SEQUENCE_LENGTH,
             forward_only=False,
         )
-        if get_model_config(model).finalize_model_grads_func is None:
-            finalize_model_grads([model])
+        if get_model_config(chunks[0]).finalize_model_grads_func is None:
+            finalize_model_grads(chunks)
         optimizer.step()
         losses += [report["lm loss"].item() for report in reports]
     return losses
@@ -156,6 +158,25 @@ def tensor_and_pipeline_parallel_models_train_as_the_whole_one() -> None:
     assert len(losses) == (2 * STEPS if mpu.is_pipeline_last_stage() else 0)
     if losses:
         torch.testing.assert_close(losses, whole_of_two, rtol=1e-5, atol=1e-6)
+
+
+@CHECKS.on(2)
+def stages_of_a_rank_that_take_turns_train_as_the_whole_model() -> None:
+    whole = _expected(microbatches=2)
+    _initialize(pipeline=2, virtual=2)
+    counted = {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True}
+    chunks = [_ddp(_model(chunk, **counted)) for chunk in range(2)]
+    assert [len(chunk.module.decoder.layers) for chunk in chunks] == ([0, 1] if dist.get_rank() == 0 else [1, 0])
+    for chunk in chunks:
+        chunk.config.no_sync_func = [one.no_sync for one in chunks]
+    losses = _train(chunks, [_batches() for _ in chunks], microbatches=2)  # type: ignore[arg-type]
+    assert len(losses) == (2 * STEPS if mpu.is_pipeline_last_stage() else 0)
+    if losses:
+        torch.testing.assert_close(losses, whole, rtol=1e-5, atol=1e-6)
+    with pytest.raises(ValueError, match="data_iterator must be one for each of the 2 chunks"):
+        _train(chunks, _batches(), microbatches=2)
+    with pytest.raises(ValueError, match="got 1 microbatches in groups of 2"):
+        _train(chunks, [_batches() for _ in chunks], microbatches=1)  # type: ignore[arg-type]
 
 
 @CHECKS.on(2)

@@ -104,7 +104,8 @@ def forward_backward_no_pipelining(
             "adjust_tensor_shapes_fn and p2p_communicator must be None, got another: messages have the shape of hidden states"
         )
     chunks = chunks_of(model)
-    iterators = list(data_iterator) if isinstance(data_iterator, list | tuple) else [data_iterator] * len(chunks)
+    iterators = list(data_iterator) if isinstance(data_iterator, list | tuple) else [data_iterator]
+    iterators = iterators * len(chunks) if iterators == [None] else iterators
     if len(chunks) != len(iterators):
         raise ValueError(
             f"data_iterator must be one for each of the {len(chunks)} chunks of the model, got {len(iterators)}: each chunk of a "

@@ -62,7 +62,10 @@ def format_log_line(record: LogRecord, *, now: datetime | None = None) -> str:
         f"learning rate: {record.learning_rate:.6E}",
         f"global batch size: {record.global_batch_size:5d}",
         f"lm loss: {record.loss:.6E}",
-        *(f"{name}: {loss:.2f}" for name, loss in record.auxiliary_losses.items()),
+        *(
+            f"{name}: {loss:.6E}" if name.endswith(" loss") else f"{name}: {loss:.2f}"
+            for name, loss in record.auxiliary_losses.items()
+        ),
         f"loss scale: {record.loss_scale:.1f}",
     ]
     if record.grad_norm is not None:
