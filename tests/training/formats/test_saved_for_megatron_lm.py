@@ -16,7 +16,9 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from megatron.core.distributed.fsdp.checkpoint import EXTRA_STATE, CheckpointReader, StoredTensor
-from megatron.training.formats.megatron_lm import in_our_names, open_distributed
+from megatron.training.arguments import parse_settings
+from megatron.training.formats.megatron_lm import in_our_names, layout_of, open_distributed
+from megatron.training.formats.megatron_lm.names import places_of
 from tests.support.huggingface_models import FOLDER, NAMES, expected, logits_of
 from tests.support.launch import run_ranks
 from tests.support.megatron_lm_folders import load_alone
@@ -100,6 +102,24 @@ def test_weights_lie_under_megatron_lms_names(trained: tuple[Path, dict[str, Run
     assert foreign is not None
     theirs = foreign.reader(architecture)
     assert all(torch.equal(own.tensor(name), theirs.tensor(name)) for name in theirs.entries)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_layers_of_multi_token_prediction_have_megatron_lms_names(kind: str) -> None:
+    """They are not stacked; what is written is where it is looked for."""
+    architecture = parse_settings(f"{_RUN} --mtp-num-layers 2".split()).model.architecture(99)
+    layout = layout_of(kind, architecture, iteration=1)
+    written = {name: {part.source for part in view.parts} for name, view in layout.views.items()}
+    prefix, layer = ("", "transformer_layer") if kind == "torch_dist" else ("model.module.", "mtp_model_layer")
+    assert written["mtp.layers.1.eh_proj.weight"] == {f"{prefix}mtp.layers.1.eh_proj.weight"}
+    of_norm = "mtp.layers.1.mtp_model_layer.input_layernorm.weight"
+    assert written[of_norm] == {f"{prefix}mtp.layers.1.{layer}.self_attention.linear_qkv.layer_norm_weight"}
+    assert written["mtp.layers.0.mtp_model_layer.pre_mlp_layernorm.weight"] == {
+        f"{prefix}mtp.layers.0.{layer}.pre_mlp_layernorm.weight"
+    }
+    for name, sources in written.items():
+        places = {place.source for place in places_of(name, prefix)}
+        assert {source.removesuffix("_w").removesuffix("_v") for source in sources} <= places, name
 
 
 @pytest.mark.parametrize("kind", FORMATS)

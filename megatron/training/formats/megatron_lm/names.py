@@ -4,7 +4,8 @@
 experts of a layer under one name, unless the model's layers differ. ``fsdp_dtensor`` has a name for each layer and expert, under
 ``model.module``, and the two halves of a gated matrix under ``_w`` (the gate) and ``_v``. In both a norm may have the name of the
 module of transformer-engine that computes it with the linear layer behind it. Which of these names a checkpoint has, it says
-itself: the first that is there is read.
+itself: the first that is there is read. Layers of multi-token prediction are never stacked, and ``torch_dist`` calls what is in them
+``transformer_layer``.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from megatron.training.formats.architecture import Architecture
 
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 LAYER = re.compile(r"decoder\.layers\.(?P<layer>[0-9]+)\.(?P<rest>.+)")
+MTP_LAYER = re.compile(r"mtp\.layers\.(?P<layer>[0-9]+)\.mtp_model_layer\.(?P<rest>.+)")
 EXPERT = re.compile(
     r"mlp\.experts\.local_experts\.(?P<expert>[0-9]+)\.(?P<linear>linear_fc[12])\.(?P<kind>weight|bias)"
 )
@@ -41,7 +43,12 @@ class Place:
 
 def places_of(name: str, prefix: str = "") -> Iterator[Place]:
     """Yield where a tensor of ours may be: see [Note: Megatron-LM's names]."""
-    found = LAYER.fullmatch(name)
+    found, of_mtp = LAYER.fullmatch(name), MTP_LAYER.fullmatch(name)
+    if of_mtp is not None:
+        for own in ("transformer_layer", "mtp_model_layer"):
+            for rest, index in _rests(of_mtp["rest"]):
+                yield Place(f"{prefix}mtp.layers.{of_mtp['layer']}.{own}.{rest}", index)
+        return
     if found is None:
         yield Place(prefix + name)
         return

@@ -13,7 +13,7 @@ import torch
 from megatron.core.distributed.fsdp.checkpoint import OBJECT, ForeignLayout, Part, View
 from megatron.training.formats.architecture import Architecture, layers_with_experts, sizes_of
 from megatron.training.formats.megatron_lm.distributed import CONFIG
-from megatron.training.formats.megatron_lm.names import EXPERT, FUSED_NORMS, LAYER, is_gated
+from megatron.training.formats.megatron_lm.names import EXPERT, FUSED_NORMS, LAYER, MTP_LAYER, is_gated
 from megatron.training.formats.megatron_lm.optimizer import MAIN_WEIGHT, STATE_KEYS
 from megatron.training.formats.megatron_lm.run import COMMON
 
@@ -145,13 +145,14 @@ def _extra_states(weights: Mapping[str, list[Part]], architecture: Architecture,
     layers, experts = architecture["num_layers"], architecture.get("num_moe_experts")
     for name, parts in weights.items():
         module = parts[0].source.rpartition(".")[0]
-        found = LAYER.fullmatch(name)
-        expert = EXPERT.fullmatch(found["rest"]) if found is not None else None
+        found, of_mtp = LAYER.fullmatch(name), MTP_LAYER.fullmatch(name)
+        match = found or of_mtp
+        expert = EXPERT.fullmatch(match["rest"]) if match is not None else None
         grid = [] if found is None or is_mixed else [(found["layer"], layers)]
         grid += [] if expert is None else [(expert["expert"], experts)]
         where, size = (".".join(str(pair[number]) for pair in grid or [(0, 1)]) for number in (0, 1))
         yield f"{module}._extra_state/shard_{where}_{size}"
-        if found is not None and name.endswith("linear_proj.weight"):
+        if match is not None and name.endswith("linear_proj.weight"):
             yield f"{module.removesuffix('linear_proj')}core_attention._extra_state/shard_{where}_{size}"
 
 
@@ -243,26 +244,30 @@ def _group_of_megatron_lm(group: Mapping[str, Any], run: SavedRun, *, is_expert_
 
 def _parts_of_torch_dist(name: str, size: torch.Size, architecture: Architecture, is_mixed: bool) -> list[Part]:
     """Return where a tensor lies in ``torch_dist``: stacked, but by layer if some layers have experts and others not."""
-    start, found = (0,) * len(size), LAYER.fullmatch(name)
-    if found is None:
+    start, found, of_mtp = (0,) * len(size), LAYER.fullmatch(name), MTP_LAYER.fullmatch(name)
+    match = found or of_mtp
+    if match is None:
         return [Part(start, tuple(size), name, start)]
-    layer, rest = int(found["layer"]), _norm_in_linear(name, found["rest"], architecture)
+    layer, rest = int(match["layer"]), _norm_in_linear(name, match["rest"], architecture)
     index: tuple[int, ...] = ()
     expert = EXPERT.fullmatch(rest)
     if expert is not None:
         rest, index = f"mlp.experts.experts.{expert['linear']}.{expert['kind']}", (int(expert["expert"]),)
+    if of_mtp is not None:
+        return [Part(start, tuple(size), f"mtp.layers.{layer}.transformer_layer.{rest}", (*index, *start))]
     if is_mixed:
         return [Part(start, tuple(size), f"decoder.layers.{layer}.{rest}", (*index, *start))]
     return [Part(start, tuple(size), f"decoder.layers.{rest}", (layer, *index, *start))]
 
 
 def _parts_of_fsdp_dtensor(name: str, size: torch.Size, architecture: Architecture) -> list[Part]:
-    start, found = (0,) * len(size), LAYER.fullmatch(name)
+    start, found = (0,) * len(size), LAYER.fullmatch(name) or MTP_LAYER.fullmatch(name)
     rest = name if found is None else _norm_in_linear(name, found["rest"], architecture)
     expert = EXPERT.fullmatch(rest)
     if expert is not None:
         rest = f"mlp.experts.{expert['linear']}.{expert['kind']}{expert['expert']}"
-    source = f"model.module.{rest}" if found is None else f"model.module.decoder.layers.{found['layer']}.{rest}"
+    before = "" if found is None else name.removesuffix(found["rest"])
+    source = f"model.module.{before}{rest}"
     if not is_gated(name, architecture):
         return [Part(start, tuple(size), source, start)]
     half = (size[0] // 2, *size[1:])
@@ -274,7 +279,7 @@ def _parts_of_fsdp_dtensor(name: str, size: torch.Size, architecture: Architectu
 def _norm_in_linear(name: str, rest: str, architecture: Architecture) -> str:
     """Return the name that a norm has with transformer-engine, where it is part of the linear layer behind it."""
     norm, _, kind = rest.rpartition(".")
-    layer = int(name.split(".")[2])
+    layer = int(name.split(".")[2]) if name.startswith("decoder.") else -1  # others are as the last one
     has_experts = bool(architecture.get("num_moe_experts")) and layers_with_experts(architecture)[layer]
     # Behind it lie several linear layers: a router, or projections to latent vectors.
     stands_alone = {
