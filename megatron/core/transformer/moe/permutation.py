@@ -54,8 +54,9 @@ def _take(x: torch.Tensor, indices: torch.Tensor, has_gaps: bool) -> torch.Tenso
     kernels = _kernels_on(x.device)
     if kernels is not None and x.dim() <= 2:
         # A sum of one row, in one pass; from fp32 on it is exact, and so is the row's own dtype.
-        taken: torch.Tensor = kernels.sum_rows(x.view(x.shape[0], -1), indices.unsqueeze(1), has_gaps=True)
-        return taken.view(-1, *x.shape[1:])
+        rows = x if x.dim() == 2 else x.unsqueeze(1)
+        taken: torch.Tensor = kernels.sum_rows(rows, indices.unsqueeze(1), has_gaps=True)
+        return taken if x.dim() == 2 else taken.squeeze(1)
     if x.shape[0] == 0:
         return x.new_zeros(indices.shape[0], *x.shape[1:])
     rows = x.index_select(0, indices.clamp(max=x.shape[0] - 1))

@@ -104,6 +104,10 @@ def _sums(device: str) -> list[torch.Tensor]:
         for x in (y, y[:, 0].contiguous()):
             taken = RowMap(sources=gaps.to(device), places=gaps, has_gaps=True).take(x.to(device)).cpu()
             assert torch.equal(taken[[0, 2, 3]], x[[3, 0, 3]]) and not taken[[1, 4]].any()
+            none = RowMap(sources=torch.zeros(2, dtype=torch.int64, device=device), places=gaps, has_gaps=True).take(
+                x[:0].to(device)
+            )
+            assert none.shape == (2, *x.shape[1:]) and not none.any()
     return sums
 
 
