@@ -106,6 +106,8 @@ class FlatMuon(FlatAdamW):
         self._matrices: dict[torch.Tensor, SharedMatrix] = {}
         self._orthogonalizer: Orthogonalizer | None = None
         self._numbered: list[torch.Tensor] = []
+        self._pieces: dict[int, torch.Tensor] = {}
+        self._run: OrthogonalizedMatrices | None = None
         super().__init__(params, lr, betas, eps, weight_decay, overlaps_forward=overlaps_forward)
 
     def _make_state(self, group: FsdpParameterGroup, *, keeps_remainder: bool) -> FlatState:
@@ -145,16 +147,19 @@ class FlatMuon(FlatAdamW):
 
         Ranks: all that hold the parameters; ``found_inf`` must be the same on all.
         """
-        if found_inf is None or not bool(found_inf):
+        if found_inf is not None and bool(found_inf):
+            return closure() if closure is not None else None
+        try:
             return super().step(closure, grad_factor=grad_factor)
-        return closure() if closure is not None else None
+        finally:
+            self._run, self._pieces = None, {}  # they refer to this optimizer, and hold what was sent
 
     def _begin_updates(self, groups: Sequence[FsdpParameterGroup], factor: torch.Tensor) -> None:
         self._factor = factor
         self._rates = [_rates_of(group) if group["use_muon"] else None for group in self.param_groups]
         self._number([p for group in groups for p in group.sharded if p in self._matrices and p not in self._idle])
-        self._pieces: dict[int, torch.Tensor] = {}
-        self._run = None if self._orthogonalizer is None else self._orthogonalizer.begin(self._pieces_of)
+        if self._orthogonalizer is not None:
+            self._run = self._orthogonalizer.begin(self._pieces_of)
 
     def _number(self, parameters: list[torch.Tensor]) -> None:
         """Give the matrices of this step numbers, unless they are those of the step before."""

@@ -11,7 +11,7 @@ import torch
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
 from megatron.core.distributed.fsdp.dtensor.local_parts import placed_like
 from megatron.core.distributed.fsdp.flat_optimizer.adamw_update import FlatShard, TorchUpdate
-from megatron.core.distributed.fsdp.flat_optimizer.flat_runs import Run
+from megatron.core.distributed.fsdp.flat_optimizer.flat_runs import Run, merged
 from megatron.core.distributed.fsdp.flat_optimizer.flat_state import EXP_AVG, EXP_AVG_SQ, FlatState
 
 MOMENTUM = "momentum_buffer"
@@ -90,13 +90,11 @@ class MuonState(FlatState):
         """Prepare AdamW's updates of tensor ``t``, if ``only[t]``, with the coefficients in row ``table_rows[t]``."""
         vectors = [index for index in self._order if self._param_groups[index] is None and only[index]]
         vectors = [index for index in vectors if self._numels[index]]
-        runs = tuple(
-            Run(self._places[index], self._places[index] + self._numels[index], table_rows[index]) for index in vectors
-        )
-        self._vector_runs = [
-            Run(self._begins[index], self._begins[index] + self._numels[index], self._places[index])
-            for index in vectors
-        ]
+        places, begins, numels = self._places, self._begins, self._numels
+        runs = tuple(merged(Run(places[i], places[i] + numels[i], table_rows[i]) for i in vectors))
+        # What lies side by side both in the main weight and here: their distance is the same.
+        spans = merged(Run(begins[i], begins[i] + numels[i], places[i] - begins[i]) for i in vectors)
+        self._vector_runs = [Run(begin, end, begin + distance) for begin, end, distance, _ in spans]
         self._vectors = None
         if vectors:
             exp_avg = self._flat[EXP_AVG]

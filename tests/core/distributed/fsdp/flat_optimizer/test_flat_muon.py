@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.core.distributed.fsdp import (
     FlatMuon,
@@ -268,6 +271,53 @@ def state_is_momentum_alone_and_goes_through_checkpoints() -> None:
         copied.load_state_dict(net.state_dict())
         again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
         assert _train(copied, again, range(4, 6)) == _train(net, optimizer, range(4, 6))
+
+
+class _Operators(TorchDispatchMode):
+    """Counts operators; collectives are not among them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += 1
+        return func(*args, **(kwargs or {}))
+
+
+@CHECKS.on(2)
+def a_unit_costs_the_host_a_few_operators() -> None:
+    """Equal matrices are multiplied in one call, however many there are; what is left is work on flat buffers."""
+    counts = []
+    for num_blocks in (4, 12):
+        net = shard_net(make_net(num_blocks))
+        optimizer = _flat_muon(net)
+        _train(net, optimizer, range(2))
+        loss_of(net, my_piece(2)).backward()
+        with _Operators() as operators:
+            optimizer.step()
+        counts.append(operators.number)
+    assert counts[1] - counts[0] <= 8 * 50, counts
+
+
+@CHECKS.on(2)
+def a_deleted_model_and_its_optimizer_free_their_memory() -> None:
+    """At once: nothing waits for the garbage collector."""
+    net = shard_net(make_net(1))
+    optimizer = _flat_muon(net)
+    _train(net, optimizer, range(1))
+    optimizer.zero_grad()
+    group = weakref.ref(groups_of(net)[0])
+    momentum = weakref.ref(optimizer.state[net.entry.weight]["momentum_buffer"]._local_tensor)
+    gc.collect()
+    gc.disable()
+    try:
+        del net
+        assert group() is None and optimizer.groups == []
+        del optimizer
+        assert momentum() is None
+    finally:
+        gc.enable()
 
 
 # ---- torch's Muon ---------------------------------------------------------------------------------------------------
