@@ -33,4 +33,5 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "relu": F.relu,
     "squared_relu": squared_relu,
     "quick_gelu": quick_gelu,
+    "fast_gelu": fast_gelu,
 }

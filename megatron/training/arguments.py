@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 import torch.nn.functional as F
 
-from megatron.core.activations import quick_gelu, squared_relu
+from megatron.core.activations import fast_gelu, quick_gelu, squared_relu
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.full_cuda_graph import FullCudaGraphConfig
 from megatron.core.optimizer import OptimizerConfig
@@ -329,6 +329,11 @@ _SAME_NAME_IN_TRANSFORMER_CONFIG = (
     "attention_output_gate",
     "glu_linear_offset",
     "activation_func_clamp_value",
+    "window_rotary_base",
+    "sandwich_layernorm",
+    "embedding_scale",
+    "embedding_init_method_std",
+    "softmax_scale",
     "add_bias_linear",
     "add_qkv_bias",
     "attention_backend",
@@ -374,6 +379,9 @@ def _transformer(args: Namespace) -> TransformerConfig:
         settings["bias_activation_fusion"] = args.bias_swiglu_fusion
     elif args.squared_relu:
         settings["activation_func"] = squared_relu
+    elif args.geglu:
+        settings |= {"gated_linear_unit": True, "activation_func": fast_gelu}
+        settings["bias_activation_fusion"] = args.bias_gelu_fusion
     elif args.quick_geglu:
         settings |= {"gated_linear_unit": True, "activation_func": quick_gelu}
         settings["bias_activation_fusion"] = args.bias_gelu_fusion

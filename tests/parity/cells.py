@@ -48,6 +48,10 @@ MODELS = {
     # dense
     "windows": f"{_COMMON} {_LLAMA} --window-size 3,0 --window-attn-skip-freq 2 --softmax-type learnable --no-rope-freq 2 "
     "--qk-l2-norm --attention-output-gate",  # the second layer sees all, and does not rotate
+    "gemma": f"{_COMMON} --normalization RMSNorm --apply-layernorm-1p --sandwich-layernorm --geglu --disable-bias-linear "
+    "--qk-layernorm --position-embedding-type rope --rotary-base 1000 --window-rotary-base 100 --window-size 3,0 "
+    "--window-attn-skip-freq 2 --embedding-scale 5.6 --embedding-init-method-std 0.2 --softmax-scale 0.3 "
+    "--group-query-attention --num-query-groups 2",
     "documents": f"{_COMMON} --group-query-attention --num-query-groups 2 --reset-position-ids --reset-attention-mask",
     "gpt_oss": f"{_COMMON} --enable-gpt-oss --window-size 3,0 --window-attn-skip-freq 2 --softmax-type learnable "
     "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 24 --expert-tensor-parallel-size 1 --quick-geglu "
@@ -75,7 +79,7 @@ MODELS |= {
 _FAMILIES = {
     "gpt": ("gpt", "llama"),
     "moe": ("moe", "moe_biased"),
-    "attention": ("windows",),
+    "attention": ("windows", "gemma"),
     "gpt_oss": ("gpt_oss",),
     "documents": ("documents",),
     "latent": ("latent", "latent_plain"),
@@ -300,7 +304,7 @@ IN_CI = (
     "moe-tp2+sp+pp2-optim_grads_params-m1-token",
     "moe-ep2+tp2+sp-hsdp-m1-token",
     "attention-tp2+sp-optim_grads_params-m4-token",
-    "attention-cp2-optim_grads_params-m1-mean",
+    "attention-cp2-optim_grads-m1-mean",
     "attention-pp2-optim-m1-mean",
     "gpt_oss-tp2+sp-optim_grads_params-m4-token",
     "documents-pp2-optim_grads_params-m4-token",

@@ -40,8 +40,8 @@ PROBES = {
     "latent tp": "latent-tp2-optim_grads-m1-mean",
     "latent sp": "latent-tp2+sp-optim_grads_params-m4-token",
     "latent cp": "latent-cp2-optim_grads-m1-mean",
-    "windows tp": "attention-tp2-optim-m1-mean",
-    "windows cp": "attention-cp2-optim_grads_params-m1-mean",
+    "windows tp": "attention-tp2-optim_grads-m1-mean",
+    "windows cp": "attention-cp2-optim_grads-m1-mean",
     "muon tp": "muon-tp2+sp-optim_grads-m4-token",
 }
 """Cells that faults are tried on, by a short name."""

@@ -16,7 +16,8 @@ def get_param_groups(
 ) -> list[dict[str, Any]]:
     """Split the trainable parameters into parameter groups, in a fixed order and without empty ones.
 
-    A group has ``wd_mult`` (0 for biases and for parameters of one dimension, else 1), ``is_decoupled_lr`` (embedding and
+    A group has ``wd_mult`` (0 for biases, for parameters of one dimension and for embeddings with
+    ``embedding_init_method_std``, else 1), ``is_decoupled_lr`` (embedding and
     output layer, where ``config.decoupled_lr`` is set), and ``max_lr`` and ``min_lr`` for the scheduler. Where rates scale
     with the width, it has ``lr_mult`` and, with adam, ``eps`` too. With muon it has ``use_muon``: matrices that Muon updates,
     whose rates do not scale with the width.
@@ -40,6 +41,8 @@ def get_param_groups(
             continue
         seen.add(id(parameter))
         decays = not (name.endswith(".bias") or parameter.dim() <= 1)
+        if getattr(parameter, "skip_weight_decay", False):
+            decays = False
         if config.apply_wd_to_qk_layernorm and ("q_layernorm." in name or "k_layernorm." in name):
             decays = True
         decoupled = config.decoupled_lr is not None and getattr(parameter, "is_embedding_or_output_parameter", False)

@@ -21,7 +21,7 @@ from megatron.core.fusions.fused_rope import fused_rotate, fused_split_and_rotat
 from megatron.core.models.common.embeddings.rotary_pos_embedding import apply_rotary
 from megatron.core.process_groups_config import group_of, group_size
 from megatron.core.tensor_parallel.partition import part_extent
-from megatron.core.transformer.attention_patterns import rotates
+from megatron.core.transformer.attention_patterns import rotates, window_of_layer
 from megatron.core.transformer.context_parallel_attention import core_attention_for
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
@@ -132,6 +132,7 @@ class SelfAttention(Attention):
         self.num_heads = part_extent(num_heads, 1, group_size(tp_group))
         self.num_groups = part_extent(num_groups, 1, group_size(tp_group))
         self.is_gated, self.rotates = config.attention_output_gate, rotates(config, layer_number)
+        self.has_window = window_of_layer(config, layer_number) is not None
         linear: dict[str, Any] = {"config": config, "init_method": config.init_method, "tp_group": tp_group}
         self.linear_qkv = build_module(
             submodules.linear_qkv,
@@ -204,7 +205,8 @@ class SelfAttention(Attention):
         Args:
             attention_mask: see ``DotProductAttention.forward``; None is causal.
             rotary_pos_emb: angles [s, 1, 1, r] as ``RotaryEmbedding`` returns them; used where no tables are given.
-            rotary_pos_cos: [s, r/2] table of cosines (r: the rotated width).
+            rotary_pos_cos: [s, r/2] table of cosines (r: the rotated width); or two, [2, s, r/2], of which layers with a
+                window take the second.
             rotary_pos_sin: [s, r/2] table of sines.
             packed_seq_params: samples within which tokens attend; angles and tables are those of positions in the whole
                 sequence, and are taken anew from each sample's start.
@@ -215,6 +217,11 @@ class SelfAttention(Attention):
         if not self.rotates:
             rotary_pos_cos = rotary_pos_sin = None
         if rotary_pos_cos is not None and rotary_pos_sin is not None:
+            if rotary_pos_cos.dim() == 3:
+                rotary_pos_cos, rotary_pos_sin = (
+                    rotary_pos_cos[int(self.has_window)],
+                    rotary_pos_sin[int(self.has_window)],
+                )
             if is_packed:
                 rotary_pos_cos, rotary_pos_sin = tables_of_samples(packed_seq_params, rotary_pos_cos, rotary_pos_sin)
             query, key, value, gate = self._rotated(hidden_states, rotary_pos_cos, rotary_pos_sin)

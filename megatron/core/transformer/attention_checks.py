@@ -43,6 +43,10 @@ ATTENTION_CONTRADICTIONS: list[tuple[Condition, str]] = [
         " {window_attn_skip_freq!r}",
     ),
     (
+        lambda c: c.window_rotary_base is not None and c.window_size is None,
+        "window_rotary_base must go with window_size, got {window_rotary_base} and None; leave it out",
+    ),
+    (
         lambda c: c.no_rope_freq is not None and not is_pattern(c.no_rope_freq, c.num_layers),
         "no_rope_freq must be positive, or hold 1 (no rotary positions) or 0 for each of num_layers ({num_layers}), got"
         " {no_rope_freq!r}",
@@ -63,6 +67,10 @@ ATTENTION_CONTRADICTIONS: list[tuple[Condition, str]] = [
     (
         lambda c: c.qk_l2_norm and c.qk_layernorm,
         "qk_l2_norm must be off with qk_layernorm, got both: they are two norms of queries and keys; turn one off",
+    ),
+    (
+        lambda c: c.embedding_init_method_std is not None and c.embedding_init_method_std < 0.0,
+        "embedding_init_method_std must not be negative, got {embedding_init_method_std}",
     ),
     (
         lambda c: not c.gated_linear_unit and (c.glu_linear_offset != 0.0 or c.activation_func_clamp_value is not None),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megatron.core.activations import ACTIVATIONS, quick_gelu
+from megatron.core.activations import ACTIVATIONS, fast_gelu, quick_gelu
 from megatron.core.served_arguments import ANY, Served
 from megatron.core.transformer.attention_checks import ATTENTION_CONTRADICTIONS
 from megatron.core.transformer.context_parallel import COMM_TYPES, comm_types
@@ -31,10 +31,6 @@ NOT_SERVED: Served = {
     ),
     "fp8_wgrad": ((True,), "transformer-engine no longer has a setting for weight gradients alone"),
     "fp8_output_proj": ((False,), "in Megatron-Core it goes with mxfp8 alone, which needs Blackwell"),
-    "embedding_init_method_std": (
-        (None,),
-        "it would also exempt embeddings from weight decay, which is not served; use embedding_init_method",
-    ),
     "moe_input_jitter_eps": ((None,), "routers add no noise to their input"),
     "multi_latent_attention": ((False,), "its settings are those of MLATransformerConfig; use that class"),
     "moe_permute_fusion": (ANY, "tokens are permuted by one gather, in backward as well"),
@@ -184,7 +180,7 @@ CONTRADICTIONS: list[tuple[Condition, str]] = [
     ),
     (
         lambda c: isinstance(c.activation_func, str) and c.activation_func not in ACTIVATIONS,
-        "activation_func must be a function or one of gelu, silu, swish, relu, squared_relu, quick_gelu, got {activation_func!r}",
+        "activation_func must be a function or one of gelu, silu, swish, relu, squared_relu, quick_gelu, fast_gelu, got {activation_func!r}",
     ),
     (
         lambda c: isinstance(c.attention_backend, str) and c.attention_backend not in AttnBackend.__members__,
@@ -305,7 +301,12 @@ def _recomputable(modules: Sequence[str]) -> bool:
 def _fusible_activation(config: TransformerConfig) -> bool:
     function = config.activation_func
     if function in ("gelu", torch.nn.functional.gelu):
-        is_plain = config.glu_linear_offset == 0.0 and config.activation_func_clamp_value is None
-        return is_plain if config.gated_linear_unit else config.add_bias_linear
+        return _is_plain(config) if config.gated_linear_unit else config.add_bias_linear
+    if function in ("fast_gelu", fast_gelu):
+        return config.gated_linear_unit and _is_plain(config)
     gated = ("silu", "swish", torch.nn.functional.silu, "quick_gelu", quick_gelu)
     return function in gated and config.gated_linear_unit
+
+
+def _is_plain(config: TransformerConfig) -> bool:
+    return config.glu_linear_offset == 0.0 and config.activation_func_clamp_value is None

@@ -48,7 +48,7 @@ def _of_delayed(field: str) -> tuple[Condition, str]:
 
 
 def _in_fp8(activation: object) -> bool:
-    served = {name: function for name, function in ACTIVATIONS.items() if name != "quick_gelu"}
+    served = {name: function for name, function in ACTIVATIONS.items() if name not in ("quick_gelu", "fast_gelu")}
     return activation in served or activation in served.values()
 
 

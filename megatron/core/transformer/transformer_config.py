@@ -112,6 +112,12 @@ class TransformerConfig(ModelParallelConfig):
     too."""
     no_rope_freq: int | list[int] | None = None
     """Layers without rotary positions: every n-th, or [num_layers] of 1 (none) and 0 (rotated). None: no layer."""
+    window_rotary_base: float | None = None
+    """Ours: base of the rotary frequencies of layers with a window, which are not scaled (Gemma-3); None: that of the others."""
+    sandwich_layernorm: bool = False
+    """Ours: outputs of attention and MLP are normalised before they are added to the residual stream (Gemma-2 and 3)."""
+    embedding_scale: float | None = None
+    """Ours: factor on embeddings (Gemma); None: none."""
     yarn_rotary_scaling_factor: float = 1.0
     """Ours, as those below: Megatron-Core sets them on the object. With ``position_embedding_type="yarn"`` of GPTModel, how
     many times longer contexts are than in the first training."""
@@ -155,6 +161,9 @@ class TransformerConfig(ModelParallelConfig):
     """Initialises the embeddings; None: as ``init_method``."""
     init_method_std: float = 0.02
     """Standard deviation of the default initial weights."""
+    embedding_init_method_std: float | None = None
+    """Standard deviation of the embeddings' default initial weights, which have no weight decay then (arXiv:2312.16903); None:
+    as ``init_method_std``, with decay."""
 
     apply_query_key_layer_scaling: bool = False
     """Query-key products are divided by the layer's number, and multiplied back in the fp32 softmax."""
@@ -329,8 +338,11 @@ class TransformerConfig(ModelParallelConfig):
         hidden_std = self.init_method_std / math.sqrt(self.mup_width_mult)
         self._derive_init_method("init_method", hidden_std)
         self._derive_init_method("output_layer_init_method", hidden_std / math.sqrt(2.0 * self.num_layers))
-        if self.use_mup:
-            self._derive_init_method("embedding_init_method", self.init_method_std)
+        own_std = self.embedding_init_method_std
+        if own_std is not None or self.use_mup:
+            if isinstance(self.embedding_init_method, InheritedInit):
+                self._derive("embedding_init_method", None)
+            self._derive_init_method("embedding_init_method", self.init_method_std if own_std is None else own_std)
         elif self.embedding_init_method is None or isinstance(self.embedding_init_method, InheritedInit):
             assert self.init_method is not None, "derived above"
             self._derive("embedding_init_method", InheritedInit(self.init_method))

@@ -42,6 +42,8 @@ class TransformerLayerSubmodules:
     pre_mlp_layernorm: ModuleSpec | type = IdentityOp
     mlp: ModuleSpec | type = IdentityOp
     mlp_bda: Any = get_bias_dropout_add
+    post_self_attn_layernorm: ModuleSpec | type = IdentityOp
+    post_mlp_layernorm: ModuleSpec | type = IdentityOp
 
 
 class TransformerLayer(MegatronModule):
@@ -96,6 +98,15 @@ class TransformerLayer(MegatronModule):
         self.pre_mlp_layernorm = build_module(submodules.pre_mlp_layernorm, **norm)
         self.mlp = build_module(submodules.mlp, config=config, pg_collection=pg_collection)
         self.mlp_bda = build_module(submodules.mlp_bda)
+        behind = (submodules.post_self_attn_layernorm, submodules.post_mlp_layernorm)
+        if {spec is not IdentityOp for spec in behind} != {config.sandwich_layernorm}:
+            raise ValueError(
+                f"the layer spec must have norms behind attention and MLP where TransformerConfig.sandwich_layernorm"
+                f" ({config.sandwich_layernorm}) says so, and none elsewhere; use get_gpt_decoder_block_spec(config)"
+            )
+        self.post_self_attn_layernorm, self.post_mlp_layernorm = (
+            build_module(spec, **norm) if config.sandwich_layernorm else None for spec in behind
+        )
         if not is_mtp_layer:  # which is as the last layer
             self._check_experts()
         self.recomputes_mlp = recomputes(config, "moe" if isinstance(self.mlp, MoELayer) else "mlp")
@@ -130,6 +141,8 @@ class TransformerLayer(MegatronModule):
             rotary_pos_sin=rotary_pos_sin,
             **({} if packed_seq_params is None else {"packed_seq_params": packed_seq_params}),
         )
+        if self.post_self_attn_layernorm is not None:
+            attended = self._normed_behind(self.post_self_attn_layernorm, *attended)
         if self._only_adds(self.self_attn_bda, attended[1]) and isinstance(self.pre_mlp_layernorm, Norm):
             normed, hidden_states = self.pre_mlp_layernorm(attended[0], hidden_states, keep_input=True)
         else:
@@ -145,6 +158,8 @@ class TransformerLayer(MegatronModule):
             )
         else:
             output = self.mlp(normed)
+        if self.post_mlp_layernorm is not None:
+            output = self._normed_behind(self.post_mlp_layernorm, *output)
         return self._bias_dropout_add(self.mlp_bda, output, hidden_states)
 
     def _normed(self, norm: torch.nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -153,6 +168,12 @@ class TransformerLayer(MegatronModule):
             normed, x = norm(x, keep_input=True)
             return normed, x
         return norm(x), x
+
+    def _normed_behind(
+        self, norm: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None
+    ) -> tuple[torch.Tensor, None]:
+        """Return the norm of what a part of the layer gave, with its bias, which is no longer to be added."""
+        return norm(x if bias is None else x + bias), None
 
     def _bias_dropout_add(
         self, build: Any, x_with_bias: tuple[torch.Tensor, torch.Tensor | None], residual: torch.Tensor

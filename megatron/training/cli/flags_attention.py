@@ -29,6 +29,14 @@ def add_attention_flags(parser: argparse.ArgumentParser) -> None:
         help="scores beside those of keys, whose probability is left out: none, 0 or one that each head learns "
         "(default: vanilla, none)",
     )
+    group.add_argument(
+        "--window-rotary-base",
+        type=float,
+        help="ours: base of rotary frequencies where a layer has a window (default: the same)",
+    )
+    group.add_argument(
+        "--softmax-scale", type=float, help="ours: factor on query-key products (default: 1 / sqrt(width of a head))"
+    )
     group.add_argument("--qk-l2-norm", action="store_true", help="divide queries and keys by their root mean square")
     group.add_argument(
         "--no-rope-freq",

@@ -111,6 +111,7 @@ def _add_shape_flags(group: argparse._ArgumentGroup) -> None:
 def _add_block_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--swiglu", action="store_true", help="gated SiLU instead of GELU")
     group.add_argument("--squared-relu", action="store_true", help="squared ReLU instead of GELU")
+    group.add_argument("--geglu", action="store_true", help="ours: gated GELU in its tanh form instead of GELU")
     group.add_argument("--quick-geglu", action="store_true", help="x * sigmoid(1.702 x), gated, instead of GELU")
     group.add_argument(
         "--glu-linear-offset", type=float, default=0.0, help="added to what a gate multiplies (default: 0.0)"
@@ -122,6 +123,11 @@ def _add_block_flags(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--normalization", choices=["LayerNorm", "RMSNorm"], default="LayerNorm", help="norm of the layers"
+    )
+    group.add_argument(
+        "--sandwich-layernorm",
+        action="store_true",
+        help="ours: norms behind attention and MLP, before their outputs are added to the residual stream",
     )
     group.add_argument("--norm-epsilon", type=float, default=1e-5, help="epsilon of the norms (default: 1e-5)")
     group.add_argument("--apply-layernorm-1p", action="store_true", help="store norm weights as weight - 1")
@@ -143,6 +149,12 @@ def _add_block_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--init-method-std", type=float, default=0.02, help="standard deviation of initial weights (default: 0.02)"
     )
+    group.add_argument(
+        "--embedding-init-method-std",
+        type=float,
+        help="standard deviation of embeddings' initial weights, which have no weight decay then (default: as other weights)",
+    )
+    group.add_argument("--embedding-scale", type=float, help="ours: factor on embeddings, as in Gemma (default: none)")
     group.add_argument("--use-cpu-initialization", action="store_true", help="draw initial weights on the CPU")
     group.add_argument(
         "--no-initialization",

@@ -12,6 +12,7 @@ _DECODER = "only decoder models are served; use --num-layers and --seq-length"
 _TOKENIZER = "tokenizers are configured by their file alone; use --tokenizer-type and --tokenizer-model"
 _FAULTS = "no fault-tolerance package is served; use --exit-signal-handler, and restart from the checkpoint"
 _CONSTANT_MIX = "the blend of training data is constant; use --data-path, or --train-data-path"
+_QK_CLIP = "weights of queries and keys are changed by the optimizer alone; use --qk-layernorm, which bounds scores"
 _MODEL = "this variant of the model is not served yet"
 _PIPELINE = "this setting of pipeline stages is not served"
 _GRAPHS = "graphs of parts of a step are not served; --cuda-graph-impl full_iteration captures the whole step"
@@ -42,14 +43,13 @@ REFUSED: dict[str, str] = {
     "--local-rank": "start ranks with torchrun, which gives it as LOCAL_RANK",
     "--local_rank": "start ranks with torchrun, which gives it as LOCAL_RANK",
     "--openai-gelu": _MODEL,
-    "--qk-clip": _MODEL,
+    "--qk-clip": _QK_CLIP,
     "--mrope-section": _MODEL,
     "--experimental-attention-variant": _MODEL,
     "--spec": "flags choose the layers; library code gives GPTModel a spec of its own",
     "--mup-width-mult": "it is --hidden-size divided by --mup-base-hidden-size",
     "--apply-residual-connection-post-layernorm": _MODEL,
     "--init-method-xavier-uniform": "weights are drawn from normal distributions; use --init-method-std",
-    "--embedding-init-method-std": "embeddings outside of weight decay are not served; use --init-method-std",
     "--data-parallel-random-init": "ranks always start with the same weights",
     "--moe-layer-recompute": "use --recompute-granularity full, which recomputes layers with experts as well",
     "--pretrained-checkpoint": _CHECKPOINT,
@@ -113,8 +113,8 @@ REFUSED: dict[str, str] = {
     "--per-dataset-sequences-path": "give the blend with --data-path",
     "--perform-rl-step": "reinforcement learning is not served",
     "--langrl-env-config": "reinforcement learning is not served",
-    "--qk-clip-alpha": _MODEL,
-    "--qk-clip-threshold": _MODEL,
+    "--qk-clip-alpha": _QK_CLIP,
+    "--qk-clip-threshold": _QK_CLIP,
     "--refit-method": "inference is not served",
     "--save-activations-interval": _SAVED_VALUES,
     "--save-dgrads-interval": _SAVED_VALUES,

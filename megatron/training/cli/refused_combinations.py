@@ -176,8 +176,8 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "two activation functions",
-        lambda a: a.swiglu + a.squared_relu + a.quick_geglu > 1,
-        "--swiglu, --squared-relu and --quick-geglu are different activations; give one",
+        lambda a: a.swiglu + a.squared_relu + a.quick_geglu + a.geglu > 1,
+        "--swiglu, --geglu, --squared-relu and --quick-geglu are different activations; give one",
     ),
     Refusal(
         "full recomputation without method or layers",

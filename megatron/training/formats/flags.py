@@ -68,8 +68,13 @@ _VARIANTS = {
     "no_rope_freq": "--no-rope-freq",
     "glu_linear_offset": "--glu-linear-offset",
     "activation_func_clamp_value": "--activation-func-clamp-value",
+    "window_rotary_base": "--window-rotary-base",
+    "embedding_scale": "--embedding-scale",
+    "softmax_scale": "--softmax-scale",
 }
+_ACTIVATIONS = {"quick_gelu": "--quick-geglu", "fast_gelu": "--geglu"}
 _SWITCHES = {
+    "sandwich_layernorm": "--sandwich-layernorm",
     "qk_l2_norm": "--qk-l2-norm",
     "attention_output_gate": "--attention-output-gate",
     "multi_latent_attention": "--multi-latent-attention",
@@ -111,8 +116,8 @@ def _words(settings: Architecture) -> Iterator[object]:
             yield flag
     if settings["num_query_groups"] != settings["num_attention_heads"]:
         yield from ("--group-query-attention", "--num-query-groups", settings["num_query_groups"])
-    if settings["activation_func"] == "quick_gelu":
-        yield "--quick-geglu"
+    if settings["activation_func"] in _ACTIVATIONS:
+        yield _ACTIVATIONS[settings["activation_func"]]
     elif settings["gated_linear_unit"]:
         yield "--swiglu"
     elif settings["activation_func"] == "squared_relu":

@@ -12,6 +12,7 @@ from typing import Any
 
 from megatron.core.distributed.fsdp.checkpoint import TensorReader, ViewReader
 from megatron.training.formats import huggingface_deepseek as deepseek
+from megatron.training.formats import huggingface_gemma3 as gemma3
 from megatron.training.formats import huggingface_gpt_oss as gpt_oss
 from megatron.training.formats.architecture import Architecture, comparable, layers_with_experts, tensor_sizes
 from megatron.training.formats.foreign import ForeignCheckpoint
@@ -272,6 +273,7 @@ FAMILIES = (
         gpt_oss.TABLE,
         interleaved=gpt_oss.INTERLEAVED,
     ),
+    Family("gemma3_text", "Gemma3ForCausalLM", gemma3.settings, gemma3.config, gemma3.TABLE),
     Family("gpt2", "GPT2LMHeadModel", _gpt2_settings, _gpt2_config, _gpt2_table()),
 )
 _NOT_SERVED = {

@@ -47,6 +47,10 @@ _VARIANTS = (
     "attention_output_gate",
     "glu_linear_offset",
     "activation_func_clamp_value",
+    "window_rotary_base",
+    "sandwich_layernorm",
+    "embedding_scale",
+    "softmax_scale",
 )
 """Settings that are named where they are not at their defaults."""
 _ARCHITECTURE_OF_YARN = (

@@ -192,7 +192,7 @@ def test_an_fp32_residual_stream_stays_fp32_between_bf16_layers(normalization: s
 REFUSED_ARGUMENTS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"vocab_size": 0}, ValueError, "vocab_size"),
     ({"max_sequence_length": 0}, ValueError, "max_sequence_length"),
-    ({"position_embedding_type": "yarn"}, NotImplementedError, "position_embedding_type .* 'yarn'"),
+    ({"position_embedding_type": "mrope"}, NotImplementedError, "position_embedding_type .* 'mrope'"),
     (
         {"mtp_block_spec": ModuleSpec(module=GPTModel)},
         ValueError,

@@ -186,6 +186,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"window_size": (2, 0), "window_attn_skip_freq": [1, 0]},
         "window_attn_skip_freq must be positive, or hold 1 (window) or 0 (none) for each of num_layers (4), got [1, 0]",
     ),
+    ({"window_rotary_base": 100.0}, "window_rotary_base must go with window_size, got 100.0 and None"),
     ({"no_rope_freq": 0}, "no_rope_freq must be positive, or hold 1 (no rotary positions) or 0 .*, got 0"),
     ({"no_rope_freq": 3}, "num_layers must be a multiple of no_rope_freq, got 4 and 3"),
     ({"softmax_type": "sink"}, "softmax_type must be 'vanilla', 'off-by-one' or 'learnable', got 'sink'"),
@@ -200,6 +201,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "softmax_type must be 'vanilla' with fp8_dot_product_attention, got 'learnable'",
     ),
     ({"qk_l2_norm": True, "qk_layernorm": True}, "qk_l2_norm must be off with qk_layernorm, got both"),
+    ({"embedding_init_method_std": -1.0}, "embedding_init_method_std must not be negative, got -1.0"),
     (
         {"glu_linear_offset": 1.0},
         "glu_linear_offset and .* must go with gated_linear_unit, got 1.0 and None without it",

@@ -21,6 +21,7 @@ LINES = (
     "--swiglu --num-experts 4 --group-query-attention --num-query-groups 2 --use-megatron-fsdp",
     "--multi-latent-attention",
     "--quick-geglu --use-megatron-fsdp --position-embedding-type yarn",
+    "--geglu",
     "--squared-relu --tensorboard-dir board --weight-decay-incr-style linear --start-weight-decay 0 --end-weight-decay 1",
 )
 

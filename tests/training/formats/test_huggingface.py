@@ -80,7 +80,10 @@ def test_gradients_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     assert gradients is not None
     theirs = gradients.reader(gradients.architecture)
     for key, parameter in model.named_parameters():
-        torch.testing.assert_close(parameter.grad, theirs.tensor(key), atol=1e-6, rtol=1e-4, msg=key)
+        true = theirs.tensor(key)  # small elements are sums of large ones
+        torch.testing.assert_close(
+            parameter.grad, true, atol=max(1e-6, 5e-6 * float(true.abs().max())), rtol=1e-4, msg=key
+        )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -218,7 +221,7 @@ def _copy(name: str, target: Path, change: Callable[[dict[str, Any]], None]) -> 
         (
             "llama",
             {"model_type": "bert"},
-            "model_type must be one of llama, qwen2, qwen3, mixtral, qwen3_moe, deepseek_v3, gpt_oss, gpt2, got 'bert'",
+            "model_type must be one of llama, qwen2, qwen3, mixtral, qwen3_moe, deepseek_v3, gpt_oss, gemma3_text, gpt2, got 'bert'",
         ),
         ("llama", {"attention_bias": True}, "attention_bias must be False, got True"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act must be silu, got 'gelu'"),
@@ -228,6 +231,7 @@ def _copy(name: str, target: Path, change: Callable[[dict[str, Any]], None]) -> 
             {"quantization_config": {"quant_method": "mxfp4"}},
             "got weights in mxfp4; save the model dequantised",
         ),
+        ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping must be null, got 50.0"),
         ("gpt_oss", {"swiglu_alpha": 1.0}, "swiglu_alpha must be 1.702, got 1.0"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx must be False, got True"),
     ],
@@ -310,6 +314,19 @@ def test_a_model_with_multi_token_prediction_reads_its_layers(tmp_path: Path) ->
         found = find_foreign(folder)
         assert found is not None
         found.reader(architecture)
+
+
+def test_gemma3_of_before_says_its_layers_otherwise(tmp_path: Path) -> None:
+    def as_before(config: dict[str, Any]) -> None:
+        parameters = config.pop("rope_parameters")
+        config["rope_theta"] = parameters["full_attention"]["rope_theta"]
+        config["rope_scaling"] = {"rope_type": "linear", "factor": 8.0}
+        config["rope_local_base_freq"] = parameters["sliding_attention"]["rope_theta"]
+        del config["layer_types"], config["tie_word_embeddings"]
+        config["sliding_window_pattern"] = 2
+
+    found = find_foreign(_copy("gemma3_text", tmp_path / "model", as_before))
+    assert found is not None and found.architecture == _opened("gemma3_text").architecture
 
 
 def test_missing_and_other_tensors_are_named(tmp_path: Path) -> None:

@@ -56,6 +56,8 @@ def get_gpt_layer_local_spec(
     normalization: str | None = None,
     qk_l2_norm: bool | None = False,
     use_kitchen: bool = False,
+    *,
+    sandwich_layernorm: bool = False,
 ) -> ModuleSpec:
     """Return the spec of a GPT layer of this framework's own modules.
 
@@ -65,6 +67,7 @@ def get_gpt_layer_local_spec(
         qk_layernorm: normalise queries and keys (with multi-latent attention, the latent vectors); must equal
             ``TransformerConfig.qk_layernorm``.
         qk_l2_norm: normalise queries and keys without weights; must equal ``TransformerConfig.qk_l2_norm``.
+        sandwich_layernorm: norms behind attention and MLP; must equal ``TransformerConfig.sandwich_layernorm``.
         multi_latent_attention: attention is ``MLASelfAttention``, which needs an ``MLATransformerConfig``.
         normalization: must equal ``TransformerConfig.normalization``; None: that of the configuration.
 
@@ -92,7 +95,8 @@ def get_gpt_layer_local_spec(
     )
     norm = _norm_of_heads(modules.norm, bool(qk_layernorm), bool(qk_l2_norm))
     attention = _latent_attention(modules, bool(qk_layernorm)) if multi_latent_attention else _attention(modules, norm)
-    return _layer_spec(modules, attention, num_experts, bool(moe_grouped_gemm))
+    behind = modules.norm if sandwich_layernorm else IdentityOp
+    return _layer_spec(modules, attention, num_experts, bool(moe_grouped_gemm), behind)
 
 
 def get_gpt_layer_with_transformer_engine_spec(
@@ -109,6 +113,8 @@ def get_gpt_layer_with_transformer_engine_spec(
     kitchen_attention_backend: str = "sdpa",
     mla_down_proj_fusion: bool = False,
     use_grouped_gemm_for_dense_mlp: bool = False,
+    *,
+    sandwich_layernorm: bool = False,
 ) -> ModuleSpec:
     """Return the spec of a GPT layer of transformer-engine's modules, which can multiply in FP8.
 
@@ -116,7 +122,8 @@ def get_gpt_layer_with_transformer_engine_spec(
     parts of the linear layers behind them (``linear_qkv.layer_norm_weight``).
 
     Args:
-        num_experts, moe_grouped_gemm, qk_layernorm, qk_l2_norm, multi_latent_attention: as for ``get_gpt_layer_local_spec``.
+        num_experts, moe_grouped_gemm, qk_layernorm, qk_l2_norm, multi_latent_attention, sandwich_layernorm: as for
+            ``get_gpt_layer_local_spec``.
         mla_down_proj_fusion: accepted for Megatron-Core's callers: the down-projections are two products, which give the same.
         fp8: accepted for Megatron-Core's callers; ``TransformerConfig.fp8`` is what counts.
         use_te_op_fuser: the MLP of a dense layer is ``TEFusedMLP``; must equal
@@ -162,7 +169,8 @@ def get_gpt_layer_with_transformer_engine_spec(
     )
     norm = _norm_of_heads(modules.norm, bool(qk_layernorm), bool(qk_l2_norm))
     attention = _latent_attention(modules, bool(qk_layernorm)) if multi_latent_attention else _attention(modules, norm)
-    return _layer_spec(modules, attention, num_experts, bool(moe_grouped_gemm))
+    behind = modules.norm if sandwich_layernorm else IdentityOp
+    return _layer_spec(modules, attention, num_experts, bool(moe_grouped_gemm), behind)
 
 
 def _refuse(function: str, **not_served: object) -> None:
@@ -207,7 +215,11 @@ def _latent_attention(modules: _Modules, qk_layernorm: bool) -> ModuleSpec:
 
 
 def _layer_spec(
-    modules: _Modules, attention: ModuleSpec, num_experts: int | None, moe_grouped_gemm: bool
+    modules: _Modules,
+    attention: ModuleSpec,
+    num_experts: int | None,
+    moe_grouped_gemm: bool,
+    norm_behind: ModuleSpec | type,
 ) -> ModuleSpec:
     # Latent vectors are projected by two layers, so the norm before them is a module of its own.
     fuses_norm = modules.norm_and_column is not None and attention.module is SelfAttention
@@ -221,6 +233,8 @@ def _layer_spec(
             pre_mlp_layernorm=IdentityOp if modules.norm_and_column and num_experts is None else modules.norm,
             mlp=_mlp_spec(modules, num_experts, moe_grouped_gemm),
             mlp_bda=get_bias_dropout_add,
+            post_self_attn_layernorm=norm_behind,
+            post_mlp_layernorm=norm_behind,
         ),
     )
 
@@ -269,6 +283,7 @@ def get_gpt_decoder_block_spec(
         "qk_layernorm": config.qk_layernorm,
         "qk_l2_norm": qk_l2_norm or config.qk_l2_norm,
         "multi_latent_attention": config.multi_latent_attention,
+        "sandwich_layernorm": config.sandwich_layernorm,
     }
     if use_transformer_engine:
         spec = get_gpt_layer_with_transformer_engine_spec

@@ -18,7 +18,7 @@ from megatron.core.models.common.language_module.language_module import Language
 from megatron.core.parallel_state import default_rng_tracker, take_default_degrees
 from megatron.core.process_groups_config import group_of, group_rank, group_size
 from megatron.core.served_arguments import ANY, Served, check_arguments
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, VocabParallelEmbedding
 from megatron.core.tensor_parallel.mappings import scatter_to_sequence_parallel_region
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 from megatron.core.transformer.context_parallel import positions_on_this_cp_rank
@@ -149,6 +149,15 @@ class GPTModel(LanguageModule):
             )
         elif position_embedding_type == "yarn":
             self.rotary_pos_emb = _yarn(config, rotary_percent, rotary_base, cp_group=self._cp_group)
+        self.window_rotary_pos_emb: RotaryEmbedding | None = None
+        if self.rotary_pos_emb is not None and config.window_rotary_base is not None:
+            self.window_rotary_pos_emb = RotaryEmbedding(
+                config.kv_channels or 1,
+                rotary_percent,
+                config.rotary_interleaved,
+                rotary_base=config.window_rotary_base,
+                cp_group=self._cp_group,
+            )
         device = torch.get_default_device()
         with torch.device("meta"):
             self._build_modules()
@@ -230,6 +239,9 @@ class GPTModel(LanguageModule):
     def _mark_shared(self, module: Any) -> None:
         """Set the attributes by which optimizers and engines recognise embedding and output weights."""
         module.set_parameter_attribute("weight", "is_embedding_or_output_parameter", True)
+        is_embedding = self.share_embeddings_and_output_weights or isinstance(module, VocabParallelEmbedding)
+        if is_embedding and self.config.embedding_init_method_std is not None:
+            module.set_parameter_attribute("weight", "skip_weight_decay", True)
         if self.share_embeddings_and_output_weights:
             module.set_parameter_attribute("weight", "shared_embedding", True)
 
@@ -369,7 +381,12 @@ class GPTModel(LanguageModule):
         # Attention gets the whole sequence also with sequence parallelism, where hidden states are a part of it.
         parts = group_size(self._tp_group) if self.config.sequence_parallel else 1
         parts *= group_size(self._cp_group)
-        return self.rotary_pos_emb.get_cos_sin(hidden_states.shape[0] * parts, hidden_states.device)
+        length, device = hidden_states.shape[0] * parts, hidden_states.device
+        tables = self.rotary_pos_emb.get_cos_sin(length, device)
+        if self.window_rotary_pos_emb is None:
+            return tables
+        of_windows = self.window_rotary_pos_emb.get_cos_sin(length, device)
+        return torch.stack((tables[0], of_windows[0])), torch.stack((tables[1], of_windows[1]))
 
 
 def _yarn(

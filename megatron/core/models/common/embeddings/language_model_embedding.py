@@ -70,6 +70,8 @@ class LanguageModelEmbedding(MegatronModule):
         if self.add_position_embedding:
             # Each rank looks up its own positions alone, so its gradient is a partial sum.
             marks = {"sequence_parallel": True} if self.scatters else {}
+            if config.embedding_init_method_std is not None:
+                marks["skip_weight_decay"] = True
             self.position_embeddings = Embedding(
                 max_sequence_length, config.hidden_size, init_method=init_method, config=config, **marks
             )
@@ -100,6 +102,8 @@ class LanguageModelEmbedding(MegatronModule):
             embeddings = embeddings + self.position_embeddings(self._own_part(position_ids.t()))
         if self.config.use_mup:
             embeddings = embeddings * self.config.mup_embedding_mult
+        if self.config.embedding_scale is not None:
+            embeddings = embeddings * self.config.embedding_scale
         if self.config.fp32_residual_connection:
             embeddings = embeddings.float()
         draws = self.training and self.config.hidden_dropout > 0.0
