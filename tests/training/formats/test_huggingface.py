@@ -294,7 +294,7 @@ def test_a_model_with_multi_token_prediction_reads_its_layers(tmp_path: Path) ->
     save_file(tensors | further, folder / "model.safetensors")
     found = find_foreign(folder)
     assert found is not None
-    architecture = found.architecture | {"mtp_num_layers": 1, "mtp_use_repeated_layer": False}
+    architecture = {**found.architecture, "mtp_num_layers": 1, "mtp_use_repeated_layer": False}
     reader, model = found.reader(architecture), build_model(architecture)
     weights = {key: reader.tensor(key) for key in model.state_dict()}
     model.load_state_dict(weights, strict=True)
