@@ -264,7 +264,9 @@ class Checkpointer:
         agree(lambda: others.append(find_foreign(Path(self.config.load or ""), self.config.load_step)), lambda _: None)
         if others[0] is not None:
             return self._load_foreign(others[0])
-        iteration = self._iteration_to_load(Path(self.config.load))
+        iterations: list[int | None] = []
+        agree(lambda: iterations.append(self._iteration_to_load(Path(self.config.load or ""))), lambda _: None)
+        (iteration,) = iterations
         if iteration is None:
             return TrainState()
         path = checkpoint_path(self.config.load, iteration)

@@ -181,3 +181,4 @@ def test_settings_and_sizes_are_printed_before_data_are_read(on_two: dict[str, R
     )
     places = [on_two["plain"].output.index(line) for line in lines]
     assert places == sorted(places)
+    assert "megatron_lm:" not in on_two["plain"].output, "all of its settings are no line to read"

@@ -195,6 +195,7 @@ def test_a_folder_without_checkpoint_is_a_start_from_scratch_or_an_error(runs: d
     assert "training starts from scratch" in runs["from scratch"].output
     error = runs["must exist"].error
     assert error is not None and "must have a checkpoint" in error
+    assert error.startswith("StartRefusedError"), "one message of all ranks"
 
 
 @pytest.mark.parametrize("misfit", _MISFITS)
