@@ -216,7 +216,9 @@ def audit_on_rank(
 
     Ranks: all; blocks.
     """
-    parse_settings(flags)  # refuses as the run would
+    optimizer = parse_settings(flags).optimizer.optimizer  # refuses as the run would
+    if optimizer == "muon":
+        raise FlagError("an audit steps the plain model with adam or sgd, got --optimizer muon; add --optimizer adam")
     args = build_parser().parse_flags(flags)
     substitute(args)
     model_ranks = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size

@@ -189,6 +189,8 @@ def test_what_cannot_be_audited_ends_with_status_2() -> None:
     assert status == 2 and "must name pretrain_gpt.py, got 'torchrun train.py'" in text, text
     status, text = _run("--", "pretrain_gpt.py", *TINY.split(), "--no-such-flag")
     assert status == 2 and "pretrain_gpt.py: error: " in text and "--no-such-flag" in text, text
+    status, text = _run("--", "pretrain_gpt.py", *TINY.split(), *SHARDED.split(), "--optimizer", "muon")
+    assert status == 2 and "got --optimizer muon; add --optimizer adam" in text, text
 
 
 @pytest.mark.parametrize(
