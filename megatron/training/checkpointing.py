@@ -7,6 +7,7 @@ one step. So whenever processes are killed, the tracker names a complete checkpo
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import re
 import secrets
@@ -21,7 +22,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.core.distributed.fsdp import load_checkpoint, save_checkpoint
+from megatron.core.distributed.fsdp import load_checkpoint as load_folder
+from megatron.core.distributed.fsdp import save_checkpoint as save_folder
 from megatron.core.distributed.fsdp.checkpoint import (
     EXTRA_STATE,
     CheckpointReader,
@@ -190,7 +192,7 @@ class Checkpointer:
             extra["grad_scaler"] = self.optimizer.grad_scaler.state_dict()
         with _naming_iteration(state.iteration):
             agree(lambda: None, lambda _: self._check_lock())
-            handle = save_checkpoint(
+            handle = save_folder(
                 self.model,
                 self.optimizer if self.config.save_optim else None,
                 path,
@@ -313,7 +315,7 @@ class Checkpointer:
     def _load_into_model(self, path: Path, *, with_optimizer: bool, reader: TensorReader | None = None) -> None:
         # Loading replaces hyperparameters by the saved ones, but those of the command line must stay in effect.
         given = [_hyperparameters(group) for group in self.optimizer.param_groups]
-        load_checkpoint(
+        load_folder(
             self.model,
             self.optimizer,
             path,
@@ -385,7 +387,8 @@ class Checkpointer:
             state = TrainState(**_dict_of(saved, "state", path)).as_dict()
             if any(type(count) is not int or count < 0 for count in state.values()):
                 raise ValueError(f"counters must be whole numbers, got {state}")
-            self.scheduler.check_state_dict(_dict_of(saved, "scheduler", path))
+            if self.config.load_optim:
+                self.scheduler.check_state_dict(_dict_of(saved, "scheduler", path))
             if self.config.load_rng and "rng" in saved:
                 check_rng_state(saved["rng"])
             check_scale_state(saved.get("grad_scaler", {}))
@@ -588,3 +591,13 @@ def _check_architecture(saved: Mapping[str, Any], architecture: Mapping[str, Any
             f"the model must be that of the checkpoint {path}, got {', '.join(differing)}; give the flags that the "
             "checkpoint was trained with, or another --load"
         )
+
+
+_OF_MEGATRON_LM = ("load_checkpoint", "save_checkpoint")
+
+
+def __getattr__(name: str) -> Any:
+    """Return functions that code written for Megatron-LM imports from here; ``library`` has them."""
+    if name in _OF_MEGATRON_LM:
+        return getattr(importlib.import_module("megatron.training.library.checkpoints"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

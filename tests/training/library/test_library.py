@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -22,10 +23,13 @@ from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.num_microbatches_calculator import get_num_microbatches
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training import get_args, get_model, get_timers, get_tokenizer, pretrain, print_rank_0
 from megatron.training.argument_utils import pretrain_cfg_container_from_args
 from megatron.training.arguments import core_transformer_config_from_args, parse_and_validate_args
+from megatron.training.checkpointing import load_checkpoint, save_checkpoint
 from megatron.training.cli.flag_parser import FlagError
 from megatron.training.global_vars import unset_global_variables
 from megatron.training.initialize import initialize_megatron
@@ -133,6 +137,55 @@ def models_are_wrapped_as_the_arguments_say() -> None:
             assert type(model) is kind
             (plain,) = get_model(_model_provider, wrap_with_ddp=False)
             assert type(plain) is GPTModel
+
+
+@CHECKS.on(2)
+def a_loop_of_its_own_saves_and_goes_on() -> None:
+    with tempfile.TemporaryDirectory() as own:
+        folders: list[str] = [own]
+        dist.broadcast_object_list(folders)
+        for added in ("", "--ckpt-format torch_dist"):
+            folder = f"{folders[0]}/{len(added)}"
+            line = f"{TINY} {SHARDED} --padded-vocab-size 128 --save {folder} --load {folder} {added}"
+            with _command_line(line):
+                run = _run()
+                assert load_checkpoint(*run) == (0, 0)
+                _step(*run)
+                get_args().consumed_train_samples = 8
+                save_checkpoint(1, *run, 0, train_data_iterator=None, non_persistent_ckpt=False)
+                expected = [_step(*run) for _ in range(2)]
+            with _command_line(line):
+                run = _run()
+                assert load_checkpoint(*run, strict=True) == (1, 0) and get_args().consumed_train_samples == 8
+                assert [_step(*run) for _ in range(2)] == expected
+                weights = get_model(_model_provider)
+                assert load_checkpoint(weights, None, None) == (1, 0)
+                with pytest.raises(NotImplementedError, match="release must be False, got True"):
+                    save_checkpoint(1, *run, 0, release=True)
+        dist.barrier()
+
+
+def _run() -> tuple[list[torch.nn.Module], Any, OptimizerParamScheduler]:
+    initialize_megatron()
+    model = get_model(_model_provider)
+    optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=1e-2, weight_decay=0.01), model)
+    return (
+        model,
+        optimizer,
+        OptimizerParamScheduler(optimizer, 0.0, 1e-2, 0.0, 0, 32, "linear", 0.01, 0.01, 32, "constant", False),
+    )
+
+
+def _step(model: list[Any], optimizer: Any, scheduler: OptimizerParamScheduler) -> float:
+    tokens = torch.randint(0, 100, (2, 17), generator=torch.Generator().manual_seed(scheduler.num_steps))
+    optimizer.zero_grad()
+    loss = model[0](tokens[:, :-1], torch.arange(16).expand(2, -1), None, labels=tokens[:, 1:]).mean()
+    loss.backward()
+    model[0].finish_grad_sync()
+    optimizer.step()
+    scheduler.step(8)
+    found: float = loss.item()
+    return found
 
 
 @pytest.mark.parametrize(("num_ranks", "name"), CHECKS.parameters)

@@ -72,7 +72,7 @@ def layout_of(
     counters: dict[str, Any] = {"iteration": iteration, "checkpoint_version": 3.0, "args": None}
     if run is not None:
         counters["args"] = argparse.Namespace(**run.args)
-        counters["opt_param_scheduler"] = {name: run.schedule[name] for name in _SCHEDULE}
+        counters["opt_param_scheduler"] = {name: run.schedule[name] for name in _SCHEDULE if name in run.schedule}
     if ckpt_format == "fsdp_dtensor":
         return _fsdp_dtensor(parameters, buffers, architecture, counters, run)
     return _torch_dist(parameters, buffers, architecture, counters, run)

@@ -1,0 +1,153 @@
+"""Checkpoints of training loops that are written for Megatron-LM: saved and loaded as the arguments of the run say."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.served_arguments import ANY, Served, check_arguments
+from megatron.training.checkpointing import Checkpointer
+from megatron.training.library.flags import settings_of
+from megatron.training.library.state import get_args, get_tokenizer
+from megatron.training.loop.train_state import TrainState
+
+_GROUP_ARGUMENTS: Served = dict.fromkeys(
+    ("tp_group", "pp_group", "dp_cp_group", "dp_group", "expt_dp_group"),
+    (ANY, "the model's parameters know their groups"),
+)
+_RANK_ARGUMENTS: Served = dict.fromkeys(
+    ("pipeline_rank", "expert_rank", "tensor_rank", "pipeline_parallel", "expert_parallel"),
+    ((None,), "each rank writes what it holds"),
+)
+_SAVE: Served = {
+    **_GROUP_ARGUMENTS,
+    **_RANK_ARGUMENTS,
+    "checkpointing_context": (ANY, "nothing is kept from one save to the next"),
+    "non_persistent_ckpt": ((False,), "checkpoints are saved where --save says"),
+    "train_data_iterator": (ANY, "the samples consumed say where data go on"),
+    "preprocess_common_state_dict_fn": (ANY, "plain values are those of rank 0"),
+    "release": ((False,), "a checkpoint is of an iteration"),
+    "rng_state_key_prefix": (("",), "there is one state of random generators"),
+}
+_LOAD: Served = {
+    **_GROUP_ARGUMENTS,
+    "strict": ((True,), "missing and extra names are errors"),
+    "checkpointing_context": (ANY, "nothing is kept from one load to the next"),
+    "skip_load_to_model_and_opt": ((False,), "the model is loaded in place"),
+    "rng_state_key_prefix": (("",), "there is one state of random generators"),
+}
+
+
+class _Nothing:
+    """In place of an optimizer or a schedule that is not saved or loaded."""
+
+    optimizer = None
+
+    def __init__(self) -> None:
+        self.param_groups: list[dict[str, Any]] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+
+def save_checkpoint(
+    iteration: int,
+    model: Sequence[torch.nn.Module] | torch.nn.Module,
+    optimizer: MegatronOptimizer | None,
+    opt_param_scheduler: Any,
+    num_floating_point_operations_so_far: float = 0,
+    **others: Any,
+) -> None:
+    """Save a run to ``--save``, in ``--ckpt-format``; the counters of samples are those of the arguments.
+
+    Args:
+        model: as ``get_model`` returns it.
+        optimizer, opt_param_scheduler: None: weights alone.
+        num_floating_point_operations_so_far: accepted; logs count anew.
+        others: Megatron-LM's further arguments, at values that ask for nothing else.
+
+    Raises:
+        ValueError: ``--save`` is not given.
+        NotImplementedError: another argument asks for what is not served.
+
+    Ranks: all; blocks.
+    """
+    check_arguments("save_checkpoint", others, _SAVE)
+    args = get_args()
+    checkpointer = _checkpointer(model, optimizer, opt_param_scheduler, loads=None)
+    if checkpointer.config.save is None:
+        raise ValueError("--save must be given for save_checkpoint, got none")
+    checkpointer.check_save()
+    checkpointer.save(
+        TrainState(
+            iteration=iteration,
+            consumed_train_samples=getattr(args, "consumed_train_samples", 0) or 0,
+            consumed_valid_samples=getattr(args, "consumed_valid_samples", 0) or 0,
+        )
+    )
+    checkpointer.finish()
+
+
+def load_checkpoint(
+    ddp_model: Sequence[torch.nn.Module] | torch.nn.Module,
+    optimizer: MegatronOptimizer | None,
+    opt_param_scheduler: Any,
+    load_arg: str = "load",
+    **others: Any,
+) -> tuple[int, int]:
+    """Load the checkpoint that an argument names, of any program that ``--load`` reads, and set the counters of samples.
+
+    Args:
+        ddp_model: as ``get_model`` returns it.
+        optimizer, opt_param_scheduler: None: weights alone.
+        load_arg: name of the argument that has the folder.
+        others: Megatron-LM's further arguments, at values that ask for nothing else.
+
+    Returns:
+        The iteration, 0 where there is no checkpoint or with ``--finetune``; and 0, since logs count operations anew.
+
+    Raises:
+        FileNotFoundError, ValueError, NotImplementedError: as ``--load`` would; names what does not fit.
+
+    Ranks: all; blocks.
+    """
+    check_arguments("load_checkpoint", others, _LOAD)
+    args = get_args()
+    state = _checkpointer(ddp_model, optimizer, opt_param_scheduler, loads=getattr(args, load_arg)).load()
+    args.iteration = state.iteration
+    args.consumed_train_samples, args.consumed_valid_samples = (
+        state.consumed_train_samples,
+        state.consumed_valid_samples,
+    )
+    return state.iteration, 0
+
+
+def _checkpointer(model: Any, optimizer: Any, scheduler: Any, *, loads: str | None) -> Checkpointer:
+    models = list(model) if isinstance(model, (list, tuple)) else [model]
+    if len(models) != 1:
+        raise NotImplementedError(f"model must be one part of a model on each rank, got {len(models)}; use pretrain()")
+    args, settings = get_args(), settings_of(get_args())
+    vocab_size = 1 if settings.model.model_vocab_size is not None else get_tokenizer().vocab_size
+    has_optimizer = optimizer is not None and scheduler is not None
+    config = replace(
+        settings.checkpoint,
+        load=loads,
+        save_optim=settings.checkpoint.save_optim and has_optimizer,
+        load_optim=settings.checkpoint.load_optim and has_optimizer,
+    )
+    nothing: Any = _Nothing()
+    plain = {name: v for name, v in vars(args).items() if v is None or isinstance(v, (bool, int, float, str))}
+    return Checkpointer(
+        config,
+        models[0],
+        optimizer if has_optimizer else nothing,
+        scheduler if has_optimizer else nothing,
+        architecture=settings.model.architecture(vocab_size),
+        seed=settings.loop.seed,
+        samples={"seq_length": settings.data.seq_length},
+        megatron_lm_args=plain,
+    )
