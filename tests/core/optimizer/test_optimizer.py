@@ -161,3 +161,40 @@ def test_a_rate_and_a_trainable_parameter_are_needed() -> None:
         get_megatron_optimizer(OptimizerConfig(), [_Tied()])
     with pytest.raises(ValueError, match="trainable"):
         get_megatron_optimizer(OptimizerConfig(lr=0.1), [_Tied().requires_grad_(False)])
+
+
+def _undecayed_embeddings() -> dict[bool, tuple[list[str], float]]:
+    """The matrices without weight decay, and the size of the embedding's elements; with tied weights, and without."""
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    found = {}
+    for tied in (True, False):
+        config = TransformerConfig(
+            num_layers=1, hidden_size=16, num_attention_heads=4, init_method_std=0.01, embedding_init_method_std=1.0
+        )
+        with torch.device("meta"):
+            model = GPTModel(
+                config, get_gpt_decoder_block_spec(config), 64, 8, share_embeddings_and_output_weights=tied
+            )
+        ddp_config = DistributedDataParallelConfig(
+            use_megatron_fsdp=True, data_parallel_sharding_strategy="optim_grads_params"
+        )
+        wrapped = FullyShardedDataParallel(config, ddp_config, model, device=torch.device("cpu"))
+        names = {id(parameter): name for name, parameter in wrapped.module.named_parameters()}
+        groups = get_megatron_optimizer(OptimizerConfig(lr=0.1, weight_decay=0.3), [wrapped]).param_groups
+        undecayed = [p for group in groups if group["weight_decay"] == 0.0 for p in group["params"] if p.dim() > 1]
+        size = wrapped.module.embedding.word_embeddings.weight.full_tensor().std().item()
+        found[tied] = sorted(names[id(p)] for p in undecayed), size
+    return found
+
+
+def test_embeddings_with_a_standard_deviation_of_their_own_are_not_decayed() -> None:
+    """Also sharded, where parameters are other objects. The output layer decays, unless it is the embedding."""
+    for found in run_ranks(2, _undecayed_embeddings):
+        for names, size in found.values():
+            assert names == ["embedding.position_embeddings.weight", "embedding.word_embeddings.weight"]
+            assert 0.9 < size < 1.1

@@ -32,6 +32,16 @@ def test_grouped_gated_layer_by_hand() -> None:
     assert flops_per_sample(config, seq_length=6, vocab_size=10) == 6 * weights * 6 + 6 * 6 * 6 * 16
 
 
+def test_output_gates_are_counted_and_windows_are_not() -> None:
+    """As in Megatron-LM."""
+    plain: dict[str, Any] = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2}
+    counts = [
+        flops_per_sample(TransformerConfig(**{**plain, **fields}), seq_length=10, vocab_size=100)
+        for fields in ({}, {"window_size": (2, 0)}, {"attention_output_gate": True})
+    ]
+    assert counts[1] == counts[0] and counts[2] - counts[0] == 6 * 10 * 2 * 8 * 8
+
+
 def test_layers_with_experts_by_hand() -> None:
     config = TransformerConfig(
         num_layers=2,
