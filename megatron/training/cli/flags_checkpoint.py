@@ -8,7 +8,7 @@ import argparse
 def add_checkpoint_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``CheckpointConfig``."""
     group = parser.add_argument_group("checkpoints")
-    group.add_argument("--save", help="folder to save to")
+    group.add_argument("--save", help="folder to save to, at the end of training and by --save-interval")
     group.add_argument(
         "--save-interval", "--persistent-save-interval", dest="save_interval", type=int, help="iterations between saves"
     )
