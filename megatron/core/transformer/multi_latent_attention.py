@@ -320,9 +320,13 @@ class MLASelfAttention(Attention):
     def _releases_heads(self) -> bool:
         """Whether queries, keys and values are released after forward and computed again in backward.
 
-        Not in a forward that is itself a recomputation in backward: what that one saves is used at once.
+        Not in a forward that is itself a recomputation in backward: what that one saves is used at once. And not where core
+        attention saves them in the host's memory: they are still being copied, and then released anyway.
         """
-        return self.training and recomputes(self.config, "mla_up_proj") and torch._C._current_graph_task_id() == -1
+        config = self.config
+        if config.fine_grained_activation_offloading and "core_attn" in config.offload_modules:
+            return False
+        return self.training and recomputes(config, "mla_up_proj") and torch._C._current_graph_task_id() == -1
 
     def _contexts_of_heads(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         """Return the contexts of the up-projections and of their recomputation."""

@@ -149,6 +149,14 @@ def test_heads_are_released_until_backward() -> None:
     output.sum().backward()
     assert all(x.untyped_storage().nbytes() for x in kept)
     kept.clear()
+    # Copies to the host read them while compute goes on.
+    offloading = {"fine_grained_activation_offloading": True, "offload_modules": ["core_attn"]}
+    offloaded = _attention(_config(recompute_granularity="selective", recompute_modules=["mla_up_proj"], **offloading))
+    attend = offloaded.attend
+    offloaded.attend = watched  # type: ignore[method-assign,assignment]
+    offloaded(torch.randn(9, 2, 24, requires_grad=True), None)
+    assert len(kept) == 3 and all(x.untyped_storage().nbytes() for x in kept)
+    kept.clear()
     attention.eval()(torch.randn(9, 2, 24), None)
     assert all(x.untyped_storage().nbytes() for x in kept)
 
