@@ -272,6 +272,7 @@ def _train_plain(script: Any, settings: Settings, setup: TrainingSetup, folder: 
             name: None if grad is None else grad.clone() for name, grad in _named(model, reference.gradients()).items()
         }
         result = optimizer.step()
+        assert result.grad_norm is not None, "losses are not scaled, so no step is skipped"
         clip = settings.optimizer.clip_grad
         written["clip"] = min(1.0, clip / (result.grad_norm.item() + 1e-6)) if clip > 0 else 1.0
         optimizer.zero_grad()
