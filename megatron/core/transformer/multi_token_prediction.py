@@ -36,6 +36,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.loss_record import AuxiliaryLossRecord, mtp_loss_name
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_block import both
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -184,15 +185,23 @@ class MultiTokenPredictionBlock(MegatronModule):
                 position_ids, _ = roll(position_ids)
             layer = self.layers[0 if self.config.mtp_use_repeated_layer else number]
             decoder_input = embedding(input_ids=input_ids, position_ids=position_ids)
-            states.append(self._run(layer, states[-1], decoder_input, *rest))
+            states.append(self._quantized(layer, states[-1], decoder_input, *rest))
         return torch.cat(states)
 
-    def _run(self, layer: torch.nn.Module, *inputs: Any) -> torch.Tensor:
-        """Run a layer, with recomputation and in FP8 where configured."""
+    def _quantized(self, layer: torch.nn.Module, *inputs: Any) -> torch.Tensor:
+        """Run a layer, in FP8 where configured."""
+        quantization = self._quantization
+        if quantization is None:
+            return self._run(layer, layer, *inputs)
+        if not quantization.spans_block:
+            return self._run(partial(_in_context, quantization, layer), layer, *inputs)
+        # Delayed scales are made at the context's end, which recomputation must not come to again.
+        with quantization.of_layer(-1):
+            return self._run(layer, layer, *inputs)
+
+    def _run(self, run: Callable[..., Any], layer: torch.nn.Module, *inputs: Any) -> torch.Tensor:
+        """Call ``run``, which runs the layer, with recomputation where configured."""
         config = self.config
-        run: Callable[..., Any] = (
-            layer if self._quantization is None else partial(_quantized, self._quantization, layer)
-        )
         output: torch.Tensor
         if config.recompute_granularity != "full" or not (self.training and torch.is_grad_enabled()):
             output = run(*inputs)
@@ -200,12 +209,12 @@ class MultiTokenPredictionBlock(MegatronModule):
         restores = config.hidden_dropout > 0 or config.attention_dropout > 0
         contexts: Any = self.rng_tracker.recomputation if restores and self.rng_tracker else noop_context_fn
         if self._quantization is not None:
-            contexts = partial(recomputation_in_fp8, [layer])
+            contexts = partial(both, contexts, partial(recomputation_in_fp8, [layer]))
         output = checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=restores, context_fn=contexts)
         return output
 
 
-def _quantized(quantization: Quantization, layer: torch.nn.Module, *inputs: Any) -> Any:
+def _in_context(quantization: Quantization, layer: torch.nn.Module, *inputs: Any) -> Any:
     with quantization.of_layer(-1):
         return layer(*inputs)
 

@@ -140,7 +140,7 @@ class TransformerBlock(MegatronModule):
                 restores = self.config.hidden_dropout > 0 or self.config.attention_dropout > 0
                 contexts: Any = self.rng_tracker.recomputation if restores and self.rng_tracker else noop_context_fn
                 if self._quantization is not None:
-                    contexts = partial(_both, contexts, partial(recomputation_in_fp8, layers))
+                    contexts = partial(both, contexts, partial(recomputation_in_fp8, layers))
                 hidden_states = checkpoint(
                     run,
                     hidden_states,
@@ -192,7 +192,7 @@ class _QuantizedLayers(_Layers):
         return hidden_states
 
 
-def _both(first: Callable[[], Any], second: Callable[[], Any]) -> tuple[_Both, _Both]:
+def both(first: Callable[[], Any], second: Callable[[], Any]) -> tuple[_Both, _Both]:
     """Do what two ``context_fn`` of torch.utils.checkpoint do."""
     (forward, repeated), (other_forward, other_repeated) = first(), second()
     return _Both(forward, other_forward), _Both(repeated, other_repeated)

@@ -14,6 +14,7 @@ import torch
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
     get_gpt_layer_with_transformer_engine_spec,
+    get_gpt_mtp_block_spec,
 )
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -47,6 +48,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "experts": MOE_FIELDS | {"moe_grouped_gemm": True, "moe_layer_freq": [0, 1]},
     "experts with bias": MOE_FIELDS
     | {"moe_grouped_gemm": True, "add_bias_linear": True, "moe_shared_expert_intermediate_size": None},
+    "tokens further on": LLAMA | {"mtp_num_layers": 2},
     "latent attention": LATENT,
     "latent attention without norms": LATENT | {"qk_layernorm": False, "q_lora_rank": None, "apply_rope_fusion": True},
     "latent attention, again": LATENT | {"recompute_granularity": "selective", "recompute_modules": ["mla_up_proj"]},
@@ -57,10 +59,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
 def _gpt(name: str, *, te: bool, device: str = "cpu", **fields: Any) -> GPTModel:
     settings = DENSE | NO_DROPOUT | CONFIGS[name] | fields
     config = (MLATransformerConfig if "multi_latent_attention" in settings else TransformerConfig)(**settings)
+    layers = get_gpt_decoder_block_spec(config, use_transformer_engine=te)
+    mtp = get_gpt_mtp_block_spec(config, layers, use_transformer_engine=te)
     with torch.device(device):
-        return GPTModel(
-            config, get_gpt_decoder_block_spec(config, use_transformer_engine=te), 40, 16, pg_collection=None
-        )
+        return GPTModel(config, layers, 40, 16, pg_collection=None, mtp_block_spec=mtp)
 
 
 def _stored(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -119,6 +121,23 @@ def test_heads_of_latent_vectors_are_computed_again_with_the_scales_of_forward(r
     assert ours.keys() == expected.keys() and any(key.endswith("scale") for key in ours) == (recipe == "delayed")
     for key, tensor in expected.items():
         assert torch.equal(ours[key], tensor), key
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
+def test_multi_token_prediction_in_fp8_is_computed_again_with_the_scales_of_forward(recipe: str) -> None:
+    fields: dict[str, Any] = {"fp8": "hybrid", "fp8_recipe": recipe, "params_dtype": torch.bfloat16, "bf16": True}
+    found: list[dict[str, torch.Tensor | None]] = []
+    for more in ({}, {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}):
+        model = _gpt("tokens further on", te=True, **fields, **more)
+        inputs, positions, labels = random_tokens(length=8)
+        for _ in range(2):
+            model.zero_grad()
+            model(inputs, positions, None, labels=labels).mean().backward()
+        found.append({key: p.grad for key, p in model.named_parameters()})
+    expected, ours = found
+    assert expected["mtp.layers.1.eh_proj.weight"] is not None
+    for key, gradient in expected.items():
+        torch.testing.assert_close(ours[key], gradient, rtol=0.0, atol=0.0, msg=key)
 
 
 def test_meta_initialisation_gives_the_same_bits() -> None:
