@@ -94,6 +94,10 @@ class _Saved:
         self._read = event
 
     def __del__(self) -> None:
+        if (
+            self.region.comes_back is not None
+        ):  # nobody asked for it: its memory must not be another's before it is written
+            self.region.comes_back.wait()
         if self.buffer is not None:
             self._pool.give_back(self.buffer, self._read, pinned=self.region.offload.device.type == "cuda")
 
@@ -107,8 +111,8 @@ class _Region:
         self.saved: list[weakref.ref[_Saved]] = []
         self._kept: dict[tuple[Any, ...], _Saved] = {}  # on the device until compute has waited for the copies
         self._copied: Any = None
-        self._back: Any = None
-        self._is_back = False
+        self.comes_back: Any = None
+        self._is_there = False
 
     def pack(self, tensor: Tensor) -> Tensor | _Saved:
         """Take a tensor that autograd saves; return what it keeps instead."""
@@ -148,19 +152,19 @@ class _Region:
         if self._copied is not None:
             self._copied.wait()  # so that nobody reads memory that backward frees
         self._kept.clear()
-        self._is_back = True
+        self._is_there = True
 
     def bring_back(self) -> None:
         """Begin to copy to the device what is not there."""
-        if self._is_back:
+        if self._is_there:
             return
-        self._is_back = True
+        self._is_there = True
         missing = [saved for one in self.saved if (saved := one()) is not None and saved.device_tensor is None]
         for saved in missing:
             saved.allocate(self.offload.device)
-        self._back = self.offload.copy(self.offload.uploads, [saved.upload for saved in missing])
+        self.comes_back = self.offload.copy(self.offload.uploads, [saved.upload for saved in missing])
         for saved in missing:
-            saved.read_until(self._back)
+            saved.read_until(self.comes_back)
 
     def unpack(self, saved: _Saved) -> Tensor:
         """Return a tensor to backward, and begin to bring back what it will ask for next."""
@@ -170,9 +174,9 @@ class _Region:
         if before is not None:
             self.offload.forget(before)
             before.bring_back()
-        if self._back is not None:
-            self._back.wait()
-            self._back = None
+        if self.comes_back is not None:
+            self.comes_back.wait()
+            self.comes_back = None
         assert saved.device_tensor is not None
         return saved.device_tensor
 
