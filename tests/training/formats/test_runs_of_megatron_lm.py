@@ -46,8 +46,9 @@ def _train(root: str) -> dict[str, Run]:
         assert convert.main([f"{root}/back", f"{root}/twice", "--to", "torch_dist"]) == 0
         assert convert.main([f"{root}/native", f"{root}/weights", "--weights-only"]) == 0
     dist.barrier()
-    for kind in (*KINDS, *CONVERTED, "weights", "other order", "experts"):
+    for kind in (*KINDS, *CONVERTED, "other order", "experts"):
         runs[kind] = train_one([*_RUN.split(), "--load", f"{root}/{kind}"])
+    runs["weights"] = train_one(f"{_RUN} --load {root}/weights --exit-interval 1".split())
     load = f"{_RUN} --load {root}/fully_reshardable"
     runs |= {
         name: train_one(f"{load} {flags}".split())
@@ -92,7 +93,7 @@ def test_a_run_goes_on_from_a_conversion(runs: dict[str, Run], kind: str) -> Non
 
 
 def test_a_conversion_of_weights_alone_begins_anew(runs: dict[str, Run]) -> None:
-    assert runs["weights"].error is None and list(runs["weights"].losses) == [1, 2, 3, 4]
+    assert runs["weights"].error is None and list(runs["weights"].losses) == [1]
 
 
 def test_what_does_not_fit_is_refused_by_name(runs: dict[str, Run]) -> None:
