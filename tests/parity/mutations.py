@@ -349,8 +349,7 @@ def _parts_are_matrices_of_their_own(patch: pytest.MonkeyPatch) -> None:
 
 def _stages_of_a_rank_follow_each_other(patch: pytest.MonkeyPatch) -> None:
     from megatron.core.transformer import transformer_block
-
-    stage_of = transformer_block.stage_of
+    from megatron.core.transformer.pipeline_layers import stage_of
 
     def consecutive(config: Any, *, pp_rank: int, vp_stage: int | None, num_ranks: int) -> Any:
         stages = config.virtual_pipeline_model_parallel_size or 1

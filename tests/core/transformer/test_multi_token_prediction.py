@@ -180,7 +180,8 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="mtp_num_layers must be at least 1"):
         TransformerConfig(num_layers=2, hidden_size=16, num_attention_heads=4, mtp_num_layers=0)
     with pytest.raises(NotImplementedError, match="mtp_detach_heads"):
-        TransformerConfig(num_layers=2, hidden_size=16, num_attention_heads=4, mtp_num_layers=1, mtp_detach_heads=True)
+        fields: dict[str, Any] = {"mtp_num_layers": 1, "mtp_detach_heads": True}
+        TransformerConfig(num_layers=2, hidden_size=16, num_attention_heads=4, **fields)
     spec = get_gpt_mtp_block_spec(
         TransformerConfig(num_layers=2, hidden_size=16, num_attention_heads=4, **MTP), get_gpt_layer_local_spec(), False
     )
