@@ -291,7 +291,6 @@ IN_CI = (
     "gpt-cp2+pp2-optim_grads_params-m1-mean",
     "gpt-pp2+vp2-optim_grads_params-m4-token",
     "gpt-pp2+uneven-optim-m1-mean",
-    "moe-pp2+vp2-optim_grads_params-m4-mean",
     "mtp-cp2-optim_grads_params-m4-token",
     "mtp-pp2-optim-m1-mean",
     "moe-none-no_shard-m1-token",
