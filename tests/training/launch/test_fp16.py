@@ -1,4 +1,4 @@
-"""Training in fp16 from the command line: overflows skip steps alike on all ranks, and a resumed run goes on bit by bit."""
+"""Training in fp16 from the command line: overflows skip steps, and a resumed run goes on bit by bit; tests/parity has more splits."""
 
 from __future__ import annotations
 
@@ -35,15 +35,10 @@ def runs(root: Path) -> dict[str, Run]:
         "whole": f"{sharded} --tensorboard-dir {root}/board",
         "halfway": f"{sharded} --exit-interval 5 --save {root}/halfway",
         "resumed": f"{sharded} --load {root}/halfway",
-        "fresh optimizer": f"{sharded} --load {root}/halfway --no-load-optim",
-        "grads in fp32": f"{SHARDED} {_CONSTANT} --accumulate-allreduce-grads-in-fp32",
-        "optim": f"--use-distributed-optimizer {_CONSTANT}",
         "tp": f"{_CONSTANT} --tensor-model-parallel-size 2 --sequence-parallel",
         "pp": f"{_CONSTANT} --pipeline-model-parallel-size 2 --apply-query-key-layer-scaling",
-        "sgd": f"{_FP16} --optimizer sgd --train-iters 4",
         "experts": experts,
         "experts, scaled": f"{experts} --loss-scale 1024",
-        "experts, fp16": f"{experts} {_FP16}",
     }
     return train_all(2, flags, base=_BASE)
 
@@ -84,11 +79,7 @@ def test_a_resumed_run_goes_on_with_the_scale_to_the_last_bit(runs: dict[str, Ru
     assert resumed.grad_norms, "not all of these steps are skipped"
 
 
-def test_without_the_optimizer_the_scale_starts_afresh(runs: dict[str, Run]) -> None:
-    assert _field(runs["fresh optimizer"], "loss scale")[0] in (524288.0, 1048576.0)
-
-
-@pytest.mark.parametrize("name", ["constant", "grads in fp32", "optim", "tp", "pp"])
+@pytest.mark.parametrize("name", ["constant", "tp", "pp"])
 def test_every_split_trains_as_fp32_does(runs: dict[str, Run], name: str) -> None:
     """Up to fp16's rounding, 2^-11 of what is rounded, over four steps."""
     fp32, run = runs["fp32"], runs[name]
@@ -96,13 +87,6 @@ def test_every_split_trains_as_fp32_does(runs: dict[str, Run], name: str) -> Non
     assert run.losses == pytest.approx(fp32.losses, rel=1e-3) and len(run.losses) == 4
     assert run.grad_norms == pytest.approx(fp32.grad_norms, rel=1e-2)
     assert run.losses != fp32.losses
-
-
-@pytest.mark.parametrize("name", ["sgd", "experts, fp16"])
-def test_other_models_and_optimizers_train(runs: dict[str, Run], name: str) -> None:
-    assert runs[name].error is None, runs[name].error
-    losses = _field(runs[name], "exact loss")
-    assert all(loss == loss and abs(loss) < 10 for loss in losses)
 
 
 def test_auxiliary_losses_are_scaled_as_the_loss_is(runs: dict[str, Run]) -> None:

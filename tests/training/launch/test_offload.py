@@ -1,4 +1,4 @@
-"""Training with state in the host's memory, from the command line: the same losses, and checkpoints that load across."""
+"""Training with state or activations in the host's memory, from the command line; tests/parity has every split."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ _MODULES = (
     "--fine-grained-activation-offloading --min-offloaded-tensor-size 0 --offload-modules attn_norm qkv_linear core_attn "
     "attn_proj mlp_norm expert_fc1 moe_act"
 )
-_EXPERTS = "--num-experts 4 --moe-ffn-hidden-size 16 --swiglu --disable-bias-linear --expert-model-parallel-size 2 --moe-aux-loss-coeff 0.1"
-_SPLIT = "--pipeline-model-parallel-size 2 --global-batch-size 8"
 
 
 @pytest.fixture(scope="module")
@@ -30,14 +28,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
         "half, overlapping": f"{_BF16} {half} --overlap-cpu-optimizer-d2h-h2d --no-pin-cpu-grads",
         "fp32": f"{_FP32} {_HOST}",
         "fp32 on the device": _FP32,
-        "a layer's activations": f"{_FP32} --cpu-offloading-num-layers 1",
         "modules' activations": f"{_FP32} {_MODULES}",
-        "experts": f"{_FP32} {_EXPERTS}",
-        "experts' activations": f"{_FP32} {_EXPERTS} {_MODULES}",
-        "stages on the device": f"{_FP32} {_SPLIT}",
-        "stages' activations": f"{_FP32} {_SPLIT} {_MODULES}",
-        "stages": f"{_BF16} {_HOST} --pipeline-model-parallel-size 2",
-        "fp16": f"--fp16 {_HOST} --initial-loss-scale 1048576 --hysteresis 1",
         "host, halfway": f"{_BF16} {_HOST} --exit-interval 2 --save {root}/host",
         "from host to host": f"{_BF16} {_HOST} --load {root}/host",
         "from host to device": f"{_BF16} --load {root}/host",
@@ -47,7 +38,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
     return train_all(2, flags, base=TINY)
 
 
-@pytest.mark.parametrize("name", ["on the host", "half, overlapping", "stages"])
+@pytest.mark.parametrize("name", ["on the host", "half, overlapping"])
 def test_losses_are_those_of_state_on_the_device(runs: dict[str, Run], name: str) -> None:
     """Up to fp32 rounding in the update, which turns some bf16 weights to the next number."""
     wanted, run = runs["on the device"], runs[name]
@@ -59,7 +50,6 @@ def test_losses_are_those_of_state_on_the_device(runs: dict[str, Run], name: str
 def test_in_fp32_they_agree_to_its_rounding(runs: dict[str, Run]) -> None:
     assert runs["fp32"].error is None
     assert runs["fp32"].losses == pytest.approx(runs["fp32 on the device"].losses, rel=1e-5)
-    assert runs["fp16"].error is None and "number of skipped iterations:   1" in runs["fp16"].output
 
 
 def test_a_run_goes_on_from_either_memory(runs: dict[str, Run]) -> None:
@@ -73,19 +63,10 @@ def test_a_run_goes_on_from_either_memory(runs: dict[str, Run]) -> None:
         assert run.losses == pytest.approx({3: whole.losses[3], 4: whole.losses[4]}, rel=2e-3)
 
 
-@pytest.mark.parametrize(
-    ("name", "wanted"),
-    [
-        ("a layer's activations", "fp32 on the device"),
-        ("modules' activations", "fp32 on the device"),
-        ("experts' activations", "experts"),
-        ("stages' activations", "stages on the device"),
-    ],
-)
-def test_offloaded_activations_change_no_bit(runs: dict[str, Run], name: str, wanted: str) -> None:
-    assert runs[name].error is None, runs[name].error
-    assert runs[name].losses == runs[wanted].losses and len(runs[name].losses) == 4
-    assert runs[name].grad_norms == runs[wanted].grad_norms
+def test_offloaded_activations_change_no_bit(runs: dict[str, Run]) -> None:
+    run, wanted = runs["modules' activations"], runs["fp32 on the device"]
+    assert run.error is None, run.error
+    assert run.losses == wanted.losses and run.grad_norms == wanted.grad_norms and len(run.losses) == 4
 
 
 def test_the_report_has_the_hosts_memory(runs: dict[str, Run]) -> None:
