@@ -76,7 +76,7 @@ MODELS |= {
     "mtp_repeated": f"{MODELS['llama']} {_MTP} --mtp-use-repeated-layer --recompute-granularity full --recompute-method uniform "
     "--recompute-num-layers 1",
 }
-_FAMILIES = {
+FAMILIES = {
     "gpt": ("gpt", "llama"),
     "moe": ("moe", "moe_biased"),
     "attention": ("windows", "gemma"),
@@ -199,14 +199,14 @@ class Cell:
 
     @property
     def layout(self) -> Layout:
-        return _ALL_LAYOUTS[self.family][self.layout_name]
+        return LAYOUTS[self.family][self.layout_name]
 
     @property
     def model(self) -> str:
         """One of the family's models, in turn: where it has two, each layout and each strategy meets both."""
         counts = self.per_token and self.family not in _HALVED
         turn = list(STRATEGIES).index(self.strategy) + counts + (self.microbatches > 1)
-        models = _FAMILIES[self.family]
+        models = FAMILIES[self.family]
         return models[turn % len(models)]
 
     @property
@@ -255,7 +255,7 @@ def _argv(run: Reference | Cell, flags: str, microbatches: int) -> list[str]:
     return f"{MODELS[run.model]} --global-batch-size {microbatches * MICRO_BATCH} {flags} {per_token}".split()
 
 
-_ALL_LAYOUTS = {
+LAYOUTS = {
     "gpt": {**GPT_LAYOUTS, **STAGES_OF_GPT},
     "moe": {**MOE_LAYOUTS, **STAGES_OF_MOE},
     "attention": GPT_LAYOUTS,
@@ -270,7 +270,7 @@ _ALL_LAYOUTS = {
 
 CELLS = {
     cell.name: cell
-    for family, layouts in _ALL_LAYOUTS.items()
+    for family, layouts in LAYOUTS.items()
     for layout, strategy, microbatches, per_token in product(layouts, STRATEGIES, (1, 4), (False, True))
     if family not in _HALVED or per_token == (microbatches == 4)
     if microbatches > 1 or not layouts[layout].takes_turns
