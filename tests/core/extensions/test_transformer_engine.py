@@ -126,8 +126,9 @@ def test_heads_of_latent_vectors_are_computed_again_with_the_scales_of_forward(r
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
 def test_multi_token_prediction_in_fp8_is_computed_again_with_the_scales_of_forward(recipe: str) -> None:
     fields: dict[str, Any] = {"fp8": "hybrid", "fp8_recipe": recipe, "params_dtype": torch.bfloat16, "bf16": True}
+    again: dict[str, Any] = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     found: list[dict[str, torch.Tensor | None]] = []
-    for more in ({}, {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}):
+    for more in ({}, again):
         model = _gpt("tokens further on", te=True, **fields, **more)
         inputs, positions, labels = random_tokens(length=8)
         for _ in range(2):
