@@ -26,7 +26,7 @@ FUNCTIONS: dict[Any, Any] = {"quick_gelu": lambda x: x / (1 + (-1.702 * x).exp()
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("is_expert", [False, True])
-@pytest.mark.parametrize("fields", VARIANTS, ids=str)
+@pytest.mark.parametrize("fields", VARIANTS, ids=lambda fields: " ".join(fields))
 def test_gated_activations_are_those_written_out(fields: dict[str, Any], is_expert: bool, fused: bool) -> None:
     given = {
         "num_layers": 1,
