@@ -445,9 +445,14 @@ def _rank(name: str, group: Callable[[], ProcessGroup] | None = None) -> int:
     return (group() if group else _get(name)).rank()
 
 
-def _set(name: str, what: str, value: int | None) -> None:
-    """Let the getter of this size or rank return ``value``; None: the group's own again."""
-    _default.overrides[name, what] = value
+def _set_size(name: str, world_size: int | None) -> None:
+    """Let the getter of this size return ``world_size``; None: the group's own again."""
+    _default.overrides[name, "size"] = world_size
+
+
+def _set_rank(name: str, rank: int | None) -> None:
+    """Let the getter of this rank return ``rank``; None: the group's own again."""
+    _default.overrides[name, "rank"] = rank
 
 
 get_tensor_model_parallel_world_size = partial(_size, "tp")
@@ -469,15 +474,15 @@ get_gtp_weight_remat_rank = partial(_rank, "gtp_remat")
 get_expert_gtp_weight_remat_world_size = partial(_size, "expt_gtp_remat")
 get_expert_gtp_weight_remat_rank = partial(_rank, "expt_gtp_remat")
 
-set_tensor_model_parallel_world_size = partial(_set, "tp", "size")
-set_tensor_model_parallel_rank = partial(_set, "tp", "rank")
-set_pipeline_model_parallel_world_size = partial(_set, "pp", "size")
-set_pipeline_model_parallel_rank = partial(_set, "pp", "rank")
-set_data_parallel_rank = partial(_set, "dp", "rank")
-set_expert_model_parallel_world_size = partial(_set, "ep", "size")
-set_expert_model_parallel_rank = partial(_set, "ep", "rank")
-set_expert_tensor_parallel_world_size = partial(_set, "expt_tp", "size")
-set_expert_tensor_parallel_rank = partial(_set, "expt_tp", "rank")
+set_tensor_model_parallel_world_size = partial(_set_size, "tp")
+set_tensor_model_parallel_rank = partial(_set_rank, "tp")
+set_pipeline_model_parallel_world_size = partial(_set_size, "pp")
+set_pipeline_model_parallel_rank = partial(_set_rank, "pp")
+set_data_parallel_rank = partial(_set_rank, "dp")
+set_expert_model_parallel_world_size = partial(_set_size, "ep")
+set_expert_model_parallel_rank = partial(_set_rank, "ep")
+set_expert_tensor_parallel_world_size = partial(_set_size, "expt_tp")
+set_expert_tensor_parallel_rank = partial(_set_rank, "expt_tp")
 
 
 def get_data_parallel_world_size(

@@ -103,8 +103,8 @@ def stages_that_take_turns_know_which_one_is_first_and_last() -> None:
 @CHECKS.on(2)
 def sizes_and_ranks_that_are_set_are_told() -> None:
     parallel_state.initialize_model_parallel(2)
-    mpu.set_tensor_model_parallel_rank(5)
-    mpu.set_tensor_model_parallel_world_size(8)
+    mpu.set_tensor_model_parallel_rank(rank=5)
+    mpu.set_tensor_model_parallel_world_size(world_size=8)
     assert (mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size()) == (5, 8)
     mpu.set_tensor_model_parallel_rank(None)
     mpu.set_tensor_model_parallel_world_size(None)

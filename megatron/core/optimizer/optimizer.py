@@ -51,13 +51,24 @@ class MegatronOptimizer:
     """A ``torch.optim`` optimizer over main weights whose step also computes the gradient norm and clips.
 
     Args:
+        init_state_fn: must be None: loading a checkpoint makes the state that it needs.
         grad_scaler: the scale of the losses that gradients come from. A step undoes it, is skipped where a gradient is not
             finite, and updates the scale. None: losses are not scaled.
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, config: OptimizerConfig, grad_scaler: MegatronGradScaler | None = None
+        self,
+        optimizer: torch.optim.Optimizer,
+        config: OptimizerConfig,
+        init_state_fn: object = None,
+        *,
+        grad_scaler: MegatronGradScaler | None = None,
     ) -> None:
+        if init_state_fn is not None:
+            raise NotImplementedError(
+                f"init_state_fn must be None, got {init_state_fn!r}: loading a checkpoint makes the state that it needs;"
+                " leave it out (a grad_scaler is given by name)"
+            )
         self.optimizer = optimizer
         self.config = config
         self.grad_scaler = grad_scaler
@@ -261,9 +272,11 @@ def get_megatron_optimizer(
     groups = get_param_groups(named, config, width_mult=width_mult)
     params = [param for group in groups for param in group["params"]]
     if config.optimizer == "adam" and FlatAdamW.serves(params):
-        return MegatronOptimizer(_flat_adamw(config, groups), config, _grad_scaler(config, params))
+        return MegatronOptimizer(_flat_adamw(config, groups), config, grad_scaler=_grad_scaler(config, params))
     if config.optimizer == "muon":
-        return MegatronOptimizer(flat_muon(config, groups, named, of_model), config, _grad_scaler(config, params))
+        return MegatronOptimizer(
+            flat_muon(config, groups, named, of_model), config, grad_scaler=_grad_scaler(config, params)
+        )
     if config.optimizer_cpu_offload:
         raise ValueError(
             "optimizer_cpu_offload needs a model whose parameters are all sharded by the engine, got others; wrap it with "
@@ -278,7 +291,7 @@ def get_megatron_optimizer(
     if any(isinstance(param, DTensor) for param in params):
         # Without it the next forward would read the model weights of before the step.
         optimizer = fully_shard_optimizer(optimizer)
-    return MegatronOptimizer(optimizer, config, _grad_scaler(config, params))
+    return MegatronOptimizer(optimizer, config, grad_scaler=_grad_scaler(config, params))
 
 
 def _grad_scaler(config: OptimizerConfig, params: Sequence[Tensor]) -> MegatronGradScaler | None:

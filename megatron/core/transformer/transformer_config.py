@@ -295,7 +295,7 @@ class TransformerConfig(ModelParallelConfig):
     experts are computed one after the other."""
     moe_token_dispatcher_type: str = "alltoall"
     """How tokens reach experts on other ranks: "alltoall". "allgather", Megatron-Core's default, is served only where
-    experts are not divided, where it computes the same; "flex" is refused."""
+    experts are not divided, where it computes the same; "flex", for libraries that send tokens otherwise, is the all-to-all too."""
     moe_expert_capacity_factor: float | None = None
     """Capacity of an expert: this factor times tokens * topk / experts of a rank's microbatch; None: no assignment is
     dropped."""

@@ -41,6 +41,13 @@ def _rules(overflows: list[bool], window: int, hysteresis: int) -> list[float]:
     return scales
 
 
+def test_a_function_that_makes_state_is_refused_and_not_taken_for_a_scale() -> None:
+    """Megatron-Core's third argument."""
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(2))])
+    with pytest.raises(NotImplementedError, match="init_state_fn must be None"):
+        MegatronOptimizer(optimizer, OptimizerConfig(lr=0.1), lambda _: None)
+
+
 @pytest.mark.parametrize(("window", "hysteresis"), [(1, 1), (3, 2), (4, 3)])
 def test_the_scale_follows_the_rules_and_goes_on_from_its_state(window: int, hysteresis: int) -> None:
     overflows = [random.Random(window).random() < 0.4 for _ in range(60)]

@@ -70,7 +70,7 @@ CONTRADICTORY: list[tuple[dict[str, Any], str]] = [
     ({"moe_router_score_function": "tanh"}, "moe_router_score_function must be .* got 'tanh'"),
     ({"moe_router_dtype": "bf16"}, "moe_router_dtype must be None, 'fp32' or 'fp64', got 'bf16'"),
     ({"moe_token_drop_policy": "random"}, "moe_token_drop_policy must be .* got 'random'"),
-    ({"moe_token_dispatcher_type": "flex"}, "moe_token_dispatcher_type must be .* got 'flex'"),
+    ({"moe_token_dispatcher_type": "none"}, "moe_token_dispatcher_type must be .* got 'none'"),
     ({"moe_router_load_balancing_type": "expert"}, "moe_router_load_balancing_type must be .* got 'expert'"),
     (
         {

@@ -29,7 +29,7 @@ _CHOICES: dict[str, tuple[str | None, ...]] = {
     "moe_router_score_function": ("softmax", "sigmoid", "sqrtsoftplus"),
     "moe_router_dtype": (None, "fp32", "fp64"),
     "moe_token_drop_policy": ("probs", "position"),
-    "moe_token_dispatcher_type": ("alltoall", "allgather"),
+    "moe_token_dispatcher_type": ("alltoall", "allgather", "flex"),
 }
 
 
