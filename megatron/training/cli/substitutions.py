@@ -110,9 +110,8 @@ def _without_training(args: Namespace) -> dict[str, Any]:
     return settings
 
 
-def _not_recomputed(args: Namespace) -> set[str]:
-    """Return modules of Megatron-LM that selective recomputation leaves alone."""
-    return {"layernorm"} if args.multi_latent_attention else {"layernorm", "mla_up_proj"}
+def _recomputes(args: Namespace, module: str) -> bool:
+    return args.recompute_modules is not None and module in args.recompute_modules
 
 
 def _layer_graphs(args: Namespace) -> bool:
@@ -257,10 +256,14 @@ SUBSTITUTIONS: tuple[Substitution, ...] = (
         lambda a: {"recompute_modules": _renamed(a.recompute_modules, {"moe_act": "moe", "shared_experts": "moe"})},
     ),
     Substitution(
-        lambda a: a.recompute_modules is not None and bool(_not_recomputed(a) & set(a.recompute_modules)),
-        "--recompute-modules {recompute_modules}: outputs of norms are kept, and there is no mla_up_proj without "
-        "--multi-latent-attention",
-        lambda a: {"recompute_modules": _renamed(a.recompute_modules, dict.fromkeys(_not_recomputed(a), ""))},
+        lambda a: _recomputes(a, "layernorm"),
+        "--recompute-modules layernorm: outputs of norms are kept",
+        lambda a: {"recompute_modules": _renamed(a.recompute_modules, {"layernorm": ""})},
+    ),
+    Substitution(
+        lambda a: _recomputes(a, "mla_up_proj") and not a.multi_latent_attention,
+        "--recompute-modules mla_up_proj: there is none without --multi-latent-attention",
+        lambda a: {"recompute_modules": _renamed(a.recompute_modules, {"mla_up_proj": ""})},
     ),
     *_useless(
         {
