@@ -220,6 +220,11 @@ def audit_on_rank(
     if optimizer == "muon":
         raise FlagError("an audit steps the plain model with adam or sgd, got --optimizer muon; add --optimizer adam")
     args = build_parser().parse_flags(flags)
+    if args.fp16:
+        raise FlagError(
+            "an audit compares gradients that no loss scale has multiplied, got --fp16; give --bf16 instead"
+        )
+    args.loss_scale = None  # it changes no result, and would multiply the gradients of one side
     substitute(args)
     model_ranks = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
     if model_ranks > 1:  # ranks that split a model draw other dropout than one that has all of it

@@ -43,7 +43,7 @@ POINTS = {
     "gather": "megatron.core.distributed.fsdp.buffers.weights:GroupWeights.all_gather",
     "backward": "megatron.core.distributed.fsdp.runtime.backward:Backward.begin",
     "reduction": "megatron.core.distributed.fsdp.buffers.gradients:GroupGradients.reduce",
-    "update": "megatron.core.optimizer.optimizer:MegatronOptimizer.step",
+    "update": "megatron.core.optimizer.optimizer:MegatronOptimizer.launch_step",
     "between steps": "megatron.training.loop.step_agreement:StepAgreement.post",
     "evaluation": "megatron.training.loop.training_loop:TrainingLoop.evaluate",
     "a checkpoint's file": "megatron.core.distributed.fsdp.checkpoint.files:_Item.write",
