@@ -90,7 +90,11 @@ CASES: list[tuple[str, str]] = [
         "--recompute-granularity selective --recompute-modules moe mlp",
     ),
     (
-        "--recompute-granularity selective --recompute-modules mlp layernorm mla_up_proj",
+        "--recompute-granularity selective --recompute-modules mlp layernorm",
+        "--recompute-granularity selective --recompute-modules mlp",
+    ),
+    (
+        "--recompute-granularity selective --recompute-modules mlp mla_up_proj",
         "--recompute-granularity selective --recompute-modules mlp",
     ),
     ("--mup-base-hidden-size 8", ""),
