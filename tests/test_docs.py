@@ -12,21 +12,24 @@ from pathlib import Path
 
 import pytest
 
+from megatron.core.upstream_defaults import DEFAULTS as FIELD_DEFAULTS
 from megatron.training.arguments import build_parser
-from megatron.training.cli.defaults import DEFAULTS_THAT_DIFFER
 from megatron.training.cli.refused_combinations import NOT_SERVED
+from megatron.training.cli.upstream_defaults import DEFAULTS as FLAG_DEFAULTS
 from tests.support.warm_python import warm_python
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 README, DOCS = REPOSITORY / "README.md", REPOSITORY / "docs"
 AUDIT, CHECKPOINTS, DATA = DOCS / "audit.md", DOCS / "checkpoints.md", DOCS / "data.md"
 FLAGS, PORTING, SPLITTING = DOCS / "flags.md", DOCS / "porting.md", DOCS / "splitting_the_model.md"
+LIBRARY = DOCS / "library.md"
 CONTRIBUTING = REPOSITORY / "CONTRIBUTING.md"
 ENGINE = REPOSITORY / "megatron/core/distributed/fsdp"
 DESIGN = ENGINE / "DESIGN.md"
 PAGES = [*sorted(REPOSITORY.glob("*.md")), *sorted(DOCS.glob("*.md")), *sorted((REPOSITORY / "megatron").rglob("*.md"))]
 MARKS = {
     FLAGS: ("<!-- flags: written by python -m tests.test_docs -->\n", "<!-- end of flags -->"),
+    LIBRARY: ("<!-- defaults: written by python -m tests.test_docs -->\n", "<!-- end of defaults -->"),
     SPLITTING: ("<!-- refusals: written by python -m tests.test_docs -->\n", "<!-- end of refusals -->"),
 }
 
@@ -231,10 +234,8 @@ def tables_of_flags() -> str:
         "",
         "## Defaults that differ from Megatron-LM's",
         "",
-        "| flag | here, where it is not given |",
-        "|---|---|",
+        *_table_of_defaults("flag", FLAG_DEFAULTS),
     ]
-    lines += [f"| `{flag}` | {default} |" for flag, default in DEFAULTS_THAT_DIFFER.items()]
     lines += ["", "## Always so", "", "These are accepted, since what they ask for always holds:", ""]
     lines += ["| flag | what always holds |", "|---|---|"]
     for flag, so in parser.always_so.items():
@@ -250,6 +251,11 @@ def tables_of_flags() -> str:
     return "\n".join(lines)
 
 
+def _table_of_defaults(what: str, defaults: dict[str, tuple[object, object, str]]) -> list[str]:
+    rows = (f"| `{name}` | `{theirs}` | `{ours}`: {words} |" for name, (theirs, ours, words) in defaults.items())
+    return [f"| {what} | Megatron-LM | here, where it is not given |", "|---|---|---|", *rows]
+
+
 def table_of_refusals() -> str:
     """Return the combinations that are not served, as docs/splitting_the_model.md has them."""
     rows = [f"| {row.what} | {row.reason} | {row.remedy} |" for row in NOT_SERVED]
@@ -258,7 +264,8 @@ def table_of_refusals() -> str:
 
 def generated() -> dict[Path, str]:
     """Return what stands between the marks of each page."""
-    return {FLAGS: tables_of_flags(), SPLITTING: table_of_refusals()}
+    fields = "\n".join(_table_of_defaults("field", FIELD_DEFAULTS))
+    return {FLAGS: tables_of_flags(), SPLITTING: table_of_refusals(), LIBRARY: fields}
 
 
 def parts_of(page: Path) -> tuple[str, str, str]:

@@ -54,7 +54,7 @@ def table_of(flags: dict[str, dict[str, Any]]) -> str:
 
 
 def _fields(flag: str, entry: dict[str, Any]) -> str:
-    nargs = _value(entry["nargs"])
+    nargs = value_of(entry["nargs"])
     kind = "" if entry["type"] in ("None", "str") else entry["type"]
     named = {
         "kind": kind,
@@ -62,7 +62,7 @@ def _fields(flag: str, entry: dict[str, Any]) -> str:
         "choices": tuple(choice.rsplit(".", 1)[-1] for choice in entry["choices"] or ()),
         "dest": "" if entry["dest"] == flag.lstrip("-").replace("-", "_") else entry["dest"],
     }
-    default = _value(entry["default"])
+    default = value_of(entry["default"])
     fields = [
         _text(default),
         *(f"{name}={_text(value)}" for name, value in named.items() if value not in ("", None, ())),
@@ -70,7 +70,7 @@ def _fields(flag: str, entry: dict[str, Any]) -> str:
     return ", ".join(fields)
 
 
-def _value(text: str) -> Any:
+def value_of(text: str) -> Any:
     """Evaluate what ``repr`` gave; of a member of an enumeration, its name."""
     if text.startswith("<"):
         return text[1:].split(":")[0].split(".")[-1]

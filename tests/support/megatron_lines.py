@@ -40,7 +40,7 @@ def launch_lines() -> list[LaunchLine]:
     ]
 
 
-def _compact(lines: list[dict[str, object]]) -> str:
+def compact(lines: list[dict[str, object]]) -> str:
     """Write each flag with its values once, and each line as a list of their indices."""
     index_of: dict[str, int] = {}
     rows = []
@@ -59,4 +59,4 @@ def _compact(lines: list[dict[str, object]]) -> str:
 
 
 if __name__ == "__main__":
-    FIXTURE.write_text(_compact(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))), encoding="utf-8")
+    FIXTURE.write_text(compact(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))), encoding="utf-8")

@@ -135,7 +135,7 @@ class DistributedDataParallelConfig(CheckedConfig):
     keep_fp8_transpose_cache: bool = False
     """Keep the transposed bytes of such weights until the weights change: more memory, fewer transposes."""
 
-    megatron_fsdp_version: int = 2
+    megatron_fsdp_version: int = 1
     """1 or 2: both mean the same engine."""
 
     preserve_fp32_weights: bool = True

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from megatron.training.arguments import build_parser, check_command_line, parse_settings, settings_from_args
-from megatron.training.cli.defaults import DEFAULTS_THAT_DIFFER, default_differs
 from megatron.training.cli.flag_parser import FlagError
 from megatron.training.cli.flags_experts import layer_pattern
 from megatron.training.cli.flags_of_before import FAMILIES_ELSEWHERE, REFUSED_BEFORE, RENAMED
@@ -28,7 +27,6 @@ from tests.support.launch_lines import (
     QWEN3_30B_A3B_AS_SERVED,
     SMALLEST,
 )
-from tools.upstream_flags import TABLE, table_of
 
 MINIMAL = SMALLEST.split()
 
@@ -423,24 +421,6 @@ def test_every_setting_is_read_by_a_component() -> None:
             assert re.search(rf"\.{field.name}\b|\"{field.name}\"", text), f"{part.name}.{field.name} is never read"
 
 
-def test_defaults_are_those_of_megatron_lm_or_in_the_table() -> None:
-    """The table has no row too many, either."""
-    parser = build_parser()
-    args = vars(parser.parse_flags([]))
-    differing = {
-        flag
-        for flag, action in parser._option_string_actions.items()
-        if action.dest != "help" and (upstream := UPSTREAM_FLAGS.get(flag)) is not None
-        if default_differs(args[action.dest], action, upstream)
-    }
-    differing |= {
-        flag
-        for flag, so in parser.always_so.items()
-        if so.values and flag in UPSTREAM_FLAGS and str(UPSTREAM_FLAGS[flag].default) not in (*so.values, "None")
-    }
-    assert differing == set(DEFAULTS_THAT_DIFFER)
-
-
 def test_ranks_that_split_the_model_share_samples() -> None:
     flags = (
         "--tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2 --pipeline-model-parallel-size 2"
@@ -639,21 +619,6 @@ def test_batch_sizes_that_grow(flags: str, schedule: tuple[tuple[int, int], ...]
 def test_batch_sizes_that_cannot_grow_so_are_refused(flags: str) -> None:
     with pytest.raises(FlagError, match=rf"{'--global-batch-size' if '1K' in flags else flags.split()[0]} must be"):
         parse_settings([*MINIMAL, *flags.split()], world_size=1)
-
-
-def test_the_table_of_megatron_lms_flags_is_what_the_script_writes() -> None:
-    """From what Python knows of the table itself: types, defaults, choices, and settings named by their spelling."""
-    flags = {
-        flag: {
-            "dest": row.dest or flag.lstrip("-").replace("-", "_"),
-            "default": repr(row.default),
-            "type": row.kind or "None",
-            "choices": list(row.choices) or None,
-            "nargs": repr(row.nargs) if row.nargs is None or isinstance(row.nargs, int) else row.nargs,
-        }
-        for flag, row in UPSTREAM_FLAGS.items()
-    }
-    assert table_of(flags) == TABLE.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(
