@@ -24,7 +24,6 @@ from torch.utils._pytree import tree_leaves
 
 import megatron.core.distributed.fsdp
 from megatron.core.distributed.fsdp.runtime import context as context_module
-from megatron.core.distributed.fsdp.runtime.host_work import HostWork
 from megatron.core.distributed.fsdp.runtime.streams import CudaStreams, Edge, Role, Streams
 
 ENGINE = str(Path(megatron.core.distributed.fsdp.__file__).parent)
@@ -203,7 +202,7 @@ class _CountingCudaStreams(CudaStreams):
         self._tally.counts.events[self._tally.phase] += 1
         return super().record(role, *again, **named)
 
-    def wait(self, edge: Edge, event: torch.cuda.Event | HostWork | None) -> None:
+    def wait(self, edge: Edge, event: torch.cuda.Event | None) -> None:
         if event is not None:
             self._tally.counts.waits[self._tally.phase] += 1
         super().wait(edge, event)

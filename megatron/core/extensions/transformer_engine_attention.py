@@ -17,7 +17,7 @@ from megatron.core.packed_seq_params import DocumentsOfRows, check_pack
 from megatron.core.process_groups_config import group_of, group_size
 from megatron.core.transformer.attention_patterns import window_of_layer
 from megatron.core.transformer.attention_sinks import AttentionSinks
-from megatron.core.transformer.context_parallel import comm_types
+from megatron.core.transformer.context_parallel import comm_type_of_layer
 from megatron.core.transformer.dot_product_attention import check_core_attention
 from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 from megatron.core.transformer.parameter_init import SeededParameters
@@ -69,11 +69,10 @@ class TEDotProductAttention(QuantizationState, AttentionSinks, te.DotProductAtte
         tp_group, cp_group = group_of(pg_collection, "tp"), group_of(pg_collection, "cp")
         init: dict[str, Any] = {}
         if cp_group is not None and cp_group.size() > 1:
-            types = comm_types(config.cp_comm_type)
-            configured = types[layer_number - 1] if len(types) > 1 else types[0]
+            comm_type = cp_comm_type or comm_type_of_layer(config.cp_comm_type, layer_number)
             init = {"cp_group": cp_group, "cp_global_ranks": dist.get_process_group_ranks(cp_group)}
-            init |= {"cp_stream": torch.cuda.Stream(), "cp_comm_type": cp_comm_type or configured}
-            _check_exchange(config, layer_number, cp_comm_type or configured)
+            init |= {"cp_stream": torch.cuda.Stream(), "cp_comm_type": comm_type}
+            _check_exchange(config, layer_number, comm_type)
         window = window_of_layer(config, layer_number)
         if window is not None:
             init["window_size"] = (window, 0)

@@ -24,6 +24,12 @@ def comm_types(given: str | Sequence[str] | None) -> list[str]:
     return [given or "p2p"] if given is None or isinstance(given, str) else list(given)
 
 
+def comm_type_of_layer(given: str | Sequence[str] | None, layer_number: int) -> str:
+    """Return the type of the layer, whose numbers begin at 1. Pure."""
+    types = comm_types(given)
+    return types[layer_number - 1] if len(types) > 1 else types[0]
+
+
 def chunk_order(num_ranks: int) -> list[int]:
     """List the [2 * ranks] chunks that ranks 0, 1, ... hold, rank after rank. Pure."""
     return [chunk for rank in range(num_ranks) for chunk in (rank, 2 * num_ranks - 1 - rank)]

@@ -11,7 +11,7 @@ import torch
 
 from megatron.core.packed_seq_params import PackedSeqParams, check_pack
 from megatron.core.process_groups_config import ProcessGroupCollection, group_of, group_size
-from megatron.core.transformer.context_parallel import comm_types
+from megatron.core.transformer.context_parallel import comm_type_of_layer
 from megatron.core.transformer.context_parallel_gather import gathered_attention
 from megatron.core.transformer.context_parallel_heads import gather_heads, scatter_heads
 from megatron.core.transformer.context_parallel_ring import ring_attention
@@ -49,8 +49,7 @@ class ContextParallelAttention(DotProductAttention):
         cp_group = group_of(pg_collection, "cp")
         assert cp_group is not None, "chosen where there is such a group"
         self.cp_group = cp_group
-        types = comm_types(config.cp_comm_type)
-        self.comm_type = types[layer_number - 1] if len(types) > 1 else types[0]
+        self.comm_type = comm_type_of_layer(config.cp_comm_type, layer_number)
         if config.context_parallel_size != self.cp_group.size():
             raise ValueError(
                 "context_parallel_size must be the number of ranks of pg_collection.cp, got"

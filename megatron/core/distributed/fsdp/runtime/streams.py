@@ -60,9 +60,11 @@ class Streams:
         return None
 
     def wait(self, edge: Edge, event: Any) -> None:
-        """Make work issued on the edge's consumer run after ``event``; the host waits for the record of a ``HostWork`` alone."""
-        if event is not None:
-            event.event()
+        """Make work issued on the edge's consumer run after ``event``; the host does not wait."""
+
+    def wait_for_update(self, edge: Edge, update: Any) -> None:
+        """As ``wait``, for an event or a ``HostWork``, for whose record the host waits."""
+        self.wait(edge, update.event() if isinstance(update, HostWork) else update)
 
 
 class _OnStream:
@@ -122,10 +124,9 @@ class CudaStreams(Streams):
         self._record(event, self._streams[role])
         return event
 
-    def wait(self, edge: Edge, event: torch.cuda.Event | HostWork | None) -> None:
-        recorded = event.event() if isinstance(event, HostWork) else event
-        if recorded is not None:
-            self._wait(recorded, self._streams[edge.consumer])
+    def wait(self, edge: Edge, event: torch.cuda.Event | None) -> None:
+        if event is not None:
+            self._wait(event, self._streams[edge.consumer])
 
 
 def make_streams(device: torch.device, *, one_for_communication: bool = False) -> Streams:

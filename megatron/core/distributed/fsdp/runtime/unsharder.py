@@ -93,7 +93,7 @@ class Unsharder:
             self.streams.wait(Edge.WEIGHTS_UPDATED, self._updated)
             self._updated = None
         if weights.updated is not None:
-            self.streams.wait(Edge.UNIT_UPDATED, weights.updated)
+            self.streams.wait_for_update(Edge.UNIT_UPDATED, weights.updated)
             weights.updated = None
         nvtx.push(group.gather_range)
         with self.streams.on(Role.GATHER):  # no buffer requires gradients: there is nothing to record

@@ -32,7 +32,7 @@ class Updater:
         if not overlaps:
             first()
             for work in [_run(group, update) for group in groups]:
-                self.streams.wait(Edge.UPDATES_DONE, work)
+                self.streams.wait_for_update(Edge.UPDATES_DONE, work)
             return
         self.streams.wait(Edge.GRADS_FINAL, self.streams.record(Role.COMPUTE))
         with self.streams.on(Role.UPDATE):
@@ -53,7 +53,7 @@ class Updater:
             return
         self.streams.wait(Edge.UPDATES_DONE, self._last)
         for work in self._of_host:
-            self.streams.wait(Edge.UPDATES_DONE, work)
+            self.streams.wait_for_update(Edge.UPDATES_DONE, work)
         self.unsharder.note_update()  # all-gathers need wait for compute alone now
         for group in self._beside:
             group.weights.updated = None

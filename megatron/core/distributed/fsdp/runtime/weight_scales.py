@@ -96,7 +96,7 @@ class _Batch:
         for weights in members:
             weights.reads_update = reads_update
             if weights.updated is not None and not (reads_update and weights.is_as_updated):
-                streams.wait(Edge.UNIT_UPDATED, weights.updated)
+                streams.wait_for_update(Edge.UNIT_UPDATED, weights.updated)
                 weights.updated = None
         self.begin_update()
         if reads_update:

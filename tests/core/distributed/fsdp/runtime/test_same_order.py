@@ -124,9 +124,6 @@ class _Event:
     def query(self) -> bool:
         return self.has_fired
 
-    def event(self) -> None:
-        """What is waited for: nothing."""
-
 
 @CHECKS.on(2)
 def a_host_that_does_not_wait_hears_of_it_later() -> None:
