@@ -27,10 +27,10 @@ from megatron.core.distributed.fsdp import FullyShardedDataParallel, load_checkp
 from megatron.core.inference.sampling import generate
 from megatron.core.tokenizers import build_tokenizer
 from megatron.training.arguments import Settings, parse_settings
-from megatron.training.checkpointing import checkpoint_path, latest_iteration
 from megatron.training.cli.flag_parser import FlagError
 from megatron.training.launch.distributed_init import initialize_distributed, process_groups
 from megatron.training.launch.gpt_config import build_gpt_model
+from megatron.training.run_folder import checkpoint_path, latest_iteration
 
 
 def load_model(settings: Settings, vocab_size: int) -> tuple[FullyShardedDataParallel, torch.device]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
-import re
 import secrets
 import shutil
 import threading
@@ -43,10 +42,19 @@ from megatron.training.formats.recognise import find_foreign
 from megatron.training.formats.resume import ResumedRun, goes_on, resumed_run, state_keys
 from megatron.training.loop.dropout_seed import check_rng_state, rng_state, set_rng_state
 from megatron.training.loop.train_state import TrainState
+from megatron.training.run_folder import (
+    TRACKER,
+    check_space,
+    checkpoint_path,
+    latest_iteration,
+    make_folder,
+    read_tracker,
+    try_to_write,
+    write_tracker,
+)
 from megatron.training.telemetry.progress_log import ProgressLog
 
 _CONVERTED_FROM = "converted_from"  # tools/checkpoint/convert.py writes it: such checkpoints hold weights alone
-TRACKER = "latest_checkpointed_iteration.txt"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,10 +170,10 @@ class Checkpointer:
         optimizer = self.optimizer if self.config.save_optim else None
 
         def local() -> int:
-            _try_to_write(folder)
+            try_to_write(folder)
             return planned_nbytes(self.model, optimizer)
 
-        agree(local, lambda nbytes: _check_space(folder, sum(nbytes)))
+        agree(local, lambda nbytes: check_space(folder, sum(nbytes)))
 
     def save(self, state: TrainState) -> None:
         """Save the run, so that it can continue from here; with ``async_save``, complete when ``finish`` has returned.
@@ -466,88 +474,6 @@ def _saved_line(iteration: int, folder: str, model: torch.nn.Module) -> str:
         f"  [{datetime.now().strftime('%Y-%m-%d %H:%M:%S.%f')}] successfully saved checkpoint from iteration {iteration:7d} to "
         f"{folder} [ t 1/{group_size(groups.tp)}, p 1/{group_size(groups.pp)} ]"
     )
-
-
-def checkpoint_path(folder: str | Path, iteration: int) -> Path:
-    """Return the folder of an iteration's checkpoint, named as in Megatron-LM."""
-    return Path(folder) / f"iter_{iteration:07d}"
-
-
-def latest_iteration(folder: Path) -> int | None:
-    """Return the iteration that the tracker names, read on rank 0, on all ranks; None if there is no tracker.
-
-    Raises:
-        ValueError: the tracker does not hold a number.
-
-    Ranks: all; blocks.
-    """
-    return agree(lambda: None, lambda _: read_tracker(folder / TRACKER))
-
-
-def read_tracker(tracker: Path) -> int | None:
-    """Return the iteration that the tracker file names; None if there is no such file.
-
-    Raises:
-        ValueError: it does not hold a number.
-        OSError: it cannot be read.
-
-    Ranks: each on its own.
-    """
-    if not tracker.exists():
-        return None
-    text = tracker.read_bytes()
-    if not re.fullmatch(rb"\s*[0-9]{1,15}\s*", text):
-        raise ValueError(
-            f"{tracker} must hold the number of an iteration, got {text[:40].decode(errors='replace')!r}; write the number "
-            "of a checkpoint into it, or name one with --ckpt-step"
-        )
-    return int(text)
-
-
-def write_tracker(folder: Path, iteration: int) -> None:
-    """Write the iteration to the tracker, which is never missing or half written in between."""
-    # A name of its own: another run that writes here in spite of the lock must not write into this very file.
-    beside = folder / f".{TRACKER}.new-{secrets.token_hex(6)}"
-    try:
-        with open(beside, "w") as file:
-            file.write(str(iteration))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, folder / TRACKER)
-    except OSError as error:
-        beside.unlink(missing_ok=True)
-        raise OSError(f"{folder / TRACKER} could not be written, got: {error}") from error
-
-
-def make_folder(folder: Path) -> None:
-    """Make the folder of ``--save``; raise an OSError that names it. Ranks: one."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise OSError(f"--save {folder} must be a folder that can be made, got: {error}; give another one") from error
-
-
-def _try_to_write(folder: Path) -> None:
-    probe = folder / f".write-test-{dist.get_rank()}-{secrets.token_hex(4)}"
-    try:
-        with open(probe, "wb") as file:
-            file.write(b"x")
-            file.flush()
-            os.fsync(file.fileno())
-        probe.unlink()
-    except OSError as error:
-        raise OSError(
-            f"--save {folder} must be one folder that all ranks see and can write to, got: {error}; give another one"
-        ) from error
-
-
-def _check_space(folder: Path, nbytes: int) -> None:
-    free = shutil.disk_usage(folder).free
-    if free < nbytes:
-        raise OSError(
-            f"--save {folder} must have space for a checkpoint of {nbytes:,} bytes, got {free:,} free; free some, give "
-            "another folder, or save without optimizer state (--no-save-optim)",
-        )
 
 
 @contextlib.contextmanager

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.distributed.fsdp.checkpoint import EXTRA_STATE, CheckpointReader, StoredTensor
-from megatron.training.checkpointing import TRACKER, checkpoint_path, read_tracker
+from megatron.training.run_folder import TRACKER, checkpoint_path, read_tracker
 from tests.damage.mutations import run_often
 from tests.support.tiny_run import SHARDED, TINY, Run, train_one
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from megatron.core.distributed.fsdp.runtime.streams import Edge, Role
+from megatron.core.distributed.fsdp.runtime.streams import Edge, Role, Streams
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,7 +24,7 @@ class _Event:
     """Work of each role that was done when it fires."""
 
 
-class CaptureStreams:
+class CaptureStreams(Streams):
     """Implements ``Streams``.
 
     Attributes:

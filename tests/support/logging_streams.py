@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from megatron.core.distributed.fsdp.runtime.streams import Edge, Role
+from megatron.core.distributed.fsdp.runtime.streams import Edge, Role, Streams
 
 Clock = dict[Role, int]
 
@@ -41,7 +41,7 @@ class Access:
 
 
 @dataclass
-class LoggingStreams:
+class LoggingStreams(Streams):
     """Implements ``Streams``; every call is in ``log`` and every unordered pair of accesses in ``races``.
 
     Args:

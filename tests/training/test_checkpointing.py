@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
 import resource
@@ -12,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
@@ -23,8 +25,9 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 import pretrain_gpt
 from megatron.core.distributed.fsdp.checkpoint import CheckpointReader, StoredTensor
 from megatron.training import checkpointing
-from megatron.training.checkpointing import TRACKER, CheckpointConfig, read_tracker
+from megatron.training.checkpointing import CheckpointConfig
 from megatron.training.folder_lock import LOCK, Owner
+from megatron.training.run_folder import TRACKER, read_tracker, try_to_write, write_tracker
 from tests.support.launch import run_ranks
 from tests.support.rank_processes import write_corpus
 from tests.support.tiny_run import SHARDED, TINY, Run, train_one
@@ -49,11 +52,13 @@ def save_and_fail(root: str) -> dict[str, Run]:
     runs["from elsewhere"] = train_one(f"{_RUN} --load {root}/nothing --save {root}/halfway".split())
     runs["of the user"] = train_one(f"{_RUN} --save {root}/of_the_user".split())
     runs["under a file"] = train_one(f"{_RUN} --save {root}/file/runs".split())
-    real = checkpointing._try_to_write
-    if dist.get_rank() == 1:  # a folder that only other ranks can write to
-        checkpointing._try_to_write = lambda folder: real(folder.with_name("elsewhere"))
-    runs["elsewhere"] = train_one(f"{_RUN} --save {root}/seen_by_rank_0".split())
-    checkpointing._try_to_write = real
+    with contextlib.ExitStack() as patches:
+        if dist.get_rank() == 1:  # a folder that only other ranks can write to
+            elsewhere = patch.object(
+                checkpointing, "try_to_write", lambda folder: try_to_write(folder.with_name("elsewhere"))
+            )
+            patches.enter_context(elsewhere)
+        runs["elsewhere"] = train_one(f"{_RUN} --save {root}/seen_by_rank_0".split())
     runs["taken over"] = _taken_over(root)
     with _started_by_torchrun(1):
         runs["refused again"] = train_one(f"{_RUN} --save {root}/halfway".split())
@@ -113,17 +118,13 @@ def _failing_in(iteration: int) -> Callable[..., Any]:
 
 def _taken_over(root: str) -> Run:
     """Run with two saves; after the first one another run takes the lock, as if this one had been stopped for long."""
-    write = checkpointing.write_tracker
 
     def write_and_lose(folder: Path, iteration: int) -> None:
-        write(folder, iteration)
+        write_tracker(folder, iteration)
         (folder / LOCK).write_text(json.dumps(asdict(Owner(token="other", host="elsewhere", pid=7))))
 
-    checkpointing.write_tracker = write_and_lose
-    try:
+    with patch.object(checkpointing, "write_tracker", write_and_lose):
         return train_one(f"{_RUN} --save {root}/taken_over --save-interval 2".split())
-    finally:
-        checkpointing.write_tracker = write
 
 
 @pytest.fixture(scope="module")

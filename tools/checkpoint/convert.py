@@ -33,7 +33,6 @@ import torch
 
 from megatron.core.distributed.fsdp.checkpoint import EXTRA_STATE, CheckpointReader, ForeignLayout, TensorReader
 from megatron.training.arguments import parse_settings
-from megatron.training.checkpointing import TRACKER, checkpoint_path, read_tracker, write_tracker
 from megatron.training.formats.copying import (
     CONVERTED_FROM,
     is_weight,
@@ -46,6 +45,7 @@ from megatron.training.formats.flags import flags_of
 from megatron.training.formats.megatron_lm import SavedRun, args_to_save, in_our_names, layout_of
 from megatron.training.formats.recognise import find_foreign
 from megatron.training.formats.resume import converted_run, goes_on
+from megatron.training.run_folder import TRACKER, checkpoint_path, read_tracker, write_tracker
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # A launch line needs them.

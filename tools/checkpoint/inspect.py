@@ -32,7 +32,7 @@ from typing import Any
 import torch
 
 from megatron.core.distributed.fsdp.checkpoint import EXTRA_STATE, OPTIMIZER, CheckpointReader, StoredTensor
-from megatron.training.checkpointing import TRACKER, checkpoint_path, read_tracker
+from megatron.training.run_folder import TRACKER, checkpoint_path, read_tracker
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch.distributed import Store
 
 from megatron.core.distributed.fsdp.checkpoint import agree
-from megatron.training.checkpointing import TRACKER, CheckpointConfig, print_rank_0, read_tracker
+from megatron.training.checkpointing import CheckpointConfig, print_rank_0
 from megatron.training.launch.rendezvous import Rendezvous
+from megatron.training.run_folder import TRACKER, read_tracker
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,11 +9,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from megatron.core.distributed.fsdp.checkpoint import agree, check_replaceable, is_complete
-from megatron.training.checkpointing import TRACKER, CheckpointConfig, make_folder, read_tracker
+from megatron.training.checkpointing import CheckpointConfig
 from megatron.training.folder_lock import FolderLock
 from megatron.training.formats.recognise import is_foreign
 from megatron.training.launch.rendezvous import Rendezvous
 from megatron.training.launch.restart import EarlierStarts, continues
+from megatron.training.run_folder import TRACKER, make_folder, read_tracker
 
 _LOCK_OF_THIS_JOB = "megatron/lock of --save"
 """Key in the store, outside the keys of a start: torchrun's store outlives a start."""

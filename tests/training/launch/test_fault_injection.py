@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from megatron.training.checkpointing import TRACKER
+from megatron.training.run_folder import TRACKER
 from tests.support.launch import PRELOAD
 from tests.support.tiny_run import SHARDED, TINY, Run
 

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.distributed.fsdp import contexts_of, fully_shard
-from megatron.training.checkpointing import TRACKER
 from megatron.training.loop.replica_check import check_replicas
+from megatron.training.run_folder import TRACKER
 from tests.support.launch import run_ranks
 from tests.support.tiny_run import SHARDED, TINY, Run, train_all
 

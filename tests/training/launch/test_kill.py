@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.training.checkpointing import TRACKER
 from megatron.training.folder_lock import LOCK
+from megatron.training.run_folder import TRACKER
 from tests.support.rank_processes import Start, read_until, write_corpus
 from tests.support.rank_processes import start as start
 from tests.support.tiny_run import SHARDED, TINY, Run, train_all

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.training.checkpointing import TRACKER
+from megatron.training.run_folder import TRACKER
 from tests.support.rank_processes import end, free_port, write_corpus
 from tests.support.tiny_run import SHARDED, TINY, Run
 from tests.support.warm_python import warm_python

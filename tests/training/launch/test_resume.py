@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.training.checkpointing import TRACKER
+from megatron.training.run_folder import TRACKER
 from tests.support.tiny_run import SHARDED, TINY, Run, train_all
 
 _SCHEDULE = "--lr-decay-style cosine --lr-warmup-iters 1 --lr-decay-iters 4"
