@@ -199,4 +199,4 @@ def _engine() -> dict[str, str]:
 def test_it_trains_under_the_engine_with_weights_in_fp8() -> None:
     """ZeRO-3, and tensor with sequence parallelism: as exact as the modules, and recomputed the same."""
     for failures in run_ranks(2, _engine, backend="nccl"):
-        assert not failures, failures
+        assert not failures, "\n".join(f"{key}: {value}" for key, value in failures.items())

@@ -54,7 +54,7 @@ def test_copies_run_on_streams_of_their_own() -> None:
     for layer in list(model)[:7]:
         offload.attach(layer)
     _train(model, steps=2)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
         _train(model, steps=1)
         torch.cuda.synchronize()
     streams: dict[str, set[int]] = {"DtoH": set(), "HtoD": set(), "compute": set()}

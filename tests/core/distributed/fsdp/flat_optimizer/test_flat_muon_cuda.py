@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -61,7 +62,9 @@ def _train(net: Any, optimizer: torch.optim.Optimizer, num_steps: int = 3) -> li
     for step in range(num_steps):
         net(gradients[step]).backward()
         if step == num_steps - 1:
-            torch.cuda.set_sync_debug_mode("error")
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch says that this mode is a prototype
+                torch.cuda.set_sync_debug_mode("error")
         try:
             optimizer.step()
         finally:
