@@ -157,6 +157,7 @@ def _gradients(groups: ProcessGroupCollection, **fields: Any) -> tuple[list[floa
         use_megatron_fsdp=True,
         data_parallel_sharding_strategy="optim_grads_params",
         megatron_fsdp_main_grads_dtype=torch.float32,
+        fsdp_transport="nccl",  # "auto" might measure another for each model, which rounds sums otherwise
     )
     sharded = FullyShardedDataParallel(config, ddp, model, device=torch.device("cuda"), pg_collection=groups)
     losses = []

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 
 from megatron.core.transformer.offload.activation_offload import ActivationOffload
+from tests.support.device_trace import traced
 
 _WIDTH, _ROWS = 1024, 8192
+_LONG_US = 50.0  # a tensor of 16 MiB takes 300
 
 
 def _model() -> nn.Sequential:
@@ -48,20 +52,20 @@ def test_gradients_are_the_same_and_memory_is_less() -> None:
 
 
 @pytest.mark.gpu(1)
-def test_copies_run_on_streams_of_their_own() -> None:
+def test_copies_run_on_streams_of_their_own(tmp_path: Path) -> None:
     model = _model()
     offload = ActivationOffload()
     for layer in list(model)[:7]:
         offload.attach(layer)
     _train(model, steps=2)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
-        _train(model, steps=1)
-        torch.cuda.synchronize()
-    streams: dict[str, set[int]] = {"DtoH": set(), "HtoD": set(), "compute": set()}
-    for event in profile.profiler.kineto_results.events():
-        name = event.name()
-        kind = next((way for way in ("DtoH", "HtoD") if way in name), None if "Mem" in name else "compute")
-        if kind is not None and (kind == "compute" or event.nbytes() > 2**22):
-            streams[kind].add(event.device_resource_id())
-    assert streams["DtoH"] and streams["HtoD"] and streams["compute"]
+    works = traced(lambda: _train(model, steps=1), tmp_path / "trace.json")
+    streams = {
+        kind: {work.stream for work in works if is_kind(work.name) and work.end - work.begin > _LONG_US}
+        for kind, is_kind in {
+            "DtoH": lambda name: "DtoH" in name,
+            "HtoD": lambda name: "HtoD" in name,
+            "compute": lambda name: "Mem" not in name,
+        }.items()
+    }
+    assert all(streams.values()), sorted({work.name for work in works})
     assert not streams["DtoH"] & streams["compute"] and not streams["DtoH"] & streams["HtoD"]

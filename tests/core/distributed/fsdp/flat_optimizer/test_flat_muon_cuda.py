@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -61,16 +63,21 @@ def _train(net: Any, optimizer: torch.optim.Optimizer, num_steps: int = 3) -> li
     gradients = [_gradients(step) for step in range(num_steps)]
     for step in range(num_steps):
         net(gradients[step]).backward()
-        if step == num_steps - 1:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # torch says that this mode is a prototype
-                torch.cuda.set_sync_debug_mode("error")
-        try:
+        with _refusing_waits() if step == num_steps - 1 else nullcontext():
             optimizer.step()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         optimizer.zero_grad()
     return [full(weight).clone() for weight in net.weights]
+
+
+@contextmanager
+def _refusing_waits() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that this mode is a prototype
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
 
 
 def _flat(net: Any, **options: Any) -> FlatMuon:
