@@ -1,8 +1,10 @@
-"""This process's rank, also before process groups exist."""
+"""This process's rank, also before process groups exist, and logs of one rank."""
 
 from __future__ import annotations
 
+import logging
 import os
+from typing import Any
 
 import torch.distributed as dist
 
@@ -19,3 +21,9 @@ def safe_get_world_size() -> int:
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size()
     return int(os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_NTASKS") or 1)
+
+
+def log_single_rank(logger: logging.Logger, level: int, msg: object, *args: Any, rank: int = 0, **kwargs: Any) -> None:
+    """Log on one rank; arguments but ``rank`` are those of ``logger.log``."""
+    if logger.isEnabledFor(level) and safe_get_rank() == rank:
+        logger.log(level, msg, *args, **kwargs)

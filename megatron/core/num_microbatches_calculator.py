@@ -13,6 +13,10 @@ from typing import Any
 _UNITS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
+class BatchSizeError(ValueError, AssertionError):
+    """Batch sizes that do not fit; Megatron-Core raises an AssertionError."""
+
+
 class NumMicroBatchesCalculator:
     """Batch sizes by consumed samples.
 
@@ -21,7 +25,8 @@ class NumMicroBatchesCalculator:
         decrease_batch_size_if_needed: batch sizes that are no multiple of a microbatch of all ranks are rounded down.
 
     Raises:
-        ValueError: the schedule is malformed, or a batch size is no multiple.
+        ValueError: the schedule is malformed, or its only batch size is no multiple. Of several, those that are behind may fit
+            fewer ranks than there are now, so ``update`` checks the one that is at work.
     """
 
     def __init__(
@@ -39,20 +44,20 @@ class NumMicroBatchesCalculator:
         self.decrease_batch_size_if_needed = decrease_batch_size_if_needed
         self.global_batch_size = schedule[-1][1]
         self.current_global_batch_size = self.current_running_global_batch_size = self.num_micro_batches = 0
-        self.update(0, True)
+        self.update(0, len(self.schedule) == 1)
 
     def update(self, consumed_samples: int, consistency_check: bool, verbose: bool = False) -> None:
         """Take the batch size of the schedule for the step after ``consumed_samples``.
 
         Raises:
-            ValueError: with ``consistency_check``, it is no multiple of a microbatch of all ranks, or smaller than one.
+            ValueError: with ``consistency_check``, it is no multiple of a microbatch of all ranks, or smaller than one. Without it,
+            the latter gives no microbatches.
         """
         size = next(size for start, size in reversed(self.schedule) if consumed_samples >= start)
         parts = self.micro_batch_times_data_parallel_size
         running = size // parts * parts
-        may_differ = self.decrease_batch_size_if_needed or not consistency_check
-        if running == 0 or (running != size and not may_differ):
-            raise ValueError(
+        if consistency_check and (running == 0 or (running != size and not self.decrease_batch_size_if_needed)):
+            raise BatchSizeError(
                 f"the global batch size must be a multiple of micro_batch_size ({self.micro_batch_size}) * data_parallel_size "
                 f"({parts // self.micro_batch_size}), got {size} = {size // parts} * {parts} + {size % parts}"
             )
@@ -148,19 +153,14 @@ def ramp_up(start: int, increment: int, samples: int, global_batch_size: int) ->
     return [(begin, start + index * increment) for index, begin in enumerate(first)]
 
 
-class _Default:
-    """What ``init_num_microbatches_calculator`` made."""
-
-    calculator: NumMicroBatchesCalculator | None = None
-
-
-_default = _Default()
+_GLOBAL_NUM_MICROBATCHES_CALCULATOR: NumMicroBatchesCalculator | None = None
+"""What ``init_num_microbatches_calculator`` made. Megatron-Core's callers set it to None, too."""
 
 
 def _calculator() -> NumMicroBatchesCalculator:
-    if _default.calculator is None:
+    if _GLOBAL_NUM_MICROBATCHES_CALCULATOR is None:
         raise AssertionError("the batch sizes must be known first; call init_num_microbatches_calculator")
-    return _default.calculator
+    return _GLOBAL_NUM_MICROBATCHES_CALCULATOR
 
 
 def reconfigure_num_microbatches_calculator(
@@ -183,12 +183,13 @@ def reconfigure_num_microbatches_calculator(
     Raises:
         ValueError: a size is missing or no multiple of a microbatch of all ranks.
     """
+    global _GLOBAL_NUM_MICROBATCHES_CALCULATOR
     if micro_batch_size is None or data_parallel_size is None:
         raise ValueError(
             f"micro_batch_size and data_parallel_size must be given, got {micro_batch_size} and {data_parallel_size}"
         )
     if step_batch_size_schedule is not None:
-        _default.calculator = StepBatchsizeNumMicroBatchesCalculator(
+        _GLOBAL_NUM_MICROBATCHES_CALCULATOR = StepBatchsizeNumMicroBatchesCalculator(
             micro_batch_size,
             data_parallel_size,
             decrease_batch_size_if_needed,
@@ -199,12 +200,17 @@ def reconfigure_num_microbatches_calculator(
         return
     if global_batch_size is None:
         raise ValueError("global_batch_size or step_batch_size_schedule must be given, got None for both")
-    schedule = [(0, global_batch_size)]
-    if rampup_batch_size is not None:
-        first, increment, samples = map(int, rampup_batch_size)
-        schedule = ramp_up(first, increment, samples, global_batch_size)
-    _default.calculator = NumMicroBatchesCalculator(
-        schedule, micro_batch_size, data_parallel_size, decrease_batch_size_if_needed
+    if rampup_batch_size is None:
+        _GLOBAL_NUM_MICROBATCHES_CALCULATOR = ConstantNumMicroBatchesCalculator(
+            global_batch_size, micro_batch_size, data_parallel_size, decrease_batch_size_if_needed, rank
+        )
+        return
+    first, increment, samples = map(int, rampup_batch_size)
+    _GLOBAL_NUM_MICROBATCHES_CALCULATOR = NumMicroBatchesCalculator(
+        ramp_up(first, increment, samples, global_batch_size),
+        micro_batch_size,
+        data_parallel_size,
+        decrease_batch_size_if_needed,
     )
 
 
@@ -215,14 +221,15 @@ def init_num_microbatches_calculator(*args: Any, **kwargs: Any) -> None:
     Raises:
         AssertionError: they are known already.
     """
-    if _default.calculator is not None:
+    if _GLOBAL_NUM_MICROBATCHES_CALCULATOR is not None:
         raise AssertionError("the batch sizes must be set once; call reconfigure_num_microbatches_calculator")
     reconfigure_num_microbatches_calculator(*args, **kwargs)
 
 
 def destroy_num_microbatches_calculator() -> None:
     """Forget the batch sizes."""
-    _default.calculator = None
+    global _GLOBAL_NUM_MICROBATCHES_CALCULATOR
+    _GLOBAL_NUM_MICROBATCHES_CALCULATOR = None
 
 
 unset_num_microbatches_calculator = destroy_num_microbatches_calculator
@@ -251,10 +258,3 @@ def get_micro_batch_size() -> int:
 def update_num_microbatches(consumed_samples: int, consistency_check: bool = True, verbose: bool = False) -> None:
     """Take the batch size of the schedule for the step after ``consumed_samples``."""
     _calculator().update(consumed_samples, consistency_check, verbose)
-
-
-def __getattr__(name: str) -> Any:
-    """Return what Megatron-Core has in a variable of this name."""
-    if name == "_GLOBAL_NUM_MICROBATCHES_CALCULATOR":
-        return _default.calculator
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -19,15 +19,39 @@ from torch import distributed as dist
 from torch.distributed import ProcessGroup
 
 from megatron.core.process_group_builder import build_process_groups
+from megatron.core.process_group_makers import (
+    create_group,
+    create_hierarchical_groups,
+    create_hybrid_dp_cp_groups,
+    get_nccl_options,
+    overwrite_nccl_comm_cfgs,
+    update_pg_timeout,
+)
 from megatron.core.process_groups_config import ProcessGroupCollection, group_size
 from megatron.core.process_groups_config import create_all_gather_groups as create_all_gather_groups_of
-from megatron.core.rank_grid import FURTHER_GROUP_NAMES, RankGenerator, RankGrid
+from megatron.core.rank_grid import (
+    FURTHER_GROUP_NAMES,
+    RankGenerator,
+    RankGrid,
+    UnfitDegreesError,
+    generate_masked_orthogonal_rank_groups,
+)
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 
-__all__ = ["RankGenerator", "initialize_model_parallel"]  # and the getters below
+__all__ = [  # and the getters below
+    "RankGenerator",
+    "create_group",
+    "create_hierarchical_groups",
+    "create_hybrid_dp_cp_groups",
+    "generate_masked_orthogonal_rank_groups",
+    "get_nccl_options",
+    "initialize_model_parallel",
+    "overwrite_nccl_comm_cfgs",
+    "update_pg_timeout",
+]
 
 
-class NotInitializedError(AssertionError):
+class NotInitializedError(AssertionError, RuntimeError):
     """The groups were asked for before ``initialize_model_parallel``; Megatron-Core raises an AssertionError, too."""
 
 
@@ -131,7 +155,10 @@ def initialize_model_parallel(
     Source: Megatron-Core's function of this name, with all its arguments in its order; there it returns nothing.
     """
     if not dist.is_initialized():
-        ProcessGroupCollection.data_parallel()  # raises an error that says what to call
+        raise NotInitializedError(
+            "torch.distributed must be initialised before process groups are built; call torch.distributed.init_process_group() "
+            "in a program started with torchrun"
+        )
     given = locals()
     for name, (served, reason) in _NOT_SERVED.items():
         if given[name] not in served:
@@ -139,7 +166,7 @@ def initialize_model_parallel(
                 f"initialize_model_parallel: {name} must be {served[0]!r}, got {given[name]!r}: {reason}"
             )
     if (virtual_pipeline_model_parallel_size or 1) > 1 and pipeline_model_parallel_size == 1:
-        raise ValueError(
+        raise UnfitDegreesError(
             "virtual_pipeline_model_parallel_size must go with pipeline_model_parallel_size above 1, got "
             f"{virtual_pipeline_model_parallel_size} and 1: stages of one rank have nobody to take turns with"
         )
@@ -287,11 +314,6 @@ def group_named(name: str) -> ProcessGroup | None:
         return found
     if name in _SAME_AS:
         return group_named(_SAME_AS[name])
-    if name == "intra_dist_opt":
-        is_one = grid.num_distributed_optimizer_instances == 1
-        if is_one:
-            return dist.group.WORLD
-        raise NotImplementedError("the group of one replica of the optimizer state is not built; use intra_dp_cp")
     if name == "embd":
         return _default.further["alone"] if grid.pipeline_model_parallel_size == 1 else None
     if name == "pos_embd":
@@ -577,6 +599,16 @@ def _ranks_of(name: str) -> list[int]:
 def get_context_parallel_global_ranks(check_initialized: bool = True) -> list[int] | None:
     """Return the ranks that share this rank's sequences."""
     return _ranks_of("cp") if check_initialized or is_initialized() else None
+
+
+def get_gtp_weight_remat_global_ranks(check_initialized: bool = True) -> list[int] | None:
+    """Return the ranks that split this rank's weights at rest besides the engine's: itself."""
+    return _ranks_of("gtp_remat") if check_initialized or is_initialized() else None
+
+
+def get_expert_gtp_weight_remat_global_ranks(check_initialized: bool = True) -> list[int] | None:
+    """Return the ranks that split this rank's experts at rest besides the engine's: itself."""
+    return _ranks_of("expt_gtp_remat") if check_initialized or is_initialized() else None
 
 
 def get_tensor_model_parallel_src_rank() -> int:

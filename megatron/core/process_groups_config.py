@@ -28,7 +28,7 @@ _NOT_SERVED = {
 }
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, repr=False)
 class ProcessGroupCollection:
     """The process groups of this rank, one for each kind of parallelism; None where it is not used.
 
@@ -114,6 +114,92 @@ class ProcessGroupCollection:
             raise ValueError(f"required_pgs must be names of process groups, got {unknown}; there are {known}")
         groups: dict[str, Any] = {name: parallel_state.group_named(name) for name in required_pgs or known}
         return cls(**groups)
+
+    def __repr__(self) -> str:
+        """Return the groups that there are, with their sizes."""
+        given = {one.name: group for one in fields(self) if (group := getattr(self, one.name)) is not None}
+        sizes = {n: [one.size() for one in g] if isinstance(g, list) else g.size() for n, g in given.items()}
+        return f"ProcessGroupCollection({', '.join(f'{n}({size})' for n, size in sizes.items()) or 'empty'})"
+
+    @staticmethod
+    def is_gtp_remat_active(process_group_dict: Mapping[str, ProcessGroup | None]) -> bool:
+        """Return whether groups of ``setup_process_groups_for_...`` split weights at rest by ranks of a kind of their own."""
+        return any(group_size(process_group_dict.get(f"{name}_group")) > 1 for name in ("gtp_remat", "expt_gtp_remat"))
+
+    @staticmethod
+    def setup_process_groups_for_ddp(
+        pg_collection: ProcessGroupCollection | None, config: Any, ddp_config: Any
+    ) -> dict[str, ProcessGroup | None]:
+        """Return the groups that a wrapper for data parallelism needs, by Megatron-Core's names (``dp_group`` and so on).
+
+        Args:
+            pg_collection: None: those of ``parallel_state``.
+            config, ddp_config: of the model and of the wrapper; they say which groups must be there.
+
+        Raises:
+            ValueError: a group is missing.
+        """
+        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
+        found = groups._data_parallel_groups(config, ddp_config)
+        found |= {f"{name}_group": getattr(groups, name) for name in ("tp", "pp", "ep")}
+        if not ddp_config.use_distributed_optimizer:
+            found["intra_dist_opt_group"] = None
+        return found
+
+    @staticmethod
+    def setup_process_groups_for_optimizer(
+        pg_collection: ProcessGroupCollection | None, model_chunks: Sequence[Any], use_gloo_process_groups: bool = True
+    ) -> dict[str, ProcessGroup | None]:
+        """Return the groups that an optimizer needs, by Megatron-Core's names (``dp_group``, ``mp_group`` and so on).
+
+        Args:
+            pg_collection: None: those of ``parallel_state``.
+            use_gloo_process_groups: also return the data-parallel groups of gloo; goes with ``pg_collection=None``.
+
+        Raises:
+            ValueError: a group is missing, or groups of gloo are asked for with a ``pg_collection``.
+        """
+        from megatron.core import parallel_state  # which imports this module
+
+        if pg_collection is not None and use_gloo_process_groups:
+            raise ValueError(
+                "use_gloo_process_groups must be False with a pg_collection, got True: it has none of gloo"
+            )
+        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
+        ddp_config = getattr(model_chunks[0], "ddp_config", None)
+        found = groups._data_parallel_groups(getattr(model_chunks[0], "config", None), ddp_config)
+        found["mp_group"], found["expt_tp_pp_group"] = groups.mp, groups.tp_ep_pp
+        found["expt_tp_pp_with_egtp_remat_group"] = groups.tp_ep_pp_with_egtp_remat or groups.tp_ep_pp
+        found["intra_dp_cp_group_gloo"] = found["intra_expt_dp_group_gloo"] = None
+        if use_gloo_process_groups:
+            found["intra_dp_cp_group_gloo"] = parallel_state.get_data_parallel_group_gloo(True, True)
+            found["intra_expt_dp_group_gloo"] = parallel_state.get_expert_data_parallel_group_gloo(True)
+        return found
+
+    def _data_parallel_groups(self, config: Any, ddp_config: Any) -> dict[str, ProcessGroup | None]:
+        if self.dp is None:
+            raise ValueError("pg_collection must hold dp, got None")
+        if self.dp_cp is None and getattr(config, "context_parallel_size", 1) > 1:
+            raise ValueError("pg_collection must hold dp_cp with context_parallel_size above 1, got None")
+        whole = self.dp_cp or self.dp
+        found: dict[str, ProcessGroup | None] = {
+            "dp_group": self.dp,
+            "dp_cp_group": whole,
+            "expt_dp_group": self.expt_dp or whole,
+        }
+        found |= {"gtp_remat_group": self.gtp_remat, "expt_gtp_remat_group": self.expt_gtp_remat}
+        inner = {"intra_dp_cp_group": whole, "intra_expt_dp_group": found["expt_dp_group"]}
+        hybrid: dict[str, ProcessGroup | None] = {"inter_dist_opt_group": None, **inner}
+        if getattr(ddp_config, "num_distributed_optimizer_instances", 1) > 1:
+            hybrid = {
+                f"{name}_group": getattr(self, name) for name in ("inter_dist_opt", "intra_dp_cp", "intra_expt_dp")
+            }
+            if missing := [name.removesuffix("_group") for name, group in hybrid.items() if group is None]:
+                raise ValueError(
+                    "pg_collection must hold intra_dp_cp, intra_expt_dp and inter_dist_opt with "
+                    f"num_distributed_optimizer_instances above 1, got None in {', '.join(missing)}"
+                )
+        return {**found, **hybrid, "intra_dist_opt_group": self.intra_dist_opt}
 
     @classmethod
     def data_parallel(cls) -> ProcessGroupCollection:
@@ -216,7 +302,11 @@ def _mirror(
     group: ProcessGroup, timeout: timedelta | None, settings: Mapping[str, Any] | None, description: str
 ) -> ProcessGroup:
     """Make a new process group of the same ranks. Ranks: all of the run, each with its own ``group``."""
-    options = _nccl_options(group, settings) if settings else None
+    options = None
+    if settings:
+        if "nccl" not in str(dist.get_backend_config(group)):
+            raise ValueError(f"nccl_comm_cfgs needs groups of the nccl backend, got {dist.get_backend_config(group)}")
+        options = nccl_options(settings)
     own = dist.get_process_group_ranks(group)
     everyone: list[list[int]] = [own] * dist.get_world_size()
     if len(own) < len(everyone):
@@ -229,9 +319,14 @@ def _mirror(
     return made[tuple(own)]
 
 
-def _nccl_options(group: ProcessGroup, settings: Mapping[str, Any]) -> Any:
-    if "nccl" not in str(dist.get_backend_config(group)):
-        raise ValueError(f"nccl_comm_cfgs needs groups of the nccl backend, got {dist.get_backend_config(group)}")
+def nccl_options(settings: Mapping[str, Any]) -> Any:
+    """Return the options of NCCL communicators with these settings.
+
+    Raises:
+        ValueError: a setting is unknown, or torch has no NCCL.
+    """
+    if not dist.is_nccl_available():
+        raise ValueError(f"nccl_comm_cfgs needs a torch with NCCL, got one without and the settings {dict(settings)}")
     options = dist.ProcessGroupNCCL.Options()
     for name, value in settings.items():
         owner = options if name == "is_high_priority_stream" else options.config

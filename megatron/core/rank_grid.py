@@ -43,8 +43,12 @@ GROUP_NAMES = (*_DENSE_AXES, *_EXPERT_AXES, *_HYBRID, "embd")
 _FURTHER_DENSE_AXES = {"tp_dp": ("tp", "dp")}
 _FURTHER_EXPERT_AXES = {"tp_ep_pp": ("tp", "ep", "pp")}
 
-FURTHER_GROUP_NAMES = (*_FURTHER_DENSE_AXES, *_FURTHER_EXPERT_AXES)
+FURTHER_GROUP_NAMES = (*_FURTHER_DENSE_AXES, *_FURTHER_EXPERT_AXES, "intra_dist_opt")
 """Groups that this framework does not need itself, and code written for Megatron-Core may."""
+
+
+class UnfitDegreesError(ValueError, RuntimeError):
+    """Degrees of parallelism that do not fit the ranks; Megatron-Core raises a RuntimeError."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +106,7 @@ class RankGrid:
     def _check_product(self, *names: str) -> None:
         degrees = [self.expert_tensor_size if name.startswith("expert_t") else getattr(self, name) for name in names]
         if self.world_size % prod(degrees):
-            raise ValueError(
+            raise UnfitDegreesError(
                 f"the number of ranks must be a multiple of {' * '.join(names)}, got {self.world_size} ranks and "
                 f"{' * '.join(map(str, degrees))} = {prod(degrees)}; change a degree or the number of ranks"
             )
@@ -157,6 +161,9 @@ class RankGrid:
             return self._expert_groups(expert[name])
         if name in _HYBRID:
             return self._hybrid_groups(_HYBRID[name], inner=name.startswith("intra"))
+        if name == "intra_dist_opt":  # all ranks of one replica of the sharded state
+            instances, groups = self.num_distributed_optimizer_instances, self.groups("expt_dp")
+            return np.sort(groups.reshape(len(groups), instances, -1).transpose(1, 0, 2).reshape(instances, -1))
         if name == "embd":
             stages = self._dense_groups(("pp",))
             return stages if stages.shape[1] == 1 else stages[:, list(self.embedding_stages)]
@@ -213,11 +220,38 @@ class RankGenerator:
         self.order = "-".join([*names, *(name for name in self.name_to_size if name not in names)])
         self.rank_offset, self.world_size = rank_offset, prod(self.name_to_size.values())
 
+    def get_mask(self, order: str, token: str) -> list[bool]:
+        """Return for each axis of ``order`` whether ``token`` names it, both joined by "-"."""
+        return [axis in token.split("-") for axis in order.split("-")]
+
     def get_ranks(self, token: str) -> list[list[int]]:
         """Return the groups [G][N] of ranks that differ on the axes that ``token`` names, joined by "-"."""
         sizes = {axis: self.name_to_size[axis] for axis in self.order.split("-")}
         groups: list[list[int]] = (_groups_along(sizes, tuple(token.split("-"))) + self.rank_offset).tolist()
         return groups
+
+
+def generate_masked_orthogonal_rank_groups(
+    world_size: int, parallel_size: list[int], mask: list[bool]
+) -> list[list[int]]:
+    """Return the groups [G][N] of ranks that differ on the axes of a grid whose ``mask`` is True.
+
+    Args:
+        parallel_size: size of each axis; along the first ranks are neighbours.
+
+    Raises:
+        ValueError: the sizes do not multiply to ``world_size``, or there is another number of masks.
+    """
+    if prod(parallel_size) != world_size or len(mask) != len(parallel_size):
+        raise ValueError(
+            f"parallel_size must multiply to world_size and have a mask for each axis, got {parallel_size}, {world_size} ranks "
+            f"and {mask}"
+        )
+    sizes = {str(axis): size for axis, size in enumerate(parallel_size)}
+    groups: list[list[int]] = _groups_along(
+        sizes, tuple(axis for axis, taken in zip(sizes, mask, strict=True) if taken)
+    ).tolist()
+    return groups
 
 
 def _groups_along(sizes: dict[str, int], axes: tuple[str, ...]) -> Groups:

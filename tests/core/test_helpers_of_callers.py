@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
+import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.core import _rank_utils, jit, typed_torch
+from megatron.core import _rank_utils, config, jit, num_microbatches_calculator, typed_torch, utils
 from megatron.core.fusions.fused_bias_geglu import bias_geglu_impl, quick_gelu
 from megatron.core.fusions.fused_bias_gelu import bias_gelu, bias_gelu_impl
 from megatron.core.fusions.fused_bias_swiglu import bias_swiglu, bias_swiglu_impl, swiglu
@@ -21,6 +24,7 @@ from megatron.core.models.common.language_module.language_module import Language
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_layer_specs, get_gpt_mtp_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.msc_utils import MultiStorageClientFeature
+from megatron.core.straggler_detector import StragglerDetector
 from megatron.core.transformer import TransformerLayer
 from megatron.core.transformer.identity_op import IdentityFuncOp
 from megatron.core.transformer.spec_utils import ModuleSpec, get_submodules, import_module
@@ -187,3 +191,143 @@ def test_another_storage_of_files_is_refused() -> None:
     MultiStorageClientFeature.disable()
     with pytest.raises(NotImplementedError, match="MultiStorageClientFeature"):
         MultiStorageClientFeature.enable()
+
+
+def test_what_is_experimental_is_refused_until_it_is_enabled(monkeypatch: pytest.MonkeyPatch) -> None:
+    @utils.experimental_cls(introduced_with_version="0.1.0")
+    class Thing:
+        size = 3
+        is_experimental: bool
+
+        @classmethod
+        def make(cls) -> str:
+            return "made"
+
+        def show(self) -> str:
+            return "shown"
+
+    thing_fn = utils.experimental_fn("0.1.0")(lambda x: x + 1)
+    monkeypatch.setattr(config, "ENABLE_EXPERIMENTAL", False)
+    assert not Thing.is_experimental
+    for use in (lambda: Thing(), lambda: Thing.make(), lambda: thing_fn(1)):
+        with pytest.raises(utils.ExperimentalNotEnabledError, match="set_experimental_flag"):
+            use()
+    config.set_experimental_flag(True)
+    thing = Thing()
+    assert (thing.show(), thing.size, Thing.make(), thing_fn(1), thing.is_experimental) == ("shown", 3, "made", 2, True)
+    assert type(thing).__qualname__ == Thing.__qualname__ and isinstance(thing, Thing)
+    config.set_experimental_flag(False)
+    with pytest.raises(utils.ExperimentalNotEnabledError):
+        thing.show()
+
+
+def test_marks_of_callers_functions() -> None:
+    @utils.deprecated("1.0", removal_version="2.0", alternative="new", reason="faster")
+    def old(x: int) -> int:
+        return x
+
+    with pytest.warns(DeprecationWarning, match="old is deprecated since version 1.0. Use new.* 2.0.*faster"):
+        assert old(3) == 3
+    strict = utils.deprecate_args("y")(lambda x, y=0: x)
+    assert strict(1) == 1
+    with pytest.raises(TypeError, match="y must be left out"):
+        strict(1, y=2)
+    assert utils.internal_api(old) is utils.experimental_api(old) is old and vars(old)["_internal_api"]
+    assert utils.null_decorator(old) is utils.null_decorator(1, a=2)(old) is old
+
+
+def test_small_functions_of_tensors_and_modules() -> None:
+    x = _random(4, 3)
+    assert utils.assert_viewless_tensor([x, 1]) == [x, 1]
+    with pytest.raises(AssertionError, match="no view"):
+        utils.assert_viewless_tensor(x[0])
+    rows = x.clone().requires_grad_(True)
+    utils.MakeViewlessTensor.apply(rows[:2], True).sum().backward()
+    assert rows.grad.sum() == 6
+    grad, inputs = utils.prepare_input_tensors_for_wgrad_compute(_random(2, 3, 4).transpose(0, 1), _random(3, 2, 5))
+    assert grad.shape == (6, 4) and inputs.shape == (6, 5) and grad.is_contiguous()
+    norm, each = utils.local_multi_tensor_applier(utils.local_multi_tensor_l2_norm, None, [[x, 2 * x]], True)
+    torch.testing.assert_close(norm, x.norm().view(1) * 5**0.5)
+    torch.testing.assert_close(each, torch.stack([x.norm(), 2 * x.norm()]))
+    scaled = [torch.zeros_like(x)]
+    utils.local_multi_tensor_applier(utils.local_multi_tensor_scale, None, [[x], scaled], 3.0)
+    torch.testing.assert_close(scaled[0], 3 * x)
+    calls: list[int] = []
+    for index in range(2):
+        setattr(rows, utils.PARAM_READY_CALLBACK_ATTR, functools.partial(calls.append, index))
+        utils.ensure_params_ready([rows, x, rows])
+    assert calls == [0, 1]
+    layer = torch.nn.Sequential(torch.nn.Linear(1, 1))
+    assert utils.is_submodule(layer[0], layer) and not utils.is_submodule(layer, layer)
+    assert utils.is_submodule(layer, layer, strict=False)
+    assert utils.round_up_to_nearest_multiple(9, 8) == 16
+    assert utils.accepts_parameter(lambda a, **k: a, "b") and not utils.accepts_parameter(lambda a: a, "b")
+    assert utils.is_using_quantization_scales(_config()) is False
+    filled = utils.mup_scaled_init_method_normal(1.0, 2, 4.0)(torch.empty(10_000))
+    assert filled.std().item() == pytest.approx(0.25, rel=0.05)
+    assert utils.get_flashinfer_version() is None and not utils.is_flashinfer_min_version("0.1")
+    assert not utils.is_mamba_min_version("0.1") and not utils.is_causal_conv1d_min_version("0.1")
+
+
+def test_logs_of_one_rank(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    logger = logging.getLogger("of_a_caller")
+    monkeypatch.setenv("RANK", "1")
+    with caplog.at_level(logging.INFO):
+        utils.log_single_rank(logger, logging.INFO, "first %s", 1)
+        utils.log_single_rank(logger=logger, level=logging.INFO, msg="second", rank=1)
+    assert caplog.messages == ["second"]
+    with pytest.raises(AssertionError, match="init_process_group"):
+        utils.log_on_each_pipeline_stage(logger, logging.INFO, "third")
+
+
+@pytest.fixture
+def straggler_detector(monkeypatch: pytest.MonkeyPatch) -> Iterator[StragglerDetector]:
+    monkeypatch.setattr(StragglerDetector, "_of_process", None)
+    yield utils.StragglerDetector()
+
+
+def test_parts_of_a_step_are_timed(straggler_detector: StragglerDetector, caplog: pytest.LogCaptureFixture) -> None:
+    detector = straggler_detector
+    assert StragglerDetector() is detector and not detector.configured
+    with detector:
+        pass
+    assert detector.elapsed()[0] == 0, "not enabled"
+    with pytest.raises(NotImplementedError, match="port"):
+        detector.configure(1, 0, port=5000)
+    detector.configure(1, 0, enabled=True)
+    for _ in range(2):
+        with detector(bdata=True):
+            time.sleep(0.02)
+        with detector:
+            time.sleep(0.03)
+    with caplog.at_level(logging.INFO):
+        assert detector.report(1e12, 2)
+    (line,) = caplog.messages
+    times = [float(part.split(": ")[1].split("ms")[0]) for part in line.split(" | ")[:3]]
+    assert times[0] == times[1] >= 30 and times[2] >= 20
+    assert detector.elapsed() == (0, 0, 0, 0, 0, 0)
+    from megatron.core.straggler_detector import _lines
+
+    lines = _lines([(2.0, 1.0, 5.0), (1.0, 2.0, 9.0), (3.0, 0.0, 4.0)], 2)
+    assert "MnRtt/Rnk: 1.00ms/1 | MxRtt/Rnk: 3.00ms/2" in lines[0] and "MxEtpt/Rnk: 9.00TF/1" in lines[0]
+    assert lines[1].endswith("4.00TF/2, 5.00TF/0")
+
+
+def test_batch_sizes_that_are_behind_may_fit_fewer_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    calculator = num_microbatches_calculator.StepBatchsizeNumMicroBatchesCalculator(
+        1, 512, False, 0, "0:256 200K:512 600K:1024"
+    )
+    assert (calculator.current_global_batch_size, calculator.num_micro_batches) == (256, 0)
+    calculator.update(600_000, consistency_check=True)
+    assert calculator.get() == 2
+    with pytest.raises(AssertionError, match="256"):
+        calculator.update(0, consistency_check=True)
+
+
+def test_the_calculator_is_a_variable_that_callers_look_at_and_reset(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(num_microbatches_calculator, "_GLOBAL_NUM_MICROBATCHES_CALCULATOR", None)
+    for _ in range(2):
+        num_microbatches_calculator.init_num_microbatches_calculator(0, None, 32, 8, 2)
+        found = num_microbatches_calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR
+        assert isinstance(found, num_microbatches_calculator.ConstantNumMicroBatchesCalculator) and found.get() == 2
+        num_microbatches_calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR = None

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from megatron.core import mpu, parallel_state, tensor_parallel
+from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parallel_state import _NOT_SERVED, NotInitializedError, RankGenerator
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
+from megatron.core.utils import get_batch_on_this_tp_rank
 from tests.support.rank_checks import RankChecks
 from tests.support.tiny_gpt import build_gpt
 
@@ -143,6 +147,75 @@ def gathers_get_groups_of_their_own() -> None:
 
 
 @CHECKS.on(2)
+def groups_that_callers_make() -> None:
+    rank = dist.get_rank()
+    parallel_state.initialize_model_parallel()
+    pair = parallel_state.create_group([0, 1], timeout=timedelta(minutes=3), group_desc="PAIR")
+    assert pair.size() == 2 and pair is not dist.group.WORLD
+    alone, both = parallel_state.create_hierarchical_groups(rank, [0, 1], [1, 2], True, group_desc="CP")[0]
+    assert (dist.get_process_group_ranks(alone), dist.get_process_group_ranks(both)) == ([rank], [0, 1])
+    with pytest.raises(ValueError, match="multiply to the 2 ranks"):
+        parallel_state.create_hierarchical_groups(rank, [0, 1], [2, 2])
+    assert parallel_state.create_hybrid_dp_cp_groups(rank, [0, 1]) == {}
+    parallel_state.update_pg_timeout(timedelta(seconds=45), pair)
+    assert _timeout(pair) == timedelta(seconds=45) != _timeout(both)
+    parallel_state.update_pg_timeout(timedelta(seconds=70))
+    assert _timeout(pair) == _timeout(both) == _timeout(dist.group.WORLD) == timedelta(seconds=70)
+    assert parallel_state.get_gtp_weight_remat_global_ranks() == [rank]
+
+
+def _timeout(group: Any) -> timedelta:
+    found: timedelta = group._get_backend(torch.device("cpu")).options._timeout
+    return found
+
+
+@CHECKS.on(2)
+def groups_that_wrappers_and_optimizers_ask_for() -> None:
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    config, ddp_config = build_gpt({}).config, DistributedDataParallelConfig(use_distributed_optimizer=True)
+    found = ProcessGroupCollection.setup_process_groups_for_ddp(None, config, ddp_config)
+    assert (found["tp_group"], found["dp_group"], found["ep_group"]) == (groups.tp, groups.dp, groups.ep)
+    assert found["intra_expt_dp_group"] is groups.expt_dp and found["inter_dist_opt_group"] is None
+    assert not ProcessGroupCollection.is_gtp_remat_active(found) and "tp(2)" in repr(groups)
+    given = ProcessGroupCollection(dp=groups.dp, tp=groups.tp)
+    found = ProcessGroupCollection.setup_process_groups_for_ddp(given, config, ddp_config)
+    assert found["dp_cp_group"] is found["expt_dp_group"] is groups.dp
+    with pytest.raises(ValueError, match="must hold dp, got None"):
+        ProcessGroupCollection.setup_process_groups_for_ddp(ProcessGroupCollection(), config, ddp_config)
+    with pytest.raises(ValueError, match="None in inter_dist_opt, intra_dp_cp, intra_expt_dp"):
+        hybrid = SimpleNamespace(num_distributed_optimizer_instances=2, use_distributed_optimizer=True)
+        ProcessGroupCollection.setup_process_groups_for_ddp(given, config, hybrid)
+    chunk = SimpleNamespace(config=config, ddp_config=ddp_config)
+    found = ProcessGroupCollection.setup_process_groups_for_optimizer(None, [chunk])
+    assert (found["mp_group"], found["expt_tp_pp_group"]) == (groups.mp, groups.tp_ep_pp)
+    assert found["intra_dp_cp_group_gloo"] is groups.dp_cp
+    with pytest.raises(ValueError, match="use_gloo_process_groups must be False"):
+        ProcessGroupCollection.setup_process_groups_for_optimizer(given, [chunk])
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(num_distributed_optimizer_instances=2)
+    replica = ProcessGroupCollection.use_mpu_process_groups().intra_dist_opt
+    assert dist.get_process_group_ranks(replica) == [dist.get_rank()]
+
+
+@CHECKS.on(2)
+def the_first_tensor_parallel_rank_reads_for_all() -> None:
+    rank, world = dist.get_rank(), cast("Any", dist.group.WORLD)
+    tokens = torch.arange(6).view(2, 3)
+    read = {"tokens": tokens, "labels": tokens + 1, "loss_mask": torch.ones(2, 3), "position_ids": tokens + 2}
+    common: Any = (False, False, False, 0, world, 1, rank, 2, 3, False)
+    batch: Any = get_batch_on_this_tp_rank(read if rank == 0 else {}, *common)
+    assert all(torch.equal(batch[name], value) for name, value in read.items()) and batch["attention_mask"] is None
+    last: Any = get_batch_on_this_tp_rank(read if rank == 0 else {}, *common, 2, False, True)
+    assert last["tokens"] is None and torch.equal(last["labels"], tokens + 1)
+    packed = {**read, "cu_seqlens": torch.tensor([[0, 3]], dtype=torch.int32), "max_seqlen": torch.tensor([3])}
+    middle: Any = get_batch_on_this_tp_rank(packed if rank == 0 else {}, True, *common[1:], 3)
+    assert middle["tokens"] is None and middle["cu_seqlens"].tolist() == [[0, 3]]
+    with pytest.raises(ValueError, match="tokens and labels must have the shape"):
+        get_batch_on_this_tp_rank(read if rank == 0 else {}, *common[:-2], 4, False)
+
+
+@CHECKS.on(2)
 def all_to_all_sends_gradients_back() -> None:
     parallel_state.initialize_model_parallel(2)
     rank, group = dist.get_rank(), mpu.get_tensor_model_parallel_group()
@@ -178,6 +251,29 @@ def test_without_groups_getters_say_what_to_call() -> None:
     assert mpu.get_tensor_model_parallel_group(check_initialized=False) is None
     assert mpu.get_context_parallel_world_size() == mpu.get_data_parallel_rank() == 0, "as without torch.distributed"
     assert isinstance(build_gpt(), GPTModel)
+
+
+def test_ranks_of_masked_axes() -> None:
+    assert parallel_state.generate_masked_orthogonal_rank_groups(8, [2, 2, 2], [False, True, False]) == [
+        [0, 2],
+        [1, 3],
+        [4, 6],
+        [5, 7],
+    ]
+    with pytest.raises(ValueError, match="multiply to world_size"):
+        parallel_state.generate_masked_orthogonal_rank_groups(8, [2, 2], [True, False])
+    assert RankGenerator(2, 1, 4, 1, 1, "tp-dp").get_mask("tp-cp-dp", "tp-dp") == [True, False, True]
+
+
+def test_settings_of_communicators() -> None:
+    settings: dict[str, dict[str, Any]] = {}
+    parallel_state.overwrite_nccl_comm_cfgs(settings, "dp", ("max_ctas", 8))
+    assert settings == {"dp": {"max_ctas": 8}} and parallel_state.get_nccl_options("tp", settings) is None
+    if dist.is_nccl_available():
+        assert parallel_state.get_nccl_options("dp", settings).config.max_ctas == 8
+    else:
+        with pytest.raises(ValueError, match="torch with NCCL"):
+            parallel_state.get_nccl_options("dp", settings)
 
 
 def test_generated_ranks_are_those_of_the_grid() -> None:
