@@ -203,16 +203,17 @@ def the_first_tensor_parallel_rank_reads_for_all() -> None:
     rank, world = dist.get_rank(), cast("Any", dist.group.WORLD)
     tokens = torch.arange(6).view(2, 3)
     read = {"tokens": tokens, "labels": tokens + 1, "loss_mask": torch.ones(2, 3), "position_ids": tokens + 2}
-    common: Any = (False, False, False, 0, world, 1, rank, 2, 3, False)
-    batch: Any = get_batch_on_this_tp_rank(read if rank == 0 else {}, *common)
+    read_of_first: Any = get_batch_on_this_tp_rank
+    common = (False, False, False, 0, world, 1, rank, 2, 3, False)
+    batch = read_of_first(read if rank == 0 else {}, *common)
     assert all(torch.equal(batch[name], value) for name, value in read.items()) and batch["attention_mask"] is None
-    last: Any = get_batch_on_this_tp_rank(read if rank == 0 else {}, *common, 2, False, True)
+    last = read_of_first(read if rank == 0 else {}, *common, 2, False, True)
     assert last["tokens"] is None and torch.equal(last["labels"], tokens + 1)
     packed = {**read, "cu_seqlens": torch.tensor([[0, 3]], dtype=torch.int32), "max_seqlen": torch.tensor([3])}
-    middle: Any = get_batch_on_this_tp_rank(packed if rank == 0 else {}, True, *common[1:], 3)
+    middle = read_of_first(packed if rank == 0 else {}, True, *common[1:], 3)
     assert middle["tokens"] is None and middle["cu_seqlens"].tolist() == [[0, 3]]
     with pytest.raises(ValueError, match="tokens and labels must have the shape"):
-        get_batch_on_this_tp_rank(read if rank == 0 else {}, *common[:-2], 4, False)
+        read_of_first(read if rank == 0 else {}, *common[:-2], 4, False)
 
 
 @CHECKS.on(2)
