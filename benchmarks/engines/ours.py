@@ -32,6 +32,8 @@ class OursOptions:
     """``FlatAdamW`` over flat shards, not PyTorch's AdamW over the parameters."""
     muon: bool = False
     """``FlatMuon`` for the layers' matrices, with queries, keys and values apart, and AdamW for all else."""
+    gram_iterations: bool = True
+    """Muon iterates on Gram matrices in fp16 where there are kernels."""
     remainders: bool = True
     """Main weights are stored as the bf16 model weight and the 16 bits that it lacks, not as fp32 beside it."""
     overlaps_forward: bool = True
@@ -61,6 +63,7 @@ VARIATIONS: dict[str, tuple[dict[str, Any], str]] = {
         "PyTorch's fused AdamW on fp32 main weights",
     ),
     "muon": ({"muon": True, "remainders": False}, "Muon on fp32 main weights, queries, keys and values apart"),
+    "bf16": ({"gram_iterations": False}, "Newton-Schulz iterations on the matrices themselves, in bf16"),
     "nooverlap": ({"overlaps_forward": False}, "the whole update before the next forward"),
     "fp32grads": ({"wide_grads": True}, "fp32 main gradients, also of one microbatch"),
     "fine": ({"fine_units": True}, "each matrix of a layer a unit"),
@@ -183,6 +186,7 @@ class Ours(Engine):
             betas=BETAS,
             weight_decay=WEIGHT_DECAY,
             extra_scale_factor=0.2,
+            gram_iterations=self.options.gram_iterations,
             row_blocks_of=lambda parameter: (shape.hidden_size, kv, kv) if parameter in queries else None,
             overlaps_forward=self.options.overlaps_forward,
         )

@@ -59,6 +59,8 @@ class FlatMuon(FlatAdamW):
             rank the whole, or its part with products summed over the ranks), ``blockwise`` each rank's part by itself.
         row_blocks_of: returns heights of blocks of rows that follow each other again and again in a parameter; all blocks
             of one place are orthogonalized as a matrix of their own. None: the parameter is one matrix.
+        gram_iterations: with ``medium``, iterate on X X^T in fp16 where a device has the kernels, with less than half the arithmetic;
+            results are nearer to those of exact arithmetic than bf16's. False: always on X in bf16.
         overlaps_forward: as ``FlatAdamW``.
 
     Raises:
@@ -87,6 +89,7 @@ class FlatMuon(FlatAdamW):
         fp32_matmul_prec: str = "medium",
         tp_mode: TensorParallelMode = "duplicated",
         row_blocks_of: RowBlocks | None = None,
+        gram_iterations: bool = True,
         overlaps_forward: bool = False,
     ) -> None:
         _check_choices(("scale_mode", scale_mode, tuple(_SCALES)), ("tp_mode", tp_mode, TENSOR_PARALLEL_MODES))
@@ -99,6 +102,7 @@ class FlatMuon(FlatAdamW):
             eps=_EPS,
             dtype=torch.bfloat16 if in_bf16 else torch.float32,
             fp32_precision=None if in_bf16 else fp32_matmul_prec,
+            may_use_grams=in_bf16 and gram_iterations,
         )
         self._scale, self._extra_scale = _SCALES[scale_mode], extra_scale_factor
         self._tp_mode, self._row_blocks_of = tp_mode, row_blocks_of

@@ -99,6 +99,7 @@ class NewtonSchulz:
         norm_dtype: dtype of the matrices as they come, in which they are divided by their Frobenius norm.
         dtype: dtype of the products.
         fp32_precision: of products in fp32, as ``torch.set_float32_matmul_precision`` has it; None leaves the setting.
+        may_use_grams: whoever calls this may take a ``GramIteration`` in its place.
 
     Source: Muon (K. Jordan et al., 2024); the order of operations is that of ``torch.optim.Muon`` and of NVIDIA's
     emerging_optimizers, which agree.
@@ -109,6 +110,7 @@ class NewtonSchulz:
     norm_dtype: torch.dtype = torch.float32
     dtype: torch.dtype = torch.bfloat16
     fp32_precision: str | None = None
+    may_use_grams: bool = False
 
     @torch.no_grad()
     def __call__(

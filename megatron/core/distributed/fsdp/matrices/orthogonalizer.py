@@ -10,35 +10,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
 
 from megatron.core.distributed.fsdp.comm.exchange_pieces import begin_exchange, gather_parts
 from megatron.core.distributed.fsdp.layout.matrix_rounds import ROUND_NUMEL, owners_of, rounds_of
+from megatron.core.distributed.fsdp.matrices.gram_iteration import ALIGNMENT, GramIteration, serves_device, serves_shape
 from megatron.core.distributed.fsdp.matrices.newton_schulz import NewtonSchulz, batch_size
+from megatron.core.distributed.fsdp.matrices.placed_matrix import PlacedMatrix
 from megatron.core.distributed.fsdp.matrices.shared_matrix import SharedMatrix
 
 PiecesOf = Callable[[Sequence[int]], Sequence[torch.Tensor]]
 """Returns this rank's elements, flat, of the matrices of these numbers."""
-
-
-class _Block(NamedTuple):
-    """A matrix among the whole ones of a round: blocks of ``height`` rows from row ``first`` of each ``period`` rows."""
-
-    offset: int
-    num_repeats: int
-    period: int
-    first: int
-    height: int
-    columns: int
-
-    def view(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return the matrix [repeats, height, C] in the round's flat buffer."""
-        numel = self.num_repeats * self.period * self.columns
-        whole = flat[self.offset : self.offset + numel].view(self.num_repeats, self.period, self.columns)
-        return whole[:, self.first : self.first + self.height]
 
 
 @dataclass
@@ -51,7 +36,7 @@ class _Batch:
     tensor_group: ProcessGroup | None
     split_dim: int
     is_distributed: bool
-    blocks: list[_Block] = field(default_factory=list)
+    blocks: list[PlacedMatrix] = field(default_factory=list)
 
     def run(self, iterate: NewtonSchulz, whole: torch.Tensor, out: torch.Tensor) -> None:
         """Orthogonalize the matrices that lie in ``whole`` to the same places of ``out``."""
@@ -103,9 +88,15 @@ class _Round:
         self.ranks, self._rank = first.ranks, first.rank
         self._iterate, self._device = iterate, device
         num_ranks = len(first.ranges)
-        # Equal shapes side by side, so that they are batched.
+        # Equal shapes side by side, so that they are batched; those that keep the others aligned first.
         in_order = sorted(
-            zip(numbers, owners, strict=True), key=lambda item: (item[1], matrices[item[0]].shape, item[0])
+            zip(numbers, owners, strict=True),
+            key=lambda item: (
+                item[1],
+                matrices[item[0]].numel % ALIGNMENT != 0,
+                matrices[item[0]].shape,
+                item[0],
+            ),
         )
         by_owner = [[number for number, owner in in_order if owner == rank] for rank in range(num_ranks)]
         mine = by_owner[self._rank]
@@ -121,7 +112,10 @@ class _Round:
         self._whole_numels = [held[rank][at] for rank, at in places]
         self._to_whole = [rank * len(mine) + at for rank, at in places]
         self._from_whole = [place for _, place in sorted((to, at) for at, to in enumerate(self._to_whole))]
-        self._batches = _batches_of([matrices[number] for number in mine], device.type)
+        uses_grams = serves_device(iterate, device)
+        self._result_dtype = torch.float16 if uses_grams else iterate.dtype
+        self._batches, by_short_side = _batches_of([matrices[n] for n in mine], device.type, uses_grams=uses_grams)
+        self._on_grams = [GramIteration(placed, iterate, device) for placed in by_short_side]
         self._handle: Any = None
         self._tensors: tuple[torch.Tensor, torch.Tensor] = (torch.empty(0), torch.empty(0))
 
@@ -136,7 +130,9 @@ class _Round:
         received = self._received()
         pieces = received.split(self._received_numels)
         whole = received if self.ranks is None else _joined([pieces[at] for at in self._to_whole], received)
-        results = torch.empty_like(whole, dtype=self._iterate.dtype)
+        results = torch.empty_like(whole, dtype=self._result_dtype)
+        for grams in self._on_grams:
+            grams.run(whole, results)
         for batch in self._batches:
             batch.run(self._iterate, whole, results)
         parts = results.split(self._whole_numels)
@@ -240,25 +236,35 @@ class OrthogonalizedMatrices:
             self._num_computed += 1
 
 
-def _batches_of(matrices: Sequence[SharedMatrix], device_type: str) -> list[_Batch]:
-    """Group the matrices, which lie one behind the other, in batches of one shape and one split."""
+def _batches_of(
+    matrices: Sequence[SharedMatrix], device_type: str, *, uses_grams: bool
+) -> tuple[list[_Batch], list[list[PlacedMatrix]]]:
+    """Group the matrices, which lie one behind the other, in batches of one shape and one split.
+
+    The second list is of those that are iterated on by their Gram matrices, with equally long short sides.
+    """
     batches: list[_Batch] = []
+    by_short_side: dict[int, list[PlacedMatrix]] = {}
     unfilled: dict[tuple[Any, ...], _Batch] = {}
     offsets = [0, *accumulate(matrix.numel for matrix in matrices)]
     for matrix, offset in zip(matrices, offsets, strict=False):
         first, period = 0, sum(matrix.row_blocks)
         for height, (rows, columns) in zip(matrix.row_blocks, matrix.matrices(), strict=True):
+            placed = PlacedMatrix(offset, matrix.num_repeats, period, first, height, matrix.shape[1])
+            first += height
+            if uses_grams and matrix.tensor_group is None and serves_shape(placed):
+                by_short_side.setdefault(placed.short, []).append(placed)
+                continue
             own_rows, is_distributed = height * matrix.num_repeats, matrix.tensor_mode == "distributed"
             key = (own_rows, matrix.shape[1], matrix.tensor_group, matrix.split_dim, is_distributed)
             batch = unfilled.get(key)
             if batch is None:
                 batch = unfilled[key] = _Batch(batch_size(rows, columns, device_type), *key)
                 batches.append(batch)
-            batch.blocks.append(_Block(offset, matrix.num_repeats, period, first, height, matrix.shape[1]))
+            batch.blocks.append(placed)
             if len(batch.blocks) == batch.size:
                 del unfilled[key]
-            first += height
-    return batches
+    return batches, list(by_short_side.values())
 
 
 def _by_position(matrix: SharedMatrix) -> list[int]:
