@@ -23,7 +23,7 @@ FORBIDDEN = [
     ("engine-layers", f"{ENGINE}.checkpoint.folder", f"{ENGINE}.adapter.model_groups"),
     ("engine-transports", f"{ENGINE}.comm.transport", f"{ENGINE}.comm.process_group"),
     ("engine-transports", f"{ENGINE}.comm.peer.peer_copy", f"{ENGINE}.comm.choose"),
-    ("engine-buffers", f"{ENGINE}.buffers.dbuffer", f"{ENGINE}.buffers.weights"),
+    ("engine-buffers", f"{ENGINE}.buffers.flat_buffer", f"{ENGINE}.buffers.weights"),
     ("engine-runtime", f"{ENGINE}.runtime.unsharder", f"{ENGINE}.runtime.planner"),
     ("engine-circles", f"{ENGINE}.buffers.storage", f"{ENGINE}.buffers.parameter_group"),
     ("engine-alone", f"{ENGINE}.api.module", "megatron.core.transformer.enums"),

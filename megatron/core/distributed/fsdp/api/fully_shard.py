@@ -461,6 +461,8 @@ def _collect(
                 plain = plain_of(parameter, name, module)
                 made = made_from.get(parameter) if plain is parameter else parameter
                 managed[parameter] = ManagedParameter(name, plain, made)
+            else:
+                managed[parameter].tied_names += (name,)
             managed[parameter].param_slots.append((module._parameters, key))
     return list(managed.values()), list(borrowed)
 

@@ -13,7 +13,7 @@ from torch import nn
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
 from megatron.core.distributed.fsdp.config.mixed_precision import MixedPrecisionPolicy
 from megatron.core.distributed.fsdp.runtime.context import FsdpContext
-from megatron.core.distributed.fsdp.runtime.unit import FsdpUnit
+from megatron.core.distributed.fsdp.runtime.unit import FsdpUnit, Phase
 
 # How deep the search for tensors in an output goes: a bound for outputs that hold large or cyclic data structures.
 _MAX_DEPTH = 8
@@ -25,15 +25,15 @@ class _Told:
     Not a property: those come before what a module has, and users' modules have such names.
     """
 
-    def __init__(self, tell: Callable[[Any], Any]) -> None:
-        self._tell = tell
+    def __init__(self, tell: Callable[[Any], Any], *, of_class: Any = None) -> None:
+        self._tell, self._of_class = tell, of_class
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
 
     def __get__(self, module: Any, owner: type) -> Any:
         if module is None:
-            return self
+            return self._of_class or self
         for own in (module._parameters, module._buffers, module._modules):
             if self._name in own:
                 return own[self._name]
@@ -86,14 +86,16 @@ class FsdpModule(nn.Module if TYPE_CHECKING else object):  # type: ignore[misc]
         )
 
     @property
-    def parameter_groups(self) -> list[FsdpParameterGroup]:
+    def parameter_groups(self) -> tuple[FsdpParameterGroup, ...]:
         """The parameter groups of this unit, without those of nested units."""
-        return self._fsdp_unit.own_groups if self._counts_groups else []
+        return tuple(self._fsdp_unit.own_groups) if self._counts_groups else ()
 
     # By these names callers of Megatron-FSDP ask; what a module has under them itself comes first.
-    name = _Told(lambda module: module._fsdp_unit.name)
+    name = _Told(lambda module: _name_in_root(module))
     context = _Told(lambda module: find_context(module))
     is_root = _Told(lambda module: partial(_is_root, module))
+    phase = _Told(lambda module: module._fsdp_unit.phase)
+    Phase = _Told(lambda module: Phase, of_class=Phase)
 
     def unshard(self) -> None:
         """Gather the unit's weights and put them into its modules, without nested units.
@@ -155,6 +157,14 @@ def _is_root(module: FsdpModule) -> bool:
     unit = module._fsdp_unit
     # Units of a shared context are named by the topmost one.
     return "." not in unit.name if find_context(module).is_shared else unit.prefix == ""
+
+
+def _name_in_root(module: FsdpModule) -> str:
+    """Return the module's name within the topmost sharded module; of that itself, ''."""
+    if _is_root(module):
+        return ""
+    name = module._fsdp_unit.name
+    return name.partition(".")[2] if find_context(module).is_shared else name
 
 
 def _adopt(root: FsdpModule, context: FsdpContext) -> None:

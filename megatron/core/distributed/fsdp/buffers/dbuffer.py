@@ -1,185 +1,303 @@
-"""One flat buffer, distributed: where its elements rest on each mesh axis, and how it moves to another placement."""
+"""A flat buffer over the axes of a device mesh, as users make it and look at a group's: under Megatron-FSDP's names."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
-from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed import _symmetric_memory
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from megatron.core.distributed.fsdp.comm.transport import Transport
-from megatron.core.distributed.fsdp.dtensor.row_shard import RowShard
-from megatron.core.distributed.fsdp.layout.flat_layout import FlatLayout, rows_before
-
-# A transport's all_gather and its arguments: the buffer to fill, and this rank's shard of it.
-Gather = tuple[Callable[[torch.Tensor, torch.Tensor], None], torch.Tensor, torch.Tensor]
-# A transport's reduce_scatter or all_reduce, and this rank's summand.
-Reduction = tuple[Callable[..., None], torch.Tensor]
+from megatron.core.distributed.fsdp.buffers.flat_buffer import FlatBuffer, local_range
+from megatron.core.distributed.fsdp.layout.flat_layout import FlatLayout
+from megatron.core.distributed.fsdp.mesh.group_mesh import mesh_in_order, process_group_axes
 
 
-class DBuffer:
-    """The elements of a layout that this rank holds under one placement per axis.
+class Flat(Shard):
+    """A segment of a flat buffer for each rank of an axis; equal to ``Shard(0)``."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+
+
+class DBuffer(FlatBuffer):
+    """Several tensors in one flat buffer, whose elements rest on the ranks of a mesh as one placement per axis says.
 
     Args:
-        layout: where each tensor lies in the full buffer.
-        placements: [A] one per axis: ``Replicate``, ``Shard(0)`` or ``Partial``.
-        axes: [A] transports of the mesh axes, outermost first.
-        local: [local_numel] storage to use.
+        mesh: its axes, outermost first.
+        placements: [A] one per axis: ``Replicate()``, ``Flat()`` (or ``Shard(0)``) or ``Partial("sum" or "avg")``; an axis
+            that cuts the buffer comes after all that do not.
+        tensor_shapes: [T] shapes of the tensors.
+        dtype: of the buffer.
+        device: of this rank's part, which is not initialised.
 
-    The innermost axis cuts the full buffer first and each outer axis cuts what is left, so that the piece of an
-    inner rank is contiguous whatever the outer axes do. [Note: cuts go inside out] in DESIGN.md.
+    Attributes:
+        local: [local_numel] this rank's part, also ``local_buffer``.
+        layout: where the tensors lie in the whole buffer. Rank boundaries fall between rows; the order is ours.
+        allocation_stream: the CUDA stream that was current when memory was allocated; None on the CPU.
+
+    Raises:
+        ValueError: not one placement per axis, or a cut before an axis that does not cut.
+        TypeError: another kind of placement.
+
+    Ranks: all of the mesh make it; communicates nothing.
+    Source: the class of this name of the package megatron-fsdp (constructor and methods).
     """
+
+    mesh: DeviceMesh
+    allocation_stream: Any = None
 
     def __init__(
         self,
-        layout: FlatLayout,
-        placements: Sequence[Placement],
-        axes: Sequence[Transport],
-        local: torch.Tensor,
+        mesh: DeviceMesh,
+        placements: Iterable[Placement],
+        tensor_shapes: Iterable[Iterable[int]],
+        dtype: torch.dtype,
+        device: torch.device | str,
     ) -> None:
-        self.layout = layout
-        self.placements = tuple(placements)
-        self.axes = tuple(axes)
-        self.begin, self.end = local_range(layout, self.placements, self.axes)
-        placed = zip(self.placements, self.axes, strict=True)
-        self._is_cut = any(isinstance(placement, Shard) and axis.size > 1 for placement, axis in placed)
-        self.local = local
-        if local.numel() != self.end - self.begin:
-            raise ValueError(f"the local storage must have {self.end - self.begin} elements, got {local.numel()}")
+        placed, axes = _checked(placements, mesh), process_group_axes(mesh)
+        layout = FlatLayout.build(tensor_shapes, mesh.size())
+        begin, end = local_range(layout, placed, axes)
+        super().__init__(layout, placed, axes, torch.empty(end - begin, dtype=dtype, device=device))
+        self.mesh = mesh
+        if self.local.is_cuda:
+            self.allocation_stream = torch.cuda.current_stream(self.local.device)
 
-    @property
-    def local_nbytes(self) -> int:
-        """Bytes that this rank holds."""
-        return self.local.numel() * self.local.element_size()
+    @classmethod
+    def over(cls, buffer: FlatBuffer, mesh: DeviceMesh) -> DBuffer:
+        """Return the same elements in the same memory. Ranks: each alone."""
+        made = cls.__new__(cls)
+        FlatBuffer.__init__(made, buffer.layout, _flat(buffer.placements), buffer.axes, buffer.local)
+        made.mesh = mesh
+        return made
 
-    def view(self, index: int) -> torch.Tensor:
-        """Return the part of tensor ``index`` on this rank: rows [rows_here, ...] as they are cut, or all of a 0-dim tensor.
-
-        Where no axis cuts the buffer it has the tensor's own shape, whatever the layout's ``row_parts`` are.
-        """
-        offset, shape = self.place_of(index)
-        return self.local[offset : offset + math.prod(shape)].view(shape)
-
-    def place_of(self, index: int) -> tuple[int, tuple[int, ...]]:
-        """Return where ``view`` begins in the local storage, and its shape."""
-        slot = self.layout.slots[index]
-        if not slot.shape or not self._is_cut:
-            return slot.start - self.begin, tuple(slot.shape)
-        first, stop = (
-            rows_before(position, start=slot.start, row_numel=slot.row_numel, num_rows=slot.rows)
-            for position in (self.begin, self.end)
-        )
-        offset = slot.start + first * slot.row_numel - self.begin if stop > first else 0
-        return offset, (stop - first, *slot.cut_shape[1:])
-
-    def row_placements(self, index: int) -> list[Placement]:
-        """Return the placements of a DTensor around ``view``: [A] by axis, innermost first.
-
-        The first axis that cuts a tensor with ``row_parts`` cuts its rows into them; to the others they are rows. Of several
-        axes, one of a single rank cuts nothing: torch 2.11 would take two that cut alike for one.
-        """
-        slot, begin, segment_numel = self.layout.slots[index], 0, self.layout.total_numel
-        row_parts = slot.row_parts
-        placements: list[Placement] = []
-        for placement, axis in reversed(list(zip(self.placements, self.axes, strict=True))):
-            if not isinstance(placement, Shard) or (axis.size == 1 and len(self.axes) > 1):
-                placements.append(Replicate())
-                continue
-            segment_numel //= axis.size
-            start = max(slot.start - begin, 0)
-            if axis.size == 1:
-                placements.append(RowShard(start, segment_numel, slot.row_numel * row_parts))
-            else:
-                placements.append(RowShard(start, segment_numel, slot.row_numel, row_parts))
-                row_parts = 1
-            begin += axis.rank * segment_numel  # the next axis cuts what this one leaves here
-        return placements
-
-    def piece(self, placements: Sequence[Placement]) -> torch.Tensor:
-        """Return a view of the part that this rank keeps under ``placements``, which must lie inside this buffer."""
-        begin, end = local_range(self.layout, placements, self.axes)
-        assert self.begin <= begin and end <= self.end, "a piece lies inside its buffer"
-        return self.local[begin - self.begin : end - self.begin]
-
-    def gathers(self, out: DBuffer) -> list[Gather]:
-        """List the all-gathers that fill ``out``, which is replicated on axes where this buffer is sharded, in order.
-
-        ``self.local`` may lie in ``out.local``, at its own place. The list holds as long as neither moves.
+    @classmethod
+    def from_local(
+        cls,
+        local_buffer: torch.Tensor,
+        mesh: DeviceMesh,
+        placements: Iterable[Placement],
+        tensor_shapes: Iterable[Iterable[int]],
+        *,
+        allocation_stream: Any = None,
+    ) -> DBuffer:
+        """Return a buffer in memory that is there: [local_numel], contiguous.
 
         Raises:
-            ValueError: ``out`` is sharded where this buffer is not.
+            ValueError: it has another shape.
         """
-        placements, source = list(self.placements), self.local
-        steps: list[Gather] = []
-        for axis, transport in enumerate(self.axes):  # outermost first: undoes the last cut first
-            if isinstance(placements[axis], Shard) and isinstance(out.placements[axis], Replicate):
-                placements[axis] = Replicate()
-                target = out.piece(placements)
-                steps.append((transport.all_gather, target, source))
-                source = target
-        if tuple(placements) != out.placements:
-            raise ValueError(f"gather goes from shards to replicas, got {self.placements} -> {out.placements}")
-        return steps
+        if local_buffer.dim() != 1 or not local_buffer.is_contiguous():
+            raise ValueError(
+                f"local_buffer must be contiguous and have one dimension, got {list(local_buffer.shape)} with strides "
+                f"{local_buffer.stride()}; pass local_buffer.contiguous().view(-1)"
+            )
+        layout = FlatLayout.build(tensor_shapes, mesh.size())
+        placed = _checked(placements, mesh)
+        made = cls.over(FlatBuffer(layout, placed, process_group_axes(mesh), local_buffer), mesh)
+        made.allocation_stream = allocation_stream
+        return made
+
+    @classmethod
+    def distribute_tensors(
+        cls, tensors: Iterable[torch.Tensor], mesh: DeviceMesh, placements: Iterable[Placement]
+    ) -> DBuffer:
+        """Return a buffer on the mesh's device that holds this rank's part of whole tensors, detached.
+
+        What a tensor on the meta device would fill is left as it is. Under ``Partial`` the tensors are this rank's summand.
+
+        Raises:
+            ValueError: there are none, or their dtypes differ.
+        """
+        whole = [tensor.detach() for tensor in tensors]
+        dtypes = {tensor.dtype for tensor in whole}
+        if len(dtypes) != 1:
+            raise ValueError(f"distribute_tensors needs tensors of one dtype, got {sorted(map(str, dtypes))}")
+        made = cls(mesh, placements, [tensor.shape for tensor in whole], dtypes.pop(), mesh.device_type)
+        for index, tensor in enumerate(whole):
+            if not tensor.is_meta:
+                own = made.view(index)
+                begin = made.first_row(index)
+                own.copy_(tensor if tensor.dim() == 0 else tensor[begin : begin + own.size(0)])
+        return made
+
+    @property
+    def local_buffer(self) -> torch.Tensor:
+        """This rank's part: [local_numel]."""
+        return self.local
+
+    @property
+    def offset(self) -> int:
+        """The element of the whole buffer where this rank's part begins."""
+        return self.begin
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the buffer."""
+        return self.local.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Of this rank's part."""
+        return self.local.device
+
+    @property
+    def is_symmetric_memory(self) -> bool:
+        """Whether this rank's part lies in PyTorch's symmetric memory, as far as PyTorch can tell."""
+        tells = getattr(_symmetric_memory, "is_symm_mem_tensor", None)
+        return tells is not None and self.local.is_cuda and bool(tells(self.local))
+
+    def rendezvous(self, mesh_axis: int) -> None:
+        """Exchange handles of symmetric memory over an axis. Ranks: all of it, in the same order."""
+        _symmetric_memory.rendezvous(self.local, group=self.mesh.get_group(mesh_axis).group_name)
+
+    def release_storage(self) -> None:
+        """Free the memory; views stay views of it, and must not be read until it is allocated again."""
+        self.local.untyped_storage().resize_(0)
+
+    def reallocate_storage(self) -> None:
+        """Allocate the memory that ``release_storage`` freed, with no values."""
+        end = int(self.local.storage_offset()) + self.local.numel()
+        self.local.untyped_storage().resize_(end * self.local.itemsize)
+
+    def get_local_tensor(self, index: int) -> torch.Tensor:
+        """Return this rank's rows of tensor ``index``, a view."""
+        return self.view(index)
+
+    def get_dtensor(self, index: int) -> DTensor:
+        """Return tensor ``index`` as a DTensor around this rank's rows, whose placements know the rows of all ranks."""
+        shape = self.layout.slots[index].shape
+        in_order = mesh_in_order(self.mesh, range(self.mesh.ndim)[::-1])
+        placements = [
+            placement if isinstance(placement, Partial) else rows
+            for placement, rows in zip(reversed(self.placements), self.row_placements(index), strict=True)
+        ]
+        stride = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(self.view(index), in_order, placements, run_check=False, shape=shape, stride=stride)
 
     def cast(self, dtype: torch.dtype, *, out: DBuffer | None = None) -> DBuffer:
-        """Return this rank's elements in another dtype, in ``out`` or in new memory."""
-        if out is None:
-            return DBuffer(self.layout, self.placements, self.axes, self.local.to(dtype, copy=True))
-        if out.placements != self.placements or out.local.dtype != dtype:
-            raise ValueError(f"out must be {self.placements} of {dtype}, got {out.placements} of {out.local.dtype}")
+        """Return the buffer in another dtype, in ``out`` or in new memory; itself, if it has the dtype and there is no ``out``."""
+        if out is None and dtype == self.dtype:
+            return self
+        out = self._checked_out(out, self.placements, dtype)
         out.local.copy_(self.local)
         return out
 
-    def redistribute(self, new_placements: Sequence[Placement], *, out: DBuffer | None = None) -> DBuffer:
-        """Return the buffer under other placements, in ``out`` or in new memory: gathered, reduced, or cut.
+    def redistribute(self, new_placements: Iterable[Placement], *, out: DBuffer | None = None) -> DBuffer:
+        """Return the buffer under other placements: gathered, reduced, or cut.
+
+        Without ``out`` it is itself where nothing changes, a view of its memory where it is cut, and else in new memory.
 
         Raises:
-            ValueError: ``out`` has others; or some axes would be gathered and others cut.
-            NotImplementedError: more than one partial axis would be reduced.
+            ValueError: ``out`` is another kind of buffer; or some axes would be gathered and others cut.
+            NotImplementedError: more than one partial axis would be reduced, or an axis would become a sum.
 
-        Ranks: all of the axes; on the current stream.
+        Ranks: all of the mesh; on the current stream.
         """
-        placements = tuple(new_placements)
-        if out is None:
-            begin, end = local_range(self.layout, placements, self.axes)
-            out = DBuffer(self.layout, placements, self.axes, self.local.new_empty(end - begin))
-        elif out.placements != placements:
-            raise ValueError(f"out must have the placements {placements}, got {out.placements}")
-        if any(isinstance(placement, Partial) for placement in self.placements) and placements != self.placements:
-            reduce, summand = self.reduction(placements)
-            reduce(out.local, summand.clone())  # reductions leave their input undefined
-        elif self.begin <= out.begin and out.end <= self.end:
-            out.local.copy_(self.piece(placements))
-        else:
-            for gather, full, shard in self.gathers(out):
-                gather(full, shard)
+        placements = _checked(new_placements, self.mesh)
+        if placements == self.placements:
+            return self.cast(self.dtype, out=out)
+        _checked(self.placements, self.mesh)
+        changed = [pair for pair in zip(self.placements, placements, strict=True) if pair[0] != pair[1]]
+        if any(isinstance(now, Partial) for now, _ in changed):
+            return self._reduced(placements, self._checked_out(out, placements, self.dtype))
+        if any(isinstance(then, Partial) for _, then in changed):
+            if out is not None or any(not isinstance(n, Replicate) or t != Partial("avg") for n, t in changed):
+                raise NotImplementedError(
+                    f"only Replicate() becomes Partial('avg'), and without out, got {self.placements} -> {placements}"
+                )
+            return self._around(self.local, placements)
+        begin, end = local_range(self.layout, placements, self.axes)
+        if self.begin <= begin and end <= self.end:
+            if out is None:
+                return self._around(self.piece(placements), placements)
+            self._checked_out(out, placements, self.dtype).local.copy_(self.piece(placements))
+            return out
+        out = self._checked_out(out, placements, self.dtype)
+        for gather, full, shard in self.gathers(out):
+            gather(full, shard)
         return out
 
-    def reduction(self, placements: Sequence[Placement]) -> Reduction:
-        """Return the reduce-scatter or all-reduce that brings this partial buffer to ``placements``.
+    def allgather(self, mesh_axis: int, *, out: DBuffer | None = None) -> DBuffer:
+        """Gather what an axis cuts. Ranks: all of the axis."""
+        return self._moved(mesh_axis, "allgather", Shard, Replicate(), out)
 
-        The pair is the transport's function and its second argument, this rank's summand; it holds as long as
-        ``self.local`` does not move.
+    def allreduce(self, mesh_axis: int, *, out: DBuffer | None = None) -> DBuffer:
+        """Sum or average over a partial axis, for all of its ranks. Ranks: all of the axis."""
+        return self._moved(mesh_axis, "allreduce", Partial, Replicate(), out)
 
-        Raises:
-            NotImplementedError: more than one axis would change.
-        """
-        changed = [a for a, (now, then) in enumerate(zip(self.placements, placements, strict=True)) if now != then]
-        if len(changed) != 1 or not isinstance(self.placements[changed[0]], Partial):
-            raise NotImplementedError(
-                f"one partial axis is reduced at a time, got {self.placements} -> {tuple(placements)}"
-            )
-        transport, target = self.axes[changed[0]], placements[changed[0]]
-        return (transport.reduce_scatter if isinstance(target, Shard) else transport.all_reduce), self.local
+    def reduce_scatter(self, mesh_axis: int, new_placement: Placement, *, out: DBuffer | None = None) -> DBuffer:
+        """Sum or average over a partial axis, each rank its segment. Ranks: all of the axis."""
+        return self._moved(mesh_axis, "reduce_scatter", Partial, new_placement, out)
+
+    def scatter(self, mesh_axis: int, new_placement: Placement, *, out: DBuffer | None = None) -> DBuffer:
+        """Cut what an axis replicates; without ``out`` a view. Ranks: each alone."""
+        return self._moved(mesh_axis, "scatter", Replicate, new_placement, out)
+
+    def _moved(self, axis: int, name: str, kind: type[Placement], then: Placement, out: DBuffer | None) -> DBuffer:
+        now = self.placements[axis]
+        if not isinstance(now, kind):
+            raise ValueError(f"{name} of axis {axis} needs {kind.__name__} there, got {now}")
+        if not isinstance(then, Replicate) and then != Shard(0):
+            raise NotImplementedError(f"{name} must lead to Flat(), got {then}")
+        placements = list(self.placements)
+        placements[axis] = then
+        return self.redistribute(placements, out=out)
+
+    def _reduced(self, placements: Sequence[Placement], out: DBuffer) -> DBuffer:
+        (axis, partial), *_ = [
+            (axis, now)
+            for axis, (now, then) in enumerate(zip(self.placements, placements, strict=True))
+            if now != then and isinstance(now, Partial)
+        ]
+        if isinstance(placements[axis], Partial):
+            raise NotImplementedError(f"a partial axis is reduced or kept, got {self.placements} -> {placements}")
+        reduce, summand = self.reduction(placements)
+        # Reductions leave their input undefined.
+        reduce(out.local, summand.clone(), scale=1 / self.axes[axis].size if partial.reduce_op == "avg" else 1.0)
+        return out
+
+    def _around(self, local: torch.Tensor, placements: Sequence[Placement]) -> DBuffer:
+        made = DBuffer.over(FlatBuffer(self.layout, placements, self.axes, local), self.mesh)
+        made.allocation_stream = self.allocation_stream
+        return made
+
+    def _checked_out(self, out: DBuffer | None, placements: Sequence[Placement], dtype: torch.dtype) -> DBuffer:
+        """Return ``out``, or new memory where there is none."""
+        if out is None:
+            begin, end = local_range(self.layout, placements, self.axes)
+            return self._around(torch.empty(end - begin, dtype=dtype, device=self.device), placements)
+        wanted = (self.mesh, tuple(placements), self.layout, dtype, self.device)
+        got = (out.mesh, out.placements, out.layout, out.dtype, out.device)
+        names = ("mesh", "placements", "layout", "dtype", "device")
+        for name, one, other in zip(names, wanted, got, strict=True):
+            if one != other:
+                raise ValueError(f"out must have the {name} {one}, got {other}")
+        return out
 
 
-def local_range(layout: FlatLayout, placements: Sequence[Placement], axes: Sequence[Transport]) -> tuple[int, int]:
-    """[begin, end) of the full buffer that rests on this rank under ``placements``; pure."""
-    begin, numel = 0, layout.total_numel
-    for placement, transport in reversed(list(zip(placements, axes, strict=True))):
-        if isinstance(placement, Shard):
-            numel //= transport.size
-            begin += transport.rank * numel
-    return begin, begin + numel
+def _flat(placements: Iterable[Placement]) -> tuple[Placement, ...]:
+    return tuple(Flat() if placement == Shard(0) else placement for placement in placements)
+
+
+def _checked(placements: Iterable[Placement], mesh: DeviceMesh) -> tuple[Placement, ...]:
+    """Return the placements, with ``Flat`` for ``Shard(0)``.
+
+    Raises:
+        ValueError, TypeError: as ``DBuffer``.
+    """
+    placed = _flat(placements)
+    if len(placed) != mesh.ndim:
+        raise ValueError(f"placements must be {mesh.ndim}, one per axis of the mesh, got {len(placed)}")
+    for placement in placed:
+        partial = isinstance(placement, Partial) and placement.reduce_op in ("sum", "avg")
+        if not (partial or isinstance(placement, (Replicate, Flat))):
+            raise TypeError(f"a placement must be Replicate(), Flat() or Partial('sum' or 'avg'), got {placement}")
+    is_cut = [isinstance(placement, Flat) for placement in placed]
+    if is_cut != sorted(is_cut):
+        raise ValueError(
+            f"Flat placements must be a suffix of the placements, so that each rank's part is contiguous, got {placed}"
+        )
+    return placed

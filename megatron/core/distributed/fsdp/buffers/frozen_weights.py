@@ -8,17 +8,17 @@ from typing import Any
 import torch
 from torch.distributed.tensor import Replicate
 
-from megatron.core.distributed.fsdp.buffers.dbuffer import DBuffer
+from megatron.core.distributed.fsdp.buffers.flat_buffer import FlatBuffer
 from megatron.core.distributed.fsdp.buffers.scaled_weights import ScaledWeights, Scales
 from megatron.core.distributed.fsdp.codec.fp8_codec import pieces_of
 from megatron.core.distributed.fsdp.codec.resting_bytes import FrozenWeight, RestingBytes
 from megatron.core.distributed.fsdp.config.mixed_precision import GroupDtypes
 
 
-class _ValuesOfBytes(DBuffer):
+class _ValuesOfBytes(FlatBuffer):
     """The main weight that bytes stand for: computed when it is asked for, and then kept until ``resting`` drops it."""
 
-    def __init__(self, like: DBuffer, resting: RestingBytes) -> None:
+    def __init__(self, like: FlatBuffer, resting: RestingBytes) -> None:
         self.resting = resting
         super().__init__(like.layout, like.placements, like.axes, resting.data)
 

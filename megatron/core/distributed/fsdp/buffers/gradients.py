@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Partial
 
-from megatron.core.distributed.fsdp.buffers.dbuffer import DBuffer
+from megatron.core.distributed.fsdp.buffers.flat_buffer import FlatBuffer
 from megatron.core.distributed.fsdp.buffers.grad_sums import GradSum
 from megatron.core.distributed.fsdp.buffers.hsdp_grad_accumulator import HsdpGradAccumulator
 from megatron.core.distributed.fsdp.buffers.param_slots import each
@@ -71,7 +71,7 @@ class GroupGradients:
         layout, axes, dtypes, device = weights.layout, weights.group_mesh.axes, weights.dtypes, weights.device
         self.accumulates_partial = isinstance(self._placements.gradient[-1], Partial)
         self.input_storage = FlatStorage(layout.total_numel, dtypes.grad_comm, device)
-        self._input = DBuffer(layout, [Partial()] * len(axes), axes, self.input_storage.flat)
+        self._input = FlatBuffer(layout, [Partial()] * len(axes), axes, self.input_storage.flat)
         self._hsdp_accumulator: HsdpGradAccumulator | None = None
         if len(axes) > 1:
             self._hsdp_accumulator = HsdpGradAccumulator(self._input, self._placements.optimizer, dtypes.main_grads)
@@ -80,7 +80,7 @@ class GroupGradients:
         self._written = [False] * len(self._sharded)
         self.overwrites = [OverwriteFlag() for _ in self._sharded]
         self.main_storage = FlatStorage(weights.main.local.numel(), dtypes.main_grads, device)
-        self.main_buffer = DBuffer(layout, self._placements.optimizer, axes, self.main_storage.flat)
+        self.main_buffer = FlatBuffer(layout, self._placements.optimizer, axes, self.main_storage.flat)
         self.main: list[DTensor] = []
         self._trained_main: list[DTensor] = []
         self._own_references = 0
@@ -342,9 +342,9 @@ class GroupGradients:
         self._offer_pending()
 
     @property
-    def _partial(self) -> DBuffer:
+    def _partial(self) -> FlatBuffer:
         own = self._input
-        return DBuffer(own.layout, own.placements, own.axes, self.partial_storage.flat)
+        return FlatBuffer(own.layout, own.placements, own.axes, self.partial_storage.flat)
 
     def drop_partial(self) -> None:
         """Drop sums over microbatches that are not reduced over all ranks. No reduction is under way."""

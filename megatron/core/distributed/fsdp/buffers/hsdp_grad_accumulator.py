@@ -8,7 +8,7 @@ import torch
 from torch.distributed.tensor import Partial
 from torch.distributed.tensor.placement_types import Placement
 
-from megatron.core.distributed.fsdp.buffers.dbuffer import DBuffer
+from megatron.core.distributed.fsdp.buffers.flat_buffer import FlatBuffer
 from megatron.core.distributed.fsdp.buffers.storage import FlatStorage
 
 
@@ -27,7 +27,7 @@ class HsdpGradAccumulator:
         is_held: there are sums of earlier microbatches.
     """
 
-    def __init__(self, full_input: DBuffer, placements: Sequence[Placement], dtype: torch.dtype) -> None:
+    def __init__(self, full_input: FlatBuffer, placements: Sequence[Placement], dtype: torch.dtype) -> None:
         self._after_inner = (Partial(), *placements[1:])
         self._placements = tuple(placements)
         self.is_held = False
@@ -35,16 +35,16 @@ class HsdpGradAccumulator:
         self.storage = FlatStorage(self._segment.numel(), dtype, full_input.local.device)
         self.storage.free()
 
-    def follow(self, full_input: DBuffer) -> None:
+    def follow(self, full_input: FlatBuffer) -> None:
         """Reduce from ``full_input`` where it is now."""
         self._inner = full_input.reduction(self._after_inner)
         self._segment = full_input.piece(self._after_inner)
         self._layout, self._axes = full_input.layout, full_input.axes
         self._outer = self._buffer(self._segment).reduction(self._placements)
 
-    def _buffer(self, flat: torch.Tensor) -> DBuffer:
+    def _buffer(self, flat: torch.Tensor) -> FlatBuffer:
         """Return the buffer over ``flat``, which holds what the inner axis leaves to this rank."""
-        return DBuffer(self._layout, self._after_inner, self._axes, flat)
+        return FlatBuffer(self._layout, self._after_inner, self._axes, flat)
 
     @property
     def waits_to_be_freed(self) -> bool:

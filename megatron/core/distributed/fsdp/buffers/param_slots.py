@@ -22,6 +22,7 @@ class ManagedParameter:
         original: the parameter before sharding.
         made_from: the meta parameter that it was before, which a module of another unit may hold.
         param_slots: the ``_parameters`` dicts that hold it, with the key; several where weights are tied.
+        tied_names: its further names within the unit.
     """
 
     name: str
@@ -29,6 +30,7 @@ class ManagedParameter:
     made_from: nn.Parameter | None = None
     param_slots: list[tuple[ModuleParameters, str]] = field(default_factory=list)
     original_ids: tuple[int, ...] = ()
+    tied_names: tuple[str, ...] = ()
 
 
 class ParamSlots:

@@ -14,10 +14,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from megatron.core.distributed.fsdp.buffers.dbuffer import DBuffer
+from megatron.core.distributed.fsdp.buffers.flat_buffer import FlatBuffer
 from megatron.core.distributed.fsdp.buffers.frozen_weights import FrozenWeights
 from megatron.core.distributed.fsdp.buffers.grad_hooks import GradHooks
 from megatron.core.distributed.fsdp.buffers.grad_sums import GradSum
@@ -45,11 +47,14 @@ REQUIRES_GRAD = operator.attrgetter("requires_grad")
 
 
 class FsdpParameter(NamedTuple):
-    """A parameter of a group: its names, and what modules hold at rest and in use."""
+    """A parameter of a group: its names within the unit, and what modules hold at rest and in use."""
 
     fqns: tuple[str, ...]
     sharded: nn.Parameter
     unsharded: nn.Parameter
+
+    def __repr__(self) -> str:
+        return f"FsdpParameter{self.fqns}"  # values are not there between uses
 
 
 class FsdpParameterGroup:
@@ -70,7 +75,7 @@ class FsdpParameterGroup:
         trained_dtypes: ``dtypes`` once the group is trainable.
         trainable: its parameters require gradients, or did since they were sharded.
         trains: some of them require gradients now.
-        requires_grad: [T] which of them did when that was last asked.
+        grads_asked: [T] which of them did when that was last asked.
         grads: reduce-scatter input, partial sums and main gradient; of trainable groups only.
         sharded, unsharded: [T] parameters that modules hold at rest and in use.
         param_slots: the places in modules that hold them.
@@ -107,7 +112,7 @@ class FsdpParameterGroup:
         self.index = -1
         self.trained_dtypes, self._grad_divisor = trained_dtypes, grad_divisor
         self.trainable = self.trains = self.parameters[0].original.requires_grad
-        self.requires_grad = [self.trains] * len(self.parameters)
+        self.grads_asked = [self.trains] * len(self.parameters)
         self.is_shared = False
         self.optimizer_state_nbytes = self.host_state_nbytes = 0
         self.context: weakref.ref[Any] | None = None
@@ -143,25 +148,42 @@ class FsdpParameterGroup:
     @property
     def main_weight(self) -> DBuffer:
         """What the optimizer and checkpoints see."""
-        return self.weights.main
+        return DBuffer.over(self.weights.main, self.mesh)
 
     @property
     def model_weight(self) -> DBuffer:
         """What is gathered."""
-        return self.weights.model
+        return DBuffer.over(self.weights.model, self.mesh)
 
     @property
     def main_grad(self) -> DBuffer | None:
         """The main gradient; None where there is none now."""
-        return self.grads.main_buffer if self.trainable and self.grads.has_main else None
+        if not self.trainable or not self.grads.has_main:
+            return None
+        return DBuffer.over(self.grads.main_buffer, self.mesh)
 
     @property
     def fsdp_parameters(self) -> tuple[FsdpParameter, ...]:
         """The parameters, as modules hold them at rest and in use."""
         return tuple(
-            FsdpParameter((self.name_of(index),), *pair)
-            for index, pair in enumerate(zip(self.sharded, self.unsharded, strict=True))
+            FsdpParameter((parameter.name, *parameter.tied_names), *pair)
+            for parameter, *pair in zip(self.parameters, self.sharded, self.unsharded, strict=True)
         )
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether some of its parameters are trained now."""
+        return self.trains
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The data-parallel mesh."""
+        return self.group_mesh.mesh
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """In which modules compute."""
+        return self.dtypes.compute
 
     def sync_model_weight_from_main_weight(self) -> None:
         """Bring the model weight up to date with the main weight; forward does it by itself. Ranks: all of the mesh."""
@@ -188,7 +210,7 @@ class FsdpParameterGroup:
         sharded.__dict__.update(parameter.original.__dict__)
         return sharded
 
-    def _dtensor(self, buffer: DBuffer, index: int) -> DTensor:
+    def _dtensor(self, buffer: FlatBuffer, index: int) -> DTensor:
         part = self._parts[index]
         stride = torch.empty(part.shape, device="meta").stride()
         placements = [*part.placements, *buffer.row_placements(index)]
@@ -276,23 +298,23 @@ class FsdpParameterGroup:
 
         Ranks: all of the mesh, alike; does not communicate.
         """
-        before, self.requires_grad = self.requires_grad, list(map(REQUIRES_GRAD, self.sharded))
+        before, self.grads_asked = self.grads_asked, list(map(REQUIRES_GRAD, self.sharded))
         if self.trainable and self.grads.has_partial:
-            changed = [a != b for a, b in zip(before, self.requires_grad, strict=True)].index(True)
-            self.requires_grad = before
+            changed = [a != b for a, b in zip(before, self.grads_asked, strict=True)].index(True)
+            self.grads_asked = before
             raise RuntimeError(
                 f"requires_grad of {self.name_of(changed)} must not change between the microbatches of a step, got a change "
                 "while gradients of earlier ones wait for the last; freeze and unfreeze after the optimizer's step"
             )
-        self.trains = any(self.requires_grad)
+        self.trains = any(self.grads_asked)
         if self.trains and not self.trainable:
             self.dtypes = self.trained_dtypes
             self._widen_main_weights()
             self._make_gradients()
-        for parameter, requires_grad in zip(self.unsharded, self.requires_grad, strict=True):
+        for parameter, requires_grad in zip(self.unsharded, self.grads_asked, strict=True):
             parameter.requires_grad_(requires_grad)
         if self.trainable:
-            self.grads.train_only(self.requires_grad)
+            self.grads.train_only(self.grads_asked)
         self._watches_gradients = False
 
     def _widen_main_weights(self) -> None:

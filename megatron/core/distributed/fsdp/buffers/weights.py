@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from megatron.core.distributed.fsdp.buffers.dbuffer import DBuffer, Gather
+from megatron.core.distributed.fsdp.buffers.flat_buffer import FlatBuffer, Gather
 from megatron.core.distributed.fsdp.buffers.storage import FlatStorage
 from megatron.core.distributed.fsdp.codec.float8 import NAN_BYTE
 from megatron.core.distributed.fsdp.codec.update_encoding import UpdateEncoding
@@ -103,7 +103,7 @@ class GroupWeights:
 
     # ---- construction -------------------------------------------------------------------------------------------
 
-    def _original_weights(self, originals: Sequence[torch.Tensor], name: str) -> DBuffer:
+    def _original_weights(self, originals: Sequence[torch.Tensor], name: str) -> FlatBuffer:
         """Return the full weight with the first rank's values, in their own dtype."""
         flat = torch.zeros(self.layout.total_numel, dtype=originals[0].dtype, device=self.device)
         full = self._buffer(self._replicas, flat)
@@ -116,10 +116,10 @@ class GroupWeights:
                 raise unfinished(f"broadcast of the initial weights of {name}", [axis], error) from error
         return full
 
-    def _buffer(self, placements: Sequence[Placement], local: torch.Tensor) -> DBuffer:
-        return DBuffer(self.layout, placements, self.group_mesh.axes, local)
+    def _buffer(self, placements: Sequence[Placement], local: torch.Tensor) -> FlatBuffer:
+        return FlatBuffer(self.layout, placements, self.group_mesh.axes, local)
 
-    def _make_buffers(self, full: DBuffer) -> None:
+    def _make_buffers(self, full: FlatBuffer) -> None:
         """Make model and main weight from the full one, and the memory into which the model weight is gathered."""
         placements, dtypes = self.placements, self.dtypes
         self.model = self._make_model_weight(full)
@@ -167,7 +167,7 @@ class GroupWeights:
         self.synced_weight_version = -1
         return True
 
-    def _make_model_weight(self, full: DBuffer) -> DBuffer:
+    def _make_model_weight(self, full: FlatBuffer) -> FlatBuffer:
         is_coded = not self.codec.casts
         if not self.needs_gather:
             rest = self.rest_dtype

@@ -1,28 +1,31 @@
 """Names of Megatron-FSDP's version 2."""
 
 from megatron.core.distributed.fsdp.adapter.megatron_fsdp import fully_shard_optimizer
-from megatron.core.distributed.fsdp.api.fully_shard import fully_shard, fully_shard_context, microbatch
+from megatron.core.distributed.fsdp.adapter.megatron_fsdp_v2 import load_checkpoint, microbatch, save_checkpoint
+from megatron.core.distributed.fsdp.api.fully_shard import fully_shard, fully_shard_context
 from megatron.core.distributed.fsdp.api.module import FsdpModule
-from megatron.core.distributed.fsdp.buffers.dbuffer import DBuffer
+from megatron.core.distributed.fsdp.buffers.dbuffer import DBuffer, Flat
 from megatron.core.distributed.fsdp.buffers.parameter_group import (
     FsdpParameter,
     FsdpParameterGroup,
     group_of,
     sync_model_weights_from_main_weights,
 )
-from megatron.core.distributed.fsdp.checkpoint import load_checkpoint, save_checkpoint
 from megatron.core.distributed.fsdp.config.mixed_precision import MixedPrecisionPolicy
 from megatron.core.distributed.fsdp.config.placement import Placements
+from megatron.core.distributed.fsdp.layout.flat_layout import FlatLayout as GlobalLayout
 from megatron.core.distributed.fsdp.runtime.context import FsdpContext
 
 get_containing_parameter_group = group_of
 
 __all__ = [
     "DBuffer",
+    "Flat",
     "FsdpContext",
     "FsdpModule",
     "FsdpParameter",
     "FsdpParameterGroup",
+    "GlobalLayout",
     "MixedPrecisionPolicy",
     "Placements",
     "fully_shard",

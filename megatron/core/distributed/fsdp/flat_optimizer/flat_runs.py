@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from megatron.core.distributed.fsdp.buffers.dbuffer import DBuffer
+from megatron.core.distributed.fsdp.buffers.flat_buffer import FlatBuffer
 
 
 class Run(NamedTuple):
@@ -20,7 +20,7 @@ class Run(NamedTuple):
 
 
 def runs_of(
-    buffer: DBuffer, table_rows: Sequence[int], only: Sequence[bool] | None = None, *, by_tensor: bool = False
+    buffer: FlatBuffer, table_rows: Sequence[int], only: Sequence[bool] | None = None, *, by_tensor: bool = False
 ) -> list[Run]:
     """Return the fewest runs, ascending, that cover this rank's elements of the tensors and no padding.
 

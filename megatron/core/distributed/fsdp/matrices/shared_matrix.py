@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import Replicate, Shard
 
-from megatron.core.distributed.fsdp.buffers.dbuffer import DBuffer
+from megatron.core.distributed.fsdp.buffers.flat_buffer import FlatBuffer
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup, group_of
 
 TensorParallelMode = Literal["blockwise", "duplicated", "distributed"]
@@ -130,7 +130,7 @@ def shared_matrix_of(
     )
 
 
-def segments_of(buffer: DBuffer) -> list[tuple[int, int]]:
+def segments_of(buffer: FlatBuffer) -> list[tuple[int, int]]:
     """Return [begin, end) of the full buffer on each of the ranks that share it, in the order of their flat mesh; pure."""
     sharded = [
         axis for axis, placement in zip(buffer.axes, buffer.placements, strict=True) if isinstance(placement, Shard)

@@ -114,6 +114,13 @@ def group_mesh_of(mesh: DeviceMesh, placements: Placements, gather_group: Proces
     return GroupMesh(data_mesh, (*outer, inner), mesh_in_order(mesh, axes[::-1]))
 
 
+def process_group_axes(mesh: DeviceMesh) -> tuple[Transport, ...]:
+    """Return a transport by process groups for each axis of a mesh, outermost first. Ranks: all of the mesh; does not block."""
+    transports, device = SharedTransports.of(mesh), device_of(mesh)
+    groups = [mesh.get_group(axis) for axis in range(mesh.ndim)]
+    return tuple(transports.get("nccl", group, group, device) for group in groups)
+
+
 def data_mesh_of(mesh: DeviceMesh, placements: Placements) -> tuple[DeviceMesh, list[int]]:
     """Return the data-parallel part of a mesh, and which axes of it these are, outermost first.
 

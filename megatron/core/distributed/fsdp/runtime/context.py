@@ -6,6 +6,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import NoReturn
 
 import torch
 
@@ -32,6 +33,18 @@ from megatron.core.distributed.fsdp.runtime.weight_scales import WeightScales
 from megatron.core.distributed.fsdp.runtime.weight_versions import WeightVersions
 
 logger = logging.getLogger(__name__)
+
+_ELSEWHERE = {
+    "forward_order": "plan, which has the order in which units ran",
+    "backward_order": "plan, which has the order in which units ran",
+    "allgather_stream": "streams.stream(Role.GATHER)",
+    "reduce_scatter_stream": "streams.stream(Role.REDUCE)",
+    "register_module": "fully_shard in a fully_shard_context",
+    "finalize": "nothing: units may come at any time",
+    "ensure_finalized": "nothing: units may come at any time",
+    "unify_communication_stream": "fully_shard_context(unify_communication_stream=...)",
+}
+"""Attributes of Megatron-FSDP's context, and what to use instead."""
 
 
 class FsdpContext:
@@ -70,6 +83,12 @@ class FsdpContext:
         self._depth = 0
         self._num_entered = 0  # forwards of units, ever
         self._weight_versions = WeightVersions(self.streams, self.unsharder)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        """Tell what to use in place of what Megatron-FSDP's context has and this has not."""
+        instead = _ELSEWHERE.get(name)
+        hint = f": use {instead}" if instead else ""
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}{hint}", name=name, obj=self)
 
     @property
     def plan(self) -> Plan | None:

@@ -121,7 +121,7 @@ class UnitRegistry:
                     "would use (also torch.func.functional_call and parametrizations put others there); write to the parameter in "
                     "place, or replace it before fully_shard"
                 )
-            if list(map(REQUIRES_GRAD, group.sharded)) != group.requires_grad:
+            if list(map(REQUIRES_GRAD, group.sharded)) != group.grads_asked:
                 is_new |= not group.trainable
                 group.follow_requires_grad()
                 self.owner(group).find_trained_groups()

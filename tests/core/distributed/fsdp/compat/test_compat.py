@@ -13,12 +13,15 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from megatron.core.distributed.fsdp import fully_shard as own_fully_shard
+from megatron.core.distributed.fsdp.compat.elsewhere import ELSEWHERE
 from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel, FullyShardedDataParallelV2
-from megatron.core.distributed.fsdp.src.megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model
+from megatron.core.distributed.fsdp.src.megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model, utils
 from megatron.core.distributed.fsdp.src.megatron_fsdp import experimental as version2
+from megatron.core.distributed.fsdp.src.megatron_fsdp import uneven_dtensor as uneven
+from megatron.core.distributed.fsdp.src.megatron_fsdp.experimental.dbuffer import DBuffer, Flat
 from megatron.core.distributed.fsdp.src.megatron_fsdp.experimental.module import FsdpModule
 from megatron.core.distributed.fsdp.src.megatron_fsdp.mixed_precision import MixedPrecisionPolicy
 from megatron.core.distributed.fsdp.src.megatron_fsdp.uneven_dtensor import uneven_dtensor_to_full_tensor
@@ -216,16 +219,143 @@ def version_2_trains_as_the_unsharded_module() -> None:
     assert unit.context is context, (unit.context, context)
     assert unit.is_root()
     (group,) = unit.parameter_groups
-    assert group.main_weight is group.weights.main and group.main_grad is not None
-    assert [parameter.fqns for parameter in group.fsdp_parameters] == [(group.name_of(0),), (group.name_of(1),)]
+    assert group.main_weight.local is group.weights.main.local and group.main_grad is not None
+    assert [parameter.fqns for parameter in group.fsdp_parameters] == [("weight",), ("bias",)]
+    assert (group.requires_grad, group.mesh, group.dtype) == (True, mesh, torch.float32)
     group.sync_model_weight_from_main_weight()
-    double = group.main_weight.cast(torch.float64)
-    assert double.local.dtype is torch.float64 and torch.equal(double.local.float(), group.main_weight.local)
-    whole = double.redistribute([Replicate()])
-    assert torch.equal(whole.view(0), module[0].weight.full_tensor().double())
-    assert torch.equal(whole.redistribute([Shard(0)]).local, double.local)
-    partial = type(whole)(whole.layout, [Partial()], whole.axes, whole.local)
-    assert torch.equal(partial.redistribute([Shard(0)]).local, 2 * double.local)
+    assert unit.phase is FsdpModule.Phase.RESTING and unit.name == ""
+
+
+@CHECKS.on(2)
+def buffers_move_as_in_megatron_fsdp() -> None:
+    mesh, rank = init_device_mesh("cpu", (2,)), dist.get_rank()
+    tensors = [torch.arange(21.0).view(7, 3), torch.arange(10.0).view(2, 5) + 100, torch.tensor(4.0)]
+    shapes = [tensor.shape for tensor in tensors]
+
+    def check(buffer: DBuffer, scale: float = 1.0) -> None:
+        for index, tensor in enumerate(tensors):
+            assert torch.equal(buffer.get_local_tensor(index), scale * tensor)
+
+    cut = DBuffer.distribute_tensors(tensors[:2], mesh, [Flat()])
+    assert [tuple(shape) for shape in cut.layout.tensor_shapes] == [(7, 3), (2, 5)]
+    assert cut.offset == rank * cut.local_buffer.numel() and cut.layout.size == 2 * cut.local_buffer.numel()
+    assert torch.equal(cut.get_dtensor(0).full_tensor(), tensors[0])
+    whole = cut.allgather(0)
+    assert whole.placements == (Replicate(),) and torch.equal(whole.get_local_tensor(1), tensors[1])
+    assert torch.equal(whole.scatter(0, Flat()).local_buffer, cut.local_buffer)
+    assert whole.scatter(0, Flat()).local_buffer.data_ptr() == whole.local[cut.offset :].data_ptr(), "a view"
+
+    full = DBuffer.distribute_tensors(tensors, mesh, [Replicate()])
+    assert full.cast(torch.float32) is full and full.redistribute([Replicate()]) is full
+    half = DBuffer(mesh, [Replicate()], shapes, torch.bfloat16, "cpu")
+    assert full.cast(torch.bfloat16, out=half) is half and half.dtype is torch.bfloat16
+    check(half.cast(torch.float32))
+    for op, scale in (("sum", 3.0), ("avg", 1.5)):
+        summands = DBuffer.distribute_tensors([(rank + 1) * tensor for tensor in tensors], mesh, [Partial(op)])
+        check(summands.allreduce(0), scale)
+        check(summands.reduce_scatter(0, Flat()).allgather(0), scale)
+        check(summands.redistribute([Replicate()]), scale)
+    check(full.redistribute([Partial("avg")]).allreduce(0))
+    own = DBuffer.from_local(
+        torch.arange(float(full.local.numel())), mesh, [Replicate()], shapes, allocation_stream=None
+    )
+    own.release_storage()
+    assert own.local_buffer.untyped_storage().nbytes() == 0
+    own.reallocate_storage()
+    own.local_buffer.fill_(2)
+    assert own.get_local_tensor(0).sum() == 42
+    for call, error, message in (
+        (lambda: full.allgather(0), ValueError, "allgather of axis 0 needs Shard there, got R"),
+        (lambda: full.redistribute([Partial()]), NotImplementedError, r"only Replicate\(\) becomes Partial\('avg'\)"),
+        (lambda: full.redistribute([Flat()], out=half), ValueError, "out must have the placements"),
+        (lambda: full.redistribute([Shard(1)]), TypeError, "a placement must be Replicate"),
+        (lambda: full.redistribute([]), ValueError, "placements must be 1, one per axis of the mesh, got 0"),
+        (lambda: DBuffer.from_local(torch.empty(2, 2), mesh, [Flat()], shapes), ValueError, "one dimension, got"),
+        (lambda: DBuffer.distribute_tensors([], mesh, [Flat()]), ValueError, "needs tensors of one dtype, got"),
+    ):
+        with pytest.raises(error, match=message):
+            call()
+    outer_only = DBuffer.distribute_tensors(tensors, init_device_mesh("cpu", (2, 1)), [Partial("avg"), Flat()])
+    check(outer_only.reduce_scatter(0, Flat()).allgather(0).allgather(1))
+    with pytest.raises(ValueError, match="Flat placements must be a suffix"):
+        outer_only.redistribute([Flat(), Replicate()])
+
+
+@CHECKS.on(2)
+def version_2_checkpoints_and_reports_as_megatron_fsdp() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    placements = version2.Placements([0], [Shard(0)], [Shard(0)], [Shard(0)])
+
+    def make(scale: float) -> tuple[Any, torch.optim.Optimizer, Any]:
+        model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 8, bias=False), nn.Sequential(nn.Linear(8, 4)))
+        model[1].weight = model[0].weight
+        for parameter in model.parameters():
+            nn.init.constant_(parameter, scale)
+        with version2.fully_shard_context(torch.device("cpu")) as context:
+            version2.fully_shard(model[2], mesh=mesh, placements=placements)
+            version2.fully_shard(model, mesh=mesh, placements=placements)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
+        version2.fully_shard_optimizer(optimizer)
+        return model, optimizer, context
+
+    def step(model: Any, optimizer: torch.optim.Optimizer, context: Any) -> float:
+        optimizer.zero_grad()
+        with version2.microbatch(context=context, is_last=True):
+            loss = (model(torch.arange(8)) - 1).pow(2).mean()
+            loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    first = make(0.5)
+    (group,) = first[0].parameter_groups
+    assert [parameter.fqns for parameter in group.fsdp_parameters] == [("0.weight", "1.weight")]
+    assert str(group.fsdp_parameters) == "(FsdpParameter('0.weight', '1.weight'),)", (
+        "memory that is not there is not read"
+    )
+    assert (first[0].name, first[0][2].name, first[0].is_root(), first[0][2].is_root()) == ("", "2", True, False)
+    with pytest.raises(AttributeError, match="no attribute 'forward_order': use plan, which has the order"):
+        _ = first[2].forward_order
+    step(*first)
+    with tempfile.TemporaryDirectory() as own:
+        folders: list[str] = [own]
+        dist.broadcast_object_list(folders)
+        version2.save_checkpoint(first[0], first[1], checkpoint_dir=folders[0])
+        expected = [step(*first) for _ in range(2)]
+        second = make(0.0)
+        version2.load_checkpoint(second[0], second[1], checkpoint_dir=folders[0], sync_model_weights=False)
+        assert [step(*second) for _ in range(2)] == expected
+        dist.barrier()
+
+
+@CHECKS.on(2)
+def uneven_dtensors_come_together_and_apart() -> None:
+    """Also those whose plain ``Shard`` hides that ranks have other rows than ``torch.chunk`` gives them."""
+    mesh, rank = init_device_mesh("cpu", (2,)), dist.get_rank()
+    whole = torch.arange(35.0).view(7, 5)
+    model = nn.Linear(5, 7)
+    model.weight.data.copy_(whole)
+    own_fully_shard(model)
+    for dim, begins in ((0, (0, 6, 7)), (1, (0, 0, 5))):
+        local = whole.narrow(dim, begins[rank], begins[rank + 1] - begins[rank]).contiguous()
+        plain = DTensor.from_local(local, mesh, [Shard(dim)], run_check=False, shape=whole.shape, stride=(5, 1))
+        ours: Any = model.weight
+        for dtensor in (plain, ours, distribute_tensor(whole, mesh, [Replicate()])):
+            assert torch.equal(uneven.uneven_dtensor_to_full_tensor(dtensor), whole)
+            assert torch.equal(uneven.redistribute_uneven_dtensor_to_replicated(dtensor).to_local(), whole)
+            uneven.validate_uneven_dtensor(dtensor)
+            for axis, sections in ((0, 3), (0, [1, 6]), (1, [2, 3]), (1, 4)):
+                parts = list(uneven.split_dtensor(dtensor, sections, dim=axis, update_uneven_dtensor_chunk_meta=True))
+                for part, wanted in zip(parts, torch.split(whole, sections, axis), strict=True):
+                    assert torch.equal(uneven.uneven_dtensor_to_full_tensor(part), wanted)
+        with tempfile.TemporaryDirectory() as own:
+            folders: list[str] = [own]
+            dist.broadcast_object_list(folders)
+            state = {"nested": {"plain": plain, "ours": model.weight.detach()}}
+            dcp.save(uneven.preprocess_state_dict_for_uneven_dtensor(state), checkpoint_id=folders[0])
+            read = {"nested": {"plain": torch.zeros(7, 5), "ours": torch.zeros(7, 5)}}
+            dcp.load(read, checkpoint_id=folders[0])
+            assert torch.equal(read["nested"]["plain"], whole) and torch.equal(read["nested"]["ours"], whole)
+            dist.barrier()
 
 
 @CHECKS.on(2)
@@ -248,11 +378,44 @@ def test_on_ranks(num_ranks: int, name: str) -> None:
 
 def test_each_import_path_is_there() -> None:
     base = "megatron.core.distributed.fsdp.src.megatron_fsdp"
-    paths = ["", *map(".{}".format, ("megatron_fsdp", "fully_shard", "mixed_precision", "utils", "uneven_dtensor"))]
-    paths += [".distributed_data_parallel_config", ".param_and_grad_buffer"]
-    further = ("fully_shard", "module", "dbuffer", "parameter_group", "optimizer", "checkpoint")
-    paths += [".experimental", *map(".experimental.{}".format, further)]
+    names = "megatron_fsdp fully_shard mixed_precision utils uneven_dtensor package_info param_and_grad_buffer"
+    further = "fully_shard module dbuffer parameter_group optimizer checkpoint layout placement"
+    paths = ["", *map(".{}".format, f"{names} distributed_data_parallel_config".split())]
+    paths += [".experimental", *map(".experimental.{}".format, further.split())]
     for path in paths:
         module = importlib.import_module(base + path)
         assert module.__all__ and all(hasattr(module, name) for name in module.__all__)
     assert FullyShardedDataParallelV2 is FullyShardedDataParallel
+
+
+@pytest.mark.parametrize("module", ELSEWHERE)
+def test_names_that_are_elsewhere_say_where(module: str) -> None:
+    """They can be imported, as code does that needs one of many; whoever calls one learns what to use instead."""
+    found = importlib.import_module(f"megatron.core.distributed.fsdp.src.megatron_fsdp.{module}")
+    for name, instead in ELSEWHERE[module].items():
+        stand_in = getattr(found, name)
+        assert isinstance(stand_in, type) and not hasattr(stand_in, "__wrapped__")
+        for use in (stand_in, lambda stand_in=stand_in: stand_in.FORWARD):
+            with pytest.raises(NotImplementedError) as error:
+                use()
+            assert str(error.value) == f"Megatron-FSDP's {name} has no counterpart here: {instead}"
+    assert not hasattr(found, "no_such_name")
+
+
+def test_parameters_tell_how_tensor_parallelism_splits_them() -> None:
+    for attributes, dim in (
+        ({"_tensor_parallel_mode": "column"}, 0),
+        ({"_tensor_parallel_mode": "row"}, 1),
+        ({"tensor_model_parallel": True, "partition_dim": 1}, 1),
+        ({"tensor_model_parallel": False, "partition_dim": 1}, None),
+        ({"tensor_model_parallel": True, "partition_dim": -1}, None),
+        ({}, None),
+    ):
+        parameter = nn.Parameter(torch.empty(2, 2))
+        parameter.__dict__.update(attributes)
+        assert utils.get_mcore_tensor_parallel_partition_dim(parameter) == dim
+        assert utils.is_mcore_tensor_model_parallel(parameter) is (dim is not None)
+        assert utils.is_mcore_tensor_parallel_duplicated(parameter) is (dim is None)
+    outer = nn.Sequential(nn.Linear(2, 2))
+    assert utils.is_submodule(outer[0], outer) and not utils.is_submodule(outer, outer)
+    assert utils.is_submodule(outer, outer, strict=False) and utils.find_megatron_fsdp(outer) is None

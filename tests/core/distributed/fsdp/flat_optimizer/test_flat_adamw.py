@@ -14,7 +14,6 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from megatron.core.distributed.fsdp import (
-    DBuffer,
     FlatAdamW,
     FsdpParameterGroup,
     MixedPrecisionPolicy,
@@ -23,6 +22,7 @@ from megatron.core.distributed.fsdp import (
     microbatch,
     save_checkpoint,
 )
+from megatron.core.distributed.fsdp.buffers.flat_buffer import FlatBuffer
 from megatron.core.optimizer.clip_grads import clip_factor
 from tests.support.agreement import groups_of
 from tests.support.models import (
@@ -75,7 +75,7 @@ def _train(net: Net, optimizer: torch.optim.Optimizer, steps: range) -> list[flo
     return losses
 
 
-def _poison_padding(net: nn.Module, buffer_of: Callable[[FsdpParameterGroup], DBuffer]) -> None:
+def _poison_padding(net: nn.Module, buffer_of: Callable[[FsdpParameterGroup], FlatBuffer]) -> None:
     """Fill the padding of the groups' buffers with NaN."""
     for group in groups_of(net):
         buffer = buffer_of(group)
@@ -85,8 +85,8 @@ def _poison_padding(net: nn.Module, buffer_of: Callable[[FsdpParameterGroup], DB
             buffer.view(index).data.copy_(local)
 
 
-def _main_grad(group: FsdpParameterGroup) -> DBuffer:
-    return DBuffer(group.layout, group.weights.main.placements, group.group_mesh.axes, group.grads.main_storage.flat)
+def _main_grad(group: FsdpParameterGroup) -> FlatBuffer:
+    return FlatBuffer(group.layout, group.weights.main.placements, group.group_mesh.axes, group.grads.main_storage.flat)
 
 
 def _assert_same(ours: nn.Module, theirs: nn.Module, what: str = "") -> None:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.tensor import Replicate
 
-from megatron.core.distributed.fsdp.buffers.dbuffer import DBuffer
+from megatron.core.distributed.fsdp.buffers.flat_buffer import FlatBuffer
 from megatron.core.distributed.fsdp.flat_optimizer.flat_runs import Run, block_table, merged, runs_of
 from megatron.core.distributed.fsdp.layout.flat_layout import FlatLayout, TensorSlot
 
@@ -48,7 +48,7 @@ def test_blocks_cover_each_element_once_with_its_table_row(pieces: list[tuple[in
 def test_runs_of_a_buffer_leave_out_padding_and_empty_tensors() -> None:
     slots = (TensorSlot(torch.Size((2, 3)), 0), TensorSlot(torch.Size((4,)), 6), TensorSlot(torch.Size((0,)), 0))
     layout = FlatLayout((*slots, TensorSlot(torch.Size(()), 12)), 1, 16)
-    buffer = DBuffer(layout, [Replicate()], [None], torch.empty(16))  # type: ignore[list-item]
+    buffer = FlatBuffer(layout, [Replicate()], [None], torch.empty(16))  # type: ignore[list-item]
     assert runs_of(buffer, [0, 0, 5, 0]) == [Run(0, 10, 0), Run(12, 13, 0)]
     assert runs_of(buffer, [0, 0, 5, 0], by_tensor=True) == [Run(0, 6, 0, 0), Run(6, 10, 0, 1), Run(12, 13, 0, 3)]
     assert runs_of(buffer, [1, 0, 5, 0]) == [Run(0, 6, 1), Run(6, 10, 0), Run(12, 13, 0)]

@@ -1,11 +1,17 @@
 """Megatron-FSDP's import path of its version 1."""
 
+from megatron.core.distributed.fsdp.compat.package_info import (
+    __description__,
+    __keywords__,
+    __package_name__,
+    __shortversion__,
+    __version__,
+)
 from megatron.core.distributed.fsdp.compat.version1 import (
     DistributedDataParallelConfig,
     FSDPDistributedIndex,
     MegatronFSDP,
     MixedPrecisionPolicy,
-    __version__,
     fully_shard,
     fully_shard_model,
     fully_shard_optimizer,
@@ -16,6 +22,10 @@ __all__ = [
     "FSDPDistributedIndex",
     "MegatronFSDP",
     "MixedPrecisionPolicy",
+    "__description__",
+    "__keywords__",
+    "__package_name__",
+    "__shortversion__",
     "__version__",
     "fully_shard",
     "fully_shard_model",

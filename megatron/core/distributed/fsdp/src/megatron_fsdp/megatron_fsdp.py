@@ -1,5 +1,10 @@
 """Megatron-FSDP's import path of its wrapper."""
 
-from megatron.core.distributed.fsdp.compat.version1 import MegatronFSDP
+from megatron.core.distributed.fsdp.compat.elsewhere import told_by
+from megatron.core.distributed.fsdp.compat.version1 import (
+    MegatronFSDP,
+)
 
 __all__ = ["MegatronFSDP"]
+
+__getattr__ = told_by("megatron_fsdp", __all__)

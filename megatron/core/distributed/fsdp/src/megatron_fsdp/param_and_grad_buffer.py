@@ -1,5 +1,11 @@
 """Megatron-FSDP's import path of its buffers."""
 
-from megatron.core.distributed.fsdp.compat.version1 import ParamAndGradBuffer
+from megatron.core.distributed.fsdp.compat.elsewhere import told_by
+from megatron.core.distributed.fsdp.compat.version1 import (
+    ParamAndGradBuffer,
+    to_local_if_dtensor,
+)
 
-__all__ = ["ParamAndGradBuffer"]
+__all__ = ["ParamAndGradBuffer", "to_local_if_dtensor"]
+
+__getattr__ = told_by("param_and_grad_buffer", __all__)

@@ -9,8 +9,7 @@ import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from megatron.core.distributed.fsdp import DBuffer
-from megatron.core.distributed.fsdp.buffers.dbuffer import local_range
+from megatron.core.distributed.fsdp.buffers.flat_buffer import FlatBuffer, local_range
 from megatron.core.distributed.fsdp.buffers.storage import FlatStorage
 from megatron.core.distributed.fsdp.comm.transport import Transport, scale_and_accumulate
 from megatron.core.distributed.fsdp.layout.flat_layout import FlatLayout, pack_rows
@@ -58,13 +57,13 @@ def _layout(num_ranks: int) -> FlatLayout:
     return pack_rows(SHAPES, num_ranks=num_ranks, alignment=1)
 
 
-def _buffer(placements: list[Placement], axes: list[Axis], local: torch.Tensor | None = None) -> DBuffer:
+def _buffer(placements: list[Placement], axes: list[Axis], local: torch.Tensor | None = None) -> FlatBuffer:
     num_ranks = 1
     for axis in axes:
         num_ranks *= axis.size
     layout = _layout(num_ranks)
     begin, end = local_range(layout, placements, axes)
-    return DBuffer(layout, placements, axes, torch.empty(end - begin) if local is None else local)
+    return FlatBuffer(layout, placements, axes, torch.empty(end - begin) if local is None else local)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4, 7])
