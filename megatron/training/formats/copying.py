@@ -23,11 +23,11 @@ from megatron.core.distributed.fsdp.checkpoint import (
     inverse,
     write_alone,
 )
+from megatron.core.distributed.fsdp.huggingface import INDEX, SINGLE, SafetensorsWriter
 from megatron.training.formats.architecture import Architecture, tensor_sizes
 from megatron.training.formats.huggingface import CONFIG, family_for
 from megatron.training.formats.interleaved import TogetherReader
 from megatron.training.formats.rules import views_of
-from megatron.training.formats.safetensors_files import INDEX, SINGLE, SafetensorsWriter
 
 CONVERTED_FROM = f"{EXTRA_STATE}converted_from"
 _WEIGHTS = ("optimizer.", EXTRA_STATE, "optional_state.")

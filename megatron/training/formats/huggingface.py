@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.distributed.fsdp.checkpoint import TensorReader, ViewReader
+from megatron.core.distributed.fsdp.huggingface import open_folder, read_json
 from megatron.training.formats import huggingface_deepseek as deepseek
 from megatron.training.formats import huggingface_gemma3 as gemma3
 from megatron.training.formats import huggingface_gpt_oss as gpt_oss
@@ -39,7 +40,6 @@ from megatron.training.formats.rules import (
     views_of,
     vocabulary,
 )
-from megatron.training.formats.safetensors_files import open_folder, read_json
 
 CONFIG = "config.json"
 # Buffers that older versions saved, which models compute.

@@ -352,6 +352,23 @@ class ReadPlan:
     fills: list[tuple[torch.Tensor, float]] = field(default_factory=list)
     """Memory that gets one value, which no file holds."""
 
+    @property
+    def nbytes(self) -> tuple[int, int]:
+        """Bytes to read, of pieces whose elements lie in files as they are, and most bytes of memory at once besides the targets."""
+        read = most = 0
+        for _, of_chunk in itertools.groupby(self.pieces, key=lambda piece: piece.chunk.place):
+            pieces = list(of_chunk)
+            chunk, itemsize = pieces[0].chunk, pieces[0].dtype.itemsize
+            with_gaps = [p for p in pieces if _first_element(chunk.sizes, p.begin, p.target.shape) is None]
+            for piece in (piece for piece in pieces if not any(piece is other for other in with_gaps)):
+                read += piece.target.numel() * itemsize
+                most = max(most, 0 if _is_read_in_place(piece) else piece.target.numel() * itemsize)
+            if with_gaps:
+                begins, ends = zip(*((p.begin[0], p.begin[0] + p.target.shape[0]) for p in with_gaps), strict=True)
+                rows = (max(ends) - min(begins)) * math.prod(chunk.sizes[1:]) * itemsize
+                read, most = read + rows, max(most, rows)
+        return read, most
+
 
 def _read_description(folder: Path) -> Description:
     marker, own = (folder / MARKER), folder / DESCRIPTION
@@ -425,13 +442,18 @@ def _read_elements_of(file: BinaryIO, piece: _Piece, first: int | None) -> bool:
         return False
     assert place.elements is not None
     start = place.offset + place.elements + first * piece.dtype.itemsize
-    if target.device.type == "cpu" and target.dtype == piece.dtype and target.is_contiguous():
+    if _is_read_in_place(piece):
         _read_elements(file, start, target)
         return True
     box = torch.empty(target.shape, dtype=piece.dtype)
     _read_elements(file, start, box)
     target.copy_(box)
     return True
+
+
+def _is_read_in_place(piece: _Piece) -> bool:
+    target = piece.target
+    return target.device.type == "cpu" and target.dtype == piece.dtype and target.is_contiguous()
 
 
 def _first_element(sizes: Sequence[int], begin: Sequence[int], lengths: Sequence[int]) -> int | None:

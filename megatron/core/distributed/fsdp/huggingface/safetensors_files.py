@@ -10,6 +10,7 @@ import math
 import os
 import reprlib
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,61 @@ def _stored(file: str, entry: Mapping[str, Any], start: int, size: int) -> Store
     return StoredTensor(dtype, shape, [chunk])
 
 
+@dataclass(frozen=True, eq=False)
+class FileLayout:
+    """A file to which tensors are written at their places.
+
+    Args:
+        name: the file's.
+        header: its first bytes.
+        nbytes: of the whole file.
+        places: dtype and first byte of each tensor, by name.
+    """
+
+    name: str
+    header: bytes
+    nbytes: int
+    places: Mapping[str, tuple[torch.dtype, int]]
+
+
+def lay_out(tensors: Mapping[str, tuple[torch.Size, torch.dtype]], max_nbytes: int) -> list[FileLayout]:
+    """Place tensors in files, in their order, a new one where the last would have more than ``max_nbytes``; pure."""
+    files: list[dict[str, tuple[torch.Size, torch.dtype]]] = [{}]
+    held = 0
+    for name, (size, dtype) in tensors.items():
+        nbytes = math.prod(size) * dtype.itemsize
+        if files[-1] and held + nbytes > max_nbytes:
+            files.append({})
+            held = 0
+        files[-1][name] = (size, dtype)
+        held += nbytes
+    return [
+        _layout(SINGLE if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors", own)
+        for number, own in enumerate(files, 1)
+    ]
+
+
+def _layout(file: str, tensors: Mapping[str, tuple[torch.Size, torch.dtype]]) -> FileLayout:
+    header, nbytes = header_of((name, *kind) for name, kind in tensors.items())
+    places, begin = {}, len(header)
+    for name, (size, dtype) in tensors.items():
+        places[name] = (dtype, begin)
+        begin += math.prod(size) * dtype.itemsize
+    return FileLayout(file, header, len(header) + nbytes, places)
+
+
+def header_of(tensors: Iterable[tuple[str, torch.Size, torch.dtype]]) -> tuple[bytes, int]:
+    """Return the first bytes of a file with these tensors, and how many bytes their elements have."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, size, dtype in tensors:
+        begin, end = end, end + math.prod(size) * dtype.itemsize
+        header[name] = {"dtype": _NAMES[dtype], "shape": list(size), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text, end
+
+
 class SafetensorsWriter:
     """Writes one file: all names, shapes and dtypes first, then the elements in this order.
 
@@ -124,17 +180,11 @@ class SafetensorsWriter:
     """
 
     def __init__(self, path: Path, tensors: Iterable[tuple[str, torch.Size, torch.dtype]]) -> None:
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        end = 0
-        for name, size, dtype in tensors:
-            begin, end = end, end + math.prod(size) * dtype.itemsize
-            header[name] = {"dtype": _NAMES[dtype], "shape": list(size), "data_offsets": [begin, end]}
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
+        header, end = header_of(tensors)
         self.nbytes = end
         self._left = end
         self._file = open(path, "xb")  # noqa: SIM115
-        self._file.write(len(text).to_bytes(8, "little") + text)
+        self._file.write(header)
 
     def write(self, elements: torch.Tensor) -> None:
         """Write the next elements."""

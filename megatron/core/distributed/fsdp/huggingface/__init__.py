@@ -1,0 +1,27 @@
+"""Models of ``transformers`` in the engine: sharded by layers, loaded from and saved to Hugging Face folders.
+
+``transformers`` is imported when a function is called that needs it; the files are read and written without it.
+"""
+
+from megatron.core.distributed.fsdp.huggingface.load import LoadReport, load_pretrained
+from megatron.core.distributed.fsdp.huggingface.safetensors_files import (
+    INDEX,
+    SINGLE,
+    SafetensorsWriter,
+    open_folder,
+    read_json,
+)
+from megatron.core.distributed.fsdp.huggingface.save import save_pretrained
+from megatron.core.distributed.fsdp.huggingface.shard import fully_shard_pretrained
+
+__all__ = [
+    "INDEX",
+    "SINGLE",
+    "LoadReport",
+    "SafetensorsWriter",
+    "fully_shard_pretrained",
+    "load_pretrained",
+    "open_folder",
+    "read_json",
+    "save_pretrained",
+]

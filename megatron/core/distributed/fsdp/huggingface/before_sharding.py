@@ -1,0 +1,39 @@
+"""What modules and parameters were before ``fully_shard``, for code that asks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from megatron.core.distributed.fsdp.api.module import fsdp_modules
+
+
+@contextmanager
+def own_classes(model: nn.Module) -> Iterator[None]:
+    """Give modules the classes that they had before ``fully_shard``, in this scope, in which no forward may run."""
+    sharded = [(module, type(module)) for module in fsdp_modules(model)]
+    for module, kind in sharded:
+        module.__class__ = kind.__mro__[2]
+    try:
+        yield
+    finally:
+        for module, kind in sharded:
+            module.__class__ = kind
+
+
+def own_dtypes(model: nn.Module) -> dict[int, torch.dtype]:
+    """Return the dtype that each sharded parameter had before ``fully_shard``, by its id.
+
+    Under a policy with ``param_dtype`` it is that of the main weights, which FSDP2's policies leave as it was; elsewhere
+    modules compute in it.
+    """
+    found: dict[int, torch.dtype] = {}
+    for module in fsdp_modules(model):
+        by_policy = module._fsdp_policy.param_dtype is not None
+        for group in module.parameter_groups:
+            dtype = group.dtypes.main_params if by_policy else group.dtypes.compute
+            found |= {id(sharded): dtype for sharded in group.sharded}
+    return found

@@ -1,0 +1,23 @@
+"""What the engine takes from ``transformers``, which is imported here and nowhere else, and only when it is asked for."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+_OLDEST = "5.20"
+
+
+def library() -> Any:
+    """Return what is used of ``transformers``: ``mapping`` and ``loading``, its modules of these purposes.
+
+    Raises:
+        ImportError: it is not installed, or older than version 5, whose models say themselves how their files are read.
+    """
+    try:
+        from transformers import conversion_mapping, core_model_loading
+    except ImportError as error:
+        raise ImportError(
+            f"Hugging Face models need transformers {_OLDEST} or newer, got: {error}; pip install 'transformers>={_OLDEST}'"
+        ) from error
+    return SimpleNamespace(mapping=conversion_mapping, loading=core_model_loading)

@@ -1,0 +1,216 @@
+"""``load_pretrained``: a Hugging Face folder into a sharded model, each rank reading its rows alone."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron.core.distributed.fsdp.checkpoint import (
+    Chunk,
+    NamedTensor,
+    StoredTensor,
+    TensorReader,
+    View,
+    ViewReader,
+    agree,
+    load_checkpoint,
+)
+from megatron.core.distributed.fsdp.checkpoint.agreement import check_initialized
+from megatron.core.distributed.fsdp.checkpoint.problems import Problems
+from megatron.core.distributed.fsdp.checkpoint.reader import ReadPlan
+from megatron.core.distributed.fsdp.checkpoint.state import model_tensors
+from megatron.core.distributed.fsdp.huggingface.conversion import is_ignored, model_of_files
+from megatron.core.distributed.fsdp.huggingface.initial_values import initialize
+from megatron.core.distributed.fsdp.huggingface.safetensors_files import open_folder
+from megatron.core.distributed.fsdp.huggingface.traced_tensor import TracedTensor, computed, sources_of
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What ``load_pretrained`` did on this rank.
+
+    Attributes:
+        read_nbytes: bytes that this rank read of the files.
+        stored_nbytes: bytes of all tensors in the files.
+        temporary_nbytes: most bytes of host memory at once, besides the model's own memory.
+        initialized: names of tensors that the files lack, which got initial values.
+        unused: names of tensors in the files that the model has no use for.
+    """
+
+    read_nbytes: int
+    stored_nbytes: int
+    temporary_nbytes: int
+    initialized: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        parts = [f"read {self.read_nbytes} of {self.stored_nbytes} bytes", f"at most {self.temporary_nbytes} at once"]
+        parts += [f"initialised {', '.join(self.initialized)}"] if self.initialized else []
+        parts += [f"left {', '.join(self.unused)}"] if self.unused else []
+        return ", ".join(parts)
+
+
+def load_pretrained(
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    *,
+    initialize_missing: bool = False,
+    ignore_unexpected: bool = False,
+) -> LoadReport:
+    """Load the safetensors files of a Hugging Face folder into a sharded model of ``transformers``.
+
+    Each rank reads the bytes of its own rows, straight into its main weights where the dtypes are equal. Names and layouts
+    (experts in one tensor, tied heads, prefixes) are converted as the model itself says; where that is more than a move of
+    rows and columns, whole tensors are read. Buffers that files do not have get the model's own values.
+
+    Args:
+        model: a sharded ``PreTrainedModel``, on any device; it may have been built on the meta device.
+        folder: has ``model.safetensors``, or several files with their index.
+        initialize_missing: give tensors that the files lack (a new head) initial values, by the model's ``_init_weights``.
+        ignore_unexpected: leave tensors of the files unread that the model has no place for.
+
+    Returns:
+        What was read; rank 0 logs its own.
+
+    Raises:
+        FileNotFoundError: a file is missing.
+        ValueError: missing, unexpected or mis-shaped tensors, by name; a file is damaged; the files give two names of one
+            tied weight different values. Nothing has changed then.
+        TypeError: the model is not of ``transformers``.
+        ImportError: ``transformers`` is not installed.
+        RuntimeError: torch.distributed is not initialised; reading failed midway.
+
+    Ranks: all of the default process group, which must see the folder; blocks until all have read.
+    Source: ours.
+    """
+    check_initialized("load_pretrained")
+    check_model(model)
+    path = Path(os.path.abspath(folder))
+    readers: list[_Reader] = []
+
+    def prepare() -> None:
+        readers.append(_open(model, path, initialize_missing, ignore_unexpected))
+
+    agree(prepare, lambda _: None)
+    (reader,) = readers
+    load_checkpoint(model, None, path, reader=reader)
+    initialize(model, [entry.tensor for entry in model_tensors(model) if entry.name not in reader.missing])
+    report = LoadReport(
+        reader.read_nbytes, reader.stored_nbytes, reader.temporary_nbytes, tuple(reader.missing), tuple(reader.unused)
+    )
+    if dist.get_rank() == 0:
+        logger.info("load_pretrained: %s", report)
+    return report
+
+
+def check_model(model: nn.Module) -> None:
+    """Refuse what is no model of ``transformers``.
+
+    Raises:
+        TypeError: so it is.
+    """
+    if not callable(getattr(model, "initialize_weights", None)) or not hasattr(model, "config"):
+        raise TypeError(
+            f"the model must be a PreTrainedModel of transformers, got {type(model).__name__}; pass the model itself, not what "
+            "is around it, and use load_checkpoint and save_checkpoint for other modules"
+        )
+
+
+def _open(model: nn.Module, path: Path, initialize_missing: bool, ignore_unexpected: bool) -> _Reader:
+    """Match the files with the model.
+
+    Raises:
+        ValueError: tensors are missing, or there are unexpected ones.
+    """
+    files = open_folder(path)
+    stored = {name: entry for name, entry in files.entries.items() if isinstance(entry, StoredTensor)}
+    tensors = model_tensors(model)
+    own = {name: entry.tensor for entry in tensors for name in entry.names}
+    traced = model_of_files(model, stored, own)
+    lacking = [entry for entry in tensors if not any(name in traced for name in entry.names)]
+    extra = [name for name in traced if name not in own]
+    problems = Problems("model")
+    if not initialize_missing:
+        problems.missing += [e.name for e in lacking if not any(is_ignored(model, n, missing=True) for n in e.names)]
+    if not ignore_unexpected:
+        problems.extra += [name for name in extra if not is_ignored(model, name, missing=False)]
+    if problems:
+        raise ValueError(
+            f"the files in {path} must match the model, got {problems}; pass initialize_missing=True or ignore_unexpected=True "
+            "if that is meant. Nothing was changed"
+        )
+    return _Reader(files, {name: traced[name] for name in traced if name in own}, lacking, extra)
+
+
+class _Reader(ViewReader):
+    """Reads a model's tensors from those of the files.
+
+    Args:
+        files: reads the files.
+        traced: what the model's tensors are made of, by name.
+        lacking: tensors that the files lack; they are filled with zeros.
+        unused: names of tensors of the files that are not read.
+
+    Attributes:
+        read_nbytes, temporary_nbytes: of what has been planned.
+    """
+
+    def __init__(
+        self,
+        files: TensorReader,
+        traced: dict[str, TracedTensor],
+        lacking: Sequence[NamedTensor],
+        unused: Sequence[str],
+    ) -> None:
+        self._calculated = {name: tensor for name, tensor in traced.items() if tensor.parts is None}
+        views = {
+            name: View(tensor.shape, tensor.parts or (), tensor.dtype, None if tensor.parts else 0.0)
+            for name, tensor in traced.items()
+        }
+        for entry in lacking:
+            views[entry.name] = View(entry.tensor.shape, (), entry.tensor.dtype, 0.0)
+        super().__init__(files, views)
+        self.missing, self.unused = [entry.name for entry in lacking], list(unused)
+        self.read_nbytes = self.temporary_nbytes = 0
+        self.stored_nbytes = sum(
+            entry.numel * entry.dtype.itemsize for entry in files.entries.values() if isinstance(entry, StoredTensor)
+        )
+
+    def plan_parts(self, chunks: Sequence[Chunk]) -> ReadPlan:
+        plan = super().plan_parts([chunk for chunk in chunks if chunk.name not in self._calculated])
+        own = [chunk for chunk in chunks if chunk.name in self._calculated and chunk.local.numel()]
+        read, temporary = plan.nbytes
+        for name in dict.fromkeys(chunk.name for chunk in own):
+            sources = [self.source.entries[source] for source in sources_of(self._calculated[name])]
+            nbytes = sum(e.numel * e.dtype.itemsize for e in sources if isinstance(e, StoredTensor))
+            read += nbytes
+            temporary = max(temporary, 2 * nbytes)
+        self.read_nbytes += read
+        self.temporary_nbytes = max(self.temporary_nbytes, temporary)
+        return _Plan(plan.pieces, plan.fills, own)
+
+    def read(self, plan: ReadPlan) -> None:
+        super().read(plan)
+        chunks: list[Chunk] = plan.calculated if isinstance(plan, _Plan) else []
+        for name in dict.fromkeys(chunk.name for chunk in chunks):
+            with torch.no_grad():
+                whole = computed(self._calculated[name], self.source.tensor)
+                for chunk in (chunk for chunk in chunks if chunk.name == name):
+                    box = tuple(slice(o, o + s) for o, s in zip(chunk.offsets, chunk.local.shape, strict=True))
+                    chunk.local.copy_(whole[box])
+
+
+@dataclass(frozen=True)
+class _Plan(ReadPlan):
+    """A plan with boxes of tensors that are calculated from whole ones."""
+
+    calculated: list[Chunk] = field(default_factory=list)

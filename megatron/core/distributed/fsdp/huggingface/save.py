@@ -1,0 +1,273 @@
+"""``save_pretrained``: a sharded model as a Hugging Face folder, to which all ranks write at once."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from megatron.core.distributed.fsdp.api.module import fsdp_modules
+from megatron.core.distributed.fsdp.checkpoint import (
+    Chunk,
+    ForeignLayout,
+    NamedTensor,
+    View,
+    agree,
+    chunks_to_write,
+    inverse,
+)
+from megatron.core.distributed.fsdp.checkpoint.agreement import check_initialized
+from megatron.core.distributed.fsdp.checkpoint.state import model_tensors
+from megatron.core.distributed.fsdp.huggingface.before_sharding import own_classes, own_dtypes
+from megatron.core.distributed.fsdp.huggingface.conversion import files_of_model, is_ignored_on_save, name_in_files
+from megatron.core.distributed.fsdp.huggingface.load import check_model
+from megatron.core.distributed.fsdp.huggingface.safetensors_files import INDEX, SINGLE, FileLayout, lay_out
+from megatron.core.distributed.fsdp.huggingface.traced_tensor import TracedTensor, computed
+
+_UNFINISHED = ".unfinished"
+_BLOCK_NBYTES = 1 << 24  # what is converted at once before it is written
+
+
+def save_pretrained(
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | None = None,
+    max_shard_nbytes: int = 5_000_000_000,
+) -> None:
+    """Save a sharded model of ``transformers`` so that ``from_pretrained`` of plain ``transformers`` loads it.
+
+    Each rank writes its own rows to their places in the files, so no rank holds more than it does in training, but for
+    tensors whose conversion is more than a move of rows and columns: these are gathered one at a time. Files have the names and
+    layouts of those that the model was loaded from, ``config.json`` the class that the model had before ``fully_shard``. Files
+    get their names when all are complete; those of an earlier save in the folder are replaced then.
+
+    Args:
+        model: a sharded ``PreTrainedModel``.
+        folder: made if it is not there; must be the same storage for all ranks.
+        dtype: of floating-point tensors in the files. None: that of each parameter before ``fully_shard``; ``torch.float32``
+            keeps all bits of fp32 main weights.
+        max_shard_nbytes: bytes in one file, unless one tensor has more.
+
+    Raises:
+        ValueError: ``dtype`` is not floating point; a conversion of the model's cannot be turned round.
+        TypeError: the model is not of ``transformers``.
+        OSError: writing failed; the ranks do not see one folder.
+        RuntimeError: torch.distributed is not initialised.
+
+    Ranks: all of the default process group; blocks until all is on disk.
+    Source: ours; the format is that of ``transformers``.
+    """
+    check_initialized("save_pretrained")
+    check_model(model)
+    if dtype is not None and not dtype.is_floating_point:
+        raise ValueError(f"dtype must be a floating-point one or None, got {dtype}")
+    path = Path(os.path.abspath(folder))
+    saves: list[_Save] = []
+
+    def prepare() -> str:
+        saves.append(_Save(model, path, dtype, max_shard_nbytes))
+        return ""
+
+    agree(prepare, lambda _: None)
+    (save,) = saves
+    agree(lambda: save.begin() if dist.get_rank() == 0 else None, lambda _: None)
+    agree(save.write, lambda _: None)
+    save.write_calculated()
+    agree(lambda: save.finish(model) if dist.get_rank() == 0 else None, lambda _: None)
+
+
+class _Save:
+    """A save: what is written where.
+
+    Args:
+        model: its own tensors are not changed.
+    """
+
+    def __init__(self, model: nn.Module, path: Path, dtype: torch.dtype | None, max_shard_nbytes: int) -> None:
+        self._path = path
+        for unit in fsdp_modules(model):
+            unit._fsdp_unit.show_sharded()
+        dtypes = own_dtypes(model)
+        self._entries = {
+            name_in_files(model, entry.names): entry
+            for entry in model_tensors(model)
+            if not all(is_ignored_on_save(model, name) for name in entry.names)
+        }
+        own = {
+            name: TracedTensor.named(
+                name, entry.tensor.shape, _dtype_in_files(entry.tensor, dtype, dtypes.get(id(entry.tensor)))
+            )
+            for name, entry in self._entries.items()
+        }
+        self.dtype = _common_dtype(own.values())
+        made = files_of_model(model, own)
+        self._calculated = {name: tensor for name, tensor in made.items() if tensor.parts is None}
+        views = {name: View(t.shape, t.parts, t.dtype) for name, t in made.items() if t.parts is not None}
+        self._layout = ForeignLayout(inverse(views))
+        self._files = lay_out({name: (t.shape, t.dtype) for name, t in made.items()}, max_shard_nbytes)
+        self._places = {name: file for file in self._files for name in file.places}
+
+    def begin(self) -> None:
+        """Make the files, in their full length, under names that nobody loads."""
+        self._path.mkdir(parents=True, exist_ok=True)
+        for file in self._files:
+            with open(self._unfinished(file), "wb") as made:
+                made.write(file.header)
+                made.truncate(file.nbytes)
+                _to_disk(made)
+
+    def write(self) -> None:
+        """Write what this rank holds, of replicas its share.
+
+        Raises:
+            FileNotFoundError: the files that the first rank has made are not there.
+        """
+        tensors = [NamedTensor((name,), entry.tensor) for name, entry in self._entries.items()]
+        chunks = chunks_to_write(tensors)
+        if dist.get_rank() == 0:
+            plain = [t for t in tensors if not isinstance(t.tensor, DTensor)]
+            chunks += [Chunk(t.name, t.tensor.shape, torch.Size([0] * t.tensor.dim()), t.tensor) for t in plain]
+        wanted = set(self._layout.views)
+        parts: dict[FileLayout, list[Chunk]] = {}
+        for chunk in chunks:
+            for part in self._layout.chunks(chunk) if chunk.name in wanted else ():
+                parts.setdefault(self._places[part.name], []).append(part)
+        for file, own in parts.items():
+            with self._open(file) as opened:
+                for part in own:
+                    _write_box(opened, file, part)
+                _to_disk(opened)
+
+    def write_calculated(self) -> None:
+        """Gather and write what is more than a move of boxes; ranks take turns. Ranks: all."""
+        for index, (name, tensor) in enumerate(self._calculated.items()):
+            mine = index % dist.get_world_size() == dist.get_rank()
+            with torch.no_grad():
+                whole = computed(tensor, self._whole)
+
+            def write(name: str = name, tensor: TracedTensor = tensor, whole: torch.Tensor = whole) -> None:
+                file = self._places[name]
+                with self._open(file) as opened:
+                    values = whole.to(tensor.dtype)
+                    _write_box(opened, file, Chunk(name, values.shape, torch.Size([0] * values.dim()), values))
+                    _to_disk(opened)
+
+            agree(write if mine else lambda: None, lambda _: None)
+
+    def _whole(self, name: str) -> torch.Tensor:
+        tensor = self._entries[name].tensor.detach()
+        return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu()
+
+    def finish(self, model: nn.Module) -> None:
+        """Give the files their names, and write the index and what says how the model is built."""
+        for old in self._path.glob("model*.safetensors"):
+            if old.name == SINGLE or old.name.count("-of-") == 1:
+                old.unlink()
+        (self._path / INDEX).unlink(missing_ok=True)
+        for file in self._files:
+            os.replace(self._unfinished(file), self._path / file.name)
+        if len(self._files) > 1:
+            weight_map = {name: file.name for file in self._files for name in file.places}
+            total = sum(file.nbytes - len(file.header) for file in self._files)
+            text = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2, sort_keys=True)
+            (self._path / INDEX).write_text(text + "\n")
+        _write_config(model, self._path, self.dtype)
+
+    def _unfinished(self, file: FileLayout) -> Path:
+        return self._path / (file.name + _UNFINISHED)
+
+    def _open(self, file: FileLayout) -> BinaryIO:
+        path = self._unfinished(file)
+        if not path.is_file() or path.stat().st_size != file.nbytes:
+            raise FileNotFoundError(
+                f"{path}, which rank 0 has made, must be seen by all ranks, got {'another size' if path.exists() else 'no file'}: "
+                "save to storage that all hosts share"
+            )
+        return open(path, "r+b", buffering=0)
+
+
+def _dtype_in_files(tensor: torch.Tensor, wanted: torch.dtype | None, before: torch.dtype | None) -> torch.dtype:
+    if not tensor.is_floating_point():
+        return tensor.dtype
+    return wanted or before or tensor.dtype
+
+
+def _common_dtype(tensors: Iterable[torch.Tensor]) -> torch.dtype:
+    """Return the floating-point dtype of most elements: what ``config.json`` says."""
+    counts: dict[torch.dtype, int] = {}
+    for tensor in tensors:
+        if tensor.dtype.is_floating_point:
+            counts[tensor.dtype] = counts.get(tensor.dtype, 0) + tensor.numel()
+    return max(counts, key=lambda dtype: counts[dtype], default=torch.float32)
+
+
+def _write_config(model: nn.Module, path: Path, dtype: torch.dtype) -> None:
+    with own_classes(model):
+        config: Any = model.config
+        config.dtype = str(dtype).removeprefix("torch.")
+        config.architectures = [type(model).__name__]
+        config.save_pretrained(path)
+        if model.can_generate():  # type: ignore[operator]
+            model.generation_config.save_pretrained(path)  # type: ignore[union-attr, operator]
+
+
+def _write_box(file: BinaryIO, layout: FileLayout, chunk: Chunk) -> None:
+    """Write a box of a tensor to its place."""
+    dtype, start = layout.places[chunk.name]
+    size, local = chunk.size, chunk.local.detach()
+    # The innermost dims that the box covers whole, and one more, lie without gaps.
+    inner = len(size)
+    while inner > 0 and (inner == len(size) or local.shape[inner] == size[inner]):
+        inner -= 1
+    strides = [math.prod(size[dim + 1 :]) for dim in range(len(size))]
+    _write_rows(file, local, chunk.offsets, strides, start, dtype, inner)
+
+
+def _write_rows(
+    file: BinaryIO,
+    local: torch.Tensor,
+    offsets: Sequence[int],
+    strides: Sequence[int],
+    start: int,
+    dtype: torch.dtype,
+    inner: int,
+) -> None:
+    first = start + sum(o * s for o, s in zip(offsets, strides, strict=True)) * dtype.itemsize
+    outer = local.shape[:inner]
+    for number in range(math.prod(outer)):
+        index, rest = [], number
+        for length in reversed(outer):
+            rest, own = divmod(rest, length)
+            index.append(own)
+        index.reverse()
+        at = first + sum(i * s for i, s in zip(index, strides, strict=False)) * dtype.itemsize
+        _write_run(file, local[tuple(index)], at, dtype)
+
+
+def _write_run(file: BinaryIO, values: torch.Tensor, at: int, dtype: torch.dtype) -> None:
+    """Write values that follow each other, a block at a time."""
+    if values.dim() == 0:
+        values = values.unsqueeze(0)
+    row_nbytes = max(1, math.prod(values.shape[1:]) * dtype.itemsize)
+    step = max(1, _BLOCK_NBYTES // row_nbytes)
+    for begin in range(0, values.shape[0], step):
+        block = values[begin : begin + step].to(device="cpu", dtype=dtype).contiguous()
+        view = block.reshape(-1).view(torch.uint8).numpy().data
+        position = at + begin * row_nbytes
+        while view.nbytes:
+            written = os.pwrite(file.fileno(), view, position)
+            view, position = view[written:], position + written
+
+
+def _to_disk(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())

@@ -1,0 +1,109 @@
+"""``fully_shard_pretrained``: the units of a Hugging Face model, found by what the model says of itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+from torch import nn
+
+from megatron.core.distributed.fsdp.api.fully_shard import fully_shard
+from megatron.core.distributed.fsdp.api.module import FsdpModule
+from megatron.core.distributed.fsdp.huggingface.initial_values import initialize as initialize_weights
+from megatron.core.distributed.fsdp.huggingface.load import check_model
+
+ModelT = TypeVar("ModelT", bound=nn.Module)
+
+
+def fully_shard_pretrained(
+    model: ModelT,
+    *args: Any,
+    units: Sequence[str | type[nn.Module]] | None = None,
+    initialize: bool = True,
+    **kwargs: Any,
+) -> ModelT:
+    """Shard a model of ``transformers``: its layers, its embeddings where they are not tied, then the model.
+
+    Tied weights stay tied, and rest and travel once. A model on the meta device never lies on a rank as a whole: each unit gets
+    memory, is sharded, and lets go of it before the next one.
+
+    Args:
+        model: a ``PreTrainedModel``, changed in place; on the meta device, or with values, which are those of the first rank.
+        args: as for ``fully_shard``: mesh, placements, and so on.
+        units: classes (or names of them) whose modules become units. None: the model's ``_no_split_modules``, the classes of its
+            layers.
+        initialize: give a model on the meta device its own initial values (``_init_weights``). With equal seeds on all ranks
+            they are those of ``model.initialize_weights()`` of the unsharded model. False leaves them to ``load_pretrained``.
+        kwargs: as for ``fully_shard``, but for ``init_fn``.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        TypeError: the model is not of ``transformers``.
+        ValueError: it has no module of these classes; ``init_fn`` is given.
+
+    Otherwise as ``fully_shard``.
+
+    Ranks: all of the mesh.
+    Source: ours.
+    """
+    check_model(model)
+    if "init_fn" in kwargs:
+        raise ValueError(
+            "init_fn is the model's own _init_weights here; leave it out, or call fully_shard on layers and model"
+        )
+    is_meta = any(parameter.is_meta for parameter in model.parameters())
+    found = units_of(model, units)
+    for module in found:
+        fully_shard(module, *args, init_fn=_fill_later, **kwargs)
+    fully_shard(model, *args, init_fn=_fill_later, **kwargs)
+    if is_meta and initialize:
+        initialize_weights(model)
+    return model
+
+
+def units_of(model: nn.Module, units: Sequence[str | type[nn.Module]] | None = None) -> list[nn.Module]:
+    """Return the modules of a model that become units, inner ones before those around them, without the model itself.
+
+    Raises:
+        ValueError: there is none of the classes.
+    """
+    named = units if units is not None else sorted(getattr(model, "_no_split_modules", None) or ())
+    classes = {name if isinstance(name, str) else name.__name__ for name in named}
+    found = [module for module in model.modules() if _name_of(module) in classes and module is not model]
+    if not found:
+        raise ValueError(
+            f"{type(model).__name__} must have modules of the classes {sorted(classes)} that become units, got none; pass "
+            "units=[...], the classes of its layers"
+        )
+    if units is None:
+        inside = {part for module in found for part in module.modules()}
+        found += [module for module in _untied_embeddings(model) if module not in inside]
+    return found[::-1]
+
+
+def _name_of(module: nn.Module) -> str:
+    return (type(module).__mro__[2] if isinstance(module, FsdpModule) else type(module)).__name__
+
+
+def _untied_embeddings(model: nn.Module) -> list[nn.Module]:
+    """Return the input embedding and the output layer, if they share no weight with other modules."""
+    found = []
+    for getter in ("get_input_embeddings", "get_output_embeddings"):
+        try:
+            module = getattr(model, getter)()
+        except (AttributeError, NotImplementedError):
+            continue
+        if isinstance(module, nn.Embedding | nn.Linear) and module is not model:
+            found.append(module)
+    owners: dict[int, int] = {}
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                owners[id(parameter)] = owners.get(id(parameter), 0) + 1
+    return [m for m in found if all(owners[id(p)] == 1 for p in m.parameters())]
+
+
+def _fill_later(module: nn.Module) -> None:
+    """Leave a module as it is: the whole model is filled once it is sharded."""
