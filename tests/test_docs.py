@@ -105,6 +105,7 @@ def test_all_other_blocks_are_run_by_the_tests_below() -> None:
         "audit.md": 2,
         "checkpoints.md": 3,
         "data.md": 1,
+        "huggingface.md": 1,  # by tests/third_party/test_pretrained.py
         "splitting_the_model.md": 1,
     }
 
