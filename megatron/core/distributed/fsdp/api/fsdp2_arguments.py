@@ -2,46 +2,65 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPolicy
-from torch.distributed.fsdp import OffloadPolicy
+from torch.distributed.tensor import Shard
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map_only
 
+from megatron.core.distributed.fsdp.api.fsdp2_methods import say_once
 from megatron.core.distributed.fsdp.config.mixed_precision import MixedPrecisionPolicy
 from megatron.core.distributed.fsdp.config.placement import Placements, hybrid_placements, strategy_placements
 
 
-def check_unserved(arguments: Mapping[str, Any]) -> None:
-    """Refuse what has no counterpart here.
-
-    Args:
-        arguments: ``offload_policy``, ``shard_placement_fn`` and ``ignored_params``, as they were given.
+def check_offload(policy: Any, device: torch.device) -> None:
+    """Refuse to keep shards in the host's memory where the mesh's device is another one.
 
     Raises:
-        NotImplementedError: one of them asks for something.
+        TypeError: the policy is none of FSDP2's.
+        NotImplementedError: the policy asks for the host's memory, and the mesh is of another device.
     """
-    offload = arguments["offload_policy"]
-    if offload is not None and type(offload) is not OffloadPolicy:
+    if policy is not None and not isinstance(policy, OffloadPolicy):
+        raise TypeError(f"offload_policy must be an OffloadPolicy, got {policy!r}")
+    if isinstance(policy, CPUOffloadPolicy) and device.type != "cpu":
         raise NotImplementedError(
-            f"offload_policy must be left out, got {offload}: shards stay on the mesh's device; FlatAdamW(..., offload_fraction=1.0) "
-            "keeps optimizer state and fp32 weights in the host's memory"
+            f"offload_policy must be left out, got {policy}: shards stay on the mesh's device, {device.type}; FlatAdamW(..., "
+            "offload_fraction=1.0) keeps optimizer state and fp32 weights in the host's memory, ActivationOffload activations"
         )
-    if arguments["shard_placement_fn"] is not None:
-        raise NotImplementedError(
-            "shard_placement_fn must be left out, got one: parameters are cut along dim 0; the attribute fsdp_granule of a "
-            "parameter says where they may not be cut"
-        )
-    if arguments["ignored_params"]:
-        raise NotImplementedError(
-            f"ignored_params must be left out, got {len(arguments['ignored_params'])} parameters: a unit manages all that are in "
-            "it; put them into a module outside, or freeze them"
-        )
+
+
+def follow_placement_fn(
+    placement_fn: Callable[[nn.Parameter], Any] | None, parameters: Iterable[tuple[str, nn.Parameter]]
+) -> None:
+    """Ask FSDP2's ``shard_placement_fn`` of each parameter. Where it means another dim than 0, that is said once.
+
+    Raises:
+        TypeError: it returns something else than None or a ``Shard``.
+        NotImplementedError: it returns a mesh for the parameter.
+    """
+    if placement_fn is None:
+        return
+    for name, parameter in parameters:
+        placement = placement_fn(parameter)
+        if placement is not None and not isinstance(placement, Shard):
+            if hasattr(placement, "mesh_info"):
+                raise NotImplementedError(
+                    f"shard_placement_fn must return None or a Shard, got a mesh of its own for {name}; experts have one by "
+                    "model_parallel=ModelParallel(expert_mesh=...), other modules by fully_shard(module, mesh) of their own"
+                )
+            raise TypeError(f"shard_placement_fn must return None or a Shard, got {placement!r} for {name}")
+        if placement is not None and placement.dim != 0:
+            say_once(
+                "shard_placement_fn",
+                f"ranks own rows, also of {name}, for which it returns {placement}; the attribute fsdp_granule of a parameter says "
+                "where it may not be cut",
+            )
 
 
 def check_modules(modules: Sequence[tuple[str, nn.Module]]) -> None:
@@ -111,21 +130,35 @@ def cast_inputs_and_outputs(module: nn.Module, policy: MixedPrecisionPolicy) -> 
 
 def _input_cast(dtype: torch.dtype) -> Callable[..., Any]:
     def cast_inputs(_: nn.Module, args: Any, kwargs: Any) -> Any:
-        return _cast(args, dtype), _cast(kwargs, dtype)
+        return cast_tensors(args, dtype), cast_tensors(kwargs, dtype)
 
     return cast_inputs
 
 
 def _output_cast(dtype: torch.dtype) -> Callable[..., Any]:
     def cast_outputs(_: nn.Module, args: Any, output: Any) -> Any:
-        return _cast(output, dtype)
+        return cast_tensors(output, dtype)
 
     return cast_outputs
 
 
-def _cast(values: Any, dtype: torch.dtype) -> Any:
+def cast_tensors(values: Any, dtype: torch.dtype) -> Any:
     """Return a tree of values with its floating-point tensors in ``dtype``."""
     return tree_map_only(torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, values)
+
+
+def _reshards(value: object, mesh: DeviceMesh) -> bool | None:
+    """Return whether weights are resharded after forward; for a number of ranks they are, which is said once."""
+    if value is None or isinstance(value, bool):
+        return value
+    if not isinstance(value, int):
+        raise ValueError(f"reshard_after_forward must be a bool, or a number of ranks to reshard to, got {value!r}")
+    num_ranks = mesh.size(mesh.ndim - 1)
+    if value < 1 or num_ranks % value:
+        raise ValueError(f"reshard_after_forward as a number of ranks must be a factor of {num_ranks}, got {value}")
+    if 1 < value < num_ranks:
+        say_once(f"reshard_after_forward={value}", "weights are resharded to all ranks of the axis")
+    return value > 1
 
 
 def placements_of(
@@ -136,16 +169,11 @@ def placements_of(
     Over one axis the default is ZeRO-3, over two HSDP, sharded over the inner one.
 
     Raises:
-        ValueError: no strategy of this name; the mesh has more than two data-parallel axes; ``reshard_after_forward`` beside
+        ValueError: no strategy of this name; ``reshard_after_forward`` is no factor of the number of ranks; the mesh has more than two data-parallel axes; ``reshard_after_forward`` beside
             placements.
         TypeError: neither placements nor a strategy's name.
-        NotImplementedError: ``reshard_after_forward`` is a number of ranks.
     """
-    if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
-        raise NotImplementedError(
-            f"reshard_after_forward must be True or False, got {reshard_after_forward!r}: weights are resharded to all ranks of "
-            "the axis, or not at all; for something between pass a mesh of two axes"
-        )
+    reshard_after_forward = _reshards(reshard_after_forward, mesh)
     if placements is not None and reshard_after_forward is not None:
         raise ValueError(
             "placements say whether weights are resharded after forward, got reshard_after_forward besides; leave one out"

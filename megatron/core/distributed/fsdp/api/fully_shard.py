@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from fractions import Fraction
@@ -18,10 +18,12 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from megatron.core.distributed.fsdp.api.conversions import leave_fast_path, stay_in_place, watch_conversions
+from megatron.core.distributed.fsdp.api.forward_methods import register_known_methods
 from megatron.core.distributed.fsdp.api.fsdp2_arguments import (
     cast_inputs_and_outputs,
     check_modules,
-    check_unserved,
+    check_offload,
+    follow_placement_fn,
     placements_of,
     policy_of,
 )
@@ -31,7 +33,7 @@ from megatron.core.distributed.fsdp.api.same_units import check_same_unit
 from megatron.core.distributed.fsdp.api.state_dict_hooks import watch_loads
 from megatron.core.distributed.fsdp.buffers.grad_hooks import refuse_earlier_hooks
 from megatron.core.distributed.fsdp.buffers.materialize import materialize, move_buffers
-from megatron.core.distributed.fsdp.buffers.module_tree import ModuleTree
+from megatron.core.distributed.fsdp.buffers.module_tree import ModuleTree, is_ignored
 from megatron.core.distributed.fsdp.buffers.param_slots import ManagedParameter
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup, group_of
 from megatron.core.distributed.fsdp.codec.hooked_tensor import hook_codec
@@ -108,10 +110,13 @@ def fully_shard(
             ``reset_parameters``. Called with each module of the unit, children first. What it leaves out must be filled
             before the first forward, by ``load_state_dict`` or by ``torch.nn.init`` on the sharded parameters, which
             gives them the values of the whole tensor. ``lambda module: None`` leaves all to be loaded.
-        reshard_after_forward: as in FSDP2, instead of placements. False keeps weights whole between steps (ZeRO-2).
+        reshard_after_forward: as in FSDP2, instead of placements. False keeps weights whole between steps (ZeRO-2). A number
+            of ranks means True, which is said once.
         mp_policy: FSDP2's policy, or the engine's, under FSDP2's name. With FSDP2's, main weights are in the parameter's
             dtype.
-        offload_policy: must ask for nothing; also ``shard_placement_fn`` and ``ignored_params``, which FSDP2 has.
+        offload_policy: FSDP2's. ``CPUOffloadPolicy`` is served on ranks of the CPU, whose shards are in the host's memory.
+        shard_placement_fn: FSDP2's. Ranks own rows whatever dim it names, which is said once.
+        ignored_params: parameters of the unit to leave as they are: not sharded, nor moved, nor their gradients reduced.
 
     Returns:
         ``module``, whose class is now a subclass of its own class and of ``FsdpModule``.
@@ -123,7 +128,7 @@ def fully_shard(
             depth is negative; the transport cannot serve the mesh, or contradicts ``use_symm_mem``; ranks that would
             shard together hold different parameters or experts, or give different arguments.
         TypeError: a parameter's dtype cannot be trained; the module has no forward, or its class cannot be extended.
-        NotImplementedError: an embedding has ``max_norm``, or ``sparse`` gradients; more than two data-parallel axes; weights or gradients sharded over an outer axis; a
+        NotImplementedError: shards are to rest in the host's memory, or ``shard_placement_fn`` names a mesh; an embedding has ``max_norm``, or ``sparse`` gradients; more than two data-parallel axes; weights or gradients sharded over an outer axis; a
             parameter that is a DTensor already.
         RuntimeError: torch.distributed is not initialised.
 
@@ -143,14 +148,9 @@ def fully_shard(
     shared = _shared_context.get()
     in_scope = shared is not None and shared.use_symmetric_memory and transport is None
     kind = _transport_kind(transport, use_symm_mem or in_scope)
-    unserved = {
-        "offload_policy": offload_policy,
-        "shard_placement_fn": shard_placement_fn,
-        "ignored_params": ignored_params,
-    }
-    check_unserved(unserved)
     policy = policy_of(mixed_precision_policy, mp_policy)
     mesh = _checked_mesh(mesh)
+    check_offload(offload_policy, device_of(mesh))
     model_parallel = model_parallel or ModelParallel()
     placements = placements_of(mesh, model_parallel.tensor_axis, placements, reshard_after_forward)
     arguments = {
@@ -164,6 +164,9 @@ def fully_shard(
         "the fully_shard_context around the call": _described_scope(),
     }
     own_modules, expert_mesh = _own_modules(root), model_parallel.expert_mesh
+    ignored = _ignore(own_modules, ignored_params or ())
+    arguments["ignored_params"] = ignored
+    follow_placement_fn(shard_placement_fn, _parameters_of(own_modules))
     check_modules(own_modules)
     check_same_unit(root, own_modules, mesh, placements, expert_mesh=expert_mesh, arguments=arguments)
     meshes = make_group_meshes(mesh, placements, fsdp_group_ag, kind, model_parallel)
@@ -211,6 +214,7 @@ def fully_shard(
         member._counts_groups = member is members[0]  # type: ignore[assignment]
         member._fsdp_policy = policy  # type: ignore[assignment]
         cast_inputs_and_outputs(member, policy)
+    register_known_methods(members)
     watch_loads(unit, own_modules)
     watch_conversions(unit, own_modules)
     stay_in_place(own_modules)
@@ -417,6 +421,24 @@ def _add_children(module: nn.Module, prefix: str, found: dict[nn.Module, str]) -
             _add_children(child, f"{prefix}{name}.", found)
 
 
+def _ignore(modules: Sequence[tuple[str, nn.Module]], ignored: Collection[nn.Parameter]) -> list[str]:
+    """Mark parameters of the unit that it leaves alone, and return their names."""
+    names = []
+    for name, parameter in _parameters_of(modules) if ignored else ():
+        if any(parameter is other for other in ignored):
+            parameter._fsdp_ignored = True  # type: ignore[attr-defined]
+            names.append(name)
+    return names
+
+
+def _parameters_of(modules: Sequence[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield (name in the unit, parameter) of the modules' own parameters."""
+    for prefix, module in modules:
+        for key, parameter in module._parameters.items():
+            if parameter is not None and group_of(parameter) is None:
+                yield f"{prefix}.{key}" if prefix else key, parameter
+
+
 def _collect(
     root: nn.Module, meshes: GroupMeshes, made_from: Mapping[nn.Parameter, nn.Parameter]
 ) -> tuple[list[ManagedParameter], list[FsdpParameterGroup]]:
@@ -429,7 +451,7 @@ def _collect(
     borrowed: dict[FsdpParameterGroup, None] = {}
     for prefix, module in _own_modules(root):
         for key, parameter in module._parameters.items():
-            if parameter is None:
+            if parameter is None or is_ignored(parameter):
                 continue
             name = f"{prefix}.{key}" if prefix else key
             owner = group_of(parameter)

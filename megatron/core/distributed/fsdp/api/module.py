@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
+from megatron.core.distributed.fsdp.api.fsdp2_methods import Fsdp2Methods
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
 from megatron.core.distributed.fsdp.config.mixed_precision import MixedPrecisionPolicy
 from megatron.core.distributed.fsdp.runtime.context import FsdpContext
@@ -43,7 +44,7 @@ class _Told:
             return self._tell(module)
 
 
-class FsdpModule(nn.Module if TYPE_CHECKING else object):  # type: ignore[misc]
+class FsdpModule(Fsdp2Methods):
     """A module whose parameters are sharded. ``fully_shard`` makes it; it has no constructor of its own.
 
     Its parameters are full tensors in forward and backward (and after ``unshard``); otherwise they are DTensors, the
@@ -56,7 +57,7 @@ class FsdpModule(nn.Module if TYPE_CHECKING else object):  # type: ignore[misc]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Make a module of the class from before ``fully_shard``: what a sharded container's slices make anew is not sharded."""
-        return cls.__mro__[2](*args, **kwargs)
+        return class_before(cls)(*args, **kwargs)
 
     def _wrapped_call_impl(self, *args: Any, **kwargs: Any) -> Any:
         """Run forward with unsharded weights. Ranks: all of the mesh, units in the same order."""
@@ -70,7 +71,7 @@ class FsdpModule(nn.Module if TYPE_CHECKING else object):  # type: ignore[misc]
                 context.fail_forward(unit)
             raise
         leave = context.leave_recomputation if recomputes else context.leave_forward
-        leave(unit, list(_differentiable(output, 0)) if torch.is_grad_enabled() else [])
+        leave(unit, list(differentiable_tensors(output)) if torch.is_grad_enabled() else [])
         return output
 
     # As in nn.Module; by this name torch.compile knows what it need not wrap, at the cost of one more graph break.
@@ -97,20 +98,8 @@ class FsdpModule(nn.Module if TYPE_CHECKING else object):  # type: ignore[misc]
     phase = _Told(lambda module: module._fsdp_unit.phase)
     Phase = _Told(lambda module: Phase, of_class=Phase)
 
-    def unshard(self) -> None:
-        """Gather the unit's weights and put them into its modules, without nested units.
-
-        They stay there until ``reshard``, or until the unit's next forward or backward has been left, as in FSDP2; at the
-        latest until a step's last backward ends or an optimizer of this library steps. What is written to them is lost then:
-        write to the sharded parameters.
-
-        Ranks: all of the mesh; does not block the host.
-        """
-        find_context(self).unshard(self._fsdp_unit)
-
-    def reshard(self) -> None:
-        """Switch the unit back to its sharded parameters, unless a forward or backward is using the weights."""
-        find_context(self).reshard(self._fsdp_unit)
+    def _find_context(self) -> FsdpContext:
+        return find_context(self)
 
     def __deepcopy__(self, memo: Any) -> Any:
         raise NotImplementedError(
@@ -123,6 +112,12 @@ class FsdpModule(nn.Module if TYPE_CHECKING else object):  # type: ignore[misc]
             f"{type(self).__name__} must not be pickled: its parameters are shards of buffers on several ranks. Save "
             "its state_dict() with save_checkpoint or torch.distributed.checkpoint"
         )
+
+
+def class_before(cls: type[FsdpModule]) -> type[nn.Module]:
+    """Return the class that a module had before ``fully_shard``."""
+    own: type[nn.Module] = cls.__bases__[1]
+    return own
 
 
 def fsdp_modules(root: nn.Module) -> Iterator[FsdpModule]:
@@ -148,6 +143,7 @@ def find_context(module: FsdpModule) -> FsdpContext:
         context = FsdpContext(_device_of(module))
         _adopt(module, context)
         _check_ties(module, context)
+        context.follow_sync_of_units()
         return context
     return unit.context
 
@@ -175,7 +171,7 @@ def _adopt(root: FsdpModule, context: FsdpContext) -> None:
             names.setdefault(module._fsdp_unit, []).append(name)
     for unit, own in names.items():
         name = own[0] if len(own) == 1 else f"[{', '.join(own)}]"
-        unit.name = name or type(root).__mro__[2].__name__
+        unit.name = name or class_before(type(root)).__name__
         unit.prefix = f"{name}." if name else ""
         if unit.context is not None and (unit.context.is_shared or not unit.context.disband()):
             continue
@@ -200,7 +196,7 @@ def _device_of(root: FsdpModule) -> torch.device:
     return torch.device("cpu")
 
 
-def _differentiable(value: Any, depth: int) -> Iterator[torch.Tensor]:
+def differentiable_tensors(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
     """Yield the tensors of a module's output through which a backward can reach the module."""
     if isinstance(value, torch.Tensor):
         if value.grad_fn is not None:
@@ -211,7 +207,7 @@ def _differentiable(value: Any, depth: int) -> Iterator[torch.Tensor]:
                 yield base
     elif depth < _MAX_DEPTH:
         for item in _items(value):
-            yield from _differentiable(item, depth + 1)
+            yield from differentiable_tensors(item, depth + 1)
 
 
 def _items(value: Any) -> Any:

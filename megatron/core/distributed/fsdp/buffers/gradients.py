@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import repeat
 from sys import getrefcount
 from typing import Any
@@ -448,3 +448,27 @@ class GroupGradients:
         """Note that compute has waited for the update that read the main gradient."""
         self.read_by_update = False
         self.free_main_if_cleared()
+
+
+class HookedGradients(GroupGradients):
+    """Gradients of which a function of the user sees what each reduction over all ranks writes.
+
+    Attributes:
+        hook: called with the flat sum of one backward, or of the microbatches before it, on the reduce stream; may change it.
+    """
+
+    hook: Callable[[torch.Tensor], None]
+
+    def reduce(self, *, overwrite: bool, is_last: bool, has_input: bool = True) -> None:
+        """As ``GroupGradients.reduce``, and call the hook before the sum is added to the main gradient."""
+        if not is_last and self._hsdp_accumulator is not None:
+            super().reduce(overwrite=overwrite, is_last=is_last, has_input=has_input)
+            return
+        for grad_sum in self._grad_sums:
+            grad_sum.before_reduction(overwrite=overwrite)
+        main = self.main_storage.flat
+        before = None if overwrite else main.clone()
+        super().reduce(overwrite=True, is_last=is_last, has_input=has_input)
+        self.hook(main)
+        if before is not None:
+            main.add_(before)

@@ -13,6 +13,11 @@ from megatron.core.distributed.fsdp.buffers.parameter_group import group_of
 Children = dict[str, nn.Module | None]
 
 
+def is_ignored(parameter: nn.Parameter) -> bool:
+    """Return whether ``fully_shard`` was told to leave the parameter as it is (``ignored_params``)."""
+    return getattr(parameter, "_fsdp_ignored", False)
+
+
 class ModuleTree:
     """The modules of a unit without those of nested units, through dicts that do not point back to them.
 
@@ -50,7 +55,7 @@ class ModuleTree:
         self._children.append(children)
         self._parameters.append(parameters)
         for key, parameter in parameters.items():
-            if parameter is not None and group_of(parameter) is None:
+            if parameter is not None and group_of(parameter) is None and not is_ignored(parameter):
                 strangers.append(prefix + key)
         for name, child in children.items():
             if child is not None and not self._is_unit(child):

@@ -23,7 +23,7 @@ from megatron.core.distributed.fsdp.buffers.flat_buffer import FlatBuffer
 from megatron.core.distributed.fsdp.buffers.frozen_weights import FrozenWeights
 from megatron.core.distributed.fsdp.buffers.grad_hooks import GradHooks
 from megatron.core.distributed.fsdp.buffers.grad_sums import GradSum
-from megatron.core.distributed.fsdp.buffers.gradients import GroupGradients
+from megatron.core.distributed.fsdp.buffers.gradients import GroupGradients, HookedGradients
 from megatron.core.distributed.fsdp.buffers.hooked_weights import HookedWeights
 from megatron.core.distributed.fsdp.buffers.param_slots import ManagedParameter, ModuleParameters, ParamSlots
 from megatron.core.distributed.fsdp.buffers.retired_parameter import retire
@@ -83,6 +83,7 @@ class FsdpParameterGroup:
         grad_hooks: hooks that users put on the sharded parameters; of trainable groups only.
         index: number in the context's registry.
         is_shared: other units use these weights too.
+        reduced_hook: called with what each last reduction of a backward writes; see ``hook_reductions``.
         optimizer_state_nbytes, host_state_nbytes: bytes of optimizer state on this rank's device and in the host's memory, as
             far as an optimizer has told.
         context: the ``FsdpContext`` of the group's unit; None until the unit has one.
@@ -114,6 +115,7 @@ class FsdpParameterGroup:
         self.trainable = self.trains = self.parameters[0].original.requires_grad
         self.grads_asked = [self.trains] * len(self.parameters)
         self.is_shared = False
+        self.reduced_hook: Callable[[torch.Tensor], None] | None = None
         self.optimizer_state_nbytes = self.host_state_nbytes = 0
         self.context: weakref.ref[Any] | None = None
         self.set_prefix("")
@@ -203,6 +205,19 @@ class FsdpParameterGroup:
         self.grads.set_main_gradients([self._dtensor(main, i) for i in range(len(self.parameters))])
         self._offer_main_grads()
         self.grad_hooks = GradHooks(self.sharded, [p.name for p in self.parameters], self.grad_sums)
+        self.hook_reductions()
+
+    def divide_gradients_by(self, factor: float) -> None:
+        """Divide sums of gradients by ``factor`` from now on. Ranks: all of the mesh, alike; does not communicate."""
+        self._grad_divisor = Fraction(factor) / self.group_mesh.num_averaged(self.placements)
+        if self.trainable:
+            self.grads.scale = self.group_mesh.grad_scale(self.placements, self._grad_divisor)
+
+    def hook_reductions(self) -> None:
+        """Let reductions call ``reduced_hook`` from now on."""
+        if self.reduced_hook is not None and self.trainable:
+            self.grads.__class__ = HookedGradients
+            self.grads.hook = self.reduced_hook  # type: ignore[attr-defined]
 
     def _sharded_parameter(self, index: int, parameter: ManagedParameter) -> nn.Parameter:
         sharded = nn.Parameter(self._dtensor(self.weights.main, index), requires_grad=self.trainable)

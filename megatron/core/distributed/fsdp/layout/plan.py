@@ -6,7 +6,7 @@ The first step is recorded (``Recorder``) and made into a ``Plan``. Buffers that
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -180,6 +180,7 @@ class Recorder:
         prefetch_depth_of: Mapping[int, tuple[int, int]] | None = None,
         ahead_nbytes: int = 0,
         memory_budget_nbytes: int = 0,
+        keeping: Sequence[int] = (),
     ) -> Plan:
         """Make the plan that repeats what was recorded, with weights gathered ahead of their use.
 
@@ -192,6 +193,7 @@ class Recorder:
                 all when None.
             ahead_nbytes: prefetch more units until weights of so many bytes are on their way; a depth of 0 prefetches none.
             memory_budget_nbytes: bytes that may be spent on weights that stay gathered, the last units of forward first.
+            keeping: units whose weights stay gathered whatever the budget is.
         """
         weights, inputs = self.ranges["weights"], self.ranges["inputs"]
         # Units without weights are not worth a gather; replicated weights are worth one (their synchronisation).
@@ -210,7 +212,7 @@ class Recorder:
             for group in groups_of.get(use.unit, ()):
                 if weights[group]:
                     weights[group].append(LiveRange(group, at, again + 1))
-        stays_unsharded_nbytes = self._stays_unsharded(weight_nbytes, groups_of, memory_budget_nbytes)
+        stays_unsharded_nbytes = self._stays_unsharded(weight_nbytes, groups_of, memory_budget_nbytes, keeping)
         for group in stays_unsharded_nbytes:  # its range is its own
             weights[group] = [LiveRange(group, 0, len(self.uses) + 1)]
         return Plan(
@@ -223,14 +225,22 @@ class Recorder:
         )
 
     def _stays_unsharded(
-        self, weight_nbytes: Mapping[int, int], groups_of: Mapping[int, list[int]], memory_budget_nbytes: int
+        self,
+        weight_nbytes: Mapping[int, int],
+        groups_of: Mapping[int, list[int]],
+        memory_budget_nbytes: int,
+        keeping: Sequence[int],
     ) -> dict[int, int]:
         """Choose groups that stay unsharded between forward and backward, and return their bytes.
 
-        Each saves its second gather. As many as fit the budget, the last units of forward first.
+        Each saves its second gather. Those of ``keeping``; besides as many as fit the budget, the last units of forward first.
         """
         chosen: dict[int, int] = {}
-        for use in reversed([use for use in self.uses if not use.backward and Use(use.unit, True) in self.uses]):
+        turning = [use for use in self.uses if not use.backward and Use(use.unit, True) in self.uses]
+        for use in (use for use in turning if use.unit in keeping):
+            chosen.update({g: weight_nbytes[g] for g in groups_of.get(use.unit, ()) if g in weight_nbytes})
+        memory_budget_nbytes += sum(chosen.values())
+        for use in reversed(turning):
             own = {g: weight_nbytes[g] for g in groups_of.get(use.unit, ()) if g in weight_nbytes and g not in chosen}
             if sum(chosen.values()) + sum(own.values()) > memory_budget_nbytes:
                 break

@@ -126,6 +126,20 @@ class FsdpContext:
             self.poisons = True
             self._debug = DebugMode(self.registry, self.planner, self.unsharder, self._updater)
 
+    def use_streams(self, streams: Streams) -> None:
+        """Run on the streams of another context. No pass is under way."""
+        for part in (
+            self,
+            self.unsharder,
+            self.grad_reducer,
+            self._updater,
+            self._weight_scales,
+            self._weight_versions,
+        ):
+            part.streams = streams
+        self.unsharder.forget_events()
+        self.grad_reducer.forget_events()
+
     # ---- units --------------------------------------------------------------------------------------------------
 
     def register(self, unit: FsdpUnit) -> None:
@@ -186,6 +200,11 @@ class FsdpContext:
     @is_last_microbatch.setter
     def is_last_microbatch(self, value: bool) -> None:
         self._backward.is_last = value
+
+    def follow_sync_of_units(self) -> None:
+        """Let backwards end the step if any unit wants its gradients reduced over all ranks."""
+        wishes = [unit.syncs_gradients and unit.all_reduces for unit in self.units if unit.own_groups]
+        self.is_last_microbatch = any(wishes) or not wishes
 
     @contextmanager
     def microbatch(self, *, is_first: bool | None = None, is_last: bool = True) -> Iterator[None]:
@@ -519,15 +538,21 @@ class FsdpContext:
 
     # ---- the user's view of a unit ------------------------------------------------------------------------------
 
-    def unshard(self, unit: FsdpUnit) -> None:
-        """Unshard the unit for the user, as ``FsdpModule.unshard`` says. Ranks: all."""
+    def unshard(self, unit: FsdpUnit, *, waits: bool = True) -> None:
+        """Unshard the unit for the user, as ``FsdpModule.unshard`` says; without ``waits`` begin it. Ranks: all."""
         if self._depth == 0 and self._weight_versions.num_scopes == 0 and not self._weight_versions.is_prepared:
             self._weight_versions.begin()
         for group in unit.groups:
             storage = group.weights.full_storage
             if storage is not None and storage.in_arena and not group.weights.is_unsharded and self._can_move():
                 self.unsharder.leave_arena(group)  # the plan does not know how long its range is needed
-            self.unsharder.hold(group)
+            self.unsharder.hold(group, waits=waits)
+
+    def wait_for_unshard(self, unit: FsdpUnit) -> None:
+        """Finish what ``unshard`` began without ``waits``, unless a pass has ended it since."""
+        for group in unit.groups:
+            if group.weights.held_by_user:
+                self.unsharder.unshard(group, forward=True)
 
     def reshard(self, unit: FsdpUnit) -> None:
         """Reshard the unit, unless a pass is using its weights."""

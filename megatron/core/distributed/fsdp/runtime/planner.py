@@ -232,6 +232,7 @@ class Planner:
             prefetch_depth_of={unit.index: unit.prefetch_depth for unit in units},
             ahead_nbytes=self.ahead_numel * max(itemsizes, default=0),
             memory_budget_nbytes=self.memory_budget_nbytes,
+            keeping=[unit.index for unit in units if unit.keeps_weights],
         )
 
     def expect(self) -> Plan:

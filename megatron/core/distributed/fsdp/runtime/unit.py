@@ -59,6 +59,8 @@ class FsdpUnit:
         last_token: the graph that it ran in last.
         prefetch_depth: how many further units are prefetched when its (forward, backward) begins.
         own_prefetch_depth: what the user asked of this unit; None: the root's.
+        keeps_weights: the user asked that its weights stay from forward to backward.
+        syncs_gradients, all_reduces: the user wants its gradients reduced by each backward, over the outer axis too.
         context: the ``FsdpContext`` that it runs in, which imports this file; None until the root has run.
     """
 
@@ -84,6 +86,9 @@ class FsdpUnit:
     prefetch_depth: tuple[int, int] = (1, 1)
     own_prefetch_depth: tuple[int | None, int | None] = (None, None)
     last_token: weakref.ref[GraphToken] | None = None
+    keeps_weights: bool = False
+    syncs_gradients: bool = True
+    all_reduces: bool = True
 
     def __post_init__(self) -> None:
         self.borrowed_groups, borrowed = [], self.borrowed_groups

@@ -249,11 +249,11 @@ class Unsharder:
 
     # ---- weights that the user unsharded ------------------------------------------------------------------------
 
-    def hold(self, group: FsdpParameterGroup) -> None:
-        """Unshard the group for the user. [Note: weights that the user unsharded] in DESIGN.md. Ranks: as ``prefetch``."""
+    def hold(self, group: FsdpParameterGroup, *, waits: bool = True) -> None:
+        """Unshard the group for the user, or begin to. [Note: weights that the user unsharded] in DESIGN.md. Ranks: as ``prefetch``."""
         group.weights.held_by_user = True
         self.held[group] = None
-        self.unshard(group, forward=True)
+        (self.unshard if waits else self.prefetch)(group, forward=True)
 
     def end_hold(self, groups: Iterable[FsdpParameterGroup]) -> None:
         """Let go of what the user unsharded of these groups; the caller uses them, or reshards them."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tenso
 from megatron.core.distributed.fsdp import fully_shard, fully_shard_optimizer, microbatch
 from megatron.core.distributed.fsdp.buffers.parameter_group import group_of
 from megatron.core.distributed.fsdp.config.placement import strategy_placements
+from megatron.core.distributed.fsdp.fsdp2 import fully_shard as fully_shard_2
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm, get_grad_norm
 from tests.support.agreement import assert_same_gradients, assert_trains_alike, groups_of, shard
 from tests.support.models import context_of, local_of, make_net, my_piece, shard_net
@@ -104,29 +106,39 @@ _REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "strategy must be one of .*, got 'zero3'",
     ),
     "FSDP2's number of ranks": (
-        lambda: fully_shard(nn.Linear(2, 2), reshard_after_forward=2),
-        NotImplementedError,
-        "reshard_after_forward must be True or False, got 2",
+        lambda: fully_shard(nn.Linear(2, 2), reshard_after_forward=3),
+        ValueError,
+        "reshard_after_forward as a number of ranks must be a factor of 2, got 3",
+    ),
+    "resharding that is no number": (
+        lambda: fully_shard(nn.Linear(2, 2), reshard_after_forward="yes"),  # type: ignore[arg-type]
+        ValueError,
+        "reshard_after_forward must be a bool, or a number of ranks to reshard to, got 'yes'",
     ),
     "both sayings about resharding": (
         lambda: fully_shard(nn.Linear(2, 2), placements="optim", reshard_after_forward=True),
         ValueError,
         "placements say whether weights are resharded after forward",
     ),
-    "FSDP2's offloading": (
-        lambda: fully_shard(nn.Linear(2, 2), offload_policy=fsdp2.CPUOffloadPolicy()),
-        NotImplementedError,
-        "offload_policy must be left out, got CPUOffloadPolicy",
+    "no policy of FSDP2's for offloading": (
+        lambda: fully_shard(nn.Linear(2, 2), offload_policy=True),
+        TypeError,
+        "offload_policy must be an OffloadPolicy, got True",
     ),
-    "FSDP2's placements": (
-        lambda: fully_shard(nn.Linear(2, 2), shard_placement_fn=lambda p: Shard(1)),
+    "a mesh for each parameter": (
+        lambda: fully_shard(nn.Linear(2, 2), shard_placement_fn=lambda p: SimpleNamespace(mesh_info=None)),
         NotImplementedError,
-        "shard_placement_fn must be left out.*fsdp_granule",
+        "shard_placement_fn must return None or a Shard, got a mesh of its own for weight; experts have one by",
     ),
-    "FSDP2's ignored parameters": (
-        lambda: fully_shard(nn.Linear(2, 2), ignored_params={nn.Parameter(torch.ones(1))}),
+    "what is no placement": (
+        lambda: fully_shard(nn.Linear(2, 2), shard_placement_fn=lambda p: 1),
+        TypeError,
+        "shard_placement_fn must return None or a Shard, got 1 for weight",
+    ),
+    "parameters that are DTensors already": (
+        lambda: fully_shard_2(nn.Linear(2, 2), dp_mesh_dims=object()),
         NotImplementedError,
-        "ignored_params must be left out, got 1 parameters",
+        "dp_mesh_dims must be left out.*tensor_axis",
     ),
     "a cast to whole numbers": (
         lambda: fully_shard(nn.Linear(2, 2), mp_policy=fsdp2.MixedPrecisionPolicy(param_dtype=torch.int32)),

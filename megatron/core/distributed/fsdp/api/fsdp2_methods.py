@@ -1,0 +1,264 @@
+"""Methods of PyTorch's ``FSDPModule``, by the same names: each does the same, says once what is done instead, or is refused.
+
+``docs/fsdp2.md`` has the table of all of them, which a test makes from PyTorch's own class.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import nn
+
+from megatron.core.distributed.fsdp.runtime.context import FsdpContext
+from megatron.core.distributed.fsdp.runtime.unit import FsdpUnit
+
+logger = logging.getLogger(__name__)
+
+
+class UnshardHandle:
+    """What ``unshard(async_op=True)`` returns."""
+
+    def __init__(self, context: FsdpContext, unit: FsdpUnit) -> None:
+        self._context, self._unit = context, unit
+
+    def wait(self) -> None:
+        """Let compute use the weights, and put them into the modules, unless a forward has done so since."""
+        self._context.wait_for_unshard(self._unit)
+
+
+class Fsdp2Methods(nn.Module if TYPE_CHECKING else object):  # type: ignore[misc]
+    """The methods that FSDP2's users call on a sharded module. Ranks: all of the mesh, alike, unless said otherwise."""
+
+    _fsdp_unit: FsdpUnit
+
+    def _find_context(self) -> FsdpContext:
+        raise NotImplementedError
+
+    # ---- weights ------------------------------------------------------------------------------------------------
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gather the unit's weights and put them into its modules, without nested units.
+
+        They stay there until ``reshard``, or until the unit's next forward or backward has been left, as in FSDP2; at the
+        latest until a step's last backward ends or an optimizer of this library steps. What is written to them is lost then:
+        write to the sharded parameters.
+
+        Args:
+            async_op: begin the all-gather, and return a handle whose ``wait`` does the rest; the unit's forward does so, too.
+
+        Ranks: all of the mesh; does not block the host.
+        """
+        context = self._find_context()
+        context.unshard(self._fsdp_unit, waits=not async_op)
+        return UnshardHandle(context, self._fsdp_unit) if async_op else None
+
+    def reshard(self) -> None:
+        """Switch the unit back to its sharded parameters, unless a forward or backward is using the weights."""
+        self._find_context().reshard(self._fsdp_unit)
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Keep weights from forward to backward (False), or gather them again for backward (True), from the next step on.
+
+        Where ``fully_shard(reshard_after_forward=False)`` lets weights rest whole, they go on to do so. Modules show sharded
+        parameters in between in any case.
+        """
+        if not isinstance(reshard_after_forward, bool):
+            raise ValueError(f"reshard_after_forward should be a bool, got {type(reshard_after_forward)}")
+        for unit in _units(self, recurse):
+            unit.keeps_weights = not reshard_after_forward
+            if unit.context is not None:
+                unit.context.planner.outdate()
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        """Take FSDP2's hint for microbatches: weights are resharded after each backward, and prefetched for the next forward."""
+        if not reshard_after_backward:
+            say_once(
+                "set_reshard_after_backward(False)",
+                "the plan prefetches the next microbatch's weights; set_reshard_after_forward(False) keeps them throughout a step",
+            )
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Take FSDP2's hint that backward needs no weights of this unit: they are gathered all the same."""
+        if not unshard_in_backward:
+            say_once("set_unshard_in_backward(False)", "weights are gathered for backward as for any unit")
+
+    def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
+        """Prefetch as many units as are listed when this unit's forward begins: those that the recorded order has next."""
+        self._prefetch_so_many(modules, backward=False)
+
+    def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:
+        """As ``set_modules_to_forward_prefetch``, when this unit's backward begins."""
+        self._prefetch_so_many(modules, backward=True)
+
+    def _prefetch_so_many(self, modules: Sequence[nn.Module], *, backward: bool) -> None:
+        for module in modules:
+            if not isinstance(module, Fsdp2Methods):
+                raise ValueError(f"Expects FSDPModule but got {type(module)}: {module}")
+        unit = self._fsdp_unit
+        forward_depth, backward_depth = unit.own_prefetch_depth
+        depth = len({module._fsdp_unit for module in modules}) or None
+        unit.own_prefetch_depth = (forward_depth, depth) if backward else (depth, backward_depth)
+        units = [] if unit.context is None else unit.context.units
+        unit.take_prefetch_depth(next((other for other in units if not other.prefix), unit))
+        if unit.context is not None:
+            unit.context.planner.outdate()
+
+    def set_post_optim_event(self, event: Any) -> None:
+        """Let the next forward's all-gathers wait for this event besides what compute has been given."""
+        event.wait()
+
+    # ---- gradients ----------------------------------------------------------------------------------------------
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Say whether the backwards from now on end a step (True), as ``microbatch(is_last=)`` does for a scope.
+
+        Where gradients are sharded they are reduced in each microbatch, whatever is said here, and added up in the main
+        gradients' dtype. A part of the model that alone is set to False is reduced with the rest.
+        """
+        for unit in _units(self, recurse):
+            unit.syncs_gradients = unit.all_reduces = bool(requires_gradient_sync)
+        self._follow_sync()
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Under HSDP, say whether the backwards from now on reduce over the outer axis (True) or the inner one alone."""
+        for unit in _units(self, recurse):
+            unit.all_reduces = bool(requires_all_reduce) or all(len(g.group_mesh.axes) < 2 for g in unit.own_groups)
+        self._follow_sync()
+
+    def _follow_sync(self) -> None:
+        context = self._fsdp_unit.context
+        if context is not None:
+            context.follow_sync_of_units()
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Do nothing: gradients are complete when a backward returns, on the stream that called it."""
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide the sum of the ranks' gradients of this unit by ``factor``, instead of the number of ranks."""
+        if not factor > 0:
+            raise ValueError(f"the factor by which gradients are divided must be positive, got {factor}")
+        for group in self._fsdp_unit.own_groups:
+            group.divide_gradients_by(factor)
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """Do what ``set_gradient_divide_factor`` does, under the name that FSDP2 had before."""
+        self.set_gradient_divide_factor(factor)
+
+    def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: torch.Stream | None = None) -> None:
+        """Call ``hook`` with the flat reduced gradients of each buffer of the unit, before they are added to ``param.grad``.
+
+        Args:
+            hook: changes them in place, such as a reduction over further ranks; runs on the reduce stream.
+            stream: where to run it instead; not with HSDP.
+
+        Raises:
+            ValueError: ``stream`` is given for a mesh of two axes.
+        """
+        for group in self._fsdp_unit.own_groups:
+            if stream is not None and len(group.group_mesh.axes) > 1:
+                raise ValueError("stream cannot be set when using native HSDP")
+            group.reduced_hook = hook if stream is None else _on_stream(hook, stream)
+            group.hook_reductions()
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Do nothing: reductions are sums that are scaled afterwards, for fp16 before."""
+
+    def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
+        """Do nothing: gradients that a rank lacks count as zero where another rank has them."""
+
+    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
+        """Take FSDP2's dial for memory: the plan decides how many inputs of reductions there are room for."""
+        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
+            raise TypeError(f"max_input_buffers must be an int, got {type(max_input_buffers).__name__}")
+        if max_input_buffers < 1:
+            raise ValueError(f"max_input_buffers must be a positive int, got {max_input_buffers}")
+        if max_input_buffers > 1:
+            say_once(f"set_reduce_scatter_max_input_buffers({max_input_buffers})", "the plan lays these buffers out")
+
+    # ---- the rest -----------------------------------------------------------------------------------------------
+
+    def reset_iter_state(self) -> None:
+        """Drop a pass that an exception ended, with sums that wait for a last microbatch. Without it, the next forward does.
+
+        Raises:
+            RuntimeError: the module is in another sharded module.
+        """
+        context = self._find_context()
+        if self._fsdp_unit.prefix and not context.is_shared:
+            raise RuntimeError(
+                f"reset_iter_state must be called on the root, got {self._fsdp_unit.name}; call it on the module around"
+            )
+        context.abandon()
+
+    def set_custom_all_gather(self, comm: object) -> NoReturn:
+        """Refuse another all-gather."""
+        raise NotImplementedError(
+            "set_custom_all_gather is not served: transports know the engine's arena; choose one by fully_shard(..., transport=), "
+            "or write one (CONTRIBUTING.md, How to add a transport)"
+        )
+
+    def set_custom_reduce_scatter(self, comm: object) -> NoReturn:
+        """Refuse another reduce-scatter."""
+        raise NotImplementedError(
+            "set_custom_reduce_scatter is not served: transports know the engine's arena; choose one by "
+            "fully_shard(..., transport=), or write one (CONTRIBUTING.md, How to add a transport)"
+        )
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Refuse True: memory comes from the transport."""
+        if enable:
+            raise NotImplementedError(
+                'set_allocate_memory_from_process_group_for_comm(True) is not served; pass fully_shard(..., transport="symm")'
+            )
+
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> NoReturn:
+        """Refuse: memory is registered when a module is sharded."""
+        raise NotImplementedError('set_symm_mem_for_comm is not served; pass fully_shard(..., transport="symm")')
+
+    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
+        """Refuse True: which groups there are is settled when a module is sharded."""
+        if enable:
+            raise NotImplementedError(
+                "set_separate_reduce_scatter_group(True) is not served; pass fully_shard(..., fsdp_group_ag=) a process group of "
+                "the same ranks, which all-gathers then use beside the reductions"
+            )
+
+
+def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
+    """Let roots, such as the stages of a pipeline, use one set of streams. No pass of any is under way.
+
+    Raises:
+        ValueError: one of them is not sharded.
+    """
+    for module in modules:
+        if not isinstance(module, Fsdp2Methods):
+            raise ValueError(f"Expects list of FSDPModules but got {module}")
+    contexts = [module._find_context() for module in modules if isinstance(module, Fsdp2Methods)]
+    for context in contexts[1:]:
+        context.use_streams(contexts[0].streams)
+
+
+def _units(module: Any, recurse: bool) -> Iterator[FsdpUnit]:
+    modules = module.modules() if recurse else (module,)
+    return (unit for unit in dict.fromkeys(m._fsdp_unit for m in modules if isinstance(m, Fsdp2Methods)))
+
+
+def _on_stream(hook: Callable[[torch.Tensor], None], stream: Any) -> Callable[[torch.Tensor], None]:
+    def run(reduced: torch.Tensor) -> None:
+        current = torch.cuda.current_stream(reduced.device)
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            hook(reduced)
+        current.wait_stream(stream)
+
+    return run
+
+
+@functools.cache
+def say_once(call: str, instead: str) -> None:
+    """Log that a hint about memory or time is followed in another way; it changes no numbers."""
+    logger.warning("%s changes no numbers, and is followed in another way: %s", call, instead)

@@ -1,0 +1,65 @@
+"""PyTorch's FSDP2 by its own names: code with ``fully_shard`` calls changes ``torch.distributed.fsdp`` to this module.
+
+The names, arguments and numbers are FSDP2's: without a policy the optimizer's weights are in the parameters' dtype. ``docs/fsdp2.md`` has
+the table of what is the same and what is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+
+from megatron.core.distributed.fsdp.api.forward_methods import register_fsdp_forward_method
+from megatron.core.distributed.fsdp.api.fsdp2_methods import UnshardHandle, share_comm_ctx
+from megatron.core.distributed.fsdp.api.fully_shard import fully_shard as _fully_shard
+from megatron.core.distributed.fsdp.api.module import FsdpModule as FSDPModule
+
+__all__ = [
+    "CPUOffloadPolicy",
+    "FSDPModule",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "UnshardHandle",
+    "fully_shard",
+    "register_fsdp_forward_method",
+    "share_comm_ctx",
+]
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module | list[nn.Module])
+
+
+def fully_shard(
+    module: ModuleT,
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
+    ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: Any = None,
+) -> ModuleT:
+    """Shard a module with FSDP2's arguments, as ``megatron.core.distributed.fsdp.fully_shard`` does with more of them.
+
+    Raises:
+        NotImplementedError: ``dp_mesh_dims`` is given.
+    """
+    if dp_mesh_dims is not None:
+        raise NotImplementedError(
+            f"dp_mesh_dims must be left out, got {dp_mesh_dims}: parameters that are DTensors already are not sharded further; pass "
+            "the data-parallel part of the mesh, and say by model_parallel=ModelParallel(tensor_axis=...) of "
+            "megatron.core.distributed.fsdp.fully_shard how parameters are split besides"
+        )
+    return _fully_shard(
+        module,
+        mesh,
+        reshard_after_forward=reshard_after_forward,
+        shard_placement_fn=shard_placement_fn,
+        mp_policy=mp_policy or MixedPrecisionPolicy(),
+        offload_policy=offload_policy,
+        ignored_params=ignored_params,
+    )

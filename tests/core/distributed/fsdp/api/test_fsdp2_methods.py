@@ -1,0 +1,332 @@
+"""FSDP2's methods by their names: the same script, with PyTorch's ``fully_shard`` and with ours, gives the same numbers."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as theirs
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from megatron.core.distributed.fsdp import fsdp2 as ours
+from tests.support.agreement import inputs, seeded
+from tests.support.rank_checks import RankChecks
+
+CHECKS = RankChecks(__name__)
+Numbers = list[torch.Tensor]
+
+
+class Net(nn.Module):
+    """Layers of which each is a unit; the last one is used by another method, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+        self.norm, self.head = nn.LayerNorm(6), nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.head(self.norm(x))
+
+    def encode(self, x: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
+        return self.head(self.norm(x)) * scale
+
+    def describe(self, x: torch.Tensor) -> dict[str, Any]:
+        return {"out": [self.norm(self.layers[0](x).to(x.dtype))], "n": 1}
+
+
+def _wrapped(library: Any, mesh: Any = None, **settings: Any) -> Any:
+    model = seeded(Net)
+    for layer in model.layers:
+        library.fully_shard(layer, mesh=mesh, **settings)
+    return library.fully_shard(model, mesh=mesh, **settings)
+
+
+def _step(
+    model: Any, step: int, *, num_microbatches: int = 1, before: Callable[[bool], None] = lambda _: None
+) -> Numbers:
+    """Losses of the microbatches of a step, and its gradients; an update."""
+    found: Numbers = []
+    for index in range(num_microbatches):
+        before(index == num_microbatches - 1)
+        loss = model(inputs(dist.get_rank(), 10 * step + index, 4, 6)).square().mean()
+        loss.backward()
+        found.append(loss.detach())
+    parameters = list(model.parameters())
+    found += [p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in parameters if p.grad is not None]
+    torch.optim.SGD(parameters, lr=0.1).step()
+    model.zero_grad()
+    return found
+
+
+def _assert_alike(script: Callable[[Any], Numbers], *, tolerance: float = 1e-6) -> None:
+    """Run the script with both libraries and compare what it returns."""
+    expected, got = script(theirs), script(ours)
+    assert len(got) == len(expected)
+    for ours_value, their_value in zip(got, expected, strict=True):
+        torch.testing.assert_close(ours_value, their_value, rtol=tolerance, atol=tolerance)
+
+
+@CHECKS.on(2)
+def accumulation_without_communication() -> None:
+    hsdp = init_device_mesh("cpu", (2, 1), mesh_dim_names=("outer", "inner"))
+    for mesh, settings in ((None, {}), (None, {"reshard_after_forward": False}), (hsdp, {})):
+        for name in ("set_requires_gradient_sync", "set_requires_all_reduce"):
+
+            def script(library: Any, mesh: Any = mesh, name: str = name, settings: Any = settings) -> Numbers:
+                model = _wrapped(library, mesh, **settings)
+
+                def before(is_last: bool) -> None:
+                    getattr(model, name)(is_last)
+                    model.set_is_last_backward(is_last)
+                    model.set_reshard_after_backward(is_last)
+
+                found: Numbers = []
+                for step in range(3):
+                    found += _step(model, step, num_microbatches=3, before=before)
+                model.set_requires_gradient_sync(True)
+                return found + _step(model, 4)
+
+            _assert_alike(script)
+
+
+@CHECKS.on(2)
+def units_by_themselves_may_leave_out_communication() -> None:
+    def script(library: Any) -> Numbers:
+        model = _wrapped(library)
+
+        def before(is_last: bool) -> None:
+            for unit in [*model.layers, model]:
+                unit.set_requires_gradient_sync(is_last, recurse=False)
+
+        return [number for step in range(3) for number in _step(model, step, num_microbatches=2, before=before)]
+
+    _assert_alike(script)
+
+
+@CHECKS.on(2)
+def the_last_microbatch_is_known_before_the_first_forward() -> None:
+    model = _wrapped(ours)
+    model.set_requires_gradient_sync(False)
+    assert not model.context.is_last_microbatch
+    model.layers[0].set_requires_gradient_sync(True)
+    assert model.context.is_last_microbatch
+    model.set_requires_all_reduce(False)  # means nothing where there is one axis
+    assert model.context.is_last_microbatch
+
+
+@CHECKS.on(2)
+def gradients_are_divided_by_a_factor_of_ones_own() -> None:
+    for mesh_shape in ((2,), (2, 1)):
+        mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("outer", "inner")[-len(mesh_shape) :])
+
+        def script(library: Any, mesh: Any = mesh) -> Numbers:
+            # Sums forced, FSDP2 (torch 2.13) divides by the factor twice where shards have one rank.
+            model = _wrapped(library, mesh if library is ours else None)
+            model.layers[1].set_gradient_divide_factor(5.0)
+            model.set_gradient_divide_factor(1)
+            for unit in (model, *model.layers):
+                unit.set_force_sum_reduction_for_comms(True)  # gloo has no other one for FSDP2
+            return [number for step in range(3) for number in _step(model, step)]
+
+        _assert_alike(script)
+    with pytest.raises(ValueError, match="by which gradients are divided must be positive, got 0"):
+        _wrapped(ours).set_gradient_divide_factor(0)
+
+
+@CHECKS.on(2)
+def a_hook_sees_reduced_gradients_before_they_are_added() -> None:
+    for mesh_shape in ((2,), (2, 1)):
+        mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("outer", "inner")[-len(mesh_shape) :])
+
+        def script(library: Any, mesh: Any = mesh) -> Numbers:
+            model = _wrapped(library, mesh)
+            model.layers[0].set_all_reduce_hook(lambda reduced: reduced.mul_(3))
+            found = _step(model, 0)
+            for index in range(2):  # sums
+                model(inputs(dist.get_rank(), index, 4, 6)).square().mean().backward()
+            return [*found, *_step(model, 1)]
+
+        _assert_alike(script)
+    with pytest.raises(ValueError, match="stream cannot be set"):
+        _wrapped(ours, init_device_mesh("cpu", (2, 1), mesh_dim_names=("outer", "inner"))).set_all_reduce_hook(
+            print, stream=object()
+        )
+
+
+@CHECKS.on(2)
+def weights_that_stay_are_gathered_once() -> None:
+    """``set_reshard_after_forward(False)``: from the second step on the unit's weights live through the turn."""
+    model, expected = _wrapped(ours), _wrapped(theirs)
+    for step in range(6):
+        if step == 1:
+            model.set_reshard_after_forward(False)
+        if step == 4:
+            model.layers[0].set_reshard_after_forward(True)
+        for got, wanted in zip(_step(model, step), _step(expected, step), strict=True):
+            torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-6)
+        kept = [unit.parameter_groups[0].weights.stays_unsharded for unit in (*model.layers, model)]
+        if step in (3, 5):
+            assert kept == [step == 3, True, True, True], (step, kept)
+    with pytest.raises(ValueError, match="reshard_after_forward should be a bool"):
+        model.set_reshard_after_forward(2)
+
+
+@CHECKS.on(2)
+def prefetches_are_as_many_as_are_listed() -> None:
+    def script(library: Any) -> Numbers:
+        model = _wrapped(library)
+        for index, layer in enumerate(model.layers):
+            layer.set_modules_to_forward_prefetch(list(model.layers[index + 1 : index + 3]))
+            layer.set_modules_to_backward_prefetch(list(model.layers[max(index - 2, 0) : index]))
+        return [number for step in range(4) for number in _step(model, step)]
+
+    _assert_alike(script)
+    model = _wrapped(ours)
+    model.layers[0].set_modules_to_forward_prefetch(list(model.layers[1:]))
+    assert model.layers[0]._fsdp_unit.prefetch_depth == (2, 1)
+    with pytest.raises(ValueError, match="Expects FSDPModule but got"):
+        model.set_modules_to_backward_prefetch([nn.Linear(2, 2)])
+
+
+@CHECKS.on(2)
+def weights_may_be_unsharded_ahead() -> None:
+    def script(library: Any) -> Numbers:
+        model = _wrapped(library)
+        found: Numbers = []
+        for step in range(3):
+            handle = model.layers[0].unshard(async_op=True)
+            model.layers[1].unshard(async_op=True)
+            assert isinstance(handle, library.UnshardHandle)
+            handle.wait()
+            assert model.layers[2].unshard() is None
+            found += [model.layers[i].weight.detach().clone() for i in (0, 2)]
+            assert not isinstance(model.layers[0].weight, DTensor)
+            model.layers[2].reshard()
+            assert isinstance(model.layers[2].weight, DTensor)
+            found += _step(model, step)
+            handle.wait()  # means nothing any more
+            assert isinstance(model.layers[0].weight, DTensor)
+        return found
+
+    _assert_alike(script)
+
+
+@CHECKS.on(2)
+def other_methods_compute_with_whole_weights() -> None:
+    bf16 = theirs.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for settings in ({}, {"mp_policy": bf16}):
+
+        def script(library: Any, settings: Any = settings) -> Numbers:
+            model = _wrapped(library, **settings)
+            if library is theirs:
+                library.register_fsdp_forward_method(model, "encode")
+            library.register_fsdp_forward_method(model, "describe")
+            library.register_fsdp_forward_method(nn.Linear(1, 1), "nothing")
+            found: Numbers = []
+            for step in range(3):
+                x = inputs(dist.get_rank(), step, 4, 6)
+                loss = model.encode(x, scale=2.0).square().mean() + model.describe(x)["out"][0].square().mean()
+                loss.backward()
+                found.append(loss.detach())
+                found += [p.grad.full_tensor() for p in model.parameters() if p.grad is not None]
+                with torch.no_grad():
+                    found.append(model.encode(x))
+                found += _step(model, step)
+            return found
+
+        _assert_alike(script, tolerance=0.02 if settings else 1e-6)
+    model = _wrapped(ours)
+    with pytest.raises(ValueError, match="does not have a method nothing"):
+        ours.register_fsdp_forward_method(model, "nothing")
+    with pytest.raises((RuntimeError, NotImplementedError), match=r"register_fsdp_forward_method\(module, \"name\"\)"):
+        model.describe(torch.ones(2, 6))
+    assert model.encode.__name__ == "encode"
+    gone = weakref.ref(model)
+    gc.disable()
+    try:
+        del model
+        assert gone() is None, "a registered method keeps its module alive"
+    finally:
+        gc.enable()
+
+
+@CHECKS.on(2)
+def ignored_parameters_stay_as_they_are() -> None:
+    def script(library: Any) -> Numbers:
+        model = seeded(Net)
+        ignored = {model.head.weight, model.layers[1].bias}
+        for layer in model.layers:
+            library.fully_shard(layer, ignored_params=ignored)
+        library.fully_shard(model, ignored_params=ignored)
+        assert all(
+            (type(p) is nn.Parameter and not isinstance(p, DTensor)) == (p in ignored) for p in model.parameters()
+        )
+        return [number for step in range(3) for number in _step(model, step)]
+
+    _assert_alike(script)
+
+
+@CHECKS.on(2)
+def arguments_that_say_where_shards_lie() -> None:
+    def script(library: Any) -> Numbers:
+        mesh = init_device_mesh("cpu", (2,))
+        model = _wrapped(
+            library,
+            mesh,
+            shard_placement_fn=lambda p: Shard(1) if p.dim() == 2 and p.shape[1] % 2 == 0 else None,
+            offload_policy=theirs.CPUOffloadPolicy(pin_memory=False),
+            reshard_after_forward=2,
+        )
+        return [number for step in range(3) for number in _step(model, step)]
+
+    _assert_alike(script)
+
+
+@CHECKS.on(2)
+def a_pass_that_failed_is_dropped() -> None:
+    def script(library: Any) -> Numbers:
+        model = _wrapped(library)
+        found = _step(model, 0)
+        hook = model.layers[1].register_forward_hook(_fail)
+        with pytest.raises(ZeroDivisionError):
+            model(torch.ones(2, 6))
+        hook.remove()
+        model.reset_iter_state() if hasattr(model, "reset_iter_state") else model.reshard()
+        return found + _step(model, 1)
+
+    _assert_alike(script)
+    with pytest.raises(RuntimeError, match=r"reset_iter_state must be called on the root, got layers\.0"):
+        model = _wrapped(ours)
+        model(torch.ones(2, 6))
+        model.layers[0].reset_iter_state()
+
+
+def _fail(*_: Any) -> None:
+    raise ZeroDivisionError
+
+
+@CHECKS.on(2)
+def roots_share_streams() -> None:
+    first, second = _wrapped(ours), _wrapped(ours)
+    ours.share_comm_ctx([first, second])
+    ours.share_comm_ctx([])
+    assert first.context.streams is second.context.streams is second.context.unsharder.streams
+    for step in range(2):
+        _step(first, step)
+        _step(second, step)
+    with pytest.raises(ValueError, match="Expects list of FSDPModules but got"):
+        ours.share_comm_ctx([first, nn.Linear(1, 1)])
+
+
+@pytest.mark.parametrize(("num_ranks", "name"), CHECKS.parameters)
+def test_on_ranks(num_ranks: int, name: str) -> None:
+    CHECKS.assert_passed(num_ranks, name)
