@@ -15,6 +15,7 @@ import megatron.core.distributed.fsdp as fsdp
 from benchmarks.engines.engine import BETAS, WEIGHT_DECAY, Engine, EngineSettings, MemoryPlan, adamw
 from benchmarks.engines.plain_gpt import Linear, MainGradLinear, PlainGpt
 from megatron.core.distributed.fsdp.comm.registry import transport_problem
+from megatron.core.distributed.fsdp.layout.matrix_rounds import ROUND_NUMEL
 
 # The transport in an engine's name, and ``fully_shard``'s name for it.
 TRANSPORTS = {"nccl": "nccl", "symm": "symm", "peer": "peer_copy"}
@@ -34,6 +35,8 @@ class OursOptions:
     """``FlatMuon`` for the layers' matrices, with queries, keys and values apart, and AdamW for all else."""
     gram_iterations: bool = True
     """Muon iterates on Gram matrices in fp16 where there are kernels."""
+    round_numel: int = ROUND_NUMEL
+    """Elements of matrices for Muon that a rank receives in an exchange."""
     remainders: bool = True
     """Main weights are stored as the bf16 model weight and the 16 bits that it lacks, not as fp32 beside it."""
     overlaps_forward: bool = True
@@ -54,6 +57,8 @@ class OursOptions:
 
 # ``+keep=GIB`` after an engine's name: its ``memory_budget_gib``.
 _KEEP = re.compile(r"keep=(\d+(?:\.\d+)?)")
+# ``+round=MI`` after an engine's name: its ``round_numel``, in Mi elements.
+_ROUND = re.compile(r"round=(\d+)")
 # What ``+name`` after an engine's name changes, and its description.
 VARIATIONS: dict[str, tuple[dict[str, Any], str]] = {
     "plain": ({"linear": Linear}, "on torch's linear layers"),
@@ -86,15 +91,19 @@ def parse_ours(name: str) -> OursOptions:
         raise ValueError(
             f"an engine of ours must be named ours-{{{','.join(TRANSPORTS)}}}[-graph][+VARIATION...], got {name}"
         )
-    unknown = [v for v in variations if v not in VARIATIONS and not _KEEP.fullmatch(v)]
+    unknown = [v for v in variations if v not in VARIATIONS and not _KEEP.fullmatch(v) and not _ROUND.fullmatch(v)]
     if unknown:
         raise ValueError(
-            f"variations must be among {', '.join(VARIATIONS)}, keep=GIB, got {', '.join(unknown)} in {name}"
+            f"variations must be among {', '.join(VARIATIONS)}, keep=GIB, round=MI, got {', '.join(unknown)} in {name}"
         )
     changes: dict[str, Any] = {}
     for variation in variations:
-        keep = _KEEP.fullmatch(variation)
-        changes |= {"memory_budget_gib": float(keep[1])} if keep else VARIATIONS[variation][0]
+        if keep := _KEEP.fullmatch(variation):
+            changes |= {"memory_budget_gib": float(keep[1])}
+        elif of_round := _ROUND.fullmatch(variation):
+            changes |= {"round_numel": int(of_round[1]) << 20}
+        else:
+            changes |= VARIATIONS[variation][0]
     if suffix:
         # A graph holds whole steps: no step may launch work of the next one or leave work to it.
         changes |= {"graph": True, "prepares_forward": False, "overlaps_forward": False}
@@ -187,6 +196,7 @@ class Ours(Engine):
             weight_decay=WEIGHT_DECAY,
             extra_scale_factor=0.2,
             gram_iterations=self.options.gram_iterations,
+            round_numel=self.options.round_numel,
             row_blocks_of=lambda parameter: (shape.hidden_size, kv, kv) if parameter in queries else None,
             overlaps_forward=self.options.overlaps_forward,
         )

@@ -49,7 +49,7 @@ RIVALS = ("fsdp2", "megatron-fsdp", "megatron-fsdp-v2")
 
 NAMES = (
     f"{', '.join(PEERS)}, ours-plain, ours-{{nccl,symm,peer}}, each of ours also with -graph and then +VARIATION... "
-    f"({', '.join(VARIATIONS)}, keep=GIB)"
+    f"({', '.join(VARIATIONS)}, keep=GIB, round=MI)"
 )
 
 

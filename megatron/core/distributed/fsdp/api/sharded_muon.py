@@ -62,7 +62,8 @@ class ShardedMuon(torch.optim.Muon):
         orthogonalizer = self._orthogonalizer_of(group, parameters)
         weights, gradients, averages = (list(map(_local, tensors)) for tensors in (parameters, grads, momenta))
 
-        def directions(numbers: Sequence[int]) -> list[torch.Tensor]:
+        def fill(round_number: int, sent: torch.Tensor) -> None:
+            numbers, numels = orthogonalizer.numbers_of(round_number)
             held = [number for number in numbers if gradients[number].numel()]
             own, average = [gradients[number] for number in held], [averages[number] for number in held]
             found = average
@@ -71,22 +72,23 @@ class ShardedMuon(torch.optim.Muon):
                 if group["nesterov"]:
                     found = list(torch._foreach_lerp(own, average, group["momentum"]))
             by_number = dict(zip(held, found, strict=True))
-            return [by_number.get(number, gradients[number]).reshape(-1) for number in numbers]
+            pieces = [by_number.get(number, gradients[number]).reshape(-1) for number in numbers]
+            torch._foreach_copy_(list(sent.split(numels)), pieces)
 
-        run = orthogonalizer.begin(directions)
+        run = orthogonalizer.begin(fill, [1] * orthogonalizer.num_rounds)
         lr = group["lr"].item() if isinstance(group["lr"], torch.Tensor) else group["lr"]
         decay = 1 - lr * group["weight_decay"]
         for at in range(orthogonalizer.num_rounds):
-            run.finish(at)
+            numbers, numels = orthogonalizer.numbers_of(at)
+            results = run.take(at).split(numels)
             by_rate: dict[float, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-            for number, result in run.results.items():
+            for number, result in zip(numbers, results, strict=True):
                 weight = weights[number]
                 if weight.numel():
                     rate = lr * _lr_ratio(group["adjust_lr_fn"], *parameters[number].shape)
                     mine, updates = by_rate.setdefault(rate, ([], []))
                     mine.append(weight)
                     updates.append(result.to(weight.dtype).view(weight.shape))
-            run.results.clear()
             for rate, (mine, updates) in by_rate.items():
                 _decay_and_subtract(mine, updates, decay=decay, rate=rate)
 

@@ -10,7 +10,14 @@ import torch
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
 from megatron.core.distributed.fsdp.flat_optimizer.flat_adamw import FlatAdamW
 from megatron.core.distributed.fsdp.flat_optimizer.flat_state import STEP, FlatState
-from megatron.core.distributed.fsdp.flat_optimizer.muon_state import MuonState, Rates
+from megatron.core.distributed.fsdp.flat_optimizer.muon_state import MuonState
+from megatron.core.distributed.fsdp.flat_optimizer.muon_update import (
+    Rates,
+    RoundPart,
+    TorchMuonUpdate,
+    make_muon_update,
+)
+from megatron.core.distributed.fsdp.layout.matrix_rounds import ROUND_NUMEL
 from megatron.core.distributed.fsdp.matrices.newton_schulz import NewtonSchulz, newton_schulz_coefficients
 from megatron.core.distributed.fsdp.matrices.orthogonalizer import OrthogonalizedMatrices, Orthogonalizer
 from megatron.core.distributed.fsdp.matrices.shared_matrix import (
@@ -61,6 +68,8 @@ class FlatMuon(FlatAdamW):
             of one place are orthogonalized as a matrix of their own. None: the parameter is one matrix.
         gram_iterations: with ``medium``, iterate on X X^T in fp16 where a device has the kernels, with less than half the arithmetic;
             results are nearer to those of exact arithmetic than bf16's. False: always on X in bf16.
+        round_numel: elements of matrices that a rank receives in one exchange, about. More take more memory (about 30 bytes for
+            each while a round and the next are under way), and fewer launches.
         overlaps_forward: as ``FlatAdamW``.
 
     Raises:
@@ -90,6 +99,7 @@ class FlatMuon(FlatAdamW):
         tp_mode: TensorParallelMode = "duplicated",
         row_blocks_of: RowBlocks | None = None,
         gram_iterations: bool = True,
+        round_numel: int = ROUND_NUMEL,
         overlaps_forward: bool = False,
     ) -> None:
         _check_choices(("scale_mode", scale_mode, tuple(_SCALES)), ("tp_mode", tp_mode, TENSOR_PARALLEL_MODES))
@@ -110,7 +120,8 @@ class FlatMuon(FlatAdamW):
         self._matrices: dict[torch.Tensor, SharedMatrix] = {}
         self._orthogonalizer: Orthogonalizer | None = None
         self._numbered: list[torch.Tensor] = []
-        self._pieces: dict[int, torch.Tensor] = {}
+        self._round_numel = round_numel
+        self._work: TorchMuonUpdate | None = None
         self._run: OrthogonalizedMatrices | None = None
         super().__init__(params, lr, betas, eps, weight_decay, overlaps_forward=overlaps_forward)
 
@@ -127,7 +138,8 @@ class FlatMuon(FlatAdamW):
         for parameter in (p for p, number in zip(group.sharded, param_groups, strict=True) if number is not None):
             blocks = None if self._row_blocks_of is None else self._row_blocks_of(parameter)
             self._matrices[parameter] = shared_matrix_of(parameter, row_blocks=blocks, tensor_mode=self._tp_mode)
-        return MuonState(group, param_groups)
+        self._work = self._work or make_muon_update(group.device)
+        return MuonState(group, param_groups, self._work)
 
     def _lay_out(self) -> None:
         super()._lay_out()
@@ -156,14 +168,14 @@ class FlatMuon(FlatAdamW):
         try:
             return super().step(closure, grad_factor=grad_factor)
         finally:
-            self._run, self._pieces = None, {}  # they refer to this optimizer, and hold what was sent
+            self._run = None  # it refers to this optimizer, and holds what was sent
 
     def _begin_updates(self, groups: Sequence[FsdpParameterGroup], factor: torch.Tensor) -> None:
         self._factor = factor
         self._rates = [_rates_of(group) if group["use_muon"] else None for group in self.param_groups]
         self._number([p for group in groups for p in group.sharded if p in self._matrices and p not in self._idle])
         if self._orthogonalizer is not None:
-            self._run = self._orthogonalizer.begin(self._pieces_of)
+            self._run = self._orthogonalizer.begin(self._fill, self._num_users)
 
     def _number(self, parameters: list[torch.Tensor]) -> None:
         """Give the matrices of this step numbers, unless they are those of the step before."""
@@ -176,53 +188,53 @@ class FlatMuon(FlatAdamW):
         self._orthogonalizer = None
         if parameters:
             matrices = [self._matrices[parameter] for parameter in parameters]
-            self._orthogonalizer = Orthogonalizer(matrices, self._iterate, parameters[0].device)
-        self._state_at: dict[int, MuonState] = {}
-        self._last_round: dict[int, int] = {}
+            self._orthogonalizer = Orthogonalizer(
+                matrices, self._iterate, parameters[0].device, round_numel=self._round_numel
+            )
+        places = [] if self._orthogonalizer is None else self._orthogonalizer.places
+        num_rounds = 0 if self._orthogonalizer is None else self._orthogonalizer.num_rounds
+        self._senders: list[list[tuple[MuonState, RoundPart]]] = [[] for _ in range(num_rounds)]
         for group, state in self._living():
             if isinstance(state, MuonState):
                 numbers = [number_of.get(parameter) for parameter in group.sharded]
                 shared = [self._matrices.get(parameter) for parameter in group.sharded]
                 scaled = [[] if matrix is None else matrix.pieces_by_block(self._scale) for matrix in shared]
-                state.lay_out_matrices(numbers, scaled)
-                held = [number for number in numbers if number is not None]
-                self._state_at.update(dict.fromkeys(held, state))
-                if held and self._orthogonalizer is not None:
-                    self._last_round[id(group)] = max(self._orthogonalizer.round_of[number] for number in held)
-
-    def _pieces_of(self, numbers: Sequence[int]) -> list[torch.Tensor]:
-        """Return what this rank has of the matrices, once the gradients of their groups are in the momentum."""
-        for number in numbers:
-            if number not in self._pieces:
-                state = self._state_at[number]
-                group = state.group()
-                assert group is not None, "it is being updated"
+                state.lay_out_matrices([None if n is None else places[n] for n in numbers], scaled)
                 for part in state.parts:
-                    rates = self._rates[part.param_group]
-                    assert rates is not None
-                    grad = group.grads.main_storage.flat
-                    self._pieces.update(state.accumulate(part, rates, grad, self._factor))
-        return [self._pieces[number] for number in numbers]
+                    self._senders[part.round_number].append((state, part))
+        self._num_users = [len(senders) for senders in self._senders]
+
+    def _fill(self, round_number: int, sent: torch.Tensor) -> None:
+        """Bring gradients into the momentum, and write what this rank has of the round's matrices to ``sent``."""
+        assert self._work is not None
+        for state, part in self._senders[round_number]:
+            group, rates = state.group(), self._rates[part.param_group]
+            assert group is not None and rates is not None, "it is being updated"
+            grad = group.grads.main_storage.flat
+            self._work.accumulate(part, rates, grad, state.momentum, sent, self._factor)
 
     def _update_group(self, group: FsdpParameterGroup) -> None:
-        state = self._state_of[id(group)]
+        state, weights = self._state_of[id(group)], group.weights
         if not isinstance(state, MuonState):
             super()._update_group(group)
             return
-        group.weights.begin_update(is_whole=False)
-        state.update_vectors(group, group.grads.main_storage.flat, self._table.columns.coefficients, self._update)
+        weights.begin_update(is_whole=False)
+        leaves_some = bool(self._idle) and not self._idle.isdisjoint(group.sharded)
+        # What is written whole by elementwise casts needs no pass of its own.
+        is_cast = weights.codec.casts and not leaves_some
+        model = weights.piece_of_update if is_cast else None
+        grad = group.grads.main_storage.flat
+        state.update_vectors(group, model, grad, self._table.columns.coefficients, self._update)
         if state.parts:
-            run = self._run
-            assert isinstance(run, OrthogonalizedMatrices), "there are matrices"
-            run.finish(self._last_round[id(group)])
+            run, work = self._run, self._work
+            assert isinstance(run, OrthogonalizedMatrices) and work is not None, "there are matrices"
             for part in state.parts:
                 rates = self._rates[part.param_group]
                 assert rates is not None
-                results = [run.results.pop(number) for number in part.numbers]
-                state.apply(group, part, rates, results, self._extra_scale)
-                for number in part.numbers:
-                    self._pieces.pop(number, None)
-        group.weights.end_partial_update()
+                result = run.take(part.round_number)
+                work.apply(part, rates, weights.main.local.data, model, result, self._extra_scale)
+        if not is_cast:
+            weights.end_partial_update()
 
 
 def _rates_of(param_group: dict[str, Any]) -> Rates:

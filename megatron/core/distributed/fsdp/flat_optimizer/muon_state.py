@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import torch
 
@@ -13,35 +12,17 @@ from megatron.core.distributed.fsdp.dtensor.local_parts import placed_like
 from megatron.core.distributed.fsdp.flat_optimizer.adamw_update import FlatShard, TorchUpdate
 from megatron.core.distributed.fsdp.flat_optimizer.flat_runs import Run, merged
 from megatron.core.distributed.fsdp.flat_optimizer.flat_state import EXP_AVG, EXP_AVG_SQ, FlatState
+from megatron.core.distributed.fsdp.flat_optimizer.muon_update import (
+    KernelMuonUpdate,
+    RoundPart,
+    Stretch,
+    Table,
+    TorchMuonUpdate,
+    VectorRun,
+    joined,
+)
 
 MOMENTUM = "momentum_buffer"
-
-
-@dataclass(frozen=True)
-class Rates:
-    """Hyperparameters of a step of Muon."""
-
-    lr: float
-    weight_decay: float
-    momentum: float
-    nesterov: bool
-
-
-@dataclass
-class _Part:
-    """Matrices of one param group: places of this rank's elements in main weight and momentum, and the parts of one scale.
-
-    Args:
-        param_group: number of the optimizer's param group.
-        numbers: of the matrices, in the order of their elements.
-        runs: [(begin in the main weight, begin in the momentum, elements of each matrix)], one for each run of elements.
-        scaled: [(begin in the main weight, elements, scale)] of what one scale counts for.
-    """
-
-    param_group: int
-    numbers: list[int] = field(default_factory=list)
-    runs: list[tuple[int, int, list[int]]] = field(default_factory=list)
-    scaled: list[tuple[int, int, float]] = field(default_factory=list)
 
 
 class MuonState(FlatState):
@@ -49,10 +30,11 @@ class MuonState(FlatState):
 
     Args:
         param_groups: [T] number of the optimizer's param group of each matrix; None for parameters that AdamW updates.
+        work: what is done with elements of matrices.
     """
 
-    def __init__(self, group: FsdpParameterGroup, param_groups: Sequence[int | None]) -> None:
-        self.group = weakref.ref(group)
+    def __init__(self, group: FsdpParameterGroup, param_groups: Sequence[int | None], work: TorchMuonUpdate) -> None:
+        self.group, self._work = weakref.ref(group), work
         self.remainder = None
         self._param_groups = list(param_groups)
         # In the order of the layout, which is the same on all ranks, also where this one has no elements.
@@ -78,11 +60,11 @@ class MuonState(FlatState):
                 {key: placed_like(parameter, self._flat[key][begin : begin + numel].view(shape)) for key in own}  # type: ignore[arg-type]
             )
         group.optimizer_state_nbytes = sum(flat.numel() * flat.element_size() for flat in self._flat.values())
-        self.parts: list[_Part] = []
+        self.momentum = self._flat[MOMENTUM]
+        self.parts: list[RoundPart] = []
         self._vector_runs: list[Run] = []
         self._vectors: FlatShard | None = None
-        self._weights: list[list[torch.Tensor]] = []
-        self._address = 0
+        self._vector_table: Table | None = None
 
     def lay_out(
         self, group: FsdpParameterGroup, table_rows: Sequence[int], only: Sequence[bool], update: TorchUpdate
@@ -95,8 +77,11 @@ class MuonState(FlatState):
         # What lies side by side both in the main weight and here: their distance is the same.
         spans = merged(Run(begins[i], begins[i] + numels[i], places[i] - begins[i]) for i in vectors)
         self._vector_runs = [Run(begin, end, begin + distance) for begin, end, distance, _ in spans]
-        self._vectors = None
-        if vectors:
+        self._vectors = self._vector_table = None
+        if vectors and isinstance(self._work, KernelMuonUpdate):
+            rows = [VectorRun(begins[i], places[i], table_rows[i], numels[i]) for i in vectors]
+            self._vector_table = self._work.table(rows, group.device, places=2)
+        elif vectors:
             exp_avg = self._flat[EXP_AVG]
             self._vectors = FlatShard(
                 main=torch.zeros_like(exp_avg, dtype=group.weights.main.local.dtype),
@@ -108,95 +93,59 @@ class MuonState(FlatState):
                 blocks=update.blocks(runs, group.device),
             )
 
-    def lay_out_matrices(self, numbers: Sequence[int | None], scaled: Sequence[list[tuple[int, float]]]) -> None:
-        """Prepare updates of the matrices that have a number.
+    def lay_out_matrices(
+        self, places: Sequence[tuple[int, int] | None], scaled: Sequence[list[tuple[int, float]]]
+    ) -> None:
+        """Prepare updates of the matrices that have a place.
 
         Args:
-            numbers: [T] of each matrix in the ``Orthogonalizer``; None for what is not updated.
-            scaled: [T] the parts of this rank's elements of each matrix that one scale counts for, with the scale.
+            places: [T] round of each matrix, and where this rank's elements are in what travels; None for what is not updated.
+            scaled: [T] the parts of this rank's elements of each matrix that one scale counts for: elements and scale.
         """
-        parts: dict[int, _Part] = {}
+        parts: dict[tuple[int, int], list[Stretch]] = {}
         for index in self._order:
-            number, param_group = numbers[index], self._param_groups[index]
-            if number is None or param_group is None:
+            place, param_group = places[index], self._param_groups[index]
+            if place is None or param_group is None:
                 continue
-            part = parts.setdefault(param_group, _Part(param_group))
-            part.numbers.append(number)
-            begin, place, numel = self._begins[index], self._places[index], self._numels[index]
-            last = part.runs[-1] if part.runs else None
-            joins = last is not None and (
-                not numel or (last[0] + sum(last[2]), last[1] + sum(last[2])) == (begin, place)
-            )
-            if last is not None and joins:
-                last[2].append(numel)
-            else:
-                part.runs.append((begin, place, [numel]))
-            for count, scale in scaled[index]:
-                part.scaled.append((begin, count, scale))
-                begin += count
-        self.parts = list(parts.values())
-        self._address = 0
+            stretches = parts.setdefault((place[0], param_group), [])
+            main, momentum, travel = self._begins[index], self._places[index], place[1]
+            for numel, scale in scaled[index]:
+                stretches.append(Stretch(main, momentum, travel, numel, scale))
+                main, momentum, travel = main + numel, momentum + numel, travel + numel
+        self.parts = []
+        for (round_number, param_group), stretches in parts.items():
+            sent = joined([stretch._replace(scale=1.0) for stretch in stretches])
+            part = RoundPart(round_number, param_group, sent, joined(stretches))
+            self._work.prepare(part, self.momentum.device)
+            self.parts.append(part)
 
     def update_vectors(
-        self, group: FsdpParameterGroup, grad: torch.Tensor, coefficients: torch.Tensor, update: TorchUpdate
+        self,
+        group: FsdpParameterGroup,
+        model: torch.Tensor | None,
+        grad: torch.Tensor,
+        coefficients: torch.Tensor,
+        update: TorchUpdate,
     ) -> None:
-        """Update by AdamW what is no matrix. These are few elements: they are brought together and back."""
+        """Update by AdamW what is no matrix, and cast it to ``model`` unless that is None."""
+        main = group.weights.main.local.data
+        if self._vector_table is not None:
+            assert isinstance(self._work, KernelMuonUpdate)
+            state = self._flat[EXP_AVG], self._flat[EXP_AVG_SQ]
+            self._work.update_vectors(self._vector_table, main, model, grad, state, coefficients)
         if self._vectors is None:
             return
-        main, shard = group.weights.main.local.data, self._vectors
-        weights = [main[begin:end] for begin, end, *_ in self._vector_runs]
-        own = [shard.main[place : place + end - begin] for begin, end, place, _ in self._vector_runs]
+        # These are few elements: they are brought together and back.
+        shard, runs = self._vectors, self._vector_runs
+        weights = [main[begin:end] for begin, end, *_ in runs]
+        own = [shard.main[place : place + end - begin] for begin, end, place, _ in runs]
         torch._foreach_copy_(own, weights)
         grads = torch.zeros_like(shard.main, dtype=grad.dtype)
         torch._foreach_copy_(
-            [grads[place : place + end - begin] for begin, end, place, _ in self._vector_runs],
-            [grad[begin:end] for begin, end, *_ in self._vector_runs],
+            [grads[place : place + end - begin] for begin, end, place, _ in runs],
+            [grad[begin:end] for begin, end, *_ in runs],
         )
         update.update(shard, grads, coefficients)
         torch._foreach_copy_(weights, own)
-
-    def accumulate(
-        self, part: _Part, rates: Rates, grad: torch.Tensor, factor: torch.Tensor
-    ) -> dict[int, torch.Tensor]:
-        """Add the gradient, times ``factor``, to the momentum; return what is orthogonalized of each matrix, flat, by number."""
-        pieces: list[torch.Tensor] = []
-        for begin, place, numels in part.runs:
-            length = sum(numels)
-            momentum = self._flat[MOMENTUM][place : place + length]
-            gradient = grad[begin : begin + length]
-            gradient = gradient * factor if grad.dtype == torch.float32 else gradient.float().mul_(factor)
-            momentum.lerp_(gradient, 1 - rates.momentum)
-            pieces += (gradient.lerp_(momentum, rates.momentum) if rates.nesterov else momentum).split(numels)
-        return dict(zip(part.numbers, pieces, strict=True))
-
-    def apply(
-        self,
-        group: FsdpParameterGroup,
-        part: _Part,
-        rates: Rates,
-        orthogonal: Sequence[torch.Tensor],
-        extra_scale: float,
-    ) -> None:
-        """Decay this rank's elements of the matrices, and subtract from them the scaled orthogonal matrices [numbers]."""
-        if not part.scaled:
-            return
-        weights = self._weights_of(group)[self.parts.index(part)]
-        main = weights if weights[0].dtype == torch.float32 else [weight.float() for weight in weights]
-        change = torch.cat(list(orthogonal)).float()
-        changes = list(change.split([numel for _, numel, _ in part.scaled]))
-        torch._foreach_mul_(changes, [scale for *_, scale in part.scaled])
-        if extra_scale != 1.0:
-            change.mul_(extra_scale)
-        if rates.weight_decay != 0.0:
-            torch._foreach_add_(main, main, alpha=-rates.weight_decay * rates.lr)
-        torch._foreach_add_(main, changes, alpha=-rates.lr)
-        if main is not weights:
-            torch._foreach_copy_(weights, main)
-
-    def _weights_of(self, group: FsdpParameterGroup) -> list[list[torch.Tensor]]:
-        """Return the main weights of each part, cut as ``scaled``, at their current address."""
-        main = group.weights.main.local.data
-        if main.data_ptr() != self._address:
-            self._address = main.data_ptr()
-            self._weights = [[main[begin : begin + numel] for begin, numel, _ in part.scaled] for part in self.parts]
-        return self._weights
+        if model is not None:
+            torch._foreach_copy_([model[begin:end] for begin, end, *_ in runs], own)

@@ -7,6 +7,7 @@ this one computes, and so does what the round before returns.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -22,8 +23,8 @@ from megatron.core.distributed.fsdp.matrices.newton_schulz import NewtonSchulz, 
 from megatron.core.distributed.fsdp.matrices.placed_matrix import PlacedMatrix
 from megatron.core.distributed.fsdp.matrices.shared_matrix import SharedMatrix
 
-PiecesOf = Callable[[Sequence[int]], Sequence[torch.Tensor]]
-"""Returns this rank's elements, flat, of the matrices of these numbers."""
+Fill = Callable[[int, torch.Tensor], None]
+"""Writes this rank's elements of the matrices of a round, of this number, to a flat tensor in the order of ``numbers_of``."""
 
 
 @dataclass
@@ -119,10 +120,10 @@ class _Round:
         self._handle: Any = None
         self._tensors: tuple[torch.Tensor, torch.Tensor] = (torch.empty(0), torch.empty(0))
 
-    def send(self, pieces_of: PiecesOf) -> None:
-        """Begin to bring this rank's elements to the owners."""
+    def send(self, fill: Callable[[torch.Tensor], None]) -> None:
+        """Begin to bring this rank's elements, which ``fill`` writes, to the owners."""
         sent = torch.empty(sum(self.sent_numels), dtype=self._iterate.norm_dtype, device=self._device)
-        _copy_pieces(sent.split(self.sent_numels), pieces_of(self.numbers))
+        fill(sent)
         self._exchange(sent, self._sent_by_rank, self._received_by_rank)
 
     def compute(self) -> None:
@@ -139,9 +140,9 @@ class _Round:
         returned = results if self.ranks is None else _joined([parts[at] for at in self._from_whole], results)
         self._exchange(returned, self._received_by_rank, self._sent_by_rank)
 
-    def receive(self) -> tuple[torch.Tensor, ...]:
+    def receive(self) -> torch.Tensor:
         """Return this rank's elements of the results, flat, of the matrices ``numbers``."""
-        return self._received().split(self.sent_numels)
+        return self._received()
 
     def _exchange(self, sent: torch.Tensor, sent_numels: list[int], received_numels: list[int]) -> None:
         if self.ranks is None:
@@ -170,6 +171,9 @@ class Orthogonalizer:
         device: of the elements.
         round_numel: elements that an owner takes in a round.
 
+    Attributes:
+        places: [numbers] round of each matrix, and where this rank's elements are in what travels.
+
     Ranks: all that hold the matrices build it over the same ones, in the same order.
     """
 
@@ -181,7 +185,7 @@ class Orthogonalizer:
         *,
         round_numel: int = ROUND_NUMEL,
     ) -> None:
-        self.round_of = [0] * len(matrices)
+        self.places = [(0, 0)] * len(matrices)
         self._rounds: list[_Round] = []
         found: list[tuple[int, list[int], list[int]]] = []
         of_ranks: dict[ProcessGroup | None, list[int]] = {}
@@ -197,40 +201,54 @@ class Orthogonalizer:
                 found.append((min(of_round), of_round, [owners[place] for place in members]))
         for at, (_, numbers, owners) in enumerate(sorted(found)):
             self._rounds.append(_Round(matrices, numbers, owners, iterate, device))
-            for number in numbers:
-                self.round_of[number] = at
+            made = self._rounds[-1]
+            begins = accumulate(made.sent_numels, initial=0)
+            for number, begin in zip(made.numbers, begins, strict=False):
+                self.places[number] = at, begin
 
     @property
     def num_rounds(self) -> int:
         return len(self._rounds)
 
-    def begin(self, pieces_of: PiecesOf) -> OrthogonalizedMatrices:
-        """Begin a step; ``pieces_of`` gives this rank's elements when they are sent. Ranks: all."""
-        return OrthogonalizedMatrices(self._rounds, pieces_of)
+    def numbers_of(self, round_number: int) -> tuple[list[int], list[int]]:
+        """Return the matrices of a round in the order of their elements in what travels, and how many elements of each."""
+        made = self._rounds[round_number]
+        return made.numbers, made.sent_numels
+
+    def begin(self, fill: Fill, num_users: Sequence[int]) -> OrthogonalizedMatrices:
+        """Begin a step. Ranks: all.
+
+        Args:
+            fill: gives this rank's elements when they are sent.
+            num_users: [rounds] how often the results of each are taken.
+        """
+        return OrthogonalizedMatrices(self._rounds, fill, num_users)
 
 
 class OrthogonalizedMatrices:
-    """The results of one step, which come in rounds. Ranks: all finish the rounds in their order."""
+    """The results of one step, which come in rounds. Ranks: all take the rounds in one order."""
 
-    def __init__(self, rounds: Sequence[_Round], pieces_of: PiecesOf) -> None:
-        self._rounds, self._pieces_of = rounds, pieces_of
+    def __init__(self, rounds: Sequence[_Round], fill: Fill, num_users: Sequence[int]) -> None:
+        self._rounds, self._fill, self._num_users = rounds, fill, list(num_users)
         self._num_sent = self._num_computed = self._num_received = 0
-        self.results: dict[int, torch.Tensor] = {}
+        self._results: dict[int, torch.Tensor] = {}
 
-    def finish(self, round_number: int) -> None:
-        """Put this rank's elements of the results of all rounds up to this one into ``results``, by number."""
+    def take(self, round_number: int) -> torch.Tensor:
+        """Return this rank's elements of the round's results, which is kept for as many as take it."""
         while self._num_received <= round_number:
             # The next round computes while this one's results travel.
             self._compute(self._num_received + 1)
-            done = self._rounds[self._num_received]
-            self.results.update(zip(done.numbers, done.receive(), strict=True))
+            self._results[self._num_received] = self._rounds[self._num_received].receive()
             self._num_received += 1
+        self._num_users[round_number] -= 1
+        is_last = not self._num_users[round_number]
+        return self._results.pop(round_number) if is_last else self._results[round_number]
 
     def _compute(self, last: int) -> None:
         while self._num_computed <= min(last, len(self._rounds) - 1):
             # The next round's elements travel while this one computes.
             while self._num_sent <= min(self._num_computed + 1, len(self._rounds) - 1):
-                self._rounds[self._num_sent].send(self._pieces_of)
+                self._rounds[self._num_sent].send(functools.partial(self._fill, self._num_sent))
                 self._num_sent += 1
             self._rounds[self._num_computed].compute()
             self._num_computed += 1
@@ -274,11 +292,6 @@ def _by_position(matrix: SharedMatrix) -> list[int]:
 
 def _numel(bounds: tuple[int, int]) -> int:
     return bounds[1] - bounds[0]
-
-
-def _copy_pieces(targets: Sequence[torch.Tensor], pieces: Sequence[torch.Tensor]) -> None:
-    if targets:
-        torch._foreach_copy_(list(targets), list(pieces))
 
 
 def _joined(pieces: list[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
