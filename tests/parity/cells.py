@@ -76,6 +76,17 @@ MODELS |= {
     "mtp_repeated": f"{MODELS['llama']} {_MTP} --mtp-use-repeated-layer --recompute-granularity full --recompute-method uniform "
     "--recompute-num-layers 1",
 }
+_DELTA = (
+    "--experimental-attention-variant gdn --linear-key-head-dim 6 --linear-value-head-dim 5 --linear-num-key-heads 2 "
+    "--linear-num-value-heads 4 --linear-conv-kernel-dim 3 --swiglu"
+)
+MODELS |= {
+    # As Qwen3-Next, without its experts; what is between the projections is computed again in backward.
+    "delta": f"{_COMMON} {_LLAMA} {_DELTA} --linear-attention-freq 2 --attention-output-gate --qk-layernorm --rotary-percent 0.5 "
+    "--apply-layernorm-1p --recompute-granularity selective --recompute-modules core_attn",
+    # tied, learned positions, LayerNorm, biases elsewhere
+    "delta_tied": f"{_COMMON} {_DELTA} --linear-attention-freq [0,1]",
+}
 FAMILIES = {
     "gpt": ("gpt", "llama"),
     "moe": ("moe", "moe_biased"),
@@ -84,11 +95,12 @@ FAMILIES = {
     "documents": ("documents",),
     "latent": ("latent", "latent_plain"),
     "deepseek": ("deepseek",),
+    "delta": ("delta", "delta_tied"),
     "muon": ("muon", "muon_llama"),
     "muon_moe": ("muon_moe",),
     "mtp": ("mtp", "mtp_repeated"),
 }
-_HALVED = ("attention", "latent", "deepseek", "gpt_oss", "documents", "muon", "muon_moe", "mtp")
+_HALVED = ("attention", "latent", "deepseek", "delta", "gpt_oss", "documents", "muon", "muon_moe", "mtp")
 """Families whose loss is per token with four microbatches and per microbatch with one."""
 
 
@@ -263,6 +275,7 @@ LAYOUTS = {
     "deepseek": {name: MOE_LAYOUTS[name] for name in ("ep2", "tp2+sp", "cp2", "pp2", "ep2+tp2+sp")},
     "gpt_oss": MOE_LAYOUTS,
     "documents": {name: GPT_LAYOUTS[name] for name in ("tp2+sp", "pp2")},
+    "delta": {name: GPT_LAYOUTS[name] for name in ("none", "tp2", "tp2+sp", "pp2", "tp2+pp2")},
     "muon": {name: GPT_LAYOUTS[name] for name in ("none", "tp2", "tp2+sp", "pp2")},
     "muon_moe": {name: MOE_LAYOUTS[name] for name in ("ep2", "ep2+tp2+sp")},
     "mtp": {**GPT_LAYOUTS, **STAGES_OF_MTP},
@@ -312,6 +325,8 @@ IN_CI = (
     "latent-cp2-optim_grads-m1-mean",
     "latent-pp2-optim-m1-mean",
     "deepseek-ep2-optim_grads_params-m4-token",
+    "delta-tp2-optim-m1-mean",
+    "delta-tp2+sp-optim_grads_params-m4-token",
     "muon-none-hsdp-m1-mean",
     "muon-tp2+sp-optim_grads-m4-token",
     "muon_moe-ep2-optim-m1-mean",

@@ -12,7 +12,15 @@ from megatron.core.distributed.fsdp.checkpoint import TensorReader
 from megatron.training.formats.architecture import build_model
 
 FOLDER = Path(__file__).parent / "fixtures" / "huggingface"
-WITH_GRADIENTS = ("deepseek_v3", "deepseek_v3_dense", "gpt_oss", "gemma3_text", "qwen3_moe", "qwen3_windows")
+WITH_GRADIENTS = (
+    "deepseek_v3",
+    "deepseek_v3_dense",
+    "gpt_oss",
+    "gemma3_text",
+    "qwen3_moe",
+    "qwen3_windows",
+    "qwen3_next",
+)
 NAMES = (*WITH_GRADIENTS, "gpt2", "llama", "llama3", "mixtral", "qwen2", "qwen3")
 VOCAB_SIZE = 40
 

@@ -1,4 +1,4 @@
-"""Which layers attend within a window, and which rotate queries and keys."""
+"""Which layers attend within a window, which rotate queries and keys, and which have linear attention."""
 
 from __future__ import annotations
 
@@ -35,6 +35,17 @@ def rotates(config: TransformerConfig, layer_number: int) -> bool:
     if skips is None:
         return True
     return layer_number % skips != 0 if isinstance(skips, int) else not skips[layer_number - 1]
+
+
+def is_linear(config: TransformerConfig, layer_number: int) -> bool:
+    """Return whether this layer (counted from 1) has linear attention.
+
+    Source: Megatron-Core's ``experimental_attention_variant`` and ``linear_attention_freq``.
+    """
+    pattern = config.linear_attention_freq
+    if config.experimental_attention_variant is None or pattern is None:
+        return False
+    return layer_number % pattern != 0 if isinstance(pattern, int) else bool(pattern[layer_number - 1])
 
 
 def is_pattern(value: object, num_layers: int) -> bool:

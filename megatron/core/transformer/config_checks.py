@@ -13,6 +13,7 @@ from megatron.core.transformer.attention_checks import ATTENTION_CONTRADICTIONS
 from megatron.core.transformer.context_parallel import COMM_TYPES, comm_types
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.fp8_checks import FP8_CONTRADICTIONS
+from megatron.core.transformer.linear_attention_checks import LINEAR_ATTENTION_CONTRADICTIONS
 from megatron.core.transformer.moe.moe_config_checks import MOE_CONTRADICTIONS
 from megatron.core.transformer.offload.offload_checks import OFFLOAD_CONTRADICTIONS
 from megatron.core.transformer.parallel_checks import PARALLEL_CONTRADICTIONS, Condition
@@ -87,6 +88,10 @@ NOT_SERVED: Served = {
             "use_te_activation_func",
         ),
         (ANY, "a hint about kernels: what runs here gives the same"),
+    ),
+    "experimental_attention_variant": (
+        (None, "gdn", "gated_delta_net"),
+        "of these variants gated delta net is served, neither its second version nor sparse attention",
     ),
     "memory_efficient_layer_norm": (
         (False,),
@@ -272,6 +277,7 @@ CONTRADICTIONS += [
     *FP8_CONTRADICTIONS,
     *ATTENTION_CONTRADICTIONS,
     *OFFLOAD_CONTRADICTIONS,
+    *LINEAR_ATTENTION_CONTRADICTIONS,
 ]
 
 

@@ -47,3 +47,22 @@ class ConstantInit:
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
             return tensor.fill_(self.value)
+
+
+class UniformInit:
+    """An init method that draws from uniform(low, high).
+
+    Args:
+        logarithm: fill the tensor with the logarithms of what is drawn.
+    """
+
+    def __init__(self, low: float, high: float, *, logarithm: bool = False) -> None:
+        self.low, self.high, self.logarithm = low, high, logarithm
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            drawn = tensor.uniform_(self.low, self.high)
+            return drawn.log_() if self.logarithm else drawn
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.low}, {self.high}, logarithm={self.logarithm})"

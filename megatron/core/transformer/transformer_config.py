@@ -137,6 +137,22 @@ class TransformerConfig(ModelParallelConfig):
     """What attention gives is multiplied by the sigmoid of a gate for each channel, which the query-key-value projection
     computes too."""
 
+    experimental_attention_variant: Literal["gdn", "gated_delta_net"] | None = None
+    """Attention of the layers that ``linear_attention_freq`` names: "gdn" (or, in older code, "gated_delta_net") is
+    ``GatedDeltaNet``, whose fields are those below. None: all layers attend to all tokens."""
+    linear_attention_freq: int | list[int] | None = None
+    """Layers with linear attention: all but every n-th, or [num_layers] of 1 (linear) and 0 (not)."""
+    linear_conv_kernel_dim: int = 4
+    """Tokens that its convolution sees, with the current one."""
+    linear_key_head_dim: int = 128
+    """Width of its query and key heads."""
+    linear_value_head_dim: int = 128
+    """Width of its value heads."""
+    linear_num_key_heads: int = 16
+    """Its query heads, and as many key heads."""
+    linear_num_value_heads: int = 32
+    """Its value heads, each with a state; a multiple of the key heads."""
+
     use_mup: bool = False
     """Maximal update parametrisation: initial weights, attention, logits and the rates of hidden matrices scale with the
     width, so that a learning rate holds for all widths (arXiv:2203.03466)."""
@@ -329,6 +345,8 @@ class TransformerConfig(ModelParallelConfig):
         self._derive("ffn_hidden_size", self.ffn_hidden_size or 4 * self.hidden_size)
         self._derive("kv_channels", self.kv_channels or max(1, self.hidden_size // self.num_attention_heads))
         self._derive_stages()
+        if self.experimental_attention_variant == "gated_delta_net":
+            self._derive("experimental_attention_variant", "gdn")
         if isinstance(self.attention_backend, str):
             self._derive("attention_backend", AttnBackend[self.attention_backend])
         if isinstance(self.activation_func, str):

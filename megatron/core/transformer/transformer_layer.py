@@ -61,7 +61,11 @@ class TransformerLayer(MegatronModule):
 
     names_in_checkpoint: ClassVar[dict[str, str]] = {
         f"{linear}.layer_norm_{kind}": f"{norm}.{kind}"
-        for linear, norm in (("self_attention.linear_qkv", "input_layernorm"), ("mlp.linear_fc1", "pre_mlp_layernorm"))
+        for linear, norm in (
+            ("self_attention.linear_qkv", "input_layernorm"),
+            ("self_attention.in_proj", "input_layernorm"),
+            ("mlp.linear_fc1", "pre_mlp_layernorm"),
+        )
         for kind in ("weight", "bias")
     }
 

@@ -10,7 +10,7 @@ from megatron.training.cli.flags_model import position_embedding_type
 
 
 def add_attention_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of windows, sinks, norms of queries and keys, layers without rotary positions and output gates."""
+    """Add the flags of windows, sinks, norms of queries and keys, layers without rotary positions, gates and linear attention."""
     group = parser.add_argument_group("variants of attention")
     group.add_argument(
         "--window-size",
@@ -47,6 +47,28 @@ def add_attention_flags(parser: argparse.ArgumentParser) -> None:
         "--attention-output-gate", action="store_true", help="multiply what attention gives by the sigmoid of a gate"
     )
     _add_yarn_flags(group)
+    _add_linear_attention_flags(parser.add_argument_group("linear attention"))
+
+
+def _add_linear_attention_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--experimental-attention-variant",
+        choices=["gdn", "gated_delta_net"],
+        help="attention of the layers of --linear-attention-freq: gated delta net, by either name (default: none have another)",
+    )
+    group.add_argument(
+        "--linear-attention-freq",
+        type=layer_pattern,
+        help="all but every n-th layer have linear attention, or a 1 (linear) or 0 for each layer, as in ([1]*3+[0])*4",
+    )
+    for name, default, what in (
+        ("conv-kernel-dim", 4, "tokens that its convolution sees"),
+        ("key-head-dim", 128, "width of its query and key heads"),
+        ("value-head-dim", 128, "width of its value heads"),
+        ("num-key-heads", 16, "its query heads, and as many key heads"),
+        ("num-value-heads", 32, "its value heads, a multiple of the key heads"),
+    ):
+        group.add_argument(f"--linear-{name}", type=int, default=default, help=f"{what} (default: {default})")
 
 
 _OF_YARN: dict[str, tuple[type, float]] = {

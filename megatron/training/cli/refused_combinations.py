@@ -525,6 +525,18 @@ REFUSALS += (
         "leave it out, or use `--context-parallel-size 1`",
     ),
     _not_served(
+        f"{_DOCUMENTS} with `--experimental-attention-variant`",
+        lambda a: a.experimental_attention_variant is not None and _keeps_documents_apart(a),
+        "states are not reset within a sequence",
+        "leave it out",
+    ),
+    _not_served(
+        "`--context-parallel-size` above 1 with `--experimental-attention-variant`",
+        lambda a: a.experimental_attention_variant is not None and a.context_parallel_size > 1,
+        "states go through the whole sequence",
+        "use `--tensor-model-parallel-size` with `--sequence-parallel`",
+    ),
+    _not_served(
         f"a CUDA graph with {_DOCUMENTS}",
         lambda a: captures_iterations(a) and _keeps_documents_apart(a),
         "microbatches have different numbers of documents",
@@ -541,6 +553,10 @@ SAID_BEFORE: tuple[tuple[str, str], ...] = (
     ("attention dropout with", "--attention-dropout must be 0 with --context-parallel-size"),
     ("query groups that", "--num-query-groups must be a multiple of --tensor-model-parallel-size"),
     ("`--num-experts` with", "--sequence-parallel must be on with experts"),
+    (
+        "`--context-parallel-size` above 1 with `--exp",
+        "--context-parallel-size must be 1 with --experimental-attention",
+    ),
     ("biases of shared experts", "--moe-shared-expert-intermediate-size must go with --disable-bias-linear"),
 )
 """(opening of a fault of flags or of a row, opening of a component's message about the same or about what follows from it)."""

@@ -92,6 +92,8 @@ def comparable(architecture: Architecture) -> dict[str, Any]:
             settings.pop(name, None)
     if not settings.get("rope_scaling"):
         settings.pop("rope_scaling_factor", None)
+    if settings.get("experimental_attention_variant") is not None:
+        settings["linear_attention_freq"] = layers_with_linear_attention(settings)
     if settings.get("moe_layer_freq") is not None:
         settings["moe_layer_freq"] = layers_with_experts(settings)
         settings["moe_ffn_hidden_size"] = settings.get("moe_ffn_hidden_size") or settings["ffn_hidden_size"]
@@ -149,6 +151,14 @@ def layers_with_experts(architecture: Architecture) -> list[int]:
     if isinstance(frequency, int):
         return [int(layer % frequency == 0) for layer in range(architecture["num_layers"])]
     return list(frequency)
+
+
+def layers_with_linear_attention(architecture: Architecture) -> list[int]:
+    """Return 1 for each layer with linear attention and 0 for others."""
+    frequency, layers = architecture.get("linear_attention_freq"), range(1, architecture["num_layers"] + 1)
+    if frequency is None:
+        return [0 for _ in layers]
+    return [int(layer % frequency != 0) for layer in layers] if isinstance(frequency, int) else list(frequency)
 
 
 def difference(saved: Architecture, own: Architecture) -> list[str]:

@@ -72,6 +72,15 @@ _VARIANTS = {
     "embedding_scale": "--embedding-scale",
     "softmax_scale": "--softmax-scale",
 }
+_OF_LINEAR_ATTENTION = {
+    "experimental_attention_variant": "--experimental-attention-variant",
+    "linear_attention_freq": "--linear-attention-freq",
+    "linear_conv_kernel_dim": "--linear-conv-kernel-dim",
+    "linear_key_head_dim": "--linear-key-head-dim",
+    "linear_value_head_dim": "--linear-value-head-dim",
+    "linear_num_key_heads": "--linear-num-key-heads",
+    "linear_num_value_heads": "--linear-num-value-heads",
+}
 _ACTIVATIONS = {"quick_gelu": "--quick-geglu", "fast_gelu": "--geglu"}
 _SWITCHES = {
     "sandwich_layernorm": "--sandwich-layernorm",
@@ -95,7 +104,7 @@ def flags_of(architecture: Architecture) -> list[str]:
 
 
 def _words(settings: Architecture) -> Iterator[object]:
-    values = _NUMBERS | _VARIANTS
+    values = _NUMBERS | _VARIANTS | _OF_LINEAR_ATTENTION
     if settings.get("multi_latent_attention"):
         values |= _OF_LATENT_ATTENTION | (_OF_YARN if settings["rope_type"] == "yarn" else {})
         del values["kv_channels"]

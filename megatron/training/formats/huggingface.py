@@ -15,6 +15,7 @@ from megatron.core.distributed.fsdp.huggingface import open_folder, read_json
 from megatron.training.formats import huggingface_deepseek as deepseek
 from megatron.training.formats import huggingface_gemma3 as gemma3
 from megatron.training.formats import huggingface_gpt_oss as gpt_oss
+from megatron.training.formats import huggingface_qwen3_next as qwen3_next
 from megatron.training.formats.architecture import Architecture, comparable, layers_with_experts, tensor_sizes
 from megatron.training.formats.foreign import ForeignCheckpoint
 from megatron.training.formats.huggingface_llama import (
@@ -273,6 +274,7 @@ FAMILIES = (
         gpt_oss.TABLE,
         interleaved=gpt_oss.INTERLEAVED,
     ),
+    Family("qwen3_next", "Qwen3NextForCausalLM", qwen3_next.settings, qwen3_next.config, qwen3_next.TABLE),
     Family("gemma3_text", "Gemma3ForCausalLM", gemma3.settings, gemma3.config, gemma3.TABLE),
     Family("gpt2", "GPT2LMHeadModel", _gpt2_settings, _gpt2_config, _gpt2_table()),
 )

@@ -62,6 +62,15 @@ _ARCHITECTURE_OF_YARN = (
     "yarn_mscale_all_dim",
     "yarn_correction_range_round_to_int",
 )
+_ARCHITECTURE_OF_LINEAR_ATTENTION = (
+    "experimental_attention_variant",
+    "linear_attention_freq",
+    "linear_conv_kernel_dim",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+)
 _ARCHITECTURE_OF_EXPERTS = (
     "num_moe_experts",
     "moe_layer_freq",
@@ -179,6 +188,8 @@ class GPTConfig:
         )
         if self.transformer.multi_latent_attention:
             names += _ARCHITECTURE_OF_MLA
+        if self.transformer.experimental_attention_variant is not None:
+            names += _ARCHITECTURE_OF_LINEAR_ATTENTION
         if self.transformer.mtp_num_layers:
             names += ("mtp_num_layers", "mtp_use_repeated_layer")
         values: dict[str, Any] = {name: getattr(self.transformer, name) for name in names}

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from megatron.core.transformer.attention_patterns import is_linear
 from megatron.core.transformer.moe.moe_layer import has_experts
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 FLOP_CONVENTION = (
     "TFLOP/s count the model's matrix multiplications: 6 per weight and token (2 in forward, 4 in backward; with the "
     "output layer and the experts of a token, without the embedding lookup) and the causal half of attention "
-    "scores, also where a layer attends within a window; recomputation is not counted"
+    "scores, also where a layer attends within a window; of linear attention the convolution and four products with the state "
+    "of each head; recomputation is not counted"
 )
 
 
@@ -26,10 +28,11 @@ def flops_per_sample(config: TransformerConfig, *, seq_length: int, vocab_size: 
     )  # layers of multi-token prediction are as the last one, with a projection before
     layers = [*range(1, config.num_layers + 1), *[config.num_layers] * further]
     mlp_weights = sum(_expert_weights(config) if has_experts(config, n) else _dense_weights(config) for n in layers)
-    weights = len(layers) * attention_weights + mlp_weights
+    linear = sum(is_linear(config, number) for number in layers)
+    weights = (len(layers) - linear) * attention_weights + linear * _linear_attention(config) + mlp_weights
     weights += (1 + further) * config.hidden_size * vocab_size + further * 2 * config.hidden_size**2
     # scores and their product with values: 2 matrices of [s, s] per head, half of them masked, 3 x 2 operations each
-    scores = len(layers) * 3 * seq_length * seq_length * widths
+    scores = (len(layers) - linear) * 3 * seq_length * seq_length * widths
     return 6 * weights * seq_length + scores
 
 
@@ -46,6 +49,14 @@ def _attention(config: TransformerConfig) -> tuple[int, int]:
     query = heads * config.kv_channels
     gate = query if config.attention_output_gate else 0
     return hidden * (query + gate + 2 * config.num_query_groups * config.kv_channels) + query * hidden, 2 * query
+
+
+def _linear_attention(config: TransformerConfig) -> int:
+    """Count the multiplications of a token in a layer of gated delta net, as Megatron-LM does."""
+    keys = config.linear_num_key_heads * config.linear_key_head_dim
+    values = config.linear_num_value_heads * config.linear_value_head_dim
+    projections = config.hidden_size * (2 * keys + 3 * values + 2 * config.linear_num_value_heads)
+    return projections + config.linear_conv_kernel_dim * (2 * keys + values) + 4 * values * config.linear_key_head_dim
 
 
 def _mlp_weights(config: TransformerConfig, width: int) -> int:

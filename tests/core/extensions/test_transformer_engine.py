@@ -52,6 +52,16 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "latent attention": LATENT,
     "latent attention without norms": LATENT | {"qk_layernorm": False, "q_lora_rank": None, "apply_rope_fusion": True},
     "latent attention, again": LATENT | {"recompute_granularity": "selective", "recompute_modules": ["mla_up_proj"]},
+    "gated delta net": LLAMA
+    | {
+        "experimental_attention_variant": "gdn",
+        "linear_attention_freq": 2,
+        "linear_key_head_dim": 6,
+        "linear_value_head_dim": 5,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "layernorm_zero_centered_gamma": True,
+    },
     "experts one by one": MOE_FIELDS | {"moe_shared_expert_gate": True},
 }
 

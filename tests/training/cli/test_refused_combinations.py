@@ -12,6 +12,7 @@ from tests.training.cli.test_flags import MINIMAL
 EXPERTS = "--num-experts 4"
 NO_BIAS = "--disable-bias-linear"
 GRAPH = "--cuda-graph-impl full_iteration"
+DELTA = "--swiglu --experimental-attention-variant gdn --linear-attention-freq 2 --linear-num-key-heads 4 --linear-num-value-heads 4"
 
 # contradictions: (flags to add, flag to take out with its value)
 CONTRADICTIONS: dict[str, tuple[str, str]] = {
@@ -124,6 +125,11 @@ COMBINATIONS: list[tuple[str, str]] = [
     (
         "--context-parallel-size 2 --attention-dropout 0 --reset-attention-mask",
         "--context-parallel-size 2 --attention-dropout 0 --reset-position-ids",
+    ),
+    (f"{DELTA} --reset-attention-mask", f"{DELTA} --reset-position-ids"),
+    (
+        f"{DELTA} --context-parallel-size 2 --attention-dropout 0",
+        f"{DELTA} --tensor-model-parallel-size 2 --sequence-parallel",
     ),
     (f"{GRAPH} --dataloader-inter-document-masking", GRAPH),
 ]

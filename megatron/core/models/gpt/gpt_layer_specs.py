@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.core.extensions import why_missing
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, WholeLinear
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.attention_patterns import is_linear
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
@@ -58,6 +60,7 @@ def get_gpt_layer_local_spec(
     use_kitchen: bool = False,
     *,
     sandwich_layernorm: bool = False,
+    linear_attention: bool = False,
 ) -> ModuleSpec:
     """Return the spec of a GPT layer of this framework's own modules.
 
@@ -68,6 +71,7 @@ def get_gpt_layer_local_spec(
             ``TransformerConfig.qk_layernorm``.
         qk_l2_norm: normalise queries and keys without weights; must equal ``TransformerConfig.qk_l2_norm``.
         sandwich_layernorm: norms behind attention and MLP; must equal ``TransformerConfig.sandwich_layernorm``.
+        linear_attention: attention is ``GatedDeltaNet``, whatever the other arguments say of it.
         multi_latent_attention: attention is ``MLASelfAttention``, which needs an ``MLATransformerConfig``.
         normalization: must equal ``TransformerConfig.normalization``; None: that of the configuration.
 
@@ -94,7 +98,12 @@ def get_gpt_layer_local_spec(
         experts_one_by_one=ModuleSpec(module=SequentialMLP, submodules=linears),
     )
     norm = _norm_of_heads(modules.norm, bool(qk_layernorm), bool(qk_l2_norm))
-    attention = _latent_attention(modules, bool(qk_layernorm)) if multi_latent_attention else _attention(modules, norm)
+    if linear_attention:
+        attention = _linear_attention(modules)
+    elif multi_latent_attention:
+        attention = _latent_attention(modules, bool(qk_layernorm))
+    else:
+        attention = _attention(modules, norm)
     behind = modules.norm if sandwich_layernorm else IdentityOp
     return _layer_spec(modules, attention, num_experts, bool(moe_grouped_gemm), behind)
 
@@ -115,6 +124,7 @@ def get_gpt_layer_with_transformer_engine_spec(
     use_grouped_gemm_for_dense_mlp: bool = False,
     *,
     sandwich_layernorm: bool = False,
+    linear_attention: bool = False,
 ) -> ModuleSpec:
     """Return the spec of a GPT layer of transformer-engine's modules, which can multiply in FP8.
 
@@ -122,8 +132,8 @@ def get_gpt_layer_with_transformer_engine_spec(
     parts of the linear layers behind them (``linear_qkv.layer_norm_weight``).
 
     Args:
-        num_experts, moe_grouped_gemm, qk_layernorm, qk_l2_norm, multi_latent_attention, sandwich_layernorm: as for
-            ``get_gpt_layer_local_spec``.
+        num_experts, moe_grouped_gemm, qk_layernorm, qk_l2_norm, multi_latent_attention, sandwich_layernorm, linear_attention:
+            as for ``get_gpt_layer_local_spec``.
         mla_down_proj_fusion: accepted for Megatron-Core's callers: the down-projections are two products, which give the same.
         fp8: accepted for Megatron-Core's callers; ``TransformerConfig.fp8`` is what counts.
         use_te_op_fuser: the MLP of a dense layer is ``TEFusedMLP``; must equal
@@ -168,7 +178,12 @@ def get_gpt_layer_with_transformer_engine_spec(
         norm_and_column=te.TELayerNormColumnParallelLinear,
     )
     norm = _norm_of_heads(modules.norm, bool(qk_layernorm), bool(qk_l2_norm))
-    attention = _latent_attention(modules, bool(qk_layernorm)) if multi_latent_attention else _attention(modules, norm)
+    if linear_attention:
+        attention = _linear_attention(modules)
+    elif multi_latent_attention:
+        attention = _latent_attention(modules, bool(qk_layernorm))
+    else:
+        attention = _attention(modules, norm)
     behind = modules.norm if sandwich_layernorm else IdentityOp
     return _layer_spec(modules, attention, num_experts, bool(moe_grouped_gemm), behind)
 
@@ -194,6 +209,13 @@ def _attention(modules: _Modules, norm: ModuleSpec | type) -> ModuleSpec:
         k_layernorm=norm,
     )
     return ModuleSpec(module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=submodules)
+
+
+def _linear_attention(modules: _Modules) -> ModuleSpec:
+    submodules = GatedDeltaNetSubmodules(
+        in_proj=modules.norm_and_column or modules.column, out_norm=modules.norm, out_proj=modules.row
+    )
+    return ModuleSpec(module=GatedDeltaNet, submodules=submodules)
 
 
 def _latent_attention(modules: _Modules, qk_layernorm: bool) -> ModuleSpec:
@@ -222,7 +244,7 @@ def _layer_spec(
     norm_behind: ModuleSpec | type,
 ) -> ModuleSpec:
     # Latent vectors are projected by two layers, so the norm before them is a module of its own.
-    fuses_norm = modules.norm_and_column is not None and attention.module is SelfAttention
+    fuses_norm = modules.norm_and_column is not None and attention.module in (SelfAttention, GatedDeltaNet)
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
@@ -290,13 +312,20 @@ def get_gpt_decoder_block_spec(
         settings["use_te_op_fuser"] = config.use_transformer_engine_op_fuser
     else:
         spec, settings["normalization"] = get_gpt_layer_local_spec, normalization or config.normalization
-    dense = spec(**settings)
-    with_experts = (
-        spec(config.num_moe_experts, config.moe_grouped_gemm, **settings) if config.num_moe_experts else dense
-    )
-    if use_transformer_engine and config.moe_expert_rank_capacity_factor is not None and config.fp8 is None:
-        _compute_without_counts_on_host(with_experts)
-    specs = [with_experts if has_experts(config, number) else dense for number in range(1, config.num_layers + 1)]
+    kinds = [(has_experts(config, n), is_linear(config, n)) for n in range(1, config.num_layers + 1)]
+    layers: dict[tuple[bool, bool], ModuleSpec] = {}
+    for kind in dict.fromkeys(kinds):
+        with_experts, linear = kind
+        experts = (config.num_moe_experts, config.moe_grouped_gemm) if with_experts else ()
+        layers[kind] = spec(*experts, **settings, linear_attention=linear)
+        if (
+            with_experts
+            and use_transformer_engine
+            and config.moe_expert_rank_capacity_factor is not None
+            and config.fp8 is None
+        ):
+            _compute_without_counts_on_host(layers[kind])
+    specs = [layers[kind] for kind in kinds]
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=_final_norm(use_transformer_engine))
 
 

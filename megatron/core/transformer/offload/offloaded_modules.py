@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 OFFLOAD_MODULES = {
     "attn_norm": r"input_layernorm",
-    "qkv_linear": r"self_attention\.linear_(q|kv|qkv)(_down|_up)?(_proj)?",
+    "qkv_linear": r"self_attention\.(linear_(q|kv|qkv)(_down|_up)?(_proj)?|in_proj)",
     "core_attn": r"self_attention\.core_attention",
-    "attn_proj": r"self_attention\.linear_proj",
+    "attn_proj": r"self_attention\.(linear|out)_proj",
     "mlp_norm": r"pre_mlp_layernorm",
     "expert_fc1": r"mlp\.experts",
     "moe_act": r"mlp\.experts",

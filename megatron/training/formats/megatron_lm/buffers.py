@@ -62,6 +62,7 @@ _OTHER_SPLITS = (
     "account_for_embedding_in_pipeline_split",
     "account_for_loss_in_pipeline_split",
     "multi_latent_attention",
+    "experimental_attention_variant",
     "mtp_num_layers",
 )
 

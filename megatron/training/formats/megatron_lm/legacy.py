@@ -67,6 +67,11 @@ def open_legacy(folder: Path) -> ForeignCheckpoint:
                 "by rank: save it with --ckpt-format torch_dist and --dist-ckpt-optim-fully-reshardable, or load it with "
                 "--no-load-optim, or --finetune to begin at iteration 0"
             )
+        if architecture.get("experimental_attention_variant") is not None:
+            raise NotImplementedError(
+                f"{folder} must be of a model without linear attention, got {architecture['experimental_attention_variant']}: the"
+                " archives of --ckpt-format torch have its rows in another order; save it with --ckpt-format torch_dist"
+            )
         found = {
             name: View(size, _parts(stages, name, size, is_gated(name, architecture)))
             for name, size in tensor_sizes(architecture).items()

@@ -18,6 +18,7 @@ import torch
 
 from megatron.core.distributed.fsdp.checkpoint import Entries, Part, StoredTensor, View
 from megatron.training.formats.architecture import Architecture
+from megatron.training.formats.linear_attention import has_sections, is_stored, parts_of_sections
 
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 LAYER = re.compile(r"decoder\.layers\.(?P<layer>[0-9]+)\.(?P<rest>.+)")
@@ -26,10 +27,10 @@ EXPERT = re.compile(
     r"mlp\.experts\.local_experts\.(?P<expert>[0-9]+)\.(?P<linear>linear_fc[12])\.(?P<kind>weight|bias)"
 )
 FUSED_NORMS = {
-    "input_layernorm": "self_attention.linear_qkv",
-    "pre_mlp_layernorm": "mlp.linear_fc1",
-    "self_attention.q_layernorm": "self_attention.linear_q_up_proj",  # latent vectors
-    "self_attention.kv_layernorm": "self_attention.linear_kv_up_proj",
+    "input_layernorm": ("self_attention.linear_qkv", "self_attention.in_proj"),  # of linear attention the second
+    "pre_mlp_layernorm": ("mlp.linear_fc1",),
+    "self_attention.q_layernorm": ("self_attention.linear_q_up_proj",),  # latent vectors
+    "self_attention.kv_layernorm": ("self_attention.linear_kv_up_proj",),
 }
 
 
@@ -70,8 +71,8 @@ def _rests(rest: str) -> Iterator[tuple[str, tuple[int, ...]]]:
         return
     norm, _, kind = rest.rpartition(".")
     yield rest, ()
-    if norm in FUSED_NORMS:
-        yield f"{FUSED_NORMS[norm]}.layer_norm_{kind}", ()
+    for linear in FUSED_NORMS.get(norm, ()):
+        yield f"{linear}.layer_norm_{kind}", ()
 
 
 def is_gated(name: str, architecture: Architecture) -> bool:
@@ -115,11 +116,18 @@ def views_in(
     for name, size in sizes.items():
         vocabulary = name in (EMBEDDING, OUTPUT)
         places = list(places_of(name, prefix))
+        start = (0,) * len(size)
+        if has_sections(name, architecture):
+            sections = [
+                parts_of_sections(name, place.source, size, architecture, place.index)
+                for place in sorted(places, key=lambda place: not is_stored(place.source, entries))
+            ]
+            views[name] = View(size, sections[0])
+            continue
         found = (
             parts_at(place, size, entries, gated=is_gated(name, architecture), is_vocabulary=vocabulary)
             for place in places
         )
-        start = (0,) * len(size)
         missing = [Part(start, tuple(size), places[0].source, (*places[0].index, *start))]
         views[name] = View(size, next((parts for parts in found if parts is not None), missing))
     return views

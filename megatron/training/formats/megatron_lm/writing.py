@@ -11,7 +11,13 @@ from typing import Any
 import torch
 
 from megatron.core.distributed.fsdp.checkpoint import OBJECT, ForeignLayout, Part, View
-from megatron.training.formats.architecture import Architecture, layers_with_experts, sizes_of
+from megatron.training.formats.architecture import (
+    Architecture,
+    layers_with_experts,
+    layers_with_linear_attention,
+    sizes_of,
+)
+from megatron.training.formats.linear_attention import has_sections, parts_of_sections, without_section
 from megatron.training.formats.megatron_lm.distributed import CONFIG
 from megatron.training.formats.megatron_lm.names import EXPERT, FUSED_NORMS, LAYER, MTP_LAYER, is_gated
 from megatron.training.formats.megatron_lm.optimizer import MAIN_WEIGHT, STATE_KEYS
@@ -111,7 +117,7 @@ def _torch_dist(
     run: SavedRun | None,
 ) -> ForeignLayout:
     has_experts = layers_with_experts(architecture) if architecture.get("num_moe_experts") else [0]
-    is_mixed = len(set(has_experts)) > 1
+    is_mixed = len(set(has_experts)) > 1 or any(layers_with_linear_attention(architecture))
     weights = {
         name: _parts_of_torch_dist(name, size, architecture, is_mixed)
         for name, size in {**parameters, **buffers}.items()
@@ -144,7 +150,9 @@ def _extra_states(weights: Mapping[str, list[Part]], architecture: Architecture,
     """Yield the names of the objects that modules of Megatron-LM look for; without FP8 there is nothing in them."""
     layers, experts = architecture["num_layers"], architecture.get("num_moe_experts")
     for name, parts in weights.items():
-        module = parts[0].source.rpartition(".")[0]
+        module = without_section(parts[0].source).rpartition(".")[0]
+        if module.endswith((".self_attention", ".conv1d")):
+            continue  # what linear attention has itself, and torch's layer
         found, of_mtp = LAYER.fullmatch(name), MTP_LAYER.fullmatch(name)
         match = found or of_mtp
         expert = EXPERT.fullmatch(match["rest"]) if match is not None else None
@@ -192,7 +200,7 @@ def _fsdp_dtensor(
                 for name in group["params"]:
                     is_expert = _is_expert_parallel(name, run)
                     theirs = (
-                        of_optimizer[name][0].removesuffix("_w")
+                        without_section(of_optimizer[name][0].removesuffix("_w"))
                         if len(of_optimizer[name]) > 1
                         else of_optimizer[name][0]
                     )
@@ -253,6 +261,9 @@ def _parts_of_torch_dist(name: str, size: torch.Size, architecture: Architecture
     expert = EXPERT.fullmatch(rest)
     if expert is not None:
         rest, index = f"mlp.experts.experts.{expert['linear']}.{expert['kind']}", (int(expert["expert"]),)
+    if has_sections(name, architecture):
+        where = f"mtp.layers.{layer}.transformer_layer" if of_mtp is not None else f"decoder.layers.{layer}"
+        return parts_of_sections(name, f"{where}.{rest}", size, architecture)
     if of_mtp is not None:
         return [Part(start, tuple(size), f"mtp.layers.{layer}.transformer_layer.{rest}", (*index, *start))]
     if is_mixed:
@@ -268,6 +279,8 @@ def _parts_of_fsdp_dtensor(name: str, size: torch.Size, architecture: Architectu
         rest = f"mlp.experts.{expert['linear']}.{expert['kind']}{expert['expert']}"
     before = "" if found is None else name.removesuffix(found["rest"])
     source = f"model.module.{before}{rest}"
+    if has_sections(name, architecture):
+        return parts_of_sections(name, source, size, architecture)
     if not is_gated(name, architecture):
         return [Part(start, tuple(size), source, start)]
     half = (size[0] // 2, *size[1:])
@@ -281,11 +294,12 @@ def _norm_in_linear(name: str, rest: str, architecture: Architecture) -> str:
     norm, _, kind = rest.rpartition(".")
     layer = int(name.split(".")[2]) if name.startswith("decoder.") else -1  # others are as the last one
     has_experts = bool(architecture.get("num_moe_experts")) and layers_with_experts(architecture)[layer]
+    is_linear = bool(layers_with_linear_attention(architecture)[layer])
     # Behind it lie several linear layers: a router, or projections to latent vectors.
     stands_alone = {
         "pre_mlp_layernorm": has_experts,
-        "input_layernorm": bool(architecture.get("multi_latent_attention")),
+        "input_layernorm": bool(architecture.get("multi_latent_attention")) and not is_linear,
     }
     if norm not in FUSED_NORMS or stands_alone.get(norm):
         return rest
-    return f"{FUSED_NORMS[norm]}.layer_norm_{kind}"
+    return f"{FUSED_NORMS[norm][is_linear and norm == 'input_layernorm']}.layer_norm_{kind}"

@@ -240,6 +240,9 @@ class CheckpointReader(TensorReader):
                 # Pieces of one archive follow each other; it is unpacked once for all of them.
                 for _, of_place in itertools.groupby(pieces, key=lambda piece: piece.chunk.place):
                     _read_pieces(file, list(of_place))
+        for tensor, value in plan.shifts:
+            with torch.no_grad():
+                tensor.add_(value)
 
     def _value(self, name: str, place: Place) -> Any:
         path = self.folder / place.file
@@ -351,6 +354,8 @@ class ReadPlan:
     pieces: list[_Piece]
     fills: list[tuple[torch.Tensor, float]] = field(default_factory=list)
     """Memory that gets one value, which no file holds."""
+    shifts: list[tuple[torch.Tensor, float]] = field(default_factory=list)
+    """Memory to which a value is added once it is read."""
 
     @property
     def nbytes(self) -> tuple[int, int]:

@@ -1,7 +1,7 @@
 """Views: tensors that another program stored under other names and in other layouts, read as if they were ours.
 
 A layout differs in boxes: rows of three matrices in turn, halves of one, an expert of a stack, a transposed matrix. So a view
-is a list of boxes of a tensor and where the elements of each lie in a stored tensor. Nothing is held in memory but what
+is a list of boxes of a tensor and where the elements of each lie in a stored tensor, and what is added to them. Nothing is held in memory but what
 is asked for, and the inverse of a table of views writes what the table reads.
 """
 
@@ -30,6 +30,7 @@ class Part(NamedTuple):
         begin: indices in the stored tensor at which its box begins.
         transposed: the last two dims of the stored box are those of the view's, swapped.
         is_copy: the elements are another part's too, which is the one that is written.
+        shift: what is added to the stored elements to give the view's.
     """
 
     offsets: tuple[int, ...]
@@ -38,6 +39,7 @@ class Part(NamedTuple):
     begin: tuple[int, ...]
     transposed: bool = False
     is_copy: bool = False
+    shift: float = 0.0
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -127,6 +129,7 @@ class ViewReader(TensorReader):
     def plan_parts(self, chunks: Sequence[Chunk]) -> ReadPlan:
         wanted: list[Chunk] = []
         fills: list[tuple[torch.Tensor, float]] = []
+        shifts: list[tuple[torch.Tensor, float]] = []
         for chunk in chunks:
             view = self.views[chunk.name]
             if view.fill is not None:
@@ -134,8 +137,10 @@ class ViewReader(TensorReader):
             for part, target in _cut(view.parts, chunk):
                 size = self.source.entries[part.source].size  # type: ignore[union-attr]
                 wanted.append(Chunk(part.source, size, torch.Size(part.begin), part.of_view(target)))
+                if part.shift:
+                    shifts.append((target, part.shift))
         plan = self.source.plan_parts(wanted)
-        return replace(plan, fills=[*plan.fills, *fills])
+        return replace(plan, fills=[*plan.fills, *fills], shifts=[*plan.shifts, *shifts])
 
     def verify(self, plan: ReadPlan) -> None:
         self.source.verify(plan)
@@ -165,7 +170,7 @@ def inverse(views: Views) -> dict[str, View]:
     for name, view in views.items():
         for part in view.parts:
             if not part.is_copy:
-                own = Part(part.begin, part.lengths, name, part.offsets, part.transposed)
+                own = Part(part.begin, part.lengths, name, part.offsets, part.transposed, shift=-part.shift)
                 parts.setdefault(part.source, []).append(own)
     sizes = stored_sizes({name: replace(view, parts=_own(view.parts)) for name, view in views.items()})
     return {name: View(sizes[name], found) for name, found in parts.items()}
@@ -205,11 +210,12 @@ class ForeignLayout:
         return {name + self.value_suffix: value for name, value in values.items()}
 
     def chunks(self, chunk: Chunk) -> Iterator[Chunk]:
-        """Yield what a chunk turns into. The memory is the same."""
+        """Yield what a chunk turns into. The memory is the same, but where elements are shifted."""
         if chunk.name not in self.views:
             yield chunk
             return
         for part, target in _cut(_own(self.views[chunk.name].parts), chunk):
+            target = target - part.shift if part.shift else target
             yield Chunk(part.source, self._sizes[part.source], torch.Size(part.begin), part.of_view(target))
 
 
