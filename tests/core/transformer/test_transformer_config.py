@@ -13,6 +13,7 @@ from megatron.core.activations import squared_relu
 from megatron.core.transformer.attention_checks import ATTENTION_CONTRADICTIONS
 from megatron.core.transformer.config_checks import CONTRADICTIONS
 from megatron.core.transformer.fp8_checks import FP8_CONTRADICTIONS
+from megatron.core.transformer.linear_attention_checks import LINEAR_ATTENTION_CONTRADICTIONS
 from megatron.core.transformer.offload.offload_checks import OFFLOAD_CONTRADICTIONS
 from megatron.core.transformer.parallel_checks import PARALLEL_CONTRADICTIONS
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -166,7 +167,13 @@ CONTRADICTORY: list[tuple[dict[str, Any], str]] = [
 
 
 def test_every_row_of_the_tables_has_a_test() -> None:
-    elsewhere = (PARALLEL_CONTRADICTIONS, FP8_CONTRADICTIONS, ATTENTION_CONTRADICTIONS, OFFLOAD_CONTRADICTIONS)
+    elsewhere = (
+        PARALLEL_CONTRADICTIONS,
+        FP8_CONTRADICTIONS,
+        ATTENTION_CONTRADICTIONS,
+        OFFLOAD_CONTRADICTIONS,
+        LINEAR_ATTENTION_CONTRADICTIONS,
+    )
     assert len(CONTRADICTORY) == len(CONTRADICTIONS) - sum(map(len, elsewhere))
 
 

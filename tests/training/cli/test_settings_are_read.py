@@ -36,7 +36,6 @@ SUBSTITUTED = {
 
 # Fields that nothing needs to read, and why.
 NOT_READ = {
-    "deterministic_mode": "LoopConfig.deterministic, of the same flag, is read; the model checks that torch is so",
     "grad_sync_func": "library code may set it; gradients are reduced as the plan says",
     "init_method_std": "the configuration makes functions of it",
     "init_model_with_meta_device": "GPTConfig.init_on_meta_device, of the same flag, is read",

@@ -22,6 +22,7 @@ LINES = (
     "gpt/gpt3_mcore_te_tp1_pp2_rope_embeddings_interleaved_no_fusion",
     "gpt/gpt3_mcore_te_tp1_pp4_swiglu",
     "gpt/gpt3_mcore_te_tp2_pp1_fsdp2_resume_torch_dist",
+    "gpt/gpt3_mcore_te_tp2_pp1_gdn_no_nvrx_async",
     "gpt/gpt3_mcore_te_tp2_pp2_cross_entropy_loss_fusion",
     "gpt/gpt3_mcore_te_tp2_pp2_defer_embedding_wgrad_compute",
     "gpt/gpt3_mcore_te_tp2_pp2_resume_torch_dist",
