@@ -223,7 +223,7 @@ def _copy(name: str, target: Path, change: Callable[[dict[str, Any]], None]) -> 
         (
             "llama",
             {"model_type": "bert"},
-            "model_type must be one of llama, qwen2, qwen3, mixtral, qwen3_moe, deepseek_v3, gpt_oss, gemma3_text, gpt2, got 'bert'",
+            "model_type must be one of llama, qwen2, qwen3, mixtral, qwen3_moe, deepseek_v3, gpt_oss, qwen3_next, gemma3_text, gpt2, got 'bert'",
         ),
         ("llama", {"attention_bias": True}, "attention_bias must be False, got True"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act must be silu, got 'gelu'"),
