@@ -56,8 +56,8 @@ def _compare_matrices() -> None:
             found.append((own, sent, weights, weights if model is None else model))
         for ours, theirs in zip(found[1], found[0], strict=True):
             # Rounding differs: only torch fuses products with sums, and the interpreter cuts bf16 off where devices round.
-            tolerance = {"rtol": 2.0**-6, "atol": 1e-3} if ours.dtype == BF16 else {"rtol": 1e-5, "atol": 1e-6}
-            torch.testing.assert_close(ours, theirs, **tolerance)
+            rtol, atol = (2.0**-6, 1e-3) if ours.dtype == BF16 else (1e-5, 1e-6)
+            torch.testing.assert_close(ours, theirs, rtol=rtol, atol=atol)
             assert not torch.equal(theirs, main)
 
 
@@ -129,7 +129,7 @@ def _train() -> None:
             whole[3].grad = gradients[3]
             adamw.step()
         for mine, theirs in zip(net.weights, whole, strict=True):
-            assert difference(mine.detach().full_tensor(), theirs) < 2e-2, theirs.shape  # type: ignore[attr-defined]
+            assert difference(mine.detach().full_tensor(), theirs) < 2e-2, theirs.shape
     finally:
         dist.destroy_process_group()
 
