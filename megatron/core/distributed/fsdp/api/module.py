@@ -54,6 +54,8 @@ class FsdpModule(Fsdp2Methods):
     _fsdp_unit: FsdpUnit
     _counts_groups: bool  # of several modules that are one unit, the first has its groups
     _fsdp_policy: MixedPrecisionPolicy  # of its unit
+    # What transformers asks: generate() then goes on until all ranks are done, and LayerDrop leaves out no layer on one rank.
+    _is_fsdp_managed_module = True
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Make a module of the class from before ``fully_shard``: what a sharded container's slices make anew is not sharded."""

@@ -54,6 +54,8 @@ def fully_shard_pretrained(
             "init_fn is the model's own _init_weights here; leave it out, or call fully_shard on layers and model"
         )
     is_meta = any(parameter.is_meta for parameter in model.parameters())
+    for module in model.modules():
+        module._is_fsdp_managed_module = True  # type: ignore[assignment]
     found = units_of(model, units)
     for module in found:
         fully_shard(module, *args, init_fn=_fill_later, **kwargs)

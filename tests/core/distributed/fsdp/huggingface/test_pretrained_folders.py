@@ -212,6 +212,7 @@ def classes_that_no_module_has_are_refused() -> None:
         model = TinyModel()
     with _refused(ValueError, "must have modules of the classes .'Block'."):
         fully_shard_pretrained(model, units=["Block"])
+    assert all(module._is_fsdp_managed_module for module in _sharded().modules())
     with _refused(ValueError, "init_fn is the model's own"):
         fully_shard_pretrained(model, init_fn=print)
 
