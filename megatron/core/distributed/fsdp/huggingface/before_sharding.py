@@ -8,7 +8,12 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from megatron.core.distributed.fsdp.api.module import fsdp_modules
+from megatron.core.distributed.fsdp.api.module import FsdpModule, fsdp_modules
+
+
+def own_class(module: nn.Module) -> type[nn.Module]:
+    """Return the class of a module, of a sharded one that from before ``fully_shard``."""
+    return type(module).__bases__[1] if isinstance(module, FsdpModule) else type(module)
 
 
 @contextmanager
@@ -16,7 +21,7 @@ def own_classes(model: nn.Module) -> Iterator[None]:
     """Give modules the classes that they had before ``fully_shard``, in this scope, in which no forward may run."""
     sharded = [(module, type(module)) for module in fsdp_modules(model)]
     for module, kind in sharded:
-        module.__class__ = kind.__mro__[2]
+        module.__class__ = own_class(module)
     try:
         yield
     finally:

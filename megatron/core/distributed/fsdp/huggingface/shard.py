@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from megatron.core.distributed.fsdp.api.fully_shard import fully_shard
-from megatron.core.distributed.fsdp.api.module import FsdpModule
+from megatron.core.distributed.fsdp.huggingface.before_sharding import own_class
 from megatron.core.distributed.fsdp.huggingface.initial_values import initialize as initialize_weights
 from megatron.core.distributed.fsdp.huggingface.load import check_model
 
@@ -73,7 +73,7 @@ def units_of(model: nn.Module, units: Sequence[str | type[nn.Module]] | None = N
     """
     named = units if units is not None else sorted(getattr(model, "_no_split_modules", None) or ())
     classes = {name if isinstance(name, str) else name.__name__ for name in named}
-    found = [module for module in model.modules() if _name_of(module) in classes and module is not model]
+    found = [module for module in model.modules() if own_class(module).__name__ in classes and module is not model]
     if not found:
         raise ValueError(
             f"{type(model).__name__} must have modules of the classes {sorted(classes)} that become units, got none; pass "
@@ -83,10 +83,6 @@ def units_of(model: nn.Module, units: Sequence[str | type[nn.Module]] | None = N
         inside = {part for module in found for part in module.modules()}
         found += [module for module in _untied_embeddings(model) if module not in inside]
     return found[::-1]
-
-
-def _name_of(module: nn.Module) -> str:
-    return (type(module).__mro__[2] if isinstance(module, FsdpModule) else type(module)).__name__
 
 
 def _untied_embeddings(model: nn.Module) -> list[nn.Module]:
