@@ -20,8 +20,8 @@ def own_class(module: nn.Module) -> type[nn.Module]:
 def own_classes(model: nn.Module) -> Iterator[None]:
     """Give modules the classes that they had before ``fully_shard``, in this scope, in which no forward may run."""
     sharded = [(module, type(module)) for module in fsdp_modules(model)]
-    for module, kind in sharded:
-        module.__class__ = own_class(module)
+    for module, _ in sharded:
+        module.__class__ = own_class(module)  # type: ignore[assignment]
     try:
         yield
     finally:

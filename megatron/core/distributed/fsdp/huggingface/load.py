@@ -196,7 +196,7 @@ class _Reader(ViewReader):
             temporary = max(temporary, 2 * nbytes)
         self.read_nbytes += read
         self.temporary_nbytes = max(self.temporary_nbytes, temporary)
-        return _Plan(plan.pieces, plan.fills, own)
+        return _Plan(**vars(plan), calculated=own)
 
     def read(self, plan: ReadPlan) -> None:
         super().read(plan)
