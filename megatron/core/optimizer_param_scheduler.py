@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Protocol
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol, TypedDict
 
 LR_DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
 LR_WSD_DECAY_STYLES = ("exponential", "linear", "cosine", "minus_sqrt")
@@ -25,6 +26,48 @@ _COMPARED = (
 )
 
 
+class ParamGroupOverride(TypedDict, total=False):
+    """Settings of a parameter group that differ from those of the optimizer and the scheduler."""
+
+    max_lr: float
+    min_lr: float
+    start_wd: float
+    end_wd: float
+    wd_mult: float
+    eps: float
+    optimizer: str
+
+
+def combine_param_group_overrides(param_group_overrides: Iterable[ParamGroupOverride | None]) -> ParamGroupOverride:
+    """Return the settings of all.
+
+    Raises:
+        ValueError: two say different things.
+    """
+    combined: dict[str, Any] = {}
+    for override in param_group_overrides:
+        for name, value in (override or {}).items():
+            if combined.setdefault(name, value) != value:
+                raise ValueError(
+                    f"overrides of a parameter must agree on {name}, got conflicting values {combined[name]} and {value}"
+                )
+    return combined  # type: ignore[return-value]
+
+
+def param_group_override_to_tuple(override: ParamGroupOverride | None) -> tuple[tuple[str, Any], ...] | None:
+    """Return the settings as sorted (name, value) pairs, which can be a key; None for None."""
+    return None if override is None else tuple(sorted(override.items()))
+
+
+def get_canonical_lr_for_logging(param_groups: Sequence[dict[str, Any]]) -> float | None:
+    """Return the rate of the first group that has the schedule's; None where there is none."""
+    for group in param_groups:
+        has_own = group.get("is_decoupled_lr", False) or group.get("lr_mult", 1.0) != 1.0
+        if group.get("default_config", "params" in group and not has_own):
+            return group.get("lr")
+    return None
+
+
 class HasParamGroups(Protocol):
     """An object with an optimizer's parameter groups."""
 
@@ -35,7 +78,7 @@ class HasParamGroups(Protocol):
 class OptimizerParamScheduler:
     """A scheduler of ``lr`` and ``weight_decay`` of each parameter group; a step is one sample in training.
 
-    A group's own ``max_lr``, ``min_lr`` and ``wd_mult`` take precedence.
+    A group's own ``max_lr``, ``min_lr``, ``start_wd``, ``end_wd`` and ``wd_mult`` take precedence.
 
     Args:
         init_lr: learning rate at step 0 of a warm-up.
@@ -141,12 +184,14 @@ class OptimizerParamScheduler:
 
     def get_wd(self, param_group: dict[str, Any]) -> float:
         """Compute the weight decay of a group after ``num_steps`` steps."""
+        start_wd: float = param_group.get("start_wd", self.start_wd)
+        end_wd: float = param_group.get("end_wd", self.end_wd)
         if self.wd_incr_style == "constant" or self.num_steps > self.wd_incr_steps:
-            wd = self.end_wd
+            wd = end_wd
         else:
             progress = self.num_steps / self.wd_incr_steps
             factor = progress if self.wd_incr_style == "linear" else _half_cosine(1.0 - progress)
-            wd = self.start_wd + factor * (self.end_wd - self.start_wd)
+            wd = start_wd + factor * (end_wd - start_wd)
         return wd * float(param_group.get("wd_mult", 1.0))
 
     def step(self, increment: int) -> None:
@@ -191,7 +236,8 @@ class OptimizerParamScheduler:
                 setattr(self, name, saved)
             for group in self.optimizer.param_groups:
                 for name in {"max_lr", "min_lr"} & differing.keys():
-                    if name in group and not group.get("is_decoupled_lr", False):
+                    has_own = group.get("is_decoupled_lr", False) or not group.get("default_config", True)
+                    if name in group and not has_own:
                         group[name] = differing[name] * group.get("lr_mult", 1.0)
         self.num_steps = 0
         self.step(state_dict["num_steps"])

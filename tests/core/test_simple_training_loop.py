@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -29,7 +30,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 from megatron.core.timers import Timers
 from megatron.core.tokenizers import MegatronTokenizer
 from megatron.core.transformer.module import Float16Module
@@ -177,6 +178,42 @@ def stages_of_a_rank_that_take_turns_train_as_the_whole_model() -> None:
         _train(chunks, _batches(), microbatches=2)
     with pytest.raises(ValueError, match="got 1 microbatches in groups of 2"):
         _train(chunks, [_batches() for _ in chunks], microbatches=1)  # type: ignore[arg-type]
+
+
+@CHECKS.on(2)
+def what_loops_do_between_steps() -> None:
+    """Hooks off and on for evaluation, gradients freed, random states of the first tensor-parallel rank."""
+    _initialize(tensor=2)
+    model = _ddp(_model(), use_distributed_optimizer=True, overlap_param_gather=True)
+    optimizer = get_megatron_optimizer(OptimizerConfig(lr=0.01), [model])
+    batch, losses = next(_batches()), []
+    for _ in range(2):
+        model.disable_forward_pre_hook(param_sync=True)
+        with torch.no_grad():
+            evaluated = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"]).mean()
+        model.enable_forward_pre_hook()
+        model.reset_param_sync_dispatch_state()
+        loss = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"]).mean()
+        assert torch.equal(loss, evaluated), "evaluation sees what the step has written"
+        loss.backward()
+        model.finish_grad_sync()
+        optimizer.step()
+        assert all(param.grad is not None for param in model.parameters())
+        model.offload_grad_buffers()
+        assert not any(group.grads.has_main for group in model.parameter_groups)
+        model.restore_grad_buffers()
+        model.free_overlap_buffers()
+        losses.append(loss.item())
+    assert losses[1] < losses[0]
+    torch.manual_seed(dist.get_rank())
+    random.seed(dist.get_rank())
+    before = get_cuda_rng_tracker().get_states()
+    model.sync_rng_states_across_tp_group()
+    drawn = torch.tensor([torch.rand(()).item(), random.random(), random.random()])
+    of_both = [torch.empty(3), torch.empty(3)]
+    dist.all_gather(of_both, drawn)
+    assert torch.equal(*of_both)
+    assert all(torch.equal(state, before[name]) for name, state in get_cuda_rng_tracker().get_states().items())
 
 
 @CHECKS.on(2)

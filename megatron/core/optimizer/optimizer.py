@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from megatron.core.distributed.fsdp import FlatAdamW, FlatMuon, fully_shard_optimizer
+from megatron.core.distributed.fsdp import FlatAdamW, FlatMuon, fully_shard_optimizer, group_of
 from megatron.core.optimizer.clip_grads import (
     clip_factor,
     clip_grad_by_total_norm,
@@ -22,6 +22,7 @@ from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradS
 from megatron.core.optimizer.muon import flat_muon
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.param_groups import get_param_groups
+from megatron.core.optimizer.param_overrides import ConfigOverrides, get_overridden_param_groups
 from megatron.core.optimizer.sharded_state import sharded_optimizer_state, with_steps_of_parameters
 from megatron.core.process_groups_config import ProcessGroupCollection
 
@@ -45,6 +46,28 @@ class LaunchedStep(NamedTuple):
     grad_norm: Tensor
     """Gradient norm before clipping, without the loss scale, []; not finite of a step that was skipped."""
     num_zeros_in_grad: Tensor | None
+
+
+class NotServedError(NotImplementedError, AttributeError):
+    """A method of Megatron-Core's optimizers that is not served; ``hasattr`` tells it too."""
+
+
+_STATE = "dist_checkpointing.save and load take sharded_state_dict(), and torch.save takes state_dict()"
+_HOST = "use OptimizerConfig(optimizer_cpu_offload=True), which keeps state in the host's memory in every step"
+_GROUPS = "norms are sums over several process groups; call get_grad_norm() or count_zeros()"
+_NOT_SERVED = {
+    "offload_to_cpu": _HOST,
+    "restore_from_cpu": _HOST,
+    "save_parameter_state": _STATE,
+    "load_parameter_state": _STATE,
+    "get_parameter_state_dp_zero": _STATE,
+    "get_parameter_state_dp_reshardable": _STATE,
+    "get_grads_for_grad_norm": _GROUPS,
+    "get_main_grads_for_grad_norm": _GROUPS,
+    "get_grad_stats_parallel_group": _GROUPS,
+    "optimizer": "a chain of several optimizers has none of its own; ask chained_optimizers for each",
+}
+"""Why, and the way out."""
 
 
 class MegatronOptimizer:
@@ -73,9 +96,27 @@ class MegatronOptimizer:
         self.config = config
         self.grad_scaler = grad_scaler
 
+    def __getattr__(self, name: str) -> Any:
+        if name in _NOT_SERVED:
+            raise NotServedError(f"{type(self).__name__}.{name} is not served: {_NOT_SERVED[name]}")
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    is_stub_optimizer = False
+    """Whether there is nothing to train on this rank: never; such a model is refused."""
+
+    @property
+    def chained_optimizers(self) -> list[MegatronOptimizer]:
+        """The optimizers of which this one consists: itself."""
+        return [self]
+
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         return self.optimizer.param_groups
+
+    @property
+    def state(self) -> Any:
+        """The state of torch's optimizer, by parameter."""
+        return self.optimizer.state
 
     def get_parameters(self) -> list[Tensor]:
         """Return all parameters, in the order of the parameter groups."""
@@ -172,6 +213,56 @@ class MegatronOptimizer:
             assert found_inf is not None
             self.grad_scaler.update(found_inf)
 
+    @torch.no_grad()
+    def get_grad_norm(self) -> Tensor:
+        """Compute the norm [] of the whole model's gradient as it is, on the device. Ranks: as ``step``; does not block the host."""
+        return get_grad_norm(self.get_parameters())
+
+    @torch.no_grad()
+    def clip_grad_norm(self, clip_grad: float) -> Tensor:
+        """Scale gradients in place so that their norm is at most ``clip_grad``, 0: leave them; return the norm before, [].
+
+        ``step`` clips itself, by ``config.clip_grad``; this goes with ``step_with_ready_grads``. Ranks: as ``step``.
+        """
+        params = self.get_parameters()
+        grad_norm = get_grad_norm(params)
+        if clip_grad > 0:
+            clip_grad_by_total_norm(params, clip_grad, grad_norm)
+        return grad_norm
+
+    @torch.no_grad()
+    def count_zeros(self) -> Tensor:
+        """Count the zeros in the whole model's gradient: [] fp32, on the device. Ranks: as ``step``."""
+        return count_zeros(self.get_parameters())
+
+    def has_grad_norm_group(self, grad_norm_group: str) -> bool:
+        """Return whether some parameters are clipped by a norm of their own: no, one norm is over all."""
+        return False
+
+    def reload_model_params(self, state_dict: None = None) -> None:
+        """Let the next forward and step take the parameters as they are now, whoever wrote them.
+
+        Args:
+            state_dict: must be None.
+
+        Raises:
+            NotImplementedError: a ``state_dict`` is given.
+
+        Ranks: all.
+        """
+        if state_dict is not None:
+            raise NotImplementedError(
+                "reload_model_params takes no state_dict: parameters are the main weights; call load_state_dict of the model"
+            )
+        groups = dict.fromkeys(group for param in self.get_parameters() if (group := group_of(param)) is not None)
+        contexts = dict.fromkeys(group.context() for group in groups if group.context is not None)
+        for context in contexts:
+            if context is not None:
+                context.weights_changed()
+
+    def prepare_model_params_for_param_sync(self) -> None:
+        """Do nothing: weights are gathered from where the step writes them."""
+
     def update_hyperparameters(self) -> None:
         """Copy the current rates of ``param_groups`` to the device, before a captured step; ``step`` does it itself.
 
@@ -235,10 +326,14 @@ class MegatronOptimizer:
             self.grad_scaler.load_state_dict(scale)
 
 
+class DistributedOptimizer(MegatronOptimizer):
+    """A ``MegatronOptimizer`` whose state is sharded over data-parallel ranks; ``get_megatron_optimizer`` makes it."""
+
+
 def get_megatron_optimizer(
     config: OptimizerConfig,
     model_chunks: Sequence[torch.nn.Module],
-    config_overrides: None = None,
+    config_overrides: ConfigOverrides | None = None,
     use_gloo_process_groups: bool = True,
     pg_collection: ProcessGroupCollection | None = None,
     dump_param_to_param_group_map: None = None,
@@ -250,33 +345,38 @@ def get_megatron_optimizer(
     Args:
         config: ``lr`` must be set.
         model_chunks: the parts of the model, wrapped by ``FullyShardedDataParallel`` or plain modules.
-        config_overrides, dump_param_to_param_group_map: must be None.
+        config_overrides: settings of some parameters, instead of ``get_standard_config_overrides(config)``, to which they are
+            added where weight decay should leave out biases and vectors. Rates that scale with the width are then those of
+            ``get_mup_config_overrides``.
+        dump_param_to_param_group_map: must be None.
         use_gloo_process_groups, pg_collection: without effect: parameters know the ranks that share them.
 
     Raises:
-        NotImplementedError: other settings for some parameters, or a dump of the groups, are asked for.
+        NotImplementedError: another optimizer for some parameters, or a dump of the groups, is asked for.
         ValueError: ``config.lr`` is None, nothing is trainable, or ``store_param_remainders`` is set, or the optimizer is Muon,
             for a model that is not sharded as a whole.
 
     Ranks: local.
     """
-    asked = {"config_overrides": config_overrides, "dump_param_to_param_group_map": dump_param_to_param_group_map}
-    for name, value in asked.items():
-        if value:
-            raise NotImplementedError(f"get_megatron_optimizer({name}=...) is not served, got {value!r}")
+    if dump_param_to_param_group_map:
+        raise NotImplementedError(
+            f"dump_param_to_param_group_map must be None, got {dump_param_to_param_group_map!r}: look at param_groups"
+        )
     if config.lr is None:
         raise ValueError("OptimizerConfig.lr must be set, got None; pass the largest learning rate of the schedule")
     named = [item for chunk in model_chunks for item in chunk.named_parameters()]
     of_model: Any = getattr(model_chunks[0], "config", None)
     width_mult: float = of_model.mup_width_mult if getattr(of_model, "use_mup", False) else 1.0
-    groups = get_param_groups(named, config, width_mult=width_mult)
+    if config_overrides is None:
+        groups = get_param_groups(named, config, width_mult=width_mult)
+    else:
+        groups = get_overridden_param_groups(named, config, config_overrides)
     params = [param for group in groups for param in group["params"]]
+    kind = DistributedOptimizer if any(_is_sharded(param) for param in params) else MegatronOptimizer
     if config.optimizer == "adam" and FlatAdamW.serves(params):
-        return MegatronOptimizer(_flat_adamw(config, groups), config, grad_scaler=_grad_scaler(config, params))
+        return kind(_flat_adamw(config, groups), config, grad_scaler=_grad_scaler(config, params))
     if config.optimizer == "muon":
-        return MegatronOptimizer(
-            flat_muon(config, groups, named, of_model), config, grad_scaler=_grad_scaler(config, params)
-        )
+        return kind(flat_muon(config, groups, named, of_model), config, grad_scaler=_grad_scaler(config, params))
     if config.optimizer_cpu_offload:
         raise ValueError(
             "optimizer_cpu_offload needs a model whose parameters are all sharded by the engine, got others; wrap it with "
@@ -291,7 +391,11 @@ def get_megatron_optimizer(
     if any(isinstance(param, DTensor) for param in params):
         # Without it the next forward would read the model weights of before the step.
         optimizer = fully_shard_optimizer(optimizer)
-    return MegatronOptimizer(optimizer, config, grad_scaler=_grad_scaler(config, params))
+    return kind(optimizer, config, grad_scaler=_grad_scaler(config, params))
+
+
+def _is_sharded(param: Tensor) -> bool:
+    return isinstance(param, DTensor) and not all(placement.is_replicate() for placement in param.placements)
 
 
 def _grad_scaler(config: OptimizerConfig, params: Sequence[Tensor]) -> MegatronGradScaler | None:

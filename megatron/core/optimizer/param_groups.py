@@ -9,6 +9,7 @@ import torch
 
 from megatron.core.optimizer.muon import uses_muon
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.optimizer.param_overrides import decays, factors_of_width, is_hidden
 
 
 def get_param_groups(
@@ -40,33 +41,22 @@ def get_param_groups(
         if not parameter.requires_grad or id(parameter) in seen:
             continue
         seen.add(id(parameter))
-        decays = not (name.endswith(".bias") or parameter.dim() <= 1)
-        if getattr(parameter, "skip_weight_decay", False):
-            decays = False
-        if config.apply_wd_to_qk_layernorm and ("q_layernorm." in name or "k_layernorm." in name):
-            decays = True
         decoupled = config.decoupled_lr is not None and getattr(parameter, "is_embedding_or_output_parameter", False)
-        is_hidden = not (
-            parameter.dim() <= 1
-            or "embedding" in name.lower()
-            or getattr(parameter, "is_embedding_or_output_parameter", False)
-        )
         is_muons = config.optimizer == "muon" and uses_muon(parameter)
-        lr_mult, eps_mult = _of_width(config, 1.0 if is_muons else width_mult, is_hidden=is_hidden)
-        key = (1.0 if decays else 0.0, decoupled, 1.0 if decoupled else lr_mult, eps_mult, is_muons)
+        width = 1.0 if is_muons else width_mult
+        lr_mult, eps_mult = factors_of_width(config, width, is_hidden=is_hidden(parameter, name))
+        key = (
+            1.0 if decays(parameter, name, config) else 0.0,
+            decoupled,
+            1.0 if decoupled else lr_mult,
+            eps_mult,
+            is_muons,
+        )
         group = groups.setdefault(key, _new_group(config, *key))
         group["params"].append(parameter)
     if not groups:
         raise ValueError("the model must have a trainable parameter, got none; check requires_grad of its parameters")
     return [groups[key] for key in sorted(groups)]
-
-
-def _of_width(config: OptimizerConfig, width_mult: float, *, is_hidden: bool) -> tuple[float, float]:
-    """Return the factors of learning rate and eps."""
-    if config.optimizer == "sgd":
-        return (1.0 if is_hidden else width_mult), 1.0
-    eps_mult = 1.0 if config.optimizer == "muon" else 1.0 / width_mult
-    return (1.0 / width_mult, eps_mult) if is_hidden else (1.0, 1.0)
 
 
 def _new_group(

@@ -123,5 +123,5 @@ def test_further_arguments_of_embeddings_routers_and_optimizers() -> None:
     assert TopKRouter(_config(num_moe_experts=2), is_mtp_layer=True).weight.shape == (2, config.hidden_size)
     settings = OptimizerConfig(optimizer="adam", lr=0.1)
     get_megatron_optimizer(settings, [embedding], use_gloo_process_groups=False, pg_collection=None)
-    with pytest.raises(NotImplementedError, match="config_overrides"):
-        get_megatron_optimizer(settings, [embedding], {"bias": {}})  # type: ignore[arg-type]
+    with pytest.raises(NotImplementedError, match="dump_param_to_param_group_map"):
+        get_megatron_optimizer(settings, [embedding], dump_param_to_param_group_map="map.json")  # type: ignore[arg-type]

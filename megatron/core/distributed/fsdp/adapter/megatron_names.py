@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import numpy as np
 import torch
+import torch.distributed as dist
 
 from megatron.core.distributed.fsdp.buffers.grad_sums import sum_grads
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
 from megatron.core.distributed.fsdp.mesh.distributed_index import FSDPDistributedIndex
 from megatron.core.distributed.fsdp.runtime.context import FsdpContext
+from megatron.core.process_groups_config import ProcessGroupCollection
 
 
 class MegatronNames(torch.nn.Module):
     """What Megatron-Core's wrapper has beside ``FullyShardedDataParallel``'s own methods."""
 
     dist_index: FSDPDistributedIndex
+    pg_collection: ProcessGroupCollection
     module: Any
     _unreduced: ExitStack | None = None
 
@@ -73,6 +78,61 @@ class MegatronNames(torch.nn.Module):
         """Let the next forward see the main weights as they are now, whoever wrote them. Ranks: all."""
         for context in self._contexts():
             context.weights_changed()
+
+    def enable_forward_pre_hook(self) -> None:
+        """Do nothing: every forward waits for the weights that it computes with, by hooks that stay."""
+
+    def disable_forward_pre_hook(self, param_sync: bool = True) -> None:
+        """With ``param_sync``, make the current stream wait for all updates and gathers of weights; the hooks stay. Ranks: all."""
+        if param_sync:
+            for context in self._contexts():
+                context.finish_updates()
+                context.unsharder.wait_for_gathers()
+
+    def reset_param_sync_dispatch_state(self) -> None:
+        """Do nothing: whether a weight is gathered is asked where it is needed."""
+
+    def free_overlap_buffers(self) -> None:
+        """Do nothing: memory of gathered weights is planned once for all steps, and stays."""
+
+    def offload_grad_buffers(self, synchronize: bool = True, empty_cache: bool = True) -> None:
+        """Clear all gradients and free their memory, for work between steps; the next backward allocates it again.
+
+        Args:
+            synchronize: wait for the device first.
+            empty_cache: give what is free back to the device.
+        """
+        on_cuda = torch.cuda.is_available()
+        if synchronize and on_cuda:
+            torch.cuda.synchronize()
+        self.zero_grad_buffer()
+        if empty_cache and on_cuda:
+            torch.cuda.empty_cache()
+
+    def restore_grad_buffers(self, synchronize: bool = True) -> None:
+        """Do nothing: gradients get their memory from the first reduction of a step."""
+
+    def zero_grad_buffer(self) -> None:
+        """Clear all gradients and free their memory."""
+        raise NotImplementedError
+
+    def sync_rng_states_across_tp_group(self) -> None:
+        """Let the random generators (Python's, NumPy's, torch's) go on as the first tensor-parallel rank's do.
+
+        Streams of ``get_cuda_rng_tracker`` stay: tensor-parallel ranks drop out different features by them.
+
+        Ranks: all of the tensor-parallel group; blocks the host.
+        """
+        group = self.pg_collection.tp
+        if group is None or group.size() == 1:
+            return
+        device = torch.cuda if torch.cuda.is_available() else torch
+        states: list[Any] = [(random.getstate(), np.random.get_state(), torch.get_rng_state(), device.get_rng_state())]
+        dist.broadcast_object_list(states, src=dist.get_process_group_ranks(group)[0], group=group)
+        random.setstate(states[0][0])
+        np.random.set_state(states[0][1])
+        torch.set_rng_state(states[0][2])
+        device.set_rng_state(states[0][3])
 
     @property
     def param_and_grad_buffer(self) -> ParamAndGradBuffer:
