@@ -239,6 +239,16 @@ def test_gradients_are_prepared_and_applied_in_parts() -> None:
     assert steps[1].prepare_grads() is True
 
 
+def test_preparing_gradients_updates_the_scale() -> None:
+    model = _model()
+    optimizer = _optimizer(model, "adam", fp16=True, initial_loss_scale=16.0, hysteresis=1, loss_scale_window=1)
+    for factor, wanted in ((1.0, 32.0), (float("nan"), 16.0), (1.0, 32.0)):
+        optimizer.scale_loss(model(torch.ones(2, 6)).sum() * factor).backward()
+        assert optimizer.prepare_grads() is (factor != 1.0)
+        assert float(optimizer.get_loss_scale()) == wanted
+        optimizer.zero_grad()
+
+
 def test_the_scale_is_in_the_state() -> None:
     optimizer = _optimizer(_model(), "adam", fp16=True, hysteresis=1)
     scaler = optimizer.grad_scaler

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megatron.core.transformer.moe.bounded_rows import rank_capacity
 from megatron.core.transformer.moe.permutation import (
     ExpertOrder,
     RowMap,
@@ -13,6 +14,7 @@ from megatron.core.transformer.moe.permutation import (
     expert_order_up_to,
     with_copies,
 )
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 EXPERTS = torch.tensor([[2, 0], [2, 1], [2, 0], [0, 2]])
 PROBS = torch.tensor([[0.6, 0.4], [0.9, 0.1], [0.5, 0.5], [0.3, 0.7]])
@@ -101,3 +103,17 @@ def test_rows_that_arrive_rank_by_rank_are_put_expert_by_expert(sizes: list[list
     else:
         assert rows.sources.tolist() == experts.sort(stable=True)[1].tolist()
         assert rows.places.flatten().tolist() == rows.sources.argsort().tolist()
+
+
+@pytest.mark.parametrize(
+    ("factor", "owners", "capacity"),
+    [(1.0, 4, 3), (1.3, 4, 4), (4.0, 4, 10), (9.0, 4, 10), (2.0, 1, None), (None, 4, None)],
+)
+def test_a_rank_takes_its_share_times_the_factor_of_each_rank(
+    factor: float | None, owners: int, capacity: int | None
+) -> None:
+    """Rounded up: with as many times the share as there are owners nothing is dropped. Of ten assignments."""
+    config = TransformerConfig(
+        num_layers=1, hidden_size=8, num_attention_heads=2, num_moe_experts=4, moe_expert_rank_capacity_factor=factor
+    )
+    assert rank_capacity(10, owners, config) == capacity

@@ -20,6 +20,7 @@ from megatron.core.distributed.fsdp import (
 )
 from megatron.core.distributed.fsdp.config.placement import strategy_placements
 from megatron.core.distributed.fsdp.flat_optimizer.host_state import HostState
+from tests.support.models import loss_of, make_net, my_piece, shard_net
 from tests.support.rank_checks import RankChecks
 
 CHECKS = RankChecks(__name__)
@@ -98,6 +99,27 @@ def state_on_the_host_trains_as_state_on_the_device() -> None:
                         torch.testing.assert_close(*pair, **(NOISE if kind == "fp32" else {"rtol": 0.1, "atol": 5e-3}))
                     assert _state(other, optimizer, "step") == _state(net, resident, "step")
                     assert _state(other, optimizer, "step")[0] == (4.0 if overflow_at is None else 3.0)
+
+
+@CHECKS.on(1, 2)
+def units_and_parameters_without_gradients_are_left_alone() -> None:
+    nets = [shard_net(make_net(3)) for _ in range(2)]
+    optimizers = [
+        FlatAdamW(net.parameters(), lr=0.02, weight_decay=0.1, offload_fraction=fraction)
+        for net, fraction in zip(nets, (0.0, 1.0), strict=True)
+    ]
+    for step, order in enumerate(([0, 1], [0, 1, 2], [2, 0], [0, 1, 2])):
+        for net, optimizer in zip(nets, optimizers, strict=True):
+            net.order = order
+            optimizer.zero_grad()
+            loss_of(net, my_piece(step)).backward()
+            if step == 1:
+                net.head.bias.grad = None
+            optimizer.step()
+    for pair in zip(*(_main_weights(net, opt) for net, opt in zip(nets, optimizers, strict=True)), strict=True):
+        torch.testing.assert_close(*pair, **NOISE)
+    steps = [_state(net, optimizer, "step") for net, optimizer in zip(nets, optimizers, strict=True)]
+    assert steps[0] == steps[1] and set(map(float, steps[0])) == {3.0, 4.0}
 
 
 @CHECKS.on(1)

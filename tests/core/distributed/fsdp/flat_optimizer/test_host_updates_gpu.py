@@ -50,7 +50,8 @@ def _train(dtype: torch.dtype, **options: Any) -> tuple[list[float], list[torch.
 
 
 def _compare() -> None:
-    for dtype in (torch.float32, torch.bfloat16):
+    # Weights in bf16 that round the other way make gradients of their own.
+    for dtype, allowed in ((torch.float32, 2e-3), (torch.bfloat16, 2e-2)):
         wanted, weights, resident = _train(dtype)
         variants: list[dict[str, Any]] = [
             {"offload_fraction": 1.0},
@@ -63,8 +64,8 @@ def _compare() -> None:
             # Torch's fused kernel on the host rounds at other places than the kernel on the device.
             torch.testing.assert_close(torch.tensor(losses), torch.tensor(wanted), rtol=2e-3, atol=1e-5)
             for index, (mine, other) in enumerate(zip(own, weights, strict=True)):
-                apart = (mine.float() - other.float()).norm()
-                assert apart <= 2e-3 * other.float().norm() + 1e-5, (dtype, index, mine - other, other)
+                apart, norm = (mine.float() - other.float()).norm(), other.float().norm()
+                assert apart <= allowed * norm + 1e-5, (dtype, index, apart, norm)
             assert nbytes < 0.7 * resident
         assert found[0][:1] == found[1][:1], "whatever runs beside what"
         assert all(torch.equal(*pair) for pair in zip(found[0][1], found[1][1], strict=True))
