@@ -68,8 +68,8 @@ class FlatMuon(FlatAdamW):
             of one place are orthogonalized as a matrix of their own. None: the parameter is one matrix.
         gram_iterations: with ``medium``, iterate on X X^T in fp16 where a device has the kernels, with less than half the arithmetic;
             results are nearer to those of exact arithmetic than bf16's. False: always on X in bf16.
-        round_numel: elements of matrices that a rank receives in one exchange, about. More take more memory (about 30 bytes for
-            each while a round and the next are under way), and fewer launches.
+        round_numel: elements of matrices that a rank receives in one exchange, about. More take more memory (with
+            ``gram_iterations`` 15 bytes for each are kept, and about 16 while rounds are under way), and fewer launches.
         overlaps_forward: as ``FlatAdamW``.
 
     Raises:

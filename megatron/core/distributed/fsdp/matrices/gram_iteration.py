@@ -39,7 +39,7 @@ class Tiling:
     rows: int = 128
     columns: int = 128
     depth: int = 64
-    num_warps: int = 8
+    num_warps: int = 4
     num_stages: int = 3
 
 
@@ -114,10 +114,15 @@ class GramIteration:
         self._steps = self._plan(iterate.coefficients)
         self._lay_out_norms()
 
-    def run(self, whole: torch.Tensor, out: torch.Tensor) -> None:
-        """Orthogonalize the matrices that lie in ``whole`` (fp32) to the same places of ``out`` (fp16)."""
-        x, spare = (torch.empty(self._begins[-1], dtype=out.dtype, device=whole.device) for _ in range(2))
-        work = torch.empty(5 * len(self.places) * self._size**2, dtype=out.dtype, device=whole.device)
+    @property
+    def scratch_numel(self) -> int:
+        """Elements of memory that ``run`` needs."""
+        return 2 * self._begins[-1] + 5 * len(self.places) * self._size**2
+
+    def run(self, whole: torch.Tensor, out: torch.Tensor, scratch: torch.Tensor) -> None:
+        """Orthogonalize the matrices that lie in ``whole`` (fp32) to the same places of ``out`` (fp16, as ``scratch``)."""
+        numel = self._begins[-1]
+        x, spare, work = scratch[: self.scratch_numel].split([numel, numel, self.scratch_numel - 2 * numel])
         squares = work.view(5, len(self.places), self._size, self._size)
         self._divide(whole, x)
         for step in self._steps:

@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed import ProcessGroup
@@ -21,6 +21,7 @@ from megatron.core.distributed.fsdp.layout.matrix_rounds import ROUND_NUMEL, own
 from megatron.core.distributed.fsdp.matrices.gram_iteration import ALIGNMENT, GramIteration, serves_device, serves_shape
 from megatron.core.distributed.fsdp.matrices.newton_schulz import NewtonSchulz, batch_size
 from megatron.core.distributed.fsdp.matrices.placed_matrix import PlacedMatrix
+from megatron.core.distributed.fsdp.matrices.replayed_work import CaptureSite, ReplayedWork, capture_site
 from megatron.core.distributed.fsdp.matrices.shared_matrix import SharedMatrix
 
 Fill = Callable[[int, torch.Tensor], None]
@@ -69,6 +70,15 @@ class _Batch:
         return iterate(whole).chunk(group.size(), dim=dim)[group.rank()].contiguous()
 
 
+class _Memory(NamedTuple):
+    """Memory in which rounds are computed, one after the other: whole matrices, their results, and what the work needs."""
+
+    whole: torch.Tensor
+    results: torch.Tensor
+    scratch: torch.Tensor
+    site: CaptureSite | None
+
+
 class _Round:
     """The matrices of one round, where they come from and what is done with them.
 
@@ -114,9 +124,11 @@ class _Round:
         self._to_whole = [rank * len(mine) + at for rank, at in places]
         self._from_whole = [place for _, place in sorted((to, at) for at, to in enumerate(self._to_whole))]
         uses_grams = serves_device(iterate, device)
-        self._result_dtype = torch.float16 if uses_grams else iterate.dtype
         self._batches, by_short_side = _batches_of([matrices[n] for n in mine], device.type, uses_grams=uses_grams)
         self._on_grams = [GramIteration(placed, iterate, device) for placed in by_short_side]
+        self.whole_numel = sum(self._whole_numels)
+        self.scratch_numel = max((grams.scratch_numel for grams in self._on_grams), default=0)
+        self._on_fixed_memory: tuple[torch.Tensor, torch.Tensor, Callable[[], None]] | None = None
         self._handle: Any = None
         self._tensors: tuple[torch.Tensor, torch.Tensor] = (torch.empty(0), torch.empty(0))
 
@@ -130,15 +142,34 @@ class _Round:
         """Orthogonalize this rank's matrices, and begin to return the results."""
         received = self._received()
         pieces = received.split(self._received_numels)
-        whole = received if self.ranks is None else _joined([pieces[at] for at in self._to_whole], received)
-        results = torch.empty_like(whole, dtype=self._result_dtype)
+        if self._on_fixed_memory is None:
+            whole = received if self.ranks is None else _joined([pieces[at] for at in self._to_whole], received)
+            results = torch.empty_like(whole, dtype=self._iterate.dtype)
+            self._run(whole, results)
+        else:
+            whole, results, work = self._on_fixed_memory
+            if self.whole_numel:
+                torch.cat([pieces[at] for at in self._to_whole], out=whole)
+            work()
+        parts = results.split(self._whole_numels)
+        own_memory = self.ranks is None and self._on_fixed_memory is None
+        returned = results if own_memory else _joined([parts[at] for at in self._from_whole], results)
+        self._exchange(returned, self._received_by_rank, self._sent_by_rank)
+
+    def use_memory(self, memory: _Memory) -> None:
+        """Compute in memory that all rounds use in turn, so that the work can be replayed."""
+        whole, results = memory.whole[: self.whole_numel], memory.results[: self.whole_numel]
+        work: Callable[[], None] = functools.partial(self._run, whole, results, memory.scratch)
+        if self.whole_numel and all(batch.tensor_group is None for batch in self._batches):
+            work = ReplayedWork(work, memory.site)  # it communicates nothing
+        self._on_fixed_memory = whole, results, work
+
+    def _run(self, whole: torch.Tensor, results: torch.Tensor, scratch: torch.Tensor | None = None) -> None:
         for grams in self._on_grams:
-            grams.run(whole, results)
+            assert scratch is not None
+            grams.run(whole, results, scratch)
         for batch in self._batches:
             batch.run(self._iterate, whole, results)
-        parts = results.split(self._whole_numels)
-        returned = results if self.ranks is None else _joined([parts[at] for at in self._from_whole], results)
-        self._exchange(returned, self._received_by_rank, self._sent_by_rank)
 
     def receive(self) -> torch.Tensor:
         """Return this rank's elements of the results, flat, of the matrices ``numbers``."""
@@ -205,6 +236,21 @@ class Orthogonalizer:
             begins = accumulate(made.sent_numels, initial=0)
             for number, begin in zip(made.numbers, begins, strict=False):
                 self.places[number] = at, begin
+
+        if serves_device(iterate, device):
+            self._share_memory(device, iterate)
+
+    def _share_memory(self, device: torch.device, iterate: NewtonSchulz) -> None:
+        whole = max((made.whole_numel for made in self._rounds), default=0)
+        scratch = max((made.scratch_numel for made in self._rounds), default=0)
+        memory = _Memory(
+            torch.empty(whole, dtype=iterate.norm_dtype, device=device),
+            torch.empty(whole, dtype=torch.float16, device=device),
+            torch.empty(scratch, dtype=torch.float16, device=device),
+            capture_site(device),
+        )
+        for made in self._rounds:
+            made.use_memory(memory)
 
     @property
     def num_rounds(self) -> int:

@@ -44,6 +44,10 @@ def _matrix(place: PlacedMatrix, flat: torch.Tensor) -> torch.Tensor:
     return place.view(flat).reshape(place.rows, place.columns).cpu()
 
 
+def _scratch(grams: GramIteration, out: torch.Tensor) -> torch.Tensor:
+    return torch.empty(grams.scratch_numel, dtype=torch.float16, device=out.device)
+
+
 def _check(kind: str, steps: int, size: int, device: torch.device, tiling: Tiling) -> None:
     coefficients = newton_schulz_coefficients(kind, steps)
     iterate = NewtonSchulz(coefficients=coefficients, eps=1e-15, may_use_grams=True)
@@ -51,14 +55,15 @@ def _check(kind: str, steps: int, size: int, device: torch.device, tiling: Tilin
     grams = GramIteration(places, iterate, device, tiling=tiling)
     untouched = 7.0
     out = torch.full_like(whole, untouched, dtype=torch.float16, device=device)
-    grams.run(whole.to(device), out)
+    grams.run(whole.to(device), out, _scratch(grams, out))
     for place in places[:3]:
         matrix, got = _matrix(place, whole), _matrix(place, out).double()
         exact = orthogonalized(matrix.double(), coefficients, dtype=torch.float64).double()
         ours, theirs = (float((x - exact).norm() / exact.norm()) for x in (got, orthogonalized(matrix, coefficients)))
         assert ours < 0.7 * theirs, (kind, place, ours, theirs)
         alone = torch.zeros_like(out)
-        GramIteration([place], iterate, device, tiling=tiling).run(whole.to(device), alone)
+        other = GramIteration([place], iterate, device, tiling=tiling)
+        other.run(whole.to(device), alone, _scratch(other, out))
         assert torch.equal(_matrix(place, alone), _matrix(place, out)), "others must not change a matrix"
     assert not _matrix(places[3], out).any()
     between = PlacedMatrix(places[2].offset, 2, size // 2 + 32, 0, 32, size)
