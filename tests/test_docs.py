@@ -16,18 +16,20 @@ from megatron.core.upstream_defaults import DEFAULTS as FIELD_DEFAULTS
 from megatron.training.arguments import build_parser
 from megatron.training.cli.refused_combinations import NOT_SERVED
 from megatron.training.cli.upstream_defaults import DEFAULTS as FLAG_DEFAULTS
+from tests.support import fsdp2_table
 from tests.support.warm_python import warm_python
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 README, DOCS = REPOSITORY / "README.md", REPOSITORY / "docs"
 AUDIT, CHECKPOINTS, DATA = DOCS / "audit.md", DOCS / "checkpoints.md", DOCS / "data.md"
 FLAGS, PORTING, SPLITTING = DOCS / "flags.md", DOCS / "porting.md", DOCS / "splitting_the_model.md"
-LIBRARY = DOCS / "library.md"
+LIBRARY, FSDP2 = DOCS / "library.md", DOCS / "fsdp2.md"
 CONTRIBUTING = REPOSITORY / "CONTRIBUTING.md"
 ENGINE = REPOSITORY / "megatron/core/distributed/fsdp"
 DESIGN = ENGINE / "DESIGN.md"
 PAGES = [*sorted(REPOSITORY.glob("*.md")), *sorted(DOCS.glob("*.md")), *sorted((REPOSITORY / "megatron").rglob("*.md"))]
 MARKS = {
+    FSDP2: ("<!-- calls: written by python -m tests.test_docs -->\n", "<!-- end of calls -->"),
     FLAGS: ("<!-- flags: written by python -m tests.test_docs -->\n", "<!-- end of flags -->"),
     LIBRARY: ("<!-- defaults: written by python -m tests.test_docs -->\n", "<!-- end of defaults -->"),
     SPLITTING: ("<!-- refusals: written by python -m tests.test_docs -->\n", "<!-- end of refusals -->"),
@@ -266,7 +268,7 @@ def table_of_refusals() -> str:
 def generated() -> dict[Path, str]:
     """Return what stands between the marks of each page."""
     fields = "\n".join(_table_of_defaults("field", FIELD_DEFAULTS))
-    return {FLAGS: tables_of_flags(), SPLITTING: table_of_refusals(), LIBRARY: fields}
+    return {FSDP2: fsdp2_table.rows(), FLAGS: tables_of_flags(), SPLITTING: table_of_refusals(), LIBRARY: fields}
 
 
 def parts_of(page: Path) -> tuple[str, str, str]:

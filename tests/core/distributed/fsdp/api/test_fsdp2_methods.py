@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +17,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from megatron.core.distributed.fsdp import fsdp2 as ours
+from megatron.core.distributed.fsdp.api.fsdp2_methods import say_once
 from tests.support.agreement import inputs, seeded
+from tests.support.fsdp2_table import TABLE, Fate, entries_of_torch, fates
 from tests.support.rank_checks import RankChecks
 
 CHECKS = RankChecks(__name__)
@@ -325,6 +328,39 @@ def roots_share_streams() -> None:
         _step(second, step)
     with pytest.raises(ValueError, match="Expects list of FSDPModules but got"):
         ours.share_comm_ctx([first, nn.Linear(1, 1)])
+
+
+@CHECKS.on(2)
+def each_entry_of_the_table_is_what_happens() -> None:
+    for entry, (fate, call) in fates().items():
+        model = ours.fully_shard(nn.Sequential(*map(ours.fully_shard, (nn.Linear(4, 4), nn.Linear(4, 4)))))
+        say_once.cache_clear()
+        if fate is Fate.REFUSED:
+            with pytest.raises(NotImplementedError, match=r"not served|must be left out"):
+                call(model)
+            continue
+        call(model)
+        assert say_once.cache_info().currsize == (fate is Fate.SAID), entry
+        model(torch.ones(2, 4)).sum().backward()
+
+
+def test_the_table_has_all_that_torch_has() -> None:
+    """And of other versions of torch at most what this one lacks."""
+    found = entries_of_torch()
+    assert len(found) > 30 and len(set(found)) == len(found)
+    assert [entry for entry in found if entry not in TABLE] == []
+    if torch.__version__.startswith("2.13"):
+        assert sorted(TABLE) == sorted(found)
+
+
+def test_what_the_table_serves_has_the_arguments_of_torch() -> None:
+    """A keyword that torch's method has and ours lacks would be found by users alone."""
+    for name, method in vars(theirs.FSDPModule).items():
+        if name[0] != "_" and callable(method):
+            wanted, own = (inspect.signature(f).parameters for f in (method, getattr(ours.FSDPModule, name)))
+            assert [(p.name, p.kind) for p in own.values()] == [(p.name, p.kind) for p in wanted.values()], name
+    wanted, own = (inspect.signature(library.fully_shard).parameters for library in (theirs, ours))
+    assert {name: p.kind for name, p in wanted.items()}.items() <= {name: p.kind for name, p in own.items()}.items()
 
 
 @pytest.mark.parametrize(("num_ranks", "name"), CHECKS.parameters)
