@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 from enum import IntEnum
 from typing import Any
 
@@ -19,6 +20,7 @@ from megatron.core.distributed.fsdp.api.initial_state import make_initial_state
 from megatron.core.distributed.fsdp.api.optimizer import fully_shard_optimizer as shard_optimizer
 from megatron.core.distributed.fsdp.config.mixed_precision import MixedPrecisionPolicy
 from megatron.core.distributed.fsdp.mesh.distributed_index import FSDPDistributedIndex
+from megatron.core.distributed.fsdp.mesh.named_axes import axis_names, mesh_of_axes
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.served_arguments import ANY, Served, check_arguments
 
@@ -50,7 +52,7 @@ _ARGUMENTS: Served = {
     "fine_grained_recurse_module_types": ((None,), "weights are gathered unit by unit"),
     "use_decoupled_grad": ((False,), "gradients are in param.grad"),
     "cuda_graph_mode": ((False,), "steps are captured without a mode of the engine"),
-    "maxpool_double_buffer": ((False,), "buffers are planned from the recorded order of units"),
+    "maxpool_double_buffer": (ANY, "one arena is planned from the recorded order of units, whatever their sizes are"),
 }
 """Arguments of Megatron-FSDP: (values that are served, why others are not)."""
 
@@ -114,21 +116,21 @@ class MegatronFSDP(FullyShardedDataParallel):
         self.config: Any = None
         self.ddp_config, self.module = config, module
         self.dist_index = _of_data_and_tensor_axes(dist_index)
-        tensor = dist_index.device_mesh.get_group(dist_index.tp_dim) if dist_index.tp_dim else None
+        tensor = self.dist_index.device_mesh.get_group(dist_index.tp_dim) if dist_index.tp_dim else None
         self.pg_collection = ProcessGroupCollection(dp_cp=self.dist_index.get_dp_group(), tp=tensor)
         self._model_parallel = model_parallel(self.pg_collection, self.dist_index)
         self._shard_module(fsdp_unit_modules, sums=calculate_per_token_loss, is_stage=False)
 
 
 def _of_data_and_tensor_axes(index: FSDPDistributedIndex) -> FSDPDistributedIndex:
-    """Return the index over the axes of its mesh that it names, without others such as those of pipelines."""
-    named = (index.tp_dim, index.dp_outer_dim, index.dp_shard_dim)
-    names = [name for name in index.device_mesh.mesh_dim_names or () if name in named]
-    if len(names) == index.device_mesh.ndim:
-        return index
-    from dataclasses import replace
-
-    return replace(index, device_mesh=index.get_submesh(tuple(names)))
+    """Return the index over the axes that it names, in the order that the engine needs: without those of pipelines, tensors first."""
+    names = [name for name in (index.tp_dim, index.dp_outer_dim, index.dp_shard_dim) if name is not None]
+    meshes: dict[str, Any] = {
+        field: mesh_of_axes(mesh, [name for name in names if name in axis_names(mesh)])
+        for field in ("device_mesh", "expt_device_mesh")
+        if (mesh := getattr(index, field)) is not None
+    }
+    return replace(index, **meshes)
 
 
 def fully_shard_model(

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megatron.core.distributed.fsdp.adapter.megatron_fsdp import MegatronFSDP
 from megatron.core.distributed.fsdp.mesh.distributed_index import FSDPDistributedIndex
+from megatron.core.distributed.fsdp.mesh.named_axes import axis_names
 
 
 def get_mcore_tensor_parallel_partition_dim(param: torch.Tensor) -> int | None:
@@ -46,8 +47,7 @@ def get_mesh_names(device_mesh: DeviceMesh | None = None, only_submesh_dims: boo
     """Return the names of a mesh's axes, and of axes that were flattened into one."""
     if device_mesh is None:
         return []
-    names = list(device_mesh.mesh_dim_names or ())
-    return names if only_submesh_dims else names + list(device_mesh._get_root_mesh()._flatten_mapping)
+    return list(device_mesh.mesh_dim_names or ()) if only_submesh_dims else list(axis_names(device_mesh))
 
 
 def contains_submesh(device_mesh: DeviceMesh | None, submesh_names: str | Sequence[str] | None) -> bool:

@@ -42,6 +42,7 @@ import torch._dynamo  # noqa: E402
 import torch.distributed._functional_collectives as funcol  # noqa: E402
 from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions  # noqa: E402
 from torch.distributed import ProcessGroup, ReduceOp  # noqa: E402
+from torch.distributed.device_mesh import DeviceMesh  # noqa: E402
 
 # 2.13 renames the flat collectives and warns about the old names, which are the only ones in 2.11.
 all_gather_functional = getattr(funcol, "all_gather_single", None) or funcol.all_gather_tensor
@@ -69,6 +70,11 @@ def reduce_scatter_flat(group: ProcessGroup, shard: torch.Tensor, full: torch.Te
     work = _reduce_scatter(group, shard, full, _SUM)
     if work is not None:
         work.wait()
+
+
+def flattened_axes(mesh: DeviceMesh) -> dict[str, DeviceMesh]:
+    """Return, by name, the axes that ``_flatten`` made of several axes of a mesh; torch tells them by a private name."""
+    return dict(mesh._get_root_mesh()._flatten_mapping)
 
 
 # torch.compile leaves the engine's frames alone and compiles the modules' own, as it does around FSDP2's hooks: traced,

@@ -8,6 +8,8 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from megatron.core.distributed.fsdp.mesh.named_axes import axis_names, group_of_axis, mesh_of_axes
+
 
 @dataclass(frozen=True)
 class FSDPDistributedIndex:
@@ -15,7 +17,8 @@ class FSDPDistributedIndex:
 
     Args:
         device_mesh: mesh of the dense parameters, with axis names.
-        dp_shard_dim: name of the axis over which weights are sharded.
+        dp_shard_dim: name of the axis over which weights are sharded. These names may also be those of axes that
+            ``DeviceMesh._flatten`` made of several.
         dp_outer_dim: name of the axis over which the sharded model is replicated (hybrid sharding).
         tp_dim: name of the tensor-parallel axis.
         hybrid_fsdp_group: the process group of the dense parameters over outer and inner axis together.
@@ -51,10 +54,8 @@ class FSDPDistributedIndex:
                 continue
             for axis_name in ("dp_shard_dim", "dp_outer_dim", "tp_dim"):
                 axis, may_lack = getattr(self, axis_name), axis_name == "tp_dim" and mesh is self.expt_device_mesh
-                if axis is not None and axis not in (mesh.mesh_dim_names or ()) and not may_lack:
-                    raise ValueError(
-                        f"{axis_name} must name an axis of {mesh_name} {mesh.mesh_dim_names}, got {axis!r}"
-                    )
+                if axis is not None and not may_lack and axis not in axis_names(mesh):
+                    raise ValueError(f"{axis_name} must name an axis of {mesh_name} {axis_names(mesh)}, got {axis!r}")
         self._check_outer()
         for is_expert, group in ((False, self.fsdp_group_ag), (True, self.expt_fsdp_group_ag)):
             if group is None:
@@ -98,10 +99,10 @@ class FSDPDistributedIndex:
         """Return the submesh of the named axes that holds this rank."""
         names = (mesh_dim_names,) if isinstance(mesh_dim_names, str) else tuple(mesh_dim_names)
         mesh = self.get_root_mesh(is_expert_parallel)
-        missing = [name for name in names if name not in (mesh.mesh_dim_names or ())]
+        missing = [name for name in names if name not in axis_names(mesh)]
         if missing:
-            raise ValueError(f"submesh axes must be among {mesh.mesh_dim_names}, got {missing}")
-        return mesh if names == mesh.mesh_dim_names else mesh[names]
+            raise ValueError(f"submesh axes must be among {axis_names(mesh)}, got {missing}")
+        return mesh_of_axes(mesh, names)
 
     def get_fsdp_group(self, is_expert_parallel: bool = False, independent_all_gather: bool = False) -> ProcessGroup:
         """Return the process group over which weights are sharded.
@@ -132,4 +133,4 @@ class FSDPDistributedIndex:
         axis = getattr(self, axis_field)
         if axis is None:
             raise ValueError(f"{axis_field} must name an axis of the mesh, got None")
-        return self.get_root_mesh(is_expert_parallel).get_group(axis)
+        return group_of_axis(self.get_root_mesh(is_expert_parallel), axis)

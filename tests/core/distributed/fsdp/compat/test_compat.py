@@ -104,6 +104,58 @@ def version_1_trains_as_the_unsharded_module() -> None:
 
 
 @CHECKS.on(2)
+def version_1_takes_meshes_with_flattened_axes_and_tensors_last() -> None:
+    """Megatron-FSDP's README names its axes so, and gives tensor parallelism the last one."""
+    expected = _expected()
+    for shape, outer in (
+        ((1, 2, 1, 1), None),
+        ((1, 1, 2, 1), None),
+        ((2, 1, 1, 1), "no_shard"),
+        ((2, 1, 1, 1), "optim"),
+    ):
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp_outer", "dp_shard", "cp", "tp"))
+        mesh["dp_shard", "cp"]._flatten("dp_shard_cp")
+        hybrid = mesh["dp_outer", "dp_shard", "cp"]._flatten("hsdp")
+        module = _model()
+        model, optimizer = fully_shard(
+            module,
+            _adam(module),
+            device_mesh=mesh,
+            dp_shard_dim="dp_shard_cp",
+            dp_outer_dim=None if outer is None else "dp_outer",
+            tp_dim="tp",
+            hybrid_fsdp_group=None if outer is None else hybrid.get_group(),
+            fsdp_unit_modules=[nn.Linear],
+            outer_dp_sharding_strategy=outer or 0,
+            maxpool_double_buffer=True,
+        )
+        for step in range(STEPS):
+            for is_last in (False, True):
+                model.set_model_auto_sync(is_last)
+                (model(_own_part(step)).pow(2).mean() / 2).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        for name, parameter in model.module.named_parameters():
+            torch.testing.assert_close(uneven_dtensor_to_full_tensor(parameter), expected[name])
+        assert model.dist_index.tp_dim == "tp" and not utils.using_tensor_parallel(model.dist_index)
+        assert utils.contains_submesh(mesh, ("dp_shard_cp", "tp")) and "hsdp" in utils.get_mesh_names(mesh)
+        assert not utils.contains_submesh(mesh, "pp")
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    mesh._flatten("all")
+    index = utils.FSDPDistributedIndex(mesh, dp_shard_dim="dp", tp_dim="tp")
+    in_order = index.get_submesh(("tp", "dp"))
+    assert in_order.mesh_dim_names == ("tp", "dp") and in_order.mesh.tolist() == [[0], [1]]
+    with pytest.raises(
+        ValueError, match=r"the axes \['all', 'tp'\] must be made of different axes of .*got the ranks \[\[0, 1\], \["
+    ):
+        index.get_submesh(("all", "tp"))
+    with pytest.raises(
+        ValueError, match=r"dp_shard_dim must name an axis of device_mesh \('dp', 'tp', 'all'\), got 'cp'"
+    ):
+        utils.FSDPDistributedIndex(mesh, dp_shard_dim="cp")
+
+
+@CHECKS.on(2)
 def the_wrapper_has_megatron_cores_methods() -> None:
     model: Any = fully_shard_model(_model(), fsdp_unit_modules=["Linear"])
     assert model.get_distributed_index() is model.dist_index

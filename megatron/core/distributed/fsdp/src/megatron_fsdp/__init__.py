@@ -1,4 +1,7 @@
-"""Megatron-FSDP's import path of its version 1."""
+"""Megatron-FSDP's import path of its version 1.
+
+A submodule that has the name of a function is imported here, so that importing it later does not put it in the function's place.
+"""
 
 from megatron.core.distributed.fsdp.compat.package_info import (
     __description__,
@@ -12,6 +15,8 @@ from megatron.core.distributed.fsdp.compat.version1 import (
     FSDPDistributedIndex,
     MegatronFSDP,
     MixedPrecisionPolicy,
+)
+from megatron.core.distributed.fsdp.src.megatron_fsdp.fully_shard import (
     fully_shard,
     fully_shard_model,
     fully_shard_optimizer,
