@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -49,12 +49,12 @@ def _made(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
     order = [axis for part in parts for axis in part]
     here = _place(mesh, dist.get_rank())
     if len(set(order)) == len(order):
-        rest: tuple[slice | int, ...] = tuple(slice(None) if axis in order else here[axis] for axis in range(mesh.ndim))
         left = sorted(order)
-        ranks = mesh.mesh[rest].permute([left.index(axis) for axis in order])
+        ranks = _at(mesh.mesh, {axis: here[axis] for axis in range(mesh.ndim) if axis not in order})
+        ranks = ranks.permute([left.index(axis) for axis in order])
         ranks = ranks.reshape([math.prod(mesh.mesh.shape[axis] for axis in part) for part in parts]).contiguous()
-        at = tuple(group.index(dist.get_rank()) for group in own_ranks)
-        lines = [ranks[(*at[:axis], slice(None), *at[axis + 1 :])].tolist() for axis in range(len(names))]
+        own = dict(enumerate(of_axis.index(dist.get_rank()) for of_axis in own_ranks))
+        lines = [_at(ranks, {k: v for k, v in own.items() if k != axis}).tolist() for axis in own]
         if lines == own_ranks:
             return DeviceMesh.from_group(groups, mesh.device_type, mesh=ranks, mesh_dim_names=names)
     raise ValueError(
@@ -66,6 +66,13 @@ def _varying(mesh: DeviceMesh, ranks: Sequence[int]) -> list[int]:
     """Return the axes of the mesh along which these ranks lie."""
     places = [_place(mesh, rank) for rank in ranks]
     return [axis for axis in range(mesh.ndim) if len({place[axis] for place in places}) > 1]
+
+
+def _at(tensor: torch.Tensor, indices: Mapping[int, int]) -> torch.Tensor:
+    """Return a tensor at these indices of some dims, which it has no more then."""
+    for dim in sorted(indices, reverse=True):
+        tensor = tensor.select(dim, indices[dim])
+    return tensor
 
 
 def _place(mesh: DeviceMesh, rank: int) -> list[int]:
