@@ -66,6 +66,8 @@ def _train(net: Any, optimizer: torch.optim.Optimizer, num_steps: int = 3) -> li
         with _refusing_waits() if step == num_steps - 1 else nullcontext():
             optimizer.step()
         optimizer.zero_grad()
+    if isinstance(optimizer, FlatMuon):
+        optimizer.synchronize()  # with overlaps_forward updates still run
     return [full(weight).clone() for weight in net.weights]
 
 
