@@ -126,7 +126,7 @@ def write_run(
 
     Args:
         kind: ``fully_reshardable``, ``fully_sharded_model_space`` (of an older version, by two tensor-parallel ranks),
-            ``dp_reshardable`` (by two times two tensor- and pipeline-parallel ranks) or ``fsdp_dtensor``.
+            ``dp_reshardable`` (by two times two tensor- and pipeline-parallel ranks), ``fsdp_dtensor`` or ``torch`` (by as many).
         dtype: of the model weights; the main weights are fp32.
     """
     reader = CheckpointReader(native)
@@ -145,6 +145,16 @@ def write_run(
     }
     groups = [{"lr": 0.5, "betas": (0.9, 0.999), "eps": 1e-8, "wd_mult": 1.0, "step": iteration}]
     common = {"iteration": iteration, "args": args, "checkpoint_version": 3.0, "opt_param_scheduler": schedule}
+    if kind == "torch":
+        write_legacy(folder, main, gated=gated, num_ranks=2, num_stages=2)
+        own = folder / f"iter_{iteration:07d}"
+        (folder / "iter_0000007").rename(own)
+        for key, tensors in moments.items():
+            write_legacy(folder / key, tensors, gated=gated, num_ranks=2, num_stages=2)
+        for path in own.iterdir():
+            add_numbered_state(path / "model_optim_rng.pt", folder, common, list(moments), groups[0], dtype)
+        (folder / "latest_checkpointed_iteration.txt").write_text(str(iteration))
+        return folder
     if kind == "fsdp_dtensor":
         model = {f"module.{name}": tensor for name, tensor in _split_by_name(main, gated).items()}
         of_optimizer: dict[str, Any] = {"state": {}, "param_to_group_meta": {}}
@@ -187,6 +197,35 @@ def write_run(
         state["common_state/shard_0_1"] = [common]
     _save_iteration(state, folder, iteration=iteration)
     return folder
+
+
+def add_numbered_state(
+    file: Path, folder: Path, common: dict[str, Any], keys: list[str], group: dict[str, Any], dtype: torch.dtype
+) -> None:
+    """Put the optimizer's state into a rank's archive, numbered group by group: weights that decay, and the others."""
+    content = torch.load(file, weights_only=False)
+    weights = {name: tensor for name, tensor in content["model"].items() if tensor is not None}
+    moments = {
+        key: torch.load(folder / key / "iter_0000007" / file.parent.name / file.name, weights_only=False)["model"]
+        for key in keys
+    }
+    by_group = [[name for name in weights if (weights[name].dim() > 1) is decays] for decays in (True, False)]
+    numbers = {name: number for number, name in enumerate([*by_group[0], *by_group[1]])}
+    step = torch.tensor(float(common["iteration"]))  # as torch's optimizers have it, not in the groups
+    own = {key: value for key, value in group.items() if key != "step"}
+    saved: dict[str, Any] = {
+        "state": {
+            number: {"step": step, **{key: moments[key][name] for key in keys}} for name, number in numbers.items()
+        },
+        "param_groups": [
+            {**own, "wd_mult": wd_mult, "params": [numbers[name] for name in names]}
+            for wd_mult, names in zip((1.0, 0.0), by_group, strict=True)
+        ],
+    }
+    main = [[weights[name] for name in names] for names in by_group]
+    model = {name: tensor if tensor is None else tensor.to(dtype) for name, tensor in content["model"].items()}
+    optimizer = {"optimizer": saved, "fp32_from_fp16_params": main}
+    torch.save({**content, **common, "model": model, "optimizer": optimizer}, file)
 
 
 _IN_LAYERS_OF_TRANSFORMER_ENGINE = (

@@ -9,7 +9,7 @@ the one here, main weights are not the weights, so some are compared.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -144,7 +144,7 @@ def bucket_views(
     if lacking:
         raise ValueError(f"{where} must hold optimizer state {', '.join(sorted(lacking))}, got none; {_WITHOUT}")
     found = {key: _views(boxes, key, parameters) for key in wanted}
-    _compare(stored, found[MAIN], weights, where)
+    compare_main_weights(stored, found[MAIN], weights, lambda got: _not_of_this_model(where, got))
     return found[MAIN], {key: found[key] for key in keys}
 
 
@@ -325,8 +325,13 @@ def _views(boxes: Mapping[str, Sequence[_Box]], key: str, parameters: Mapping[st
     return found
 
 
-def _compare(stored: CheckpointReader, main: Mapping[str, View], weights: Mapping[str, View], where: Path) -> None:
-    """Check that the main weights of the first and the last layer round to the weights."""
+def compare_main_weights(
+    stored: CheckpointReader,
+    main: Mapping[str, View],
+    weights: Mapping[str, View],
+    refusal: Callable[[str], Exception],
+) -> None:
+    """Check that the main weights of the first and the last layer round to the weights, and raise the ``refusal`` if not."""
     layers = sorted({int(match["layer"]) for name in main if (match := LAYER.fullmatch(name))})
     names = [
         name for name in main if name.startswith(tuple(f"decoder.layers.{layer}." for layer in {layers[0], layers[-1]}))
@@ -341,4 +346,4 @@ def _compare(stored: CheckpointReader, main: Mapping[str, View], weights: Mappin
             reader.verify(plan)
             reader.read(plan)
         if not torch.equal(first.to(dtype), second):
-            raise _not_of_this_model(where, f"other main weights where those of {name} should be")
+            raise refusal(f"other main weights where those of {name} should be")

@@ -83,7 +83,7 @@ def open_distributed(folder: Path) -> ForeignCheckpoint | None:
             state = {**of_weights, **main}
         else:
             state = _state_by_name(stored.entries, run, parameters, architecture, state_keys)
-        more, plain = _steps_and_groups(run, parameters, state_keys)
+        more, plain = steps_and_groups(run, parameters, state_keys)
         return ViewReader(stored, {**found, **state, **more}, plain)
 
     kind = "torch_dist" if is_torch_dist else "fsdp_dtensor"
@@ -124,7 +124,7 @@ def _state_by_name(
     return found | main_weight_views(names, entries, sizes, architecture, where)
 
 
-def _steps_and_groups(
+def steps_and_groups(
     run: ForeignRun, sizes: dict[str, torch.Size], keys: Sequence[str]
 ) -> tuple[dict[str, View], dict[str, Any]]:
     """Return the steps of all weights as views, and the optimizer's plain values."""

@@ -2,16 +2,18 @@
 
 Each archive has the rank's part of the model under ``model``, with layers counted within the stage; where a rank has several
 stages, they are under ``model0``, ``model1`` and so on. Matrices are cut by rows or by
-columns; the rows of a gated one are the gate and what it gates of this rank.
+columns; the rows of a gated one are the gate and what it gates of this rank. For the optimizer's state see [Note: numbered weights] in
+``legacy_optimizer.py``.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,8 +27,18 @@ from megatron.core.distributed.fsdp.checkpoint import (
     ViewReader,
     read_archive,
 )
-from megatron.training.formats.architecture import Architecture, tensor_sizes
+from megatron.training.formats.architecture import Architecture, sizes_of, tensor_sizes
 from megatron.training.formats.foreign import ForeignCheckpoint
+from megatron.training.formats.foreign_run import ForeignRun
+from megatron.training.formats.megatron_lm.buffers import compare_main_weights
+from megatron.training.formats.megatron_lm.distributed import steps_and_groups
+from megatron.training.formats.megatron_lm.legacy_optimizer import (
+    MAIN,
+    STEP,
+    WITHOUT,
+    numbered_state,
+    of_other_weights,
+)
 from megatron.training.formats.megatron_lm.names import EMBEDDING, OUTPUT, is_gated, places_of
 from megatron.training.formats.megatron_lm.run import run_of_archive
 from megatron.training.formats.rules import check_stored
@@ -48,12 +60,10 @@ def open_legacy(folder: Path) -> ForeignCheckpoint:
         NotImplementedError: it is split in a way that is not served.
         ValueError, FileNotFoundError: a file is damaged or missing.
     """
-    stages = _read(folder)
+    stages, optimizers = _read(folder)
     run = run_of_archive(folder, read_archive(next(iter(sorted(folder.glob(RANK_FOLDER)))) / _FILE, file=_FILE))
     entries = {
-        f"stage {stage}, rank {rank}: {name}": StoredTensor(
-            tensor.dtype, tensor.size, [StoredChunk((0,) * len(tensor.size), tuple(tensor.size), tensor.place)]
-        )
+        _source(stage, rank, name): _stored(tensor)
         for stage, ranks in enumerate(stages)
         for rank, tensors in enumerate(ranks)
         for name, tensor in tensors.items()
@@ -61,12 +71,6 @@ def open_legacy(folder: Path) -> ForeignCheckpoint:
     stored = CheckpointReader.of_files(folder, entries)
 
     def views(architecture: Architecture, state_keys: Sequence[str] | None) -> ViewReader:
-        if state_keys is not None:
-            raise ValueError(
-                f"{folder} must hold optimizer state by the names of weights, got the archives of --ckpt-format torch, which have it "
-                "by rank: save it with --ckpt-format torch_dist and --dist-ckpt-optim-fully-reshardable, or load it with "
-                "--no-load-optim, or --finetune to begin at iteration 0"
-            )
         if architecture.get("experimental_attention_variant") is not None:
             raise NotImplementedError(
                 f"{folder} must be of a model without linear attention, got {architecture['experimental_attention_variant']}: the"
@@ -95,7 +99,9 @@ def open_legacy(folder: Path) -> ForeignCheckpoint:
         check_stored(
             found, entries, folder, unused=is_copy, may_be_longer=lambda name: name.endswith((EMBEDDING, OUTPUT))
         )
-        return ViewReader(stored, found)
+        if state_keys is None:
+            return ViewReader(stored, found)
+        return _with_state(folder, run, entries, found, architecture, state_keys, _State(stages, optimizers))
 
     num_ids = sum(rank[EMBEDDING].size[0] for rank in stages[0] if EMBEDDING in rank and rank[EMBEDDING].size)
     return ForeignCheckpoint(
@@ -103,8 +109,78 @@ def open_legacy(folder: Path) -> ForeignCheckpoint:
     )
 
 
-def _read(folder: Path) -> _Stages:
+def _source(stage: int, rank: int, name: str) -> str:
+    return f"stage {stage}, rank {rank}: {name}"
+
+
+def _stored(tensor: ArchivedTensor) -> StoredTensor:
+    chunk = StoredChunk((0,) * len(tensor.size), tuple(tensor.size), tensor.place)
+    return StoredTensor(tensor.dtype, tensor.size, [chunk])
+
+
+class _State(NamedTuple):
+    """The weights by stage, and what the archives of each pipeline and tensor-parallel rank have of an optimizer."""
+
+    stages: _Stages
+    optimizers: list[list[Any]]
+
+    def by_key(self, folder: Path, no_parameters: Container[str]) -> dict[str, dict[str, ArchivedTensor]]:
+        """Return the optimizer's tensors by key and by the source of the weight, as ``numbered_state`` finds them."""
+        found: dict[str, dict[str, ArchivedTensor]] = {}
+        for stage, rank in product(range(len(self.optimizers)), range(len(self.optimizers[0]))):
+            own = [
+                (source, tensor)
+                for number in range(stage, len(self.stages), len(self.optimizers))
+                for name, tensor in self.stages[number][rank].items()
+                if (source := _source(number, rank, name)) not in no_parameters
+            ]
+            for key, source, tensor in numbered_state(own, self.optimizers[stage][rank], folder):
+                found.setdefault(key, {})[source] = tensor
+        return found
+
+
+def _with_state(
+    folder: Path,
+    run: ForeignRun,
+    entries: Mapping[str, StoredTensor],
+    weights: Mapping[str, View],
+    architecture: Architecture,
+    keys: Sequence[str],
+    state: _State,
+) -> ViewReader:
+    """Return a reader of the weights, in whose place are main weights where there are any, and of the optimizer's state."""
+    parameters, buffers = sizes_of(architecture)
+    by_key = state.by_key(folder, {part.source for name in buffers for part in weights[name].parts})
+    if others := sorted(by_key.keys() ^ {*keys, MAIN, STEP} - ({MAIN, STEP} - by_key.keys())):
+        raise ValueError(
+            f"{folder} must hold optimizer state {', '.join(keys)}, got other: {', '.join(others)}; {WITHOUT}"
+        )
+    tensors = {
+        f"{key} of {source}": _stored(tensor) for key, found in by_key.items() for source, tensor in found.items()
+    }
+    stored = CheckpointReader.of_files(folder, {**entries, **tensors})
+
+    def moved(key: str, name: str) -> View:
+        parts = [part._replace(source=f"{key} of {part.source}") for part in weights[name].parts]
+        if lacking := [part.source for part in parts if part.source not in tensors]:
+            raise ValueError(f"{folder} must hold the optimizer's state of all weights, got no {lacking[0]}; {WITHOUT}")
+        return View(weights[name].size, parts)
+
+    halves = by_key.get(MAIN, {})
+    main = {n: moved(MAIN, n) for n in parameters if all(part.source in halves for part in weights[n].parts)}
+    if main:
+        compare_main_weights(stored, main, weights, lambda got: of_other_weights(folder, got))
+    if not run.steps:
+        steps = {int(stored.tensor(f"{STEP} of {source}").item()) for source in by_key.get(STEP, {})}
+        run = replace(run, steps=tuple(sorted(steps)))
+    more, plain = steps_and_groups(run, parameters, keys)
+    of_weights = {f"optimizer.state.{name}.{key}": moved(key, name) for key in keys for name in parameters}
+    return ViewReader(stored, {**weights, **main, **of_weights, **more}, plain)
+
+
+def _read(folder: Path) -> tuple[_Stages, list[list[Any]]]:
     found: dict[tuple[int, int], list[dict[str, ArchivedTensor]]] = {}
+    optimizers: dict[tuple[int, int], Any] = {}
     for path in sorted(folder.glob(RANK_FOLDER)):
         match = _NAME.fullmatch(path.name)
         if match is None or match["ep"] is not None:
@@ -112,7 +188,8 @@ def _read(folder: Path) -> _Stages:
                 f"{path} must be of a model without expert parallelism (mp_rank_XX or mp_rank_XX_YYY), got another name: save it "
                 "with --ckpt-format torch_dist, which any split loads"
             )
-        found[int(match["pp"] or 0), int(match["tp"])] = _tensors(path / _FILE, f"{path.name}/{_FILE}")
+        key = int(match["pp"] or 0), int(match["tp"])
+        found[key], optimizers[key] = _tensors(path / _FILE, f"{path.name}/{_FILE}")
     num_stages, num_ranks = (max(key[axis] for key in found) + 1 for axis in (0, 1))
     missing = [
         f"stage {stage}, tensor rank {rank}"
@@ -135,15 +212,15 @@ def _read(folder: Path) -> _Stages:
         ]
         stages.append(ranks)
         first_layer = max((int(layer) + 1 for name in ranks[0] for layer in _LAYER.findall(name)), default=first_layer)
-    return stages
+    return stages, [[optimizers[stage, rank] for rank in range(num_ranks)] for stage in range(num_stages)]
 
 
 def _with_layer(name: str, first: int) -> str:
     return _LAYER.sub(lambda match: f"decoder.layers.{int(match[1]) + first}.", name)
 
 
-def _tensors(path: Path, file: str) -> list[dict[str, ArchivedTensor]]:
-    """Return the tensors of each pipeline stage of a rank: of one, or of several that take turns (virtual stages)."""
+def _tensors(path: Path, file: str) -> tuple[list[dict[str, ArchivedTensor]], Any]:
+    """Return the tensors of each stage of a rank, of one or of several that take turns (virtual stages), and its optimizer's state."""
     if not path.is_file():
         raise FileNotFoundError(f"{path} must be there, got no such file; restore it")
     content = read_archive(path, file=file)
@@ -166,7 +243,7 @@ def _tensors(path: Path, file: str) -> list[dict[str, ArchivedTensor]]:
                     f"{path}: {name} must be stored in the order of its elements, got a view of others"
                 )
         stages.append(tensors)
-    return stages
+    return stages, held.get("optimizer")
 
 
 def _flat(model: Mapping[str, Any]) -> dict[str, Any]:
@@ -185,10 +262,10 @@ def _parts(stages: _Stages, name: str, size: torch.Size, gated: bool) -> list[Pa
         spelling = next((own for own in spellings if own in ranks[0]), None)
         if spelling is not None:
             tensors = [rank.get(spelling, ranks[0][spelling]) for rank in ranks]
-            sources = [f"stage {number}, rank {rank}: {spelling}" for rank in range(len(ranks))]
+            sources = [_source(number, rank, spelling) for rank in range(len(ranks))]
             return _joined(name, size, sources, [tensor.size for tensor in tensors], gated)
     start = (0,) * len(size)
-    return [Part(start, tuple(size), f"stage 0, rank 0: {name}", start)]
+    return [Part(start, tuple(size), _source(0, 0, name), start)]
 
 
 def _joined(name: str, size: torch.Size, sources: list[str], sizes: list[torch.Size], gated: bool) -> list[Part]:

@@ -1,0 +1,129 @@
+"""Megatron-LM's numbered optimizer state finds its weights by their order, and what is not in that order is refused."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.core.distributed.fsdp.checkpoint import TensorReader
+from megatron.training.formats.recognise import find_foreign
+from tests.support.megatron_lm_folders import add_numbered_state, weights_and_architecture, write_legacy
+
+KEYS = ["exp_avg", "exp_avg_sq"]
+
+
+def _write(
+    folder: Path, name: str, *, num_ranks: int, num_stages: int, dtype: torch.dtype = torch.bfloat16
+) -> dict[str, Any]:
+    """Write a run with numbers of its own as state of each weight; return those by key, and the weights."""
+    weights, architecture = weights_and_architecture(name)
+    split: dict[str, Any] = {
+        "gated": architecture["gated_linear_unit"],
+        "num_ranks": num_ranks,
+        "num_stages": num_stages,
+    }
+    moments = {key: {n: torch.randn(w.shape) for n, w in weights.items()} for key in KEYS}
+    write_legacy(folder, weights, **split)
+    for key, tensors in moments.items():
+        write_legacy(folder / key, tensors, **split)
+    for path in (folder / "iter_0000007").iterdir():
+        add_numbered_state(path / "model_optim_rng.pt", folder, {"iteration": 7}, KEYS, {"lr": 0.5}, dtype)
+    for key in KEYS:
+        shutil.rmtree(folder / key)
+    return {"weights": weights, "architecture": architecture, **moments}
+
+
+def _reader(folder: Path, architecture: dict[str, Any], keys: list[str]) -> TensorReader:
+    found = find_foreign(folder)
+    assert found is not None
+    return found.views(architecture, keys)
+
+
+@pytest.mark.parametrize(("num_ranks", "num_stages"), [(1, 1), (2, 2)])
+@pytest.mark.parametrize("name", ["gpt2_like", "llama_like", "qwen_like"])
+def test_state_is_that_of_its_weight(name: str, num_ranks: int, num_stages: int, tmp_path: Path) -> None:
+    """Biases and norms do not decay, so they are in a group of their own, behind all others."""
+    expected = _write(tmp_path, name, num_ranks=num_ranks, num_stages=num_stages)
+    reader = _reader(tmp_path, expected["architecture"], KEYS)
+    for weight, value in expected["weights"].items():
+        assert torch.equal(reader.tensor(weight), value), "the main weight, not that of 16 bits"
+        assert reader.tensor(f"optimizer.state.{weight}.step") == 7
+        for key in KEYS:
+            assert torch.equal(reader.tensor(f"optimizer.state.{weight}.{key}"), expected[key][weight])
+
+
+def test_a_model_in_fp32_has_no_main_weights(tmp_path: Path) -> None:
+    expected = _write(tmp_path, "llama_like", num_ranks=1, num_stages=1, dtype=torch.float32)
+    _edit(tmp_path, lambda saved: saved["optimizer"])
+    reader = _reader(tmp_path, expected["architecture"], KEYS)
+    for weight, value in expected["weights"].items():
+        assert torch.equal(reader.tensor(weight), value)
+        assert torch.equal(reader.tensor(f"optimizer.state.{weight}.exp_avg"), expected["exp_avg"][weight])
+
+
+def _edit(folder: Path, change: Callable[[Any], Any]) -> None:
+    for path in folder.glob("iter_0000007/*/model_optim_rng.pt"):
+        content = torch.load(path, weights_only=False)
+        content["optimizer"] = change(content["optimizer"])
+        torch.save(content, path)
+
+
+def _swapped(saved: Any) -> Any:
+    """The second layer's number where the first one's should be, as if modules had another order."""
+    (first, *rest), _ = saved["fp32_from_fp16_params"]
+    same = next(i for i, tensor in enumerate(rest) if tensor.shape == rest[0].shape and i > 0)
+    rest[0], rest[same] = rest[same], rest[0]
+    return {**saved, "fp32_from_fp16_params": [[first, *rest], saved["fp32_from_fp16_params"][1]]}
+
+
+def _in_three_groups(saved: Any) -> Any:
+    group, *others = saved["optimizer"]["param_groups"]
+    parts = [{**group, "params": group["params"][:1]}, {**group, "params": group["params"][1:]}]
+    return {"optimizer": {**saved["optimizer"], "param_groups": [*parts, *others]}}
+
+
+def _short(saved: Any) -> Any:
+    group, other = saved["optimizer"]["param_groups"]
+    return {"optimizer": {**saved["optimizer"], "param_groups": [{**group, "params": group["params"][1:]}, other]}}
+
+
+def _turned(saved: Any) -> Any:
+    group, other = saved["optimizer"]["param_groups"]
+    return {"optimizer": {**saved["optimizer"], "param_groups": [{**group, "params": group["params"][::-1]}, other]}}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda saved: None,
+            "one optimizer per rank, numbered by weights, got nothing .with --use-distributed-optimizer",
+        ),
+        (lambda saved: [saved, saved], "one optimizer per rank, numbered by weights, got a list"),
+        (lambda saved: {"optimizer": {"param_groups": []}}, "got a dict of optimizer"),
+        (_swapped, r"in the order of its modules, got other main weights where those of decoder\.layers\.0\."),
+        (_in_three_groups, "two groups of weights, with and without weight decay, got 3"),
+        (_short, r"got [0-9]+ weights in a group where the model has [0-9]+"),
+        (_turned, r"got \[.*\] as exp_avg of stage 0, rank 0: .*, which has \["),
+    ],
+    ids=["distributed", "several", "no state", "other order", "three groups", "fewer", "reversed"],
+)
+def test_what_is_not_in_order_is_refused(change: Callable[[Any], Any], message: str, tmp_path: Path) -> None:
+    expected = _write(tmp_path, "llama_like", num_ranks=1, num_stages=1)
+    _edit(tmp_path, change)
+    with pytest.raises(ValueError, match=message) as error:
+        _reader(tmp_path, expected["architecture"], KEYS)
+    assert "--no-load-optim, or --finetune" in str(error.value)
+
+
+def test_another_optimizer_is_refused_by_its_keys(tmp_path: Path) -> None:
+    expected = _write(tmp_path, "llama_like", num_ranks=1, num_stages=1)
+    with pytest.raises(
+        ValueError, match="must hold optimizer state momentum_buffer, got other: exp_avg, exp_avg_sq, momentum"
+    ):
+        _reader(tmp_path, expected["architecture"], ["momentum_buffer"])
