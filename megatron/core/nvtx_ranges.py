@@ -1,4 +1,4 @@
-"""NVTX ranges of callers, off until ``configure_nvtx_profiling(True)``."""
+"""NVTX ranges of callers, off until ``configure_nvtx_profiling(True)``; a torch without CUDA has none."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _ranges = _Ranges()
 
 def configure_nvtx_profiling(enabled: bool) -> None:
     """Let ``nvtx_range_push`` and ``nvtx_range_pop`` mark ranges, or do nothing."""
-    _ranges.enabled = enabled
+    _ranges.enabled = enabled and torch.cuda.is_available()
 
 
 def nvtx_range_push(msg: str | None = None, suffix: str | None = None) -> None:

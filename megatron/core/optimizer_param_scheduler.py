@@ -26,6 +26,10 @@ _COMPARED = (
 )
 
 
+# Megatron-Core's schedule does not save these: those of this schedule hold.
+_NOT_IN_MEGATRONS = ("init_lr", "wsd_decay_steps", "lr_wsd_decay_style")
+
+
 class ParamGroupOverride(TypedDict, total=False):
     """Settings of a parameter group that differ from those of the optimizer and the scheduler."""
 
@@ -182,8 +186,9 @@ class OptimizerParamScheduler:
         progress = (self.num_steps - self.lr_warmup_steps) / (self.lr_decay_steps - self.lr_warmup_steps)
         return 1.0 - progress if self.lr_decay_style == "linear" else _half_cosine(progress)
 
-    def get_wd(self, param_group: dict[str, Any]) -> float:
-        """Compute the weight decay of a group after ``num_steps`` steps."""
+    def get_wd(self, param_group: dict[str, Any] | None = None) -> float:
+        """Compute the weight decay of a group after ``num_steps`` steps; None: of one without settings of its own."""
+        param_group = param_group or {}
         start_wd: float = param_group.get("start_wd", self.start_wd)
         end_wd: float = param_group.get("end_wd", self.end_wd)
         if self.wd_incr_style == "constant" or self.num_steps > self.wd_incr_steps:
@@ -211,13 +216,15 @@ class OptimizerParamScheduler:
         Raises:
             ValueError: the schedules differ and neither was chosen, or a value is missing; the message names the values.
         """
-        missing = [name for name in (*_COMPARED, "num_steps") if name not in state_dict]
+        needed = (*(name for name in _COMPARED if name not in _NOT_IN_MEGATRONS), "num_steps")
+        missing = [name for name in needed if name not in state_dict]
         if missing or type(state_dict["num_steps"]) is not int or state_dict["num_steps"] < 0:
             got = f"none for {', '.join(missing)}" if missing else f"num_steps {state_dict['num_steps']!r}"
             raise ValueError(f"the saved schedule must have a value for each setting and its position, got {got}")
-        differing = {name: state_dict[name] for name in _COMPARED if state_dict[name] != getattr(self, name)}
+        saved = {name: state_dict[name] for name in _COMPARED if name in state_dict}
+        differing = {name: value for name, value in saved.items() if value != getattr(self, name)}
         if differing and not self.override and not self.use_checkpoint:
-            listed = ", ".join(f"{name}: now {getattr(self, name)}, saved {saved}" for name, saved in differing.items())
+            listed = ", ".join(f"{name}: now {getattr(self, name)}, saved {value}" for name, value in differing.items())
             raise ValueError(
                 f"the schedule must equal that of the checkpoint, got {listed}; choose with "
                 "--override-opt-param-scheduler (take the command line's) or --use-checkpoint-opt-param-scheduler"

@@ -19,6 +19,8 @@ import numpy.typing as npt
 Groups = npt.NDArray[np.int64]
 """[G, N]: G groups of N ranks, each in the order of its axes."""
 
+_AXES = ("tp", "cp", "ep", "dp", "pp")
+
 _DENSE_AXES = {
     "tp": ("tp",),
     "cp": ("cp",),
@@ -76,7 +78,7 @@ class RankGrid:
     """Size of the outer axis of hybrid sharding: the number of replicas of the sharded state."""
 
     order: str = "tp-cp-ep-dp-pp"
-    """The axes, neighbouring ranks first."""
+    """The axes, neighbouring ranks first; those of one rank may be left out."""
 
     embedding_stages: tuple[int, ...] = (0, -1)
     """Ranks of a pipeline that hold the word embedding or a copy of it; negative ones count from the end."""
@@ -85,10 +87,9 @@ class RankGrid:
         for name, value in vars(self).items():
             if isinstance(value, int) and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
-        if sorted(self.order.split("-")) != ["cp", "dp", "ep", "pp", "tp"]:
-            raise ValueError(f"order must name tp, cp, ep, dp and pp once each, joined by '-', got {self.order!r}")
         self._check_product("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
         self._check_product("expert_tensor_parallel_size", "expert_model_parallel_size", "pipeline_model_parallel_size")
+        self._complete_order()
         if not np.array_equal(self._dense_groups(("pp",)), self._expert_groups(("pp",))):
             raise ValueError(
                 f"dense and expert layers of a stage must be on the same ranks, got order {self.order!r} with "
@@ -102,6 +103,18 @@ class RankGrid:
                     f"num_distributed_optimizer_instances must divide the {axis} parallel size, got {instances} and {size} "
                     f"= {size // instances} * {instances} + {size % instances}"
                 )
+
+    def _complete_order(self) -> None:
+        names = self.order.lower().split("-")
+        missing = [axis for axis in _AXES if axis not in names]
+        if sorted([*names, *missing]) != sorted(_AXES):
+            raise ValueError(f"order must name tp, cp, ep, dp and pp once each, joined by '-', got {self.order!r}")
+        object.__setattr__(self, "order", "-".join([*names, *missing]))
+        sizes = {axis: max(self.dense_sizes[axis], self.expert_sizes[axis]) for axis in missing}
+        if split := [axis for axis, size in sizes.items() if size > 1]:
+            raise ValueError(
+                f"order must name all axes of several ranks, got {'-'.join(names)!r} without {', '.join(split)}"
+            )
 
     def _check_product(self, *names: str) -> None:
         degrees = [self.expert_tensor_size if name.startswith("expert_t") else getattr(self, name) for name in names]

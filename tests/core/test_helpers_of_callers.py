@@ -32,6 +32,7 @@ from megatron.core.transformer.torch_layer_norm import WrappedTorchLayerNorm
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from megatron.training.utils.common_utils import get_local_rank_preinit
 from tests.support.tiny_gpt import build_gpt
 
 
@@ -164,6 +165,18 @@ def test_ranks_before_process_groups_are_the_launchers(monkeypatch: pytest.Monke
     assert (_rank_utils.safe_get_rank(), _rank_utils.safe_get_world_size()) == (2, 4)
 
 
+def test_the_rank_on_a_host_is_the_launchers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    monkeypatch.setenv("SLURM_LOCALID", "5")
+    assert get_local_rank_preinit() == 5
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    assert get_local_rank_preinit() == 2
+    monkeypatch.delenv("LOCAL_RANK")
+    monkeypatch.delenv("SLURM_LOCALID")
+    with pytest.warns(UserWarning, match="LOCAL_RANK or SLURM_LOCALID"):
+        assert get_local_rank_preinit() == 0
+
+
 def test_types_and_signatures() -> None:
     layer = torch.nn.Linear(1, 1)
     assert typed_torch.apply_module(layer) is layer and typed_torch.not_none(0) == 0
@@ -232,6 +245,11 @@ def test_marks_of_callers_functions() -> None:
     assert strict(1) == 1
     with pytest.raises(TypeError, match="y must be left out"):
         strict(1, y=2)
+    utils.configure_nvtx_profiling(True)  # without CUDA there are no ranges to mark
+    try:
+        assert utils.nvtx_decorator()(abs)(-1) == 1
+    finally:
+        utils.configure_nvtx_profiling(False)
     assert utils.internal_api(old) is utils.experimental_api(old) is old and vars(old)["_internal_api"]
     assert utils.null_decorator(old) is utils.null_decorator(1, a=2)(old) is old
 

@@ -132,3 +132,15 @@ def test_a_changed_schedule_is_named_unless_a_side_is_chosen() -> None:
     theirs = _scheduler(max_lr=2.0)  # as in Megatron-Core, where nothing is said
     theirs.load_state_dict(saved.state_dict())
     assert theirs.optimizer.param_groups[0]["lr"] == pytest.approx(0.55)
+
+
+def test_a_schedule_that_megatron_core_saved_goes_on() -> None:
+    scheduler = _scheduler()
+    scheduler.step(60)
+    others = {"init_lr", "wsd_decay_steps", "lr_wsd_decay_style"}  # it does not save them
+    saved = {name: value for name, value in scheduler.state_dict().items() if name not in others}
+    resumed = _scheduler(use_checkpoint_opt_param_scheduler=False)
+    resumed.load_state_dict(saved)
+    assert resumed.num_steps == 60 and resumed.get_wd() == 0.5
+    with pytest.raises(ValueError, match="got none for end_wd"):
+        resumed.load_state_dict({name: value for name, value in saved.items() if name != "end_wd"})

@@ -172,7 +172,11 @@ def test_16384_ranks(degrees: dict[str, Any]) -> None:
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no ranks": ({"world_size": 0}, "world_size must be at least 1, got 0"),
     "no tensor-parallel ranks": ({"tp": 0}, "tensor_model_parallel_size must be at least 1, got 0"),
-    "an axis missing": ({"order": "tp-cp-dp-pp"}, "order must name tp, cp, ep, dp and pp once each.*'tp-cp-dp-pp'"),
+    "an axis twice": ({"order": "tp-cp-dp-pp-tp"}, "order must name tp, cp, ep, dp and pp once each.*'tp-cp-dp-pp-tp'"),
+    "an axis of several ranks missing": (
+        {"order": "tp-ep-dp-pp", "cp": 2},
+        "order must name all axes of several ranks, got 'tp-ep-dp-pp' without cp",
+    ),
     "dense degrees that do not fill the world": (
         {"tp": 2, "cp": 3},
         r"multiple of tensor_model_parallel_size \* context_parallel_size \* pipeline_model_parallel_size, got 16 ranks "
@@ -202,6 +206,13 @@ def test_degrees_that_do_not_fit_are_refused_with_the_arithmetic(name: str) -> N
     degrees, message = REFUSED[name]
     with pytest.raises(ValueError, match=message):
         grid(**{"world_size": 16, **degrees})
+
+
+def test_axes_of_one_rank_may_be_left_out_of_the_order() -> None:
+    for short, whole in (("tp-ep-dp-pp", "tp-cp-ep-dp-pp"), ("TP-PP-DP", "tp-cp-ep-pp-dp")):
+        left_out, named = (grid(16, tp=2, pp=4, order=order) for order in (short, whole))
+        for name in GROUP_NAMES:
+            assert left_out.groups(name).tolist() == named.groups(name).tolist(), (short, name)
 
 
 def test_an_unknown_group_is_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import tempfile
 from collections.abc import Callable, Iterator
@@ -36,6 +37,11 @@ from megatron.core.tokenizers import MegatronTokenizer
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config, unwrap_model
+from megatron.training.utils import (
+    calc_params_l2_norm,
+    logical_and_across_model_parallel_group,
+    reduce_max_stat_across_model_parallel_group,
+)
 from tests.support.rank_checks import RankChecks
 
 CHECKS = RankChecks(__name__)
@@ -181,6 +187,20 @@ def stages_of_a_rank_that_take_turns_train_as_the_whole_model() -> None:
 
 
 @CHECKS.on(2)
+def any_module_is_wrapped_with_a_configuration_that_says_nothing_of_it() -> None:
+    _initialize()
+    torch.manual_seed(0)
+    config, inputs = TransformerConfig(num_layers=1, num_attention_heads=1), torch.randn(2, 3)
+    plain = torch.nn.Linear(3, 4)
+    wrapped = DistributedDataParallel(config, DistributedDataParallelConfig(), copy.deepcopy(plain))
+    plain(inputs).square().sum().backward()
+    wrapped(inputs[dist.get_rank()]).square().sum().mul(2).backward()
+    wrapped.finish_grad_sync()
+    for param, expected in zip(wrapped.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(param.grad.full_tensor(), expected.grad)
+
+
+@CHECKS.on(2)
 def what_loops_do_between_steps() -> None:
     """Hooks off and on for evaluation, gradients freed, random states of the first tensor-parallel rank."""
     _initialize(tensor=2)
@@ -205,6 +225,12 @@ def what_loops_do_between_steps() -> None:
         model.free_overlap_buffers()
         losses.append(loss.item())
     assert losses[1] < losses[0]
+    assert calc_params_l2_norm(model) == pytest.approx(optimizer.params_norm().item())
+    rank = dist.get_rank()
+    assert reduce_max_stat_across_model_parallel_group(None) is None
+    assert reduce_max_stat_across_model_parallel_group(torch.tensor(2.5) if rank else None) == 2.5
+    assert reduce_max_stat_across_model_parallel_group(3.5 - rank, group=mpu.get_data_parallel_group()) == 3.5 - rank
+    assert logical_and_across_model_parallel_group(True) and not logical_and_across_model_parallel_group(rank == 0)
     torch.manual_seed(dist.get_rank())
     random.seed(dist.get_rank())
     before = get_cuda_rng_tracker().get_states()

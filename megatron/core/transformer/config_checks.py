@@ -152,7 +152,7 @@ _OF_MUP = {
 
 CONTRADICTIONS: list[tuple[Condition, str]] = [
     (lambda c: c.num_layers < 1, "num_layers must be at least 1, got {num_layers}"),
-    (lambda c: c.hidden_size < 1, "hidden_size must be at least 1, got {hidden_size}"),
+    (lambda c: c.hidden_size < 0, "hidden_size must be at least 1 (0: there is no transformer), got {hidden_size}"),
     (lambda c: c.num_attention_heads < 1, "num_attention_heads must be at least 1, got {num_attention_heads}"),
     (
         lambda c: c.ffn_hidden_size is not None and c.ffn_hidden_size < 1,

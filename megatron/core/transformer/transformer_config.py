@@ -55,7 +55,7 @@ class TransformerConfig(ModelParallelConfig):
     mtp_use_repeated_layer: bool = False
     """One layer is applied ``mtp_num_layers`` times, instead of as many layers."""
     hidden_size: int = 0
-    """Width of the residual stream."""
+    """Width of the residual stream; 0 where modules that are no transformer are wrapped: layers need at least 1."""
     num_attention_heads: int = 0
     """Query heads of each layer."""
     num_query_groups: int | None = None
@@ -339,10 +339,15 @@ class TransformerConfig(ModelParallelConfig):
         own = contradictions(self, has_faults=has_faults)
         return [*super().contradictions(has_faults=has_faults), *own]
 
+    def check_has_width(self) -> None:
+        """Raise ValueError where ``hidden_size`` is 0, so that there can be no layer."""
+        if self.hidden_size < 1:
+            raise ValueError(f"hidden_size must be at least 1 to build a layer, got {self.hidden_size}")
+
     def __post_init__(self) -> None:
         self.check()
         self._derive("num_query_groups", self.num_query_groups or self.num_attention_heads)
-        self._derive("ffn_hidden_size", self.ffn_hidden_size or 4 * self.hidden_size)
+        self._derive("ffn_hidden_size", self.ffn_hidden_size or 4 * self.hidden_size or None)
         self._derive("kv_channels", self.kv_channels or max(1, self.hidden_size // self.num_attention_heads))
         self._derive_stages()
         if self.experimental_attention_variant == "gated_delta_net":
@@ -380,7 +385,7 @@ class TransformerConfig(ModelParallelConfig):
     def _derive_mup(self) -> None:
         """Derive widths and scales of the maximal update parametrisation, as Megatron-Core does."""
         assert self.kv_channels, "derived above"
-        self._derive("mup_width_mult", self.hidden_size / (self.mup_base_hidden_size or self.hidden_size))
+        self._derive("mup_width_mult", self.hidden_size / (self.mup_base_hidden_size or self.hidden_size or 1))
         if self.softmax_scale is None:
             base = 1.0 if self.mup_base_head_dim is None else math.sqrt(self.mup_base_head_dim)
             self._derive("softmax_scale", base / self.kv_channels**self.mup_attn_scale_power)

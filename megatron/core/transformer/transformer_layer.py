@@ -83,6 +83,7 @@ class TransformerLayer(MegatronModule):
         name: str | None = None,
     ) -> None:
         super().__init__(config)
+        config.check_has_width()
         check_layer_arguments(
             "TransformerLayer",
             vp_stage=vp_stage,

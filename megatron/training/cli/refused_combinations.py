@@ -129,6 +129,11 @@ REFUSALS: tuple[Refusal, ...] = (
         ),
     ),
     Refusal(
+        "hidden-size below 1",
+        lambda a: a.hidden_size is not None and a.hidden_size < 1,
+        "--hidden-size must be at least 1, got {hidden_size}",
+    ),
+    Refusal(
         "max-position-embeddings below seq-length",
         lambda a: None not in (a.seq_length, a.max_position_embeddings) and a.max_position_embeddings < a.seq_length,
         "--max-position-embeddings must be at least --seq-length, got {max_position_embeddings} and {seq_length}",

@@ -10,19 +10,22 @@ import torch
 import torch.nn.functional as F
 
 from megatron.core.activations import squared_relu
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.attention_checks import ATTENTION_CONTRADICTIONS
 from megatron.core.transformer.config_checks import CONTRADICTIONS
 from megatron.core.transformer.fp8_checks import FP8_CONTRADICTIONS
 from megatron.core.transformer.linear_attention_checks import LINEAR_ATTENTION_CONTRADICTIONS
 from megatron.core.transformer.offload.offload_checks import OFFLOAD_CONTRADICTIONS
 from megatron.core.transformer.parallel_checks import PARALLEL_CONTRADICTIONS
+from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 BASE: dict[str, Any] = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4}
 
 CONTRADICTORY: list[tuple[dict[str, Any], str]] = [
     ({"num_layers": 0}, "num_layers must be at least 1, got 0"),
-    ({"hidden_size": 0}, "hidden_size must be at least 1, got 0"),
+    ({"hidden_size": -1}, "hidden_size must be at least 1 .*, got -1"),
     ({"num_attention_heads": 0}, "num_attention_heads must be at least 1, got 0"),
     ({"ffn_hidden_size": 0}, "ffn_hidden_size must be at least 1"),
     ({"kv_channels": 0}, "kv_channels must be at least 1"),
@@ -187,6 +190,16 @@ def test_each_contradiction_is_refused(row: int) -> None:
     defaults = {field.name: field.default for field in dataclasses.fields(TransformerConfig)}
     vars(probe).update({**defaults, **BASE, **fields})
     assert CONTRADICTIONS[row][0](probe)
+
+
+def test_modules_that_are_no_transformer_have_a_configuration_without_width() -> None:
+    """Callers wrap any module by ``TransformerConfig(num_layers=1, num_attention_heads=1)``; layers refuse it."""
+    config = TransformerConfig(num_layers=1, num_attention_heads=1)
+    assert (config.hidden_size, config.ffn_hidden_size) == (0, None)
+    spec = get_gpt_layer_local_spec()
+    for build in (lambda: build_module(spec, config=config), lambda: GPTModel(config, spec, 8, 4)):
+        with pytest.raises(ValueError, match="hidden_size must be at least 1 to build a layer, got 0"):
+            build()
 
 
 def test_an_unknown_field_is_refused_by_name() -> None:

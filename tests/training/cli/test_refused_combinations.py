@@ -23,6 +23,7 @@ CONTRADICTIONS: dict[str, tuple[str, str]] = {
     "no max_position_embeddings": ("", "--max-position-embeddings"),
     "no micro_batch_size": ("", "--micro-batch-size"),
     "no lr": ("", "--lr"),
+    "hidden-size below 1": ("--hidden-size 0", ""),
     "max-position-embeddings below seq-length": ("--max-position-embeddings 4", ""),
     "seq-length not divisible by 2 * context-parallel-size": ("--context-parallel-size 3 --attention-dropout 0", ""),
     "seq-length not divisible for sequence parallelism": (

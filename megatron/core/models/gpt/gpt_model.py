@@ -107,6 +107,7 @@ class GPTModel(LanguageModule):
         vp_stage: int | None = None,
     ) -> None:
         super().__init__(config, pg_collection)
+        config.check_has_width()
         _check_arguments(vocab_size, max_sequence_length, position_embedding_type)
         _check_served(
             fp16_lm_cross_entropy=fp16_lm_cross_entropy,
