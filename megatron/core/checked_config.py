@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar, TypeVar, dataclass_transform
 
 from megatron.core.served_arguments import Served, refusal
+from megatron.core.substitutions import Substitution
+
+logger = logging.getLogger(__name__)
 
 Class = TypeVar("Class", bound=type)
 Families = Sequence[tuple[str, str]]
@@ -20,10 +24,18 @@ class CheckedConfig:
     Attributes:
         served: by field, the values that are served and why others are not; fields that are not in it are up to the class.
         free: fields that training code sets as it goes, such as functions; they are never checked.
+        substitutions: values that are taken as others, since the results are the same or nothing would read them. What was
+            given comes back when the fields that it depends on are set.
     """
 
     served: ClassVar[dict[str, tuple[tuple[object, ...], str]]] = {}
     free: ClassVar[frozenset[str]] = frozenset()
+    substitutions: ClassVar[tuple[Substitution, ...]] = ()
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What is taken as something else, one line each; also logged when it is."""
+        return self.__dict__.get("_remarks", ())
 
     def contradictions(self, *, has_faults: bool) -> list[str]:
         """Return messages of fields that contradict each other, or are out of range; for subclasses to say.
@@ -51,8 +63,27 @@ class CheckedConfig:
         if contradictions:
             raise ValueError("\n".join(contradictions))
 
+    def settle(self) -> None:
+        """Take values as others as ``substitutions`` says, beginning with those that were given."""
+        for name, value in self.__dict__.get("_given", {}).items():
+            super().__setattr__(name, value)
+        given: dict[str, Any] = {}
+        remarks: list[str] = []
+        for row in self.substitutions:
+            if not _holds(row, self):
+                continue
+            remarks.append(row.text(self))
+            for name, value in row.values(self).items():
+                given.setdefault(name, getattr(self, name))
+                super().__setattr__(name, value)
+        for text in remarks:
+            if text not in self.remarks:
+                logger.info("%s: %s", type(self).__name__, text)
+        self.__dict__.update(_given=given, _remarks=tuple(remarks))
+
     def finish(self) -> None:
         """Check all fields, from now on whenever one is set."""
+        self.settle()
         self.check()
         self.__dict__["_is_checked"] = True
 
@@ -61,13 +92,23 @@ class CheckedConfig:
         if unchecked or name not in self.__dataclass_fields__:  # type: ignore[attr-defined]
             super().__setattr__(name, value)
             return
-        before = getattr(self, name)
+        before = dict(self.__dict__)
+        self.__dict__["_given"] = {key: given for key, given in before.get("_given", {}).items() if key != name}
         super().__setattr__(name, value)
         try:
+            self.settle()
             self.check()
         except (ValueError, NotImplementedError):
-            super().__setattr__(name, before)
+            self.__dict__.clear()
+            self.__dict__.update(before)
             raise
+
+
+def _holds(row: Substitution, config: CheckedConfig) -> bool:
+    try:
+        return row.when(config)
+    except (TypeError, ZeroDivisionError):
+        return False  # a value of a wrong kind, of which the checks tell
 
 
 @dataclass_transform(kw_only_default=True)

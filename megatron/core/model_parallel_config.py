@@ -16,7 +16,7 @@ _WEIGHTS_AT_REST = "weights at rest are sharded by the engine, over the data-par
 NOT_SERVED: Served = {
     "enable_autocast": ((False,), "layers compute in params_dtype; set that instead"),
     "autocast_dtype": (ANY, "only enable_autocast reads it"),
-    "cross_entropy_fusion_impl": (("native",), "transformer-engine's cross entropy is not served"),
+    "cross_entropy_fusion_impl": (("native", "te"), "there is one fused cross entropy"),
     "pipeline_model_parallel_comm_backend": (ANY, "stages communicate by the default backend"),
     "hierarchical_context_parallel_sizes": (ANY, "sequences are split over one axis, which gives the same"),
     "use_ring_exchange_p2p": (ANY, "stages communicate by batches of sends and receives"),
@@ -98,7 +98,7 @@ class ModelParallelConfig(CheckedConfig):
     """Cross entropy is one fused function that reads the logits once, and in ``GPTModel`` its gradient overwrites them;
     off, it is computed in fp32 chunks and its gradient has its own memory."""
     cross_entropy_fusion_impl: Literal["native", "te"] = "native"
-    """Implementation of the fused cross entropy: ours ("native"); "te" (transformer-engine's) is refused."""
+    """Implementation of the fused cross entropy: ours ("native"), as which "te" is taken."""
     tensor_model_parallel_size: int = 1
     """Ranks that split each layer's matrices."""
     sequence_parallel: bool = False

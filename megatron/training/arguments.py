@@ -187,7 +187,8 @@ def check_command_line(argv: Sequence[str], *, world_size: int | None = None) ->
     line = parser.read(completed.argv)
     args = line.args
     as_megatron_lm = megatron_lm_args(parser, vars(args), line.fates)
-    said_once = (*completed.said, *line.said_once, *substitute(args, malformed=line.malformed))
+    taken = (in_words_of_flags(text, parser) for text in substitute(args, malformed=line.malformed))
+    said_once = (*completed.said, *line.said_once, *taken)
     rows, unreadable = refusals_of(args, malformed=line.malformed)
     faults, settings = [*completed.faults, *line.faults, *rows], None
     for dest in unreadable:
@@ -405,8 +406,7 @@ def _transformer(args: Namespace) -> TransformerConfig:
         layernorm_epsilon=args.norm_epsilon,
         layernorm_zero_centered_gamma=args.apply_layernorm_1p,
         params_dtype=_compute_dtype(args),
-        # As in Megatron-LM, the softmax of scores that are scaled by layer is always in fp32.
-        attention_softmax_in_fp32=args.attention_softmax_in_fp32 or args.apply_query_key_layer_scaling,
+        attention_softmax_in_fp32=args.attention_softmax_in_fp32,
         init_seed=args.seed,
     )
 

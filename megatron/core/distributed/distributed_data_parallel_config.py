@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 import torch
 
 from megatron.core.checked_config import CheckedConfig, megatron_dataclass
 from megatron.core.distributed.fsdp import TRANSPORT_KINDS, TransportKind
 from megatron.core.served_arguments import ANY, Served
+from megatron.core.substitutions import Substitution, without_effect
 from megatron.core.upstream_fields import DISTRIBUTED_DATA_PARALLEL_CONFIG
 
 ShardingStrategy = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
@@ -33,7 +34,7 @@ NOT_SERVED: Served = {
     "reduce_scatter_with_fp32_accumulation": ((False,), "set megatron_fsdp_grad_comm_dtype=torch.float32 instead"),
     "fp4_param_gather": ((False,), _FLOAT4),
     "reuse_grad_buf_for_mxfp8_param_ag": (ANY, "gathers and reductions have memory of their own"),
-    "use_custom_fsdp": ((False,), "it is the old name of use_megatron_fsdp"),
+    "use_custom_fsdp": (ANY, "it is the old name of use_megatron_fsdp"),
     "gradient_reduce_div_fusion": (ANY, "the scale is always applied with the reduction"),
     "preserve_fp32_weights": ((True,), "main weights always rest in megatron_fsdp_main_params_dtype"),
     "fsdp_db_use_persist_buf_on_alloc_fail": (ANY, _BUFFERS),
@@ -53,6 +54,11 @@ NOT_SERVED: Served = {
 """Maps a field to (values that are served, why others are not)."""
 
 
+_SUBSTITUTIONS = tuple(
+    without_effect({"keep_fp8_transpose_cache": False}, needs=lambda c: c.fp8_param_gather, words="fp8_param_gather")
+)
+
+
 @megatron_dataclass(DISTRIBUTED_DATA_PARALLEL_CONFIG, special=NOT_SERVED)
 class DistributedDataParallelConfig(CheckedConfig):
     """Settings of data parallelism, under Megatron-Core's names and in its order; fields that are ours are keywords.
@@ -61,6 +67,8 @@ class DistributedDataParallelConfig(CheckedConfig):
         NotImplementedError: a setting of ``NOT_SERVED`` has a value that is not served.
         ValueError: a value is out of range, or settings contradict each other.
     """
+
+    substitutions: ClassVar[tuple[Substitution, ...]] = _SUBSTITUTIONS
 
     use_megatron_fsdp: bool = False
     """Shard as ``data_parallel_sharding_strategy`` says; False allows only ``no_shard``."""
@@ -142,6 +150,8 @@ class DistributedDataParallelConfig(CheckedConfig):
     """Must be True. Megatron-Core had it once."""
 
     def __post_init__(self) -> None:
+        if self.use_custom_fsdp:  # type: ignore[attr-defined]
+            self.use_megatron_fsdp = True
         self.finish()
 
     def check(self) -> None:
@@ -157,11 +167,6 @@ class DistributedDataParallelConfig(CheckedConfig):
         if self.fsdp_manual_registration and self.transport_kind != "symm":  # type: ignore[attr-defined]
             raise ValueError(
                 "fsdp_manual_registration=True must come with nccl_ub=True, got False: other transports register nothing"
-            )
-        if self.keep_fp8_transpose_cache and not self.fp8_param_gather:
-            raise ValueError(
-                "keep_fp8_transpose_cache=True must come with fp8_param_gather=True, got False: other weights have no "
-                "transposed bytes that could be kept"
             )
         if self.suggested_communication_unit_size is not None and self.suggested_communication_unit_size < 1:
             raise ValueError(

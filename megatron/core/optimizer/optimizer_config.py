@@ -10,6 +10,7 @@ import torch
 from megatron.core.checked_config import CheckedConfig, megatron_dataclass
 from megatron.core.distributed.fsdp import newton_schulz_coefficients
 from megatron.core.served_arguments import ANY, Served
+from megatron.core.substitutions import Substitution, without_effect
 from megatron.core.upstream_fields import OPTIMIZER_CONFIG
 
 _FP32 = "optimizer state is kept in fp32"
@@ -43,6 +44,24 @@ _FAMILIES = (
 )
 
 
+_SUBSTITUTIONS = (
+    *without_effect(
+        {"initial_loss_scale": 2.0**32, "min_loss_scale": 1.0, "loss_scale_window": 1000.0, "hysteresis": 2},
+        needs=lambda c: c.fp16 and c.loss_scale is None,
+        words="fp16=True, or with loss_scale, which is constant",
+    ),
+    Substitution(
+        lambda c: not c.optimizer_cpu_offload and c.optimizer_offload_fraction not in (0.0, 1.0),
+        "optimizer_offload_fraction has no effect without optimizer_cpu_offload",
+        {"optimizer_offload_fraction": 0.0},
+    ),
+    *without_effect(
+        {"overlap_cpu_optimizer_d2h_h2d": False, "pin_cpu_grads": True, "pin_cpu_params": True},
+        needs=lambda c: c.optimizer_cpu_offload,
+        words="optimizer_cpu_offload",
+    ),
+)
+
 _MUON_CHOICES = {
     "muon_scale_mode": ("spectral", "unit_rms_norm", "shape_scaling"),
     "muon_fp32_matmul_prec": ("medium", "high", "highest"),
@@ -62,6 +81,7 @@ class OptimizerConfig(CheckedConfig):
     """
 
     free: ClassVar[frozenset[str]] = frozenset(("timers",))
+    substitutions: ClassVar[tuple[Substitution, ...]] = _SUBSTITUTIONS
 
     timers: Callable[..., Any] | None = None
     """Accepted: the training loop times the step as a whole."""
@@ -138,7 +158,7 @@ class OptimizerConfig(CheckedConfig):
     """Another factor of Muon's update; 0.2 makes it about as large as AdamW's."""
 
     use_precision_aware_optimizer: bool = False
-    """The same as ``store_param_remainders``: the model's main weights must be bf16."""
+    """The same as ``store_param_remainders``: main weights of a bf16 model must be bf16; of one in fp32, it changes nothing."""
 
     store_param_remainders: bool = False
     """Adam on bf16 main weights: keep the lower 16 bits of the fp32 weights as optimizer state; see ``FlatAdamW``. Off by
@@ -187,6 +207,8 @@ class OptimizerConfig(CheckedConfig):
                 raise ValueError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
         if self.lr is not None and not 0 <= (self.min_lr or 0.0) <= self.lr:
             raise ValueError(f"min_lr must be from 0 to the learning rate, got {self.min_lr} and {self.lr}")
+        if self.decoupled_min_lr is not None and self.decoupled_lr is None:
+            raise ValueError("decoupled_min_lr needs decoupled_lr, got None")
         if not self.weight_decay >= 0:
             raise ValueError(f"weight_decay must not be negative, got {self.weight_decay}")
         if self.store_param_remainders and self.optimizer != "adam":

@@ -40,8 +40,8 @@ NOT_SERVED: Served = {
     "disable_parameter_transpose_cache": (ANY, "the engine decides what of FP8 weights rests"),
     "transformer_impl": (("local", "transformer_engine"), "the layer spec says which layers are built"),
     "cuda_graph_impl": (
-        ("none", "full_iteration"),
-        "graphs of parts of a step are not served; full_iteration captures the whole step",
+        ("none", "local", "transformer_engine", "full_iteration"),
+        "graphs change no number; FullCudaGraphConfig captures the whole step",
     ),
     "cuda_graph_warmup_steps": (ANY, "the training loop has its own setting"),
     **dict.fromkeys(
@@ -141,15 +141,6 @@ FAMILIES: tuple[tuple[str, str], ...] = (
 )
 """(Start of a field's name, why other values than its default are not served)."""
 
-_OF_MUP = {
-    "mup_base_hidden_size": None,
-    "mup_embedding_mult": 1.0,
-    "mup_output_mult": 1.0,
-    "mup_base_head_dim": None,
-    "mup_attn_scale_power": 1.0,
-}
-"""Fields without meaning unless ``use_mup`` is on, with their defaults."""
-
 CONTRADICTIONS: list[tuple[Condition, str]] = [
     (lambda c: c.num_layers < 1, "num_layers must be at least 1, got {num_layers}"),
     (lambda c: c.hidden_size < 0, "hidden_size must be at least 1 (0: there is no transformer), got {hidden_size}"),
@@ -200,14 +191,10 @@ CONTRADICTIONS: list[tuple[Condition, str]] = [
         lambda c: c.params_dtype not in (torch.float32, torch.bfloat16, torch.float16),
         "params_dtype must be torch.float32, torch.bfloat16 or torch.float16, got {params_dtype}",
     ),
-    (
-        lambda c: c.apply_query_key_layer_scaling and not c.attention_softmax_in_fp32,
-        "apply_query_key_layer_scaling must go with attention_softmax_in_fp32, got False; pass True",
-    ),
     (lambda c: c.context_parallel_size < 1, "context_parallel_size must be at least 1, got {context_parallel_size}"),
     (
         lambda c: not set(comm_types(c.cp_comm_type)) <= set(COMM_TYPES),
-        "cp_comm_type must be of p2p, all_gather and a2a, got {cp_comm_type!r}; a2a+p2p is not served",
+        "cp_comm_type must be of p2p, all_gather and a2a, got {cp_comm_type!r}",
     ),
     (
         lambda c: len(comm_types(c.cp_comm_type)) not in (1, c.num_layers),
@@ -221,19 +208,23 @@ CONTRADICTIONS: list[tuple[Condition, str]] = [
         " sequences on a rank, of which it can drop probabilities",
     ),
     (
-        lambda c: c.use_mup and min(c.mup_base_hidden_size or 1, c.mup_base_head_dim or 1) <= 0,
-        "mup_base_hidden_size and mup_base_head_dim must be positive, got {mup_base_hidden_size} and {mup_base_head_dim}",
+        lambda c: c.mup_width_mult not in (1.0, c.hidden_size / (c.mup_base_hidden_size or c.hidden_size)),
+        "mup_width_mult must be left out, got {mup_width_mult}: it is hidden_size / mup_base_hidden_size with use_mup",
     ),
     (
-        lambda c: not c.use_mup and any(getattr(c, name) != value for name, value in _OF_MUP.items()),
-        "use_mup must be on where another setting of it is given (" + ", ".join(_OF_MUP) + "), got False",
+        lambda c: c.use_mup and min(c.mup_base_hidden_size or 1, c.mup_base_head_dim or 1) <= 0,
+        "mup_base_hidden_size and mup_base_head_dim must be positive, got {mup_base_hidden_size} and {mup_base_head_dim}",
     ),
     (
         lambda c: c.recompute_granularity not in (None, "full", "selective"),
         "recompute_granularity must be 'full', 'selective' or None, got {recompute_granularity!r}",
     ),
     (
-        lambda c: c.recompute_granularity == "full" and c.recompute_method not in ("uniform", "block"),
+        lambda c: c.recompute_method not in (None, "uniform", "block"),
+        "recompute_method must be 'uniform', 'block' or None, got {recompute_method!r}",
+    ),
+    (
+        lambda c: c.recompute_granularity == "full" and c.recompute_method is None,
         "recompute_granularity='full' must go with recompute_method 'uniform' or 'block', got {recompute_method!r}",
     ),
     (
@@ -242,27 +233,9 @@ CONTRADICTIONS: list[tuple[Condition, str]] = [
         " {recompute_num_layers}",
     ),
     (
-        lambda c: c.recompute_granularity != "full" and c.recompute_method is not None,
-        "recompute_method must go with recompute_granularity='full', got granularity {recompute_granularity!r} and"
-        " method {recompute_method!r}",
-    ),
-    (
-        lambda c: c.recompute_granularity != "full" and c.recompute_num_layers is not None,
-        "recompute_num_layers must go with recompute_granularity='full', got granularity {recompute_granularity!r}"
-        " and {recompute_num_layers} layers",
-    ),
-    (
-        lambda c: c.recompute_modules is not None and c.recompute_granularity != "selective",
-        "recompute_modules must go with recompute_granularity='selective', got {recompute_granularity!r}",
-    ),
-    (
         lambda c: c.recompute_modules is not None and not _recomputable(c.recompute_modules),
         "recompute_modules must be of 'core_attn', 'mla_up_proj', 'mlp_act', 'mlp' and 'moe', at least one, got {recompute_modules!r};"
         " use recompute_granularity='full' for more",
-    ),
-    (
-        lambda c: recomputes(c, "mla_up_proj") and not c.multi_latent_attention,
-        "recompute_modules must not have 'mla_up_proj' without multi_latent_attention, got {recompute_modules!r}; leave it out",
     ),
     (
         lambda c: recomputes(c, "mlp_act") and c.num_moe_experts is not None,

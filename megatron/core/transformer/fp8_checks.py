@@ -14,32 +14,17 @@ from megatron.core.transformer.recomputation import recomputes
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-_OF_FP8 = {
-    "fp8_recipe": "delayed",
+_OF_DELAYED: dict[str, object] = {
     "fp8_margin": 0,
     "fp8_amax_history_len": 1,
     "fp8_amax_compute_algo": "most_recent",
-    "fp8_dot_product_attention": False,
-    "fp8_multi_head_attention": False,
-    "fp8_param": False,
     "tp_only_amax_red": False,
-    "first_last_layers_bf16": False,
 }
-"""Fields without meaning where ``fp8`` is None, with their defaults."""
-
-_OF_DELAYED = ("fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo", "tp_only_amax_red")
-
-
-def _of_fp8(field: str) -> tuple[Condition, str]:
-    default = _OF_FP8[field]
-    return (
-        lambda c: c.fp8 is None and getattr(c, field) != default,
-        f"{field} must be {default!r} without fp8, got {{{field}!r}}; set fp8 to 'hybrid' or 'e4m3'",
-    )
+"""Fields that other recipes do not read, with their defaults."""
 
 
 def _of_delayed(field: str) -> tuple[Condition, str]:
-    default = _OF_FP8[field]
+    default = _OF_DELAYED[field]
     return (
         lambda c: c.fp8 is not None and c.fp8_recipe != "delayed" and getattr(c, field) != default,
         f"{field} must be {default!r} with fp8_recipe={{fp8_recipe!r}}, got {{{field}!r}}: its scales follow from the"
@@ -58,11 +43,14 @@ def _num_bf16_layers(config: TransformerConfig) -> int:
 
 FP8_CONTRADICTIONS: list[tuple[Condition, str]] = [
     (lambda c: c.fp8 not in (None, "e4m3", "hybrid"), "fp8 must be 'e4m3', 'hybrid' or None, got {fp8!r}"),
-    *map(_of_fp8, _OF_FP8),
     *map(_of_delayed, _OF_DELAYED),
     (
         lambda c: c.fp8 is not None and not (c.bf16 and c.params_dtype is torch.bfloat16),
         "fp8 must go with bf16=True and params_dtype=torch.bfloat16, got {bf16} and {params_dtype}: gradients of weights and all that is not multiplied in FP8 is in bf16",
+    ),
+    (
+        lambda c: c.fp8 is not None and c.transformer_impl == "local",
+        "fp8 must go with transformer_impl='transformer_engine', got 'local', whose layers have no FP8; leave one of the two out",
     ),
     (lambda c: c.fp8_amax_history_len < 1, "fp8_amax_history_len must be at least 1, got {fp8_amax_history_len}"),
     (lambda c: c.fp8_margin < 0, "fp8_margin must not be negative, got {fp8_margin}"),
@@ -88,19 +76,13 @@ FP8_CONTRADICTIONS: list[tuple[Condition, str]] = [
         " behind the activation keeps a copy in FP8 then; turn it on",
     ),
     (
-        lambda c: c.activation_func_fp8_input_store and not (c.fp8 and c.use_transformer_engine_op_fuser),
-        "activation_func_fp8_input_store must go with fp8 and use_transformer_engine_op_fuser, got {fp8!r} and"
-        " {use_transformer_engine_op_fuser}; set both, or leave it out",
+        lambda c: c.activation_func_fp8_input_store and not c.use_transformer_engine_op_fuser,
+        "activation_func_fp8_input_store must go with use_transformer_engine_op_fuser, got it off; turn it on, or leave the other out",
     ),
     (
         lambda c: c.activation_func_fp8_input_store and recomputes(c, "mlp_act"),
         "recompute_modules must not have 'mlp_act' with activation_func_fp8_input_store: what is recomputed would not be what"
         " was computed in forward; leave one of them out",
-    ),
-    (
-        lambda c: c.use_transformer_engine_op_fuser and c.num_moe_experts is not None,
-        "use_transformer_engine_op_fuser must be off with num_moe_experts, got it on: experts' activations are not written in"
-        " FP8; leave it out",
     ),
     (
         lambda c: (

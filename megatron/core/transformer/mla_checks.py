@@ -21,7 +21,7 @@ def _at_least_one(field: str) -> tuple[MLACondition, str]:
 
 
 MLA_CONTRADICTIONS: list[tuple[MLACondition, str]] = [
-    *map(_at_least_one, _SIZES),
+    *map(_at_least_one, (*_SIZES, "rotary_base")),
     (
         lambda c: c.qk_pos_emb_head_dim % 2 != 0,
         "qk_pos_emb_head_dim must be even, since its channels turn in pairs, got {qk_pos_emb_head_dim}",

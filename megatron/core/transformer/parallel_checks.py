@@ -12,18 +12,6 @@ if TYPE_CHECKING:
 
 Condition = Callable[["TransformerConfig"], bool]
 
-_OF_EXPERTS = {
-    "expert_model_parallel_size": 1,
-    "moe_layer_freq": 1,
-    "moe_router_topk": 2,
-    "moe_router_score_function": "softmax",
-    "moe_router_pre_softmax": False,
-    "moe_router_topk_scaling_factor": None,
-    "moe_router_dtype": None,
-    "moe_router_load_balancing_type": "aux_loss",
-}
-"""Fields without meaning where there are no experts, with their defaults; ``moe_config_checks`` has the others."""
-
 _DEGREES = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
@@ -36,14 +24,6 @@ def _positive(field: str) -> tuple[Condition, str]:
     return (
         lambda c: getattr(c, field) is not None and getattr(c, field) < 1,
         f"{field} must be at least 1, got {{{field}}}",
-    )
-
-
-def _of_experts(field: str) -> tuple[Condition, str]:
-    default = _OF_EXPERTS[field]
-    return (
-        lambda c: c.num_moe_experts is None and getattr(c, field) != default,
-        f"{field} must be {default!r} without num_moe_experts, got {{{field}!r}}; set num_moe_experts",
     )
 
 
@@ -84,10 +64,6 @@ PARALLEL_CONTRADICTIONS: list[tuple[Condition, str]] = [
         " {hidden_size} and {tensor_model_parallel_size}",
     ),
     (
-        lambda c: c.sequence_parallel and c.tensor_model_parallel_size == 1,
-        "sequence_parallel must go with tensor_model_parallel_size > 1, got {tensor_model_parallel_size}; turn it off",
-    ),
-    (
         lambda c: (
             "a2a" in comm_types(c.cp_comm_type)
             and _uneven(
@@ -98,11 +74,9 @@ PARALLEL_CONTRADICTIONS: list[tuple[Condition, str]] = [
         " context_parallel_size divides, got {num_query_groups}, {num_attention_heads}, {tensor_model_parallel_size} and"
         " {context_parallel_size}; use 'p2p' or 'all_gather'",
     ),
-    *map(_of_experts, _OF_EXPERTS),
     (
-        lambda c: not _has_experts(c) and c.expert_tensor_parallel_size not in (None, 1, c.tensor_model_parallel_size),
-        "expert_tensor_parallel_size must be None without num_moe_experts, got {expert_tensor_parallel_size}; set"
-        " num_moe_experts",
+        lambda c: not _has_experts(c) and c.expert_model_parallel_size != 1,
+        "expert_model_parallel_size must be 1 without num_moe_experts, got {expert_model_parallel_size}; set num_moe_experts",
     ),
     (
         lambda c: _uneven(c.num_moe_experts, c.expert_model_parallel_size),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +13,9 @@ from megatron.core.activations import ACTIVATIONS
 from megatron.core.checked_config import megatron_dataclass
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.served_arguments import ANY
+from megatron.core.substitutions import Substitution
 from megatron.core.transformer.config_checks import FAMILIES, NOT_SERVED, contradictions
+from megatron.core.transformer.config_substitutions import SUBSTITUTIONS
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.init_methods import ConfigInit, InheritedInit, InitMethod
 from megatron.core.transformer.mla_checks import MLA_CONTRADICTIONS
@@ -34,6 +36,8 @@ class TransformerConfig(ModelParallelConfig):
 
     Source: the names, meanings and defaults of Megatron-Core's TransformerConfig, except where a field says otherwise.
     """
+
+    substitutions: ClassVar[tuple[Substitution, ...]] = SUBSTITUTIONS
 
     num_layers: int = 0
     """Transformer layers."""
@@ -345,6 +349,7 @@ class TransformerConfig(ModelParallelConfig):
             raise ValueError(f"hidden_size must be at least 1 to build a layer, got {self.hidden_size}")
 
     def __post_init__(self) -> None:
+        self.settle()
         self.check()
         self._derive("num_query_groups", self.num_query_groups or self.num_attention_heads)
         self._derive("ffn_hidden_size", self.ffn_hidden_size or 4 * self.hidden_size or None)

@@ -143,35 +143,6 @@ def _add_router_flags(group: argparse._ArgumentGroup) -> None:
     )
 
 
-DEFAULTS_OF_EXPERTS: dict[str, object] = {
-    "expert_tensor_parallel_size": None,
-    "moe_layer_freq": 1,
-    "moe_ffn_hidden_size": None,
-    "moe_latent_size": None,
-    "moe_apply_probs_on_input": False,
-    "moe_shared_expert_intermediate_size": None,
-    "moe_shared_expert_gate": False,
-    "moe_grouped_gemm": False,
-    "moe_router_topk": 2,
-    "moe_router_score_function": "softmax",
-    "moe_router_pre_softmax": False,
-    "moe_router_topk_scaling_factor": None,
-    "moe_router_num_groups": None,
-    "moe_router_group_topk": None,
-    "moe_router_enable_expert_bias": False,
-    "moe_router_bias_update_rate": 1e-3,
-    "moe_router_dtype": None,
-    "moe_router_load_balancing_type": "aux_loss",
-    "moe_router_force_load_balancing": False,
-    "moe_aux_loss_coeff": 0.0,
-    "moe_z_loss_coeff": None,
-    "moe_expert_capacity_factor": None,
-    "moe_expert_rank_capacity_factor": None,
-    "moe_pad_expert_input_to_capacity": False,
-    "moe_token_drop_policy": "probs",
-}
-"""Settings that have no effect without experts, with their defaults."""
-
 _SAME_NAME_IN_TRANSFORMER_CONFIG = (
     "moe_layer_freq",
     "moe_ffn_hidden_size",

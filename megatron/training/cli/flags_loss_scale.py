@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-LOSS_SCALING = {"initial_loss_scale": 2.0**32, "min_loss_scale": 1.0, "loss_scale_window": 1000.0, "hysteresis": 2}
-"""Settings of the loss scale that follows overflows, with their defaults."""
+_LOSS_SCALING = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
+"""Settings of the loss scale that follows overflows."""
 
 
 def add_loss_scale_flags(parser: argparse.ArgumentParser) -> None:
@@ -38,7 +38,7 @@ def add_loss_scale_flags(parser: argparse.ArgumentParser) -> None:
 
 def loss_scale_settings(args: argparse.Namespace) -> dict[str, Any]:
     """Return the settings for an ``OptimizerConfig``."""
-    return {"fp16": args.fp16, "loss_scale": args.loss_scale} | {name: getattr(args, name) for name in LOSS_SCALING}
+    return {"fp16": args.fp16, "loss_scale": args.loss_scale} | {name: getattr(args, name) for name in _LOSS_SCALING}
 
 
 def scales_dynamically(args: argparse.Namespace) -> bool:

@@ -7,13 +7,20 @@ from typing import Any
 
 from megatron.core.transformer.offload.offloaded_modules import OFFLOAD_MODULES
 
-OPTIMIZER_OFFLOAD = {
-    "optimizer_offload_fraction": 1.0,
-    "overlap_cpu_optimizer_d2h_h2d": False,
-    "pin_cpu_grads": True,
-    "pin_cpu_params": True,
-}
-"""Settings of ``--optimizer-cpu-offload``, with their defaults."""
+_OPTIMIZER_OFFLOAD = (
+    "optimizer_cpu_offload",
+    "optimizer_offload_fraction",
+    "overlap_cpu_optimizer_d2h_h2d",
+    "pin_cpu_grads",
+    "pin_cpu_params",
+)
+_ACTIVATION_OFFLOAD = (
+    "fine_grained_activation_offloading",
+    "offload_modules",
+    "min_offloaded_tensor_size",
+    "activation_offload_fraction",
+    "fine_grained_offloading_max_inflight_offloads",
+)
 
 
 def add_offload_flags(parser: argparse.ArgumentParser) -> None:
@@ -83,26 +90,16 @@ def _add_activation_flags(group: argparse._ArgumentGroup) -> None:
     )
 
 
-ACTIVATION_OFFLOAD = {
-    "offload_modules": [],
-    "min_offloaded_tensor_size": 1024 * 1024,
-    "activation_offload_fraction": 1.0,
-    "fine_grained_offloading_max_inflight_offloads": None,
-}
-"""Settings of ``--fine-grained-activation-offloading``, with their defaults."""
-
-
 def activation_offload_settings(args: argparse.Namespace) -> dict[str, Any]:
     """Return the settings for a ``TransformerConfig``."""
     num_layers = args.cpu_offloading_num_layers
     return {
         "cpu_offloading": num_layers > 0,
         "cpu_offloading_num_layers": num_layers,
-        "fine_grained_activation_offloading": args.fine_grained_activation_offloading,
-        **{name: getattr(args, name) for name in ACTIVATION_OFFLOAD},
+        **{name: getattr(args, name) for name in _ACTIVATION_OFFLOAD},
     }
 
 
 def optimizer_offload_settings(args: argparse.Namespace) -> dict[str, Any]:
     """Return the settings for an ``OptimizerConfig``."""
-    return {name: getattr(args, name) for name in ("optimizer_cpu_offload", *OPTIMIZER_OFFLOAD)}
+    return {name: getattr(args, name) for name in _OPTIMIZER_OFFLOAD}

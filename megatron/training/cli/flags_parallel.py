@@ -148,7 +148,7 @@ def parallel_settings(args: argparse.Namespace) -> dict[str, object]:
     comm_types = None if args.cp_comm_type == ["p2p"] else args.cp_comm_type
     return {
         "tensor_model_parallel_size": args.tensor_model_parallel_size,
-        "sequence_parallel": args.sequence_parallel and args.tensor_model_parallel_size > 1,
+        "sequence_parallel": args.sequence_parallel,
         "context_parallel_size": args.context_parallel_size,
         "cp_comm_type": comm_types[0] if comm_types and len(comm_types) == 1 else comm_types,
         "pipeline_model_parallel_size": args.pipeline_model_parallel_size,

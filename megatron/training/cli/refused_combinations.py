@@ -272,11 +272,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "--data-parallel-sharding-strategy {data_parallel_sharding_strategy} needs --use-megatron-fsdp",
     ),
     Refusal(
-        "overlap-param-gather without sharding",
-        lambda a: a.overlap_param_gather and not (a.use_megatron_fsdp or a.use_distributed_optimizer),
-        "--overlap-param-gather needs --use-megatron-fsdp or --use-distributed-optimizer; otherwise nothing is gathered",
-    ),
-    Refusal(
         "use-nccl-ub with another transport",
         lambda a: a.use_nccl_ub and a.fsdp_transport not in ("auto", "symm"),
         "--use-nccl-ub means --fsdp-transport symm, got {fsdp_transport}",
@@ -305,11 +300,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "fp16 with FP8",
         lambda a: a.fp16 and not a.bf16 and a.fp8_format is not None,
         "--fp8-format {fp8_format} goes with --bf16, got --fp16: what is not multiplied in FP8 is in bf16; leave out --fp16",
-    ),
-    Refusal(
-        "precision-aware optimizer without bf16",
-        lambda a: a.use_precision_aware_optimizer and not a.bf16,
-        "--use-precision-aware-optimizer keeps main weights as bf16 and 16 bits more, so it needs --bf16",
     ),
     Refusal(
         "precision-aware optimizer with sgd",

@@ -1,43 +1,41 @@
 """Flags in effect whose values are taken as others, since the results are the same or Megatron-LM ignores them: one table.
 
-Rank 0 says once what is taken instead.
+Rank 0 says once what is taken instead. What is said of the fields of configurations is in their own tables (``substitutions`` of
+each), which are part of this one.
 """
 
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
+
+from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.substitutions import Substitution, without_effect
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.cli.flags_attention import YARN
 from megatron.training.cli.flags_data import FIM_TOKENS
-from megatron.training.cli.flags_experts import DEFAULTS_OF_EXPERTS
 from megatron.training.cli.flags_graphs import captures_iterations
-from megatron.training.cli.flags_loss_scale import LOSS_SCALING, scales_dynamically
+from megatron.training.cli.flags_loss_scale import scales_dynamically
 from megatron.training.cli.flags_mla import DEFAULTS_OF_MLA
 from megatron.training.cli.flags_model import position_embedding_type
-from megatron.training.cli.flags_offload import ACTIVATION_OFFLOAD, OPTIMIZER_OFFLOAD
-
-
-@dataclass(frozen=True)
-class Substitution:
-    """Values of flags that are taken as others."""
-
-    when: Callable[[Namespace], bool]
-    said: str
-    """What rank 0 says; formatted with the values of the flags."""
-
-    takes: Mapping[str, Any] | Callable[[Namespace], Mapping[str, Any]]
-    """The values that are taken, by setting."""
-
 
 _OF_ANY_YARN = ("rotary_scaling_factor", "mscale", "mscale_all_dim")
 """Flags of YaRN in multi-latent and in other attention."""
 
+DESTS = {
+    "num_moe_experts": "num_experts",
+    "fp8": "fp8_format",
+    "fp8_param": "fp8_param_gather",
+}
+"""Fields whose flags set something of another name."""
+
 
 def substitute(args: Namespace, malformed: frozenset[str] = frozenset()) -> list[str]:
-    """Change the settings as the table says, and return what is to be said.
+    """Change the settings as the table says, and return what is to be said, which may name fields.
 
     Args:
         malformed: names of settings that ``args`` lacks; rows that read one are left out.
@@ -45,9 +43,9 @@ def substitute(args: Namespace, malformed: frozenset[str] = frozenset()) -> list
     said = []
     for row in SUBSTITUTIONS:
         if holds(row.when, args, malformed):
-            said.append(row.said.format(**vars(args)))
-            takes = row.takes(args) if callable(row.takes) else row.takes
-            vars(args).update({name: value for name, value in takes.items() if name not in malformed})
+            said.append(row.text(args))
+            taken = row.values(args)
+            vars(args).update({name: value for name, value in taken.items() if name not in malformed})
     return said
 
 
@@ -61,37 +59,45 @@ def holds(condition: Callable[[Namespace], bool], args: Namespace, malformed: fr
         return False
 
 
-def _useless(dests: Mapping[str, Any], needs: Callable[[Namespace], bool], flag: str) -> list[Substitution]:
-    """Return a row for each setting that has no effect where something else is not given."""
+class _Fields:
+    """Settings of the command line under the names of fields."""
+
+    def __init__(self, args: Namespace) -> None:
+        self._args = args
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._args, DESTS.get(name, name))
+
+    @property
+    def num_query_groups(self) -> int | None:
+        return self._args.num_query_groups if self._args.group_query_attention else None
+
+    @property
+    def params_dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self._args.bf16 else torch.float32
+
+
+class _OfFields(Substitution):
+    """A row about fields, for the command line."""
+
+    def text(self, settings: Any) -> str:
+        return super().text(_Fields(settings))
+
+    def values(self, settings: Any) -> dict[str, Any]:
+        taken = {DESTS.get(name, name): value for name, value in super().values(_Fields(settings)).items()}
+        return {name: value for name, value in taken.items() if name != "params_dtype"}
+
+
+def _of_fields(kind: type[TransformerConfig | OptimizerConfig | DistributedDataParallelConfig]) -> list[Substitution]:
     return [
-        Substitution(
-            lambda a, dest=dest, off=off: not needs(a) and getattr(a, dest) != off,  # type: ignore[misc]
-            f"{_flag_of(dest)} has no effect without {flag}",
-            {dest: off},
-        )
-        for dest, off in dests.items()
+        _OfFields(lambda a, when=row.when: when(_Fields(a)), row.said, row.takes)  # type: ignore[misc]
+        for row in kind.substitutions
     ]
 
 
-def _flag_of(dest: str) -> str:
-    return _OTHER_NAMES.get(dest) or f"--{dest.replace('_', '-')}"
-
-
-_OTHER_NAMES = {
-    "pin_cpu_grads": "--no-pin-cpu-grads",
-    "pin_cpu_params": "--no-pin-cpu-params",
-    "moe_router_load_balancing_type": "--moe-router-load-balancing-type",
-}
-
-
-def _renamed(names: Sequence[str], others: Mapping[str, str]) -> list[str]:
-    """Rename some of the names; those without another name are left out, and each comes once."""
-    return [name for name in dict.fromkeys(others.get(name, name) for name in names) if name]
-
-
-def _num_groups(args: Namespace) -> int:
-    """Return the number of key and value heads; 1 where it is not given."""
-    return int(args.num_query_groups if args.group_query_attention else args.num_attention_heads or 1)
+def _useless(dests: Mapping[str, Any], needs: Callable[[Namespace], bool], flag: str) -> list[Substitution]:
+    """Return a row for each setting that has no effect where something else is not given."""
+    return without_effect(dests, needs=needs, words=flag, name_of=lambda dest: f"--{dest.replace('_', '-')}")
 
 
 def _without_training(args: Namespace) -> dict[str, Any]:
@@ -108,10 +114,6 @@ def _without_training(args: Namespace) -> dict[str, Any]:
     if getattr(args, "train_iters", 0) is None and getattr(args, "train_samples", 0) is None:
         settings["train_iters"] = 1
     return settings
-
-
-def _recomputes(args: Namespace, module: str) -> bool:
-    return args.recompute_modules is not None and module in args.recompute_modules
 
 
 def _layer_graphs(args: Namespace) -> bool:
@@ -160,58 +162,7 @@ SUBSTITUTIONS: tuple[Substitution, ...] = (
         "says that nothing is sharded",
         {"use_distributed_optimizer": False},
     ),
-    Substitution(
-        lambda a: a.num_experts is not None and a.moe_token_dispatcher_type == "flex",
-        "--moe-token-dispatcher-type flex is taken as alltoall: tokens go to their experts by one all-to-all",
-        {"moe_token_dispatcher_type": "alltoall"},
-    ),
-    Substitution(
-        lambda a: (
-            a.num_experts is not None
-            and a.expert_model_parallel_size > 1
-            and a.moe_token_dispatcher_type == "allgather"
-        ),
-        "--moe-token-dispatcher-type allgather is taken as alltoall: only the tokens of an expert travel to it, and the numbers "
-        "are the same",
-        {"moe_token_dispatcher_type": "alltoall"},
-    ),
-    Substitution(
-        lambda a: a.fp8_format is not None and not a.bf16 and not a.fp16,
-        "--fp8-format {fp8_format} is taken with --bf16: what is not multiplied in FP8 is in bf16, and main weights are in fp32",
-        {"bf16": True},
-    ),
-    Substitution(
-        lambda a: a.moe_router_pre_softmax and a.moe_router_score_function != "softmax",
-        "--moe-router-pre-softmax has no effect with --moe-router-score-function {moe_router_score_function}: scores are made "
-        "before the choice",
-        {"moe_router_pre_softmax": False},
-    ),
-    Substitution(
-        lambda a: not a.moe_router_enable_expert_bias and a.moe_router_bias_update_rate != 1e-3,
-        "--moe-router-bias-update-rate has no effect without --moe-router-enable-expert-bias",
-        {"moe_router_bias_update_rate": 1e-3},
-    ),
-    Substitution(
-        lambda a: a.moe_router_num_groups is not None and a.moe_router_group_topk is None,
-        "--moe-router-num-groups has no effect without --moe-router-group-topk",
-        {"moe_router_num_groups": None},
-    ),
-    *_useless(DEFAULTS_OF_EXPERTS, lambda a: a.num_experts is not None, "--num-experts"),
-    Substitution(
-        lambda a: a.cp_comm_type == ["a2a+p2p"],
-        "--cp-comm-type a2a+p2p is taken as p2p: keys and values go round one ring, and the numbers are the same",
-        {"cp_comm_type": ["p2p"]},
-    ),
-    Substitution(
-        lambda a: (
-            a.context_parallel_size > 1
-            and a.attention_dropout > 0.0
-            and a.cp_comm_type != ["a2a"]
-            and _num_groups(a) % (a.context_parallel_size * a.tensor_model_parallel_size) == 0
-        ),
-        "--cp-comm-type {cp_comm_type} is taken as a2a: with --attention-dropout, attention is over whole sequences, of some heads",
-        {"cp_comm_type": ["a2a"]},
-    ),
+    *_of_fields(TransformerConfig),
     Substitution(
         _layer_graphs,
         "--cuda-graph-impl {cuda_graph_impl} is taken as none: layers are not captured one by one; full_iteration captures the "
@@ -219,72 +170,10 @@ SUBSTITUTIONS: tuple[Substitution, ...] = (
         {"cuda_graph_impl": "none", "cuda_graph_scope": None},
     ),
     *_useless({"cuda_graph_warmup_steps": 3}, captures_iterations, "--cuda-graph-impl full_iteration"),
-    *_useless(
-        {"recompute_method": None, "recompute_num_layers": None},
-        lambda a: a.recompute_granularity == "full",
-        "--recompute-granularity full",
-    ),
-    *_useless(
-        {"recompute_modules": None},
-        lambda a: a.recompute_granularity == "selective",
-        "--recompute-granularity selective",
-    ),
-    *_useless(
-        {
-            "fp8_recipe": "delayed",
-            "fp8_margin": 0,
-            "fp8_amax_history_len": 1,
-            "fp8_amax_compute_algo": "most_recent",
-            "fp8_dot_product_attention": False,
-            "fp8_multi_head_attention": False,
-            "tp_only_amax_red": False,
-            "use_transformer_engine_op_fuser": False,
-            "activation_func_fp8_input_store": False,
-            "first_last_layers_bf16": False,
-        },
-        lambda a: a.fp8_format is not None,
-        "--fp8-format",
-    ),
-    Substitution(
-        lambda a: a.use_transformer_engine_op_fuser and a.num_experts is not None,
-        "--use-transformer-engine-op-fuser has no effect with --num-experts: experts' activations are not written in FP8",
-        {"use_transformer_engine_op_fuser": False},
-    ),
-    Substitution(
-        lambda a: a.recompute_modules is not None and bool({"moe_act", "shared_experts"} & set(a.recompute_modules)),
-        "--recompute-modules {recompute_modules}: moe_act and shared_experts are taken as moe, all of which is recomputed",
-        lambda a: {"recompute_modules": _renamed(a.recompute_modules, {"moe_act": "moe", "shared_experts": "moe"})},
-    ),
-    Substitution(
-        lambda a: _recomputes(a, "layernorm"),
-        "--recompute-modules layernorm: outputs of norms are kept",
-        lambda a: {"recompute_modules": _renamed(a.recompute_modules, {"layernorm": ""})},
-    ),
-    Substitution(
-        lambda a: _recomputes(a, "mla_up_proj") and not a.multi_latent_attention,
-        "--recompute-modules mla_up_proj: there is none without --multi-latent-attention",
-        lambda a: {"recompute_modules": _renamed(a.recompute_modules, {"mla_up_proj": ""})},
-    ),
-    *_useless(
-        {
-            "mup_base_hidden_size": None,
-            "mup_embedding_mult": 1.0,
-            "mup_output_mult": 1.0,
-            "mup_base_head_dim": None,
-            "mup_attn_scale_power": 1.0,
-        },
-        lambda a: a.use_mup,
-        "--use-mup",
-    ),
     Substitution(
         lambda a: a.mock_data and bool(a.data_path or a.train_data_path or a.valid_data_path or a.test_data_path),
         "data paths have no effect with --mock-data",
         {"data_path": None, "train_data_path": None, "valid_data_path": None, "test_data_path": None},
-    ),
-    Substitution(
-        lambda a: a.cross_entropy_fusion_impl == "te",
-        "--cross-entropy-fusion-impl te is taken as native, the fused cross entropy that is here",
-        {"cross_entropy_fusion_impl": "native"},
     ),
     Substitution(
         lambda a: scales_dynamically(a) and a.check_for_nan_in_loss_and_grad,
@@ -301,11 +190,18 @@ SUBSTITUTIONS: tuple[Substitution, ...] = (
         "--optimizer-cpu-offload is taken with --use-precision-aware-optimizer: the device has weights in bf16 alone",
         {"use_precision_aware_optimizer": True},
     ),
-    *_useless(OPTIMIZER_OFFLOAD, lambda a: a.optimizer_cpu_offload, "--optimizer-cpu-offload"),
-    *_useless(
-        ACTIVATION_OFFLOAD, lambda a: a.fine_grained_activation_offloading, "--fine-grained-activation-offloading"
+    Substitution(
+        lambda a: a.use_precision_aware_optimizer and not a.bf16,
+        "--use-precision-aware-optimizer has no effect without --bf16: main weights are those of the model",
+        {"use_precision_aware_optimizer": False},
     ),
-    *_useless(LOSS_SCALING, scales_dynamically, "--fp16, or with --loss-scale, which is constant"),
+    Substitution(
+        lambda a: a.overlap_param_gather and not (a.use_megatron_fsdp or a.use_distributed_optimizer),
+        "--overlap-param-gather has no effect without --use-megatron-fsdp or --use-distributed-optimizer: nothing is gathered",
+        {"overlap_param_gather": False},
+    ),
+    *_of_fields(OptimizerConfig),
+    *_of_fields(DistributedDataParallelConfig),
     *_useless({"num_query_groups": 1}, lambda a: a.group_query_attention, "--group-query-attention"),
     *_useless(
         {

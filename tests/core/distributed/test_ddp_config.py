@@ -44,7 +44,6 @@ def test_strategies(strategy: Any) -> None:
             "num_distributed_optimizer_instances=2 needs use_megatron_fsdp=True",
         ),
         ({"outer_dp_sharding_strategy": "optim_grads"}, "must be no_shard or optim, got 'optim_grads'"),
-        ({"keep_fp8_transpose_cache": True}, "must come with fp8_param_gather=True, got False"),
         ({"fsdp_manual_registration": True}, "fsdp_manual_registration=True must come with nccl_ub=True, got False"),
         ({"megatron_fsdp_version": 3}, "megatron_fsdp_version must be 1 or 2, got 3"),
     ],

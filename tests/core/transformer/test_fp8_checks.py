@@ -25,20 +25,15 @@ TENSORWISE: dict[str, Any] = {**FP8, "fp8_recipe": "tensorwise"}
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"fp8": "e5m2"}, "fp8 must be 'e4m3', 'hybrid' or None, got 'e5m2'"),
-    ({"fp8_recipe": "tensorwise"}, "fp8_recipe must be 'delayed' without fp8, got 'tensorwise'"),
-    ({"fp8_margin": 1}, "fp8_margin must be 0 without fp8"),
-    ({"fp8_amax_history_len": 16}, "fp8_amax_history_len must be 1 without fp8, got 16"),
-    ({"fp8_amax_compute_algo": "max"}, "fp8_amax_compute_algo must be 'most_recent' without fp8, got 'max'"),
-    ({"fp8_dot_product_attention": True}, "fp8_dot_product_attention must be False without fp8"),
-    ({"fp8_multi_head_attention": True}, "fp8_multi_head_attention must be False without fp8"),
-    ({"fp8_param": True}, "fp8_param must be False without fp8"),
-    ({"tp_only_amax_red": True}, "tp_only_amax_red must be False without fp8"),
-    ({"first_last_layers_bf16": True}, "first_last_layers_bf16 must be False without fp8"),
     ({**TENSORWISE, "fp8_margin": 1}, "fp8_margin must be 0 with fp8_recipe='tensorwise', got 1"),
     ({**TENSORWISE, "fp8_amax_history_len": 16}, "fp8_amax_history_len must be 1 with fp8_recipe='tensorwise'"),
     ({**TENSORWISE, "fp8_amax_compute_algo": "max"}, "must be 'most_recent' with fp8_recipe='tensorwise', got 'max'"),
     ({**TENSORWISE, "tp_only_amax_red": True}, "tp_only_amax_red must be False with fp8_recipe='tensorwise'"),
-    ({**FP8, "bf16": False}, "fp8 must go with bf16=True and params_dtype=torch.bfloat16, got False"),
+    (
+        {**FP8, "bf16": False, "fp16": True},
+        "fp8 must go with bf16=True and params_dtype=torch.bfloat16, got False",
+    ),
+    ({**FP8, "transformer_impl": "local"}, "fp8 must go with transformer_impl='transformer_engine', got 'local'"),
     ({**FP8, "fp8_amax_history_len": 0}, "fp8_amax_history_len must be at least 1, got 0"),
     ({**FP8, "fp8_margin": -1}, "fp8_margin must not be negative, got -1"),
     ({**FP8, "fp8_amax_compute_algo": "mean"}, "fp8_amax_compute_algo must be 'most_recent' or 'max', got 'mean'"),
@@ -56,8 +51,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "recompute_modules with 'mlp_act' must go with use_transformer_engine_op_fuser in FP8, got it off",
     ),
     (
-        {"activation_func_fp8_input_store": True},
-        "activation_func_fp8_input_store must go with fp8 and use_transformer_engine_op_fuser, got None and False",
+        {**FP8, "activation_func_fp8_input_store": True},
+        "activation_func_fp8_input_store must go with use_transformer_engine_op_fuser, got it off",
     ),
     (
         FUSED
@@ -69,15 +64,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "recompute_modules must not have 'mlp_act' with activation_func_fp8_input_store",
     ),
     (
-        {"use_transformer_engine_op_fuser": True, "num_moe_experts": 4, "activation_func": "relu"},
-        "use_transformer_engine_op_fuser must be off with num_moe_experts, got it on",
-    ),
-    (
-        {"use_transformer_engine_op_fuser": True},
+        {**FP8, "use_transformer_engine_op_fuser": True},
         "use_transformer_engine_op_fuser must go with bias_activation_fusion where the activation is GELU",
     ),
     (
-        {"use_transformer_engine_op_fuser": True, "activation_func": torch.tanh},
+        {**FP8, "use_transformer_engine_op_fuser": True, "activation_func": torch.tanh},
         "use_transformer_engine_op_fuser must go with GELU, SiLU, ReLU or squared ReLU, without .*tanh",
     ),
     (

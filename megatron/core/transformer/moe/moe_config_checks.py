@@ -10,21 +10,6 @@ from megatron.core.transformer.moe.auxiliary_losses import BALANCING_LOSSES
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-_NEEDS_EXPERTS = (
-    "moe_ffn_hidden_size",
-    "moe_aux_loss_coeff",
-    "moe_z_loss_coeff",
-    "moe_shared_expert_intermediate_size",
-    "moe_latent_size",
-    "moe_apply_probs_on_input",
-    "moe_grouped_gemm",
-    "moe_expert_capacity_factor",
-    "moe_expert_rank_capacity_factor",
-    "moe_router_force_load_balancing",
-    "moe_router_num_groups",
-    "moe_router_group_topk",
-    "moe_router_enable_expert_bias",
-)
 _CHOICES: dict[str, tuple[str | None, ...]] = {
     "moe_router_score_function": ("softmax", "sigmoid", "sqrtsoftplus"),
     "moe_router_dtype": (None, "fp32", "fp64"),
@@ -76,14 +61,16 @@ def _are_uneven(config: TransformerConfig) -> bool:
     return not 1 <= topk // chosen <= size or chosen * size < topk  # type: ignore[operator]
 
 
+VALUES_OF: dict[str, Callable[[object], bool]] = {
+    **{field: choices.__contains__ for field, choices in _CHOICES.items()},
+    "moe_router_load_balancing_type": _is_kind_of_balance,
+}
+"""Fields of names, with what says whether a value is one."""
+
 MOE_CONTRADICTIONS: list[tuple[Callable[[TransformerConfig], bool], str]] = [
     (
         lambda c: c.num_moe_experts is not None and c.num_moe_experts < 1,
         "num_moe_experts must be at least 1 (or None for a dense model), got {num_moe_experts}",
-    ),
-    (
-        lambda c: c.num_moe_experts is None and any(getattr(c, name) for name in _NEEDS_EXPERTS),
-        "num_moe_experts must be set where a mixture-of-experts field is (" + ", ".join(_NEEDS_EXPERTS) + "), got None",
     ),
     *map(_one_of, _CHOICES),
     (
@@ -158,18 +145,8 @@ MOE_CONTRADICTIONS: list[tuple[Callable[[TransformerConfig], bool], str]] = [
         "moe_layer_freq must be at least 1, got {moe_layer_freq}",
     ),
     (
-        lambda c: c.moe_token_dispatcher_type == "allgather" and c.expert_model_parallel_size > 1,
-        "moe_token_dispatcher_type must be 'alltoall' with expert_model_parallel_size > 1, got 'allgather' and"
-        " {expert_model_parallel_size}: tokens are exchanged by one all-to-all",
-    ),
-    (
-        lambda c: c.moe_router_pre_softmax and c.moe_router_score_function != "softmax",
-        "moe_router_pre_softmax must go with moe_router_score_function='softmax', got {moe_router_score_function!r}",
-    ),
-    (
-        lambda c: (c.moe_router_num_groups is None) != (c.moe_router_group_topk is None),
-        "moe_router_num_groups and moe_router_group_topk must go together, got {moe_router_num_groups} and"
-        " {moe_router_group_topk}",
+        lambda c: c.moe_router_num_groups is None and c.moe_router_group_topk is not None,
+        "moe_router_group_topk must go with moe_router_num_groups, got None",
     ),
     (
         _are_uneven,
@@ -192,10 +169,6 @@ MOE_CONTRADICTIONS: list[tuple[Callable[[TransformerConfig], bool], str]] = [
     (
         lambda c: _negative(c.moe_router_bias_update_rate),
         "moe_router_bias_update_rate must be a number that is not negative, got {moe_router_bias_update_rate!r}",
-    ),
-    (
-        lambda c: not c.moe_router_enable_expert_bias and c.moe_router_bias_update_rate != 1e-3,
-        "moe_router_bias_update_rate must go with moe_router_enable_expert_bias, got {moe_router_bias_update_rate} without",
     ),
     (
         lambda c: c.moe_latent_size is not None and (c.moe_latent_size < 1 or c.add_bias_linear),

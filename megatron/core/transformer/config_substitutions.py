@@ -1,0 +1,215 @@
+"""Values of a TransformerConfig's fields that are taken as others: one table, which the command line follows too."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from megatron.core.substitutions import Substitution, without_effect
+from megatron.core.transformer.context_parallel import comm_types
+from megatron.core.transformer.moe.moe_config_checks import VALUES_OF
+
+_OF_EXPERTS: dict[str, object] = {
+    "expert_tensor_parallel_size": None,
+    "moe_layer_freq": 1,
+    "moe_ffn_hidden_size": None,
+    "moe_latent_size": None,
+    "moe_apply_probs_on_input": False,
+    "moe_shared_expert_intermediate_size": None,
+    "moe_shared_expert_gate": False,
+    "moe_grouped_gemm": False,
+    "moe_router_topk": 2,
+    "moe_router_score_function": "softmax",
+    "moe_router_pre_softmax": False,
+    "moe_router_topk_scaling_factor": None,
+    "moe_router_num_groups": None,
+    "moe_router_group_topk": None,
+    "moe_router_enable_expert_bias": False,
+    "moe_router_bias_update_rate": 1e-3,
+    "moe_router_dtype": None,
+    "moe_router_load_balancing_type": "aux_loss",
+    "moe_router_force_load_balancing": False,
+    "moe_aux_loss_coeff": 0.0,
+    "moe_z_loss_coeff": None,
+    "moe_expert_capacity_factor": None,
+    "moe_expert_rank_capacity_factor": None,
+    "moe_pad_expert_input_to_capacity": False,
+    "moe_token_drop_policy": "probs",
+}
+_OF_FP8: dict[str, object] = {
+    "fp8_recipe": "delayed",
+    "fp8_margin": 0,
+    "fp8_amax_history_len": 1,
+    "fp8_amax_compute_algo": "most_recent",
+    "fp8_dot_product_attention": False,
+    "fp8_multi_head_attention": False,
+    "fp8_param": False,
+    "tp_only_amax_red": False,
+    "use_transformer_engine_op_fuser": False,
+    "activation_func_fp8_input_store": False,
+    "first_last_layers_bf16": False,
+}
+_OF_MUP: dict[str, object] = {
+    "mup_base_hidden_size": None,
+    "mup_embedding_mult": 1.0,
+    "mup_output_mult": 1.0,
+    "mup_base_head_dim": None,
+    "mup_attn_scale_power": 1.0,
+}
+_OF_OFFLOADED_MODULES: dict[str, object] = {
+    "offload_modules": [],
+    "min_offloaded_tensor_size": 1024 * 1024,
+    "activation_offload_fraction": 1.0,
+    "fine_grained_offloading_max_inflight_offloads": None,
+}
+
+
+def _num_groups(config: Any) -> int:
+    """Return the number of key and value heads; 1 where it is not given."""
+    return int(config.num_query_groups or config.num_attention_heads or 1)
+
+
+def _recomputes(config: Any, *modules: str) -> bool:
+    return config.recompute_modules is not None and bool({*modules} & {*config.recompute_modules})
+
+
+def _taking_modules(others: Mapping[str, str]) -> Any:
+    """Return what recomputes others in the place of some modules, or nothing if none is left; each comes once."""
+
+    def takes(config: Any) -> dict[str, Any]:
+        names = [name for name in dict.fromkeys(others.get(name, name) for name in config.recompute_modules) if name]
+        return {"recompute_modules": names} if names else {"recompute_modules": None, "recompute_granularity": None}
+
+    return takes
+
+
+def _as_ring(given: str | list[str]) -> str | list[str]:
+    if isinstance(given, str):
+        return "p2p"
+    return ["p2p" if one == "a2a+p2p" else one for one in given]
+
+
+SUBSTITUTIONS: tuple[Substitution, ...] = (
+    Substitution(
+        lambda c: c.sequence_parallel and c.tensor_model_parallel_size == 1,
+        "sequence_parallel has no effect without tensor_model_parallel_size above 1",
+        {"sequence_parallel": False},
+    ),
+    Substitution(
+        lambda c: c.apply_query_key_layer_scaling and not c.attention_softmax_in_fp32,
+        "apply_query_key_layer_scaling is taken with attention_softmax_in_fp32",
+        {"attention_softmax_in_fp32": True},
+    ),
+    Substitution(
+        lambda c: c.num_moe_experts is not None and c.moe_token_dispatcher_type == "flex",
+        "moe_token_dispatcher_type flex is taken as alltoall: tokens go to their experts by one all-to-all",
+        {"moe_token_dispatcher_type": "alltoall"},
+    ),
+    Substitution(
+        lambda c: (
+            c.num_moe_experts is not None
+            and c.expert_model_parallel_size > 1
+            and c.moe_token_dispatcher_type == "allgather"
+        ),
+        "moe_token_dispatcher_type allgather is taken as alltoall: only the tokens of an expert travel to it, and the numbers "
+        "are the same",
+        {"moe_token_dispatcher_type": "alltoall"},
+    ),
+    Substitution(
+        lambda c: (
+            c.fp8 is not None
+            and not c.fp16
+            and c.params_dtype in (torch.float32, torch.bfloat16)
+            and not (c.bf16 and c.params_dtype is torch.bfloat16)
+        ),
+        "fp8 {fp8} is taken with bf16=True: what is not multiplied in FP8 is in bf16, and main weights are in fp32",
+        {"bf16": True, "params_dtype": torch.bfloat16},
+    ),
+    Substitution(
+        lambda c: c.moe_router_pre_softmax and c.moe_router_score_function != "softmax",
+        "moe_router_pre_softmax has no effect with moe_router_score_function {moe_router_score_function}: scores are made "
+        "before the choice",
+        {"moe_router_pre_softmax": False},
+    ),
+    Substitution(
+        lambda c: not c.moe_router_enable_expert_bias and c.moe_router_bias_update_rate != 1e-3,
+        "moe_router_bias_update_rate has no effect without moe_router_enable_expert_bias",
+        {"moe_router_bias_update_rate": 1e-3},
+    ),
+    Substitution(
+        lambda c: c.moe_router_num_groups is not None and c.moe_router_group_topk is None,
+        "moe_router_num_groups has no effect without moe_router_group_topk",
+        {"moe_router_num_groups": None},
+    ),
+    *without_effect(
+        _OF_EXPERTS, needs=lambda c: c.num_moe_experts is not None, words="num_moe_experts", choices=VALUES_OF
+    ),
+    Substitution(
+        lambda c: "a2a+p2p" in comm_types(c.cp_comm_type),
+        "cp_comm_type a2a+p2p is taken as p2p: keys and values go round one ring, and the numbers are the same",
+        lambda c: {"cp_comm_type": _as_ring(c.cp_comm_type)},
+    ),
+    Substitution(
+        lambda c: (
+            c.context_parallel_size > 1
+            and c.attention_dropout > 0.0
+            and set(comm_types(c.cp_comm_type)) != {"a2a"}
+            and _num_groups(c) % (c.context_parallel_size * c.tensor_model_parallel_size) == 0
+        ),
+        "cp_comm_type {cp_comm_type} is taken as a2a: with attention_dropout, attention is over whole sequences, of some heads",
+        {"cp_comm_type": ["a2a"]},
+    ),
+    *without_effect(
+        {"recompute_method": None, "recompute_num_layers": None},
+        needs=lambda c: c.recompute_granularity == "full",
+        words="recompute_granularity='full'",
+        choices={"recompute_method": ("uniform", "block").__contains__},
+    ),
+    *without_effect(
+        {"recompute_modules": None},
+        needs=lambda c: c.recompute_granularity == "selective",
+        words="recompute_granularity='selective'",
+    ),
+    *without_effect(
+        _OF_FP8,
+        needs=lambda c: c.fp8 is not None,
+        words="fp8",
+        choices={
+            "fp8_recipe": ("delayed", "tensorwise", "blockwise", "mxfp8", "custom").__contains__,
+            "fp8_amax_compute_algo": ("most_recent", "max").__contains__,
+        },
+    ),
+    Substitution(
+        lambda c: c.use_transformer_engine_op_fuser and c.num_moe_experts is not None,
+        "use_transformer_engine_op_fuser has no effect with num_moe_experts: experts' activations are not written in FP8",
+        {"use_transformer_engine_op_fuser": False},
+    ),
+    Substitution(
+        lambda c: _recomputes(c, "moe_act", "shared_experts"),
+        "recompute_modules {recompute_modules}: moe_act and shared_experts are taken as moe, all of which is recomputed",
+        _taking_modules({"moe_act": "moe", "shared_experts": "moe"}),
+    ),
+    Substitution(
+        lambda c: _recomputes(c, "layernorm"),
+        "recompute_modules layernorm: outputs of norms are kept",
+        _taking_modules({"layernorm": ""}),
+    ),
+    Substitution(
+        lambda c: _recomputes(c, "mla_up_proj") and not c.multi_latent_attention,
+        "recompute_modules mla_up_proj: there is none without multi_latent_attention",
+        _taking_modules({"mla_up_proj": ""}),
+    ),
+    *without_effect(_OF_MUP, needs=lambda c: c.use_mup, words="use_mup"),
+    *without_effect(
+        _OF_OFFLOADED_MODULES,
+        needs=lambda c: c.fine_grained_activation_offloading,
+        words="fine_grained_activation_offloading",
+    ),
+    Substitution(
+        lambda c: c.cross_entropy_fusion_impl == "te",
+        "cross_entropy_fusion_impl te is taken as native, the fused cross entropy that is here",
+        {"cross_entropy_fusion_impl": "native"},
+    ),
+)
