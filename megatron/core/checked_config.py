@@ -35,7 +35,8 @@ class CheckedConfig:
     @property
     def remarks(self) -> tuple[str, ...]:
         """What is taken as something else, one line each; also logged when it is."""
-        return self.__dict__.get("_remarks", ())
+        remarks: tuple[str, ...] = self.__dict__.get("_remarks", ())
+        return remarks
 
     def contradictions(self, *, has_faults: bool) -> list[str]:
         """Return messages of fields that contradict each other, or are out of range; for subclasses to say.

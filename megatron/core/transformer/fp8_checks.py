@@ -49,7 +49,7 @@ FP8_CONTRADICTIONS: list[tuple[Condition, str]] = [
         "fp8 must go with bf16=True and params_dtype=torch.bfloat16, got {bf16} and {params_dtype}: gradients of weights and all that is not multiplied in FP8 is in bf16",
     ),
     (
-        lambda c: c.fp8 is not None and c.transformer_impl == "local",
+        lambda c: c.fp8 is not None and vars(c)["transformer_impl"] == "local",
         "fp8 must go with transformer_impl='transformer_engine', got 'local', whose layers have no FP8; leave one of the two out",
     ),
     (lambda c: c.fp8_amax_history_len < 1, "fp8_amax_history_len must be at least 1, got {fp8_amax_history_len}"),

@@ -71,7 +71,7 @@ def test_settings_out_of_range_are_refused() -> None:
             DynamicGradScaler(*arguments, device=CPU)
     for setting in ({"loss_scale": 0.0}, {"loss_scale_window": 1.5}, {"hysteresis": 0}, {"initial_loss_scale": 0.5}):
         with pytest.raises(ValueError, match="must be"):
-            OptimizerConfig(**setting)
+            OptimizerConfig(fp16=True, **setting)
 
 
 # ---- steps ----------------------------------------------------------------------------------------------------------

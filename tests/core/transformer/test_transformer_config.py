@@ -141,7 +141,10 @@ CONTRADICTORY: list[tuple[dict[str, Any], str]] = [
         {"num_moe_experts": 2, "moe_apply_probs_on_input": True},
         "moe_apply_probs_on_input must go with moe_router_topk=1, got 2",
     ),
-    ({"num_moe_experts": 2, "moe_shared_expert_gate": True}, "moe_shared_expert_gate must go with moe_shared_expert_intermediate_size"),
+    (
+        {"num_moe_experts": 2, "moe_shared_expert_gate": True},
+        "moe_shared_expert_gate must go with moe_shared_expert_intermediate_size",
+    ),
     (
         {"num_moe_experts": 2, "moe_shared_expert_intermediate_size": 8},
         "moe_shared_expert_intermediate_size must go with add_bias_linear=False",

@@ -67,7 +67,10 @@ def _flags() -> Iterator[tuple[str, str, list[tuple[list[str], Any]]]]:
         own, upstream = parser._option_string_actions.get(flag), UPSTREAM_FLAGS.get(flag)
         dest = own.dest if own is not None else (upstream and upstream.dest) or flag.lstrip("-").replace("-", "_")
         nargs = own.nargs if own is not None else upstream and upstream.nargs
-        choices: list[Any] = [*((own.choices if own is not None else None) or ()), *(upstream.choices if upstream else ())]
+        choices: list[Any] = [
+            *((own.choices if own is not None else None) or ()),
+            *(upstream.choices if upstream else ()),
+        ]
         kind = own.type if own is not None else {"int": int, "float": float}.get(upstream.kind if upstream else "")
         values: list[tuple[list[str], Any]] = []
         if nargs == 0:
@@ -144,8 +147,8 @@ def test_what_is_taken_as_something_else_is_remarked(kind: type[CheckedConfig]) 
 
 def test_what_was_given_comes_back_with_what_it_needs() -> None:
     """Whichever is set first."""
-    config = TransformerConfig(**SHAPE, fp8_recipe="tensorwise", recompute_num_layers=1)
-    assert config.fp8_recipe == "delayed" and config.recompute_num_layers is None
+    config: Any = TransformerConfig(**SHAPE, fp8_recipe="tensorwise", recompute_num_layers=1)
+    assert (config.fp8_recipe, config.recompute_num_layers) == ("delayed", None)
     assert config.remarks == (
         "recompute_num_layers has no effect without recompute_granularity='full'",
         "fp8_recipe has no effect without fp8",
@@ -154,7 +157,7 @@ def test_what_was_given_comes_back_with_what_it_needs() -> None:
     config.recompute_granularity = "full"
     assert (config.recompute_method, config.recompute_num_layers) == ("uniform", 1)
     with pytest.raises(ValueError, match="recompute_granularity must be"):
-        config.recompute_granularity = "all"  # type: ignore[assignment]
+        config.recompute_granularity = "all"
     assert (config.recompute_granularity, config.recompute_num_layers) == ("full", 1)
     config.fp8 = "hybrid"
     assert (config.fp8_recipe, config.bf16, config.params_dtype) == ("tensorwise", True, torch.bfloat16)
@@ -167,4 +170,5 @@ def test_what_was_given_comes_back_with_what_it_needs() -> None:
 
 
 def test_old_names_of_fields_mean_the_new_ones() -> None:
-    assert DistributedDataParallelConfig(use_custom_fsdp=True).use_megatron_fsdp
+    config: Any = DistributedDataParallelConfig
+    assert config(use_custom_fsdp=True).use_megatron_fsdp
