@@ -13,6 +13,7 @@ from megatron.core.tokenizers import MegatronTokenizerBase
 from megatron.training.arguments import Settings, parse_settings
 from megatron.training.checkpointing import print_rank_0
 from megatron.training.cli.flag_parser import FlagError
+from megatron.training.cli.words_of_flags import in_few_lines
 from megatron.training.data.datasets import Datasets, build_gpt_datasets
 from megatron.training.data.documents import documents_of
 from megatron.training.launch.failures import refuse, run_script
@@ -60,10 +61,10 @@ def main(argv: Sequence[str]) -> int:
     try:
         settings = parse_settings(argv)
     except FlagError as error:
-        refuse(str(error), _report)
+        refuse(in_few_lines(str(error).splitlines()), _report)
         return 2
     if missing := missing_packages(settings, "cpu" if settings.distributed.backend == "gloo" else "cuda"):
-        refuse("\n".join(missing.values()), _report)
+        refuse(in_few_lines(list(missing.values())), _report)
         return 2
     try:
         pretrain(

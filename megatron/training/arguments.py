@@ -62,7 +62,7 @@ from megatron.training.cli.flags_training import add_training_flags
 from megatron.training.cli.megatron_lm_args import MegatronLmArgs, megatron_lm_args
 from megatron.training.cli.refused_combinations import SAID_BEFORE, refusals_of
 from megatron.training.cli.substitutions import substitute
-from megatron.training.cli.words_of_flags import in_words_of_flags
+from megatron.training.cli.words_of_flags import in_plain_words, in_words_of_flags
 from megatron.training.data.batches import BatchConfig
 from megatron.training.data.datasets import DataConfig
 from megatron.training.launch.distributed_init import DistributedConfig
@@ -204,8 +204,8 @@ def check_command_line(argv: Sequence[str], *, world_size: int | None = None) ->
         words = in_words_of_flags(str(error), parser)
         faults += [fault for fault in words.splitlines() if not _is_said(fault, faults)]
     if faults or settings is None:
-        return CheckedLine(line.fates, list(dict.fromkeys(faults)), said_once, None)
-    return CheckedLine(line.fates, faults, said_once, replace(settings, megatron_lm=as_megatron_lm))
+        return CheckedLine(line.fates, list(dict.fromkeys(map(in_plain_words, faults))), said_once, None)
+    return CheckedLine(line.fates, [], said_once, replace(settings, megatron_lm=as_megatron_lm))
 
 
 def _is_said(fault: str, before: list[str]) -> bool:

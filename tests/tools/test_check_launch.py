@@ -49,7 +49,7 @@ def test_all_reasons_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert reasons[0] == "5 reasons:"
     assert [reason.split()[0] for reason in reasons[1:]] == [
         "--enable-msc",
-        "--lr:",
+        "--lr",
         "the",  # number of ranks
         "--hidden-size",
         "--num-attention-heads",

@@ -213,22 +213,18 @@ class OptimizerConfig(CheckedConfig):
             raise ValueError(f"weight_decay must not be negative, got {self.weight_decay}")
         if self.store_param_remainders and self.optimizer != "adam":
             raise ValueError(f"store_param_remainders must go with optimizer adam, got {self.optimizer}")
-        for scale in (self.loss_scale, self.min_loss_scale, self.loss_scale_window):
-            if scale is not None and scale <= 0:
-                raise ValueError(
-                    "loss_scale, min_loss_scale and loss_scale_window must be positive, got "
-                    f"{self.loss_scale}, {self.min_loss_scale} and {self.loss_scale_window}"
-                )
+        for name in ("loss_scale", "min_loss_scale", "loss_scale_window"):
+            if getattr(self, name) is not None and getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
         if self.min_loss_scale > self.initial_loss_scale:
             raise ValueError(
                 "min_loss_scale must be at most initial_loss_scale, got "
                 f"{self.min_loss_scale} and {self.initial_loss_scale}"
             )
-        if self.hysteresis < 1 or self.loss_scale_window != int(self.loss_scale_window):
-            raise ValueError(
-                "hysteresis must be at least 1 and loss_scale_window a whole number, got "
-                f"{self.hysteresis} and {self.loss_scale_window}"
-            )
+        if self.hysteresis < 1:
+            raise ValueError(f"hysteresis must be at least 1, got {self.hysteresis}")
+        if self.loss_scale_window != int(self.loss_scale_window):
+            raise ValueError(f"loss_scale_window must be a whole number, got {self.loss_scale_window}")
         if not 0.0 <= self.optimizer_offload_fraction <= 1.0:
             raise ValueError(f"optimizer_offload_fraction must be from 0 to 1, got {self.optimizer_offload_fraction}")
         if self.optimizer_cpu_offload and self.optimizer != "adam":
@@ -237,4 +233,4 @@ class OptimizerConfig(CheckedConfig):
             raise ValueError(f"clip_grad must be 0 (off) or positive, got {self.clip_grad}")
         for name in ("adam_beta1", "adam_beta2", "sgd_momentum", "muon_momentum"):
             if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"0 <= {name} < 1 must hold, got {getattr(self, name)}")
+                raise ValueError(f"{name} must be at least 0 and below 1, got {getattr(self, name)}")

@@ -16,7 +16,7 @@ from megatron.core.transformer.fp8_checks import FP8_CONTRADICTIONS
 from megatron.core.transformer.linear_attention_checks import LINEAR_ATTENTION_CONTRADICTIONS
 from megatron.core.transformer.moe.moe_config_checks import MOE_CONTRADICTIONS
 from megatron.core.transformer.offload.offload_checks import OFFLOAD_CONTRADICTIONS
-from megatron.core.transformer.parallel_checks import PARALLEL_CONTRADICTIONS, Condition
+from megatron.core.transformer.parallel_checks import PARALLEL_CONTRADICTIONS, Condition, sizes_in_effect
 from megatron.core.transformer.pipeline_checks import problems_of_stages
 from megatron.core.transformer.recomputation import recomputes
 
@@ -264,7 +264,7 @@ def contradictions(config: TransformerConfig, *, has_faults: bool) -> list[str]:
     for holds, message in CONTRADICTIONS:
         try:
             if holds(config):
-                found.append("TransformerConfig." + message.format_map(vars(config)))
+                found.append("TransformerConfig." + message.format_map({**vars(config), **sizes_in_effect(config)}))
         except (TypeError, ZeroDivisionError):
             if not (has_faults or found):
                 raise  # rows may rely on those before them

@@ -39,6 +39,17 @@ def _expert_tensor_size(config: TransformerConfig) -> int:
     return config.expert_tensor_parallel_size or config.tensor_model_parallel_size
 
 
+def sizes_in_effect(config: TransformerConfig) -> dict[str, int]:
+    """Return sizes that have defaults made of others, for messages."""
+    ffn = config.ffn_hidden_size or 4 * config.hidden_size
+    return {
+        "of_ffn": ffn,
+        "of_groups": config.num_query_groups or config.num_attention_heads,
+        "of_expert": config.moe_ffn_hidden_size or ffn,
+        "of_expert_ranks": _expert_tensor_size(config),
+    }
+
+
 def _has_dense_layers(config: TransformerConfig) -> bool:
     freq = config.moe_layer_freq
     return not _has_experts(config) or (freq > 1 if isinstance(freq, int) else 0 in freq)
@@ -60,8 +71,8 @@ PARALLEL_CONTRADICTIONS: list[tuple[Condition, str]] = [
         lambda c: (
             _has_dense_layers(c) and _uneven(c.ffn_hidden_size or 4 * c.hidden_size, c.tensor_model_parallel_size)
         ),
-        "ffn_hidden_size (or 4 * hidden_size) must be a multiple of tensor_model_parallel_size, got {ffn_hidden_size},"
-        " {hidden_size} and {tensor_model_parallel_size}",
+        "ffn_hidden_size, by default 4 * hidden_size, must be a multiple of tensor_model_parallel_size, got {of_ffn} and"
+        " {tensor_model_parallel_size}",
     ),
     (
         lambda c: (
@@ -70,9 +81,9 @@ PARALLEL_CONTRADICTIONS: list[tuple[Condition, str]] = [
                 c.num_query_groups or c.num_attention_heads, c.tensor_model_parallel_size * c.context_parallel_size
             )
         ),
-        "cp_comm_type='a2a' must go with num_query_groups (or heads) that tensor_model_parallel_size *"
-        " context_parallel_size divides, got {num_query_groups}, {num_attention_heads}, {tensor_model_parallel_size} and"
-        " {context_parallel_size}; use 'p2p' or 'all_gather'",
+        "cp_comm_type='a2a' must go with num_query_groups, by default num_attention_heads, that tensor_model_parallel_size *"
+        " context_parallel_size divides, got {of_groups} and {tensor_model_parallel_size} * {context_parallel_size}; use 'p2p' or"
+        " 'all_gather'",
     ),
     (
         lambda c: not _has_experts(c) and c.expert_model_parallel_size != 1,
@@ -88,9 +99,8 @@ PARALLEL_CONTRADICTIONS: list[tuple[Condition, str]] = [
             _has_experts(c)
             and _uneven(c.moe_ffn_hidden_size or c.ffn_hidden_size or 4 * c.hidden_size, _expert_tensor_size(c))
         ),
-        "moe_ffn_hidden_size (or ffn_hidden_size) must be a multiple of the tensor parallelism of experts, got"
-        " {moe_ffn_hidden_size}, {ffn_hidden_size}, expert_tensor_parallel_size {expert_tensor_parallel_size} and"
-        " tensor_model_parallel_size {tensor_model_parallel_size}",
+        "moe_ffn_hidden_size, by default ffn_hidden_size, must be a multiple of expert_tensor_parallel_size, by default"
+        " tensor_model_parallel_size, got {of_expert} and {of_expert_ranks}",
     ),
     (
         lambda c: _uneven(c.moe_shared_expert_intermediate_size, c.tensor_model_parallel_size),

@@ -62,7 +62,8 @@ def refusals_of(args: Namespace, malformed: frozenset[str] = frozenset()) -> tup
 
 
 def _not_served(what: str, when: Callable[[Namespace], bool], reason: str, remedy: str) -> Refusal:
-    return Refusal(what, when, f"{what}: not served, since {reason}; {remedy}", reason, remedy)
+    message = f"{what}: not served, since {reason}; {remedy}".replace("`", "")
+    return Refusal(what, when, message, reason, remedy)
 
 
 def _missing(flag: str) -> Refusal:
@@ -225,8 +226,8 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "warm-up as long as the decay",
         lambda a: bool(a.lr_warmup_iters) and a.lr_warmup_iters >= (a.lr_decay_iters or a.train_iters or math.inf),
-        "--lr-warmup-iters must be below --lr-decay-iters, which is --train-iters where it is left out, got "
-        "{lr_warmup_iters}, {lr_decay_iters} and {train_iters}",
+        "--lr-warmup-iters must be below --lr-decay-iters, or --train-iters where that is left out, got {lr_warmup_iters}, "
+        "--lr-decay-iters {lr_decay_iters} and --train-iters {train_iters}",
     ),
     Refusal(
         "warm-up as long as the decay, in samples",
@@ -544,14 +545,17 @@ NOT_SERVED = tuple(row for row in REFUSALS if row.reason)
 
 SAID_BEFORE: tuple[tuple[str, str], ...] = (
     ("--fp16 and --bf16 exclude each other", "fp16 and bf16 exclude each other"),
+    ("--fp8-format", "--fp8-format must go with --bf16"),
+    ("--fp8-format", "--fp8-format must go with --transformer-impl"),
+    ("--use-nccl-ub means", "--use-nccl-ub means"),
+    ("--use-precision-aware-optimizer needs", "--use-precision-aware-optimizer must go with"),
+    ("--optimizer-cpu-offload needs", "--optimizer-cpu-offload must go with"),
+    ("--decoupled-min-lr needs", "--decoupled-min-lr needs"),
     ("--recompute-granularity full needs", "--recompute-granularity full must go with"),
     ("attention dropout with", "--attention-dropout must be 0 with --context-parallel-size"),
     ("query groups that", "--num-query-groups must be a multiple of --tensor-model-parallel-size"),
-    ("`--num-experts` with", "--sequence-parallel must be on with experts"),
-    (
-        "`--context-parallel-size` above 1 with `--exp",
-        "--context-parallel-size must be 1 with --experimental-attention",
-    ),
+    ("--num-experts with", "--sequence-parallel must be on with experts"),
+    ("--context-parallel-size above 1 with --exp", "--context-parallel-size must be 1 with --experimental-attention"),
     ("biases of shared experts", "--moe-shared-expert-intermediate-size must go with --disable-bias-linear"),
 )
 """(opening of a fault of flags or of a row, opening of a component's message about the same or about what follows from it)."""

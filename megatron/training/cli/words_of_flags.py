@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Sequence
 
 _FIELDS = {
     "num_moe_experts": "--num-experts",
@@ -17,6 +18,10 @@ _FIELDS = {
     "activation_func": "the activation",
     "params_dtype": "--bf16",
     "hysteresis": "--hysteresis",
+    "add_bias_linear=True": "biases",
+    "cpu_offloading": "--cpu-offloading-num-layers",
+    "nccl_ub=True": "--use-nccl-ub",
+    "store_param_remainders": "--use-precision-aware-optimizer",
     "bf16=True": "--bf16",
     "fp16=True": "--fp16",
     "num_layers_in_first_pipeline_stage": "--decoder-first-pipeline-num-layers",
@@ -42,3 +47,46 @@ def in_words_of_flags(text: str, parser: argparse.ArgumentParser) -> str:
         text,
     )
     return re.sub(r"(--[\w-]+)=('?)([\w-]+)\2", r"\1 \3", text)
+
+
+_PLAIN: tuple[tuple[str, str], ...] = (
+    (r"^(--\S+): invalid int value: '(.*)'$", r"\1 must be a whole number, got \2"),
+    (r"^(--\S+): invalid float value: '(.*)'$", r"\1 must be a number, got \2"),
+    (r"^(--\S+): expected (one argument|at least one argument|\d+ arguments)$", r"\1: expected \2, got none or fewer"),
+    (r"^(--\S+): invalid choice: '(.*)' \(choose from (.*)\)$", r"\1 must be one of \3, got \2"),
+    (r" \(or None[^)]*\)", ""),
+    (r"\bgot \[\]", "got none"),
+    (r"\bNone\b", "none"),
+    (r"(--[\w-]+) True\b", r"\1"),
+    (r"\bgot True\b(?!,| and)", "got it on"),
+    (r"\bgot False\b(?!,| and)", "got it off"),
+    (r"\bTrue\b", "on"),
+    (r"\bFalse\b", "off"),
+    (r"\btorch\.bfloat16\b", "bf16"),
+    (r"\btorch\.float(16|32)\b", r"fp\1"),
+    (r"'([\w+./-]+)'", r"\1"),
+)
+"""What Python writes, and what users read."""
+
+
+def in_plain_words(fault: str) -> str:
+    """Write values as they are typed: no quotes, no None, and switches on or off."""
+    for pattern, plain in _PLAIN:
+        fault = re.sub(pattern, plain, fault)
+    return re.sub(r"\bgot \[([^\[\])]*)\]", lambda match: "got " + match[1].replace(",", ""), fault)
+
+
+def in_few_lines(faults: Sequence[str]) -> str:
+    """Join all reasons why a run does not start in three lines at most; flags that are refused for the same reason come together."""
+    flags: dict[str, list[str]] = {}
+    for fault in faults:
+        refused = re.fullmatch(r"(--\S+) is refused: (.*)", fault)
+        flags.setdefault(refused[2] if refused else fault, []).extend([refused[1]] if refused else [])
+    reasons = [
+        f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} refused: {reason}" if names else reason
+        for reason, names in flags.items()
+    ]
+    if len(reasons) <= 3:
+        return "\n".join(reasons)
+    numbered = "; ".join(f"({number}) {reason}" for number, reason in enumerate(reasons, 1))
+    return f"{len(reasons)} reasons: {numbered}\ntools/check_launch.py prints each on a line of its own"

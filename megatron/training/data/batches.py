@@ -29,8 +29,9 @@ class BatchConfig:
     """(consumed samples, global batch size from there on), ascending from 0 on; empty: the size is constant."""
 
     def __post_init__(self) -> None:
-        if min(self.micro_batch_size, self.global_batch_size, self.data_parallel_size) < 1:
-            raise ValueError(f"batch sizes must be positive, got {self}")
+        for flag, batch_size in (("micro", self.micro_batch_size), ("global", self.global_batch_size)):
+            if batch_size < 1:
+                raise ValueError(f"--{flag}-batch-size must be at least 1, got {batch_size}")
         starts = [start for start, _ in self.schedule]
         if starts and (
             starts[0] != 0 or starts != sorted(set(starts)) or self.schedule[-1][1] != self.global_batch_size

@@ -15,6 +15,7 @@ from megatron.training.cli.flag_parser import FlagError
 from megatron.training.cli.refused_combinations import refusals_of
 from megatron.training.cli.substitutions import substitute
 from megatron.training.cli.upstream_flags import UPSTREAM_FLAGS
+from megatron.training.cli.words_of_flags import in_plain_words
 from megatron.training.launch.gpt_config import GPTConfig
 from megatron.training.launch.rendezvous import rank_of_environment, world_size_of_environment
 from megatron.training.library.state import set_global_variables
@@ -64,7 +65,7 @@ def validate_args(args: Namespace, defaults: Mapping[str, Any] | None = None) ->
     substitute(args)
     rows, _ = refusals_of(args)
     if rows:
-        raise FlagError("\n".join(rows))
+        raise FlagError("\n".join(map(in_plain_words, rows)))
     settings = settings_of(args)
     transformer, batch = settings.model.transformer, settings.batch
     args.data_parallel_size, args.global_batch_size = batch.data_parallel_size, batch.global_batch_size

@@ -136,7 +136,10 @@ CONTRADICTORY: list[tuple[dict[str, Any], str]] = [
         },
         "moe_router_bias_update_rate must be a number that is not negative, got -1.0",
     ),
-    ({"num_moe_experts": 2, "moe_latent_size": 4}, "moe_latent_size must be at least 1 and go with .* got 4 and True"),
+    (
+        {"num_moe_experts": 2, "moe_latent_size": 4},
+        "moe_latent_size must be at least 1 and go with .* got 4 and add_bias_linear=True",
+    ),
     (
         {"num_moe_experts": 2, "moe_apply_probs_on_input": True},
         "moe_apply_probs_on_input must go with moe_router_topk=1, got 2",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
@@ -115,6 +116,7 @@ def test_a_field_is_accepted_where_its_flag_is(of: str, monkeypatch: pytest.Monk
         for words, value in values:
             compared += 1
             faults = check_command_line([*MINIMAL, *LINES[of].split(), flag, *words], world_size=4).faults
+            assert not any(re.search(r"\b(None|True|False)\b|`|torch\.|Config\b", fault) for fault in faults), faults
             fault = _fault_of_field(base, name, value)
             if bool(faults) != (fault is not None):
                 differing.append(f"{flag} {' '.join(words)}: {faults or 'accepted'}; as a field: {fault or 'accepted'}")

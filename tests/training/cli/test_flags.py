@@ -19,6 +19,7 @@ from megatron.training.cli.flags_experts import layer_pattern
 from megatron.training.cli.flags_of_before import FAMILIES_ELSEWHERE, REFUSED_BEFORE, RENAMED
 from megatron.training.cli.substitutions import substitute
 from megatron.training.cli.upstream_flags import UPSTREAM_FLAGS
+from pretrain_gpt import main
 from tests.support.launch_lines import (
     DEEPSEEK_V3,
     LLAMA3_8B,
@@ -333,16 +334,40 @@ def test_faults_of_all_kinds_come_at_once() -> None:
     ]
     line = check_command_line([*argv, "--global-batch-size", "3", "--normalization", "None"], world_size=2)
     openings: tuple[str, ...] = (
-        "--lr: invalid",
+        "--lr must be a number, got fast",
         "--no-such-thing is unknown",
         "--log-energy is refused",
-        "--normalization: invalid",
+        "--normalization must be one of LayerNorm, RMSNorm, got",
     )
     openings += ("--lr-warmup-fraction must be", "--global-batch-size must be", "--save-interval must be")
     assert len(line.faults) == 6
     assert all(fault.startswith(openings) and "\n" not in fault for fault in line.faults)
     two = check_command_line([*MINIMAL, "--hidden-size", "18", "--hidden-dropout", "2"], world_size=1)
     assert [fault.split()[0] for fault in two.faults] == ["--hidden-size", "--hidden-dropout"]
+
+
+def test_all_reasons_are_said_in_three_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    """Few on a line each; many together, flags that are refused for the same reason once."""
+    assert main([*MINIMAL, "--lr", "fast", "--log-energy"]) == 2
+    start = "pretrain_gpt.py: error: "
+    assert [line.removeprefix(start) for line in capsys.readouterr().err.splitlines()] == [
+        "--lr must be a number, got fast",
+        "--log-energy is refused: energy is not measured",
+    ]
+    many = "--retro-workdir x --retro-add-retriever --vision-pretraining --no-such-thing --hidden-size y --lr fast --log-energy"
+    assert main([*MINIMAL, *many.split()]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2 and all(line.startswith(start) for line in lines)
+    assert lines[0].startswith(
+        f"{start}6 reasons: (1) --retro-workdir, --retro-add-retriever are refused: retrieval models"
+    )
+    for reason in (
+        "(2) --vision-pretraining is refused",
+        "--no-such-thing is unknown",
+        "--hidden-size must be a whole number",
+    ):
+        assert reason in lines[0]
+    assert lines[1] == f"{start}tools/check_launch.py prints each on a line of its own"
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from tests.support.megatron_lines import LaunchLine, launch_lines
 
 REFUSED = {
     "example/gptoss": "--num-layers must be a multiple of the pipeline stages",
-    "gpt/gpt3_mcore_reruns_resume_check_grads": "--seed: invalid int value: 'PATH'",
+    "gpt/gpt3_mcore_reruns_resume_check_grads": "--seed must be a whole number, got PATH",
     "gpt/gpt3_mcore_te_tp2_pp1_modelopt_distill_resume": "--export-te-mcore-model is refused",
     "gpt/gpt3_mcore_te_tp2_pp1_modelopt_distill_resume_1node": "--export-te-mcore-model is refused",
 }

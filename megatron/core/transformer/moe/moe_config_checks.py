@@ -173,7 +173,7 @@ MOE_CONTRADICTIONS: list[tuple[Callable[[TransformerConfig], bool], str]] = [
     (
         lambda c: c.moe_latent_size is not None and (c.moe_latent_size < 1 or c.add_bias_linear),
         "moe_latent_size must be at least 1 and go with add_bias_linear=False (or None for hidden_size), got {moe_latent_size} and"
-        " {add_bias_linear}",
+        " add_bias_linear={add_bias_linear}",
     ),
     (
         lambda c: c.moe_apply_probs_on_input and c.moe_router_topk != 1,

@@ -36,8 +36,14 @@ CONTRADICTORY: list[tuple[dict[str, Any], str]] = [
         },
         "must go without recompute_granularity='full'",
     ),
-    ({"activation_offload_fraction": 2.0}, "activation_offload_fraction must be from 0 to 1, got 2"),
-    ({"min_offloaded_tensor_size": -1}, "must not be negative, got -1 and None"),
+    (
+        {**_FINE, "offload_modules": ["core_attn"], "activation_offload_fraction": 2.0},
+        "activation_offload_fraction must be from 0 to 1, got 2",
+    ),
+    (
+        {**_FINE, "offload_modules": ["core_attn"], "min_offloaded_tensor_size": -1},
+        "must not be negative, got -1 and None",
+    ),
 ]
 
 
