@@ -23,6 +23,7 @@ from megatron.core.distributed.fsdp.flat_optimizer.flat_state import REMAINDER, 
 from megatron.core.distributed.fsdp.flat_optimizer.host_state import HostState
 from megatron.core.distributed.fsdp.flat_optimizer.host_updates import HostUpdates
 from megatron.core.distributed.fsdp.flat_optimizer.hyperparameter_table import HyperparameterTable
+from megatron.core.distributed.fsdp.runtime.context import FsdpContext
 from megatron.core.distributed.fsdp.runtime.host_work import HostWork
 
 _GRAD = operator.attrgetter("grad")
@@ -184,14 +185,20 @@ class FlatAdamW(torch.optim.Optimizer):
         for group in stepping:
             self._state_of[id(group)].drop_stale_remainder(group)
         self._begin_updates(stepping, factor)
-        for context in contexts_of_groups(groups):
+        contexts = contexts_of_groups(groups)
+        overlaps = self._overlaps(contexts)
+        for context in contexts:
             mine = [group for group in stepping if group.context is not None and group.context() is context]
-            context.update_weights(mine, self._update_group, overlaps=self.overlaps_forward)
+            context.update_weights(mine, self._update_group, overlaps=overlaps)
         if self._host is not None:
             self._host.start()
             if not self._overlaps_host:
                 self._host.drain()
         return loss
+
+    def _overlaps(self, contexts: Sequence[FsdpContext]) -> bool:
+        """Return whether updates of these contexts' groups may run beside the next forward."""
+        return self.overlaps_forward
 
     def _begin_updates(self, groups: Sequence[FsdpParameterGroup], factor: torch.Tensor) -> None:
         """Prepare the updates of these groups, before the first of them."""

@@ -26,6 +26,7 @@ from megatron.core.distributed.fsdp.matrices.shared_matrix import (
     TensorParallelMode,
     shared_matrix_of,
 )
+from megatron.core.distributed.fsdp.runtime.context import FsdpContext
 
 ScaleMode = Literal["spectral", "unit_rms_norm", "shape_scaling"]
 RowBlocks = Callable[[torch.Tensor], Sequence[int] | None]
@@ -70,7 +71,7 @@ class FlatMuon(FlatAdamW):
             results are nearer to those of exact arithmetic than bf16's. False: always on X in bf16.
         round_numel: elements of matrices that a rank receives in one exchange, about. More take more memory (with
             ``gram_iterations`` 15 bytes for each are kept, and about 16 while rounds are under way), and fewer launches.
-        overlaps_forward: as ``FlatAdamW``.
+        overlaps_forward: as ``FlatAdamW``, where the model is one root of ``fully_shard``, not several (virtual stages).
 
     Raises:
         ValueError: as ``FlatAdamW``; a parameter for Muon is no matrix; a setting is unknown.
@@ -169,6 +170,11 @@ class FlatMuon(FlatAdamW):
             return super().step(closure, grad_factor=grad_factor)
         finally:
             self._run = None  # it refers to this optimizer, and holds what was sent
+
+    def _overlaps(self, contexts: Sequence[FsdpContext]) -> bool:
+        # Each context has an update stream of its own, and a round holds matrices of all: what one computes, all would have to
+        # wait for.
+        return self.overlaps_forward and len(contexts) == 1
 
     def _begin_updates(self, groups: Sequence[FsdpParameterGroup], factor: torch.Tensor) -> None:
         self._factor = factor

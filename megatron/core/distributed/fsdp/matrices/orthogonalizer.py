@@ -150,6 +150,7 @@ class _Round:
             whole, results, work = self._on_fixed_memory
             if self.whole_numel:
                 torch.cat([pieces[at] for at in self._to_whole], out=whole)
+            del received, pieces  # their memory serves what is returned
             work()
         parts = results.split(self._whole_numels)
         own_memory = self.ranks is None and self._on_fixed_memory is None

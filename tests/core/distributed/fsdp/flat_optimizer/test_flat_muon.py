@@ -21,6 +21,7 @@ from megatron.core.distributed.fsdp import (
     microbatch,
     save_checkpoint,
 )
+from megatron.core.distributed.fsdp.runtime.context import FsdpContext
 from tests.support.agreement import groups_of
 from tests.support.hybrid import shard_hybrid
 from tests.support.models import (
@@ -232,6 +233,27 @@ def microbatches_and_updates_beside_the_forward_change_nothing() -> None:
             results.append(losses)
         assert results[0] == results[1], strategy
         assert results[0][0] > results[0][4]
+
+
+@CHECKS.on(2)
+def models_with_streams_of_their_own_are_updated_before_the_forward() -> None:
+    """A round holds matrices of several; none waits for what another's stream has computed."""
+    overlapping: list[bool] = []
+    update = FsdpContext.update_weights
+
+    def update_and_note(*arguments: Any, overlaps: bool) -> None:
+        overlapping.append(overlaps)
+        update(*arguments)
+
+    for count in (1, 2):
+        nets = nn.ModuleList(shard_net(make_net(1, seed=at)) for at in range(count))
+        optimizer = _flat_muon(nets, overlaps_forward=True)
+        for net in nets:
+            loss_of(net, my_piece(0)).backward()  # type: ignore[arg-type]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(FsdpContext, "update_weights", update_and_note)
+            optimizer.step()
+    assert overlapping == [True, False, False]
 
 
 @CHECKS.on(2)

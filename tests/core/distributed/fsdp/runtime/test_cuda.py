@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.core.distributed.fsdp import (
     FlatAdamW,
+    FlatMuon,
     MixedPrecisionPolicy,
     fully_shard,
     fully_shard_context,
@@ -142,6 +143,16 @@ def test_sharded_equals_unsharded_on_cuda() -> None:
 def _optimizer(net: Net, name: str) -> torch.optim.Optimizer:
     if name == "flat, beside the next forward":
         return FlatAdamW(net.parameters(), lr=1e-3, overlaps_forward=True)
+    if name == "Muon, beside the next forward":
+        matrices = [p for p in net.parameters() if p.dim() == 2]
+        of_muon = set(matrices)
+        others = [p for p in net.parameters() if p not in of_muon]
+        return FlatMuon(
+            [{"params": matrices, "use_muon": True}, {"params": others}],
+            lr=1e-3,
+            overlaps_forward=True,
+            round_numel=2**17,
+        )
     return fully_shard_optimizer(torch.optim.AdamW(net.parameters(), lr=1e-3))
 
 
@@ -184,7 +195,7 @@ def _races(transport: str, optimizer_name: str) -> str | None:
     return None
 
 
-@pytest.mark.parametrize("optimizer", ["of torch", "flat, beside the next forward"])
+@pytest.mark.parametrize("optimizer", ["of torch", "flat, beside the next forward", "Muon, beside the next forward"])
 @pytest.mark.parametrize("transport", ["nccl", "peer_copy", "symm"])
 def test_random_delays_on_any_stream_do_not_change_a_bit(transport: str, optimizer: str) -> None:
     """A wait that is missing between two streams, or two ranks, lets one read too early or write too soon."""
