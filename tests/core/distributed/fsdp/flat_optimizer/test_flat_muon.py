@@ -249,7 +249,7 @@ def models_with_streams_of_their_own_are_updated_before_the_forward() -> None:
         nets = nn.ModuleList(shard_net(make_net(1, seed=at)) for at in range(count))
         optimizer = _flat_muon(nets, overlaps_forward=True)
         for net in nets:
-            loss_of(net, my_piece(0)).backward()  # type: ignore[arg-type]
+            loss_of(net, my_piece(0)).backward()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(FsdpContext, "update_weights", update_and_note)
             optimizer.step()
