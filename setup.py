@@ -15,7 +15,7 @@ EXTRAS = {
     "tokenizers": ["tokenizers>=0.20", "sentencepiece>=0.2", "tiktoken>=0.7"],
     "wandb": ["wandb>=0.17"],
     # Models of transformers: megatron.core.distributed.fsdp.huggingface.
-    "huggingface": ["transformers>=5.20"],
+    "huggingface": ["transformers>=5.20", "peft>=0.20"],
     # Other libraries around the engine: python -m pytest tests/third_party. Not part of "all", nor of CI.
     "third-party": ["transformers>=5.20", "peft>=0.20", "accelerate>=1.10", "lightning>=2.6"],
     # Compiled against the torch that is there: pip install --no-build-isolation -e .[te]. Not part of "all".

@@ -73,7 +73,7 @@ def test_what_scripts_and_tests_import_is_declared(metadata: dict[str, Any]) -> 
     for folder in ("tools", "examples", "tests"):
         # Tests for GPUs import what is compiled against the torch that is there; fixtures are made by hand.
         optional = {"transformer_engine", "transformers"} if folder == "tests" else set()
-        optional |= names_of(metadata["extras_require"]["third-party"] if folder == "tests" else [])
+        optional |= names_of(metadata["extras_require"]["third-party"] if folder != "tools" else [])
         for module, files in third_party_imports(folder).items():
             if module in optional:
                 continue

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from megatron.core.distributed.fsdp.api.module import fsdp_modules
 from megatron.core.distributed.fsdp.buffers.materialize import mark_unfilled
 from megatron.core.distributed.fsdp.dtensor.random_fill import local_rows, write_part
+from megatron.core.distributed.fsdp.huggingface.adapters import has_adapters, names_in_model
 from megatron.core.distributed.fsdp.huggingface.before_sharding import own_classes, own_dtypes
 
 _FILLED = "_is_hf_initialized"  # by this attribute transformers leaves tensors and modules alone
@@ -27,11 +28,12 @@ def initialize(model: nn.Module, loaded: Iterable[torch.Tensor] = ()) -> None:
     model. What it leaves out is named by the first forward.
 
     Args:
-        loaded: tensors that stay as they are, now and in later calls.
+        loaded: tensors that stay as they are, now and in later calls; so do adapters.
 
     Ranks: all of the mesh.
     """
-    for tensor in loaded:
+    adapters = [p for name, p in model.named_parameters() if has_adapters(model) and not names_in_model(model, (name,))]
+    for tensor in (*loaded, *adapters):
         setattr(tensor, _FILLED, True)
     for module in model.modules():
         own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]

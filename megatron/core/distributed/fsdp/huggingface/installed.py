@@ -21,3 +21,10 @@ def library() -> Any:
             f"Hugging Face models need transformers {_OLDEST} or newer, got: {error}; pip install 'transformers>={_OLDEST}'"
         ) from error
     return SimpleNamespace(mapping=conversion_mapping, loading=core_model_loading)
+
+
+def adapter_library() -> Any:
+    """Return ``peft``."""
+    import peft
+
+    return peft

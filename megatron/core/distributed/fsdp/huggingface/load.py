@@ -26,6 +26,7 @@ from megatron.core.distributed.fsdp.checkpoint.agreement import check_initialize
 from megatron.core.distributed.fsdp.checkpoint.problems import Problems
 from megatron.core.distributed.fsdp.checkpoint.reader import ReadPlan
 from megatron.core.distributed.fsdp.checkpoint.state import model_tensors
+from megatron.core.distributed.fsdp.huggingface.adapters import check_adapters, has_adapters, names_in_model
 from megatron.core.distributed.fsdp.huggingface.conversion import is_ignored, model_of_files
 from megatron.core.distributed.fsdp.huggingface.initial_values import initialize
 from megatron.core.distributed.fsdp.huggingface.safetensors_files import open_folder
@@ -73,7 +74,8 @@ def load_pretrained(
     rows and columns, whole tensors are read. Buffers that files do not have get the model's own values.
 
     Args:
-        model: a sharded ``PreTrainedModel``, on any device; it may have been built on the meta device.
+        model: a sharded ``PreTrainedModel``, on any device; it may have been built on the meta device. Of a ``PeftModel`` with
+            LoRA, the weights beside the adapters are loaded.
         folder: has ``model.safetensors``, or several files with their index.
         initialize_missing: give tensors that the files lack (a new head) initial values, by the model's ``_init_weights``.
         ignore_unexpected: leave tensors of the files unread that the model has no place for.
@@ -133,14 +135,16 @@ def _open(model: nn.Module, path: Path, initialize_missing: bool, ignore_unexpec
     """
     files = open_folder(path)
     stored = {name: entry for name, entry in files.entries.items() if isinstance(entry, StoredTensor)}
-    tensors = model_tensors(model)
-    own = {name: entry.tensor for entry in tensors for name in entry.names}
-    traced = model_of_files(model, stored, own)
-    lacking = [entry for entry in tensors if not any(name in traced for name in entry.names)]
+    check_adapters(model)
+    named = [(entry, names_in_model(model, entry.names)) for entry in model_tensors(model)]
+    tensors = [(entry, names) for entry, names in named if names]
+    own = {name: entry.tensor for entry, names in tensors for name in names}
+    traced = model_of_files(model.get_base_model() if has_adapters(model) else model, stored, own)  # type: ignore[operator]
+    lacking = [(entry, names) for entry, names in tensors if not any(name in traced for name in names)]
     extra = [name for name in traced if name not in own]
     problems = Problems("model")
     if not initialize_missing:
-        problems.missing += [e.name for e in lacking if not any(is_ignored(model, n, missing=True) for n in e.names)]
+        problems.missing += [n[0] for _, n in lacking if not any(is_ignored(model, name, missing=True) for name in n)]
     if not ignore_unexpected:
         problems.extra += [name for name in extra if not is_ignored(model, name, missing=False)]
     if problems:
@@ -148,7 +152,10 @@ def _open(model: nn.Module, path: Path, initialize_missing: bool, ignore_unexpec
             f"the files in {path} must match the model, got {problems}; pass initialize_missing=True or ignore_unexpected=True "
             "if that is meant. Nothing was changed"
         )
-    return _Reader(files, {name: traced[name] for name in traced if name in own}, lacking, extra)
+    real = {theirs: ours for entry, names in tensors for ours, theirs in zip(entry.names, names, strict=True)}
+    found = {real[name]: tensor for name, tensor in traced.items() if name in own}
+    kept = [entry for entry, names in named if not names]
+    return _Reader(files, found, [entry for entry, _ in lacking], kept, extra)
 
 
 class _Reader(ViewReader):
@@ -158,6 +165,7 @@ class _Reader(ViewReader):
         files: reads the files.
         traced: what the model's tensors are made of, by name.
         lacking: tensors that the files lack; they are filled with zeros.
+        kept: the adapters, which keep their values.
         unused: names of tensors of the files that are not read.
 
     Attributes:
@@ -169,6 +177,7 @@ class _Reader(ViewReader):
         files: TensorReader,
         traced: dict[str, TracedTensor],
         lacking: Sequence[NamedTensor],
+        kept: Sequence[NamedTensor],
         unused: Sequence[str],
     ) -> None:
         self._calculated = {name: tensor for name, tensor in traced.items() if tensor.parts is None}
@@ -178,6 +187,8 @@ class _Reader(ViewReader):
         }
         for entry in lacking:
             views[entry.name] = View(entry.tensor.shape, (), entry.tensor.dtype, 0.0)
+        for entry in kept:
+            views[entry.name] = View(entry.tensor.shape, (), entry.tensor.dtype)
         super().__init__(files, views)
         self.missing, self.unused = [entry.name for entry in lacking], list(unused)
         self.read_nbytes = self.temporary_nbytes = 0

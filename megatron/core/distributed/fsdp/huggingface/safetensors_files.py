@@ -146,12 +146,13 @@ def lay_out(tensors: Mapping[str, tuple[torch.Size, torch.dtype]], max_nbytes: i
         files[-1][name] = (size, dtype)
         held += nbytes
     return [
-        _layout(SINGLE if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors", own)
+        lay_out_file(SINGLE if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors", own)
         for number, own in enumerate(files, 1)
     ]
 
 
-def _layout(file: str, tensors: Mapping[str, tuple[torch.Size, torch.dtype]]) -> FileLayout:
+def lay_out_file(file: str, tensors: Mapping[str, tuple[torch.Size, torch.dtype]]) -> FileLayout:
+    """Place tensors in one file, in their order; pure."""
     header, nbytes = header_of((name, *kind) for name, kind in tensors.items())
     places, begin = {}, len(header)
     for name, (size, dtype) in tensors.items():

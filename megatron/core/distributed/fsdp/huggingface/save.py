@@ -26,10 +26,24 @@ from megatron.core.distributed.fsdp.checkpoint import (
 )
 from megatron.core.distributed.fsdp.checkpoint.agreement import check_initialized
 from megatron.core.distributed.fsdp.checkpoint.state import model_tensors
+from megatron.core.distributed.fsdp.huggingface.adapters import (
+    FILE,
+    check_adapters,
+    files_of_adapter,
+    has_adapters,
+    is_inside_adapters,
+    write_config,
+)
 from megatron.core.distributed.fsdp.huggingface.before_sharding import own_classes, own_dtypes
 from megatron.core.distributed.fsdp.huggingface.conversion import files_of_model, is_ignored_on_save, name_in_files
 from megatron.core.distributed.fsdp.huggingface.load import check_model
-from megatron.core.distributed.fsdp.huggingface.safetensors_files import INDEX, SINGLE, FileLayout, lay_out
+from megatron.core.distributed.fsdp.huggingface.safetensors_files import (
+    INDEX,
+    SINGLE,
+    FileLayout,
+    lay_out,
+    lay_out_file,
+)
 from megatron.core.distributed.fsdp.huggingface.traced_tensor import TracedTensor, computed
 
 _UNFINISHED = ".unfinished"
@@ -51,7 +65,7 @@ def save_pretrained(
     get their names when all are complete; those of an earlier save in the folder are replaced then.
 
     Args:
-        model: a sharded ``PreTrainedModel``.
+        model: a sharded ``PreTrainedModel``. Of a ``PeftModel`` with LoRA the active adapter is saved, as ``peft`` does.
         folder: made if it is not there; must be the same storage for all ranks.
         dtype: of floating-point tensors in the files. None: that of each parameter before ``fully_shard``; ``torch.float32``
             keeps all bits of fp32 main weights.
@@ -109,11 +123,18 @@ class _Save:
             for name, entry in self._entries.items()
         }
         self.dtype = _common_dtype(own.values())
-        made = files_of_model(model, own)
+        self._adapts = has_adapters(model)
+        if not self._adapts and any(is_inside_adapters(name) for name in own):
+            raise ValueError(
+                "a model with adapters is saved by its PeftModel, got what is inside of it; pass the PeftModel"
+            )
+        check_adapters(model)
+        made: Any = files_of_adapter(model, own) if self._adapts else files_of_model(model, own)
         self._calculated = {name: tensor for name, tensor in made.items() if tensor.parts is None}
         views = {name: View(t.shape, t.parts, t.dtype) for name, t in made.items() if t.parts is not None}
         self._layout = ForeignLayout(inverse(views))
-        self._files = lay_out({name: (t.shape, t.dtype) for name, t in made.items()}, max_shard_nbytes)
+        kinds = {name: (t.shape, t.dtype) for name, t in made.items()}
+        self._files = [lay_out_file(FILE, kinds)] if self._adapts else lay_out(kinds, max_shard_nbytes)
         self._places = {name: file for file in self._files for name in file.places}
 
     def begin(self) -> None:
@@ -169,10 +190,11 @@ class _Save:
 
     def finish(self, model: nn.Module) -> None:
         """Give the files their names, and write the index and what says how the model is built."""
-        for old in self._path.glob("model*.safetensors"):
+        for old in () if self._adapts else self._path.glob("model*.safetensors"):
             if old.name == SINGLE or old.name.count("-of-") == 1:
                 old.unlink()
-        (self._path / INDEX).unlink(missing_ok=True)
+        if not self._adapts:
+            (self._path / INDEX).unlink(missing_ok=True)
         for file in self._files:
             os.replace(self._unfinished(file), self._path / file.name)
         if len(self._files) > 1:
@@ -180,7 +202,10 @@ class _Save:
             total = sum(file.nbytes - len(file.header) for file in self._files)
             text = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2, sort_keys=True)
             (self._path / INDEX).write_text(text + "\n")
-        _write_config(model, self._path, self.dtype)
+        if self._adapts:
+            write_config(model, self._path)
+        else:
+            _write_config(model, self._path, self.dtype)
 
     def _unfinished(self, file: FileLayout) -> Path:
         return self._path / (file.name + _UNFINISHED)

@@ -7,7 +7,9 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from megatron.core.distributed.fsdp.api.forward_methods import register_fsdp_forward_method
 from megatron.core.distributed.fsdp.api.fully_shard import fully_shard
+from megatron.core.distributed.fsdp.huggingface.adapters import has_adapters, initialize_adapters, meta_adapters
 from megatron.core.distributed.fsdp.huggingface.before_sharding import own_class
 from megatron.core.distributed.fsdp.huggingface.initial_values import initialize as initialize_weights
 from megatron.core.distributed.fsdp.huggingface.load import check_model
@@ -23,6 +25,8 @@ def fully_shard_pretrained(
     **kwargs: Any,
 ) -> ModelT:
     """Shard a model of ``transformers``: its layers, its embeddings where they are not tied, then the model.
+
+    A model with LoRA of ``peft`` is sharded as a whole: pass the ``PeftModel``. Its adapters get their initial values from ``peft``.
 
     Tied weights stay tied, and rest and travel once. A model on the meta device never lies on a rank as a whole: each unit gets
     memory, is sharded, and lets go of it before the next one.
@@ -56,12 +60,16 @@ def fully_shard_pretrained(
     is_meta = any(parameter.is_meta for parameter in model.parameters())
     for module in model.modules():
         module._is_fsdp_managed_module = True  # type: ignore[assignment]
+    adapters = meta_adapters(model)
     found = units_of(model, units)
     for module in found:
         fully_shard(module, *args, init_fn=_fill_later, **kwargs)
     fully_shard(model, *args, init_fn=_fill_later, **kwargs)
+    initialize_adapters(model, adapters)
     if is_meta and initialize:
         initialize_weights(model)
+    if has_adapters(model):
+        register_fsdp_forward_method(model, "generate")  # it calls the model inside, around which nothing is unsharded
     return model
 
 
