@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 import torch
 
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, WholeLinear
@@ -239,3 +241,18 @@ def test_a_column_parallel_layer_in_the_spec_of_a_down_projection_is_whole() -> 
         build_module(spec.submodules.self_attention, config=_config(), layer_number=1)
     with pytest.raises(ValueError, match="WholeLinear must have bias=False"):
         WholeLinear(2, 2, bias=True, config=_config(), init_method=torch.nn.init.zeros_)
+
+
+@pytest.mark.parametrize(
+    ("mscale", "factor"),
+    [((1.0, 0.0), 0.1 * math.log(40) + 1), ((1.0, 1.0), 1.0), ((None, None), 0.1 * math.log(40) + 1)],
+)
+def test_yarn_returns_angles_and_the_factor_of_cosines_and_sines(
+    mscale: tuple[float | None, float | None], factor: float
+) -> None:
+    """As Megatron-Core's; ``get_cos_sin`` has it in cosines and sines already."""
+    yarn = YarnRotaryEmbedding(8, scaling_factor=40.0, mscale=mscale[0], mscale_all_dim=mscale[1])
+    angles, found = yarn(6)
+    assert found == pytest.approx(factor)
+    cosines, _ = yarn.get_cos_sin(6, torch.device("cpu"))
+    torch.testing.assert_close(cosines, angles.view(6, 8)[:, :4].cos() * factor)

@@ -14,11 +14,14 @@ BASE = f"{TINY.replace('--mock-data ', '')} {SHARDED} --eval-iters 1 --train-dat
 WHOLE = "--full-validation --multiple-validation-sets --validation-set-names web code --valid-data-path FOLDER/web FOLDER/code"
 OTHER_BATCHES = "--eval-micro-batch-size 3 --eval-global-batch-size 6"
 EVALUATED = "--skip-train --load FOLDER/saved --save FOLDER/nothing --tensorboard-dir FOLDER/no_curves"
+STANDING = "--lr 0 --min-lr 0 --eval-interval 2 --valid-data-path FOLDER/web"
 RUNS = {
     "trained": f"{WHOLE} --eval-interval 2 --save FOLDER/saved --tensorboard-dir FOLDER/curves",
     "evaluated": f"{WHOLE} {EVALUATED} {OTHER_BATCHES} --test-data-path FOLDER/web",
     "pooled": f"{EVALUATED} --full-validation --valid-data-path FOLDER/web FOLDER/code",
     "part": f"{EVALUATED} {OTHER_BATCHES} --lr 3 --valid-data-path FOLDER/web",
+    "in a row": f"{STANDING} --save FOLDER/parts --save-interval 2",
+    "resumed": f"{STANDING} --load FOLDER/parts --ckpt-step 2",
     "numbered": f"{EVALUATED} --multiple-validation-sets --valid-data-path FOLDER/web FOLDER/code",
 }
 SAMPLES = {"web": 7, "code": 4}
@@ -74,6 +77,13 @@ def test_a_whole_set_gives_the_same_loss_in_other_batches_and_on_one_rank(runs: 
         assert evaluated[name, LAST] == pytest.approx(trained[name, LAST], rel=1e-6)
         assert alone[name, LAST] == pytest.approx(trained[name, LAST], rel=1e-6)
     assert ("", "iteration 4 on test set") in evaluated
+
+
+def test_evaluations_go_on_with_the_samples_that_follow_also_in_a_resumed_run(runs: dict[str, Run]) -> None:
+    """Weights do not change, so another loss is of other samples."""
+    whole, resumed = _losses(runs["in a row"]), _losses(runs["resumed"])
+    assert whole["", "iteration 2"] != whole["", "iteration 4"]
+    assert resumed["", "iteration 4"] == whole["", "iteration 4"]
 
 
 def test_sets_that_are_not_kept_apart_are_one(runs: dict[str, Run]) -> None:

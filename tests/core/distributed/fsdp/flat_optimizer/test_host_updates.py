@@ -63,7 +63,7 @@ def _train(net: Any, optimizer: FlatAdamW, steps: range, *, overflow_at: int | N
         loss.backward()
         found_inf = torch.full((1,), float(step == overflow_at))
         optimizer.param_groups[0]["lr"] = 0.02 / (1 + step)
-        optimizer.step(grad_factor=torch.tensor(0.5), found_inf=None if overflow_at is None else found_inf)
+        optimizer.step(grad_factor=torch.tensor(0.5 * 4**step), found_inf=None if overflow_at is None else found_inf)
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
     return losses

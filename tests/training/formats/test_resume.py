@@ -1,0 +1,40 @@
+"""What a run takes of another program's run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron.training.formats.foreign_run import ForeignRun
+from megatron.training.formats.resume import resumed_run
+
+RUN = ForeignRun(
+    path=Path("run"),
+    args={"consumed_train_samples": 24, "consumed_valid_samples": 10, "seed": 7, "seq_length": 16},
+    iteration=3,
+    is_release=False,
+    schedule={"max_lr": 0.1, "num_steps": 24},
+)
+OWN = {"max_lr": 0.3, "init_lr": 0.01, "wsd_decay_steps": None, "lr_wsd_decay_style": "linear"}
+
+
+def test_counters_schedule_and_length_of_samples_are_taken() -> None:
+    found = resumed_run(RUN, OWN, seed=7)
+    assert found.state.as_dict() == {"iteration": 3, "consumed_train_samples": 24, "consumed_valid_samples": 10}
+    assert found.schedule == {**OWN, "max_lr": 0.1, "num_steps": 24}
+    assert found.samples == {"seq_length": 16}
+
+
+def test_a_run_without_evaluations_begins_with_the_first_held_out_sample() -> None:
+    args = {name: value for name, value in RUN.args.items() if name != "consumed_valid_samples"}
+    assert resumed_run(replace(RUN, args=args), OWN, seed=7).state.consumed_valid_samples == 0
+
+
+def test_another_order_of_samples_is_refused() -> None:
+    with pytest.raises(ValueError, match="now 8, saved 7"):
+        resumed_run(RUN, OWN, seed=8)
+    assert resumed_run(RUN, OWN, seed=None).state.iteration == 3
+    with pytest.raises(ValueError, match="how many samples iteration 3 had consumed, got None"):
+        resumed_run(replace(RUN, args={}), OWN, seed=7)
