@@ -52,6 +52,12 @@ def _train(root: str) -> dict[str, Run]:
     )
     dist.barrier()
     runs["halves resume"] = train_one(f"{halves} --load {root}/halves".split())
+    further = f"{TINY} {SHARDED} --mtp-num-layers 1"
+    runs["mtp"] = train_one(further.split())
+    saved = f"{further} --save {root}/mtp --ckpt-format torch_dist"
+    runs["mtp begins"] = train_one(f"{saved} --exit-interval 2".split())
+    dist.barrier()
+    runs["mtp resumes"] = train_one(f"{saved} --load {root}/mtp".split())
     runs["torch"] = train_one(f"{_RUN} --train-iters 1 --ckpt-format torch".split())
     return runs
 
@@ -72,9 +78,10 @@ def test_a_run_resumes_under_another_split(trained: tuple[Path, dict[str, Run]],
         assert loss == pytest.approx(whole.losses[iteration], abs=2e-5)
 
 
-def test_a_run_with_muon_resumes(trained: tuple[Path, dict[str, Run]]) -> None:
-    """Matrices have momentum, all else AdamW's state: neither is of all weights."""
-    whole, begins, resumes = (trained[1][name] for name in ("muon", "muon begins", "muon resumes"))
+@pytest.mark.parametrize("kind", ["muon", "mtp"])
+def test_a_run_with_muon_or_multi_token_prediction_resumes(trained: tuple[Path, dict[str, Run]], kind: str) -> None:
+    """With Muon, matrices have momentum, all else AdamW's state: neither is of all weights."""
+    whole, begins, resumes = (trained[1][name] for name in (kind, f"{kind} begins", f"{kind} resumes"))
     assert begins.error is None and resumes.error is None, (begins.error, resumes.error)
     assert {**begins.losses, **resumes.losses} == whole.losses and list(resumes.losses) == [3, 4]
 

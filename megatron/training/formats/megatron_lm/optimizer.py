@@ -26,7 +26,7 @@ MAIN_WEIGHT = ("param", "fp32_param")
 """Keys of main weights, of the distributed optimizer and of the others."""
 
 _OF_TORCH_DIST = re.compile(
-    r"(?:chained_[0-9]+\.)?optimizer\.state\.(?P<key>[a-z0-9_]+)\.(?P<name>(?:embedding|decoder|output_layer)\..+)"
+    r"(?:chained_[0-9]+\.)?optimizer\.state\.(?P<key>[a-z0-9_]+)\.(?P<name>(?:embedding|decoder|mtp|output_layer)\..+)"
 )
 _OF_FSDP_DTENSOR = re.compile(r"optimizer\.state\.(?:module\.)+(?P<name>.+)\.(?P<key>[a-z0-9_]+)")
 
