@@ -17,11 +17,6 @@ from pathlib import Path
 TABLE = Path(__file__).parent / "fixtures" / "upstream_names.json"
 WHOLE_MODULE = "*module*"
 _NOT_COUNTED = ("inference", "vision", "retrieval", "retro", "post_training", "multimodal")
-_OTHER_FUNCTIONS = {
-    ("megatron.training.checkpointing", "load_checkpoint"),
-    ("megatron.training.checkpointing", "save_checkpoint"),
-}
-"""Names that exist with other arguments than Megatron-Core's, so they count as missing."""
 
 
 def read_table() -> dict[str, dict[str, int]]:
@@ -57,8 +52,6 @@ def share(table: dict[str, dict[str, int]]) -> float:
 
 
 def _exists(module: str, name: str) -> bool:
-    if (module, name) in _OTHER_FUNCTIONS:
-        return False
     if module == "megatron.core.extensions.transformer_engine" and not importlib.util.find_spec("transformer_engine"):
         return name in _names_in_source(module)
     if _imports(module):

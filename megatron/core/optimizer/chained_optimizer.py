@@ -41,7 +41,7 @@ class ChainedOptimizer(MegatronOptimizer):
     ``get_megatron_optimizer`` returns one optimizer, which needs no chain; ``chained_optimizers`` of it is itself.
 
     Args:
-        chained_optimizers: all with equal ``config``.
+        chained_optimizers: all with equal ``config``; of torch's own, which have none, a chain only shows groups and states.
 
     Raises:
         ValueError: there is none, or their configurations differ.
@@ -50,12 +50,12 @@ class ChainedOptimizer(MegatronOptimizer):
     """
 
     def __init__(self, chained_optimizers: Sequence[MegatronOptimizer]) -> None:
-        if not chained_optimizers or any(one.config != chained_optimizers[0].config for one in chained_optimizers):
+        configs = [getattr(one, "config", None) for one in chained_optimizers]
+        if not configs or any(config != configs[0] for config in configs):
             raise ValueError(
-                f"ChainedOptimizer must be given optimizers of equal configurations, got {len(chained_optimizers)} with "
-                "others or none"
+                f"ChainedOptimizer must be given optimizers of equal configurations, got {len(configs)} with others or none"
             )
-        self.config = chained_optimizers[0].config
+        self.config = configs[0]  # type: ignore[assignment]
         self._chained = list(chained_optimizers)
 
     @property

@@ -148,6 +148,10 @@ def test_a_chain_is_seen_as_one_optimizer() -> None:
         ChainedOptimizer([])
     with pytest.raises(AttributeError, match="ask chained_optimizers"):
         _ = chain.optimizer
+    of_torch: Any = [torch.optim.SGD([weight], lr=0.1) for weight in (nets[0].hidden.weight, nets[1].hidden.weight)]
+    shown = ChainedOptimizer(of_torch)
+    shown.param_groups[1]["lr"] = 0.2
+    assert of_torch[1].param_groups[0]["lr"] == 0.2 and shown.get_parameters()[0] is nets[0].hidden.weight
     single = ChainedOptimizer(other.chained_optimizers[:1])
     assert single.optimizer is other.chained_optimizers[0].optimizer and isinstance(single.state_dict(), dict)
 

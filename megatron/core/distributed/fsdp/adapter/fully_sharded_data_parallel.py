@@ -197,6 +197,7 @@ class FullyShardedDataParallel(MegatronNames):
         neither argument is set: then the first forward gathers.
 
         Args:
+            unused: the parameters that Megatron-Core's schedules pass; all are gathered in the order of the plan.
             force_sync: gather whatever the setting, and make the current stream wait for it.
             force_dispatch: gather whatever the setting.
 
