@@ -160,6 +160,11 @@ def _completed(
 def _words(name: str, value: Any) -> Iterator[str]:
     """Yield the flag, and its values, that gives a setting this value."""
     flags = [flag for flag in UPSTREAM_FLAGS if name_of(flag) == name]
+    if not flags:  # a flag of ours, as ``_args_of_flags`` read it
+        yield f"--{name.replace('_', '-')}"
+        if value is not True:
+            yield str(value)
+        return
     switches = [flag for flag in flags if UPSTREAM_FLAGS[flag].nargs == 0]
     if isinstance(value, bool) and switches:
         yield next((flag for flag in switches if flag.startswith(("--no-", "--disable-")) != value), switches[0])
@@ -194,6 +199,9 @@ def _args_of_flags(words: Sequence[str]) -> dict[str, Any]:
     }
     for flag, values in split_by_flag(words):
         if flag is not None:
-            upstream = UPSTREAM_FLAGS[flag]
-            found[name_of(flag)] = not upstream.default if upstream.nargs == 0 else values[0]
+            upstream = UPSTREAM_FLAGS.get(flag)  # None: a flag of ours, whose switches are off where they are not given
+            if upstream is not None and upstream.nargs == 0:
+                found[name_of(flag)] = not upstream.default
+            else:
+                found[name_of(flag)] = values[0] if values else True
     return {name: value for name, value in found.items() if name not in ("attention_dropout", "hidden_dropout")}

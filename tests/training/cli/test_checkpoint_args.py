@@ -12,7 +12,9 @@ import torch
 
 from megatron.core.distributed.fsdp.checkpoint import write_alone
 from megatron.training.arguments import CheckedLine, check_command_line, parse_settings
-from tests.support.huggingface_models import FOLDER
+from megatron.training.formats.architecture import difference
+from megatron.training.formats.recognise import find_foreign
+from tests.support.huggingface_models import FOLDER, NAMES
 from tests.support.megatron_lm_folders import Backend, save_alone
 
 MODEL = (
@@ -101,10 +103,12 @@ def test_without_a_checkpoint_the_command_lines_settings_are_used_and_that_is_sa
     assert not line.faults and "a checkpoint without arguments" in "\n".join(line.said_once)
 
 
-def test_a_hugging_face_model_says_its_settings(tmp_path: Path) -> None:
-    line = _check(f"{REST} {TOKENIZER} --seq-length 16 --load {FOLDER}/qwen3 --use-checkpoint-args")
+@pytest.mark.parametrize("name", NAMES)
+def test_a_hugging_face_model_says_its_settings(name: str) -> None:
+    line = _check(f"{REST} {TOKENIZER} --vocab-size 30 --seq-length 16 --load {FOLDER}/{name} --use-checkpoint-args")
     assert not line.faults and line.settings is not None
-    assert line.settings.model.transformer.qk_layernorm and line.settings.model.transformer.gated_linear_unit
+    found = find_foreign(FOLDER / name)
+    assert found is not None and difference(found.architecture, line.settings.model.architecture(30)) == []
 
 
 def test_what_saved_arguments_name_is_not_run(tmp_path: Path) -> None:
