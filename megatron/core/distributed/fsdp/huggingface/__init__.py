@@ -3,6 +3,8 @@
 ``transformers`` is imported when a function is called that needs it; the files are read and written without it.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from megatron.core.distributed.fsdp.huggingface.load import LoadReport, load_pretrained
 from megatron.core.distributed.fsdp.huggingface.safetensors_files import (
     INDEX,
@@ -14,9 +16,13 @@ from megatron.core.distributed.fsdp.huggingface.safetensors_files import (
 from megatron.core.distributed.fsdp.huggingface.save import save_pretrained
 from megatron.core.distributed.fsdp.huggingface.shard import fully_shard_pretrained
 
+if TYPE_CHECKING:
+    from megatron.core.distributed.fsdp.huggingface.trainer import FullyShardedTrainer
+
 __all__ = [
     "INDEX",
     "SINGLE",
+    "FullyShardedTrainer",
     "LoadReport",
     "SafetensorsWriter",
     "fully_shard_pretrained",
@@ -25,3 +31,12 @@ __all__ = [
     "read_json",
     "save_pretrained",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import the trainer on first use: its base class is of ``transformers``."""
+    if name == "FullyShardedTrainer":
+        from megatron.core.distributed.fsdp.huggingface.trainer import FullyShardedTrainer
+
+        return FullyShardedTrainer
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

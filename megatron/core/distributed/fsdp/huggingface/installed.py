@@ -23,6 +23,13 @@ def library() -> Any:
     return SimpleNamespace(mapping=conversion_mapping, loading=core_model_loading)
 
 
+def trainer_class() -> Any:
+    """Return the ``Trainer`` of ``transformers``."""
+    from transformers import Trainer
+
+    return Trainer
+
+
 def adapter_library() -> Any:
     """Return ``peft``."""
     import peft
