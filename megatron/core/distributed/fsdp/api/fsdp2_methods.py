@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
+from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 
 from megatron.core.distributed.fsdp.runtime.context import FsdpContext
 from megatron.core.distributed.fsdp.runtime.unit import FsdpUnit
@@ -240,6 +242,12 @@ def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
     contexts = [module._find_context() for module in modules if isinstance(module, Fsdp2Methods)]
     for context in contexts[1:]:
         context.use_streams(contexts[0].streams)
+
+
+def tell_composable_functions(modules: Sequence[nn.Module]) -> None:
+    """Let ``replicate`` of PyTorch leave the modules alone, as it does what FSDP2 has sharded."""
+    for module in modules:
+        module.__dict__.setdefault(REGISTRY_KEY, OrderedDict())["fully_shard"] = RegistryItem()
 
 
 def _units(module: Any, recurse: bool) -> Iterator[FsdpUnit]:

@@ -27,6 +27,7 @@ from megatron.core.distributed.fsdp.api.fsdp2_arguments import (
     placements_of,
     policy_of,
 )
+from megatron.core.distributed.fsdp.api.fsdp2_methods import tell_composable_functions
 from megatron.core.distributed.fsdp.api.group_meshes import GroupMeshes, check_experts, make_group_meshes
 from megatron.core.distributed.fsdp.api.module import FsdpModule, find_context, topmost_fsdp_modules
 from megatron.core.distributed.fsdp.api.same_units import check_same_unit
@@ -122,12 +123,12 @@ def fully_shard(
         ``module``, whose class is now a subclass of its own class and of ``FsdpModule``.
 
     Raises:
-        ValueError: a lazy module has no parameters yet; modules on the meta device have other initial values than those of ``reset_parameters``, and there is no
+        ValueError: a container has no forward; a lazy module has no parameters yet; modules on the meta device have other initial values than those of ``reset_parameters``, and there is no
             ``init_fn``; the mesh does not hold this rank or lacks an axis; a parameter has hooks already; a parameter belongs to a unit over other ranks,
             or to one around this module; the module is a unit already; ``grad_divisor`` is not positive; a prefetch
             depth is negative; the transport cannot serve the mesh, or contradicts ``use_symm_mem``; ranks that would
             shard together hold different parameters or experts, or give different arguments.
-        TypeError: a parameter's dtype cannot be trained; the module has no forward, or its class cannot be extended.
+        TypeError: a parameter's dtype cannot be trained; the module's class cannot be extended.
         NotImplementedError: shards are to rest in the host's memory, or ``shard_placement_fn`` names a mesh; an embedding has ``max_norm``, or ``sparse`` gradients; more than two data-parallel axes; weights or gradients sharded over an outer axis; a
             parameter that is a DTensor already.
         RuntimeError: torch.distributed is not initialised.
@@ -215,6 +216,7 @@ def fully_shard(
         member._fsdp_policy = policy  # type: ignore[assignment]
         cast_inputs_and_outputs(member, policy)
     register_known_methods(members)
+    tell_composable_functions(members)
     watch_loads(unit, own_modules)
     watch_conversions(unit, own_modules)
     stay_in_place(own_modules)
@@ -236,8 +238,8 @@ def _checked_class(module: nn.Module) -> type[nn.Module]:
     if not isinstance(module, nn.Module):
         raise TypeError(f"fully_shard needs a module, or a list of modules, got {module!r}")
     if getattr(module.forward, "__func__", None) is nn.Module.forward:
-        raise TypeError(
-            f"fully_shard needs a module with a forward, around which weights are unsharded, got a "
+        raise ValueError(
+            "fully_shard does not support containers that do not implement forward, around which weights are unsharded, got a "
             f"{type(module).__name__}; call it on each of the modules in it"
         )
     if isinstance(module, NonDynamicallyQuantizableLinear):
@@ -547,7 +549,7 @@ def _unit_class(cls: type[nn.Module]) -> type[nn.Module]:
     if issubclass(cls, torch.jit.ScriptModule):
         raise TypeError(f"fully_shard needs a module whose class can be extended, got the ScriptModule {cls.__name__}")
     return type(
-        f"Fsdp{cls.__name__}",
+        f"FSDP{cls.__name__}",  # as FSDP2 names it, which callers look for
         (FsdpModule, cls),
-        {"__module__": cls.__module__, "__qualname__": f"Fsdp{cls.__qualname__}"},
+        {"__module__": cls.__module__, "__qualname__": f"FSDP{cls.__qualname__}"},
     )

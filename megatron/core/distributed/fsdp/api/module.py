@@ -106,7 +106,8 @@ class FsdpModule(Fsdp2Methods):
     def __deepcopy__(self, memo: Any) -> Any:
         raise NotImplementedError(
             f"{type(self).__name__} must not be copied: its parameters are views of buffers that ranks share. Copy the "
-            "module before fully_shard, or load the state_dict() of this one into another"
+            "module before fully_shard, or load the state_dict() of this one into another. An AveragedModel: make it of the plain "
+            "module, then call fully_shard on the modules of both alike"
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -24,13 +24,13 @@ placement say how it propagates.
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 import types
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed._state_dict_utils as torch_state_dicts
 import torch.distributed.tensor._api as torch_api
 import torch.distributed.tensor._redistribute as torch_redistribute
 from torch.distributed.device_mesh import DeviceMesh
@@ -134,9 +134,21 @@ def _patch_dtensor() -> None:
         return from_local(local_tensor, device_mesh, placements, shape=shape, **others)
 
     DTensor.from_local = from_local_of_known_shape  # type: ignore[method-assign]
-    distribute = functools.partial(_distribute, torch_api.distribute_tensor)
-    for holder in (torch.distributed.tensor, torch_api, torch_state_dicts):
-        holder.distribute_tensor = distribute  # type: ignore[attr-defined]
+    _wrap_in_place(torch_api.distribute_tensor, _distribute)
+
+
+def _wrap_in_place(function: Any, wrapper: Callable[..., Any]) -> None:
+    """Let a function call ``wrapper`` with its former self and its arguments, also for those who have imported it before."""
+    former = types.FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__)
+    former.__kwdefaults__ = function.__kwdefaults__
+    function.__signature__ = inspect.signature(former)
+    function.__globals__["_call_engine_of_fsdp"] = functools.partial(wrapper, former)
+    function.__code__, function.__defaults__, function.__kwdefaults__ = _calls_engine.__code__, None, None
+
+
+def _calls_engine(*args: Any, **kwargs: Any) -> Any:
+    """Lend its code to a function of another module, whose name for the engine's function this is."""
+    return _call_engine_of_fsdp(*args, **kwargs)  # type: ignore[name-defined]  # noqa: F821
 
 
 def _distribute(
@@ -220,7 +232,8 @@ class _Rules:
             cause = (
                 "If DistributedDataParallel is around: take it away, fully_shard averages gradients itself"
                 if _base_name(schema) == "view"
-                else f"If it is for the weight of a layer: {USE_IN_FORWARD}"
+                else f"If it is for the weight of a layer: {USE_IN_FORWARD}. If it is for a step of torch.optim.Muon: "
+                "fully_shard_optimizer(optimizer) brings whole matrices together"
             )
             raise NotImplementedError(
                 f"{schema.op} cannot be a view of unevenly split rows (RowShard); {_REMEDY}. {cause}"

@@ -81,7 +81,7 @@ class FsdpContext:
         self._is_capturing = False
         self.retains_graph = False  # the backward that is under way
         self._depth = 0
-        self._num_entered = 0  # forwards of units, ever
+        self.num_entered = 0  # forwards of units, ever
         self._weight_versions = WeightVersions(self.streams, self.unsharder)
 
     def __getattr__(self, name: str) -> NoReturn:
@@ -322,8 +322,8 @@ class FsdpContext:
             else:
                 self._begin_forward()
         self._depth += 1
-        self._num_entered += 1
-        unit.order = self._num_entered
+        self.num_entered += 1
+        unit.order = self.num_entered
         unit.forward_depth += 1
         unit.phase = Phase.FORWARD
         nvtx.push(unit.forward_range)
@@ -377,7 +377,7 @@ class FsdpContext:
 
     def _step_out(self, unit: FsdpUnit, *, keeps: bool) -> None:
         nvtx.pop()
-        unit.last_inside = self._num_entered
+        unit.last_inside = self.num_entered
         unit.forward_depth -= 1
         if unit.forward_depth == 0 and unit.phase is Phase.FORWARD:
             unit.phase = Phase.RESTING
@@ -618,11 +618,12 @@ class BackwardEnd:
 class OutputHook:
     """Begins a unit's backward when the gradient of one of its outputs arrives."""
 
-    __slots__ = ("context", "retained_at", "token", "unit")
+    __slots__ = ("context", "place", "retained_at", "token", "unit")
     retained_at: int | None  # the unit's write_count when a backward that keeps the graph came here
 
     def __init__(self, context: FsdpContext, unit: FsdpUnit, token: GraphToken) -> None:
         self.context, self.unit, self.token, self.retained_at = context, unit, token, None
+        self.place = unit.order, context.num_entered
 
     def __call__(self, grad: torch.Tensor) -> None:
         if self.token.is_done and (
@@ -630,6 +631,7 @@ class OutputHook:
         ):
             self._check_again()
         self.token.is_done = not torch.is_grad_enabled()  # what is recorded of this backward waits for one of its own
+        self.unit.order, self.unit.last_inside = self.place  # forwards of other graphs may have come since
         self.context.begin_unit_backward(self.unit)
         if self.context.retains_graph or self.retained_at is not None:
             self._retain(self.context.retains_graph)

@@ -54,8 +54,9 @@ class FsdpUnit:
         forward_range, backward_range: names of its phases on the time line.
         mark: ends the range of the backward that is under way.
         is_open: a backward owes gradients of its own groups, or has not reduced them yet.
-        order: place of its latest forward among all forwards of its context; backward comes back in reverse.
-        last_inside: place of the last forward that began within it.
+        order: place, among all forwards of its context, of its latest forward, or of the one whose backward is under way;
+            backward comes back in reverse.
+        last_inside: place of the last forward that began within that one.
         last_token: the graph that it ran in last.
         prefetch_depth: how many further units are prefetched when its (forward, backward) begins.
         own_prefetch_depth: what the user asked of this unit; None: the root's.

@@ -152,8 +152,8 @@ _REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     "a module without forward": (
         lambda: fully_shard(nn.ModuleList([nn.Linear(2, 2)])),
-        TypeError,
-        "module with a forward.*got a ModuleList; call it on each",
+        ValueError,
+        "does not support containers that do not implement forward.*got a ModuleList; call it on each",
     ),
     "a divisor of nothing": (
         lambda: fully_shard(nn.Linear(2, 2), grad_divisor=0),
@@ -331,11 +331,11 @@ def a_sharded_module_is_not_copied_or_pickled() -> None:
     net = make_net()
     fully_shard(net.blocks[0])
     for whole in (net.blocks[0], net):
-        with pytest.raises(NotImplementedError, match=r"FsdpBlock must not be copied.*before fully_shard"):
+        with pytest.raises(NotImplementedError, match=r"FSDPBlock must not be copied.*before fully_shard"):
             copy.deepcopy(whole)
-        with pytest.raises(NotImplementedError, match=r"FsdpBlock must not be pickled.*state_dict"):
+        with pytest.raises(NotImplementedError, match=r"FSDPBlock must not be pickled.*state_dict"):
             pickle.dumps(whole)
-    with pytest.raises(NotImplementedError, match="FsdpBlock must not be pickled"):
+    with pytest.raises(NotImplementedError, match="FSDPBlock must not be pickled"):
         copy.copy(net.blocks[0])
 
 

@@ -13,10 +13,13 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as theirs
 from torch import nn
+from torch.distributed._composable import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from megatron.core.distributed.fsdp import fsdp2 as ours
+from megatron.core.distributed.fsdp import fully_shard_optimizer
 from megatron.core.distributed.fsdp.api.fsdp2_methods import say_once
 from tests.support.agreement import inputs, seeded
 from tests.support.fsdp2_table import TABLE, Fate, entries_of_torch, fates
@@ -311,6 +314,131 @@ def a_pass_that_failed_is_dropped() -> None:
         model = _wrapped(ours)
         model(torch.ones(2, 6))
         model.layers[0].reset_iter_state()
+
+
+@CHECKS.on(2)
+def averages_of_weights_are_sharded_alike() -> None:
+    def script(sharded: bool) -> Numbers:
+        model = seeded(Net)
+        average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+        for net in (model, average.module) if sharded else ():
+            for layer in net.layers:
+                ours.fully_shard(layer)
+            ours.fully_shard(net)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(4):
+            optimizer.zero_grad()
+            model(inputs(0, step, 4, 6)).square().mean().backward()
+            optimizer.step()
+            average.update_parameters(model)
+        weights = [p.full_tensor() if isinstance(p, DTensor) else p for p in average.parameters()]
+        return [average(inputs(0, 9, 4, 6)), *weights]
+
+    for got, expected in zip(script(True), script(False), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-7)
+    with pytest.raises(NotImplementedError, match=r"must not be copied.*AveragedModel: make it of the plain module"):
+        AveragedModel(_wrapped(ours))
+
+
+@CHECKS.on(2)
+def optimizers_that_run_under_fsdp2_run_here() -> None:
+    names = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "SGD")
+    for name in (*names, "Adafactor", "LBFGS", "Rprop"):
+
+        def script(library: Any, name: str = name) -> Numbers:
+            model = _wrapped(library)
+            optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.01)
+
+            def loss() -> torch.Tensor:
+                optimizer.zero_grad()
+                value: torch.Tensor = model(inputs(dist.get_rank(), 0, 4, 6)).square().mean()
+                value.backward()
+                return value
+
+            for _ in range(3):
+                optimizer.step(loss)
+            return [parameter.full_tensor() for parameter in model.parameters()]
+
+        if name in names:
+            _assert_alike(script)
+        else:  # nor do these there
+            for library in (theirs, ours):
+                with pytest.raises((RuntimeError, NotImplementedError), match=r"plac|[uU]neven"):
+                    script(library)
+    model = _wrapped(ours)
+    optimizer = torch.optim.Muon([p for p in model.parameters() if p.dim() == 2])
+    model(torch.ones(2, 6)).sum().backward()
+    with pytest.raises(NotImplementedError, match=r"torch\.optim\.Muon: fully_shard_optimizer\(optimizer\)"):
+        optimizer.step()
+    fully_shard_optimizer(optimizer).step()
+
+
+@CHECKS.on(2)
+def replicas_of_the_rest_of_a_model() -> None:
+    """``replicate`` around units averages the gradients of what is not sharded, and leaves the units alone."""
+
+    def script(library: Any) -> Numbers:
+        model = seeded(Net)
+        for layer in model.layers:
+            library.fully_shard(layer)
+        replicate(model)
+        found: Numbers = []
+        for step in range(3):
+            model(inputs(dist.get_rank(), step, 4, 6)).square().mean().backward()
+            grads = [parameter.grad for parameter in model.parameters()]
+            found += [g.full_tensor() if isinstance(g, DTensor) else g.clone() for g in grads]
+            model.zero_grad()
+        return found
+
+    _assert_alike(script)
+
+
+class Chunked(nn.Module):
+    """A model whose head is called by its user, chunk by chunk."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.norm, self.head = nn.Linear(6, 6), nn.LayerNorm(6), nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(torch.tanh(self.body(x)))
+
+
+@CHECKS.on(2)
+def losses_by_chunks_outside_of_the_model() -> None:
+    """Backwards of the head come between forward and backward of the unit that it shares with the norm."""
+
+    def gradients(shard: Callable[[Any], Any]) -> Numbers:
+        model = seeded(Chunked)
+        shard(model)
+        found: Numbers = []
+        for step in range(3):
+            hidden = model(inputs(dist.get_rank(), step, 6, 6))
+            grads = []
+            for chunk in hidden.detach().chunk(3):
+                chunk.requires_grad_()
+                model.head(chunk).square().sum().backward()
+                grads.append(chunk.grad)
+            hidden.backward(torch.cat(grads))
+            for parameter in model.parameters():
+                grad = parameter.grad
+                if not isinstance(grad, DTensor):
+                    dist.all_reduce(grad)
+                    grad = grad / dist.get_world_size()
+                found.append(grad.full_tensor() if isinstance(grad, DTensor) else grad)
+            model.zero_grad()
+        return found
+
+    for around in (True, False):
+
+        def shard(model: Any, around: bool = around) -> None:
+            ours.fully_shard(model.body)
+            ours.fully_shard([model.norm, model.head])
+            if around:
+                ours.fully_shard(model)
+
+        for got, expected in zip(gradients(shard), gradients(lambda model: None), strict=True):
+            torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
 
 
 def _fail(*_: Any) -> None:

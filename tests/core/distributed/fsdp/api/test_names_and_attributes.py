@@ -72,7 +72,7 @@ def attributes_of_parameters_stay() -> None:
 def a_sharded_module_is_still_of_its_class() -> None:
     block = fully_shard(Block(7))
     assert isinstance(block, Block) and isinstance(block, FsdpModule)
-    assert type(block).__name__ == "FsdpBlock" and type(block).__module__ == Block.__module__
+    assert type(block).__name__ == "FSDPBlock" and type(block).__module__ == Block.__module__
     assert type(fully_shard(Block(7))) is type(block)
     assert not issubclass(Block, FsdpModule)
 

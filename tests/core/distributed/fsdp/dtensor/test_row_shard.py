@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import inspect
 import io
 import pickle
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -492,6 +494,13 @@ def even_shards_take_torchs_own_path() -> None:
     mesh = _mesh()
     even: Any = distribute_tensor(_full(0), mesh, [Shard(0)])
     assert (even * 2).placements == (Shard(0),)
+
+
+def test_distribute_tensor_is_the_function_that_was_imported_before() -> None:
+    """Most files import torch first: with another function in its place theirs would make even shards."""
+    assert type(distribute_tensor) is types.FunctionType
+    assert distribute_tensor.__module__ == "torch.distributed.tensor._api"
+    assert list(inspect.signature(distribute_tensor).parameters)[:3] == ["tensor", "device_mesh", "placements"]
 
 
 def _run_checks() -> list[str]:
