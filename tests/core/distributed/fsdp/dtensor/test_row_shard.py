@@ -499,7 +499,7 @@ def even_shards_take_torchs_own_path() -> None:
 def test_distribute_tensor_is_the_function_that_was_imported_before() -> None:
     """Most files import torch first: with another function in its place theirs would make even shards."""
     assert type(distribute_tensor) is types.FunctionType
-    assert distribute_tensor.__module__ == "torch.distributed.tensor._api"
+    assert distribute_tensor.__module__.startswith("torch.distributed.tensor")
     assert list(inspect.signature(distribute_tensor).parameters)[:3] == ["tensor", "device_mesh", "placements"]
 
 
