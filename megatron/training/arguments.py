@@ -463,6 +463,8 @@ def _data(args: Namespace) -> DataConfig:
         seq_length=args.seq_length,
         seed=args.seed,
         num_workers=args.num_workers,
+        order=args.dataloader_type or "single",
+        data_sharding=args.data_sharding,
         mmap_bin_files=args.mmap_bin_files,
         allow_gaps=args.allow_gaps_in_corpora,
         reset_position_ids=args.reset_position_ids,

@@ -208,7 +208,7 @@ CONTRADICTIONS: list[tuple[Condition, str]] = [
         " sequences on a rank, of which it can drop probabilities",
     ),
     (
-        lambda c: c.mup_width_mult not in (1.0, c.hidden_size / (c.mup_base_hidden_size or c.hidden_size)),
+        lambda c: c.mup_width_mult not in (1.0, c.hidden_size / (c.mup_base_hidden_size or c.hidden_size or 1)),
         "mup_width_mult must be left out, got {mup_width_mult}: it is hidden_size / mup_base_hidden_size with use_mup",
     ),
     (

@@ -27,12 +27,6 @@ ALWAYS_SO: dict[str, AlwaysSo] = {
     "--load-main-params-from-ckpt": AlwaysSo(fact="checkpoints hold the main weights, and these are loaded"),
     "--trust-remote-code": AlwaysSo(fact="code beside a tokenizer is never run, and none is needed"),
     "--use-gigatoken": AlwaysSo(fact="tokenizers are compiled, and give the same ids"),
-    "--dataloader-type": AlwaysSo(
-        fact="one pass over the samples, in order",
-        values=("single",),
-        otherwise="other orders of samples are not served",
-    ),
-    "--no-data-sharding": AlwaysSo(fact="ranks draw from all data in one order, whatever their number"),
     "--no-create-attention-mask-in-dataloader": AlwaysSo(fact="the attention kernel applies the causal mask itself"),
     "--moe-permute-fusion": AlwaysSo(fact="tokens are permuted by one gather, in backward as well"),
     "--moe-router-fusion": AlwaysSo(

@@ -18,6 +18,18 @@ def add_data_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--data-cache-path", help="folder of the index cache (default: beside the data)")
     group.add_argument("--mock-data", action="store_true", help="use generated samples instead of --data-path")
     group.add_argument("--seq-length", type=int, help="tokens of a sample")
+    group.add_argument(
+        "--dataloader-type",
+        choices=["single", "cyclic", "external"],
+        help="one pass over the samples in the index's order (single), or epochs, each in a random order (cyclic); external, a "
+        "loader of a script's own, is refused (default: single)",
+    )
+    group.add_argument(
+        "--no-data-sharding",
+        dest="data_sharding",
+        action="store_false",
+        help="with --dataloader-type cyclic, ranks draw from one order of all samples, instead of a part each",
+    )
     group.add_argument("--num-workers", type=int, default=2, help="loader processes of a rank (default: 2)")
     group.add_argument(
         "--no-mmap-bin-files",

@@ -342,6 +342,12 @@ REFUSALS: tuple[Refusal, ...] = (
         "--split {split} belongs to --data-path; --train-data-path, --valid-data-path and --test-data-path are not split",
     ),
     Refusal(
+        "a loader of one's own",
+        lambda a: a.dataloader_type == "external",
+        "--dataloader-type external means a loader that a script makes, and this one makes its own; use single or cyclic",
+        spoils=("dataloader_type",),
+    ),
+    Refusal(
         "fill-in-the-middle samples of mock data",
         lambda a: a.fim_data and a.mock_data,
         "--fim-data cuts texts, got --mock-data, which are none; give --data-path",

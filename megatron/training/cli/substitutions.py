@@ -171,6 +171,11 @@ SUBSTITUTIONS: tuple[Substitution, ...] = (
     ),
     *_useless({"cuda_graph_warmup_steps": 3}, captures_iterations, "--cuda-graph-impl full_iteration"),
     Substitution(
+        lambda a: not a.data_sharding and a.dataloader_type != "cyclic",
+        "--no-data-sharding has no effect without --dataloader-type cyclic: ranks draw from all data in one order",
+        {"data_sharding": True},
+    ),
+    Substitution(
         lambda a: a.mock_data and bool(a.data_path or a.train_data_path or a.valid_data_path or a.test_data_path),
         "data paths have no effect with --mock-data",
         {"data_path": None, "train_data_path": None, "valid_data_path": None, "test_data_path": None},

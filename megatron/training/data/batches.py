@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+import torch
 from torch.utils.data import Sampler
 
 
@@ -123,3 +124,57 @@ class SequentialBatchSampler(Sampler[list[int]]):
         for microbatch in range(len(self)):
             start = self.consumed_samples + microbatch * self.batch.samples_per_microbatch + self.rank * size
             yield list(range(start, start + size))
+
+
+class CyclicBatchSampler(Sampler[list[int]]):
+    """A sampler of one rank's microbatches in epochs without end, each in a random order that follows from its number.
+
+    Args:
+        total_samples: number of samples; those of an incomplete microbatch of all ranks are left out of an epoch.
+        consumed_samples: samples that all ranks have used before; a multiple of a microbatch of all ranks.
+        shards_data: each rank draws from a part of its own; off, all draw from one order.
+
+    Raises:
+        ValueError: there is no whole microbatch for all ranks, or one was begun.
+
+    Ranks: pure; each its own part.
+    Source: the orders of Megatron-LM's sampler for ``--dataloader-type cyclic``.
+    """
+
+    def __init__(
+        self,
+        batch: BatchConfig,
+        *,
+        rank: int,
+        total_samples: int,
+        consumed_samples: int = 0,
+        shards_data: bool = True,
+    ) -> None:
+        self.batch, self.rank, self.shards_data = batch, rank, shards_data
+        self.total_samples, self.consumed_samples = total_samples, consumed_samples
+        of_all = batch.samples_per_microbatch
+        if total_samples < of_all or consumed_samples % of_all != 0:
+            raise ValueError(
+                f"the data must have at least {of_all} samples, and the consumed ones must be a multiple of that (--micro-batch-size "
+                f"times the data-parallel ranks), got {total_samples} and {consumed_samples}"
+            )
+
+    def __iter__(self) -> Iterator[list[int]]:
+        of_all = self.batch.samples_per_microbatch
+        num_batches = self.total_samples // of_all
+        epoch, first = divmod(self.consumed_samples // of_all, num_batches)
+        while True:
+            yield from self._batches(epoch, first, num_batches)
+            epoch, first = epoch + 1, 0
+
+    def _batches(self, epoch: int, first: int, num_batches: int) -> Iterator[list[int]]:
+        size, ranks = self.batch.micro_batch_size, self.batch.data_parallel_size
+        generator = torch.Generator().manual_seed(epoch)
+        if self.shards_data:
+            own = num_batches * size
+            order = torch.randperm(own, generator=generator)[first * size :] + self.rank * own
+        else:
+            whole = self.total_samples // size * size
+            order = torch.randperm(whole, generator=generator)[first * size * ranks :][self.rank :: ranks]
+        for start in range(0, (num_batches - first) * size, size):
+            yield order[start : start + size].tolist()

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from megatron.core.transformer.context_parallel import get_batch_on_this_cp_rank
-from megatron.training.data.batches import SequentialBatchSampler
 from megatron.training.data.documents import collate
 
 
@@ -39,7 +38,7 @@ class PaddedToBatches(Dataset[dict[str, Tensor]]):
 
 def iterate_batches(
     dataset: Dataset[Any],
-    sampler: SequentialBatchSampler,
+    sampler: Sampler[list[int]],
     *,
     num_workers: int,
     device: torch.device,

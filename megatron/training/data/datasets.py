@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from megatron.core.datasets.blend import get_blend_from_list
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
@@ -70,6 +70,12 @@ class DataConfig:
 
     num_workers: int = 2
     """Loader processes of a rank; 0 loads in the training process."""
+
+    order: Literal["single", "cyclic"] = "single"
+    """One pass in the order of the index, or epochs in random orders (``CyclicBatchSampler``)."""
+
+    data_sharding: bool = True
+    """With "cyclic", each data-parallel rank draws from a part of its own."""
 
     mmap_bin_files: bool = True
     allow_gaps: bool = False

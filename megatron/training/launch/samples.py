@@ -6,9 +6,10 @@ from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.data import Sampler
 
 from megatron.core.process_groups_config import group_rank
-from megatron.training.data.batches import BatchConfig, SequentialBatchSampler
+from megatron.training.data.batches import BatchConfig, CyclicBatchSampler, SequentialBatchSampler
 from megatron.training.data.data_loader import PaddedToBatches, iterate_batches
 from megatron.training.loop.evaluation import ValidationSet
 
@@ -95,17 +96,32 @@ def draw(
 
     Ranks over which the model is split draw the same samples.
     """
+    config = setup.settings.data
+    is_whole = isinstance(dataset, PaddedToBatches)
+    if config.order == "cyclic" and not is_whole:
+        endless = CyclicBatchSampler(
+            batch,
+            rank=data_rank(setup),
+            total_samples=len(dataset),
+            consumed_samples=consumed_samples,
+            shards_data=config.data_sharding,
+        )
+        yield from _load(setup, dataset, endless)
     while True:
         sampler = SequentialBatchSampler(
             batch, rank=data_rank(setup), total_samples=len(dataset), consumed_samples=consumed_samples
         )
-        yield from iterate_batches(
-            dataset,
-            sampler,
-            num_workers=setup.settings.data.num_workers,
-            device=setup.device,
-            cp_group=setup.model.pg_collection.cp,
-        )
+        yield from _load(setup, dataset, sampler)
         if not repeats:
             return
         consumed_samples = 0
+
+
+def _load(setup: TrainingSetup, dataset: Any, sampler: Sampler[list[int]]) -> Generator[dict[str, torch.Tensor]]:
+    yield from iterate_batches(
+        dataset,
+        sampler,
+        num_workers=setup.settings.data.num_workers,
+        device=setup.device,
+        cp_group=setup.model.pg_collection.cp,
+    )

@@ -207,6 +207,11 @@ def test_what_is_set_after_the_checks_is_checked() -> None:
     assert (config.tensor_model_parallel_size, config.no_sync_func) == (2, print)
 
 
+def test_replacing_keeps_widths_of_another_scale() -> None:
+    config = TransformerConfig(**{**BASE, "hidden_size": 100}, use_mup=True, mup_base_hidden_size=48)
+    assert dataclasses.replace(config).mup_width_mult == config.mup_width_mult == 100 / 48
+
+
 def test_sizes_are_derived_as_in_megatron_core() -> None:
     config = TransformerConfig(**BASE)
     assert (config.ffn_hidden_size, config.kv_channels, config.num_query_groups) == (64, 4, 4)

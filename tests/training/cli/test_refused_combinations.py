@@ -68,6 +68,7 @@ CONTRADICTIONS: dict[str, tuple[str, str]] = {
     "no data": ("", "--mock-data"),
     "two data sources": ("--data-path x --train-data-path y", "--mock-data"),
     "split with data paths of each split": ("--train-data-path x --split 9,1,0", "--mock-data"),
+    "a loader of one's own": ("--dataloader-type external", ""),
     "fill-in-the-middle samples of mock data": ("--fim-data", ""),
     "full validation of a blend by weights": ("--full-validation --data-path 1 a 2 b", "--mock-data"),
     "validation sets with weights": ("--multiple-validation-sets --train-data-path a --valid-data-path 1 a 2 b", "--mock-data"),

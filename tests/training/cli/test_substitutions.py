@@ -117,6 +117,7 @@ CASES: list[tuple[str, str]] = [
     ("--cross-entropy-fusion-impl te", ""),
     ("--cuda-graph-impl transformer_engine --cuda-graph-scope attn", ""),
     ("--cuda-graph-warmup-steps 0", ""),
+    ("--no-data-sharding", ""),
     ("--data-path x", ""),
     ("--fp16", "--fp16 --no-check-for-nan-in-loss-and-grad"),
     ("--bf16 --optimizer-cpu-offload", "--bf16 --optimizer-cpu-offload --use-precision-aware-optimizer"),

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
+from itertools import islice
+from typing import Any
 
-from megatron.training.data.batches import BatchConfig, SequentialBatchSampler
+import pytest
+import torch
+
+from megatron.training.data.batches import BatchConfig, CyclicBatchSampler, SequentialBatchSampler
 from megatron.training.loop.dropout_seed import microbatch_seed
 
 
@@ -37,9 +41,39 @@ def test_an_incomplete_microbatch_is_left_out() -> None:
     assert len(SequentialBatchSampler(batch, rank=0, total_samples=4, consumed_samples=8)) == 0
 
 
+@pytest.mark.parametrize("shards_data", [True, False])
+def test_epochs_have_a_random_order_each(shards_data: bool) -> None:
+    """Every sample once, but for an incomplete microbatch; a resume goes on in its epoch."""
+    batch = BatchConfig(micro_batch_size=2, global_batch_size=8, data_parallel_size=2)
+
+    def drawn(rank: int, consumed: int, count: int) -> list[list[int]]:
+        given: Any = {"rank": rank, "total_samples": 14, "consumed_samples": consumed, "shards_data": shards_data}
+        return list(islice(CyclicBatchSampler(batch, **given), count))
+
+    of_ranks = [drawn(rank, 0, 6) for rank in range(2)]
+    for epoch in (slice(0, 3), slice(3, 6)):
+        taken = [sample for batches in of_ranks for samples in batches[epoch] for sample in samples]
+        assert len(set(taken)) == 12 and set(taken) <= set(range(14)) and taken != sorted(taken)
+    assert of_ranks[0][:3] != of_ranks[0][3:]
+    assert [drawn(rank, 16, 2) for rank in range(2)] == [batches[4:] for batches in of_ranks]
+    # Megatron-LM's orders: torch's permutations with the number of the epoch as seed.
+    generator = torch.Generator().manual_seed(1)
+    if shards_data:
+        assert [sample for samples in of_ranks[1][3:] for sample in samples] == [
+            6 + index for index in torch.randperm(6, generator=generator).tolist()
+        ]
+    else:
+        assert [sample for samples in of_ranks[1][3:] for sample in samples] == torch.randperm(
+            14, generator=generator
+        ).tolist()[1:12:2]
+    for total, consumed in ((3, 0), (14, 2)):
+        with pytest.raises(ValueError, match=f"got {total} and {consumed}"):
+            CyclicBatchSampler(batch, rank=0, total_samples=total, consumed_samples=consumed)
+
+
 @pytest.mark.parametrize("sizes", [(2, 6, 2), (0, 6, 2), (2, 0, 1)])
 def test_sizes_that_do_not_fit_are_refused(sizes: tuple[int, int, int]) -> None:
-    with pytest.raises(ValueError, match=r"(must be a multiple|must be positive)"):
+    with pytest.raises(ValueError, match=r"(must be a multiple|must be at least 1)"):
         BatchConfig(micro_batch_size=sizes[0], global_batch_size=sizes[1], data_parallel_size=sizes[2])
 
 
