@@ -4,6 +4,20 @@ from __future__ import annotations
 
 import argparse
 
+from megatron.training.formats.architecture import exact
+
+
+def number(text: str) -> int | float:
+    """Parse a number, an integer where it is whole, as Megatron-LM has some that may be fractions here.
+
+    Raises:
+        argparse.ArgumentTypeError: the text is something else.
+    """
+    try:
+        return exact(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a finite number, got {text!r}") from None
+
 
 def position_embedding_type(args: argparse.Namespace) -> str:
     """Return how positions are encoded, from any of Megatron-LM's flags for it."""
@@ -77,7 +91,12 @@ def _add_shape_flags(group: argparse._ArgumentGroup) -> None:
         action="store_false",
         help="no learned positions: rope if it is asked for, else none",
     )
-    group.add_argument("--rotary-base", type=int, default=10000, help="base of the rotary frequencies (default: 10000)")
+    group.add_argument(
+        "--rotary-base",
+        type=number,
+        default=10000,
+        help="base of the rotary frequencies, which may be a fraction (default: 10000)",
+    )
     group.add_argument(
         "--rotary-percent", type=float, default=1.0, help="fraction of a head that is rotated (default: 1.0)"
     )
@@ -86,7 +105,11 @@ def _add_shape_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--rope-scaling-factor", type=float, default=8.0, help="factor of --use-rope-scaling (default: 8.0)"
     )
-    group.add_argument("--rotary-seq-len-interpolation-factor", type=int, help="divide positions by this factor")
+    group.add_argument(
+        "--rotary-seq-len-interpolation-factor",
+        type=number,
+        help="divide positions by this factor, which may be a fraction",
+    )
     group.add_argument(
         "--make-vocab-size-divisible-by",
         type=int,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
@@ -20,6 +21,18 @@ _OF_ROPE = (
     "rope_scaling",
     "rotary_seq_len_interpolation_factor",
 )
+
+
+def exact(value: float | str) -> int | float:
+    """Return a finite number as it is written: an integer where it is whole, so that it prints and is saved as one.
+
+    Raises:
+        ValueError: it is none.
+    """
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"must be a finite number, got {value!r}")
+    return int(number) if number.is_integer() else number
 
 
 def build_model(architecture: Architecture, **fields_of_config: Any) -> GPTModel:

@@ -54,13 +54,11 @@ def settings(config: Mapping[str, Any]) -> dict[str, Any]:
     pattern, layers = config.get("sliding_window_pattern") or 6, range(config["num_hidden_layers"])
     kinds = ["full_attention" if (layer + 1) % pattern == 0 else "sliding_attention" for layer in layers]
     found = plain_settings({"layer_types": kinds, "tie_word_embeddings": True, **config, "rope_parameters": whole})
-    stretched = found["rotary_seq_len_interpolation_factor"]
     windows = {"window_rotary_base": float(local["rope_theta"])} if "window_size" in found else {}
     width, scalar = found["kv_channels"], config.get("query_pre_attn_scalar", 256)
     return {
         **found,
         **windows,
-        "rotary_seq_len_interpolation_factor": None if stretched is None else int(stretched),
         "activation_func": "fast_gelu",
         "layernorm_zero_centered_gamma": True,
         "sandwich_layernorm": True,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron.training.formats.architecture import Architecture, windows_of_layers
+from megatron.training.formats.architecture import Architecture, exact, windows_of_layers
 from megatron.training.formats.rules import halves, queries_keys_values, same, vocabulary
 
 ROUTER = "decoder.layers.{layer}.mlp.router.weight"
@@ -82,10 +82,10 @@ def rope_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     scaling = parameters or config.get("rope_scaling") or {}
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     found = {
-        "rotary_base": int(parameters.get("rope_theta") or config.get("rope_theta") or 10000),
+        "rotary_base": exact(parameters.get("rope_theta") or config.get("rope_theta") or 10000),
         "rope_scaling": kind == "llama3",
         "rope_scaling_factor": float(scaling["factor"]) if kind == "llama3" else 8.0,
-        "rotary_seq_len_interpolation_factor": scaling["factor"] if kind == "linear" else None,
+        "rotary_seq_len_interpolation_factor": exact(scaling["factor"]) if kind == "linear" else None,
     }
     if kind == "yarn":
         return {**found, "position_embedding_type": "yarn", **_yarn_settings(scaling)}

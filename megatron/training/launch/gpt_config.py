@@ -114,11 +114,11 @@ class GPTConfig:
     """Length of the longest sequence that the model supports."""
 
     position_embedding_type: str = "learned_absolute"
-    rotary_base: int = 10000
+    rotary_base: float = 10000
     rotary_percent: float = 1.0
     rope_scaling: bool = False
     rope_scaling_factor: float = 8.0
-    rotary_seq_len_interpolation_factor: int | None = None
+    rotary_seq_len_interpolation_factor: float | None = None
 
     share_embeddings_and_output_weights: bool = True
     """The output layer uses the word embedding's weight."""

@@ -193,6 +193,43 @@ def _copy(name: str, target: Path, change: Callable[[dict[str, Any]], None]) -> 
     return target
 
 
+def _linear(theta: float, factor: float) -> dict[str, Any]:
+    return {"rope_type": "linear", "rope_theta": theta, "factor": factor}
+
+
+@pytest.mark.parametrize(
+    ("name", "rope", "base", "factor"),
+    [
+        ("llama", {"rope_type": "default", "rope_theta": 12345.67}, "12345.67", None),
+        ("llama", _linear(1e4, 4.0), "10000", "4"),
+        ("llama", _linear(1e4, 2.5), "10000", "2.5"),
+        (
+            "gemma3_text",
+            {"full_attention": _linear(1e6, 2.5), "sliding_attention": {"rope_theta": 1e4}},
+            "1000000",
+            "2.5",
+        ),
+    ],
+)
+def test_fractions_in_rotary_settings_are_kept_and_whole_numbers_print_as_integers(
+    name: str, rope: dict[str, Any], base: str, factor: str | None, tmp_path: Path
+) -> None:
+    folder = _copy(name, tmp_path / "model", lambda config: config.update(rope_parameters=rope))
+    found = find_foreign(folder)
+    assert found is not None
+    flags = flags_of(found.architecture)
+    assert flags[flags.index("--rotary-base") + 1] == base
+    stretched = "--rotary-seq-len-interpolation-factor"
+    assert (flags[flags.index(stretched) + 1] if stretched in flags else None) == factor
+    own = f"--load {folder} --use-checkpoint-args"
+    for words in ([*flags], own.split()):
+        settings = parse_settings([*_TRAINING.split(), "--train-iters", "1", *words])
+        assert comparable(settings.model.architecture(VOCAB_SIZE)) == comparable(found.architecture)
+    theirs = family_for(found.architecture)[1]["rope_parameters"]
+    theirs = theirs.get("full_attention", theirs)
+    assert (theirs["rope_theta"], theirs.get("factor")) == (float(base), None if factor is None else float(factor))
+
+
 @pytest.mark.parametrize(
     ("name", "changed", "message"),
     [
