@@ -18,6 +18,8 @@ EXTRAS = {
     "huggingface": ["transformers>=5.20", "peft>=0.20"],
     # Other libraries around the engine: python -m pytest tests/third_party. Not part of "all", nor of CI.
     "third-party": ["transformers>=5.20", "peft>=0.20", "accelerate>=1.10", "lightning>=2.6"],
+    # Kernels of gated delta nets on GPUs. Not part of "all".
+    "fla": ["flash-linear-attention>=0.3"],
     # Compiled against the torch that is there: pip install --no-build-isolation -e .[te]. Not part of "all".
     "te": ["transformer-engine[pytorch]>=2.20"],
     # Compiled likewise, with APEX_CPP_EXT=1 APEX_CUDA_EXT=1 in the environment; the package of that name on PyPI is another.

@@ -21,7 +21,11 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 
 OWN = {"megatron", "tests", "tools", "examples", "benchmarks", "pretrain_gpt"}
 DISTRIBUTION_OF_MODULE = {"pytest_timeout": "pytest-timeout", "xdist": "pytest-xdist", "importlinter": "import-linter"}
-EXTRA_OF_EXTENSION = {"fused_weight_gradient_mlp_cuda": "apex", "transformer_engine_torch": "transformer-engine"}
+EXTRA_OF_EXTENSION = {
+    "fla": "flash-linear-attention",
+    "fused_weight_gradient_mlp_cuda": "apex",
+    "transformer_engine_torch": "transformer-engine",
+}
 
 
 @pytest.fixture(scope="module")
