@@ -276,6 +276,8 @@ def settings_from_args(
         model: GPTConfig = made["model"]
         ranks = embedding_ranks(model.transformer, ties=model.share_embeddings_and_output_weights)
         made["grid"] = replace(grid, embedding_stages=ranks)
+    if made["model"] is not None and made["tokenizer"] is not None and made["tokenizer"].vocab_size is not None:
+        parts.build(partial(made["model"].padded_vocab_size, made["tokenizer"].vocab_size))
     if parts.faults or None in made.values():
         raise FlagError("\n".join(parts.faults))
     return Settings(**made)

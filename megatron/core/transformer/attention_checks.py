@@ -29,6 +29,10 @@ def _skips_unevenly(config: TransformerConfig) -> bool:
 
 ATTENTION_CONTRADICTIONS: list[tuple[Condition, str]] = [
     (
+        lambda c: c.softmax_scale is not None and not c.softmax_scale > 0,
+        "softmax_scale must be above 0, got {softmax_scale}",
+    ),
+    (
         lambda c: c.window_size is not None and not _is_window(c.window_size),
         "window_size must be two numbers, the positions before a query (or -1 for all) and 0, since attention is causal, got"
         " {window_size!r}",

@@ -100,6 +100,8 @@ class DataConfig:
     """Each corpus of ``valid_data_path`` is a validation set of its own."""
 
     def __post_init__(self) -> None:
+        if self.seq_length < 1:
+            raise ValueError(f"--seq-length must be at least 1, got {self.seq_length}")
         if self.split is not None:
             try:
                 parse_and_normalize_split(self.split)

@@ -138,6 +138,18 @@ class GPTConfig:
     init_on_meta_device: bool = False
     """The engine creates the weights unit by unit, so that no rank ever has all of them in memory."""
 
+    def __post_init__(self) -> None:
+        if self.position_embedding_type not in ("rope", "yarn") or self.transformer.multi_latent_attention:
+            return
+        if not 0.0 < self.rotary_percent <= 1.0:
+            raise ValueError(f"--rotary-percent must be above 0 and at most 1, got {self.rotary_percent}")
+        width = int((self.transformer.kv_channels or 0) * self.rotary_percent)
+        if width < 2 or width % 2 != 0:
+            raise ValueError(
+                "rotary positions turn pairs of channels: --kv-channels times --rotary-percent must be even, got "
+                f"{self.transformer.kv_channels} * {self.rotary_percent} = {width}"
+            )
+
     def padded_vocab_size(self, vocab_size: int) -> int:
         """Return ``model_vocab_size``, or round ``vocab_size`` up.
 

@@ -135,7 +135,12 @@ def set_up(
 ) -> TrainingSetup:
     """Build all components; data come first, so that faults in them are found before a model is allocated."""
     tokenizers: list[MegatronTokenizerBase] = []
-    agree(lambda: tokenizers.append(build_tokenizer(settings.tokenizer)), lambda _: None)
+
+    def read_tokenizer() -> None:
+        tokenizers.append(build_tokenizer(settings.tokenizer))
+        settings.model.padded_vocab_size(tokenizers[0].vocab_size)  # refuses what cannot be split
+
+    agree(read_tokenizer, lambda _: None)
     (tokenizer,) = tokenizers
     if settings.tokenizer.vocab_size not in (None, tokenizer.vocab_size):
         print_rank_0(

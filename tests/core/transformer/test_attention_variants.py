@@ -181,6 +181,7 @@ def test_gates_norms_and_layers_without_rotary_positions(number: int, fusion: bo
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"window_size": (2, 1)}, "window_size must be two numbers, .* since attention is causal, got (2, 1)"),
+    ({"softmax_scale": 0.0}, "softmax_scale must be above 0, got 0.0"),
     ({"window_attn_skip_freq": 2}, "window_attn_skip_freq must go with window_size, got None"),
     (
         {"window_size": (2, 0), "window_attn_skip_freq": [1, 0]},

@@ -177,3 +177,26 @@ def test_full_recomputation_alone_is_one_fault() -> None:
             [*MINIMAL, "--recompute-granularity", "full", *flags.split()], world_size=1
         ).faults
         assert fault.startswith("--recompute-granularity full needs --recompute-method and --recompute-num-layers")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            "--position-embedding-type rope --rotary-percent 1.5",
+            "--rotary-percent must be above 0 and at most 1, got 1.5",
+        ),
+        (
+            "--position-embedding-type rope --kv-channels 7",
+            "--kv-channels times --rotary-percent must be even, got 7 * 1.0",
+        ),
+        ("--seq-length 0", "--seq-length must be at least 1, got 0"),
+        ("--softmax-scale 0", "--softmax-scale must be above 0, got 0.0"),
+        (
+            "--no-pad-vocab-size --tokenizer-type NullTokenizer --vocab-size 97 --tensor-model-parallel-size 2",
+            "--no-pad-vocab-size needs ids that --tensor-model-parallel-size (2) divides, got 97",
+        ),
+    ],
+)
+def test_numbers_that_no_model_can_have_are_refused(flags: str, message: str) -> None:
+    assert any(message in fault for fault in check_command_line(MINIMAL + flags.split(), world_size=2).faults)
