@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
-from megatron.core.distributed.fsdp import MixedPrecisionPolicy
+from megatron.core.distributed.fsdp import FsdpModule, MixedPrecisionPolicy
 from megatron.core.distributed.fsdp.huggingface import (
     INDEX,
     conversion,
@@ -77,9 +77,8 @@ def units_are_layers_and_values_are_those_of_the_unsharded_model() -> None:
     """Also where ``_init_weights`` writes to one row, and in 16 bits, in which other numbers are drawn."""
     for dtype in (torch.float32, torch.bfloat16):
         model, plain = _sharded(dtype=dtype), _plain(dtype)
-        assert [type(m).__name__ for m in model.modules() if hasattr(m, "_fsdp_unit")] == ["FsdpTinyModel"] + [
-            "FsdpLayer"
-        ] * 2
+        units = [type(m).__bases__[1].__name__ for m in model.modules() if isinstance(m, FsdpModule)]
+        assert units == ["TinyModel", "Layer", "Layer"], units
         assert _equal(model, plain)
         assert model.head.weight is model.embedding.weight
         assert torch.equal(model(TOKENS), plain(TOKENS))
