@@ -36,6 +36,7 @@ from megatron.core.optimizer.grad_scaler import check_scale_state
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.process_groups_config import ProcessGroupCollection, group_size
 from megatron.training.folder_lock import FolderLock
+from megatron.training.formats.architecture import Differences, differences
 from megatron.training.formats.foreign import ForeignCheckpoint
 from megatron.training.formats.megatron_lm import SavedRun, args_to_save, in_our_names, layout_of, optimizer_steps
 from megatron.training.formats.recognise import find_foreign
@@ -295,6 +296,7 @@ class Checkpointer:
         self._load_into_model(path, with_optimizer=self.config.load_optim and not weights_alone, reader=readers[0])
         if weights_alone:
             print_rank_0(f" loaded the weights of {path}; training starts at iteration 0")
+            _say(differences(saved["architecture"], self.architecture, finetune=True))
             return TrainState()
         if self.config.load_optim:
             self.scheduler.load_state_dict(saved["scheduler"])
@@ -348,7 +350,7 @@ class Checkpointer:
             keys = state_keys(self.optimizer.config, found.path) if with_optimizer else None
             if resumed is not None and with_optimizer:
                 self.scheduler.check_state_dict(resumed.schedule)
-            prepared.append((resumed, found.reader(self.architecture, state_keys=keys)))
+            prepared.append((resumed, found.reader(self.architecture, state_keys=keys, finetune=self.config.finetune)))
 
         agree(prepare, lambda _: None)
         ((resumed, reader),) = prepared
@@ -358,6 +360,7 @@ class Checkpointer:
             print_rank_0(
                 f" loaded the weights of {found.path} ({found.kind}); the optimizer starts afresh, and training at iteration 0"
             )
+            _say(found.differences(self.architecture, finetune=True))
             return TrainState()
         if with_optimizer:
             self.scheduler.load_state_dict(resumed.schedule)
@@ -388,7 +391,9 @@ class Checkpointer:
         ]
         values = reader.values([EXTRA_STATE + name for name in names])
         saved = {name: values[EXTRA_STATE + name] for name in names}
-        _check_architecture(_dict_of(saved, "architecture", path), self.architecture, path)
+        _check_architecture(
+            _dict_of(saved, "architecture", path), self.architecture, path, finetune=self.config.finetune
+        )
         if self.config.finetune or _CONVERTED_FROM in saved:
             return saved
         try:
@@ -499,23 +504,25 @@ def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name != "params"}
 
 
+def _say(found: Differences) -> None:
+    if found.said:
+        print_rank_0(found.said)
+
+
 def print_rank_0(text: str) -> None:
     """Print a line on rank 0."""
     if dist.get_rank() == 0:
         print(text, flush=True)
 
 
-def _check_architecture(saved: Mapping[str, Any], architecture: Mapping[str, Any], path: Path) -> None:
-    names = [*architecture, *(name for name in saved if name not in architecture)]
-    differing = [
-        f"{name}: now {architecture.get(name)}, saved {saved.get(name)}"
-        for name in names
-        if architecture.get(name) != saved.get(name)
-    ]
-    if differing:
+def _check_architecture(
+    saved: Mapping[str, Any], architecture: Mapping[str, Any], path: Path, *, finetune: bool
+) -> None:
+    found = differences(saved, architecture, finetune=finetune)
+    if found.refused:
         raise ValueError(
-            f"the model must be that of the checkpoint {path}, got {', '.join(differing)}; give the flags that the "
-            "checkpoint was trained with, or another --load"
+            f"the model must be that of the checkpoint {path}, got {', '.join(found.refused)}; give the flags that the "
+            f"checkpoint was trained with, or another --load{found.way_out}"
         )
 
 

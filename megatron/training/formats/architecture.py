@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -21,6 +21,29 @@ _OF_ROPE = (
     "rope_scaling",
     "rotary_seq_len_interpolation_factor",
 )
+
+_OF_ROTATION = (
+    "rotary_base",
+    "window_rotary_base",
+    "rope_scaling",
+    "rope_scaling_factor",
+    "rotary_seq_len_interpolation_factor",
+    "rope_type",
+    "rotary_scaling_factor",
+    "original_max_position_embeddings",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+    "yarn_rotary_scaling_factor",
+    "yarn_original_max_position_embeddings",
+    "yarn_beta_fast",
+    "yarn_beta_slow",
+    "yarn_mscale",
+    "yarn_mscale_all_dim",
+    "yarn_correction_range_round_to_int",
+)
+"""They have no weights, and another training may go on with others, as for longer contexts."""
 
 
 def exact(value: float | str) -> int | float:
@@ -174,11 +197,52 @@ def layers_with_linear_attention(architecture: Architecture) -> list[int]:
     return [int(layer % frequency != 0) for layer in layers] if isinstance(frequency, int) else list(frequency)
 
 
-def difference(saved: Architecture, own: Architecture) -> list[str]:
-    """Return what differs between the settings of a checkpoint of another program and those of the run, one text each."""
-    there, here = comparable(saved), comparable(own)
-    return [
-        f"{name}: now {here.get(name)}, saved {there.get(name)}"
-        for name in {**here, **there}
-        if here.get(name) != there.get(name)
-    ]
+@dataclass(frozen=True)
+class Differences:
+    """How the settings of a checkpoint and those of the run differ, a text for each."""
+
+    refused: list[str]
+    taken: list[str]
+    """What is the command line's, with ``--finetune``."""
+
+    way_out: str = ""
+    """What else can be done, behind other remedies."""
+
+    @property
+    def said(self) -> str:
+        """One line on what is taken; empty: nothing is."""
+        return f" --finetune: settings without weights are the command line's ({', '.join(self.taken)})" * bool(
+            self.taken
+        )
+
+
+def differences(saved: Architecture, own: Architecture, *, finetune: bool = False) -> Differences:
+    """Compare settings as they are spelled; see ``comparable``.
+
+    Args:
+        finetune: another training begins, for which settings without weights may be others.
+    """
+    found = {
+        name: f"{name}: now {own.get(name)}, saved {saved.get(name)}"
+        for name in {**own, **saved}
+        if own.get(name) != saved.get(name)
+    }
+    free = _without_weights(saved, own)
+    taken = {name: text for name, text in found.items() if finetune and name in free}
+    way_out = ", or --finetune, which takes settings without weights from the command line and begins at iteration 0"
+    return Differences(
+        [text for name, text in found.items() if name not in taken],
+        list(taken.values()),
+        way_out if not finetune and found.keys() & free else "",
+    )
+
+
+def _without_weights(saved: Architecture, own: Architecture) -> set[str]:
+    """Return the names of what a model may have anew with another's weights: how positions rotate, and how many there are."""
+    kinds = {settings.get("position_embedding_type") for settings in (saved, own)}
+    names = set(_OF_ROTATION)
+    if "learned_absolute" not in kinds:
+        names.add("max_position_embeddings")
+    if kinds <= {"rope", "yarn"}:
+        names.add("position_embedding_type")
+    return names

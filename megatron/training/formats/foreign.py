@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.distributed.fsdp.checkpoint import ViewReader
-from megatron.training.formats.architecture import Architecture, difference
+from megatron.training.formats.architecture import Architecture, Differences, comparable, differences
 from megatron.training.formats.foreign_run import ForeignRun
 
 
@@ -35,27 +35,36 @@ class ForeignCheckpoint:
     vocab_rows: int | None = None
     num_ids: int = 0
 
-    def reader(self, architecture: Architecture, *, state_keys: Sequence[str] | None = None) -> ViewReader:
+    def reader(
+        self, architecture: Architecture, *, state_keys: Sequence[str] | None = None, finetune: bool = False
+    ) -> ViewReader:
         """Return a reader of our tensors of a model with these settings.
 
         Args:
             state_keys: keys of the optimizer's state that is read too, with main weights; None: weights alone.
+            finetune: settings without weights may be others.
 
         Raises:
             ValueError: the checkpoint is of another model; names what differs.
         """
-        differing = difference(self.architecture, architecture) if self.architecture else []
-        here = architecture["padded_vocab_size"]
+        found = self.differences(architecture, finetune=finetune)
+        refused, here = list(found.refused), architecture["padded_vocab_size"]
         if self.vocab_rows is not None and here < self.vocab_rows:
-            differing.append(
+            refused.append(
                 f"padded_vocab_size: now {here}, saved {self.vocab_rows} (give --padded-vocab-size {self.vocab_rows} or more)"
             )
-        if differing:
+        if refused:
             raise ValueError(
-                f"the model must be that of the checkpoint {self.path} ({self.kind}), got {', '.join(differing)}; give the "
-                "flags of that model, which tools/checkpoint/convert.py prints, or another --load"
+                f"the model must be that of the checkpoint {self.path} ({self.kind}), got {', '.join(refused)}; give the "
+                f"flags of that model, which tools/checkpoint/convert.py prints, or another --load{found.way_out}"
             )
         return self.views(architecture, state_keys)
+
+    def differences(self, architecture: Architecture, *, finetune: bool = False) -> Differences:
+        """Compare its model's settings, as far as it says them, with others; see ``architecture.differences``."""
+        if not self.architecture:
+            return Differences([], [])
+        return differences(comparable(self.architecture), comparable(architecture), finetune=finetune)
 
     def settings(self, **changed: Any) -> dict[str, Any]:
         """Return our settings of its model, with some changed."""

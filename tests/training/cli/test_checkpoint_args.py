@@ -12,7 +12,6 @@ import torch
 
 from megatron.core.distributed.fsdp.checkpoint import write_alone
 from megatron.training.arguments import CheckedLine, check_command_line, parse_settings
-from megatron.training.formats.architecture import difference
 from megatron.training.formats.recognise import find_foreign
 from tests.support.huggingface_models import FOLDER, NAMES
 from tests.support.megatron_lm_folders import Backend, save_alone
@@ -108,7 +107,7 @@ def test_a_hugging_face_model_says_its_settings(name: str) -> None:
     line = _check(f"{REST} {TOKENIZER} --vocab-size 30 --seq-length 16 --load {FOLDER}/{name} --use-checkpoint-args")
     assert not line.faults and line.settings is not None
     found = find_foreign(FOLDER / name)
-    assert found is not None and difference(found.architecture, line.settings.model.architecture(30)) == []
+    assert found is not None and found.differences(line.settings.model.architecture(30)).refused == []
 
 
 def test_what_saved_arguments_name_is_not_run(tmp_path: Path) -> None:

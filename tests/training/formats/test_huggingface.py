@@ -140,6 +140,17 @@ def _train_from_each(root: str) -> dict[str, Run]:
         assert convert.main([str(FOLDER / "qwen2"), f"{root}/converted", "--padded-vocab-size", "64"]) == 0
     dist.barrier()
     runs["converted"] = train_one([*_TRAINING.split(), *flags, *converted.split()])
+    yarn = "--position-embedding-type yarn --rotary-scaling-factor 4 --yarn-original-max-position-embeddings 32 --mscale-all-dim 0"
+    for kind, further in {"tuned": "--finetune", "not tuned": ""}.items():
+        for source, others in {
+            "converted": "--rotary-base 500000 --max-position-embeddings 256 ",
+            "model": "--rotary-base 500000 ",
+        }.items():
+            from_llama = flags_of(_opened("llama").settings(padded_vocab_size=64)) if source == "model" else flags
+            words = f"{SHARDED} --train-iters 1 --load {root}/{source} {others} {yarn} {further}"
+            runs[f"{kind} {source}"] = train_one([*_TRAINING.split(), *from_llama, *words.split()])
+    deeper = f"{SHARDED} --train-iters 1 --load {root}/converted --rotary-base 500000 --finetune --norm-epsilon 1e-3"
+    runs["tuned otherwise"] = train_one([*_TRAINING.split(), *flags, *deeper.split()])
     return runs
 
 
@@ -169,6 +180,20 @@ def test_what_was_converted_is_loaded_as_weights_alone(trained: tuple[Path, dict
         f" loaded the weights of {root}/converted/iter_0000000; training starts at iteration 0"
         in runs["converted"].output
     )
+
+
+@pytest.mark.parametrize("source", ["converted", "model"])
+def test_positions_may_rotate_otherwise_with_finetune(trained: tuple[Path, dict[str, Run]], source: str) -> None:
+    """As for longer contexts: such settings have no weights."""
+    tuned, other = trained[1][f"tuned {source}"], trained[1][f"not tuned {source}"]
+    assert tuned.error is None and list(tuned.losses) == [1], tuned.error
+    said = " --finetune: settings without weights are the command line's ("
+    line = next(line for line in tuned.output.splitlines() if line.startswith(said))
+    assert "rotary_base: now 500000, saved 1000" in line and "position_embedding_type: now yarn, saved rope" in line
+    assert ("max_position_embeddings: now 256, saved" in line) == (source == "converted")
+    assert "rotary_base: now 500000" in (other.error or "") and "or --finetune, which takes" in (other.error or "")
+    otherwise = trained[1]["tuned otherwise"].error or ""
+    assert "layernorm_epsilon: now 0.001" in otherwise and "rotary_base" not in otherwise
 
 
 def test_another_model_is_refused_by_its_settings(trained: tuple[Path, dict[str, Run]]) -> None:
