@@ -213,6 +213,8 @@ class OptimizerConfig(CheckedConfig):
             raise ValueError(f"weight_decay must not be negative, got {self.weight_decay}")
         if self.store_param_remainders and self.optimizer != "adam":
             raise ValueError(f"store_param_remainders must go with optimizer adam, got {self.optimizer}")
+        if not self.adam_eps >= 0:
+            raise ValueError(f"adam_eps must not be negative, got {self.adam_eps}")
         for name in ("loss_scale", "min_loss_scale", "loss_scale_window"):
             if getattr(self, name) is not None and getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")

@@ -169,7 +169,7 @@ CONTRADICTIONS: list[tuple[Condition, str]] = [
     (lambda c: not 0.0 <= c.hidden_dropout < 1.0, "hidden_dropout must be in [0, 1), got {hidden_dropout}"),
     (lambda c: not 0.0 <= c.attention_dropout < 1.0, "attention_dropout must be in [0, 1), got {attention_dropout}"),
     (lambda c: c.layernorm_epsilon <= 0.0, "layernorm_epsilon must be positive, got {layernorm_epsilon}"),
-    (lambda c: c.init_method_std < 0.0, "init_method_std must not be negative, got {init_method_std}"),
+    (lambda c: not c.init_method_std >= 0.0, "init_method_std must not be negative, got {init_method_std}"),
     (
         lambda c: c.normalization not in ("LayerNorm", "RMSNorm"),
         "normalization must be 'LayerNorm' or 'RMSNorm', got {normalization!r}",

@@ -176,6 +176,26 @@ REFUSALS: tuple[Refusal, ...] = (
         spoils=("make_vocab_size_divisible_by",),
     ),
     Refusal(
+        "seq-length below 1",
+        lambda a: a.seq_length is not None and a.seq_length < 1,
+        "--seq-length must be at least 1, got {seq_length}",
+    ),
+    Refusal(
+        "vocab-size below 1",
+        lambda a: a.vocab_size is not None and a.vocab_size < 1,
+        "--vocab-size must be at least 1, got {vocab_size}",
+    ),
+    Refusal(
+        "padded-vocab-size below 1",
+        lambda a: a.padded_vocab_size is not None and a.padded_vocab_size < 1,
+        "--padded-vocab-size must be at least 1, got {padded_vocab_size}",
+    ),
+    Refusal(
+        "rotary percent out of range",
+        lambda a: not 0 < a.rotary_percent <= 1,
+        "--rotary-percent must be above 0 and at most 1, got {rotary_percent}",
+    ),
+    Refusal(
         "rotary base below 1",
         lambda a: a.rotary_base < 1,
         "--rotary-base must be at least 1, got {rotary_base}",

@@ -50,9 +50,11 @@ def substitute(args: Namespace, malformed: frozenset[str] = frozenset()) -> list
 
 
 def holds(condition: Callable[[Namespace], bool], args: Namespace, malformed: frozenset[str]) -> bool:
-    """Evaluate a condition; False if it reads a setting that ``args`` lacks."""
+    """Evaluate a condition; False if it reads a setting that ``args`` lacks, or divides by a degree of 0, which components refuse."""
     try:
         return bool(condition(args))
+    except ZeroDivisionError:
+        return False
     except AttributeError as error:
         if error.name not in malformed:
             raise

@@ -653,8 +653,14 @@ def test_batch_sizes_that_cannot_grow_so_are_refused(flags: str) -> None:
         ("\N{EM DASH}num-layers=3", ["\N{EM DASH}num-layers is unknown; did you mean --num-layers?"]),
         ("--bf16 # comment", ["--bf16 takes no value, got # comment"]),
         ("--lr -1e-4", ["--min-lr must be from 0 to the learning rate, got 0.0 and -0.0001"]),
+        ("--adam-eps -1", ["--adam-eps must not be negative, got -1.0"]),
+        ("--init-method-std nan", ["--init-method-std must not be negative, got nan"]),
         ("--weight-decay -0.1", ["--weight-decay must not be negative, got -0.1"]),
         ("--tensor-model-parallel-size 0", ["--tensor-model-parallel-size must be at least 1, got 0"]),
+        (
+            "--context-parallel-size 0 --tensor-model-parallel-size 2 --sequence-parallel",
+            ["--context-parallel-size must be at least 1, got 0"],
+        ),
         ("--fp16 --bf16", ["--fp16 and --bf16 exclude each other; give one"]),
         (
             "--nproc_per_node 8",
