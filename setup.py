@@ -24,6 +24,8 @@ EXTRAS = {
     "te": ["transformer-engine[pytorch]>=2.20"],
     # Compiled likewise, with APEX_CPP_EXT=1 APEX_CUDA_EXT=1 in the environment; the package of that name on PyPI is another.
     "apex": ["apex @ git+https://github.com/NVIDIA/apex"],
+    # Kernels of Mamba-2, on CUDA in bf16; without them plain PyTorch computes the same. Not part of "all".
+    "mamba": ["mamba-ssm>=2.2"],
     # Triton runs kernels on CPUs under its interpreter, which tests their arithmetic.
     "test": [
         "pytest>=8",

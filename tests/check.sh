@@ -6,4 +6,4 @@ PYTHON=${PYTHON:-.venv/bin/python}
 "$PYTHON" -m ruff check .
 "$PYTHON" -m ruff format --check .
 "$PYTHON" -c 'import sys; from importlinter.cli import lint_imports; sys.exit(lint_imports(no_cache=True, no_logo=True))'
-"$PYTHON" -m mypy megatron tools examples benchmarks tests pretrain_gpt.py
+"$PYTHON" -m mypy megatron tools examples benchmarks tests pretrain_gpt.py pretrain_hybrid.py pretrain_mamba.py

@@ -19,7 +19,7 @@ from megatron.core.distributed.fsdp.config.torch_versions import NEWEST, OLDEST
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
-OWN = {"megatron", "tests", "tools", "examples", "benchmarks", "pretrain_gpt"}
+OWN = {"megatron", "tests", "tools", "examples", "benchmarks", "pretrain_gpt", "pretrain_hybrid", "pretrain_mamba"}
 DISTRIBUTION_OF_MODULE = {"pytest_timeout": "pytest-timeout", "xdist": "pytest-xdist", "importlinter": "import-linter"}
 EXTRA_OF_EXTENSION = {
     "fla": "flash-linear-attention",

@@ -33,6 +33,7 @@ from megatron.training.cli.flags_distributed import add_distributed_flags
 from megatron.training.cli.flags_experts import add_expert_flags, expert_settings
 from megatron.training.cli.flags_fp8 import add_fp8_flags, fp8_settings
 from megatron.training.cli.flags_graphs import add_graph_flags, captures_iterations, full_cuda_graph_config
+from megatron.training.cli.flags_hybrid import SIZES, add_hybrid_flags, check_spec, take_num_layers
 from megatron.training.cli.flags_loss_scale import add_loss_scale_flags, loss_scale_settings
 from megatron.training.cli.flags_mla import add_mla_flags, mla_settings
 from megatron.training.cli.flags_model import add_model_flags, ffn_hidden_size, position_embedding_type
@@ -127,6 +128,7 @@ def build_parser() -> FlagParser:
     for add_flags in (
         add_model_flags,
         add_attention_flags,
+        add_hybrid_flags,
         add_mla_flags,
         add_expert_flags,
         add_parallel_flags,
@@ -186,6 +188,7 @@ def check_command_line(argv: Sequence[str], *, world_size: int | None = None) ->
     completed = with_checkpoint_args(argv, parser)
     line = parser.read(completed.argv)
     args = line.args
+    take_num_layers(args)
     as_megatron_lm = megatron_lm_args(parser, vars(args), line.fates)
     taken = (in_words_of_flags(text, parser) for text in substitute(args, malformed=line.malformed))
     said_once = (*completed.said, *line.said_once, *taken)
@@ -337,6 +340,9 @@ _SAME_NAME_IN_TRANSFORMER_CONFIG = (
     "linear_value_head_dim",
     "linear_num_key_heads",
     "linear_num_value_heads",
+    "hybrid_layer_pattern",
+    "is_hybrid_model",
+    *SIZES,
     "glu_linear_offset",
     "activation_func_clamp_value",
     "window_rotary_base",
@@ -381,6 +387,7 @@ _SAME_NAME_IN_TRANSFORMER_CONFIG = (
 
 
 def _transformer(args: Namespace) -> TransformerConfig:
+    check_spec(args)
     settings: dict[str, Any] = {name: getattr(args, name) for name in _SAME_NAME_IN_TRANSFORMER_CONFIG}
     settings |= parallel_settings(args) | expert_settings(args) | fp8_settings(args) | yarn_settings(args)
     settings |= activation_offload_settings(args)

@@ -87,6 +87,16 @@ MODELS |= {
     # tied, learned positions, LayerNorm, biases elsewhere
     "delta_tied": f"{_COMMON} {_DELTA} --linear-attention-freq [0,1]",
 }
+_MAMBA = (
+    "--mamba-state-dim 6 --mamba-head-dim 4 --mamba-num-groups 2 --mamba-num-heads 6 --position-embedding-type none"
+)
+MODELS |= {
+    # As Nemotron-H; pipeline stages end where the pattern says.
+    "mamba": f"{_COMMON} {_MAMBA} --hybrid-layer-pattern M-|*M --normalization RMSNorm --disable-bias-linear --squared-relu "
+    "--untie-embeddings-and-output-weights --recompute-granularity selective --recompute-modules core_attn",
+    # tied, LayerNorm, biases elsewhere; and experts
+    "mamba_moe": f"{_COMMON} {_MAMBA} --hybrid-layer-pattern M*ME {_EXPERTS} --moe-aux-loss-coeff 0.05",
+}
 FAMILIES = {
     "gpt": ("gpt", "llama"),
     "moe": ("moe", "moe_biased"),
@@ -96,11 +106,12 @@ FAMILIES = {
     "latent": ("latent", "latent_plain"),
     "deepseek": ("deepseek",),
     "delta": ("delta", "delta_tied"),
+    "mamba": ("mamba", "mamba_moe"),
     "muon": ("muon", "muon_llama"),
     "muon_moe": ("muon_moe",),
     "mtp": ("mtp", "mtp_repeated"),
 }
-_HALVED = ("attention", "latent", "deepseek", "delta", "gpt_oss", "documents", "muon", "muon_moe", "mtp")
+_HALVED = ("attention", "latent", "deepseek", "delta", "mamba", "gpt_oss", "documents", "muon", "muon_moe", "mtp")
 """Families whose loss is per token with four microbatches and per microbatch with one."""
 
 
@@ -276,6 +287,12 @@ LAYOUTS = {
     "gpt_oss": MOE_LAYOUTS,
     "documents": {name: GPT_LAYOUTS[name] for name in ("tp2+sp", "pp2")},
     "delta": {name: GPT_LAYOUTS[name] for name in ("none", "tp2", "tp2+sp", "pp2", "tp2+pp2")},
+    "mamba": {
+        "none": Layout(layers=4),
+        "tp2+sp": Layout(tp=2, sp=True, layers=4),
+        "pp2": Layout(pp=2, layers=4),
+        "tp2+sp+pp2": Layout(tp=2, sp=True, pp=2, layers=4),
+    },
     "muon": {name: GPT_LAYOUTS[name] for name in ("none", "tp2", "tp2+sp", "pp2")},
     "muon_moe": {name: MOE_LAYOUTS[name] for name in ("ep2", "ep2+tp2+sp")},
     "mtp": {**GPT_LAYOUTS, **STAGES_OF_MTP},
@@ -327,6 +344,8 @@ IN_CI = (
     "deepseek-ep2-optim_grads_params-m4-token",
     "delta-tp2-optim-m1-mean",
     "delta-tp2+sp-optim_grads_params-m4-token",
+    "mamba-tp2+sp-optim-m1-mean",
+    "mamba-pp2-optim_grads_params-m4-token",
     "muon-none-hsdp-m1-mean",
     "muon-tp2+sp-optim_grads-m4-token",
     "muon_moe-ep2-optim-m1-mean",

@@ -44,7 +44,8 @@ def test_the_table_is_whole() -> None:
     turns = (1 * 2 + 4) * 6 * 2 + 6  # stages that take turns need several microbatches
     muon = (4 + 2) * 6 * 2  # on some of the layouts
     deepseek = delta = 5 * 6 * 2  # too
-    assert len(CELLS) == (7 + 8) * 6 * 2 * 2 + variants + turns + muon + deepseek + delta
+    mamba = 4 * 6 * 2
+    assert len(CELLS) == (7 + 8) * 6 * 2 * 2 + variants + turns + muon + deepseek + delta + mamba
     assert set(IN_CI) <= set(CELLS) and len(set(IN_CI)) == len(IN_CI)
     for field in ("strategy", "microbatches", "per_token", "model", "ranks"):
         assert {getattr(CELLS[name], field) for name in IN_CI} == {getattr(cell, field) for cell in CELLS.values()}

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
-from megatron.core.transformer.init_methods import ConstantInit, UniformInit
+from megatron.core.transformer.init_methods import UniformInit
 from megatron.core.transformer.parameter_init import InitializedParameters
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class CausalConvolution(InitializedParameters):
         bound = UniformInit(-1.0 / math.sqrt(kernel), 1.0 / math.sqrt(kernel))
         self.add_parameter("weight", (channels, 1, kernel), bound, partition_dim=0, group=tp_group)
         if bias:
-            self.add_parameter("bias", (channels,), ConstantInit(0.0), partition_dim=0, group=tp_group)
+            self.add_parameter("bias", (channels,), bound, partition_dim=0, group=tp_group)
         else:
             self.register_parameter("bias", None)
         self.reset_parameters()

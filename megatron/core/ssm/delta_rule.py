@@ -51,12 +51,12 @@ def gated_delta_rule(
         [s, b, g * r, v] in the dtype of ``value``.
     """
     groups, width = key.shape[2:]
-    query = _chunked(_unit(query) / math.sqrt(width), chunk).unsqueeze(2)  # [b, g, 1, c, l, k]
-    key = _chunked(_unit(key), chunk).unsqueeze(2)
+    query = chunked(_unit(query) / math.sqrt(width), chunk).unsqueeze(2)  # [b, g, 1, c, l, k]
+    key = chunked(_unit(key), chunk).unsqueeze(2)
     length = value.shape[0]
-    values = _chunked(value, chunk).unflatten(1, (groups, -1))  # [b, g, r, c, l, v]
-    beta = _chunked(beta.unsqueeze(-1), chunk).unflatten(1, (groups, -1))  # [b, g, r, c, l, 1]
-    decay = _chunked(log_decay.unsqueeze(-1), chunk).unflatten(1, (groups, -1)).cumsum(-2)
+    values = chunked(value, chunk).unflatten(1, (groups, -1))  # [b, g, r, c, l, v]
+    beta = chunked(beta.unsqueeze(-1), chunk).unflatten(1, (groups, -1))  # [b, g, r, c, l, 1]
+    decay = chunked(log_decay.unsqueeze(-1), chunk).unflatten(1, (groups, -1)).cumsum(-2)
 
     later = torch.ones(chunk, chunk, dtype=torch.bool, device=value.device).triu(1)
     between = (decay - decay.transpose(-1, -2)).masked_fill(later, -math.inf).exp()  # [b, g, r, c, l, l]
@@ -95,7 +95,7 @@ def _states(
     return torch.stack(written, dim=3), torch.stack(states, dim=3)
 
 
-def _chunked(x: torch.Tensor, chunk: int) -> torch.Tensor:
+def chunked(x: torch.Tensor, chunk: int) -> torch.Tensor:
     """Return [s, b, n, w] as fp32 [b, n, c, l, w]; tokens that fill the last chunk are zero, which changes no state."""
     padded: torch.Tensor = F.pad(x.float().permute(1, 2, 0, 3), (0, 0, 0, -x.shape[0] % chunk))
     chunks: torch.Tensor = padded.unflatten(2, (-1, chunk))

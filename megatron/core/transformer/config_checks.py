@@ -13,6 +13,7 @@ from megatron.core.transformer.attention_checks import ATTENTION_CONTRADICTIONS
 from megatron.core.transformer.context_parallel import COMM_TYPES, comm_types
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.fp8_checks import FP8_CONTRADICTIONS
+from megatron.core.transformer.hybrid_layers import HYBRID_CONTRADICTIONS
 from megatron.core.transformer.linear_attention_checks import LINEAR_ATTENTION_CONTRADICTIONS
 from megatron.core.transformer.moe.moe_config_checks import MOE_CONTRADICTIONS
 from megatron.core.transformer.offload.offload_checks import OFFLOAD_CONTRADICTIONS
@@ -93,6 +94,8 @@ NOT_SERVED: Served = {
         (None, "gdn", "gated_delta_net"),
         "of these variants gated delta net is served, neither its second version nor sparse attention",
     ),
+    "use_mamba_mem_eff_path": (ANY, "a hint about kernels: what runs here gives the same"),
+    "mamba_training_ssm_states_dtype": ((None, torch.float32), "states are in fp32"),
     "memory_efficient_layer_norm": (
         (False,),
         "norms keep their input for an exact backward, not their output; use recompute_granularity",
@@ -102,7 +105,7 @@ NOT_SERVED: Served = {
 
 _MTP = "gradients of multi-token prediction go through the whole model, from the layers' own hidden states"
 _VARIANT = "this variant of attention is not served"
-_STATE_SPACE = "state-space layers are not served"
+_STATE_SPACE = "this setting of state-space layers is not served"
 _DISPATCH = "tokens are dispatched by one all-to-all"
 
 FAMILIES: tuple[tuple[str, str], ...] = (
@@ -115,7 +118,6 @@ FAMILIES: tuple[tuple[str, str], ...] = (
     ("mup_", "maximal update parametrisation is not served"),
     ("mamba_", _STATE_SPACE),
     ("gdp_", _STATE_SPACE),
-    ("is_hybrid", _STATE_SPACE),
     ("inference_", "inference has no settings of its own"),
     ("use_inference", "inference has no settings of its own"),
     ("flash_decode", "inference has no settings of its own"),
@@ -251,6 +253,7 @@ CONTRADICTIONS += [
     *ATTENTION_CONTRADICTIONS,
     *OFFLOAD_CONTRADICTIONS,
     *LINEAR_ATTENTION_CONTRADICTIONS,
+    *HYBRID_CONTRADICTIONS,
 ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -66,3 +67,21 @@ class UniformInit:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.low}, {self.high}, logarithm={self.logarithm})"
+
+
+class StepInit:
+    """An init method of Mamba's biases of time steps: softplus of them is exp(uniform(log(low), log(high))).
+
+    Source: mamba-ssm's initial values, with its smallest step of 1e-4.
+    """
+
+    def __init__(self, low: float = 1e-3, high: float = 0.1) -> None:
+        self.low, self.high = low, high
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            steps = tensor.uniform_(math.log(self.low), math.log(self.high)).exp_().clamp_(min=1e-4)
+            return steps.add_(torch.log(-torch.expm1(-steps)))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.low}, {self.high})"

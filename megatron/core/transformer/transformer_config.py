@@ -157,6 +157,21 @@ class TransformerConfig(ModelParallelConfig):
     linear_num_value_heads: int = 32
     """Its value heads, each with a state; a multiple of the key heads."""
 
+    hybrid_layer_pattern: str | None = None
+    """Ours (Megatron-Core gives it to the model): a letter for each layer, M (Mamba-2), * (attention), - (MLP) or E (experts),
+    each with a norm and a residual of its own, and | between pipeline stages. None: layers of attention and MLP."""
+    is_hybrid_model: bool = False
+    """Last linear layers start with a standard deviation of init_method_std / sqrt(num_layers), as where
+    ``hybrid_layer_pattern`` is given: each layer is one sublayer."""
+    mamba_state_dim: int = 128
+    """Width of the states of Mamba-2."""
+    mamba_head_dim: int = 64
+    """Width of its heads."""
+    mamba_num_groups: int = 8
+    """Its groups of heads, which write to and read their states alike."""
+    mamba_num_heads: int | None = None
+    """Its heads; None: 2 * hidden_size / mamba_head_dim."""
+
     use_mup: bool = False
     """Maximal update parametrisation: initial weights, attention, logits and the rates of hidden matrices scale with the
     width, so that a learning rate holds for all widths (arXiv:2203.03466)."""
@@ -350,6 +365,7 @@ class TransformerConfig(ModelParallelConfig):
 
     def __post_init__(self) -> None:
         self.settle()
+        self._derive_layout_of_pattern()
         self.check()
         self._derive("num_query_groups", self.num_query_groups or self.num_attention_heads)
         self._derive("ffn_hidden_size", self.ffn_hidden_size or 4 * self.hidden_size or None)
@@ -365,7 +381,8 @@ class TransformerConfig(ModelParallelConfig):
             self._derive_mup()
         hidden_std = self.init_method_std / math.sqrt(self.mup_width_mult)
         self._derive_init_method("init_method", hidden_std)
-        self._derive_init_method("output_layer_init_method", hidden_std / math.sqrt(2.0 * self.num_layers))
+        sublayers = 1.0 if self.is_hybrid_model or self.hybrid_layer_pattern is not None else 2.0
+        self._derive_init_method("output_layer_init_method", hidden_std / math.sqrt(sublayers * self.num_layers))
         own_std = self.embedding_init_method_std
         if own_std is not None or self.use_mup:
             if isinstance(self.embedding_init_method, InheritedInit):
@@ -375,6 +392,13 @@ class TransformerConfig(ModelParallelConfig):
             assert self.init_method is not None, "derived above"
             self._derive("embedding_init_method", InheritedInit(self.init_method))
         self.finish()
+
+    def _derive_layout_of_pattern(self) -> None:
+        """Derive the layers of stages from a pattern that has their borders."""
+        pattern = self.hybrid_layer_pattern or ""
+        if "|" in pattern and self.pipeline_model_parallel_layout is None and self.pipeline_model_parallel_size > 1:
+            stages = "|".join("t" * len(stage) for stage in pattern.split("|"))
+            self._derive("pipeline_model_parallel_layout", f"E{stages}L")
 
     def _derive_stages(self) -> None:
         """Derive the number of virtual stages from a layout."""

@@ -47,7 +47,7 @@ class TransformerLayerSubmodules:
 
 
 class TransformerLayer(MegatronModule):
-    """A transformer layer: x + dropout(attention(norm(x))), then the same with the MLP.
+    """A transformer layer: x + dropout(attention(norm(x))), then the same with the MLP; one of both may be left out.
 
     Args:
         layer_number: the layer's number in the whole model, from 1.
@@ -99,6 +99,8 @@ class TransformerLayer(MegatronModule):
         self.self_attention = build_module(
             submodules.self_attention, config=config, layer_number=layer_number, pg_collection=pg_collection
         )
+        self.has_attention = submodules.self_attention is not IdentityOp
+        self.has_mlp = submodules.mlp is not IdentityOp
         self.self_attn_bda = build_module(submodules.self_attn_bda)
         self.pre_mlp_layernorm = build_module(submodules.pre_mlp_layernorm, **norm)
         self.mlp = build_module(submodules.mlp, config=config, pg_collection=pg_collection)
@@ -137,6 +139,8 @@ class TransformerLayer(MegatronModule):
         packed_seq_params: PackedSeqParams | None = None,
     ) -> torch.Tensor:
         """Run the layer: [s, b, h] -> [s, b, h]; the other arguments as in ``SelfAttention.forward``."""
+        if not self.has_attention:
+            return self._mlp(*self._normed(self.pre_mlp_layernorm, hidden_states))
         normed, hidden_states = self._normed(self.input_layernorm, hidden_states)
         attended = self.self_attention(
             normed,
@@ -148,11 +152,17 @@ class TransformerLayer(MegatronModule):
         )
         if self.post_self_attn_layernorm is not None:
             attended = self._normed_behind(self.post_self_attn_layernorm, *attended)
+        if not self.has_mlp:
+            return self._bias_dropout_add(self.self_attn_bda, attended, hidden_states)
         if self._only_adds(self.self_attn_bda, attended[1]) and isinstance(self.pre_mlp_layernorm, Norm):
             normed, hidden_states = self.pre_mlp_layernorm(attended[0], hidden_states, keep_input=True)
         else:
             hidden_states = self._bias_dropout_add(self.self_attn_bda, attended, hidden_states)
             normed, hidden_states = self._normed(self.pre_mlp_layernorm, hidden_states)
+        return self._mlp(normed, hidden_states)
+
+    def _mlp(self, normed: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Add the MLP's output of what is normed to the hidden states [s, b, h]."""
         if self.recomputes_mlp and self.training:
             output = checkpoint(
                 self.mlp,

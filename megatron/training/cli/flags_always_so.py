@@ -16,6 +16,9 @@ ALWAYS_SO: dict[str, AlwaysSo] = {
         fact="with symmetric memory, a buffer is registered once, when it is allocated",
         needs=("--use-megatron-fsdp", "--use-nccl-ub"),
     ),
+    "--disable-mamba-mem-eff-path": AlwaysSo(
+        fact="what Mamba's layers keep for backward does not depend on it; use --recompute-granularity selective"
+    ),
     "--auto-detect-ckpt-format": AlwaysSo(fact="what lies in a folder says its format"),
     "--dist-ckpt-strictness": AlwaysSo(
         fact="missing, extra and mis-shaped keys are errors",

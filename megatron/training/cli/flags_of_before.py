@@ -86,6 +86,7 @@ RENAMED: dict[str, tuple[str, ...]] = {
     "--checkpoint-num-layers": ("--recompute-num-layers",),
     "--layernorm-epsilon": ("--norm-epsilon",),
     "--intermediate-size": ("--ffn-hidden-size",),
+    "--hybrid-override-pattern": ("--hybrid-layer-pattern",),
     "--fp8-e4m3": ("--fp8-format", "e4m3"),
     "--fp8-hybrid": ("--fp8-format", "hybrid"),
     "--fp32-allreduce": ("--accumulate-allreduce-grads-in-fp32",),

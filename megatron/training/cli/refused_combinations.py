@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from megatron.core.datasets.blend import get_blend_from_list
 from megatron.training.cli.flags_distributed import STRATEGIES
 from megatron.training.cli.flags_graphs import captures_iterations
+from megatron.training.cli.flags_hybrid import has_states
 from megatron.training.cli.flags_tokenizer import tokenizer_config
 from megatron.training.cli.substitutions import holds
 
@@ -436,6 +437,23 @@ REFUSALS: tuple[Refusal, ...] = (
         "--finetune starts a new schedule; leave out --use-checkpoint-opt-param-scheduler",
     ),
     Refusal(
+        "two ways to divide a pattern",
+        lambda a: (
+            "|" in (a.hybrid_layer_pattern or "")
+            and any(
+                value is not None
+                for value in (
+                    a.pipeline_model_parallel_layout,
+                    a.decoder_first_pipeline_num_layers,
+                    a.decoder_last_pipeline_num_layers,
+                    a.num_layers_per_virtual_pipeline_stage,
+                    a.num_virtual_stages_per_pipeline_rank,
+                )
+            )
+        ),
+        "--hybrid-layer-pattern {hybrid_layer_pattern} says by | where pipeline stages end; leave out other flags of their layers",
+    ),
+    Refusal(
         "FP8 with local layers",
         lambda a: a.fp8_format is not None and a.transformer_impl == "local",
         "--fp8-format {fp8_format} needs layers of transformer-engine, got --transformer-impl local; leave one of the two out",
@@ -538,6 +556,7 @@ REFUSALS: tuple[Refusal, ...] = (
 )
 
 _DOCUMENTS = "`--reset-attention-mask` or `--dataloader-inter-document-masking`"
+_STATES = "`--experimental-attention-variant` or `--hybrid-layer-pattern`"
 
 REFUSALS += (
     _not_served(
@@ -547,14 +566,14 @@ REFUSALS += (
         "leave it out, or use `--context-parallel-size 1`",
     ),
     _not_served(
-        f"{_DOCUMENTS} with `--experimental-attention-variant`",
-        lambda a: a.experimental_attention_variant is not None and _keeps_documents_apart(a),
+        f"{_DOCUMENTS} with {_STATES}",
+        lambda a: has_states(a) and _keeps_documents_apart(a),
         "states are not reset within a sequence",
         "leave it out",
     ),
     _not_served(
-        "`--context-parallel-size` above 1 with `--experimental-attention-variant`",
-        lambda a: a.experimental_attention_variant is not None and a.context_parallel_size > 1,
+        f"`--context-parallel-size` above 1 with {_STATES}",
+        lambda a: has_states(a) and a.context_parallel_size > 1,
         "states go through the whole sequence",
         "use `--tensor-model-parallel-size` with `--sequence-parallel`",
     ),
@@ -581,7 +600,7 @@ SAID_BEFORE: tuple[tuple[str, str], ...] = (
     ("attention dropout with", "--attention-dropout must be 0 with --context-parallel-size"),
     ("query groups that", "--num-query-groups must be a multiple of --tensor-model-parallel-size"),
     ("--num-experts with", "--sequence-parallel must be on with experts"),
-    ("--context-parallel-size above 1 with --exp", "--context-parallel-size must be 1 with --experimental-attention"),
+    ("--context-parallel-size above 1 with --exp", "--context-parallel-size must be 1 with --"),
     ("biases of shared experts", "--moe-shared-expert-intermediate-size must go with --disable-bias-linear"),
 )
 """(opening of a fault of flags or of a row, opening of a component's message about the same or about what follows from it)."""

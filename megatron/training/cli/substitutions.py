@@ -132,6 +132,11 @@ SUBSTITUTIONS: tuple[Substitution, ...] = (
         lambda a: _without_training(a),
     ),
     Substitution(
+        lambda a: a.hybrid_layer_pattern is not None and a.ckpt_format is not None,
+        "--ckpt-format {ckpt_format}: checkpoints of hybrid models are saved as PyTorch DCP directories, under our names",
+        {"ckpt_format": None},
+    ),
+    Substitution(
         lambda a: a.ckpt_format in ("torch", "torch_dcp"),
         "--ckpt-format {ckpt_format}: checkpoints are saved as PyTorch DCP directories, which any number of ranks can load",
         {"ckpt_format": None},

@@ -18,6 +18,7 @@ from megatron.core.pipeline_parallel.utils import (
     is_vp_last_stage,
 )
 from megatron.core.process_groups_config import ProcessGroupCollection, group_rank
+from megatron.core.transformer.hybrid_layers import layers_of_pattern
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 DEVICES_OF_TRANSFORMER_ENGINE: tuple[str, ...] = ("cuda",)
@@ -70,6 +71,13 @@ _ARCHITECTURE_OF_LINEAR_ATTENTION = (
     "linear_value_head_dim",
     "linear_num_key_heads",
     "linear_num_value_heads",
+)
+_ARCHITECTURE_OF_HYBRIDS = (
+    "hybrid_layer_pattern",
+    "mamba_state_dim",
+    "mamba_head_dim",
+    "mamba_num_groups",
+    "mamba_num_heads",
 )
 _ARCHITECTURE_OF_EXPERTS = (
     "num_moe_experts",
@@ -202,10 +210,14 @@ class GPTConfig:
             names += _ARCHITECTURE_OF_MLA
         if self.transformer.experimental_attention_variant is not None:
             names += _ARCHITECTURE_OF_LINEAR_ATTENTION
+        if self.transformer.hybrid_layer_pattern is not None:
+            names += _ARCHITECTURE_OF_HYBRIDS
         if self.transformer.mtp_num_layers:
             names += ("mtp_num_layers", "mtp_use_repeated_layer")
         values: dict[str, Any] = {name: getattr(self.transformer, name) for name in names}
         values |= {name: getattr(self, name) for name in own}
+        if self.transformer.hybrid_layer_pattern is not None:  # borders of stages are of the split
+            values["hybrid_layer_pattern"] = layers_of_pattern(self.transformer.hybrid_layer_pattern)
         values |= _variants(self.transformer)
         if self.position_embedding_type == "yarn":
             values |= {name: getattr(self.transformer, name) for name in _ARCHITECTURE_OF_YARN}

@@ -12,6 +12,7 @@ from typing import Any
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.arguments import Settings, build_parser, settings_from_args
 from megatron.training.cli.flag_parser import FlagError
+from megatron.training.cli.flags_hybrid import take_num_layers
 from megatron.training.cli.refused_combinations import refusals_of
 from megatron.training.cli.substitutions import substitute
 from megatron.training.cli.upstream_flags import UPSTREAM_FLAGS
@@ -62,6 +63,7 @@ def validate_args(args: Namespace, defaults: Mapping[str, Any] | None = None) ->
     for name, value in (defaults or {}).items():
         if getattr(args, name, None) is None:
             setattr(args, name, value)
+    take_num_layers(args)
     substitute(args)
     rows, _ = refusals_of(args)
     if rows:

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 from megatron.core.transformer.attention_patterns import is_linear
+from megatron.core.transformer.hybrid_layers import (
+    ATTENTION,
+    EXPERTS,
+    KERNEL,
+    LAYER_KINDS,
+    MAMBA,
+    MLP,
+    kind_of_layer,
+    num_mamba_heads,
+)
 from megatron.core.transformer.moe.moe_layer import has_experts
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 FLOP_CONVENTION = (
     "TFLOP/s count the model's matrix multiplications: 6 per weight and token (2 in forward, 4 in backward; with the "
     "output layer and the experts of a token, without the embedding lookup) and the causal half of attention "
-    "scores, also where a layer attends within a window; of linear attention the convolution and four products with the state "
+    "scores, also where a layer attends within a window; of linear attention and Mamba the convolution, and four and two products with the state "
     "of each head; recomputation is not counted"
 )
 
@@ -22,6 +32,8 @@ def flops_per_sample(config: TransformerConfig, *, seq_length: int, vocab_size: 
 
     Source: Megatron-LM counts the same (its num_floating_point_operations halves attention for causal masks).
     """
+    if config.hybrid_layer_pattern is not None:
+        return _of_hybrid(config, seq_length, vocab_size)
     attention_weights, widths = _attention(config)
     further = (
         config.mtp_num_layers or 0
@@ -49,6 +61,25 @@ def _attention(config: TransformerConfig) -> tuple[int, int]:
     query = heads * config.kv_channels
     gate = query if config.attention_output_gate else 0
     return hidden * (query + gate + 2 * config.num_query_groups * config.kv_channels) + query * hidden, 2 * query
+
+
+def _of_hybrid(config: TransformerConfig, seq_length: int, vocab_size: int) -> int:
+    """Count those of a hybrid model, whose layers have attention, an MLP, experts or Mamba alone."""
+    attention, widths = _attention(config)
+    weights, number = config.hidden_size * vocab_size, dict.fromkeys(LAYER_KINDS, 0)
+    for layer in range(1, config.num_layers + 1):
+        number[kind_of_layer(config, layer) or ""] += 1
+    weights += number[ATTENTION] * attention + number[MAMBA] * _mamba(config) + number[MLP] * _dense_weights(config)
+    weights += number[EXPERTS] * _expert_weights(config) if number[EXPERTS] else 0
+    return 6 * weights * seq_length + number[ATTENTION] * 3 * seq_length * seq_length * widths
+
+
+def _mamba(config: TransformerConfig) -> int:
+    """Count the multiplications of a token in a Mamba layer: projections, convolution, writing to and reading from states."""
+    heads, groups, state = num_mamba_heads(config), config.mamba_num_groups, config.mamba_state_dim
+    channels = heads * config.mamba_head_dim
+    projections = config.hidden_size * (3 * channels + 2 * groups * state + heads)
+    return projections + KERNEL * (channels + 2 * groups * state) + 2 * channels * state
 
 
 def _linear_attention(config: TransformerConfig) -> int:

@@ -15,6 +15,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.attention_checks import ATTENTION_CONTRADICTIONS
 from megatron.core.transformer.config_checks import CONTRADICTIONS
 from megatron.core.transformer.fp8_checks import FP8_CONTRADICTIONS
+from megatron.core.transformer.hybrid_layers import HYBRID_CONTRADICTIONS
 from megatron.core.transformer.linear_attention_checks import LINEAR_ATTENTION_CONTRADICTIONS
 from megatron.core.transformer.offload.offload_checks import OFFLOAD_CONTRADICTIONS
 from megatron.core.transformer.parallel_checks import PARALLEL_CONTRADICTIONS
@@ -162,6 +163,7 @@ def test_every_row_of_the_tables_has_a_test() -> None:
         ATTENTION_CONTRADICTIONS,
         OFFLOAD_CONTRADICTIONS,
         LINEAR_ATTENTION_CONTRADICTIONS,
+        HYBRID_CONTRADICTIONS,
     )
     assert len(CONTRADICTORY) == len(CONTRADICTIONS) - sum(map(len, elsewhere))
 

@@ -88,9 +88,9 @@ def test_the_tokenizer_and_the_split_have_flags_of_their_own(tmp_path: Path) -> 
 
 
 def test_a_setting_that_is_not_served_is_refused_with_its_reason(tmp_path: Path) -> None:
-    saved = _args(f"{MODEL} {REST} {TOKENIZER}") | {"hybrid_layer_pattern": "M-M-"}
+    saved = _args(f"{MODEL} {REST} {TOKENIZER}") | {"heterogeneous_layers_config_path": "layers.json"}
     line = _check(f"{REST} {TOKENIZER} --load {_save(tmp_path, saved, kind='own')} --use-checkpoint-args")
-    assert any(fault.startswith("--hybrid-layer-pattern is refused: ") for fault in line.faults)
+    assert any(fault.startswith("--heterogeneous-layers-config-path is refused: ") for fault in line.faults)
 
 
 def test_without_a_checkpoint_the_command_lines_settings_are_used_and_that_is_said(tmp_path: Path) -> None:

@@ -88,6 +88,7 @@ CONTRADICTIONS: dict[str, tuple[str, str]] = {
     "save-interval below 1": ("--save x --save-interval 0", ""),
     "save-retain-interval that save-interval does not divide": ("--save x --save-interval 2 --save-retain-interval 3", ""),
     "finetune with the checkpoint's schedule": ("--load x --finetune --use-checkpoint-opt-param-scheduler", ""),
+    "two ways to divide a pattern": ("--hybrid-layer-pattern M|M --decoder-first-pipeline-num-layers 1", ""),
     "FP8 with local layers": ("--bf16 --fp8-format hybrid --transformer-impl local", ""),
     "CUDA graph scope below the iteration": ("--cuda-graph-impl full_iteration --cuda-graph-scope attn mlp", ""),
     "CUDA graph with gloo": ("--cuda-graph-impl full_iteration --distributed-backend gloo", ""),

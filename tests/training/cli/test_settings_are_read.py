@@ -38,6 +38,7 @@ SUBSTITUTED = {
 NOT_READ = {
     "grad_sync_func": "library code may set it; gradients are reduced as the plan says",
     "init_method_std": "the configuration makes functions of it",
+    "is_hybrid_model": "the configuration makes functions of it",
     "init_model_with_meta_device": "GPTConfig.init_on_meta_device, of the same flag, is read",
     "lines": "the configuration report prints them",
     "megatron_fsdp_version": "one engine serves both versions",

@@ -17,6 +17,7 @@ from tests.training.cli.test_flags import MINIMAL
 
 FIELDS = [field for kind in (TransformerConfig, OptimizerConfig) for field in fields(kind)]
 EXPERTS, MLA = "--num-experts 4", "--multi-latent-attention"
+HYBRID = "--hybrid-layer-pattern M-*- --num-layers 4 --mamba-head-dim 8 --mamba-num-groups 1 --hidden-size 64"
 
 # in the order of the table: (flags that the row takes as others, the others)
 CASES: list[tuple[str, str]] = [
@@ -24,6 +25,7 @@ CASES: list[tuple[str, str]] = [
         "--skip-train --load x --save y",
         "--skip-train --load x --no-load-optim --no-load-rng --override-opt-param-scheduler",
     ),
+    (f"{HYBRID} --ckpt-format torch_dist", HYBRID),
     ("--ckpt-format torch_dcp", ""),
     (
         "--use-torch-fsdp2 --torch-fsdp2-no-reshard-after-forward",

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from megatron.core.extensions import why_missing
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
+from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
+from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, WholeLinear
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.attention_patterns import is_linear
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.hybrid_layers import ATTENTION, EXPERTS, MAMBA, kind_of_layer
+from megatron.core.transformer.hybrid_layers import MLP as MLP_ALONE
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.experts import GroupedMLP, SequentialMLP, TEGroupedMLP
@@ -312,6 +316,8 @@ def get_gpt_decoder_block_spec(
         settings["use_te_op_fuser"] = config.use_transformer_engine_op_fuser
     else:
         spec, settings["normalization"] = get_gpt_layer_local_spec, normalization or config.normalization
+    if config.hybrid_layer_pattern is not None:
+        return _hybrid_block(config, spec, settings, use_transformer_engine)
     kinds = [(has_experts(config, n), is_linear(config, n)) for n in range(1, config.num_layers + 1)]
     layers: dict[tuple[bool, bool], ModuleSpec] = {}
     for kind in dict.fromkeys(kinds):
@@ -327,6 +333,36 @@ def get_gpt_decoder_block_spec(
             _compute_without_counts_on_host(layers[kind])
     specs = [layers[kind] for kind in kinds]
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=_final_norm(use_transformer_engine))
+
+
+def _hybrid_block(
+    config: TransformerConfig, spec: Callable[..., ModuleSpec], settings: dict[str, Any], use_transformer_engine: bool
+) -> TransformerBlockSubmodules:
+    """Return the specs of a hybrid model: layers of attention alone, of an MLP alone, and of Mamba with the same linear modules."""
+    both = spec(**settings)
+    experts = both
+    if config.num_moe_experts is not None:
+        experts = spec(config.num_moe_experts, config.moe_grouped_gemm, **settings)
+    attention, submodules = both.submodules.self_attention, both.submodules
+    mixer = MambaMixerSubmodules(in_proj=attention.submodules.linear_qkv, out_proj=attention.submodules.linear_proj)
+    alone = {"input_layernorm": IdentityOp, "self_attention": IdentityOp}
+    kinds = {
+        MAMBA: ModuleSpec(
+            module=MambaLayer,
+            submodules=MambaLayerSubmodules(
+                norm=submodules.input_layernorm, mixer=ModuleSpec(module=MambaMixer, submodules=mixer)
+            ),
+        ),
+        ATTENTION: _replaced(both, mlp=IdentityOp, pre_mlp_layernorm=IdentityOp),
+        MLP_ALONE: _replaced(both, **alone),
+        EXPERTS: _replaced(experts, **alone),
+    }
+    specs = [kinds[kind_of_layer(config, number) or ""] for number in range(1, config.num_layers + 1)]
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=_final_norm(use_transformer_engine))
+
+
+def _replaced(layer: ModuleSpec, **submodules: Any) -> ModuleSpec:
+    return replace(layer, submodules=replace(layer.submodules, **submodules))
 
 
 def _compute_without_counts_on_host(layer: ModuleSpec) -> None:

@@ -12,6 +12,7 @@ import torch
 
 from megatron.core.process_groups_config import group_of, group_size
 from megatron.core.tensor_parallel.layers import WholeLinear
+from megatron.core.transformer.hybrid_layers import EXPERTS, kind_of_layer
 from megatron.core.transformer.layer_arguments import check_layer_arguments
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.router import TopKRouter
@@ -34,9 +35,11 @@ class MoESubmodules:
 
 
 def has_experts(config: TransformerConfig, layer_number: int) -> bool:
-    """Return whether ``moe_layer_freq`` makes the layer of this number (1 is the first of the model) a mixture of experts."""
+    """Return whether ``moe_layer_freq``, or ``hybrid_layer_pattern``, makes the layer of this number (1 is the first of the model) a mixture of experts."""
     if config.num_moe_experts is None:
         return False
+    if config.hybrid_layer_pattern is not None:
+        return kind_of_layer(config, layer_number) == EXPERTS
     if isinstance(config.moe_layer_freq, int):
         return (layer_number - 1) % config.moe_layer_freq == 0
     return bool(config.moe_layer_freq[layer_number - 1])

@@ -39,7 +39,7 @@ from megatron.training.formats.megatron_lm.legacy_optimizer import (
     numbered_state,
     of_other_weights,
 )
-from megatron.training.formats.megatron_lm.names import EMBEDDING, OUTPUT, is_gated, places_of
+from megatron.training.formats.megatron_lm.names import EMBEDDING, OUTPUT, is_gated, places_of, refuse_hybrid
 from megatron.training.formats.megatron_lm.run import run_of_archive
 from megatron.training.formats.rules import check_stored
 
@@ -71,6 +71,7 @@ def open_legacy(folder: Path) -> ForeignCheckpoint:
     stored = CheckpointReader.of_files(folder, entries)
 
     def views(architecture: Architecture, state_keys: Sequence[str] | None) -> ViewReader:
+        refuse_hybrid(architecture)
         if architecture.get("experimental_attention_variant") is not None:
             raise NotImplementedError(
                 f"{folder} must be of a model without linear attention, got {architecture['experimental_attention_variant']}: the"

@@ -75,6 +75,15 @@ def _rests(rest: str) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield f"{linear}.layer_norm_{kind}", ()
 
 
+def refuse_hybrid(architecture: Architecture) -> None:
+    """Raise NotImplementedError for a hybrid model: rows of Mamba's layers are in another order there."""
+    if architecture.get("hybrid_layer_pattern") is not None:
+        raise NotImplementedError(
+            "checkpoints of hybrid models must be ours, got one of Megatron-LM, or to be written for it: rows of Mamba's layers are"
+            " in another order there; leave out --ckpt-format, and train from a checkpoint of ours"
+        )
+
+
 def is_gated(name: str, architecture: Architecture) -> bool:
     """Return whether the rows of a tensor of ours are a gate and what it gates."""
     return bool(architecture["gated_linear_unit"]) and ".linear_fc1." in name
@@ -111,7 +120,12 @@ def _vocabulary(source: str, size: torch.Size, entries: Entries) -> list[Part]:
 def views_in(
     entries: Entries, sizes: Mapping[str, torch.Size], architecture: Architecture, prefix: str
 ) -> dict[str, View]:
-    """Return tensors of ours as views of what a checkpoint has; under the most likely name where it has none of them."""
+    """Return tensors of ours as views of what a checkpoint has; under the most likely name where it has none of them.
+
+    Raises:
+        NotImplementedError: the model is a hybrid one.
+    """
+    refuse_hybrid(architecture)
     views = {}
     for name, size in sizes.items():
         vocabulary = name in (EMBEDDING, OUTPUT)

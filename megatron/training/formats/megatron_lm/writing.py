@@ -19,7 +19,7 @@ from megatron.training.formats.architecture import (
 )
 from megatron.training.formats.linear_attention import has_sections, parts_of_sections, without_section
 from megatron.training.formats.megatron_lm.distributed import CONFIG
-from megatron.training.formats.megatron_lm.names import EXPERT, FUSED_NORMS, LAYER, MTP_LAYER, is_gated
+from megatron.training.formats.megatron_lm.names import EXPERT, FUSED_NORMS, LAYER, MTP_LAYER, is_gated, refuse_hybrid
 from megatron.training.formats.megatron_lm.optimizer import MAIN_WEIGHT, STATE_KEYS
 from megatron.training.formats.megatron_lm.run import COMMON
 
@@ -74,6 +74,7 @@ def layout_of(
 
     Ranks: pure.
     """
+    refuse_hybrid(architecture)
     parameters, buffers = sizes_of(architecture)
     counters: dict[str, Any] = {"iteration": iteration, "checkpoint_version": 3.0, "args": None}
     if run is not None:
