@@ -60,6 +60,7 @@ _NOT_OF_THE_MODEL = (
 )
 _OF_A_RUN = ("state", "scheduler", "samples", "rng", "args")
 _ARCHITECTURE = f"{EXTRA_STATE}architecture"
+_TOKEN_IDS = f"{EXTRA_STATE}token_ids"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +71,7 @@ class Source:
         reader: of weights, and of the optimizer's state if ``run`` is not {}.
         run: what a run goes on from, by our names; {} where there are weights alone.
         without: why there are weights alone.
+        token_ids: entries of Hugging Face's ``config.json`` that name special tokens, where they are known.
     """
 
     reader: TensorReader
@@ -79,6 +81,7 @@ class Source:
     iteration: int
     run: dict[str, Any] = field(default_factory=dict)
     without: str = ""
+    token_ids: dict[str, Any] = field(default_factory=dict)
 
 
 def open_source(
@@ -108,6 +111,7 @@ def open_source(
         changed = {} if padded_vocab_size is None else {"padded_vocab_size": padded_vocab_size}
         architecture = {**(found.architecture or _architecture_of(flags, found.num_ids)), **changed}
         known: dict[str, Any] = {"kind": found.kind, "path": found.path, "architecture": architecture}
+        known["token_ids"] = dict(found.token_ids)
         without = "as asked for" if weights_alone else "it is no run that goes on"
         if not weights_alone and goes_on(found, finetune=False):
             assert found.run is not None
@@ -130,7 +134,9 @@ def open_source(
     saved = [name for name in _OF_A_RUN if f"{EXTRA_STATE}{name}" in stored.entries]
     if not weights_alone and "scheduler" in saved and "optimizer.param_groups" in stored.entries:
         run = {name: stored.values([f"{EXTRA_STATE}{name}"])[f"{EXTRA_STATE}{name}"] for name in saved}
+    token_ids = stored.values([_TOKEN_IDS])[_TOKEN_IDS] if _TOKEN_IDS in stored.entries else {}
     return Source(
+        token_ids=token_ids,
         reader=reader,
         kind="own",
         path=path,
@@ -162,6 +168,7 @@ def convert(source: Source, args: argparse.Namespace) -> str:
             shard_nbytes=int(args.max_shard_gb * 1e9),
             vocab_size=args.vocab_size,
             dtype=dtype,
+            token_ids=source.token_ids,
         )
         return f"{args.target} (Hugging Face, {kind})"
     if (args.target / TRACKER).exists():
@@ -173,6 +180,8 @@ def convert(source: Source, args: argparse.Namespace) -> str:
     values |= source.reader.values(plain)
     if not source.run:
         values[CONVERTED_FROM] = f"{source.path} ({source.kind})"
+    if source.token_ids:
+        values[_TOKEN_IDS] = source.token_ids
     write_own(
         source.reader,
         path,

@@ -129,6 +129,7 @@ def write_huggingface(
     shard_nbytes: int,
     vocab_size: int | None = None,
     dtype: torch.dtype | None = None,
+    token_ids: Mapping[str, Any] | None = None,
 ) -> str:
     """Write the model's weights as a Hugging Face folder, which appears when it is complete; return its ``model_type``.
 
@@ -136,6 +137,7 @@ def write_huggingface(
         reader: reads our weights.
         vocab_size: ids to write; None: all, padding too.
         dtype: None: as they are.
+        token_ids: further entries of ``config.json``, which name special tokens.
 
     Raises:
         FileExistsError: something is at ``folder``.
@@ -155,6 +157,7 @@ def write_huggingface(
     beside.mkdir(parents=True)
     try:
         dtypes = {dtype or entry.dtype for entry in tensors_of(theirs).values()}
+        config |= token_ids or {}
         config["dtype"] = str(sorted(dtypes, key=lambda d: d.itemsize)[-1]).removeprefix("torch.")
         (beside / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
         _write_shards(theirs, beside, buffer_nbytes=buffer_nbytes, shard_nbytes=shard_nbytes, dtype=dtype)

@@ -70,6 +70,7 @@ _VARIANTS = {
     "activation_func_clamp_value": "--activation-func-clamp-value",
     "window_rotary_base": "--window-rotary-base",
     "embedding_scale": "--embedding-scale",
+    "mtp_num_layers": "--mtp-num-layers",
     "softmax_scale": "--softmax-scale",
 }
 _OF_LINEAR_ATTENTION = {
@@ -83,6 +84,7 @@ _OF_LINEAR_ATTENTION = {
 }
 _ACTIVATIONS = {"quick_gelu": "--quick-geglu", "fast_gelu": "--geglu"}
 _SWITCHES = {
+    "mtp_use_repeated_layer": "--mtp-use-repeated-layer",
     "sandwich_layernorm": "--sandwich-layernorm",
     "qk_l2_norm": "--qk-l2-norm",
     "attention_output_gate": "--attention-output-gate",

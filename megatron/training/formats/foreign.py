@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ class ForeignCheckpoint:
         num_ids: rows of its embedding, with padding.
         run: where the run stood that saved it; None: it holds weights alone.
         vocab_rows: ids that its embedding has; None: as many as ours or more, of which those beyond ours pad it.
+        token_ids: entries of its ``config.json`` that name special tokens.
     """
 
     path: Path
@@ -34,6 +35,7 @@ class ForeignCheckpoint:
     run: ForeignRun | None = field(default=None, repr=False)
     vocab_rows: int | None = None
     num_ids: int = 0
+    token_ids: Mapping[str, Any] = field(default_factory=dict)
 
     def reader(
         self, architecture: Architecture, *, state_keys: Sequence[str] | None = None, finetune: bool = False

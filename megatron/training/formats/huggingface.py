@@ -43,6 +43,7 @@ from megatron.training.formats.rules import (
 )
 
 CONFIG = "config.json"
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # Buffers that older versions saved, which models compute.
 _COMPUTED = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 
@@ -376,4 +377,5 @@ def open_huggingface(folder: Path) -> ForeignCheckpoint:
         views=views,
         vocab_rows=settings["padded_vocab_size"],
         num_ids=settings["padded_vocab_size"],
+        token_ids={name: config[name] for name in TOKEN_IDS if config.get(name) is not None},
     )

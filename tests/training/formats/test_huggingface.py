@@ -103,6 +103,23 @@ def test_there_and_back_is_the_same_bit_for_bit(name: str, tmp_path: Path, capsy
     assert not list(tmp_path.glob("*.tmp-*"))
 
 
+def test_ids_of_special_tokens_come_back(tmp_path: Path) -> None:
+    ids = {"bos_token_id": 1, "eos_token_id": [2, 3], "pad_token_id": 0}
+    model = _copy("llama", tmp_path / "model", lambda config: config.update(ids))
+    for source, target, kind in ((model, "own", "own"), (tmp_path / "own", "core", "torch_dist")):
+        assert convert.main([str(source), str(tmp_path / target), "--to", kind]) == 0
+    for kind in ("model", "own", "core"):
+        assert convert.main([str(tmp_path / kind), str(tmp_path / f"{kind} back"), "--to", "huggingface"]) == 0
+        assert ids.items() <= json.loads((tmp_path / f"{kind} back" / "config.json").read_text()).items()
+
+
+def test_the_flags_of_a_model_have_its_multi_token_prediction() -> None:
+    flags = f"{_TRAINING} --train-iters 1 {' '.join(flags_of(_opened('llama').architecture))}".split()
+    model = parse_settings([*flags, "--mtp-num-layers", "2", "--mtp-use-repeated-layer"]).model
+    printed = flags_of(model.architecture(VOCAB_SIZE))
+    assert printed[printed.index("--mtp-num-layers") + 1] == "2" and "--mtp-use-repeated-layer" in printed
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_the_printed_flags_are_those_of_the_model(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     found = _opened(name)
