@@ -88,7 +88,6 @@ def test_fp8_without_transformer_engine_is_refused_with_the_reason(capsys: pytes
         ("--fp8-format hybrid --fp8-recipe mxfp8", "mxfp8 needs Blackwell"),
         ("--fp8-format hybrid --no-fp8-wgrad", "--no-fp8-wgrad is refused: transformer-engine no longer"),
         ("--fp4-format e2m1", "FP4 needs Blackwell"),
-        ("--fp8-param-gather", "without --fp8-format"),
     ],
 )
 def test_what_of_fp8_is_not_served_is_refused(flags: str, reason: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -59,3 +59,30 @@ def _counts(name: str) -> list[tuple[int, ...]]:
 def test_graphs_break_no_more_often_than_around_fsdp2() -> None:
     ours, theirs = (run_ranks(1, _counts, name)[0] for name in ("ours", "fsdp2"))
     assert ours == theirs
+
+
+class _Dropped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) if self.training else self.linear(x) + 100.0
+
+
+def _follows_its_mode() -> None:
+    warnings.simplefilter("ignore")
+    model = nn.Sequential(_Dropped())
+    Kind(name="ours", strategy=ZERO3, folder="").shard(model, [model[0]])
+    model[0].compile(backend="eager")
+    assert all(module._is_fsdp_managed_module for module in (model, model[0]))
+    trained = model(torch.ones(4, 5)).detach()
+    model.eval()
+    torch.testing.assert_close(model(torch.ones(4, 5)).detach(), trained + 100.0)
+    model.train()
+    torch.testing.assert_close(model(torch.ones(4, 5)).detach(), trained)
+
+
+def test_a_compiled_unit_follows_its_mode() -> None:
+    """Also where transformers is told that the module is sharded, which torch.compile takes as leave to watch nothing."""
+    run_ranks(1, _follows_its_mode)

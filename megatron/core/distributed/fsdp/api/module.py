@@ -54,8 +54,6 @@ class FsdpModule(Fsdp2Methods):
     _fsdp_unit: FsdpUnit
     _counts_groups: bool  # of several modules that are one unit, the first has its groups
     _fsdp_policy: MixedPrecisionPolicy  # of its unit
-    # What transformers asks: generate() then goes on until all ranks are done, and LayerDrop leaves out no layer on one rank.
-    _is_fsdp_managed_module = True
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Make a module of the class from before ``fully_shard``: what a sharded container's slices make anew is not sharded."""
@@ -78,6 +76,14 @@ class FsdpModule(Fsdp2Methods):
 
     # As in nn.Module; by this name torch.compile knows what it need not wrap, at the cost of one more graph break.
     __call__ = _wrapped_call_impl
+
+    @property
+    def _is_fsdp_managed_module(self) -> bool:
+        """What transformers asks: generate() then goes on until all ranks are done, and LayerDrop leaves out no layer on one rank.
+
+        torch.compile asks too, and would then watch neither ``training`` nor any other attribute of the module.
+        """
+        return torch._guards.TracingContext.try_get() is None
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> None:

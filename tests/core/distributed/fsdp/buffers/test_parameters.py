@@ -451,7 +451,7 @@ class Sparse(nn.Module):
 @CHECKS.on(*WORLDS)
 def modules_without_parameters_are_units_too() -> None:
     model = assert_trains_alike(Sparse, lambda m: shard(m, ("act", "first", "second")), _square_loss)
-    assert model.parameter_groups == [] and model.act.parameter_groups == []
+    assert not model.parameter_groups and not model.act.parameter_groups
     nothing = shard(nn.Tanh())
     x = torch.randn(3, requires_grad=True)
     with microbatch(nothing):
