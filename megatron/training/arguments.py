@@ -11,32 +11,29 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-import torch.nn.functional as F
 
-from megatron.core.activations import fast_gelu, quick_gelu, squared_relu
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.full_cuda_graph import FullCudaGraphConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.rank_grid import RankGrid
 from megatron.core.tokenizers import TokenizerConfig
 from megatron.core.transformer.pipeline_layers import embedding_ranks
-from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.training.checkpointing import CheckpointConfig
 from megatron.training.cli.checkpoint_args import with_checkpoint_args
 from megatron.training.cli.flag_parser import Fate, FlagError, FlagParser
 from megatron.training.cli.flags_always_so import ALWAYS_SO
-from megatron.training.cli.flags_attention import add_attention_flags, yarn_settings
+from megatron.training.cli.flags_attention import add_attention_flags
 from megatron.training.cli.flags_batch import add_batch_flags, batch_config, eval_batch_config
 from megatron.training.cli.flags_checkpoint import add_checkpoint_flags, add_logging_flags
 from megatron.training.cli.flags_data import add_data_flags, add_fim_flags, fill_in_the_middle
 from megatron.training.cli.flags_distributed import add_distributed_flags
-from megatron.training.cli.flags_experts import add_expert_flags, expert_settings
-from megatron.training.cli.flags_fp8 import add_fp8_flags, fp8_settings
+from megatron.training.cli.flags_experts import add_expert_flags
+from megatron.training.cli.flags_fp8 import add_fp8_flags
 from megatron.training.cli.flags_graphs import add_graph_flags, captures_iterations, full_cuda_graph_config
-from megatron.training.cli.flags_hybrid import SIZES, add_hybrid_flags, check_spec, take_num_layers
+from megatron.training.cli.flags_hybrid import add_hybrid_flags, take_num_layers
 from megatron.training.cli.flags_loss_scale import add_loss_scale_flags, loss_scale_settings
-from megatron.training.cli.flags_mla import add_mla_flags, mla_settings
-from megatron.training.cli.flags_model import add_model_flags, ffn_hidden_size, position_embedding_type
+from megatron.training.cli.flags_mla import add_mla_flags
+from megatron.training.cli.flags_model import add_model_flags
 from megatron.training.cli.flags_of_before import (
     ALWAYS_SO_BEFORE,
     FAMILIES_ELSEWHERE,
@@ -45,14 +42,12 @@ from megatron.training.cli.flags_of_before import (
     SAID_ONCE_BEFORE,
 )
 from megatron.training.cli.flags_offload import (
-    activation_offload_settings,
     add_offload_flags,
     optimizer_offload_settings,
 )
 from megatron.training.cli.flags_parallel import (
     add_parallel_flags,
     check_stages_are_busy,
-    parallel_settings,
     rank_grid,
 )
 from megatron.training.cli.flags_profiling import add_profiling_flags
@@ -61,6 +56,7 @@ from megatron.training.cli.flags_said_once import SAID_ONCE
 from megatron.training.cli.flags_tokenizer import add_tokenizer_flags, tokenizer_config
 from megatron.training.cli.flags_training import add_training_flags
 from megatron.training.cli.megatron_lm_args import MegatronLmArgs, megatron_lm_args
+from megatron.training.cli.model_settings import compute_dtype, gpt_config
 from megatron.training.cli.refused_combinations import SAID_BEFORE, refusals_of
 from megatron.training.cli.substitutions import substitute
 from megatron.training.cli.words_of_flags import in_plain_words, in_words_of_flags
@@ -254,7 +250,7 @@ def settings_from_args(
     batch = None if grid is None else parts.build(lambda: batch_config(args, grid.size("dp")))
     made: dict[str, Any] = {"grid": grid, "batch": batch, "said_once": SaidAtStart(lines=said_once)}
     components: dict[str, Callable[[Namespace], Any]] = {
-        "model": _model,
+        "model": gpt_config,
         "data": _data,
         "tokenizer": tokenizer_config,
         "optimizer": _optimizer,
@@ -296,132 +292,6 @@ def _distributed(args: Namespace) -> DistributedConfig:
         timeout_minutes=args.distributed_timeout_minutes,
         create_all_gather_group=args.create_all_gather_group,
     )
-
-
-def _model(args: Namespace) -> GPTConfig:
-    return GPTConfig(
-        transformer=_transformer(args),
-        max_position_embeddings=args.max_position_embeddings,
-        position_embedding_type=position_embedding_type(args),
-        rotary_base=args.rotary_base,
-        rotary_percent=args.rotary_percent,
-        rope_scaling=args.use_rope_scaling,
-        rope_scaling_factor=args.rope_scaling_factor,
-        rotary_seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
-        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
-        make_vocab_size_divisible_by=args.make_vocab_size_divisible_by if args.pad_vocab_size else None,
-        model_vocab_size=args.padded_vocab_size,
-        init_on_meta_device=args.init_model_with_meta_device,
-        transformer_impl=args.transformer_impl,
-    )
-
-
-_SAME_NAME_IN_TRANSFORMER_CONFIG = (
-    "num_layers",
-    "mtp_num_layers",
-    "mtp_loss_scaling_factor",
-    "mtp_use_repeated_layer",
-    "hidden_size",
-    "num_attention_heads",
-    "kv_channels",
-    "rotary_interleaved",
-    "normalization",
-    "qk_layernorm",
-    "qk_l2_norm",
-    "softmax_type",
-    "window_size",
-    "window_attn_skip_freq",
-    "no_rope_freq",
-    "attention_output_gate",
-    "experimental_attention_variant",
-    "linear_attention_freq",
-    "linear_conv_kernel_dim",
-    "linear_key_head_dim",
-    "linear_value_head_dim",
-    "linear_num_key_heads",
-    "linear_num_value_heads",
-    "hybrid_layer_pattern",
-    "is_hybrid_model",
-    *SIZES,
-    "glu_linear_offset",
-    "activation_func_clamp_value",
-    "window_rotary_base",
-    "sandwich_layernorm",
-    "embedding_scale",
-    "embedding_init_method_std",
-    "softmax_scale",
-    "add_bias_linear",
-    "add_qkv_bias",
-    "attention_backend",
-    "attention_dropout",
-    "hidden_dropout",
-    "init_method_std",
-    "use_cpu_initialization",
-    "perform_initialization",
-    "init_model_with_meta_device",
-    "use_mup",
-    "mup_base_hidden_size",
-    "mup_embedding_mult",
-    "mup_output_mult",
-    "mup_base_head_dim",
-    "mup_attn_scale_power",
-    "bf16",
-    "fp16",
-    "fp32_residual_connection",
-    "apply_query_key_layer_scaling",
-    "bias_dropout_fusion",
-    "masked_softmax_fusion",
-    "apply_rope_fusion",
-    "persist_layer_norm",
-    "cross_entropy_loss_fusion",
-    "cross_entropy_fusion_impl",
-    "disable_jit_fuser",
-    "gradient_accumulation_fusion",
-    "deterministic_mode",
-    "calculate_per_token_loss",
-    "recompute_granularity",
-    "recompute_method",
-    "recompute_num_layers",
-    "recompute_modules",
-)
-
-
-def _transformer(args: Namespace) -> TransformerConfig:
-    check_spec(args)
-    settings: dict[str, Any] = {name: getattr(args, name) for name in _SAME_NAME_IN_TRANSFORMER_CONFIG}
-    settings |= parallel_settings(args) | expert_settings(args) | fp8_settings(args) | yarn_settings(args)
-    settings |= activation_offload_settings(args)
-    if args.swiglu:
-        settings |= {"gated_linear_unit": True, "activation_func": F.silu}
-        settings["bias_activation_fusion"] = args.bias_swiglu_fusion
-    elif args.squared_relu:
-        settings["activation_func"] = squared_relu
-    elif args.geglu:
-        settings |= {"gated_linear_unit": True, "activation_func": fast_gelu}
-        settings["bias_activation_fusion"] = args.bias_gelu_fusion
-    elif args.quick_geglu:
-        settings |= {"gated_linear_unit": True, "activation_func": quick_gelu}
-        settings["bias_activation_fusion"] = args.bias_gelu_fusion
-    else:
-        # Without a bias there is nothing to fuse with GELU, and Megatron-LM uses the exact GELU then.
-        settings["bias_activation_fusion"] = args.bias_gelu_fusion and args.add_bias_linear
-    kind: type[TransformerConfig] = TransformerConfig
-    if args.multi_latent_attention:
-        kind, settings = MLATransformerConfig, settings | mla_settings(args)
-    return kind(
-        **settings,
-        ffn_hidden_size=ffn_hidden_size(args),
-        num_query_groups=args.num_query_groups if args.group_query_attention else None,
-        layernorm_epsilon=args.norm_epsilon,
-        layernorm_zero_centered_gamma=args.apply_layernorm_1p,
-        params_dtype=_compute_dtype(args),
-        attention_softmax_in_fp32=args.attention_softmax_in_fp32,
-        init_seed=args.seed,
-    )
-
-
-def _compute_dtype(args: Namespace) -> torch.dtype:
-    return torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
 
 
 def _loop(args: Namespace, batch: BatchConfig) -> LoopConfig:
@@ -627,7 +497,7 @@ def _ddp(args: Namespace) -> DistributedDataParallelConfig:
     if shards_optimizer_alone:
         strategy = "optim"
     main_grads, grad_comm = _gradient_dtypes(args)
-    main_params = _DTYPES.get(args.megatron_fsdp_main_params_dtype, _compute_dtype(args))
+    main_params = _DTYPES.get(args.megatron_fsdp_main_params_dtype, compute_dtype(args))
     if args.use_precision_aware_optimizer:
         main_params = torch.bfloat16  # the upper halves of the fp32 weights
     return DistributedDataParallelConfig(
@@ -663,7 +533,7 @@ def _gradient_dtypes(args: Namespace) -> tuple[torch.dtype, torch.dtype]:
     too, and a dtype that is given by its own flag is always in effect.
     """
     in_fp32 = args.accumulate_allreduce_grads_in_fp32 or not args.grad_reduce_in_bf16
-    default = torch.float32 if in_fp32 else _compute_dtype(args)
+    default = torch.float32 if in_fp32 else compute_dtype(args)
     main_grads = _DTYPES.get(args.megatron_fsdp_main_grads_dtype, default)
     on_wire = torch.float16 if args.fp16 and not args.accumulate_allreduce_grads_in_fp32 else main_grads
     return main_grads, _DTYPES.get(args.megatron_fsdp_grad_comm_dtype, on_wire)

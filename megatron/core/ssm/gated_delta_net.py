@@ -11,34 +11,35 @@ Megatron-Core's module holds all queries, then all keys, and so on: conversions 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
 
-from megatron.core.extensions import why_missing
 from megatron.core.process_groups_config import group_of, group_size
 from megatron.core.ssm.causal_convolution import CausalConvolution
 from megatron.core.ssm.delta_rule import gated_delta_rule
+from megatron.core.ssm.state_layers import (
+    DECAY_RATES,
+    check_alone,
+    check_causal,
+    package_serves,
+    projection_in,
+    projection_out,
+    recomputed,
+)
 from megatron.core.tensor_parallel.partition import part_extent
 from megatron.core.transformer.init_methods import ConstantInit, UniformInit
 from megatron.core.transformer.layer_arguments import check_layer_arguments
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.parameter_init import SeededParameters
-from megatron.core.transformer.recomputation import recomputes
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
 if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.transformer_config import TransformerConfig
-
-DECAY_RATES = (1.0, 16.0)
-"""Range that initial decay rates are drawn from."""
 
 
 @dataclass
@@ -92,16 +93,8 @@ class GatedDeltaNet(SeededParameters, MegatronModule):
         self.values_of_key = config.linear_num_value_heads // config.linear_num_key_heads
         keys = config.linear_num_key_heads * self.key_width
         values = config.linear_num_value_heads * self.value_width
-        linear: dict[str, Any] = {"config": config, "bias": bias, "tp_group": tp_group}
-        self.in_proj = build_module(
-            submodules.in_proj,
-            config.hidden_size,
-            2 * keys + 2 * values + 2 * config.linear_num_value_heads,
-            init_method=config.init_method,
-            gather_output=False,
-            skip_bias_add=False,
-            **linear,
-        )
+        outputs = 2 * keys + 2 * values + 2 * config.linear_num_value_heads
+        self.in_proj = projection_in(submodules.in_proj, config, outputs, tp_group, bias=bias)
         self.conv1d = CausalConvolution(
             config, 2 * keys + values, config.linear_conv_kernel_dim, bias=conv_bias, tp_group=tp_group
         )
@@ -115,15 +108,7 @@ class GatedDeltaNet(SeededParameters, MegatronModule):
         if group_size(tp_group) > 1 and isinstance(self.out_norm, SeededParameters):
             # All ranks hold these weights and each rank's heads give a part of their gradient, also without sequence parallelism.
             self.out_norm.sum_gradients_over_tensor_ranks()
-        self.out_proj = build_module(
-            submodules.out_proj,
-            values,
-            config.hidden_size,
-            init_method=config.output_layer_init_method,
-            input_is_parallel=True,
-            skip_bias_add=True,
-            **linear,
-        )
+        self.out_proj = projection_out(submodules.out_proj, config, values, tp_group, bias=bias)
         self.reset_parameters()
 
     def forward(
@@ -153,10 +138,7 @@ class GatedDeltaNet(SeededParameters, MegatronModule):
         channels, gate, beta, alpha = mixed.split(
             [2 * self.key_width + width, width, self.values_of_key, self.values_of_key], dim=-1
         )
-        read: Callable[..., torch.Tensor] = self._read
-        if recomputes(self.config, "core_attn") and self.training:
-            read = partial(checkpoint, self._read, use_reentrant=False, preserve_rng_state=False)
-        context = read(channels, beta, alpha)
+        context = recomputed(self._read, self.config, training=self.training)(channels, beta, alpha)
         gate = gate.reshape(context.shape).float()
         context = (self.out_norm(context) * F.silu(gate)).to(hidden_states.dtype)
         output, bias = self.out_proj(context.flatten(2))
@@ -171,39 +153,8 @@ class GatedDeltaNet(SeededParameters, MegatronModule):
         log_decay = -rate * F.softplus(alpha.flatten(2).float() + self.dt_bias.float())
         value = value.unflatten(-1, (-1, self.value_width)).flatten(2, 3)
         beta = beta.flatten(2).sigmoid()
-        # The package's kernels repeat no run bit by bit.
-        is_fused = value.is_cuda and value.dtype != torch.float32 and not self.config.deterministic_mode
-        if is_fused and why_missing("flash_linear_attention") is None:
+        if package_serves("flash_linear_attention", value, self.config):
             from megatron.core.extensions.flash_linear_attention import fused_gated_delta_rule
 
             return fused_gated_delta_rule(query, key, value, log_decay, beta)
         return gated_delta_rule(query, key, value, log_decay, beta)
-
-
-def check_alone(cp_group: Any, context_parallel_size: int, cp_comm_type: str | None) -> None:
-    """Refuse layers whose sequence is split over context-parallel ranks.
-
-    Raises:
-        NotImplementedError: it is.
-    """
-    if group_size(cp_group) > 1 or context_parallel_size > 1:
-        raise NotImplementedError(
-            "layers with a state must not be split over context-parallel ranks, got"
-            f" {max(group_size(cp_group), context_parallel_size)} (cp_comm_type {cp_comm_type!r}); use context_parallel_size 1"
-        )
-
-
-def check_causal(what: str, attention_mask: torch.Tensor | None, packed: PackedSeqParams | None) -> None:
-    """Refuse masks and packs.
-
-    Raises:
-        NotImplementedError: there is one.
-    """
-    if attention_mask is not None:
-        raise NotImplementedError(
-            f"attention_mask must be None with {what}, got a tensor: a state has all tokens before"
-        )
-    if packed is not None and packed.is_packed:
-        raise NotImplementedError(
-            f"packed_seq_params must be None with {what}, got samples to keep apart: states are not reset within a sequence"
-        )

@@ -12,17 +12,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
 
-from megatron.core.extensions import why_missing
 from megatron.core.process_groups_config import group_of, group_size
 from megatron.core.ssm.causal_convolution import CausalConvolution
-from megatron.core.ssm.gated_delta_net import check_alone, check_causal
+from megatron.core.ssm.state_layers import (
+    DECAY_RATES,
+    check_alone,
+    check_causal,
+    package_serves,
+    projection_in,
+    projection_out,
+    recomputed,
+)
 from megatron.core.ssm.state_space_scan import state_space_scan
 from megatron.core.tensor_parallel.partition import part_extent
 from megatron.core.transformer.hybrid_layers import KERNEL, num_mamba_heads
@@ -30,8 +35,7 @@ from megatron.core.transformer.init_methods import ConstantInit, StepInit, Unifo
 from megatron.core.transformer.layer_arguments import check_layer_arguments
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.parameter_init import InitializedParameters, SeededParameters
-from megatron.core.transformer.recomputation import recomputes
-from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.spec_utils import ModuleSpec
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -40,8 +44,6 @@ if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-DECAY_RATES = (1.0, 16.0)
-"""Range that initial decay rates are drawn from."""
 EPSILON = 1e-5
 """Of the gated norm, whatever ``layernorm_epsilon`` is, as in Megatron-Core."""
 
@@ -105,7 +107,7 @@ class MambaMixer(SeededParameters, MegatronModule):
         super().__init__(config)
         self.begin_parameters(config)
         check_layer_arguments("MambaMixer", pp_layer_offset=pp_layer_offset, name=name)
-        check_alone(group_of(pg_collection, "cp"), config.context_parallel_size, None)
+        check_alone(group_of(pg_collection, "cp"), config.context_parallel_size)
         if d_model != config.hidden_size:
             raise ValueError(f"d_model must be hidden_size ({config.hidden_size}), got {d_model}")
         self.layer_number = layer_number
@@ -114,16 +116,8 @@ class MambaMixer(SeededParameters, MegatronModule):
         self.num_groups = part_extent(groups, 1, group_size(tp_group))
         self.heads_of_group, self.head_width = heads // groups, config.mamba_head_dim
         channels = heads * self.head_width
-        linear: dict[str, Any] = {"config": config, "bias": False, "tp_group": tp_group}
-        self.in_proj = build_module(
-            submodules.in_proj,
-            config.hidden_size,
-            2 * channels + 2 * groups * self.state + heads,
-            init_method=config.init_method,
-            gather_output=False,
-            skip_bias_add=False,
-            **linear,
-        )
+        outputs = 2 * channels + 2 * groups * self.state + heads
+        self.in_proj = projection_in(submodules.in_proj, config, outputs, tp_group)
         if isinstance(self.in_proj, SeededParameters):
             self.in_proj.set_parameter_attribute("weight", "use_muon", False)  # several matrices in one
         self.conv1d = CausalConvolution(
@@ -138,15 +132,7 @@ class MambaMixer(SeededParameters, MegatronModule):
             shape = self.describe_parameter(own, (heads,), init, partition_dim=0, group=tp_group)
             self.register_parameter(own, torch.nn.Parameter(torch.empty(shape, dtype=config.params_dtype)))
         self.norm = GatedGroupNorm(config, channels, self.num_groups, tp_group)
-        self.out_proj = build_module(
-            submodules.out_proj,
-            channels,
-            config.hidden_size,
-            init_method=config.output_layer_init_method,
-            input_is_parallel=True,
-            skip_bias_add=True,
-            **linear,
-        )
+        self.out_proj = projection_out(submodules.out_proj, config, channels, tp_group)
         self.reset_parameters()
 
     def forward(
@@ -165,9 +151,7 @@ class MambaMixer(SeededParameters, MegatronModule):
         gate, channels, step = mixed.unflatten(-1, (self.num_groups, -1)).split(
             [width, width + 2 * self.state, self.heads_of_group], dim=-1
         )
-        scan: Callable[..., torch.Tensor] = self._scan
-        if recomputes(self.config, "core_attn") and self.training:
-            scan = partial(checkpoint, self._scan, use_reentrant=False, preserve_rng_state=False)
+        scan = recomputed(self._scan, self.config, training=self.training)
         context = self.norm(scan(channels, step), gate.flatten(2))
         output, bias = self.out_proj(context)
         return output, bias
@@ -180,9 +164,7 @@ class MambaMixer(SeededParameters, MegatronModule):
         x = x.unflatten(-1, (-1, self.head_width)).flatten(2, 3)
         step, rate = F.softplus(step.flatten(2).float() + self.dt_bias.float()), self.A_log.float().exp()
         function: Callable[..., torch.Tensor] = state_space_scan
-        # The package's kernels repeat no run bit by bit.
-        is_fused = x.is_cuda and x.dtype != torch.float32 and not self.config.deterministic_mode
-        if is_fused and why_missing("mamba_ssm") is None:
+        if package_serves("mamba_ssm", x, self.config):
             from megatron.core.extensions.mamba_ssm import fused_state_space_scan
 
             function = fused_state_space_scan

@@ -12,7 +12,7 @@ from megatron.core.transformer.parallel_checks import Condition
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-_SIZES = (
+LINEAR_ATTENTION_SIZES = (
     "linear_conv_kernel_dim",
     "linear_key_head_dim",
     "linear_value_head_dim",
@@ -56,7 +56,7 @@ def _projected_rows(config: TransformerConfig) -> int:
 
 LINEAR_ATTENTION_CONTRADICTIONS: list[tuple[Condition, str]] = [
     *map(_without, _DEFAULTS),
-    *map(_positive, _SIZES),
+    *map(_positive, LINEAR_ATTENTION_SIZES),
     (
         lambda c: (
             _has(c) and (c.linear_attention_freq is None or not is_pattern(c.linear_attention_freq, c.num_layers))

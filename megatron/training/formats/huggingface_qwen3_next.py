@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron.core.distributed.fsdp.checkpoint import Part
+from megatron.core.transformer.linear_attention_checks import LINEAR_ATTENTION_SIZES
 from megatron.training.formats.architecture import Architecture, layers_with_experts, layers_with_linear_attention
 from megatron.training.formats.huggingface_llama import (
     DENSE,
@@ -22,13 +23,6 @@ from megatron.training.formats.linear_attention import rows_of_key_head
 from megatron.training.formats.rules import Rule, Subject, Table, same
 
 _ATTENTION, _LINEAR = THERE + "self_attn.", THERE + "linear_attn."
-_SIZES = (
-    "linear_conv_kernel_dim",
-    "linear_key_head_dim",
-    "linear_value_head_dim",
-    "linear_num_key_heads",
-    "linear_num_value_heads",
-)
 
 
 def _pieces(own: Subject, rows: Iterator[tuple[str, int, int]]) -> list[Part]:
@@ -122,7 +116,7 @@ def settings(config: Mapping[str, Any]) -> dict[str, Any]:
     dense, step = set(config.get("mlp_only_layers") or ()), config.get("decoder_sparse_step") or 1
     return {
         **llama_settings(config),
-        **{name: config[name] for name in _SIZES},
+        **{name: config[name] for name in LINEAR_ATTENTION_SIZES},
         "rotary_percent": rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 0.25,
         "layernorm_zero_centered_gamma": True,
         "qk_layernorm": True,
@@ -148,7 +142,7 @@ def config(settings: Architecture) -> dict[str, Any]:
     found, rotated = llama_config(settings), settings["rotary_percent"]
     return {
         **found,
-        **{name: settings[name] for name in _SIZES},
+        **{name: settings[name] for name in LINEAR_ATTENTION_SIZES},
         "rope_parameters": {**found["rope_parameters"], "partial_rotary_factor": rotated},
         "partial_rotary_factor": rotated,
         "layer_types": [

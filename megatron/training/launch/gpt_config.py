@@ -19,6 +19,7 @@ from megatron.core.pipeline_parallel.utils import (
 )
 from megatron.core.process_groups_config import ProcessGroupCollection, group_rank
 from megatron.core.transformer.hybrid_layers import layers_of_pattern
+from megatron.core.transformer.linear_attention_checks import LINEAR_ATTENTION_SIZES
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 DEVICES_OF_TRANSFORMER_ENGINE: tuple[str, ...] = ("cuda",)
@@ -66,11 +67,7 @@ _ARCHITECTURE_OF_YARN = (
 _ARCHITECTURE_OF_LINEAR_ATTENTION = (
     "experimental_attention_variant",
     "linear_attention_freq",
-    "linear_conv_kernel_dim",
-    "linear_key_head_dim",
-    "linear_value_head_dim",
-    "linear_num_key_heads",
-    "linear_num_value_heads",
+    *LINEAR_ATTENTION_SIZES,
 )
 _ARCHITECTURE_OF_HYBRIDS = (
     "hybrid_layer_pattern",

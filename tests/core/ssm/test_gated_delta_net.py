@@ -16,7 +16,8 @@ from megatron.core.models.gpt.experimental_attention_variant_module_specs import
 )
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.ssm.gated_delta_net import DECAY_RATES, GatedDeltaNet
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet
+from megatron.core.ssm.state_layers import DECAY_RATES
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.attention_patterns import is_linear
 from megatron.core.transformer.linear_attention_checks import LINEAR_ATTENTION_CONTRADICTIONS

@@ -13,7 +13,8 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.ssm.mamba_layer import MambaLayer
-from megatron.core.ssm.mamba_mixer import DECAY_RATES, EPSILON, MambaMixer
+from megatron.core.ssm.mamba_mixer import EPSILON, MambaMixer
+from megatron.core.ssm.state_layers import DECAY_RATES
 from megatron.core.ssm.state_space_scan import state_space_scan
 from megatron.core.transformer.hybrid_layers import HYBRID_CONTRADICTIONS, KERNEL
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig

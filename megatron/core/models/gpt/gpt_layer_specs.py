@@ -101,15 +101,14 @@ def get_gpt_layer_local_spec(
         experts=ModuleSpec(module=GroupedMLP, submodules=linears),
         experts_one_by_one=ModuleSpec(module=SequentialMLP, submodules=linears),
     )
-    norm = _norm_of_heads(modules.norm, bool(qk_layernorm), bool(qk_l2_norm))
-    if linear_attention:
-        attention = _linear_attention(modules)
-    elif multi_latent_attention:
-        attention = _latent_attention(modules, bool(qk_layernorm))
-    else:
-        attention = _attention(modules, norm)
-    behind = modules.norm if sandwich_layernorm else IdentityOp
-    return _layer_spec(modules, attention, num_experts, bool(moe_grouped_gemm), behind)
+    attention = _attention(
+        modules,
+        linear=linear_attention,
+        latent=bool(multi_latent_attention),
+        qk_layernorm=bool(qk_layernorm),
+        qk_l2_norm=bool(qk_l2_norm),
+    )
+    return _layer_spec(modules, attention, num_experts, bool(moe_grouped_gemm), sandwich=sandwich_layernorm)
 
 
 def get_gpt_layer_with_transformer_engine_spec(
@@ -181,15 +180,14 @@ def get_gpt_layer_with_transformer_engine_spec(
         mlp=TEFusedMLP if use_te_op_fuser else MLP,
         norm_and_column=te.TELayerNormColumnParallelLinear,
     )
-    norm = _norm_of_heads(modules.norm, bool(qk_layernorm), bool(qk_l2_norm))
-    if linear_attention:
-        attention = _linear_attention(modules)
-    elif multi_latent_attention:
-        attention = _latent_attention(modules, bool(qk_layernorm))
-    else:
-        attention = _attention(modules, norm)
-    behind = modules.norm if sandwich_layernorm else IdentityOp
-    return _layer_spec(modules, attention, num_experts, bool(moe_grouped_gemm), behind)
+    attention = _attention(
+        modules,
+        linear=linear_attention,
+        latent=bool(multi_latent_attention),
+        qk_layernorm=bool(qk_layernorm),
+        qk_l2_norm=bool(qk_l2_norm),
+    )
+    return _layer_spec(modules, attention, num_experts, bool(moe_grouped_gemm), sandwich=sandwich_layernorm)
 
 
 def _refuse(function: str, **not_served: object) -> None:
@@ -198,13 +196,12 @@ def _refuse(function: str, **not_served: object) -> None:
             raise NotImplementedError(f"{function}({name}=...) is not served, got {value!r}; leave it out")
 
 
-def _norm_of_heads(norm: ModuleSpec | type, qk_layernorm: bool, qk_l2_norm: bool) -> ModuleSpec | type:
-    if qk_l2_norm:
-        return L2Norm
-    return norm if qk_layernorm else IdentityOp
-
-
-def _attention(modules: _Modules, norm: ModuleSpec | type) -> ModuleSpec:
+def _attention(modules: _Modules, *, linear: bool, latent: bool, qk_layernorm: bool, qk_l2_norm: bool) -> ModuleSpec:
+    if linear:
+        return _linear_attention(modules)
+    if latent:
+        return _latent_attention(modules, qk_layernorm)
+    norm = L2Norm if qk_l2_norm else modules.norm if qk_layernorm else IdentityOp
     submodules = SelfAttentionSubmodules(
         linear_qkv=modules.norm_and_column or modules.column,
         core_attention=modules.core_attention,
@@ -245,8 +242,10 @@ def _layer_spec(
     attention: ModuleSpec,
     num_experts: int | None,
     moe_grouped_gemm: bool,
-    norm_behind: ModuleSpec | type,
+    *,
+    sandwich: bool,
 ) -> ModuleSpec:
+    norm_behind = modules.norm if sandwich else IdentityOp
     # Latent vectors are projected by two layers, so the norm before them is a module of its own.
     fuses_norm = modules.norm_and_column is not None and attention.module in (SelfAttention, GatedDeltaNet)
     return ModuleSpec(
