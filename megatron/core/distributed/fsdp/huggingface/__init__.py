@@ -17,11 +17,13 @@ from megatron.core.distributed.fsdp.huggingface.save import save_pretrained
 from megatron.core.distributed.fsdp.huggingface.shard import fully_shard_pretrained
 
 if TYPE_CHECKING:
+    from megatron.core.distributed.fsdp.huggingface.accelerator import FullyShardedAccelerator
     from megatron.core.distributed.fsdp.huggingface.trainer import FullyShardedTrainer
 
 __all__ = [
     "INDEX",
     "SINGLE",
+    "FullyShardedAccelerator",
     "FullyShardedTrainer",
     "LoadReport",
     "SafetensorsWriter",
@@ -34,7 +36,11 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import the trainer on first use: its base class is of ``transformers``."""
+    """Import trainers on first use: their base classes are of ``transformers`` and ``accelerate``."""
+    if name == "FullyShardedAccelerator":
+        from megatron.core.distributed.fsdp.huggingface.accelerator import FullyShardedAccelerator
+
+        return FullyShardedAccelerator
     if name == "FullyShardedTrainer":
         from megatron.core.distributed.fsdp.huggingface.trainer import FullyShardedTrainer
 

@@ -1,4 +1,4 @@
-"""What the engine takes from ``transformers``, which is imported here and nowhere else, and only when it is asked for."""
+"""What the engine takes from ``transformers``, ``accelerate`` and ``peft``, imported here alone, and only when it is asked for."""
 
 from __future__ import annotations
 
@@ -28,6 +28,13 @@ def trainer_class() -> Any:
     from transformers import Trainer
 
     return Trainer
+
+
+def accelerator_class() -> Any:
+    """Return the ``Accelerator`` of ``accelerate``."""
+    from accelerate import Accelerator
+
+    return Accelerator
 
 
 def adapter_library() -> Any:
