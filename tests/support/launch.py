@@ -21,6 +21,7 @@ PRELOAD = [
     "torch.distributed.checkpoint",
     "torch.distributed.device_mesh",
     "pretrain_gpt",
+    "tests.support.frozen_imports",
 ]
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import atexit
 import ctypes
 import functools
-import gc
 import importlib
 import json
 import multiprocessing.process
@@ -41,6 +40,7 @@ _PRELOAD = (
     "torch.distributed.checkpoint",
     "torch.utils.data",
     "pretrain_gpt",
+    "tests.support.frozen_imports",
 )
 _PR_SET_CHILD_SUBREAPER = 36
 _GONE_S = 0.02
@@ -246,8 +246,6 @@ def main(address: str, program: str) -> None:
     path = [folder for folder in sys.path if folder not in ("", str(_ROOT))]
     for name in _PRELOAD:
         importlib.import_module(name)
-    gc.collect()
-    gc.freeze()  # or a collection in a process would write to, and so copy, all that it shares with the server
     request = _serve(address)
     try:
         _become(request, program, path)
