@@ -126,7 +126,8 @@ def write_run(
 
     Args:
         kind: ``fully_reshardable``, ``fully_sharded_model_space`` (of an older version, by two tensor-parallel ranks),
-            ``dp_reshardable`` (by two times two tensor- and pipeline-parallel ranks), ``fsdp_dtensor`` or ``torch`` (by as many).
+            ``dp_reshardable`` (by two times two tensor- and pipeline-parallel ranks), ``fsdp_dtensor``, ``torch`` (by as many) or
+            ``distrib_optim`` (the same with a distributed optimizer).
         dtype: of the model weights; the main weights are fp32.
     """
     reader = CheckpointReader(native)
@@ -145,7 +146,7 @@ def write_run(
     }
     groups = [{"lr": 0.5, "betas": (0.9, 0.999), "eps": 1e-8, "wd_mult": 1.0, "step": iteration}]
     common = {"iteration": iteration, "args": args, "checkpoint_version": 3.0, "opt_param_scheduler": schedule}
-    if kind == "torch":
+    if kind in ("torch", "distrib_optim"):
         write_legacy(folder, main, gated=gated, num_ranks=2, num_stages=2)
         own = folder / f"iter_{iteration:07d}"
         (folder / "iter_0000007").rename(own)
@@ -153,6 +154,8 @@ def write_run(
             write_legacy(folder / key, tensors, gated=gated, num_ranks=2, num_stages=2)
         for path in own.iterdir():
             add_numbered_state(path / "model_optim_rng.pt", folder, common, list(moments), groups[0], dtype)
+            if kind == "distrib_optim":
+                move_to_buffers(path, 3000 if path.name.endswith("_000") else 1 << 60)
         (folder / "latest_checkpointed_iteration.txt").write_text(str(iteration))
         return folder
     if kind == "fsdp_dtensor":
@@ -226,6 +229,33 @@ def add_numbered_state(
     model = {name: tensor if tensor is None else tensor.to(dtype) for name, tensor in content["model"].items()}
     optimizer = {"optimizer": saved, "fp32_from_fp16_params": main}
     torch.save({**content, **common, "model": model, "optimizer": optimizer}, file)
+
+
+def move_to_buffers(folder: Path, bucket_numel: int) -> None:
+    """Move the state of a rank's optimizer into ``distrib_optim.pt``, as a distributed optimizer has it."""
+    content = torch.load(folder / "model_optim_rng.pt", weights_only=False)
+    saved, mains = content["optimizer"]["optimizer"], content["optimizer"]["fp32_from_fp16_params"]
+    numbers = [number for group in saved["param_groups"] for number in group["params"]]
+    main = dict(zip(numbers, [tensor for group in mains for tensor in group], strict=True))
+    weights = {name: tensor for name, tensor in content["model"].items() if tensor is not None}
+    by_group = [name for decays in (True, False) for name in weights if (weights[name].dim() > 1) is decays]
+    number_of = {name: number for number, name in enumerate(by_group)}
+    buffer: dict[str, Any] = {}
+    for key in ("param", *(key for key in saved["state"][0] if key != "step")):
+        own = [main[n] if key == "param" else saved["state"][n][key] for n in map(number_of.__getitem__, weights)]
+        buffer[key] = torch.cat(_cut_buckets(own, bucket_numel))
+    buffer["numel_unpadded"] = len(buffer["param"])
+    dtypes = (next(iter(weights.values())).dtype, torch.float32)
+    torch.save({"buckets_coalesced": True, 0: {dtypes: buffer}}, folder / "distrib_optim.pt")
+    step = int(saved["state"][0]["step"])
+    groups = [
+        {**{k: v for k, v in group.items() if k != "params"}, "step": float(step)} for group in saved["param_groups"]
+    ]
+    content["optimizer"] = {"optimizer": {"param_groups": groups}}
+    split = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "ddp_bucket_size": bucket_numel}
+    split |= {"overlap_grad_reduce": True, "untie_embeddings_and_output_weights": True}
+    content["args"] = argparse.Namespace(**{**vars(content["args"]), **split})
+    torch.save(content, folder / "model_optim_rng.pt")
 
 
 _IN_LAYERS_OF_TRANSFORMER_ENGINE = (

@@ -9,12 +9,21 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from megatron.core.distributed.fsdp.checkpoint import TensorReader
+from megatron.training.arguments import parse_settings
 from megatron.training.formats.recognise import find_foreign
 from tests.support.megatron_lm_folders import add_numbered_state, weights_and_architecture, write_legacy
 
 KEYS = ["exp_avg", "exp_avg_sq"]
+OF_MEGATRON = Path(__file__).parents[2] / "support" / "fixtures" / "megatron_lm" / "distrib_optim"
+ITS_MODEL = (
+    "--num-layers 2 --hidden-size 10 --num-attention-heads 1 --group-query-attention --num-query-groups 1 --ffn-hidden-size 14 "
+    "--seq-length 16 --max-position-embeddings 16 --position-embedding-type rope --swiglu --normalization RMSNorm --micro-batch-size 1 "
+    "--disable-bias-linear --untie-embeddings-and-output-weights --padded-vocab-size 24 --mock-data --tokenizer-type NullTokenizer "
+    "--vocab-size 23 --train-iters 4 --lr 1e-2 --bf16"
+)
 
 
 def _write(
@@ -127,3 +136,62 @@ def test_another_optimizer_is_refused_by_its_keys(tmp_path: Path) -> None:
         ValueError, match="must hold optimizer state momentum_buffer, got other: exp_avg, exp_avg_sq, momentum"
     ):
         _reader(tmp_path, expected["architecture"], ["momentum_buffer"])
+
+
+def _of_megatron(folder: Path) -> TensorReader:
+    return _reader(folder, parse_settings(ITS_MODEL.split()).model.architecture(1), KEYS)
+
+
+def test_buffers_that_megatron_wrote_hold_the_state_of_each_weight() -> None:
+    """Weights lie in reverse, each at a multiple of 64 in its bucket, and buckets of 300 elements follow each other."""
+    reader, expected = _of_megatron(OF_MEGATRON), load_file(OF_MEGATRON / "expected.safetensors")
+    for full, value in expected.items():
+        name, _, key = full.rpartition(".")
+        assert torch.equal(reader.tensor(name if key == "param" else f"optimizer.state.{name}.{key}"), value), full
+        assert reader.tensor(f"optimizer.state.{name}.step") == 2
+    assert len(expected) == 45 == 3 * sum(name.endswith(".step") for name in reader.entries)
+
+
+def _other_args(folder: Path) -> None:
+    path = folder / "model_optim_rng.pt"
+    content = torch.load(path, weights_only=False)
+    content["args"].overlap_grad_reduce = False
+    torch.save(content, path)
+
+
+def _other_buffers(change: Callable[[Any], Any]) -> Callable[[Path], None]:
+    def apply(folder: Path) -> None:
+        content = torch.load(folder / "distrib_optim.pt", weights_only=False)
+        torch.save(change(content), folder / "distrib_optim.pt")
+
+    return apply
+
+
+def _shifted(saved: Any) -> Any:
+    ((dtypes, buffer),) = saved[0].items()
+    return {**saved, 0: {dtypes: {**buffer, "param": buffer["param"].roll(1)}}}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_other_args, "must have 2170 or 2736 elements in the buffer of 15 weights, as its arguments say, got 2484"),
+        (lambda folder: (folder / "distrib_optim.pt").unlink(), "distrib_optim.pt beside .* not there.: restore that"),
+        (_other_buffers(_shifted), "in the order of its modules, got other main weights"),
+        (
+            _other_buffers(lambda saved: [saved, saved]),
+            "buffers of one distributed optimizer, got state of 2 optimizers",
+        ),
+        (_other_buffers(lambda saved: {0: saved[0]}), "got no buckets_coalesced, which Megatron-LM writes since"),
+        (_other_buffers(lambda saved: {**saved, 1: saved[0]}), "for each stage of its rank and dtype of its weights"),
+        (lambda folder: (folder / "distrib_optim.pt").write_bytes(b"PK"), "must be an archive of torch.save"),
+    ],
+    ids=["arguments", "no file", "shifted", "two optimizers", "old", "two buffers", "damaged"],
+)
+def test_buffers_that_are_not_of_the_model_are_refused(
+    change: Callable[[Path], Any], message: str, tmp_path: Path
+) -> None:
+    shutil.copytree(OF_MEGATRON, tmp_path, dirs_exist_ok=True)
+    change(tmp_path / "iter_0000002" / "mp_rank_00")
+    with pytest.raises(ValueError, match=message):
+        _of_megatron(tmp_path)

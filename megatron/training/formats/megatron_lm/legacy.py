@@ -3,7 +3,7 @@
 Each archive has the rank's part of the model under ``model``, with layers counted within the stage; where a rank has several
 stages, they are under ``model0``, ``model1`` and so on. Matrices are cut by rows or by
 columns; the rows of a gated one are the gate and what it gates of this rank. For the optimizer's state see [Note: numbered weights] in
-``legacy_optimizer.py``.
+``legacy_optimizer.py``, and [Note: joined buckets] in ``legacy_buffers.py``.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ from megatron.training.formats.foreign import ForeignCheckpoint
 from megatron.training.formats.foreign_run import ForeignRun
 from megatron.training.formats.megatron_lm.buffers import compare_main_weights
 from megatron.training.formats.megatron_lm.distributed import steps_and_groups
+from megatron.training.formats.megatron_lm.legacy_buffers import FILE as _DISTRIBUTED
+from megatron.training.formats.megatron_lm.legacy_buffers import joined_state
 from megatron.training.formats.megatron_lm.legacy_optimizer import (
     MAIN,
     STEP,
@@ -119,23 +121,39 @@ def _stored(tensor: ArchivedTensor) -> StoredTensor:
     return StoredTensor(tensor.dtype, tensor.size, [chunk])
 
 
+class _Saved(NamedTuple):
+    """Name of a rank's folder, and what the archive of its model has of an optimizer."""
+
+    rank: str
+    optimizer: Any
+
+
 class _State(NamedTuple):
-    """The weights by stage, and what the archives of each pipeline and tensor-parallel rank have of an optimizer."""
+    """The weights by stage, and what is saved of the optimizer of each pipeline and tensor-parallel rank."""
 
     stages: _Stages
-    optimizers: list[list[Any]]
+    optimizers: list[list[_Saved]]
 
-    def by_key(self, folder: Path, no_parameters: Container[str]) -> dict[str, dict[str, ArchivedTensor]]:
-        """Return the optimizer's tensors by key and by the source of the weight, as ``numbered_state`` finds them."""
+    def by_key(
+        self, folder: Path, args: Mapping[str, Any], no_parameters: Container[str]
+    ) -> dict[str, dict[str, ArchivedTensor]]:
+        """Return the optimizer's tensors by key and by the source of the weight."""
         found: dict[str, dict[str, ArchivedTensor]] = {}
         for stage, rank in product(range(len(self.optimizers)), range(len(self.optimizers[0]))):
-            own = [
-                (source, tensor)
+            chunks = [
+                [
+                    (source, tensor)
+                    for name, tensor in self.stages[number][rank].items()
+                    if (source := _source(number, rank, name)) not in no_parameters
+                ]
                 for number in range(stage, len(self.stages), len(self.optimizers))
-                for name, tensor in self.stages[number][rank].items()
-                if (source := _source(number, rank, name)) not in no_parameters
             ]
-            for key, source, tensor in numbered_state(own, self.optimizers[stage][rank], folder):
+            saved = self.optimizers[stage][rank]
+            if (folder / saved.rank / _DISTRIBUTED).is_file():
+                state = joined_state(chunks, folder, saved.rank, args, is_first_stage=stage == 0)
+            else:
+                state = numbered_state([one for chunk in chunks for one in chunk], saved.optimizer, folder)
+            for key, source, tensor in state:
                 found.setdefault(key, {})[source] = tensor
         return found
 
@@ -151,7 +169,7 @@ def _with_state(
 ) -> ViewReader:
     """Return a reader of the weights, in whose place are main weights where there are any, and of the optimizer's state."""
     parameters, buffers = sizes_of(architecture)
-    by_key = state.by_key(folder, {part.source for name in buffers for part in weights[name].parts})
+    by_key = state.by_key(folder, run.args, {part.source for name in buffers for part in weights[name].parts})
     if others := sorted(by_key.keys() ^ {*keys, MAIN, STEP} - ({MAIN, STEP} - by_key.keys())):
         raise ValueError(
             f"{folder} must hold optimizer state {', '.join(keys)}, got other: {', '.join(others)}; {WITHOUT}"
@@ -179,9 +197,9 @@ def _with_state(
     return ViewReader(stored, {**weights, **main, **of_weights, **more}, plain)
 
 
-def _read(folder: Path) -> tuple[_Stages, list[list[Any]]]:
+def _read(folder: Path) -> tuple[_Stages, list[list[_Saved]]]:
     found: dict[tuple[int, int], list[dict[str, ArchivedTensor]]] = {}
-    optimizers: dict[tuple[int, int], Any] = {}
+    optimizers: dict[tuple[int, int], _Saved] = {}
     for path in sorted(folder.glob(RANK_FOLDER)):
         match = _NAME.fullmatch(path.name)
         if match is None or match["ep"] is not None:
@@ -190,7 +208,8 @@ def _read(folder: Path) -> tuple[_Stages, list[list[Any]]]:
                 "with --ckpt-format torch_dist, which any split loads"
             )
         key = int(match["pp"] or 0), int(match["tp"])
-        found[key], optimizers[key] = _tensors(path / _FILE, f"{path.name}/{_FILE}")
+        found[key], optimizer = _tensors(path / _FILE, f"{path.name}/{_FILE}")
+        optimizers[key] = _Saved(path.name, optimizer)
     num_stages, num_ranks = (max(key[axis] for key in found) + 1 for axis in (0, 1))
     missing = [
         f"stage {stage}, tensor rank {rank}"

@@ -38,8 +38,8 @@ def numbered_state(own: Sequence[_Named], saved: Any, where: Path) -> Iterator[t
     if not isinstance(state, Mapping) or not isinstance(groups, list) or not state:
         raise ValueError(
             f"{where} must hold the state of one optimizer per rank, numbered by weights, got {_got(saved)} (with "
-            "--use-distributed-optimizer it is in distrib_optim.pt, which is not read): save it with --ckpt-format torch_dist and "
-            f"--dist-ckpt-optim-fully-reshardable, or {WITHOUT}"
+            "--use-distributed-optimizer it is in distrib_optim.pt beside the model's archive, which is not there): restore that file, "
+            f"save it with --ckpt-format torch_dist and --dist-ckpt-optim-fully-reshardable, or {WITHOUT}"
         )
     main = saved.get("fp32_from_fp16_params")
     filled = [(group, list(group["params"])) for group in groups]
