@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -100,6 +100,20 @@ class Quantization:
         self._group, reduces = _amax_group(config, pg_collection)
         self._recipe = quantization_recipe(config, reduce_amax=reduces)
         self.spans_block = config.fp8_recipe == "delayed"
+
+    @contextmanager
+    def of_block(self, modules: Iterable[torch.nn.Module]) -> Iterator[None]:
+        """Return the context of the whole block; without gradients, as in an evaluation, it leaves later steps' scales alone.
+
+        Args:
+            modules: what runs in it.
+        """
+        from megatron.core.extensions.transformer_engine_recomputation import without_trace
+
+        evaluates = self.spans_block and not torch.is_grad_enabled()
+        parts = (part for module in modules for part in module.modules())
+        with without_trace(parts) if evaluates else nullcontext(), self.of_layer(-1):
+            yield
 
     def of_layer(self, layer_no: int) -> AbstractContextManager[Any]:
         """Return the context of the layer of this index in the whole model; -1: of the block."""

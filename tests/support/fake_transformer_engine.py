@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import pickle
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -346,10 +347,13 @@ class TransformerEngineBaseModule(torch.nn.Module):
         ]
 
     def get_extra_state(self) -> torch.Tensor:
-        return torch.empty(0, dtype=torch.uint8)
+        if "scaling_fwd" not in self.fp8_meta:
+            return torch.empty(0, dtype=torch.uint8)
+        return torch.frombuffer(bytearray(pickle.dumps(self.fp8_meta["scaling_fwd"].scale)), dtype=torch.uint8)
 
     def set_extra_state(self, state: torch.Tensor | None) -> None:
-        assert state is None or state.numel() == 0
+        if state is not None and state.numel() > 0:
+            raise RuntimeError("Refusing to load pickled Transformer Engine extra state")
 
 
 class _Gemm(torch.autograd.Function):

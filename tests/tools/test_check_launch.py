@@ -15,12 +15,12 @@ TOOL = Path(__file__).parents[2] / "tools" / "check_launch.py"
 LINE = f"""{SMALLEST}
 --global-batch-size 16 --tokenizer-type NullTokenizer --vocab-size 100 --tensor-model-parallel-size 2
 --pipeline-model-parallel-size 2 --use-megatron-fsdp --tp-comm-overlap --bf16 --use-mcore-models true
---data-cache-path no/such/path --wandb-project p --wandb-exp-name e --fp8-format hybrid
+--data-cache-path no/such/path --wandb-project p --wandb-exp-name e
 """.split()
 
 
 def test_what_would_happen_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--ranks", "8", "--", *LINE]) == 0
+    assert main(["--ranks", "8", "--", *LINE, "--fp8-format", "hybrid", "--kv-channels", "8"]) == 0
     printed = capsys.readouterr().out
     for words in (
         "in effect:  --num-layers 2",
@@ -31,8 +31,8 @@ def test_what_would_happen_is_printed(capsys: pytest.CaptureFixture[str]) -> Non
         "sharding: optim_grads_params, over 2 ranks",
         "global batch: 16 samples = 4 microbatches * 2 ranks * 2; 128 tokens",
         "length: 4 iterations, 64 samples",
-        # 2 layers of 12 * 16 * 16 + 13 * 16, embeddings of 128 ids and 8 positions, the last norm
-        f"model: {2 * (12 * 256 + 13 * 16) + 136 * 16 + 2 * 16:,} parameters with 128 ids",
+        # 2 layers of 16 * 16 * 16 + 16 * 16, with heads of 8, embeddings of 128 ids and 8 positions, the last norm
+        f"model: {2 * (16 * 256 + 16 * 16) + 136 * 16 + 2 * 16:,} parameters with 128 ids",
         "index of the training data: about 0.0 GiB of memory for one rank of each host while it is built, and of disk in no/such",
         "needs wandb, which is not usable here",
         "needs transformer-engine, which is not usable here",

@@ -20,6 +20,7 @@ import transformer_engine_torch as tex
 from transformer_engine.common import recipe as recipes
 from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
 
+from megatron.core.extensions.transformer_engine_histories import histories_of, restore_histories
 from megatron.core.process_groups_config import group_size
 from megatron.core.tensor_parallel.partition import part_extent
 from megatron.core.transformer.init_methods import ConstantInit, InitMethod
@@ -52,7 +53,6 @@ _ELSEWHERE = {
     "TEDotProductAttention": "megatron.core.extensions.transformer_engine_attention",
     "TEFusedMLP": "megatron.core.extensions.transformer_engine_mlp",
 }
-_SCALES = {"scale_fwd": "scaling_fwd", "scale_bwd": "scaling_bwd"}
 _WEIGHT = 1
 """The place of a linear layer's weight among the quantisers of forward (``FP8FwdTensorIdx.GEMM1_WEIGHT``)."""
 
@@ -68,15 +68,7 @@ class QuantizationState:
 
     def get_optional_state(self) -> dict[str, Any] | None:
         """Return histories and scales by name, or None where the module has none."""
-        meta: dict[str, Any] = getattr(self, "fp8_meta", {})
-        found = {name: meta[key] for name, key in _SCALES.items() if hasattr(meta.get(key), "amax_history")}
-        if not found:
-            return None
-        state: dict[str, Any] = {"num_gemms": meta["num_gemms"]}
-        for name, scaling in found.items():
-            state[name] = scaling.scale
-            state[name.replace("scale", "amax_history")] = scaling.amax_history
-        return state
+        return histories_of(self)
 
     def set_optional_state(self, state: Mapping[str, Any] | None) -> None:
         """Take over what ``get_optional_state`` of a module of the same name returned, if this one scales with delay."""
@@ -84,15 +76,7 @@ class QuantizationState:
 
         if state is None or self.config.fp8 is None or self.config.fp8_recipe != "delayed":
             return
-        meta: dict[str, Any] = self.fp8_meta  # type: ignore[attr-defined]
-        meta["recipe"], meta["num_gemms"] = quantization_recipe(self.config), state["num_gemms"]
-        self.init_fp8_meta_tensors(meta["recipe"])  # type: ignore[attr-defined]
-        for name, key in _SCALES.items():
-            saved, own = state[name.replace("scale", "amax_history")], meta[key].amax_history
-            kept = min(len(saved), len(own))
-            meta[key].scale.copy_(state[name])
-            own.zero_()
-            own[:kept].copy_(saved[:kept])
+        restore_histories(self, state, quantization_recipe(self.config))
 
 
 class _Layer(QuantizationState, SeededParameters):

@@ -1,4 +1,4 @@
-"""Recomputation of layers that multiply in FP8. Importing this file without transformer-engine raises ImportError.
+"""Recomputation and evaluation of layers that multiply in FP8. Importing this file without transformer-engine raises ImportError.
 
 What is recomputed in backward must be what forward computed: in FP8, though backward runs outside of the context of
 quantisation, and with the same scales, though those of delayed scaling have moved since. And it must leave no trace: largest
@@ -7,6 +7,9 @@ absolute values that were noted in forward must not be noted again, and historie
 transformer-engine's own ``checkpoint`` keeps scales in queues, one for each module, which a forward without a backward
 puts out of step, and its histories advance, and are reduced over ranks, once more for each part that is recomputed. So
 scales are kept here beside what is recomputed, for ``torch.utils.checkpoint`` without reentrance.
+
+An evaluation leaves no trace either: transformer-engine's modules note its largest absolute values, which the next training
+step would take for its own, so that losses of training would depend on when the model is evaluated.
 """
 
 from __future__ import annotations
@@ -37,6 +40,29 @@ def recomputation(modules: Iterable[nn.Module]) -> tuple[AbstractContextManager[
     return used, _Repetition(used, FP8GlobalStateManager.get_fp8_recipe(), FP8GlobalStateManager.get_fp8_group())
 
 
+@contextmanager
+def without_trace(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Return a context whose forwards are as if they had not run for the scales of later steps: histories stay as they are.
+
+    Args:
+        modules: all modules that run in it, those within others included.
+    """
+    modules = list(modules)
+    noted = [state.amax_history[0] for state in _scalings(modules)]
+    before = torch.cat(noted) if noted else None
+    try:
+        yield
+    finally:
+        for state in _scalings(modules):  # the first forward makes histories, which are empty then
+            state.amax_history[0].zero_()
+        _write(noted, before)
+
+
+def _scalings(modules: Iterable[nn.Module]) -> list[Any]:
+    states = (getattr(module, "fp8_meta", {}).get("scaling_fwd") for module in modules)
+    return [state for state in states if hasattr(state, "amax_history")]
+
+
 class _UsedScales(AbstractContextManager[None]):
     """The context of a forward, which notes the scales of delayed scaling that it uses; there are none with other recipes."""
 
@@ -47,8 +73,7 @@ class _UsedScales(AbstractContextManager[None]):
 
     def __exit__(self, *_: object) -> None:
         # The first forward makes them, and none moves them before its end.
-        states = (getattr(module, "fp8_meta", {}).get("scaling_fwd") for module in self._modules)
-        self._scalings = [state for state in states if hasattr(state, "amax_history")]
+        self._scalings = _scalings(self._modules)
         self._scales = torch.cat([state.scale for state in self._scalings]) if self._scalings else None
 
     @contextmanager

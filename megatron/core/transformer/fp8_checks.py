@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron.core.activations import ACTIVATIONS
+from megatron.core.transformer.fp8_widths import FP8_WIDTHS
 from megatron.core.transformer.parallel_checks import Condition
 from megatron.core.transformer.recomputation import recomputes
 
@@ -123,5 +124,6 @@ FP8_CONTRADICTIONS: list[tuple[Condition, str]] = [
         "fp8 must go with moe_grouped_gemm where there are experts, got it off: rows of single experts are not padded to what"
         " FP8 GEMMs need",
     ),
+    *FP8_WIDTHS,
 ]
 """Rows like those of ``config_checks.CONTRADICTIONS``."""

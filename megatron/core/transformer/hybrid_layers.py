@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from megatron.core.transformer.fp8_widths import uneven_in_fp8
 from megatron.core.transformer.parallel_checks import Condition
 
 if TYPE_CHECKING:
@@ -21,7 +22,6 @@ _DEFAULTS = {
 }
 KERNEL = 4
 """Tokens that Mamba's convolution sees."""
-_FP8_ROWS = 16
 
 
 def layers_of_pattern(pattern: str | None) -> str:
@@ -108,7 +108,7 @@ HYBRID_CONTRADICTIONS: list[tuple[Condition, str]] = [
         " {tensor_model_parallel_size}; groups are divided over ranks",
     ),
     (
-        lambda c: _has(c, MAMBA) and c.fp8 is not None and _projected_rows(c) % _FP8_ROWS != 0,
+        lambda c: _has(c, MAMBA) and uneven_in_fp8(c, _projected_rows(c)),
         "fp8 must go with Mamba layers whose projection has a multiple of 16 rows on each tensor-parallel rank, got state"
         " {mamba_state_dim}, groups {mamba_num_groups}, heads {mamba_num_heads} of {mamba_head_dim}",
     ),

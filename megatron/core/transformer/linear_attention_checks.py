@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch.nn.functional as F
 
 from megatron.core.transformer.attention_patterns import is_pattern
+from megatron.core.transformer.fp8_widths import uneven_in_fp8
 from megatron.core.transformer.parallel_checks import Condition
 
 if TYPE_CHECKING:
@@ -27,7 +28,6 @@ _DEFAULTS = {
     "linear_num_key_heads": 16,
     "linear_num_value_heads": 32,
 }
-_FP8_ROWS = 16
 
 
 def _has(config: TransformerConfig) -> bool:
@@ -85,7 +85,7 @@ LINEAR_ATTENTION_CONTRADICTIONS: list[tuple[Condition, str]] = [
         " have the activation of the MLP",
     ),
     (
-        lambda c: _has(c) and c.fp8 is not None and _projected_rows(c) % _FP8_ROWS != 0,
+        lambda c: _has(c) and uneven_in_fp8(c, _projected_rows(c)),
         "fp8 must go with linear attention whose projection has a multiple of 16 rows on each tensor-parallel rank, got heads"
         " {linear_num_key_heads} of {linear_key_head_dim} and {linear_num_value_heads} of {linear_value_head_dim} on"
         " {tensor_model_parallel_size} ranks",

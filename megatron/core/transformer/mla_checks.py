@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from megatron.core.transformer.fp8_widths import FP8_MULTIPLE, uneven_in_fp8
+
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import MLATransformerConfig
 
@@ -18,6 +20,13 @@ def _at_least_one(field: str) -> tuple[MLACondition, str]:
         lambda c: getattr(c, field) is not None and getattr(c, field) < 1,
         f"{field} must be at least 1, got {{{field}}}",
     )
+
+
+def _of_heads(config: MLATransformerConfig) -> list[int]:
+    """Widths of all heads of a rank, before and behind the projections."""
+    heads = config.num_attention_heads // max(1, config.tensor_model_parallel_size)
+    query, value = config.qk_head_dim + config.qk_pos_emb_head_dim, config.v_head_dim
+    return [heads * query, heads * (config.qk_head_dim + value), heads * value]
 
 
 MLA_CONTRADICTIONS: list[tuple[MLACondition, str]] = [
@@ -63,6 +72,18 @@ MLA_CONTRADICTIONS: list[tuple[MLACondition, str]] = [
         lambda c: c.softmax_scale is not None or c.use_mup,
         "softmax_scale must be None and use_mup False with multi_latent_attention, got {softmax_scale} and {use_mup}: the scale"
         " follows from qk_head_dim, qk_pos_emb_head_dim and mscale_all_dim; leave them out",
+    ),
+    (
+        lambda c: uneven_in_fp8(c, c.q_lora_rank or 0, c.kv_lora_rank, c.kv_lora_rank + c.qk_pos_emb_head_dim),
+        f"fp8 must go with latent vectors of a multiple of {FP8_MULTIPLE}, got q_lora_rank {{q_lora_rank}}, kv_lora_rank"
+        f" {{kv_lora_rank}} and qk_pos_emb_head_dim {{qk_pos_emb_head_dim}}; its GEMMs read {FP8_MULTIPLE} bytes at a time",
+    ),
+    (
+        lambda c: uneven_in_fp8(c, *_of_heads(c)),
+        f"fp8 must go with widths of a rank's heads of a multiple of {FP8_MULTIPLE}, got num_attention_heads"
+        " {num_attention_heads} of qk_head_dim {qk_head_dim}, qk_pos_emb_head_dim {qk_pos_emb_head_dim} and v_head_dim"
+        " {v_head_dim} on tensor_model_parallel_size {tensor_model_parallel_size}"
+        f"; its GEMMs read {FP8_MULTIPLE} bytes at a time",
     ),
 ]
 """Rows like those of ``config_checks.CONTRADICTIONS``."""

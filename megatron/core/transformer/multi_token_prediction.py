@@ -196,7 +196,7 @@ class MultiTokenPredictionBlock(MegatronModule):
         if not quantization.spans_block:
             return self._run(partial(_in_context, quantization, layer), layer, *inputs)
         # Delayed scales are made at the context's end, which recomputation must not come to again.
-        with quantization.of_layer(-1):
+        with quantization.of_block([layer]):
             return self._run(layer, layer, *inputs)
 
     def _run(self, run: Callable[..., Any], layer: torch.nn.Module, *inputs: Any) -> torch.Tensor:

@@ -42,7 +42,9 @@ def _expert_tensor_size(config: TransformerConfig) -> int:
 def sizes_in_effect(config: TransformerConfig) -> dict[str, int]:
     """Return sizes that have defaults made of others, for messages."""
     ffn = config.ffn_hidden_size or 4 * config.hidden_size
+    heads = max(1, config.num_attention_heads)
     return {
+        "of_head": config.kv_channels or max(1, config.hidden_size // heads),
         "of_ffn": ffn,
         "of_groups": config.num_query_groups or config.num_attention_heads,
         "of_expert": config.moe_ffn_hidden_size or ffn,
@@ -50,7 +52,8 @@ def sizes_in_effect(config: TransformerConfig) -> dict[str, int]:
     }
 
 
-def _has_dense_layers(config: TransformerConfig) -> bool:
+def has_dense_layers(config: TransformerConfig) -> bool:
+    """Return whether some layers have an MLP instead of experts."""
     freq = config.moe_layer_freq
     return not _has_experts(config) or (freq > 1 if isinstance(freq, int) else 0 in freq)
 
@@ -68,9 +71,7 @@ PARALLEL_CONTRADICTIONS: list[tuple[Condition, str]] = [
         " {tensor_model_parallel_size}; key and value heads are not replicated",
     ),
     (
-        lambda c: (
-            _has_dense_layers(c) and _uneven(c.ffn_hidden_size or 4 * c.hidden_size, c.tensor_model_parallel_size)
-        ),
+        lambda c: has_dense_layers(c) and _uneven(c.ffn_hidden_size or 4 * c.hidden_size, c.tensor_model_parallel_size),
         "ffn_hidden_size, by default 4 * hidden_size, must be a multiple of tensor_model_parallel_size, got {of_ffn} and"
         " {tensor_model_parallel_size}",
     ),

@@ -120,7 +120,7 @@ class TransformerBlock(MegatronModule):
             rest = (*rest, packed_seq_params)
         quantization = self._quantization
         if quantization is not None and quantization.spans_block:
-            with quantization.of_layer(-1):
+            with quantization.of_block(self.layers):
                 hidden_states = self._run(hidden_states, rest, None)
         else:
             hidden_states = self._run(hidden_states, rest, quantization)

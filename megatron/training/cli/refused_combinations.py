@@ -47,6 +47,13 @@ def _waits_for_experts(args: Namespace) -> bool:
     return not (args.moe_pad_expert_input_to_capacity or (is_bounded and args.fp8_format is None))
 
 
+def _odd_in_fp8(args: Namespace, batch: int | None, length: int | None) -> bool:
+    """Return whether FP8 GEMMs cannot multiply a rank's tokens, as they are in whole or as sequence-parallel ranks quantise them."""
+    tokens = (batch or 1) * (length or 16) // args.context_parallel_size
+    of_rank = tokens // args.tensor_model_parallel_size if args.sequence_parallel else tokens
+    return bool(tokens % 16 or of_rank % 8)
+
+
 def refusals_of(args: Namespace, malformed: frozenset[str] = frozenset()) -> tuple[list[str], frozenset[str]]:
     """Return the messages of all rows that hold for these flags, and the names of settings that must not be read on.
 
@@ -457,6 +464,24 @@ REFUSALS: tuple[Refusal, ...] = (
         "FP8 with local layers",
         lambda a: a.fp8_format is not None and a.transformer_impl == "local",
         "--fp8-format {fp8_format} needs layers of transformer-engine, got --transformer-impl local; leave one of the two out",
+    ),
+    Refusal(
+        "FP8 with an odd number of tokens",
+        lambda a: a.fp8_format is not None and _odd_in_fp8(a, a.micro_batch_size, a.seq_length),
+        "--fp8-format {fp8_format} needs microbatches of a multiple of 16 tokens, and of 8 on each sequence-parallel rank, got"
+        " --micro-batch-size {micro_batch_size} with --seq-length {seq_length}, --context-parallel-size {context_parallel_size}"
+        " and --tensor-model-parallel-size {tensor_model_parallel_size}",
+    ),
+    Refusal(
+        "FP8 with an odd number of tokens in evaluations",
+        lambda a: (
+            a.fp8_format is not None
+            and a.eval_micro_batch_size is not None
+            and _odd_in_fp8(a, a.eval_micro_batch_size, a.seq_length)
+        ),
+        "--fp8-format {fp8_format} needs microbatches of a multiple of 16 tokens, and of 8 on each sequence-parallel rank, got"
+        " --eval-micro-batch-size {eval_micro_batch_size} with --seq-length {seq_length}, --context-parallel-size"
+        " {context_parallel_size} and --tensor-model-parallel-size {tensor_model_parallel_size}",
     ),
     Refusal(
         "CUDA graph scope below the iteration",

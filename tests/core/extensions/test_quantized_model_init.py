@@ -7,7 +7,10 @@ and asked for the codec.
 from __future__ import annotations
 
 import gc
+import shutil
+import tempfile
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron.core.distributed.fsdp import fully_shard, fully_shard_optimizer
+from megatron.core.distributed.fsdp import fully_shard, fully_shard_optimizer, load_checkpoint, save_checkpoint
 from megatron.core.distributed.fsdp.buffers.frozen_weights import FrozenWeights
 from tests.support import fake_float8_tensors, fake_transformer_engine
 from tests.support.models import full, local_of
@@ -79,11 +82,21 @@ def _shard(net: Any, strategy: str = "optim_grads_params") -> Any:
     return net
 
 
+def _with_optimizer(net: Any) -> tuple[Any, Any]:
+    _shard(net)
+    trained = [parameter for parameter in net.parameters() if parameter.requires_grad]
+    return net, fully_shard_optimizer(torch.optim.AdamW(trained, lr=0.01))
+
+
 def _train(te: Any, net: Any, recipe: str, num_steps: int = 3) -> list[torch.Tensor]:
     trained = [parameter for parameter in net.parameters() if parameter.requires_grad]
     optimizer = fully_shard_optimizer(torch.optim.AdamW(trained, lr=0.01))
+    return _steps(te, net, optimizer, recipe, range(num_steps))
+
+
+def _steps(te: Any, net: Any, optimizer: Any, recipe: str, steps: range) -> list[torch.Tensor]:
     losses = []
-    for step in range(num_steps):
+    for step in steps:
         generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
         with te.autocast(enabled=True, recipe=RECIPES[recipe]):
             loss = net(torch.randint(20, (8,), generator=generator)).float().square().mean()
@@ -128,6 +141,33 @@ def any_module_with_the_layers_is_sharded() -> None:
             assert {group.weights.rest_dtype for block in net.blocks for group in block.parameter_groups} == {
                 torch.bfloat16
             }
+
+
+@CHECKS.on(2)
+def modules_of_the_package_resume_bitwise() -> None:
+    """Their histories and scales are tensors in the checkpoint: what they pickle themselves they would not load again."""
+    te = _te()
+    names: list[str | None] = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(names)
+    folder = Path(str(names[0]))
+    net, optimizer = _with_optimizer(_make(te, "delayed", born=False))
+    _steps(te, net, optimizer, "delayed", range(2))
+    save_checkpoint(net, optimizer, folder)
+    expected = _steps(te, net, optimizer, "delayed", range(2, 4))
+    resumed, fresh = _with_optimizer(_make(te, "delayed", born=False))
+    load_checkpoint(resumed, fresh, folder)
+    assert _steps(te, resumed, fresh, "delayed", range(2, 4)) == expected
+    other, fresh = _with_optimizer(_make(te, "delayed", born=False))
+    load_checkpoint(other, fresh, folder)
+    for layer in (part for block in other.blocks for part in (block[0], block[2])):
+        layer.fp8_meta["scaling_fwd"].scale.fill_(1.0)
+    assert _steps(te, other, fresh, "delayed", range(2, 4)) != expected, "without the scales the losses are others"
+    other, fresh = _with_optimizer(_make(te, "tensorwise", born=False))
+    load_checkpoint(other, fresh, folder)
+    _steps(te, other, fresh, "tensorwise", range(2, 3))
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder)
 
 
 @CHECKS.on(2)

@@ -133,6 +133,32 @@ def test_heads_of_latent_vectors_are_computed_again_with_the_scales_of_forward(r
         assert torch.equal(ours[key], tensor), key
 
 
+@pytest.mark.parametrize("first", [0, 1], ids=["evaluated first", "trained first"])
+def test_an_evaluation_changes_no_later_step_in_fp8(first: int) -> None:
+    """With delayed scaling its largest values are not the next training step's."""
+    fields: dict[str, Any] = {"fp8": "hybrid", "fp8_recipe": "delayed", "params_dtype": torch.bfloat16, "bf16": True}
+    found: list[list[torch.Tensor]] = []
+    for evaluates in (False, True):
+        model = _gpt("tokens further on", te=True, **fields)
+        inputs, positions, labels = random_tokens(length=8)
+        found.append([])
+        for step in range(3):
+            if evaluates and step >= first:
+                with torch.no_grad():
+                    for parameter in model.parameters():
+                        parameter.mul_(8.0)
+                    model.eval()(inputs, positions, None, labels=labels)
+                    for parameter in model.parameters():
+                        parameter.mul_(0.125)
+                model.train()
+            model.zero_grad()
+            model(inputs, positions, None, labels=labels).mean().backward()
+            found[-1] += [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    expected, ours = found
+    assert len(ours) == len(expected) > 0
+    assert all(map(torch.equal, ours, expected))
+
+
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
 def test_multi_token_prediction_in_fp8_is_computed_again_with_the_scales_of_forward(recipe: str) -> None:
     fields: dict[str, Any] = {"fp8": "hybrid", "fp8_recipe": recipe, "params_dtype": torch.bfloat16, "bf16": True}
@@ -253,8 +279,9 @@ def test_weights_that_are_multiplied_in_fp8_ask_the_engine_for_it() -> None:
         "fp8_param": True,
     }
     fields |= {"first_last_layers_bf16": True, "num_layers_at_end_in_bf16": 0}
+    sizes: dict[str, Any] = {"moe_ffn_hidden_size": 16, "moe_shared_expert_intermediate_size": 16}
     for name, matrices in (("llama", 4), ("experts", 2 + 2 * 4 + 2)):
-        model = _gpt(name, te=True, device="meta", **fields)
+        model = _gpt(name, te=True, device="meta", **fields, **(sizes if name == "experts" else {}))
         for module in model.modules():
             module.to_empty(device="cpu", recurse=False)
             getattr(module, "reset_parameters", lambda: None)()

@@ -21,6 +21,7 @@ BASE: dict[str, Any] = {
 }
 FP8: dict[str, Any] = {"fp8": "hybrid"}
 FUSED: dict[str, Any] = {**FP8, "use_transformer_engine_op_fuser": True, "activation_func": "silu"}
+EXPERTS: dict[str, Any] = {**FP8, "num_moe_experts": 4, "moe_grouped_gemm": True, "add_bias_linear": False}
 TENSORWISE: dict[str, Any] = {**FP8, "fp8_recipe": "tensorwise"}
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -84,6 +85,25 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         r"must be num_layers \(4\) together at most, got 1 and 4",
     ),
     ({**FP8, "num_moe_experts": 4}, "fp8 must go with moe_grouped_gemm where there are experts, got it off"),
+    (
+        {**FP8, "hidden_size": 24},
+        "fp8 must go with a width of hidden states of a multiple of 16, got hidden_size 24; its GEMMs",
+    ),
+    (
+        {**FP8, "hidden_size": 64, "tensor_model_parallel_size": 2, "kv_channels": 4, "ffn_hidden_size": 64},
+        "fp8 must go with widths of a rank's heads of a multiple of 16, got num_attention_heads 4, num_query_groups 4 and"
+        " kv_channels 4 on tensor_model_parallel_size 2",
+    ),
+    (
+        {**FP8, "ffn_hidden_size": 40},
+        "a width of a rank's part of the MLP of a multiple of 16, got ffn_hidden_size 40 on",
+    ),
+    ({**EXPERTS, "moe_ffn_hidden_size": 24}, "part of an expert of a multiple of 16, got moe_ffn_hidden_size 24 on"),
+    (
+        {**EXPERTS, "moe_shared_expert_intermediate_size": 8},
+        "part of the shared expert of a multiple of 16, got moe_shared_expert_intermediate_size 8 on",
+    ),
+    ({**EXPERTS, "moe_latent_size": 8}, "a width of experts' inputs of a multiple of 16, got moe_latent_size 8"),
 ]
 
 

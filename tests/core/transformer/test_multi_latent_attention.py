@@ -39,6 +39,17 @@ SIZES: dict[str, Any] = {
     "beta_slow": 1.0,
     "rotary_scaling_factor": 4.0,
 }
+FP8: dict[str, Any] = {
+    "fp8": "hybrid",
+    "bf16": True,
+    "params_dtype": torch.bfloat16,
+    "hidden_size": 32,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_head_dim": 16,
+    "qk_pos_emb_head_dim": 16,
+    "v_head_dim": 16,
+}
 OPTIONS: dict[str, dict[str, Any]] = {
     "yarn": {},
     "yarn with both factors": {"mscale": 0.7, "mscale_all_dim": 1.3},
@@ -182,6 +193,11 @@ CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
     ({"qk_l2_norm": True, "qk_layernorm": False}, "attention_output_gate, qk_l2_norm and no_rope_freq must be off"),
     ({"no_rope_freq": 2}, "attention_output_gate, qk_l2_norm and no_rope_freq must be off"),
     ({"softmax_scale": 0.5}, "softmax_scale must be None and use_mup False with multi_latent_attention, got 0.5"),
+    (
+        {**FP8, "kv_lora_rank": 40, "qk_pos_emb_head_dim": 8},
+        "latent vectors of a multiple of 16, got q_lora_rank 16, kv_lora_rank 40 and qk_pos_emb_head_dim 8",
+    ),
+    ({**FP8, "v_head_dim": 2}, "a rank's heads of a multiple of 16, got num_attention_heads 4 of qk_head_dim 16"),
     ({"use_mup": True}, "softmax_scale must be None and use_mup False with multi_latent_attention"),
 ]
 

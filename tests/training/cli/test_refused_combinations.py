@@ -90,6 +90,11 @@ CONTRADICTIONS: dict[str, tuple[str, str]] = {
     "finetune with the checkpoint's schedule": ("--load x --finetune --use-checkpoint-opt-param-scheduler", ""),
     "two ways to divide a pattern": ("--hybrid-layer-pattern M|M --decoder-first-pipeline-num-layers 1", ""),
     "FP8 with local layers": ("--bf16 --fp8-format hybrid --transformer-impl local", ""),
+    "FP8 with an odd number of tokens": ("--bf16 --fp8-format hybrid --micro-batch-size 1 --seq-length 100", ""),
+    "FP8 with an odd number of tokens in evaluations": (
+        "--bf16 --fp8-format hybrid --micro-batch-size 2 --seq-length 24 --eval-micro-batch-size 1",
+        "",
+    ),
     "CUDA graph scope below the iteration": ("--cuda-graph-impl full_iteration --cuda-graph-scope attn mlp", ""),
     "CUDA graph with gloo": ("--cuda-graph-impl full_iteration --distributed-backend gloo", ""),
     "CUDA graph with recomputed dropout": ("--cuda-graph-impl full_iteration --recompute-granularity selective", ""),

@@ -29,6 +29,7 @@ from megatron.core.distributed.fsdp.checkpoint.state import (
     PER_RANK,
     Model,
     NamedTensor,
+    former_module_states,
     is_split,
     model_tensors,
     module_states,
@@ -257,6 +258,7 @@ class Load:
         states = module_states(self._model)
         problems.missing += [name for name in states if name not in self._saved]
         known = {entry.name for entry in targets} | {name for _, name in self._tied} | set(states)
+        known.update(former_module_states(self._model))
         problems.extra += [
             name
             for name in self._saved

@@ -167,7 +167,8 @@ def module_states(model: Model) -> dict[str, nn.Module]:
     return {
         f"{prefix}.{_MODULE_STATE}" if prefix else _MODULE_STATE: module
         for prefix, module in _named_modules(model)
-        if type(module).get_extra_state is not nn.Module.get_extra_state and not hasattr(module, "get_optional_state")
+        if type(module).get_extra_state is not nn.Module.get_extra_state
+        and not (hasattr(module, "get_optional_state") or _scales(module))
     }
 
 
@@ -175,12 +176,12 @@ def optional_states(model: Model) -> dict[str, Any]:
     """Return the modules that have a ``get_optional_state``, by the name of that state in checkpoints.
 
     It is state that a model may do without: a module whose state is None saves none, a module whose state was not saved
-    keeps what it has, and what no module here has is left unread.
+    keeps what it has, and what no module here has is left unread. Modules of transformer-engine get one here.
     """
     states: dict[str, Any] = {
-        f"{OPTIONAL_STATE}{prefix}": module
+        f"{OPTIONAL_STATE}{prefix}": _optional_state(module)
         for prefix, module in _named_modules(model)
-        if hasattr(module, "get_optional_state")
+        if hasattr(module, "get_optional_state") or _scales(module)
     }
     scaled = {
         id(weights.sharded[i]): ScaleState(weights, i)
@@ -194,6 +195,24 @@ def optional_states(model: Model) -> dict[str, Any]:
             if id(entry.tensor) in scaled
         }
     return states
+
+
+def _scales(module: nn.Module) -> bool:
+    """Return whether a module is one of transformer-engine's, which may keep histories."""
+    return hasattr(module, "fp8_meta")
+
+
+def _optional_state(module: nn.Module) -> Any:
+    if hasattr(module, "get_optional_state"):
+        return module
+    from megatron.core.extensions.transformer_engine_histories import Histories
+
+    return Histories(module)
+
+
+def former_module_states(model: Model) -> list[str]:
+    """Return names under which checkpoints of before may have what is optional state now."""
+    return [f"{prefix}.{_MODULE_STATE}" for prefix, module in _named_modules(model) if _scales(module)]
 
 
 @dataclass(frozen=True)
