@@ -48,6 +48,7 @@ from megatron.core.distributed.fsdp.layout.granule import Granule, granule_of
 from megatron.core.distributed.fsdp.layout.row_groups import group_by_rows
 from megatron.core.distributed.fsdp.mesh.group_mesh import GroupMesh, device_of
 from megatron.core.distributed.fsdp.mesh.model_parallel import ModelParallel, is_shared_between_stages
+from megatron.core.distributed.fsdp.mesh.placed_parameter import taken_apart
 from megatron.core.distributed.fsdp.runtime.context import FsdpContext
 from megatron.core.distributed.fsdp.runtime.streams import make_streams
 from megatron.core.distributed.fsdp.runtime.unit import FsdpUnit, check_prefetch_depth
@@ -130,7 +131,7 @@ def fully_shard(
             shard together hold different parameters or experts, or give different arguments.
         TypeError: a parameter's dtype cannot be trained; the module's class cannot be extended.
         NotImplementedError: shards are to rest in the host's memory, or ``shard_placement_fn`` names a mesh; an embedding has ``max_norm``, or ``sparse`` gradients; more than two data-parallel axes; weights or gradients sharded over an outer axis; a
-            parameter that is a DTensor already.
+            parameter that is a DTensor, placed otherwise than by ``Shard`` and ``Replicate``.
         RuntimeError: torch.distributed is not initialised.
 
     Ranks: all of the mesh, in the same order. Blocks for a broadcast: weights become those of the mesh's first rank.
@@ -472,19 +473,17 @@ def _collect(
                 owner.add_slot(parameter, module._parameters, key)
                 borrowed[owner] = None
                 continue
-            if isinstance(parameter, DTensor):
-                raise NotImplementedError(
-                    f"parameter {name} must be a plain tensor, got a DTensor of {parameter.placements}"
-                )
             if parameter.requires_grad and parameter.dtype not in SERVED_DTYPES:
                 raise TypeError(
                     f"parameter {name} must have one of the dtypes {list(SERVED_DTYPES)} to be trained, got {parameter.dtype}"
                 )
             refuse_earlier_hooks(parameter, name)
             if parameter not in managed:
-                plain = plain_of(parameter, name, module)
+                plain, placed = plain_of(parameter, name, module), None
+                if isinstance(plain, DTensor):
+                    plain, placed = taken_apart(plain, name, meshes.dense.mesh.device_type)
                 made = made_from.get(parameter) if plain is parameter else parameter
-                managed[parameter] = ManagedParameter(name, plain, made)
+                managed[parameter] = ManagedParameter(name, plain, made, placed=placed)
             else:
                 managed[parameter].tied_names += (name,)
             managed[parameter].param_slots.append((module._parameters, key))
@@ -523,15 +522,15 @@ def _group(
     for parameter in managed:
         original = parameter.original
         alone = parameter if is_shared_between_stages(original, meshes.dense.model) else None
-        mesh = meshes.of(original)
+        mesh = meshes.of_managed(parameter)
         codec = codec_of(original, parameter.name)
-        key = (original.dtype, original.requires_grad, original.dim() == 0, mesh is meshes.dense, alone, codec)
+        key = (original.dtype, original.requires_grad, original.dim() == 0, id(mesh), alone, codec)
         kinds.setdefault(key, []).append(parameter)
     groups = []
     for (_, trainable, is_scalar, *_), members in kinds.items():
         own = placements.replicated() if is_scalar else placements
         own = own if trainable else own.frozen()
-        mesh = meshes.of(members[0].original)
+        mesh = meshes.of_managed(members[0])
         shapes = [p.original.shape for p in members]
         granules = [granule_of(p.original, p.name) for p in members]
         for found in group_by_rows(shapes, num_ranks=mesh.num_shards(own), granules=granules):

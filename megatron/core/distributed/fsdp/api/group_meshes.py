@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
 import torch
@@ -13,8 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megatron.core.distributed.fsdp.buffers.param_slots import ManagedParameter
 from megatron.core.distributed.fsdp.config.placement import Placements
+from megatron.core.distributed.fsdp.config.torch_versions import concatenated_mesh
 from megatron.core.distributed.fsdp.mesh.group_mesh import GroupMesh, group_mesh_of, mesh_in_order
 from megatron.core.distributed.fsdp.mesh.model_parallel import ModelParallel
+from megatron.core.distributed.fsdp.mesh.placed_parameter import DATA_PART
 
 
 @dataclass(frozen=True)
@@ -28,10 +30,27 @@ class GroupMeshes:
 
     dense: GroupMesh
     expert: GroupMesh | None
+    _placed: dict[tuple[DeviceMesh, bool], GroupMesh] = field(default_factory=dict)
 
     def of(self, parameter: torch.Tensor) -> GroupMesh:
         """Return the mesh of a parameter."""
         return self.expert if self.expert is not None and is_expert(parameter) else self.dense
+
+    def of_managed(self, parameter: ManagedParameter) -> GroupMesh:
+        """Return the mesh of a parameter, with tensor-parallel axes of its own where it was a DTensor over them.
+
+        Raises:
+            ValueError: these axes and the data-parallel ones are not parts of one mesh.
+        """
+        own, placed = self.of(parameter.original), parameter.placed
+        if placed is None:
+            return own
+        key = placed.mesh, own is self.dense
+        if key not in self._placed:
+            mesh = _mesh_with(placed.mesh, own.mesh, parameter.name)
+            vars(mesh)[DATA_PART] = own.rows_mesh
+            self._placed[key] = replace(own, tensor_mesh=mesh)
+        return self._placed[key]
 
     def grad_divisor(self, mesh: GroupMesh, placements: Placements, divisor: float | Fraction) -> Fraction:
         """Return what divides gradients over ``mesh`` besides the mean over it, for ``divisor`` of dense gradients.
@@ -95,6 +114,27 @@ def check_experts(parameters: Sequence[ManagedParameter], meshes: GroupMeshes) -
                 "experts, got ranks with others, whose weights would be lost; pass the mesh of the ranks that hold the same "
                 "ones: fully_shard(..., model_parallel=ModelParallel(expert_mesh=...)), or expt_dp in the pg_collection"
             )
+
+
+def _mesh_with(tensor_mesh: DeviceMesh, data_mesh: DeviceMesh, name: str) -> DeviceMesh:
+    """Return the mesh of the tensor-parallel axes, then of the data-parallel ones, innermost first.
+
+    Args:
+        name: of a parameter over ``tensor_mesh``, for errors.
+
+    Raises:
+        ValueError: the meshes are not parts of one mesh, or have a rank in common besides this one.
+    """
+    try:
+        both = concatenated_mesh([tensor_mesh, data_mesh])
+    except RuntimeError as error:
+        raise ValueError(
+            f"the mesh of parameter {name}, which is a DTensor, and that of fully_shard must be different axes of one mesh, got "
+            f"{tensor_mesh} and {data_mesh}; take both from init_device_mesh(type, (data, tensor), mesh_dim_names=('dp', 'tp')): "
+            "parallelize_module(model, mesh['tp'], plan), fully_shard(model, mesh=mesh['dp'])"
+        ) from error
+    ahead = list(range(tensor_mesh.ndim))
+    return mesh_in_order(both, [*ahead, *reversed(range(tensor_mesh.ndim, both.ndim))])
 
 
 def _with_tensor_axis(group_mesh: GroupMesh, mesh: DeviceMesh, model: ModelParallel) -> GroupMesh:

@@ -67,6 +67,7 @@ class GroupGradients:
 
     def __init__(self, weights: GroupWeights, *, grad_sums: Sequence[GradSum], scale: float) -> None:
         self._sharded, self._unsharded = weights.sharded, weights.unsharded
+        self._gradient_of = weights.gradient_of
         self._placements, self.scale, self._grad_sums = weights.placements, scale, list(grad_sums)
         layout, axes, dtypes, device = weights.layout, weights.group_mesh.axes, weights.dtypes, weights.device
         self.accumulates_partial = isinstance(self._placements.gradient[-1], Partial)
@@ -215,7 +216,7 @@ class GroupGradients:
     def copy_in(self) -> None:
         """Copy what autograd left in ``.grad`` into the reduce-scatter input; what got no gradient counts as zero."""
         targets, parameters, written, absent = self._input_views, self._unsharded, self._written, []
-        grads = list(map(_GRAD, parameters))
+        grads = list(map(self._gradient_of, parameters))
         given = [index for index, grad in enumerate(grads) if grad is not None]
         added = [index for index in given if written[index]]
         copied = [index for index in given if not written[index]] if added else given

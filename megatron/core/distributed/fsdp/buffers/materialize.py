@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from megatron.core.distributed.fsdp.buffers.retired_parameter import RetiredParameter
 from megatron.core.distributed.fsdp.codec.hooked_tensor import leaves_of
 from megatron.core.distributed.fsdp.codec.quantized_parameters import keeping_initial_values, plain_of
+from megatron.core.distributed.fsdp.dtensor.random_fill import drawing_whole
 
 logger = logging.getLogger(__name__)
 
@@ -87,10 +90,11 @@ def materialize(
         is_meta = _is_meta(module)
         filled = _make_empty(module, found.made, starts, device) if is_meta else {}
         given = dict(module._parameters) if is_meta else {}
-        if init_fn is not None:
-            init_fn(module)
-        elif is_meta or _is_composite(module):
-            _reset(module)
+        with drawing_whole(_meshes_of(module) if is_meta else []):
+            if init_fn is not None:
+                init_fn(module)
+            elif is_meta or _is_composite(module):
+                _reset(module)
         _follow_replaced(module, given, found.made, starts)
         module._parameters.update(filled)
     for name, module in metas:
@@ -118,6 +122,7 @@ def mark_unfilled(tensor: torch.Tensor) -> torch.Tensor:
 @torch.no_grad()
 def is_unfilled(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is on the meta device, or still holds what it was marked with."""
+    tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     mark = _mark_of(tensor.dtype)
     if tensor.is_meta or mark is None or tensor.numel() == 0:
         return tensor.is_meta
@@ -264,7 +269,8 @@ def _make_empty(
             filled[key] = made[parameter]
         else:
             made[parameter] = fresh
-            starts[parameter] = fresh._version
+            if not isinstance(fresh, DTensor):  # what its constructor wrote was written to another tensor
+                starts[parameter] = fresh._version
         module._parameters[key] = fresh
     for key, buffer in module._buffers.items():
         if buffer is not None and buffer.is_meta:
@@ -293,11 +299,21 @@ def _follow_replaced(
         if id(former) in meta_of:
             meta = meta_of[id(former)]
             made[meta] = parameter
-            starts.pop(meta)
+            starts.pop(meta, None)
 
 
 def _unfilled(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    if isinstance(tensor, DTensor):
+        local = _unfilled(tensor._local_tensor, device)
+        mesh, placements = tensor.device_mesh, tensor.placements
+        return DTensor.from_local(local, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
     return mark_unfilled(torch.empty(tensor.shape, dtype=tensor.dtype, device=device))
+
+
+def _meshes_of(module: nn.Module) -> list[DeviceMesh]:
+    """Return the meshes of the module's parameters that are split over tensor-parallel ranks."""
+    parameters: Iterable[object] = module._parameters.values()
+    return [parameter.device_mesh for parameter in parameters if isinstance(parameter, DTensor)]
 
 
 def _is_meta(module: nn.Module) -> bool:

@@ -10,6 +10,8 @@ from typing import Any
 
 from torch import nn
 
+from megatron.core.distributed.fsdp.mesh.placed_parameter import PlacedParameter
+
 ModuleParameters = dict[str, nn.Parameter | None]
 
 
@@ -23,6 +25,7 @@ class ManagedParameter:
         made_from: the meta parameter that it was before, which a module of another unit may hold.
         param_slots: the ``_parameters`` dicts that hold it, with the key; several where weights are tied.
         tied_names: its further names within the unit.
+        placed: how it is split over tensor-parallel ranks, where it was a DTensor; ``original`` is its local tensor then.
     """
 
     name: str
@@ -31,6 +34,7 @@ class ManagedParameter:
     param_slots: list[tuple[ModuleParameters, str]] = field(default_factory=list)
     original_ids: tuple[int, ...] = ()
     tied_names: tuple[str, ...] = ()
+    placed: PlacedParameter | None = None
 
 
 class ParamSlots:

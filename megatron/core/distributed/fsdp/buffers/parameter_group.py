@@ -6,6 +6,7 @@ which stream and after which event is for the runtime to say.
 
 from __future__ import annotations
 
+import functools
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -26,6 +27,7 @@ from megatron.core.distributed.fsdp.buffers.grad_sums import GradSum
 from megatron.core.distributed.fsdp.buffers.gradients import GroupGradients, HookedGradients
 from megatron.core.distributed.fsdp.buffers.hooked_weights import HookedWeights
 from megatron.core.distributed.fsdp.buffers.param_slots import ManagedParameter, ModuleParameters, ParamSlots
+from megatron.core.distributed.fsdp.buffers.placed_weights import PlacedWeights
 from megatron.core.distributed.fsdp.buffers.retired_parameter import retire
 from megatron.core.distributed.fsdp.buffers.scaled_weights import ScaledWeights
 from megatron.core.distributed.fsdp.buffers.weights import GroupWeights
@@ -41,6 +43,7 @@ from megatron.core.distributed.fsdp.dtensor.random_fill import draws_whole
 from megatron.core.distributed.fsdp.layout.flat_layout import FlatLayout
 from megatron.core.distributed.fsdp.mesh.group_mesh import GroupMesh
 from megatron.core.distributed.fsdp.mesh.model_parallel import is_shared_between_stages, part_of
+from megatron.core.distributed.fsdp.mesh.placed_parameter import PlacedParameter
 
 _KINDS: dict[type[WeightCodec], type[GroupWeights]] = {Fp8Codec: ScaledWeights, HookCodec: HookedWeights}
 REQUIRES_GRAD = operator.attrgetter("requires_grad")
@@ -119,13 +122,16 @@ class FsdpParameterGroup:
         self.optimizer_state_nbytes = self.host_state_nbytes = 0
         self.context: weakref.ref[Any] | None = None
         self.set_prefix("")
-        self._parts = [part_of(p.original, p.name, group_mesh.tensor_size) for p in self.parameters]
+        self._parts = [part_of(p.original, p.name, group_mesh.tensor_size, p.placed) for p in self.parameters]
         codec = codec_of(self.parameters[0].original, self.parameters[0].name)
-        kind = (
+        kind: Callable[..., GroupWeights] = (
             FrozenWeights
             if isinstance(codec, Fp8Codec) and not self.trainable
             else _KINDS.get(type(codec), GroupWeights)
         )
+        placed = [p.placed for p in self.parameters if p.placed is not None]
+        if placed:
+            kind = self._placed_kind(codec, placed)
         self.weights = kind(
             [p.original for p in self.parameters],
             layout=layout,
@@ -193,6 +199,14 @@ class FsdpParameterGroup:
 
     # ---- construction -------------------------------------------------------------------------------------------
 
+    def _placed_kind(self, codec: WeightCodec, placed: Sequence[PlacedParameter]) -> Callable[..., GroupWeights]:
+        if not codec.casts:
+            raise NotImplementedError(
+                f"parameter {self.parameters[0].name}, which is a DTensor, must have no fsdp_codec, got {codec!r}; leave it out, or "
+                "split the weight by ModelParallel(tensor_axis=...) instead of as a DTensor"
+            )
+        return functools.partial(PlacedWeights, placed=placed)
+
     def _make_gradients(self) -> None:
         self.trainable = True
         if self.dtypes.main_grads != self.dtypes.main_params:
@@ -203,7 +217,8 @@ class FsdpParameterGroup:
         self.grads = GroupGradients(self.weights, grad_sums=self.grad_sums, scale=scale)
         main = self.grads.main_buffer
         self.grads.set_main_gradients([self._dtensor(main, i) for i in range(len(self.parameters))])
-        self._offer_main_grads()
+        if self.parameters[0].placed is None:
+            self._offer_main_grads()
         self.grad_hooks = GradHooks(self.sharded, [p.name for p in self.parameters], self.grad_sums)
         self.hook_reductions()
 

@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from megatron.core.distributed.fsdp.buffers.refusing_tensor import RefusingTensor
 
@@ -52,6 +53,15 @@ class RetiredParameter(RefusingTensor, nn.Parameter):
         return self.__reduce_ex__(4)
 
 
+class RetiredDTensor(RetiredParameter, DTensor):
+    """The same for a parameter that was a DTensor."""
+
+    __slots__ = ()
+
+
 def retire(parameter: nn.Parameter) -> None:
-    """Make every use of the parameter's values an error."""
-    parameter.__class__ = RetiredParameter
+    """Make every use of the parameter's values an error, and free them where nothing else refers to them."""
+    is_placed = isinstance(parameter, DTensor)
+    if is_placed:
+        parameter._local_tensor = torch.empty(0, device="meta")  # type: ignore[attr-defined]
+    parameter.__class__ = RetiredDTensor if is_placed else RetiredParameter

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -69,6 +69,9 @@ class GroupWeights:
     """
 
     shares_counter = True  # of versions, which unsharded parameters have in common
+    gradient_of: ClassVar[Any] = operator.attrgetter(
+        "grad"
+    )  # of an unsharded parameter: this rank's part, or None
 
     def __init__(
         self,

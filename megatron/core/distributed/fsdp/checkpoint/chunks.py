@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from megatron.core.distributed.fsdp.checkpoint.state import NamedTensor
 from megatron.core.distributed.fsdp.dtensor.tensor_pieces import pieces_of
+from megatron.core.distributed.fsdp.mesh.placed_parameter import DATA_PART
 
 
 @dataclass(frozen=True)
@@ -48,18 +50,20 @@ def local_chunks(name: str, tensor: torch.Tensor, *, writes: bool = False) -> li
 def chunks_to_write(tensors: Sequence[NamedTensor]) -> list[Chunk]:
     """Return what this rank writes of DTensors, such that all ranks together write each element once.
 
-    Replicas share the work evenly by bytes. Copies of another pipeline stage's tensors are not written.
+    Replicas share the work evenly by bytes. Copies of another pipeline stage's tensors are not written. A tensor whose mesh is
+    the data-parallel part of one over which ``parallelize_module`` has split others is the same on all such parts.
 
     Ranks: pure; all compute the same distribution.
     """
     nbytes: dict[tuple[object, ...], list[int]] = {}
     chunks = []
+    first_ranks = _first_ranks({entry.tensor.device_mesh for entry in tensors if isinstance(entry.tensor, DTensor)})
     for entry in tensors:
         tensor = entry.tensor
         if not isinstance(tensor, DTensor) or entry.is_copy:
             continue
         held = local_chunks(entry.name, tensor)
-        if not held:
+        if not held or first_ranks.get(tensor.device_mesh) is False:
             continue
         if tensor.numel() == 0:
             # No rank holds an element, but the checkpoint must have the name.
@@ -87,6 +91,12 @@ def copied_to_host(chunks: Sequence[Chunk]) -> list[Chunk]:
     for device in {chunk.local.device for chunk in chunks if chunk.local.device.type == "cuda"}:
         torch.cuda.current_stream(device).synchronize()
     return copies
+
+
+def _first_ranks(meshes: set[DeviceMesh]) -> dict[DeviceMesh, bool]:
+    """Return, for each mesh that is the data-parallel part of another one, whether it holds that one's first rank."""
+    wholes = [(mesh, vars(mesh)[DATA_PART]) for mesh in meshes if DATA_PART in vars(mesh)]
+    return {part: bool((part.mesh == whole.mesh.flatten()[0]).any()) for whole, part in wholes}
 
 
 def _is_my_turn(tensor: DTensor, nbytes: dict[tuple[object, ...], list[int]]) -> bool:

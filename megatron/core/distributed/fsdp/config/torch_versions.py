@@ -72,6 +72,17 @@ def reduce_scatter_flat(group: ProcessGroup, shard: torch.Tensor, full: torch.Te
         work.wait()
 
 
+def concatenated_mesh(meshes: list[DeviceMesh]) -> DeviceMesh:
+    """Return the mesh of the axes of several parts of one mesh, in this order; torch does so by a private method.
+
+    Raises:
+        RuntimeError: they are parts of different meshes, or overlap; one has no names of axes.
+    """
+    if any(mesh.mesh_dim_names is None for mesh in meshes):
+        raise RuntimeError("axes need names")
+    return DeviceMesh._concatenate(meshes)
+
+
 def flattened_axes(mesh: DeviceMesh) -> dict[str, DeviceMesh]:
     """Return, by name, the axes that ``_flatten`` made of several axes of a mesh; torch tells them by a private name."""
     return dict(mesh._get_root_mesh()._flatten_mapping)

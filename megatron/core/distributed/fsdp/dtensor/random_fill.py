@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -69,6 +70,19 @@ def draws_whole(mesh: DeviceMesh) -> DeviceMesh:
     """Let random fills of all DTensors on this mesh be those of the whole tensor, also where nothing is sharded."""
     mesh.__dict__["_fsdp_draws_whole"] = True
     return mesh
+
+
+@contextmanager
+def drawing_whole(meshes: Iterable[DeviceMesh]) -> Iterator[None]:
+    """Let random fills of DTensors on these meshes be those of the whole tensor within it."""
+    unmarked = [mesh for mesh in meshes if "_fsdp_draws_whole" not in vars(mesh)]
+    for mesh in unmarked:
+        draws_whole(mesh)
+    try:
+        yield
+    finally:
+        for mesh in unmarked:
+            vars(mesh).pop("_fsdp_draws_whole", None)
 
 
 def is_engines(target: DTensor) -> bool:

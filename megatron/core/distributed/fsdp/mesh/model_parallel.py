@@ -11,6 +11,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from megatron.core.distributed.fsdp.dtensor.block_shard import BlockShard
+from megatron.core.distributed.fsdp.mesh.placed_parameter import PlacedParameter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +51,7 @@ class TensorPart:
 
     Args:
         shape: of the whole tensor.
-        placements: [1] on the tensor-parallel axis; [] where there is none.
+        placements: [1] on the tensor-parallel axis ([2] where it has two); [] where there is none.
     """
 
     shape: torch.Size
@@ -62,16 +63,21 @@ class TensorPart:
         return all(isinstance(placement, Replicate) for placement in self.placements)
 
 
-def part_of(parameter: torch.Tensor, name: str, num_ranks: int | None) -> TensorPart:
+def part_of(
+    parameter: torch.Tensor, name: str, num_ranks: int | None, placed: PlacedParameter | None = None
+) -> TensorPart:
     """Read from a parameter's attributes which whole tensor it is a part of.
 
     Args:
+        placed: says so instead, where the parameter was a DTensor.
         num_ranks: tensor-parallel ranks; None where there is no such axis.
 
     Raises:
         ValueError: ``partition_dim`` is no dim of the parameter, or ``partition_stride`` does not divide it.
         NotImplementedError: blocks along another dim than 0.
     """
+    if placed is not None:
+        return TensorPart(placed.shape, placed.placements)
     if num_ranks is None:
         return TensorPart(parameter.shape)
     if not getattr(parameter, "tensor_model_parallel", False):

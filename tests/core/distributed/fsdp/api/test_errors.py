@@ -182,8 +182,8 @@ _REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     "a DTensor": (
         lambda: fully_shard(_WithParameter(distribute_tensor(torch.zeros(2, 2), init_device_mesh("cpu", (2,))))),
-        NotImplementedError,
-        "parameter weight must be a plain tensor, got a DTensor",
+        ValueError,
+        "of parameter weight, which is a DTensor, and that of fully_shard must be different axes of one mesh",
     ),
 }
 
