@@ -95,6 +95,8 @@ def _computed(settings: Settings) -> str:
 def _index(settings: Settings) -> str:
     """Describe the memory and the disk that the order of the training samples takes."""
     data, count = settings.data, num_samples(settings)[0]
+    if data.sft:
+        return f"16 bytes for each line of conversations, in {data.cache_path or 'a folder cache beside the files'}"
     blend = get_blend_from_list(data.data_path or data.train_data_path)
     documents = count * data.seq_length // MOCK_TOKENS if data.mock_data else 0
     nbytes = index_nbytes(count, documents)

@@ -337,6 +337,7 @@ def _data(args: Namespace) -> DataConfig:
         valid_data_path=paths(args.valid_data_path),
         test_data_path=paths(args.test_data_path),
         mock_data=args.mock_data,
+        sft=args.sft,
         split=args.split,
         cache_path=args.data_cache_path,
         seq_length=args.seq_length,

@@ -138,7 +138,10 @@ def test_files_of_gpt2_are_read_under_the_names_of_megatron_lm(tmp_path: Path) -
     [
         (["--split-sentences"], "--split-sentences is not served: documents are not split"),
         (["--vocab-file", "x"], "GPT2BPETokenizer needs --merge-file, got none"),
-        (["--tokenizer-type", "SFTTokenizer"], "training on conversations is not served yet"),
+        (
+            ["--sft-tokenizer-prompt-format", "chatml"],
+            "must be one of nemotron-h-aligned, nemotron-nano-v2, identity, default",
+        ),
         (["--partitions", "0"], "--partitions must be at least 1, got 0"),
         (["--workers", "0"], "--workers must be positive, got 0"),
         (["--json-keys", "a", "a"], "--json-keys must differ"),

@@ -9,6 +9,7 @@ from megatron.core.tokenizers.byte_level_tokenizer import ByteLevelTokenizer
 from megatron.core.tokenizers.huggingface_tokenizer import GPT2BPETokenizer, HuggingFaceTokenizer
 from megatron.core.tokenizers.null_tokenizer import NullTokenizer
 from megatron.core.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer
+from megatron.core.tokenizers.sft_tokenizer import SFTTokenizer
 from megatron.core.tokenizers.tiktoken_tokenizer import TikTokenizer
 from megatron.core.tokenizers.tokenizer_config import TOKENIZER_TYPES, TokenizerConfig, flag_of
 
@@ -57,6 +58,8 @@ def _build(kind: str, config: TokenizerConfig) -> MegatronTokenizerBase:
         return GPT2BPETokenizer(config.vocab_file, config.merge_file, special_tokens=special_tokens)
     if kind == "HuggingFaceTokenizer":
         return HuggingFaceTokenizer(model, special_tokens=special_tokens, with_ends=with_ends)
+    if kind == "SFTTokenizer":
+        return SFTTokenizer(model, config.sft_tokenizer_prompt_format)
     if kind == "TikTokenizer":
         return TikTokenizer(
             model,

@@ -98,9 +98,11 @@ class HuggingFaceTokenizer(FastTokenizer):
             raise ValueError(f"{file} must be a tokenizer of the tokenizers library, got: {error}") from error
         if not tokenizer.get_vocab(with_added_tokens=True):
             raise ValueError(f"{file} must be a tokenizer with a vocabulary, got an empty one")
+        tokenizer.no_truncation()  # files may say how long the texts of some model are
+        tokenizer.no_padding()
         tokenizer.add_special_tokens(list(special_tokens))
         super().__init__(tokenizer, file, with_ends=with_ends)
-        settings = _read_settings(os.path.dirname(file))
+        self._settings = settings = _read_settings(os.path.dirname(file))
         self._eod = self._find_end(settings)
         self._pad = self._special("pad_token", settings)
         self._bos = self._special("bos_token", settings)
@@ -197,7 +199,7 @@ def _read_settings(folder: str) -> dict[str, str]:
             raise ValueError(f"{path} must be JSON, got: {error}") from error
         if not isinstance(content, dict):
             raise ValueError(f"{path} must hold a JSON object, got a {type(content).__name__}")
-        for key in ("eos_token", "pad_token", "bos_token"):
+        for key in ("eos_token", "pad_token", "bos_token", "unk_token"):
             token = content.get(key)
             token = token.get("content") if isinstance(token, dict) else token
             if token is not None and not isinstance(token, str):

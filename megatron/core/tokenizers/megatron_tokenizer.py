@@ -15,6 +15,7 @@ _TYPES = {
     "null-text": "NullTokenizer",
     "byte-level": "ByteLevelTokenizer",
     "huggingface": "HuggingFaceTokenizer",
+    "sft": "SFTTokenizer",
     "sentencepiece": "SentencePieceTokenizer",
     "tiktoken": "TikTokenizer",
     "megatron": "",  # the path is the type
@@ -27,6 +28,7 @@ _FIELDS = {
     "merges_file": "merge_file",
     "special_tokens": "special_tokens",
     "additional_special_tokens": "special_tokens",
+    "prompt_format": "sft_tokenizer_prompt_format",
     "pattern": "tiktoken_pattern",
     "num_special_tokens": "tiktoken_num_special_tokens",
 }

@@ -14,6 +14,7 @@ NEEDED: dict[str, tuple[str, ...]] = {
     "ByteLevelTokenizer": (),
     "GPT2BPETokenizer": _MERGES,
     "HuggingFaceTokenizer": _MODEL,
+    "SFTTokenizer": _MODEL,
     "SentencePieceTokenizer": _MODEL,
     "GPTSentencePieceTokenizer": _MODEL,
     "Llama2Tokenizer": _MODEL,
@@ -25,6 +26,7 @@ NEEDED: dict[str, tuple[str, ...]] = {
 _ALSO_READ: dict[str, tuple[str, ...]] = {
     "GPT2BPETokenizer": _HUGGINGFACE,
     "HuggingFaceTokenizer": _HUGGINGFACE,
+    "SFTTokenizer": ("sft_tokenizer_prompt_format",),
     "TikTokenizer": ("special_tokens", "tiktoken_pattern", "tiktoken_num_special_tokens"),
     "NullTokenizer": ("null_tokenizer_eod_id", "null_tokenizer_pad_id"),
 }
@@ -58,6 +60,9 @@ class TokenizerConfig:
 
     tokenizer_hf_no_include_special_tokens: bool = False
     """Leave out what a Hugging Face tokenizer puts at the ends of a text, such as Llama's begin of a sequence."""
+
+    sft_tokenizer_prompt_format: str = "nemotron-h-aligned"
+    """How ``SFTTokenizer`` makes text of conversations: one of ``PROMPT_FORMATS``."""
 
     tiktoken_pattern: str | None = None
     """``v1`` or ``v2``, which None means."""

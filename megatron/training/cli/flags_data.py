@@ -14,6 +14,12 @@ def add_data_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--train-data-path", nargs="*", help="as --data-path, for training alone")
     group.add_argument("--valid-data-path", nargs="*", help="as --data-path, for validation alone")
     group.add_argument("--test-data-path", nargs="*", help="as --data-path, for the test alone")
+    group.add_argument(
+        "--sft",
+        action="store_true",
+        help="train on conversations: data paths are JSON lines with messages, and what the assistant says is learned; needs "
+        "--tokenizer-type SFTTokenizer",
+    )
     group.add_argument("--split", type=unquoted, help="parts for training, validation and test (default: 969,30,1)")
     group.add_argument("--data-cache-path", help="folder of the index cache (default: beside the data)")
     group.add_argument("--mock-data", action="store_true", help="use generated samples instead of --data-path")

@@ -6,6 +6,7 @@ import argparse
 import difflib
 
 from megatron.core.tokenizers import TOKENIZER_TYPES, TokenizerConfig
+from megatron.core.tokenizers.prompt_formats import PROMPT_FORMATS
 
 _REASONS = {
     "Llama3Tokenizer": "use HuggingFaceTokenizer with its tokenizer.json",
@@ -14,7 +15,6 @@ _REASONS = {
     "BertWordPieceCase": "only decoder models are served",
     "MultimodalTokenizer": "models of images are not served",
     "NullMultimodalTokenizer": "models of images are not served; use NullTokenizer",
-    "SFTTokenizer": "training on conversations is not served yet",
 }
 """Why tokenizers of Megatron-LM are not served, or what to use."""
 
@@ -50,6 +50,13 @@ def add_tokenizer_flags(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="leave out what a HuggingFace tokenizer puts at the ends of a text",
     )
+    group.add_argument(
+        "--sft-tokenizer-prompt-format",
+        type=_prompt_format,
+        default="nemotron-h-aligned",
+        help=f"how SFTTokenizer makes text of conversations, one of {', '.join(PROMPT_FORMATS)}; default is the tokenizer's own chat "
+        "template (default: nemotron-h-aligned)",
+    )
     group.add_argument("--tiktoken-pattern", choices=["v1", "v2"], help="how TikTokenizer cuts words (default: v2)")
     group.add_argument(
         "--tiktoken-num-special-tokens", type=int, default=1000, help="special tokens of TikTokenizer (default: 1000)"
@@ -72,6 +79,7 @@ def tokenizer_config(args: argparse.Namespace) -> TokenizerConfig:
         merge_file=args.merge_file,
         special_tokens=None if args.special_tokens is None else tuple(args.special_tokens),
         tokenizer_hf_no_include_special_tokens=args.tokenizer_hf_no_include_special_tokens,
+        sft_tokenizer_prompt_format=args.sft_tokenizer_prompt_format,
         tiktoken_pattern=args.tiktoken_pattern,
         tiktoken_num_special_tokens=args.tiktoken_num_special_tokens,
         null_tokenizer_eod_id=args.null_tokenizer_eod_id,
@@ -84,4 +92,10 @@ def _tokenizer_type(text: str) -> str:
         nearest = difflib.get_close_matches(text, TOKENIZER_TYPES, n=1, cutoff=0.0)[0]
         remedy = _REASONS.get(text, f"the nearest is {nearest}")
         raise argparse.ArgumentTypeError(f"must be one of {', '.join(TOKENIZER_TYPES)}, got {text}; {remedy}")
+    return text
+
+
+def _prompt_format(text: str) -> str:
+    if text not in PROMPT_FORMATS:
+        raise argparse.ArgumentTypeError(f"must be one of {', '.join(PROMPT_FORMATS)}, got {text}")
     return text

@@ -119,7 +119,7 @@ def _divides(parts: int, number: int | None) -> bool:
 
 
 def _keeps_documents_apart(args: Namespace) -> bool:
-    return bool(args.reset_attention_mask or args.dataloader_inter_document_masking)
+    return bool(args.reset_attention_mask or args.dataloader_inter_document_masking or args.sft)
 
 
 _GRAPH_REMEDY = "use `--cuda-graph-impl none`"
@@ -381,6 +381,21 @@ REFUSALS: tuple[Refusal, ...] = (
         "--fim-data cuts texts, got --mock-data, which are none; give --data-path",
     ),
     Refusal(
+        "conversations without a tokenizer of conversations",
+        lambda a: a.sft and a.tokenizer_type != "SFTTokenizer",
+        "--sft needs --tokenizer-type SFTTokenizer, which knows how conversations become text, got {tokenizer_type}",
+    ),
+    Refusal(
+        "conversations of mock data",
+        lambda a: a.sft and a.mock_data,
+        "--sft reads conversations from files, got --mock-data; give --data-path or --train-data-path, JSON lines with messages",
+    ),
+    Refusal(
+        "conversations cut in three",
+        lambda a: a.sft and a.fim_data,
+        "--sft and --fim-data are two kinds of samples; give one",
+    ),
+    Refusal(
         "full validation of a blend by weights",
         lambda a: a.full_validation and (_has_weights(a.data_path) or _has_weights(a.valid_data_path, beyond=1)),
         "--full-validation reads each sample once, while a blend by weights repeats some; leave out the weights of the "
@@ -580,7 +595,7 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
 )
 
-_DOCUMENTS = "`--reset-attention-mask` or `--dataloader-inter-document-masking`"
+_DOCUMENTS = "`--sft`, `--reset-attention-mask` or `--dataloader-inter-document-masking`"
 _STATES = "`--experimental-attention-variant` or `--hybrid-layer-pattern`"
 
 REFUSALS += (

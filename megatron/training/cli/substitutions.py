@@ -26,6 +26,15 @@ from megatron.training.cli.flags_model import position_embedding_type
 _OF_ANY_YARN = ("rotary_scaling_factor", "mscale", "mscale_all_dim")
 """Flags of YaRN in multi-latent and in other attention."""
 
+_OF_DOCUMENTS = {
+    "reset_position_ids": "positions begin anew in each conversation",
+    "reset_attention_mask": "tokens attend within their own conversation",
+    "dataloader_inter_document_masking": "tokens attend within their own conversation",
+    "eod_mask_loss": "what the assistant says is in the loss with its end",
+    "allow_ambiguous_pad_tokens": "padding is never in the loss",
+}
+"""Flags of corpora of documents that conversations do without, and why."""
+
 DESTS = {
     "num_moe_experts": "num_experts",
     "fp8": "fp8_format",
@@ -181,6 +190,14 @@ SUBSTITUTIONS: tuple[Substitution, ...] = (
         lambda a: not a.data_sharding and a.dataloader_type != "cyclic",
         "--no-data-sharding has no effect without --dataloader-type cyclic: ranks draw from all data in one order",
         {"data_sharding": True},
+    ),
+    *(
+        Substitution(
+            lambda a, dest=dest: a.sft and getattr(a, dest),  # type: ignore[misc]
+            f"--{dest.replace('_', '-')} has no effect with --sft: {words}",
+            {dest: False},
+        )
+        for dest, words in _OF_DOCUMENTS.items()
     ),
     Substitution(
         lambda a: a.mock_data and bool(a.data_path or a.train_data_path or a.valid_data_path or a.test_data_path),

@@ -10,6 +10,8 @@ from megatron.core.datasets.blend import get_blend_from_list
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.fim_dataset import GPTFIMDataset, GPTFIMDatasetConfig
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.datasets.megatron_dataset import MegatronDataset
+from megatron.core.datasets.sft_dataset import SFTDataset
 from megatron.core.datasets.split import parse_and_normalize_split
 from megatron.core.tokenizers import MegatronTokenizerBase
 from megatron.training.data.documents import WithDocuments
@@ -55,6 +57,9 @@ class DataConfig:
 
     mock_data: bool = False
     """Use generated samples."""
+
+    sft: bool = False
+    """The paths are files of conversations, whose assistants' turns are learned; see ``SFTDataset``."""
 
     split: str | None = None
     """Parts for training, validation and test of ``data_path``; None: ``DEFAULT_SPLIT``."""
@@ -125,7 +130,7 @@ class Datasets(NamedTuple):
     test: Any
 
 
-def _with_documents(dataset: Any, eod: int) -> Any:
+def _with_documents(dataset: Any, eod: int | None) -> Any:
     if dataset is None:
         return None
     if isinstance(dataset, list):
@@ -145,6 +150,7 @@ def build_gpt_datasets(config: DataConfig, tokenizer: MegatronTokenizerBase, siz
     Ranks: all; one rank of each node builds the indices, the others wait for it.
     """
     per_split = (config.train_data_path, config.valid_data_path, config.test_data_path)
+    kind: type[MegatronDataset]
     kind, config_kind = (GPTDataset, GPTDatasetConfig) if config.fim is None else (GPTFIMDataset, GPTFIMDatasetConfig)
     dataset_config = config_kind(
         **({} if config.fim is None else config.fim.as_fields()),
@@ -165,10 +171,10 @@ def build_gpt_datasets(config: DataConfig, tokenizer: MegatronTokenizerBase, siz
         multiple_validation_sets=config.separate_validation_sets,
         full_validation=sizes[1] is None,
     )
-    kind = MockGPTDataset if config.mock_data else kind
+    kind = SFTDataset if config.sft else MockGPTDataset if config.mock_data else kind
     built = BlendedMegatronDatasetBuilder(kind, list(sizes), lambda: True, dataset_config).build()
-    if config.reset_attention_mask:
-        built = [_with_documents(dataset, tokenizer.eod) for dataset in built]
+    if config.reset_attention_mask or config.sft:
+        built = [_with_documents(dataset, None if config.sft else tokenizer.eod) for dataset in built]
     for name, dataset, size in zip(("training", "validation", "test"), built, sizes, strict=True):
         if size is None:
             continue

@@ -1,4 +1,4 @@
-"""Documents within samples: attention stays within them where ``reset_attention_mask`` asks for it.
+"""Documents within samples: attention stays within them where ``reset_attention_mask`` asks for it, or samples are packs.
 
 Shapes: b samples of a microbatch, s tokens of a sample, m documents of a microbatch.
 """
@@ -21,10 +21,11 @@ class WithDocuments(Dataset[dict[str, Tensor]]):
 
     Args:
         dataset: of dicts of tensors, with ``tokens``.
-        eod: the id that ends a document, and belongs to it.
+        eod: the id that ends a document, and belongs to it; None: samples are packs, which have ``cu_seqlens``, where documents
+            begin, and ``max_seqlen``.
     """
 
-    def __init__(self, dataset: Any, eod: int) -> None:
+    def __init__(self, dataset: Any, eod: int | None) -> None:
         self.dataset, self.eod = dataset, eod
 
     def __len__(self) -> int:
@@ -32,7 +33,12 @@ class WithDocuments(Dataset[dict[str, Tensor]]):
 
     def __getitem__(self, idx: int) -> dict[str, Tensor]:
         sample: dict[str, Tensor] = self.dataset[idx]
-        documents = torch.zeros(len(sample["tokens"]), dtype=torch.int32)
+        length = len(sample["tokens"])
+        if self.eod is None:
+            rest = {name: value for name, value in sample.items() if name not in ("cu_seqlens", "max_seqlen")}
+            starts = sample["cu_seqlens"][1:]  # filled up with the length
+            return {**rest, _DOCUMENTS: torch.searchsorted(starts, torch.arange(length), right=True, out_int32=True)}
+        documents = torch.zeros(length, dtype=torch.int32)
         documents[1:] = (sample["tokens"][:-1] == self.eod).cumsum(0)
         return {**sample, _DOCUMENTS: documents}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+from megatron.core.tokenizers.prompt_formats import OF_TOKENIZER
 from megatron.training.launch.gpt_config import why_no_fp8
 
 if TYPE_CHECKING:
@@ -26,4 +27,12 @@ def missing_packages(settings: Settings, device_type: str) -> dict[str, str]:
     ):
         if is_given and find_spec(package) is None:
             faults[package] = f"{flag} needs the package {package}, which is not installed: pip install {package}"
+    is_template = (
+        settings.tokenizer.kind == "SFTTokenizer" and settings.tokenizer.sft_tokenizer_prompt_format == OF_TOKENIZER
+    )
+    if is_template and find_spec("transformers") is None:
+        faults["transformers"] = (
+            "--sft-tokenizer-prompt-format default needs the package transformers, which applies the tokenizer's own template and "
+            "is not installed: pip install transformers"
+        )
     return faults

@@ -59,7 +59,8 @@ def values_to_compare(settings: Any) -> dict[str, str]:
     for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
         given: tuple[str, ...] = getattr(data, name) or ()
         # A weight is itself, a prefix is what its files hold.
-        values[f"data.{name}"] = " ".join(part if _is_number(part) else corpus_fingerprint(part) for part in given)
+        fingerprint = path_fingerprint if data.sft else corpus_fingerprint
+        values[f"data.{name}"] = " ".join(part if _is_number(part) else fingerprint(part) for part in given)
     values |= {f"tokenizer.{name}": path_fingerprint(path) for name, path in settings.tokenizer.files().items()}
     return values
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.conversations import write_sft
 from tests.support.rank_processes import write_corpus
 from tests.support.tiny_run import SHARDED, Run, train_all
 
@@ -31,6 +32,7 @@ EXPERTS = (
 )
 RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 MOCK, BLEND = "--mock-data", "--data-path 0.3 {folder}/corpus 0.7 {folder}/corpus --split 80,10,10"
+TALK = "--seq-length 64 --max-position-embeddings 64 {sft}"
 HYBRID = "--num-distributed-optimizer-instances 2 --outer-dp-sharding-strategy optim"
 
 # name: (ranks, flags, flags of the run on one rank that must print the same)
@@ -44,6 +46,11 @@ LAYOUTS: dict[str, tuple[int, str, str]] = {
     "pipeline with tied embeddings": (2, PP, "dense"),
     "context": (2, f"{CP} --cp-comm-type all_gather p2p", "dense"),
     "context, of a blend": (2, f"{CP} {BLEND}", "blend"),
+    "conversations": (2, TALK, "conversations"),
+    "conversations, saved": (2, f"{TALK} --save {{folder}}/talk --exit-interval 2", "conversations"),
+    "conversations, resumed": (2, f"{TALK} --load {{folder}}/talk", "conversations"),
+    "conversations, tensor": (2, f"{TALK} {TP}", "conversations"),
+    "conversations, pipeline": (2, f"{TALK} {PP}", "conversations"),
     "experts": (2, f"{EXPERTS} --expert-model-parallel-size 2", "experts"),
     "experts of the second stage, recomputed": (2, f"{EXPERTS} {PP} {RECOMPUTED}", "experts"),
     "experts and parts of sequences": (2, f"{EXPERTS} {CP}", "experts"),
@@ -55,7 +62,13 @@ LAYOUTS: dict[str, tuple[int, str, str]] = {
         "experts",
     ),
 }
-REFERENCES = {"dense": "", "blend": BLEND, "untied": "--untie-embeddings-and-output-weights", "experts": EXPERTS}
+REFERENCES = {
+    "dense": "",
+    "blend": BLEND,
+    "untied": "--untie-embeddings-and-output-weights",
+    "experts": EXPERTS,
+    "conversations": TALK,
+}
 
 
 @cache
@@ -64,7 +77,10 @@ def runs_on(ranks: int) -> dict[str, Run]:
     added = REFERENCES if ranks == 1 else {name: flags for name, (size, flags, _) in LAYOUTS.items() if size == ranks}
     with tempfile.TemporaryDirectory() as folder:
         write_corpus(Path(folder, "corpus"))
-        flags = {name: f"{'' if BLEND in own else MOCK} {own}".format(folder=folder) for name, own in added.items()}
+        names = {"folder": folder, "sft": write_sft(Path(folder))}
+        flags = {
+            name: f"{'' if BLEND in own or TALK in own else MOCK} {own}".format(**names) for name, own in added.items()
+        }
         return train_all(ranks, flags, base=BASE)
 
 
@@ -93,3 +109,9 @@ def test_what_is_printed_is_what_one_rank_prints(name: str) -> None:
     if iterations[-1] == 3:
         assert evaluations(run) == pytest.approx(evaluations(expected), rel=1e-5) and len(evaluations(run)) == 2
     assert num_parameters(run) == num_parameters(expected) != []
+
+
+def test_conversations_go_on_to_the_last_bit() -> None:
+    whole, resumed = runs_on(2)["conversations"], runs_on(2)["conversations, resumed"]
+    assert (resumed.losses[3], resumed.grad_norms[3]) == (whole.losses[3], whole.grad_norms[3])
+    assert evaluations(resumed) == evaluations(whole)

@@ -5,6 +5,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from megatron.core.distributed.fsdp.huggingface.installed import tokenizer_class
 from megatron.core.distributed.fsdp.huggingface.load import LoadReport, load_pretrained
 from megatron.core.distributed.fsdp.huggingface.safetensors_files import (
     INDEX,
@@ -32,6 +33,7 @@ __all__ = [
     "open_folder",
     "read_json",
     "save_pretrained",
+    "tokenizer_class",
 ]
 
 

@@ -37,6 +37,22 @@ def accelerator_class() -> Any:
     return Accelerator
 
 
+def tokenizer_class() -> Any:
+    """Return ``AutoTokenizer`` of ``transformers``.
+
+    Raises:
+        ImportError: it is not installed.
+    """
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise ImportError(
+            f"a tokenizer's own chat template is applied by transformers, got: {error}; pip install transformers, or use another "
+            "--sft-tokenizer-prompt-format than default"
+        ) from error
+    return AutoTokenizer
+
+
 def adapter_library() -> Any:
     """Return ``peft``."""
     import peft
