@@ -106,7 +106,7 @@ def test_all_other_blocks_are_run_by_the_tests_below() -> None:
         "README.md": 2 + 3,
         "audit.md": 2,
         "checkpoints.md": 3,
-        "data.md": 1,
+        "data.md": 2,
         "huggingface.md": 1,  # by tests/third_party/test_pretrained.py
         "splitting_the_model.md": 1,
     }
@@ -143,6 +143,11 @@ def test_a_split_model_trains(checkout: Path) -> None:
 
 def test_a_corpus_is_prepared_and_trained_on(checkout: Path) -> None:
     printed = run(["bash", "-euc", blocks(DATA, "bash")[0]], checkout)
+    assert "iteration        4/       4" in printed and "validation loss" in printed
+
+
+def test_conversations_are_trained_on(checkout: Path) -> None:
+    printed = run(["bash", "-euc", blocks(DATA, "bash")[1]], checkout)
     assert "iteration        4/       4" in printed and "validation loss" in printed
 
 

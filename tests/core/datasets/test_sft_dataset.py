@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import os
 import random
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,10 @@ PAD = 9
 
 def _plain_pack(conversations: list[tuple[list[int], list[int]]], length: int) -> dict[str, list[int]]:
     """Pack token by token, as the rules of Megatron-LM's dataset say."""
-    tokens, targets, positions, starts = [], [], [], [0]
+    tokens: list[int] = []
+    targets: list[int] = []
+    positions: list[int] = []
+    starts = [0]
     for text, learned in conversations:
         tokens, targets = tokens + text, targets + learned
         positions += range(len(text))
@@ -75,7 +79,7 @@ def test_packs_are_those_of_a_plain_loop() -> None:
             expected["loss_mask"][start - 1] = 0
         assert {name: sample[name].tolist() for name in expected} == expected
         assert sample["cu_seqlens"].tolist() == starts + [length] * (length + 1 - len(starts))
-        assert sample["max_seqlen"] == max(b - a for a, b in zip(starts, starts[1:], strict=False))
+        assert sample["max_seqlen"] == max(end - begin for begin, end in pairwise(starts))
         assert whole == (sum(len(tokens) for tokens, _ in given) <= length)
         cut.add(whole)
     assert cut == {True, False}
@@ -180,7 +184,7 @@ def test_lines_without_a_turn_of_the_assistant_count_nothing_and_are_said(
     assert "2 of 3 lines have no turn of an assistant, the first is line 2" in caplog.text
     assert [train[place]["loss_mask"].sum() > 0 for place in range(3)] == [True, False, False]
     write_conversations(tmp_path / "none.jsonl", [conversation("a")])
-    with pytest.raises(ValueError, match="none.jsonl must hold turns of an assistant, .* got none in 1 lines"):
+    with pytest.raises(ValueError, match=r"none.jsonl must hold turns of an assistant, .* got none in 1 lines"):
         _build(tokenizer, str(tmp_path / "none.jsonl"))
 
 

@@ -98,12 +98,12 @@ def test_of_the_tokenizers_own_template_all_is_learned(tmp_path: Path, monkeypat
     assert _tokenizer(tmp_path, "default", pad_token="<s>").pad == SPECIAL.index("<s>")
     assert tokenizer.check_conversation([{"role": "developer", "content": None}]), "a template may take more roles"
     with pytest.raises(
-        ValueError, match="chat template of .* must take the conversation, got: conversations begin with some"
+        ValueError, match=r"chat template of .* must take the conversation, got: conversations begin with some"
     ):
         tokenizer.tokenize_conversation([{"role": "nobody", "content": ""}], True, False)
     monkeypatch.setattr(_Template, "chat_template", None)
     with pytest.raises(
-        ValueError, match="default needs a tokenizer with a chat template, got none; put .* one of nemotron-h-al"
+        ValueError, match=r"default needs a tokenizer with a chat template, got none; put .* one of nemotron-h-al"
     ):
         _tokenizer(tmp_path, "default")
 
@@ -134,7 +134,7 @@ def test_turns_whose_texts_grow_together_are_refused(tmp_path: Path) -> None:
     """Which part of a token is the assistant's cannot be said; Megatron-LM ends by an assertion."""
     tokenizer = _tokenizer(tmp_path, "identity")
     assert len(tokenizer.tokenize("Assistant")) == 1
-    with pytest.raises(ValueError, match="tokens of a conversation must be those of its turns, .* than identity"):
+    with pytest.raises(ValueError, match=r"tokens of a conversation must be those of its turns, .* than identity"):
         tokenizer.tokenize_conversation(conversation("Assis", "tant"), True, False)
 
 
