@@ -69,9 +69,7 @@ class GroupWeights:
     """
 
     shares_counter = True  # of versions, which unsharded parameters have in common
-    gradient_of: ClassVar[Any] = operator.attrgetter(
-        "grad"
-    )  # of an unsharded parameter: this rank's part, or None
+    gradient_of: ClassVar[Any] = operator.attrgetter("grad")  # of an unsharded parameter: this rank's part, or None
 
     def __init__(
         self,
