@@ -37,6 +37,7 @@ from megatron.core.distributed.fsdp.checkpoint.state import (
     roots_of,
     units_of,
 )
+from megatron.core.distributed.fsdp.checkpoint.torch_layout import in_our_layout
 
 
 def load_checkpoint(
@@ -58,7 +59,8 @@ def load_checkpoint(
     Args:
         model: as in ``save_checkpoint``.
         optimizer: as in ``save_checkpoint``; None loads the model alone.
-        path: the folder. If a save was killed while it replaced that folder, what it left beside it is loaded.
+        path: the folder. If a save was killed while it replaced that folder, what it left beside it is loaded. It may be one that DCP
+            saved from ``{"model": ..., "optimizer": ...}``, as Megatron-FSDP's version 2 does.
         load_optimizer: False leaves the optimizer as it is.
         verify: compare what is read with its checksums before anything changes. False trusts the files, which saves
             reading them twice.
@@ -132,13 +134,17 @@ class Load:
         self._model, self._path, self._rank = roots_of(model), path, rank
         for module in units_of(self._model):
             module._fsdp_unit.show_sharded()
-        self._reader = CheckpointReader(Path(os.path.abspath(path)), verify=verify) if reader is None else reader
+        tensors = model_tensors(self._model)
+        if reader is None:
+            own = CheckpointReader(Path(os.path.abspath(path)), verify=verify)
+            reader = in_our_layout(own, [name for entry in tensors for name in entry.names])
+        self._reader = reader
         self._saved: Entries = self._reader.entries
         self._optimizer: OptimizerLoad | None = None
         self.is_split = is_split(self._model)
         self.unclaimed: list[tuple[str, str]] = []
         self._tied: list[tuple[NamedTensor, str]] = []
-        targets = self._match(None if optimizer is None else torch_optimizer(optimizer))
+        targets = self._match(tensors, None if optimizer is None else torch_optimizer(optimizer))
         optional = [name for name in optional_states(self._model) if name in self._saved]
         self._module_values = self._reader.values([*module_states(self._model), *optional])
         self.extra_state = self._read_extra_state()
@@ -176,13 +182,12 @@ class Load:
             if unit.context is not None:
                 unit.context.weights_changed()
 
-    def _match(self, optimizer: torch.optim.Optimizer | None) -> list[NamedTensor]:
+    def _match(self, tensors: Sequence[NamedTensor], optimizer: torch.optim.Optimizer | None) -> list[NamedTensor]:
         """Return the tensors to read into, each under its name in the checkpoint.
 
         Raises:
             ValueError: something does not match.
         """
-        tensors = model_tensors(self._model)
         model_problems, optimizer_problems = (
             Problems(part, is_partial=self.is_split) for part in ("model", "optimizer")
         )

@@ -29,8 +29,8 @@ from megatron.core.distributed.fsdp.flat_optimizer.flat_state import REMAINDER
 STATE = f"{OPTIMIZER}state."
 PARAM_GROUPS = f"{OPTIMIZER}param_groups"
 KIND = f"{OPTIMIZER}kind"
-# Not saved: they say how a process computes an update, and a checkpoint of a GPU run must load on a CPU.
-_EXECUTION = ("capturable", "differentiable", "foreach", "fused")
+EXECUTION = ("capturable", "differentiable", "foreach", "fused")
+"""Hyperparameters that are not saved: they say how a process computes an update, and a checkpoint of a GPU run must load on a CPU."""
 
 
 def torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
@@ -253,7 +253,8 @@ def _match_parameters(
     problems.extra += [name for name in in_checkpoint if name not in parameters]
     own, saved = hyperparameter_names(optimizer), values[KIND]["hyperparameters"]
     problems.missing += [f"hyperparameter {key}" for key in own if key not in saved]
-    problems.extra += [f"hyperparameter {key}" for key in saved if key not in own]
+    if values[KIND]["class"]:  # else nothing says which keys of its groups are hyperparameters of its class
+        problems.extra += [f"hyperparameter {key}" for key in saved if key not in own]
     return parameters
 
 
@@ -371,13 +372,13 @@ def _new_state(parameter: torch.Tensor, stored: StoredTensor) -> torch.Tensor:
 
 
 def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
-    skipped = ("params", "param_names", *_EXECUTION)
+    skipped = ("params", "param_names", *EXECUTION)
     return {key: plain_copy(value, f"{PARAM_GROUPS}.{key}") for key, value in group.items() if key not in skipped}
 
 
 def hyperparameter_names(optimizer: torch.optim.Optimizer) -> list[str]:
     """Return the names by which a checkpoint tells kinds of optimizers apart: those of the hyperparameters it saves."""
-    return [key for key in optimizer.defaults if key not in _EXECUTION]
+    return [key for key in optimizer.defaults if key not in EXECUTION]
 
 
 def _shared_hyperparameters(index: int, members: Sequence[Mapping[str, Any]], problems: Problems) -> dict[str, Any]:

@@ -16,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 import torch.distributed.fsdp as fsdp2
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.distributed.fsdp import (
@@ -412,6 +413,25 @@ def test_any_optimizer_goes_on_as_if_it_had_not_been_saved(tmp_path: Path, make:
         train(other, other_optimizer, steps)
         load_checkpoint(other, other_optimizer, tmp_path / "a")
         assert (train(other, other_optimizer, 2, first=2), whole_state(other, other_optimizer)) == wanted
+
+
+@pytest.mark.parametrize("flattens", [False, True])
+def test_what_dcp_saved_of_model_and_optimizer_is_loaded(tmp_path: Path, flattens: bool) -> None:
+    """Megatron-FSDP's version 2 saves these two dicts, of PyTorch's functions, under the names ``model`` and ``optimizer``."""
+    model = sharded_model("no_shard", num_blocks=1)
+    optimizer = adamw(model)
+    train(model, optimizer, 2)
+    options = StateDictOptions(flatten_optimizer_state_dict=flattens)
+    state: dict[str, Any] = {
+        "model": get_model_state_dict(model),
+        "optimizer": get_optimizer_state_dict(model, optimizer, options=options),
+    }
+    dcp.save({**state, "model": {**state["model"], "none._extra_state": None}}, checkpoint_id=tmp_path / "a")
+    wanted = train(model, optimizer, 2, first=2), whole_state(model, optimizer)
+    other = sharded_model("optim_grads_params", seed=1, num_blocks=1)
+    other_optimizer = adamw(other)
+    load_checkpoint(other, other_optimizer, tmp_path / "a")
+    assert (train(other, other_optimizer, 2, first=2), whole_state(other, other_optimizer)) == wanted
 
 
 def test_loading_from_before_the_first_step_removes_state(tmp_path: Path) -> None:
