@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import ItemsView, Iterator, KeysView, Mapping, Sequence, ValuesView
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from typing import Any
@@ -217,6 +217,111 @@ class ProcessGroupCollection:
             )
         world = dist.group.WORLD
         return cls(dp=world, dp_cp=world)
+
+
+@dataclass(repr=False)
+class MultiModuleProcessGroupCollection:
+    """The process groups of the modules of a rank that has several, such as an encoder and a language model, by name.
+
+    Args:
+        module_pgs: by the module's name.
+        language_model_module_name: the one that is the language model; None if this rank has none.
+
+    Raises:
+        ValueError: there are no modules, or none of that name.
+
+    Source: Megatron-Core's class of this name.
+    """
+
+    module_pgs: dict[str, ProcessGroupCollection]
+    language_model_module_name: str | None = None
+
+    def __post_init__(self) -> None:
+        if not self.module_pgs:
+            raise ValueError("module_pgs must have a module, got none: it cannot be empty")
+        name = self.language_model_module_name
+        if name is not None and name not in self.module_pgs:
+            raise ValueError(
+                f"language_model_module_name must be one of {list(self.module_pgs)}, got {name!r}, which was not found"
+            )
+
+    def has_language_model(self) -> bool:
+        """Return whether this rank has the language model."""
+        return self.language_model_module_name is not None
+
+    def get_language_model_collection(self) -> ProcessGroupCollection:
+        """Return the groups of the language model.
+
+        Raises:
+            ValueError: this rank has none.
+        """
+        if self.language_model_module_name is None:
+            raise ValueError(
+                "this rank must have the language model, got No language model specified; see has_language_model"
+            )
+        return self.module_pgs[self.language_model_module_name]
+
+    def get_language_model_cp_size(self) -> int:
+        """Return how many context-parallel ranks the language model has.
+
+        Raises:
+            ValueError: this rank has no language model.
+        """
+        return group_size(self.get_language_model_collection().cp)
+
+    def get_module_collection(self, module_name: str) -> ProcessGroupCollection:
+        """Return the groups of a module.
+
+        Raises:
+            ValueError: there is no such module.
+        """
+        if module_name not in self.module_pgs:
+            raise ValueError(
+                f"module_name must be one of {list(self.module_pgs)}, got {module_name!r}, which was not found"
+            )
+        return self.module_pgs[module_name]
+
+    def __len__(self) -> int:
+        return len(self.module_pgs)
+
+    def __getitem__(self, module_name: str) -> ProcessGroupCollection:
+        return self.module_pgs[module_name]
+
+    def __iter__(self) -> Iterator[ProcessGroupCollection]:
+        return iter(self.module_pgs.values())
+
+    def keys(self) -> KeysView[str]:
+        """Return the names of the modules."""
+        return self.module_pgs.keys()
+
+    def values(self) -> ValuesView[ProcessGroupCollection]:
+        """Return the groups of each module."""
+        return self.module_pgs.values()
+
+    def items(self) -> ItemsView[str, ProcessGroupCollection]:
+        """Return names and groups."""
+        return self.module_pgs.items()
+
+    def __repr__(self) -> str:
+        """Return the names of the modules, and of the language model."""
+        name = self.language_model_module_name
+        own = "" if name is None else f", language_model_module_name={name!r}"
+        return f"MultiModuleProcessGroupCollection(modules=[{', '.join(self.module_pgs)}]{own})"
+
+
+def of_one_model(groups: Any) -> ProcessGroupCollection | None:
+    """Return the groups of the only model of this rank.
+
+    Raises:
+        NotImplementedError: there are several.
+    """
+    if not isinstance(groups, MultiModuleProcessGroupCollection):
+        return groups  # type: ignore[no-any-return]
+    if len(groups) > 1:
+        raise NotImplementedError(
+            f"stages of a pipeline must be of one model, got {groups!r}; run each model by itself"
+        )
+    return next(iter(groups))
 
 
 def group_of(groups: ProcessGroupCollection | None, name: str) -> ProcessGroup | None:

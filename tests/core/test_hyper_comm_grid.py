@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -38,8 +40,43 @@ def test_wrong_grids_and_axes_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
         grid.get_rank_enum("pp")
     with pytest.raises(KeyError, match="create_pg"):
         grid.get_pg("tp")
-    with pytest.raises(NotImplementedError, match="views"):
-        grid.get_rank_enum("tp", view="experts")  # type: ignore[arg-type]
+    with pytest.raises(KeyError, match="'experts' is not registered"):
+        grid.get_rank_enum("tp", view="experts")
+
+
+def test_experts_have_axes_of_their_own_over_the_same_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "10")
+    grid = HyperCommGrid([2, 2, 2], ["tp", "dp", "pp"], rank_offset=2)
+    grid.register_view("expert", [1, 4, 2], ["expt_tp", "ep", "pp"], shared_dims=["pp"])
+    assert grid.get_rank_enum("ep", view="expert") == [[2, 3, 4, 5], [6, 7, 8, 9]]
+    assert grid.get_rank_enum("pp", view="expert") == grid.get_rank_enum("pp") == [[2, 6], [3, 7], [4, 8], [5, 9]]
+    with pytest.raises(ValueError, match="'ep', which is not in view 'base'"):
+        grid.get_rank_enum("ep")
+    with pytest.raises(KeyError, match="ep for view 'expert' hasn't been created"):
+        grid.get_pg("ep", view="expert")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("base", [8], ["ep"]), "already registered"),
+        (("e", [2, 4], ["ep"]), "each axis needs one name"),
+        (("e", [2, 4], ["ep", "ep"]), "duplicate dim_names"),
+        (("e", [-2, -4], ["ep", "pp"]), "must be positive ints"),
+        (("e", [2, 2], ["ep", "pp"]), "must have 8 ranks, but has 4"),
+        (("e", [4, 2], ["ep", "pp"], ["pp", "pp"]), "duplicate shared_dims"),
+        (("e", [4, 2], ["ep", "pp"], ["tp"]), r"shared axes must be among .* got \['tp'\]"),
+        (("e", [2, 4], ["pp", "ep"], ["pp"]), r"groups over the shared pp must be the grid's, \[\[0, 4\]"),
+    ],
+    ids=lambda value: None if isinstance(value, tuple) else value,
+)
+def test_views_that_do_not_fit_are_refused(
+    monkeypatch: pytest.MonkeyPatch, arguments: tuple[Any, ...], message: str
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    grid = HyperCommGrid([2, 2, 2], ["tp", "dp", "pp"])
+    with pytest.raises(ValueError, match=message):
+        grid.register_view(*arguments)
 
 
 @CHECKS.on(2)
@@ -54,9 +91,17 @@ def groups_reduce_over_their_axes() -> None:
     try:
         grid.create_pg("dp")
     except KeyError as error:
-        assert "exists" in str(error)
+        assert "dp has already been created" in str(error)
     else:
         raise AssertionError("a second group over the same axis was made")
+    grid.register_view("expert", [2, 1], ["ep", "dp"])
+    grid.register_view("same", [1, 2], ["ep", "dp"], shared_dims=["dp"])
+    assert grid.get_pg("dp", view="same") is groups["dp"], "shared axes have the grid's group"
+    assert (
+        dist.get_world_size(grid.create_pg("ep", view="expert")) == 2
+        and grid.create_pg("dp", view="expert") is not None
+    )
+    assert dist.get_world_size(grid.get_pg("dp", view="expert")) == 1, "of another view, so another group"
     grid.destroy()
 
 

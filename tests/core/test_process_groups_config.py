@@ -9,7 +9,16 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from megatron.core.process_groups_config import ProcessGroupCollection, create_all_gather_groups, group_of
+from megatron.core.pipeline_parallel.schedules import (
+    forward_backward_pipelining_without_interleaving,
+    get_forward_backward_func,
+)
+from megatron.core.process_groups_config import (
+    MultiModuleProcessGroupCollection,
+    ProcessGroupCollection,
+    create_all_gather_groups,
+    group_of,
+)
 from tests.support.launch import run_ranks
 
 
@@ -102,3 +111,28 @@ def test_a_group_is_asked_for_by_a_name_that_exists() -> None:
     assert group_of(None, "tp") is None and group_of(ProcessGroupCollection(), "tp") is None
     with pytest.raises(AttributeError, match="tpp"):
         group_of(ProcessGroupCollection(), "tpp")
+
+
+def test_a_rank_with_several_modules_finds_the_groups_of_each() -> None:
+    encoder, llm = ProcessGroupCollection(), ProcessGroupCollection()
+    groups = MultiModuleProcessGroupCollection({"encoder": encoder, "llm": llm}, language_model_module_name="llm")
+    assert groups["encoder"] is encoder and groups.get_module_collection("llm") is llm and len(groups) == 2
+    assert list(groups) == list(groups.values()) == [encoder, llm] and dict(groups.items())["llm"] is llm
+    assert groups.has_language_model() and groups.get_language_model_collection() is llm
+    assert groups.get_language_model_cp_size() == 1
+    assert repr(groups) == "MultiModuleProcessGroupCollection(modules=[encoder, llm], language_model_module_name='llm')"
+    with pytest.raises(NotImplementedError, match="stages of a pipeline must be of one model, got Multi"):
+        get_forward_backward_func(schedule_pg_collection=groups)
+    one = MultiModuleProcessGroupCollection({"encoder": encoder})
+    assert get_forward_backward_func(schedule_pg_collection=one) is forward_backward_pipelining_without_interleaving
+    for call, message in (
+        (one.get_language_model_cp_size, "No language model specified"),
+        (lambda: one.get_module_collection("llm"), r"one of \['encoder'\], got 'llm'"),
+        (lambda: MultiModuleProcessGroupCollection({}), "cannot be empty"),
+        (
+            lambda: MultiModuleProcessGroupCollection({"a": encoder}, "b"),
+            r"one of \['a'\], got 'b', which was not found",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()

@@ -17,7 +17,13 @@ from megatron.core.parallel_state import get_virtual_pipeline_model_parallel_wor
 from megatron.core.pipeline_parallel.interleaved_pipeline import StagePipeline
 from megatron.core.pipeline_parallel.interleaved_schedule import get_schedule_table as get_schedule_table
 from megatron.core.pipeline_parallel.p2p_communication import PipelineStage, hidden_shape
-from megatron.core.process_groups_config import ProcessGroupCollection, group_of, group_size
+from megatron.core.process_groups_config import (
+    MultiModuleProcessGroupCollection,
+    ProcessGroupCollection,
+    group_of,
+    group_size,
+    of_one_model,
+)
 from megatron.core.transformer.moe.router import set_loss_scale, set_num_microbatches
 from megatron.core.transformer.pipeline_layers import wide_messages
 
@@ -35,15 +41,13 @@ def get_forward_backward_func(
     Args:
         pp_size: ranks of a pipeline; None: that of ``parallel_state``.
         vp_size: stages of each rank, which take turns; None with ``pp_size`` None: that of ``parallel_state``.
-        schedule_pg_collection: must be None; pass ``pg_collection`` to the function.
+        schedule_pg_collection: a ``MultiModuleProcessGroupCollection``, of one model; its pipeline is then the model's.
 
     Raises:
         NotImplementedError: stages are of several models.
     """
-    if schedule_pg_collection is not None:
-        raise NotImplementedError(
-            f"stages must be of one model, got schedule_pg_collection={schedule_pg_collection}; leave it out"
-        )
+    if of_one_model(schedule_pg_collection) is not None:
+        return forward_backward_pipelining_without_interleaving
     if pp_size is None:
         pp_size = group_size(group_of(None, "pp"))
         vp_size = vp_size or get_virtual_pipeline_model_parallel_world_size()
@@ -68,7 +72,7 @@ def forward_backward_no_pipelining(
     first_val_step: bool | None = None,
     adjust_tensor_shapes_fn: Callable[..., Any] | None = None,
     p2p_communicator: Any = None,
-    pg_collection: ProcessGroupCollection | None = None,
+    pg_collection: ProcessGroupCollection | MultiModuleProcessGroupCollection | None = None,
     force_all_reduce: bool | None = False,
 ) -> list[Any]:
     """Run forward and backward of all microbatches on a rank's pipeline stages; one stage is a pipeline, too.
@@ -87,7 +91,7 @@ def forward_backward_no_pipelining(
         collect_non_loss_data: the loss function is called with ``non_loss_data=True``, and what it returns is collected.
         first_val_step, force_all_reduce: accepted; nothing is cached between steps, and each strategy reduces in one way.
         adjust_tensor_shapes_fn, p2p_communicator: must be None.
-        pg_collection: None: the groups of ``parallel_state``.
+        pg_collection: None: the groups of ``parallel_state``. A ``MultiModuleProcessGroupCollection`` must be of one model.
 
     Returns:
         [M] what the loss function reported; [] on all ranks but the last.
@@ -103,6 +107,7 @@ def forward_backward_no_pipelining(
         raise NotImplementedError(
             "adjust_tensor_shapes_fn and p2p_communicator must be None, got another: messages have the shape of hidden states"
         )
+    pg_collection = of_one_model(pg_collection)
     chunks = chunks_of(model)
     iterators = list(data_iterator) if isinstance(data_iterator, list | tuple) else [data_iterator]
     iterators = iterators * len(chunks) if iterators == [None] else iterators
