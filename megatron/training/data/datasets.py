@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, NamedTuple
+
+import torch.distributed as dist
 
 from megatron.core.datasets.blend import get_blend_from_list
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
@@ -13,6 +16,7 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, Moc
 from megatron.core.datasets.megatron_dataset import MegatronDataset
 from megatron.core.datasets.sft_dataset import SFTDataset
 from megatron.core.datasets.split import parse_and_normalize_split
+from megatron.core.distributed.fsdp.checkpoint import agree
 from megatron.core.tokenizers import MegatronTokenizerBase
 from megatron.training.data.documents import WithDocuments
 
@@ -175,6 +179,14 @@ def build_gpt_datasets(config: DataConfig, tokenizer: MegatronTokenizerBase, siz
     built = BlendedMegatronDatasetBuilder(kind, list(sizes), lambda: True, dataset_config).build()
     if config.reset_attention_mask or config.sft:
         built = [_with_documents(dataset, None if config.sft else tokenizer.eod) for dataset in built]
+    if dist.is_initialized():  # all ranks refuse alike: with one message
+        agree(partial(_check_lengths, built, sizes), lambda _: None)
+    else:
+        _check_lengths(built, sizes)
+    return Datasets(*(None if size == 0 else dataset for dataset, size in zip(built, sizes, strict=True)))
+
+
+def _check_lengths(built: Sequence[Any], sizes: Sequence[int | None]) -> None:
     for name, dataset, size in zip(("training", "validation", "test"), built, sizes, strict=True):
         if size is None:
             continue
@@ -184,4 +196,3 @@ def build_gpt_datasets(config: DataConfig, tokenizer: MegatronTokenizerBase, siz
                 f"the data must have {size} samples for {name}, got {held}; give weights with --data-path (which "
                 "repeats the data), shorten the run or its evaluations, or change --split"
             )
-    return Datasets(*(None if size == 0 else dataset for dataset, size in zip(built, sizes, strict=True)))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.conversations import write_sft
+from tests.support.conversations import conversation, write_conversations, write_sft
 from tests.support.rank_processes import write_corpus
 from tests.support.tiny_run import SHARDED, Run, train_all
 
@@ -70,13 +70,24 @@ REFERENCES = {
 }
 
 
+# Runs on one rank that are refused, with the message.
+REFUSED = {
+    f"{TALK} --data-path none.jsonl": "conversations must be in a file of JSON lines, got none.jsonl, where there is none",
+    f"{TALK} --data-path {{folder}}/bad.jsonl": "bad.jsonl, line 2: a line must be a JSON object, got text that is none",
+    f"{TALK} --data-path {{talk}} {{talk}} --train-iters 20": "the data must have 160 samples for training, got 64; give weights",
+}
+
+
 @cache
 def runs_on(ranks: int) -> dict[str, Run]:
     """All runs on so many ranks, one after the other in one launch."""
-    added = REFERENCES if ranks == 1 else {name: flags for name, (size, flags, _) in LAYOUTS.items() if size == ranks}
+    added = {name: flags for name, (size, flags, _) in LAYOUTS.items() if size == ranks}
+    if ranks == 1:
+        added = REFERENCES | {flags: flags for flags in REFUSED}
     with tempfile.TemporaryDirectory() as folder:
         write_corpus(Path(folder, "corpus"))
-        names = {"folder": folder, "sft": write_sft(Path(folder))}
+        names = {"folder": folder, "sft": write_sft(Path(folder)), "talk": f"{folder}/talk.jsonl"}
+        write_conversations(Path(folder, "bad.jsonl"), [conversation("a", "b"), "{"])
         flags = {
             name: f"{'' if BLEND in own or TALK in own else MOCK} {own}".format(**names) for name, own in added.items()
         }
@@ -114,3 +125,10 @@ def test_conversations_go_on_to_the_last_bit() -> None:
     whole, resumed = runs_on(2)["conversations"], runs_on(2)["conversations, resumed"]
     assert (resumed.losses[3], resumed.grad_norms[3]) == (whole.losses[3], whole.grad_norms[3])
     assert evaluations(resumed) == evaluations(whole)
+
+
+@pytest.mark.parametrize("flags", REFUSED)
+def test_data_that_cannot_be_used_are_refused_on_one_rank_too(flags: str) -> None:
+    """By one message, not by a traceback."""
+    error = runs_on(1)[flags].error
+    assert error is not None and error.startswith("StartRefusedError") and REFUSED[flags] in error
