@@ -240,7 +240,7 @@ def _begin(
         setup.scheduler,
         architecture=setup.architecture,
         seed=settings.loop.seed,
-        samples={"seq_length": settings.data.seq_length},
+        samples={"seq_length": settings.data.seq_length, "sft": settings.data.sft},
         megatron_lm_args={
             **settings.megatron_lm.values,
             "world_size": settings.grid.world_size,
