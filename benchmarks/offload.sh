@@ -6,7 +6,7 @@
 # Needs a GPU of 141 GB and 250 GB of the host's memory: 85 % of the parameters have 12 bytes each there. Runs eight iterations twice,
 # with updates before the next forward and beside it, and compares their time with what copies and the host's cores allow.
 # FOLDER receives both logs and offload.txt. Variables: LAYERS, HIDDEN, FRACTION, BATCH (sequences of a step), LENGTH, ITERS, EXTRA
-# further flags of pretrain_gpt.py; PYTHON another python3. Without a GPU a tiny model rehearses it.
+# further flags of pretrain_gpt.py; WAYS one of "before" and "beside"; PYTHON another python3. Without a GPU a tiny model rehearses it.
 set -euo pipefail
 out=$(realpath -m "${1:-$(mktemp -d)}")
 cd "$(dirname "$0")/.."
@@ -22,7 +22,7 @@ else
 fi
 parameters=$("$python" -c "print(int($fraction * (12 * $layers * $hidden**2 + 2 * 50304 * $hidden)))")
 : > "$out/offload.txt"
-for way in before beside; do
+for way in ${WAYS:-before beside}; do
     overlap=()
     [ $way = before ] || overlap=(--overlap-cpu-optimizer-d2h-h2d)
     # shellcheck disable=SC2086 # EXTRA holds several words
