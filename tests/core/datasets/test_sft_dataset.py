@@ -16,6 +16,7 @@ import torch
 from megatron.core.datasets.sft_dataset import SFTDataset, pack
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.packed_seq_params import PackedSeqParams, flatten_batch_for_packed_sequences
 from megatron.core.tokenizers.sft_tokenizer import IGNORE_INDEX, SFTTokenizer
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.data.datasets import DataConfig, build_gpt_datasets
@@ -98,7 +99,7 @@ def test_a_pack_has_the_loss_of_its_conversations(tokenizer: SFTTokenizer) -> No
     length = sum(len(tokens) for tokens, _ in given) + 3
     base: dict[str, Any] = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "init_method_std": 0.3}
     fields = TransformerConfig(hidden_dropout=0.0, attention_dropout=0.0, **base)
-    model = GPTModel(fields, get_gpt_decoder_block_spec(fields), tokenizer.vocab_size, length)
+    model = GPTModel(fields, get_gpt_decoder_block_spec(fields), tokenizer.vocab_size, 2 * length)
 
     def losses(samples: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
         held = WithDocuments([pack(sample, length, tokenizer.pad)[0] for sample in samples], None)
@@ -115,6 +116,14 @@ def test_a_pack_has_the_loss_of_its_conversations(tokenizer: SFTTokenizer) -> No
     assert num_together == num_alone == num_in_two > 40
     torch.testing.assert_close(together, alone, rtol=1e-6, atol=0.0)
     torch.testing.assert_close(two_rows, alone, rtol=1e-6, atol=0.0)
+
+    # As library code written for Megatron-Core takes the samples.
+    packs = [pack(sample, length, tokenizer.pad)[0] for sample in (given[:2], given[2:])]
+    flat = flatten_batch_for_packed_sequences(torch.utils.data.default_collate(packs))
+    starts, longest = flat["cu_seqlens"][0], int(flat["max_seqlen"])
+    packed = PackedSeqParams("thd", starts, starts, max_seqlen_q=longest, max_seqlen_kv=longest)
+    per_token = model(flat["tokens"], flat["position_ids"], None, labels=flat["labels"], packed_seq_params=packed)
+    torch.testing.assert_close((per_token * flat["loss_mask"]).sum(), alone, rtol=1e-6, atol=0.0)
 
 
 def _build(tokenizer: Any, path: str, sizes: Any = (7, 0, 0), **settings: Any) -> Any:
