@@ -150,6 +150,7 @@ class DocumentsOfRows(PackedSeqParams):
 
     documents: Tensor
     resets_positions = False
+    _pack: PackedSeqParams | None = None
 
     @classmethod
     def of(cls, documents: Tensor, starts: Tensor) -> DocumentsOfRows:
@@ -160,9 +161,13 @@ class DocumentsOfRows(PackedSeqParams):
         return made
 
     def as_pack(self) -> PackedSeqParams:
-        """Return the same for all rows one after the other, [1, b * s]."""
-        starts, length = self.cu_seqlens_q, self.max_seqlen_q
-        return PackedSeqParams("thd", starts, starts, max_seqlen_q=length, max_seqlen_kv=length)
+        """Return the same for all rows one after the other, [1, b * s]; made once, and without a read of the device."""
+        if self._pack is None:
+            starts, length = self.cu_seqlens_q, self.max_seqlen_q
+            assert starts is not None and length is not None
+            self._pack = PackedSeqParams("thd", starts, starts, max_seqlen_q=length, max_seqlen_kv=length)
+            self._pack._covering[self.documents.numel(), starts.device] = starts, length
+        return self._pack
 
     def mask(self) -> Tensor:
         """Return the mask [b, 1, s, s], bool, True where a key is of another document or comes after its query; made once."""

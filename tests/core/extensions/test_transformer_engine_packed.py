@@ -14,6 +14,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.training.data.documents import WithDocuments, collate, documents_of
 from tests.support.fake_transformer_engine import fake_transformer_engine  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("fake_transformer_engine")
@@ -58,6 +59,23 @@ def test_a_pack_gives_what_the_local_attention_gives(packed: Any, own: list[int]
     assert sum(float(gradient.norm()) for gradient in own_gradients) == pytest.approx(
         sum(float(gradient.norm()) for gradient in gradients), rel=1e-4
     )
+
+
+def test_documents_of_rows_give_what_the_local_attention_gives() -> None:
+    """Each of two rows has its own; the package gets all rows as one pack."""
+    samples = WithDocuments([{"tokens": row} for row in torch.randint(0, 4, (2, 13))], 3)
+    batch = collate([samples[0], samples[1]])
+    results = []
+    for te in (False, True):
+        model = _gpt(te=te)
+        labels = batch["tokens"].roll(-1, 1)
+        losses = model(batch["tokens"], None, None, labels=labels, packed_seq_params=documents_of(batch))
+        losses.sum().backward()
+        norms = torch.stack([parameter.grad.norm() for parameter in model.parameters()])
+        results.append((losses.detach(), norms.sum()))
+    (expected, norm), (given, own_norm) = results
+    torch.testing.assert_close(given, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(own_norm, norm, rtol=1e-4, atol=0.0)
 
 
 @pytest.mark.parametrize("starts", [[0, 5, 3], [1, 5], [0, NUM_TOKENS + 1]])

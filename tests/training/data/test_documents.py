@@ -32,6 +32,14 @@ def test_a_batch_says_where_documents_begin() -> None:
     assert collate([{"tokens": torch.tensor([1])}]).keys() == {"tokens"}
 
 
+def test_all_layers_share_what_kernels_are_told_of_the_documents() -> None:
+    """What is found by reading a device would make the host wait in each layer. No document is longer than a row."""
+    documents = documents_of(_batch())
+    assert documents is not None and documents.as_pack() is documents.as_pack()
+    starts, longest = documents.as_pack().covering(2 * LENGTH, torch.device("cpu"))
+    assert starts is documents.cu_seqlens_q and longest == LENGTH
+
+
 @pytest.mark.parametrize(
     "fields",
     [

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatron.core.extensions import why_missing
+from tests.support.conversations import write_sft
 from tests.support.launch import run_ranks
 from tests.support.tiny_run import SHARDED, TINY, Run, train_one
 
@@ -36,7 +37,7 @@ RUNS = {
 }
 
 
-def _train(folder: str) -> dict[str, Run]:
+def _train(folder: str, talk: str) -> dict[str, Run]:
     warnings.simplefilter("ignore")
     # First, since it cannot be loaded once torch has loaded parts of another cuDNN, where a machine has two.
     assert why_missing("transformer_engine") is None
@@ -45,6 +46,9 @@ def _train(folder: str) -> dict[str, Run]:
     runs["saved"] = train_one(f"{half} --exit-interval 4".split())
     runs["resumed"] = train_one(f"{half} --load {folder}".split())
     runs["resumed in bf16"] = train_one(f"{MODEL} --transformer-impl local --load {folder} --ckpt-step 4".split())
+    talk = f"{MODEL.replace('--mock-data', '')} {talk}"
+    runs["conversations"] = train_one(talk.split())
+    runs["conversations local"] = train_one(f"{talk} --transformer-impl local".split())
     return runs
 
 
@@ -52,13 +56,14 @@ def _train(folder: str) -> dict[str, Run]:
 def test_launch_lines_train_alike(num_ranks: int, tmp_path: Path) -> None:
     if (reason := why_missing("transformer_engine")) is not None:
         pytest.skip(f"transformer-engine cannot be used: {reason}")
-    runs: dict[str, Run] = run_ranks(num_ranks, _train, str(tmp_path), backend="nccl")[0]
+    runs: dict[str, Run] = run_ranks(num_ranks, _train, str(tmp_path), write_sft(tmp_path), backend="nccl")[0]
     assert {name: run.error for name, run in runs.items() if run.error} == {}
     losses = {name: torch.tensor([run.losses[i] for i in sorted(run.losses)]) for name, run in runs.items()}
     for name in RUNS:
         expected = losses["experts local" if "experts" in name else "local"]
         torch.testing.assert_close(losses[name], expected, rtol=2e-2, atol=0, msg=f"{name}: {losses[name]}, {expected}")
     assert (losses["bf16"] - losses["local"]).abs().max() < 5e-3, losses
+    assert (losses["conversations"] - losses["conversations local"]).abs().max() < 5e-3, losses
     # Kernels of one machine repeat themselves: the resumed run goes on as the one that was not stopped.
     torch.testing.assert_close(losses["resumed"], losses["delayed"][4:], rtol=1e-4, atol=0)
     torch.testing.assert_close(losses["resumed in bf16"], losses["delayed"][4:], rtol=2e-2, atol=0)
