@@ -20,7 +20,13 @@ PRELOAD = [
     "torch.distributed.tensor",
     "torch.distributed.checkpoint",
     "torch.distributed.device_mesh",
+    "torch.utils.tensorboard",
+    "pytest",
     "pretrain_gpt",
+    "tests.support.agreement",
+    "tests.support.hybrid",
+    "tests.support.rank_checks",
+    "tests.support.tiny_gpt",
     "tests.support.frozen_imports",
 ]
 

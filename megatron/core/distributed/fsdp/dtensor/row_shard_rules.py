@@ -33,6 +33,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed.tensor._api as torch_api
 import torch.distributed.tensor._redistribute as torch_redistribute
+from torch.distributed._functional_collectives import _are_we_tracing
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
@@ -105,7 +106,14 @@ class _Input(NamedTuple):
 def _patch_dtensor() -> None:
     """Have DTensor tell ``UnevenShard`` from ``Shard``, in propagation, redistribution and checks."""
     propagator: Any = DTensor._op_dispatcher.sharding_propagator
-    rules = _Rules(propagator, propagator.propagate_op_sharding_non_cached)
+    non_cached, cached = propagator.propagate_op_sharding_non_cached, propagator.propagate_op_sharding
+
+    def propagate(schema: OpSchema) -> OutputSharding:
+        """Ask torch's rules once about all tensors that stand in alike, however their rows are split."""
+        output: OutputSharding = (non_cached if _are_we_tracing() else cached)(schema)
+        return output
+
+    rules = _Rules(propagator, propagate)
     propagator.propagate_op_sharding_non_cached = rules.propagate
     propagator.propagate_op_sharding = LocalLRUCache(rules.propagate)
     plan = torch_redistribute._gen_transform_infos_non_cached

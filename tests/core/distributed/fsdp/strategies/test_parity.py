@@ -113,16 +113,21 @@ def train_sharded(setting: Setting, *, poisons: bool) -> Trace:
 
 def _whole(mine: Trace, sharded: list[torch.Size | None]) -> Trace:
     """The trace over all ranks, from each rank's rows: one exchange for a run keeps this test fast. Ranks: all."""
-    everyone: list[Trace] = [mine] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-
-    def joined(kind: str) -> list[torch.Tensor]:
-        tensors = zip(*(getattr(trace, kind) for trace in everyone), strict=True)
-        placed = zip(tensors, itertools.cycle(sharded))
-        return [rows[0] if shape is None else torch.cat(rows).view(shape) for rows, shape in placed]
-
-    losses = [torch.stack(of_ranks) for of_ranks in zip(*(trace.losses for trace in everyone), strict=True)]
-    return Trace(losses, mine.norms, joined("gradients"), joined("weights"))
+    tensors = [*mine.losses, *mine.gradients, *mine.weights]
+    everyone: list[Any] = [None] * dist.get_world_size()
+    # As numbers: the pickle of a tensor takes long.
+    dist.all_gather_object(everyone, [tensor.tolist() for tensor in tensors])
+    of_ranks = [
+        [torch.tensor(numbers, dtype=tensor.dtype) for numbers in rows]
+        for tensor, rows in zip(tensors, zip(*everyone, strict=True), strict=True)
+    ]
+    num_losses, num_gradients = len(mine.losses), len(mine.gradients)
+    rows = [
+        ranks[0] if shape is None else torch.cat(ranks).view(shape)
+        for ranks, shape in zip(of_ranks[num_losses:], itertools.cycle(sharded))
+    ]
+    losses = [torch.stack(ranks) for ranks in of_ranks[:num_losses]]
+    return Trace(losses, mine.norms, rows[:num_gradients], rows[num_gradients:])
 
 
 @functools.cache
