@@ -99,7 +99,7 @@ def test_a_pack_has_the_loss_of_its_conversations(tokenizer: SFTTokenizer) -> No
     length = sum(len(tokens) for tokens, _ in given) + 3
     base: dict[str, Any] = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "init_method_std": 0.3}
     fields = TransformerConfig(hidden_dropout=0.0, attention_dropout=0.0, **base)
-    model = GPTModel(fields, get_gpt_decoder_block_spec(fields), tokenizer.vocab_size, 2 * length)
+    model = GPTModel(fields, get_gpt_decoder_block_spec(fields), tokenizer.vocab_size, length)
 
     def losses(samples: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
         held = WithDocuments([pack(sample, length, tokenizer.pad)[0] for sample in samples], None)
@@ -117,7 +117,7 @@ def test_a_pack_has_the_loss_of_its_conversations(tokenizer: SFTTokenizer) -> No
     torch.testing.assert_close(together, alone, rtol=1e-6, atol=0.0)
     torch.testing.assert_close(two_rows, alone, rtol=1e-6, atol=0.0)
 
-    # As library code written for Megatron-Core takes the samples.
+    # As library code written for Megatron-Core takes the samples; the pack is longer than the model has positions.
     packs = [pack(sample, length, tokenizer.pad)[0] for sample in (given[:2], given[2:])]
     flat = flatten_batch_for_packed_sequences(torch.utils.data.default_collate(packs))
     starts, longest = flat["cu_seqlens"][0], int(flat["max_seqlen"])

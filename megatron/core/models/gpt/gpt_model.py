@@ -310,8 +310,10 @@ class GPTModel(LanguageModule):
             raise NotImplementedError(
                 "GPTModel.forward(padding_mask=...) is not served, got Tensor: routers would count the padding"
             )
+        packed = packed_seq_params
+        embed = partial(self._embed, is_pack=packed is not None and packed.resets_positions and packed.is_packed)
         if decoder_input is None and self.pre_process:
-            decoder_input = self._embed(input_ids, position_ids)
+            decoder_input = embed(input_ids, position_ids)
         cos, sin = self._rotary_tables(decoder_input)
         hidden_states: torch.Tensor = self.decoder(
             decoder_input,
@@ -331,7 +333,7 @@ class GPTModel(LanguageModule):
                 position_ids,
                 hidden_states,
                 (attention_mask, None, cos, sin, *([] if packed_seq_params is None else [packed_seq_params])),
-                embedding=self._embed,
+                embedding=embed,
                 packed_seq_params=packed_seq_params,
             )
         if not self.post_process:
@@ -350,8 +352,12 @@ class GPTModel(LanguageModule):
             )
         return self._token_losses(gathers, hidden_states, labels)
 
-    def _embed(self, input_ids: torch.Tensor | None, position_ids: torch.Tensor | None) -> torch.Tensor:
-        embedded: torch.Tensor = self.embedding(input_ids=input_ids, position_ids=position_ids)
+    def _embed(
+        self, input_ids: torch.Tensor | None, position_ids: torch.Tensor | None, *, is_pack: bool
+    ) -> torch.Tensor:
+        # Unless it matters, an embedding in this one's place is called with Megatron-Core's arguments.
+        more = {"is_pack": True} if is_pack else {}
+        embedded: torch.Tensor = self.embedding(input_ids=input_ids, position_ids=position_ids, **more)
         if self.config.sequence_parallel and not self.scatter_embedding_sequence_parallel:
             embedded = scatter_to_sequence_parallel_region(embedded, self._tp_group)
         return embedded

@@ -76,11 +76,14 @@ class LanguageModelEmbedding(MegatronModule):
                 max_sequence_length, config.hidden_size, init_method=init_method, config=config, **marks
             )
 
-    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor | None) -> torch.Tensor:
+    def forward(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor | None, *, is_pack: bool = False
+    ) -> torch.Tensor:
         """Embed tokens and positions [b, s] to [s, b, h] ([s/n, b, h] where it scatters); fp32 if the residual stream is.
 
         Args:
             position_ids: None: 0, 1, ... in each sample, of which a context-parallel rank has its part.
+            is_pack: rows are samples one after the other, each with positions of its own: a row may be longer than a sample.
 
         Raises:
             ValueError: positions are learned and the sequence is longer than their number, or the sequence is scattered
@@ -92,7 +95,7 @@ class LanguageModelEmbedding(MegatronModule):
         embeddings = self.word_embeddings(input_ids.t())
         if self.add_position_embedding:
             length = input_ids.shape[1] * group_size(self.cp_group)
-            if length > self.max_sequence_length:
+            if length > self.max_sequence_length and not (is_pack and position_ids is not None):
                 raise ValueError(
                     f"a sequence must not be longer than max_sequence_length ({self.max_sequence_length}), got"
                     f" {length}; build the model with a larger max_sequence_length or shorten the input"
