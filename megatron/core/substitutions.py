@@ -37,7 +37,8 @@ class _Attributes(dict[str, Any]):
         self._settings = settings
 
     def __missing__(self, name: str) -> Any:
-        return getattr(self._settings, name)
+        value = getattr(self._settings, name)
+        return " ".join(map(str, value)) if isinstance(value, list | tuple) else value
 
 
 def without_effect(

@@ -55,6 +55,7 @@ from megatron.training.run_folder import (
 )
 from megatron.training.telemetry.progress_log import ProgressLog
 
+_SAVED = ("architecture", "samples", "state", "scheduler", "rng", "grad_scaler", "token_ids")
 _CONVERTED_FROM = "converted_from"  # tools/checkpoint/convert.py writes it: such checkpoints hold weights alone
 
 
@@ -140,6 +141,8 @@ class Checkpointer:
         self.config, self.model, self.optimizer, self.scheduler = config, model, optimizer, scheduler
         self.architecture, self.seed, self.samples = dict(architecture), seed, dict(samples or {})
         self.megatron_lm_args = dict(megatron_lm_args or {})
+        self.token_ids: dict[str, Any] = {}
+        """Ids of special tokens by Hugging Face's names, where the run began with a model that has some: for conversions."""
         self.lock, self.before_announcing = lock, before_announcing
         self.progress: ProgressLog | None = None
         self.last_saved_iteration: int | None = None
@@ -195,6 +198,8 @@ class Checkpointer:
             "scheduler": self.scheduler.state_dict(),
             "args": self.megatron_lm_args,
         }
+        if self.token_ids:
+            extra["token_ids"] = self.token_ids
         if self.config.save_rng:
             extra["rng"] = rng_state(self.seed)
         if self.config.save_optim and self.optimizer.grad_scaler is not None:
@@ -285,6 +290,7 @@ class Checkpointer:
         found: list[dict[str, Any]] = []
         agree(lambda: found.append(self._check_extra(path, iteration)), lambda _: None)
         (saved,) = found
+        self.token_ids = dict(saved.get("token_ids", {}))
         weights_alone = self.config.finetune or _CONVERTED_FROM in saved
         readers: list[TensorReader] = []
 
@@ -354,6 +360,7 @@ class Checkpointer:
 
         agree(prepare, lambda _: None)
         ((resumed, reader),) = prepared
+        self.token_ids = dict(found.token_ids)
         with_optimizer = resumed is not None and self.config.load_optim
         self._load_into_model(found.path, with_optimizer=with_optimizer, reader=reader)
         if resumed is None:
@@ -384,16 +391,14 @@ class Checkpointer:
     def _check_extra(self, path: Path, iteration: int) -> dict[str, Any]:
         """Read what the checkpoint holds beside tensors, and check what will be used of it. Ranks: each on its own."""
         reader = CheckpointReader(path, verify=self.config.verify)
-        names = [
-            name
-            for name in ("architecture", "samples", "state", "scheduler", "rng", "grad_scaler", _CONVERTED_FROM)
-            if EXTRA_STATE + name in reader.entries
-        ]
+        names = [name for name in (*_SAVED, _CONVERTED_FROM) if EXTRA_STATE + name in reader.entries]
         values = reader.values([EXTRA_STATE + name for name in names])
         saved = {name: values[EXTRA_STATE + name] for name in names}
         _check_architecture(
             _dict_of(saved, "architecture", path), self.architecture, path, finetune=self.config.finetune
         )
+        if "token_ids" in saved:
+            _dict_of(saved, "token_ids", path)
         if self.config.finetune or _CONVERTED_FROM in saved:
             return saved
         try:

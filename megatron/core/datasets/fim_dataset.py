@@ -17,7 +17,9 @@ import numpy
 import torch
 
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron.core.tokenizers import MegatronTokenizerBase
 
+SPLIT_SAMPLE = "split-sample"
 _TOKENS = ("prefix", "middle", "suffix", "pad", "eod")
 
 
@@ -72,9 +74,9 @@ class GPTFIMDataset(GPTDataset):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         assert self.config.fim_extra_tokens is not None, "the configuration checks it"
-        self._ids = {name: self._id_of(name, token) for name, token in self.config.fim_extra_tokens.items()}
-        split = self.config.fim_split_sample
-        self._split_id = None if split is None else self._id_of("split-sample", split)
+        tokens, split = self.config.fim_extra_tokens, self.config.fim_split_sample
+        self._ids = fim_ids(self.config.tokenizer, tokens if split is None else {**tokens, SPLIT_SAMPLE: split})
+        self._split_id = self._ids.pop(SPLIT_SAMPLE, None)
 
     def __getitem__(self, idx: int | None) -> dict[str, torch.Tensor]:
         """Return a sample as ``GPTDataset`` does; padding behind a text that became shorter is not in the loss."""
@@ -131,15 +133,22 @@ class GPTFIMDataset(GPTDataset):
             parts = [names["prefix"], *prefix, names["suffix"], *suffix, names["middle"], *middle]
         return numpy.array(parts, dtype=numpy.int64)
 
-    def _id_of(self, name: str, token: str) -> int:
-        number: int | None = self.config.tokenizer.token_to_id(token)
+
+def fim_ids(tokenizer: MegatronTokenizerBase, tokens: Mapping[str, str]) -> dict[str, int]:
+    """Return the ids of the tokens that name parts of a text, by their roles.
+
+    Raises:
+        ValueError: the tokenizer lacks one of them; names it and its flag.
+    """
+    found = {name: tokenizer.token_to_id(token) for name, token in tokens.items()}
+    for name, number in found.items():
         if number is None:
-            flag = f"--fim-{name}" if name == "split-sample" else f"--fim-{name}-token"
+            flag = f"--fim-{name}" if name == SPLIT_SAMPLE else f"--fim-{name}-token"
             raise ValueError(
-                f"fill-in-the-middle samples need a token for {name}, got {token!r}, which the tokenizer does not have; name one "
+                f"fill-in-the-middle samples need a token for {name}, got {tokens[name]!r}, which the tokenizer does not have; name one "
                 f"with fim_extra_tokens ({flag}), or add it with --tokenizer-special-tokens"
             )
-        return number
+    return {name: number for name, number in found.items() if number is not None}
 
 
 def _parts(tokens: numpy.ndarray, border: int) -> Iterator[numpy.ndarray]:

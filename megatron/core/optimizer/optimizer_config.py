@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -59,6 +60,11 @@ _SUBSTITUTIONS = (
         {"overlap_cpu_optimizer_d2h_h2d": False, "pin_cpu_grads": True, "pin_cpu_params": True},
         needs=lambda c: c.optimizer_cpu_offload,
         words="optimizer_cpu_offload",
+    ),
+    Substitution(
+        lambda c: c.clip_grad == math.inf,
+        "clip_grad inf is taken as 0: gradients are not clipped, and their norm is still computed",
+        {"clip_grad": 0.0},
     ),
 )
 
@@ -231,7 +237,7 @@ class OptimizerConfig(CheckedConfig):
             raise ValueError(f"optimizer_offload_fraction must be from 0 to 1, got {self.optimizer_offload_fraction}")
         if self.optimizer_cpu_offload and self.optimizer != "adam":
             raise ValueError(f"optimizer_cpu_offload must go with optimizer adam, got {self.optimizer}")
-        if self.clip_grad < 0:
+        if not 0 <= self.clip_grad < math.inf:
             raise ValueError(f"clip_grad must be 0 (off) or positive, got {self.clip_grad}")
         for name in ("adam_beta1", "adam_beta2", "sgd_momentum", "muon_momentum"):
             if not 0 <= getattr(self, name) < 1:

@@ -192,6 +192,11 @@ SUBSTITUTIONS: tuple[Substitution, ...] = (
         _taking_modules({"moe_act": "moe", "shared_experts": "moe"}),
     ),
     Substitution(
+        lambda c: _recomputes(c, "moe") and c.num_moe_experts is None,
+        "recompute_modules moe: there is none without num_moe_experts",
+        _taking_modules({"moe": ""}),
+    ),
+    Substitution(
         lambda c: _recomputes(c, "layernorm"),
         "recompute_modules layernorm: outputs of norms are kept",
         _taking_modules({"layernorm": ""}),

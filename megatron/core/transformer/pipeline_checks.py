@@ -57,7 +57,7 @@ _CONTRADICTIONS = (
     ),
     (
         lambda c: (
-            c.microbatch_group_size_per_vp_stage not in (None, 0)
+            c.microbatch_group_size_per_vp_stage is not None
             and c.microbatch_group_size_per_vp_stage < c.pipeline_model_parallel_size
         ),
         "microbatch_group_size_per_vp_stage must be at least pipeline_model_parallel_size"

@@ -116,10 +116,12 @@ def with_checkpoint_args(argv: Sequence[str], parser: FlagParser) -> CompletedLi
         return CompletedLine(
             list(argv), (f"--use-checkpoint-args: {what} in {folder}, so the command line's are used",)
         )
-    # A model of Hugging Face has no arguments but those of its model, which are all taken.
+    # A model of Hugging Face has no arguments but those of its model, which are all taken; of our runs flags of ours are.
+    takes_all, upstream = (folder / CONFIG).is_file(), {name_of(flag) for flag in UPSTREAM_FLAGS}
     taken = [
         *ALWAYS,
-        *(name for name in found if (folder / CONFIG).is_file() and name not in (*WHERE_NOT_GIVEN, *ALWAYS)),
+        *(name for name in found if takes_all and name not in (*WHERE_NOT_GIVEN, *ALWAYS)),
+        *(name for name in found if not takes_all and name not in upstream and hasattr(args, name)),
     ]
     if args.use_tokenizer_model_from_checkpoint_args:
         taken += OF_TOKENIZER
@@ -185,8 +187,11 @@ def _saved_args(folder: Path, step: int | None) -> dict[str, Any] | None:
         path = folder_of_iteration(folder, step)
         if not is_complete(path):
             return None
-        stored, name = CheckpointReader(path), f"{EXTRA_STATE}args"
-        saved = stored.values([name])[name] if name in stored.entries else {}
+        stored, names = CheckpointReader(path), [f"{EXTRA_STATE}args", f"{EXTRA_STATE}architecture"]
+        values = stored.values([name for name in names if name in stored.entries])
+        saved, architecture = (values.get(name) or {} for name in names)
+        if saved and architecture:
+            saved = {**_args_of_flags(flags_of(architecture)), **saved}
     if "disable_bias_linear" in saved:
         saved["add_bias_linear"] = not saved["disable_bias_linear"]
     return {**{_OLD_NAMES[name]: value for name, value in saved.items() if name in _OLD_NAMES}, **saved}

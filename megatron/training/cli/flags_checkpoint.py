@@ -68,7 +68,11 @@ def add_logging_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("logs")
     group.add_argument("--log-interval", type=int, default=100, help="iterations between log lines (default: 100)")
     group.add_argument("--log-throughput", action="store_true", help="log TFLOP/s and tokens/s of a device")
-    group.add_argument("--log-params-norm", action="store_true", help="log the norm of all weights")
+    group.add_argument(
+        "--log-params-norm",
+        action="store_true",
+        help="log the norm of the main weights as the optimizer has them: in fp32, or bf16 with --use-precision-aware-optimizer",
+    )
     group.add_argument("--log-num-zeros-in-grad", action="store_true", help="log the zeros in the gradient")
     group.add_argument(
         "--log-progress", action="store_true", help="write when jobs start and save to progress.txt, in --save"

@@ -204,9 +204,20 @@ REFUSALS: tuple[Refusal, ...] = (
         "--rotary-percent must be above 0 and at most 1, got {rotary_percent}",
     ),
     Refusal(
+        "rotary interpolation of 0 or less",
+        lambda a: a.rotary_seq_len_interpolation_factor is not None and a.rotary_seq_len_interpolation_factor <= 0,
+        "--rotary-seq-len-interpolation-factor must be above 0, got {rotary_seq_len_interpolation_factor}: positions are divided by it",
+    ),
+    Refusal(
         "rotary base below 1",
         lambda a: a.rotary_base < 1,
         "--rotary-base must be at least 1, got {rotary_base}",
+    ),
+    Refusal(
+        "more layers of multi-token prediction than a sample has tokens for",
+        lambda a: a.mtp_num_layers is not None and a.seq_length is not None and 0 < a.seq_length <= a.mtp_num_layers,
+        "--mtp-num-layers must be below --seq-length, got {mtp_num_layers} and {seq_length}: the last layer predicts a token "
+        "{mtp_num_layers} places behind the next one, of which a sample has none",
     ),
     Refusal(
         "two activation functions",

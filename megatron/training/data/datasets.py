@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megatron.core.datasets.blend import get_blend_from_list
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-from megatron.core.datasets.fim_dataset import GPTFIMDataset, GPTFIMDatasetConfig
+from megatron.core.datasets.fim_dataset import SPLIT_SAMPLE, GPTFIMDataset, GPTFIMDatasetConfig, fim_ids
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.datasets.megatron_dataset import MegatronDataset
 from megatron.core.datasets.sft_dataset import SFTDataset
@@ -41,6 +41,16 @@ class FillInTheMiddle:
         for flag, rate in rates.items():
             if rate is None or not 0 <= rate <= 1:
                 raise ValueError(f"{flag} must be from 0 to 1, got {rate}")
+
+    def check_tokens(self, tokenizer: MegatronTokenizerBase) -> None:
+        """Check that a tokenizer has the tokens that name parts of a text.
+
+        Raises:
+            ValueError: it lacks one; names it.
+        """
+        fim_ids(
+            tokenizer, self.tokens if self.split_sample is None else {**self.tokens, SPLIT_SAMPLE: self.split_sample}
+        )
 
     def as_fields(self) -> dict[str, Any]:
         """Return the fields of ``GPTFIMDatasetConfig``."""

@@ -139,6 +139,8 @@ def set_up(
     def read_tokenizer() -> None:
         tokenizers.append(build_tokenizer(settings.tokenizer))
         settings.model.padded_vocab_size(tokenizers[0].vocab_size)  # refuses what cannot be split
+        if settings.data.fim is not None:
+            settings.data.fim.check_tokens(tokenizers[0])
 
     agree(read_tokenizer, lambda _: None)
     (tokenizer,) = tokenizers

@@ -25,12 +25,12 @@ REST = "--micro-batch-size 1 --train-iters 4 --lr 1e-3 --mock-data"
 TOKENIZER = "--tokenizer-type NullTokenizer --vocab-size 99"
 
 
-def _save(folder: Path, args: dict[str, Any], *, kind: str) -> str:
+def _save(folder: Path, args: dict[str, Any], *, kind: str, architecture: dict[str, Any] | None = None) -> str:
     """A checkpoint of a run with these arguments, of Megatron-LM or of ours, in which nothing else matters."""
     weights = {"embedding.word_embeddings.weight": torch.zeros(128, 4)}
     path = folder / "iter_0000003"
     if kind == "own":
-        write_alone(path, [], {"extra_state.args": args, "extra_state.architecture": {}})
+        write_alone(path, [], {"extra_state.args": args, "extra_state.architecture": architecture or {}})
     elif kind == "torch_dist":
         common = {"iteration": 3, "args": argparse.Namespace(**{**args, "attention_backend": Backend.auto})}
         save_alone({**weights, "common_state/shard_0_1": [common]}, path, flattens=False)
@@ -61,6 +61,24 @@ def test_the_models_settings_come_from_the_checkpoint(kind: str, tmp_path: Path)
     assert "num_layers is 4, from the checkpoint" in short.said_once.lines
     assert "rotary_base is 500000, from the checkpoint" in short.said_once.lines
     assert not any("normalization is LayerNorm" in line or "num_experts" in line for line in short.said_once.lines)
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        "--window-size 8,0 --window-attn-skip-freq 2 --window-rotary-base 100 --embedding-scale 8 --sandwich-layernorm",
+        "--hybrid-layer-pattern M-*- --mamba-head-dim 8 --mamba-num-groups 1",
+    ],
+    ids=["windows", "hybrid"],
+)
+def test_flags_of_ours_come_from_a_run_of_ours(own: str, tmp_path: Path) -> None:
+    line = f"{MODEL} {REST} {TOKENIZER} {own}"
+    saved = parse_settings(line.split())
+    folder = _save(tmp_path, _args(line), kind="own", architecture=saved.model.architecture(99))
+    # Megatron-LM's list of arguments has neither windows nor sizes of Mamba, which must be typed.
+    typed = " ".join(own.split(" --window-rotary")[0].split())
+    short = parse_settings(f"{REST} --vocab-size 99 {typed} --load {folder} --use-checkpoint-args".split())
+    assert short.model.architecture(99) == saved.model.architecture(99)
 
 
 def test_what_the_command_line_gives_stays_or_is_replaced_as_in_megatron_lm_and_that_is_said(tmp_path: Path) -> None:

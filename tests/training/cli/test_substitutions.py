@@ -97,8 +97,12 @@ CASES: list[tuple[str, str]] = [
         f"{EXPERTS} --moe-grouped-gemm --bf16 --fp8-format hybrid",
     ),
     (
-        "--recompute-granularity selective --recompute-modules moe_act mlp moe",
-        "--recompute-granularity selective --recompute-modules moe mlp",
+        f"{EXPERTS} --recompute-granularity selective --recompute-modules moe_act mlp moe",
+        f"{EXPERTS} --recompute-granularity selective --recompute-modules moe mlp",
+    ),
+    (
+        "--recompute-granularity selective --recompute-modules mlp moe",
+        "--recompute-granularity selective --recompute-modules mlp",
     ),
     (
         "--recompute-granularity selective --recompute-modules mlp layernorm",
@@ -139,6 +143,7 @@ CASES: list[tuple[str, str]] = [
     ("--overlap-cpu-optimizer-d2h-h2d", ""),
     ("--no-pin-cpu-grads", ""),
     ("--no-pin-cpu-params", ""),
+    ("--clip-grad inf", "--clip-grad 0"),
     ("--keep-fp8-transpose-cache", ""),
     ("--num-query-groups 2", ""),
     ("--rotary-base 500", ""),

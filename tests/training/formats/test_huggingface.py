@@ -144,6 +144,10 @@ def _train_from_each(root: str) -> dict[str, Run]:
         flags = flags_of(_opened(name).settings(padded_vocab_size=64))
         saved = f"{SHARDED} --train-iters 1 --load {FOLDER / name} --save {root}/{name} {split}"
         runs[name] = train_one([*_TRAINING.split(), *flags, *saved.split()])
+    again = f"{SHARDED} --train-iters 2 --override-opt-param-scheduler --load {root}/llama --save {root}/again"
+    runs["again"] = train_one(
+        [*_TRAINING.split(), *flags_of(_opened("llama").settings(padded_vocab_size=64)), *again.split()]
+    )
     flags = flags_of(_opened("qwen2").settings(padded_vocab_size=64))
     runs["another model"] = train_one(
         [*_TRAINING.split(), *flags, *f"{SHARDED} --train-iters 1 --load {FOLDER}/llama".split()]
@@ -188,6 +192,16 @@ def test_a_run_loads_the_folder_directly(trained: tuple[Path, dict[str, Run]], n
     found = _opened(name)
     there = found.reader(found.settings(padded_vocab_size=64))
     assert all(torch.equal(saved.tensor(key), there.tensor(key)) for key in there.entries)
+
+
+def test_ids_of_special_tokens_come_back_after_training(trained: tuple[Path, dict[str, Run]], tmp_path: Path) -> None:
+    """The run that began with the model, and the one that went on from it, hand them on."""
+    root, runs = trained
+    assert runs["again"].error is None, runs["again"].error
+    for name in ("llama", "again"):
+        assert convert.main([str(root / name), str(tmp_path / name), "--to", "huggingface"]) == 0
+        config = json.loads((tmp_path / name / "config.json").read_text())
+        assert (config["bos_token_id"], config["eos_token_id"]) == (1, 2)
 
 
 def test_what_was_converted_is_loaded_as_weights_alone(trained: tuple[Path, dict[str, Run]]) -> None:

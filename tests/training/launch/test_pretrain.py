@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron.training.telemetry.trace_summary import read_trace
-from tests.support.tiny_run import SHARDED, Run, train_all
+from tests.support.tiny_run import SHARDED, TINY, Run, train_all
 
 _BLOW_UP = f"{SHARDED} --lr 1e30 --optimizer sgd --clip-grad 0 --train-iters 6"
 _EQUAL_ON_TWO_RANKS = {
@@ -58,7 +58,9 @@ def alone() -> Run:
 @pytest.fixture(scope="module")
 def on_two(folder: Path) -> dict[str, Run]:
     flags = _EQUAL_ON_TWO_RANKS | _OTHERS
-    return train_all(2, {name: added.replace("FOLDER", str(folder)) for name, added in flags.items()})
+    lines = {name: f"{TINY} {added.replace('FOLDER', str(folder))}" for name, added in flags.items()}
+    lines["unknown tokens"] = TINY.replace("--mock-data", "--data-path /nowhere/at-all --fim-data")
+    return train_all(2, lines, base="")
 
 
 def _assert_same(run: Run, reference: Run, *, tolerance: float) -> None:
@@ -170,6 +172,12 @@ def test_a_missing_file_is_named(on_two: dict[str, Run]) -> None:
     error = on_two["missing tokenizer"].error
     assert error is not None and "/nowhere/at-all" in error
     assert "tokenizer_type=HuggingFaceTokenizer" in on_two["missing tokenizer"].output
+
+
+def test_tokens_that_the_tokenizer_lacks_are_named_by_their_flag(on_two: dict[str, Run]) -> None:
+    error = on_two["unknown tokens"].error or ""
+    assert error.startswith("StartRefusedError: fill-in-the-middle samples need a token for prefix, got "), error
+    assert "fim_extra_tokens (--fim-prefix-token), or add it with --tokenizer-special-tokens" in error
 
 
 def test_settings_and_sizes_are_printed_before_data_are_read(on_two: dict[str, Run]) -> None:

@@ -73,6 +73,10 @@ class RotaryEmbedding(torch.nn.Module):
                 f"kv_channels * rotary_percent must be even and positive, got {kv_channels} * {rotary_percent} ="
                 f" {self.rotated_width}; change rotary_percent or kv_channels"
             )
+        if seq_len_interpolation_factor is not None and seq_len_interpolation_factor <= 0:
+            raise ValueError(
+                f"seq_len_interpolation_factor must be above 0, got {seq_len_interpolation_factor}: positions are divided by it"
+            )
         self.rotary_interleaved = rotary_interleaved
         self.seq_len_interpolation_factor = seq_len_interpolation_factor
         self.rotary_base = rotary_base
