@@ -70,7 +70,7 @@ TABLE: dict[str, tuple[Fate, str, Call]] = {
     ),
     "fully_shard(shard_placement_fn)": (
         Fate.SAID,
-        "ranks own rows, whatever dim a `Shard` names; a mesh for a parameter is refused: `ModelParallel(expert_mesh=...)`",
+        "ranks own rows, whatever dim a `Shard` names; a mesh for a parameter (`ShardPlacementResult`) is served",
         _shard(shard_placement_fn=lambda p: Shard(p.dim() - 1)),
     ),
     "fully_shard(mp_policy)": (
@@ -82,7 +82,7 @@ TABLE: dict[str, tuple[Fate, str, Call]] = {
     "fully_shard(ignored_params)": (Fate.SAME, "", _shard(ignored_params={nn.Parameter(torch.ones(1))})),
     "fully_shard(dp_mesh_dims)": (
         Fate.REFUSED,
-        "parameters that are DTensors already are not sharded further; pass the data-parallel part of the mesh",
+        'pass the data-parallel part of the mesh, `mesh["dp"]`; parameters that are DTensors over its other axes are sharded further',
         _shard(dp_mesh_dims=object()),
     ),
     "FSDPModule": (

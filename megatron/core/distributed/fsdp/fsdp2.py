@@ -50,9 +50,8 @@ def fully_shard(
     """
     if dp_mesh_dims is not None:
         raise NotImplementedError(
-            f"dp_mesh_dims must be left out, got {dp_mesh_dims}: parameters that are DTensors already are not sharded further; pass "
-            "the data-parallel part of the mesh, and say by model_parallel=ModelParallel(tensor_axis=...) of "
-            "megatron.core.distributed.fsdp.fully_shard how parameters are split besides"
+            f"dp_mesh_dims must be left out, got {dp_mesh_dims}: pass the data-parallel part of the mesh, mesh[names], and parameters "
+            "that are plain, or DTensors over other axes of the same mesh (parallelize_module(model, mesh['tp'], plan))"
         )
     return _fully_shard(
         module,

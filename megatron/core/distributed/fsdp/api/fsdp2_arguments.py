@@ -36,31 +36,65 @@ def check_offload(policy: Any, device: torch.device) -> None:
 
 
 def follow_placement_fn(
-    placement_fn: Callable[[nn.Parameter], Any] | None, parameters: Iterable[tuple[str, nn.Parameter]]
-) -> None:
+    placement_fn: Callable[[nn.Parameter], Any] | None, parameters: Iterable[tuple[str, nn.Parameter]], mesh: DeviceMesh
+) -> dict[nn.Parameter, DeviceMesh]:
     """Ask FSDP2's ``shard_placement_fn`` of each parameter. Where it means another dim than 0, that is said once.
 
+    Args:
+        mesh: of the unit.
+
+    Returns:
+        The meshes of parameters for which it names another mesh than the unit's.
+
     Raises:
-        TypeError: it returns something else than None or a ``Shard``.
-        NotImplementedError: it returns a mesh for the parameter.
+        TypeError: it returns something else than None, a ``Shard`` or a ``ShardPlacementResult``.
+        ValueError: the parameter lacks the dim.
     """
+    meshes: dict[nn.Parameter, DeviceMesh] = {}
     if placement_fn is None:
-        return
+        return meshes
     for name, parameter in parameters:
-        placement = placement_fn(parameter)
+        result = placement_fn(parameter)
+        own = getattr(getattr(result, "mesh_info", None), "mesh", None)
+        if own is not None and own != mesh:
+            meshes[parameter] = own
+        placement = result if own is None else result.placement
         if placement is not None and not isinstance(placement, Shard):
-            if hasattr(placement, "mesh_info"):
-                raise NotImplementedError(
-                    f"shard_placement_fn must return None or a Shard, got a mesh of its own for {name}; experts have one by "
-                    "model_parallel=ModelParallel(expert_mesh=...), other modules by fully_shard(module, mesh) of their own"
-                )
-            raise TypeError(f"shard_placement_fn must return None or a Shard, got {placement!r} for {name}")
+            raise TypeError(
+                f"shard_placement_fn must return None, a Shard or a ShardPlacementResult, got {result!r} for {name}"
+            )
+        if placement is not None and not -parameter.dim() <= placement.dim < max(parameter.dim(), 1):
+            raise ValueError(
+                f"shard_placement_fn must name one of the {parameter.dim()} dims of {name}, got {placement}"
+            )
         if placement is not None and placement.dim != 0:
             say_once(
                 "shard_placement_fn",
                 f"ranks own rows, also of {name}, for which it returns {placement}; the attribute fsdp_granule of a parameter says "
                 "where it may not be cut",
             )
+    return meshes
+
+
+def placements_of_own_meshes(
+    meshes: Iterable[DeviceMesh], placements: Placements | str | None, reshard_after_forward: object
+) -> dict[DeviceMesh, Placements]:
+    """Return the placements on meshes that ``shard_placement_fn`` named: those of the unit's strategy.
+
+    Raises:
+        ValueError: the unit has placements that name axes of its own mesh.
+    """
+    found: dict[DeviceMesh, Placements] = {}
+    for mesh in meshes:
+        if isinstance(placements, Placements):
+            raise ValueError(
+                f"placements beside a shard_placement_fn that names a mesh must be a strategy's name, got {placements}, whose axes "
+                f"{mesh} may lack"
+            )
+        if mesh not in found:
+            reshards = None if reshard_after_forward is None else bool(reshard_after_forward)
+            found[mesh] = placements_of(mesh, None, placements, reshards)
+    return found
 
 
 def check_modules(modules: Sequence[tuple[str, nn.Module]]) -> None:

@@ -25,6 +25,7 @@ from megatron.core.distributed.fsdp.api.fsdp2_arguments import (
     check_offload,
     follow_placement_fn,
     placements_of,
+    placements_of_own_meshes,
     policy_of,
 )
 from megatron.core.distributed.fsdp.api.fsdp2_methods import tell_composable_functions
@@ -117,7 +118,8 @@ def fully_shard(
         mp_policy: FSDP2's policy, or the engine's, under FSDP2's name. With FSDP2's, main weights are in the parameter's
             dtype.
         offload_policy: FSDP2's. ``CPUOffloadPolicy`` is served on ranks of the CPU, whose shards are in the host's memory.
-        shard_placement_fn: FSDP2's. Ranks own rows whatever dim it names, which is said once.
+        shard_placement_fn: FSDP2's. Ranks own rows whatever dim it names, which is said once. A mesh that it names for a parameter
+            (``ShardPlacementResult``) is served.
         ignored_params: parameters of the unit to leave as they are: not sharded, nor moved, nor their gradients reduced.
 
     Returns:
@@ -130,7 +132,7 @@ def fully_shard(
             depth is negative; the transport cannot serve the mesh, or contradicts ``use_symm_mem``; ranks that would
             shard together hold different parameters or experts, or give different arguments.
         TypeError: a parameter's dtype cannot be trained; the module's class cannot be extended.
-        NotImplementedError: shards are to rest in the host's memory, or ``shard_placement_fn`` names a mesh; an embedding has ``max_norm``, or ``sparse`` gradients; more than two data-parallel axes; weights or gradients sharded over an outer axis; a
+        NotImplementedError: shards are to rest in the host's memory; an embedding has ``max_norm``, or ``sparse`` gradients; more than two data-parallel axes; weights or gradients sharded over an outer axis; a
             parameter that is a DTensor, placed otherwise than by ``Shard`` and ``Replicate``.
         RuntimeError: torch.distributed is not initialised.
 
@@ -154,7 +156,8 @@ def fully_shard(
     mesh = _checked_mesh(mesh)
     check_offload(offload_policy, device_of(mesh))
     model_parallel = model_parallel or ModelParallel()
-    placements = placements_of(mesh, model_parallel.tensor_axis, placements, reshard_after_forward)
+    strategy = placements
+    placements = placements_of(mesh, model_parallel.tensor_axis, strategy, reshard_after_forward)
     arguments = {
         "mixed_precision_policy": policy,
         "grad_divisor": Fraction(grad_divisor),
@@ -168,10 +171,11 @@ def fully_shard(
     own_modules, expert_mesh = _own_modules(root), model_parallel.expert_mesh
     ignored = _ignore(own_modules, ignored_params or ())
     arguments["ignored_params"] = ignored
-    follow_placement_fn(shard_placement_fn, _parameters_of(own_modules))
+    asked = follow_placement_fn(shard_placement_fn, _parameters_of(own_modules), mesh)
+    own_placements = placements_of_own_meshes(asked.values(), strategy, reshard_after_forward)
     check_modules(own_modules)
     check_same_unit(root, own_modules, mesh, placements, expert_mesh=expert_mesh, arguments=arguments)
-    meshes = make_group_meshes(mesh, placements, fsdp_group_ag, kind, model_parallel)
+    meshes = make_group_meshes(mesh, placements, fsdp_group_ag, kind, model_parallel, own_placements)
     device = device_of(mesh)
     nested = [child for child in root.modules() if isinstance(child, FsdpModule)]
     filled = materialize(
@@ -181,9 +185,9 @@ def fully_shard(
         init_fn=init_fn,
         holds_reset=any(child._fsdp_unit.by_reset for child in nested),
     )
-    managed, borrowed = _collect(root, meshes, {fresh: meta for meta, fresh in filled.made.items()})
+    managed, borrowed = _collect(root, meshes, {fresh: meta for meta, fresh in filled.made.items()}, asked)
     check_experts(managed, meshes)
-    _ask_hooks(managed, meshes, placements, policy)
+    _ask_hooks(managed, meshes, policy)
     groups = [
         FsdpParameterGroup(
             parameters,
@@ -192,10 +196,10 @@ def fully_shard(
             placements=kinds,
             dtypes=policy.resolve(parameters[0].original.dtype, trainable=parameters[0].original.requires_grad),
             trained_dtypes=policy.resolve(parameters[0].original.dtype, trainable=True),
-            grad_divisor=meshes.grad_divisor(group_mesh, placements, grad_divisor),
+            grad_divisor=meshes.grad_divisor(parameters[0], grad_divisor),
             device=device,
         )
-        for parameters, layout, kinds, group_mesh in _group(managed, placements, meshes)
+        for parameters, layout, kinds, group_mesh in _group(managed, meshes)
     ]
     move_buffers(own_modules, device)
     prefixes = ["" if member is root else f"{index}." for index, member in enumerate(members)]
@@ -443,12 +447,16 @@ def _parameters_of(modules: Sequence[tuple[str, nn.Module]]) -> Iterator[tuple[s
 
 
 def _collect(
-    root: nn.Module, meshes: GroupMeshes, made_from: Mapping[nn.Parameter, nn.Parameter]
+    root: nn.Module,
+    meshes: GroupMeshes,
+    made_from: Mapping[nn.Parameter, nn.Parameter],
+    own_meshes: Mapping[nn.Parameter, DeviceMesh],
 ) -> tuple[list[ManagedParameter], list[FsdpParameterGroup]]:
     """Return the parameters to manage, in order, and the groups of other units that hold weights tied to this unit's.
 
     Args:
         made_from: by parameter that was made here, the meta parameter in whose place it is.
+        own_meshes: meshes of parameters that are not sharded over the unit's.
     """
     managed: dict[nn.Parameter, ManagedParameter] = {}
     borrowed: dict[FsdpParameterGroup, None] = {}
@@ -484,22 +492,22 @@ def _collect(
                     plain, placed = taken_apart(plain, name, meshes.dense.mesh.device_type)
                 made = made_from.get(parameter) if plain is parameter else parameter
                 managed[parameter] = ManagedParameter(name, plain, made, placed=placed)
+                managed[parameter].mesh = own_meshes.get(made_from.get(parameter, parameter))
             else:
                 managed[parameter].tied_names += (name,)
             managed[parameter].param_slots.append((module._parameters, key))
     return list(managed.values()), list(borrowed)
 
 
-def _ask_hooks(
-    managed: Sequence[ManagedParameter], meshes: GroupMeshes, placements: Placements, policy: MixedPrecisionPolicy
-) -> None:
+def _ask_hooks(managed: Sequence[ManagedParameter], meshes: GroupMeshes, policy: MixedPrecisionPolicy) -> None:
     """Give parameters with hooks of their own the codec that calls them. Ranks: all of the parameters' meshes."""
-    for original in (parameter.original for parameter in managed):
+    for parameter in managed:
+        original = parameter.original
         shell = getattr(original, "fsdp_shell", None)
         if shell is None:
             continue
         del original.fsdp_shell  # type: ignore[attr-defined]
-        mesh, trains = meshes.of(original), original.requires_grad
+        mesh, placements, trains = meshes.of_managed(parameter), meshes.placements_of(parameter), original.requires_grad
         own = placements if trains else placements.frozen()
         dtypes = policy.resolve(original.dtype, trainable=trains)
         original.fsdp_codec = hook_codec(  # type: ignore[attr-defined]
@@ -510,7 +518,7 @@ def _ask_hooks(
 
 
 def _group(
-    managed: Sequence[ManagedParameter], placements: Placements, meshes: GroupMeshes
+    managed: Sequence[ManagedParameter], meshes: GroupMeshes
 ) -> list[tuple[list[ManagedParameter], FlatLayout, Placements, GroupMesh]]:
     """Split parameters into those that can share a flat buffer, and lay out each buffer.
 
@@ -528,9 +536,9 @@ def _group(
         kinds.setdefault(key, []).append(parameter)
     groups = []
     for (_, trainable, is_scalar, *_), members in kinds.items():
+        mesh, placements = meshes.of_managed(members[0]), meshes.placements_of(members[0])
         own = placements.replicated() if is_scalar else placements
         own = own if trainable else own.frozen()
-        mesh = meshes.of_managed(members[0])
         shapes = [p.original.shape for p in members]
         granules = [granule_of(p.original, p.name) for p in members]
         for found in group_by_rows(shapes, num_ranks=mesh.num_shards(own), granules=granules):

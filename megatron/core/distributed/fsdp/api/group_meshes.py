@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
@@ -26,11 +26,15 @@ class GroupMeshes:
     Args:
         dense: mesh of all parameters but the experts'.
         expert: mesh of the experts' parameters; None: ``dense``.
+        placements: on these meshes, where weights and gradients rest.
+        own: meshes of single parameters, with the placements on them.
     """
 
     dense: GroupMesh
     expert: GroupMesh | None
-    _placed: dict[tuple[DeviceMesh, bool], GroupMesh] = field(default_factory=dict)
+    placements: Placements
+    own: Mapping[DeviceMesh, tuple[GroupMesh, Placements]]
+    _placed: dict[tuple[DeviceMesh, int], GroupMesh] = field(default_factory=dict)
 
     def of(self, parameter: torch.Tensor) -> GroupMesh:
         """Return the mesh of a parameter."""
@@ -42,27 +46,41 @@ class GroupMeshes:
         Raises:
             ValueError: these axes and the data-parallel ones are not parts of one mesh.
         """
-        own, placed = self.of(parameter.original), parameter.placed
+        placed = parameter.placed
+        own = self.of(parameter.original) if parameter.mesh is None else self.own[parameter.mesh][0]
         if placed is None:
             return own
-        key = placed.mesh, own is self.dense
+        key = placed.mesh, id(own)
         if key not in self._placed:
             mesh = _mesh_with(placed.mesh, own.mesh, parameter.name)
             vars(mesh)[DATA_PART] = own.rows_mesh
             self._placed[key] = replace(own, tensor_mesh=mesh)
         return self._placed[key]
 
-    def grad_divisor(self, mesh: GroupMesh, placements: Placements, divisor: float | Fraction) -> Fraction:
-        """Return what divides gradients over ``mesh`` besides the mean over it, for ``divisor`` of dense gradients.
+    def placements_of(self, parameter: ManagedParameter) -> Placements:
+        """Return where the parameter's weights and gradients rest, if it is trained."""
+        return self.placements if parameter.mesh is None else self.own[parameter.mesh][1]
+
+    def grad_divisor(self, parameter: ManagedParameter, divisor: float | Fraction) -> Fraction:
+        """Return what divides a parameter's gradients besides the mean over its mesh, for ``divisor`` of dense gradients.
 
         Tokens of all ranks of the dense mesh contribute to an expert's gradient, so it is divided by the number of
-        those ranks, however many the expert mesh has.
+        those ranks, however many the expert mesh has. One with a mesh of its own by ``shard_placement_fn`` has the mean over that
+        mesh alone, as in FSDP2.
         """
+        if parameter.mesh is not None:
+            return Fraction(divisor)
+        mesh, placements = self.of_managed(parameter), self.placements
         return Fraction(divisor) * Fraction(self.dense.num_averaged(placements), mesh.num_averaged(placements))
 
 
 def make_group_meshes(
-    mesh: DeviceMesh, placements: Placements, gather_group: ProcessGroup | None, kind: str, model: ModelParallel
+    mesh: DeviceMesh,
+    placements: Placements,
+    gather_group: ProcessGroup | None,
+    kind: str,
+    model: ModelParallel,
+    own_placements: Mapping[DeviceMesh, Placements],
 ) -> GroupMeshes:
     """Make the data-parallel meshes of dense and expert parameters, with their transports and tensor-parallel axes.
 
@@ -71,6 +89,7 @@ def make_group_meshes(
         gather_group: process group for the all-gathers of dense parameters; None: the mesh's.
         kind: transport along the (inner) axis.
         model: has the expert mesh and the name of the tensor-parallel axis.
+        own_placements: on meshes of single parameters.
 
     Raises:
         ValueError, NotImplementedError: as ``group_mesh_of``, for either mesh; the mesh has no axis of the
@@ -79,14 +98,18 @@ def make_group_meshes(
     Ranks: all of both meshes, in the same order; may block.
     """
     dense = _with_tensor_axis(group_mesh_of(mesh, placements, gather_group, kind), mesh, model)
+    own = {
+        other: (replace(group_mesh_of(other, kinds, None, kind), model=model), kinds)
+        for other, kinds in own_placements.items()
+    }
     if model.expert_mesh is None:
         if model.tensor_axis is not None and dense.tensor_mesh is None:
             raise ValueError(
                 f"tensor_axis must be an axis of the mesh {mesh.mesh_dim_names}, got {model.tensor_axis!r}; name the mesh's axes"
             )
-        return GroupMeshes(dense, None)
+        return GroupMeshes(dense, None, placements, own)
     expert = group_mesh_of(model.expert_mesh, placements, model.expert_group_ag, kind)
-    return GroupMeshes(dense, _with_tensor_axis(expert, model.expert_mesh, model))
+    return GroupMeshes(dense, _with_tensor_axis(expert, model.expert_mesh, model), placements, own)
 
 
 def is_expert(parameter: torch.Tensor) -> bool:

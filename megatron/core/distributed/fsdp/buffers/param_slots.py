@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from megatron.core.distributed.fsdp.mesh.placed_parameter import PlacedParameter
 
@@ -26,6 +27,7 @@ class ManagedParameter:
         param_slots: the ``_parameters`` dicts that hold it, with the key; several where weights are tied.
         tied_names: its further names within the unit.
         placed: how it is split over tensor-parallel ranks, where it was a DTensor; ``original`` is its local tensor then.
+        mesh: over which it is sharded; None: over its unit's.
     """
 
     name: str
@@ -35,6 +37,7 @@ class ManagedParameter:
     original_ids: tuple[int, ...] = ()
     tied_names: tuple[str, ...] = ()
     placed: PlacedParameter | None = None
+    mesh: DeviceMesh | None = None
 
 
 class ParamSlots:

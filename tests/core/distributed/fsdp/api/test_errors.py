@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -125,20 +124,20 @@ _REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         TypeError,
         "offload_policy must be an OffloadPolicy, got True",
     ),
-    "a mesh for each parameter": (
-        lambda: fully_shard(nn.Linear(2, 2), shard_placement_fn=lambda p: SimpleNamespace(mesh_info=None)),
-        NotImplementedError,
-        "shard_placement_fn must return None or a Shard, got a mesh of its own for weight; experts have one by",
+    "a dim that a parameter lacks": (
+        lambda: fully_shard(nn.Linear(2, 2), shard_placement_fn=lambda p: Shard(1)),
+        ValueError,
+        r"shard_placement_fn must name one of the 1 dims of bias, got S\(1\)",
     ),
     "what is no placement": (
         lambda: fully_shard(nn.Linear(2, 2), shard_placement_fn=lambda p: 1),
         TypeError,
-        "shard_placement_fn must return None or a Shard, got 1 for weight",
+        "shard_placement_fn must return None, a Shard or a ShardPlacementResult, got 1 for weight",
     ),
     "parameters that are DTensors already": (
         lambda: fully_shard_2(nn.Linear(2, 2), dp_mesh_dims=object()),
         NotImplementedError,
-        "dp_mesh_dims must be left out.*tensor_axis",
+        "dp_mesh_dims must be left out.*the data-parallel part of the mesh",
     ),
     "a cast to whole numbers": (
         lambda: fully_shard(nn.Linear(2, 2), mp_policy=fsdp2.MixedPrecisionPolicy(param_dtype=torch.int32)),

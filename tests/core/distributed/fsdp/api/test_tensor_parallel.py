@@ -14,7 +14,8 @@ import torch.distributed.fsdp as theirs
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -44,21 +45,20 @@ class Block(nn.Module):
 
 
 def _net() -> nn.Sequential:
-    return nn.Sequential(Block(), Block(), nn.Linear(6, 3))
+    return nn.Sequential(Block(), nn.LayerNorm(6), nn.Linear(6, 3))
 
 
 def _split(model: Any, mesh: DeviceMesh) -> Any:
-    """Split the first block by sequence too; the second one's norm stays a plain module, as the last layer does."""
+    """Split the first layer, by sequence too; the others stay plain modules."""
     rows = Shard(1)
-    by_sequence = {
+    plan = {
         "": PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=rows),
         "norm": SequenceParallel(),
         "up": ColwiseParallel(input_layouts=rows),
         "down": RowwiseParallel(output_layouts=rows, use_local_output=False),
     }
-    parallelize_module(model[0], mesh, by_sequence)
+    parallelize_module(model[0], mesh, plan)
     model[0].register_forward_hook(lambda _, __, out: out.full_tensor())
-    parallelize_module(model[1], mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
     return model
 
 
@@ -74,11 +74,11 @@ def _whole(tensor: Any) -> torch.Tensor:
 
 
 def _trained(library: Any, mesh: DeviceMesh, data: tuple[str, ...], **settings: Any) -> list[torch.Tensor]:
-    """Train for three steps of two microbatches; return losses, gradients and weights."""
+    """Train for two steps of two microbatches; return losses, gradients and weights."""
     model = _sharded(library, mesh, data, **settings)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, foreach=False)
     place, found = dist.get_rank() // mesh["tp"].size(), []
-    for step in range(3):
+    for step in range(2):
         for is_last in (False, True):
             model.set_requires_gradient_sync(is_last)
             loss = model(inputs(place, 2 * step + is_last, 2, 4, 6)).square().mean()
@@ -92,22 +92,54 @@ def _trained(library: Any, mesh: DeviceMesh, data: tuple[str, ...], **settings: 
 
 @CHECKS.on(4)
 def they_train_as_under_fsdp2() -> None:
-    flat, hybrid = ((2, 2), ("dp", "tp")), ((2, 1, 2), ("outer", "dp", "tp"))
-    bf16 = theirs.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for (shape, names), settings in (
-        (flat, {}),
-        (flat, {"reshard_after_forward": False}),
-        (flat, {"mp_policy": bf16}),
-        (hybrid, {}),
-    ):
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-            expected = _trained(theirs, mesh, names[:-1], **settings)
-        got = _trained(ours, mesh, names[:-1], **settings)
-        rtol, atol = (2e-2, 2e-3) if "mp_policy" in settings else (1e-5, 1e-6)
+    flat = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    hybrid = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("outer", "dp", "tp"))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+        expected = _trained(theirs, flat, ("dp",))
+    for got in (_trained(ours, flat, ("dp",)), _trained(ours, hybrid, ("outer", "dp"), reshard_after_forward=False)):
         for own, other in zip(got, expected, strict=True):
-            torch.testing.assert_close(own, other, rtol=rtol, atol=atol)
+            torch.testing.assert_close(own, other, rtol=1e-5, atol=1e-6)
+
+
+class Experts(nn.Module):
+    """Experts of which each expert-parallel rank has a part, beside a router that all of them have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(6, 6)
+        self.weight = nn.Parameter(torch.randn(4, 6, 6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.weight.to_local() if isinstance(self.weight, DTensor) else self.weight
+        return x + torch.einsum("bd,edf->bf", self.router(x), weight)
+
+
+def _experts_trained(library: Any) -> list[torch.Tensor]:
+    data = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+    parts = data._unflatten(0, (2, 2), ("efsdp", "ep"))
+    model = seeded(lambda: nn.Sequential(Experts(), Experts()))
+    for layer in model:
+        weight = nn.Parameter(distribute_tensor(layer.weight.detach(), parts["ep"], [Shard(0)]))
+        layer.weight = weight
+        own = ShardPlacementResult(placement=Shard(0), mesh_info=FSDPMeshInfo(parts["efsdp"], shard_mesh_dim=0))
+        library.fully_shard(layer, mesh=data, shard_placement_fn=lambda p, w=weight, own=own: own if p is w else None)
+    library.fully_shard(model, mesh=data)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, foreach=False)
+    found = []
+    for step in range(2):
+        loss = model(inputs(dist.get_rank(), step, 5, 6)).square().mean()
+        loss.backward()
+        found += [loss.detach(), *(p.grad.full_tensor() for p in model.parameters())]
+        optimizer.step()
+        optimizer.zero_grad()
+    return found + [tensor.full_tensor() for tensor in model.state_dict().values()]
+
+
+@CHECKS.on(4)
+def experts_have_a_mesh_of_their_own() -> None:
+    for own, other in zip(_experts_trained(ours), _experts_trained(theirs), strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-5, atol=1e-6)
 
 
 @CHECKS.on(4)
@@ -163,16 +195,16 @@ def _assert_weights(model: nn.Module, whole: nn.Module) -> None:
 def what_cannot_be_sharded_further_is_named() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     with pytest.raises(
-        ValueError, match=r"of parameter up\.weight, which is a DTensor, .* must be different axes of one mesh"
+        ValueError, match=r"of parameter norm\.weight, which is a DTensor, .* must be different axes of one mesh"
     ):
-        ours.fully_shard(_split(_net(), mesh["tp"])[1], mesh=init_device_mesh("cpu", (4,)))
+        ours.fully_shard(_split(_net(), mesh["tp"])[0], mesh=init_device_mesh("cpu", (4,)))
     layer = nn.Linear(4, 4, bias=False)
     layer.weight = nn.Parameter(DTensor.from_local(torch.ones(4, 4), mesh["tp"], [Partial()], run_check=False))
     with pytest.raises(
         NotImplementedError, match="parameter weight, which is a DTensor, must be placed by Shard and Replicate"
     ):
         ours.fully_shard(layer, mesh=mesh["dp"])
-    former = _split(_net(), mesh["tp"])[1]
+    former = _split(_net(), mesh["tp"])[0]
     weight = former.up.weight
     ours.fully_shard(former, mesh=mesh["dp"])
     with pytest.raises(RuntimeError, match="must not be used once fully_shard has sharded it"):
