@@ -17,7 +17,16 @@ EXTRAS = {
     # Models of transformers: megatron.core.distributed.fsdp.huggingface.
     "huggingface": ["transformers>=5.20", "peft>=0.20"],
     # Other libraries around the engine: python -m pytest tests/third_party. Not part of "all", nor of CI.
-    "third-party": ["transformers>=5.20", "peft>=0.20", "accelerate>=1.10", "lightning>=2.6"],
+    "third-party": [
+        "transformers>=5.20",
+        "peft>=0.20",
+        "accelerate>=1.10",
+        "lightning>=2.6",
+        "trl>=1.16",
+        "datasets>=5",
+        "timm>=1.0.20",
+        "diffusers>=0.40",
+    ],
     # Kernels of gated delta nets on GPUs. Not part of "all".
     "fla": ["flash-linear-attention>=0.3"],
     # Compiled against the torch that is there: pip install --no-build-isolation -e .[te]. Not part of "all".

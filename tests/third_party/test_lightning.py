@@ -20,7 +20,7 @@ lightning = pytest.importorskip("lightning")
 CHECKS = RankChecks(__name__)
 
 
-class _Net(lightning.LightningModule):  # type: ignore[misc]
+class _Net(lightning.LightningModule):  # type: ignore[misc, name-defined]
     def __init__(self, *, shards: bool) -> None:
         super().__init__()
         torch.manual_seed(3)

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from megatron.core.distributed.fsdp.buffers.materialize import mark_unfilled
 from megatron.core.distributed.fsdp.buffers.parameter_group import group_of
 from megatron.core.distributed.fsdp.buffers.retired_parameter import RetiredParameter
+from megatron.core.distributed.fsdp.buffers.unfilled import mark_unfilled
 from megatron.core.distributed.fsdp.codec.hooked_tensor import memory_of
 from megatron.core.distributed.fsdp.runtime.unit import FsdpUnit
 

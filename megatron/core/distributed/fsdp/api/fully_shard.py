@@ -186,6 +186,9 @@ def fully_shard(
         holds_reset=any(child._fsdp_unit.by_reset for child in nested),
     )
     managed, borrowed = _collect(root, meshes, {fresh: meta for meta, fresh in filled.made.items()}, asked)
+    waiting = {id(held[key]) for _, held, key in filled.unfilled}
+    for parameter in managed:
+        parameter.has_values = id(parameter.original) not in waiting
     check_experts(managed, meshes)
     _ask_hooks(managed, meshes, policy)
     groups = [

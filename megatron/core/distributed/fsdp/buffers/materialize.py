@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from megatron.core.distributed.fsdp.buffers.retired_parameter import RetiredParameter
+from megatron.core.distributed.fsdp.buffers.unfilled import is_unfilled, mark_of, mark_unfilled
 from megatron.core.distributed.fsdp.codec.hooked_tensor import leaves_of
 from megatron.core.distributed.fsdp.codec.quantized_parameters import keeping_initial_values, plain_of
 from megatron.core.distributed.fsdp.dtensor.random_fill import drawing_whole
@@ -112,29 +113,6 @@ def materialize(
     return found
 
 
-@torch.no_grad()
-def mark_unfilled(tensor: torch.Tensor) -> torch.Tensor:
-    """Fill a tensor that holds no values with NaN, or with the smallest number of int32 and int64; return it."""
-    mark = _mark_of(tensor.dtype)
-    return tensor if mark is None else tensor.fill_(mark)
-
-
-@torch.no_grad()
-def is_unfilled(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is on the meta device, or still holds what it was marked with."""
-    tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    mark = _mark_of(tensor.dtype)
-    if tensor.is_meta or mark is None or tensor.numel() == 0:
-        return tensor.is_meta
-    return bool((tensor == mark).all() if isinstance(mark, int) else tensor.isnan().any())
-
-
-def _mark_of(dtype: torch.dtype) -> float | int | None:
-    if dtype.is_floating_point or dtype.is_complex:
-        return float("nan")
-    return torch.iinfo(dtype).min if dtype in (torch.int32, torch.int64) else None
-
-
 def move_buffers(modules: Sequence[tuple[str, nn.Module]], device: torch.device) -> None:
     """Move the modules' buffers to ``device``."""
     for _, module in modules:
@@ -184,7 +162,7 @@ def _refuse_lacking(metas: Sequence[tuple[str, nn.Module]], label: dict[nn.Modul
         for _, module in metas
         if _reset_of(module) is None
         for key, tensor in (*module._parameters.items(), *module._buffers.items())
-        if tensor is not None and tensor.is_meta and _mark_of(tensor.dtype) is None
+        if tensor is not None and tensor.is_meta and mark_of(tensor.dtype) is None
     ]
     if names:
         raise ValueError(

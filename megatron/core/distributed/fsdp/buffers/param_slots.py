@@ -28,6 +28,7 @@ class ManagedParameter:
         tied_names: its further names within the unit.
         placed: how it is split over tensor-parallel ranks, where it was a DTensor; ``original`` is its local tensor then.
         mesh: over which it is sharded; None: over its unit's.
+        has_values: it is not waiting for values, as one from the meta device may be.
     """
 
     name: str
@@ -38,6 +39,7 @@ class ManagedParameter:
     tied_names: tuple[str, ...] = ()
     placed: PlacedParameter | None = None
     mesh: DeviceMesh | None = None
+    has_values: bool = True
 
 
 class ParamSlots:

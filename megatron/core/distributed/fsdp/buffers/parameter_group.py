@@ -141,6 +141,7 @@ class FsdpParameterGroup:
             device=device,
             name=str(self),
             codec=codec,
+            has_values=any(p.has_values for p in self.parameters),
         )
         self.sharded = [self._sharded_parameter(i, p) for i, p in enumerate(self.parameters)]
         self.unsharded = [self._unsharded_parameter(i, p) for i, p in enumerate(self.parameters)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -13,10 +13,11 @@ from torch.distributed.tensor.placement_types import Placement
 
 from megatron.core.distributed.fsdp.buffers.flat_buffer import FlatBuffer, Gather
 from megatron.core.distributed.fsdp.buffers.storage import FlatStorage
+from megatron.core.distributed.fsdp.buffers.unfilled import mark_unfilled
 from megatron.core.distributed.fsdp.codec.float8 import NAN_BYTE
 from megatron.core.distributed.fsdp.codec.update_encoding import UpdateEncoding
 from megatron.core.distributed.fsdp.codec.weight_codec import CAST, WeightCodec
-from megatron.core.distributed.fsdp.comm.transport import MemoryKind, unfinished
+from megatron.core.distributed.fsdp.comm.transport import MemoryKind, Transport, unfinished
 from megatron.core.distributed.fsdp.config.mixed_precision import GroupDtypes
 from megatron.core.distributed.fsdp.config.placement import Placements
 from megatron.core.distributed.fsdp.dtensor import list_writes  # noqa: F401 (patches DTensor: write_count counts these)
@@ -41,6 +42,7 @@ class GroupWeights:
         device: where the buffers live.
         name: of the group, for errors.
         codec: makes the model weight from the main weight.
+        has_values: this rank's originals do not all wait for values. Where no rank's has any, none are sent.
 
     Attributes:
         main: what the optimizer and checkpoints see.
@@ -82,13 +84,14 @@ class GroupWeights:
         device: torch.device,
         name: str,
         codec: WeightCodec = CAST,
+        has_values: bool = True,
     ) -> None:
         self.codec, self.rest_dtype = codec, codec.rest_dtype(dtypes.compute)
         self.layout, self.group_mesh, self.placements = layout, group_mesh, placements
         self.dtypes, self.device = dtypes, device
         self.needs_gather = any(isinstance(p, Shard) for p in placements.parameter)
         self._replicas = [Replicate()] * len(group_mesh.axes)
-        self._make_buffers(self._original_weights(originals, name))
+        self._make_buffers(self._original_weights(originals, name, has_values=has_values))
         self.sharded: list[nn.Parameter] = []
         self.unsharded: list[nn.Parameter] = []
         self._versioned: list[torch.Tensor] = []
@@ -104,18 +107,31 @@ class GroupWeights:
 
     # ---- construction -------------------------------------------------------------------------------------------
 
-    def _original_weights(self, originals: Sequence[torch.Tensor], name: str) -> FlatBuffer:
-        """Return the full weight with the first rank's values, in their own dtype."""
+    def _original_weights(self, originals: Sequence[torch.Tensor], name: str, *, has_values: bool) -> FlatBuffer:
+        """Return the full weight with the first rank's values, in their own dtype; with none, if no rank has any."""
+        some_values = torch.tensor([float(has_values)], device=self.device)
+        self._tell(name, lambda axis: axis.maximum(some_values))
+        is_filled = bool(some_values.item())
+        if not is_filled:
+            for original in originals:
+                original.untyped_storage().resize_(0)
         flat = torch.zeros(self.layout.total_numel, dtype=originals[0].dtype, device=self.device)
         full = self._buffer(self._replicas, flat)
         for index, original in enumerate(originals):
-            full.view(index).copy_(original.data)
+            if is_filled:
+                full.view(index).copy_(original.data)
+            else:
+                mark_unfilled(full.view(index))
+        if is_filled:
+            self._tell(name, lambda axis: axis.broadcast(full.local))
+        return full
+
+    def _tell(self, name: str, collective: Callable[[Transport], None]) -> None:
         for axis in self.group_mesh.axes:
             try:
-                axis.broadcast(full.local)
+                collective(axis)
             except RuntimeError as error:
                 raise unfinished(f"broadcast of the initial weights of {name}", [axis], error) from error
-        return full
 
     def _buffer(self, placements: Sequence[Placement], local: torch.Tensor) -> FlatBuffer:
         return FlatBuffer(self.layout, placements, self.group_mesh.axes, local)

@@ -24,7 +24,7 @@ def fully_shard_pretrained(
     initialize: bool = True,
     **kwargs: Any,
 ) -> ModelT:
-    """Shard a model of ``transformers``: its layers, its embeddings where they are not tied, then the model.
+    """Shard a model of ``transformers``: its layers, its input embedding where it is not tied, then the model.
 
     A model with LoRA of ``peft`` is sharded as a whole: pass the ``PeftModel``. Its adapters get their initial values from ``peft``.
 
@@ -89,26 +89,27 @@ def units_of(model: nn.Module, units: Sequence[str | type[nn.Module]] | None = N
         )
     if units is None:
         inside = {part for module in found for part in module.modules()}
-        found += [module for module in _untied_embeddings(model) if module not in inside]
+        found += [module for module in _untied_input_embedding(model) if module not in inside]
     return found[::-1]
 
 
-def _untied_embeddings(model: nn.Module) -> list[nn.Module]:
-    """Return the input embedding and the output layer, if they share no weight with other modules."""
-    found = []
-    for getter in ("get_input_embeddings", "get_output_embeddings"):
-        try:
-            module = getattr(model, getter)()
-        except (AttributeError, NotImplementedError):
-            continue
-        if isinstance(module, nn.Embedding | nn.Linear) and module is not model:
-            found.append(module)
+def _untied_input_embedding(model: nn.Module) -> list[nn.Module]:
+    """Return the input embedding, if it shares no weight with other modules.
+
+    The output layer is the model's own: losses that never make all logits (Liger, trl) read its weight in the model's forward.
+    """
+    try:
+        module: nn.Module = model.get_input_embeddings()  # type: ignore[operator]
+    except (AttributeError, NotImplementedError):
+        return []
+    if not isinstance(module, nn.Embedding) or module is model:
+        return []
     owners: dict[int, int] = {}
-    for module in model.modules():
-        for parameter in module._parameters.values():
+    for owner in model.modules():
+        for parameter in owner._parameters.values():
             if parameter is not None:
                 owners[id(parameter)] = owners.get(id(parameter), 0) + 1
-    return [m for m in found if all(owners[id(p)] == 1 for p in m.parameters())]
+    return [module] if all(owners[id(p)] == 1 for p in module.parameters()) else []
 
 
 def _fill_later(module: nn.Module) -> None:

@@ -23,17 +23,31 @@ _Trainer: Any = trainer_class()
 
 
 class FullyShardedTrainer(_Trainer):  # type: ignore[misc]
-    """A ``Trainer`` whose model is sharded by this engine: here, unless it is sharded already.
+    """A ``Trainer`` whose model is sharded by this engine: where it would be moved to the device, unless it is sharded already.
 
     It saves and resumes by all ranks at once: weights as ``save_pretrained`` does, and beside them, in ``training_state``, main
-    weights and optimizer state, which any number of ranks loads. All else is ``Trainer``'s, without its ``fsdp`` settings.
+    weights and optimizer state, which any number of ranks loads. All else is ``Trainer``'s, without its ``fsdp`` settings. With a
+    trainer of ``trl`` as second base class, that trainer's model is sharded: ``class Tuner(FullyShardedTrainer, SFTTrainer)``.
     """
 
-    def __init__(self, model: Any, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._move_model_to_device(self.model, self.args.device)  # where the arguments leave that for later
+        self.is_distributed_loading_by_transformers = True  # so that the model is wrapped in nothing
+
+    def _move_model_to_device(self, model: Any, device: torch.device) -> None:
+        """Shard the model, which moves its shards.
+
+        Raises:
+            NotImplementedError: ``trl`` is to compute a reference's log-probabilities beforehand, and names them by a hash of weights.
+        """
+        if getattr(self.args, "precompute_ref_log_probs", False):
+            raise NotImplementedError(
+                "precompute_ref_log_probs must be False for a sharded model, got True, for which trl hashes whole weights; without it "
+                "the reference, which is the model with adapters disabled, runs in each step"
+            )
         if not isinstance(model, FsdpModule):
             fully_shard_pretrained(model)
-        super().__init__(model, *args, **kwargs)
-        self.is_distributed_loading_by_transformers = True  # so that the model is wrapped in nothing
 
     def create_optimizer(self, model: Any = None) -> Any:
         """Build the optimizer over sharded parameters."""

@@ -442,6 +442,8 @@ class FsdpContext:
             self._recover()
         self._backward.makes_graph = torch.is_grad_enabled()
         self.retains_graph = torch._C._autograd._get_current_graph_task_keep_graph()
+        if self.registry.grads_asked_again:
+            self.registry.follow_at_backward()
         end = BackwardEnd(self)
         self._backward_end = weakref.ref(end, self._on_failure)  # called unless the backward reaches its end
         torch.autograd.Variable._execution_engine.queue_callback(end)

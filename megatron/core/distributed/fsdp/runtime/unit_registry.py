@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from megatron.core.distributed.fsdp.buffers.materialize import is_unfilled
 from megatron.core.distributed.fsdp.buffers.parameter_group import REQUIRES_GRAD, FsdpParameterGroup
+from megatron.core.distributed.fsdp.buffers.unfilled import is_unfilled
 from megatron.core.distributed.fsdp.codec.hooked_tensor import memory_of
 from megatron.core.distributed.fsdp.comm.transport import Transport
 from megatron.core.distributed.fsdp.layout.plan import Use
@@ -23,13 +23,14 @@ class UnitRegistry:
     Attributes:
         refs: to the units, by number.
         read_peers: transports whose gathers read shards without asking, one for each set of ranks.
+        grads_asked_again: since the last backward, parameters were frozen or unfrozen.
         waits_for_values: units may hold tensors without values, of the meta device or of ``to_empty``.
     """
 
     def __init__(self) -> None:
         self.refs: list[weakref.ref[FsdpUnit]] = []
         self.read_peers: list[Transport] = []
-        self.waits_for_values = False
+        self.waits_for_values = self.grads_asked_again = False
         self._groups: list[weakref.ref[FsdpParameterGroup]] = []
         self._owners: list[weakref.ref[FsdpUnit]] = []  # of the groups
 
@@ -122,10 +123,25 @@ class UnitRegistry:
                     "place, or replace it before fully_shard"
                 )
             if list(map(REQUIRES_GRAD, group.sharded)) != group.grads_asked:
-                is_new |= not group.trainable
-                group.follow_requires_grad()
-                self.owner(group).find_trained_groups()
+                self.grads_asked_again = True
+                if torch.is_grad_enabled():
+                    is_new |= not group.trainable
+                    self._follow_requires_grad(group)
         return is_new
+
+    def follow_at_backward(self) -> None:
+        """Train what requires gradients now: graphs of a backward may be older than the forward that asked last.
+
+        So a reference model may run between forward and backward: the same modules, while adapters are disabled.
+        """
+        self.grads_asked_again = False
+        for group in self.groups:
+            if group.trainable and list(map(REQUIRES_GRAD, group.sharded)) != group.grads_asked:
+                self._follow_requires_grad(group)
+
+    def _follow_requires_grad(self, group: FsdpParameterGroup) -> None:
+        group.follow_requires_grad()
+        self.owner(group).find_trained_groups()
 
     def _check_filled(self) -> None:
         """Check that tensors that had no values have got them. Ranks: all of the mesh; blocks the host, once."""

@@ -131,6 +131,34 @@ class Positions(nn.Module):
         return x * self.get_buffer("angles")[self.get_buffer("order")]
 
 
+def _broadcast_numels(build: Callable[[], Any]) -> list[int]:
+    """Return the sizes of the tensors that are broadcast while ``build`` runs."""
+    sent: list[int] = []
+    broadcast = dist.broadcast
+    with pytest.MonkeyPatch.context() as patch:
+
+        def counted(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            sent.append(tensor.numel())
+            return broadcast(tensor, *args, **kwargs)
+
+        patch.setattr(dist, "broadcast", counted)
+        build()
+    return sent
+
+
+@CHECKS.on(2)
+def only_values_are_sent() -> None:
+    """Weights that are loaded afterwards were broadcast too, whole, before they had any; a rank without values gets those of the first."""
+    empty = _on_meta(HubModel)
+    assert not _broadcast_numels(lambda: shard(empty, ("layers.0", "head"), init_fn=lambda module: None))
+    assert all(full(parameter).isnan().all() for parameter in empty.parameters())
+    own = seeded(HubModel)
+    given = own if dist.get_rank() == 0 else _on_meta(HubModel)
+    plain = seeded(HubModel)
+    assert _broadcast_numels(lambda: shard(given, ("layers.0", "head"), init_fn=lambda module: None))
+    assert_same_parameters(given, plain, "values of the first rank")
+
+
 @CHECKS.on(2)
 def what_to_empty_leaves_is_named_before_the_next_forward() -> None:
     """The order of FSDP2's users, and of those who then load: ``state_dict`` has no buffer that is not persistent."""

@@ -95,6 +95,37 @@ def weights_move_only_while_they_are_not_frozen() -> None:
                 raise AssertionError(f"{name}, {strategy}: {error}") from error
 
 
+def _with_reference(model: Any, rank: int, step: int, *, records: bool) -> torch.Tensor:
+    """Compare two forwards, one of which has weights frozen meanwhile, as ``disable_adapter`` of ``peft`` freezes adapters."""
+    out = model(inputs(rank, step, 3, 5))
+    _freeze(model, ["layers.1", "gain"])
+    with torch.set_grad_enabled(records):
+        reference = model(inputs(rank, step + 7, 3, 5)).detach()
+    _freeze(model, [])
+    return (out - reference).square().mean()
+
+
+@CHECKS.on(2)
+def a_reference_between_forward_and_backward_may_freeze_weights() -> None:
+    """The backward is of the graph from before: its gradients were dropped in silence."""
+    for strategy in STRATEGY_NAMES:
+        for records in (False, True):
+            plain, model = seeded(Net), shard(seeded(Net), UNITS, strategy)
+
+            def loss(net: Any, rank: int, step: int, *, records: bool = records) -> torch.Tensor:
+                return _with_reference(net, rank, step, records=records)
+
+            for step in range(3):
+                plain.zero_grad()
+                backward_plainly(plain, loss, step)
+                loss(model, dist.get_rank(), step).backward()
+                for (name, parameter), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+                    where = f"{strategy}, {records}, step {step}, {name}"
+                    assert parameter.grad is not None, where
+                    torch.testing.assert_close(parameter.grad.full_tensor(), other.grad, msg=where)
+                model.zero_grad()
+
+
 @CHECKS.on(2)
 def the_flat_optimizer_leaves_frozen_weights_alone() -> None:
     for name in ("frozen from the bottom", "biases in turns", "in turns"):
