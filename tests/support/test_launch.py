@@ -14,6 +14,7 @@ def _sum_of_ranks() -> float:
 
 
 def _fail_on_rank_one() -> None:
+    dist.barrier()  # or the other rank may still be connecting, and say that instead
     if dist.get_rank() == 1:
         raise ValueError("rank one is unhappy")
 

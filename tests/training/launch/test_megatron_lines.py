@@ -74,6 +74,7 @@ def shrink(argv: Sequence[str], folder: Path, added_first: str = SHRUNK) -> list
         "--num-query-groups": "2",
         "--moe-ffn-hidden-size": "16",
         "--save-retain-interval": "5",
+        "--num-experts": "8",
     }.items():
         if flag in argv:
             added += [flag, shrunk]
