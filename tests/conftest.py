@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import importlib
 import os
+from contextlib import suppress
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -62,6 +65,24 @@ _LONGEST = [
     "core/distributed/fsdp/test_self_audit.py",
 ]
 assert all((_TESTS / name).exists() for name in _LONGEST), "_LONGEST must name files that exist"
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    gc.disable()  # until all tests are imported: what is there by then stays
+    workerinput = getattr(session.config, "workerinput", None)
+    if workerinput is None or session.config.args != session.config.getini("testpaths"):
+        return
+    # Each worker imports all tests. Those of one begin where those of another are not yet, and rewrite a part each.
+    names = [".".join(path.relative_to(_TESTS.parent).with_suffix("").parts) for path in sorted(_TESTS.rglob("test_*.py"))]
+    begin = len(names) * int(workerinput["workerid"].removeprefix("gw")) // workerinput["workercount"]
+    for name in names[begin:] + names[:begin]:
+        with suppress(Exception, pytest.skip.Exception):  # which collection will find again, and report
+            importlib.import_module(name)
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # or each collection of garbage would look at the million objects of all modules and tests
+    gc.enable()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
