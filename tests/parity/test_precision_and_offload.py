@@ -25,6 +25,7 @@ LAYOUTS = {
     "ep2": f"--expert-model-parallel-size 2 {_EXPERTS}",
     "ep4": f"--expert-model-parallel-size 4 {_EXPERTS}",
 }
+_IN_CI = ("optim_grads_params", "hfsdp", "tp2+pp2", "ep2")
 _ALL_MODULES = "attn_norm qkv_linear core_attn attn_proj mlp_norm expert_fc1 moe_act"
 WAYS = {
     "fp16": "--fp16 --loss-scale 2048",
@@ -38,13 +39,18 @@ WAYS = {
 
 
 @pytest.fixture(scope="module")
-def runs() -> dict[str, Run]:
-    flags = {name: f"--use-megatron-fsdp {layout}" for name, layout in LAYOUTS.items()}
+def runs(request: pytest.FixtureRequest) -> dict[str, Run]:
+    """All layouts that this run of the tests asks for, in one launch."""
+    items = [item for item in request.session.items if item.path == request.path]
+    asked = [item.callspec.params["name"] for item in items if not item.get_closest_marker("skip")]  # type: ignore[attr-defined]
+    flags = {name: f"--use-megatron-fsdp {LAYOUTS[name]}" for name in asked}
     cells = {f"{name}, {way}": f"{flags[name]} {added}" for name in flags for way, added in WAYS.items()}
     return train_all(4, flags | cells, base=_BASE)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in _IN_CI else [pytest.mark.slow]) for name in LAYOUTS]
+)
 def test_a_layout_trains_alike_in_every_way(runs: dict[str, Run], name: str) -> None:
     plain = runs[name]
     assert plain.error is None, plain.error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import difflib
 import textwrap
 from collections import defaultdict
@@ -187,7 +188,7 @@ class FlagParser(argparse.ArgumentParser):
             values = []
         if own is not None:
             try:
-                self.parse_args(_as_argparse_reads(flag, values, own), args)
+                self._with(own).parse_args(_as_argparse_reads(flag, values, own), args)
             except FlagError as error:
                 malformed.add(own.dest)
                 if (
@@ -219,6 +220,12 @@ class FlagParser(argparse.ArgumentParser):
                 return fate("no effect", f"{' '.join((flag, *values))}: the default, which asks for nothing")
             return fate("refused", f"{flag} is refused: {reason}")
         return fate("unknown", f"{flag} is unknown{self._nearest(flag)}")
+
+    def _with(self, own: argparse.Action) -> FlagParser:
+        """Return this parser with one of its flags: it goes through all that it has each time that it parses."""
+        parser = copy.copy(self)
+        parser._actions = [own]
+        return parser
 
     def reason_against(self, flag: str) -> str | None:
         """Return why a flag is refused; None if it is not."""
