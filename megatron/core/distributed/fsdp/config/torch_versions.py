@@ -39,6 +39,7 @@ check_torch_version(torch.__version__)
 # frames of all callers: the first model would not be freed until the garbage collector runs. Delete this line when
 # torch.fx.wrap no longer holds its frame, or DTensor no longer imports dynamo.
 import torch._dynamo  # noqa: E402
+import torch.distributed as dist  # noqa: E402
 import torch.distributed._functional_collectives as funcol  # noqa: E402
 from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions  # noqa: E402
 from torch.distributed import ProcessGroup, ReduceOp  # noqa: E402
@@ -86,6 +87,20 @@ def concatenated_mesh(meshes: list[DeviceMesh]) -> DeviceMesh:
 def flattened_axes(mesh: DeviceMesh) -> dict[str, DeviceMesh]:
     """Return, by name, the axes that ``_flatten`` made of several axes of a mesh; torch tells them by a private name."""
     return dict(mesh._get_root_mesh()._flatten_mapping)
+
+
+def existing_group(ranks: list[int], backend: str) -> ProcessGroup | None:
+    """Return the first process group of these ranks, in their order, with this backend, or None; torch lists them in a private table.
+
+    Ranks: pure; groups are made by all of their ranks in one order, so that these find the same.
+    """
+    groups = dist.distributed_c10d._world.pg_group_ranks
+    return next((g for g in list(groups) if list(groups[g]) == ranks and dist.get_backend(g) == backend), None)
+
+
+def spans_all_ranks(mesh: DeviceMesh) -> bool:
+    """Return whether the mesh that this is a part of holds all ranks, which torch needs to make groups for it."""
+    return mesh._get_root_mesh().mesh.numel() == dist.get_world_size()
 
 
 # torch.compile leaves the engine's frames alone and compiles the modules' own, as it does around FSDP2's hooks: traced,

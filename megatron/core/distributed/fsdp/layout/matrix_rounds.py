@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 # Elements that a rank receives in a round, unless one tensor has more: small enough that rounds overlap, large enough that
 # messages are long.
-ROUND_NUMEL = 2**26
+ROUND_NUMEL = 2**25
 
 
 def owners_of(costs: Sequence[float], num_ranks: int) -> list[int]:

@@ -17,6 +17,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from megatron.core.distributed.fsdp.comm.choose import SharedTransports
 from megatron.core.distributed.fsdp.comm.transport import MemoryKind, Transport
 from megatron.core.distributed.fsdp.config.placement import Placements
+from megatron.core.distributed.fsdp.config.torch_versions import existing_group, spans_all_ranks
 from megatron.core.distributed.fsdp.mesh.model_parallel import ModelParallel
 
 
@@ -58,7 +59,8 @@ class GroupMesh:
         """Return a mesh of one axis over the ranks that share main weights; over the innermost axis, where none share.
 
         Raises:
-            NotImplementedError: they share along both axes of a mesh without names.
+            NotImplementedError: they share along both axes, no process group has these ranks, and none can be made here: the mesh
+                has no names, or other ranks, which would have to take part, have another mesh.
 
         Ranks: all of the mesh.
         """
@@ -66,12 +68,7 @@ class GroupMesh:
         if len(axes) < 2:
             (axis,) = axes or [self.mesh.ndim - 1]
             return _mesh_of_axis(self.mesh, axis)
-        if self.mesh.mesh_dim_names is None:
-            raise NotImplementedError(
-                f"a mesh whose axes share main weights must name its axes, got none in {self.mesh}; pass mesh_dim_names"
-            )
-        flat: DeviceMesh = self.mesh._flatten()
-        return flat
+        return _mesh_of_all(self.mesh)
 
     def grad_scale(self, placements: Placements, grad_divisor: float | Fraction) -> float:
         """Return the factor for sums of gradients: 1 / ``grad_divisor``, and 1 / size of each axis that averages."""
@@ -176,6 +173,21 @@ def _mesh_of_axis(mesh: DeviceMesh, axis: int) -> DeviceMesh:
     if axis not in made:
         made[axis] = DeviceMesh.from_group(mesh.get_group(axis), mesh.device_type)
     return made[axis]
+
+
+def _mesh_of_all(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the mesh of one axis over all ranks of a mesh: over a process group that has them, else over one of torch's."""
+    ranks = mesh.mesh.flatten().tolist()
+    group = existing_group(ranks, dist.get_backend(mesh.get_group(0)))
+    if group is not None:
+        return DeviceMesh.from_group(group, mesh.device_type)
+    if mesh.mesh_dim_names is None or not spans_all_ranks(mesh):
+        raise NotImplementedError(
+            f"ranks that share main weights along both axes of a mesh need a process group, got none of ranks {ranks}; make it "
+            "on all ranks before sharding: torch.distributed.new_group(ranks)"
+        )
+    flat: DeviceMesh = mesh._flatten()
+    return flat
 
 
 def mesh_in_order(mesh: DeviceMesh, axes: Sequence[int]) -> DeviceMesh:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Shard
 
 from megatron.core.distributed.fsdp import FSDPDistributedIndex
+from megatron.core.distributed.fsdp.mesh.group_mesh import GroupMesh, mesh_of_groups
 from tests.support.rank_checks import RankChecks
 
 CHECKS = RankChecks(__name__)
@@ -32,6 +37,28 @@ def one_axis() -> None:
     assert plain.get_fsdp_group(independent_all_gather=True) is plain.get_fsdp_group()
     with pytest.raises(dataclasses.FrozenInstanceError):
         index.dp_shard_dim = "other"  # type: ignore[misc]
+
+
+@CHECKS.on(4)
+def ranks_that_share_along_both_axes_have_a_group() -> None:
+    """One that exists, also where other ranks, as those of another pipeline stage, have another mesh."""
+    rank = dist.get_rank()
+    both: Any = SimpleNamespace(optimizer=(Shard(0), Shard(0)))
+    halves = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+    alone = [dist.new_group([each]) for each in range(4)][rank]
+    assert isinstance(alone, dist.ProcessGroup)
+    mesh = mesh_of_groups(halves[rank // 2], [halves[rank // 2], alone], "cpu", ("outer", "inner"))
+    flat = GroupMesh(mesh, (), mesh).mesh_of_shards(both)
+    assert flat.mesh.tolist() == mesh.mesh.flatten().tolist() and flat.get_group() is halves[rank // 2]
+    known = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    assert GroupMesh(known, (), known).mesh_of_shards(both).mesh.tolist() == [0, 1, 2, 3]
+    line = torch.tensor([rank, (rank + 2) % 4]).sort().values.view(2, 1)
+    across = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])][rank % 2]
+    other = DeviceMesh.from_group([across, alone], "cpu", mesh=line, mesh_dim_names=("outer", "inner"))
+    assert _ranks(GroupMesh(other, (), other).mesh_of_shards(both).get_group()) == line.flatten().tolist()
+    turned = DeviceMesh("cpu", [[3, 2], [1, 0]])
+    with pytest.raises(NotImplementedError, match=r"got none of ranks \[3, 2, 1, 0\]; make it on all ranks before"):
+        GroupMesh(turned, (), turned).mesh_of_shards(both)
 
 
 @CHECKS.on(4)
