@@ -41,6 +41,17 @@ def _adapted(model: Any, **fields: Any) -> Any:
 
 
 @CHECKS.on(2)
+def what_comes_after_sharding_is_refused() -> None:
+    """FSDP2 takes adapters that come afterwards, and each rank trains its own."""
+    model = fully_shard_pretrained(_base())
+    with pytest.raises(NotImplementedError, match=r"LlamaForCausalLM must keep its rows.*call it before fully_shard"):
+        model.resize_token_embeddings(72)
+    adapted = _adapted(model)
+    with pytest.raises(RuntimeError, match=r"lora_A.* was added to .* after fully_shard"):
+        adapted(input_ids=TOKENS)
+
+
+@CHECKS.on(2)
 def adapters_are_trained_saved_and_loaded_by_peft() -> None:
     for ties in (False, True):
         torch.manual_seed(2)

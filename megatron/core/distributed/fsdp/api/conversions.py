@@ -7,21 +7,23 @@ function makes of their values is written to them. What ``to_empty`` makes holds
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from megatron.core.distributed.fsdp.buffers.parameter_group import group_of
+from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup, group_of
 from megatron.core.distributed.fsdp.buffers.retired_parameter import RetiredParameter
 from megatron.core.distributed.fsdp.buffers.unfilled import mark_unfilled
 from megatron.core.distributed.fsdp.codec.hooked_tensor import memory_of
 from megatron.core.distributed.fsdp.runtime.unit import FsdpUnit
 
 Function = Callable[[torch.Tensor], torch.Tensor]
+_RESIZE = "resize_token_embeddings"
 
 
 def watch_conversions(unit: FsdpUnit, modules: Sequence[tuple[str, nn.Module]]) -> None:
@@ -39,8 +41,10 @@ def watch_conversions(unit: FsdpUnit, modules: Sequence[tuple[str, nn.Module]]) 
 
 
 def stay_in_place(modules: Sequence[tuple[str, nn.Module]]) -> None:
-    """Keep cuDNN from moving weights of recurrent modules out of the engine's buffers."""
+    """Keep cuDNN from moving weights of recurrent modules out of the engine's buffers, and a model from replacing its embedding."""
     for _, module in modules:
+        if callable(getattr(module, _RESIZE, None)):
+            module.__dict__[_RESIZE] = functools.partial(refuse_resizing, type(module).__name__)
         if isinstance(module, nn.RNNBase):
             module.__dict__["flatten_parameters"] = keep_flat
 
@@ -52,6 +56,18 @@ def leave_fast_path(modules: Sequence[tuple[str, nn.Module]], is_unit: Callable[
             module.activation_relu_or_gelu = 0  # what torch asks before it takes the kernel
 
 
+def refuse_resizing(model: str, *_: Any, **__: Any) -> NoReturn:
+    """Stand in for ``resize_token_embeddings`` of a Hugging Face model.
+
+    Raises:
+        NotImplementedError: always.
+    """
+    raise NotImplementedError(
+        f"the embedding of the sharded {model} must keep its rows, got a call of {_RESIZE}, which would put weights in its place that no "
+        "rank shards; call it before fully_shard, or save_pretrained the model, resize what from_pretrained reads, and shard that"
+    )
+
+
 def keep_flat() -> None:
     """Stand in for ``flatten_parameters`` of a recurrent module: weights stay where they are."""
 
@@ -61,11 +77,17 @@ def apply_around_parameters(
 ) -> nn.Module:
     """Call ``apply`` of the module without its sharded parameters, and write what ``fn`` makes of them to them.
 
+    Units whose parameters ``fn`` all gives one other dtype get it, before their first forward.
+
     Raises:
-        RuntimeError: ``fn`` would change the dtype or device of a parameter in the module's tree; nothing has changed.
+        RuntimeError: ``fn`` would change the dtype or device of a parameter in the module's tree otherwise; nothing has changed.
     """
+    changes: dict[FsdpParameterGroup, dict[int, tuple[torch.dtype, str]]] = {}
     for part in module.modules() if recurse else (module,):
-        _check(part, fn)
+        _look(part, fn, changes)
+    _check(changes)
+    for group, dtypes in changes.items():
+        group.convert(next(iter(dtypes.values()))[0])
     own = {key: p for key, p in module._parameters.items() if p is not None and group_of(p) is not None}
     for key, parameter in own.items():
         if isinstance(parameter, DTensor):
@@ -81,18 +103,35 @@ def apply_around_parameters(
 
 
 @torch.no_grad()
-def _check(module: nn.Module, fn: Function) -> None:
+def _look(
+    module: nn.Module, fn: Function, changes: dict[FsdpParameterGroup, dict[int, tuple[torch.dtype, str]]]
+) -> None:
+    """Find parameters of the module that get another dtype: by group and the parameter's id the dtype, and a refusal of it."""
     for key, parameter in module._parameters.items():
-        if parameter is None or group_of(parameter) is None:
+        group = None if parameter is None else group_of(parameter)
+        if parameter is None or group is None:
             continue
         own = memory_of(parameter._local_tensor, writes=False) if isinstance(parameter, DTensor) else parameter
         converted = fn(own.detach().flatten()[:1].clone())
-        if converted.dtype != own.dtype or converted.device != own.device:
-            raise RuntimeError(
-                f"the dtype and device of sharded parameters must stay {own.dtype} on {own.device}, got {converted.dtype} on "
-                f"{converted.device} for {key} of {type(module).__name__} from .to(), .half(), .cuda() or the like; convert the "
-                "module before fully_shard"
-            )
+        if converted.dtype == own.dtype and converted.device == own.device:
+            continue
+        refusal = (
+            f"the dtype and device of sharded parameters must stay {own.dtype} on {own.device}, got {converted.dtype} on "
+            f"{converted.device} for {key} of {type(module).__name__} from .to(), .half(), .cuda() or the like; convert the "
+            "module before fully_shard (with a policy of FSDP2, or main_params_dtype=None, a whole unit's dtype may change before its "
+            "first forward)"
+        )
+        if converted.device != own.device or not isinstance(parameter, DTensor):
+            raise RuntimeError(refusal)
+        changes.setdefault(group, {})[id(parameter)] = converted.dtype, refusal
+
+
+def _check(changes: dict[FsdpParameterGroup, dict[int, tuple[torch.dtype, str]]]) -> None:
+    for group, dtypes in changes.items():
+        dtype, refusal = next(iter(dtypes.values()))
+        is_whole = set(dtypes) == {id(parameter) for parameter in group.sharded}
+        if not (is_whole and {other for other, _ in dtypes.values()} == {dtype} and group.can_become(dtype)):
+            raise RuntimeError(refusal)
 
 
 @torch.no_grad()

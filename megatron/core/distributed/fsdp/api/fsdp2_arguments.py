@@ -223,6 +223,6 @@ def placements_of(
     if len(axes) == 2:
         return hybrid_placements(strategy, "no_shard", (axes[0], axes[1]))
     raise ValueError(
-        f"a mesh without placements must have one or two data-parallel axes, got {axes} of {mesh}; pass placements, or the "
+        f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh}, whose data-parallel axes are {axes}; pass placements, or the "
         "part of the mesh over which to shard"
     )

@@ -110,8 +110,9 @@ class Fsdp2Methods(nn.Module if TYPE_CHECKING else object):  # type: ignore[misc
             unit.context.planner.outdate()
 
     def set_post_optim_event(self, event: Any) -> None:
-        """Let the next forward's all-gathers wait for this event besides what compute has been given."""
-        event.wait()
+        """Let the next forward's all-gathers wait for this event besides what compute has been given; None: for nothing more."""
+        if event is not None:
+            event.wait()
 
     # ---- gradients ----------------------------------------------------------------------------------------------
 

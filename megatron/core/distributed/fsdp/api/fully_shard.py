@@ -199,6 +199,7 @@ def fully_shard(
             placements=kinds,
             dtypes=policy.resolve(parameters[0].original.dtype, trainable=parameters[0].original.requires_grad),
             trained_dtypes=policy.resolve(parameters[0].original.dtype, trainable=True),
+            policy=policy,
             grad_divisor=meshes.grad_divisor(parameters[0], grad_divisor),
             device=device,
         )

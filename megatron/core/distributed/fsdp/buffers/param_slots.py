@@ -74,6 +74,11 @@ class ParamSlots:
         self._unsharded.append(self._unsharded_of[index])
         holder[key] = self._sharded_of[index]
 
+    def hold_unsharded(self, unsharded: Sequence[nn.Parameter]) -> None:
+        """Take other [T] parameters for those in use; modules hold the sharded ones."""
+        self._unsharded_of = unsharded
+        self._unsharded = [unsharded[index] for index in self._indices]
+
     def has(self, holder: ModuleParameters, key: str) -> bool:
         """Return whether the module with these ``_parameters`` holds one of the parameters under ``key``."""
         return any(own is holder and name == key for own, name in zip(self._dicts, self._keys, strict=True))

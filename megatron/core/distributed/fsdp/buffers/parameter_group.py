@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from megatron.core.distributed.fsdp.buffers.dbuffer import DBuffer
@@ -35,7 +35,7 @@ from megatron.core.distributed.fsdp.codec.fp8_codec import Fp8Codec
 from megatron.core.distributed.fsdp.codec.hooked_tensor import HookCodec
 from megatron.core.distributed.fsdp.codec.quantized_parameters import forget_initial_values
 from megatron.core.distributed.fsdp.codec.weight_codec import WeightCodec, codec_of
-from megatron.core.distributed.fsdp.config.mixed_precision import GroupDtypes
+from megatron.core.distributed.fsdp.config.mixed_precision import SERVED_DTYPES, GroupDtypes, MixedPrecisionPolicy
 from megatron.core.distributed.fsdp.config.placement import Placements
 from megatron.core.distributed.fsdp.dtensor import copies, full_states, indexed_writes  # noqa: F401 (patch DTensor for views of buffers)
 from megatron.core.distributed.fsdp.dtensor.data_setter import set_shell
@@ -70,6 +70,7 @@ class FsdpParameterGroup:
         placements: where weights, gradients and optimizer state rest.
         dtypes: dtypes of the buffers.
         trained_dtypes: dtypes of the buffers once the parameters are trained; the same as ``dtypes`` if they are now.
+        policy: what they come from; None: the parameters' dtype cannot be changed later.
         grad_divisor: what reduced gradients are divided by, besides the averaging that placements ask for.
         device: where the buffers live.
 
@@ -106,6 +107,7 @@ class FsdpParameterGroup:
         placements: Placements,
         dtypes: GroupDtypes,
         trained_dtypes: GroupDtypes,
+        policy: MixedPrecisionPolicy | None = None,
         grad_divisor: float | Fraction,
         device: torch.device,
     ) -> None:
@@ -123,25 +125,10 @@ class FsdpParameterGroup:
         self.context: weakref.ref[Any] | None = None
         self.set_prefix("")
         self._parts = [part_of(p.original, p.name, group_mesh.tensor_size, p.placed) for p in self.parameters]
+        self.policy = policy
         codec = codec_of(self.parameters[0].original, self.parameters[0].name)
-        kind: Callable[..., GroupWeights] = (
-            FrozenWeights
-            if isinstance(codec, Fp8Codec) and not self.trainable
-            else _KINDS.get(type(codec), GroupWeights)
-        )
-        placed = [p.placed for p in self.parameters if p.placed is not None]
-        if placed:
-            kind = self._placed_kind(codec, placed)
-        self.weights = kind(
-            [p.original for p in self.parameters],
-            layout=layout,
-            group_mesh=group_mesh,
-            placements=placements,
-            dtypes=dtypes,
-            device=device,
-            name=str(self),
-            codec=codec,
-            has_values=any(p.has_values for p in self.parameters),
+        self.weights = self._make_weights(
+            [p.original for p in self.parameters], codec, has_values=any(p.has_values for p in self.parameters)
         )
         self.sharded = [self._sharded_parameter(i, p) for i, p in enumerate(self.parameters)]
         self.unsharded = [self._unsharded_parameter(i, p) for i, p in enumerate(self.parameters)]
@@ -200,6 +187,25 @@ class FsdpParameterGroup:
 
     # ---- construction -------------------------------------------------------------------------------------------
 
+    def _make_weights(self, originals: Sequence[torch.Tensor], codec: WeightCodec, *, has_values: bool) -> GroupWeights:
+        kind: Callable[..., GroupWeights] = (
+            FrozenWeights
+            if isinstance(codec, Fp8Codec) and not self.trainable
+            else _KINDS.get(type(codec), GroupWeights)
+        )
+        placed = [p.placed for p in self.parameters if p.placed is not None]
+        return (self._placed_kind(codec, placed) if placed else kind)(
+            originals,
+            layout=self.layout,
+            group_mesh=self.group_mesh,
+            placements=self.placements,
+            dtypes=self.dtypes,
+            device=self.device,
+            name=str(self),
+            codec=codec,
+            has_values=has_values,
+        )
+
     def _placed_kind(self, codec: WeightCodec, placed: Sequence[PlacedParameter]) -> Callable[..., GroupWeights]:
         if not codec.casts:
             raise NotImplementedError(
@@ -220,7 +226,8 @@ class FsdpParameterGroup:
         self.grads.set_main_gradients([self._dtensor(main, i) for i in range(len(self.parameters))])
         if self.parameters[0].placed is None:
             self._offer_main_grads()
-        self.grad_hooks = GradHooks(self.sharded, [p.name for p in self.parameters], self.grad_sums)
+        if "grad_hooks" not in vars(self):
+            self.grad_hooks = GradHooks(self.sharded, [p.name for p in self.parameters], self.grad_sums)
         self.hook_reductions()
 
     def divide_gradients_by(self, factor: float) -> None:
@@ -352,12 +359,52 @@ class FsdpParameterGroup:
         """Give the weights main weights in their dtype, and let the sharded parameters, which users hold, be views of them."""
         if not self.weights.widen_main(self.dtypes):
             return
+        self._show_main_weights()
+        self.weights.set_parameters(self.sharded, self.unsharded)
+
+    def _show_main_weights(self) -> None:
+        """Let the sharded parameters, which users hold, be views of the main weights, in their dtype."""
         for index, parameter in enumerate(self.sharded):
             wide = self._dtensor(self.weights.main, index)
             set_shell(parameter, wide)  # the dtype that autograd sees
             local = self.weights.held(index, wide._local_tensor)
             parameter._local_tensor, parameter._spec = local, wide._spec  # type: ignore[attr-defined]
+
+    def can_become(self, dtype: torch.dtype) -> bool:
+        """Return whether ``convert`` can make this the parameters' dtype: before the first forward, where main weights follow it."""
+        if (
+            self.context is not None
+            or self.policy is None
+            or not self.weights.codec.casts
+            or dtype not in SERVED_DTYPES
+        ):
+            return False
+        if any(parameter.grad is not None for parameter in self.sharded) or self.optimizer_state_nbytes:
+            return False
+        return self.policy.resolve(dtype, trainable=self.trainable).main_params == dtype
+
+    @torch.no_grad()
+    def convert(self, dtype: torch.dtype) -> None:
+        """Make the parameters' dtype another one, as if they had had it when they were sharded. Ranks: all of the mesh; blocks."""
+        assert self.policy is not None and self.can_become(dtype), "asked before"
+        num_axes = len(self.group_mesh.axes)
+        replicated = [[*part.placements, *[Replicate()] * num_axes] for part in self._parts]
+        whole = [p.redistribute(placements=r).to_local() for p, r in zip(self.sharded, replicated, strict=True)]  # type: ignore[attr-defined]
+        self.dtypes = self.policy.resolve(dtype, trainable=self.trainable)
+        self.trained_dtypes = self.policy.resolve(dtype, trainable=True)
+        self.weights = self._make_weights([tensor.to(dtype) for tensor in whole], self.weights.codec, has_values=True)
+        self._show_main_weights()
+        former = self.unsharded
+        self.unsharded = [
+            nn.Parameter(self.weights.wrap(i), requires_grad=p.requires_grad) for i, p in enumerate(former)
+        ]
+        for parameter, before in zip(self.unsharded, former, strict=True):
+            vars(parameter).update(vars(before))
         self.weights.set_parameters(self.sharded, self.unsharded)
+        self.param_slots.hold_unsharded(self.unsharded)
+        if self.trainable:
+            self._make_gradients()
+            self.grads.train_only(self.grads_asked)
 
     def forget_events(self) -> None:
         """As ``Unsharder.forget_events``."""

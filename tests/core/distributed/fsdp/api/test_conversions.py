@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -83,6 +84,11 @@ def other_dtypes_and_devices_are_refused_on_a_part_too() -> None:
     )
     plain, model = seeded(Net), shard(seeded(Net), UNITS)
     theirs, ours = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (plain, model))
+    with pytest.raises(RuntimeError, match="before fully_shard"):  # a part of a unit, whose others would keep theirs
+        model.get_submodule("blocks.0.body").double()
+    for m in (plain, model):
+        with torch.no_grad():
+            _loss(m, 0, 0)
     for part in PARTS:
         for convert in harmful:
             with pytest.raises(
@@ -95,6 +101,46 @@ def other_dtypes_and_devices_are_refused_on_a_part_too() -> None:
             _loss(m, 0, step).backward()
             optimizer.step()
         assert_same_parameters(model, plain)
+
+
+@CHECKS.on(2)
+def whole_units_take_another_dtype_before_their_first_forward() -> None:
+    for dtype, tolerance in ((torch.float64, 1e-12), (torch.bfloat16, 2e-2)):
+        plain, model = seeded(Net), shard(seeded(Net), UNITS)
+        for m in (plain, model):
+            m.blocks[1].body[0].weight.requires_grad_(False)
+        parameters = list(model.parameters())
+        plain, model = plain.to(dtype), model.to(dtype)
+        assert all(map(operator.is_, model.parameters(), parameters))
+        optimizers = [torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=0.1) for m in (plain, model)]
+        for step in range(3):
+            for m, optimizer in zip((plain, model), optimizers, strict=True):
+                m(inputs(0, step, 3, 5).to(dtype)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        for parameter, other in zip(parameters, plain.parameters(), strict=True):
+            assert parameter.dtype == parameter.to_local().dtype == dtype
+            torch.testing.assert_close(parameter.full_tensor(), other, rtol=tolerance, atol=tolerance)
+        with pytest.raises(RuntimeError, match="must stay"):
+            model.float()
+
+
+class _Resizable(Net):
+    def resize_token_embeddings(self, num_rows: int) -> None:
+        self.table = nn.Embedding(num_rows, 5)
+
+
+@CHECKS.on(2)
+def embeddings_are_resized_before_they_are_sharded() -> None:
+    """Afterwards the model would hold plain weights of other rows, which each rank trains by itself."""
+    model = seeded(_Resizable)
+    model.resize_token_embeddings(7)
+    model = shard(model, UNITS)
+    with pytest.raises(
+        NotImplementedError, match=r"sharded FSDP_Resizable must keep its rows.*call it before fully_shard"
+    ):
+        model.resize_token_embeddings(9)
+    _loss(model, dist.get_rank(), 0).backward()
 
 
 @CHECKS.on(2)
