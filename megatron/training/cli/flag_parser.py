@@ -64,6 +64,7 @@ _Part = tuple[str | None, list[str]]
 
 _FAULTS = ("refused", "unknown", "malformed")
 _DASHES = "-\u2010\u2011\u2012\u2013\u2014\u2015"
+_ALIKE = 0.84  # of letters, of a flag and a misspelling of it; below, flags of other meanings are alike
 """What flags begin with, and what word processors make of it."""
 
 _SWITCH = UpstreamFlag(False, nargs=0)
@@ -199,10 +200,10 @@ class FlagParser(argparse.ArgumentParser):
                 ):
                     served = ", ".join(map(str, own.choices))
                     return fate("refused", f"{flag} {values[0]} is refused: it is not served; use one of {served}")
-                extra = str(error).startswith("unrecognized arguments")
-                takes = "no value" if is_switch else "fewer values"
-                words = f"{flag} takes {takes}, got {' '.join(values)}" if extra else str(error)
-                return fate("malformed", words.removeprefix("argument "))
+                text = str(error).removeprefix("argument ").replace("/".join(own.option_strings), flag, 1)
+                extra = text.startswith("unrecognized arguments")
+                takes = "no value" if is_switch else "one value" if own.nargs is None else "fewer values"
+                return fate("malformed", f"{flag} takes {takes}, got {' '.join(values)}" if extra else text)
             return fate("in effect", str(own.help))
         if flag in self.always_so:
             so = self.always_so[flag]
@@ -215,11 +216,14 @@ class FlagParser(argparse.ArgumentParser):
             if fault := _fault_of_value(flag, words_of, upstream):
                 return fate("malformed", fault)
             return fate("said once", f"{' '.join((flag, *values))}: {self.said_once[flag].instead}")
+        is_unheard_of = upstream is None and flag not in self.refused
+        if is_unheard_of and (close := self._close_to(flag)) is not None:
+            return fate("unknown", f"{flag} is unknown; did you mean {close}?")
         if (reason := self.reason_against(flag)) is not None:
             if upstream is not None and _is_default(flag, values, upstream):
                 return fate("no effect", f"{' '.join((flag, *values))}: the default, which asks for nothing")
             return fate("refused", f"{flag} is refused: {reason}")
-        return fate("unknown", f"{flag} is unknown{self._nearest(flag)}")
+        return fate("unknown", f"{flag} is unknown; see --help for the flags that are known")
 
     def _with(self, own: argparse.Action) -> FlagParser:
         """Return this parser with one of its flags: it goes through all that it has each time that it parses."""
@@ -258,11 +262,12 @@ class FlagParser(argparse.ArgumentParser):
             )
         )
 
-    def _nearest(self, flag: str) -> str:
+    def _close_to(self, flag: str) -> str | None:
+        """Return the flag that an unknown one is a misspelling of, by its letters; None if there is none."""
         known = [name for name in self._option_string_actions if name.startswith("--")]
         served = (name for name in (*UPSTREAM_FLAGS, *self.always_so) if self.reason_against(name) is None)
-        close = difflib.get_close_matches("--" + flag.lstrip(_DASHES), [*known, *served], 1, 0.75)
-        return f"; did you mean {close[0]}?" if close else "; see --help for the flags that are known"
+        close = difflib.get_close_matches("--" + flag.lstrip(_DASHES), [*known, *served], 1, _ALIKE)
+        return close[0] if close else None
 
 
 def _help_section(title: str, entries: Iterable[str]) -> list[str]:

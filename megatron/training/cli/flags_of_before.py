@@ -142,6 +142,35 @@ _ELSEWHERE = {
     "--train-weighted-split-paths-path": "--train-data-path",
     "--valid-weighted-split-paths-path": "--valid-data-path",
     "--use-llama2-rotary-position-embeddings": "--position-embedding-type rope",
+    "--patch-tokenizer-type": "--tokenizer-type",
+    "--extra-vocab-size": "--padded-vocab-size",
+    "--valid-num-workers": "--num-workers",
+    "--log-level": "--logging-level",
+    "--use-flash-attn-v2": "--use-flash-attn",
+    "--use-flash-attn-triton": "--use-flash-attn",
+    "--attention-head-type": "--group-query-attention --num-query-groups 1, where queries share keys and values",
+    "--glu-activation": "--swiglu or --geglu",
+    "--cpu-offloading": "--cpu-offloading-num-layers",
+    "--cpu-offload": "--optimizer-cpu-offload",
+    "--cpu-optimizer": "--optimizer-cpu-offload",
+    "--shared-moe-ffn-hidden-size": "--moe-shared-expert-intermediate-size",
+    "--checkpoint-in-cpu": "--cpu-offloading-num-layers",
+    "--partition-activations": "--sequence-parallel",
+    "--no-pipeline-parallel": "nothing: there is one stage unless --pipeline-model-parallel-size is given",
+    "--universal-checkpoint": "nothing: any split loads what any other saved",
+    "--log-optimizer-states-to-tensorboard": "--log-num-zeros-in-grad and --log-params-norm",
+    "--create-moe-param-group": "nothing: experts are reduced over their own ranks",
+    "--disable-moe-token-dropping": "nothing: tokens are dropped with --moe-expert-capacity-factor alone",
+    "--moe-expert-parallel-size": "--expert-model-parallel-size",
+    "--moe-expert-model-parallelism": "--expert-model-parallel-size",
+    "--moe-num-experts": "--num-experts",
+    "--moe-top-k": "--moe-router-topk",
+    "--moe-loss-coeff": "--moe-aux-loss-coeff",
+    "--moe-loss-weight": "--moe-aux-loss-coeff",
+    "--moe-capacity-factor": "--moe-expert-capacity-factor",
+    "--moe-train-capacity-factor": "--moe-expert-capacity-factor",
+    "--moe-eval-capacity-factor": "--moe-expert-capacity-factor",
+    "--moe-min-capacity": "--moe-expert-capacity-factor",
 }
 """Flags of programs that were made from Megatron-LM: what to use instead."""
 
@@ -149,8 +178,10 @@ _DEEPSPEED = (
     "DeepSpeed is not used; --use-megatron-fsdp --data-parallel-sharding-strategy optim, optim_grads or optim_grads_params shards as its "
     "stages 1, 2 and 3"
 )
-FAMILIES_ELSEWHERE: tuple[tuple[str, str], ...] = tuple(
-    (start, _DEEPSPEED) for start in ("--deepspeed", "--zero-", "--ds-", "--deepscale")
+_SCHEDULES = "stages take turns by 1F1B or interleaved 1F1B; use --num-layers-per-virtual-pipeline-stage for smaller bubbles"
+FAMILIES_ELSEWHERE: tuple[tuple[str, str], ...] = (
+    *((start, _SCHEDULES) for start in ("--zero-bubble", "--enable-zero-bubble", "--enable-zb", "--enable-1f1b-v")),
+    *((start, _DEEPSPEED) for start in ("--deepspeed", "--zero-", "--ds-", "--deepscale")),
 )
 """(prefix, reason) of flags of such programs."""
 

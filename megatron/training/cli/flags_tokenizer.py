@@ -11,6 +11,10 @@ from megatron.core.tokenizers.prompt_formats import PROMPT_FORMATS
 _REASONS = {
     "Llama3Tokenizer": "use HuggingFaceTokenizer with its tokenizer.json",
     "MistralTokenizer": "use HuggingFaceTokenizer with its tokenizer.json",
+    **dict.fromkeys(
+        ("PretrainedFromHF", "HFTokenizer", "TokenizerFromFile", "TokenizerFromFileWithFIM"),
+        "it is no tokenizer of Megatron-LM; use HuggingFaceTokenizer with its tokenizer.json",
+    ),
     "BertWordPieceLowerCase": "only decoder models are served",
     "BertWordPieceCase": "only decoder models are served",
     "MultimodalTokenizer": "models of images are not served",

@@ -52,7 +52,9 @@ def in_words_of_flags(text: str, parser: argparse.ArgumentParser) -> str:
 _PLAIN: tuple[tuple[str, str], ...] = (
     (r"^(--\S+): invalid int value: '(.*)'$", r"\1 must be a whole number, got \2"),
     (r"^(--\S+): invalid float value: '(.*)'$", r"\1 must be a number, got \2"),
-    (r"^(--\S+): expected (one argument|at least one argument|\d+ arguments)$", r"\1: expected \2, got none or fewer"),
+    (r"^(--\S+): expected one argument$", r"\1 takes one value, got none"),
+    (r"^(--\S+): expected at least one argument$", r"\1 takes at least one value, got none"),
+    (r"^(--\S+): expected (\d+) arguments$", r"\1 takes \2 values, got fewer"),
     (r"^(--\S+): invalid choice: '(.*)' \(choose from (.*)\)$", r"\1 must be one of \3, got \2"),
     (r" \(or None[^)]*\)", ""),
     (r"\bgot \[\]", "got none"),

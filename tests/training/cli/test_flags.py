@@ -19,6 +19,7 @@ from megatron.training.cli.flags_experts import layer_pattern
 from megatron.training.cli.flags_of_before import FAMILIES_ELSEWHERE, REFUSED_BEFORE, RENAMED
 from megatron.training.cli.substitutions import substitute
 from megatron.training.cli.upstream_flags import UPSTREAM_FLAGS
+from megatron.training.cli.words_of_flags import in_plain_words
 from pretrain_gpt import main
 from tests.support.launch_lines import (
     DEEPSEEK_V3,
@@ -181,11 +182,32 @@ def test_unknown_flags_are_refused_with_the_nearest_name_and_abbreviations_are_u
         ("--num-key-value-heads 8", "no flag of Megatron-LM; use --group-query-attention --num-query-groups"),
         ("--zero-stage 3", "DeepSpeed is not used; --use-megatron-fsdp --data-parallel-sharding-strategy"),
         ("--deepspeed_config ds.json", "DeepSpeed is not used"),
+        ("--enable-zero-bubble", "stages take turns by 1F1B or interleaved 1F1B"),
+        ("--zero-bubble-v-schedule", "stages take turns by 1F1B or interleaved 1F1B"),
+        ("--moe-train-capacity-factor 2", "no flag of Megatron-LM; use --moe-expert-capacity-factor"),
+        ("--no-pipeline-parallel", "no flag of Megatron-LM; use nothing: there is one stage unless"),
+        ("--tokenizer-type PretrainedFromHF", "it is no tokenizer of Megatron-LM; use HuggingFaceTokenizer with its"),
     ],
 )
 def test_names_of_old_and_other_launch_scripts_are_refused_with_what_to_use(line: str, remedy: str) -> None:
     (fault,) = build_parser().read(line.split()).faults
     assert remedy in fault and "did you mean" not in fault
+
+
+@pytest.mark.parametrize(
+    ("line", "fault"),
+    [
+        ("--moe-router-topkk 2", "--moe-router-topkk is unknown; did you mean --moe-router-topk?"),
+        ("--fp8-formt hybrid", "--fp8-formt is unknown; did you mean --fp8-format?"),
+        ("--embed-layernorm", "--embed-layernorm is unknown; see --help for the flags that are known"),
+        ("--patch-size 14", "--patch-size is unknown; see --help for the flags that are known"),
+        ("--load", "--load takes one value, got none"),
+        ("--save-interval often", "--save-interval must be a whole number, got often"),
+        ("--num-experts 64 128", "--num-experts takes one value, got 64 128"),
+    ],
+)
+def test_a_misspelling_is_told_from_a_flag_that_is_only_alike(line: str, fault: str) -> None:
+    assert [in_plain_words(found) for found in build_parser().read(line.split()).faults] == [fault]
 
 
 @pytest.mark.parametrize(
