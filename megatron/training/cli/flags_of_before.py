@@ -178,7 +178,9 @@ _DEEPSPEED = (
     "DeepSpeed is not used; --use-megatron-fsdp --data-parallel-sharding-strategy optim, optim_grads or optim_grads_params shards as its "
     "stages 1, 2 and 3"
 )
-_SCHEDULES = "stages take turns by 1F1B or interleaved 1F1B; use --num-layers-per-virtual-pipeline-stage for smaller bubbles"
+_SCHEDULES = (
+    "stages take turns by 1F1B or interleaved 1F1B; use --num-layers-per-virtual-pipeline-stage for smaller bubbles"
+)
 FAMILIES_ELSEWHERE: tuple[tuple[str, str], ...] = (
     *((start, _SCHEDULES) for start in ("--zero-bubble", "--enable-zero-bubble", "--enable-zb", "--enable-1f1b-v")),
     *((start, _DEEPSPEED) for start in ("--deepspeed", "--zero-", "--ds-", "--deepscale")),
