@@ -87,6 +87,7 @@ RENAMED: dict[str, tuple[str, ...]] = {
     "--layernorm-epsilon": ("--norm-epsilon",),
     "--intermediate-size": ("--ffn-hidden-size",),
     "--hybrid-override-pattern": ("--hybrid-layer-pattern",),
+    "--linear-attention-type": ("--experimental-attention-variant",),
     "--fp8-e4m3": ("--fp8-format", "e4m3"),
     "--fp8-hybrid": ("--fp8-format", "hybrid"),
     "--fp32-allreduce": ("--accumulate-allreduce-grads-in-fp32",),

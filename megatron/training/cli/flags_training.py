@@ -123,8 +123,8 @@ def _add_schedule_flags(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--no-weight-decay-cond-type",
-        choices=("apply_wd_to_qk_layernorm",),
-        help="the older spelling of --apply-wd-to-qk-layernorm",
+        choices=("apply_wd_to_qk_layernorm", "qwen3_next"),
+        help="the older spelling of --apply-wd-to-qk-layernorm, under either name",
     )
     group.add_argument("--start-weight-decay", type=float, help="weight decay at the start, if it grows")
     group.add_argument("--end-weight-decay", type=float, help="weight decay at the end, if it grows")

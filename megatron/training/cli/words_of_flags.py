@@ -57,6 +57,7 @@ _PLAIN: tuple[tuple[str, str], ...] = (
     (r"^(--\S+): expected (\d+) arguments$", r"\1 takes \2 values, got fewer"),
     (r"^(--\S+): invalid choice: '(.*)' \(choose from (.*)\)$", r"\1 must be one of \3, got \2"),
     (r" \(or None[^)]*\)", ""),
+    (r"\bgot \['([^'\s]*)'\]", r"got \1"),
     (r"\bgot \[\]", "got none"),
     (r"\bNone\b", "none"),
     (r"(--[\w-]+) True\b", r"\1"),
