@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from megatron.core.distributed.fsdp.huggingface import fully_shard_pretrained
 from tests.core.distributed.fsdp.situations.kinds import ZERO3, Kind, net
 from tests.core.distributed.fsdp.situations.table import COMPILED, situations, verdicts
 from tests.support.launch import run_ranks
@@ -31,11 +32,59 @@ class Chain(nn.Module):
         return out
 
 
+class Part(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.linear(x))
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.mlp = Part(), Part()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.mlp(x + self.attention(x))
+
+
+class HubModel(nn.Module):
+    """What ``fully_shard_pretrained`` asks of a model; its units have modules inside that are no units."""
+
+    _no_split_modules = ("Layer",)
+    config = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(2))
+
+    def initialize_weights(self) -> None:
+        raise AssertionError("it has values")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def _shard_hub_model(kind: Kind, model: HubModel, units: Any) -> None:
+    if kind.name == "ours":
+        fully_shard_pretrained(model)
+        assert all(module._is_fsdp_managed_module for module in model.modules())  # what transformers asks
+    else:
+        kind.shard(model, units)
+
+
 def _count(kind: Kind, model: Any, units: Any) -> tuple[int, ...]:
     """Graphs, operations in them and graph breaks of the compiled model, then of its compiled units."""
     from torch._dynamo.utils import counters
 
-    kind.shard(model, units)
+    if isinstance(model, HubModel):
+        _shard_hub_model(kind, model, units)
+    else:
+        kind.shard(model, units)
     torch._dynamo.reset()
     counters.clear()
     explained = torch._dynamo.explain(model)(torch.ones(4, 5))
@@ -52,8 +101,9 @@ def _count(kind: Kind, model: Any, units: Any) -> tuple[int, ...]:
 def _counts(name: str) -> list[tuple[int, ...]]:
     warnings.simplefilter("ignore")  # dynamo asks tensors that are no leaves for their gradient
     kind = Kind(name=name, strategy=ZERO3, folder="")
-    model, chain = net(), Chain()
-    return [_count(kind, model, list(model.blocks)), _count(kind, chain, [chain.first, chain.second])]
+    model, chain, hub = net(), Chain(), HubModel()
+    cases: list[tuple[Any, Any]] = [(model, model.blocks), (chain, [chain.first, chain.second]), (hub, hub.layers)]
+    return [_count(kind, case, list(units)) for case, units in cases]
 
 
 def test_graphs_break_no_more_often_than_around_fsdp2() -> None:

@@ -44,6 +44,18 @@ class _Told:
             return self._tell(module)
 
 
+class _OutsideOfGraphs:
+    """A value that is true, but for ``torch.compile`` while it traces."""
+
+    def __bool__(self) -> bool:
+        return torch._guards.TracingContext.try_get() is None
+
+
+# Under the name ``_is_fsdp_managed_module`` transformers asks: generate() then goes on until all ranks are done, and LayerDrop
+# leaves out no layer on one rank. torch.compile asks too, and would then watch no attribute of the module, or not compile it.
+SHARDED = _OutsideOfGraphs()
+
+
 class FsdpModule(Fsdp2Methods):
     """A module whose parameters are sharded. ``fully_shard`` makes it; it has no constructor of its own.
 
@@ -54,6 +66,7 @@ class FsdpModule(Fsdp2Methods):
     _fsdp_unit: FsdpUnit
     _counts_groups: bool  # of several modules that are one unit, the first has its groups
     _fsdp_policy: MixedPrecisionPolicy  # of its unit
+    _is_fsdp_managed_module = SHARDED
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Make a module of the class from before ``fully_shard``: what a sharded container's slices make anew is not sharded."""
@@ -76,14 +89,6 @@ class FsdpModule(Fsdp2Methods):
 
     # As in nn.Module; by this name torch.compile knows what it need not wrap, at the cost of one more graph break.
     __call__ = _wrapped_call_impl
-
-    @property
-    def _is_fsdp_managed_module(self) -> bool:
-        """What transformers asks: generate() then goes on until all ranks are done, and LayerDrop leaves out no layer on one rank.
-
-        torch.compile asks too, and would then watch neither ``training`` nor any other attribute of the module.
-        """
-        return torch._guards.TracingContext.try_get() is None
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> None:

@@ -9,6 +9,7 @@ from torch import nn
 
 from megatron.core.distributed.fsdp.api.forward_methods import register_fsdp_forward_method
 from megatron.core.distributed.fsdp.api.fully_shard import fully_shard
+from megatron.core.distributed.fsdp.api.module import SHARDED
 from megatron.core.distributed.fsdp.huggingface.adapters import has_adapters, initialize_adapters, meta_adapters
 from megatron.core.distributed.fsdp.huggingface.before_sharding import own_class
 from megatron.core.distributed.fsdp.huggingface.initial_values import initialize as initialize_weights
@@ -59,7 +60,7 @@ def fully_shard_pretrained(
         )
     is_meta = any(parameter.is_meta for parameter in model.parameters())
     for module in model.modules():
-        module._is_fsdp_managed_module = True  # type: ignore[assignment]
+        module._is_fsdp_managed_module = SHARDED  # type: ignore[assignment]
     adapters = meta_adapters(model)
     found = units_of(model, units)
     for module in found:
