@@ -1,0 +1,90 @@
+"""The wheel of the engine alone: what it imports, and that it works where nothing but torch and numpy is installed."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+import venv
+import zipfile
+from importlib.metadata import distribution
+from pathlib import Path
+
+import pytest
+
+from tools.engine_wheel import NAME, build, sources
+
+# Imported when they are asked for, in the file that serves them.
+OPTIONAL = {"transformers", "accelerate", "peft", "triton", "transformer_engine"}
+
+SCRIPT = f"""
+import sys, torch, torch.distributed as dist
+from {NAME} import *
+from {NAME}.fsdp2 import FSDPModule
+import {NAME}.huggingface
+folder = sys.argv[1]
+dist.init_process_group("gloo", init_method=f"file://{{folder}}/store", rank=0, world_size=1)
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 4))
+for part in (model[0], model[2], model):
+    fully_shard(part)
+optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=0.1))
+losses = []
+for _ in range(4):
+    loss = model(torch.ones(2, 4)).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    losses.append(loss.item())
+assert losses[-1] < losses[0] and isinstance(model, FSDPModule)
+save_checkpoint(model, optimizer, f"{{folder}}/checkpoint")
+load_checkpoint(model, optimizer, f"{{folder}}/checkpoint")
+assert "megatron" not in sys.modules
+print("trained")
+"""
+
+
+def test_the_engine_alone_imports_torch_and_numpy_and_nothing_else() -> None:
+    inside = {"python": sys.stdlib_module_names, "own": {NAME, "torch", "numpy"}}
+    for name, text in sources().items():
+        assert not re.search(r"megatron\.(core\.(distributed|extensions)|training)", text), name
+        for node in ast.walk(ast.parse(text)) if name.endswith(".py") else ():
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            for top in {name.split(".")[0] for name in names} - inside["python"] - inside["own"]:
+                assert top in OPTIONAL, f"{name} imports {top}"
+
+
+def _required_by(name: str, found: set[str]) -> set[str]:
+    """Return the distribution and all that it needs."""
+    if name.lower() not in found:
+        try:
+            requirements = distribution(name).requires or []
+        except ModuleNotFoundError:
+            return found  # for another platform
+        found.add(name.lower())
+        for requirement in requirements:
+            if "extra ==" not in requirement:
+                _required_by(re.split(r"[<>=!~;\[ (]", requirement)[0], found)
+    return found
+
+
+@pytest.mark.slow
+def test_it_trains_where_nothing_but_torch_and_numpy_is_installed(tmp_path: Path) -> None:
+    wheel = build(tmp_path / "dist")
+    venv.create(tmp_path / "venv", with_pip=False)
+    (site,) = (tmp_path / "venv").glob("lib/*/site-packages")
+    for name in _required_by("torch", _required_by("numpy", set())):
+        own = distribution(name)
+        for top in {file.parts[0] for file in own.files or ()} - {"..", "__pycache__"}:
+            (site / top).symlink_to(str(own.locate_file(top)))
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(site)
+    (metadata,) = site.glob(f"{NAME}-*.dist-info/METADATA")
+    required = re.findall(r"^Requires-Dist: (\w+)>=", metadata.read_text(), re.MULTILINE)
+    assert sorted(required) == ["numpy", "torch"]
+    python = tmp_path / "venv/bin/python"
+    done = subprocess.run(
+        [python, "-I", "-c", SCRIPT, tmp_path], capture_output=True, text=True, timeout=200, cwd=tmp_path, check=False
+    )
+    assert done.returncode == 0 and done.stdout.endswith("trained\n"), done.stderr
