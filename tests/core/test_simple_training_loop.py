@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 from megatron.core import dist_checkpointing, mpu, parallel_state
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDatasetConfig, MockGPTDataset
+from megatron.core.datasets.mock_corpus import MockGPTLowLevelDataset
 from megatron.core.datasets.utils import compile_helpers
 from megatron.core.distributed import (
     DistributedDataParallel,
@@ -80,6 +81,7 @@ def _model(vp_stage: int | None = None, **fields: Any) -> GPTModel:
 
 def _batches(rank: int = 0, ranks: int = 1) -> Iterator[dict[str, torch.Tensor]]:
     """Batches of four samples; with several data-parallel ranks each has its part of them."""
+    MockGPTLowLevelDataset.size = 1000  # the index of its 100,000 documents would take most of the time
     if dist.get_rank() == 0:
         compile_helpers()
     dist.barrier()
