@@ -5,6 +5,7 @@
 # pip may fetch another build, and gigabytes with it.
 
 MIN_FREE_MIB=2500
+IMPORTED_BY_ALL="import torch.distributed.checkpoint, torch.distributed.tensor, torch._dynamo, torch._inductor.compile_fx"
 
 fail() {
     echo "install: $*" >&2
@@ -94,7 +95,10 @@ install() {
     make_venv "$python"
     pip_install --constraint constraints.txt torch numpy setuptools || failed_install
     echo "installing into .venv: the rest"
+    # Meanwhile what all import of torch is compiled: ranks that start together would each do that.
+    env -u PYTHONDONTWRITEBYTECODE "$PYTHON" -c "$IMPORTED_BY_ALL" >/dev/null 2>&1 &
     pip_install --constraint constraints.txt --no-build-isolation --editable ".[$extra]" || failed_install
+    wait $! || true
     touch "$ready"
 }
 

@@ -246,6 +246,8 @@ def main(address: str, program: str) -> None:
     path = [folder for folder in sys.path if folder not in ("", str(_ROOT))]
     for name in _PRELOAD:
         importlib.import_module(name)
+    mock: Any = importlib.import_module("megatron.core.datasets.mock_corpus").MockGPTLowLevelDataset
+    mock.size = 10_000  # the index of its 100,000 documents would take each rank a second
     request = _serve(address)
     try:
         _become(request, program, path)

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from megatron.core.distributed.fsdp.config.torch_versions import all_gather_functional
@@ -139,7 +140,10 @@ class RowShard(UnevenShard):
         padded = _pad_rows(local_tensor, most)
         # gloo knows no int16 (the remainders of bf16 weights): what travels are bits.
         sent = padded.view(torch.float16) if padded.dtype == torch.int16 else padded
-        gathered = all_gather_functional(sent, gather_dim=0, group=(mesh, mesh_dim)).view(padded.dtype)
+        gathered = all_gather_functional(sent, gather_dim=0, group=(mesh, mesh_dim))
+        if isinstance(gathered, AsyncCollectiveTensor):
+            gathered = gathered.wait()  # once, as each operation on it would ask whether it has
+        gathered = gathered.view(padded.dtype)
         starts = (rank * most for rank in range(len(ranges)))
         joined = torch.cat([gathered[at : at + end - begin] for at, (begin, end) in zip(starts, ranges, strict=True)])
         return self._joined(joined)
