@@ -90,7 +90,11 @@ TABLE: dict[str, tuple[Fate, str, Call]] = {
         "`isinstance` with the name from `fsdp2`; with torch's class it is False",
         _is_unit,
     ),
-    "FSDPModule.unshard": (Fate.SAME, "with `async_op` too", lambda model: model.unshard(async_op=True).wait()),
+    "FSDPModule.unshard": (
+        Fate.SAME,
+        "with `async_op` too",
+        lambda model: [model._set_unshard_async_op(True), model.unshard(async_op=True).wait()],
+    ),
     "FSDPModule.reshard": (Fate.SAME, "", _set("reshard")),
     "FSDPModule.reset_iter_state": (Fate.SAME, "not needed: the next forward does it", _set("reset_iter_state")),
     "FSDPModule.set_is_last_backward": (
@@ -132,7 +136,7 @@ TABLE: dict[str, tuple[Fate, str, Call]] = {
     "FSDPModule.set_post_optim_event": (
         Fate.SAME,
         "all-gathers wait for it besides what compute has been given",
-        lambda model: model.set_post_optim_event(_Event()),
+        lambda model: [model.set_post_optim_event(event) for event in (None, _Event())],
     ),
     "FSDPModule.set_gradient_divide_factor": (Fate.SAME, "", _set("set_gradient_divide_factor", 3)),
     "FSDPModule.set_reduce_scatter_divide_factor": (Fate.SAME, "", _set("set_reduce_scatter_divide_factor", 3)),

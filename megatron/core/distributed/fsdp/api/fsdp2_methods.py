@@ -109,6 +109,9 @@ class Fsdp2Methods(nn.Module if TYPE_CHECKING else object):  # type: ignore[misc
         if unit.context is not None:
             unit.context.planner.outdate()
 
+    def _set_unshard_async_op(self, async_op: bool) -> None:
+        """Take FSDP2's wish for all-gathers that the host does not wait for, private there, which some callers have: they all are."""
+
     def set_post_optim_event(self, event: Any) -> None:
         """Let the next forward's all-gathers wait for this event besides what compute has been given; None: for nothing more."""
         if event is not None:

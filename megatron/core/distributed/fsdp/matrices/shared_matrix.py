@@ -161,9 +161,19 @@ def _ranks_of(group: FsdpParameterGroup) -> tuple[ProcessGroup | None, list[int]
 
 
 def _tensor_split(group: FsdpParameterGroup, index: int) -> tuple[ProcessGroup | None, int]:
-    """Return the tensor-parallel ranks that hold parts of the parameter, and the dim along which; None if they do not."""
-    mesh = group.group_mesh.tensor_mesh
-    placements = group.tensor_placements(index)
-    if mesh is None or mesh.size(0) == 1 or isinstance(placements[0], Replicate):
+    """Return the tensor-parallel ranks that hold parts of the parameter, and the dim along which; None if they do not.
+
+    Raises:
+        NotImplementedError: two axes split it, or one does unevenly.
+    """
+    mesh, placements = group.group_mesh.tensor_mesh, group.tensor_placements(index)
+    split = [axis for axis, p in enumerate(placements) if mesh and mesh.size(axis) > 1 and not isinstance(p, Replicate)]
+    if mesh is None or not split:
         return None, 0
-    return mesh.get_group(0), getattr(placements[0], "dim", 0)
+    dim, shape = getattr(placements[split[0]], "dim", 0), group.sharded[index].shape
+    if len(split) > 1 or shape[dim] % mesh.size(split[0]):
+        raise NotImplementedError(
+            f"tensor parallelism must split the matrix {group.name_of(index)} evenly along one dim for Muon, got {placements} of shape "
+            f"{list(shape)} on {mesh}; give it to AdamW"
+        )
+    return mesh.get_group(split[0]), dim

@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from megatron.core.distributed.fsdp import FlatAdamW, load_checkpoint, save_checkpoint
+from megatron.core.distributed.fsdp import FlatAdamW, fully_shard_optimizer, load_checkpoint, save_checkpoint
 from megatron.core.distributed.fsdp import fsdp2 as ours
 from tests.support.agreement import inputs, seeded
 from tests.support.rank_checks import RankChecks
@@ -204,6 +204,12 @@ def what_cannot_be_sharded_further_is_named() -> None:
         NotImplementedError, match="parameter weight, which is a DTensor, must be placed by Shard and Replicate"
     ):
         ours.fully_shard(layer, mesh=mesh["dp"])
+    odd = nn.Linear(6, 25, bias=False)
+    parallelize_module(odd, mesh["tp"], ColwiseParallel())
+    ours.fully_shard(odd, mesh=mesh["dp"])
+    odd.weight.grad = torch.zeros_like(odd.weight)
+    with pytest.raises(NotImplementedError, match="must split the matrix weight evenly along one dim for Muon"):
+        fully_shard_optimizer(torch.optim.Muon(odd.parameters())).step()
     former = _split(_net(), mesh["tp"])[0]
     weight = former.up.weight
     ours.fully_shard(former, mesh=mesh["dp"])
