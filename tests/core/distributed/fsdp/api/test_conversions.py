@@ -132,7 +132,7 @@ class _Resizable(Net):
 
 @CHECKS.on(2)
 def embeddings_are_resized_before_they_are_sharded() -> None:
-    """Afterwards the model would hold plain weights of other rows, which each rank trains by itself."""
+    """Resized later, the model would hold plain weights of other rows, which each rank trains by itself."""
     model = seeded(_Resizable)
     model.resize_token_embeddings(7)
     model = shard(model, UNITS)
