@@ -98,6 +98,12 @@ def _saved(model: FullyShardedDataParallel, optimizer: FlatAdamW, name: str) -> 
     return path
 
 
+def _whole_on_rank_0(model: FullyShardedDataParallel, optimizer: FlatAdamW) -> dict[str, torch.Tensor]:
+    """Save all ranks' tensors and read them on rank 0; others would read the same."""
+    path = _saved(model, optimizer, "model")
+    return dict(whole_tensors(path)) if dist.get_rank() == 0 else {}
+
+
 def _folder() -> str:
     made = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(made)
@@ -116,7 +122,7 @@ def _assert_train_alike(fields: dict[str, Any], **degrees: Any) -> None:
     for te in (False, True):
         model, optimizer = _built(fields, te=te, **degrees)
         _train(model, optimizer, range(3))
-        whole[te] = whole_tensors(_saved(model, optimizer, "model"))
+        whole[te] = _whole_on_rank_0(model, optimizer)
     assert whole[True].keys() == whole[False].keys()
     for name, tensor in whole[False].items():
         torch.testing.assert_close(whole[True][name], tensor, rtol=1e-4, atol=2e-5, msg=f"{name} {degrees}")
@@ -268,7 +274,7 @@ def _trained_in_fp8(fields: dict[str, Any], **degrees: Any) -> tuple[list[float]
     """Train three steps; return the losses, how often histories advanced, and histories, scales and weights."""
     model, optimizer = _built(fields, te=True, **degrees)
     losses = _train(model, optimizer, range(3))
-    tensors = dict(whole_tensors(_saved(model, optimizer, "model")))
+    tensors = _whole_on_rank_0(model, optimizer)
     for name, module in model.named_modules():
         for key, state in getattr(module, "fp8_meta", {}).items():
             if hasattr(state, "amax_history"):
