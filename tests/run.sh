@@ -8,7 +8,8 @@ install all
 unset PYTHONDONTWRITEBYTECODE
 export OMP_NUM_THREADS=1
 printed=$(mktemp)
-PYTHON=$PYTHON bash tests/check.sh >"$printed" 2>&1 &
+# In the time that tests wait.
+PYTHON=$PYTHON nice bash tests/check.sh >"$printed" 2>&1 &
 checks=$!
 trap 'kill $checks 2>/dev/null || true; rm "$printed"' EXIT
 status=0
