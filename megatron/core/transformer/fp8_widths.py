@@ -28,7 +28,7 @@ def _heads(config: TransformerConfig, ranks: int) -> list[int]:
     sizes = sizes_in_effect(config)
     queries = config.num_attention_heads // ranks * sizes["of_head"]
     keys = sizes["of_groups"] // ranks * sizes["of_head"]
-    return [queries, queries * (2 if config.attention_output_gate else 1) + 2 * keys]
+    return [queries, 2 * keys]  # a projection has both, and those of gates
 
 
 def _ffn(config: TransformerConfig, ranks: int) -> list[int]:

@@ -120,6 +120,13 @@ def test_each_row_has_a_test() -> None:
     assert len(REFUSED) == len(FP8_CONTRADICTIONS)
 
 
+def test_widths_that_no_layer_has_may_be_odd() -> None:
+    config = TransformerConfig(**{**BASE, **EXPERTS, "moe_ffn_hidden_size": 32, "ffn_hidden_size": 40})
+    assert config.ffn_hidden_size == 40, "all layers have experts"
+    with pytest.raises(ValueError, match="got ffn_hidden_size 40 on"):
+        TransformerConfig(**{**BASE, **EXPERTS, "moe_ffn_hidden_size": 32, "ffn_hidden_size": 40, "moe_layer_freq": 2})
+
+
 @pytest.mark.parametrize("recipe", ["mxfp8", "custom"])
 def test_recipes_that_hopper_does_not_have_are_refused_by_name(recipe: str) -> None:
     with pytest.raises(NotImplementedError, match=f"fp8_recipe must be .* got '{recipe}': mxfp8 needs Blackwell"):

@@ -150,6 +150,14 @@ COMBINATIONS: list[tuple[str, str]] = [
 ]
 
 
+def test_tokens_of_sequence_parallel_ranks_are_a_multiple_of_eight_in_fp8() -> None:
+    flags = "--bf16 --fp8-format hybrid --micro-batch-size 2 --tensor-model-parallel-size 4 --kv-channels 32 --ffn-hidden-size 64"
+    needs = "needs microbatches of a multiple of 16 tokens"
+    assert not any(needs in fault for fault in check_command_line(MINIMAL + flags.split(), world_size=4).faults)
+    faults = check_command_line([*MINIMAL, *flags.split(), "--sequence-parallel"], world_size=4).faults
+    assert any(needs in fault for fault in faults)
+
+
 def test_every_row_has_a_case() -> None:
     assert [row.what for row in REFUSALS if row not in NOT_SERVED] == list(CONTRADICTIONS)
     assert len(NOT_SERVED) == len(COMBINATIONS)

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from megatron.core.distributed.fsdp.checkpoint import TensorReader
 from megatron.training.arguments import parse_settings
+from megatron.training.formats.megatron_lm.legacy_buffers import _lay_out
 from megatron.training.formats.recognise import find_foreign
 from tests.support.megatron_lm_folders import add_numbered_state, weights_and_architecture, write_legacy
 
@@ -195,3 +196,9 @@ def test_buffers_that_are_not_of_the_model_are_refused(
     change(tmp_path / "iter_0000002" / "mp_rank_00")
     with pytest.raises(ValueError, match=message):
         _of_megatron(tmp_path)
+
+
+def test_a_weight_that_stages_share_has_a_bucket_of_its_own() -> None:
+    """A bucket ends behind it, without padding; so it does where it is full."""
+    assert _lay_out([(10, False), (5, True), (7, False), (3, False)], None, 64) == ([0, 64, 69, 133], 136)
+    assert _lay_out([(10, False), (60, False), (7, False)], 100, 64) == ([0, 64, 124], 131)

@@ -141,8 +141,6 @@ def _lay_out(sizes: Sequence[tuple[int, bool]], bucket_numel: int | None, alignm
     begins, closed, end = [], 0, 0
     for numel, is_alone in sizes:
         end = math.ceil(end / alignment) * alignment
-        if is_alone:
-            closed, end = closed + end, 0
         begins.append(closed + end)
         end += numel
         if is_alone or (bucket_numel is not None and end >= bucket_numel):
