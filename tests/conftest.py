@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib
 import os
+import warnings
 from contextlib import suppress
 from pathlib import Path
 
@@ -99,9 +100,12 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         ".".join(path.relative_to(_TESTS.parent).with_suffix("").parts) for path in sorted(_TESTS.rglob("test_*.py"))
     ]
     begin = len(names) * int(workerinput["workerid"].removeprefix("gw")) // workerinput["workercount"]
-    for name in names[begin:] + names[:begin]:
-        with suppress(Exception, pytest.skip.Exception):  # which collection will find again, and report
-            importlib.import_module(name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # as in collection, but for what torch.compile itself imports
+        warnings.filterwarnings("ignore", ".*torch.jit.script_method.* is deprecated", DeprecationWarning)
+        for name in names[begin:] + names[:begin]:
+            with suppress(Exception, pytest.skip.Exception):  # which collection will find again, and report
+                importlib.import_module(name)
 
 
 def pytest_collection_finish() -> None:
