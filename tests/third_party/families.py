@@ -123,6 +123,10 @@ def _spoken(generator: torch.Generator) -> dict[str, Any]:
     return {"input_features": torch.randn(2, 8, 20, generator=generator), "labels": _tokens(generator)}
 
 
+def _heard(generator: torch.Generator) -> dict[str, Any]:
+    return {"input_values": torch.randn(2, 400, generator=generator), "labels": _tokens(generator)[:, :4]}
+
+
 def _of_timm(name: str, **fields: Any) -> Callable[[], nn.Module]:
     def build() -> nn.Module:
         import timm
@@ -159,6 +163,17 @@ _UNET = {"sample_size": 16, "block_out_channels": (16, 32), "norm_num_groups": 4
 _BLOCKS = {"down_block_types": ("DownBlock2D", "AttnDownBlock2D"), "up_block_types": ("AttnUpBlock2D", "UpBlock2D")}
 _DIT = {"num_attention_heads": 2, "attention_head_dim": 8, "num_layers": 2, "sample_size": 8, "norm_num_groups": 4}
 
+_XLNET = {"d_model": 32, "n_layer": 2, "n_head": 4, "d_inner": 48}
+_CONVOLUTIONS = {"conv_dim": (16, 16), "conv_stride": (4, 2), "conv_kernel": (8, 4), "num_feat_extract_layers": 2}
+_POSITIONS = {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2, "mask_time_prob": 0.0}
+_WAVES = {**_CONVOLUTIONS, **_POSITIONS, "vocab_size": VOCABULARY, "pad_token_id": 0}
+_LATENT = {"kv_lora_rank": 8, "q_lora_rank": 12, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8}
+_ROUTED = {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_DEEPSEEK = {**_GROUPED, **_LATENT, **_ROUTED, "num_key_value_heads": 4, "first_k_dense_replace": 1} | {
+    "n_group": 1,
+    "topk_group": 1,
+}
+
 FAMILIES = {
     "llama": _decoder("LlamaForCausalLM", "LlamaConfig", **_GROUPED),
     "qwen2": _decoder("Qwen2ForCausalLM", "Qwen2Config", **_GROUPED),
@@ -187,6 +202,14 @@ FAMILIES = {
         _of_config("T5ForConditionalGeneration", "T5Config", **_T5, vocab_size=VOCABULARY),
         _sequence_to_sequence,
         _own_loss,
+    ),
+    # These three do not name their layers.
+    "deberta_v2": _decoder("DebertaV2ForMaskedLM", "DebertaV2Config", **_SIZES, vocab_size=VOCABULARY),
+    "xlnet": _decoder("XLNetLMHeadModel", "XLNetConfig", **_XLNET, vocab_size=VOCABULARY),
+    "wav2vec2": Family(_of_config("Wav2Vec2ForCTC", "Wav2Vec2Config", **_SIZES, **_WAVES), _heard, _own_loss),
+    "deepseek_v3": _decoder("DeepseekV3ForCausalLM", "DeepseekV3Config", **_DEEPSEEK),
+    "gpt_oss": _decoder(
+        "GptOssForCausalLM", "GptOssConfig", **_GROUPED, **_EXPERTS, num_local_experts=4, head_dim=8, sliding_window=4
     ),
     "vit": Family(_of_config("ViTForImageClassification", "ViTConfig", **_SIZES, **_OF_IMAGES), _classified, _own_loss),
     "clip": Family(_clip, _pairs, _own_loss),

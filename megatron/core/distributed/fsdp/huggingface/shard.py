@@ -36,7 +36,7 @@ def fully_shard_pretrained(
         model: a ``PreTrainedModel``, changed in place; on the meta device, or with values, which are those of the first rank.
         args: as for ``fully_shard``: mesh, placements, and so on.
         units: classes (or names of them) whose modules become units. None: the model's ``_no_split_modules``, the classes of its
-            layers.
+            layers, or those of which it has lists.
         initialize: give a model on the meta device its own initial values (``_init_weights``). With equal seeds on all ranks
             they are those of ``model.initialize_weights()`` of the unsharded model. False leaves them to ``load_pretrained``.
         kwargs: as for ``fully_shard``, but for ``init_fn``.
@@ -80,7 +80,7 @@ def units_of(model: nn.Module, units: Sequence[str | type[nn.Module]] | None = N
     Raises:
         ValueError: there is none of the classes.
     """
-    named = units if units is not None else sorted(getattr(model, "_no_split_modules", None) or ())
+    named = units if units is not None else getattr(model, "_no_split_modules", None) or _classes_of_layers(model)
     classes = {name if isinstance(name, str) else name.__name__ for name in named}
     found = [module for module in model.modules() if own_class(module).__name__ in classes and module is not model]
     if not found:
@@ -92,6 +92,21 @@ def units_of(model: nn.Module, units: Sequence[str | type[nn.Module]] | None = N
         inside = {part for module in found for part in module.modules()}
         found += [module for module in _untied_input_embedding(model) if module not in inside]
     return found[::-1]
+
+
+def _classes_of_layers(model: nn.Module) -> list[type[nn.Module]]:
+    """Return the classes of which a model has lists, the layers of one that does not name them; of lists in lists the outer ones."""
+    found: list[type[nn.Module]] = []
+    for module in model.modules():
+        kinds = {own_class(child) for child in module.children()} - {nn.ModuleList, nn.ModuleDict}
+        is_list = isinstance(module, nn.ModuleList) and len(module) > 1 and len(kinds) == 1
+        if is_list and not _is_inside(module, model, found):
+            found += kinds
+    return found
+
+
+def _is_inside(module: nn.Module, model: nn.Module, classes: Sequence[type[nn.Module]]) -> bool:
+    return any(own_class(outer) in classes and module in outer.modules() for outer in model.modules())
 
 
 def _untied_input_embedding(model: nn.Module) -> list[nn.Module]:
