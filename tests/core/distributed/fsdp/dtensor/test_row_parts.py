@@ -23,6 +23,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.placement_types import Placement
 
+from megatron.core.distributed.fsdp import fully_shard
 from megatron.core.distributed.fsdp.dtensor.block_shard import BlockShard
 from megatron.core.distributed.fsdp.dtensor.random_fill import local_rows
 from megatron.core.distributed.fsdp.dtensor.row_shard import RowShard
@@ -446,6 +447,17 @@ def tensors_can_be_saved_and_loaded_with_weights_only() -> None:
         loaded = torch.load(stream, weights_only=True)["tensor"]
         assert loaded.placements == tensor.placements
         assert torch.equal(loaded.full_tensor(), tensor.full_tensor())
+
+
+@CHECKS.on(2)
+def compiled_graphs_of_unequal_parts_have_keys_of_their_own() -> None:
+    """torch's own key has no local shape, and ranks of a host share its cache: one would run the graph of the other's rows."""
+    layer: Any = fully_shard(nn.Linear(3, 5, bias=False))
+    own = (tuple(layer.weight.to_local().shape), layer.weight._stable_hash_for_caching())
+    found: list[Any] = [None, None]
+    dist.all_gather_object(found, own)
+    (shape, key), (other_shape, other_key) = found
+    assert shape != other_shape and key != other_key
 
 
 @pytest.mark.parametrize(("num_ranks", "name"), CHECKS.parameters)
