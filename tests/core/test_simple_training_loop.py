@@ -56,7 +56,7 @@ def _initialize(tensor: int = 1, pipeline: int = 1, virtual: int | None = None) 
     model_parallel_cuda_manual_seed(123)
 
 
-def _model(vp_stage: int | None = None, **fields: Any) -> GPTModel:
+def _model(vp_stage: int | None = None, *, tied: bool = False, **fields: Any) -> GPTModel:
     """The configuration says nothing of the split; as in Megatron-Core the groups do."""
     config = TransformerConfig(
         num_layers=2,
@@ -73,6 +73,7 @@ def _model(vp_stage: int | None = None, **fields: Any) -> GPTModel:
         transformer_layer_spec=get_gpt_layer_local_spec(),
         vocab_size=100,
         max_sequence_length=SEQUENCE_LENGTH,
+        share_embeddings_and_output_weights=tied,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
         vp_stage=vp_stage,
@@ -357,6 +358,28 @@ def an_optimizer_is_saved_with_the_model_and_goes_on_under_another_split() -> No
             after[0].module.load_state_dict(loaded["model"])
             after[1].load_state_dict(loaded["optimizer"])
             torch.testing.assert_close([_update(*after) for _ in range(2)], expected, rtol=1e-5, atol=1e-6)
+        dist.barrier()
+
+
+@CHECKS.on(2)
+def a_stage_that_has_a_copy_of_the_embedding_leaves_it_to_the_first_one_to_save_it() -> None:
+    with tempfile.TemporaryDirectory() as own:
+        folders: list[str] = [own]
+        dist.broadcast_object_list(folders)
+        path = Path(folders[0]) / "checkpoint"
+        _initialize(pipeline=2)
+        model, optimizer = _with_optimizer(tied=True, init_seed=1)
+        described = model.module.sharded_state_dict(prefix="")
+        state = {"model": described, "optimizer": optimizer.sharded_state_dict(described, is_loading=True)}
+        dist_checkpointing.save(state, path)
+        expected = {name: value.full_tensor() for name, value in model.state_dict().items()}
+        model, _ = _with_optimizer(tied=True, init_seed=2)
+        described = model.module.sharded_state_dict(prefix="")
+        model.module.load_state_dict(dist_checkpointing.load({"model": described}, path)["model"])
+        for name, value in model.state_dict().items():
+            torch.testing.assert_close(value.full_tensor(), expected[name], rtol=0, atol=0)
+        moments = dist_checkpointing.load_plain_tensors(path)
+        assert moments["optimizer.state.exp_avg.embedding.word_embeddings.weight"].shape == (100, 12)
         dist.barrier()
 
 

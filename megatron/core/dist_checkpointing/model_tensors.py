@@ -82,7 +82,10 @@ def _of_dtensor(tensor: DTensor, key: str, offsets: list[tuple[int, int, int]]) 
     if offsets:
         raise NotImplementedError(f"{key}: sharded_offsets must be () for sharded parameters, got {offsets}")
     shape = tuple(tensor.shape)
-    return ShardedTensor(key, tensor, tensor.dtype, shape, shape, (0,) * len(shape), None)
+    of_another_stage = getattr(tensor, "canonical_name", None) is not None
+    return ShardedTensor(
+        key, tensor, tensor.dtype, shape, shape, (0,) * len(shape), None, replica_id=int(of_another_stage)
+    )
 
 
 def make_sharded_object_for_checkpoint(

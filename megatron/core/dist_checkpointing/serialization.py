@@ -104,7 +104,7 @@ def save(
         if isinstance(leaf, ShardedObject):
             values |= {leaf.unique_key: [leaf.data]} if is_main_replica(leaf.replica_id) else {}
         elif isinstance(leaf.data, DTensor):
-            distributed.append(NamedTensor((leaf.key,), leaf.data))
+            distributed.append(NamedTensor((leaf.key,), leaf.data, is_copy=not is_main_replica(leaf.replica_id)))
         elif is_main_replica(leaf.replica_id):
             chunks.append(_chunk(leaf))
     folder = Path(checkpoint_dir)
