@@ -20,7 +20,10 @@ def is_unfilled(tensor: torch.Tensor) -> bool:
     mark = mark_of(tensor.dtype)
     if tensor.is_meta or mark is None or tensor.numel() == 0:
         return tensor.is_meta
-    return bool((tensor == mark).all() if isinstance(mark, int) else tensor.isnan().any())
+    if isinstance(mark, int):
+        return bool((tensor == mark).all())
+    first = tensor[(0,) * tensor.dim()]  # of a large tensor that nobody has written it tells all
+    return bool(first.isnan()) or bool(tensor.isnan().any())
 
 
 def mark_of(dtype: torch.dtype) -> float | int | None:

@@ -77,9 +77,10 @@ class FullyShardedAccelerator(_Accelerator):  # type: ignore[misc]
                 with _followed(model, optimizers):
                     self._shard(model)
             model._is_accelerate_prepared = True  # type: ignore[assignment]  # so that it is wrapped in nothing
-        for optimizer in optimizers:
+        prepared = super().prepare(*args, device_placement=device_placement)
+        for optimizer in optimizers:  # not before: accelerate loads its empty state, of which it would warn
             fully_shard_optimizer(getattr(optimizer, "optimizer", optimizer))
-        return super().prepare(*args, device_placement=device_placement)
+        return prepared
 
     def _shard_pretrained(self, model: nn.Module) -> None:
         dtype = _DTYPES[self.mixed_precision]
