@@ -13,6 +13,9 @@ from megatron.training.launch.rendezvous import Rendezvous
 _PATIENCE = timedelta(seconds=5)
 _POLL_S = 0.05
 
+_IN_WORDS_OF_FLAGS = ("load_optimizer=False", "--no-load-optim")
+"""What the engine's messages advise its callers, and what does it on a command line."""
+
 
 class StartRefusedError(ValueError):
     """The run cannot start as it was asked to; raised on all ranks, with one message."""
@@ -49,4 +52,4 @@ def refusing_together(rendezvous: Rendezvous) -> Iterator[None]:
     except (ValueError, OSError, NotImplementedError) as error:
         if not raised_on_all_ranks(error):
             raise
-        raise StartRefusedError(str(error), rendezvous) from error
+        raise StartRefusedError(str(error).replace(*_IN_WORDS_OF_FLAGS), rendezvous) from error
