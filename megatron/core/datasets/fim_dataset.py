@@ -146,7 +146,8 @@ def fim_ids(tokenizer: MegatronTokenizerBase, tokens: Mapping[str, str]) -> dict
             flag = f"--fim-{name}" if name == SPLIT_SAMPLE else f"--fim-{name}-token"
             raise ValueError(
                 f"fill-in-the-middle samples need a token for {name}, got {tokens[name]!r}, which the tokenizer does not have; name one "
-                f"with fim_extra_tokens ({flag}), or add it with --tokenizer-special-tokens"
+                f"with fim_extra_tokens ({flag}), or add it with --tokenizer-special-tokens, which "
+                "GPT2BPETokenizer, HuggingFaceTokenizer and TikTokenizer read"
             )
     return {name: number for name, number in found.items() if number is not None}
 

@@ -177,7 +177,7 @@ def test_a_missing_file_is_named(on_two: dict[str, Run]) -> None:
 def test_tokens_that_the_tokenizer_lacks_are_named_by_their_flag(on_two: dict[str, Run]) -> None:
     error = on_two["unknown tokens"].error or ""
     assert error.startswith("StartRefusedError: fill-in-the-middle samples need a token for prefix, got "), error
-    assert "fim_extra_tokens (--fim-prefix-token), or add it with --tokenizer-special-tokens" in error
+    assert "fim_extra_tokens (--fim-prefix-token), or add it with --tokenizer-special-tokens, which GPT2BPE" in error
 
 
 def test_settings_and_sizes_are_printed_before_data_are_read(on_two: dict[str, Run]) -> None:
