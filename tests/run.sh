@@ -14,7 +14,7 @@ checks=$!
 trap 'kill $checks 2>/dev/null || true; rm "$printed"' EXIT
 status=0
 # More workers than cores, since tests also wait.
-"$PYTHON" -m pytest -n 3 --dist loadfile --no-loadscope-reorder "$@" || status=$?
+"$PYTHON" -m pytest -n 4 --dist loadfile --no-loadscope-reorder "$@" || status=$?
 wait $checks || status=1
 cat "$printed"
 exit $status

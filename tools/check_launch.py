@@ -145,7 +145,7 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--ranks", type=int, required=True, help="number of ranks of the run")
     ranks = parser.parse_args(own).ranks
-    line = check_command_line(flags, world_size=ranks)
+    line = check_command_line(flags, world_size=ranks, paths_exist=False)
     print(report(line))
     return 1 if line.faults else 0
 

@@ -134,7 +134,7 @@ def initialize_model_parallel(
     *,
     create_all_gather_group: bool = False,
 ) -> ProcessGroupCollection:
-    """Build the process groups of a run with these degrees, and remember them until the next call.
+    """Build the process groups of a run with these degrees, and remember them until the next call, whose groups replace them.
 
     Args:
         create_gloo_process_groups: where the default backend is another one, also build the data-parallel groups of gloo
@@ -149,7 +149,7 @@ def initialize_model_parallel(
     Raises:
         ValueError: the degrees do not fill the world; the message shows the arithmetic.
         NotImplementedError: an argument asks for something that is not served; the message names it and says why.
-        RuntimeError: torch.distributed is not initialised, or these groups exist already.
+        RuntimeError: torch.distributed is not initialised.
 
     Ranks: all, with equal arguments; blocks until the ranks of its groups have come.
     Source: Megatron-Core's function of this name, with all its arguments in its order; there it returns nothing.

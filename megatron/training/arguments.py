@@ -25,7 +25,7 @@ from megatron.training.cli.flags_always_so import ALWAYS_SO
 from megatron.training.cli.flags_attention import add_attention_flags
 from megatron.training.cli.flags_batch import add_batch_flags, batch_config, eval_batch_config
 from megatron.training.cli.flags_checkpoint import add_checkpoint_flags, add_logging_flags
-from megatron.training.cli.flags_data import add_data_flags, add_fim_flags, fill_in_the_middle
+from megatron.training.cli.flags_data import add_data_flags, add_fim_flags, fill_in_the_middle, take_data_args
 from megatron.training.cli.flags_distributed import add_distributed_flags
 from megatron.training.cli.flags_experts import add_expert_flags
 from megatron.training.cli.flags_fp8 import add_fp8_flags
@@ -178,18 +178,23 @@ def parse_settings(argv: Sequence[str], *, world_size: int | None = None) -> Set
     return line.settings
 
 
-def check_command_line(argv: Sequence[str], *, world_size: int | None = None) -> CheckedLine:
-    """Check a command line as far as that needs neither ranks nor data, and collect all its faults."""
+def check_command_line(argv: Sequence[str], *, world_size: int | None = None, paths_exist: bool = True) -> CheckedLine:
+    """Check a command line as far as that needs neither ranks nor data, and collect all its faults.
+
+    Args:
+        paths_exist: files with arguments that are not there are faults.
+    """
     parser = build_parser()
     completed = with_checkpoint_args(argv, parser)
     line = parser.read(completed.argv)
     args = line.args
     take_num_layers(args)
+    of_files = take_data_args(args, paths_exist=paths_exist)
     as_megatron_lm = megatron_lm_args(parser, vars(args), line.fates)
     taken = (in_words_of_flags(text, parser) for text in substitute(args, malformed=line.malformed))
     said_once = (*completed.said, *line.said_once, *taken)
     rows, unreadable = refusals_of(args, malformed=line.malformed)
-    faults, settings = [*completed.faults, *line.faults, *rows], None
+    faults, settings = [*completed.faults, *line.faults, *of_files, *rows], None
     for dest in unreadable:
         delattr(args, dest)
     try:

@@ -67,7 +67,7 @@ def test_parameters_are_counted_for_each_id_of_a_tokenizer_that_is_not_there(
 def test_the_script_runs_from_anywhere(tmp_path: Path) -> None:
     command = [sys.executable, str(TOOL), "--ranks", "1", "--", "--num-layers"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 1 and "--num-layers: expected one argument" in done.stdout and done.stderr == ""
+    assert done.returncode == 1 and "--num-layers takes one value, got none" in done.stdout and done.stderr == ""
 
 
 def test_parameters_of_interleaved_stages_are_those_of_the_whole_model(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import json
+from pathlib import Path
 
 from megatron.training.data.datasets import FillInTheMiddle
+
+SPLITS = ("train", "valid", "test")
 
 
 def add_data_flags(parser: argparse.ArgumentParser) -> None:
@@ -14,6 +18,11 @@ def add_data_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--train-data-path", nargs="*", help="as --data-path, for training alone")
     group.add_argument("--valid-data-path", nargs="*", help="as --data-path, for validation alone")
     group.add_argument("--test-data-path", nargs="*", help="as --data-path, for the test alone")
+    group.add_argument("--data-args-path", help="a text file with what --data-path would be given")
+    group.add_argument(
+        "--per-split-data-args-path",
+        help="a JSON file with what --train-data-path, --valid-data-path and --test-data-path would be given, under train, valid and test",
+    )
     group.add_argument(
         "--sft",
         action="store_true",
@@ -112,3 +121,57 @@ def fill_in_the_middle(args: argparse.Namespace) -> FillInTheMiddle | None:
 def unquoted(text: str) -> str:
     """Strip quotes, which launch scripts pass on when they keep flags in an array of strings."""
     return text.strip("'\"")
+
+
+def take_data_args(args: argparse.Namespace, *, paths_exist: bool) -> list[str]:
+    """Set data paths to what files of them hold, and return what is wrong with the files.
+
+    Args:
+        paths_exist: files that are not there are faults; else a blend in one counts as one prefix.
+    """
+    faults: list[str] = []
+    for dest, flag, others in (
+        ("data_args_path", "--data-args-path", ("data_path",)),
+        ("per_split_data_args_path", "--per-split-data-args-path", tuple(f"{split}_data_path" for split in SPLITS)),
+    ):
+        path = getattr(args, dest, None)
+        given = [f"--{other.replace('_', '-')}" for other in others if getattr(args, other, None)]
+        if path is None:
+            continue
+        if given:
+            faults.append(f"{flag} stands for {' and '.join(given)}; give one of the two")
+            continue
+        try:
+            found = _blends(Path(path), of_splits=len(others) > 1)
+        except FileNotFoundError:
+            if paths_exist:
+                faults.append(f"{flag} must name a file, got {path}, which does not exist")
+            found = [[path]] * len(others)
+        except (OSError, ValueError) as error:
+            faults.append(f"{flag} {path}: {error}")
+            found = [[path]] * len(others)
+        for other, blend in zip(others, found, strict=True):
+            setattr(args, other, blend)
+    return faults
+
+
+def _blends(path: Path, *, of_splits: bool) -> list[list[str] | None]:
+    """Read a file with one blend, or with those of the splits.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is in another form.
+    """
+    text = path.read_text()
+    if not of_splits:
+        if not text.split():
+            raise ValueError("it must hold prefixes, or weights and prefixes in turn, got nothing")
+        return [text.split()]
+    parsed = json.loads(text)
+    if not isinstance(parsed, dict) or not parsed or not set(parsed) <= set(SPLITS):
+        raise ValueError(f"it must be a JSON object with keys among {', '.join(SPLITS)}, got {text.strip()[:60]}")
+    blends = [parsed.get(split) for split in SPLITS]
+    blends = [blend.split() if isinstance(blend, str) else blend for blend in blends]
+    if not all(blend is None or isinstance(blend, list) for blend in blends):
+        raise ValueError("each split must have a list, or a string of weights and prefixes")
+    return [None if not blend else [str(part) for part in blend] for blend in blends]

@@ -56,8 +56,6 @@ REFUSED: dict[str, str] = {
     "--check-for-large-grads": _CHECKS,
     "--iterations-to-skip": "every iteration is trained; leave the flag out",
     "--variable-seq-lengths": "all samples are of --seq-length tokens",
-    "--data-args-path": "give the blend with --data-path",
-    "--per-split-data-args-path": "give the blends with --train-data-path, --valid-data-path and --test-data-path",
     "--object-storage-cache-path": "data are read from local files only",
     "--enable-msc": "data and checkpoints are read from local files only",
     "--mid-level-dataset-surplus": _CONSTANT_MIX,

@@ -32,6 +32,8 @@ SUBSTITUTED = {
     "use_checkpoint_args",
     "use_mp_args_from_checkpoint_args",
     "use_tokenizer_model_from_checkpoint_args",
+    "data_args_path",
+    "per_split_data_args_path",
 }
 
 # Fields that nothing needs to read, and why.

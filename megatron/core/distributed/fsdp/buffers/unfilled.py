@@ -22,8 +22,9 @@ def is_unfilled(tensor: torch.Tensor) -> bool:
         return tensor.is_meta
     if isinstance(mark, int):
         return bool((tensor == mark).all())
-    first = tensor[(0,) * tensor.dim()]  # of a large tensor that nobody has written it tells all
-    return bool(first.isnan()) or bool(tensor.isnan().any())
+    # Of a large tensor that nobody has written the first element tells all. Tensors of other kinds may not let it be read.
+    first = tensor[(0,) * tensor.dim()] if type(tensor) in (torch.Tensor, torch.nn.Parameter) else tensor
+    return bool(first.isnan().any()) or bool(tensor.isnan().any())
 
 
 def mark_of(dtype: torch.dtype) -> float | int | None:
