@@ -14,7 +14,7 @@ import pytest
 
 from megatron.core.upstream_defaults import DEFAULTS as FIELD_DEFAULTS
 from megatron.training.arguments import build_parser
-from megatron.training.cli.refused_combinations import NOT_SERVED
+from megatron.training.cli.combinations_not_served import NOT_SERVED
 from megatron.training.cli.upstream_defaults import DEFAULTS as FLAG_DEFAULTS
 from tests.support import fsdp2_table
 from tests.support.warm_python import warm_python

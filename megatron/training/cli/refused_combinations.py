@@ -1,50 +1,20 @@
-"""Combinations of flags that are refused: one table of (name, condition, message), one test for each row.
+"""Combinations of flags that are refused: tables of (name, condition, message), one test for each row.
 
-Two kinds of rows: flags that contradict each other, and lawful combinations that are not served (``_not_served``). The
-documentation lists the second kind, ``NOT_SERVED``; a test compares.
+Here are flags that contradict each other; lawful combinations that are not served are in ``combinations_not_served``.
 """
 
 from __future__ import annotations
 
 import math
 from argparse import Namespace
-from collections.abc import Callable
-from dataclasses import dataclass
 
 from megatron.core.datasets.blend import get_blend_from_list
+from megatron.training.cli.combinations_not_served import NOT_SERVED
 from megatron.training.cli.flags_distributed import STRATEGIES
 from megatron.training.cli.flags_graphs import captures_iterations
-from megatron.training.cli.flags_hybrid import has_states
 from megatron.training.cli.flags_tokenizer import tokenizer_config
+from megatron.training.cli.refusal import Refusal
 from megatron.training.cli.substitutions import holds
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """A combination of flags that is refused before anything is allocated."""
-
-    what: str
-    """The combination; of a row that is not served, as the documentation names it."""
-
-    when: Callable[[Namespace], bool]
-    message: str
-    """What the user reads; formatted with the values of the flags."""
-
-    reason: str = ""
-    """Why a lawful combination is not served; empty where flags contradict each other."""
-
-    remedy: str = ""
-    """What to change on the command line, where ``reason`` is given."""
-
-    spoils: tuple[str, ...] = ()
-    """Settings without which components cannot be checked."""
-
-
-def _waits_for_experts(args: Namespace) -> bool:
-    if args.moe_router_load_balancing_type == "sinkhorn":
-        return True
-    is_bounded = args.moe_expert_rank_capacity_factor is not None and args.moe_grouped_gemm and args.bf16
-    return not (args.moe_pad_expert_input_to_capacity or (is_bounded and args.fp8_format is None))
 
 
 def _odd_in_fp8(args: Namespace, batch: int | None, length: int | None) -> bool:
@@ -67,11 +37,6 @@ def refusals_of(args: Namespace, malformed: frozenset[str] = frozenset()) -> tup
             messages.append(row.message.format(**vars(args)))
             unreadable.update(row.spoils)
     return messages, frozenset(unreadable)
-
-
-def _not_served(what: str, when: Callable[[Namespace], bool], reason: str, remedy: str) -> Refusal:
-    message = f"{what}: not served, since {reason}; {remedy}".replace("`", "")
-    return Refusal(what, when, message, reason, remedy)
 
 
 def _missing(flag: str) -> Refusal:
@@ -114,17 +79,7 @@ def _fit_validation_sets(names: list[str], paths: list[str] | None) -> bool:
     return len(set(names)) == len(names) == (1 if blend is None else len(blend[0]))
 
 
-def _divides(parts: int, number: int | None) -> bool:
-    return number is None or parts < 1 or number % parts == 0
-
-
-def _keeps_documents_apart(args: Namespace) -> bool:
-    return bool(args.reset_attention_mask or args.dataloader_inter_document_masking or args.sft)
-
-
-_GRAPH_REMEDY = "use `--cuda-graph-impl none`"
-
-REFUSALS: tuple[Refusal, ...] = (
+CONTRADICTIONS: tuple[Refusal, ...] = (
     *map(
         _missing,
         (
@@ -534,110 +489,9 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda a: captures_iterations(a) and a.optimizer != "adam",
         "in a CUDA graph the learning rate of --optimizer {optimizer} could not change; use adam, or --cuda-graph-impl none",
     ),
-    _not_served(
-        "attention dropout with `--context-parallel-size` above 1, unless ranks can divide the heads (`--cp-comm-type a2a`)",
-        lambda a: a.context_parallel_size > 1 and a.attention_dropout > 0.0 and a.cp_comm_type != ["a2a"],
-        "with other exchanges attention takes blocks of keys one after the other, without dropout",
-        "give `--attention-dropout 0`",
-    ),
-    _not_served(
-        "query groups that the tensor-parallel ranks do not divide",
-        lambda a: a.group_query_attention and not _divides(a.tensor_model_parallel_size, a.num_query_groups),
-        "key and value heads are divided over ranks, not replicated",
-        "choose a `--tensor-model-parallel-size` that divides `--num-query-groups`",
-    ),
-    _not_served(
-        "`--num-experts` with `--tensor-model-parallel-size` above 1 and no `--sequence-parallel`",
-        lambda a: a.num_experts is not None and a.tensor_model_parallel_size > 1 and not a.sequence_parallel,
-        "all tensor-parallel ranks would route the same tokens",
-        "add `--sequence-parallel`",
-    ),
-    _not_served(
-        "biases of shared experts",
-        lambda a: a.num_experts is not None and a.add_bias_linear and a.moe_shared_expert_intermediate_size is not None,
-        "shared experts have none in Megatron-Core either",
-        "add `--disable-bias-linear`",
-    ),
-    _not_served(
-        "`--rope-type yarn` without `--multi-latent-attention`",
-        lambda a: a.rope_type == "yarn" and not a.multi_latent_attention,
-        "other attentions have the frequencies of `--rotary-base` or `--use-rope-scaling`",
-        "leave it out",
-    ),
-    _not_served(
-        "a CUDA graph with `--rampup-batch-size` or `--step-batch-size-schedule`",
-        lambda a: captures_iterations(a) and bool(a.rampup_batch_size or a.step_batch_size_schedule),
-        "a graph has one number of microbatches",
-        _GRAPH_REMEDY,
-    ),
-    _not_served(
-        "`--optimizer-cpu-offload` with `--fp8-param-gather`",
-        lambda a: a.optimizer_cpu_offload and a.fp8_param_gather,
-        "bytes of weights are written by the update on the device",
-        "leave out one of the two",
-    ),
-    _not_served(
-        "a CUDA graph with offloaded optimizer state or activations",
-        lambda a: (
-            captures_iterations(a)
-            and bool(a.optimizer_cpu_offload or a.cpu_offloading_num_layers or a.fine_grained_activation_offloading)
-        ),
-        "updates on the host cannot be captured, nor buffers of the host that change hands",
-        _GRAPH_REMEDY,
-    ),
-    _not_served(
-        "a CUDA graph with `--timing-log-level` above 0",
-        lambda a: captures_iterations(a) and a.timing_log_level > 0,
-        "parts of a graph are not timed",
-        "use `--profile`",
-    ),
-    _not_served(
-        "a CUDA graph with experts whose numbers of rows the host must know",
-        lambda a: captures_iterations(a) and a.num_experts is not None and _waits_for_experts(a),
-        "the host waits in each step until it knows how many tokens an expert gets",
-        "use `--moe-expert-rank-capacity-factor` with `--moe-grouped-gemm` and `--bf16`, or `--moe-pad-expert-input-to-capacity`; "
-        "not with sinkhorn",
-    ),
-    _not_served(
-        "a CUDA graph with several pipeline stages or `--context-parallel-size` above 1",
-        lambda a: captures_iterations(a) and (a.pipeline_model_parallel_size > 1 or a.context_parallel_size > 1),
-        "sends and receives between two ranks cannot be captured yet",
-        _GRAPH_REMEDY,
-    ),
 )
 
-_DOCUMENTS = "`--sft`, `--reset-attention-mask` or `--dataloader-inter-document-masking`"
-_STATES = "`--experimental-attention-variant` or `--hybrid-layer-pattern`"
-
-REFUSALS += (
-    _not_served(
-        f"{_DOCUMENTS} with `--context-parallel-size` above 1",
-        lambda a: a.context_parallel_size > 1 and _keeps_documents_apart(a),
-        "blocks of keys have no borders of documents",
-        "leave it out, or use `--context-parallel-size 1`",
-    ),
-    _not_served(
-        f"{_DOCUMENTS} with {_STATES}",
-        lambda a: has_states(a) and _keeps_documents_apart(a),
-        "states are not reset within a sequence",
-        "leave it out",
-    ),
-    _not_served(
-        f"`--context-parallel-size` above 1 with {_STATES}",
-        lambda a: has_states(a) and a.context_parallel_size > 1,
-        "states go through the whole sequence",
-        "use `--tensor-model-parallel-size` with `--sequence-parallel`",
-    ),
-    _not_served(
-        f"a CUDA graph with {_DOCUMENTS}",
-        lambda a: captures_iterations(a) and _keeps_documents_apart(a),
-        "microbatches have different numbers of documents",
-        _GRAPH_REMEDY,
-    ),
-)
-
-NOT_SERVED = tuple(row for row in REFUSALS if row.reason)
-"""The lawful combinations that are not served, which the documentation lists."""
+REFUSALS = CONTRADICTIONS + NOT_SERVED
 
 SAID_BEFORE: tuple[tuple[str, str], ...] = (
     ("--fp16 and --bf16 exclude each other", "fp16 and bf16 exclude each other"),
