@@ -71,6 +71,7 @@ from megatron.training.loop.lr_schedule import ScheduleConfig
 from megatron.training.loop.training_loop import LoopConfig
 from megatron.training.telemetry.metrics import LoggingConfig
 from megatron.training.telemetry.profiling import ProfilingConfig
+from megatron.training.telemetry.watch.run_watch import WatchConfig
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -102,6 +103,7 @@ class Settings:
     garbage: GarbageConfig
     checkpoint: CheckpointConfig
     logging: LoggingConfig
+    watch: WatchConfig
     profiling: ProfilingConfig
     distributed: DistributedConfig
     ddp: DistributedDataParallelConfig
@@ -263,6 +265,7 @@ def settings_from_args(
         "validation": _validation,
         "checkpoint": _checkpoint,
         "logging": _logging,
+        "watch": _watch,
         "profiling": partial(_profiling, world_size=world_size),
         "distributed": _distributed,
         "ddp": _ddp,
@@ -466,6 +469,10 @@ def _logging(args: Namespace) -> LoggingConfig:
         wandb_exp_name=args.wandb_exp_name,
         wandb_save_dir=args.wandb_save_dir,
     )
+
+
+def _watch(args: Namespace) -> WatchConfig:
+    return WatchConfig(time_left_interval_s=args.time_left_interval)
 
 
 def _profiling(args: Namespace, world_size: int) -> ProfilingConfig:

@@ -77,6 +77,13 @@ def add_logging_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--log-progress", action="store_true", help="write when jobs start and save to progress.txt, in --save"
     )
+    group.add_argument(
+        "--time-left-interval",
+        type=float,
+        default=60,
+        metavar="SECONDS",
+        help="seconds between lines with the time that training still takes (0: none, default: 60); they follow log lines",
+    )
     group.add_argument("--log-memory-interval", type=int, help="iterations between lines about a GPU's memory")
     group.add_argument(
         "--timing-log-level",

@@ -39,6 +39,7 @@ from megatron.training.launch.restart import EarlierStarts, after_restart
 from megatron.training.launch.same_settings import compare_settings, values_to_compare
 from megatron.training.launch.samples import data_rank, num_samples, test_batches, train_batches, validation_sets
 from megatron.training.launch.save_folder import claimed_save
+from megatron.training.launch.watching import build_watch
 from megatron.training.loop.dropout_seed import seed_everything
 from megatron.training.loop.evaluation import evaluate
 from megatron.training.loop.garbage import GarbageCollector
@@ -307,6 +308,7 @@ def _train(
 ) -> TrainState:
     settings, device = setup.settings, setup.device
     checkpointer, state = start.checkpointer, start.state
+    held_out = validation_sets(setup, state.consumed_valid_samples)
     log = MetricLog(
         settings.logging,
         settings.batch.at(state.consumed_train_samples),
@@ -316,12 +318,12 @@ def _train(
         tokens_per_sample=settings.data.seq_length,
         writers=start.writers,
         auxiliary_losses=auxiliary_loss_names(settings.model.transformer),
+        watch=build_watch(setup, state, evaluates=bool(held_out)),
     )
     termination = TerminationSignal() if settings.loop.exit_signal_handler else None
     garbage = GarbageCollector(settings.garbage)
     step = _step(setup, forward_step, settings.batch.at(state.consumed_train_samples), checkpointer.seed)
     batches = None if settings.validation.skip_train else train_batches(setup, state.consumed_train_samples)
-    held_out = validation_sets(setup, state.consumed_valid_samples)
     loop = TrainingLoop(
         settings.loop,
         settings.batch,

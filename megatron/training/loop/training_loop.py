@@ -144,7 +144,7 @@ class TrainingLoop:
             reason = self._after_step()
         if self.profiler is not None:
             self.profiler.finish()
-        self.log.stop_clock()
+        self.log.stop_clock("save")
         self.agreement.collect()
         self.checkpointer.save(self.state)
         self.checkpointer.finish()
@@ -227,7 +227,7 @@ class TrainingLoop:
         return self._reason
 
     def _check_replicas(self) -> None:
-        self.log.stop_clock()
+        self.log.stop_clock("check of replicas")
         check_replicas(self.step.model.module)
         if dist.get_rank() == 0:
             print(f" weights of replicas are the same after iteration {self.state.iteration}", flush=True)
@@ -240,7 +240,7 @@ class TrainingLoop:
         return config.start_eval_at_iter is None or iteration >= config.start_eval_at_iter
 
     def _save(self) -> None:
-        self.log.stop_clock()
+        self.log.stop_clock("save")
         # A state with a non-finite loss or gradient must not become the latest checkpoint, so flags are read first.
         self._reason = self.agreement.collect().end_requested or self._reason
         began = time.perf_counter()
@@ -252,7 +252,7 @@ class TrainingLoop:
         """Compute and log the loss of each validation set."""
         if not self.validation_sets:
             return
-        self.log.stop_clock()
+        self.log.stop_clock("evaluation")
         self.garbage.around_evaluation()
         began = time.perf_counter()
         losses = [self._loss_of(held_out) for held_out in self.validation_sets]

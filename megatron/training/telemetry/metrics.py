@@ -19,6 +19,7 @@ from megatron.training.telemetry.step_clock import make_step_clock
 from megatron.training.telemetry.step_timers import Spans, StepTimers, format_timers, of_all_ranks
 from megatron.training.telemetry.tensorboard_writer import TensorboardWriter
 from megatron.training.telemetry.wandb_writer import WandbWriter
+from megatron.training.telemetry.watch.run_watch import RunWatch
 
 _NUM_MEMORY_LINES = 2
 """Log lines with a line about memory after them: after the first iteration the optimizer has no state yet."""
@@ -155,6 +156,7 @@ class MetricLog:
         flops_per_sample: model FLOPs; see ``flops.FLOP_CONVENTION``.
         tokens_per_sample: tokens of a sample.
         auxiliary_losses: [A] names of the steps' ``auxiliary_losses``.
+        watch: is told of lines, pauses and evaluations; rank 0's.
 
     Ranks: all make the same calls.
     """
@@ -170,10 +172,11 @@ class MetricLog:
         tokens_per_sample: int,
         writers: Sequence[ScalarWriter],
         auxiliary_losses: Sequence[str] = (),
+        watch: RunWatch | None = None,
     ) -> None:
         self.config, self.batch, self.device, self.train_iters = config, batch, device, train_iters
         self.flops_per_sample, self.tokens_per_sample, self.writers = flops_per_sample, tokens_per_sample, writers
-        self.auxiliary_losses = auxiliary_losses
+        self.auxiliary_losses, self.watch = auxiliary_losses, watch
         self._steps: list[_Step] = []
         self._num_written = self._num_lines = 0  # of these steps by the writers, and lines of this run
         self._pending: _PendingLine | None = None
@@ -185,13 +188,17 @@ class MetricLog:
 
     def start_clock(self) -> None:
         """Start to count time for the iterations."""
+        if self.watch is not None:
+            self.watch.resume()
         self._started = self._clock.now()
 
-    def stop_clock(self) -> None:
-        """Stop counting time, before an evaluation or a save; waits for the device."""
+    def stop_clock(self, why: str) -> None:
+        """Stop counting time, before an evaluation or a save, which ``why`` names; waits for the device."""
         self._write_pending()
         self._count_until(self._clock.now())
         self._started = None
+        if self.watch is not None:
+            self.watch.pause(why)
 
     def _count_until(self, moment: Any) -> None:
         if self._started is not None:
@@ -370,6 +377,8 @@ class MetricLog:
         if dist.get_rank() != 0:
             return
         print(format_log_line(record), flush=True)
+        if self.watch is not None:
+            self.watch.add_line(record)
         interval = self.config.log_memory_interval
         is_due = self._num_lines <= _NUM_MEMORY_LINES or bool(interval and record.iteration % interval == 0)
         if is_due and self.device.type == "cuda":

@@ -27,7 +27,8 @@ _OTHERS = {
     "everything logged": (
         f"{SHARDED} --log-throughput --log-params-norm --log-num-zeros-in-grad --decoupled-lr 1e-3 --eval-iters 1 "
         "--eval-interval 2 --tensorboard-dir FOLDER --log-timers-to-tensorboard --log-memory-to-tensorboard "
-        "--timing-log-level 2 --log-validation-ppl-to-tensorboard --log-world-size-to-tensorboard --manual-gc --manual-gc-interval 1 --optimizer sgd"
+        "--timing-log-level 2 --log-validation-ppl-to-tensorboard --log-world-size-to-tensorboard --manual-gc --manual-gc-interval 1 --optimizer sgd "
+        "--time-left-interval 1e-6"
     ),
     "profiled": (
         f"{SHARDED} --profile --profile-step-start 1 --profile-step-end 3 --use-pytorch-profiler --profile-ranks 1 "
@@ -102,6 +103,8 @@ def test_everything_that_can_be_logged_is_logged(on_two: dict[str, Run], folder:
     for name in ("throughput per GPU", "params norm", "num zeros", "decoupled learning rate", "memory resident"):
         assert run.output.count(f"{name}") >= 4
     assert run.output.count("effective configuration:") == 1
+    progress = re.findall(r"^ (\d\d) % done, \d+ s left \(ends \d{4}-\d\d-\d\d \d\d:\d\d UTC", run.output, re.M)
+    assert progress == ["25", "50", "75"], "the line after the last iteration has nothing to say"
     assert run.output.count("validation loss at iteration") == 4  # twice in between, on validation and test at the end
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

@@ -157,7 +157,7 @@ def _log_with_delay() -> list[dict[int, float]]:
         log.write_if_due(optimizer)
         loss.fill_(100.0)  # what is logged was taken when the step ended
         assert set(writer.points["lm loss"]) == set(range(1, iteration))
-    log.stop_clock()
+    log.stop_clock("save")
     return [*seen, dict(writer.points["lm loss"])]
 
 
