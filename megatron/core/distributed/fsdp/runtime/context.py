@@ -82,6 +82,7 @@ class FsdpContext:
         self._is_capturing = False
         self.retains_graph = False  # the backward that is under way
         self._depth = 0
+        self._is_transformed = False  # by torch.func, since the outermost forward began
         self.num_entered = 0  # forwards of units, ever
         self._weight_versions = WeightVersions(self.streams, self.unsharder)
 
@@ -317,8 +318,12 @@ class FsdpContext:
             self._backward.recompute(unit)
             return True
         if self._depth == 0:
-            if torch.is_inference_mode_enabled():
-                with torch.inference_mode(False):  # memory that is made now serves training, too
+            self._is_transformed = _is_transformed()
+            if self._is_transformed or torch.is_inference_mode_enabled():
+                with (
+                    torch._C._DisableFuncTorch(),
+                    torch.inference_mode(False),
+                ):  # memory that is made now serves training, too
                     self._begin_forward()
             else:
                 self._begin_forward()
@@ -333,7 +338,11 @@ class FsdpContext:
         if self.unsharder.held:
             self.unsharder.end_hold(unit.groups)
         try:
-            self.prefetch_scheduler.begin(unit, backward=False)
+            if self._is_transformed:
+                with torch._C._DisableFuncTorch():  # casts and gathers write to what was made outside of the transform
+                    self.prefetch_scheduler.begin(unit, backward=False)
+            else:
+                self.prefetch_scheduler.begin(unit, backward=False)
         except BaseException:
             self.fail_forward(unit)
             raise
@@ -394,7 +403,6 @@ class FsdpContext:
         if isinstance(self.streams, CudaStreams):
             self.streams.follow_caller()
             self._notice_capture()
-        _refuse_transforms()
         self._recover()
         self.check_order()
         if self.unsharder.held:
@@ -597,10 +605,12 @@ def _on_failure(backward: weakref.ref[Backward]) -> Callable[[object], None]:
     return show_sharded
 
 
-def _refuse_transforms() -> None:
+def _is_transformed() -> bool:
+    """Return whether a transform of torch.func is under way; refuse those that differentiate backward."""
     transform = torch._C._functorch.peek_interpreter_stack()
     if transform is not None and transform.key() == torch._C._functorch.TransformType.Grad:
         raise NotImplementedError(
             "torch.func.grad, vjp and jacrev around a sharded model are not served: their backward runs on copies, which no "
             "reduction over the ranks can read; use backward() and param.grad"
         )
+    return transform is not None

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from megatron.core.distributed.fsdp import fsdp2
 from tests.support.agreement import (
     ThreeLayers,
     assert_same_gradients,
@@ -82,6 +83,37 @@ def transforms_of_torch_func_are_right_or_refused() -> None:
             else:
                 torch.testing.assert_close(transform(model), transform(plain), msg=name)
         _loss(model, dist.get_rank(), 9).backward()
+
+
+@CHECKS.on(2)
+def a_unit_may_run_within_jvp_alone() -> None:
+    """A plan is made or left where the outermost forward begins: memory of a transform would not outlive it."""
+    x, v = inputs(0, 0, 5), inputs(0, 1, 5)
+    for dtype, steps, is_open in (
+        (None, 0, True),
+        (None, 3, False),
+        (torch.bfloat16, 0, False),
+        (torch.bfloat16, 2, True),
+    ):
+        plain, model = (nn.Sequential(*(seeded(lambda: nn.Linear(5, 5)) for _ in range(2))) for _ in range(2))
+        for unit in model:
+            fsdp2.fully_shard(unit, mp_policy=fsdp2.MixedPrecisionPolicy(param_dtype=dtype, output_dtype=torch.float32))
+        for step in range(steps):
+            _loss(model, 0, step).backward()
+            _loss(plain, 0, step).backward()
+        kept = model(x) if is_open else None
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            own, expected = (
+                torch.func.jvp(lambda u, m=m: m[1](m[0](x).detach()) * u, (x,), (v,)) for m in (model, plain)
+            )
+        tolerance: Any = {"rtol": 0.02, "atol": 0.02} if dtype else {"rtol": 1e-5, "atol": 1e-6}
+        torch.testing.assert_close(own, expected, **tolerance)
+        del kept
+        _loss(model, 0, 9).backward()
+        _loss(plain, 0, 9).backward()
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad, **tolerance)
 
 
 @CHECKS.on(2)
