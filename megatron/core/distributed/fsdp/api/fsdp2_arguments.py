@@ -14,6 +14,7 @@ from torch.distributed.tensor import Shard
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map_only
 
+from megatron.core.distributed.fsdp.api.fsdp2_errors import Fsdp2ValueError
 from megatron.core.distributed.fsdp.api.fsdp2_methods import say_once
 from megatron.core.distributed.fsdp.config.mixed_precision import MixedPrecisionPolicy
 from megatron.core.distributed.fsdp.config.placement import Placements, hybrid_placements, strategy_placements
@@ -64,8 +65,9 @@ def follow_placement_fn(
                 f"shard_placement_fn must return None, a Shard or a ShardPlacementResult, got {result!r} for {name}"
             )
         if placement is not None and not -parameter.dim() <= placement.dim < max(parameter.dim(), 1):
-            raise ValueError(
-                f"shard_placement_fn must name one of the {parameter.dim()} dims of {name}, got {placement}"
+            raise Fsdp2ValueError(
+                f"Shard dim {placement.dim} is invalid for {parameter.dim()}D tensor {name}: shard_placement_fn must name one of the "
+                f"{parameter.dim()} dims of {name}, got {placement}"
             )
         if placement is not None and placement.dim != 0:
             say_once(

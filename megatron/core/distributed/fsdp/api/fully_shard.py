@@ -28,6 +28,7 @@ from megatron.core.distributed.fsdp.api.fsdp2_arguments import (
     placements_of_own_meshes,
     policy_of,
 )
+from megatron.core.distributed.fsdp.api.fsdp2_errors import Fsdp2ValueError
 from megatron.core.distributed.fsdp.api.fsdp2_methods import tell_composable_functions
 from megatron.core.distributed.fsdp.api.group_meshes import GroupMeshes, check_experts, make_group_meshes
 from megatron.core.distributed.fsdp.api.module import FsdpModule, find_context, topmost_fsdp_modules
@@ -241,8 +242,9 @@ def fully_shard(
 def _checked_class(module: nn.Module) -> type[nn.Module]:
     """Return the class that makes a unit of the module."""
     if isinstance(module, FsdpModule):
-        raise ValueError(
-            f"fully_shard must be called once on a module, got a {type(module).__name__}, which is a unit already"
+        raise Fsdp2ValueError(
+            "Each distinct composable distributed API can only be applied to a module once. fully_shard must be called once on a "
+            f"module, got a {type(module).__name__}, which is a unit already"
         )
     if not isinstance(module, nn.Module):
         raise TypeError(f"fully_shard needs a module, or a list of modules, got {module!r}")

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatron.core.distributed.fsdp.api.fsdp2_errors import Fsdp2NotServedError
 from megatron.core.distributed.fsdp.api.fsdp2_methods import Fsdp2Methods
 from megatron.core.distributed.fsdp.buffers.parameter_group import FsdpParameterGroup
 from megatron.core.distributed.fsdp.config.mixed_precision import MixedPrecisionPolicy
@@ -115,8 +116,8 @@ class FsdpModule(Fsdp2Methods):
         return find_context(self)
 
     def __deepcopy__(self, memo: Any) -> Any:
-        raise NotImplementedError(
-            f"{type(self).__name__} must not be copied: its parameters are views of buffers that ranks share. Copy the "
+        raise Fsdp2NotServedError(
+            f"FSDP does not support deepcopy: {type(self).__name__} must not be copied, its parameters are views of buffers that ranks share. Copy the "
             "module before fully_shard, or load the state_dict() of this one into another. An AveragedModel: make it of the plain "
             "module, then call fully_shard on the modules of both alike"
         )

@@ -44,6 +44,16 @@ def test_a_module_without_units_has_no_microbatches() -> None:
 # (what is called, error, message). Each leaves the module as it was.
 _REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a unit again": (lambda: fully_shard(shard(nn.Linear(2, 2))), ValueError, "must be called once.*which is a unit"),
+    "a unit again, caught as FSDP2's callers do": (
+        lambda: fully_shard(shard(nn.Linear(2, 2))),
+        AssertionError,
+        "Each distinct composable distributed API can only be applied to a module once",
+    ),
+    "a copy of a unit": (
+        lambda: copy.deepcopy(shard(nn.Linear(2, 2))),
+        AssertionError,
+        "FSDP does not support deepcopy.*Copy the module before fully_shard",
+    ),
     "symmetric memory and another transport": (
         lambda: fully_shard(nn.Linear(2, 2), use_symm_mem=True, transport="nccl"),
         ValueError,
