@@ -26,6 +26,7 @@ EXTRAS = {
         "datasets>=5",
         "timm>=1.0.20",
         "diffusers>=0.40",
+        "bitsandbytes>=0.50",
     ],
     # Kernels of gated delta nets on GPUs. Not part of "all".
     "fla": ["flash-linear-attention>=0.3"],

@@ -39,6 +39,7 @@ from torch.testing._internal import common_distributed, common_fsdp, common_util
 from torch.testing._internal.common_utils import TestCase
 
 from megatron.core.distributed.fsdp import fsdp2
+from megatron.core.distributed.fsdp.comm import process_group
 
 # What a test names that looks at the inside of FSDP2, or puts something of its own into it, as no user of it does. Patches of torch's
 # collectives, which assert dtypes or add delays, are none of these: such a test's numbers count.
@@ -87,8 +88,11 @@ def _any_device(*_: Any, **__: Any) -> Any:
     return lambda test: test
 
 
-def _switch(engine: str) -> None:
+def _switch(engine: str, sums: str) -> None:
     """Put this engine's names into ``torch.distributed.fsdp``, and classes that start no ranks in the place of those that do."""
+    if sums == "backend":
+        own: Any = process_group
+        own.RankOrderTransport = process_group.ProcessGroupTransport
     if engine == "ours":
         for name in NAMES:
             setattr(torch.distributed.fsdp, name, getattr(fsdp2, name))
@@ -203,6 +207,13 @@ def main() -> None:
     parser.add_argument("-k", default="")
     parser.add_argument("--file", default="", help="part of the name of a file")
     parser.add_argument("--engine", choices=("ours", "torch"), default="ours")
+    parser.add_argument(
+        "--sums",
+        choices=("fixed", "backend"),
+        default="fixed",
+        help="who sums gradients: the engine, in fp32 and in rank order as it does on CPUs, or the process group in the dtype of "
+        "the wire, as on GPUs and as FSDP2 does everywhere",
+    )
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--only", type=Path, help="a --json file of another run: run what passed there")
@@ -211,7 +222,7 @@ def main() -> None:
     options = parser.parse_args()
     os.environ["PYTORCH_PRINT_REPRO_ON_FAILURE"] = "0"
     Case.num_ranks = options.ranks
-    _switch(options.engine)
+    _switch(options.engine, options.sums)
     known = json.loads(options.only.read_text()) if options.only else None
     results: dict[str, str] = {}
     for path in sorted(options.folder.glob("test_*.py")):

@@ -144,38 +144,47 @@ def _scale_unless_empty(
 # ---- state in other dtypes ------------------------------------------------------------------------------------------
 
 
-def decodes_state(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether the optimizer's state is to be read and written by its own methods: it may be scaled, in few bits."""
+class FusedAdamState:
+    """Reads and writes the state of transformer-engine's ``FusedAdam``, which may be scaled, in few bits."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+
+    def decoded_state(self, parameter: torch.Tensor) -> dict[str, Any]:
+        """Return a parameter's state by name, in fp32 (remainders of main weights in int16), placed like the parameter."""
+        optimizer = self._optimizer
+        return {
+            key: placed_like(parameter, optimizer.get_unscaled_state(parameter, key))
+            for key in optimizer.state.get(parameter, {})
+        }
+
+    def set_decoded_state(self, parameter: torch.Tensor, state: dict[str, Any]) -> None:
+        """Replace a parameter's state by these tensors, in the dtypes in which the optimizer keeps it."""
+        optimizer = self._optimizer
+        for key in [key for key in optimizer.state.get(parameter, {}) if key not in state]:
+            del optimizer.state[parameter][key]
+        for key, value in state.items():
+            optimizer.set_scaled_state(parameter, key, value._local_tensor if isinstance(value, DTensor) else value)
+
+    def decoded_dtypes(self, parameter: torch.Tensor) -> dict[str, torch.dtype]:
+        """Return the dtypes of ``decoded_state`` by name, also of a parameter that has no state yet."""
+        optimizer = self._optimizer
+        in_remainders = optimizer.store_param_remainders and parameter.dtype == torch.bfloat16
+        dtypes = {"exp_avg": torch.float32, "exp_avg_sq": torch.float32}
+        if optimizer.master_weights:
+            dtypes["master_param"] = torch.int16 if in_remainders else torch.float32
+        return dtypes
+
+
+def state_of_fused_adam(optimizer: torch.optim.Optimizer) -> FusedAdamState | None:
+    """Return what reads and writes the optimizer's state, if that is to be done by its own methods."""
     cls = _class_of_library(optimizer)
-    return cls is not None and cls.__name__ == "FusedAdam" and hasattr(optimizer, "set_scaled_state")
+    decodes = cls is not None and cls.__name__ == "FusedAdam" and hasattr(optimizer, "set_scaled_state")
+    return FusedAdamState(optimizer) if decodes else None
 
 
-def decoded_state(optimizer: Any, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return a parameter's state by name, in fp32 (remainders of main weights in int16), placed like the parameter."""
-    return {
-        key: _placed_like(parameter, optimizer.get_unscaled_state(parameter, key))
-        for key in optimizer.state.get(parameter, {})
-    }
-
-
-def set_decoded_state(optimizer: Any, parameter: torch.Tensor, state: dict[str, Any]) -> None:
-    """Replace a parameter's state by these tensors, in the dtypes in which the optimizer keeps it."""
-    for key in [key for key in optimizer.state.get(parameter, {}) if key not in state]:
-        del optimizer.state[parameter][key]
-    for key, value in state.items():
-        optimizer.set_scaled_state(parameter, key, value._local_tensor if isinstance(value, DTensor) else value)
-
-
-def decoded_dtypes(optimizer: Any, parameter: torch.Tensor) -> dict[str, torch.dtype]:
-    """Return the dtypes of ``decoded_state`` by name, also of a parameter that has no state yet."""
-    in_remainders = optimizer.store_param_remainders and parameter.dtype == torch.bfloat16
-    dtypes = {"exp_avg": torch.float32, "exp_avg_sq": torch.float32}
-    if optimizer.master_weights:
-        dtypes["master_param"] = torch.int16 if in_remainders else torch.float32
-    return dtypes
-
-
-def _placed_like(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+def placed_like(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a parameter's state as a tensor that is placed like the parameter."""
     if not isinstance(parameter, DTensor):
         return local
     return DTensor.from_local(

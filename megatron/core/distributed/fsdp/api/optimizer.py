@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from megatron.core.distributed.fsdp.api.bitsandbytes_optimizers import prepare_bitsandbytes
 from megatron.core.distributed.fsdp.api.fused_adam import prepare_fused_adam
 from megatron.core.distributed.fsdp.api.sharded_muon import prepare_muon
 from megatron.core.distributed.fsdp.buffers.grad_sums import sum_grads
@@ -42,6 +43,7 @@ def fully_shard_optimizer(optimizer: OptimizerT) -> OptimizerT:
     - Weights that were gathered before the step are gathered again.
     - ``load_state_dict`` logs a warning if it restored no state.
     - ``FusedAdam`` of apex and of transformer-engine step on what this rank holds; apex's needs this call.
+    - Optimizers of bitsandbytes, in 8 bits too, step on the rows that this rank has; they need this call.
     - ``torch.optim.Muon`` steps as on whole matrices, bit for bit where these are multiplied one by one; it needs this call.
 
     Other libraries may have wrapped ``step`` and ``zero_grad`` before. Call it again after ``add_param_group``.
@@ -72,6 +74,7 @@ def fully_shard_optimizer(optimizer: OptimizerT) -> OptimizerT:
     groups = groups_of(optimizer)
     _check_works_on_rows(optimizer, groups)
     prepare_fused_adam(optimizer, groups)
+    prepare_bitsandbytes(optimizer, groups)
     if groups:
         prepare_muon(optimizer)
     watch = optimizer.__dict__.get(_WATCH)

@@ -13,12 +13,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from megatron.core.distributed.fsdp.api.fused_adam import (
-    decoded_dtypes,
-    decoded_state,
-    decodes_state,
-    set_decoded_state,
-)
+from megatron.core.distributed.fsdp.api.decoded_state import state_decoder_of
 from megatron.core.distributed.fsdp.checkpoint.description import Entries, StoredTensor, StoredValue
 from megatron.core.distributed.fsdp.checkpoint.problems import Problems
 from megatron.core.distributed.fsdp.checkpoint.state import OPTIMIZER, NamedTensor, plain_copy
@@ -68,9 +63,9 @@ def optimizer_entries(
     tensors: list[NamedTensor] = []
     values: dict[str, Any] = {}
     scalars: dict[str, None] = {}
-    decodes = decodes_state(optimizer)
+    decoder = state_decoder_of(optimizer)
     for parameter, (name, *_) in names.items():
-        state = decoded_state(optimizer, parameter) if decodes else optimizer.state.get(parameter, {})
+        state = optimizer.state.get(parameter, {}) if decoder is None else decoder.decoded_state(parameter)
         for key, value in state.items():
             if not isinstance(key, str) or "." in key:
                 raise TypeError(f"the optimizer's state of {name} must have keys without a dot, got {key!r}")
@@ -172,15 +167,15 @@ class OptimizerLoad:
         """Replace the optimizer's state and hyperparameters."""
         for convert in self.conversions:
             convert()
-        decodes = decodes_state(self.optimizer)
+        decoder = state_decoder_of(self.optimizer)
         for parameter in self.param_group_of:
-            if not (decodes and parameter in self.state):
+            if decoder is None or parameter not in self.state:
                 self.optimizer.state.pop(parameter, None)
-        if decodes:
-            for parameter, state in self.state.items():
-                set_decoded_state(self.optimizer, parameter, state)
-        else:
+        if decoder is None:
             self.optimizer.state.update(self.state)
+        else:
+            for parameter, state in self.state.items():
+                decoder.set_decoded_state(parameter, state)
         if isinstance(self.optimizer, FlatAdamW):
             self.optimizer.adopt_state()
         for group, hyperparameters in zip(self.optimizer.param_groups, self.groups, strict=True):
@@ -225,11 +220,12 @@ def prepare_load(
     for full, stored in saved.items():
         if full.startswith(STATE):
             _match_state(load, full, stored, parameters, values, problems)
-    if decodes_state(optimizer):
+    decoder = state_decoder_of(optimizer)
+    if decoder is not None:
         problems.missing += [
             f"{STATE}{saved_name[parameter]}.{key}"
             for parameter, state in load.state.items()
-            for key in decoded_dtypes(optimizer, parameter)
+            for key in decoder.decoded_dtypes(parameter)
             if key not in state
         ]
         return load
@@ -280,8 +276,9 @@ def _match_state(
     if not is_scalar and stored.size != parameter.shape:
         problems.misshaped.append(f"{full} (saved {list(stored.size)}, parameter {list(parameter.shape)})")
         return
-    if decodes_state(load.optimizer):
-        dtype = decoded_dtypes(load.optimizer, parameter).get(key)
+    decoder = state_decoder_of(load.optimizer)
+    if decoder is not None:
+        dtype = decoder.decoded_dtypes(parameter).get(key)
         if dtype is None:
             problems.mistyped.append(f"{full} (saved {stored.dtype}, none here)")
             return
