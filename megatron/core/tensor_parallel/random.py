@@ -159,13 +159,17 @@ def rng_tracker_of(model: nn.Module) -> CudaRNGStatesTracker | None:
 
 
 def seed_streams(seed: int, tracker: CudaRNGStatesTracker | None = None) -> None:
-    """Seed torch's default generators, on all devices, and restart the tracker's model-parallel stream.
+    """Seed torch's default generators, of the CPU and all CUDA devices, and restart the tracker's model-parallel stream.
 
     Args:
         seed: the same on all tensor-parallel ranks.
         tracker: the model's tracker (``rng_tracker_of``).
     """
-    torch.manual_seed(seed)
+    # Each microbatch comes here. torch.manual_seed would format the stack for each kind of device that is not in use, in a
+    # tenth of a millisecond each.
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed_all(seed)
     if tracker is not None:
         tracker.seed(seed)
 

@@ -26,6 +26,19 @@ def _draw() -> list[float]:
     return torch.rand(3).tolist()
 
 
+def test_a_microbatch_seeds_no_kind_of_device_that_is_not_in_use() -> None:
+    """torch.manual_seed does, and formats the stack for each, which costs the host time in each microbatch."""
+    torch.manual_seed(3)
+    expected = _draw()
+    unused = AssertionError("a kind of device is seeded that no training uses")
+    with (
+        patch("torch.xpu.manual_seed_all", side_effect=unused),
+        patch("torch.mtia.manual_seed_all", side_effect=unused),
+    ):
+        seed_streams(3)
+    assert _draw() == expected
+
+
 def test_a_fork_draws_from_its_own_stream_and_leaves_torchs_where_it_was() -> None:
     trackers = [CudaRNGStatesTracker(rank) for rank in range(2)]
     torch.manual_seed(3)
