@@ -24,6 +24,7 @@ PRELOAD = [
     "pytest",
     "pretrain_gpt",
     "tests.support.agreement",
+    "tests.support.gloo_device",
     "tests.support.hybrid",
     "tests.support.rank_checks",
     "tests.support.tiny_gpt",
@@ -108,6 +109,9 @@ def _rank_main(
     import torch
     import torch.distributed as dist
 
+    from tests.support.gloo_device import share_gloo_device
+
+    share_gloo_device()
     warnings.simplefilter("error")
     # What torch.compile itself imports.
     warnings.filterwarnings("ignore", message=".*torch.jit.script_method.* is deprecated", category=DeprecationWarning)
