@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 if __package__ in (None, ""):  # started as a file: what it imports lies beside and above it
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -37,7 +37,8 @@ from benchmarks.measure.memory import MemoryWatch, use_expandable_segments
 from benchmarks.measure.steps import GIB
 from benchmarks.reports.page import facts_of_run, page
 from examples.stdlib_corpus import read_modules
-from megatron.core.distributed.fsdp import fully_shard, fully_shard_optimizer
+from megatron.core.distributed.fsdp import fully_shard_optimizer
+from megatron.core.distributed.fsdp.fsdp2 import fully_shard
 from megatron.core.distributed.fsdp.huggingface import fully_shard_pretrained
 
 _SPECIAL_TOKENS = 3
@@ -144,13 +145,34 @@ class Ours(Fsdp2):
     """As docs/huggingface.md says: units found by the model, and the engine's own optimizer."""
 
     description = "`fully_shard_pretrained` and `fully_shard_optimizer(AdamW(fused=True))`"
+    more: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, model: Any, mesh: DeviceMesh, policy: MixedPrecisionPolicy, rate: float) -> None:
-        self.model = fully_shard_pretrained(model, mesh=mesh, mp_policy=policy)
+        self.model = fully_shard_pretrained(model, mesh=mesh, mp_policy=policy, **self.more)
         self.optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=rate, fused=True))
 
 
-ENGINES: dict[str, type[Fsdp2]] = {"fsdp2": Fsdp2, "ours-import": OursImport, "ours": Ours}
+class OursArena(Ours):
+    """With buffers that stay all the time, as without a policy of FSDP2's."""
+
+    description = "the same with `least_memory=False`"
+    more: ClassVar[dict[str, Any]] = {"least_memory": False}
+
+
+class OursPeer(Ours):
+    """With copy engines in NCCL's place."""
+
+    description = '`ours` with `transport="peer_copy"`'
+    more: ClassVar[dict[str, Any]] = {"transport": "peer_copy"}
+
+
+ENGINES: dict[str, type[Fsdp2]] = {
+    "fsdp2": Fsdp2,
+    "ours-import": OursImport,
+    "ours": Ours,
+    "ours-arena": OursArena,
+    "ours-peer": OursPeer,
+}
 
 
 def main(argv: Sequence[str]) -> int:

@@ -156,6 +156,20 @@ def policy_of(own: MixedPrecisionPolicy | None, mp_policy: Any) -> MixedPrecisio
     )
 
 
+def takes_least_memory(asked: bool | None, policies: Sequence[Any], transport: str) -> bool:
+    """Return whether a unit takes the least memory: as asked, or where a policy is FSDP2's and the transport can.
+
+    Raises:
+        ValueError: it is asked for, and the transport needs buffers of its own.
+    """
+    if asked and transport != "nccl":
+        raise ValueError(
+            f"least_memory=True goes with transport 'nccl' alone, got {transport!r}, whose buffers stay all the time; leave one of them out"
+        )
+    is_fsdp2s = any(isinstance(policy, TorchMixedPrecisionPolicy) for policy in policies)
+    return is_fsdp2s and transport == "nccl" if asked is None else asked
+
+
 def cast_inputs_and_outputs(module: nn.Module, policy: MixedPrecisionPolicy) -> None:
     """Let the module's inputs and outputs have the policy's dtypes, where it names some."""
     if policy.param_dtype is not None and policy.cast_forward_inputs:

@@ -27,6 +27,7 @@ from megatron.core.distributed.fsdp.api.fsdp2_arguments import (
     placements_of,
     placements_of_own_meshes,
     policy_of,
+    takes_least_memory,
 )
 from megatron.core.distributed.fsdp.api.fsdp2_errors import Fsdp2ValueError
 from megatron.core.distributed.fsdp.api.fsdp2_methods import tell_composable_functions
@@ -79,6 +80,7 @@ def fully_shard(
     offload_policy: Any = None,
     shard_placement_fn: Callable[..., Any] | None = None,
     ignored_params: set[nn.Parameter] | None = None,
+    least_memory: bool | None = None,
 ) -> ModuleT:
     """Shard the parameters of a module, and unshard them around its forward and backward.
 
@@ -121,6 +123,10 @@ def fully_shard(
         offload_policy: FSDP2's. ``CPUOffloadPolicy`` is served on ranks of the CPU, whose shards are in the host's memory.
         shard_placement_fn: FSDP2's. Ranks own rows whatever dim it names, which is said once. A mesh that it names for a parameter
             (``ShardPlacementResult``) is served.
+        least_memory: take no more memory than FSDP2: where main weights have another dtype than modules compute in, they are cast for
+            each all-gather, and none rest in the compute dtype; gradients get memory for their reduction when a unit's backward ends,
+            which they leave before the next unit's, instead of ranges that are there all the time. Costs a few percent of speed.
+            Transport "nccl" alone. None: where ``mp_policy`` is FSDP2's, and the transport is "nccl".
         ignored_params: parameters of the unit to leave as they are: not sharded, nor moved, nor their gradients reduced.
 
     Returns:
@@ -130,7 +136,7 @@ def fully_shard(
         ValueError: a container has no forward; a lazy module has no parameters yet; modules on the meta device have other initial values than those of ``reset_parameters``, and there is no
             ``init_fn``; the mesh does not hold this rank or lacks an axis; a parameter has hooks already; a parameter belongs to a unit over other ranks,
             or to one around this module; the module is a unit already; ``grad_divisor`` is not positive; a prefetch
-            depth is negative; the transport cannot serve the mesh, or contradicts ``use_symm_mem``; ranks that would
+            depth is negative; ``least_memory`` with another transport than "nccl"; the transport cannot serve the mesh, or contradicts ``use_symm_mem``; ranks that would
             shard together hold different parameters or experts, or give different arguments.
         TypeError: a parameter's dtype cannot be trained; the module's class cannot be extended.
         NotImplementedError: shards are to rest in the host's memory; an embedding has ``max_norm``, or ``sparse`` gradients; more than two data-parallel axes; weights or gradients sharded over an outer axis; a
@@ -154,6 +160,7 @@ def fully_shard(
     in_scope = shared is not None and shared.use_symmetric_memory and transport is None
     kind = _transport_kind(transport, use_symm_mem or in_scope)
     policy = policy_of(mixed_precision_policy, mp_policy)
+    least_memory = takes_least_memory(least_memory, (mixed_precision_policy, mp_policy), kind)
     mesh = _checked_mesh(mesh)
     check_offload(offload_policy, device_of(mesh))
     model_parallel = model_parallel or ModelParallel()
@@ -163,6 +170,7 @@ def fully_shard(
         "mixed_precision_policy": policy,
         "grad_divisor": Fraction(grad_divisor),
         "transport": kind,
+        "least_memory": least_memory,
         "whether there is a process group for all-gathers alone (fsdp_group_ag)": fsdp_group_ag is not None,
         "forward_prefetch_depth": forward_prefetch_depth,
         "backward_prefetch_depth": backward_prefetch_depth,
@@ -203,6 +211,7 @@ def fully_shard(
             policy=policy,
             grad_divisor=meshes.grad_divisor(parameters[0], grad_divisor),
             device=device,
+            least_memory=least_memory,
         )
         for parameters, layout, kinds, group_mesh in _group(managed, meshes)
     ]

@@ -73,6 +73,8 @@ class FsdpParameterGroup:
         policy: what they come from; None: the parameters' dtype cannot be changed later.
         grad_divisor: what reduced gradients are divided by, besides the averaging that placements ask for.
         device: where the buffers live.
+        least_memory: no model weight rests beside the main weight, and the reduce-scatter input has memory of its own, from the end
+            of its unit's backward to the end of its reduction.
 
     Attributes:
         weights: main weight, model weight and full weight.
@@ -110,11 +112,12 @@ class FsdpParameterGroup:
         policy: MixedPrecisionPolicy | None = None,
         grad_divisor: float | Fraction,
         device: torch.device,
+        least_memory: bool = False,
     ) -> None:
         assert layout.num_ranks == group_mesh.num_shards(placements), "a layout belongs to the ranks that share it"
         self.parameters = list(parameters)
         self.layout, self.group_mesh, self.placements = layout, group_mesh, placements
-        self.dtypes, self.device = dtypes, device
+        self.dtypes, self.device, self.least_memory = dtypes, device, least_memory
         self.index = -1
         self.trained_dtypes, self._grad_divisor = trained_dtypes, grad_divisor
         self.trainable = self.trains = self.parameters[0].original.requires_grad
@@ -204,6 +207,7 @@ class FsdpParameterGroup:
             name=str(self),
             codec=codec,
             has_values=has_values,
+            casts_to_gather=self.least_memory,
         )
 
     def _placed_kind(self, codec: WeightCodec, placed: Sequence[PlacedParameter]) -> Callable[..., GroupWeights]:

@@ -43,10 +43,13 @@ class GroupWeights:
         name: of the group, for errors.
         codec: makes the model weight from the main weight.
         has_values: this rank's originals do not all wait for values. Where no rank's has any, none are sent.
+        casts_to_gather: no model weight rests beside the main weight: each all-gather casts the main weight to this rank's part of
+            the full weight, where process groups gather it from. Elsewhere, and with codecs that do not cast, one rests.
 
     Attributes:
         main: what the optimizer and checkpoints see.
-        model: what the codec makes, and what is all-gathered; the same buffer as ``main`` where dtypes and placements match.
+        model: what the codec makes, and what is all-gathered; the same buffer as ``main`` where dtypes and placements match, or
+            where ``casts_to_gather``.
         full: the whole model weight, of which ``unsharded`` are views; valid while ``is_unsharded``.
         full_storage: memory of ``full``; None where the model weight is not sharded and ``full`` is ``model``.
         encoded_piece: [main weight's elements] the part of the model weight that the main weight is encoded into; None
@@ -85,12 +88,14 @@ class GroupWeights:
         name: str,
         codec: WeightCodec = CAST,
         has_values: bool = True,
+        casts_to_gather: bool = False,
     ) -> None:
         self.codec, self.rest_dtype = codec, codec.rest_dtype(dtypes.compute)
         self.layout, self.group_mesh, self.placements = layout, group_mesh, placements
         self.dtypes, self.device = dtypes, device
         self.needs_gather = any(isinstance(p, Shard) for p in placements.parameter)
         self._replicas = [Replicate()] * len(group_mesh.axes)
+        self._casts_to_gather = casts_to_gather and self._can_cast_to_gather()
         self._make_buffers(self._original_weights(originals, name, has_values=has_values))
         self.sharded: list[nn.Parameter] = []
         self.unsharded: list[nn.Parameter] = []
@@ -126,6 +131,12 @@ class GroupWeights:
             self._tell(name, lambda axis: axis.broadcast(full.local))
         return full
 
+    def _can_cast_to_gather(self) -> bool:
+        rests_together = tuple(self.placements.parameter) == tuple(self.placements.optimizer)
+        gathers_anywhere = not any(axis.is_symmetric for axis in self.group_mesh.axes)
+        is_cast = self.codec.casts and self.dtypes.main_params != self.rest_dtype
+        return self.needs_gather and rests_together and gathers_anywhere and is_cast
+
     def _tell(self, name: str, collective: Callable[[Transport], None]) -> None:
         for axis in self.group_mesh.axes:
             try:
@@ -139,16 +150,12 @@ class GroupWeights:
     def _make_buffers(self, full: FlatBuffer) -> None:
         """Make model and main weight from the full one, and the memory into which the model weight is gathered."""
         placements, dtypes = self.placements, self.dtypes
-        self.model = self._make_model_weight(full)
-        same_dtype = self.codec.casts and dtypes.main_params == self.rest_dtype
-        if same_dtype and tuple(placements.parameter) == tuple(placements.optimizer):
-            self.main = self.model
-        elif same_dtype:
-            self.main = self._buffer(placements.optimizer, self.model.piece(placements.optimizer))
+        if self._casts_to_gather:
+            own = full.piece(placements.optimizer).to(dtypes.main_params, copy=True)
+            self.main = self.model = self._buffer(placements.optimizer, own)
         else:
-            self.main = self._buffer(
-                placements.optimizer, full.piece(placements.optimizer).to(dtypes.main_params, copy=True)
-            )
+            self.model = self._make_model_weight(full)
+            self.main = self._main_weight_of(full)
         # Writes go through an alias with a version counter of its own: what autograd saved is not "modified" by it.
         self._model_alias = self.model.local.data
         self.full_storage: FlatStorage | None = None
@@ -156,8 +163,26 @@ class GroupWeights:
             self.full_storage = FlatStorage(self.layout.total_numel, self.rest_dtype, self.device)
         # Of weights that are not gathered another alias: the fence's counter must not be that of the sharded parameters.
         self.full = self._buffer(self._replicas, self.full_storage.flat if self.full_storage else self._model_alias)
-        self._gathers = self.model.gathers(self.full) if self.needs_gather else []
+        self._follow_full()
         self._follow_main()
+
+    def _main_weight_of(self, full: FlatBuffer) -> FlatBuffer:
+        """Return the main weight, which is the model weight, or lies in it, where they have one dtype."""
+        placements, dtype = self.placements, self.dtypes.main_params
+        if not self.codec.casts or dtype != self.rest_dtype:
+            return self._buffer(placements.optimizer, full.piece(placements.optimizer).to(dtype, copy=True))
+        if tuple(placements.parameter) == tuple(placements.optimizer):
+            return self.model
+        return self._buffer(placements.optimizer, self.model.piece(placements.optimizer))
+
+    def _follow_full(self) -> None:
+        """List the all-gathers that fill the full weight where it is now."""
+        self._cast_target: torch.Tensor | None = None
+        source = self.model
+        if self._casts_to_gather:
+            self._cast_target = self.full.piece(self.placements.parameter)
+            source = self._buffer(self.placements.parameter, self._cast_target)
+        self._gathers = source.gathers(self.full) if self.needs_gather else []
 
     def _follow_main(self) -> None:
         """Say how the model weight is brought up to date with the main weight."""
@@ -180,6 +205,8 @@ class GroupWeights:
             return False
         assert tuple(self.placements.parameter) == tuple(self.placements.optimizer), "placements of frozen parameters"
         self.main = self._buffer(self.placements.optimizer, self.main.local.to(dtypes.main_params))
+        if self._casts_to_gather:
+            self.model, self._model_alias = self.main, self.main.local.data
         self._follow_main()
         self.synced_weight_version = -1
         return True
@@ -285,6 +312,8 @@ class GroupWeights:
 
     def all_gather(self) -> None:
         """All-gather the model weight into the full weight. Ranks: all of the mesh."""
+        if self._cast_target is not None:
+            self._cast_target.copy_(self.main.local)
         for all_gather, full, shard in self._gathers:
             all_gather(full, shard)
 
@@ -307,7 +336,7 @@ class GroupWeights:
         if copies:
             self.full_storage.flat.copy_(former)
         self.full.local = self.full_storage.flat
-        self._gathers = self.model.gathers(self.full)
+        self._follow_full()
         for index, parameter in enumerate(self.unsharded):
             self._rebind(index, parameter)
 

@@ -55,7 +55,7 @@ class GradReducer:
         grads = group.grads
         if grads.input_held:
             return
-        self._free_read(keep=1)
+        self._free_read(keep=0 if group.least_memory else 1)
         if group in self._reading:
             self._free(group)
         elif grads.reduced is not None:  # it was reduced in this backward already
@@ -67,7 +67,7 @@ class GradReducer:
             storage.allocate()
         grads.input_held = True
         self._holding[group] = None
-        if self.recorder is not None:
+        if self.recorder is not None and not group.least_memory:
             self.recorder.begin("inputs", group.index)
 
     def _release_input(self, group: FsdpParameterGroup) -> None:

@@ -24,6 +24,7 @@ class MemoryReport:
         host_state: the part of optimizer state, and of fp32 main weights, that is in the host's memory; in no sum.
         unsharded: the arena of unsharded weights.
         reduce_scatter_inputs: the arena of whole gradients that wait for their reduction.
+        largest_input: the largest of those that have memory of their own (``least_memory``), one of which is there at a time.
         main_gradients: from a unit's reduction to ``zero_grad``.
         partial_gradients: of strategies that accumulate whole gradients between microbatches, if there are several.
         stays_unsharded: bytes of ``unsharded`` that hold weights from forward to backward to save their second gather.
@@ -38,6 +39,7 @@ class MemoryReport:
     host_state: int
     unsharded: int
     reduce_scatter_inputs: int
+    largest_input: int
     main_gradients: int
     partial_gradients: int
     stays_unsharded: int
@@ -63,7 +65,7 @@ class MemoryReport:
     @property
     def peak(self) -> int:
         """The most at any time of a step of one microbatch."""
-        return self.at_rest + self.main_gradients
+        return self.at_rest + self.main_gradients + self.largest_input
 
     def __str__(self) -> str:
         kept, saved = self.stays_unsharded / _GIB, self.saved_traffic / _GIB
@@ -80,12 +82,13 @@ class MemoryReport:
             ("arenas", self.arena, "planned" if self.is_planned else "expected from the order of registration"),
             ("  unsharded weights", self.unsharded, note),
             ("  reduce-scatter inputs", self.reduce_scatter_inputs, ""),
+            ("one reduce-scatter input", self.largest_input, "outside of the arenas, until its reduction has ended"),
             ("main gradients", self.main_gradients, "from reduction to zero_grad"),
             ("partial gradients", self.partial_gradients, "between microbatches"),
             ("peak, without activations", self.peak, ""),
             ("host: optimizer state", self.host_state, "with main weights in fp32"),
         ]
-        shown = [row for row in rows if row[1] or not row[0].startswith(("partial", "  model", "host"))]
+        shown = [row for row in rows if row[1] or not row[0].startswith(("partial", "  model", "host", "one"))]
         lines = [f"  {name:<28}{nbytes / _GIB:>9.3f} GiB  {note}".rstrip() for name, nbytes, note in shown]
         causes = ", ".join(f"{granule} {share:.2%}" for granule, share in self.padding.items() if share)
         padding = f"  {'padding in these':<28}{sum(self.padding.values()):>9.2%}      {causes}".rstrip()
@@ -103,11 +106,14 @@ def report_memory(groups: Sequence[FsdpParameterGroup], plan: Plan, *, is_planne
         host_state=sum(group.host_state_nbytes for group in groups),
         unsharded=plan.weights.nbytes,
         reduce_scatter_inputs=plan.inputs.nbytes,
+        largest_input=max((g.grads.input_storage.nbytes for g in trainable if g.least_memory), default=0),
         main_gradients=sum(group.grads.main_storage.nbytes for group in trainable),
         partial_gradients=sum(group.grads.partial_nbytes for group in trainable),
         stays_unsharded=sum(plan.stays_unsharded_nbytes.values()),
         # What their gathers would bring from other ranks.
-        saved_traffic=sum(kept.full.local_nbytes - kept.model.local_nbytes for kept in stays),
+        saved_traffic=sum(
+            (kept.full.local.numel() - kept.model.local.numel()) * kept.rest_dtype.itemsize for kept in stays
+        ),
         padding=_padding(groups),
         is_planned=is_planned,
     )

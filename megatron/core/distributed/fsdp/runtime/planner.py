@@ -226,7 +226,7 @@ class Planner:
             weight_nbytes={
                 g.index: g.weights.full_storage.nbytes for g in groups if g.weights.full_storage is not None
             },
-            input_nbytes={g.index: g.grads.input_storage.nbytes for g in groups if g.trainable},
+            input_nbytes={g.index: g.grads.input_storage.nbytes for g in groups if g.trainable and not g.least_memory},
             groups_of={unit.index: [group.index for group in unit.groups] for unit in units},
             pool_of={group.index: number for number, pool in enumerate(_pools(groups)) for group in pool},
             prefetch_depth_of={unit.index: unit.prefetch_depth for unit in units},
@@ -253,7 +253,7 @@ class Planner:
             recorder.use(unit.index, backward=True)
             for group in unit.groups:
                 recorder.begin("weights", group.index)
-                if group.trainable:
+                if group.trainable and not group.least_memory:
                     recorder.begin("inputs", group.index)
                 if unit in inside:
                     recorder.end("weights", group.index)

@@ -12,7 +12,8 @@ import torch.distributed.fsdp as fsdp2
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from megatron.core.distributed.fsdp import fully_shard, fully_shard_context
+from megatron.core.distributed.fsdp import fully_shard, fully_shard_context, fully_shard_optimizer
+from megatron.core.distributed.fsdp.api.module import topmost_fsdp_modules
 from tests.support.agreement import assert_trains_alike, groups_of, inputs
 from tests.support.models import STRATEGY_NAMES
 from tests.support.rank_checks import RankChecks
@@ -112,6 +113,53 @@ def _trained(wrap: Any, policy: Any, x: torch.Tensor) -> list[torch.Tensor]:
         if step == 1:
             model.first.weight.requires_grad_(True)
     return found + [parameter.full_tensor().detach() for parameter in model.parameters()]
+
+
+@CHECKS.on(2)
+def the_least_memory_changes_no_number() -> None:
+    policy = fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for strategy in STRATEGY_NAMES:
+        found = [_steps(strategy, policy, least_memory=least) for least in (False, None)]
+        for (_, states), (_, expected) in zip(found[1:], found[:1], strict=True):
+            assert all(map(torch.equal, states, expected)), strategy
+        (own, _), (least, _) = found
+        numel = sum(group.weights.main.local.numel() for group in groups_of(own))
+        reports = [topmost_fsdp_modules(model)[0]._fsdp_unit.context.describe() for model in (own, least)]
+        largest = max(group.grads.input_storage.nbytes for group in groups_of(least))
+        assert not any(group.grads.input_storage.allocated for group in groups_of(least))
+        assert reports[1].reduce_scatter_inputs == 0 and reports[1].largest_input == largest, strategy
+        if strategy in ("optim_grads_params", "hsdp"):
+            assert (reports[0].model_weights, reports[1].model_weights) == (2 * numel, 0), strategy
+            assert "one reduce-scatter input" in str(reports[1]) and "model weights" not in str(reports[1])
+    with pytest.raises(ValueError, match="least_memory=True goes with transport 'nccl' alone, got 'peer_copy'"):
+        fully_shard(_net(), transport="peer_copy", least_memory=True)
+
+
+def _steps(strategy: str, policy: Any, *, least_memory: bool | None) -> tuple[Any, list[torch.Tensor]]:
+    """Train with two microbatches, weights written by hand, an evaluation and a load; return losses, gradients and weights."""
+    torch.manual_seed(3)
+    net: Any = nn.Sequential(*(nn.Sequential(nn.Linear(5, 5), nn.Tanh()) for _ in range(3)))
+    for layer in net:
+        fully_shard(layer, placements=strategy, mp_policy=policy, least_memory=least_memory)
+    fully_shard(net, placements=strategy, mp_policy=policy, least_memory=least_memory)
+    optimizer = fully_shard_optimizer(torch.optim.Adam(net.parameters(), lr=0.1))
+    found: list[torch.Tensor] = []
+    for step in range(4):
+        for microbatch in range(2):
+            net.set_requires_gradient_sync(microbatch == 1)
+            loss = _loss(net, dist.get_rank(), 2 * step + microbatch)
+            loss.backward()
+            found.append(loss.detach())
+        found += [parameter.grad.full_tensor() for parameter in net.parameters()]
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            if step == 1:
+                net[1][0].weight.mul_(1.5)
+            found.append(_loss(net, dist.get_rank(), 100 + step))
+            if step == 2:
+                net.load_state_dict({name: value * 0.5 for name, value in net.state_dict().items()})
+    return net, [*found, *(parameter.full_tensor().detach() for parameter in net.parameters())]
 
 
 class Chunked(nn.Module):
